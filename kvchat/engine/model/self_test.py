@@ -25,6 +25,7 @@ from kvchat.errors import ModelError
 PREFILL = (19, 14)
 DECODE = 5
 SECOND_TURN = 10
+EXPERTS_AGREE = 0.25  # of the tokens of a mixture: attending wrongly spoils more of them
 
 
 def reads_chunks(model: Any) -> bool:
@@ -55,7 +56,7 @@ def selftest(model: Any, make_backend: Callable[[], AttentionBackend] = DenseMan
     chunks = _chunks(model, chunked)
     ends = torch.cumsum(torch.tensor([len(chunk) for chunk in chunks]), 0) - 1
     made = _stepwise(model, chunks, make_backend(), RecurrentState(model.config))
-    measured = logits_error(model, made, _reference(model, torch.cat(chunks))[ends])
+    measured = logits_error(model, made, _reference(model, torch.cat(chunks))[ends], share=EXPERTS_AGREE)
     allowed = logits_tolerance(model)
     if not measured <= allowed:
         raise ModelError(

