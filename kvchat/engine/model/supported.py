@@ -66,14 +66,14 @@ def refusal(config: Any, model_class: Any) -> str | None:
         return "It keeps a recurrent state in a way of its own, which cannot be rolled back to an earlier token"
     if hasattr(model_class, "_setup_cache"):  # makes room for the state in the layers
         return IN_LAYERS
+    if others := sorted(set(layer_types(config)) - KNOWN_LAYERS):
+        return f"It has layers of the kind {', '.join(others)}; kvchat knows full, sliding and linear attention"
     if not attending_layers(config):
         return "No layer of it attends, so there are no K/V to keep"
     if not (context := getattr(text, "max_position_embeddings", None)):
         return "Its configuration does not tell how many tokens it can read"
     if context > MOST_TOKENS:
         return f"Its configuration tells that it can read {context:,} tokens; kvchat counts to {MOST_TOKENS:,}"
-    if others := sorted(set(layer_types(config)) - KNOWN_LAYERS):
-        return f"It has layers of the kind {', '.join(others)}; kvchat knows full, sliding and linear attention"
     return None
 
 

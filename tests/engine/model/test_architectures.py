@@ -31,6 +31,7 @@ REFUSED = {
     "bart": "encoder-decoder",
     "mamba2": "No layer of it attends",
     "llama4": "kind chunked_attention",
+    "deepseek_v32": "kind indexed_attention",
     "recurrent_gemma": "state in its layers",
 }
 
