@@ -230,6 +230,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 1,
         },
     ),
+    "blt": ("BltConfig", {"only": {"vocab_size": VOCAB}}),
     "deepseek_v32": ("DeepseekV32Config", {}),
     "recurrent_gemma": ("RecurrentGemmaConfig", {"num_hidden_layers": 3}),
     "minimax": ("MiniMaxConfig", {"head_dim": 16, "layer_types": RECURRENT_FIRST, "num_local_experts": 4}),

@@ -62,6 +62,8 @@ def refusal(config: Any, model_class: Any) -> str | None:
         return "It is an encoder-decoder; kvchat drives decoders only"
     if not model_class._can_set_attn_implementation():
         return "transformers does not let its attention be replaced"
+    if not hasattr(text, "num_hidden_layers"):  # of blt and pi0 each part has layers
+        return "Its configuration does not tell how many layers it has"
     if model_class._is_stateful and not is_recurrent(config):
         return "It keeps a recurrent state in a way of its own, which cannot be rolled back to an earlier token"
     if hasattr(model_class, "_setup_cache"):  # makes room for the state in the layers

@@ -32,6 +32,7 @@ REFUSED = {
     "mamba2": "No layer of it attends",
     "llama4": "kind chunked_attention",
     "deepseek_v32": "kind indexed_attention",
+    "blt": "how many layers it has",
     "recurrent_gemma": "state in its layers",
 }
 
