@@ -113,6 +113,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "embedding_multiplier": 12.0,
         },
     ),
+    "granitemoeshared": (
+        "GraniteMoeSharedConfig",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 32},
+    ),
     "gpt_oss": (
         "GptOssConfig",
         {"head_dim": 16, "sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2, **YARN_ROPE},
