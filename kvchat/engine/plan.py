@@ -21,6 +21,7 @@ from kvchat.engine.model.hub import Progress
 from kvchat.engine.model.loaded_sizes import by_quantization
 from kvchat.engine.model.probe import observe_shape
 from kvchat.engine.model.recurrent_state import SNAPSHOTS, RecurrentState, attending_layers
+from kvchat.engine.model.supported import unreadable
 from kvchat.engine.model.weight_sizes import linears, read_bytes
 from kvchat.engine.proposal import has_room, propose
 from kvchat.errors import KvchatError, UsageError
@@ -130,9 +131,14 @@ class _Observed(NamedTuple):
 
 
 def _observe(described: ModelDescription) -> _Observed:
-    shapes = described.shapes
-    state = RecurrentState(shapes.config)
-    shape = observe_shape(shapes, state)
+    try:
+        shapes = described.shapes
+        state = RecurrentState(shapes.config)
+        shape = observe_shape(shapes, state)
+    except KvchatError:
+        raise
+    except Exception as error:  # whatever an untried config leads to
+        raise unreadable(described.location.name, "the model", error) from error
     layers = len(attending_layers(shapes.config))
     on = described.device.type
     geometry = Geometry(layers, *shape, described.dtype, headroom=GROWTH_HEADROOM[on], unified=on == "cpu")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support import tiny_models, tiny_multimodal
 from support.loads import entering
+from support.model_folders import edit_json
 from support.progress import silent
 from support.quantized_checkpoint import declare
 
@@ -276,6 +277,14 @@ def test_a_mode_that_cannot_be_entered_says_why():
 def test_what_is_no_model_is_refused(tmp_path):
     with pytest.raises(ModelError):
         planned(tmp_path)
+
+
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+@pytest.mark.parametrize("change", [{"hidden_act": "no such"}, {"num_key_value_heads": 3}], ids=str)
+def test_a_configuration_that_makes_no_model_is_refused_as_by_loading(folder, change):
+    edit_json(folder / "config.json", **change)
+    with pytest.raises(ModelError, match=r"cannot be loaded\. transformers refuses the model"):
+        memory_plan(Load(str(folder), "cpu"), 64, silent)
 
 
 def test_what_fits_beside_the_model_in_use(monkeypatch):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kvchat.engine.model import text_part
-from kvchat.engine.model.quantization import own_method, own_section
+from kvchat.engine.model.quantization import Quantization, missing, own_method, own_section
 from kvchat.engine.model.recurrent_state import (
     ATTENTION,
     BOTH,
@@ -192,6 +192,8 @@ def unreadable(name: str, what: str, error: Exception) -> ModelError:
             f"According to {what} it needs Python code of its own, and kvchat never runs code that comes with a model.",
             "Choose a model of an architecture that transformers includes.",
         )
+    if isinstance(error, ImportError):
+        return missing(name, Quantization(), error)
     first = str(error).strip().split("\n", 1)[0][:300]
     return ModelError(
         f"{name} cannot be loaded.",

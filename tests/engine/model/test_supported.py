@@ -156,3 +156,8 @@ def test_missing_tensors_come_first():
 def test_transformers_own_words_are_passed_on():
     error = unreadable("x", "its config.json", ValueError("first\nsecond"))
     assert (error.title, error.detail) == ("x cannot be loaded.", "transformers refuses its config.json: first")
+
+
+def test_a_package_that_a_part_of_the_model_needs_is_named():
+    error = unreadable("x", "the model", ImportError("\nIts tower requires the timm library.\nYou can install it."))
+    assert str(error).startswith("x needs a package that is not installed. transformers says: Its tower requires")
