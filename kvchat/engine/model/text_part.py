@@ -45,9 +45,13 @@ def note(config: Any) -> str:
 
 def _inherited(config: Any, text: Any) -> Any:
     """The text configuration, with what only the whole one says of the weights."""
+    if text is config:
+        return text
     quantized = getattr(config, "quantization_config", None)
-    if text is not config and quantized is not None:
+    if quantized is not None:
         text.quantization_config = quantized
+    if getattr(config, "tie_word_embeddings", False):  # then the files have no head
+        text.tie_word_embeddings = True
     return text
 
 

@@ -9,6 +9,7 @@ import torch
 from safetensors import safe_open
 from support import tiny_models, tiny_multimodal
 from support.progress import silent
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from kvchat.engine.model import text_part
 from kvchat.engine.model.load import load_model
@@ -90,6 +91,15 @@ def test_layers_of_different_heads_are_given_one_shape(tmp_path):
     assert (part.q_heads, part.kv_heads, part.d_k, part.d_v) == (4, 2, 32, 32)
     assert any("as large as those of the largest" in note for note in part.notes)
     assert part.probe.refusal is None  # keys can be moved, filled up or not
+
+
+def test_a_head_that_only_the_whole_configuration_ties_is_tied(tmp_path):
+    config = tiny_multimodal.config("qwen3_5")
+    config.tie_word_embeddings = True
+    tiny_multimodal.save(AutoModelForImageTextToText.from_config(config), tmp_path)
+    assert not AutoConfig.from_pretrained(tmp_path).text_config.tie_word_embeddings
+    part = load_model(Load(str(tmp_path), "cpu", "float32"), silent).model
+    assert part.get_output_embeddings().weight is part.get_input_embeddings().weight
 
 
 def test_the_chat_template_of_a_processor_is_used(tmp_path):
