@@ -59,6 +59,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3_5": ("Qwen3_5Config", {**TEXT, **DELTA_NET}, QWEN3_TOWER),
     "qwen3_5_moe": ("Qwen3_5MoeConfig", {**TEXT, **DELTA_NET, **SHARED_EXPERT}, QWEN3_TOWER),
     "lfm2_vl": ("Lfm2VlConfig", {**TEXT, "head_dim": None, "model_type": "lfm2", "full_attn_idxs": [1, 3]}, TOWER),
+    "video_llama_3": (
+        "VideoLlama3Config",
+        {**TEXT, "head_dim": None, "model_type": "qwen2"},
+        {key: value for key, value in TOWER.items() if key != "image_size"},
+    ),
     "llava": ("LlavaConfig", {**TEXT, "model_type": "llama"}, {**TOWER, "model_type": "clip_vision_model"}),
 }
 

@@ -26,7 +26,7 @@ NAME = "kvchat"
 
 # Keyword arguments that arrive and change nothing about attention: positions are in the rotated keys already, the
 # others steer what happens outside attention. Everything else is refused, never swallowed.
-HARMLESS = frozenset({"position_ids", "use_cache", "output_router_logits", "output_attentions"})
+HARMLESS = frozenset({"position_ids", "use_cache", "output_router_logits", "output_attentions", "logits_to_keep"})
 KNOWN = HARMLESS | {"scaling", "dropout", "sliding_window", "softcap", "s_aux"}
 
 
