@@ -68,3 +68,16 @@ def test_the_model_attends_by_the_hook_again_afterwards():
 
 def test_it_is_repeatable():
     assert selftest(tiny_models.model("qwen3")) == selftest(tiny_models.model("qwen3"))
+
+
+def test_a_model_that_begins_to_count_positions_at_2_is_refused():
+    model = tiny_models.fresh("gpt2")
+    forward = model.transformer.forward
+
+    def counting(input_ids, position_ids=None, **kwargs):
+        own = torch.arange(2, 2 + input_ids.shape[1])[None]
+        return forward(input_ids, position_ids=own if position_ids is None else position_ids, **kwargs)
+
+    model.transformer.forward = counting
+    with pytest.raises(ModelError, match="differ from transformers' own"):
+        selftest(model)
