@@ -194,7 +194,7 @@ def unreadable(name: str, what: str, error: Exception) -> ModelError:
         )
     if isinstance(error, ImportError):
         return missing(name, Quantization(), error)
-    first = str(error).strip().split("\n", 1)[0][:300]
+    first = str(error).strip().split("\n", 1)[0][:300] or type(error).__name__
     return ModelError(
         f"{name} cannot be loaded.",
         f"transformers refuses {what}: {first}",

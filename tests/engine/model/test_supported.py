@@ -161,3 +161,7 @@ def test_transformers_own_words_are_passed_on():
 def test_a_package_that_a_part_of_the_model_needs_is_named():
     error = unreadable("x", "the model", ImportError("\nIts tower requires the timm library.\nYou can install it."))
     assert str(error).startswith("x needs a package that is not installed. transformers says: Its tower requires")
+
+
+def test_an_error_without_words_is_named_by_its_kind():
+    assert "transformers refuses the model: AssertionError" in str(unreadable("x", "the model", AssertionError()))
