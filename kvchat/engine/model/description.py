@@ -25,6 +25,8 @@ LOUD = (
     "torchao",
     "torch.utils._pytree",
 )  # say which kernels they lack, and what they are going to drop
+# Layers of the models whose scores are scaled otherwise than by the size of a head; llama.cpp, too, tells them by that.
+GEMMA_27B = {"gemma2": 46, "gemma3_text": 62}
 INSTALL_GGUF = "pip install 'kvchat[gguf]'"
 
 
@@ -116,4 +118,8 @@ def _gguf_config(location: ModelLocation) -> Any:
     except Exception as error:  # the gguf package raises anything for a damaged file
         raise supported.unreadable(location.name, "the GGUF file", error) from error
     config.dtype = config.dtype or torch.bfloat16  # the file's blocks have no such type; they are unpacked to it
+    if hasattr(config, "query_pre_attn_scalar"):  # transformers takes 256, that of most
+        is_27b = GEMMA_27B.get(config.model_type) == config.num_hidden_layers
+        per_head = config.hidden_size // config.num_attention_heads
+        config.query_pre_attn_scalar = per_head if is_27b else config.head_dim
     return config

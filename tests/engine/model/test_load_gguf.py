@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import huggingface_hub
+import numpy as np
 import pytest
 import torch
 from support.gguf_files import write_model
@@ -139,3 +140,27 @@ def test_a_file_of_a_repository(tmp_path, monkeypatch):
     (tmp_path / "q4.gguf").write_bytes(b"GGUF....")
     found = checkpoint.complete(checkpoint.locate("org/model:q4.gguf", silent), silent)
     assert (found.gguf, found.revision, found.weight_bytes) == ("q4.gguf", tmp_path.name, 8)
+
+
+@needs_gguf
+@pytest.mark.parametrize(("kind", "layers", "scale"), [("gemma3", 34, 32), ("gemma3", 62, 40), ("gemma2", 46, 40)])
+def test_gemmas_scores_are_scaled_as_by_llama_cpp(tmp_path, kind, layers, scale):
+    """No key of the file tells: 27B divides by the root of 5376 / 32, the others by that of a head's size."""
+    import gguf
+
+    writer = gguf.GGUFWriter(tmp_path / "gemma.gguf", kind)
+    writer.add_block_count(layers)
+    writer.add_context_length(512)
+    writer.add_embedding_length(160)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_key_length(32)
+    writer.add_value_length(32)
+    for layer in range(layers):
+        writer.add_tensor(f"blk.{layer}.attn_norm.weight", np.ones(160, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    described = description.describe(str(tmp_path), "cpu", "float32", silent)
+    assert described.text_config.query_pre_attn_scalar == scale
