@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kvchat.engine.model import gguf_file, supported
+from kvchat.engine.model import gguf_file, gguf_rope, supported
 from kvchat.engine.model.checkpoint import ModelLocation, locate, read_json
 from kvchat.engine.model.device import resolve_device, resolve_dtype
 from kvchat.engine.model.hub import Progress
@@ -110,7 +110,7 @@ def _gguf_config(location: ModelLocation) -> Any:
         raise ModelError(
             f"{location.name} is a GGUF file.", f"What reads it is not installed: {', '.join(absent)}.", INSTALL_GGUF
         )
-    gguf_file.header(location.folder / location.gguf)
+    header = gguf_file.header(location.folder / location.gguf)
     try:
         config = AutoConfig.from_pretrained(
             location.folder, gguf_file=location.gguf, local_files_only=True, trust_remote_code=False
@@ -122,4 +122,5 @@ def _gguf_config(location: ModelLocation) -> Any:
         is_27b = GEMMA_27B.get(config.model_type) == config.num_hidden_layers
         per_head = config.hidden_size // config.num_attention_heads
         config.query_pre_attn_scalar = per_head if is_27b else config.head_dim
+    gguf_rope.apply(header.scaling, config, location.name)
     return config

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvchat import gguf_tables
+from kvchat.engine.model import gguf_rope
 from kvchat.engine.model.supported import unreadable
 from kvchat.errors import ModelError
 
@@ -19,11 +20,12 @@ class GgufTensor(NamedTuple):
 
 
 class GgufHeader(NamedTuple):
-    """The number of layers that a file names, its tensors, and ``gguf_tables.layer_bits`` of them."""
+    """The number of layers that a file names, its tensors, ``gguf_tables.layer_bits`` of them, its scaling."""
 
     layers: int
     tensors: tuple[GgufTensor, ...]
     layer_bits: float
+    scaling: gguf_rope.Scaling
 
 
 def header(file: Path) -> GgufHeader:
@@ -59,6 +61,7 @@ def _header(file: Path, written: int) -> GgufHeader:
         max((int(field.parts[field.data[0]][0]) for field in layers), default=0),
         tuple(GgufTensor(each.name, int(each.n_bytes)) for each in reader.tensors),
         gguf_tables.layer_bits(tables),
+        gguf_rope.read(reader),
     )
 
 
