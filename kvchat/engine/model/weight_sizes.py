@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,11 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # a configur
 def without_memory(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
     """The model on torch's meta device, where tensors have shapes and no memory."""
     attention_hook.register()
+    own = deepcopy(config)  # transformers writes into it how the experts are run, and reads that when it loads
     with torch.device("meta"):
         # Of transformers' ways to run experts this one asks no tensor for its values, which have none.
         return model_class._from_config(
-            config, dtype=dtype, attn_implementation=attention_hook.NAME, experts_implementation="batched_mm"
+            own, dtype=dtype, attn_implementation=attention_hook.NAME, experts_implementation="batched_mm"
         ).eval()
 
 
