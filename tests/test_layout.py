@@ -69,6 +69,7 @@ TESTED_IN = {
     "engine/model/loaded_sizes": "engine/model/test_free_memory",
     "engine/model/gguf_file": "engine/model/test_load_gguf",
     "engine/model/packed_rows": "engine/model/test_int4_rows",
+    "engine/model/reading": "engine/model/test_load",
     "engine/model/resumable": "engine/model/test_hub",
     "engine/synthetic_text": "engine/test_needle",
     "engine/tokens": "engine/test_session_doors",

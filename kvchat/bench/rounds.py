@@ -14,7 +14,7 @@ from kvchat.bench.mode_run import ModeRun, spills
 from kvchat.bench.rows import NATURAL
 from kvchat.bench.timing import Timing, Variant
 from kvchat.config.profiles import Measured
-from kvchat.engine.generate.free_cores import LOOK_S
+from kvchat.engine.free_cores import LOOK_S
 from kvchat.errors import KvchatError
 
 SETTLED_S = 5 * LOOK_S

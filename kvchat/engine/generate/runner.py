@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from kvchat.engine.free_cores import FreeCores
 from kvchat.engine.generate.escaping import control_ids
-from kvchat.engine.generate.free_cores import FreeCores
 from kvchat.engine.generate.graphs import GraphRunner, Recorder, recorder_for
 from kvchat.engine.memory_errors import explained, is_out_of_memory
 from kvchat.engine.model import attention_hook

@@ -7,22 +7,22 @@ probe or the numerical self-test. Only safetensors and GGUF are read, and no cod
 from __future__ import annotations
 
 import contextlib
-import io
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
+from kvchat.engine.free_cores import FreeCores
 from kvchat.engine.memory_errors import is_out_of_memory
 from kvchat.engine.model import (
-    attention_hook,
     cpu_dtype,
     fingerprint,
     free_memory,
     gguf_weights,
     quantization,
+    reading,
     supported,
     text_part,
     weights_progress,
@@ -32,7 +32,6 @@ from kvchat.engine.model.description import ModelDescription, describe, quiet
 from kvchat.engine.model.fusion import swap
 from kvchat.engine.model.hub import Progress
 from kvchat.engine.model.probe import Probe, pin_frequencies, probe
-from kvchat.engine.model.quantization import Quantization
 from kvchat.engine.model.self_test import reads_chunks, selftest
 from kvchat.engine.model.weight_sizes import unpackable_share, weight_bytes
 from kvchat.engine.model.weights_memory import freed_at_once, give_back, lay_out
@@ -96,6 +95,8 @@ def load_model(asked: Load, progress: Progress) -> LoadedModel:
         UsageError: no such device, dtype or quantization.
         DoesNotFitError: the weights do not fit the device's free memory.
     """
+    cores = FreeCores(torch.device("cpu"), pause=math.inf)  # for a GPU too weights are taken in here
+    cores.look()
     with quiet():
         described = describe(asked.model, asked.device, asked.dtype, progress)
         chosen = gguf_weights.choose(asked.quantize, described)
@@ -110,11 +111,14 @@ def load_model(asked: Load, progress: Progress) -> LoadedModel:
             stage = _loading_weights(chosen.quantize, described, checkpoint)
             progress(stage)
             packing = freed_at_once() if quantized.method else contextlib.nullcontext()
-            with weights_progress.reported(checkpoint, stage, progress), packing:
-                model = _model(described, checkpoint, quantized)
+            with weights_progress.reported(checkpoint, stage, progress, cores), packing:
+                model = reading.read(described, checkpoint, quantized)
+                with cores:
+                    model = reading.finished(model, described, quantized)
             progress("Testing the model")
-            supported.check_values(model, checkpoint.folder)
-            loaded = wrap(model, tokenizer, checkpoint.name, checkpoint.revision, asked.fast)
+            with cores:
+                supported.check_values(model, checkpoint.folder)
+                loaded = wrap(model, tokenizer, checkpoint.name, checkpoint.revision, asked.fast)
     if described.device.type == "cpu":
         compile_loops(model.dtype, lambda: progress("Compiling for this CPU, once on this machine"))
     give_back()
@@ -190,17 +194,13 @@ def _explained(described: ModelDescription, quantize: str) -> Iterator[None]:
         raise supported.unreadable(described.location.name, "the model", error) from error
 
 
-def _gguf(checkpoint: Checkpoint) -> dict[str, str]:
-    return {"gguf_file": checkpoint.gguf} if checkpoint.gguf else {}
-
-
 def _tokenizer(checkpoint: Checkpoint) -> Any:
     from transformers import AutoTokenizer
 
     try:
         with explained_panics():
             tokenizer = AutoTokenizer.from_pretrained(
-                checkpoint.folder, local_files_only=True, trust_remote_code=False, **_gguf(checkpoint)
+                checkpoint.folder, local_files_only=True, trust_remote_code=False, **reading.options(checkpoint)
             )
     except Exception as error:  # tokenizers raises a bare Exception for a damaged file
         raise supported.unreadable(checkpoint.name, "its tokenizer", error) from error
@@ -208,53 +208,6 @@ def _tokenizer(checkpoint: Checkpoint) -> Any:
     if not tokenizer.chat_template and processors.is_file():
         tokenizer.chat_template = read_json(processors).get("chat_template")
     return guarded(tokenizer)
-
-
-def _model(described: ModelDescription, checkpoint: Checkpoint, quantized: Quantization) -> Any:
-    """Read to the CPU and then moved: transformers reads to a GPU only with accelerate, which kvchat needs for nothing
-    else. Quantized weights are read to their device: most cannot be moved, and what cannot be needs accelerate anyway.
-    Those of a GGUF file are packed here.
-    """
-    attention_hook.register()
-    quantization.import_package(quantized)
-    quantization.unpack_while_reading(described.text_config)
-    device = described.device
-    packed_here = bool(checkpoint.gguf and quantized.options)
-    in_place = bool(quantized.method) and not packed_here and find_spec("accelerate") is not None
-    placement = {"device_map": {"": device}} if in_place else {}
-    of_file = gguf_weights.unpacked() if checkpoint.gguf else contextlib.nullcontext(quantized.options)
-    try:
-        # Neither has the bar over a GGUF file's tensors a switch, nor what packages of quantized weights print.
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()), of_file as options:
-            model, info = described.model_class.from_pretrained(
-                checkpoint.folder,
-                config=described.text_config,
-                dtype=described.dtype,
-                attn_implementation=attention_hook.NAME,
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,
-                output_loading_info=True,
-                **placement,
-                **options,
-                **_gguf(checkpoint),
-            )
-    except ImportError as error:
-        raise quantization.missing(checkpoint.name, quantized, error) from error
-    except Exception as error:  # whatever an untried config leads to
-        if is_out_of_memory(error):
-            raise
-        raise supported.unreadable(checkpoint.name, "its weights", error) from error
-    supported.check_tensors(model, checkpoint.folder, info)
-    if checkpoint.gguf and options:
-        model.config.quantization_config = options["quantization_config"]  # of what it unpacked transformers forgets it
-    if not checkpoint.gguf and quantization.own_method(described.config):
-        quantization.finish_loading(model, described.config, described.dtype)
-    if packed_here:
-        gguf_weights.pack(model, quantized.options["quantization_config"], device)
-    if device.type == "cpu":
-        quantization.multiply_on_cpu(model)
-    return model.eval() if in_place else model.eval().to(device)
 
 
 def _loaded(name: str, revision: str, model: Any, tokenizer: Any, seen: Probe, pinned: bool) -> LoadedModel:

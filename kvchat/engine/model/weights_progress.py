@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, redirect_stderr, redirect_stdout
 from typing import Any
 
 from kvchat.engine.model.byte_progress import ByteProgress
@@ -15,8 +15,12 @@ READING = "Loading weights"  # what transformers calls the bar over the weights 
 
 
 @contextmanager
-def reported(checkpoint: Checkpoint, stage: str, progress: Callable[[str], None]) -> Iterator[None]:
+def reported(
+    checkpoint: Checkpoint, stage: str, progress: Callable[[str], None], cores: AbstractContextManager[None]
+) -> Iterator[None]:
     """While a model is read ``progress`` is called with ``stage`` and the share of the files' bytes.
+
+    Each weight is taken in on the ``cores`` that are free.
 
     transformers' bar is replaced by one that counts: each item names the tensors of the files that it is made of.
     """
@@ -28,7 +32,7 @@ def reported(checkpoint: Checkpoint, stage: str, progress: Callable[[str], None]
     def bar(factory: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         if options.get("desc") != READING:
             return factory(*args, **options)
-        return _counted(list(args[0]), sizes, words)
+        return _counted(list(args[0]), sizes, words, cores)
 
     before = logging.set_tqdm_hook(bar)
     try:
@@ -48,10 +52,13 @@ def _heard(progress: Callable[[str], None]) -> Callable[[str], None]:
     return tell
 
 
-def _counted(items: list[Any], sizes: dict[str, int], words: ByteProgress) -> Iterator[Any]:
+def _counted(
+    items: list[Any], sizes: dict[str, int], words: ByteProgress, cores: AbstractContextManager[None]
+) -> Iterator[Any]:
     nbytes = [sum(sizes.get(name, 0) for names in read.layer_targets.values() for name in names) for _, read in items]
     done, total = 0, sum(nbytes)
     for item, size in zip(items, nbytes, strict=True):
-        yield item
+        with cores:
+            yield item
         done += size
         words.tell(done, total)

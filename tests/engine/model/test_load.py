@@ -13,7 +13,8 @@ from support.memory_faults import HostMemoryError
 from support.model_folders import edit_json
 from support.progress import silent
 
-from kvchat.engine.model import checkpoint, hub
+from kvchat.engine.free_cores import FreeCores
+from kvchat.engine.model import checkpoint, hub, int8_rows, load, supported
 from kvchat.engine.model.byte_progress import ByteProgress
 from kvchat.engine.model.load import load_model
 from kvchat.errors import DoesNotFitError, ModelError, UsageError
@@ -49,6 +50,30 @@ def test_a_local_folder(folder, no_network, dtype, expected):
     assert loaded.dtype == loaded.model.dtype == expected
     assert loaded.context == tiny_models.CONTEXT
     assert loaded.vocab == tiny_models.VOCAB
+
+
+def test_weights_are_taken_in_and_tested_on_free_cores(folder, monkeypatch):
+    class OneCore(FreeCores):
+        def look(self):
+            self.threads = 1
+
+    threads, before = {}, torch.get_num_threads()
+
+    def noting(owner, name):
+        done = getattr(owner, name)
+        monkeypatch.setattr(
+            owner, name, lambda *given: (threads.__setitem__(name, torch.get_num_threads()), done(*given))[1]
+        )
+
+    torch.set_num_threads(2)
+    monkeypatch.setattr(load, "FreeCores", OneCore)
+    noting(int8_rows, "install")
+    noting(supported, "check_values")
+    try:
+        load_model(Load(str(folder), "cpu", "float32", quantize="int8"), silent)
+        assert (threads, torch.get_num_threads()) == ({"install": 1, "check_values": 1}, 2)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_every_end_token_counts(folder):

@@ -100,4 +100,4 @@ def test_tensors_freed_meanwhile_are_the_systems_again():
             small.append(torch.ones(2**10))
             del large
             grown.append(taken() - before)
-    assert max(grown) < 24 * 2**20
+    assert max(grown) < 40 * 2**20  # of 92

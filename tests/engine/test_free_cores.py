@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 import pytest
 import torch
 
 from kvchat.bench.variant import parsed
-from kvchat.engine.generate.free_cores import LOOK_S, PAUSE_S, FreeCores
+from kvchat.engine.free_cores import LOOK_S, PAUSE_S, FreeCores
 from kvchat.engine.generate.runner import ModelRunner, geometry_of, traits_of
 from kvchat.kv.modes import build
 
@@ -37,8 +38,8 @@ class Machine:
         self.idle += (self.cores - own - others) * seconds
         self.write()
 
-    def free_cores(self):
-        return FreeCores(CPU, lambda: self.now, lambda: self.own, self.stat)
+    def free_cores(self, **options):
+        return FreeCores(CPU, lambda: self.now, lambda: self.own, self.stat, **options)
 
 
 @pytest.fixture
@@ -101,6 +102,14 @@ def test_they_come_back_when_the_others_have_gone(eight):
         here.passed(2 * LOOK_S, 8 - others, others)
         seen.append(threads_in(free))
     assert seen == [8, 5, 5, 8, 8]
+
+
+def test_where_there_are_no_pauses_long_work_says_something(machine, eight_threads):
+    here = machine(8)
+    free = here.free_cores(pause=math.inf)
+    threads_in(free)
+    here.passed(60, 2, 6)
+    assert threads_in(free) == 2
 
 
 def test_what_others_did_in_a_pause_says_nothing(eight):

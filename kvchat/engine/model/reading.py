@@ -1,0 +1,82 @@
+"""Reads a model's weights by transformers, and packs those that only then can be."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from importlib.util import find_spec
+from typing import Any
+
+from kvchat.engine.memory_errors import is_out_of_memory
+from kvchat.engine.model import attention_hook, gguf_weights, quantization, supported
+from kvchat.engine.model.checkpoint import Checkpoint
+from kvchat.engine.model.description import ModelDescription
+from kvchat.engine.model.quantization import Quantization
+
+
+def options(checkpoint: Checkpoint) -> dict[str, str]:
+    """The option that names a GGUF file to transformers, for its weights and its tokenizer."""
+    return {"gguf_file": checkpoint.gguf} if checkpoint.gguf else {}
+
+
+def read(described: ModelDescription, checkpoint: Checkpoint, quantized: Quantization) -> Any:
+    """Read a model to the CPU: transformers reads to a GPU only with accelerate, which kvchat needs for nothing else.
+
+    Quantized weights are read to their device: most cannot be moved, and what cannot be needs accelerate anyway.
+
+    Raises:
+        ModelError: transformers refuses them, or a package is missing.
+    """
+    attention_hook.register()
+    quantization.import_package(quantized)
+    quantization.unpack_while_reading(described.text_config)
+    placement = {"device_map": {"": described.device}} if _is_in_place(described, quantized) else {}
+    of_file = gguf_weights.unpacked() if checkpoint.gguf else contextlib.nullcontext(quantized.options)
+    try:
+        # Neither has the bar over a GGUF file's tensors a switch, nor what packages of quantized weights print.
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()), of_file as chosen:
+            model, info = described.model_class.from_pretrained(
+                checkpoint.folder,
+                config=described.text_config,
+                dtype=described.dtype,
+                attn_implementation=attention_hook.NAME,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+                **placement,
+                **chosen,
+                **options(checkpoint),
+            )
+    except ImportError as error:
+        raise quantization.missing(checkpoint.name, quantized, error) from error
+    except Exception as error:  # whatever an untried config leads to
+        if is_out_of_memory(error):
+            raise
+        raise supported.unreadable(checkpoint.name, "its weights", error) from error
+    supported.check_tensors(model, checkpoint.folder, info)
+    if checkpoint.gguf and chosen:
+        model.config.quantization_config = chosen["quantization_config"]  # of what it unpacked transformers forgets it
+    return model
+
+
+def finished(model: Any, described: ModelDescription, quantized: Quantization) -> Any:
+    """The model as it multiplies, on its device, with what is packed or unpacked only now."""
+    device = described.device
+    if not described.location.gguf and quantization.own_method(described.config):
+        quantization.finish_loading(model, described.config, described.dtype)
+    if _is_packed_later(described, quantized):
+        gguf_weights.pack(model, quantized.options["quantization_config"], device)
+    if device.type == "cpu":
+        quantization.multiply_on_cpu(model)
+    return model.eval() if _is_in_place(described, quantized) else model.eval().to(device)
+
+
+def _is_in_place(described: ModelDescription, quantized: Quantization) -> bool:
+    """True if weights are read to their device at once."""
+    return bool(quantized.method) and not _is_packed_later(described, quantized) and find_spec("accelerate") is not None
+
+
+def _is_packed_later(described: ModelDescription, quantized: Quantization) -> bool:
+    """True if weights are packed once all of them are read, as those of a GGUF file are."""
+    return bool(described.location.gguf and quantized.options)
