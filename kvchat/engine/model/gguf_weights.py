@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvchat.engine.model import gguf_file, int4_rows, int8_rows, packed_experts, quantization
+from kvchat.engine.model import gguf_file, packed_experts, quantization
 from kvchat.engine.model.checkpoint import ModelLocation
 from kvchat.engine.model.description import ModelDescription
 from kvchat.engine.model.packed_rows import body
+from kvchat.engine.model.packing import PACKINGS
 from kvchat.errors import ModelError
 
 AT_MOST = {"int4": 5.0, "int8": 9.0}  # bits a weight of the layers, with its constants: those of Q4_K_M, of Q8_0
@@ -95,11 +96,9 @@ def pack(model: Any, config: Any, device: torch.device) -> None:
     """
     model.config.quantization_config = config
     method = config.quant_method
-    if method in packed_experts.STACK:
-        for linear in int4_rows.chosen(model) if method == int4_rows.METHOD else ():
-            int4_rows.pack(linear, of_4_bits=True)
-        for linear in body(model) if method == int8_rows.METHOD else ():
-            int8_rows.pack(linear)
+    if method in PACKINGS:
+        for linear in PACKINGS[method].linears(model):
+            PACKINGS[method].pack(linear, of_4_bits=True)
         for _, stack in packed_experts.chosen(model, method):
             packed_experts.pack(stack.module, stack.name, stack.weight.detach(), method, of_4_bits=True)
         return

@@ -84,7 +84,7 @@ def pack(linear: nn.Linear, *, of_4_bits: bool = False) -> None:
     attach(linear, Int4Rows(linear.weight, scales, linear.bias))
 
 
-def stack(matrices: Tensor, of_4_bits: bool = False) -> Int4Rows:
+def stack(matrices: Tensor, *, of_4_bits: bool = False) -> Int4Rows:
     """Quantize a stack of ``matrices [E, N, K]`` of a shape that fits."""
     data, scales = zip(*(_quantize(matrix, of_4_bits) for matrix in matrices), strict=True)
     return Int4Rows(torch.stack(data), torch.stack(scales))

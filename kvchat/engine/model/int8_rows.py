@@ -77,14 +77,14 @@ class Int8Rows(PackedRows):
         return merged
 
 
-def pack(linear: nn.Linear) -> None:
-    """Quantize a Linear."""
+def pack(linear: nn.Linear, *, of_4_bits: bool = False) -> None:
+    """Quantize a Linear, also one whose weights had 4 bits."""
     weight = linear.weight.detach()
     data = torch.empty(weight.shape, dtype=torch.int8)
     install(linear, data, _quantize(weight, data))
 
 
-def stack(matrices: Tensor, of_4_bits: bool = False) -> Int8Rows:
+def stack(matrices: Tensor, *, of_4_bits: bool = False) -> Int8Rows:
     """Quantize a stack of ``matrices [E, N, K]`` that ``fits_stack``, also of weights that had 4 bits."""
     data = torch.empty(matrices.shape, dtype=torch.int8)
     return Int8Rows(data, torch.stack([_quantize(*pair) for pair in zip(matrices, data, strict=True)]))

@@ -14,11 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kvchat.engine.model import int4_rows, int8_rows
 from kvchat.engine.model.packed_rows import STACKS, PackedRows
-
-FITS = {int8_rows.METHOD: int8_rows.fits_stack, int4_rows.METHOD: int4_rows.fits}
-STACK = {int8_rows.METHOD: int8_rows.stack, int4_rows.METHOD: int4_rows.stack}
+from kvchat.engine.model.packing import PACKINGS
 
 
 class Stack(NamedTuple):
@@ -48,12 +45,12 @@ def stacks(model: Any) -> Iterator[tuple[str, Stack]]:
 
 def chosen(model: Any, method: str) -> Iterator[tuple[str, Stack]]:
     """The stacks that ``method`` packs, with their names."""
-    return ((path, stack) for path, stack in stacks(model) if FITS[method](*stack.shape[1:]))
+    return ((path, stack) for path, stack in stacks(model) if PACKINGS[method].fits(*stack.shape[1:]))
 
 
 def pack(module: Any, name: str, value: Tensor, method: str, *, of_4_bits: bool = False) -> None:
     """Quantize ``value``, the stack ``name`` of a module of experts; ``of_4_bits`` is as for one matrix."""
-    rows = STACK[method](_matrices(module, value), of_4_bits)
+    rows = PACKINGS[method].stack(_matrices(module, value), of_4_bits=of_4_bits)
     rows.data = nn.Parameter(rows.data, requires_grad=False)
     setattr(module, name, rows.data)
     module.__dict__.setdefault(STACKS, {})[name] = rows
@@ -67,12 +64,12 @@ def _matrices(module: Any, stack: Tensor) -> Tensor:
 
 def _forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """``hidden_states [tokens, d]`` through the experts ``top_k_index [tokens, k]``, weighted: ``[tokens, d]``."""
-    chosen = top_k_index.tolist()
-    if len(chosen) == 1:  # nothing to gather: a tenth less time for a decoded token
-        found = torch.cat([_expert(module, expert, hidden_states) for expert in chosen[0]])
+    routes = top_k_index.tolist()
+    if len(routes) == 1:  # nothing to gather: a tenth less time for a decoded token
+        found = torch.cat([_expert(module, expert, hidden_states) for expert in routes[0]])
         return (found * top_k_weights[0, :, None]).sum(0, keepdim=True).to(hidden_states.dtype)
     tokens_of: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
-    for token, experts in enumerate(chosen):
+    for token, experts in enumerate(routes):
         for place, expert in enumerate(experts):
             tokens_of[expert].append((token, place))
     total = torch.zeros(hidden_states.shape, dtype=torch.float32, device=hidden_states.device)

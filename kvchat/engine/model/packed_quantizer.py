@@ -9,10 +9,8 @@ from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from kvchat.engine.model import int4_rows, int8_rows, packed_experts
-from kvchat.engine.model.packed_rows import body
-
-PACK = {int4_rows.METHOD: int4_rows.pack, int8_rows.METHOD: int8_rows.pack}
+from kvchat.engine.model import packed_experts
+from kvchat.engine.model.packing import PACKINGS
 
 
 class PackedConfig(QuantizationConfigMixin):  # type: ignore[misc]
@@ -27,7 +25,7 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         method = self.quantization_config.quant_method
-        chosen = set(int4_rows.chosen(model) if method == int4_rows.METHOD else body(model))
+        chosen = set(PACKINGS[method].linears(model))
         self._packed = {f"{name}.weight" for name, module in model.named_modules() if module in chosen}
         self._packed |= {name for name, _ in packed_experts.chosen(model, method)}
 
@@ -57,7 +55,7 @@ class _Pack(ConversionOps):  # type: ignore[misc]
         module = kwargs["model"].get_submodule(path)
         if isinstance(module, nn.Linear):
             module.weight = nn.Parameter(value, requires_grad=False)
-            PACK[self._method](module)
+            PACKINGS[self._method].pack(module)
         else:
             packed_experts.pack(module, own, value, self._method)
         getattr(module, own)._is_hf_initialized = True  # else it is drawn anew, for some models with all of the layer
@@ -65,6 +63,6 @@ class _Pack(ConversionOps):  # type: ignore[misc]
         return {}
 
 
-for method in PACK:
+for method in PACKINGS:
     register_quantization_config(method)(PackedConfig)
     register_quantizer(method)(PackedQuantizer)

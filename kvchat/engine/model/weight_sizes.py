@@ -15,6 +15,7 @@ from kvchat import stored_tensors
 from kvchat.engine.model import attention_hook, gguf_file, int4_rows, int8_rows, packed_experts
 from kvchat.engine.model.checkpoint import Checkpoint
 from kvchat.engine.model.packed_rows import is_tied, packs_head
+from kvchat.engine.model.packing import PACKINGS
 from kvchat.stored_tensors import Packed, StoredTensor
 
 # Bytes beside a weight's own bits: a row's scale and on a GPU torchao's zero point, bitsandbytes' scale of 64 weights.
@@ -138,7 +139,7 @@ def _fits(weight: Tensor, quantize: str, device: torch.device) -> bool:
 
 def _stacks(model: Any, quantize: str, device: torch.device) -> Iterator[Tensor]:
     """The stacks of experts that can be packed, each as one matrix ``[E * N, K]``."""
-    if device.type != "cpu" or quantize not in packed_experts.FITS:
+    if device.type != "cpu" or quantize not in PACKINGS:
         return
     for _, stack in packed_experts.chosen(model, quantize):
         yield stack.weight.view(-1, stack.shape[-1])
