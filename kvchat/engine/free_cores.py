@@ -2,8 +2,8 @@
 
 Each loop waits for its last thread. Beside a busy process there is always one that waits for a core, and all others
 with it: on two cores beside two busy processes a token of the bundled model, some hundred such loops, took 10 ms on two
-threads and 6.8 on one. So is loading a model: the bundled one's tests took 11.5 and 0.5 s there. A prompt's loops are
-long; it is read on all threads.
+threads and 6.8 on one. Loading a model is made of such loops too: the tests of the bundled one took 11.5 and 0.5 s. A
+prompt's are long; it is read on all threads.
 """
 
 from __future__ import annotations

@@ -119,8 +119,13 @@ def _gguf_config(location: ModelLocation) -> Any:
         raise supported.unreadable(location.name, "the GGUF file", error) from error
     config.dtype = config.dtype or torch.bfloat16  # the file's blocks have no such type; they are unpacked to it
     if hasattr(config, "query_pre_attn_scalar"):  # transformers takes 256, that of most
-        is_27b = GEMMA_27B.get(config.model_type) == config.num_hidden_layers
-        per_head = config.hidden_size // config.num_attention_heads
-        config.query_pre_attn_scalar = per_head if is_27b else config.head_dim
+        config.query_pre_attn_scalar = _gemma_scalar(config)
     gguf_rope.apply(header.scaling, config, location.name)
     return config
+
+
+def _gemma_scalar(config: Any) -> int:
+    """The number by whose root a Gemma divides its scores."""
+    if GEMMA_27B.get(config.model_type) == config.num_hidden_layers:
+        return int(config.hidden_size // config.num_attention_heads)
+    return int(config.head_dim)

@@ -9,6 +9,7 @@ from kvchat.engine.model.loaded_sizes import by_quantization, loaded_bytes
 from kvchat.engine.model.weight_sizes import weight_bytes
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.memory import available
+from kvchat.kv.memory.budget import free_bytes
 from kvchat.units import size
 
 
@@ -18,7 +19,7 @@ def check(described: ModelDescription, quantize: str) -> None:
     Raises:
         DoesNotFitError; ModelError: a file is missing or damaged.
     """
-    if loaded_bytes(described, quantize) > _free(described.device):
+    if loaded_bytes(described, quantize) > free_bytes(described.device):
         raise does_not_fit(described, quantize)
     if described.location.gguf:
         _check_unpacked(described)
@@ -26,7 +27,7 @@ def check(described: ModelDescription, quantize: str) -> None:
 
 def does_not_fit(described: ModelDescription, quantize: str) -> DoesNotFitError:
     """The refusal of weights that do not fit their device, with how they would."""
-    device, free, needed = described.device, _free(described.device), loaded_bytes(described, quantize)
+    device, free, needed = described.device, free_bytes(described.device), loaded_bytes(described, quantize)
     where, total = "this machine's memory", ""
     if device.type == "cuda":
         where, total = torch.cuda.get_device_name(device), f" of {size(torch.cuda.mem_get_info(device)[1], 2)}"
@@ -42,10 +43,6 @@ def _packed(described: ModelDescription, room: int) -> str:
     """`` or --quantize int8 (5.1 GiB)`` for the first quantization whose weights have room; else nothing."""
     fitting = ((name, nbytes) for name, nbytes in by_quantization(described).items() if nbytes <= room)
     return next((f" or --quantize {name} ({size(nbytes)})" for name, nbytes in fitting), "")
-
-
-def _free(device: torch.device) -> int:
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available.host_free()
 
 
 def _check_unpacked(described: ModelDescription) -> None:
