@@ -18,6 +18,7 @@ MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 PLAIN = ("F64", "F32", "F16", "BF16")
 COMPRESSED, TORCHAO = "compressed-tensors", "torchao"
 FP8_CAPABILITY = (8, 9)  # of a GPU: tensor cores with float8
+MXFP4_CAPABILITY = (7, 5)  # of a GPU: that of its kernels
 PACKED_BITS = 4  # of compressed-tensors' packed weights where the configuration names none
 
 
@@ -62,7 +63,9 @@ def is_unpacked(method: str, capability: tuple[int, int] | None) -> bool:
     """
     if method == "fp8":
         return capability is None or capability < FP8_CAPABILITY
-    return method == COMPRESSED or (method == "mxfp4" and find_spec("kernels") is None)
+    if method == "mxfp4":
+        return capability is None or capability < MXFP4_CAPABILITY or find_spec("kernels") is None
+    return method == COMPRESSED
 
 
 def method_of(config: Mapping[str, Any]) -> str:
@@ -103,6 +106,12 @@ def packed(stored: Iterable[StoredTensor], config: Mapping[str, Any]) -> dict[st
         for name, parts in owned.items()
         if any(one.dtype not in PLAIN for one in parts)
     }
+
+
+def bits(weights: Iterable[Packed]) -> float:
+    """Bits that a packed weight takes in the files, with its constants, in the mean; 0 where there are none."""
+    weights = list(weights)
+    return 8 * sum(one.nbytes for one in weights) / max(1, sum(one.elements for one in weights))
 
 
 def owner(name: str) -> str:

@@ -69,6 +69,7 @@ TESTED_IN = {
     "cli/session": "cli/test_ask",
     "engine/keep/page_file_rows": "engine/keep/test_keeper_hybrid",
     "engine/generate/forged": "engine/generate/test_escaping",
+    "engine/model/each_weight": "engine/model/test_weights_progress",
     "engine/model/description": "engine/model/test_load",
     "engine/model/loaded_sizes": "engine/model/test_free_memory",
     "engine/model/gguf_file": "engine/model/test_load_gguf",

@@ -70,6 +70,7 @@ def test_the_bits_of_packed_weights(config: dict[str, Any], elements: int) -> No
         ("fp8", (8, 6), True),
         ("fp8", (8, 9), False),
         ("compressed-tensors", (9, 0), True),
+        ("mxfp4", None, True),
         ("mxfp4", (9, 0), True),
         ("gptq", (9, 0), False),
     ],

@@ -15,9 +15,9 @@ from kvchat.kv.memory import available
 # Bytes an element of quantized weights takes, with their constants.
 QUANTIZED = {"int8": 1.0, "nf4": 0.5 + 4 / 64}
 INT4 = {"cpu": 0.5 + 4 / 32, "cuda": 0.5 + 4 / 128}
-# In what a GGUF file with at most so many bits an element of its layers is loaded by itself, as in the engine's
-# ``gguf_weights``.
-GGUF_AT_MOST = {"int4": 5.0, "int8": 9.0}
+# In what weights that loading unpacks are packed again by default, by their bits an element of the layers in the files:
+# as in the engine's ``repacking``.
+AT_MOST = {"int4": 5.0, "int8": 9.0}
 
 # As in the engine: of a GPU that multiplies int4, and of the smallest matrix that is faster in bfloat16.
 INT4_CAPABILITY, BFLOAT16_FROM = (8, 0), 2**24
@@ -56,23 +56,24 @@ def fit(found: FoundModel, dtype: str, there: Room) -> Fit | None:
     if found.weights is None:
         return None
     usable, by_choice = available.usable(there.free), needs(found, found.weights, dtype, there)
-    if found.kind != "GGUF":
+    if not _is_unpacked(found, there):
         return _first(by_choice, usable)
-    return _gguf_fit(found.weights.layer_bits, by_choice, usable)
+    return _unpacked_fit(_default(found.weights, by_choice, there), by_choice, usable)
 
 
 def needs(found: FoundModel, weights: Weights, dtype: str, there: Room) -> dict[str, int]:
     """Bytes that the weights take once loaded in ``dtype``, by quantization; "none" leaves them as they are."""
     chosen = _dtype(found, weights, dtype, there)
     item = ITEM_BYTES.get(chosen, 2)  # what is unpacked becomes bfloat16
-    if found.quantization:
+    is_unpacked = _is_unpacked(found, there)
+    if found.quantization and not is_unpacked:
         return {"none": _own_bytes(weights, found.quantization, item, there)}
     no_int4 = there.device != "cpu" and (
         chosen != "bfloat16" or (there.capability or INT4_CAPABILITY) < INT4_CAPABILITY
     )
     refused = {"int4"} if no_int4 else set()
-    if found.kind == "GGUF":
-        refused.add("nf4")  # is not made of one
+    if is_unpacked:
+        refused.add("nf4")  # is not made of what was packed
     packed = {name: _packed_bytes(weights, name, item, there) for name in (*QUANTIZED, "int4") if name not in refused}
     return {"none": weights.elements * item, **packed}
 
@@ -80,9 +81,10 @@ def needs(found: FoundModel, weights: Weights, dtype: str, there: Room) -> dict[
 def _packed_bytes(weights: Weights, quantize: str, item: int, there: Room) -> int:
     """Bytes of weights whose Linears are packed; on a CPU experts too, and the head, which may be the embedding."""
     plain, each = weights.plain, QUANTIZED.get(quantize) or INT4[there.device.partition(":")[0]]
-    packed, head = plain.linear, 0
+    linear, experts = _linear_and_experts(weights)
+    packed, head = linear, 0
     if there.device == "cpu" and quantize != "nf4":
-        packed += plain.experts
+        packed += experts
         head = _packed_head(plain, item) if quantize == "int8" or plain.head is not None else 0
     return (weights.elements - packed) * item + int(packed * each) + head
 
@@ -93,16 +95,33 @@ def _packed_head(plain: Elements, item: int) -> int:
 
 
 def _own_bytes(weights: Weights, method: str, item: int, there: Room) -> int:
-    """Bytes of a checkpoint that is quantized already; what is not packed takes ``item`` bytes an element."""
-    if stored_tensors.is_unpacked(method, there.capability):
-        return weights.elements * item
+    """Bytes of a checkpoint that stays as it is quantized; what is not packed takes ``item`` bytes an element."""
     head = _packed_head(weights.plain, item) if method == "int8" and there.device == "cpu" else 0
     return weights.packed_bytes + (weights.elements - weights.packed_elements) * item + head
 
 
-def _gguf_fit(bits: float, by_choice: dict[str, int], usable: int) -> Fit:
-    """The fit of a GGUF file with so many ``bits`` an element of its layers: a small one is packed by itself."""
-    default = next((name for name, most in GGUF_AT_MOST.items() if bits <= most and name in by_choice), "none")
+def _is_unpacked(found: FoundModel, there: Room) -> bool:
+    """True if loading unpacks the weights, which are packed again."""
+    return found.kind == "GGUF" or stored_tensors.is_unpacked(found.quantization, there.capability)
+
+
+def _linear_and_experts(weights: Weights) -> tuple[int, int]:
+    """Elements of the Linears but the head, and of a mixture's experts; what is packed in the files is of either."""
+    experts = weights.plain.experts + weights.packed_experts
+    return weights.plain.linear + weights.packed_elements - weights.packed_experts, experts
+
+
+def _default(weights: Weights, by_choice: dict[str, int], there: Room) -> str:
+    """In what small weights are packed again by default: not where most are experts, which a GPU's packers leave."""
+    linear, experts = _linear_and_experts(weights)
+    if there.device != "cpu" and experts >= linear:
+        return "none"
+    bits = weights.layer_bits
+    return next((name for name, most in AT_MOST.items() if 0 < bits <= most and name in by_choice), "none")
+
+
+def _unpacked_fit(default: str, by_choice: dict[str, int], usable: int) -> Fit:
+    """The fit of weights that loading unpacks, and packs again in ``default``."""
     found = _first({name: size for name, size in by_choice.items() if size <= by_choice[default]}, usable)
     return Fit(found.needed, "none") if found.quantize == default else found
 
@@ -118,5 +137,5 @@ def _dtype(found: FoundModel, weights: Weights, dtype: str, there: Room) -> str:
     own = weights.dtype if weights.dtype in ITEM_BYTES else "bfloat16"
     if dtype != "auto" or there.device != "cpu" or found.quantization in OWN_DTYPE_ONLY:
         return own if dtype == "auto" else dtype
-    packed = found.quantization and not stored_tensors.is_unpacked(found.quantization, there.capability)
+    packed = found.quantization and not _is_unpacked(found, there)
     return "float32" if packed or own != "bfloat16" or 4 * weights.mlp < BFLOAT16_FROM else "bfloat16"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvchat import gguf_tables, stored_tensors
-from kvchat.catalog.tensor_kinds import Elements, count, is_loaded
+from kvchat.catalog.tensor_kinds import EXPERTS, Elements, count, is_loaded
 from kvchat.errors import ModelError
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -28,9 +28,10 @@ class Weights:
     """The weights of a model on disk: elements that are loaded, bytes of the files, the type of most elements.
 
     Of a checkpoint that is quantized already ``elements`` are those of its weights once they are unpacked, of which
-    ``packed_elements`` take ``packed_bytes`` in the files, with their constants. ``plain`` tells the others apart;
-    ``mlp`` are the elements of the MLP's first matrix, 0 where that is not known. ``layer_bits`` are those that an
-    element of the layers' matrices takes in a GGUF file.
+    ``packed_elements`` take ``packed_bytes`` in the files, with their constants; ``packed_experts`` of them are a
+    mixture's. ``plain`` tells the others apart; ``mlp`` are the elements of the MLP's first matrix, 0 where that is not
+    known. ``layer_bits`` are those that an element of the layers' matrices takes in a GGUF file, in other files an
+    element of the packed weights.
     """
 
     elements: int
@@ -38,6 +39,7 @@ class Weights:
     dtype: str
     packed_elements: int = 0
     packed_bytes: int = 0
+    packed_experts: int = 0
     plain: Elements = field(default_factory=Elements)
     mlp: int = 0
     layer_bits: float = 0.0
@@ -74,7 +76,9 @@ def read_safetensors(
         _weights(nbytes, elements),
         packed_elements=elements[PACKED],
         packed_bytes=sum(one.nbytes for one in packed.values()),
+        packed_experts=sum(one.elements for name, one in packed.items() if EXPERTS.search(name)),
         plain=count(((tensor.name, tensor.elements) for tensor in plain), packed),
+        layer_bits=stored_tensors.bits(packed.values()),
     )
 
 

@@ -14,7 +14,7 @@ import torch
 
 from kvchat.config import modes
 from kvchat.engine.generate.runner import CHUNK
-from kvchat.engine.model import gguf_weights, quantization
+from kvchat.engine.model import quantization, repacking
 from kvchat.engine.model.checkpoint import read_headers
 from kvchat.engine.model.description import ModelDescription, describe, quiet
 from kvchat.engine.model.hub import Progress
@@ -52,7 +52,7 @@ def memory_plan(load: Load, context: int | None, progress: Progress, in_use: Sna
     """
     with quiet():
         described = describe(load.model, load.device, load.dtype, progress)
-        quantization.check(gguf_weights.choose(load.quantize, described).quantize, described.config)
+        quantization.check(repacking.choose(load.quantize, described).quantize, described.config, described.device)
         seen = _observe(described)
         if in_use is not None:
             seen = seen._replace(preamble=in_use.preamble, pins=in_use.pins)
@@ -77,7 +77,8 @@ def fits_beside(load: Load, progress: Progress) -> bool:
 def _taken(load: Load, seen: _Observed, tokens: int, in_use: Snapshot | None) -> MemoryPlan:
     """The plan before anything is proposed: the bytes of each choice, and those that are free."""
     described, geometry = seen.described, seen.geometry
-    weights, is_rounded = by_quantization(described), load.host_dtype == "int8"
+    weights, by_default = by_quantization(described), repacking.by_default(described)
+    is_rounded = load.host_dtype == "int8"
     share = _host_share(geometry) if is_rounded else 1.0
     device_given, host_given = _given_back(in_use, described.device)
     return MemoryPlan(
@@ -96,9 +97,9 @@ def _taken(load: Load, seen: _Observed, tokens: int, in_use: Snapshot | None) ->
         host_free=available.host_free() + host_given,
         token_bytes=geometry.token_bytes,
         host_share=share,
-        by_default=gguf_weights.by_default(described.location, described.dtype, described.device) or "none",
-        file_bits=gguf_weights.bits(described.location),
-        unpacked=weights["none"] if described.location.gguf else 0,
+        by_default=by_default or "none",
+        file_bits=repacking.bits(described),
+        unpacked=weights["none"] if repacking.lie_unpacked(described, by_default or "none") else 0,
         packed=_packed_files(described),
         floor_ms=_floors(seen, weights, load.read_bytes_per_s),
         given=_given(load),

@@ -14,7 +14,7 @@ import torch
 
 from kvchat.config import modes
 from kvchat.config.modes import MIN_BUDGET
-from kvchat.engine.model import gguf_weights, quantization
+from kvchat.engine.model import quantization, repacking
 from kvchat.kv.memory import available
 from kvchat.protocol.figures import MemoryPlan, ModeNeed, Proposal
 from kvchat.units import size
@@ -76,7 +76,7 @@ def _spilled(made: MemoryPlan, quantize: str) -> int:
 
 def _lost_bits(made: MemoryPlan, quantize: str) -> Iterator[str]:
     bits = quantization.BITS.get(quantize)
-    if bits and not 0 < made.file_bits <= gguf_weights.AT_MOST.get(quantize, 0):
+    if bits and not 0 < made.file_bits <= repacking.AT_MOST.get(quantize, 0):
         instead = f"the file's {made.file_bits:.1f}" if made.file_bits else made.dtype
         yield f"precision of the weights: {bits} bits instead of {instead}"
 

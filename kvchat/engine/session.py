@@ -55,8 +55,8 @@ def load(
         mode: the KV mode to begin with.
         system: system prompt of ``Session.chat``.
         mode_params: settings of each mode, used when it is entered; ``params`` override them.
-        quantize: ``auto`` (small GGUF files stay small), ``none``, ``int8`` or ``int4`` (on a GPU torchao's),
-            ``nf4`` (bitsandbytes).
+        quantize: ``auto`` (what loading unpacks, as GGUF files, stays small), ``none``, ``int8`` or ``int4`` (on a GPU
+            torchao's), ``nf4`` (bitsandbytes).
         fast: swap small pieces of the model for faster ones.
         force: load a model also where its weights do not fit the memory that is free.
         host_dtype: what full pages of K/V are kept in: the ``model``'s number format, or ``int8``.

@@ -167,14 +167,14 @@ class MemoryPlan:
 
     ``weights`` by quantization and ``modes`` lie on the device, with ``state`` and ``workspace`` (the last is an
     estimate); ``host_pool`` and ``snapshots`` in host memory. On a CPU both are the same memory. K/V of a token take
-    ``token_bytes``, in the host pool ``host_share`` of that. ``by_default`` names the quantization of a GGUF file that
-    none is asked for, else it is none; ``file_bits`` is what a weight of that file takes, else 0. Full mode takes
-    what the weights ``beside`` it leave: those asked for, else proposed. ``proposal`` is None where nothing fits.
-    ``floor_ms`` has the time to read the weights of one token by quantization, where the rate was measured: no token
-    takes less. A GGUF file's weights lie ``unpacked`` in host memory, all of them, before they are packed again;
-    ``packed`` is the size on disk of another checkpoint whose weights loading unpacks, else 0. Where a model is in use,
-    ``stored`` is set, and what that holds counts as free. ``given`` are the options, by name, that were not left to
-    kvchat and that the plan depends on.
+    ``token_bytes``, in the host pool ``host_share`` of that. ``by_default`` names the quantization of weights that
+    loading unpacks and none is asked for, else it is none; ``file_bits`` is what such a weight takes in the files, else
+    0. Full mode takes what the weights ``beside`` it leave: those asked for, else proposed. ``proposal`` is None where
+    nothing fits. ``floor_ms`` has the time to read the weights of one token by quantization, where the rate was
+    measured: no token takes less. Of a GGUF file, and of others on a GPU, such weights lie ``unpacked`` in host memory,
+    all of them, before they are packed again; ``packed`` is the size on disk of a checkpoint, no GGUF file, that has
+    them, else 0. Where a model is in use, ``stored`` is set, and what that holds counts as free. ``given`` are the
+    options, by name, that were not left to kvchat and that the plan depends on.
     """
 
     model: str

@@ -16,7 +16,7 @@ from kvchat.protocol.details import Details, Watch
 from kvchat.protocol.figures import Count, Params, Planned, Several, Snapshot, Stats
 from kvchat.protocol.replaying import Asked, Pace, Replayed
 
-Quantize = Literal["auto", "none", "int8", "int4", "nf4"]  # what weights are kept in; auto: as small GGUF files are
+Quantize = Literal["auto", "none", "int8", "int4", "nf4"]  # what weights are kept in; auto: small files stay small
 HostDtype = Literal["model", "int8"]  # what full pages of the host pool are kept in: the model's own, or 8 bits
 
 

@@ -8,8 +8,8 @@ import pytest
 from support.fake_nvml import FakeGpu, FakeNvml
 
 from kvchat.catalog.fit import (
+    AT_MOST,
     BFLOAT16_FROM,
-    GGUF_AT_MOST,
     INT4_CAPABILITY,
     Fit,
     Room,
@@ -21,7 +21,7 @@ from kvchat.catalog.headers import Weights
 from kvchat.catalog.models import FoundModel
 from kvchat.catalog.tensor_kinds import Elements
 from kvchat.config import profiles
-from kvchat.engine.model import cpu_dtype, gguf_weights, quantization
+from kvchat.engine.model import cpu_dtype, quantization, repacking
 
 GiB = 2**30
 LINEAR = Elements(linear=8 * GiB)
@@ -91,11 +91,7 @@ def test_the_dtype_that_is_chosen_on_a_cpu(quantization, stored, mlp, item) -> N
         ("gptq", "auto", Room("cuda", 7 * GiB), Fit(7 * GiB, None)),
         ("gptq", "float32", Room("cuda", 20 * GiB), Fit(11 * GiB, "none")),
         ("gptq", "auto", Room("cpu", 20 * GiB), Fit(11 * GiB, "none")),
-        ("compressed-tensors", "auto", Room("cuda", 20 * GiB), Fit(16 * GiB, "none")),
-        ("compressed-tensors", "auto", Room("cuda", 8 * GiB), Fit(16 * GiB, None)),
         ("fp8", "auto", Room("cuda", 20 * GiB, (8, 9)), Fit(7 * GiB, "none")),
-        ("fp8", "auto", Room("cuda", 20 * GiB, (8, 6)), Fit(16 * GiB, "none")),
-        ("fp8", "bfloat16", Room("cpu", 20 * GiB), Fit(16 * GiB, "none")),
     ],
 )
 def test_whether_a_checkpoint_fits_that_is_quantized_already(
@@ -103,6 +99,30 @@ def test_whether_a_checkpoint_fits_that_is_quantized_already(
 ) -> None:
     weights = Weights(8 * GiB, 5 * GiB, "bfloat16", packed_elements=6 * GiB, packed_bytes=3 * GiB)
     assert fit(FoundModel("m", "folder", weights, method), dtype, room) == expected
+
+
+@pytest.mark.parametrize(
+    ("method", "bits", "experts", "room", "expected"),
+    [
+        # 2 GiB of elements are plain, 6 GiB packed; in int4 on a GPU they take 0.53125 bytes, on a CPU 0.625
+        ("compressed-tensors", 4.5, 0, Room("cuda", 20 * GiB), Fit(int(7.1875 * GiB), "none")),
+        ("compressed-tensors", 4.5, 0, Room("cuda", 6 * GiB), Fit(int(7.1875 * GiB), None)),
+        ("compressed-tensors", 8.1, 0, Room("cuda", 20 * GiB), Fit(10 * GiB, "none")),
+        ("compressed-tensors", 8.1, 0, Room("cuda", 9 * GiB), Fit(10 * GiB, "int4")),
+        ("compressed-tensors", 16, 0, Room("cuda", 20 * GiB), Fit(16 * GiB, "none")),
+        ("fp8", 8.1, 0, Room("cuda", 20 * GiB, (8, 6)), Fit(10 * GiB, "none")),
+        ("fp8", 8.1, 0, Room("cpu", 20 * GiB), Fit(10 * GiB, "none")),
+        ("mxfp4", 4.25, 6, Room("cpu", 20 * GiB), Fit(int(7.75 * GiB), "none")),
+        ("fp8", 8.1, 5, Room("cuda", 20 * GiB, (8, 6)), Fit(16 * GiB, "none")),  # experts stay unpacked
+        ("fp8", 8.1, 5, Room("cuda", 16 * GiB, (8, 6)), Fit(16 * GiB, "int8")),
+    ],
+)
+def test_whether_a_checkpoint_fits_that_is_unpacked(
+    method: str, bits: float, experts: int, room: Room, expected: Fit
+) -> None:
+    packed = {"packed_elements": 6 * GiB, "packed_bytes": int(bits * 6 * GiB / 8), "packed_experts": experts * GiB}
+    weights = Weights(8 * GiB, 5 * GiB, "bfloat16", **packed, layer_bits=bits)
+    assert fit(FoundModel("m", "folder", weights, method), "bfloat16", room) == expected
 
 
 @pytest.mark.parametrize(
@@ -121,8 +141,8 @@ def test_whether_a_gguf_file_fits(stored: str, bits: float, free: int, expected:
     assert fit(FoundModel("m", "GGUF", weights), "auto", Room("cuda", free * GiB)) == expected
 
 
-def test_the_rule_for_gguf_files_is_the_engines() -> None:
-    assert gguf_weights.AT_MOST == GGUF_AT_MOST
+def test_the_rule_for_what_is_unpacked_is_the_engines() -> None:
+    assert repacking.AT_MOST == AT_MOST
 
 
 def test_the_room_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ GiB = 2**30
 FOUND = [
     FoundModel("bundled", "bundled", Weights(2**24, 2**25, "bfloat16", plain=Elements(linear=2**24))),
     FoundModel("org/large", "hub", Weights(3 * GiB, 6 * GiB, "bfloat16", plain=Elements(linear=3 * GiB))),
-    FoundModel("/m/huge.gguf", "GGUF", Weights(99 * GiB, 50 * GiB, "Q4_K", plain=Elements(linear=99 * GiB))),
+    FoundModel("/m/huge.gguf", "GGUF", Weights(99 * GiB, 50 * GiB, "Q4_K", plain=Elements(99 * GiB), layer_bits=4.6)),
     FoundModel("/m/broken", "folder", problem="Its config.json cannot be read."),
 ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from kvchat.engine.model import repacking
 from kvchat.engine.model.description import ModelDescription
 from kvchat.engine.model.loaded_sizes import by_quantization, loaded_bytes
 from kvchat.engine.model.weight_sizes import weight_bytes
@@ -14,14 +15,14 @@ from kvchat.units import size
 
 
 def check(described: ModelDescription, quantize: str) -> None:
-    """Refuse weights that do not fit the device once loaded, and a GGUF file too large to be unpacked.
+    """Refuse weights that do not fit the device once loaded, and those too large to be unpacked.
 
     Raises:
         DoesNotFitError; ModelError: a file is missing or damaged.
     """
     if loaded_bytes(described, quantize) > free_bytes(described.device):
         raise does_not_fit(described, quantize)
-    if described.location.gguf:
+    if repacking.lie_unpacked(described, quantize):
         _check_unpacked(described)
 
 
@@ -46,12 +47,12 @@ def _packed(described: ModelDescription, room: int) -> str:
 
 
 def _check_unpacked(described: ModelDescription) -> None:
-    """A GGUF file is read as a whole into this machine's memory, unpacked, before it is packed again."""
+    """Refuse weights that do not fit this machine's memory, unpacked, before they are packed again."""
     unpacked, free = weight_bytes(described.shapes, "none", described.device), available.host_free()
     if unpacked > free:
         raise DoesNotFitError(
             f"{described.location.name} does not fit this machine's memory while it is read.",
             f"Unpacked its weights take {size(unpacked, 2)}, and {size(free, 2)} are free.",
-            "Take it as safetensors with --quantize, which are packed one by one, or end what else takes memory. "
-            "--force loads it anyway.",
+            "Take the safetensors that are not quantized with --quantize: they are packed one by one. Or end what else "
+            "takes memory. --force loads it anyway.",
         )

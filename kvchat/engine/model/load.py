@@ -20,9 +20,9 @@ from kvchat.engine.model import (
     cpu_dtype,
     fingerprint,
     free_memory,
-    gguf_weights,
     quantization,
     reading,
+    repacking,
     supported,
     text_part,
     weights_progress,
@@ -84,10 +84,10 @@ def load_model(asked: Load, progress: Progress) -> LoadedModel:
 
     ``device`` "auto" is CUDA where there is one; ``dtype`` "auto" is the checkpoint's on CUDA, and on a CPU that or
     float32, the faster one.
-    ``model`` may also be a GGUF file, whose weights are unpacked to the dtype; with "auto" those of 8 bits or fewer are
-    packed again.
-    ``quantize`` keeps the weights in 8 bits ("int8") or 4 ("int4", "nf4"); a model that is quantized already stays as
-    it is with "auto" and "none".
+    ``model`` may also be a GGUF file. Its weights, and those of a checkpoint that is quantized as nothing here
+    multiplies, are unpacked to the dtype; with "auto" those of 8 bits or fewer are packed again.
+    ``quantize`` keeps the weights in 8 bits ("int8") or 4 ("int4", "nf4"); of a model that is quantized already what
+    can be multiplied stays as it is with "auto" and "none".
     ``fast`` replaces the modules that the fast path recognizes; ``force`` tries also what does not fit.
 
     Raises:
@@ -99,7 +99,7 @@ def load_model(asked: Load, progress: Progress) -> LoadedModel:
     cores.look()
     with quiet():
         described = describe(asked.model, asked.device, asked.dtype, progress)
-        chosen = gguf_weights.choose(asked.quantize, described)
+        chosen = repacking.choose(asked.quantize, described)
         quantized = quantization.resolve(chosen.quantize, described.config, described.dtype, described.device)
         checkpoint = complete(described.location, progress)
         _check_layers(described.config, checkpoint)
@@ -152,7 +152,7 @@ def wrap(model: Any, tokenizer: Any, name: str, revision: str = "", fuse: bool =
 def _loading_weights(quantize: str, described: ModelDescription, found: Checkpoint) -> str:
     """The name of the stage; of what is unpacked with the sizes of its files and of its weights once loaded."""
     device, stage = described.device, "Loading the weights"
-    if not (found.gguf or quantization.is_unpacked(described.config, device)):
+    if not repacking.is_unpacked(described):
         return stage
     shapes = described.shapes
     files = f"{size(found.weight_bytes)} in the {'file' if len(found.weights) == 1 else 'files'}"
@@ -161,7 +161,7 @@ def _loading_weights(quantize: str, described: ModelDescription, found: Checkpoi
     return f"{stage}: {files}, {unpacked}{packed}"
 
 
-def _notes_on(described: ModelDescription, dtype: str, chosen: gguf_weights.Choice) -> list[str]:
+def _notes_on(described: ModelDescription, dtype: str, chosen: repacking.Choice) -> list[str]:
     """Notes for people: the part of the model that is run, how it is quantized, and the dtype that "auto" took."""
     packs, on_cpu = chosen.quantize != "none", described.device.type == "cpu"
     taken = cpu_dtype.note(dtype, described.dtype, described.config, packs) if on_cpu else ""

@@ -24,16 +24,13 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]
     """Packs the Linears that fit, but the head, and the stacks of experts."""
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
-        method = self.quantization_config.quant_method
-        chosen = set(PACKINGS[method].linears(model))
-        self._packed = {f"{name}.weight" for name, module in model.named_modules() if module in chosen}
-        self._packed |= {name for name, _ in packed_experts.chosen(model, method)}
+        self._packed = _packed(model, self.quantization_config.quant_method)
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         return param_name in self._packed
 
     def get_quantize_ops(self) -> ConversionOps:
-        return _Pack(self.quantization_config.quant_method)
+        return Pack(self.quantization_config.quant_method)
 
     def is_serializable(self, safe_serialization: object = None) -> bool:
         return False
@@ -43,24 +40,48 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]
         return False
 
 
-class _Pack(ConversionOps):  # type: ignore[misc]
-    def __init__(self, method: str) -> None:
-        self._method = method
+class Pack(ConversionOps):  # type: ignore[misc]
+    """Packs what was read; weights that had ``of_4_bits`` as such."""
+
+    def __init__(self, method: str, *, of_4_bits: bool = False) -> None:
+        self._method, self._of_4_bits = method, of_4_bits
 
     def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Put what was read into its module, packed: nothing is left to be put there."""
         (value,) = input_dict.values()
-        value, name = value[0] if isinstance(value, list) else value, kwargs["full_layer_name"]
+        value = (value[0] if isinstance(value, list) else value).detach()  # mxfp4 is unpacked to what has gradients
+        name = kwargs["full_layer_name"]
         path, _, own = name.rpartition(".")
         module = kwargs["model"].get_submodule(path)
         if isinstance(module, nn.Linear):
             module.weight = nn.Parameter(value, requires_grad=False)
-            PACKINGS[self._method].pack(module)
+            PACKINGS[self._method].pack(module, of_4_bits=self._of_4_bits)
         else:
-            packed_experts.pack(module, own, value, self._method)
+            packed_experts.pack(module, own, value, self._method, of_4_bits=self._of_4_bits)
         getattr(module, own)._is_hf_initialized = True  # else it is drawn anew, for some models with all of the layer
         kwargs["missing_keys"].discard(name)
         return {}
+
+
+class PackUnpacked(Pack):
+    """Packs the weights that ``PackedQuantizer`` packs, of a checkpoint of which all weights pass through this."""
+
+    _packed: set[str] | None = None
+
+    def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Leave what is not packed, and what becomes several weights at once."""
+        if self._packed is None:
+            self._packed = _packed(kwargs["model"], self._method)
+        if len(input_dict) > 1 or kwargs["full_layer_name"] not in self._packed:
+            return input_dict
+        return super().convert(input_dict, *args, **kwargs)
+
+
+def _packed(model: Any, method: str) -> set[str]:
+    """The names of the weights in ``model`` that are packed."""
+    chosen = set(PACKINGS[method].linears(model))
+    linears = {f"{name}.weight" for name, module in model.named_modules() if module in chosen}
+    return linears | {name for name, _ in packed_experts.chosen(model, method)}
 
 
 for method in PACKINGS:

@@ -45,13 +45,13 @@ class Quantization:
 def resolve(quantize: str, config: Any, dtype: torch.dtype, device: torch.device) -> Quantization:
     """The quantization for a choice (one of ``CHOICES``) and a checkpoint's ``config``; ``dtype`` is the arithmetic's.
 
-    "auto" is decided for a GGUF file before this; here it is "none".
+    "auto" is decided for what transformers unpacks before this; here it is "none".
 
     Raises:
         UsageError: there is no such choice, or not for this device and dtype.
         ModelError: the library is not installed, or the checkpoint is quantized already.
     """
-    check(quantize, config)
+    check(quantize, config, device)
     if quantize in ("auto", "none"):
         _check_dtype(config, dtype, device)
         return Quantization(own_method(config))
@@ -60,8 +60,8 @@ def resolve(quantize: str, config: Any, dtype: torch.dtype, device: torch.device
     return Quantization(method, {"quantization_config": chosen})
 
 
-def check(quantize: str, config: Any) -> None:
-    """Refuse a choice that is none, or that a checkpoint with this ``config`` does not have.
+def check(quantize: str, config: Any, device: torch.device) -> None:
+    """Refuse a choice that is none, or that a checkpoint with this ``config`` does not have on ``device``.
 
     Raises:
         UsageError: there is no such choice; ModelError: the checkpoint is quantized already.
@@ -69,7 +69,8 @@ def check(quantize: str, config: Any) -> None:
     if quantize not in CHOICES:
         raise UsageError(f'There is no quantization "{quantize}".', did_you_mean(quantize, CHOICES))
     own = own_method(config)
-    if own and quantize not in ("auto", "none") and not (own == "gguf" and quantize in ("int8", "int4")):
+    packs_again = quantize in ("int8", "int4") and (own == "gguf" or is_unpacked(config, device))
+    if own and quantize not in ("auto", "none") and not packs_again:
         raise ModelError(
             f"The model is quantized already, by {own}.",
             f"Its weights cannot be made {quantize} again.",

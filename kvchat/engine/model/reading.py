@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
+from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from typing import Any
 
 from kvchat.engine.memory_errors import is_out_of_memory
-from kvchat.engine.model import attention_hook, gguf_weights, quantization, supported
+from kvchat.engine.model import attention_hook, quantization, repacking, supported
 from kvchat.engine.model.checkpoint import Checkpoint
 from kvchat.engine.model.description import ModelDescription
 from kvchat.engine.model.quantization import Quantization
@@ -31,10 +32,13 @@ def read(described: ModelDescription, checkpoint: Checkpoint, quantized: Quantiz
     quantization.import_package(quantized)
     quantization.unpack_while_reading(described.text_config)
     placement = {"device_map": {"": described.device}} if _is_in_place(described, quantized) else {}
-    of_file = gguf_weights.unpacked() if checkpoint.gguf else contextlib.nullcontext(quantized.options)
     try:
         # Neither has the bar over a GGUF file's tensors a switch, nor what packages of quantized weights print.
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()), of_file as chosen:
+        with (
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+            _meanwhile(described, quantized) as chosen,
+        ):
             model, info = described.model_class.from_pretrained(
                 checkpoint.folder,
                 config=described.text_config,
@@ -66,7 +70,7 @@ def finished(model: Any, described: ModelDescription, quantized: Quantization) -
     if not described.location.gguf and quantization.own_method(described.config):
         quantization.finish_loading(model, described.config, described.dtype)
     if _is_packed_later(described, quantized):
-        gguf_weights.pack(model, quantized.options["quantization_config"], device)
+        repacking.pack(model, quantized.options["quantization_config"], described)
     if device.type == "cpu":
         quantization.multiply_on_cpu(model)
     return model.eval() if _is_in_place(described, quantized) else model.eval().to(device)
@@ -78,5 +82,16 @@ def _is_in_place(described: ModelDescription, quantized: Quantization) -> bool:
 
 
 def _is_packed_later(described: ModelDescription, quantized: Quantization) -> bool:
-    """True if weights are packed once all of them are read, as those of a GGUF file are."""
-    return bool(described.location.gguf and quantized.options)
+    """True if weights are packed once they are unpacked."""
+    return repacking.is_unpacked(described) and bool(quantized.options)
+
+
+def _meanwhile(described: ModelDescription, quantized: Quantization) -> AbstractContextManager[dict[str, Any]]:
+    """What holds while weights are read; gives the options that transformers reads them with."""
+    if described.location.gguf:
+        return repacking.gguf_unpacked()
+    if not _is_packed_later(described, quantized):
+        return contextlib.nullcontext(quantized.options)
+    if described.device.type != "cpu":
+        return contextlib.nullcontext({})
+    return repacking.packed_while_read(described, quantized.options["quantization_config"])

@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, redirect_stderr, redirect_stdout
 from typing import Any
 
+from kvchat.engine.model import each_weight
 from kvchat.engine.model.byte_progress import ByteProgress
 from kvchat.engine.model.checkpoint import Checkpoint
 from kvchat.engine.model.weight_sizes import stored_sizes
-
-READING = "Loading weights"  # what transformers calls the bar over the weights it reads
 
 
 @contextmanager
@@ -20,25 +19,12 @@ def reported(
 ) -> Iterator[None]:
     """While a model is read ``progress`` is called with ``stage`` and the share of the files' bytes.
 
-    Each weight is taken in on the ``cores`` that are free.
-
-    transformers' bar is replaced by one that counts: each item names the tensors of the files that it is made of.
+    Each weight is taken in on the ``cores`` that are free. What makes it names the tensors of the files.
     """
-    from transformers.utils import logging
-
     sizes = stored_sizes(checkpoint)
     words = ByteProgress(_heard(progress), f"{stage} ·")
-
-    def bar(factory: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        if options.get("desc") != READING:
-            return factory(*args, **options)
-        return _counted(list(args[0]), sizes, words, cores)
-
-    before = logging.set_tqdm_hook(bar)
-    try:
+    with each_weight.passed_through(lambda items: _counted(items, sizes, words, cores)):
         yield
-    finally:
-        logging.set_tqdm_hook(before)
 
 
 def _heard(progress: Callable[[str], None]) -> Callable[[str], None]:

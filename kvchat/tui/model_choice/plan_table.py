@@ -91,7 +91,7 @@ def _rows(made: MemoryPlan) -> Iterator[Row]:
     where = "host" if made.device == "cpu" else made.device
     for name, needed in made.weights.items():
         chosen = ", by default" if name == made.by_default != "none" else ""
-        unpacked = f", unpacked from {size(made.packed, 2)}" if made.packed else ""
+        unpacked = f", unpacked from {size(made.packed, 2)}" if made.packed and name == "none" else ""
         yield Row(f"weights {name}", f"weights, {name}{chosen}{unpacked}", where, size(needed, 2))
         if name in made.floor_ms:
             yield Row(f"floor {name}", "  floor, a token", where, figure(made.floor_ms[name], "ms", 1))

@@ -1,116 +1,164 @@
-"""Checkpoints that are quantized and that transformers unpacks while it reads them."""
+"""Checkpoints that are quantized and that transformers unpacks while it reads them: they are packed again."""
 
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import safetensors.torch
 import torch
-from support import tiny_models
+from support import stored_weights, tiny_models, tiny_multimodal
 from support.progress import silent
-from support.quantized_checkpoint import declare, listed, planned
+from support.quantized_checkpoint import listed
+from support.stored_weights import FP8, MXFP4, PACKED_4
 
-from kvchat.engine.model import quantization
+from kvchat.engine.model import packed_experts, quantization, repacking
+from kvchat.engine.model.description import describe
 from kvchat.engine.model.fusion.swap import sample_logits
 from kvchat.engine.model.load import load_model
+from kvchat.engine.model.packing import PACKINGS
 from kvchat.engine.model.tolerances import relative_error
 from kvchat.engine.plan import memory_plan
+from kvchat.errors import ModelError
 from kvchat.protocol.messages import Load
 from kvchat.tui.model_choice.plan_table import plan_lines
 from kvchat.units import size
 
-INT8_GROUPS = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "int", "strategy": "channel"}}
-INT_QUANTIZED = {
-    "quant_method": "compressed-tensors",
-    "format": "int-quantized",
-    "quantization_status": "compressed",
-    "config_groups": {"group_0": INT8_GROUPS},
-    "ignore": ["lm_head"],
+# Checkpoints by name: the model that they are of, their tensors and section, and in what they stay small.
+MADE = {
+    "fp8": ("llama", stored_weights.fp8, FP8, "int8"),
+    "fp8 mixture": ("qwen3_moe", stored_weights.fp8, FP8, "int8"),
+    "mxfp4": ("gpt_oss", stored_weights.mxfp4, MXFP4, "int4"),
+    "compressed": ("llama", stored_weights.packed_4, PACKED_4, "int4"),
 }
-
-
-@pytest.fixture
-def compressed(llama_folder):
-    """The tiny Llama as compressed-tensors stores it, and the same with the weights that are stored."""
-    stored, rounded = {}, tiny_models.fresh("llama")
-    for name, parameter in rounded.named_parameters():
-        stored[name] = parameter.detach().clone()
-        if "_proj" in name:
-            scale = parameter.detach().abs().amax(1, keepdim=True) / 127
-            stored[name], stored[f"{name}_scale"] = (parameter.detach() / scale).round().to(torch.int8), scale
-            parameter.data = stored[name].float() * scale
-    safetensors.torch.save_file(stored, llama_folder / "model.safetensors", {"format": "pt"})
-    declare(llama_folder, INT_QUANTIZED)
-    return llama_folder, rounded
-
-
-def test_compressed_tensors_are_planned_and_listed_as_they_are_loaded(compressed):
-    llama_folder, rounded = compressed
-    assert planned(llama_folder, "float32") == quantization.weight_bytes(rounded)
-    assert listed(llama_folder, "float32") == pytest.approx(planned(llama_folder, "float32"), rel=0.02)
-
-
-def test_4_bits_that_are_unpacked_are_listed_as_they_are_planned(llama_folder):
-    stored = {}
-    for name, parameter in tiny_models.fresh("llama").named_parameters():
-        stored[name] = parameter.detach().clone()
-        if "_proj" in name:
-            rows, columns = stored.pop(name).shape
-            stored[f"{name}_packed"] = torch.zeros(rows, columns // 8, dtype=torch.int32)
-            stored[f"{name}_scale"] = torch.ones(rows, columns // 32)
-            stored[f"{name}_shape"] = torch.tensor([rows, columns])
-    safetensors.torch.save_file(stored, llama_folder / "model.safetensors", {"format": "pt"})
-    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
-    declare(llama_folder, {**INT_QUANTIZED, "format": "pack-quantized", "config_groups": {"0": {"weights": weights}}})
-    assert planned(llama_folder, "bfloat16") > 1.5 * (llama_folder / "model.safetensors").stat().st_size
-    assert listed(llama_folder, "bfloat16") == pytest.approx(planned(llama_folder, "bfloat16"), rel=0.02)
-    made = memory_plan(Load(str(llama_folder), "cpu", "bfloat16"), 64, silent)
-    (row,) = [line for line in plan_lines(made) if line.startswith("weights, ")]
-    of_files, loaded = (size(nbytes, 2) for nbytes in (made.packed, made.weights["compressed-tensors"]))
-    assert made.packed == sum(tensor.nbytes for tensor in stored.values())
-    assert " ".join(row.split()) == f"weights, compressed-tensors, unpacked from {of_files} host {loaded}"
-
-
-@pytest.mark.skipif(
+needs_compressed = pytest.mark.skipif(
     importlib.util.find_spec("compressed_tensors") is None, reason="compressed-tensors is not installed"
 )
-def test_compressed_tensors_are_unpacked_while_they_are_read(compressed):
-    """transformers leaves that to a hook, which a forward without the head does not call."""
-    llama_folder, rounded = compressed
-    loaded = load_model(Load(str(llama_folder), "cpu", "float32"), silent)
-    assert loaded.notes[0] == "The compressed-tensors weights were unpacked to float32."
-    assert (loaded.weights, loaded.weight_bytes) == ("", planned(llama_folder, "float32"))
-    assert relative_error(sample_logits(loaded.model), sample_logits(rounded)) < 1e-5
+UNPACKED = ["fp8", "fp8 mixture", "mxfp4", pytest.param("compressed", marks=needs_compressed)]
 
 
-FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Folders by name, each with the checkpoint and with the model that it stands for, not quantized."""
+
+    def made(name):
+        if name not in there:
+            of, store, section, _ = MADE[name]
+            folders = [tmp_path_factory.mktemp(kind) for kind in ("stored", "plain")]
+            rounded = tiny_models.fresh(of, vocab_size=tiny_multimodal.VOCAB)
+            tiny_multimodal.save(rounded, folders[0])
+            stored_weights.write(folders[0], store(rounded), section)
+            tiny_multimodal.save(rounded, folders[1])
+            there[name] = tuple(map(str, folders))
+        return there[name]
+
+    there = {}
+    return made
+
+
+def load(folder, quantize="auto", dtype="float32", progress=silent):
+    return load_model(Load(folder, "cpu", dtype, quantize=quantize), progress)
+
+
+loaded = cache(load)
+
+
+@pytest.mark.parametrize("name", UNPACKED)
+def test_it_stays_about_as_small_as_its_files(checkpoints, name):
+    (folder, plain), kind, stages = checkpoints(name), MADE[name][3], []
+    small = load(folder, progress=stages.append)
+    unpacked = loaded(plain).weight_bytes
+    assert small.weights == kind
+    files = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
+    sizes = f": {size(files)} in the file, {size(unpacked)} unpacked, {size(small.weight_bytes)} in {kind}"
+    assert any(stage.endswith(sizes) for stage in stages)
+    method = MADE[name][2]["quant_method"]
+    assert small.notes[-1] == f"The {method} weights are kept in {kind}; --quantize none unpacks them."
+    made = memory_plan(Load(folder, "cpu", "float32"), 64, silent)
+    assert made.weights == {choice: loaded(folder, choice).weight_bytes for choice in ("none", "int8", "int4")}
+    assert (made.by_default, made.weights[kind]) == (kind, small.weight_bytes)
+    assert listed(folder, "float32") == pytest.approx(small.weight_bytes, rel=0.04)  # scales of rows are not counted
+
+
+@pytest.mark.parametrize("name", UNPACKED)
+@pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
+def test_it_is_packed_like_the_model_that_it_stands_for(checkpoints, name, quantize):
+    stored, plain = (loaded(folder, quantize) for folder in checkpoints(name))
+    assert stored.weights == plain.weights
+    # Those of 4 bits keep the values that they had; a mixture sends tokens to other experts where they differ.
+    most = 0.5 if quantize == "int4" else 1e-4 if name != "compressed" else 0.05  # which is unpacked to bfloat16
+    assert relative_error(sample_logits(stored.model), sample_logits(plain.model)) < most
+
+
+@needs_compressed
+def test_what_had_4_bits_keeps_its_values(checkpoints):
+    folder, plain = checkpoints("compressed")
+    assert relative_error(sample_logits(loaded(folder).model), sample_logits(loaded(plain).model)) < 0.02
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_fp8_is_unpacked_on_a_cpu_to_the_dtype_that_was_asked_for(llama_folder, dtype):
-    stored, rounded = {}, tiny_models.fresh("llama")
-    for name, parameter in rounded.named_parameters():
-        stored[name] = parameter.detach().clone()
-        if "_proj" in name:
-            blocks = parameter.detach().unflatten(0, (-1, 32)).unflatten(-1, (-1, 32))
-            scale = blocks.abs().amax((1, 3)) / 448
-            stored[name] = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn).reshape(parameter.shape)
-            stored[f"{name}_scale_inv"] = scale
-            parameter.data = (stored[name].float().view(blocks.shape) * scale[:, None, :, None]).view(parameter.shape)
-    safetensors.torch.save_file(stored, llama_folder / "model.safetensors", {"format": "pt"})
-    declare(llama_folder, FP8)
+def test_it_is_unpacked_to_the_dtype_that_was_asked_for(checkpoints, dtype):
+    folder, plain = checkpoints("fp8")
     stages = []
-    loaded = load_model(Load(str(llama_folder), "cpu", dtype), stages.append)
-    files = (llama_folder / "model.safetensors").stat().st_size
-    sizes = f": {size(files)} in the file, {size(loaded.weight_bytes)} unpacked"
+    unpacked = load(folder, "none", dtype, stages.append)
+    files = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
+    sizes = f": {size(files)} in the file, {size(unpacked.weight_bytes)} unpacked"
     assert any(stage.endswith(sizes) for stage in stages)
-    assert loaded.notes[0] == f"The fp8 weights were unpacked to {dtype}."
-    assert {str(parameter.dtype) for parameter in loaded.model.parameters()} == {f"torch.{dtype}"}
-    assert planned(llama_folder, dtype) == loaded.weight_bytes
-    assert listed(llama_folder, dtype) == pytest.approx(loaded.weight_bytes, rel=0.02)
-    assert relative_error(sample_logits(loaded.model), sample_logits(rounded)) < 0.15
+    assert unpacked.notes[0] == f"The fp8 weights were unpacked to {dtype}."
+    assert {str(parameter.dtype) for parameter in unpacked.model.parameters()} == {f"torch.{dtype}"}
+    assert relative_error(sample_logits(unpacked.model), sample_logits(loaded(plain).model)) < 0.15
+
+
+def test_the_plan_says_from_what_weights_are_unpacked(checkpoints):
+    folder, _ = checkpoints("compressed")
+    made = memory_plan(Load(folder, "cpu", "bfloat16"), 64, silent)
+    rows = [" ".join(line.split()) for line in plan_lines(made) if line.startswith("weights, ")]
+    of_files, none, int8, int4 = (size(nbytes, 2) for nbytes in (made.packed, *made.weights.values()))
+    assert rows == [
+        f"weights, none, unpacked from {of_files} host {none}",
+        f"weights, int8 host {int8}",
+        f"weights, int4, by default host {int4}",
+    ]
+    assert made.unpacked == 0  # each is packed as soon as it is unpacked
+
+
+def test_on_a_gpu_all_of_it_is_unpacked_first_and_experts_stay_so(checkpoints, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    dense, mixture = (
+        replace(describe(checkpoints(name)[0], "cpu", "bfloat16", silent), device=torch.device("cuda"))
+        for name in ("fp8", "mxfp4")
+    )
+    assert repacking.by_default(dense) == "int8"
+    assert repacking.lie_unpacked(dense, "int8")
+    assert not repacking.lie_unpacked(dense, "none")
+    assert repacking.by_default(mixture) == ""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    assert repacking.by_default(dense) == ""
+
+
+def test_what_is_not_unpacked_is_not_packed_again(checkpoints):
+    folder, _ = checkpoints("fp8")
+    with pytest.raises(ModelError, match="is quantized already, by fp8"):
+        load(folder, "nf4")
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8 mixture", "mxfp4"])
+def test_each_weight_is_packed_as_soon_as_it_is_unpacked(checkpoints, monkeypatch, name):
+    """Once all are read nothing is left to be packed."""
+    left, genuine = [], repacking.pack
+
+    def pack(model, config, described):
+        chosen = [linear.weight for linear in PACKINGS[config.quant_method].linears(model)]
+        stacks = [stack.weight for _, stack in packed_experts.chosen(model, config.quant_method)]
+        left.append([weight for weight in (*chosen, *stacks) if weight.is_floating_point()])
+        genuine(model, config, described)
+
+    monkeypatch.setattr(repacking, "pack", pack)
+    load(checkpoints(name)[0])
+    assert left == [[]]
 
 
 def test_what_belongs_to_a_packed_weight_keeps_its_dtype():

@@ -1,4 +1,4 @@
-"""Weights of GGUF files that stay small."""
+"""Weights of GGUF files that stay small; other checkpoints are in ``test_quantization_unpacked``."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 from support.gguf_files import write_model
 from support.progress import silent
 
-from kvchat.engine.model import gguf_weights, quantization
+from kvchat.engine.model import quantization, repacking
 from kvchat.engine.model.checkpoint import ModelLocation
+from kvchat.engine.model.description import describe
 from kvchat.engine.model.fusion.swap import sample_logits
 from kvchat.engine.model.load import LoadedModel, load_model
 from kvchat.engine.model.self_test import selftest
@@ -24,7 +25,7 @@ from kvchat.protocol.messages import Load
 from kvchat.tui.model_choice.plan_table import plan_lines
 from kvchat.units import size
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
+GPU = torch.device("cuda")
 
 
 def needs(*packages: str) -> pytest.MarkDecorator:
@@ -65,30 +66,33 @@ def read(file_of):
 )
 def test_a_file_stays_about_as_small_as_it_is(file_of, monkeypatch, kind, in_4_bits, in_8_bits):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    path = file_of(kind)
-    location = ModelLocation(str(path), path.parent, gguf=path.name)
-    assert gguf_weights.by_default(location, torch.bfloat16, GPU) == in_4_bits
-    assert gguf_weights.by_default(location, torch.float32, CPU) == in_4_bits
-    assert gguf_weights.by_default(location, torch.float16, GPU) == in_8_bits  # int4 is multiplied in bfloat16 only
+    described = describe(str(file_of(kind)), "cpu", "float32", silent)
+    assert repacking.by_default(described) == in_4_bits
+    assert repacking.by_default(replace(described, device=GPU, dtype=torch.bfloat16)) == in_4_bits
+    # int4 is multiplied in bfloat16 only
+    assert repacking.by_default(replace(described, device=GPU, dtype=torch.float16)) == in_8_bits
 
 
 @needs("gguf")
 @pytest.mark.parametrize(("kind", "table_kind", "expected"), [("Q4_0", "F16", "int4"), ("Q8_0", "F32", "int8")])
 def test_a_large_vocabulary_decides_nothing(model, tmp_path, kind, table_kind, expected):
     write_model(tmp_path / "mixed.gguf", model, kind, table_kind)
-    location = ModelLocation("mixed", tmp_path, gguf="mixed.gguf")
-    assert gguf_weights.by_default(location, torch.float32, CPU) == expected
+    described = describe(str(tmp_path / "mixed.gguf"), "cpu", "float32", silent)
+    assert repacking.by_default(described) == expected
 
 
 @needs("gguf")
 def test_a_damaged_file_is_refused(file_of, tmp_path):
     (tmp_path / "cut.gguf").write_bytes(file_of("Q8_0").read_bytes()[:5000])
+    described = describe(str(file_of("Q8_0")), "cpu", "float32", silent)
     with pytest.raises(ModelError, match="is damaged"):
-        gguf_weights.by_default(ModelLocation("cut", tmp_path, gguf="cut.gguf"), torch.float32, CPU)
+        repacking.by_default(replace(described, location=ModelLocation("cut", tmp_path, gguf="cut.gguf")))
 
 
-def test_what_is_no_gguf_file_is_left_as_it_is(tmp_path):
-    assert gguf_weights.by_default(ModelLocation("x", tmp_path), torch.bfloat16, GPU) == ""
+def test_what_is_not_unpacked_is_left_as_it_is():
+    described = describe("bundled", "cpu", "float32", silent)
+    assert repacking.by_default(described) == ""
+    assert repacking.bits(described) == 0
 
 
 @needs("gguf", "accelerate")

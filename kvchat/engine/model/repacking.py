@@ -1,0 +1,168 @@
+"""Weights that transformers unpacks while it reads them are packed again, about as small: GGUF files, fp8, mxfp4.
+
+Nothing here multiplies them as they are stored. What was 4 bits becomes int4, or int8 where int4 cannot be multiplied,
+and what was up to 8 bits int8: on a CPU each as soon as it is unpacked, all others a Linear at a time, so that the
+device never holds the unpacked weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from kvchat import stored_tensors
+from kvchat.engine.model import each_weight, gguf_file, packed_experts, quantization
+from kvchat.engine.model.checkpoint import read_headers
+from kvchat.engine.model.description import ModelDescription
+from kvchat.engine.model.packed_rows import body
+from kvchat.engine.model.packing import PACKINGS
+from kvchat.engine.model.weight_sizes import unpackable_share
+from kvchat.errors import ModelError
+
+AT_MOST = {"int4": 5.0, "int8": 9.0}  # bits a weight of the layers, with its constants: those of Q4_K_M, of Q8_0
+CHOICES = ("none", *AT_MOST)
+MOSTLY = 0.5  # of the layers' weights: where fewer are packed, they lose bits for hardly any memory
+
+
+class Choice(NamedTuple):
+    """The quantization to use, and what a person should know of it; empty for nothing."""
+
+    quantize: str
+    note: str = ""
+
+
+def is_unpacked(described: ModelDescription) -> bool:
+    """True if transformers unpacks the weights while it reads them."""
+    return bool(described.location.gguf) or quantization.is_unpacked(described.config, described.device)
+
+
+def lie_unpacked(described: ModelDescription, quantize: str) -> bool:
+    """True if all weights are unpacked in host memory before the first one is ``quantize`` again or on its device."""
+    return bool(described.location.gguf) or (
+        is_unpacked(described) and quantize != "none" and described.device.type != "cpu"
+    )
+
+
+def choose(quantize: str, described: ModelDescription) -> Choice:
+    """The quantization for the setting ``quantize``; "auto": about the files' own size if what packs is installed.
+
+    For what is not unpacked "auto" is "none".
+
+    Raises:
+        ModelError: a file is damaged, or its weights cannot be packed so.
+    """
+    if described.location.gguf and quantize in {*quantization.CHOICES} - {"auto", *CHOICES}:
+        raise ModelError(
+            f"{described.location.name} is a GGUF file.",
+            f"Its weights cannot be made {quantize}.",
+            f"Give --quantize {', '.join(CHOICES[:-1])} or {CHOICES[-1]}, or leave it out.",
+        )
+    if quantize != "auto":
+        return Choice(quantize)
+    small = by_default(described)
+    if not small:
+        return Choice("none")
+    if absent := quantization.absent_packages(small, described.device):
+        packages = " and ".join(absent)
+        return Choice(
+            "none", f"With {packages} its weights would stay small, in {small}: {quantization.INSTALL[small]}."
+        )
+    stored = "GGUF file's" if described.location.gguf else quantization.own_method(described.config)
+    return Choice(small, f"The {stored} weights are kept in {small}; --quantize none unpacks them.")
+
+
+def by_default(described: ModelDescription) -> str:
+    """The quantization that keeps weights about as small as in the files; empty for large ones and what stays as it is.
+
+    Also for mixtures on a GPU, where experts are not packed.
+
+    Raises:
+        ModelError: a file is damaged.
+    """
+    if not is_unpacked(described):
+        return ""
+    of_file, there = bits(described), quantization.possible(described.device, described.dtype)
+    small = next((name for name, most in AT_MOST.items() if 0 < of_file <= most and name in there), "")
+    return small if small and unpackable_share(described.shapes, small, described.device) < MOSTLY else ""
+
+
+def bits(described: ModelDescription) -> float:
+    """Bits that a weight of the layers' matrices takes in the files; 0 for what is not unpacked.
+
+    Raises:
+        ModelError: a file is damaged.
+    """
+    location = described.location
+    if location.gguf:
+        return gguf_file.header(location.folder / location.gguf).layer_bits
+    if not is_unpacked(described):
+        return 0.0
+    section = quantization.own_section(described.config)
+    return stored_tensors.bits(stored_tensors.packed(read_headers(location), section).values())
+
+
+@contextmanager
+def gguf_unpacked() -> Iterator[dict[str, Any]]:
+    """While a GGUF file is read transformers takes no kernels, which it would download from the hub and run.
+
+    Gives the options for ``from_pretrained`` with which all weights are unpacked.
+    """
+    try:
+        from transformers import GgufConfig
+        from transformers.integrations.gguf import kernels
+    except ImportError:  # before 5.23 it always unpacks
+        yield {}
+        return
+    own = kernels.kernelize_ggml_layers
+    kernels.kernelize_ggml_layers = lambda model: None  # is called whatever the options are
+    try:
+        yield {"quantization_config": GgufConfig(dequantize=True)}
+    finally:
+        kernels.kernelize_ggml_layers = own
+
+
+@contextmanager
+def packed_while_read(described: ModelDescription, config: Any) -> Iterator[dict[str, Any]]:
+    """While a quantized checkpoint is read onto a CPU each weight is packed by ``config`` as soon as it is unpacked.
+
+    transformers takes no quantizer beside the checkpoint's own: packing is added to what makes each weight. Gives the
+    options for ``from_pretrained``, none.
+    """
+    from kvchat.engine.model.packed_quantizer import PackUnpacked
+
+    packing = PackUnpacked(config.quant_method, of_4_bits=_in_equal_steps(described))
+
+    def packed(items: list[Any]) -> list[Any]:
+        for _, made in items:
+            made.quantization_operation = packing
+        return items
+
+    with each_weight.passed_through(packed):
+        yield {}
+
+
+def pack(model: Any, config: Any, described: ModelDescription) -> None:
+    """Quantize the Linears of ``model`` but its head by transformers' ``config``, each on its device.
+
+    On a CPU also its experts, and only those that are not packed yet.
+    """
+    model.config.quantization_config = config
+    method, of_4_bits = config.quant_method, _in_equal_steps(described)
+    if method in PACKINGS:
+        for linear in PACKINGS[method].linears(model):
+            if linear.weight.is_floating_point():
+                PACKINGS[method].pack(linear, of_4_bits=of_4_bits)
+        for _, stack in packed_experts.chosen(model, method):
+            if stack.weight.is_floating_point():
+                packed_experts.pack(stack.module, stack.name, stack.weight.detach(), method, of_4_bits=of_4_bits)
+        return
+    from torchao.quantization import quantize_
+
+    for linear in body(model):
+        quantize_(linear.to(described.device), config.quant_type, filter_fn=lambda module, name: True)
+
+
+def _in_equal_steps(described: ModelDescription) -> bool:
+    """True if the values of 32 weights of 4 bits may lie in equal steps, which int4 finds again in twice the time."""
+    return bool(described.location.gguf) or quantization.own_method(described.config) == stored_tensors.COMPRESSED
