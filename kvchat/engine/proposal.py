@@ -76,7 +76,12 @@ def _spilled(made: MemoryPlan, quantize: str) -> int:
 
 def _lost_bits(made: MemoryPlan, quantize: str) -> Iterator[str]:
     bits = quantization.BITS.get(quantize)
-    if bits and not 0 < made.file_bits <= repacking.AT_MOST.get(quantize, 0):
+    if not bits:
+        return
+    if 0 < made.file_bits <= repacking.AT_MOST.get(quantize, 0):
+        if made.packed:  # in other steps than these
+            yield f"precision of the weights: the files' {made.file_bits:.1f} bits are rounded again, to {bits}"
+    else:
         instead = f"the file's {made.file_bits:.1f}" if made.file_bits else made.dtype
         yield f"precision of the weights: {bits} bits instead of {instead}"
 

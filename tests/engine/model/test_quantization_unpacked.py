@@ -122,6 +122,7 @@ def test_the_plan_says_from_what_weights_are_unpacked(checkpoints):
         f"weights, int8 host {int8}",
         f"weights, int4, by default host {int4}",
     ]
+    assert made.proposal.gave_up[0] == "precision of the weights: the files' 4.5 bits are rounded again, to 4"
     assert made.unpacked == 0  # each is packed as soon as it is unpacked
 
 
