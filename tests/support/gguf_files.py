@@ -2,13 +2,38 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import struct
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 from kvchat.bench import gguf_copy
 from kvchat.engine.model.load import LoadedModel
 from kvchat.paths import bundled_model_dir
+
+# transformers' names, in the order in which they are replaced, and llama.cpp's.
+LFM2_NAMES = {
+    "model.embed_tokens.": "token_embd.",
+    "model.embedding_norm.": "token_embd_norm.",
+    "lm_head.": "output.",
+    "model.layers.": "blk.",
+    ".operator_norm.": ".attn_norm.",
+    ".self_attn.q_proj.": ".attn_q.",
+    ".self_attn.k_proj.": ".attn_k.",
+    ".self_attn.v_proj.": ".attn_v.",
+    ".self_attn.out_proj.": ".attn_output.",
+    ".self_attn.q_layernorm.": ".attn_q_norm.",
+    ".self_attn.k_layernorm.": ".attn_k_norm.",
+    ".feed_forward.w1.": ".ffn_gate.",
+    ".feed_forward.w3.": ".ffn_up.",
+    ".feed_forward.w2.": ".ffn_down.",
+    ".conv.in_proj.": ".shortconv.in_proj.",
+    ".conv.out_proj.": ".shortconv.out_proj.",
+    ".conv.conv.": ".shortconv.conv.",
+}
 
 
 def gguf_header(*tensors: tuple[str, tuple[int, ...], int]) -> bytes:
@@ -33,6 +58,40 @@ def write_model(path: Path, model: LoadedModel, kind: str = "Q8_0", table_kind: 
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name("bundled")
     gguf_copy.describe(writer, config)
+    _add_vocabulary(writer, config)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    tensors = {}
+    for name, parameter in model.model.named_parameters():
+        theirs = names.get_name(name, try_suffixes=(".weight",))
+        tensors[theirs] = gguf_copy.rotated_in_pairs(name, parameter.detach(), config)
+    _write(writer, tensors, kind, table_kind or kind)
+
+
+def write_lfm2(path: Path, model: Any, kind: str) -> None:
+    """A model of LFM2 whose vocabulary is the bundled one's, as llama.cpp converts it."""
+    import gguf
+
+    config = model.config
+    writer = gguf.GGUFWriter(path, "lfm2")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_head_count(config.num_attention_heads)
+    attending = [kind == "full_attention" for kind in config.layer_types]
+    writer.add_head_count_kv([config.num_key_value_heads * attends for attends in attending])
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    writer.add_shortconv_l_cache(config.conv_L_cache)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    _add_vocabulary(writer, config)
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        theirs = functools.reduce(lambda done, pair: done.replace(*pair), LFM2_NAMES.items(), name)
+        tensors[theirs] = parameter.detach().squeeze(1) if name.endswith("conv.conv.weight") else parameter.detach()
+    _write(writer, tensors, kind, kind)
+
+
+def _add_vocabulary(writer: Any, config: Any) -> None:
     tokenizer = json.loads((bundled_model_dir() / "tokenizer.json").read_text())
     ids = {**tokenizer["model"]["vocab"], **{token["content"]: token["id"] for token in tokenizer["added_tokens"]}}
     special = {token["content"] for token in tokenizer["added_tokens"]}
@@ -44,16 +103,19 @@ def write_model(path: Path, model: LoadedModel, kind: str = "Q8_0", table_kind: 
     writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
     writer.add_bos_token_id(config.bos_token_id)
     writer.add_eos_token_id(config.eos_token_id)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    for name, parameter in model.model.named_parameters():
-        tensor = gguf_copy.rotated_in_pairs(name, parameter.detach(), config)
-        theirs = names.get_name(name, try_suffixes=(".weight",))
-        if tensor.dim() == 1:
-            writer.add_tensor(theirs, tensor.numpy())
+
+
+def _write(writer: Any, tensors: dict[str, Tensor], kind: str, table_kind: str) -> None:
+    """Write ``tensors`` by GGUF's names, matrices of the type ``kind`` in layers, of ``table_kind`` outside."""
+    import gguf
+
+    for name, tensor in tensors.items():
+        if tensor.dim() == 1 or "shortconv.conv" in name:
+            writer.add_tensor(name, tensor.float().numpy())
         else:
-            its_kind = gguf.GGMLQuantizationType[kind if theirs.startswith("blk.") else table_kind or kind]
-            packed = gguf.quantize(tensor.contiguous().numpy(), its_kind)
-            writer.add_tensor(theirs, packed, raw_dtype=its_kind)
+            its_kind = gguf.GGMLQuantizationType[kind if name.startswith("blk.") else table_kind]
+            packed = gguf.quantize(tensor.float().contiguous().numpy(), its_kind)
+            writer.add_tensor(name, packed, raw_dtype=its_kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

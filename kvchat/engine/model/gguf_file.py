@@ -20,8 +20,9 @@ class GgufTensor(NamedTuple):
 
 
 class GgufHeader(NamedTuple):
-    """The number of layers that a file names, its tensors, ``gguf_tables.layer_bits`` of them, its scaling."""
+    """llama.cpp's name of the architecture, the number of layers, the tensors and their ``layer_bits``, the scaling."""
 
+    architecture: str
     layers: int
     tensors: tuple[GgufTensor, ...]
     layer_bits: float
@@ -58,6 +59,7 @@ def _header(file: Path, written: int) -> GgufHeader:
     reader = GGUFReader(file)
     layers = (field for name, field in reader.fields.items() if name.endswith(".block_count"))
     return GgufHeader(
+        str(reader.fields["general.architecture"].contents()),
         max((int(field.parts[field.data[0]][0]) for field in layers), default=0),
         tuple(GgufTensor(each.name, int(each.n_bytes)) for each in reader.tensors),
         gguf_tables.layer_bits(tables),

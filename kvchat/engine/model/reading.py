@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from typing import Any
 
@@ -32,13 +31,12 @@ def read(described: ModelDescription, checkpoint: Checkpoint, quantized: Quantiz
     quantization.import_package(quantized)
     quantization.unpack_while_reading(described.text_config)
     placement = {"device_map": {"": described.device}} if _is_in_place(described, quantized) else {}
+    packing = quantized.options.get("quantization_config")
+    unpacked = repacking.is_unpacked(described)
+    meanwhile = repacking.read_unpacked(described, packing) if unpacked else contextlib.nullcontext(quantized.options)
     try:
         # Neither has the bar over a GGUF file's tensors a switch, nor what packages of quantized weights print.
-        with (
-            contextlib.redirect_stdout(io.StringIO()),
-            contextlib.redirect_stderr(io.StringIO()),
-            _meanwhile(described, quantized) as chosen,
-        ):
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()), meanwhile as chosen:
             model, info = described.model_class.from_pretrained(
                 checkpoint.folder,
                 config=described.text_config,
@@ -84,14 +82,3 @@ def _is_in_place(described: ModelDescription, quantized: Quantization) -> bool:
 def _is_packed_later(described: ModelDescription, quantized: Quantization) -> bool:
     """True if weights are packed once they are unpacked."""
     return repacking.is_unpacked(described) and bool(quantized.options)
-
-
-def _meanwhile(described: ModelDescription, quantized: Quantization) -> AbstractContextManager[dict[str, Any]]:
-    """What holds while weights are read; gives the options that transformers reads them with."""
-    if described.location.gguf:
-        return repacking.gguf_unpacked()
-    if not _is_packed_later(described, quantized):
-        return contextlib.nullcontext(quantized.options)
-    if described.device.type != "cpu":
-        return contextlib.nullcontext({})
-    return repacking.packed_while_read(described, quantized.options["quantization_config"])

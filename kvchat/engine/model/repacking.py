@@ -7,7 +7,8 @@ device never holds the unpacked weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -39,9 +40,9 @@ def is_unpacked(described: ModelDescription) -> bool:
 
 def lie_unpacked(described: ModelDescription, quantize: str) -> bool:
     """True if all weights are unpacked in host memory before the first one is ``quantize`` again or on its device."""
-    return bool(described.location.gguf) or (
-        is_unpacked(described) and quantize != "none" and described.device.type != "cpu"
-    )
+    if described.location.gguf:
+        return described.device.type != "cpu" or not _gguf_one_by_one(described)
+    return is_unpacked(described) and quantize != "none" and described.device.type != "cpu"
 
 
 def choose(quantize: str, described: ModelDescription) -> Choice:
@@ -103,43 +104,16 @@ def bits(described: ModelDescription) -> float:
 
 
 @contextmanager
-def gguf_unpacked() -> Iterator[dict[str, Any]]:
-    """While a GGUF file is read transformers takes no kernels, which it would download from the hub and run.
+def read_unpacked(described: ModelDescription, config: Any) -> Iterator[dict[str, Any]]:
+    """While weights are read that transformers unpacks; gives the options for ``from_pretrained`` to do that.
 
-    Gives the options for ``from_pretrained`` with which all weights are unpacked.
+    On a CPU each is packed by ``config``, if that is not None, as soon as it is unpacked. transformers takes no
+    quantizer beside the files' own: packing is added to what makes each weight.
     """
-    try:
-        from transformers import GgufConfig
-        from transformers.integrations.gguf import kernels
-    except ImportError:  # before 5.23 it always unpacks
-        yield {}
-        return
-    own = kernels.kernelize_ggml_layers
-    kernels.kernelize_ggml_layers = lambda model: None  # is called whatever the options are
-    try:
-        yield {"quantization_config": GgufConfig(dequantize=True)}
-    finally:
-        kernels.kernelize_ggml_layers = own
-
-
-@contextmanager
-def packed_while_read(described: ModelDescription, config: Any) -> Iterator[dict[str, Any]]:
-    """While a quantized checkpoint is read onto a CPU each weight is packed by ``config`` as soon as it is unpacked.
-
-    transformers takes no quantizer beside the checkpoint's own: packing is added to what makes each weight. Gives the
-    options for ``from_pretrained``, none.
-    """
-    from kvchat.engine.model.packed_quantizer import PackUnpacked
-
-    packing = PackUnpacked(config.quant_method, of_4_bits=_in_equal_steps(described))
-
-    def packed(items: list[Any]) -> list[Any]:
-        for _, made in items:
-            made.quantization_operation = packing
-        return items
-
-    with each_weight.passed_through(packed):
-        yield {}
+    with contextlib.ExitStack() as entered:
+        if config is not None and described.device.type == "cpu":
+            entered.enter_context(each_weight.passed_through(_packing(described, config)))
+        yield entered.enter_context(_gguf_unpacked()) if described.location.gguf else {}
 
 
 def pack(model: Any, config: Any, described: ModelDescription) -> None:
@@ -161,6 +135,50 @@ def pack(model: Any, config: Any, described: ModelDescription) -> None:
 
     for linear in body(model):
         quantize_(linear.to(described.device), config.quant_type, filter_fn=lambda module, name: True)
+
+
+@contextmanager
+def _gguf_unpacked() -> Iterator[dict[str, Any]]:
+    """While a GGUF file is read transformers takes no kernels, which it would download from the hub and run.
+
+    Gives the options for ``from_pretrained`` with which all weights are unpacked.
+    """
+    try:
+        from transformers import GgufConfig
+        from transformers.integrations.gguf import kernels
+    except ImportError:  # before 5.23 it always unpacks
+        yield {}
+        return
+    own = kernels.kernelize_ggml_layers
+    kernels.kernelize_ggml_layers = lambda model: None  # is called whatever the options are
+    try:
+        yield {"quantization_config": GgufConfig(dequantize=True)}
+    finally:
+        kernels.kernelize_ggml_layers = own
+
+
+def _gguf_one_by_one(described: ModelDescription) -> bool:
+    """True if transformers unpacks one weight of a GGUF file after the other: those of few architectures so far."""
+    try:
+        from transformers.integrations.gguf import GGUF_ARCHS
+    except ImportError:  # before 5.23 of none
+        return False
+    location = described.location
+    return gguf_file.header(location.folder / location.gguf).architecture in GGUF_ARCHS
+
+
+def _packing(described: ModelDescription, config: Any) -> Callable[[list[Any]], list[Any]]:
+    """Let the last thing that makes a weight be to pack it by ``config``."""
+    from kvchat.engine.model.packed_quantizer import PackUnpacked
+
+    packing = PackUnpacked(config.quant_method, of_4_bits=_in_equal_steps(described))
+
+    def packed(items: list[Any]) -> list[Any]:
+        for _, made in items:
+            made.quantization_operation = packing
+        return items
+
+    return packed
 
 
 def _in_equal_steps(described: ModelDescription) -> bool:

@@ -8,7 +8,8 @@ from functools import cache
 
 import pytest
 import torch
-from support.gguf_files import write_model
+from support import tiny_models
+from support.gguf_files import write_lfm2, write_model
 from support.progress import silent
 
 from kvchat.engine.model import quantization, repacking
@@ -16,6 +17,7 @@ from kvchat.engine.model.checkpoint import ModelLocation
 from kvchat.engine.model.description import describe
 from kvchat.engine.model.fusion.swap import sample_logits
 from kvchat.engine.model.load import LoadedModel, load_model
+from kvchat.engine.model.packed_rows import body
 from kvchat.engine.model.self_test import selftest
 from kvchat.engine.model.tolerances import relative_error
 from kvchat.engine.plan import memory_plan
@@ -180,3 +182,24 @@ def test_a_large_file_is_unpacked_as_before(read):
     loaded, _ = read("F16")
     assert loaded.weights == ""
     assert "The gguf weights were unpacked to float32." in loaded.notes
+
+
+@needs("gguf", "accelerate")
+@pytest.mark.parametrize(("kind", "quantize"), [("Q8_0", "int8"), ("Q4_0", "int4")])
+def test_files_of_some_architectures_are_unpacked_one_weight_at_a_time(tmp_path, monkeypatch, kind, quantize):
+    pytest.importorskip("transformers.integrations.gguf")  # of none before 5.23
+    file, left = tmp_path / "lfm2.gguf", []
+    sizes = {"vocab_size": 8192, "intermediate_size": 96, "block_auto_adjust_ff_dim": False}
+    write_lfm2(file, tiny_models.fresh("lfm2", **sizes), kind)
+    genuine = repacking.pack
+
+    def pack(model, config, described):
+        left.extend(linear for linear in body(model) if linear.weight.is_floating_point())
+        genuine(model, config, described)
+
+    monkeypatch.setattr(repacking, "pack", pack)
+    small, unpacked = (load_model(Load(str(file), "cpu", quantize=name), silent) for name in ("auto", "none"))
+    assert (small.weights, left) == (quantize, [])
+    assert relative_error(sample_logits(small.model), sample_logits(unpacked.model)) < 0.05
+    made = memory_plan(Load(str(file), "cpu"), 64, silent)
+    assert (made.by_default, made.weights[quantize], made.unpacked) == (quantize, small.weight_bytes, 0)
