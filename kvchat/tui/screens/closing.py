@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, TypeAlias
 
+from textual import work
 from textual.app import App, ComposeResult
 from textual.await_complete import AwaitComplete
 from textual.command import Command, CommandList, CommandPalette
@@ -48,6 +50,12 @@ class Palette(ClosesOnce, CommandPalette):
         """Ignore a click where there was a terminal when it was made: Textual fails at the place."""
         if not self.region.contains_point(event.screen_offset):
             event.prevent_default()
+
+    @work(exclusive=True, group=CommandPalette._GATHER_COMMANDS_GROUP)
+    async def _gather_commands(self, search_value: str) -> None:
+        """Textual's, which begins by asking for the list: it is no more, or not yet, where a palette closes at once."""
+        if self in self.app.screen_stack:
+            await inspect.unwrap(CommandPalette._gather_commands)(self, search_value)
 
     def _refresh_command_list(self, command_list: CommandList, commands: list[Command], clear_current: bool) -> None:
         if self in self.app.screen_stack:

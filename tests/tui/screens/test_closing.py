@@ -47,6 +47,7 @@ async def test_keys_pressed_in_turn_open_one_screen_of_a_kind(running):
             for key in ("f1", "f2", "f9", "ctrl+o", "shift+f7", "ctrl+p"):
                 press(app, key)
                 await pilot.pause()
+        await until(app._keys_in_turn._task.done)
         kinds = [type(screen) for screen in app.screen_stack]
         assert len(kinds) == len(set(kinds)) > 3
         while app.screen is not app.chat:
@@ -55,7 +56,7 @@ async def test_keys_pressed_in_turn_open_one_screen_of_a_kind(running):
             await until(lambda screen=screen: not screen.is_attached)
 
 
-async def test_what_a_closed_palette_still_finds_ends_nothing(running):
+async def test_what_a_closed_palette_still_looks_for_and_finds_ends_nothing(running):
     async with running() as (app, _pilot, until):
         app.action_command_palette()
         await until(lambda: opened(app, Palette) and app.screen.query(CommandInput))
@@ -63,6 +64,7 @@ async def test_what_a_closed_palette_still_finds_ends_nothing(running):
         closing.dismiss()
         await until(lambda: not closing.is_attached)
         closing._refresh_command_list(commands, [], True)
+        await closing._gather_commands("mode").wait()
         typed(app, "hello")
         await until(lambda: finished(app))
 
@@ -73,6 +75,7 @@ async def test_a_click_beside_a_terminal_that_has_become_smaller_closes_nothing(
         await until(lambda: opened(app, Palette) and app.screen.query(CommandInput))
         click = Click(app.screen, 100, 30, 0, 0, 1, False, False, False, screen_x=100, screen_y=30)
         await pilot.resize_terminal(40, 20)
+        await until(lambda: app.screen.region.size == (40, 20))
         app.screen.post_message(click)
         await pilot.pause()
         assert app._exception is None
