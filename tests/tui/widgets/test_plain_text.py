@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from rich.cells import cell_len
+from support.app_driver import wait_for
 from textual.app import App
 from textual.geometry import Offset, Size
 from textual.selection import Selection
@@ -62,8 +63,7 @@ async def test_without_a_column_for_it_nothing_is_drawn():
         part = await shown(app, "one two three")
         part.styles.padding = (0, 2)
         await pilot.resize_terminal(3, 22)
-        await pilot.pause()
-        assert part.size.width == 0
+        await wait_for(lambda: part.size.width == 0)
         assert part.render_line(0).text == ""
 
 

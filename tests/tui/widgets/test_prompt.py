@@ -105,15 +105,15 @@ async def test_a_refused_text_comes_back_before_what_was_typed_since(running, mo
 
 
 async def test_many_lines_can_be_undone_and_done_again(running):
-    async with running() as (app, pilot, _until):
+    async with running() as (app, pilot, until):
         app.post_message(events.Paste("line\n" * 14))
-        await pilot.pause()
+        await until(lambda: prompt(app).document.line_count == 15)
         for _ in range(3):
             for key, lines in (("ctrl+z", 1), ("ctrl+y", 15)):
                 press(app, key)
-                await pilot.pause()
+                await until(lambda lines=lines: app._exception or prompt(app).document.line_count == lines)
+                await pilot.pause()  # it is drawn
                 assert app._exception is None
-                assert prompt(app).document.line_count == lines
 
 
 async def test_newlines_and_history(running):
