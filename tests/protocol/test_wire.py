@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvchat.bench import host_peak
 from kvchat.protocol import wire
 from kvchat.protocol.figures import Gpu, Snapshot, Stats
 from kvchat.protocol.messages import Chat, Command, Event, Failed, Finished, Load, Sampling, Stop, Switch, Text, Turn
@@ -142,22 +143,25 @@ MANY = {
 
 @pytest.mark.parametrize("body", MANY.values(), ids=MANY)
 def test_a_message_with_many_mistakes_costs_no_more_than_one(body: bytes) -> None:
-    """In a process of its own, whose largest memory is not that of other tests."""
+    """In a process of its own, by its own peak: ``ru_maxrss`` begins with that of the process that started it."""
+    if host_peak.read() is None:
+        pytest.skip("the system does not tell")
     code = (
-        "import resource, sys, time\n"
+        "import sys, time\n"
+        "from kvchat.bench import host_peak\n"
         "from kvchat.protocol import wire\n"
         'wire.decode_command(b\'{"type": "Stop"}\')\n'
         "body = sys.stdin.buffer.read()\n"
-        "before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()\n"
+        "before, began = host_peak.read(), time.process_time()\n"
         "try:\n    wire.decode_command(body)\n"
         "except ValueError as error:\n    assert len(str(error)) < 1000\n"
         "else:\n    raise AssertionError('it is taken')\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, time.process_time() - began)"
+        "print(host_peak.read() - before, time.process_time() - began)"
     )
     result = subprocess.run([sys.executable, "-c", code], input=body, capture_output=True, timeout=100)
     assert not result.returncode, result.stderr[-500:]
-    kilobytes, seconds = map(float, result.stdout.split())
-    assert kilobytes < 64 * 2**10
+    nbytes, seconds = map(float, result.stdout.split())
+    assert nbytes < 64 * 2**20
     assert seconds < 3
 
 
