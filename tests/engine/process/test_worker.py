@@ -136,7 +136,7 @@ def test_an_idle_server_works_only_while_a_gpus_readings_change(
     if gpu is None:  # one after the last command, for what is priced late
         wait_until(lambda: asked)
         time.sleep(0.2)
-        assert len(asked) == 1
+        assert len(asked) <= 2  # that of the load may be as late; one that works on asks for twenty
     child.send(CHAT)
     child.until(Finished)
     child.until(Snapshot)

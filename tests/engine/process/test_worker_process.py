@@ -45,6 +45,13 @@ sys.modules["kvchat.engine.session"] = types.SimpleNamespace(open_session=sessio
 worker.main()
 """
 
+# In front of its last line: what a load is interrupted by is done, and then told.
+NOTES_INTERRUPTS = """
+import threading
+interrupted, interrupt = threading.Event(), worker._interrupt
+worker._interrupt = lambda: (interrupt(), interrupted.set())
+"""
+
 
 def start(pause: float = 0.0, pieces: str = "['x'] * 5") -> subprocess.Popen[bytes]:
     code = SERVE_A_FAKE.format(pause=pause, pieces=pieces)
@@ -114,15 +121,19 @@ def test_a_stop_reaches_a_load_that_reports_nothing() -> None:
 
 
 def test_a_stop_while_torch_is_imported_leaves_an_engine_that_can_load(tmp_path: Path) -> None:
-    """Over modules that stand for torch: the second is imported while the first waits, and is no attribute after it."""
+    """Over modules that stand for torch: the second is imported while the first waits, and is no attribute after it.
+
+    It waits until the stop has interrupted it.
+    """
     package = tmp_path / "slow"
     package.mkdir()
     begun = tmp_path / "begun"
-    (package / "__init__.py").write_text(f"import slow.part, time; open({str(begun)!r}, 'w'); time.sleep(1); slow.part")
+    waits = f"open({str(begun)!r}, 'w'); __main__.interrupted.wait({PATIENCE_S})"
+    (package / "__init__.py").write_text(f"import __main__, slow.part; {waits}; slow.part")
     (package / "part.py").write_text("")
     load = "lambda load, progress: (__import__('slow').part, progress('imported'), session.open(load, progress))[-1]"
     code = SERVE_A_FAKE.format(pause=0, pieces="['x']").replace(
-        "worker.main()", f"sys.modules['kvchat.engine.session'].open_session = {load}\nworker.main()"
+        "worker.main()", f"sys.modules['kvchat.engine.session'].open_session = {load}\n{NOTES_INTERRUPTS}worker.main()"
     )
     environment = environ(PYTHONPATH=os.pathsep.join((environ()["PYTHONPATH"], str(tmp_path))))
     pipe = subprocess.PIPE
@@ -130,7 +141,8 @@ def test_a_stop_while_torch_is_imported_leaves_an_engine_that_can_load(tmp_path:
         send(process, FIRST)
         wait_until(begun.exists)
         send(process, Stop())
-        assert receive(process, Failed) == Failed("Loading first was stopped.", hint="/model loads one.", fatal=True)
+        stopped = receive(process, (Loaded, Failed))
+        assert stopped == Failed("Loading first was stopped.", hint="/model loads one.", fatal=True)
         send(process, FIRST)
         assert isinstance(receive(process, (Loaded, Failed)), Loaded)
         assert process.stdin
