@@ -24,7 +24,7 @@ NEWEST = 10  # messages that are in none
 class Chapter(Vertical):
     """Some messages: while it is ``folded`` one plain text, about as high as they are.
 
-    Its height ``is_held`` from then on until it is known what the other one is.
+    Its height ``is_held`` from then on until whoever hears ``Grew`` has moved along with it, and says so.
     """
 
     DEFAULT_CSS = """
@@ -89,7 +89,7 @@ class Chapter(Vertical):
             self.call_after_refresh(self._let_go)
             return
         self.post_message(self.Grew(self, rows - self.size.height))
-        self.styles.height, self.is_held = "auto", False
+        self.styles.height = "auto"
 
 
 def past(messages: Sequence[Footed]) -> list[Widget]:

@@ -206,7 +206,8 @@ class Transcript(VerticalScroll):
         return next((place for one, place in self.places() if one is message), Region())
 
     def on_chapter_grew(self, message: Chapter.Grew) -> None:
-        """Keep what is read at its place."""
+        """Keep what is read at its place; a message gone to is then looked for again."""
+        message.chapter.is_held = False
         if message.chapter.virtual_region.y < self.scroll_y and self._left_at is not None:
             self.scroll_to(y=self.scroll_y + message.rows, animate=False, immediate=True)
         self.call_after_refresh(self.settle)

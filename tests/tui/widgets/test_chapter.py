@@ -92,6 +92,30 @@ async def test_a_message_gone_to_is_found_though_another_chapter_grows_meanwhile
         await until(lambda: transcript.chosen == "q20" and "q20." in drawn(app))
 
 
+async def test_a_message_gone_to_is_found_though_its_chapter_tells_late_how_it_grew(running, monkeypatch):
+    post, settle, late, settled = Chapter.post_message, Transcript.settle, [], []
+
+    def posted(chapter, message):
+        return late.append(message) if isinstance(message, Chapter.Grew) else post(chapter, message)
+
+    async def counted(transcript):
+        await settle(transcript)
+        settled.append(transcript._sought)
+
+    async with running(size=(80, 24)) as (app, _pilot, until):
+        transcript = await opened(app)
+        monkeypatch.setattr(Chapter, "post_message", posted)
+        monkeypatch.setattr(Transcript, "settle", counted)
+        assert await transcript.go_to("q20")
+        await until(lambda: late and transcript.chosen == "q20" and (settled[-1] is None or len(settled) > 10))
+        monkeypatch.setattr(Chapter, "post_message", post)
+        count = len(settled)
+        for told in late:
+            transcript.on_chapter_grew(Chapter.Grew(told.chapter, 60))  # further than the screen is high
+        await until(lambda: len(settled) > count and settled[-1] is None)
+        await until(lambda: transcript.chosen == "q20" and "q20." in drawn(app))
+
+
 async def test_what_is_chosen_since_is_not_left_for_a_message_gone_to(running):
     async with running(size=(80, 24)) as (app, _pilot, _until):
         transcript = await opened(app)
