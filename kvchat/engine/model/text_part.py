@@ -38,9 +38,14 @@ def find(config: Any) -> tuple[Any, Any] | None:
 
 def note(config: Any) -> str:
     """A note for people that only the text part of a checkpoint is used; empty where there is no other part."""
-    parts = [name for name in config.sub_configs if name != "text_config" and getattr(config, name, None) is not None]
+    parts = [name for name in config.sub_configs if name != "text_config" and _is_model(getattr(config, name, None))]
     kinds = " and ".join(sorted(name.removesuffix("_config") for name in parts))
     return f"Only the language part is loaded: the model reads no {kinds} input here." if kinds else ""
+
+
+def _is_model(part: Any) -> bool:
+    """True for the configuration of a model; DBRX has others, which name no kind of model, of its layers' halves."""
+    return bool(getattr(part, "model_type", ""))
 
 
 def _inherited(config: Any, text: Any) -> Any:

@@ -47,6 +47,12 @@ def test_nothing_beside_the_text_takes_memory(pair):
     assert part.notes[-1] == "Only the language part is loaded: the model reads no vision input here."
 
 
+def test_the_halves_of_dbrxs_layers_are_no_part_beside_the_text():
+    from transformers import DbrxConfig
+
+    assert text_part.note(DbrxConfig()) == ""
+
+
 def test_nothing_beside_the_text_is_read_from_the_files(monkeypatch, tmp_path):
     tiny_multimodal.save(tiny_multimodal.fresh("gemma3"), tmp_path)
     read, of_slice = [], safe_open.get_slice
