@@ -1,4 +1,4 @@
-"""Tiny random models that read images too: whole conditional-generation models, written as repositories hold them."""
+"""Tiny random models that read images or sound too: whole conditional-generation models, as repositories hold them."""
 
 from __future__ import annotations
 
@@ -25,6 +25,27 @@ TOWER = {
 QWEN_TOWER = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 8}
 QWEN3_TOWER = {**QWEN_TOWER, "out_hidden_size": 64, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+
+SAM_TOWER = {
+    "model_type": "sam_vision_model",
+    "hidden_size": 32,
+    "output_channels": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 64,
+    "patch_size": 8,
+    "mlp_dim": 48,
+    "global_attn_indexes": [1],
+    "window_size": 4,
+}
+HEARING_TOWER = {
+    "d_model": 32,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 48,
+    "encoder_layers": 2,
+    "num_mel_bins": 16,
+    "max_source_positions": 32,
+}
 
 # Configuration class, text_config, vision_config
 CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -65,21 +86,33 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {key: value for key, value in TOWER.items() if key != "image_size"},
     ),
     "llava": ("LlavaConfig", {**TEXT, "model_type": "llama"}, {**TOWER, "model_type": "clip_vision_model"}),
+    "deepseek_vl_hybrid": (
+        "DeepseekVLHybridConfig",
+        {**TEXT, "model_type": "llama"},
+        {**TOWER, "model_type": "siglip_vision_model"},
+    ),
+    "qwen2_audio": ("Qwen2AudioConfig", {**TEXT, "head_dim": None, "model_type": "qwen2"}, {}),
+}
+# Configurations of their other parts
+OTHERS = {
+    "deepseek_vl_hybrid": {"high_res_vision_config": SAM_TOWER},
+    "qwen2_audio": {"audio_config": HEARING_TOWER},
 }
 
 
 def config(name: str) -> Any:
     """The configuration of a whole model."""
     class_name, text, vision = CONFIGS[name]
+    towers = ({"vision_config": dict(vision)} if vision else {}) | OTHERS.get(name, {})
     return getattr(transformers, class_name)(
-        text_config={key: value for key, value in text.items() if value is not None}, vision_config=dict(vision)
+        text_config={key: value for key, value in text.items() if value is not None}, **towers
     )
 
 
 def fresh(name: str) -> Any:
     """Return a new whole model with the same weights at every call, with transformers' own attention."""
     torch.manual_seed(0)
-    built = transformers.AutoModelForImageTextToText.from_config(config(name), attn_implementation="eager")
+    built = transformers.AutoModelForMultimodalLM.from_config(config(name), attn_implementation="eager")
     randomize(built)
     return built.eval()
 

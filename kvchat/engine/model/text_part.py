@@ -68,11 +68,18 @@ def _reads_whole_checkpoints(text: Any) -> bool:
     return any(getattr(change, "prefix_to_remove", None) for change in changes)
 
 
+class _LeftOut(nn.Module):
+    """In the place of a module that text does not go through."""
+
+    device = None  # Qwen2-Audio asks for that of its tower even where there is nothing to hear
+
+
 def _without_towers(model_class: Any) -> Any:
     """A subclass that keeps the decoder and the head; transformers sees the same name."""
 
     class TextPart(model_class):  # type: ignore[misc]
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+            _set_towers_eager(config)
             super().__init__(config, *args, **kwargs)
             _keep_only(self, {self.get_decoder(), self.get_output_embeddings()})
 
@@ -81,12 +88,20 @@ def _without_towers(model_class: Any) -> Any:
     return TextPart
 
 
+def _set_towers_eager(config: Any) -> None:
+    """Let towers be built with transformers' own attention: a few cannot be built with another."""
+    text = config.get_text_config(decoder=True)
+    for part in filter(None, (getattr(config, name, None) for name in config.sub_configs)):
+        if part.get_text_config(decoder=True) is not text:
+            part._attn_implementation = "eager"
+
+
 def _keep_only(module: nn.Module, kept: set[Any]) -> None:
-    """Replace submodules that neither are nor contain one of ``kept`` by empty ones."""
+    """Leave out submodules that neither are nor contain one of ``kept``."""
     for name, child in module.named_children():
         if child in kept:
             continue
         if kept.isdisjoint(child.modules()):
-            setattr(module, name, nn.Module())
+            setattr(module, name, _LeftOut())
         else:
             _keep_only(child, kept)
