@@ -26,6 +26,13 @@ QWEN_TOWER = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads
 QWEN3_TOWER = {**QWEN_TOWER, "out_hidden_size": 64, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
 
+ERNIE_MOE = {
+    "moe_num_experts": 4,
+    "moe_k": 2,
+    "moe_num_shared_experts": 1,
+    "moe_intermediate_size": [32, 24],
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+}
 SAM_TOWER = {
     "model_type": "sam_vision_model",
     "hidden_size": 32,
@@ -86,6 +93,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {key: value for key, value in TOWER.items() if key != "image_size"},
     ),
     "llava": ("LlavaConfig", {**TEXT, "model_type": "llama"}, {**TOWER, "model_type": "clip_vision_model"}),
+    "ernie4_5_vl_moe": (
+        "Ernie4_5_VLMoeConfig",
+        {**TEXT, **ERNIE_MOE, "rope_parameters": {**MROPE, "mrope_section": [2, 2, 4]}},
+        QWEN_TOWER,
+    ),
     "deepseek_vl_hybrid": (
         "DeepseekVLHybridConfig",
         {**TEXT, "model_type": "llama"},

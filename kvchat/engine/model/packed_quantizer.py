@@ -47,10 +47,10 @@ class Pack(ConversionOps):  # type: ignore[misc]
         self._method, self._of_4_bits = method, of_4_bits
 
     def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Put what was read into its module, packed: nothing is left to be put there."""
-        (value,) = input_dict.values()
-        value = (value[0] if isinstance(value, list) else value).detach()  # mxfp4 is unpacked to what has gradients
+        """Put what was read into its module, packed: what was made beside it of the same tensors is left to be put."""
         name = kwargs["full_layer_name"]
+        value = input_dict.pop(name)
+        value = (value[0] if isinstance(value, list) else value).detach()  # mxfp4 is unpacked to what has gradients
         path, _, own = name.rpartition(".")
         module = kwargs["model"].get_submodule(path)
         if isinstance(module, nn.Linear):
@@ -60,7 +60,7 @@ class Pack(ConversionOps):  # type: ignore[misc]
             packed_experts.pack(module, own, value, self._method, of_4_bits=self._of_4_bits)
         getattr(module, own)._is_hf_initialized = True  # else it is drawn anew, for some models with all of the layer
         kwargs["missing_keys"].discard(name)
-        return {}
+        return input_dict
 
 
 class PackUnpacked(Pack):

@@ -14,6 +14,8 @@ from torch import nn
 
 from kvchat.engine.model.quantization import own_method
 
+VISION_EXPERTS = "vision_moe"  # in the layers of ERNIE 4.5 VL, beside the experts of text
+
 
 def find(config: Any) -> tuple[Any, Any] | None:
     """transformers' class for the text of models with this ``config``, and the configuration to build it with.
@@ -78,10 +80,16 @@ def _without_towers(model_class: Any) -> Any:
     """A subclass that keeps the decoder and the head; transformers sees the same name."""
 
     class TextPart(model_class):  # type: ignore[misc]
+        _keys_to_ignore_on_load_unexpected = (
+            *(model_class._keys_to_ignore_on_load_unexpected or ()),
+            rf"\.{VISION_EXPERTS}\.",
+        )
+
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
             _set_towers_eager(config)
             super().__init__(config, *args, **kwargs)
             _keep_only(self, {self.get_decoder(), self.get_output_embeddings()})
+            _leave_vision_experts_out(self.get_decoder())
 
     TextPart.__name__ = TextPart.__qualname__ = model_class.__name__
     TextPart.__module__ = model_class.__module__
@@ -105,3 +113,19 @@ def _keep_only(module: nn.Module, kept: set[Any]) -> None:
             setattr(module, name, _LeftOut())
         else:
             _keep_only(child, kept)
+
+
+def _leave_vision_experts_out(decoder: nn.Module) -> None:
+    for module in list(decoder.modules()):
+        if hasattr(module, VISION_EXPERTS):
+            setattr(module, VISION_EXPERTS, _without_tensors(getattr(module, VISION_EXPERTS)))
+
+
+def _without_tensors(module: nn.Module) -> nn.Module:
+    """The names in ``module``: transformers looks them up when it makes them and those of text of the same tensors."""
+    empty = _LeftOut()
+    for name in (*module._parameters, *module._buffers):
+        empty.register_parameter(name, None)
+    for name, child in module.named_children():
+        empty.add_module(name, _without_tensors(child))
+    return empty

@@ -10,7 +10,7 @@ from support.progress import silent
 
 from kvchat.engine.model.fusion.swap import sample_logits
 from kvchat.engine.model.load import load_model
-from kvchat.engine.model.packed_rows import ROWS
+from kvchat.engine.model.packed_rows import ROWS, STACKS
 from kvchat.engine.model.tolerances import relative_error
 from kvchat.protocol.messages import Load
 
@@ -23,6 +23,14 @@ def test_what_an_architecture_initializes_itself_is_as_it_was_read(tmp_path, qua
     tiny_multimodal.save(tiny_models.fresh("nemotron_h", vocab_size=tiny_multimodal.VOCAB), tmp_path)
     plain, packed = (load_model(Load(str(tmp_path), "cpu", quantize=name), silent).model for name in ("none", quantize))
     assert ROWS in packed.model.layers[0].mixer.out_proj.__dict__
+    assert relative_error(sample_logits(packed), sample_logits(plain)) < CLOSE[quantize]
+
+
+@pytest.mark.parametrize("quantize", CLOSE)
+def test_experts_of_text_are_packed_without_those_of_images_in_the_same_files(tmp_path, quantize):
+    tiny_multimodal.save(tiny_multimodal.fresh("ernie4_5_vl_moe"), tmp_path)
+    plain, packed = (load_model(Load(str(tmp_path), "cpu", quantize=name), silent).model for name in ("none", quantize))
+    assert STACKS in packed.get_decoder().layers[1].mlp.text_moe.experts.__dict__
     assert relative_error(sample_logits(packed), sample_logits(plain)) < CLOSE[quantize]
 
 
