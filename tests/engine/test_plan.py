@@ -48,7 +48,7 @@ def folder(tmp_path, request):
     return tmp_path
 
 
-@pytest.mark.parametrize("folder", [*TEXT_MODELS, "gemma3", "gemma4", "qwen3_5_moe"], indirect=True)
+@pytest.mark.parametrize("folder", [*TEXT_MODELS, "gemma3", "gemma4", "qwen3_5_moe", "ernie4_5_vl_moe"], indirect=True)
 def test_what_is_planned_is_what_is_measured(folder):
     made, session = planned(folder), Session(load_model(Load(str(folder), "cpu", "float32"), silent))
     runner = session._runner
@@ -62,9 +62,13 @@ def test_what_is_planned_is_what_is_measured(folder):
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("recurrent_gemma", "It keeps recurrent state in its layers"), ("minimax", "MiniMax uses cache of its own")],
+    [
+        ("recurrent_gemma", "It keeps recurrent state in its layers"),
+        ("minimax", "MiniMax uses cache of its own"),
+        ("zamba", "ZambaAttention does not tell which layer it attends for"),
+    ],
 )
-def test_a_state_that_cannot_be_copied_is_refused_as_by_loading(tmp_path, name, reason):
+def test_what_one_forward_shows_is_refused_as_by_loading(tmp_path, name, reason):
     tiny_multimodal.save(tiny_models.fresh(name), tmp_path)
     with pytest.raises(ModelError, match=reason) as loading:
         load_model(Load(str(tmp_path), "cpu", "float32"), silent)

@@ -238,6 +238,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v32": ("DeepseekV32Config", {}),
     "recurrent_gemma": ("RecurrentGemmaConfig", {"num_hidden_layers": 3}),
     "minimax": ("MiniMaxConfig", {"head_dim": 16, "layer_types": RECURRENT_FIRST, "num_local_experts": 4}),
+    "zamba": ("ZambaConfig", {"num_key_value_heads": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2}),
     "mamba2": (
         "Mamba2Config",
         {

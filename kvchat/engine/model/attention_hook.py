@@ -156,7 +156,9 @@ def _filled(query: Tensor, key: Tensor, value: Tensor, common: Shape) -> tuple[T
 
 
 def _met(module: nn.Module, d_k: int, kwargs: dict[str, Any]) -> Layer:
-    number: int = module.layer_idx  # type: ignore[assignment]
+    number: int | None = module.layer_idx  # type: ignore[assignment]
+    if number is None or number < 0:
+        raise _refusal(module, "does not tell which layer it attends for, so its layers' K/V cannot be kept apart")
     known = _known[module] = Layer(number, _spec_of(module, d_k, kwargs))
     return known
 

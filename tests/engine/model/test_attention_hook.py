@@ -103,6 +103,12 @@ def test_attention_to_later_tokens_is_refused():
         call(module)
 
 
+@pytest.mark.parametrize("layer", [None, -1])  # as in Zamba and in Zamba2
+def test_a_module_without_a_layer_is_refused(layer):
+    with pytest.raises(ModelError, match="Layer does not tell which layer it attends for"):
+        call(Layer(layer))
+
+
 def test_no_backend_is_an_error():
     with pytest.raises(EngineError, match="without a KV manager"):
         attention_hook.attention(Layer(), *[torch.zeros(1, 1, 1, 8)] * 3, None)
