@@ -27,6 +27,11 @@ CONFIGURATIONS = (*CONFIGURATION, "generation_config.json")
 GGUF = ".gguf"
 DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 TEXTS = (".json", ".jinja", ".txt", ".model", ".py")
+# The objects in an index of several files of weights, and what to do where one is absent.
+INDEXED = {
+    "weight_map": "Download the model again.",
+    "metadata": 'Download the model again, or add "metadata": {} to the file.',
+}
 MAX_TEXT_BYTES = 2**28  # the largest tokenizers have a tenth of it
 MAX_CONFIGURATION_BYTES = 2**23  # parsed twice, to ten times its size; the longest in use have a hundredth of that
 TAIL_BYTES = 2**16
@@ -172,12 +177,7 @@ def _weights(folder: Path, where: str) -> tuple[Path, ...]:
         if not files:
             raise ModelError(f"{where} has no weights.", "There is no model.safetensors.", _format_hint(folder))
         return files
-    try:
-        shards = sorted({str(shard) for shard in read_json(index, MAX_TEXT_BYTES).get("weight_map", {}).values()})
-    except AttributeError as error:
-        raise ModelError(
-            f"{INDEX} cannot be read.", "Its weight_map is no object.", "Download the model again."
-        ) from error
+    shards = sorted({str(shard) for shard in _weight_map(index).values()})
     if outside := [shard for shard in shards if Path(shard).name != shard]:
         raise ModelError(
             f"{where} names weights outside of it.",
@@ -192,6 +192,16 @@ def _weights(folder: Path, where: str) -> tuple[Path, ...]:
             "Download the model again.",
         )
     return tuple(folder / shard for shard in shards)
+
+
+def _weight_map(index: Path) -> dict[str, Any]:
+    """The names of a sharded model's files by those of its tensors."""
+    content = read_json(index, MAX_TEXT_BYTES)
+    for key, hint in INDEXED.items():
+        if not isinstance(content.get(key), dict):
+            raise ModelError(f"{INDEX} is damaged.", f'{index} has no object "{key}", which transformers reads.', hint)
+    weight_map: dict[str, Any] = content["weight_map"]
+    return weight_map
 
 
 def _check_kinds(folder: Path) -> None:

@@ -1,6 +1,8 @@
-"""Headers of a checkpoint's weights, of the hub's without its weights."""
+"""Headers of a checkpoint's weights, of the hub's without its weights, and the index of several files."""
 
 from __future__ import annotations
+
+import json
 
 import pytest
 import safetensors.torch
@@ -8,10 +10,14 @@ import torch
 from huggingface_hub import constants, hf_api
 from support import tiny_models
 from support.fake_hub import FakeHub
+from support.progress import silent
 from support.quantized_checkpoint import declare, planned
 
 from kvchat.engine.model import quantization
+from kvchat.engine.model.load import load_model
 from kvchat.errors import ModelError
+from kvchat.paths import INDEX
+from kvchat.protocol.messages import Load
 
 
 @pytest.fixture
@@ -45,3 +51,15 @@ def test_damaged_headers_are_refused(hub):
     for model, refusal in ((hub.folder, "is damaged"), ("org/model", "cannot be downloaded.*safetensors")):
         with pytest.raises(ModelError, match=refusal):
             planned(model)
+
+
+@pytest.mark.parametrize(
+    ("absent", "hint"),
+    [("weight_map", r"Download the model again\.$"), ("metadata", r'or add "metadata": \{\} to the file\.$')],
+)
+def test_an_index_that_transformers_cannot_read_is_refused(llama_folder, absent, hint):
+    index = {"metadata": {}, "weight_map": {"model.norm.weight": "model.safetensors"}}
+    del index[absent]
+    (llama_folder / INDEX).write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=f'{INDEX} is damaged.*no object "{absent}".*{hint}'):
+        load_model(Load(str(llama_folder), "cpu"), silent)

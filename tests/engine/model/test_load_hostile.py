@@ -84,7 +84,7 @@ DAMAGES = {
     "a header that lies": lambda it: lying_header(it, 2**40),
     "an endless header": lambda it: lying_header(it, 2**64 - 1),
     "an index of lists": lambda it: (it / INDEX).write_text('{"weight_map": []}'),
-    "an index that leaves": lambda it: (it / INDEX).write_text('{"weight_map": {"a": "../x"}}'),
+    "an index that leaves": lambda it: (it / INDEX).write_text('{"metadata": {}, "weight_map": {"a": "../x"}}'),
     "a config of 20 MB": lambda it: edit_json(it / CONFIG, a=[0] * 7_000_000),
     "a generation config of 20 MB": lambda it: (it / "generation_config.json").write_text(
         json.dumps({"a": [0] * 7_000_000})
