@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -41,6 +42,7 @@ def model_class(config: Any) -> tuple[Any, Any]:
     Raises:
         ModelError: there is none, or kvchat cannot run it.
     """
+    _check_writes(config)
     found = text_part.find(config)
     if found is None:
         raise ModelError(
@@ -62,6 +64,8 @@ def refusal(config: Any, model_class: Any) -> str | None:
         return "It is an encoder-decoder; kvchat drives decoders only"
     if not model_class._can_set_attn_implementation():
         return "transformers does not let its attention be replaced"
+    if needed := _needed_beside_text(model_class):
+        return f"transformers' code of it reads no text alone: it needs {' and '.join(needed)}"
     if not hasattr(text, "num_hidden_layers"):  # of blt and pi0 each part has layers
         return "Its configuration does not tell how many layers it has"
     if model_class._is_stateful and not is_recurrent(config):
@@ -77,6 +81,24 @@ def refusal(config: Any, model_class: Any) -> str | None:
     if context > MOST_TOKENS:
         return f"Its configuration tells that it can read {context:,} tokens; kvchat counts to {MOST_TOKENS:,}"
     return None
+
+
+def _check_writes(config: Any) -> None:
+    """Refuse a checkpoint that was trained to classify: transformers would read a language model of the same kind."""
+    for name in getattr(config, "architectures", None) or ():
+        if "Classification" in name:
+            raise ModelError(
+                f"{name} is no model for chatting.",
+                "Its config.json says by that name that it classifies what it reads: it writes no text.",
+                "Choose a chat model.",
+            )
+
+
+def _needed_beside_text(model_class: Any) -> list[str]:
+    """The inputs that a forward of the class cannot go without, but the tokens: those of BLIP-2 are images."""
+    inputs = list(inspect.signature(model_class.forward).parameters.values())[1:]
+    needed = (one for one in inputs if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD)
+    return [one.name for one in needed if one.name != "input_ids"]
 
 
 def check_quantization(config: Any, name: str) -> None:

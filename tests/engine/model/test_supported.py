@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from support import tiny_models
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-from kvchat.engine.model.supported import check_counts, check_quantization, check_tensors, unreadable
+from kvchat.engine.model.supported import check_counts, check_quantization, check_tensors, model_class, unreadable
 from kvchat.errors import ModelError
 
 VALID = [
@@ -73,6 +74,24 @@ def test_what_transformers_reads(quantized):
     config = tiny_models.config("llama")
     config.quantization_config = quantized
     check_quantization(config, "a/model")
+
+
+def test_a_model_that_reads_no_text_without_an_image_is_refused():
+    from transformers import Blip2Config
+
+    with pytest.raises(ModelError, match=r"Blip2ForCond.*reads no text alone: it needs pixel_values\. Choose another"):
+        model_class(Blip2Config())
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture"),
+    [("ShieldGemma2Config", "ShieldGemma2ForImageClassification"), ("Qwen3Config", "Qwen3ForSequenceClassification")],
+)
+def test_a_model_that_classifies_is_refused(kind, architecture):
+    """transformers has a class for the text of either."""
+    config = getattr(transformers, kind)(architectures=[architecture])
+    with pytest.raises(ModelError, match=rf"{architecture} is no model for chatting\. .*it classifies"):
+        model_class(config)
 
 
 @pytest.mark.parametrize("name", VALID)
