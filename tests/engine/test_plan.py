@@ -33,7 +33,7 @@ from kvchat.tui.model_choice.plan_table import plan_lines
 
 TOKENS = 300
 WITHIN = 0.02
-TEXT_MODELS = ("llama", "gemma2", "qwen3_moe", "deepseek_v3", "gpt_oss", "gpt2", *tiny_models.HYBRID)
+TEXT_MODELS = ("llama", "gemma2", "qwen3_moe", "deepseek_v3", "gpt_oss", "gpt2", "dbrx", "jetmoe", *tiny_models.HYBRID)
 
 
 def planned(model, context=TOKENS, **params):

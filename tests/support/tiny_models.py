@@ -141,6 +141,25 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "OPTConfig",
         {"ffn_dim": 96, "word_embed_proj_dim": 64, "num_key_value_heads": None, "intermediate_size": None},
     ),
+    # mixtures whose code reads back which experts were chosen
+    "dbrx": (
+        "DbrxConfig",
+        {
+            "only": {
+                "vocab_size": VOCAB,
+                "d_model": 64,
+                "n_layers": 4,
+                "n_heads": 4,
+                "max_seq_len": CONTEXT,
+                "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0},
+                "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+            }
+        },
+    ),
+    "jetmoe": (
+        "JetMoeConfig",
+        {"num_attention_heads": None, "kv_channels": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
     "deepseek_v3": (
         "DeepseekV3Config",
         {

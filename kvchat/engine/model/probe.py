@@ -20,6 +20,7 @@ from kvchat.engine.model import attention_hook, tolerances
 from kvchat.engine.model.attention_hook import Shape
 from kvchat.engine.model.recurrent_state import RecurrentState, attending_layers
 from kvchat.engine.model.supported import cannot_run, keeping_state
+from kvchat.engine.model.unknown_values import UnknownValues
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.rope import Rotation, cos_sin, rotate
 
@@ -71,7 +72,7 @@ def observe_shape(model: Any, state: RecurrentState) -> Shape:
     Raises:
         ModelError: the layers cannot be given one shape, or keep state where it cannot be copied.
     """
-    with keeping_state(model, state):
+    with keeping_state(model, state), UnknownValues():
         observer = _observe(model, 0, state)
     shapes = set(observer.shapes.values())
     return _common(model, shapes) or shapes.pop()

@@ -24,7 +24,12 @@ NF4_BYTES = 0.5 + 4 / 64
 # torchao's int4 on a GPU: bytes a weight, of how many share a scale, and the rows and columns it is padded to.
 INT4_BYTES, INT4_GROUP, INT4_PADDED = 0.5 + 4 / 128, 128, (8, 1024)
 
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # a configuration's names for their number
+EXPERTS = (
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_num_experts",
+)  # a configuration's names for their number
 
 
 def without_memory(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
@@ -103,7 +108,8 @@ def read_bytes(model: Any, nbytes: int) -> int | None:
 def has_experts(model: Any) -> bool:
     """True for a mixture of experts, of which a token goes through some."""
     config = model.config.get_text_config(decoder=True)
-    return any(getattr(config, name, None) for name in EXPERTS)
+    sections = (config, *(getattr(config, name, None) for name in config.sub_configs))  # DBRX's of its MLP has them
+    return any(getattr(section, name, None) for section in sections for name in EXPERTS)
 
 
 def unpackable_share(model: Any, quantize: str, device: torch.device) -> float:

@@ -19,7 +19,7 @@ RIGHT = [
     *("qwen3", "qwen3_moe", "mistral", "mixtral", "phi", "phi3", "gemma", "gemma2", "gemma3", "gemma3n", "gpt_neox"),
     *("olmo2", "olmo3", "granite", "gpt_oss", "cohere", "cohere2", "glm", "glm4", "smollm3", "stablelm", "starcoder2"),
     *("nemotron", "ministral3", "hunyuan_v1", "ernie4_5", "apertus", "seed_oss", "nanochat", "gpt2", "opt"),
-    *("deepseek_v3", "exaone4", "granitemoeshared"),
+    *("deepseek_v3", "exaone4", "granitemoeshared", "dbrx", "jetmoe"),
 ]
 
 REFUSED = {

@@ -39,6 +39,7 @@ def test_a_token_reads_all_but_the_embeddings_and_of_experts_nothing_is_known(sh
     total = weight_bytes(shapes, "none", CPU)
     assert read_bytes(shapes, total) == total - shapes.get_input_embeddings().weight.nbytes
     assert read_bytes(tiny_models.model("mixtral"), total) is None
+    assert read_bytes(tiny_models.model("dbrx"), total) is None
 
 
 LAYER = "layers.1"
