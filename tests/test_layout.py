@@ -68,6 +68,7 @@ TESTED_IN = {
     "cli/profile": "config/test_profiles",
     "cli/session": "cli/test_ask",
     "engine/keep/page_file_rows": "engine/keep/test_keeper_hybrid",
+    "engine/keep/sources": "engine/keep/test_keeper",
     "engine/generate/forged": "engine/generate/test_escaping",
     "engine/model/each_weight": "engine/model/test_weights_progress",
     "engine/model/description": "engine/model/test_load",

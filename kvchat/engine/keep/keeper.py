@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,21 +22,20 @@ from kvchat.engine.generate.runner import ModelRunner
 from kvchat.engine.generate.stored import Stored, common_prefix
 from kvchat.engine.keep import page_file_rows as row
 from kvchat.engine.keep.saved_folder import SavedFolder
+from kvchat.engine.keep.sources import Source, itself, of_another, read_state
 from kvchat.engine.keep.write_behind import Job, WriteBehind
 from kvchat.engine.memory_errors import explained
 from kvchat.engine.model.recurrent_state import Snapshot
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.memory import available
 from kvchat.kv.memory.kept_tokens import KeptTokens
-from kvchat.kv.memory.page_file import DamagedFileError, PageFile, SavedState
+from kvchat.kv.memory.page_file import DamagedFileError, PageFile
 from kvchat.kv.memory.pages import exact_pages
 from kvchat.kv.memory.parked import ParkedPages, parked_bytes
 from kvchat.protocol.messages import Event, Keeping, Noted, Resumed, Turn
 
 LAST_WRITES_S = 1.0  # what the end of a session may wait for pages to be written
 LOOKED_AT = 64  # files of other conversations whose beginning is compared
-
-States = Mapping[int, Callable[[], Snapshot | None]]  # by the tokens they have read; None where one is damaged
 
 
 @dataclass
@@ -56,20 +55,6 @@ class Parked:
     def nbytes(self) -> int:
         """Bytes of host memory."""
         return self.pages.nbytes + sum(snapshot.nbytes for snapshot in self.snapshots)
-
-
-@dataclass
-class Source:
-    """Kept K/V of a conversation that begins as the one to open; ``where`` it is: memory or disk.
-
-    ``stored`` is all that is there, of which the ``kept`` tokens are of use. A hybrid model can go on only from one of
-    its ``states``.
-    """
-
-    stored: Stored
-    where: str
-    kept: KeptTokens
-    states: States
 
 
 class Keeper:
@@ -189,11 +174,11 @@ class Keeper:
 
     def _parked_sources(self, conversation: str, text: str) -> Iterator[Source]:
         for name, parked in self._parked.items():
-            pages, states = parked.pages, {one.tokens: partial(_itself, one) for one in parked.snapshots}
+            pages, states = parked.pages, {one.tokens: partial(itself, one) for one in parked.snapshots}
             exact = exact_pages(pages) * self._kv.state.geometry.page
             kept = KeptTokens(len(parked.stored.ids), pages.read, exact, parked.control, pages.query)
             source, own = Source(parked.stored, "memory", kept, states), name == conversation
-            yield self._usable(source if own else _of_another(source), text, own)
+            yield self._usable(source if own else of_another(source), text, own)
 
     def _saved_sources(self, conversation: str, text: str) -> Iterator[Source]:
         """The conversation's own file, and those of others that begin alike.
@@ -228,7 +213,7 @@ class Keeper:
         stored.links = file.links
         exact = file.exact_pages * self._kv.state.geometry.page
         kept = KeptTokens(len(stored.ids), file.read, exact, row.control_positions(rows), end.query)
-        states = {one.tokens: partial(_read_state, file, one) for one in end.states}
+        states = {one.tokens: partial(read_state, file, one) for one in end.states}
         return self._usable(Source(stored, "disk", kept, states), text, own)
 
     def _usable(self, source: Source, text: str, own: bool) -> Source:
@@ -325,17 +310,3 @@ class Keeper:
 
     def _file(self, path: Path) -> PageFile:
         return PageFile(path, self._kv.state.geometry, self._identity)
-
-
-def _itself(snapshot: Snapshot) -> Snapshot:
-    return snapshot
-
-
-def _read_state(file: PageFile, saved: SavedState) -> Snapshot | None:
-    data = file.state(saved)
-    return Snapshot.decoded(saved.tokens, data) if data else None
-
-
-def _of_another(source: Source) -> Source:
-    """Return ``source`` for another conversation, in whose file nothing of it is yet."""
-    return replace(source, stored=replace(source.stored, saved=0))
