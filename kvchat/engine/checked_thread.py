@@ -30,6 +30,11 @@ class CheckedThread:
             self._work = lambda: None  # should it begin after all
             raise MemoryError("a thread could not begin")
 
+    @property
+    def is_over(self) -> bool:
+        """True once the work has ended."""
+        return self._over.is_set()
+
     def join(self, seconds: float | None = None) -> None:
         """Wait until the work has ended, at most ``seconds``."""
         self._over.wait(seconds)

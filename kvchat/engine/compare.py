@@ -254,7 +254,7 @@ class Comparisons:
                 that failed the next question reads it again, and the mode may be a variant's.
         """
         kind_of(variants, Sequence, "a list of variants")
-        self._ask()
+        self._loop.ask()
         comparison = Comparison(self._loop, self._runner, self._switcher, self._metrics)
         return self._loop.lock.in_turn(self._keeper.saving(comparison.run(turns, variants, sampling)))
 
@@ -268,10 +268,6 @@ class Comparisons:
         self._switcher.check_context(tokens)
         case = needle.hide(str(seed), tokens, self._runner.model.tokenizer)
         return NeedleHidden(case.turns, case.answer, needle.ANSWER_TOKENS)
-
-    def _ask(self) -> None:
-        """Announce something long that changes what is stored."""
-        raise NotImplementedError
 
 
 def compare_logits(alike: int | None, first: Sequence[Tensor], other: Sequence[Tensor]) -> Agreement:

@@ -135,8 +135,8 @@ class Session(Released, Tokens, Comparisons, Inspection):
             UsageError: an empty prompt or a setting out of range.
             DoesNotFitError: the conversation is longer than the model's context, or memory is short.
         """
-        self._ask()
-        return self._loop.lock.in_turn(self._chat(text, sampling))
+        self._loop.ask()
+        return self._loop.lock.in_turn(self._keeper.saving(self._chat(text, sampling)))
 
     def _chat(self, text: str, sampling: Sampling) -> Generator[str, None, None]:
         turns = (*self._turns, Turn("user", text))
@@ -168,7 +168,7 @@ class Session(Released, Tokens, Comparisons, Inspection):
             UsageError: an empty prompt or a setting out of range.
             DoesNotFitError: the conversation is longer than the model's context, or memory is short.
         """
-        self._ask()
+        self._loop.ask()
         answer = self._loop.answer(turns, sampling, function(between or _nothing, "between"))
         return self._loop.lock.in_turn(self._keeper.kept(conversation, turns, answer))
 
@@ -178,7 +178,7 @@ class Session(Released, Tokens, Comparisons, Inspection):
         Raises:
             UsageError: the model's template refuses the turns, or too much is pinned.
         """
-        self._ask()
+        self._loop.ask()
         return self._loop.lock.in_turn(self._resume(conversation, turns))
 
     def _resume(self, conversation: str, turns: Sequence[Turn]) -> Generator[Event, None, None]:
@@ -248,7 +248,7 @@ class Session(Released, Tokens, Comparisons, Inspection):
         Raises:
             DoesNotFitError: the conversation is longer than the model's context, or memory is short.
         """
-        self._ask()
+        self._loop.ask()
         return self._loop.lock.in_turn(self._keeper.saving(self._loop.rebuild()))
 
     def keep_pages(self, host_dtype: HostDtype) -> str:

@@ -31,10 +31,11 @@ class Tokens:
         """
         ids = token_ids(ids)
         with self._loop.lock:
-            self._ask()
-            self._switcher.check_prompt(self._kv.total + len(ids))
-            logits = self._loop.prefill(ids)
-            self._switcher.calibrate()
+            self._loop.ask()
+            with self._keeper.changing():
+                self._switcher.check_prompt(self._kv.total + len(ids))
+                logits = self._loop.prefill(ids)
+                self._switcher.calibrate()
         return logits
 
     def step(self, token: int) -> Tensor:
@@ -46,8 +47,8 @@ class Tokens:
         """
         with self._loop.lock:
             self._loop.lock.check_idle()
-            self._keeper.interrupt()
-            return self._loop.step(whole_number(token, "A token id"))
+            with self._keeper.adding():
+                return self._loop.step(whole_number(token, "A token id"))
 
     def truncate(self, tokens: int) -> None:
         """Forget all but the first ``tokens`` stored tokens; with all that are stored nothing happens.
@@ -63,10 +64,6 @@ class Tokens:
                     f"A conversation of {total:,} tokens cannot be truncated to {tokens:,}.",
                     hint=f"Give 0 to {total:,}, the number of tokens to keep.",
                 )
-            self._ask()
-            self._loop.truncate(tokens)
-
-    def _ask(self) -> None:
-        """Announce something long that changes what is stored."""
-        self._loop.ask()
-        self._keeper.interrupt()
+            self._loop.ask()
+            with self._keeper.changing():
+                self._loop.truncate(tokens)

@@ -167,8 +167,9 @@ def test_what_a_comparison_kept_from_being_written_is_written_after_it(model, tm
     monkeypatch.undo()
     list(session.compare(STORY, VARIANTS[:1], SAMPLING))
     ids = list(session._loop.stored.ids)
+    file = session._keeper._file(tmp_path / "a.kv")
     session._keeper.close(60)
-    assert session._keeper._file(tmp_path / "a.kv").rows()["id"].tolist() == ids
+    assert file.rows()["id"].tolist() == ids
 
 
 def test_a_mode_that_cannot_be_entered_is_a_row_and_unknown_ones_are_refused(session, monkeypatch):

@@ -288,11 +288,19 @@ def test_slots_that_cannot_be_filled_after_a_prefill_fail_the_answer(session, mo
         list(events)
 
 
-def test_closing_frees_the_model_under_a_suspended_answer() -> None:
+@pytest.mark.parametrize(
+    "begin",
+    [
+        lambda s: s.chat("Hello.", Sampling(temperature=0)),
+        lambda s: s.answer(HELLO, Sampling(temperature=0)),
+    ],
+)
+def test_closing_frees_the_model_under_a_suspended_answer(begin) -> None:
     session = load("bundled", device="cpu")
     kept = ref(session.model.model)
-    answer = session.chat("Hello.", Sampling(temperature=0))
-    next(answer)
+    answer = begin(session)
+    while not session.token_ids:
+        next(answer)
     session.close()
     assert kept() is None
     session.cancel()

@@ -2,7 +2,8 @@
 
 Going to another conversation parks the present one; coming back, or beginning one that begins alike, takes the longest
 prefix from what is parked or saved. It settles into the mode as after a switch, and only the rest is read. After an
-answer what is new is written behind, a page at a time; the next question interrupts that.
+answer what is new is written behind, a page at a time. What changes it interrupts that and saves afterwards; a single
+step only pauses it, and its token is written with the next that is saved.
 """
 
 from __future__ import annotations
@@ -11,15 +12,18 @@ import copy
 import sys
 import time
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from kvchat.engine.generate.answer import AnswerLoop
 from kvchat.engine.generate.runner import ModelRunner
 from kvchat.engine.generate.stored import Stored, common_prefix
+from kvchat.engine.guards import Released
 from kvchat.engine.keep import page_file_rows as row
 from kvchat.engine.keep.saved_folder import SavedFolder
 from kvchat.engine.keep.sources import Source, itself, of_another, read_state
@@ -36,6 +40,8 @@ from kvchat.protocol.messages import Event, Keeping, Noted, Resumed, Turn
 
 LAST_WRITES_S = 1.0  # what the end of a session may wait for pages to be written
 LOOKED_AT = 64  # files of other conversations whose beginning is compared
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -57,8 +63,10 @@ class Parked:
         return self.pages.nbytes + sum(snapshot.nbytes for snapshot in self.snapshots)
 
 
-class Keeper:
+class Keeper(Released):
     """Keeps conversations as ``keeping`` says, of the model of ``runner``; ``loop.stored`` is the present one's."""
+
+    _held = ("_runner", "_kv", "_writer")
 
     def __init__(self, runner: ModelRunner, loop: AnswerLoop, keeping: Keeping) -> None:
         self._runner = runner
@@ -82,24 +90,42 @@ class Keeper:
         self._writer.interrupt()
 
     def close(self, seconds: float = LAST_WRITES_S) -> None:
-        """Write what is left, for so long at most, and free the rest."""
-        if not self._loop.lock.is_forked:
+        """Write what is left, for so long at most, and free the rest, also under an answer that was left open."""
+        if not (self._is_closed or self._loop.lock.is_forked):
+            with suppress(RuntimeError):  # a GPU that failed: nothing can be copied from it
+                self.save()
             self._writer.finish(seconds)
         self._parked.clear()
+        self._release()
 
     def kept(self, conversation: str, turns: Sequence[Turn], answer: Iterator[Event]) -> Generator[Event, None, None]:
         """The events of an answer in ``conversation``, which is opened before and saved afterwards."""
-        yield from self.resume(conversation, turns)
-        yield from self._problem()
-        yield from self.saving(answer)
+        with self.changing():
+            yield from self.resume(conversation, turns)
+            yield from self._problem()
+            yield from answer
 
-    def saving(self, work: Iterator[Event]) -> Generator[Event, None, None]:
+    def saving(self, work: Iterator[T]) -> Generator[T, None, None]:
         """The events of ``work``, which changes what is stored; that is saved afterwards."""
+        with self.changing():
+            yield from work
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Stop writing for the block, in which what is stored changes; that is saved afterwards."""
         self.interrupt()
         try:
-            yield from work
+            yield
         finally:
             self.save()
+
+    @contextmanager
+    def adding(self) -> Iterator[None]:
+        """Pause writing for the block, which stores a token; on a GPU a page that it filled may still be arriving."""
+        with self._writer.paused():
+            yield
+            if self._writer.is_writing:
+                self._kv.state.host.synchronize()
 
     # ---- going to a conversation
 
@@ -274,8 +300,13 @@ class Keeper:
         self._is_problem_told = bool(problem)
 
     @property
+    def _is_closed(self) -> bool:
+        return "_writer" not in vars(self)
+
+    @property
     def _saves(self) -> bool:
-        if self._loop.lock.is_forked or sys.is_finalizing():  # an answer that was left open ends there
+        # An answer that was left open ends there.
+        if self._is_closed or self._loop.lock.is_forked or sys.is_finalizing():
             return False
         return bool(self._keeping.folder and self._keeping.saved_bytes and self._runner.model.revision)
 
@@ -292,13 +323,14 @@ class Keeper:
         first = stored.saved // page
         file = self._file(self._folder.path(conversation))
         file.links = stored.links[:first]
-        query = pages.query if pages else self._kv.state.query_bytes
+        state = self._kv.state
+        query = pages.query if pages else state.query_bytes
         return Job(
             file,
             stored,
             first,
             row.rows_of(stored, control, first * page),
-            pages or self._kv.state.host,
+            lambda: pages or state.host,
             stored.saved,
             query,
             snapshots,

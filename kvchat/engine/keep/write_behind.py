@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,6 +21,8 @@ from kvchat.units import size
 class Job:
     """``pages`` from page ``first`` on are to be written to ``file``; ``rows`` are their tokens'.
 
+    ``pages`` is called for each: while a conversation goes on another pool may come to hold them.
+
     ``query`` is the last token's, ``snapshots`` are those of a recurrent state that are to be saved.
 
     ``saved`` counts the tokens of ``stored`` that are on disk, as far as the job has come.
@@ -29,7 +32,7 @@ class Job:
     stored: Stored
     first: int
     rows: Rows
-    pages: StoredPages
+    pages: Callable[[], StoredPages]
     saved: int = 0
     query: bytes = b""
     snapshots: Sequence[Snapshot] = ()
@@ -67,6 +70,17 @@ class WriteBehind:
             job.stored.saved, job.stored.links = job.saved, job.file.links.copy()
         self._jobs = ()
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Take nothing from the jobs' pages during the block, which may only add tokens to them."""
+        with self._copying:
+            yield
+
+    @property
+    def is_writing(self) -> bool:
+        """True until all jobs are written or given up."""
+        return self._thread is not None and not self._thread.is_over
+
     def finish(self, seconds: float) -> None:
         """Let it write for so long at most, then end."""
         thread = self._thread
@@ -88,7 +102,8 @@ class WriteBehind:
 
     def _write(self, job: Job, interrupted: threading.Event) -> None:
         end = before = job.file.links[-1].end if job.file.links else HEADER_BYTES
-        end += sum(job.file.record_bytes(kind) for kind in job.pages.kinds[job.first :])
+        pages = slice(job.first, job.first - (-len(job.rows) // self._page))
+        end += sum(job.file.record_bytes(kind) for kind in job.pages().kinds[pages])
         end += sum(snapshot.nbytes for snapshot in job.snapshots)
         allowed = self._folder.make_room(job.file.path, end)
         if allowed < end:
@@ -99,10 +114,11 @@ class WriteBehind:
             with self._copying:
                 if interrupted.is_set():
                     return
-                before += job.file.record_bytes(job.pages.kinds[page])
+                holder = job.pages()
+                before += job.file.record_bytes(holder.kinds[page])
                 if before > allowed:
                     return
-                blocks, cut_off = blocks_of(job.pages.stored(page)), page in job.pages.cut_off
+                blocks, cut_off = blocks_of(holder.stored(page)), page in holder.cut_off
             rows = job.rows[start : start + self._page]
             is_last = start + self._page >= len(job.rows)
             query = job.query if is_last else b""

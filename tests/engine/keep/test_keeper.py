@@ -127,7 +127,8 @@ def test_a_pipe_in_place_of_the_file_is_not_waited_for(tmp_path):
     chat.say("a", TALE)
     chat.written()
     os.mkfifo(tmp_path / "kv" / "b.kv")
-    assert not notes(chat.restarted(tmp_path).say("c", TALE)), "that of another conversation is passed over"
+    chat = chat.restarted(tmp_path)
+    assert not notes(chat.say("c", TALE)), "that of another conversation is passed over"
     (note,) = notes(chat.restarted(tmp_path).say("b", TALE))
     assert "it is no file" in note
 

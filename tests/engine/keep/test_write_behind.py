@@ -33,7 +33,7 @@ class HeldFile(PageFile):
 def job_of(file: PageFile, layers: torch.Tensor, stored: Stored) -> Job:
     rows = np.zeros(len(stored.ids), TOKEN)
     rows["id"] = stored.ids
-    return Job(file, stored, 0, rows, Pages([False] * len(layers), [layers], []))
+    return Job(file, stored, 0, rows, lambda: Pages([False] * len(layers), [layers], []))
 
 
 def test_an_interruption_waits_for_no_disk_and_takes_nothing_afterwards(tmp_path):

@@ -1,0 +1,140 @@
+"""What is written of a conversation to disk, whatever a session is asked beside answers."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from kvchat.engine.session import Session
+from kvchat.errors import UsageError
+from kvchat.kv.memory.page_file import PageFile
+from kvchat.protocol.messages import Keeping, Load, Sampling, Turn
+
+GREEDY = Sampling(temperature=0, max_new_tokens=6)
+LONG = (Turn("user", "The sea was calm and the whale went on. " * 30),)
+
+
+@pytest.fixture
+def session(model, tmp_path):
+    """A session that keeps conversations in files."""
+    opened = Session(model, Load(keeping=Keeping(2**30, 2**30, str(tmp_path))))
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Lets the writing of pages go on, which waits for it from the second one on."""
+    write, let_on = PageFile.write, threading.Event()
+
+    def wait(file: PageFile, page: int, *rest) -> None:
+        assert page == 0 or let_on.wait(60)
+        write(file, page, *rest)
+
+    monkeypatch.setattr(PageFile, "write", wait)
+    yield let_on.set
+    let_on.set()
+
+
+def told(session: Session) -> list[int]:
+    """Let a conversation be written; the ids of its tokens."""
+    list(session.answer(LONG, GREEDY, None, "one"))
+    return list(session._loop.stored.ids)
+
+
+def written(session: Session, name: str = "one") -> list[int]:
+    """The ids that are on disk once nothing more is written."""
+    session._keeper._writer._thread.join(60)
+    keeper = session._keeper
+    return keeper._file(keeper._folder.path(name)).rows()["id"].tolist()
+
+
+def test_steps_end_no_writing_and_their_tokens_are_written_at_the_end(session, held):
+    ids = told(session)
+    for token in (5, 6, 7):
+        session.step(token)
+    assert session._keeper._writer.is_writing
+    held()
+    assert written(session) == ids
+    file = session._keeper._file(session._keeper._folder.path("one"))
+    session.close(60)
+    assert file.rows()["id"].tolist() == [*ids, 5, 6, 7]
+
+
+def test_a_failed_step_ends_no_writing(session, held):
+    ids = told(session)
+    with pytest.raises(UsageError):
+        session.step(-1)
+    held()
+    assert written(session) == ids
+
+
+@pytest.mark.parametrize("use", [lambda s: s.prefill([5, 6, 7]), lambda s: s.truncate(100)])
+def test_what_is_read_or_forgotten_is_written_at_once(session, held, use):
+    told(session)
+    use(session)
+    held()
+    assert written(session) == session._loop.stored.ids
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda s: s.answer(LONG, GREEDY, 5, "one"),
+        lambda s: s.compare(LONG, 5, GREEDY),
+        lambda s: s.prefill([-1]),
+        lambda s: list(s.answer((Turn("user", " "),), GREEDY, None, "one")),
+        lambda s: list(s.answer((Turn("user", " "),), GREEDY, None, "two")),
+        lambda s: list(s.resume("two", (Turn("user", " "),))),
+    ],
+)
+def test_what_is_refused_ends_no_writing(session, held, use):
+    ids = told(session)
+    with pytest.raises(UsageError):
+        use(session)
+    held()
+    assert written(session) == ids
+
+
+def test_an_answer_that_is_never_begun_ends_no_writing(session, held):
+    ids = told(session)
+    for unread in (session.answer(LONG, GREEDY), session.chat("More?"), session.rebuild(), session.resume("two", LONG)):
+        del unread
+    held()
+    assert written(session) == ids
+
+
+def test_what_chat_says_is_written_too(session):
+    told(session)
+    "".join(session.chat("Hello!", GREEDY))
+    assert written(session) == session._loop.stored.ids
+
+
+def test_pages_that_steps_fill_in_8_bits_meanwhile_are_written_as_they_are(session, held, model, tmp_path):
+    ids = told(session)
+    session.keep_pages("int8")
+    for token in range(200, 280):  # through the page that was not full, into places that it leaves
+        session.step(token)
+    held()
+    assert written(session) == ids
+    later = Session(model, Load(keeping=Keeping(0, 2**30, str(tmp_path))))
+    answer = session.text(len(ids) - 6, len(ids))
+    list(later.resume("one", (*LONG, Turn("assistant", answer))))
+    assert later.total == len(ids)
+    for layer in range(model.layers):
+        found, expected = (torch.stack(each._kv.state.host.dense(layer, later.total)) for each in (later, session))
+        assert torch.equal(found, expected)
+
+
+def test_a_session_closes_after_a_failure_of_its_gpu(session, monkeypatch):
+    def fail() -> None:
+        raise RuntimeError("CUDA error")
+
+    told(session)
+    session.step(5)
+    monkeypatch.setattr(session._kv.state.host, "synchronize", fail)
+    session.close()
+    with pytest.raises(UsageError, match="closed"):
+        session.step(5)
