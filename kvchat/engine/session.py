@@ -175,9 +175,12 @@ class Session(Released, Tokens, Comparisons, Inspection):
     def resume(self, conversation: str, turns: Sequence[Turn]) -> Iterator[Event]:
         """Go over to another conversation, parking the present one: ``Noted``*, ``Resumed`` where K/V of it are kept.
 
+        Without ``turns`` it is a new one, of which nothing is stored yet.
+
         Raises:
             UsageError: the model's template refuses the turns, or too much is pinned.
         """
+        kind_of(turns, Sequence, "a list of turns")
         self._loop.ask()
         return self._loop.lock.in_turn(self._resume(conversation, turns))
 

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from support.loads import entering
 
 from kvchat.engine.session import Session
 from kvchat.errors import UsageError
@@ -126,6 +127,29 @@ def test_pages_that_steps_fill_in_8_bits_meanwhile_are_written_as_they_are(sessi
     for layer in range(model.layers):
         found, expected = (torch.stack(each._kv.state.host.dense(layer, later.total)) for each in (later, session))
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("kept_in", ["memory", "disk"])
+def test_a_conversation_without_turns_is_a_new_one(model, tmp_path, kept_in):
+    keeping = Keeping(2**30 * (kept_in == "memory"), 2**30 * (kept_in == "disk"), str(tmp_path))
+    session = Session(model, entering("streaming", {"budget": 64}, keeping=keeping))
+    turns = (Turn("system", "Be brief."), Turn("user", "My cat is called Biscuit. " * 30, pinned=True))
+    answer = list(session.answer(turns, GREEDY, None, "one"))[-1].text
+    ids, pins = list(session._loop.stored.ids), session._kv.state.pins
+    assert pins
+    if kept_in == "disk":
+        session._keeper._writer._thread.join(60)
+    assert list(session.resume("two", ())) == []
+    assert (session.total, session._loop.stored.ids, session._kv.state.pins) == (0, [], ())
+    session.prefill([5, 6, 7])
+    with pytest.raises(UsageError, match="prompt is empty"):
+        list(session.answer((), GREEDY, None, "one"))
+    assert session._loop.stored.ids == [5, 6, 7]
+    (back,) = session.resume("one", (*turns, Turn("assistant", answer)))
+    assert (back.tokens, back.where, session._kv.state.pins) == (len(ids), kept_in, pins)
+    assert session._loop.stored.ids == ids
+    assert list(session.resume("one", [])) == []
+    assert (session.total, session._kv.state.pins) == (len(ids), ())
 
 
 def test_a_session_closes_after_a_failure_of_its_gpu(session, monkeypatch):

@@ -195,7 +195,7 @@ class AnswerLoop(Released):
 
     def pin(self, turns: Sequence[Turn]) -> None:
         """Attend from now on to those pinned turns of a conversation that are stored, and to its system prompt."""
-        ids = self.encoder.ids_of(self.encoder.render(turns), self.stored)
+        ids = self.encoder.ids_of(self.encoder.render(turns) if turns else "", self.stored)
         there = common_prefix(self.stored.ids, ids)
         self._runner.pin([position for position in self.pinned(turns) if position < there])
         self._switcher.narrow()

@@ -135,7 +135,7 @@ class PromptEncoder:
 
     def preamble(self, turns: Sequence[Turn]) -> int:
         """Tokens before the first user turn's text, where the conversation begins with a system prompt; else 0."""
-        if turns[0].role != "system":
+        if not turns or turns[0].role != "system":
             return 0
         # What two conversations with this system prompt have in common, the template's own tokens included.
         one, other = (self._tokenize(self.render((turns[0], Turn("user", text))), anchored=False) for text in "0A")

@@ -101,7 +101,8 @@ class Keeper(Released):
     def kept(self, conversation: str, turns: Sequence[Turn], answer: Iterator[Event]) -> Generator[Event, None, None]:
         """The events of an answer in ``conversation``, which is opened before and saved afterwards."""
         with self.changing():
-            yield from self.resume(conversation, turns)
+            if turns:  # without any the answer is refused, and nothing was changed
+                yield from self.resume(conversation, turns)
             yield from self._problem()
             yield from answer
 
@@ -132,13 +133,15 @@ class Keeper(Released):
     def resume(self, conversation: str, turns: Sequence[Turn]) -> Iterator[Event]:
         """Make ``conversation`` the present one; ``Noted``*, and ``Resumed`` where some of it came back.
 
+        Without ``turns`` it is empty.
+
         Raises:
             UsageError: as ``PromptEncoder.encode``.
         """
         if conversation == self._present:
             return
         self.interrupt()
-        text, began = self._loop.encoder.render(turns), time.perf_counter()
+        text, began = self._loop.encoder.render(turns) if turns else "", time.perf_counter()
         present = min(self._common(self._loop.stored, text), self._kv.state.first_rounded)
         sources = list(self._parked_sources(conversation, text)) if conversation else []
         self._parked.pop(conversation, None)  # its room is that of the one which goes

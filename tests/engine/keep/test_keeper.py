@@ -323,7 +323,7 @@ def test_logits_are_those_of_a_session_never_closed(tmp_path, row, dtype):
 
     later = Chat(tmp_path, chat.runner.model, row)
     later.loop.encoder.render = lambda turns: "".join(map(chr, ids))
-    assert came_back(later.keeper.resume("a", ())) == (tokens, "disk")
+    assert came_back(later.keeper.resume("a", (Turn("user", "all"),))) == (tokens, "disk")
     assert later.stored.ids == ids
     if PARAMS[row][0] not in ("full", "sync"):
         with torch.inference_mode():
