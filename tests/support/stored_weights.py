@@ -35,18 +35,21 @@ def write(folder: Path, stored: dict[str, Tensor], section: dict[str, Any]) -> N
     declare(folder, section)
 
 
-def fp8(model: Any) -> dict[str, Tensor]:
-    """Projections in blocks of 32 by 32, a mixture's one by one; ``model`` is rounded to them."""
+def fp8(model: Any, block: int = 32) -> dict[str, Tensor]:
+    """Projections in blocks of so many rows and columns, a mixture's one by one; ``model`` is rounded to them."""
     stored = {}
     for name, parameter in model.named_parameters():
         for place, matrix in _matrices(name, parameter.data):
             stored[place] = matrix.clone()
-            if "proj" in place:
-                blocks = matrix.unflatten(0, (-1, 32)).unflatten(-1, (-1, 32))
+            if "proj" in place and matrix.dim() == 2:
+                rows, columns = matrix.shape
+                filled = torch.nn.functional.pad(matrix, (0, -columns % block, 0, -rows % block))
+                blocks = filled.unflatten(0, (-1, block)).unflatten(-1, (-1, block))
                 scale = blocks.abs().amax((1, 3)) / 448
-                stored[place] = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn).reshape(matrix.shape)
+                found = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+                stored[place] = found.view(filled.shape)[:rows, :columns].contiguous()
                 stored[f"{place}_scale_inv"] = scale
-                matrix.copy_((stored[place].float().view(blocks.shape) * scale[:, None, :, None]).view(matrix.shape))
+                matrix.copy_((found.float() * scale[:, None, :, None]).view(filled.shape)[:rows, :columns])
     return stored
 
 
