@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from kvchat.engine.model.recurrent_state import (
     layer_types,
 )
 from kvchat.errors import ModelError
+from kvchat.stored_tensors import COMPRESSED
 
 IN_LAYERS = "It keeps recurrent state in its layers, not in a cache"
 KNOWN_LAYERS = ATTENTION | RECURRENT | BOTH | {"mlp", "moe"}
@@ -34,6 +35,12 @@ MOST_COUNTED, MOST_TOKENS = 10_000, 2**31 - 1  # far above any model's; position
 COUNTED = {"num_labels", "first_k_dense_replace", "attention_types", "out_indices", "stage_num_blocks"}
 
 ROWS_AT_ONCE = 64
+# Tensors of compressed-tensors' checkpoints for fewer bits of what is no weight: activations and K/V.
+BESIDE_WEIGHTS = (
+    *(".input_scale", ".input_global_scale", ".input_zero_point", ".output_scale"),
+    *(".q_scale", ".k_scale", ".v_scale"),
+)
+WEIGHT_KEYS = ("num_bits", "type", "strategy", "group_size", "symmetric")  # of a scheme
 
 
 def model_class(config: Any) -> tuple[Any, Any]:
@@ -102,14 +109,20 @@ def _needed_beside_text(model_class: Any) -> list[str]:
 
 
 def check_quantization(config: Any, name: str) -> None:
-    """Refuse a checkpoint that transformers would read as if it were not quantized, and find its weights missing.
+    """Refuse a checkpoint that transformers would read as if it were not quantized, or quantized otherwise.
 
     Raises:
-        ModelError: its configuration names a method that transformers does not know, or none.
+        ModelError: its configuration names a method that transformers does not know, or none, or several schemes.
     """
     from transformers.utils.quantization_config import QuantizationMethod
 
     section, method = own_section(config), own_method(config)
+    if method == COMPRESSED and _has_several_schemes(section):
+        raise ModelError(
+            f"{name} is quantized in several ways at once.",
+            "transformers unpacks all of its layers in one of them.",
+            "Choose a GGUF file of it, or the model that is not quantized, with --quantize int4 or int8.",
+        )
     of_bitsandbytes = section.get("load_in_4bit") or section.get("load_in_8bit")  # without a name, in its first years
     if not section or of_bitsandbytes or method in {str(known.value) for known in QuantizationMethod}:
         return
@@ -118,6 +131,17 @@ def check_quantization(config: Any, name: str) -> None:
         f"Its config.json names the method {method}." if method else "Its config.json names no method.",
         "Choose a GGUF file of it, or the model that is not quantized, with --quantize int4 or int8.",
     )
+
+
+def _has_several_schemes(section: dict[str, Any]) -> bool:
+    """True if the weights of layers have several schemes, or those of experts: transformers takes one for each."""
+    schemes: dict[bool, set[str]] = {True: set(), False: set()}
+    with suppress(AttributeError, KeyError, TypeError):
+        for group in section["config_groups"].values():
+            of_experts = any(target.startswith("re:") and "experts" in target for target in group["targets"])
+            weights = group["weights"]
+            schemes[of_experts].add(str([group.get("format"), *(weights.get(key) for key in WEIGHT_KEYS)]))
+    return any(len(found) > 1 for found in schemes.values())
 
 
 def check_counts(config: dict[str, Any], name: str) -> None:
@@ -234,7 +258,8 @@ def _ignored(model: Any, unexpected: Iterable[str]) -> Iterator[str]:
     """The ``unexpected`` tensors that the decoder would have computed with.
 
     Towers and heads beside the decoder may be left out, and so may layers that draft further tokens (they merge hidden
-    state and embedding by an ``eh_proj``). Quantizers store tensors of their own in the decoder's layers.
+    state and embedding by an ``eh_proj``). Quantizers store tensors of their own in the decoder's layers; of what it
+    unpacked transformers forgets that it was quantized.
     """
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     prefix = _layer_prefix(model, layers)
@@ -247,7 +272,8 @@ def _ignored(model: Any, unexpected: Iterable[str]) -> Iterator[str]:
         if layer is not None and layer >= layers:
             lacking = layer not in drafting
         else:
-            lacking = not quantized and key not in known and (layer is not None or key.rpartition(".")[0] in owners)
+            own = quantized or key in known or key.endswith(BESIDE_WEIGHTS)
+            lacking = not own and (layer is not None or key.rpartition(".")[0] in owners)
         if lacking:
             yield key
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -62,6 +63,31 @@ def test_what_transformers_would_read_as_not_quantized(quantized, said):
     config = tiny_models.config("llama")
     config.quantization_config = quantized
     with pytest.raises(ModelError, match=rf"a/model is quantized in a way that .*{said}.*GGUF"):
+        check_quantization(config, "a/model")
+
+
+def scheme(targets, **weights):
+    return {"targets": targets, "format": "pack-quantized", "weights": {"num_bits": 4, "type": "int"} | weights}
+
+
+@pytest.mark.parametrize(
+    ("groups", "is_refused"),
+    [
+        ([scheme(["re:.*self_attn.*"], num_bits=8), scheme(["re:.*mlp.*"])], True),
+        ([scheme(["re:.*self_attn.*"], group_size=32), scheme(["re:.*mlp.*"], group_size=128)], True),
+        ([scheme(["re:.*experts.*"]), scheme(["re:.*shared_experts.*"], num_bits=8)], True),
+        ([scheme(["re:.*self_attn.*"]), scheme(["re:.*mlp.*"])], False),
+        ([scheme(["Linear"], num_bits=8), scheme(["re:.*experts.*"])], False),  # as transformers tells them apart
+        ([scheme(["Linear"]), {"targets": None}], False),
+        ([], False),
+    ],
+)
+def test_layers_that_transformers_would_unpack_in_the_way_of_others(groups, is_refused):
+    config = tiny_models.config("llama")
+    named = {f"group_{number}": group for number, group in enumerate(groups)}
+    config.quantization_config = {"quant_method": "compressed-tensors", "config_groups": named}
+    refused = pytest.raises(ModelError, match="a/model is quantized in several ways at once")
+    with refused if is_refused else contextlib.nullcontext():
         check_quantization(config, "a/model")
 
 
