@@ -53,6 +53,8 @@ class Pack(ConversionOps):  # type: ignore[misc]
         value = (value[0] if isinstance(value, list) else value).detach()  # mxfp4 is unpacked to what has gradients
         path, _, own = name.rpartition(".")
         module = kwargs["model"].get_submodule(path)
+        if value.shape != (asked := getattr(module, own).shape):  # transformers compares those of what is left to it
+            raise ValueError(f"{name} is {tuple(value.shape)} in the files and {tuple(asked)} in the model")
         if isinstance(module, nn.Linear):
             module.weight = nn.Parameter(value, requires_grad=False)
             PACKINGS[self._method].pack(module, of_4_bits=self._of_4_bits)
@@ -72,8 +74,12 @@ class PackUnpacked(Pack):
         """Leave what is not packed, and what becomes several weights at once."""
         if self._packed is None:
             self._packed = _packed(kwargs["model"], self._method)
-        if len(input_dict) > 1 or kwargs["full_layer_name"] not in self._packed:
+        if len(input_dict) > 1 or (name := kwargs["full_layer_name"]) not in self._packed:
             return input_dict
+        (value,) = input_dict.values()
+        value = value[0] if isinstance(value, list) else value
+        if value.element_size() == 1:
+            raise ValueError(f"{name} is {value.dtype} in the files, without what unpacks it")
         return super().convert(input_dict, *args, **kwargs)
 
 

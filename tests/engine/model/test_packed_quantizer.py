@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -12,6 +13,7 @@ from kvchat.engine.model.fusion.swap import sample_logits
 from kvchat.engine.model.load import load_model
 from kvchat.engine.model.packed_rows import ROWS, STACKS
 from kvchat.engine.model.tolerances import relative_error
+from kvchat.errors import ModelError
 from kvchat.protocol.messages import Load
 
 CLOSE = {"int8": 0.05, "int4": 0.5}
@@ -32,6 +34,17 @@ def test_experts_of_text_are_packed_without_those_of_images_in_the_same_files(tm
     plain, packed = (load_model(Load(str(tmp_path), "cpu", quantize=name), silent).model for name in ("none", quantize))
     assert STACKS in packed.get_decoder().layers[1].mlp.text_moe.experts.__dict__
     assert relative_error(sample_logits(packed), sample_logits(plain)) < CLOSE[quantize]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
+def test_weights_of_other_sizes_than_the_configuration_names_are_refused(tmp_path, name, quantize):
+    tiny_multimodal.save(tiny_models.fresh(name, vocab_size=tiny_multimodal.VOCAB), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    other = {"intermediate_size": 128, "moe_intermediate_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config | other))
+    with pytest.raises(ModelError, match="transformers refuses its weights"):
+        load_model(Load(str(tmp_path), "cpu", "float32", quantize=quantize), silent)
 
 
 @pytest.mark.parametrize(
