@@ -122,7 +122,8 @@ def _default(weights: Weights, by_choice: dict[str, int], there: Room) -> str:
 
 def _unpacked_fit(default: str, by_choice: dict[str, int], usable: int) -> Fit:
     """The fit of weights that loading unpacks, and packs again in ``default``."""
-    found = _first({name: size for name, size in by_choice.items() if size <= by_choice[default]}, usable)
+    needed = by_choice[default]
+    found = _first({default: needed} | {name: size for name, size in by_choice.items() if size < needed}, usable)
     return Fit(found.needed, "none") if found.quantize == default else found
 
 

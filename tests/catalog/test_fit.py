@@ -125,6 +125,13 @@ def test_whether_a_checkpoint_fits_that_is_unpacked(
     assert fit(FoundModel("m", "folder", weights, method), "bfloat16", room) == expected
 
 
+def test_what_is_packed_is_told_also_where_a_tied_head_makes_it_larger_than_unpacked() -> None:
+    packed = {"packed_elements": 2 * GiB, "packed_bytes": 2 * GiB, "layer_bits": 8.1}
+    weights = Weights(8 * GiB, 14 * GiB, "bfloat16", plain=Elements(embedding=6 * GiB), **packed)
+    # 6 GiB of embeddings in bfloat16 and once more in 8 bits as the head; unpacked all is 16.
+    assert fit(FoundModel("m", "folder", weights, "fp8"), "bfloat16", Room("cpu", 40 * GiB)) == Fit(20 * GiB, "none")
+
+
 @pytest.mark.parametrize(
     ("stored", "bits", "free", "expected"),
     [
