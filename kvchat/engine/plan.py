@@ -77,7 +77,8 @@ def fits_beside(load: Load, progress: Progress) -> bool:
 def _taken(load: Load, seen: _Observed, tokens: int, in_use: Snapshot | None) -> MemoryPlan:
     """The plan before anything is proposed: the bytes of each choice, and those that are free."""
     described, geometry = seen.described, seen.geometry
-    weights, by_default = by_quantization(described), repacking.by_default(described)
+    weights, by_default = by_quantization(described), repacking.by_default(described) or "none"
+    asked = by_default if load.quantize == "auto" else load.quantize
     is_rounded = load.host_dtype == "int8"
     share = _host_share(geometry) if is_rounded else 1.0
     device_given, host_given = _given_back(in_use, described.device)
@@ -97,9 +98,9 @@ def _taken(load: Load, seen: _Observed, tokens: int, in_use: Snapshot | None) ->
         host_free=available.host_free() + host_given,
         token_bytes=geometry.token_bytes,
         host_share=share,
-        by_default=by_default or "none",
+        by_default=by_default,
         file_bits=repacking.bits(described),
-        unpacked=weights["none"] if repacking.lie_unpacked(described, by_default or "none") else 0,
+        unpacked=weights["none"] if repacking.lie_unpacked(described, asked) else 0,
         packed=_packed_files(described),
         floor_ms=_floors(seen, weights, load.read_bytes_per_s),
         given=_given(load),

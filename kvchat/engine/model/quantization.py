@@ -171,10 +171,14 @@ def own_dtype(config: Any, device: torch.device) -> torch.dtype | None:
     return dtype
 
 
-def unpack_while_reading(config: Any) -> None:
-    """Let transformers unpack what it would unpack later, by a hook that only a forward with the head calls."""
-    if own_method(config) == stored_tensors.COMPRESSED:
-        config.quantization_config["run_compressed"] = False
+def unpack_while_reading(config: Any, device: torch.device) -> None:
+    """Let transformers unpack while it reads what is unpacked on ``device``.
+
+    Compressed-tensors it would unpack later, by a hook that only a forward with the head calls. All else it would leave
+    packed, also for the CPU, where the machine has a GPU that multiplies it.
+    """
+    if is_unpacked(config, device):
+        config.quantization_config["dequantize"] = True
 
 
 def finish_loading(model: Any, config: Any, dtype: torch.dtype) -> None:

@@ -29,7 +29,7 @@ def read(described: ModelDescription, checkpoint: Checkpoint, quantized: Quantiz
     """
     attention_hook.register()
     quantization.import_package(quantized)
-    quantization.unpack_while_reading(described.text_config)
+    quantization.unpack_while_reading(described.text_config, described.device)
     placement = {"device_map": {"": described.device}} if _is_in_place(described, quantized) else {}
     packing = quantized.options.get("quantization_config")
     unpacked = repacking.is_unpacked(described)

@@ -84,8 +84,9 @@ def by_default(described: ModelDescription) -> str:
     if not is_unpacked(described):
         return ""
     of_file, there = bits(described), quantization.possible(described.device, described.dtype)
-    small = next((name for name, most in AT_MOST.items() if 0 < of_file <= most and name in there), "")
-    return small if small and unpackable_share(described.shapes, small, described.device) < MOSTLY else ""
+    small = (name for name, most in AT_MOST.items() if 0 < of_file <= most and name in there)
+    fitting = (name for name in small if unpackable_share(described.shapes, name, described.device) < MOSTLY)
+    return next(fitting, "")
 
 
 def bits(described: ModelDescription) -> float:
@@ -122,6 +123,7 @@ def pack(model: Any, config: Any, described: ModelDescription) -> None:
     On a CPU also its experts, and only those that are not packed yet.
     """
     model.config.quantization_config = config
+    model.config._is_quantized = True  # as transformers marks others: Jamba's layers ask no Linear for its weight then
     method, of_4_bits = config.quant_method, _in_equal_steps(described)
     if method in PACKINGS:
         for linear in PACKINGS[method].linears(model):

@@ -20,7 +20,7 @@ FLOOR = (
 PLANNED = {
     "weights": "the model's weights, by how they are quantized",
     "K/V read": "what each mode holds beside the weights to read K/V, once the conversation is as long as planned",
-    "unpacked": "a GGUF file's weights, all of them in host memory while it is loaded, before they are packed again",
+    "unpacked": "the weights, all of them in host memory while they are loaded, before they are packed again",
     "over the link": "what full mode with resident reads from the host for every token, beside the weights named",
     "recurrent state": "layers that keep a state of fixed size in place of K/V",
     "workspace": "what computing takes for a moment: an estimate",

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import shutil
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import safetensors.torch
 import torch
 from support import stored_weights, tiny_models, tiny_multimodal
 from support.progress import silent
 from support.quantized_checkpoint import listed
 from support.stored_weights import FP8, MXFP4, PACKED_4
 
+from kvchat.engine import plan
 from kvchat.engine.model import packed_experts, quantization, repacking
 from kvchat.engine.model.description import describe
 from kvchat.engine.model.fusion.swap import sample_logits
@@ -23,6 +27,7 @@ from kvchat.engine.model.packing import PACKINGS
 from kvchat.engine.model.tolerances import relative_error
 from kvchat.engine.plan import memory_plan
 from kvchat.errors import ModelError
+from kvchat.kv.memory import budget
 from kvchat.protocol.messages import Load
 from kvchat.tui.model_choice.plan_table import plan_lines
 from kvchat.units import size
@@ -31,13 +36,14 @@ from kvchat.units import size
 MADE = {
     "fp8": ("llama", stored_weights.fp8, FP8, "int8"),
     "fp8 mixture": ("qwen3_moe", stored_weights.fp8, FP8, "int8"),
+    "fp8 hybrid": ("jamba", stored_weights.fp8, FP8, "int8"),
     "mxfp4": ("gpt_oss", stored_weights.mxfp4, MXFP4, "int4"),
     "compressed": ("llama", stored_weights.packed_4, PACKED_4, "int4"),
 }
 needs_compressed = pytest.mark.skipif(
     importlib.util.find_spec("compressed_tensors") is None, reason="compressed-tensors is not installed"
 )
-UNPACKED = ["fp8", "fp8 mixture", "mxfp4", pytest.param("compressed", marks=needs_compressed)]
+UNPACKED = ["fp8", "fp8 mixture", "fp8 hybrid", "mxfp4", pytest.param("compressed", marks=needs_compressed)]
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +144,65 @@ def test_on_a_gpu_all_of_it_is_unpacked_first_and_experts_stay_so(checkpoints, m
     assert repacking.by_default(mixture) == ""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     assert repacking.by_default(dense) == ""
+
+
+def test_on_a_gpu_4_bits_become_8_where_int4_packs_little(checkpoints, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    described = describe(checkpoints("compressed")[0], "cpu", "bfloat16", silent)
+    assert repacking.by_default(described) == "int4"
+    # Of 64 columns, where a GPU's int4 takes multiples of 128.
+    assert repacking.by_default(replace(described, device=torch.device("cuda"))) == "int8"
+
+
+@pytest.mark.parametrize(("quantize", "lies"), [("auto", True), ("int4", True), ("none", False)])
+def test_a_plan_for_a_gpu_counts_unpacked_weights_where_they_are_packed(checkpoints, monkeypatch, quantize, lies):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    monkeypatch.setattr(budget, "free_bytes", lambda device: 2**30)
+    on_gpu = replace(describe(checkpoints("fp8")[0], "cpu", "bfloat16", silent), device=torch.device("cuda"))
+    monkeypatch.setattr(plan, "describe", lambda *_: on_gpu)
+    made = memory_plan(Load(checkpoints("fp8")[0], quantize=quantize), 64, silent)
+    assert made.unpacked == (made.weights["none"] if lies else 0)
+
+
+@pytest.mark.parametrize("quantize", ["auto", "none"])
+def test_a_cpu_takes_what_the_machines_gpu_would_multiply_as_it_is_stored(checkpoints, monkeypatch, quantize):
+    """transformers asks what the machine has, not what the model is for."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    folder, plain = checkpoints("fp8")
+    model = load(folder, quantize)
+    assert (
+        relative_error(sample_logits(model.model), sample_logits(loaded(plain, model.weights or "none").model)) < 1e-4
+    )
+
+
+@pytest.mark.parametrize("quantize", ["auto", "none", "int4"])
+def test_weights_without_their_scales_are_refused(checkpoints, tmp_path, quantize):
+    folder = shutil.copytree(checkpoints("fp8")[0], tmp_path, dirs_exist_ok=True)
+    stored = safetensors.torch.load_file(folder / "model.safetensors")
+    del stored["model.layers.2.mlp.up_proj.weight_scale_inv"]
+    stored_weights.write(folder, stored, FP8)
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load(str(folder), quantize)
+
+
+@needs_compressed
+@pytest.mark.parametrize(
+    ("name", "is_left_out"),
+    [
+        ("mlp.up_proj.input_scale", True),
+        ("mlp.up_proj.input_global_scale", True),
+        ("self_attn.k_scale", True),
+        ("mlp.up_proj.weight_g_idx", False),  # in another order
+    ],
+)
+def test_scales_of_activations_and_kv_are_left_out(checkpoints, tmp_path, name, is_left_out):
+    folder = shutil.copytree(checkpoints("compressed")[0], tmp_path, dirs_exist_ok=True)
+    stored = safetensors.torch.load_file(folder / "model.safetensors")
+    stored_weights.write(folder, stored | {f"model.layers.1.{name}": torch.ones(1)}, PACKED_4)
+    refused = pytest.raises(ModelError, match=f"1 tensors have no place .*layers.1.{name}")
+    with contextlib.nullcontext() if is_left_out else refused:
+        assert load(str(folder)).fingerprint == loaded(checkpoints("compressed")[0]).fingerprint
 
 
 def test_what_is_not_unpacked_is_not_packed_again(checkpoints):
