@@ -15,7 +15,6 @@ import torch
 from kvchat.config import modes
 from kvchat.engine.generate.runner import CHUNK
 from kvchat.engine.model import quantization, repacking
-from kvchat.engine.model.checkpoint import read_headers
 from kvchat.engine.model.description import ModelDescription, describe, quiet
 from kvchat.engine.model.hub import Progress
 from kvchat.engine.model.loaded_sizes import by_quantization
@@ -183,7 +182,7 @@ def _packed_files(described: ModelDescription) -> int:
     """Bytes in the files of a quantized checkpoint whose weights loading unpacks; 0 for others and for GGUF files."""
     if not quantization.is_unpacked(described.config, described.device):
         return 0
-    return sum(tensor.nbytes for tensor in read_headers(described.location))
+    return sum(tensor.nbytes for tensor in described.stored)
 
 
 def _stored_need(made: MemoryPlan, in_use: Snapshot, load: Load, seen: _Observed) -> StoredNeed:

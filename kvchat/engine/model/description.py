@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from kvchat.engine.model import gguf_file, gguf_rope, supported
-from kvchat.engine.model.checkpoint import ModelLocation, locate, read_json
+from kvchat.engine.model.checkpoint import ModelLocation, locate, read_headers, read_json
 from kvchat.engine.model.device import resolve_device, resolve_dtype
 from kvchat.engine.model.hub import Progress
 from kvchat.engine.model.weight_sizes import without_memory
 from kvchat.errors import ModelError
+from kvchat.stored_tensors import StoredTensor
 
 LOUD = (
     "bitsandbytes",
@@ -48,6 +49,11 @@ class ModelDescription:
     def shapes(self) -> Any:
         """The model without memory for its weights."""
         return without_memory(self.model_class, self.text_config, self.dtype)
+
+    @cached_property
+    def stored(self) -> list[StoredTensor]:
+        """The tensors in safetensors files; for weights that are not downloaded the hub is asked, file by file."""
+        return read_headers(self.location)
 
 
 def describe(name: str, device: str, dtype: str, progress: Progress) -> ModelDescription:

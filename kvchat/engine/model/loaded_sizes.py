@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from kvchat import stored_tensors
 from kvchat.engine.model import quantization, repacking
-from kvchat.engine.model.checkpoint import read_headers
 from kvchat.engine.model.description import ModelDescription
 from kvchat.engine.model.weight_sizes import packed_bytes, weight_bytes
 
@@ -33,5 +32,5 @@ def loaded_bytes(described: ModelDescription, quantize: str) -> int:
         return weight_bytes(shapes, quantize, device)
     if device.type == "cpu" and quantization.kind_of(config) == "int8":
         return weight_bytes(shapes, "int8", device)  # and its head is packed too
-    packed = stored_tensors.packed(read_headers(described.location), quantization.own_section(config))
+    packed = stored_tensors.packed(described.stored, quantization.own_section(config))
     return packed_bytes(shapes, packed)

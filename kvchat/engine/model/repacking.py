@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from kvchat import stored_tensors
 from kvchat.engine.model import each_weight, gguf_file, packed_experts, quantization
-from kvchat.engine.model.checkpoint import read_headers
 from kvchat.engine.model.description import ModelDescription
 from kvchat.engine.model.packed_rows import body
 from kvchat.engine.model.packing import PACKINGS
@@ -101,7 +100,7 @@ def bits(described: ModelDescription) -> float:
     if not is_unpacked(described):
         return 0.0
     section = quantization.own_section(described.config)
-    return stored_tensors.bits(stored_tensors.packed(read_headers(location), section).values())
+    return stored_tensors.bits(stored_tensors.packed(described.stored, section).values())
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from support.quantized_checkpoint import listed
 from support.stored_weights import FP8, MXFP4, PACKED_4
 
 from kvchat.engine import plan
-from kvchat.engine.model import packed_experts, quantization, repacking
+from kvchat.engine.model import description, packed_experts, quantization, repacking
 from kvchat.engine.model.description import describe
 from kvchat.engine.model.fusion.swap import sample_logits
 from kvchat.engine.model.load import load_model
@@ -130,6 +130,14 @@ def test_the_plan_says_from_what_weights_are_unpacked(checkpoints):
     ]
     assert made.proposal.gave_up[0] == "precision of the weights: the files' 4.5 bits are rounded again, to 4"
     assert made.unpacked == 0  # each is packed as soon as it is unpacked
+
+
+def test_a_plan_reads_the_headers_once(checkpoints, monkeypatch):
+    """Of a model on the hub that is not downloaded each of its files is asked for them."""
+    read, genuine = [], description.read_headers
+    monkeypatch.setattr(description, "read_headers", lambda location: read.append(location) or genuine(location))
+    memory_plan(Load(checkpoints("fp8")[0], "cpu"), 64, silent)
+    assert len(read) == 1
 
 
 def test_on_a_gpu_all_of_it_is_unpacked_first_and_experts_stay_so(checkpoints, monkeypatch):
