@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from kvchat.engine.memory_errors import is_out_of_memory
-from kvchat.engine.model import attention_hook, fp8_blocks, quantization, repacking, supported
+from kvchat.engine.model import attention_hook, quantization, repacking, supported
 from kvchat.engine.model.checkpoint import Checkpoint
 from kvchat.engine.model.description import ModelDescription
 from kvchat.engine.model.quantization import Quantization
@@ -36,12 +36,7 @@ def read(described: ModelDescription, checkpoint: Checkpoint, quantized: Quantiz
     meanwhile = repacking.read_unpacked(described, packing) if unpacked else contextlib.nullcontext(quantized.options)
     try:
         # Neither has the bar over a GGUF file's tensors a switch, nor what packages of quantized weights print.
-        with (
-            contextlib.redirect_stdout(io.StringIO()),
-            contextlib.redirect_stderr(io.StringIO()),
-            fp8_blocks.cut_off(),
-            meanwhile as chosen,
-        ):
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()), meanwhile as chosen:
             model, info = described.model_class.from_pretrained(
                 checkpoint.folder,
                 config=described.text_config,

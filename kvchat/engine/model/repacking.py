@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from kvchat import stored_tensors
-from kvchat.engine.model import each_weight, gguf_file, packed_experts, quantization
+from kvchat.engine.model import each_weight, fp8_blocks, gguf_file, packed_experts, quantization
 from kvchat.engine.model.description import ModelDescription
 from kvchat.engine.model.packed_rows import body
 from kvchat.engine.model.packing import PACKINGS
@@ -113,6 +113,8 @@ def read_unpacked(described: ModelDescription, config: Any) -> Iterator[dict[str
     with contextlib.ExitStack() as entered:
         if config is not None and described.device.type == "cpu":
             entered.enter_context(each_weight.passed_through(_packing(described, config)))
+        if quantization.own_method(described.config) == "fp8":
+            entered.enter_context(fp8_blocks.cut_off())
         yield entered.enter_context(_gguf_unpacked()) if described.location.gguf else {}
 
 
