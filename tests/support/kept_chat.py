@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from support.tiny_runner import loaded, mode_of, prefilled
+from support.tiny_runner import loaded, mode_of, prefilled, token_ids
 
 from kvchat.engine.generate.runner import ModelRunner
 from kvchat.engine.generate.stored import Stored, common_prefix
@@ -53,6 +53,18 @@ class Chat:
         self.stored.agree(self.loop.encoder.render(turns))
         self.keeper.save()
         return events
+
+    def answer(self, tokens: int = 9) -> None:
+        """Decode an answer, and let it be saved."""
+        self.keeper.interrupt()
+        answer = token_ids(tokens, seed=5)
+        for token in answer:
+            self.logits = self.runner.step(token)
+            self.stored.extend([token])
+        self.stored.agree(self.stored.text + "".join(map(chr, answer)))
+        self.keeper.save()
+        if self.keeping.saved_bytes:
+            self.written()
 
     def written(self) -> None:
         if thread := self.keeper._writer._thread:

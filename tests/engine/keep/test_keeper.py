@@ -261,41 +261,6 @@ def test_a_damaged_page_leaves_no_pinned_positions_behind(tmp_path):
     assert not chat.runner.kv.state.control.any()
 
 
-@pytest.mark.parametrize("saved", [0, 2**30])
-def test_what_was_cut_off_inside_an_8_bit_page_is_still_known_to_be_rounded(tmp_path, saved):
-    chat = Chat(tmp_path, saved=saved)
-    state = chat.runner.kv.state
-    chat.say("a", TALE[:40])
-    state.round_pages(True)
-    chat.say("a", TALE)
-    state.round_pages(False)
-    chat.say("a", TALE[:50])  # the second page is an exact one again, of rounded tokens
-    assert (list(state.host.cut_off), any(state.host.kinds), state.first_rounded) == ([1], False, 32)
-    if saved:
-        chat = chat.restarted(tmp_path)
-    else:
-        chat.say("b", OTHER)
-        assert chat.runner.kv.state.first_rounded == chat.runner.kv.total
-    assert came_back(chat.keeper.resume("a", (Turn("user", TALE[:50]),)))[0] == 51
-    assert chat.runner.kv.state.first_rounded == 32
-
-
-@pytest.mark.parametrize("where", ["present", "memory", "disk"])
-def test_another_conversation_takes_rounded_tokens_only_while_they_are_wanted(tmp_path, where):
-    chat = Chat(tmp_path)
-    chat.say("a", TALE[:40])
-    chat.runner.kv.state.round_pages(True)
-    chat.say("a", TALE)
-    if where == "memory":
-        chat.say("b", OTHER)
-    if where == "disk":
-        chat = chat.restarted(tmp_path)
-    for rounds, taken in ((True, 1 + len(TALE)), (False, 32)):
-        chat.runner.kv.state.round_pages(rounds)
-        list(chat.keeper.resume(f"after {rounds}", (Turn("user", f"{TALE}and then"),)))
-        assert chat.runner.kv.total == taken
-
-
 def stepped(runner: ModelRunner, more: list[int]) -> list[torch.Tensor]:
     return [prefilled(runner, more), *(runner.step(token) for token in token_ids(6, seed=3))]
 

@@ -16,23 +16,11 @@ from kvchat.protocol.messages import Resumed, Turn
 ASKED = 1 + len(TALE)  # with what the encoder puts before it
 
 
-def answered(chat: Chat, tokens: int = 9) -> None:
-    """Decode an answer, and let it be saved."""
-    chat.keeper.interrupt()
-    for token in token_ids(tokens, seed=5):
-        chat.logits = chat.runner.step(token)
-        chat.stored.extend([token])
-    chat.stored.agree(f"<{TALE}" + "".join(map(chr, token_ids(tokens, seed=5))))
-    chat.keeper.save()
-    if chat.keeping.saved_bytes:
-        chat.written()
-
-
 def spoken(tmp_path, name: str, **settings) -> Chat:
     """A conversation with a question that was answered."""
     chat = Chat(tmp_path, loaded(name), **settings)
     chat.say("a", TALE)
-    answered(chat)
+    chat.answer()
     return chat
 
 
