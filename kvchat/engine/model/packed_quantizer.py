@@ -49,8 +49,7 @@ class Pack(ConversionOps):  # type: ignore[misc]
     def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Put what was read into its module, packed: what was made beside it of the same tensors is left to be put."""
         name = kwargs["full_layer_name"]
-        value = input_dict.pop(name)
-        value = (value[0] if isinstance(value, list) else value).detach()  # mxfp4 is unpacked to what has gradients
+        value = _tensor(input_dict.pop(name)).detach()  # mxfp4 is unpacked to what has gradients
         path, _, own = name.rpartition(".")
         module = kwargs["model"].get_submodule(path)
         if value.shape != (asked := getattr(module, own).shape):  # transformers compares those of what is left to it
@@ -76,11 +75,16 @@ class PackUnpacked(Pack):
             self._packed = _packed(kwargs["model"], self._method)
         if len(input_dict) > 1 or (name := kwargs["full_layer_name"]) not in self._packed:
             return input_dict
-        (value,) = input_dict.values()
-        value = value[0] if isinstance(value, list) else value
+        (value,) = map(_tensor, input_dict.values())
         if value.element_size() == 1:
             raise ValueError(f"{name} is {value.dtype} in the files, without what unpacks it")
         return super().convert(input_dict, *args, **kwargs)
+
+
+def _tensor(made: Any) -> Tensor:
+    """The tensor that transformers ``made`` for one weight, which it may hand on in a list."""
+    tensor: Tensor = made[0] if isinstance(made, list) else made
+    return tensor
 
 
 def _packed(model: Any, method: str) -> set[str]:

@@ -39,9 +39,9 @@ def is_unpacked(described: ModelDescription) -> bool:
 
 def lie_unpacked(described: ModelDescription, quantize: str) -> bool:
     """True if all weights are unpacked in host memory before the first one is ``quantize`` again or on its device."""
-    if described.location.gguf:
-        return described.device.type != "cpu" or not _gguf_one_by_one(described)
-    return is_unpacked(described) and quantize != "none" and described.device.type != "cpu"
+    if described.device.type == "cpu":
+        return bool(described.location.gguf) and not _gguf_one_by_one(described)
+    return bool(described.location.gguf) or (is_unpacked(described) and quantize != "none")
 
 
 def choose(quantize: str, described: ModelDescription) -> Choice:

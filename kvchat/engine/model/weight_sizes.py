@@ -24,12 +24,8 @@ NF4_BYTES = 0.5 + 4 / 64
 # torchao's int4 on a GPU: bytes a weight, of how many share a scale, and the rows and columns it is padded to.
 INT4_BYTES, INT4_GROUP, INT4_PADDED = 0.5 + 4 / 128, 128, (8, 1024)
 
-EXPERTS = (
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-    "moe_num_experts",
-)  # a configuration's names for their number
+# A configuration's names for their number.
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def without_memory(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
