@@ -66,10 +66,18 @@ class EngineEvents:
         self.view = view
         self._restart = restart
         self._may_restart = True
-        self._handlers: dict[type, Callable[[Any], Awaitable[None] | None]] = {
+        self._handlers = self._by_event()
+
+    async def handle(self, report: Report) -> None:
+        """Handle one event of the engine, or its end."""
+        if (going := self._handlers[type(report)](report)) is not None:
+            await going
+
+    def _by_event(self) -> dict[type, Callable[[Any], Awaitable[None] | None]]:
+        return {
             Snapshot: self._snapshot,
             Details: self._details,
-            Text: answers.feed,
+            Text: self.answers.feed,
             Loading: self._loading,
             Loaded: self._loaded,
             Resumed: self._resumed,
@@ -83,21 +91,16 @@ class EngineEvents:
             Switched: self._switched,
             SwitchRefused: self._switch_refused,
             Rebuilt: self._rebuilt,
-            Comparing: comparisons.note,
+            Comparing: self.comparisons.note,
             NeedleHidden: self._needle_hidden,
             Compared: self._compared,
             Peeked: self._peeked,
             Asked: self._asked,
             Replayed: self._replayed,
-            Planned: models.show_plan,
+            Planned: self.models.show_plan,
             Failed: self._failed,
             Crashed: self._crashed,
         }
-
-    async def handle(self, report: Report) -> None:
-        """Handle one event of the engine, or its end."""
-        if (going := self._handlers[type(report)](report)) is not None:
-            await going
 
     def _snapshot(self, snapshot: Snapshot) -> None:
         if self.state.phase is Phase.COMPARING:
