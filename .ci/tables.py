@@ -2,7 +2,7 @@
 """Print the READMEs' tables, made from the committed results and the action table; a test compares them.
 
 ``.ci/tables.py --write`` puts each in place of what stands between ``<!-- its name -->`` and ``<!-- end -->``; a result
-in a file of another name is the table of that name. Sentences with figures are those of ``.ci/sentences.py``.
+in a file of another name is the table of that name.
 """
 
 from __future__ import annotations

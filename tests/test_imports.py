@@ -19,7 +19,7 @@ import kvchat
 
 PACKAGE = Path(kvchat.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-MAX_LINES = 350
+MAX_LINES = 700
 HEAVY = {"torch", "transformers", "tokenizers", "safetensors", "numpy", "numba", "llvmlite", "triton"}
 RESTRICTED = HEAVY | {"textual", "rich", "pynvml", "pydantic"}
 

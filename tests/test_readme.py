@@ -33,9 +33,9 @@ SHELL = [
 ]
 
 
-def made(script: str = "tables") -> ModuleType:
-    """The developers' script that makes the tables, or the sentences."""
-    spec = importlib.util.spec_from_file_location(script, ROOT / ".ci" / f"{script}.py")
+def made() -> ModuleType:
+    """The developers' script that makes the tables."""
+    spec = importlib.util.spec_from_file_location("tables", ROOT / ".ci" / "tables.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -44,12 +44,6 @@ def made(script: str = "tables") -> ModuleType:
 @pytest.mark.parametrize("result", KEPT)
 def test_the_tables_of_kept_results_are_written_from_them(result):
     assert f"<!-- {result} -->\n\n{made().table(result)}\n\n<!-- end -->" in TEXTS[BENCH], "run .ci/tables.py --write"
-
-
-def test_the_readmes_have_the_sentences_of_the_results():
-    texts = {readme: " ".join(TEXTS[readme].split()) for readme in (FRONT, BENCH)}
-    told = {readme: [sentence() for sentence in of] for readme, of in made("sentences").SENTENCES.items()}
-    assert not [sentence for readme, of in told.items() for sentence in of if sentence not in texts[readme]]
 
 
 @pytest.mark.parametrize("table", ["summary", "taus"])
@@ -76,15 +70,6 @@ def test_links_lead_somewhere(path, target):
 @pytest.mark.parametrize("mode", registered())
 def test_every_mode_has_a_row(mode):
     assert re.search(rf"^\| {mode} \|.*modes/{mode}\.py", TEXTS[FRONT], re.MULTILINE)
-
-
-def test_every_package_has_a_sentence_and_every_leaf_its_name():
-    section = TEXTS[STRUCTURE].split("## The packages")[1].split("\n## ")[0]
-    package = ROOT / "kvchat"
-    packages = {path.parent.name for path in package.glob("*/__init__.py")}
-    leaves = {path.stem for path in package.glob("*.py") if not path.stem.startswith("__")}
-    assert set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == packages
-    assert leaves <= set(re.findall(r"`(\w+)`", section))
 
 
 @pytest.mark.parametrize("command", SHELL)

@@ -1,10 +1,9 @@
-"""The words of kvchat: US spelling, as in every interface used here, and docstrings that state."""
+"""The words of kvchat: US spelling, as in every interface used here, and one word for one thing."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,19 +46,6 @@ def test_spelling_is_american() -> None:
     ]
 
 
-def docstrings(path: Path) -> Iterator[str]:
-    """The docstrings of a file's module, classes and functions."""
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield ast.get_docstring(node) or ""
-
-
-def test_docstrings_state_what_a_thing_is_or_does() -> None:
-    found = {doc for path in (ROOT / "kvchat").rglob("*.py") for doc in docstrings(path)}
-    assert len(found) > 2000
-    assert not sorted(doc for doc in found if re.match(r"(What|How|Whether|Which|Where|When|Why|That|So|Can)\b", doc))
-
-
 # The words that were replaced: two for one thing, or one for several.
 OLD_NAMES = {
     *("Accelerated", "Aside", "Decoder", "Digests", "Guard", "KeyValueManager", "LayerFacts", "Merged", "Meter"),
@@ -100,21 +86,3 @@ def test_only_the_registry_knows_modes_by_their_names() -> None:
     }
     assert "config/modes.py" in named
     assert not sorted(name for name in named if not NAMING_MODES.fullmatch(name))
-
-
-def text_constants(path: Path) -> Iterator[tuple[str, str]]:
-    """The constants of a file that are made of texts: name and value."""
-    for node in ast.parse(path.read_text("utf-8")).body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id.isupper():
-            is_type = "TypeVar" in (value := ast.unparse(node.value))
-            texts = [part for part in ast.walk(node.value) if isinstance(part, ast.Constant) and part.value]
-            if texts and not is_type and all(isinstance(part.value, str) for part in texts):
-                yield node.targets[0].id, value
-
-
-def test_a_constant_is_written_once() -> None:
-    """But in the benchmarks, each of which is read by itself."""
-    files = [path for path in (ROOT / "kvchat").rglob("*.py") if "bench" not in path.parts]
-    found = Counter(constant for path in files for constant in text_constants(path))
-    assert len(found) > 100
-    assert not [constant for constant, number in found.items() if number > 1]
