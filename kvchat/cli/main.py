@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -188,6 +189,7 @@ def ask_command(
     chosen = resolved.settings
     switches = tuple(SwitchAt.read(text, chosen) for text in switch_at or ())
     _note_unused(resolved, [chosen.kv.mode, *(switch.mode for switch in switches)])
+    _note_own(resolved, switches)
     asked = turns(prompt, file or (), chosen.model.system)
     question = Question(load_of(chosen), asked, chosen.sampling.sampling(), switches, as_json, stats)
     raise typer.Exit(ask(question))
@@ -325,7 +327,23 @@ def _note_unused(resolved: Resolved, used: list[str]) -> None:
         if not names & set(used):
             spills = origin == "--budget" and "resident" in modes.registered()[used[0]].model_fields
             hint = f" What {used[0]} keeps on a GPU is --param resident=N." if spills else ""
+            own = [mode for mode in used if origin == "--budget" and "budget" in modes.registered()[mode].own]
+            hint = f" For {own[0]} it is --param {own[0]}.budget=N." if own else hint
             note(f"{origin} has no effect in the {used[0]} mode, only in {', '.join(sorted(names))}.{hint}")
+
+
+def _note_own(resolved: Resolved, switches: Iterable[SwitchAt]) -> None:
+    """Say what parameters cost that the command line gives to a mode of whose ``own`` they are."""
+    kv = resolved.settings.kv
+    given = [
+        (key[1], key[2], kv.params(key[1])[key[2]])
+        for key, origin in resolved.origins.items()
+        if origin.startswith("--") and len(key) == 3 and key[1] == kv.mode
+    ]
+    given += [(switch.mode, name, value) for switch in switches for name, value in switch.params.items()]
+    for mode, name, value in given:
+        if value is not None and name in modes.registered()[mode].own:
+            note(f"{mode}: {modes.registered()[mode].own[name]}.")
 
 
 def _log_traceback() -> str:

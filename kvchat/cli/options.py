@@ -130,13 +130,15 @@ def mode_named(given: str | None) -> str | None:
 
 
 def _keys_of_shared(parameter: str, value: Any, mode: str | None) -> tuple[Key, ...]:
-    """The keys of a parameter that means the same in every mode: of ``mode`` and every other that accepts the value.
+    """The keys of a shared parameter: of ``mode`` and of every other that shares it and accepts the value.
 
-    If no mode accepts it, ``mode`` or else all modes refuse it.
+    If no mode accepts it, ``mode`` or else all that share it refuse it.
     """
+    is_shared = mode is None or parameter in modes.shared_by(mode)
+    sharing = [name for name in modes.having(parameter) if is_shared and parameter in modes.shared_by(name)]
     accepting = modes.accepting(parameter, value)
-    meant = [name for name in modes.having(parameter) if name == mode or name in accepting]
-    return tuple(("kv", name, parameter) for name in meant or modes.having(parameter))
+    meant = [name for name in modes.having(parameter) if name == mode or (name in sharing and name in accepting)]
+    return tuple(("kv", name, parameter) for name in meant or sharing)
 
 
 def _params(given: Iterable[str], mode: str | None) -> dict[str, tuple[tuple[Key, ...], str]]:

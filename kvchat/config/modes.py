@@ -29,7 +29,8 @@ class ModeParameters(BaseModel):
     ``implementation`` is ``package.module:Class`` of the mode itself; ``version`` is raised when the mode reads other
     tokens than before with the same parameters, so that results of before are known to be older. ``figures`` says what
     each figure means that the mode reports, by its label: in help, and in the panels where it is chosen. ``gives_up``
-    says where the mode is proposed what is lost beside full mode.
+    says where the mode is proposed what is lost beside full mode. ``own`` names shared parameters that hold
+    in this mode only when they are given to it, each with what it costs there: whoever gives one is told.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False, use_attribute_docstrings=True)
@@ -40,6 +41,7 @@ class ModeParameters(BaseModel):
     version: ClassVar[int] = 1
     figures: ClassVar[Mapping[str, str]] = {}
     gives_up: ClassVar[str] = ""
+    own: ClassVar[Mapping[str, str]] = {}
 
     recovery: bool = False
     """watch the entropy of the generated text; when it goes wrong, restore tokens, finally withdraw some"""
@@ -164,6 +166,10 @@ class FreezeParameters(PaperParameters):
         "mean timer": "steps that a frozen token still has to wait, in the mean",
         "mean thaws": "tokens that come back in a step, in the mean since the mode was entered",
     }
+    own: ClassVar[Mapping[str, str]] = {
+        "budget": "with a budget freeze forgets: tokens beyond it stay frozen even when the model looks for them, and"
+        " facts told earlier are lost; budget=auto lifts the limit"
+    }
 
     recovery: bool = True
     """watch the entropy of the generated text; when it goes wrong, restore tokens, finally withdraw some"""
@@ -180,7 +186,7 @@ class FreezeParameters(PaperParameters):
     floor: int | None = Field(None, ge=0)
     """tokens read below which nothing freezes; above, the least relevant first (auto: 400; profile=paper: 0)"""
     budget: int | None = Field(None, ge=MIN_BUDGET)
-    """tokens a decoded token may attend to: more are frozen, the least relevant first (auto: no limit)"""
+    """tokens a decoded token may attend to: all others are forgotten; not shared with other modes (auto: no limit)"""
 
 
 class SyncParameters(BudgetParameters, PaperParameters):
@@ -215,7 +221,8 @@ class SyncParameters(BudgetParameters, PaperParameters):
     """false keeps all K/V on the device, as much memory as full takes, and only masks it"""
 
 
-# These mean the same in every mode; tau, k, sink or window of one mode is unrelated to that of another.
+# These mean the same in every mode that does not have them of its ``own``; tau, k, sink or window of one mode is
+# unrelated to that of another.
 SHARED = frozenset({"budget", "pin_system"})
 
 BUILT_IN: tuple[type[ModeParameters], ...] = (
@@ -252,6 +259,11 @@ def having(parameter: str) -> list[str]:
     return [name for name, cls in registered().items() if parameter in cls.model_fields]
 
 
+def shared_by(mode: str) -> frozenset[str]:
+    """The parameters that ``mode`` shares with the other modes."""
+    return SHARED - registered()[mode].own.keys() if mode in registered() else SHARED
+
+
 def accepting(parameter: str, value: Any) -> list[str]:
     """The modes that have a parameter and accept the value: modes may give one name different ranges."""
 
@@ -265,17 +277,22 @@ def accepting(parameter: str, value: Any) -> list[str]:
 
 
 def remember(given: dict[str, Params], mode: str, changes: Params) -> None:
-    """Note values given at run time for ``mode`` in ``given``; a shared one replaces what any mode was given."""
-    for params in given.values():
-        for name in SHARED & changes.keys():
+    """Note values given at run time for ``mode`` in ``given``; a shared one replaces what others that share it had."""
+    for other, params in given.items():
+        for name in shared_by(mode) & shared_by(other) & changes.keys():
             params.pop(name, None)
     given.setdefault(mode, {}).update(changes)
 
 
 def given_for(given: Mapping[str, Params], mode: str) -> tuple[Params, Params]:
-    """The values given at run time that count in ``mode``: shared ones of any mode, and its own."""
-    shared = {name: value for params in given.values() for name, value in params.items() if name in SHARED}
-    own = {name: value for name, value in given.get(mode, {}).items() if name not in SHARED}
+    """The values given at run time that count in ``mode``: those it shares with others, and its own."""
+    shared = {
+        name: value
+        for other, params in given.items()
+        for name, value in params.items()
+        if name in shared_by(mode) & shared_by(other)
+    }
+    own = {name: value for name, value in given.get(mode, {}).items() if name not in shared_by(mode)}
     return shared, own
 
 

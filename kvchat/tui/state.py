@@ -167,7 +167,7 @@ class ChatState:
 
     def take_later(self, mode: str) -> Params:
         """Remove and return the values kept for ``mode``, or for a later mode that has them."""
-        known = registered()[mode].model_fields
+        known = registered()[mode].model_fields.keys() - registered()[mode].own.keys()
         taken = {name: value for name, value in self.later.items() if name in known}
         self.later = {name: value for name, value in self.later.items() if name not in known}
         return {**taken, **self.awaiting.pop(mode, {})}

@@ -20,6 +20,7 @@ from support.fake_session import PIECES, FakeSession
 from support.patience import PATIENCE_S
 
 from kvchat import paths
+from kvchat.config.modes import registered
 from kvchat.errors import DoesNotFitError, EngineError
 from kvchat.protocol.messages import Load, Sampling, Turn
 
@@ -72,7 +73,7 @@ def test_flags_reach_the_session(run: Run, session: FakeSession) -> None:
     assert session.loaded == Load("there", "cpu", "bfloat16", "speculative", mode_params=mode_params)
     assert mode_params["speculative"] == {"budget": 512, "tau": 0.5}
     assert mode_params["streaming"] == {"budget": 512}
-    assert mode_params["freeze"] == {"budget": 512}, "tau of one mode is unrelated to that of another"
+    assert "freeze" not in mode_params, "its budget is its own, and tau of one mode is unrelated to that of another"
     turns, sampling = session.asked[0]
     assert turns == (Turn("system", "Short."), Turn("user", "hello"))
     assert sampling == Sampling(0, 3, 0.5, 0.1, 1.1, 0, ("a", "b"), 9)
@@ -204,11 +205,23 @@ def test_what_kvchat_chooses_by_itself_can_be_left_to_it_in_words(run: Run, sess
 def test_a_parameter_without_effect_is_said(run: Run, session: FakeSession) -> None:
     outcome = run("ask", "hello", "--budget", "512")
     assert (
-        outcome.err == "kvchat: --budget has no effect in the full mode, only in freeze, speculative, streaming, sync."
+        outcome.err == "kvchat: --budget has no effect in the full mode, only in speculative, streaming, sync."
         " What full keeps on a GPU is --param resident=N.\n"
     )
     assert outcome.code == 0
     assert run("ask", "hello", "--budget", "512", "--switch-at", "1:streaming").err == ""
+
+
+@pytest.mark.parametrize(
+    "flags", ["--mode freeze --budget 512", "--mode freeze --param budget=512", "--switch-at 1:freeze,budget=512"]
+)
+def test_whoever_gives_freeze_a_budget_is_told_what_it_costs(run: Run, session: FakeSession, flags: str) -> None:
+    outcome = run("ask", "hello", *flags.split())
+    assert outcome.code == 0
+    assert outcome.err == f"kvchat: freeze: {registered()['freeze'].own['budget']}.\n"
+    assert session.loaded
+    assert "speculative" not in session.loaded.mode_params
+    assert run("ask", "hello", "--mode", "freeze", "--param", "budget=auto").err == ""
 
 
 def test_switches_happen_after_the_tokens_named(run: Run, session: FakeSession) -> None:

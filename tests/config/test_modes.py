@@ -77,6 +77,20 @@ def test_only_the_budget_means_the_same_in_every_mode() -> None:
     assert modes.given_for(given, "streaming") == ({"budget": 512}, {"window": 2044, "sink": 4})
 
 
+def test_a_budget_given_elsewhere_does_not_cap_freeze() -> None:
+    """Freeze forgets what does not fit a budget: 0 of 18 facts, where it recalls them without one."""
+    given: dict[str, modes.Params] = {"freeze": {"pin_system": True}}
+    modes.remember(given, "speculative", {"budget": 512})
+    assert modes.in_force("freeze", {}, given).model_dump()["budget"] is None
+    assert modes.in_force("sync", {}, given).model_dump()["budget"] == 512
+    assert modes.in_force("sync", {}, given).pin_system, "freeze shares what is not its own"
+    modes.remember(given, "freeze", {"budget": 400})
+    assert given["speculative"] == {"budget": 512}
+    budgets = {mode: modes.in_force(mode, {}, given).model_dump().get("budget") for mode in modes.mode_names()}
+    assert budgets == {"full": None, "freeze": 400, "streaming": 512, "sync": 512, "speculative": 512}
+    assert set(registered()["freeze"].own) == {"budget"}, "and it says what that costs"
+
+
 def test_texts_become_numbers() -> None:
     assert modes.parse("speculative", {"budget": "512", "tau": "0.5", "first_full": "false"}) == (
         SpeculativeParameters(budget=512, tau=0.5, first_full=False)

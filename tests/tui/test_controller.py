@@ -153,10 +153,11 @@ async def test_a_parameter_kept_for_later_goes_with_the_first_mode_that_has_it(c
     with pytest.raises(UsageError):
         chat.controller.set_later("window", -1)
     chat.controller.set_later("K", 96)
+    chat.controller.set_later("budget", 512)  # not for freeze, whose budget is its own
     chat.controller.switch("freeze")
     chat.controller.switch("streaming")
     chat.controller.switch("speculative")
-    assert [command.params for command in chat.client.sent] == [{"K": 96}, {"window": 96}, {}]
+    assert [command.params for command in chat.client.sent] == [{"K": 96}, {"window": 96, "budget": 512}, {}]
 
 
 async def test_what_came_of_an_engine_that_is_being_ended_does_not_make_the_chat_ready(chat, monkeypatch):

@@ -28,7 +28,8 @@ The default profile departs from it; what each departure is for and costs:
     * Nothing freezes while fewer than 400 tokens (``floor``) are read, above that the least relevant first: short
       conversations save nothing and lose nothing. First freezes are spread over 64 steps by position, because a
       prompt's tokens would all leave and return in the same steps.
-    * ``budget`` bounds the tokens read; the least relevant wait, longer ones more urgently.
+    * ``budget`` bounds the tokens read; the least relevant wait, longer ones more urgently. It wins over recall, and
+      facts are lost: a budget given to another mode therefore does not count here.
     * One choice for all layers and heads, as Eq. 2 averages over heads and says nothing of layers.
 
 A prompt is read exactly; what was frozen before it stays so until its last query, or a later one, names it. An answer
@@ -310,7 +311,11 @@ class Freeze(Mode):
         return [*super().graph_buffers(), self.thawed, *self._timers.buffers(), *own]
 
     def report(self) -> ModeReport:
-        return ModeReport(self.parameters.model_dump(), self._stats(), TokenState.FROZEN, resident_share=0.5)
+        capped = self.parameters.budget is not None
+        badges = (f"capped: {self.parameters.own['budget']}",) if capped else ()
+        return ModeReport(
+            self.parameters.model_dump(), self._stats(), TokenState.FROZEN, resident_share=0.5, badges=badges
+        )
 
     def _stats(self) -> dict[str, Any]:
         timers = self._timers

@@ -171,6 +171,7 @@ class PlainView:
         self.folds_thoughts = False
         self.take_details: Callable[[Details], None] | None = None
         self._conversation = ""
+        self._badges: set[str] = set()
         self._lines = lines
         self._echoes = echoes
         self._model_folders = model_folders
@@ -245,7 +246,11 @@ class PlainView:
             self._lines.line(f"{info.model} on {info.device}, context {count(info.context)}, {state.mode} mode.")
 
     def show_snapshot(self, snapshot: Snapshot | None, answering: bool = False) -> None:
-        """Figures that change ten times a second are no lines."""
+        """Print badges that are new; figures that change ten times a second are no lines."""
+        badges = {badge.partition(":")[0]: badge for badge in snapshot.badges} if snapshot else {}
+        for name in badges.keys() - self._badges:
+            self._lines.line(f"[{badges[name]}]")
+        self._badges = set(badges)
 
     def show_details(self, details: Details) -> None:
         """Hand them to whoever asked."""

@@ -18,6 +18,20 @@ def test_a_budget_holds_in_every_mode_and_tau_only_where_it_was_said(model):
     assert (back["budget"], back["tau"]) == (96, -2.0)
 
 
+def test_freeze_has_a_budget_only_if_it_is_given_to_freeze_and_says_that_it_forgets(model):
+    session = Session(model, entering("speculative", {"budget": 128}))
+    assert session.switch("freeze").params["budget"] is None
+    assert not session.snapshot().badges
+    assert session.switch(budget=120).params["budget"] == 120
+    (badge,) = session.snapshot().badges
+    assert badge.partition(":")[0] == "capped"
+    assert session.switch("streaming").params["budget"] == 128
+    assert session.switch("freeze").params["budget"] == 120
+    assert session.switch(budget=None).params["budget"] is None
+    assert not session.snapshot().badges
+    session.close()
+
+
 def test_values_given_for_one_mode_reach_no_other(model) -> None:
     given = {"speculative": {"tau": 0.9, "budget": 128}, "freeze": {}}
     session = Session(model, Load(mode="freeze", given=given))

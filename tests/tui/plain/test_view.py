@@ -7,6 +7,7 @@ import io
 import pytest
 
 from kvchat.conversations.conversation import Message
+from kvchat.protocol.figures import Snapshot
 from kvchat.tui.plain.lines import LineWriter
 from kvchat.tui.plain.view import PlainAnswer, PlainView
 
@@ -56,3 +57,13 @@ async def test_a_conversation_that_is_opened_folds_thoughts_too():
     view.folds_thoughts = True
     await view.show_messages([(message("<think>a b</think>fine"), "")], None)
     assert out.getvalue() == "[thought, 2 words]\nmodel: fine\n"
+
+
+def test_a_badge_is_a_line_when_it_is_new():
+    out = io.StringIO()
+    view = PlainView(LineWriter(out, out), echoes=True)
+    slow, capped = "slow: by stock operations", "capped: freeze forgets"
+    for badges in ((), (slow,), (slow,), (slow, capped), (), (slow,)):
+        view.show_snapshot(Snapshot("freeze", {}, 1, 1, 1, 1, 1, badges=badges))
+    view.show_snapshot(None)
+    assert out.getvalue() == f"[{slow}]\n[{capped}]\n[{slow}]\n"
