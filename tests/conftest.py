@@ -35,6 +35,9 @@ settings.register_profile(
 settings.load_profile("kvchat")
 
 
+# After the environment is set, and before tests have directories of their own.
+from support import real_models  # noqa: E402
+
 MANY = 300  # modules, of which transformers imports two thousand with the first model
 seen_modules = [0]
 
@@ -108,6 +111,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("no tmux")
     if item.get_closest_marker("fake_cuda") and not item.config.getoption("--fake-cuda"):
         pytest.skip("only on the fake CUDA device: --fake-cuda")
+    real = item.get_closest_marker("real_model")
+    if real and real.args[0] not in real_models.FILES:
+        pytest.skip(f"no {real.args[0]}: .ci/models.py {real.args[0]} fetches it")
     if item.get_closest_marker("cuda") and not _has_cuda():
         pytest.skip("no CUDA GPU")
 

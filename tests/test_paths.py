@@ -16,6 +16,8 @@ def test_the_users_folders_come_from_platformdirs(monkeypatch: pytest.MonkeyPatc
     assert paths.user_themes_dir() == tmp_path / "CONFIG/kvchat/themes"
     assert paths.data_dir() == tmp_path / "DATA/kvchat"
     assert paths.log_file().parent == paths.history_file().parent == tmp_path / "STATE/kvchat"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "CACHE"))
+    assert paths.models_dir() == tmp_path / "CACHE/kvchat/models"
 
 
 def test_the_environment_moves_settings_and_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -34,3 +36,25 @@ def test_the_bundled_model_and_themes_are_there() -> None:
 def test_asking_for_a_path_creates_nothing(tmp_path: Path) -> None:
     paths.log_file(), paths.history_file(), paths.data_dir(), paths.config_file()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_named_model_lies_in_the_cache_or_in_a_package_that_is_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = paths.NAMED["smollm2"]
+    assert paths.named_model("smollm2") is None
+    assert paths.named_model("nothing") is None
+    site, package = tmp_path / "site", named.package.replace("-", "_")
+    for file, text in (
+        (f"{package}/__init__.py", "raise SystemExit('imported')"),
+        (f"{package}/{named.file}", "GGUF"),
+        (f"{package}-1.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {named.package}\nVersion: 1\n"),
+        (f"{package}-1.dist-info/RECORD", f"{package}/__init__.py,,\n{package}/{named.file},,\n"),
+    ):
+        (site / file).parent.mkdir(parents=True, exist_ok=True)
+        (site / file).write_text(text)
+    monkeypatch.syspath_prepend(site)
+    assert paths.named_model("smollm2") == site / package / named.file
+    paths.models_dir().mkdir(parents=True)
+    (paths.models_dir() / named.file).write_text("GGUF")
+    assert paths.named_model("smollm2") == paths.models_dir() / named.file

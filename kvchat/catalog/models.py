@@ -44,9 +44,13 @@ class FoundModel:
 
 
 def find(folders: Iterable[Path]) -> list[FoundModel]:
-    """The bundled model, those in ``folders`` and those in the hub's cache; one that is damaged has a ``problem``."""
+    """The bundled model, those with short names that are here, those in ``folders`` and those in the hub's cache.
+
+    One that is damaged has a ``problem``.
+    """
     bundled = _of_folder(BUNDLED, "bundled", paths.bundled_model_dir())
-    found = [bundled, *(model for folder in folders for model in in_folder(folder)), *in_hub_cache()]
+    named = [_of_gguf(name, "GGUF", file) for name in paths.NAMED if (file := paths.named_model(name))]
+    found = [bundled, *named, *(model for folder in folders for model in in_folder(folder)), *in_hub_cache()]
     return list({model.name: model for model in found}.values())
 
 

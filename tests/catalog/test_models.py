@@ -10,6 +10,7 @@ import pytest
 from huggingface_hub import constants
 from support.gguf_files import gguf_header
 
+from kvchat import paths
 from kvchat.catalog import models
 from kvchat.catalog.headers import Weights
 from kvchat.catalog.models import find
@@ -59,6 +60,15 @@ def test_folders_gguf_files_and_the_hubs_cache(cache: Path, tmp_path: Path) -> N
     assert found[file].weights == Weights(4096, (tmp_path / "mine/publisher/q4.gguf").stat().st_size, "Q4_K")
     assert found[folder].weights == found["org/whole"].weights == found["bundled"].weights
     assert found["org/begun"].problem == "All of its weight files are missing. Download the model again."
+
+
+def test_a_fetched_model_is_listed_by_its_short_name(cache: Path) -> None:
+    paths.models_dir().mkdir(parents=True)
+    (paths.models_dir() / paths.NAMED["smollm2"].file).write_bytes(gguf_header(("a", (64, 64), 12)))
+    found = {model.name: model for model in find([])}
+    assert list(found) == ["bundled", "smollm2"]
+    assert (found["smollm2"].kind, found["smollm2"].problem) == ("GGUF", "")
+    assert models.is_here("smollm2")
 
 
 def test_a_damaged_model_is_listed_with_what_is_wrong(cache: Path, tmp_path: Path) -> None:

