@@ -63,7 +63,7 @@ def export_chat(
 def import_chat(file: Annotated[Path, typer.Argument(help="JSON that kvchat exported")]) -> None:
     """Add a conversation from a file; `kvchat -c` then goes on with it."""
     conversation = export.read(file)
-    changes = conversation.take_changes()
+    changes = conversation.changes()
     if changes is None:
         raise UsageError(f"{file} holds no message.", hint="Give a conversation that kvchat exported.")
     with _store() as store:

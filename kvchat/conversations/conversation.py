@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from kvchat.conversations import attachments
@@ -56,16 +56,39 @@ class Message:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Changes:
-    """Changes that are not written yet: ``messages`` new or changed, ``removed`` ids of withdrawn ones."""
+class Header:
+    """What is kept of a conversation beside its messages; ``leaf`` is the id of the last one of its path."""
 
-    id: str
     title: str
     system: str | None
-    created: float
     leaf: str | None
-    messages: tuple[Message, ...]
-    removed: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Changes:
+    """A conversation as it is now, beside what is known to be on disk.
+
+    ``header`` and ``messages``, in their order, are all there is now; ``saved_header``, None for a new conversation,
+    and ``saved`` are what was last written or read. What differs is to be written, no more: another application may
+    have changed the rest.
+    """
+
+    id: str
+    created: float
+    header: Header
+    messages: Mapping[str, Message]
+    saved_header: Header | None
+    saved: Mapping[str, Message]
+
+    @property
+    def changed(self) -> list[Message]:
+        """The messages that are new or not as they were written."""
+        return [message for id, message in self.messages.items() if self.saved.get(id) is not message]
+
+    @property
+    def removed(self) -> list[str]:
+        """The ids of questions that were withdrawn."""
+        return [id for id in self.saved if id not in self.messages]
 
 
 class Conversation:
@@ -91,11 +114,10 @@ class Conversation:
         self._below: dict[str | None, list[str]] = {}  # ids of the messages below each, in the order of ``messages``
         for message in messages:
             self._put(message)
-        self._system = system
+        self.system = system
         self._leaf = leaf
-        self._unsaved: set[str] = set()
-        self._removed: set[str] = set()
-        self._is_header_unsaved = False
+        self._saved_header: Header | None = None
+        self._saved: dict[str, Message] = {}
 
     # ---- reading ---------------------------------------------------------------------------------
 
@@ -174,14 +196,12 @@ class Conversation:
     def add(self, message: Message) -> Message:
         """Add or replace a message and end the path with it."""
         self._put(message)
-        self._unsaved.add(message.id)
         self.go_to(message.id)
         return message
 
     def pin(self, id: str, pinned: bool) -> Message:
         """Pin a message, or no longer; it as it is then."""
         self.messages[id] = replace(self.messages[id], pinned=pinned)
-        self._unsaved.add(id)
         return self.messages[id]
 
     def withdraw(self) -> str:
@@ -194,8 +214,6 @@ class Conversation:
             return ""
         del self.messages[question.id]
         self._below[question.parent].remove(question.id)
-        self._unsaved.discard(question.id)
-        self._removed.add(question.id)
         self.go_to(question.parent)
         return question.text
 
@@ -211,7 +229,6 @@ class Conversation:
     def go_to(self, id: str | None) -> None:
         """End the path with the message ``id``, None before the first question; later ones stay in the tree."""
         self._leaf = id
-        self._is_header_unsaved = True
 
     def select(self, id: str) -> None:
         """Lead the path through the message ``id`` to the newest message below it."""
@@ -225,56 +242,30 @@ class Conversation:
 
     # ---- the conversation itself -----------------------------------------------------------------
 
-    @property
-    def system(self) -> str | None:
-        """The system prompt."""
-        return self._system
-
-    @system.setter
-    def system(self, text: str | None) -> None:
-        self._system = text
-        self._is_header_unsaved = True
-
     def rename(self, title: str) -> None:
         """Give another title."""
         self.title = shorten(title)
-        self._is_header_unsaved = True
 
     # ---- saving ----------------------------------------------------------------------------------
 
-    def take_changes(self) -> Changes | None:
-        """Changes that are not saved yet, counted as saved from now on; None without any, or if nothing was said."""
-        if not (self._unsaved or self._removed or (self._is_header_unsaved and self.messages)):
-            return None
-        messages = tuple(message for id, message in self.messages.items() if id in self._unsaved)
-        changes = self._changes(messages, tuple(self._removed))
-        self._unsaved.clear()
-        self._removed.clear()
-        self._is_header_unsaved = False
-        return changes
+    def changes(self) -> Changes | None:
+        """What is to be saved; None if nothing changed since it was, or nothing was said yet."""
+        changes = Changes(
+            id=self.id,
+            created=self.created,
+            header=Header(title=self.title, system=self.system, leaf=self._leaf),
+            messages=dict(self.messages),
+            saved_header=self._saved_header,
+            saved=self._saved,
+        )
+        is_header_due = changes.header != changes.saved_header and (self.messages or self._saved)
+        return changes if is_header_due or changes.changed or changes.removed else None
 
-    def everything(self) -> Changes:
-        """All there is, as changes of a database that has nothing of it; what is not saved yet stays so."""
-        return self._changes(tuple(self.messages.values()), ())
-
-    def put_back(self, changes: Changes) -> None:
-        """Count ``changes`` as unsaved again: they could not be written."""
-        self._unsaved.update(message.id for message in changes.messages if message.id in self.messages)
-        self._removed.update(changes.removed)
-        self._is_header_unsaved = True
+    def mark_saved(self, changes: Changes) -> None:
+        """``changes`` are on disk; what was said since they were asked for is not."""
+        self._saved_header, self._saved = changes.header, dict(changes.messages)
 
     # ---- helpers ---------------------------------------------------------------------------------
-
-    def _changes(self, messages: tuple[Message, ...], removed: tuple[str, ...]) -> Changes:
-        return Changes(
-            id=self.id,
-            title=self.title,
-            system=self.system,
-            created=self.created,
-            leaf=self._leaf,
-            messages=messages,
-            removed=removed,
-        )
 
     def _put(self, message: Message) -> None:
         """Add a message to the tree, or replace it where it stands."""

@@ -12,14 +12,14 @@ import math
 import os
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kvchat import files, paths
-from kvchat.conversations.conversation import Changes, Conversation, Message, shorten
+from kvchat.conversations.conversation import Changes, Conversation, Message, new_id, shorten
 from kvchat.conversations.kept_stats import read_stats, read_switch_lines
 from kvchat.conversations.migrations import MIGRATIONS
 from kvchat.conversations.saved_kv import SavedKv
@@ -78,22 +78,26 @@ class ConversationStore:
     # ---- one conversation ------------------------------------------------------------------------
 
     def save(self, changes: Changes) -> None:
-        """Write all changes, or none."""
-        header = (changes.id, changes.title, changes.system, changes.created, time.time(), changes.leaf)
+        """Write what differs from what was saved, and what is missing of what that builds on: all, or none.
+
+        Another application may have written meanwhile. What it changed and this one did not stays; a question that it
+        has answered is not deleted; of a text that both changed, what it wrote is kept as a sibling.
+        """
         with self._errors("written"), self._transaction():
-            self._db.execute(
-                "INSERT INTO conversation (id, title, system, created, updated, leaf) VALUES (?, ?, ?, ?, ?, ?)"
-                " ON CONFLICT (id) DO UPDATE SET title = excluded.title, system = excluded.system,"
-                " updated = excluded.updated, leaf = excluded.leaf, deleted = NULL",
-                tuple(map(_storable, header)),
-            )
-            self._db.executemany("DELETE FROM message WHERE id = ?", ((id,) for id in changes.removed))
+            is_new = self._save_header(changes)
+            rows = self._db.execute("SELECT id FROM message WHERE conversation = ?", (changes.id,))
+            stored = {row["id"] for row in rows}
+            due = {message.id for message in changes.changed}
+            needed = changes.messages.keys() if is_new else due | _ancestors(changes, due)
+            for id, message in changes.messages.items():
+                if id in stored and id in due:
+                    self._update(message, changes.saved.get(id))
+                elif id not in stored and id in needed:
+                    self._insert(changes.id, message)
             self._db.executemany(
-                f"INSERT INTO message (conversation, {_MESSAGE}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
-                " ON CONFLICT (id) DO UPDATE SET text = excluded.text, ending = excluded.ending,"
-                " receipt = excluded.receipt, stats = excluded.stats, pinned = excluded.pinned,"
-                " switch_lines = excluded.switch_lines",
-                (_row(changes.id, message) for message in changes.messages),
+                "DELETE FROM message WHERE id = ? AND id NOT IN (SELECT parent FROM message"
+                " WHERE conversation = ? AND parent IS NOT NULL)",
+                ((id, changes.id) for id in changes.removed),
             )
 
     def copy_to(self, other: ConversationStore) -> None:
@@ -101,7 +105,8 @@ class ConversationStore:
         with self._errors("read"):
             rows = self._db.execute("SELECT id FROM conversation WHERE deleted IS NULL ORDER BY updated").fetchall()
         for row in rows:
-            other.save(self.load(row["id"]).everything())
+            if (changes := self._read(row["id"]).changes()) is not None:
+                other.save(changes)
 
     def load(self, id: str) -> Conversation:
         """Read a conversation with all its branches.
@@ -109,17 +114,27 @@ class ConversationStore:
         Raises:
             UsageError: there is none with this id.
         """
+        conversation = self._read(id)
+        if (changes := conversation.changes()) is not None:
+            conversation.mark_saved(changes)
+        return conversation
+
+    def _read(self, id: str) -> Conversation:
+        """The conversation as if nothing of it were saved."""
         with self._errors("read"):
             header = self._db.execute(
                 "SELECT id, title, system, created, leaf FROM conversation WHERE id = ? AND deleted IS NULL", (id,)
             ).fetchone()
             rows = self._db.execute(
-                f"SELECT {_MESSAGE} FROM message WHERE conversation = ? ORDER BY row", (id,)
+                f"SELECT {', '.join(_MESSAGE)} FROM message WHERE conversation = ? ORDER BY row", (id,)
             ).fetchall()
         if header is None:
             raise UsageError(f'There is no conversation "{id}".', hint="It may have been deleted meanwhile.")
         with self._errors("read"):
-            return Conversation(messages=map(_message, rows), **_header(header))
+            conversation = Conversation(messages=map(_message, rows), **_header(header))
+        if header["leaf"] is not None and conversation.leaf is None and conversation.messages:
+            conversation.go_to([*conversation.messages][-1])  # another application withdrew the last one
+        return conversation
 
     def rename(self, id: str, title: str) -> None:
         """Give a conversation another title; it stays where it is in the order."""
@@ -176,6 +191,50 @@ class ConversationStore:
 
     # ---- helpers ---------------------------------------------------------------------------------
 
+    def _save_header(self, changes: Changes) -> bool:
+        """Write what changed of the header; whether the conversation is not on disk, perhaps not any more."""
+        header = dataclasses.asdict(changes.header)
+        found = self._db.execute("SELECT 1 FROM conversation WHERE id = ?", (changes.id,)).fetchone()
+        saved = dataclasses.asdict(changes.saved_header) if found and changes.saved_header else {}
+        due = {name: value for name, value in header.items() if name not in saved or saved[name] != value}
+        if found:
+            self._write("conversation", changes.id, {**due, "updated": time.time(), "deleted": None})
+        else:
+            self._db.execute(
+                "INSERT INTO conversation (id, title, system, leaf, created, updated) VALUES (?, ?, ?, ?, ?, ?)",
+                tuple(map(_storable, (changes.id, *header.values(), changes.created, time.time()))),
+            )
+        return found is None
+
+    def _insert(self, conversation: str, message: Message) -> None:
+        names = ", ".join(_MESSAGE)
+        marks = ", ".join("?" * len(_MESSAGE))
+        values = _values(message)
+        self._db.execute(
+            f"INSERT INTO message (conversation, {names}) VALUES (?, {marks})",
+            (conversation, *(values[name] for name in _MESSAGE)),
+        )
+
+    def _update(self, message: Message, saved: Message | None) -> None:
+        """Write what differs from what was ``saved``; what another application made of the text becomes a sibling."""
+        values, before = _values(message), _values(saved) if saved else {}
+        due = {name: values[name] for name in CHANGING if name not in before or before[name] != values[name]}
+        if saved and "text" in due:
+            text = self._db.execute("SELECT text FROM message WHERE id = ?", (message.id,)).fetchone()["text"]
+            if text != before["text"] and not due["text"].startswith(text):
+                copied = ", ".join(name for name in _MESSAGE if name != "id")
+                self._db.execute(
+                    f"INSERT INTO message (id, conversation, {copied}) SELECT ?, conversation, {copied} FROM message"
+                    " WHERE id = ?",
+                    (new_id(), message.id),
+                )
+        if due:
+            self._write("message", message.id, due)
+
+    def _write(self, table: str, id: str, values: Mapping[str, Any]) -> None:
+        columns = ", ".join(f"{name} = ?" for name in values)
+        self._db.execute(f"UPDATE {table} SET {columns} WHERE id = ?", (*map(_storable, values.values()), id))
+
     def _summary(self, id: str) -> Summary:
         return Summary(**dict(self._db.execute(f"{_SUMMARY} WHERE c.id = ?", (id,)).fetchone()))
 
@@ -204,7 +263,8 @@ class ConversationStore:
 
 
 ROLES = ("user", "assistant")
-_MESSAGE = "id, parent, role, text, created, ending, receipt, stats, pinned, switch_lines"
+_MESSAGE = tuple(field.name for field in dataclasses.fields(Message))
+CHANGING = ("text", "ending", "receipt", "stats", "pinned", "switch_lines")
 _SUMMARY = (
     "SELECT c.id, CAST(c.title AS TEXT) AS title, CAST(c.updated AS REAL) AS updated,"
     " (SELECT count(*) FROM message WHERE conversation = c.id) AS messages"
@@ -267,11 +327,23 @@ def _hint(reason: str) -> str:
     return "See whether the disk is full and who may write there."
 
 
-def _row(conversation: str, message: Message) -> tuple[Any, ...]:
-    values = dataclasses.asdict(message)
-    values["stats"] = json.dumps(values["stats"]) if message.stats else None
+def _ancestors(changes: Changes, ids: Iterable[str]) -> set[str]:
+    """The messages above ``ids`` and above the leaf, itself included."""
+    above: set[str] = set()
+    for id in (*ids, changes.header.leaf):
+        message = changes.messages.get(id or "")
+        while message is not None and message.id not in above:
+            above.add(message.id)
+            message = changes.messages.get(message.parent or "")
+    return above
+
+
+def _values(message: Message) -> dict[str, Any]:
+    """The fields of a message as they are stored."""
+    values = {name: getattr(message, name) for name in _MESSAGE}
+    values["stats"] = json.dumps(dataclasses.asdict(message.stats)) if message.stats else None
     values["switch_lines"] = json.dumps(values["switch_lines"])
-    return (conversation, *(_storable(values[name]) for name in _MESSAGE.split(", ")))
+    return {name: _storable(value) for name, value in values.items()}
 
 
 def _message(row: sqlite3.Row) -> Message:

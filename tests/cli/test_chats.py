@@ -25,7 +25,7 @@ def keep(question: str, id: str = "") -> Conversation:
     conversation.ask(question)
     conversation.answer("Yes.", "eos")
     store = ConversationStore(paths.database())
-    store.save(conversation.take_changes())
+    store.save(conversation.changes())
     store.close()
     return conversation
 

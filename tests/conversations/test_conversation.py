@@ -87,7 +87,7 @@ def test_a_fork_is_a_copy_up_to_a_message():
     assert texts(fork) == ["one", "1"]
     assert not set(fork.messages) & set(conversation.messages)
     assert fork.id != conversation.id
-    assert len(fork.take_changes().messages) == 2
+    assert len(fork.changes().changed) == 2
 
 
 def test_the_title_is_the_first_question_shortened():
@@ -98,31 +98,34 @@ def test_the_title_is_the_first_question_shortened():
     assert conversation.title.endswith("…")
 
 
-def test_changes_are_taken_once_and_put_back():
+def test_changes_are_there_until_they_are_marked_as_saved():
     conversation = Conversation("system")
-    assert conversation.take_changes() is None
+    assert conversation.changes() is None
     question = conversation.ask("one")
     conversation.answer("1")
-    changes = conversation.take_changes()
-    assert [message.text for message in changes.messages] == ["one", "1"]
-    assert (changes.leaf, changes.system, changes.title) == (conversation.leaf.id, "system", "one")
-    assert conversation.take_changes() is None
+    changes = conversation.changes()
+    assert [message.text for message in changes.changed] == ["one", "1"]
+    header = changes.header
+    assert (header.leaf, header.system, header.title) == (conversation.leaf.id, "system", "one")
+    assert conversation.changes() == changes
     conversation.answer("1!", "eos")
-    conversation.put_back(changes)
-    assert [message.text for message in conversation.take_changes().messages] == ["one", "1!"]
+    conversation.mark_saved(changes)
+    assert [message.text for message in conversation.changes().changed] == ["1!"]
+    conversation.mark_saved(conversation.changes())
+    assert conversation.changes() is None
     conversation.go_to(question.id)
-    assert conversation.take_changes().messages == ()
+    assert conversation.changes().changed == []
 
 
 def test_a_withdrawn_question_is_removed_from_disk_too():
     conversation = said("one")
     question = conversation.leaf.id
-    conversation.take_changes()
+    conversation.mark_saved(conversation.changes())
     conversation.withdraw()
-    changes = conversation.take_changes()
-    assert (changes.removed, changes.messages) == ((question,), ())
-    conversation.put_back(changes)
-    assert conversation.take_changes().removed == (question,)
+    changes = conversation.changes()
+    assert (changes.removed, changes.changed) == ([question], [])
+    conversation.mark_saved(changes)
+    assert conversation.changes() is None
 
 
 @settings(max_examples=200)

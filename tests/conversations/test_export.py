@@ -57,7 +57,7 @@ def test_json_is_read_back_as_another_conversation(conversation):
     assert read.turns == conversation.turns
     assert [m.text for m in read.messages.values()] == [m.text for m in conversation.messages.values()]
     assert not {read.id, *read.messages} & {conversation.id, *conversation.messages}
-    assert len(read.take_changes().messages) == 3
+    assert len(read.changes().changed) == 3
 
 
 def test_json_keeps_what_answers_cost(conversation):

@@ -10,7 +10,7 @@ def test_the_kv_of_a_conversation_go_and_come_with_it(tmp_path):
     store = ConversationStore(tmp_path / "chats.db")
     conversation = Conversation()
     conversation.ask("Hello")
-    store.save(conversation.take_changes())
+    store.save(conversation.changes())
     file = tmp_path / "kv" / f"{conversation.id}.kv"
     file.parent.mkdir()
     file.write_bytes(b"pages")

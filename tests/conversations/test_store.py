@@ -11,6 +11,7 @@ import subprocess
 import sys
 
 import pytest
+from support.keeping import keep
 
 from kvchat.conversations import store as module
 from kvchat.conversations.conversation import Conversation
@@ -43,7 +44,7 @@ def conversation(*texts: str, system: str | None = None) -> Conversation:
 
 def saved(store: ConversationStore, *texts: str) -> Conversation:
     made = conversation(*texts)
-    store.save(made.take_changes())
+    keep(store, made)
     return made
 
 
@@ -51,13 +52,13 @@ def test_a_conversation_is_read_as_it_was_written(store):
     written = conversation("one", "1 \ud800 \0 ¿", system="be brief")
     written.go_to(written.leaf.parent)
     written.answer("again")
-    store.save(written.take_changes())
+    keep(store, written)
     read = store.load(written.id)
     assert (read.id, read.title, read.system, read.created) == (written.id, "one", "be brief", written.created)
     assert [message.text for message in read.messages.values()] == ["one", "1 ? \0 ¿", "again"]
     assert read.leaf == written.leaf
     assert read.stats == [STATS]
-    assert read.take_changes() is None
+    assert read.changes() is None
 
 
 LINES = ((3, "── full -> sync ──"), (7, "── sync -> full ──"))
@@ -66,9 +67,9 @@ LINES = ((3, "── full -> sync ──"), (7, "── sync -> full ──"))
 def test_the_lines_of_switches_are_kept(store):
     made = saved(store, "one")
     made.answer("one two three", "", switch_lines=LINES[:1])
-    store.save(made.take_changes())
+    keep(store, made)
     made.answer("one two three four", "eos", switch_lines=LINES)
-    store.save(made.take_changes())
+    keep(store, made)
     read = store.load(made.id)
     assert read.leaf == made.leaf
     assert read.leaf.marked_text == "one ── full -> sync ── two ── sync -> full ── three four"
@@ -95,7 +96,7 @@ def test_an_older_database_is_opened_without_loss(path, version):
     read = store.load("c")
     assert [(message.marked_text, message.receipt) for message in read.path] == [("one", "3 tok"), ("1", "3 tok")]
     read.answer("one two three four", "eos", switch_lines=LINES)
-    store.save(read.take_changes())
+    keep(store, read)
     assert store.load("c").leaf.switch_lines == LINES
     store.close()
 
@@ -122,10 +123,10 @@ def test_the_latest_comes_first_and_nothing_unsaid_is_kept(store):
     first, second = saved(store, "one", "1"), saved(store, "two")
     assert [summary.title for summary in store.recent()] == ["two", "one"]
     first.answer("more", "eos")
-    store.save(first.take_changes())
+    keep(store, first)
     assert store.latest().id == first.id
     assert [summary.messages for summary in store.recent()] == [2, 1]
-    assert second.take_changes() is None
+    assert second.changes() is None
 
 
 def test_a_deleted_conversation_comes_back_within_a_day(store, path, monkeypatch):
@@ -157,7 +158,7 @@ def test_search_finds_words_in_messages_and_titles(store):
     cat = saved(store, "My cat is called Biscuit.", "Thank you.", "and more", "a whale")
     dog = saved(store, "My dog is called Rex.", "Fine.")
     dog.rename("About animals")
-    store.save(dog.take_changes())
+    keep(store, dog)
     found = store.search("cat bisc")
     assert [summary.id for summary in found] == [cat.id]
     assert found[0].excerpt == "My {0}cat{1} is called {0}Biscuit{1}.".format(*MARK)
@@ -186,10 +187,10 @@ def test_changed_and_withdrawn_text_is_not_found_any_more(store):
     changed = saved(store, "one", "first")
     changed.answer("second", "eos")
     question = changed.ask("third")
-    store.save(changed.take_changes())
+    keep(store, changed)
     assert store.search("third")
     changed.withdraw()
-    store.save(changed.take_changes())
+    keep(store, changed)
     assert not store.search("first")
     assert not store.search("third")
     assert store.search("second")
@@ -202,26 +203,126 @@ def test_two_applications_write_branches_of_one_conversation(store, path):
     theirs = other.load(mine.id)
     mine.ask("mine")
     theirs.ask("theirs")
-    store.save(mine.take_changes())
-    other.save(theirs.take_changes())
+    keep(store, mine)
+    keep(other, theirs)
     other.close()
     read = store.load(mine.id)
     assert [message.text for message in read.siblings(read.leaf.id)] == ["mine", "theirs"]
 
 
-def test_a_save_that_fails_writes_nothing(store, monkeypatch):
+def in_two(store, path, *texts):
+    """A conversation that two applications have opened, and the database of the second."""
+    mine = saved(store, *texts)
+    other = ConversationStore(path)
+    return mine, other, other.load(mine.id)
+
+
+def test_a_conversation_purged_elsewhere_is_written_whole_by_the_next_save(store, path, monkeypatch):
+    mine, other, _ = in_two(store, path, "one", "1", "two", "2")
+    mine.go_to(None)
+    mine.ask("another branch")
+    keep(store, mine)
+    mine.select(mine.path[0].id)
+    other.delete(mine.id)
+    other.close()
+    monkeypatch.setattr(module, "RESTORABLE_S", -1)
+    ConversationStore(path).close()
+    mine.answer("3", "eos")
+    keep(store, mine)
+    read = store.load(mine.id)
+    assert read.messages == mine.messages
+    assert (read.title, read.leaf) == ("one", mine.leaf)
+
+
+def test_a_question_that_another_application_has_answered_is_not_deleted(store, path):
+    mine, other, theirs = in_two(store, path, "one", "1", "two")
+    theirs.answer("2", "eos")
+    keep(other, theirs)
+    assert mine.withdraw() == "two"
+    keep(store, mine)
+    assert other.load(mine.id).messages == theirs.messages
+    other.close()
+
+
+def test_an_answer_to_a_question_withdrawn_elsewhere_brings_it_back(store, path):
+    mine, other, theirs = in_two(store, path, "one", "1", "two")
+    mine.withdraw()
+    keep(store, mine)
+    theirs.answer("2", "eos")
+    keep(other, theirs)
+    assert [message.text for message in store.load(mine.id).path] == ["one", "1", "two", "2"]
+    other.close()
+
+
+def test_a_question_withdrawn_elsewhere_stays_withdrawn_where_nothing_builds_on_it(store, path):
+    mine, other, theirs = in_two(store, path, "one", "1", "two")
+    mine.withdraw()
+    keep(store, mine)
+    theirs.go_to(theirs.leaf.parent)
+    theirs.rename("other")
+    keep(other, theirs)
+    assert [message.text for message in store.load(mine.id).messages.values()] == ["one", "1"]
+    other.close()
+
+
+def test_where_the_last_message_was_withdrawn_elsewhere_the_newest_is_shown(store, path):
+    mine, other, theirs = in_two(store, path, "one", "1", "two")
+    mine.withdraw()
+    keep(store, mine)
+    store._db.execute("UPDATE conversation SET leaf = ?", (theirs.leaf.id,))
+    assert [message.text for message in other.load(mine.id).path] == ["one", "1"]
+    other.close()
+
+
+def test_what_another_application_changed_stays_where_this_one_changed_something_else(store, path):
+    mine, other, theirs = in_two(store, path, "one", "1")
+    theirs.rename("their title")
+    theirs.answer("1 and more", "eos")
+    keep(other, theirs)
+    mine.pin(mine.leaf.id, True)
+    mine.system = "my system prompt"
+    keep(store, mine)
+    read = store.load(mine.id)
+    assert (read.title, read.system, read.last_text(), read.leaf.pinned) == (
+        "their title", "my system prompt", "1 and more", True,
+    )  # fmt: skip
+    other.close()
+
+
+def test_of_a_text_that_both_changed_both_are_kept(store, path):
+    mine, other, theirs = in_two(store, path, "one", "1")
+    theirs.answer("1 theirs", "eos")
+    keep(other, theirs)
+    mine.answer("1 mine", "eos")
+    keep(store, mine)
+    read = store.load(mine.id)
+    assert [message.text for message in read.siblings(read.leaf.id)] == ["1 mine", "1 theirs"]
+    other.close()
+
+
+def test_a_save_whose_end_nobody_heard_of_is_repeated_without_harm(store):
+    made = saved(store, "one", "1")
+    made.answer("1 and", "eos")
+    store.save(made.changes())
+    made.answer("1 and more", "eos")
+    keep(store, made)
+    assert [message.text for message in store.load(made.id).messages.values()] == ["one", "1 and more"]
+
+
+def test_a_save_that_fails_writes_nothing(store):
     made = conversation("one", "1")
-    monkeypatch.setattr(module, "_row", lambda *_: (1, 2))
+    store._db.execute("CREATE TRIGGER full BEFORE INSERT ON message BEGIN SELECT RAISE(FAIL, ''); END")
     with pytest.raises(StoreError, match="cannot be written"):
-        store.save(made.take_changes())
+        keep(store, made)
     assert store.recent() == []
+    assert made.changes().changed == made.path
 
 
 def test_a_full_disk_is_an_error_that_says_so(store):
     pages = store._db.execute("PRAGMA page_count").fetchone()[0]
     store._db.execute(f"PRAGMA max_page_count = {pages}")
     made = conversation("one", "x" * 2**20)
-    changes = made.take_changes()
+    changes = made.changes()
     with pytest.raises(StoreError, match="disk is full"):
         store.save(changes)
     store._db.execute("PRAGMA max_page_count = 1000000")
@@ -234,7 +335,7 @@ def test_a_locked_database_is_waited_for_and_then_refused(store, path, monkeypat
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     made = conversation("one")
-    changes = made.take_changes()
+    changes = made.changes()
     with pytest.raises(StoreError, match="Another program uses it"):
         store.save(changes)
     other.execute("ROLLBACK")
@@ -337,7 +438,7 @@ store, conversation = ConversationStore(Path({str(path)!r})), Conversation()
 conversation.ask("one")
 for number in range(10**9):
     conversation.answer("x" * number)
-    store.save(conversation.take_changes())
+    store.save(conversation.changes())
     print(number, flush=True)
 """
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:

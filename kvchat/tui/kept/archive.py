@@ -33,7 +33,7 @@ class Archive:
         self._store: ConversationStore | None = None
         self._unsaved: list[Conversation] = []
         self._saving = asyncio.Lock()
-        self._is_problem_shown = False
+        self._is_problem_shown = self._is_closed = False
         self._tried: float | None = None  # when a locked database was last tried; None where there is none
 
     async def open(self) -> None:
@@ -48,17 +48,25 @@ class Archive:
             self._tried = monotonic() if error.is_locked else None
 
     async def close(self) -> None:
-        """Close the database; nothing is saved afterwards. A locked one is waited for a last time."""
+        """Save what is not yet and close the database; nothing is saved afterwards.
+
+        One that is just being opened, or is locked, is waited for a last time.
+        """
         async with self._saving:
+            if self._is_closed:
+                return
+            if self._store is None and any(one.changes() for one in self._unsaved):
+                try:
+                    await self._run(self._use_if_none)
+                except StoreError as error:
+                    self._show_problem(error)
             if self._tried is not None:
                 self._tried = None
                 await self._run(self._leave_memory, BUSY_S)
-        store, self._store = self._store, None
-        if store is not None:
-            await self._run(store.close)
+            await self._save_all()
+            await self._run(self._close)
+            self._is_closed = True
         self._thread.shutdown()
-        if self._store is not None:  # it was being opened meanwhile
-            self._store.close()
 
     async def save(self, conversation: Conversation) -> None:
         """Write what changed in it, and in others that could not be written before; a problem is shown once."""
@@ -67,21 +75,22 @@ class Archive:
         async with self._saving:
             if self._tried is not None and monotonic() - self._tried > RETRY_S:
                 await self._open_again()
-            while self._store is not None and self._unsaved:
-                saved = self._unsaved.pop(0)  # one that changes while it is written is put there again
-                changes = saved.take_changes()
+            await self._save_all()
+
+    async def _save_all(self) -> None:
+        """Write what is not saved yet. It counts as saved once it is on disk: whoever waits may be canceled before."""
+        while self._store is not None and self._unsaved:
+            conversation = self._unsaved[0]
+            while (changes := conversation.changes()) is not None:  # it may be gone on with while it is written
                 try:
-                    if changes is not None:
-                        await self._run(self._store.save, changes)
-                        self.writes += 1
+                    await self._run(self._store.save, changes)
                 except StoreError as error:
-                    assert changes is not None
-                    saved.put_back(changes)
-                    if saved not in self._unsaved:
-                        self._unsaved.insert(0, saved)
                     self._show_problem(error)
                     return
-                self._is_problem_shown = False
+                conversation.mark_saved(changes)
+                self.writes += 1
+            self._unsaved.remove(conversation)
+            self._is_problem_shown = False
 
     async def _open_again(self) -> None:
         """Try a locked database; once it is free, all that was kept in memory is written there."""
@@ -95,6 +104,8 @@ class Archive:
     def _leave_memory(self, busy_s: float) -> bool:
         """Exchange the database in memory for that on disk; whether it is free."""
         memory = self._opened()
+        if memory.path is not None:  # done already, for somebody who was canceled meanwhile
+            return True
         try:
             store = ConversationStore(self._path, busy_s)
         except StoreError:
@@ -141,6 +152,16 @@ class Archive:
 
     def _use(self, path: Path | None) -> None:
         self._store = ConversationStore(path)
+
+    def _use_if_none(self) -> None:
+        """Open the database, unless whoever opened it was canceled while this thread did it."""
+        if self._store is None:
+            self._use(self._path)
+
+    def _close(self) -> None:
+        store, self._store = self._store, None
+        if store is not None:
+            store.close()
 
     def _opened(self) -> ConversationStore:
         if self._store is None:

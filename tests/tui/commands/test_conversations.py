@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import pytest
 from support.app_driver import answers, finished, notes, press, receipts, texts, toasts, typed
+from support.keeping import keep
+from support.patience import PATIENCE_S
 
 from kvchat.conversations.conversation import Conversation, Message
 from kvchat.conversations.store import ConversationStore
@@ -27,7 +30,7 @@ async def test_a_damaged_conversation_is_told_and_the_application_goes_on(runnin
     store = ConversationStore(config.database)
     damaged = Conversation(title="one")
     damaged.add(Message(parent=None, role="user", text="one"))
-    store.save(damaged.take_changes())
+    keep(store, damaged)
     store._db.execute("UPDATE conversation SET title = X'ff'")
     store.close()
     async with running(replace(config, resume=True)) as (app, _pilot, until):
@@ -54,6 +57,34 @@ async def test_a_conversation_survives_the_application(running, config):
         typed(app, "and more")
         await until(lambda: finished(app, 2))
         assert len(app.controller.state.conversation.turns) == 4
+
+
+@pytest.mark.parametrize("said", ["the answer goes on", "the answer has just ended", "the question was just sent"])
+async def test_what_was_said_is_on_disk_although_the_disk_was_busy_when_the_application_quit(running, config, said):
+    free = threading.Event()
+    async with running(config) as (app, _pilot, until):
+        controller = app.controller
+        if "question" not in said:
+            typed(app, "slow")
+            await until(lambda: answers(app) and answers(app)[-1].text)
+        controller.archive._thread.submit(free.wait, PATIENCE_S)
+        if "question" in said:
+            typed(app, "hello")
+            await until(lambda: controller.state.conversation.turns)
+        elif "ended" in said:
+            press(app, "ctrl+c")
+            await until(lambda: controller.state.conversation.leaf.ending == "stopped")
+        else:
+            seen = controller.state.conversation.last_text()
+            await until(lambda: controller.state.conversation.last_text() != seen)
+        await until(lambda: controller.archive._thread._work_queue.qsize())  # a save waits for the thread
+        app.exit()
+        threading.Timer(0.3, free.set).start()
+    store = ConversationStore(config.database)
+    read = store.load(controller.state.conversation.id)
+    assert [message.text for message in read.path] == [turn.content for turn in controller.state.conversation.turns]
+    assert len(read.path) == 1 + ("question" not in said)
+    store.close()
 
 
 async def test_the_question_is_on_disk_before_its_answer_begins(running, config):

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from support.app_driver import finished, focus, typed
+from support.keeping import keep
 
 from kvchat.conversations.store import ConversationStore
 from kvchat.errors import TooMuchPinnedError, UsageError
@@ -128,10 +129,10 @@ async def test_pins_are_kept_with_the_conversation(talk, tmp_path):
     conversation = talk.controller.state.conversation
     await pin(talk.controller, "1")
     store = ConversationStore(tmp_path / "kept.db")
-    store.save(conversation.take_changes())
+    keep(store, conversation)
     await pin(talk.controller, "1")
     await pin(talk.controller, "2")
-    store.save(conversation.take_changes())
+    keep(store, conversation)
     assert [message.pinned for message in store.load(conversation.id).path] == [False, False, True, False]
     assert [turn.pinned for turn in conversation.fork(conversation.path[2].id).turns] == [False, False, True]
     store.close()

@@ -138,6 +138,58 @@ async def test_a_locked_database_is_waited_for_at_the_end(tmp_path, view, lock, 
     on_disk.close()
 
 
+@pytest.fixture
+def busy(archive):
+    """Whatever keeps the archive's thread busy, until the event is set."""
+    free = threading.Event()
+    yield lambda: archive._thread.submit(free.wait, 60) and free
+    free.set()
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["waiting", "being written"])
+async def test_what_a_canceled_save_has_not_written_is_saved_at_the_end(archive, busy, tmp_path, monkeypatch, begun):
+    await archive.open()
+    conversation, left = asked("one"), asked("left")
+    await archive.save(conversation)
+    conversation.answer("1", "eos")
+    if begun:
+        free, entered, save = threading.Event(), threading.Event(), archive._store.save
+
+        def slowly(changes):
+            entered.set()
+            free.wait(60)
+            save(changes)
+
+        monkeypatch.setattr(archive._store, "save", slowly)
+    else:
+        free = busy()
+    saving = [asyncio.create_task(archive.save(one)) for one in (conversation, left)]
+    await asyncio.to_thread(entered.wait, 60) if begun else await asyncio.sleep(0.01)
+    for task in saving:
+        task.cancel()
+    await asyncio.gather(*saving, return_exceptions=True)
+    closing = asyncio.create_task(archive.close())
+    await asyncio.sleep(0.01)
+    free.set()
+    await closing
+    on_disk = ConversationStore(tmp_path / "chats.db")
+    assert on_disk.load(conversation.id).last_text() == "1"
+    assert on_disk.load(left.id).last_text() == "left"
+    on_disk.close()
+
+
+async def test_what_was_said_while_it_was_being_opened_is_saved_at_the_end(archive, busy, tmp_path):
+    free = busy()
+    opening = asyncio.create_task(archive.open())
+    await archive.save(asked("one"))
+    opening.cancel()
+    free.set()
+    await archive.close()
+    on_disk = ConversationStore(tmp_path / "chats.db")
+    assert on_disk.latest().title == "one"
+    on_disk.close()
+
+
 async def test_nothing_is_saved_after_closing(tmp_path, view):
     archive = Archive(tmp_path / "chats.db", view)
     await archive.open()

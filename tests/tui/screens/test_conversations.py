@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from support.app_driver import opened, press, texts
+from support.keeping import keep
 from textual.widgets import Input, OptionList
 
 from kvchat.conversations.conversation import Conversation
@@ -24,7 +25,7 @@ def config(config, tmp_path):
         conversation = Conversation()
         conversation.ask(question)
         conversation.answer(f"Yes: {question}", "eos")
-        store.save(conversation.take_changes())
+        keep(store, conversation)
     store.close()
     return replace(config, database=path)
 
