@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 SCHEMA = 1
 VERSIONS = {
     "agreement": 1,
+    "coverage": 1,
     "data": 1,
     "decode": 1,
     "lengths": 1,

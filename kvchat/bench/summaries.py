@@ -27,6 +27,17 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("least of a head", share("covered_least", 1)),
         Column("tokens read", figure("read_mean")),
     ),
+    "coverage": (
+        Column("text", lambda row: row["kind"]),
+        Column("mode", variant),
+        Column("covered", share("covered", 1)),
+        Column("best pages", share("best_pages", 1)),
+        Column("best tokens", share("best_tokens", 1)),
+        Column("worst head", lambda row: row["worst_head"]),
+        Column("covered there", share("worst_covered", 1)),
+        Column("best tokens there", share("worst_best_tokens", 1)),
+        Column("tokens read", figure("read_mean")),
+    ),
     "data": (
         Column("task", lambda row: row["task"]),
         Column("mode", variant),

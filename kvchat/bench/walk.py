@@ -12,10 +12,9 @@ from kvchat.config.modes import FullParameters, ModeParameters
 from kvchat.engine import calibration
 from kvchat.engine.generate.runner import ModelRunner, geometry_of, traits_of
 from kvchat.engine.memory_errors import explained
-from kvchat.engine.model import dense_attention
 from kvchat.engine.model.load import LoadedModel
 from kvchat.errors import DoesNotFitError, UsageError
-from kvchat.kv import inspect
+from kvchat.kv import coverage, inspect
 from kvchat.kv.modes import build
 from kvchat.kv.modes.freeze_scores import Scores
 from kvchat.kv.modes.sync_heads import Calibration
@@ -134,12 +133,8 @@ class Walk:
 
         By the query heads of each KV head, whatever the mode reads.
         """
-        spec = self._state.specs[layer]
-        assert spec is not None
         with torch.inference_mode():
-            keys, _ = self._state.host.dense(layer, self.total)
-            shares = dense_attention.weights(self._state.query[layer][:, None], keys, spec)[:, 0]
-            return shares.view(len(keys), -1, self.total)
+            return coverage.weights(self._state, layer)
 
     def products(self) -> Tensor:
         """|q·k| of the last token with each stored one, mean over layers and heads (ASR-KF-EGR, Eq. 2), ``[total]``."""
@@ -153,7 +148,16 @@ class Walk:
 
     def covered(self) -> Tensor:
         """The share of all attention that falls on what was read, ``[layers, H]``: 1 where everything was."""
-        return torch.stack([self._covered(layer, self.weights(layer).mean(1)) for layer in range(self.model.layers)])
+        with torch.inference_mode():
+            return torch.stack([coverage.covered(self._state, layer) for layer in range(self.model.layers)])
 
-    def _covered(self, layer: int, weights: Tensor) -> Tensor:
-        return (weights * self.attended(layer)).sum(1) / weights.sum(1)
+    def coverable(self) -> Tensor:
+        """``covered``, and what the best pages and tokens would cover, as many as were read: ``[3, layers, H]``."""
+        with torch.inference_mode():
+            return torch.stack([self._coverable(layer) for layer in range(self.model.layers)], 1)
+
+    def _coverable(self, layer: int) -> Tensor:
+        shares, mask = coverage.of_tokens(self._state, layer), self.attended(layer)
+        read = mask.sum(-1)
+        pages = coverage.of_best_pages(shares, read, self._state.geometry.page)
+        return torch.stack(((shares * mask).sum(-1), pages, coverage.of_best_tokens(shares, read)))

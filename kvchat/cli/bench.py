@@ -65,6 +65,33 @@ def agreement_command(
     run.done(agreement.run(settings, run.choice, run.frame))
 
 
+@app.command("coverage")
+def coverage_command(
+    mode: Variants = None,
+    budget: Budgets = None,
+    context: Annotated[int, typer.Option(min=1, help="tokens before the decoded ones")] = 3072,
+    tokens: Annotated[int, typer.Option(min=1, help="decoded tokens of a passage")] = 32,
+    passages: Annotated[int, typer.Option(min=0, help="passages of books at most")] = 3,
+    facts: Annotated[int, typer.Option(min=0, help="questions about what such a text tells")] = 6,
+    text: Texts = None,
+    seed: Seed = 0,
+    model: Model = "bundled",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    quantize: Quantize = "none",
+    as_json: Json = False,
+    out: Out = None,
+) -> None:
+    """Share of the full softmax mass on what each mode reads, beside the best pages and tokens; the worst head."""
+    variants = with_budgets(mode or (), budget or ())  # refused before torch is imported
+    from kvchat.bench import coverage
+
+    chosen = variants or with_budgets(coverage.STANDARD, budget or coverage.BUDGETS)
+    settings = coverage.Settings(chosen, context, tokens, passages, facts, file_names(text), seed)
+    run = Run("coverage", settings, ModelChoice(model, device, dtype, quantize), out, as_json)
+    run.done(coverage.run(settings, run.choice, run.frame))
+
+
 @app.command("recall")
 def recall_command(
     mode: Variants = None,

@@ -1,0 +1,168 @@
+"""Coverage: the share of the full softmax mass that lies on what a mode reads, by layer and KV head, step by step.
+
+Each text is decoded in the mode with its own next tokens, after a prompt that is read exactly. Books are what a model
+usually reads; facts are questions about what the prompt tells, answered with the words that full attention found: there
+a single head may have to see a single sentence. Beside each mode stands what as many tokens would cover if they were
+chosen by their true mass, in whole pages and one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvchat.bench.environment import fingerprint
+from kvchat.bench.frame import Cell, Frame, Row
+from kvchat.bench.identity import Experiment, Result, methods, model_identity
+from kvchat.bench.intervals import mean
+from kvchat.bench.model_choice import ModelChoice
+from kvchat.bench.recall_tasks import case
+from kvchat.bench.texts import passages
+from kvchat.bench.variant import parsed
+from kvchat.bench.walk import Walk
+from kvchat.config.modes import FullParameters, ModeParameters
+from kvchat.engine.generate.prompt import PromptEncoder
+from kvchat.engine.generate.stored import Stored
+
+STANDARD = ("streaming", "speculative", "freeze", "sync")
+BUDGETS = (128, 256, 512, 1024, 2048)
+DEPTHS = (0.1, 0.5, 0.9)  # of what is told, in turn
+KEYS = 4  # told, of which one is asked for
+ANSWER_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The measurement: ``tokens`` decoded tokens after ``context``, on ``passages`` of ``texts`` (none: the shipped
+    books); and the answers to ``facts`` questions about texts of ``context`` tokens."""
+
+    modes: tuple[str, ...]
+    context: int = 3072
+    tokens: int = 32
+    passages: int = 3
+    facts: int = 6
+    texts: tuple[str, ...] = ()
+    seed: int = 0
+
+
+class Forced(NamedTuple):
+    """A text whose tokens are decoded after a prompt; no tokens are those that full attention draws."""
+
+    kind: str
+    prompt: Sequence[int]
+    tokens: Sequence[int]
+
+
+def run(settings: Settings, choice: ModelChoice = ModelChoice(), frame: Frame | None = None) -> Result:
+    """Measure and return plain data, ready for JSON: a row for each text and variant, ``summary`` for kind and variant.
+
+    Raises:
+        UsageError: no text is long enough; KvchatError: the model cannot be loaded, or all modes refuse.
+    """
+    frame, found = frame or Frame(), methods(settings.modes)
+    model = choice.load(frame.report)
+    walk, texts = Walk(model), list(_texts(settings, model.tokenizer))
+    experiment = Experiment(
+        "coverage",
+        "share of the full softmax mass on what is read, and on the best pages and tokens of the same number",
+        asdict(settings) | choice.settings(),
+        found,
+        model_identity(model),
+        fingerprint(model.device),
+    )
+
+    def rows(cell: Cell) -> list[Row]:
+        number = cell["text"]
+        texts[number] = text = _with_tokens(walk, texts[number])
+        return [row(walk, text, parsed(cell["variant"]))]
+
+    result = frame.measure(
+        experiment,
+        [{"text": number, "variant": variant} for number in range(len(texts)) for variant in settings.modes],
+        rows,
+        lambda row: f"{row['kind']}: {row['variant']:<48} {mean(_flat(row['covered'])):.1%}",
+    )
+    kinds = dict.fromkeys(text.kind for text in texts)
+    variants = dict.fromkeys(settings.modes)
+    return frame.finish(result, [summarized(result["rows"], kind, each) for kind in kinds for each in variants])
+
+
+def row(walk: Walk, text: Forced, parameters: ModeParameters) -> Row:
+    """Decode a text in a mode; shares by layer and KV head, mean over its steps, and the tokens read.
+
+    Raises:
+        KvchatError: the mode refuses.
+    """
+    walk.begin(text.prompt, parameters, len(text.tokens))
+    steps, read = list[Tensor](), list[float]()
+    for token in text.tokens:
+        walk.step(token)
+        steps.append(walk.coverable())
+        read.append(walk.tokens_read())
+    shares = torch.stack(steps).double()
+    covered, pages, best = (_rounded(each) for each in shares.mean(0))
+    along = [round(share, 5) for share in shares[:, 0].mean((1, 2)).tolist()]
+    return {
+        "kind": text.kind,
+        "steps": len(steps),
+        "read_mean": mean(read),
+        "covered": covered,
+        "best_pages": pages,
+        "best_tokens": best,
+        "least": _rounded(shares[:, 0].amin(0)),
+        "along": along,
+    }
+
+
+def summarized(rows: Sequence[Row], kind: str, variant: str) -> Row:
+    """All texts of one kind in one variant as one row; layers and heads are those of the model, counted from 0."""
+    place = {"kind": kind, "variant": variant}
+    mine = [row for row in rows if place.items() <= row.items()]
+    if not mine:
+        return place | {"refused": next(row["refused"] for row in rows if row["variant"] == variant)}
+    covered = torch.tensor([row["covered"] for row in mine]).mean(0)
+    layer, head = divmod(int(covered.argmin()), covered.shape[1])
+    return place | {
+        "read_mean": mean(row["read_mean"] for row in mine),
+        "covered": float(covered.mean()),
+        "best_pages": mean(_flat(row["best_pages"] for row in mine)),
+        "best_tokens": mean(_flat(row["best_tokens"] for row in mine)),
+        "worst_head": f"layer {layer}, head {head}",
+        "worst_covered": float(covered.min()),
+        "worst_best_tokens": float(torch.tensor([row["best_tokens"] for row in mine]).mean(0)[layer, head]),
+        "least": min(_flat(row["least"] for row in mine)),
+    }
+
+
+def _texts(settings: Settings, tokenizer: Any) -> Iterator[Forced]:
+    books = settings.passages and passages(settings.texts, settings.context + settings.tokens, tokenizer, joined=True)
+    for book in (books or [])[: settings.passages]:
+        yield Forced("books", book.ids[: settings.context], book.ids[settings.context :])
+    for number in range(settings.facts):
+        seed, depth = f"{settings.seed}/{number}", DEPTHS[number % len(DEPTHS)]
+        turns = case("keys", settings.context, depth, KEYS, seed, tokenizer).turns
+        yield Forced("facts", PromptEncoder(tokenizer).encode(turns, Stored()).ids, ())
+
+
+def _with_tokens(walk: Walk, text: Forced) -> Forced:
+    """The text with the answer that full attention draws, its end included, where no tokens are given."""
+    if text.tokens:
+        return text
+    logits, drawn = walk.begin(text.prompt, FullParameters(), ANSWER_TOKENS), list[int]()
+    while len(drawn) < ANSWER_TOKENS and walk.model.eos_ids.isdisjoint(drawn):
+        drawn.append(int(logits.argmax()))
+        logits = walk.step(drawn[-1])
+    return text._replace(tokens=drawn)
+
+
+def _rounded(shares: Tensor) -> list[list[float]]:
+    return [[round(share, 5) for share in layer] for layer in shares.tolist()]
+
+
+def _flat(values: Any) -> list[float]:
+    """The numbers of nested lists."""
+    return [values] if isinstance(values, float) else [number for value in values for number in _flat(value)]
