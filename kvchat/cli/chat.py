@@ -14,7 +14,8 @@ from kvchat.cli import question
 from kvchat.cli.profile import load_settings
 from kvchat.config import modes, profiles
 from kvchat.config.schema import Settings
-from kvchat.config.sources import SettingsSource, unknown_variables
+from kvchat.config.sources import Key, Resolved, SettingsSource, unknown_variables
+from kvchat.protocol.figures import Params
 from kvchat.protocol.messages import Keeping, Load
 
 if TYPE_CHECKING:
@@ -47,6 +48,9 @@ def chat(flags: SettingsSource, resume: bool, plain: bool, record: Path | None =
         history_file=paths.history_file() if chosen.ui.history else None,
         database=paths.database() if chosen.ui.conversations else None,
         resume=resume,
+        keeps_new=resume or _is_terminal(sys.stdin) or _is_asked_for(resolved, ("ui", "conversations")),
+        asked_mode=chosen.kv.mode if _is_asked_for(resolved, ("kv", "mode")) else "",
+        asked_params=_asked_params(resolved),
         prompt=asked,
         piped=question.as_file(text_file.decoded(question.piped(), "stdin")) if is_question else "",
         recorder=Recorder(record, kvchat.__version__) if record else None,
@@ -97,6 +101,21 @@ def _keeping(chosen: Settings) -> Keeping:
     """K/V tell what was said: they are on disk only where the conversations are."""
     folder = str(paths.saved_kv_dir()) if chosen.ui.conversations else ""
     return Keeping(int(chosen.kv.parked_gib * 2**30), int(chosen.kv.saved_gib * 2**30), folder)
+
+
+def _is_asked_for(resolved: Resolved, key: Key) -> bool:
+    """True if a setting was given to this start, on the command line or by a variable."""
+    return resolved.origins.get(key, "").startswith(("--", "KVCHAT_"))
+
+
+def _asked_params(resolved: Resolved) -> dict[str, Params]:
+    """The parameters of modes given to this start, by the mode."""
+    given = [key for key in resolved.origins if key[0] == "kv" and len(key) == 3 and _is_asked_for(resolved, key)]
+    modes_given = {mode for _, mode, _ in given}
+    return {
+        mode: {name: value for name, value in resolved.settings.kv.params(mode).items() if ("kv", mode, name) in given}
+        for mode in modes_given
+    }
 
 
 def _draws(stream: Any) -> bool:

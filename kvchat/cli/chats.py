@@ -47,7 +47,9 @@ def list_chats(
 @app.command("export")
 def export_chat(
     id: Chat,
-    file: Annotated[Path | None, typer.Argument(help=".md, .html or .json; stdout as Markdown without it")] = None,
+    file: Annotated[
+        str | None, typer.Argument(help=".md, .html or .json, or a folder; stdout as Markdown without it")
+    ] = None,
 ) -> None:
     """Print a conversation, or write it to a file."""
     with _store() as store:
@@ -55,8 +57,9 @@ def export_chat(
     if file is None:
         write(export.to_markdown(conversation))
     else:
-        export.write(conversation, file)
-        echo(str(file))
+        path = export.destination(conversation, file)
+        export.write(conversation, path)
+        echo(str(path))
 
 
 @app.command("import")

@@ -29,6 +29,7 @@ from kvchat.cli.options import (
     Files,
     Force,
     HostDtype,
+    Keep,
     MaxNewTokens,
     MinP,
     Mode,
@@ -112,6 +113,7 @@ def kvchat_command(  # typer reads the options from the signature, the settings 
     pin_system: PinSystem = None,
     theme: Theme = None,
     resume: Resume = False,
+    keep: Keep = None,
     plain: Plain = False,
     record: Record = None,
     version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
@@ -146,6 +148,7 @@ def chat_command(
     pin_system: PinSystem = None,
     theme: Theme = None,
     resume: Resume = False,
+    keep: Keep = None,
     plain: Plain = False,
     record: Record = None,
 ) -> None:

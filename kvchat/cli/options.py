@@ -30,7 +30,11 @@ Section = type[schema.Section] | type[ModeParameters]
 
 # What each option sets: the setting of its name. Where those of a mode's parameters are set depends on the value.
 NAME: Key = ("model", "name")
-KEYS = {"model": (NAME,), **{key[1]: (key,) for key, _ in sources.leaves() if len(key) == 2 and key != NAME}}
+KEYS = {
+    "model": (NAME,),
+    "keep": (("ui", "conversations"),),
+    **{key[1]: (key,) for key, _ in sources.leaves() if len(key) == 2 and key != NAME},
+}
 
 
 def described(section: Section, name: str) -> str:
@@ -97,6 +101,7 @@ Seed = Annotated[int | None, setting(SamplingSettings, "seed")]
 Prompt = Annotated[str | None, typer.Argument(help="the first question; it is sent when the model is ready")]
 Files = Annotated[list[Path] | None, typer.Option("-f", "--file", help="put before the prompt; repeatable")]
 Theme = Annotated[str | None, setting(UiSettings, "theme", complete=complete_theme)]
+Keep = Annotated[bool | None, setting(UiSettings, "conversations", "--keep/--no-keep")]
 Resume = Annotated[bool, typer.Option("-c", "--continue", help="go on with the latest conversation")]
 Record = Annotated[
     Path | None, typer.Option(metavar="FILE", help="write what is said and measured to FILE, for kvchat replay")

@@ -319,10 +319,15 @@ def in_force(
     Raises:
         UsageError: as ``parse``; a shared value that the mode does not have is no error.
     """
+    return parse(mode, {**asked_for(mode, settings, given), **(changes or {})})
+
+
+def asked_for(mode: str, settings: Mapping[str, Params], given: Mapping[str, Params]) -> Params:
+    """What was asked for in ``mode``: its settings, over them the values given at run time; kvchat chooses the rest."""
     shared, own = given_for(given, mode)
     known = registered()[mode].model_fields if mode in registered() else {}
     shared = {name: value for name, value in shared.items() if name in known}
-    return parse(mode, {**settings.get(mode, {}), **shared, **own, **(changes or {})})
+    return {**settings.get(mode, {}), **shared, **own}
 
 
 def _explain(cls: type[ModeParameters], details: Any) -> tuple[str, ...]:

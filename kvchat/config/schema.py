@@ -156,7 +156,7 @@ class UiSettings(Section):
     history: bool = True
     """keep prompts for the next start"""
     conversations: bool = True
-    """keep conversations on disk; without it they end with the application"""
+    """keep conversations on disk; without it they end with the application, as what a pipe asks does unless --keep"""
 
 
 class KeySettings(Section):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from kvchat.conversations import attachments
 from kvchat.conversations.switch_lines import with_lines
-from kvchat.protocol.figures import Stats
+from kvchat.protocol.figures import Params, Stats
 from kvchat.protocol.messages import Chat, Resume, Sampling, Turn
 
 TITLE_CHARACTERS = 60
@@ -30,7 +30,8 @@ class Message:
 
     ``created`` is in seconds since the epoch. ``ending`` says why an answer ended and is empty while it is written;
     ``receipt`` and ``stats`` tell what it cost. Every mode attends to a ``pinned`` one. ``switch_lines`` are the
-    lines of switches in the middle of an answer, each with the number of characters before it.
+    lines of switches in the middle of an answer, each with the number of characters before it. ``model`` names what
+    wrote an answer.
     """
 
     id: str = field(default_factory=new_id)
@@ -43,6 +44,7 @@ class Message:
     stats: Stats | None = None
     pinned: bool = False
     switch_lines: tuple[tuple[int, str], ...] = ()
+    model: str = ""
 
     @property
     def marked_text(self) -> str:
@@ -62,6 +64,8 @@ class Header:
     title: str
     system: str | None
     leaf: str | None
+    mode: str
+    params: Params
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +98,12 @@ class Changes:
 class Conversation:
     """Questions and answers alternate along every path; ``leaf`` is the last message of the present one.
 
-    ``messages`` are in the order in which they were added. ``system`` is the system prompt, None without one.
+    ``messages`` are in the order in which they were added. ``system`` is the system prompt, None without one. ``mode``
+    is the KV mode it was last in and ``params`` what was asked for in it, "" and empty where neither is known. One that
+    is not ``is_kept`` leaves nothing on disk.
     """
+
+    is_kept = True
 
     def __init__(
         self,
@@ -106,6 +114,8 @@ class Conversation:
         title: str = "",
         created: float | None = None,
         leaf: str | None = None,
+        mode: str = "",
+        params: Params | None = None,
     ) -> None:
         self.id = id or new_id()
         self.title = title
@@ -115,6 +125,7 @@ class Conversation:
         for message in messages:
             self._put(message)
         self.system = system
+        self.mode, self.params = mode, params or {}
         self._leaf = leaf
         self._saved_header: Header | None = None
         self._saved: dict[str, Message] = {}
@@ -163,11 +174,11 @@ class Conversation:
 
     def command(self, sampling: Sampling) -> Chat:
         """The whole path as a command to answer its last question, or to go on with its last answer."""
-        return Chat(self._whole(), sampling, self.id)
+        return Chat(self._whole(), sampling, self._id_of_kept)
 
     def to_resume(self) -> Resume:
         """The whole path as a command to go over to it."""
-        return Resume(self.id, self._whole())
+        return Resume(self._id_of_kept, self._whole())
 
     # ---- adding ----------------------------------------------------------------------------------
 
@@ -185,12 +196,15 @@ class Conversation:
         receipt: str = "",
         stats: Stats | None = None,
         switch_lines: tuple[tuple[int, str], ...] = (),
+        model: str = "",
     ) -> Message:
         """Set the text of the answer to the last question; without an ``ending`` more is to come."""
         answer = self.leaf if self._ends_with("assistant") else None
         answer = answer or Message(parent=self._leaf, role="assistant", text="")
         return self.add(
-            replace(answer, text=text, ending=ending, receipt=receipt, stats=stats, switch_lines=switch_lines)
+            replace(
+                answer, text=text, ending=ending, receipt=receipt, stats=stats, switch_lines=switch_lines, model=model
+            )
         )
 
     def add(self, message: Message) -> Message:
@@ -219,7 +233,7 @@ class Conversation:
 
     def fork(self, id: str) -> Conversation:
         """Copy the path to the message ``id`` into a conversation of its own."""
-        fork = Conversation(self.system, title=self.title)
+        fork = Conversation(self.system, title=self.title, mode=self.mode, params=self.params)
         for message in self.path_to(id):
             fork.add(replace(message, id=new_id(), parent=fork._leaf))
         return fork
@@ -253,7 +267,9 @@ class Conversation:
         changes = Changes(
             id=self.id,
             created=self.created,
-            header=Header(title=self.title, system=self.system, leaf=self._leaf),
+            header=Header(
+                title=self.title, system=self.system, leaf=self._leaf, mode=self.mode, params=dict(self.params)
+            ),
             messages=dict(self.messages),
             saved_header=self._saved_header,
             saved=self._saved,
@@ -276,6 +292,11 @@ class Conversation:
     def _whole(self) -> tuple[Turn, ...]:
         """The turns of the path with the system prompt before them."""
         return (*((Turn("system", self.system),) if self.system else ()), *self.turns)
+
+    @property
+    def _id_of_kept(self) -> str:
+        """The id by which the engine keeps its K/V; "" for one that leaves nothing on disk."""
+        return self.id if self.is_kept else ""
 
     def _ends_with(self, role: str) -> bool:
         return self.leaf is not None and self.leaf.role == role

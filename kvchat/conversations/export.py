@@ -6,7 +6,11 @@ Markdown and HTML hold the path shown, JSON the whole tree.
 from __future__ import annotations
 
 import html
+import os
+import re
 from collections.abc import Callable, Iterable
+from datetime import datetime
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,9 +20,10 @@ from kvchat import files
 from kvchat.conversations.conversation import Conversation, Message, new_id
 from kvchat.conversations.kept_stats import SwitchLines, read_stats
 from kvchat.errors import UsageError
-from kvchat.protocol.figures import Stats
+from kvchat.protocol.figures import Params, Stats
 
 SPEAKERS = {"user": "You", "assistant": "Model"}
+NAME_CHARACTERS = 60  # of a file that is named by a title: four bytes each at most, and a name may have 255
 PAGE = """<!doctype html>
 <html lang="en">
 <head>
@@ -41,12 +46,38 @@ table {{ border-collapse: collapse; }} td, th {{ border: 1px solid #8886; paddin
 """
 
 
+def provenance(conversation: Conversation) -> str:
+    """When it was begun, the models that answered on its path, and its mode with what was asked for in that."""
+    models = dict.fromkeys(message.model for message in conversation.path if message.model)
+    asked = [f"{name} {value}" for name, value in conversation.params.items() if value is not None]
+    mode = ", ".join((f"{conversation.mode} mode", *asked)) if conversation.mode else ""
+    return " · ".join(filter(None, (_moment(conversation.created), ", ".join(models), mode)))
+
+
+def _cost(message: Message) -> str:
+    """The line below an answer: when it was given, by which model, and its receipt; "" below a question."""
+    if message.role != "assistant":
+        return ""
+    return " · ".join(filter(None, (_moment(message.created), message.model, message.receipt)))
+
+
+def _moment(seconds: float) -> str:
+    """A time in seconds since the epoch as ``2026-11-26 09:24``, here; "" for one that no calendar has."""
+    try:
+        return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M")
+    except (OverflowError, OSError, ValueError):
+        return ""
+
+
 def to_markdown(conversation: Conversation) -> str:
-    """The path as Markdown, each message under a heading."""
-    parts = [f"# {conversation.title}"]
+    """The path as Markdown, each message under a heading; before it where it comes from, below an answer its cost."""
+    parts = [f"# {conversation.title}", f"*{provenance(conversation)}*"]
     if conversation.system:
         parts.append("## System\n\n" + conversation.system)
-    parts += [f"## {SPEAKERS[message.role]}\n\n{message.marked_text.strip()}" for message in conversation.path]
+    for message in conversation.path:
+        parts.append(f"## {SPEAKERS[message.role]}\n\n{message.marked_text.strip()}")
+        if cost := _cost(message):
+            parts.append(f"*{cost}*")
     return "\n\n".join(parts) + "\n"
 
 
@@ -55,12 +86,14 @@ def to_html(conversation: Conversation) -> str:
     from markdown_it import MarkdownIt
 
     render = MarkdownIt("commonmark", {"html": False}).enable("table").disable("image").render
-    parts = [f'<p class="system">{html.escape(conversation.system)}</p>'] if conversation.system else []
+    parts = [f'<p class="receipt">{html.escape(provenance(conversation))}</p>']
+    if conversation.system:
+        parts.append(f'<p class="system">{html.escape(conversation.system)}</p>')
     for message in conversation.path:
         body = render(message.marked_text) if message.role == "assistant" else html.escape(message.text)
         parts.append(f'<div class="{message.role}">{body}</div>')
-        if message.receipt:
-            parts.append(f'<p class="receipt">{html.escape(message.receipt)}</p>')
+        if cost := _cost(message):
+            parts.append(f'<p class="receipt">{html.escape(cost)}</p>')
     return PAGE.format(title=html.escape(conversation.title), body="\n".join(parts))
 
 
@@ -83,6 +116,7 @@ class _FileMessage(BaseModel):
     stats: Annotated[Stats | None, BeforeValidator(_read_stats)] = None
     pinned: bool = False
     switch_lines: SwitchLines = ()
+    model: str = ""
 
 
 class _File(BaseModel):
@@ -93,6 +127,8 @@ class _File(BaseModel):
     system: str | None
     created: float
     leaf: str | None
+    mode: str = ""
+    params: Params = {}
     messages: Annotated[list[_FileMessage], FailFast()]
 
 
@@ -101,9 +137,47 @@ def to_json(conversation: Conversation) -> str:
     messages = [_FileMessage.model_validate(vars(message)) for message in conversation.messages.values()]
     leaf = conversation.leaf.id if conversation.leaf else None
     file = _File(
-        title=conversation.title, system=conversation.system, created=conversation.created, leaf=leaf, messages=messages
+        title=conversation.title,
+        system=conversation.system,
+        created=conversation.created,
+        leaf=leaf,
+        mode=conversation.mode,
+        params=conversation.params,
+        messages=messages,
     )
     return file.model_dump_json(indent=2) + "\n"
+
+
+def destination(conversation: Conversation, given: str) -> Path:
+    """The file that a person means by ``given``: a path, a folder, or nothing for the folder here.
+
+    In a folder, or where only a format is given (``html``, ``.html``), the file is named by the conversation's title,
+    with a number behind it where there is one already. A name without an ending is one of Markdown.
+    """
+    path = Path(os.path.expanduser(given))
+    wanted = f".{given.lower().removeprefix('.')}"
+    if wanted in FORMATS:
+        path, ending = Path(), wanted
+    elif not given or given.endswith("/") or _is_folder(path):
+        ending = MARKDOWN
+    else:
+        return path if path.suffix else path.with_name(f"{path.name}{MARKDOWN}")
+    name = _file_name(conversation.title)
+    numbered = (path / f"{name}{f' {number}' if number > 1 else ''}{ending}" for number in count(1))
+    return next(file for file in numbered if not os.path.lexists(file))
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):  # a name that is too long, or has a NUL
+        return False
+
+
+def _file_name(title: str) -> str:
+    """A title as the name of a file on any system, without its ending."""
+    plain = re.sub(r'[\x00-\x1f\x7f/\\:*?"<>|]+', " ", title)
+    return " ".join(plain.split())[:NAME_CHARACTERS].strip(" .") or "conversation"
 
 
 def write(conversation: Conversation, path: Path) -> None:
@@ -197,7 +271,7 @@ def from_json(data: bytes, name: str) -> Conversation:
         raise _refusal(name, f"{where}: {first['msg']}.") from None
     ids: dict[str, str] = {}
     roles: dict[str | None, str] = {None: "assistant"}
-    conversation = Conversation(file.system, title=file.title, created=file.created)
+    conversation = Conversation(file.system, title=file.title, created=file.created, mode=file.mode, params=file.params)
     for given in file.messages:
         if given.id in ids:
             raise _refusal(name, f"Two messages have the id {given.id}.")
@@ -218,4 +292,5 @@ def _refusal(name: str, detail: str) -> UsageError:
     )
 
 
-FORMATS: dict[str, Callable[[Conversation], str]] = {".md": to_markdown, ".html": to_html, ".json": to_json}
+MARKDOWN = ".md"
+FORMATS: dict[str, Callable[[Conversation], str]] = {MARKDOWN: to_markdown, ".html": to_html, ".json": to_json}

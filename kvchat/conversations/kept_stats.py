@@ -1,4 +1,4 @@
-"""The parts of an answer beside its text that the database and exported files keep: figures, lines of switches."""
+"""What the database and exported files keep beside texts: figures, lines of switches, a mode's parameters."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import math
 
 from pydantic import TypeAdapter
 
-from kvchat.protocol.figures import Count, Several, Stats
+from kvchat.protocol.figures import Count, Params, Several, Stats
 
 _STATS = TypeAdapter(Stats)
 SwitchLines = Several[tuple[Count, str]]
 _SWITCH_LINES: TypeAdapter[SwitchLines] = TypeAdapter(SwitchLines)
+_PARAMS: TypeAdapter[Params] = TypeAdapter(Params)
 _NAMES = {field.name for field in dataclasses.fields(Stats)}
 
 
@@ -32,3 +33,11 @@ def read_switch_lines(text: object) -> SwitchLines:
         return _SWITCH_LINES.validate_json(text)  # type: ignore[arg-type]
     except ValueError:
         return ()
+
+
+def read_params(text: object) -> Params:
+    """A mode's parameters from JSON; none where it is damaged. The mode checks them when it is entered."""
+    try:
+        return _PARAMS.validate_json(text)  # type: ignore[arg-type]
+    except ValueError:
+        return {}

@@ -42,4 +42,9 @@ MIGRATIONS = (
     ),
     ("ALTER TABLE message ADD COLUMN pinned INTEGER NOT NULL DEFAULT 0",),
     ("ALTER TABLE message ADD COLUMN switch_lines TEXT NOT NULL DEFAULT '[]'",),
+    (
+        "ALTER TABLE conversation ADD COLUMN mode TEXT NOT NULL DEFAULT ''",
+        "ALTER TABLE conversation ADD COLUMN params TEXT NOT NULL DEFAULT '{}'",
+        "ALTER TABLE message ADD COLUMN model TEXT NOT NULL DEFAULT ''",
+    ),
 )

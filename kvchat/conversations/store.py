@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from kvchat import files, paths
-from kvchat.conversations.conversation import Changes, Conversation, Message, new_id, shorten
-from kvchat.conversations.kept_stats import read_stats, read_switch_lines
+from kvchat.conversations.conversation import Changes, Conversation, Header, Message, new_id, shorten
+from kvchat.conversations.kept_stats import read_params, read_stats, read_switch_lines
 from kvchat.conversations.migrations import MIGRATIONS
 from kvchat.conversations.saved_kv import SavedKv
 from kvchat.errors import KvchatError, UsageError
@@ -123,7 +123,9 @@ class ConversationStore:
         """The conversation as if nothing of it were saved."""
         with self._errors("read"):
             header = self._db.execute(
-                "SELECT id, title, system, created, leaf FROM conversation WHERE id = ? AND deleted IS NULL", (id,)
+                "SELECT id, title, system, created, leaf, mode, params FROM conversation"
+                " WHERE id = ? AND deleted IS NULL",
+                (id,),
             ).fetchone()
             rows = self._db.execute(
                 f"SELECT {', '.join(_MESSAGE)} FROM message WHERE conversation = ? ORDER BY row", (id,)
@@ -193,15 +195,16 @@ class ConversationStore:
 
     def _save_header(self, changes: Changes) -> bool:
         """Write what changed of the header; whether the conversation is not on disk, perhaps not any more."""
-        header = dataclasses.asdict(changes.header)
+        header = _columns(changes.header)
         found = self._db.execute("SELECT 1 FROM conversation WHERE id = ?", (changes.id,)).fetchone()
-        saved = dataclasses.asdict(changes.saved_header) if found and changes.saved_header else {}
+        saved = _columns(changes.saved_header) if found and changes.saved_header else {}
         due = {name: value for name, value in header.items() if name not in saved or saved[name] != value}
         if found:
             self._write("conversation", changes.id, {**due, "updated": time.time(), "deleted": None})
         else:
             self._db.execute(
-                "INSERT INTO conversation (id, title, system, leaf, created, updated) VALUES (?, ?, ?, ?, ?, ?)",
+                f"INSERT INTO conversation (id, {', '.join(header)}, created, updated)"
+                f" VALUES (?, {', '.join('?' * len(header))}, ?, ?)",
                 tuple(map(_storable, (changes.id, *header.values(), changes.created, time.time()))),
             )
         return found is None
@@ -264,7 +267,7 @@ class ConversationStore:
 
 ROLES = ("user", "assistant")
 _MESSAGE = tuple(field.name for field in dataclasses.fields(Message))
-CHANGING = ("text", "ending", "receipt", "stats", "pinned", "switch_lines")
+CHANGING = ("text", "ending", "receipt", "stats", "pinned", "switch_lines", "model")
 _SUMMARY = (
     "SELECT c.id, CAST(c.title AS TEXT) AS title, CAST(c.updated AS REAL) AS updated,"
     " (SELECT count(*) FROM message WHERE conversation = c.id) AS messages"
@@ -338,6 +341,11 @@ def _ancestors(changes: Changes, ids: Iterable[str]) -> set[str]:
     return above
 
 
+def _columns(header: Header) -> dict[str, Any]:
+    """The fields of a header as they are stored."""
+    return {**dataclasses.asdict(header), "params": json.dumps(header.params)}
+
+
 def _values(message: Message) -> dict[str, Any]:
     """The fields of a message as they are stored."""
     values = {name: getattr(message, name) for name in _MESSAGE}
@@ -348,7 +356,7 @@ def _values(message: Message) -> dict[str, Any]:
 
 def _message(row: sqlite3.Row) -> Message:
     """The message of a row, in which only its figures and the lines of switches may be damaged."""
-    texts = all(isinstance(row[name], str) for name in ("id", "role", "text", "ending", "receipt"))
+    texts = all(isinstance(row[name], str) for name in ("id", "role", "text", "ending", "receipt", "model"))
     if not texts or not row["id"] or row["role"] not in ROLES or not isinstance(row["parent"], str | None):
         raise sqlite3.DatabaseError("a message in it is malformed")
     values = {**dict(row), "created": _time(row), "stats": _stats(row["stats"]), "pinned": bool(row["pinned"])}
@@ -358,7 +366,8 @@ def _message(row: sqlite3.Row) -> Message:
 def _header(row: sqlite3.Row) -> dict[str, Any]:
     if not isinstance(row["title"], str) or not all(isinstance(row[name], str | None) for name in ("system", "leaf")):
         raise sqlite3.DatabaseError("what it says of the conversation is malformed")
-    return {**dict(row), "created": _time(row)}
+    mode = row["mode"] if isinstance(row["mode"], str) else ""
+    return {**dict(row), "created": _time(row), "mode": mode, "params": read_params(row["params"])}
 
 
 def _time(row: sqlite3.Row) -> float:

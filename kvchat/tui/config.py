@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kvchat.config import sources
 from kvchat.config.sources import Resolved
+from kvchat.protocol.figures import Params
 from kvchat.protocol.messages import Load, Sampling
 from kvchat.protocol.recording import Recorder
 
@@ -20,6 +21,8 @@ class AppConfig:
     latest one. ``prompt`` is sent first, as if it were typed, with ``piped`` before it. ``model_folders`` are looked
     into for models. ``engine_command`` and ``download_command`` None start the real ones. ``profile`` names the
     profiles in force.
+    New conversations are kept on disk where it ``keeps_new``. ``asked_mode`` and ``asked_params``, by mode, were asked
+    for on the command line: they go before what the conversation gone on with was in.
     ``recorder`` notes what the engine reports, ``replay`` is the name of the recording that the engine plays.
     ``problems`` are shown once: settings that could not be used. ``resolved`` are all settings with their sources,
     ``config_file`` is where changed ones are saved; None saves none.
@@ -35,6 +38,9 @@ class AppConfig:
     history_file: Path | None = None
     database: Path | None = None
     resume: bool = False
+    keeps_new: bool = True
+    asked_mode: str = ""
+    asked_params: dict[str, Params] = field(default_factory=dict)
     prompt: str = ""
     piped: str = ""
     model_folders: tuple[Path, ...] = ()

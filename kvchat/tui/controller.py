@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from kvchat.config import modes
-from kvchat.conversations.conversation import Conversation
 from kvchat.errors import EngineError, UsageError
 from kvchat.protocol.figures import Params
 from kvchat.protocol.messages import Command, Peek, Rebuild, Switch
@@ -20,7 +19,7 @@ from kvchat.tui.details import DetailsWatch
 from kvchat.tui.events import EngineEvents
 from kvchat.tui.kept.archive import Archive
 from kvchat.tui.kept.branches import Branches
-from kvchat.tui.kept.keeping import KeptConversations
+from kvchat.tui.kept.keeping import KeptConversations, ModeOfConversation
 from kvchat.tui.model_choice.models import Models
 from kvchat.tui.pins import Pins
 from kvchat.tui.replay import Replay
@@ -36,19 +35,30 @@ class ChatController(KeptConversations):
     def __init__(self, config: AppConfig, client: EngineClient, view: ChatView) -> None:
         self.client = client
         self.view = view
-        self.state = ChatState(Conversation(config.system), config.sampling, config.load.mode)
+        self._config, self._system = config, config.system
+        self.state = ChatState(self._begun(), config.sampling, config.load.mode, settings=config.load.mode_params)
         self.archive = Archive(config.database, view)
         self.replay = Replay(config.replay, client, view)
         self.answers = Answers(self.state, client, view, self._save, lambda: self.replay.is_real_time)
         self.branches = Branches(self.state, self.answers, view)
         self.pins = Pins(self.state, self.answers, view)
+        self.mode_of_conversation = ModeOfConversation(self.state, client, view)
         self.comparisons = Comparisons(self.state, client, self.branches, view)
         self.models = Models(config, self.state, client, view, self.restart)
         self.details = DetailsWatch(client, is_recorded=config.recorder is not None)
         self._events = EngineEvents(
-            self.state, self.answers, self.pins, self.comparisons, self.models, self.details, view, self.restart
+            self.state,
+            self.answers,
+            self.pins,
+            self.comparisons,
+            self.models,
+            self.details,
+            self.replay,
+            self.mode_of_conversation,
+            view,
+            self.restart,
         )
-        self._system, self._is_log_problem_shown = config.system, False
+        self._is_log_problem_shown = False
         self._deleted: list[str] = []
         self._endings: set[asyncio.Task[None]] = set()
 

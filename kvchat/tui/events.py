@@ -35,8 +35,10 @@ from kvchat.tui.answering.answers import Answers
 from kvchat.tui.client import Crashed, Report
 from kvchat.tui.comparing.comparisons import Comparisons
 from kvchat.tui.details import DetailsWatch
+from kvchat.tui.kept.keeping import ModeOfConversation
 from kvchat.tui.model_choice.models import Models
 from kvchat.tui.pins import Pins
+from kvchat.tui.replay import Replay
 from kvchat.tui.state import ENDINGS, ChatState, Phase, without_conversation
 from kvchat.tui.view import ChatView
 from kvchat.tui.ways_out import WayOut, ways_out
@@ -54,6 +56,8 @@ class EngineEvents:
         comparisons: Comparisons,
         models: Models,
         details: DetailsWatch,
+        replay: Replay,
+        mode_of_conversation: ModeOfConversation,
         view: ChatView,
         restart: Callable[[], Awaitable[None]],
     ) -> None:
@@ -63,6 +67,8 @@ class EngineEvents:
         self.comparisons = comparisons
         self.models = models
         self.details = details
+        self.replay = replay
+        self.mode_of_conversation = mode_of_conversation
         self.view = view
         self._restart = restart
         self._may_restart = True
@@ -128,6 +134,7 @@ class EngineEvents:
             self.view.log_event(f"{loaded.model} on {loaded.device}, context {count(loaded.context)}")
             for note in loaded.notes:
                 self.view.add_note(note)
+        self.mode_of_conversation.restore(is_ready=True)
         if not self.answers.queue.has_questions:
             self.answers.take_up()
         await self.answers.ready()
@@ -182,12 +189,15 @@ class EngineEvents:
         self.state.enter_mode(switched.mode, switched.params)
         self.state.given = switched.given
         self.state.pending.clear()
+        self.state.note_mode()
         self.view.show_state(self.state)
         self.view.log_event(f"{switched.before} -> {switched.mode} at {count(switched.total)} tok")
-        await self.answers.add_switch(switched, speed)
+        if not self.mode_of_conversation.told():
+            await self.answers.add_switch(switched, speed)
 
     def _switch_refused(self, refused: SwitchRefused) -> None:
         self.state.pending.clear()
+        self.mode_of_conversation.refused()
         self.state.mode = refused.mode  # `wanted` stays, so that the next F6 goes past the refused mode
         self._show_error(UsageError(f"The mode stays {refused.mode}.", refused.message, "/mode lists all modes."))
 
@@ -211,6 +221,7 @@ class EngineEvents:
         await self.answers.ask(asked.text)
 
     def _replayed(self, replayed: Replayed) -> None:
+        self.replay.is_over = True
         self.view.toast(f"The recording is over: {seconds(replayed.seconds)}. /restart plays it again.", timeout=10)
 
     async def _failed(self, failed: Failed) -> None:

@@ -13,13 +13,14 @@ SLOWEST = 1 / 8
 class Replay:
     """The pace of the recording ``name``, empty where a real engine runs.
 
-    ``is_real_time`` says whether speeds measured on the screen are true: not once the pace was changed.
+    ``is_real_time`` says whether speeds measured on the screen are true: not once the pace was changed. ``is_over``:
+    it was played to its end.
     """
 
     def __init__(self, name: str, client: EngineClient, view: ChatView) -> None:
         self.name = name
         self.speed = 1.0
-        self.is_paused = False
+        self.is_paused = self.is_over = False
         self._client = client
         self._view = view
         self.is_real_time = True
@@ -63,7 +64,7 @@ class Replay:
 
     def begin(self) -> None:
         """The engine begins to play, at its own pace: let it be this one."""
-        self.is_real_time = self._pace == 1
+        self.is_real_time, self.is_over = self._pace == 1, False
         if self.name and not self.is_real_time:
             self._client.send(Pace(self._pace))
 

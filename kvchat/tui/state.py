@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any
 
-from kvchat.config.modes import registered
+from kvchat.config.modes import asked_for, registered
 from kvchat.conversations import attachments
 from kvchat.conversations.conversation import CUT_OFF, Conversation, Message
 from kvchat.protocol.details import Details
@@ -73,13 +73,15 @@ class ChatState:
     those it has not answered yet, ``later`` those kept for the next mode that has them, ``awaiting`` those kept for a
     mode by its name. ``first_mode`` is that of the answer's start, ``prompt_tokens`` the length of its prompt, empty
     and None while they are not known. ``edited`` is the id of the message that the next text sent takes the place of.
-    ``is_stored`` says whether the engine's K/V are of this conversation, not of the one before.
+    ``is_stored`` says whether the engine's K/V are of this conversation, not of the one before. ``settings`` are those
+    of the modes.
     """
 
     conversation: Conversation
     sampling: Sampling
     mode: str
     params: Params = field(default_factory=dict)
+    settings: Mapping[str, Params] = field(default_factory=dict)
     wanted: str = ""
     given: dict[str, Params] = field(default_factory=dict)
     pending: dict[str, Params] = field(default_factory=dict)
@@ -101,6 +103,11 @@ class ChatState:
     def parameters(self) -> Mapping[str, Any]:
         """The fields of the present mode's parameters by name; none of a mode that only the engine knows."""
         return registered()[self.mode].model_fields if self.mode in registered() else {}
+
+    def note_mode(self) -> None:
+        """Note in the conversation which mode it is in, and what was asked for in it."""
+        self.conversation.mode = self.mode
+        self.conversation.params = asked_for(self.mode, self.settings, self.given)
 
     def marks(self, snapshot: Snapshot) -> Callable[[str], Mark | None]:
         """The mark of a message of the path by its id: how much of it the model reads, None where nothing is stored."""

@@ -32,6 +32,52 @@ def test_markdown_is_the_path(conversation):
     assert "first" not in text
 
 
+def test_markdown_and_the_page_say_which_model_in_which_mode_and_when(conversation):
+    conversation.mode, conversation.params = "speculative", {"budget": 128, "sink": None}
+    conversation.ask("And this?")
+    conversation.answer("It is.", "eos", "9 tok", model="SmolLM2, int4")
+    made, answered = conversation.created, conversation.leaf.created
+    day, minute = (time.strftime(form, time.localtime(made)) for form in ("%Y-%m-%d", "%H:%M"))
+    at = time.strftime("%Y-%m-%d %H:%M", time.localtime(answered))
+    for text in (export.to_markdown(conversation), export.to_html(conversation)):
+        assert f"{day} {minute} · SmolLM2, int4 · speculative mode, budget 128<" in text.replace("*", "<")
+        assert f"{at} · SmolLM2, int4 · 9 tok" in text
+    read = export.from_json(export.to_json(conversation).encode(), "x.json")
+    assert (read.mode, read.params) == ("speculative", {"budget": 128, "sink": None})
+    assert read.leaf.model == "SmolLM2, int4"
+
+
+@pytest.mark.parametrize(
+    ("title", "given", "file"),
+    [
+        ("My cat", "", "My cat.md"),
+        ("My cat", ".", "My cat.md"),
+        ("My cat", "html", "My cat.html"),
+        ("My cat", ".json", "My cat.json"),
+        ("My cat", "notes/", "notes/My cat.md"),
+        ("My cat", "notes", "notes/My cat.md"),
+        ("My cat", "cats", "cats.md"),
+        ("My cat", "cats.html", "cats.html"),
+        ("a/b: what\0 is *it*?\n..", "", "a b what is it.md"),
+        ("../../etc/passwd", "", "etc passwd.md"),
+        ("...", "", "conversation.md"),
+        ("猫" * 60, "", f"{'猫' * 60}.md"),
+        ("taken", "", "taken 3.md"),
+    ],
+)
+def test_a_file_that_is_not_named_is_named_by_the_title(tmp_path, monkeypatch, title, given, file):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes").mkdir()
+    for taken in ("taken.md", "taken 2.md"):
+        (tmp_path / taken).write_text("there")
+    conversation = Conversation(title=title)
+    conversation.ask("hello")
+    path = export.destination(conversation, given)
+    assert str(path) == file
+    export.write(conversation, path)
+    assert (tmp_path / file).read_text()
+
+
 def test_html_renders_answers_and_runs_nothing(conversation):
     page = export.to_html(conversation)
     assert "<th>a</th>" in page

@@ -51,6 +51,12 @@ class Chat:
     view: FakeView
     client: FakeClient
 
+    @classmethod
+    def of(cls, config: AppConfig) -> Chat:
+        """A chat with these settings."""
+        view, client = FakeView(), FakeClient()
+        return cls(ChatController(config, client, view), view, client)
+
     async def load(self, **changes: object) -> None:
         """Report a loaded model."""
         await self.controller.handle(replace(LOADED, **changes))
@@ -72,9 +78,14 @@ class Chat:
 
 
 @pytest.fixture
+def chat_of() -> Callable[[AppConfig], Chat]:
+    """A chat with other settings; the test closes it."""
+    return Chat.of
+
+
+@pytest.fixture
 async def chat(config: AppConfig) -> AsyncIterator[Chat]:
-    view, client = FakeView(), FakeClient()
-    chat = Chat(ChatController(config, client, view), view, client)
+    chat = Chat.of(config)
     yield chat
     await chat.controller.archive.close()
 

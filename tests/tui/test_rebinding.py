@@ -113,24 +113,24 @@ async def test_a_rebound_key_works_and_is_shown_everywhere(running, config):
         assert describe_keys(BY_ID["mode.next"], app.keys) == "F6"
 
 
-WITHOUT_KEYS = {"export": "f11", "profile": "f12", "theme": "ctrl+g", "branch": "alt+b"}
+WITHOUT_KEYS = {"import": "f11", "profile": "f12", "theme": "ctrl+g", "branch": "alt+b"}
 
 
 async def test_actions_without_a_key_take_one_and_show_it_everywhere(running, config):
     async with running(replace(config, keys=WITHOUT_KEYS), size=(200, 60)) as (app, _pilot, until):
-        await until(lambda: " F12 profile  F11 export  ^G theme" in hints(app))
+        await until(lambda: " F12 profile  F11 import  ^G theme" in hints(app))
         assert "none:" not in hints(app)
         docs = {choice.title: choice.doc for choice in choices(app.chat, app.keys, app.themes)}
-        assert docs["/export FILE"].endswith("  F11")
-        assert {("F11", BY_ID["export"].doc), ("Ctrl+G", BY_ID["theme"].doc)} <= set(key_rows(app.keys))
+        assert docs["/import FILE"].endswith("  F11")
+        assert {("F11", BY_ID["import"].doc), ("Ctrl+G", BY_ID["theme"].doc)} <= set(key_rows(app.keys))
         press(app, "f12", "ctrl+g", "alt+b")
         await until(lambda: "only one branch" in toasts(app))
         await until(lambda: [note for note in notes(app) if note.startswith("Themes: ")])
         assert [note for note in notes(app) if note.startswith("Profiles in force")]
         press(app, "f11", "a")
-        await until(lambda: prompt(app).text == "/export a")
+        await until(lambda: prompt(app).text == "/import a")
         app.rebind({})
-        await until(lambda: "export" not in hints(app))
+        await until(lambda: "import" not in hints(app))
 
 
 def test_every_action_that_is_not_built_in_takes_a_key():

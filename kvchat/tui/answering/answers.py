@@ -51,6 +51,7 @@ class Answers:
         """Ask for an answer to the last question, or for more of the last answer, which is ``said``."""
         conversation = self.state.conversation
         self._begin_asking()
+        self.state.note_mode()
         self.state.first_mode, self.state.is_stored, self.state.prompt_tokens = "", True, None
         self._said, self._marks = said, []
         answer = await self.view.add_answer()
@@ -146,7 +147,7 @@ class Answers:
         if self._said.text or finished.text or finished.reason != "stopped":
             receipt = self.state.receipt(finished)
             message = self.state.conversation.answer(
-                self._said.text + finished.text, finished.reason, receipt, finished.stats, switch_lines
+                self._said.text + finished.text, finished.reason, receipt, finished.stats, switch_lines, self._model
             )
             await answer.finish(message, self.state.footer(message))
             await self._save()
@@ -158,7 +159,7 @@ class Answers:
         """Put the text that has come so far into the conversation, to be saved with it."""
         conversation = self.state.conversation
         if self.answer is not None and self.answer.text and conversation.last_text() != self.answer.text:
-            conversation.answer(self.answer.text, switch_lines=self._lines())
+            conversation.answer(self.answer.text, switch_lines=self._lines(), model=self._model)
 
     async def abandon(self) -> bool:
         """Close the answer in progress; whether it has text, which is kept. Else its question is given back."""
@@ -168,7 +169,7 @@ class Answers:
         self.queue.hold()
         switch_lines = self._take_lines()
         if answer.text:
-            message = self.state.conversation.answer(answer.text, CUT_OFF, switch_lines=switch_lines)
+            message = self.state.conversation.answer(answer.text, CUT_OFF, switch_lines=switch_lines, model=self._model)
             await answer.finish(message, self.state.footer(message))
             await self._save()
         else:
@@ -179,7 +180,7 @@ class Answers:
     def leave(self) -> None:
         """Go away from the answer in progress, keeping its text, and from queued questions: another conversation."""
         if self.answer is not None and self.answer.text:
-            self.state.conversation.answer(self.answer.text, "stopped", switch_lines=self._lines())
+            self.state.conversation.answer(self.answer.text, "stopped", switch_lines=self._lines(), model=self._model)
         if queued := self.queue.leave():
             self._restore(queued, "What was queued")
         self.answer = self._question = None
@@ -239,6 +240,11 @@ class Answers:
         """Put a text that was sent back into the prompt; beside another text it stays in the prompt history."""
         place = "back in the prompt" if self.view.restore_prompt(text) else "in the prompt history"
         self.view.toast(f"{what} is {place}.")
+
+    @property
+    def _model(self) -> str:
+        """The name of the model that answers, "" before one is loaded."""
+        return self.state.info.model if self.state.info else ""
 
     def _begin_asking(self) -> None:
         self.expect()

@@ -58,8 +58,8 @@ async def fork(chat: ChatController, argument: str) -> None:
 
 
 async def export_file(chat: ChatController, argument: str) -> None:
-    """``/export FILE``: the ending says the format."""
-    path = Path(os.path.expanduser(argument))
+    """``/export FILE``: the ending says the format; alone, or with a folder, into a file named by the title."""
+    path = export.destination(chat.state.conversation, argument)
     export.write(chat.state.conversation, path)
     chat.view.toast(f"Written to {path.absolute()}.", title="Exported")
 

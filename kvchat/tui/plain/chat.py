@@ -48,7 +48,7 @@ def run(config: AppConfig) -> int:
 
 
 async def _run(config: AppConfig) -> int:
-    is_typed = sys.stdin is not None and sys.stdin.isatty()
+    is_typed = sys.stdin is not None and sys.stdin.isatty() and not (config.replay and not sys.stdout.isatty())
     lines = LineWriter(sys.stdout, sys.stderr, PROMPT if is_typed else "")
     client = EngineClient(config.engine_command, config.log_file, config.recorder)
     if config.recorder:
@@ -141,9 +141,11 @@ class PlainChat:
 
     async def _read(self, reader: LineReader) -> None:
         asking = asyncio.create_task(self._ask_when_idle()) if self._is_typed else None
+        playing = asyncio.create_task(self._leave_when_over()) if self._plays_to_the_end else None
+        waits = not self._is_typed and playing is None  # a recording asks by itself
         try:
             async for line, piped in self._given(reader):
-                if not self._is_typed:
+                if waits:
                     await self._until(self._is_through)
                 self._is_taking = True
                 await self._take(line, piped)
@@ -151,11 +153,13 @@ class PlainChat:
                 self._lines.changed.set()
                 if self._left.is_set():
                     return
-                if not self._is_typed:
+                if waits:
                     await self._until(self._is_through)
+            if playing:
+                await playing
         finally:
-            if asking:
-                asking.cancel()
+            for beside in filter(None, (asking, playing)):
+                beside.cancel()
 
     async def _given(self, reader: LineReader) -> AsyncIterator[tuple[str, str]]:
         """The question of the command line with what was piped in for it, and the lines that are typed or piped in."""
@@ -202,7 +206,8 @@ class PlainChat:
         return self.chat.state.phase in (Phase.READY, Phase.DOWN) and (queue.is_held or not queue)
 
     def _is_through(self) -> bool:
-        return self._is_idle() and not self.chat.models.is_working
+        is_going_back = self.chat.mode_of_conversation.is_due and self.chat.state.phase is not Phase.DOWN
+        return self._is_idle() and not self.chat.models.is_working and not is_going_back
 
     async def _ask_when_idle(self) -> None:
         """Show the prompt whenever nothing is being said."""
@@ -210,6 +215,15 @@ class PlainChat:
             if self._is_idle() and not self._is_taking:
                 self._lines.ask()
             await self._change()
+
+    @property
+    def _plays_to_the_end(self) -> bool:
+        return bool(self.chat.replay.name) and not self._is_typed
+
+    async def _leave_when_over(self) -> None:
+        """Leave at the end of the recording: nobody is there to play it again."""
+        await self._until(lambda: self.chat.replay.is_over or self.chat.state.phase is Phase.DOWN)
+        self._left.set()
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         while not condition():
@@ -231,7 +245,7 @@ class PlainChat:
         """Stop the answer, else leave; an editor that has the terminal gets the key itself."""
         if self._editor is not None:
             return
-        if self.chat.state.phase.busy:
+        if self.chat.state.phase.busy and not self.chat.replay.name:
             self.chat.stop()
         else:
             self._leave(0 if self._is_typed else INTERRUPTED)

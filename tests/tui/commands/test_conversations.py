@@ -132,12 +132,16 @@ async def test_titles_copies_and_deleting(running, config):
         await until(lambda: "Nothing has been deleted" in toasts(app))
 
 
-async def test_export_and_import(running, config, tmp_path):
+async def test_export_and_import(running, config, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     async with running(config) as (app, _pilot, until):
         typed(app, f"/export {tmp_path}/empty.md")
         await until(lambda: "nothing to export" in toasts(app))
         typed(app, "hello")
         await until(lambda: finished(app))
+        typed(app, "/export")
+        await until((tmp_path / "hello.md").exists)
+        await until(lambda: str(tmp_path / "hello.md") in toasts(app))
         for name in ("a.md", "a.html", "a.json"):
             typed(app, f"/export {tmp_path / name}")
             await until((tmp_path / name).exists)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from support.patience import PATIENCE_S
@@ -14,6 +15,8 @@ from kvchat.protocol.messages import (
     Forget,
     Resumed,
     Stop,
+    Switch,
+    Switched,
     Text,
 )
 from kvchat.tui.kept import keeping
@@ -98,3 +101,99 @@ async def test_going_to_a_conversation_takes_up_what_the_engine_keeps_of_it(chat
     assert chat.view.notes[-1] == "30,112 tokens came back from memory in 400 ms."
     await chat.controller.delete(first.id, first.title)
     assert Forget(first.id) in chat.client.sent
+
+
+SPECULATIVE = Switched("full", "speculative", {"budget": 128}, 0, 0, 0.0, given={"speculative": {"budget": 128}})
+
+
+def switches(chat):
+    return [(one.mode, one.params) for one in chat.client.sent if isinstance(one, Switch)]
+
+
+async def in_speculative(chat):
+    """A conversation that is on disk and was in speculative mode with a budget of 128; its id."""
+    await chat.controller.open_archive()
+    await chat.load()
+    await chat.controller.handle(SPECULATIVE)
+    await chat.ask("one")
+    await chat.controller.handle(DONE)
+    return chat.controller.state.conversation.id
+
+
+async def test_a_conversation_opened_again_brings_back_its_mode_and_parameters_and_says_so(chat):
+    kept = await in_speculative(chat)
+    await chat.controller.new()
+    given = {"speculative": {"budget": 512, "tau": 0.5}}
+    await chat.controller.handle(Switched("speculative", "full", {}, 0, 0, 0.0, given=given))
+    await chat.ask("two")
+    await chat.controller.handle(DONE)
+    chat.client.sent.clear()
+    await chat.controller.open(kept)
+    assert switches(chat) == [("speculative", {"budget": 128, "tau": 0.8})]
+    assert not chat.view.notes
+    lines = len(chat.view.switches)
+    await chat.controller.handle(SPECULATIVE)
+    assert "speculative" in chat.view.notes[-1]
+    assert "128" in chat.view.notes[-1]
+    assert len(chat.view.switches) == lines, "it is said once"
+    await chat.controller.open_last()
+    assert switches(chat)[1:] == [("full", {})]
+    await chat.controller.open(kept)
+    assert (await chat.controller.archive.load(kept)).mode == "speculative", "a switch on its way is of another one"
+
+
+@pytest.mark.parametrize(
+    ("flags", "sent"),
+    [
+        ({}, [("speculative", {"budget": 128})]),
+        ({"asked_mode": "sync"}, []),
+        ({"asked_mode": "speculative"}, [("speculative", {"budget": 128})]),
+        ({"asked_params": {"speculative": {"budget": 256}}}, [("speculative", {"budget": 256})]),
+    ],
+)
+async def test_the_latest_conversation_goes_on_in_its_mode_unless_another_is_asked_for(
+    config, chat_of, tmp_path, flags, sent
+):
+    config = replace(config, database=tmp_path / "chats.db")
+    first = chat_of(config)
+    await in_speculative(first)
+    await first.controller.close()
+    then = chat_of(replace(config, resume=True, **flags))
+    await then.controller.open_archive(resume=True)
+    assert switches(then) == [], "no model is ready"
+    await then.controller.start()
+    await then.load()
+    assert switches(then) == sent
+    await then.controller.close()
+
+
+async def test_a_mode_that_is_gone_is_said_and_the_conversation_goes_on(chat):
+    kept = await in_speculative(chat)
+    chat.controller.state.conversation.mode = "strided"
+    await chat.controller.new()
+    chat.client.sent.clear()
+    await chat.controller.open(kept)
+    assert switches(chat) == []
+    assert "strided" in chat.view.notes[-1]
+
+
+async def test_what_a_pipe_asks_is_not_kept_unless_the_conversation_is_on_disk(config, chat_of, tmp_path):
+    config = replace(config, database=tmp_path / "chats.db")
+    first = chat_of(config)
+    kept = await in_speculative(first)
+    await first.controller.close()
+    piped = chat_of(replace(config, keeps_new=False))
+    await piped.controller.open_archive()
+    await piped.load()
+    for begin in (piped.controller.new, piped.controller.new, piped.controller.fork):
+        await begin()
+        await piped.ask("two")
+        assert piped.client.sent[-1].conversation == ""
+        await piped.controller.handle(DONE)
+    assert [one.id for one in await piped.controller.archive.search("")] == [kept]
+    await piped.controller.open(kept)
+    await piped.ask("three")
+    assert piped.client.sent[-1].conversation == kept
+    await piped.controller.handle(DONE)
+    assert len((await piped.controller.archive.load(kept)).messages) == 4
+    await piped.controller.close()

@@ -15,7 +15,12 @@ import pytest
 from support.app_driver import wait_for
 from support.patience import PATIENCE_S
 
+from kvchat.cli.replay import ENGINE
 from kvchat.foreign_text import visible
+from kvchat.protocol.figures import Stats
+from kvchat.protocol.messages import Finished, Loaded, Started, Text
+from kvchat.protocol.recording import Recorder
+from kvchat.protocol.replaying import Asked
 from kvchat.tui.actions import COMMANDS
 from kvchat.tui.client import EngineClient
 from kvchat.tui.plain.chat import INTERRUPTED, PROMPT, REFUSED, PlainChat
@@ -297,3 +302,25 @@ async def test_a_comparison_and_a_needle_are_told_in_lines(config):
     assert "full: All said by full here." in session.said
     assert "streaming: answer All said by streaming here., ✓ found, read 50 %" in session.said
     assert "did not find it" in session.said
+
+
+@pytest.mark.parametrize("lines", ["", "/speed 8\n"])
+async def test_a_recording_is_played_to_its_end_whatever_is_piped_in(config, tmp_path, lines):
+    recording = tmp_path / "demo.jsonl"
+    recorder = Recorder(recording, "1")
+    loaded = Loaded("bundled", "llama", 43_000_000, "cpu", "float32", 16384, 8, 4, 32, 16384, "full", {})
+    said = (Started(3, 0), Text("I am well.", 3), Finished("eos", "I am well.", Stats()))
+    for event in (loaded, Asked("How are you?"), *said):
+        recorder.note(event)
+    recorder.close()
+    played = replace(config, replay="demo", engine_command=(*ENGINE, str(recording)), database=None)
+    code, session = await piped(played, lines)
+    assert (code, session.errors.getvalue()) == (0, "")
+    assert "you: How are you?\nmodel: I am well.\n" in session.said
+
+
+async def test_the_latest_conversation_goes_on_in_its_own_mode_before_anything_is_asked(config):
+    await piped(config, "hello\n/mode speculative budget=128\n")
+    code, session = await piped(replace(config, resume=True), "/mode\n")
+    assert (code, session.errors.getvalue()) == (0, "")
+    assert session.said.index("Back in speculative mode, budget 128") < session.said.index("* speculative")
