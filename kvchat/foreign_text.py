@@ -1,7 +1,8 @@
 """Text that kvchat did not write, made harmless for a terminal.
 
-A control character becomes a visible mark: U+2400 and the following for C0 and DEL, ‹U+009B› for C1 and bidirectional
-controls, U+FFFD for a lone surrogate. Newline and tab stay.
+A control character becomes a visible mark: U+2400 and the following for C0 and DEL, ‹U+009B› for C1 and what embeds,
+isolates or overrides a direction, which may reorder the rest of a line, U+FFFD for a lone surrogate. Newline and tab
+stay, and so do direction marks, which texts from right to left are written with.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ import re
 from typing import Any
 
 KEPT = "\n\t"
-BIDI = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+DIRECTIONS = (*range(0x202A, 0x202F), *range(0x2066, 0x206A))
 
 MARKS = {
     **{code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in KEPT},
     0x7F: "\u2421",
-    **{code: f"‹U+{code:04X}›" for code in (*range(0x80, 0xA0), *BIDI)},
+    **{code: f"‹U+{code:04X}›" for code in (*range(0x80, 0xA0), *DIRECTIONS)},
     **dict.fromkeys(range(0xD800, 0xE000), "\ufffd"),
 }
+_OF_TYPED = {code: mark for code, mark in MARKS.items() if code not in DIRECTIONS}
 _CONTROL = re.compile("[" + "".join(re.escape(chr(code)) for code in MARKS) + "]")
 
 
@@ -27,6 +29,11 @@ def visible(text: str) -> str:
     if not _CONTROL.search(text):
         return text
     return text.replace("\r\n", "\n").translate(MARKS)
+
+
+def typed(text: str) -> str:
+    """``visible``, but for what changes a direction: a text that goes on to a model keeps it."""
+    return text.replace("\r\n", "\n").translate(_OF_TYPED) if _CONTROL.search(text) else text
 
 
 def visible_fields(value: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterable
 
 from textual.binding import BindingType
@@ -10,6 +12,7 @@ from kvchat.errors import UsageError
 from kvchat.tui.action import Action
 from kvchat.tui.commands import chat, comparing, conversations, models, pins
 from kvchat.tui.prompt import arguments, words
+from kvchat.tui.prompt.mentions import PUNCTUATION
 from kvchat.tui.scopes import Scope
 
 ACTIONS = (
@@ -234,6 +237,7 @@ BY_ID = {action.id: action for action in ACTIONS}
 COMMANDS = {action.command: action for action in ACTIONS if action.command}
 KEYED = [action for action in ACTIONS if action.is_bindable and not action.command]  # what has a key only
 ALIASES = {alias: action for action in ACTIONS for alias in action.aliases}
+_COMMAND = re.compile(r"/(\?|[^\W\d_][\w=,.;:!?-]*)?(?!\S)")
 MAX_DIGITS = 1000  # of a number that is a whole argument: Python reads none of 5,000
 REPLAY = "replay."  # begins the ids of what only a replay can do
 HINTED = sorted(
@@ -248,10 +252,17 @@ def bindings(scope: Scope) -> list[BindingType]:
 
 
 def is_command(text: str) -> bool:
-    """True if a text is a command: one slash, and one line unless it begins with a known name (``/system``)."""
-    if not text.startswith("/") or text.startswith("//"):
+    """True if a text that was typed is a command: a slash and a name; of several lines only with a known name.
+
+    A path is none, whether it has another slash or is there (``/tmp is full``), and no comment or pattern of code is.
+    """
+    begun = _COMMAND.match(text)
+    if begun is None:
         return False
-    return "\n" not in text.strip() or text[1:].split(None, 1)[0] in COMMANDS
+    name = begun[1] or ""
+    if name in COMMANDS or "\n" in text.strip():
+        return name in COMMANDS
+    return not name or name.lower() in ALIASES or not os.path.lexists(f"/{name.rstrip(PUNCTUATION)}")
 
 
 def parse_command(line: str) -> tuple[Action, str]:

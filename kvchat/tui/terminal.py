@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import errno
+import math
 import os
 import re
 import signal
@@ -18,12 +19,15 @@ from textual.driver import Driver
 from textual.filter import LineFilter, dim_style
 
 from kvchat.foreign_text import MARKS, visible
+from kvchat.tui.actions import is_command
 
 PASTE_START, PASTE_END = "\x1b[200~", "\x1b[201~"
+NEXT_READ_S = 0.02  # the parts of a paste follow each other faster than a person's keys
 STALLED_S = 5.0  # a network may stall a paste too; what it then brings is more than keys
 KEY_BYTES, KEYS_BYTES = 16, 64  # at most: of one key, and of those that a person presses in ``STALLED_S``
 _ESC_KEY = "\x1b[27u"  # as terminals send it that can tell the key from the beginning of a sequence
 _ESC_BEFORE_TEXT = re.compile(r"\x1b(?=[^\x00-\x20\x7f\[\]NOPX^_\\][^\x00-\x1f\x7f])")
+_TEXT = re.compile(r"[^\x00-\x08\x0b\x0c\x0e-\x1f\x7f]+")
 _HALF_END = re.compile(r"\x1b(\[(2(0(1)?)?)?)?\Z")
 
 
@@ -77,6 +81,8 @@ class InputDecoder:
     Textual's own decoder would end the application, and its parser would take the ESC for keys. It would also take Esc
     and a text that come at once for Alt and a letter: ESC before two characters is the key.
 
+    Where the terminal does not mark a paste, lines that arrive in one read are one.
+
     A paste whose end got lost would swallow every key from then on: where nothing but keys came for ``STALLED_S`` the
     next one is a key.
     """
@@ -84,6 +90,7 @@ class InputDecoder:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._clock = clock
+        self._pasted_at = -math.inf  # when a part of a paste came that the terminal had not marked
         self._came_at, self._since = 0.0, 0  # when more came than keys, and how many bytes since
         self._is_paste = False
         self._emitted = ""  # the last characters outside a paste, where one may begin
@@ -98,6 +105,8 @@ class InputDecoder:
         if not (data or final) and has_vanished():
             _end()
         text, parts = self._utf8.decode(data, final), []
+        if self._is_unmarked_paste(text):
+            return PASTE_START + text + PASTE_END
         if self._is_key_in_stalled_paste(data, self._held + text):
             parts.append(_marked(self._held) + PASTE_END)
             self._is_paste, self._held = False, ""
@@ -106,6 +115,21 @@ class InputDecoder:
             part, text = self._pasted(text) if self._is_paste else self._typed(text)
             parts.append(part)
         return "".join(parts)
+
+    def _is_unmarked_paste(self, text: str) -> bool:
+        """True if lines have come at once that are not all commands, or what comes right behind such.
+
+        Enter alone and any other key end it. The end of one line is Enter, that of the last of several is pasted.
+        """
+        now, before = self._clock(), self._pasted_at
+        self._pasted_at = -math.inf
+        if self._is_paste or "\x1b" in self._emitted or not _TEXT.fullmatch(text):
+            return False
+        lines = text.replace("\n", "\r").strip("\r").split("\r")
+        if all(map(is_command, lines)) or not (len(lines) > 1 or (now - before < NEXT_READ_S and lines != [""])):
+            return False
+        self._pasted_at = now
+        return True
 
     def _is_key_in_stalled_paste(self, data: bytes, text: str) -> bool:
         now = self._clock()

@@ -176,6 +176,40 @@ def test_a_paste_is_decoded_the_same_in_pieces_of_any_size(size: int) -> None:
     assert text == "a\x1b[A\x1b[200~one␛[2J\x1b[201~b\ufffd\x1b\x1b[200~␛ü␛[20\x1b[201~\x1b[C"
 
 
+@pytest.mark.parametrize(
+    ("sent", "is_paste"),
+    [
+        (b"one\rtwo\rthree\rfour", True),
+        (b"one\ntwo\n\nfour\n", True),
+        (b"def f():\r\treturn 1\r", True),
+        ("über\r日本\r".encode(), True),
+        (b"/mode x\rtext\r", True),
+        (b"hello\r", False),
+        (b"hello", False),
+        (b"hello\r\r", False),
+        (b"\r\r", False),
+        (b"/mode full\r/set\r", False),
+        (b"te\x7f\rhe", False),
+        (b"one\r\x1b[Atwo", False),
+    ],
+)
+def test_lines_that_come_in_one_read_are_a_paste(sent: bytes, is_paste: bool) -> None:
+    text = sent.decode()
+    assert InputDecoder().decode(sent) == (f"\x1b[200~{text}\x1b[201~" if is_paste else text)
+
+
+def test_what_comes_right_behind_lines_pasted_without_marks_belongs_to_them_but_not_the_enter_key():
+    now = [0.0]
+    decoder = InputDecoder(lambda: now[0])
+    assert decoder.decode(b"one\rtwo\rth") == "\x1b[200~one\rtwo\rth\x1b[201~"
+    now[0] += 0.001
+    assert decoder.decode(b"ree\r") == "\x1b[200~ree\r\x1b[201~"
+    assert decoder.decode(b"\r") == "\r"
+    decoder.decode(b"one\rtwo\r")
+    now[0] += 0.1
+    assert decoder.decode(b"next\r") == "next\r"
+
+
 def test_a_key_after_a_paste_whose_end_got_lost_is_a_key():
     now = [0.0]
     decoder = InputDecoder(lambda: now[0])
@@ -287,7 +321,9 @@ def in_pty(tmp_path: Path) -> Iterator[PtyRun]:
 def test_what_is_typed_ahead_of_enter_and_read_with_it_belongs_to_the_next_prompt(
     in_pty: PtyRun, tmp_path: Path
 ) -> None:
-    in_pty.type(b"Hello\rworld")
+    in_pty.type(b"Hello\r")
+    time.sleep(0.05)  # else the two are a paste
+    in_pty.type(b"world")
     in_pty.until("That is all there is to it.")
     in_pty.type(b"\r")
     in_pty.until("❯ world")

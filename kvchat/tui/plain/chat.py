@@ -148,7 +148,7 @@ class PlainChat:
                 if waits:
                     await self._until(self._is_through)
                 self._is_taking = True
-                await self._take(line, piped)
+                await self._take(line, piped, reader.is_pasted)
                 self._is_taking = False
                 self._lines.changed.set()
                 if self._left.is_set():
@@ -169,18 +169,18 @@ class PlainChat:
             self._lines.entered()
             yield line, ""
 
-    async def _take(self, line: str, piped: str = "") -> None:
+    async def _take(self, line: str, piped: str = "", is_pasted: bool = False) -> None:
         """Run a command or ask a question about what was piped in; a refusal is a line."""
         if not line.strip():
             return
         try:
-            if is_command(line):
+            if is_command(line) and not is_pasted:
                 await self._run_command(line.strip())
             elif not self._is_typed and self.chat.state.info is None:
                 self._lines.problem("Nothing is asked: there is no model.")  # why is said; it would fail once more
                 self._left.set()
             else:
-                await self.chat.ask(questions.compose(_with_piped(line, piped), self.chat.state))
+                await self.chat.ask(questions.compose(_with_piped(line, piped, is_pasted), self.chat.state))
         except KvchatError as error:
             self.view.add_error(error)
 
@@ -327,6 +327,7 @@ class PlainChat:
         self._lines.line("\n".join(lines))
 
 
-def _with_piped(line: str, piped: str) -> tuple[Part, ...]:
-    """A question in parts; what was piped in is literal."""
-    return (Part(f"{piped}\n\n", is_typed=False), Part(line)) if piped else (Part(line),)
+def _with_piped(line: str, piped: str, is_pasted: bool) -> tuple[Part, ...]:
+    """A question in parts; what was piped in or pasted is literal."""
+    asked = Part(line, is_typed=not is_pasted)
+    return (Part(f"{piped}\n\n", is_typed=False), asked) if piped else (asked,)

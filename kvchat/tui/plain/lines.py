@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import codecs
 import os
+import select
 from collections.abc import AsyncIterator
 from typing import TextIO
 
 from kvchat.errors import UsageError
 from kvchat.foreign_text import visible
+from kvchat.tui.actions import is_command
 from kvchat.units import size
 
+AT_ONCE_S = 0.02  # a terminal hands on the lines of a paste one by one, faster than anybody types
 LONGEST = 2**23  # characters of a line: more than any model reads; a device may never end one
 CONTINUED = "\\"  # at the end of a line: the question goes on in the next one
 # What a screen reader spells out, and terminals without Unicode lack, in kvchat's own lines.
@@ -21,6 +24,8 @@ SPOKEN = {" · ": ", ", " → ": " to ", " -> ": " to ", "…": "...", "●": "*
 class LineReader:
     """The questions and commands that arrive at a file descriptor; a line that ends with ``\\`` goes on in the next.
 
+    Lines that a terminal delivers at once, which are not all commands, are one that ``is_pasted``: nothing in it acts.
+
     Raises:
         UsageError: while it is read, a line of more than ``LONGEST`` characters.
     """
@@ -28,13 +33,23 @@ class LineReader:
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_terminal = os.isatty(descriptor)
+        self.is_pasted = False
 
     async def __aiter__(self) -> AsyncIterator[str]:
         rest, is_open = "", True
         while is_open:
             data = await self._read()
+            while data and self._is_terminal and select.select([self._descriptor], [], [], AT_ONCE_S)[0]:
+                data += (more := os.read(self._descriptor, 2**16))
+                if not more:
+                    break
             is_open = bool(data)
             *lines, rest = (rest + self._decoder.decode(data, not data)).split("\n")
+            self.is_pasted = self._is_terminal and not rest and len(lines) > 1 and not all(map(is_command, lines))
+            if self.is_pasted:
+                yield "\n".join(line.removesuffix("\r") for line in lines)
+                continue
             while lines and lines[-1].endswith(CONTINUED):  # its end has not come yet
                 rest = f"{lines.pop()}\n{rest}"
             for line in _joined(lines):

@@ -16,7 +16,7 @@ from kvchat.tui.prompt.suggestions import Offer, Suggestion
 from kvchat.units import size
 
 OFFERED = 50
-_MENTION = re.compile(r"""(?<!\S)(\\?)@(?:"([^"\n]+)"|([^\s"]\S*))""")
+MENTION = re.compile(r"""(?<!\S)(\\?)@(?:"([^"\n]+)"|([^\s"]\S*))""")
 _BEGUN = re.compile(r"""(?<!\S)@(?:"([^"\n]*)|([^\s"]*))$""")
 _PLAIN_PATH = re.compile(r"(~|\.{0,2}/)|.*\.\w{1,4}$")  # a decorator such as @app.route is none
 PUNCTUATION = ".,;:!?)]}'"
@@ -53,16 +53,18 @@ def attach(parts: Iterable[Part], limit: int) -> Question:
     def replace(found: re.Match[str]) -> str:
         escaped, quoted, bare = found.groups()
         name, after = (quoted, "") if quoted else _split_punctuation(bare)
-        if escaped or not _is_file(name, bool(quoted)):
-            return found[0].removeprefix("\\")
+        if escaped:
+            return found[0][_is_mention(name, bool(quoted)) :]
+        if not _is_file(name, bool(quoted)):
+            return found[0]
         if name not in files:
             room = limit - sum(len(text.encode("utf-8", "replace")) for text in files.values())
             files[name] = attachments.read(Path(os.path.expanduser(name)), max(room, 0))
         return name + after
 
     for text, is_typed in parts:
-        written += _MENTION.sub(replace, text) if is_typed else text
-        rest += _MENTION.sub("", text) if is_typed else text
+        written += MENTION.sub(replace, text) if is_typed else text
+        rest += MENTION.sub("", text) if is_typed else text
     fenced = tuple(attachments.fenced(name, text) for name, text in files.items())
     return Question(fenced, written if rest.strip() or not files else "")
 
@@ -151,6 +153,14 @@ def _is_file(name: str, is_quoted: bool) -> bool:
         return False
     hint = f'Did you mean "{near[0]}"?' if near else "Check the path."
     raise UsageError(f'There is no file "{name}".', hint, f"Write \\@{name} to send it as text.")
+
+
+def _is_mention(name: str, is_quoted: bool) -> bool:
+    """True if ``@name`` would be read as a file, or refused."""
+    try:
+        return _is_file(name, is_quoted)
+    except UsageError:
+        return True
 
 
 def _exists(name: str) -> bool:

@@ -11,14 +11,10 @@ from kvchat.tui.state import ChatState
 def compose(parts: Iterable[mentions.Part], state: ChatState) -> str:
     """The question with the files that it mentions; a text in place of an answer is taken as it is.
 
-    A question that begins with a slash is typed with two.
-
     Raises:
         KvchatError: a file cannot be sent.
     """
     parts = tuple(parts)
     if state.edits_answer:
         return "".join(part.text for part in parts)
-    question = mentions.attach(parts, state.file_limit)
-    written = question.written.removeprefix("/") if question.written.startswith("//") else question.written
-    return question._replace(written=written).text
+    return mentions.attach(parts, state.file_limit).text

@@ -110,9 +110,11 @@ class ChatScreen(ShownChat):
     async def on_prompt_sent(self, message: Prompt.Sent) -> None:
         """Run a command, or ask a question; a question that is refused is given back."""
         text, prompt = message.text, self.query_one(Prompt)
-        if is_command(text):
-            self._remember(message)
-            await self.run_command(text.strip())
+        if message.is_command:
+            if await self.run_command(text.strip()):
+                self._remember(message)
+            else:
+                prompt.give_back(message)
             return
         try:
             if asked := self._example(text):
@@ -155,14 +157,22 @@ class ChatScreen(ShownChat):
         with self._refusals_as_toasts():
             await self.controller.take_back()
 
-    async def run_command(self, line: str) -> None:
-        """Run a slash command; a mistake in it is a toast, a failure is shown in the transcript."""
+    async def run_command(self, line: str) -> bool:
+        """Run a slash command; a mistake in it is a toast, a failure is shown in the transcript. Whether it was run."""
         try:
             await self._run(*parse_command(line))
         except UsageError as error:
             self.toast(str(error), severity="warning", timeout=8)
         except KvchatError as error:
             self.add_error(error)
+        else:
+            return True
+        return False
+
+    async def _run_deferred(self, line: str) -> None:
+        """Run a command that waited; one that is refused comes back into the prompt, unless another text is there."""
+        if not await self.run_command(line):
+            self.restore_prompt(line)
 
     def begin_command(self, line: str) -> None:
         """Type the beginning of a command into the prompt."""
@@ -300,7 +310,7 @@ class ChatScreen(ShownChat):
         """Run an action; one that needs the model waits while that is being loaded."""
         if self.controller.state.phase is Phase.LOADING and action.needs_model(argument):
             line = f"/{action.command} {argument}".rstrip()
-            await self.controller.defer(line, partial(self.run_command, line))
+            await self.controller.defer(line, partial(self._run_deferred, line))
         elif action.run:
             await action.run(self.controller, argument)
         else:

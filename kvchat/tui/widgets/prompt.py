@@ -5,7 +5,6 @@ While the list above it is open, Up and Down choose in it, Tab takes a suggestio
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -18,10 +17,10 @@ from textual.strip import Strip
 from textual.widgets import TextArea
 
 from kvchat.conversations.attachments import pieces
-from kvchat.foreign_text import visible
-from kvchat.tui.actions import bindings
+from kvchat.foreign_text import typed
+from kvchat.tui.actions import bindings, is_command
 from kvchat.tui.prompt.history import PromptHistory
-from kvchat.tui.prompt.mentions import Part
+from kvchat.tui.prompt.mentions import MENTION, Part
 from kvchat.tui.widgets.suggestions import SuggestionList
 from kvchat.units import count, size
 
@@ -47,7 +46,7 @@ class Prompt(TextArea):
 
     @dataclass
     class Sent(Message):
-        """The user sends what was ``typed``; ``pastes`` holds what is folded in it."""
+        """The user sends what was ``typed``; ``pastes`` holds what was pasted, by the words that stand for it."""
 
         typed: str
         pastes: dict[str, str] = field(default_factory=dict)
@@ -61,6 +60,11 @@ class Prompt(TextArea):
         def text(self) -> str:
             """All parts as one text."""
             return _expanded(self.typed, self.pastes)
+
+        @property
+        def is_command(self) -> bool:
+            """True if it is a slash command; what was pasted is none."""
+            return self.parts[0].is_typed and is_command(self.text)
 
     class TookBack(Message):
         """The user wants the question queued last back."""
@@ -95,6 +99,11 @@ class Prompt(TextArea):
             self._pastes = {}
             self.load_text("")
 
+    def on_text_area_changed(self) -> None:
+        """Forget what was pasted as it stands: typed again it may be a command."""
+        if not self.text:
+            self._pastes = {label: text for label, text in self._pastes.items() if label != text}
+
     def action_newline(self) -> None:
         """Insert a line break at the cursor."""
         self._replace_via_keyboard("\n", *self.selection)
@@ -108,6 +117,8 @@ class Prompt(TextArea):
         """The text before the cursor that can be completed; empty inside a line, and in a text of the history."""
         row, column = self.cursor_location
         if self.text == self._recalled or self.document[row][column:].strip():
+            return ""
+        if self.text.startswith(tuple(label for label in self._pastes if label.startswith("/"))):
             return ""
         return self.document.get_text_range((0, 0), (row, column))
 
@@ -148,14 +159,14 @@ class Prompt(TextArea):
 
     def load_text(self, text: str) -> None:
         """Replace the text; control characters become visible marks."""
-        super().load_text(visible(text))
+        super().load_text(typed(text))
 
     def restore(self, text: str) -> bool:
         """Put a text back into the prompt, unless another has been begun; whether it was."""
         if self.text:
             return False
         self.load_text("")
-        self.insert(self._fold(visible(text)))
+        self.insert(self._fold(typed(text)))
         return True
 
     def begin(self, text: str) -> None:
@@ -219,8 +230,11 @@ class Prompt(TextArea):
         """Insert a paste literally; a large one as a placeholder that is expanded when sent."""
         event.prevent_default()
         event.stop()
-        text = event.text.replace("\r\n", "\n").replace("\r", "\n")  # terminals send a line's end as CR
-        self._replace_via_keyboard(self._fold(visible(text)), *self.selection)
+        text = typed(event.text.replace("\r\n", "\n").replace("\r", "\n"))  # terminals send a line's end as CR
+        shown = self._fold(text)
+        if shown == text and (MENTION.search(text) or (text.startswith("/") and self.selection.start == (0, 0))):
+            self._pastes[text] = text  # in what is typed it would mean a file or a command
+        self._replace_via_keyboard(shown, *self.selection)
 
     def _fold(self, text: str) -> str:
         """``text`` with labels for the files in it, and as one label where it is long."""
@@ -247,10 +261,18 @@ class Prompt(TextArea):
 
 def _parts(text: str, pastes: dict[str, str]) -> tuple[Part, ...]:
     """The typed and the pasted parts of the text, in turn."""
-    if not pastes:
-        return (Part(text),)
-    chunks = re.split("(" + "|".join(map(re.escape, sorted(pastes, key=len, reverse=True))) + ")", text)
-    return tuple(Part(pastes.get(chunk, chunk), is_typed=chunk not in pastes) for chunk in chunks if chunk)
+    parts = [Part(text)]
+    for label in sorted(pastes, key=len, reverse=True):
+        parts = [piece for part in parts for piece in _split(part, label, pastes[label])]
+    return tuple(part for part in parts if part.text) or (Part(text),)
+
+
+def _split(part: Part, label: str, paste: str) -> list[Part]:
+    """A typed part at each ``label``, which stands for a paste."""
+    if not part.is_typed:
+        return [part]
+    pieces = [piece for typed in part.text.split(label) for piece in (Part(typed), Part(paste, is_typed=False))]
+    return pieces[:-1]
 
 
 def _expanded(text: str, pastes: dict[str, str]) -> str:

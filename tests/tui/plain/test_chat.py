@@ -140,7 +140,7 @@ async def test_refusals_go_to_stderr_and_into_the_exit_code(config):
     assert code == 1
     for words in ('no KV mode "nothing"', "Lines have no panels.\n/details prints", "The mode stays full"):
         assert words in session.errors.getvalue()
-    assert "you: /x\nmodel: Section 3" in session.said
+    assert "you: //x\nmodel: Section 3" in session.said
 
 
 async def test_every_command_is_listed_or_refused_in_words(config):

@@ -47,6 +47,27 @@ async def test_a_pipe_is_read_to_its_end():
     os.close(receiving)
 
 
+@pytest.mark.parametrize(
+    ("arriving", "lines"),
+    [
+        (b"int a; // one \\\n/usr/bin/x\n\nfour\n", [("int a; // one \\\n/usr/bin/x\n\nfour", True)]),
+        (b"one\n", [("one", False)]),
+        (b"/mode full\n/set\n", [("/mode full", False), ("/set", False)]),
+    ],
+)
+async def test_lines_that_a_terminal_delivers_at_once_are_one_paste(arriving, lines):
+    keyboard, terminal = os.openpty()
+    os.write(keyboard, arriving)
+    reader, read = LineReader(terminal), []
+    async for line in reader:
+        read.append((line, reader.is_pasted))
+        if len(read) == len(lines):
+            os.write(keyboard, b"\x04")
+    assert read == lines
+    os.close(keyboard)
+    os.close(terminal)
+
+
 async def test_a_plain_file_is_read(tmp_path):
     (tmp_path / "lines").write_bytes(b"one\ntwo\n")
     with (tmp_path / "lines").open() as file:

@@ -11,9 +11,11 @@ from kvchat.tui.prompt.questions import compose
 from kvchat.tui.state import ChatState
 
 
-@pytest.mark.parametrize(("typed", "sent"), [("//mode is a command", "/mode is a command"), ("and/or", "and/or")])
-def test_a_question_that_begins_with_a_slash_is_typed_with_two(typed, sent):
-    assert compose([Part(typed)], ChatState(Conversation(), Sampling(), "full")) == sent
+@pytest.mark.parametrize(
+    "text", ["//mode is a command", "// x = 1;", "and/or", r"\@makeatletter \_x\_", r"C:\new\table"]
+)
+def test_what_is_typed_is_sent_to_the_letter(text):
+    assert compose([Part(text)], ChatState(Conversation(), Sampling(), "full")) == text
 
 
 def test_files_come_before_the_question(tmp_path):

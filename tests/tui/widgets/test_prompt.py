@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 
+import pytest
 from support.app_driver import finished, press, prompt
 from textual import events
 
 from kvchat.errors import UsageError
+from kvchat.tui.state import Phase
 from kvchat.tui.widgets.prompt import FOLD_CHARACTERS, FOLD_LINES, Prompt
 
 
@@ -23,6 +25,73 @@ async def test_a_multi_line_paste_is_literal_and_not_sent(running):
         await until(lambda: prompt.text)
         assert prompt.text == "one\ntwo\nthree\n"
         assert app.controller.state.conversation.turns == []
+
+
+@pytest.mark.parametrize(
+    "pasted",
+    [
+        *("// x = 1;\nint y;", "//x", "/usr/bin/python: No module named kvchat", "/mode streaming", "/no-such\n/thing"),
+        *(
+            "@app.py is what?",
+            "@/no/such/file",
+            r"see \@notes.txt and \_x\_",
+            "/* a */",
+            "a\u200fb \u2067c\u2069 \u202ad\u202c",
+        ),
+    ],
+)
+async def test_what_is_pasted_is_sent_to_the_letter(running, pasted):
+    async with running() as (app, _pilot, until):
+        prompt = paste(app, pasted)
+        await until(lambda: prompt.text)
+        press(app, "enter")
+        await until(lambda: finished(app))
+        assert app.controller.state.conversation.turns[0].content == pasted
+        assert prompt.text == ""
+
+
+async def test_what_is_typed_beside_a_paste_acts(running, tmp_path):
+    (tmp_path / "notes.txt").write_text("a fact")
+    async with running() as (app, _pilot, until):
+        prompt = paste(app, "@dataclass @/no/such/file")
+        await until(lambda: prompt.text)
+        prompt.insert(f" and @{tmp_path}/notes.txt")
+        press(app, "enter")
+        await until(lambda: finished(app))
+        sent = app.controller.state.conversation.turns[0].content
+        assert "a fact" in sent
+        assert sent.endswith(f"@dataclass @/no/such/file and {tmp_path}/notes.txt")
+
+
+async def test_what_is_typed_again_after_a_paste_was_deleted_is_a_command(running):
+    async with running() as (app, _pilot, until):
+        prompt = paste(app, "/theme kvchat-light")
+        await until(lambda: prompt.text)
+        prompt.clear()
+        await until(lambda: not prompt._pastes)
+        prompt.insert("/theme kvchat-light")
+        press(app, "enter")
+        await until(lambda: app.theme == "kvchat-light")
+
+
+@pytest.mark.parametrize("refused", ["/no-such-thing 1", "/budget many", "/mode nothing", "/stop now"])
+async def test_a_refused_command_stays_in_the_prompt(running, refused):
+    async with running() as (app, _pilot, until):
+        prompt = app.chat.query_one(Prompt)
+        prompt.insert(refused)
+        press(app, "escape", "enter")
+        await until(lambda: app._notifications)
+        await until(lambda: prompt.text == refused)
+        assert not app.controller.state.conversation.turns
+
+
+async def test_a_command_refused_once_the_model_is_loaded_comes_back(running):
+    async with running(ready=False) as (app, _pilot, until):
+        prompt = app.chat.query_one(Prompt)
+        prompt.insert("/regen 3")
+        press(app, "escape", "enter")
+        await until(lambda: app.controller.state.phase is Phase.READY)
+        await until(lambda: prompt.text == "/regen 3")
 
 
 async def test_five_megabytes_fold_at_once_and_are_sent_whole(running):
