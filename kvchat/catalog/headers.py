@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from kvchat import gguf_tables, stored_tensors
+from kvchat import gguf_file, stored_tensors
 from kvchat.catalog.tensor_kinds import EXPERTS, Elements, count, is_loaded
 from kvchat.errors import ModelError
 
@@ -86,24 +86,27 @@ def read_gguf(path: Path) -> Weights:
     """The weights in a GGUF file.
 
     Raises:
-        ModelError: it is no such file.
+        ModelError: it is no such file, or no language model.
     """
-    nbytes = _regular(path)
+    _regular(path)
     elements: Counter[str] = Counter()
     sizes: dict[str, int] = {}
     try:
-        entries = gguf_tables.tensors(path)
-        for one in entries:
+        found = gguf_file.read(path)
+        if found.no_model:
+            raise ModelError(f"{path.name} is not a chat model.", found.no_model)
+        nbytes = sum(one.stat().st_size for one in found.paths)
+        for one in found.tensors:
             sizes[one.name] = math.prod(one.shape)
-            elements[gguf_tables.type_of(one.kind)[0]] += sizes[one.name]
+            elements[gguf_file.type_of(one.kind)[0]] += sizes[one.name]
         return replace(
             _weights(nbytes, elements),
             plain=count(sizes.items()),
             mlp=sizes.get(GGUF_MLP, 0),
-            layer_bits=gguf_tables.layer_bits(entries),
+            layer_bits=found.layer_bits,
         )
     except (OSError, ValueError) as error:
-        raise _damaged(path) from error
+        raise _damaged(path, f"{error}."[:200]) from error
 
 
 def _regular(path: Path) -> int:
@@ -123,5 +126,5 @@ def _weights(nbytes: int, elements: dict[str, int]) -> Weights:
     return Weights(sum(elements.values()), nbytes, max(elements, key=lambda kind: elements[kind]))
 
 
-def _damaged(path: Path) -> ModelError:
-    return ModelError(f"{path.name} is damaged.", "Its header cannot be read.", "Download the model again.")
+def _damaged(path: Path, why: str = "Its header cannot be read.") -> ModelError:
+    return ModelError(f"{path.name} is damaged.", why, "Download the model again.")

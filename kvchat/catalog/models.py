@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvchat import paths, stored_tensors
+from kvchat import gguf_file, paths, stored_tensors
 from kvchat.catalog.headers import ITEM_BYTES, Weights, read_gguf, read_safetensors
 from kvchat.errors import ModelError
 from kvchat.paths import BUNDLED, INDEX
@@ -22,9 +22,8 @@ CONFIG, WEIGHTS, GGUF = "config.json", "model*.safetensors", ".gguf"
 MAX_CONFIG_BYTES = 2**22
 MAX_DEPTH = 3  # the folder given, its publishers, their models
 MAX_FOLDERS = 2000
-HUB_NAME = re.compile(r"(?![.~])[\w.-]+/(?![.])[\w.-]+(:[\w.-]+\.gguf)?")
-# A GGUF file that is not a model of its own: a part of one, or the tower of a multimodal one.
-SPLIT, TOWER = re.compile(r"-\d{5}-of-\d{5}\.gguf$"), "mmproj"
+HUB_NAME = re.compile(r"(?![.~])[\w.-]+/(?![.])[\w.-]+(:[\w.-]+\.(?:gguf|GGUF))?")
+TOWER = "mmproj"  # begins the name of a GGUF file that is part of a multimodal model
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ def at(path: Path) -> FoundModel | None:
     """The model in a folder or GGUF file that was typed, under the name as typed; None where there is nothing."""
     here = Path(os.path.expanduser(path))
     try:
-        if here.suffix == GGUF and here.exists():
+        if (here.suffix.lower() == GGUF and here.exists()) or gguf_file.is_gguf(here):
             return _of_gguf(str(path), "GGUF", here)
         return _of_folder(str(path), "folder", here) if (here / CONFIG).exists() else None
     except (OSError, ValueError):
@@ -108,7 +107,7 @@ def is_hub_name(name: str) -> bool:
 
 
 def _is_model(file: str) -> bool:
-    return file.endswith(GGUF) and not file.startswith(TOWER)
+    return file.lower().endswith(GGUF) and not file.startswith(TOWER) and gguf_file.part(Path(file)) < 2
 
 
 def _of_folder(name: str, kind: str, folder: Path) -> FoundModel:
@@ -130,8 +129,6 @@ def _of_folder(name: str, kind: str, folder: Path) -> FoundModel:
 
 
 def _of_gguf(name: str, kind: str, file: Path) -> FoundModel:
-    if SPLIT.search(file.name):
-        return FoundModel(name, kind, problem="It is a part of a model; kvchat reads a GGUF model from one file.")
     try:
         return FoundModel(name, kind, read_gguf(file))
     except ModelError as error:

@@ -23,10 +23,10 @@ def test_the_bundled_model() -> None:
 
 def test_a_gguf_file_is_of_the_type_of_most_of_its_elements(tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
-    ffn = ("blk.0.ffn_up.weight", (64, 32), 12)
-    path.write_bytes(gguf_header(("output_norm", (64,), 0), ffn, ("token_embd.weight", (64, 8), 14)))
-    plain = Elements(linear=64 * 32, embedding=64 * 8)
-    expected = Weights(64 + 64 * 32 + 64 * 8, path.stat().st_size, "Q4_K", plain=plain, mlp=64 * 32, layer_bits=4.5)
+    ffn = ("blk.0.ffn_up.weight", (256, 32), 12)
+    path.write_bytes(gguf_header(("output_norm", (64,), 0), ffn, ("token_embd.weight", (256, 8), 14)))
+    plain = Elements(linear=256 * 32, embedding=256 * 8)
+    expected = Weights(64 + 256 * 40, path.stat().st_size, "Q4_K", plain=plain, mlp=256 * 32, layer_bits=4.5)
     assert read_gguf(path) == expected
 
 
@@ -40,8 +40,8 @@ def test_the_bits_of_layers_are_those_of_their_matrices(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content",
     [b"", b"GGUF", b"GGML" + bytes(20), struct.pack("<4sIQQ", b"GGUF", 3, 2**60, 2**60), gguf_header()[:40],
-     gguf_header(("a", (4,), 0))[:-3], gguf_header()],
-    ids=["empty", "magic only", "another magic", "endless", "cut", "cut tensor", "no tensors"],
+     gguf_header(("a", (4,), 0))[:-20]],
+    ids=["empty", "magic only", "another magic", "endless", "cut", "cut tensor"],
 )  # fmt: skip
 def test_damaged_gguf_files(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x.gguf").write_bytes(content)

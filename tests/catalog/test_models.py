@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
-from support.gguf_files import gguf_header
+from support.gguf_files import gguf_header, number
 
 from kvchat import paths
 from kvchat.catalog import models
@@ -49,7 +49,7 @@ def test_without_anything_else_there_is_the_bundled_model(cache: Path, tmp_path:
 
 def test_folders_gguf_files_and_the_hubs_cache(cache: Path, tmp_path: Path) -> None:
     copy_bundled(tmp_path / "mine" / "publisher" / "model")
-    (tmp_path / "mine" / "publisher" / "q4.gguf").write_bytes(gguf_header(("a", (64, 64), 12)))
+    (tmp_path / "mine" / "publisher" / "q4.gguf").write_bytes(gguf_header(("a", (256, 16), 12)))
     (tmp_path / "mine" / "publisher" / "mmproj-q4.gguf").write_bytes(b"")
     copy_bundled(downloaded(cache, "org/whole"))
     copy_bundled(downloaded(cache, "org/begun"), "config.json")
@@ -64,7 +64,7 @@ def test_folders_gguf_files_and_the_hubs_cache(cache: Path, tmp_path: Path) -> N
 
 def test_a_fetched_model_is_listed_by_its_short_name(cache: Path) -> None:
     paths.models_dir().mkdir(parents=True)
-    (paths.models_dir() / paths.NAMED["smollm2"].file).write_bytes(gguf_header(("a", (64, 64), 12)))
+    (paths.models_dir() / paths.NAMED["smollm2"].file).write_bytes(gguf_header(("a", (256, 16), 12)))
     found = {model.name: model for model in find([])}
     assert list(found) == ["bundled", "smollm2"]
     assert (found["smollm2"].kind, found["smollm2"].problem) == ("GGUF", "")
@@ -76,11 +76,12 @@ def test_a_damaged_model_is_listed_with_what_is_wrong(cache: Path, tmp_path: Pat
     (damaged / "model.safetensors").write_bytes(b"no")
     (copy_bundled(tmp_path / "b") / "config.json").write_text("[")
     (copy_bundled(tmp_path / "c") / models.INDEX).write_text('{"weight_map": {"x": "model-1.safetensors"}}')
-    (tmp_path / "m-00001-of-00002.gguf").write_bytes(gguf_header())
+    (tmp_path / "m-00001-of-00002.gguf").write_bytes(gguf_header(("a", (4,), 0), values=[number("split.count", 2)]))
     problems = [model.problem for model in find([tmp_path])]
     assert problems == [
         "",
-        "It is a part of a model; kvchat reads a GGUF model from one file.",
+        "m-00001-of-00002.gguf is damaged. 1 of its 2 parts are missing, the first is m-00002-of-00002.gguf. Download "
+        "the model again.",
         "model.safetensors is damaged. Its header cannot be read. Download the model again.",
         "Its config.json cannot be read. Download the model again.",
         "1 of its weight files are missing. Download the model again.",

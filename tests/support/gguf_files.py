@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from kvchat import gguf_file
 from kvchat.bench import gguf_copy
 from kvchat.engine.model.load import LoadedModel
 from kvchat.paths import bundled_model_dir
@@ -36,18 +39,32 @@ LFM2_NAMES = {
 }
 
 
-def gguf_header(*tensors: tuple[str, tuple[int, ...], int]) -> bytes:
-    """A header with a value of every form and ``tensors``: name, shape and number of the type."""
+def gguf_header(*tensors: tuple[str, tuple[int, ...], int], values: Sequence[bytes] = ()) -> bytes:
+    """A file with a value of every form and ``tensors`` of zeros: name, shape in ggml's order, number of the type."""
     values = [
+        *values,
         _text("general.architecture") + struct.pack("<I", 8) + _text("llama"),
         _text("llama.context_length") + struct.pack("<II", 4, 4096),
         _text("tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, 8, 2) + _text("a") + _text("b"),
         _text("tokenizer.ggml.scores") + struct.pack("<IIQ2f", 9, 6, 2, 0.0, 1.0),
     ]
-    infos = [
-        _text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, 0) for name, shape, kind in tensors
-    ]
-    return struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(values)) + b"".join(values + infos)
+    infos, at = [], 0
+    for name, shape, kind in tensors:
+        infos.append(_text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, at))
+        _, elements, nbytes = gguf_file.TYPES[kind]
+        at += -(-math.prod(shape) // elements * nbytes // 32) * 32
+    header = struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(values)) + b"".join(values + infos)
+    return header + bytes(-len(header) % 32 + at)
+
+
+def number(key: str, value: int) -> bytes:
+    """A key with a whole number, for ``gguf_header``."""
+    return _text(key) + struct.pack("<II", 4, value)
+
+
+def text(key: str, value: str) -> bytes:
+    """A key with a text, for ``gguf_header``."""
+    return _text(key) + struct.pack("<I", 8) + _text(value)
 
 
 def write_model(path: Path, model: LoadedModel, kind: str = "Q8_0", table_kind: str = "") -> None:
@@ -97,6 +114,7 @@ def _add_vocabulary(writer: Any, config: Any) -> None:
     special = {token["content"] for token in tokenizer["added_tokens"]}
     tokens = sorted(ids, key=ids.get)
     writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
     writer.add_token_list(tokens)
     writer.add_token_types([3 if token in special else 1 for token in tokens])
     merges = tokenizer["model"]["merges"]

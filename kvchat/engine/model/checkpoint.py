@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvchat import files, stored_tensors, units
+from kvchat import files, gguf_file, stored_tensors, units
 from kvchat.engine.model.hub import Progress, download, remote_headers
 from kvchat.errors import ModelError
+from kvchat.gguf_file import GgufFile
 from kvchat.paths import BUNDLED, INDEX, NAMED, bundled_model_dir, models_dir, named_model
 from kvchat.stored_tensors import StoredTensor
 
@@ -123,6 +124,25 @@ def read_headers(location: ModelLocation) -> list[StoredTensor]:
         raise ModelError(f"{_where(location)} is damaged.", f"{error}.", "Download the model again.") from error
 
 
+def read_gguf(path: Path) -> GgufFile:
+    """Read a GGUF file's header.
+
+    Raises:
+        ModelError: it is damaged or incomplete, or is no language model.
+    """
+    try:
+        found = gguf_file.read(path)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{path} is damaged or incomplete.",
+            f"The GGUF file cannot be read: {error}."[:400],
+            "Download the model again.",
+        ) from error
+    if found.no_model:
+        raise ModelError(f"{path} is not a chat model.", found.no_model, "Choose a chat model.")
+    return found
+
+
 def read_json(file: Path, most: int = MAX_CONFIGURATION_BYTES) -> dict[str, Any]:
     """The object in a JSON file of at most so many bytes.
 
@@ -145,7 +165,7 @@ def _locate(name: str, progress: Progress) -> ModelLocation:
     folder = Path(os.path.expanduser(name))
     if name and folder.is_dir():
         return ModelLocation(name, folder, gguf=_only_gguf(folder))
-    if folder.is_file() and folder.suffix == GGUF:
+    if folder.is_file() and (folder.suffix.lower() == GGUF or gguf_file.is_gguf(folder)):
         return ModelLocation(name, folder.parent, gguf=folder.name)
     if folder.is_file():
         raise ModelError(
@@ -158,12 +178,12 @@ def _locate(name: str, progress: Progress) -> ModelLocation:
     if name in NAMED:
         return _named(name)
     repository, colon, file = name.partition(":")
-    is_file = name.endswith(GGUF) and not colon
+    is_file = name.lower().endswith(GGUF) and not colon
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or is_file or not name:
         kind = "file" if is_file else "file or folder"
         raise ModelError(f'There is no {kind} "{name}".', "", "Check the path.")
     progress(f"Looking for {name} on the hub")
-    if colon and file.endswith(GGUF):
+    if colon and file.lower().endswith(GGUF):
         return ModelLocation(name, download(repository, [file], progress), on_hub=True, gguf=file)
     return ModelLocation(name, download(name, CONFIGURATION, progress), on_hub=True)
 
@@ -234,18 +254,26 @@ def _check_size(file: Path, most: int) -> None:
 
 def _only_gguf(folder: Path) -> str:
     """The name of a folder's GGUF file if it is the only one and there is no config.json, else empty."""
-    files = list(folder.glob(f"*{GGUF}"))
+    files = _gguf_files(folder)
     return files[0].name if len(files) == 1 and not (folder / "config.json").is_file() else ""
+
+
+def _gguf_files(folder: Path) -> list[Path]:
+    """The models in GGUF files of a folder; of a split one its first part."""
+    found = (one for one in folder.iterdir() if one.suffix.lower() == GGUF)
+    return sorted(one for one in found if gguf_file.part(one) < 2)
 
 
 def _complete_gguf(location: ModelLocation) -> Checkpoint:
     file = location.folder / location.gguf
-    revision = location.folder.name if location.on_hub else _digest(location.folder, (file,))
-    return Checkpoint(location.name, location.folder, revision, (file,), file.stat().st_size, location.gguf)
+    parts = read_gguf(file).paths
+    revision = location.folder.name if location.on_hub else _digest(location.folder, parts)
+    nbytes = sum(one.stat().st_size for one in parts)
+    return Checkpoint(location.name, location.folder, revision, parts, nbytes, location.gguf)
 
 
 def _format_hint(folder: Path) -> str:
-    if any(folder.glob(f"*{GGUF}")):
+    if _gguf_files(folder):
         return "It has several GGUF files: give one of them."
     return "kvchat reads safetensors and GGUF, not .bin files." if any(folder.glob("*.bin")) else ""
 

@@ -7,18 +7,17 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.util import find_spec
 from logging import CRITICAL, getLogger
 from typing import Any
 
 import torch
 
-from kvchat.engine.model import gguf_file, gguf_rope, supported
-from kvchat.engine.model.checkpoint import ModelLocation, locate, read_headers, read_json
+from kvchat.engine.model import gguf_config, gguf_weights, supported
+from kvchat.engine.model.checkpoint import ModelLocation, locate, read_gguf, read_headers, read_json
 from kvchat.engine.model.device import resolve_device, resolve_dtype
 from kvchat.engine.model.hub import Progress
 from kvchat.engine.model.weight_sizes import without_memory
-from kvchat.errors import ModelError
+from kvchat.gguf_file import GgufFile
 from kvchat.stored_tensors import StoredTensor
 
 LOUD = (
@@ -26,9 +25,6 @@ LOUD = (
     "torchao",
     "torch.utils._pytree",
 )  # say which kernels they lack, and what they are going to drop
-# Layers of the models whose scores are scaled otherwise than by the size of a head; llama.cpp, too, tells them by that.
-GEMMA_27B = {"gemma2": 46, "gemma3_text": 62}
-INSTALL_GGUF = "pip install 'kvchat[gguf]'"
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +45,16 @@ class ModelDescription:
     def shapes(self) -> Any:
         """The model without memory for its weights."""
         return without_memory(self.model_class, self.text_config, self.dtype)
+
+    @cached_property
+    def gguf(self) -> GgufFile:
+        """The header of a model that is a GGUF file."""
+        return read_gguf(self.location.folder / self.location.gguf)
+
+    @cached_property
+    def gguf_weights(self) -> dict[str, gguf_weights.Unpacked]:
+        """The weights of a model that is a GGUF file, by transformers' names."""
+        return gguf_weights.weights(self.gguf, self.shapes)
 
     @cached_property
     def stored(self) -> list[StoredTensor]:
@@ -99,39 +105,10 @@ def _read_config(location: ModelLocation) -> Any:
     from transformers import AutoConfig
 
     if location.gguf:
-        return _gguf_config(location)
+        return gguf_config.of_file(location.folder / location.gguf, location.name)
     # Its message for a damaged file is better, and transformers builds lists as long as a file says.
     supported.check_counts(read_json(location.folder / "config.json"), location.name)
     try:
         return AutoConfig.from_pretrained(location.folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the hub's checks of a field's type have errors of their own
         raise supported.unreadable(location.name, "its config.json", error) from error
-
-
-def _gguf_config(location: ModelLocation) -> Any:
-    from transformers import AutoConfig
-
-    absent = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
-    if absent:
-        raise ModelError(
-            f"{location.name} is a GGUF file.", f"What reads it is not installed: {', '.join(absent)}.", INSTALL_GGUF
-        )
-    header = gguf_file.header(location.folder / location.gguf)
-    try:
-        config = AutoConfig.from_pretrained(
-            location.folder, gguf_file=location.gguf, local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:  # the gguf package raises anything for a damaged file
-        raise supported.unreadable(location.name, "the GGUF file", error) from error
-    config.dtype = config.dtype or torch.bfloat16  # the file's blocks have no such type; they are unpacked to it
-    if hasattr(config, "query_pre_attn_scalar"):  # transformers takes 256, that of most
-        config.query_pre_attn_scalar = _gemma_scalar(config)
-    gguf_rope.apply(header.scaling, config, location.name)
-    return config
-
-
-def _gemma_scalar(config: Any) -> int:
-    """The number by whose root a Gemma divides its scores."""
-    if GEMMA_27B.get(config.model_type) == config.num_hidden_layers:
-        return int(config.hidden_size // config.num_attention_heads)
-    return int(config.head_dim)

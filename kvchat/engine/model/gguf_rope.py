@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from kvchat.errors import ModelError
+from kvchat.gguf_file import GgufFile, Tensor
 
 DIVISORS, LONG_DIVISORS = "rope_freqs.weight", "rope_factors_"  # of each frequency, tensors that are no weights
 # What Llama 3.1, 3.2 and 3.3 have beside a factor, by which llama.cpp's converter makes the divisors.
@@ -22,18 +25,17 @@ class Scaling(NamedTuple):
     divisors: tuple[float, ...]
 
 
-def read(reader: Any) -> Scaling:
-    """The scaling that a file names, read by the package's ``reader``."""
-    rope = {name: field for name, field in reader.fields.items() if ".rope." in name}
-    values: dict[str, Any] = {name.partition(".rope.")[2]: field.contents() for name, field in rope.items()}
+def read(file: GgufFile) -> Scaling:
+    """The scaling that ``file`` names."""
+    values = {name.partition(".rope.")[2]: value for name, value in file.values.items() if ".rope." in name}
     kind = values.get("scaling.type", "linear")
     factor = values.get("scaling.factor") or values.get("scale_linear") or 1
-    tensors = {one.name: one for one in reader.tensors}
+    tensors = {one.name: one for one in file.tensors}
     if any(name.startswith(LONG_DIVISORS) for name in tensors):
         kind = "longrope"
-    divisors = tensors[DIVISORS].data.tolist() if DIVISORS in tensors else ()
+    divisors = _floats(tensors[DIVISORS]) if DIVISORS in tensors else ()
     original = values.get("scaling.original_context_length", 0)
-    return Scaling(str(kind), float(factor), int(original), tuple(divisors))
+    return Scaling(str(kind), float(factor), int(original), divisors)
 
 
 def apply(scaling: Scaling, config: Any, name: str) -> None:
@@ -57,6 +59,13 @@ def apply(scaling: Scaling, config: Any, name: str) -> None:
     elif scaling.kind == "yarn" and scaling.factor != 1:
         original = scaling.original or config.max_position_embeddings
         rope |= {"rope_type": "yarn", "factor": scaling.factor, "original_max_position_embeddings": original}
+
+
+def _floats(tensor: Tensor) -> tuple[float, ...]:
+    """The values of a tensor in float32, as these are written."""
+    if tensor.kind != 0:
+        raise ValueError(f"{tensor.name} is no float32")
+    return tuple(np.fromfile(tensor.path, "<f4", math.prod(tensor.shape), offset=tensor.start).tolist())
 
 
 def _divides(config: Any, divisors: tuple[float, ...]) -> bool:

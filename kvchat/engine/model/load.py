@@ -20,11 +20,13 @@ from kvchat.engine.model import (
     cpu_dtype,
     fingerprint,
     free_memory,
+    gguf_tokenizer,
     quantization,
     reading,
     repacking,
     supported,
     text_part,
+    tokenizer_check,
     weights_progress,
 )
 from kvchat.engine.model.checkpoint import Checkpoint, complete, read_json
@@ -33,7 +35,7 @@ from kvchat.engine.model.fusion import swap
 from kvchat.engine.model.hub import Progress
 from kvchat.engine.model.probe import Probe, pin_frequencies, probe
 from kvchat.engine.model.self_test import reads_chunks, selftest
-from kvchat.engine.model.weight_sizes import unpackable_share, weight_bytes
+from kvchat.engine.model.weight_sizes import stored_sizes, unpackable_share, weight_bytes
 from kvchat.engine.model.weights_memory import freed_at_once, give_back, lay_out
 from kvchat.engine.tokenizer_errors import explained_panics, guarded
 from kvchat.errors import KvchatError, ModelError
@@ -107,22 +109,24 @@ def load_model(asked: Load, progress: Progress) -> LoadedModel:
             if not asked.force:
                 free_memory.check(described, chosen.quantize)
             progress("Loading the tokenizer")
-            tokenizer = _tokenizer(checkpoint)
+            tokenizer, reading_notes = _tokenizer(described, checkpoint)
             stage = _loading_weights(chosen.quantize, described, checkpoint)
             progress(stage)
             packing = freed_at_once() if quantized.method else contextlib.nullcontext()
-            with weights_progress.reported(checkpoint, stage, progress, cores), packing:
+            with weights_progress.reported(_sizes(described, checkpoint), stage, progress, cores), packing:
                 model = reading.read(described, checkpoint, quantized)
                 with cores:
                     model = reading.finished(model, described, quantized)
             progress("Testing the model")
             with cores:
                 supported.check_values(model, checkpoint.folder)
+                rows = model.get_input_embeddings().weight.shape[0]
+                reading_notes = (*reading_notes, *tokenizer_check.check(tokenizer, rows, checkpoint.name))
                 loaded = wrap(model, tokenizer, checkpoint.name, checkpoint.revision, asked.fast)
     if described.device.type == "cpu":
         compile_loops(model.dtype, lambda: progress("Compiling for this CPU, once on this machine"))
     give_back()
-    return replace(loaded, notes=(*loaded.notes, *_notes_on(described, asked.dtype, chosen)))
+    return replace(loaded, notes=(*loaded.notes, *reading_notes, *_notes_on(described, asked.dtype, chosen)))
 
 
 def wrap(model: Any, tokenizer: Any, name: str, revision: str = "", fuse: bool = True) -> LoadedModel:
@@ -147,6 +151,13 @@ def wrap(model: Any, tokenizer: Any, name: str, revision: str = "", fuse: bool =
 
 
 # ---- stages ----------------------------------------------------------------------------------------
+
+
+def _sizes(described: ModelDescription, checkpoint: Checkpoint) -> dict[str, int]:
+    """The bytes of the weights in the files, by the names that transformers reads them by."""
+    if checkpoint.gguf:
+        return {name: weight.nbytes for name, weight in described.gguf_weights.items()}
+    return stored_sizes(checkpoint)
 
 
 def _loading_weights(quantize: str, described: ModelDescription, found: Checkpoint) -> str:
@@ -194,20 +205,24 @@ def _explained(described: ModelDescription, quantize: str) -> Iterator[None]:
         raise supported.unreadable(described.location.name, "the model", error) from error
 
 
-def _tokenizer(checkpoint: Checkpoint) -> Any:
+def _tokenizer(described: ModelDescription, checkpoint: Checkpoint) -> tuple[Any, tuple[str, ...]]:
+    """The tokenizer, and notes for people."""
     from transformers import AutoTokenizer
 
     try:
         with explained_panics():
-            tokenizer = AutoTokenizer.from_pretrained(
-                checkpoint.folder, local_files_only=True, trust_remote_code=False, **reading.options(checkpoint)
-            )
+            if checkpoint.gguf:
+                built = gguf_tokenizer.build(described.gguf, checkpoint.name)
+                return guarded(built.tokenizer), built.notes
+            tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder, local_files_only=True, trust_remote_code=False)
+    except KvchatError:
+        raise
     except Exception as error:  # tokenizers raises a bare Exception for a damaged file
         raise supported.unreadable(checkpoint.name, "its tokenizer", error) from error
     processors = checkpoint.folder / "chat_template.json"  # where older multimodal repositories keep it
     if not tokenizer.chat_template and processors.is_file():
         tokenizer.chat_template = read_json(processors).get("chat_template")
-    return guarded(tokenizer)
+    return guarded(tokenizer), ()
 
 
 def _loaded(name: str, revision: str, model: Any, tokenizer: Any, seen: Probe, pinned: bool) -> LoadedModel:

@@ -14,10 +14,11 @@ from kvchat.engine.model.packing import PACKINGS
 
 
 class PackedConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """Asks for weights of 4 or 8 bits on a CPU, by the name of their method."""
+    """Asks for weights of 4 or 8 bits on a CPU, by the name of their method; ``of_4_bits``: they had those."""
 
-    def __init__(self, method: str) -> None:
+    def __init__(self, method: str, of_4_bits: bool = False) -> None:
         super().__init__(quant_method=method)
+        self.of_4_bits = of_4_bits
 
 
 class PackedQuantizer(HfQuantizer):  # type: ignore[misc]
@@ -30,7 +31,7 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]
         return param_name in self._packed
 
     def get_quantize_ops(self) -> ConversionOps:
-        return Pack(self.quantization_config.quant_method)
+        return Pack(self.quantization_config.quant_method, of_4_bits=self.quantization_config.of_4_bits)
 
     def is_serializable(self, safe_serialization: object = None) -> bool:
         return False

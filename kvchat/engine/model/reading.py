@@ -14,11 +14,6 @@ from kvchat.engine.model.description import ModelDescription
 from kvchat.engine.model.quantization import Quantization
 
 
-def options(checkpoint: Checkpoint) -> dict[str, str]:
-    """The option that names a GGUF file to transformers, for its weights and its tokenizer."""
-    return {"gguf_file": checkpoint.gguf} if checkpoint.gguf else {}
-
-
 def read(described: ModelDescription, checkpoint: Checkpoint, quantized: Quantization) -> Any:
     """Read a model to the CPU: transformers reads to a GPU only with accelerate, which kvchat needs for nothing else.
 
@@ -33,12 +28,18 @@ def read(described: ModelDescription, checkpoint: Checkpoint, quantized: Quantiz
     placement = {"device_map": {"": described.device}} if _is_in_place(described, quantized) else {}
     packing = quantized.options.get("quantization_config")
     unpacked = repacking.is_unpacked(described)
-    meanwhile = repacking.read_unpacked(described, packing) if unpacked else contextlib.nullcontext(quantized.options)
+    meanwhile = repacking.read_unpacked(described, packing) if unpacked else contextlib.nullcontext()
+    if packing is not None and hasattr(packing, "of_4_bits"):
+        packing.of_4_bits = repacking.in_equal_steps(described)
+    chosen = {} if _is_packed_later(described, quantized) else quantized.options
+    source: dict[str, Any] = {"pretrained_model_name_or_path": checkpoint.folder}
+    if checkpoint.gguf:
+        source = {"pretrained_model_name_or_path": None, "state_dict": described.gguf_weights}
     try:
-        # Neither has the bar over a GGUF file's tensors a switch, nor what packages of quantized weights print.
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()), meanwhile as chosen:
+        # What packages of quantized weights print has no switch.
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()), meanwhile:
             model, info = described.model_class.from_pretrained(
-                checkpoint.folder,
+                **source,
                 config=described.text_config,
                 dtype=described.dtype,
                 attn_implementation=attention_hook.NAME,
@@ -48,7 +49,6 @@ def read(described: ModelDescription, checkpoint: Checkpoint, quantized: Quantiz
                 output_loading_info=True,
                 **placement,
                 **chosen,
-                **options(checkpoint),
             )
     except ImportError as error:
         raise quantization.missing(checkpoint.name, quantized, error) from error
@@ -57,8 +57,8 @@ def read(described: ModelDescription, checkpoint: Checkpoint, quantized: Quantiz
             raise
         raise supported.unreadable(checkpoint.name, "its weights", error) from error
     supported.check_tensors(model, checkpoint.folder, info)
-    if checkpoint.gguf and chosen:
-        model.config.quantization_config = chosen["quantization_config"]  # of what it unpacked transformers forgets it
+    if checkpoint.gguf and not chosen:
+        model.config.quantization_config = {"quant_method": "gguf"}  # what was unpacked, as of other checkpoints
     return model
 
 
@@ -81,4 +81,6 @@ def _is_in_place(described: ModelDescription, quantized: Quantization) -> bool:
 
 def _is_packed_later(described: ModelDescription, quantized: Quantization) -> bool:
     """True if weights are packed once they are unpacked."""
+    if described.location.gguf and described.device.type == "cpu":
+        return False  # each is packed as soon as it is unpacked
     return repacking.is_unpacked(described) and bool(quantized.options)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from kvchat import stored_tensors
-from kvchat.engine.model import each_weight, fp8_blocks, gguf_file, packed_experts, quantization
+from kvchat.engine.model import each_weight, fp8_blocks, packed_experts, quantization
 from kvchat.engine.model.description import ModelDescription
 from kvchat.engine.model.packed_rows import body
 from kvchat.engine.model.packing import PACKINGS
@@ -40,7 +40,7 @@ def is_unpacked(described: ModelDescription) -> bool:
 def lie_unpacked(described: ModelDescription, quantize: str) -> bool:
     """True if all weights are unpacked in host memory before the first one is ``quantize`` again or on its device."""
     if described.device.type == "cpu":
-        return bool(described.location.gguf) and not _gguf_one_by_one(described)
+        return False
     return bool(described.location.gguf) or (is_unpacked(described) and quantize != "none")
 
 
@@ -94,9 +94,8 @@ def bits(described: ModelDescription) -> float:
     Raises:
         ModelError: a file is damaged.
     """
-    location = described.location
-    if location.gguf:
-        return gguf_file.header(location.folder / location.gguf).layer_bits
+    if described.location.gguf:
+        return described.gguf.layer_bits
     if not is_unpacked(described):
         return 0.0
     section = quantization.own_section(described.config)
@@ -104,18 +103,18 @@ def bits(described: ModelDescription) -> float:
 
 
 @contextmanager
-def read_unpacked(described: ModelDescription, config: Any) -> Iterator[dict[str, Any]]:
-    """While weights are read that transformers unpacks; gives the options for ``from_pretrained`` to do that.
+def read_unpacked(described: ModelDescription, config: Any) -> Iterator[None]:
+    """While weights are read that are unpacked.
 
     On a CPU each is packed by ``config``, if that is not None, as soon as it is unpacked. transformers takes no
     quantizer beside the files' own: packing is added to what makes each weight.
     """
     with contextlib.ExitStack() as entered:
-        if config is not None and described.device.type == "cpu":
+        if config is not None and described.device.type == "cpu" and not described.location.gguf:
             entered.enter_context(each_weight.passed_through(_packing(described, config)))
         if quantization.own_method(described.config) == "fp8":
             entered.enter_context(fp8_blocks.cut_off())
-        yield entered.enter_context(_gguf_unpacked()) if described.location.gguf else {}
+        yield
 
 
 def pack(model: Any, config: Any, described: ModelDescription) -> None:
@@ -125,7 +124,7 @@ def pack(model: Any, config: Any, described: ModelDescription) -> None:
     """
     model.config.quantization_config = config
     model.config._is_quantized = True  # as transformers marks others: Jamba's layers ask no Linear for its weight then
-    method, of_4_bits = config.quant_method, _in_equal_steps(described)
+    method, of_4_bits = config.quant_method, in_equal_steps(described)
     if method in PACKINGS:
         for linear in PACKINGS[method].linears(model):
             if linear.weight.is_floating_point():
@@ -140,41 +139,11 @@ def pack(model: Any, config: Any, described: ModelDescription) -> None:
         quantize_(linear.to(described.device), config.quant_type, filter_fn=lambda module, name: True)
 
 
-@contextmanager
-def _gguf_unpacked() -> Iterator[dict[str, Any]]:
-    """While a GGUF file is read transformers takes no kernels, which it would download from the hub and run.
-
-    Gives the options for ``from_pretrained`` with which all weights are unpacked.
-    """
-    try:
-        from transformers import GgufConfig
-        from transformers.integrations.gguf import kernels
-    except ImportError:  # before 5.23 it always unpacks
-        yield {}
-        return
-    own = kernels.kernelize_ggml_layers
-    kernels.kernelize_ggml_layers = lambda model: None  # is called whatever the options are
-    try:
-        yield {"quantization_config": GgufConfig(dequantize=True)}
-    finally:
-        kernels.kernelize_ggml_layers = own
-
-
-def _gguf_one_by_one(described: ModelDescription) -> bool:
-    """True if transformers unpacks one weight of a GGUF file after the other: those of few architectures so far."""
-    try:
-        from transformers.integrations.gguf import GGUF_ARCHS
-    except ImportError:  # before 5.23 of none
-        return False
-    location = described.location
-    return gguf_file.header(location.folder / location.gguf).architecture in GGUF_ARCHS
-
-
 def _packing(described: ModelDescription, config: Any) -> Callable[[list[Any]], list[Any]]:
     """Let the last thing that makes a weight be to pack it by ``config``."""
     from kvchat.engine.model.packed_quantizer import PackUnpacked
 
-    packing = PackUnpacked(config.quant_method, of_4_bits=_in_equal_steps(described))
+    packing = PackUnpacked(config.quant_method, of_4_bits=in_equal_steps(described))
 
     def packed(items: list[Any]) -> list[Any]:
         for _, made in items:
@@ -184,6 +153,6 @@ def _packing(described: ModelDescription, config: Any) -> Callable[[list[Any]], 
     return packed
 
 
-def _in_equal_steps(described: ModelDescription) -> bool:
+def in_equal_steps(described: ModelDescription) -> bool:
     """True if the values of 32 weights of 4 bits may lie in equal steps, which int4 finds again in twice the time."""
     return bool(described.location.gguf) or quantization.own_method(described.config) == stored_tensors.COMPRESSED

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kvchat import stored_tensors
-from kvchat.engine.model import attention_hook, gguf_file, int4_rows, int8_rows, packed_experts
+from kvchat.engine.model import attention_hook, int4_rows, int8_rows, packed_experts
 from kvchat.engine.model.checkpoint import Checkpoint
 from kvchat.engine.model.packed_rows import is_tied, packs_head
 from kvchat.engine.model.packing import PACKINGS
-from kvchat.stored_tensors import Packed, StoredTensor
+from kvchat.stored_tensors import Packed
 
 # Bytes beside a weight's own bits: a row's scale and on a GPU torchao's zero point, bitsandbytes' scale of 64 weights.
 ROW_BYTES = {"cpu": int8_rows.SCALE_BYTES, "cuda": 5}
@@ -83,12 +82,8 @@ def _renaming(model: Any, weights: Mapping[str, Tensor]) -> Callable[[str], str]
 
 
 def stored_sizes(checkpoint: Checkpoint) -> dict[str, int]:
-    """The bytes of a checkpoint's tensors by their names; its headers were checked before."""
-    return {tensor.name: tensor.nbytes for file in checkpoint.weights for tensor in _tensors(file, checkpoint.gguf)}
-
-
-def _tensors(file: Path, is_gguf: str) -> Iterable[gguf_file.GgufTensor | StoredTensor]:
-    return gguf_file.header(file).tensors if is_gguf else stored_tensors.tensors(file)
+    """The bytes of a checkpoint's tensors in safetensors by their names; its headers were checked before."""
+    return {tensor.name: tensor.nbytes for file in checkpoint.weights for tensor in stored_tensors.tensors(file)}
 
 
 def read_bytes(model: Any, nbytes: int) -> int | None:

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, redirect_stderr, redirect_stdout
 from typing import Any
 
 from kvchat.engine.model import each_weight
 from kvchat.engine.model.byte_progress import ByteProgress
-from kvchat.engine.model.checkpoint import Checkpoint
-from kvchat.engine.model.weight_sizes import stored_sizes
 
 
 @contextmanager
 def reported(
-    checkpoint: Checkpoint, stage: str, progress: Callable[[str], None], cores: AbstractContextManager[None]
+    sizes: Mapping[str, int], stage: str, progress: Callable[[str], None], cores: AbstractContextManager[None]
 ) -> Iterator[None]:
     """While a model is read ``progress`` is called with ``stage`` and the share of the files' bytes.
 
-    Each weight is taken in on the ``cores`` that are free. What makes it names the tensors of the files.
+    Each weight is taken in on the ``cores`` that are free. What makes it names the tensors, whose ``sizes`` are known.
     """
-    sizes = stored_sizes(checkpoint)
     words = ByteProgress(_heard(progress), f"{stage} ·")
     with each_weight.passed_through(lambda items: _counted(items, sizes, words, cores)):
         yield
@@ -39,7 +36,7 @@ def _heard(progress: Callable[[str], None]) -> Callable[[str], None]:
 
 
 def _counted(
-    items: list[Any], sizes: dict[str, int], words: ByteProgress, cores: AbstractContextManager[None]
+    items: list[Any], sizes: Mapping[str, int], words: ByteProgress, cores: AbstractContextManager[None]
 ) -> Iterator[Any]:
     nbytes = [sum(sizes.get(name, 0) for names in read.layer_targets.values() for name in names) for _, read in items]
     done, total = 0, sum(nbytes)

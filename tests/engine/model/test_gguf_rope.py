@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import numpy as np
 import pytest
 import torch
@@ -14,9 +12,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from kvchat.engine.model.description import describe
 from kvchat.errors import ModelError
 
-pytestmark = pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("gguf", "accelerate")), reason="gguf is not installed"
-)
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 OF_LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "rope_theta": 500000.0, **LLAMA3}
 

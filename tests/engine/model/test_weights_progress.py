@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import re
 import sys
-from importlib.util import find_spec
 
 import pytest
 import transformers
@@ -43,7 +42,6 @@ def test_every_byte_of_every_tensor_is_counted_once(tmp_path, name, quantize):
     assert all(re.search(r"/s · .* left$", stage) for stage in told[1:])
 
 
-@pytest.mark.skipif(not (find_spec("gguf") and find_spec("accelerate")), reason="gguf is not installed")
 def test_the_sizes_of_a_gguf_file_stay_beside_it(tmp_path, model):
     write_model(tmp_path / "model.gguf", model, "Q8_0")
     told = stages_of(tmp_path / "model.gguf")

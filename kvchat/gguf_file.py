@@ -1,0 +1,301 @@
+"""One reading of a GGUF file: its metadata, vocabulary and table of tensors, from a memory map.
+
+The plan, the list of models, the tokenizer and the weights are all made of this. Every length in a file is checked
+before it is believed.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import re
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)  # version 1 had lengths of 32 bits
+MAX_ENTRIES = 2**22  # of all tables and lists: three times those of the largest vocabulary, with its merges
+MAX_DIMENSIONS = 8
+LAYER = "blk."  # begins the names of what is in a layer, and is packed; a vocabulary's table and head are not
+EMBEDDINGS, HEAD = "token_embd.weight", "output.weight"
+# ggml's types by their numbers: name, elements and bytes of a block.
+TYPES: dict[int, tuple[str, int, int]] = {
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 40), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 15: ("Q8_K", 256, 292),
+    16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136),
+    24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4), 27: ("I64", 1, 8), 28: ("F64", 1, 8),
+    29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17),
+    40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18),
+}  # fmt: skip
+UNKNOWN_BITS = 32
+# struct's letters for the values of fixed size by their types; 8 is a text, 9 a list.
+FORMS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+TEXT, LIST = 8, 9
+ALIGNMENT, ALIGNED = "general.alignment", 32  # of the first tensor, and what it is where a file does not say
+SPLIT = re.compile(r"-(\d{5})-of-(\d{5})(?=\.gguf$|$)", re.IGNORECASE)
+MAX_PARTS = 1000
+NO_MODEL = {
+    "adapter": "It is an adapter (LoRA) for another model.",
+    "mmproj": "It is the image or audio part (projector) of a multimodal model.",
+    "imatrix": "It is an importance matrix, which was made to quantize a model.",
+    "embedder": "It is an embedding or ranking model, which writes no text.",
+    "vocabulary": "It has a vocabulary and no weights.",
+    "control vector": "It is a control vector for another model.",
+}
+ARCHITECTURES_OF = {"clip": "mmproj", "controlvector": "control vector"}
+EMBEDDERS = re.compile(r".*bert.*|t5encoder|gemma-embedding|llama-embed|.*-embed(ding)?s?")
+
+
+class Tensor(NamedTuple):
+    """A tensor of ``path``: its name, its type, a number of ggml's enumeration, and its shape, as torch has it.
+
+    It takes ``nbytes`` from byte ``start`` on; 0 where the type is unknown.
+    """
+
+    name: str
+    kind: int
+    shape: tuple[int, ...]
+    path: Path
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """What the file ``path`` says: its metadata by their keys, its tensors and those of its other parts.
+
+    Lists of texts are tuples of bytes; other lists are tuples of numbers. ``paths`` are all parts of a split model.
+    """
+
+    path: Path
+    values: dict[str, Any]
+    tensors: tuple[Tensor, ...]
+    paths: tuple[Path, ...]
+
+    @property
+    def architecture(self) -> str:
+        """llama.cpp's name of the architecture; empty where the file does not say."""
+        return self.text("general.architecture")
+
+    def of_architecture(self, key: str, default: Any = None) -> Any:
+        """The value of a key that begins with the architecture's name."""
+        return self.values.get(f"{self.architecture}.{key}", default)
+
+    def text(self, key: str) -> str:
+        """A text; empty where there is none."""
+        value = self.values.get(key)
+        return value if isinstance(value, str) else ""
+
+    def number(self, key: str) -> int | None:
+        """A whole number that is not negative, such as a token's id; None where there is none."""
+        value = self.values.get(key)
+        return value if type(value) is int and value >= 0 else None
+
+    @property
+    def layers(self) -> int:
+        """The number of layers."""
+        return self.number(f"{self.architecture}.block_count") or 0
+
+    @property
+    def layer_bits(self) -> float:
+        """Bits that an element of the layers' matrices takes on average; 0 where there are none."""
+        return layer_bits(self.tensors)
+
+    @property
+    def no_model(self) -> str:
+        """A sentence that says what the file is where it is no language model; else empty."""
+        return NO_MODEL.get(self._kind, "")
+
+    @property
+    def _kind(self) -> str:
+        architecture, named = self.architecture, self.text("general.type")
+        if "adapter.type" in self.values or named == "adapter":
+            return "adapter"
+        if architecture in ARCHITECTURES_OF:
+            return ARCHITECTURES_OF[architecture]
+        if named in ("mmproj", "imatrix") or "imatrix.datasets" in self.values:
+            return "mmproj" if named == "mmproj" else "imatrix"
+        reads_only = self.of_architecture("pooling_type", 0) or self.of_architecture("attention.causal", True) is False
+        if reads_only or EMBEDDERS.fullmatch(architecture):
+            return "embedder"
+        return "" if self.tensors else "vocabulary"
+
+
+def is_gguf(path: Path) -> bool:
+    """True if ``path`` is a file that begins as GGUF files do, whatever it is called."""
+    try:
+        if not path.is_file():
+            return False
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except (OSError, ValueError):
+        return False
+
+
+def type_of(kind: int) -> tuple[str, float]:
+    """The name of a tensor's type, and the bits that an element takes; of an unknown one as many as of a float."""
+    name, elements, nbytes = TYPES.get(kind, (f"type {kind}", 8, UNKNOWN_BITS))
+    return name, 8 * nbytes / elements
+
+
+def layer_bits(tensors: Sequence[Tensor]) -> float:
+    """Bits that an element of the layers' matrices takes on average; 0 where there are none."""
+    matrices = [one for one in tensors if len(one.shape) > 1 and one.name.startswith(LAYER)]
+    elements = [math.prod(one.shape) for one in matrices]
+    stored = sum(number * type_of(one.kind)[1] for number, one in zip(elements, matrices, strict=True))
+    return stored / max(1, sum(elements))
+
+
+def read(path: Path) -> GgufFile:
+    """Read the header of a GGUF file, and those of the other parts of a split model; kept until another is read.
+
+    Raises:
+        ValueError: it is none, incomplete, or a length in it leads past its end; the message says what.
+        OSError: it cannot be read.
+    """
+    found = path.stat()
+    return _read(path, found.st_size, found.st_mtime_ns)
+
+
+def part(path: Path) -> int:
+    """The number of the part that a file of a split model is by its name, from 1; 0 for a whole one."""
+    found = SPLIT.search(path.name)
+    return int(found[1]) if found and int(found[2]) > 1 else 0
+
+
+@lru_cache(maxsize=1)
+def _read(path: Path, size: int, written: int) -> GgufFile:
+    first = _read_part(path)
+    if (parts := first.number("split.count") or 1) > 1:
+        paths = _parts(path, parts)
+        read_parts = [first if one == path else _read_part(one) for one in paths]
+        first = GgufFile(path, read_parts[0].values, tuple(each for one in read_parts for each in one.tensors), paths)
+        expected = first.number("split.tensors.count")
+        if expected not in (None, len(first.tensors)):
+            raise ValueError(f"its {parts} parts have {len(first.tensors):,} tensors of {expected:,}")
+    for one in first.paths:
+        _check_end(one, [each for each in first.tensors if each.path == one])
+    if first.layers > len(first.tensors) > 0:
+        raise ValueError(f"it names {first.layers:,} layers, and there are {len(first.tensors):,} tensors")
+    return first
+
+
+def _parts(path: Path, parts: int) -> tuple[Path, ...]:
+    found = SPLIT.search(path.name)
+    if parts > MAX_PARTS or not found or int(found[2]) != parts:
+        raise ValueError(f"it is one of {parts:,} parts, and its name does not say which")
+    before, after = path.name[: found.start()], path.name[found.end() :]
+    names = [f"{before}-{one:05}-of-{parts:05}{after}" for one in range(1, parts + 1)]
+    missing = [name for name in names if not (path.parent / name).is_file()]
+    if missing:
+        raise ValueError(f"{len(missing)} of its {parts} parts are missing, the first is {missing[0]}")
+    return tuple(path.parent / name for name in names)
+
+
+def _read_part(path: Path) -> GgufFile:
+    with path.open("rb") as file:
+        if file.read(len(MAGIC)) != MAGIC:
+            raise ValueError("it does not begin with GGUF")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            try:
+                return _Walk(path, mapped).file()
+            except (struct.error, IndexError) as error:
+                raise ValueError("it ends in the middle of a table") from error
+
+
+def _check_end(path: Path, tensors: Sequence[Tensor]) -> None:
+    absent = max((one.start + one.nbytes for one in tensors), default=0) - path.stat().st_size
+    if absent > 0:
+        raise ValueError(f"by its header its tensors end {absent:,} bytes behind its end")
+
+
+class _Walk:
+    """A walk through the header of a file that is ``mapped``."""
+
+    def __init__(self, path: Path, mapped: mmap.mmap) -> None:
+        self._path, self._mapped, self._size = path, mapped, len(mapped)
+        self._at, self._entries = len(MAGIC), 0
+
+    def file(self) -> GgufFile:
+        (version,) = self._numbers("I")
+        if version not in VERSIONS:
+            reversed_ = int.from_bytes(version.to_bytes(4, "little"), "big")
+            of = "of a machine of the other byte order" if reversed_ in VERSIONS else f"of version {version:,}"
+            raise ValueError(f"it is {of}, which nothing reads here")
+        tensors, count = self._numbers("QQ")
+        self._count(tensors + count)
+        values = dict(self._value() for _ in range(count))
+        entries = [self._tensor() for _ in range(tensors)]
+        aligned = values.get(ALIGNMENT)
+        aligned = aligned if type(aligned) is int and aligned > 0 else ALIGNED
+        begin = -(-self._at // aligned) * aligned
+        found = tuple(one._replace(start=begin + one.start) for one in entries)
+        return GgufFile(self._path, values, found, (self._path,))
+
+    def _tensor(self) -> Tensor:
+        """A tensor, whose ``start`` counts from where the first one begins."""
+        name = self._text().decode(errors="replace")
+        (dimensions,) = self._numbers("I")
+        if dimensions > MAX_DIMENSIONS:
+            raise ValueError(f"a tensor has {dimensions:,} dimensions")
+        *shape, kind, offset = self._numbers(f"{dimensions}QIQ")
+        nbytes = 0
+        if kind in TYPES:
+            _, elements, block = TYPES[kind]
+            if shape and shape[0] % elements:
+                raise ValueError(f"a tensor has rows of {shape[0]:,} elements, which are no blocks of {elements}")
+            nbytes = math.prod(shape) // elements * block
+        return Tensor(name, kind, tuple(reversed(shape)), self._path, offset, nbytes)
+
+    def _value(self) -> tuple[str, Any]:
+        key = self._text().decode(errors="replace")
+        (kind,) = self._numbers("I")
+        if kind == LIST:
+            kind, length = self._numbers("IQ")
+            self._count(length)
+            if kind == TEXT:
+                return key, self._texts(length)
+            return key, self._numbers(f"{length}{self._form(kind)}")
+        if kind == TEXT:
+            return key, self._text().decode(errors="replace")
+        return key, self._numbers(self._form(kind))[0]
+
+    def _form(self, kind: int) -> str:
+        if kind not in FORMS:  # also a list of lists, which the format allows and nobody writes
+            raise ValueError(f"a value has the type {kind:,}")
+        return FORMS[kind]
+
+    def _texts(self, count: int) -> tuple[bytes, ...]:
+        """As many texts; what is read a million times, in few steps."""
+        mapped, at, size, length_at, found = self._mapped, self._at, self._size, struct.Struct("<Q").unpack_from, []
+        for _ in range(count):
+            begin = at + 8
+            at = begin + length_at(mapped, at)[0]
+            if at > size:
+                raise ValueError("a text leads past its end")
+            found.append(mapped[begin:at])
+        self._at = at
+        return tuple(found)
+
+    def _text(self) -> bytes:
+        return self._texts(1)[0]
+
+    def _numbers(self, form: str) -> tuple[Any, ...]:
+        form = f"<{form}"
+        nbytes = struct.calcsize(form)
+        if nbytes > self._size - self._at:
+            raise ValueError(f"a length of {nbytes:,} leads past its end")
+        found = struct.unpack_from(form, self._mapped, self._at)
+        self._at += nbytes
+        return found
+
+    def _count(self, entries: int) -> None:
+        self._entries += entries
+        if self._entries > MAX_ENTRIES:
+            raise ValueError(f"a table of {entries:,} entries is too long")
