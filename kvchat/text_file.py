@@ -1,4 +1,4 @@
-"""Texts that a person names: whatever is wrong with one is said by its name."""
+"""Texts that a person names: whatever is wrong with one is said by its name, and byte order marks are no part of it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from pathlib import Path
 
 from kvchat.errors import UsageError
 
+MARK = "\ufeff"
+
 
 def read(file: Path) -> str:
-    """The text of a regular file.
+    """The text of a regular file, with a newline at the end of each line.
 
     Raises:
         UsageError: there is none, it is something else such as a device, or it is not UTF-8.
@@ -16,11 +18,9 @@ def read(file: Path) -> str:
     if file.exists() and not file.is_file():
         raise UsageError(f"{file} cannot be read.", "It is no regular file.", "Give a text file.")
     try:
-        return file.read_text("utf-8")
+        return decoded(file.read_bytes(), str(file)).replace("\r\n", "\n")
     except OSError as error:
         raise unreadable(str(file), error) from None
-    except UnicodeDecodeError as error:
-        raise _no_text(str(file), error) from None
 
 
 def decoded(raw: bytes, name: str) -> str:
@@ -30,16 +30,17 @@ def decoded(raw: bytes, name: str) -> str:
         UsageError: they are not UTF-8.
     """
     try:
-        return raw.decode()
+        return unmarked(raw.decode())
     except UnicodeDecodeError as error:
-        raise _no_text(name, error) from None
+        detail = f"Byte {error.start:,} is 0x{raw[error.start]:02x}."
+        raise UsageError(f"{name} is not UTF-8.", detail, "Convert it to UTF-8.") from None
+
+
+def unmarked(text: str) -> str:
+    """A text without the mark that editors begin a file in UTF-8 with; files that were joined may have several."""
+    return text.removeprefix(MARK).replace(f"\n{MARK}", "\n")
 
 
 def unreadable(name: str, error: OSError) -> UsageError:
     """The error for the file ``name`` that the system does not let this process read."""
     return UsageError(f"{name} cannot be read.", f"{error.strerror}.", "Check its name and permissions.")
-
-
-def _no_text(name: str, error: UnicodeDecodeError) -> UsageError:
-    detail = f"Byte {error.start:,} is 0x{error.object[error.start]:02x}."
-    return UsageError(f"{name} is not UTF-8.", detail, "Convert it to UTF-8.")

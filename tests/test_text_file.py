@@ -7,13 +7,22 @@ import os
 import pytest
 
 from kvchat.errors import UsageError
-from kvchat.text_file import read
+from kvchat.text_file import decoded, read
 
 
 def test_a_text_is_read(tmp_path):
     file = tmp_path / "text.txt"
     file.write_text("Schön.", "utf-8")
     assert read(file) == "Schön."
+
+
+def test_marks_of_byte_order_are_no_part_of_a_text(tmp_path):
+    marked = b"\xef\xbb\xbfone\r\n\xef\xbb\xbftwo \xef\xbb\xbf"  # two files, one after the other
+    (tmp_path / "text.txt").write_bytes(marked)
+    assert read(tmp_path / "text.txt") == "one\ntwo \ufeff"
+    assert decoded(marked, "stdin") == "one\r\ntwo \ufeff"
+    with pytest.raises(UsageError, match=r"Byte 4 is 0xff"):
+        decoded(b"\xef\xbb\xbfa\xff", "stdin")
 
 
 def test_what_is_no_text_is_refused_by_name_and_never_waited_for(tmp_path):

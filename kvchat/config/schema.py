@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
 from kvchat.config.modes import Params, mode_names, registered
 from kvchat.config.validation_errors import advice, reason
 from kvchat.errors import UsageError, did_you_mean
 from kvchat.protocol.messages import HostDtype, Load, Quantize, Sampling
+from kvchat.text_file import unmarked
 
 DEFAULTS = Sampling()
 DEVICES = r"^(auto|cpu|cuda(:\d+)?)$"
@@ -48,7 +49,7 @@ class ModelSettings(Section):
     """load a model also where its weights do not fit the memory that is free"""
     folders: Texts = ()
     """folders in which the application looks for models, beside the hub's cache"""
-    system: str = ""
+    system: Annotated[str, AfterValidator(unmarked)] = ""
     """system prompt before every conversation; empty for none"""
 
     def of_load(self, only_set: bool = False) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Markdown and HTML hold the path shown, JSON the whole tree.
 
 from __future__ import annotations
 
+import codecs
 import html
 import os
 import re
@@ -264,7 +265,7 @@ def from_json(data: bytes, name: str) -> Conversation:
         UsageError: it is no such file, or its messages are no tree of questions and answers.
     """
     try:
-        file = _File.model_validate_json(data)
+        file = _File.model_validate_json(data.removeprefix(codecs.BOM_UTF8))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"

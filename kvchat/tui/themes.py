@@ -16,6 +16,7 @@ from textual.theme import BUILTIN_THEMES, Theme
 from kvchat import files
 from kvchat.errors import UsageError, did_you_mean
 from kvchat.paths import bundled_themes_dir
+from kvchat.text_file import unmarked
 
 DEFAULT = "kvchat-dark"
 ANSI = "kvchat-ansi"
@@ -101,7 +102,7 @@ def load(path: Path) -> Theme:
         UsageError: the file cannot be read, is no TOML or has a wrong field or color; it names file and reason.
     """
     try:
-        fields = {"name": path.stem, **tomli.loads(files.read(path).decode())}
+        fields = {"name": path.stem, **tomli.loads(unmarked(files.read(path).decode()))}
         _check(fields)
         return _complete(Theme(**fields))
     except OSError as error:

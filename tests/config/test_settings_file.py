@@ -78,6 +78,14 @@ def test_comments_order_and_other_lines_stay(path):
     ]
 
 
+def test_a_mark_of_byte_order_is_no_part_of_the_settings(path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b'\xef\xbb\xbf[model]\nsystem = "\xef\xbb\xbfBe brief."\n')
+    save(path, {("ui", "theme"): "kvchat-light"})
+    resolved = sources.resolve(sources.file_source(path)).settings
+    assert (resolved.model.system, resolved.ui.theme) == ("Be brief.", "kvchat-light")
+
+
 def test_the_written_template_keeps_its_explanations(path):
     path.parent.mkdir()
     path.write_text(sources.template())

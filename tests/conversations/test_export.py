@@ -42,7 +42,7 @@ def test_markdown_and_the_page_say_which_model_in_which_mode_and_when(conversati
     for text in (export.to_markdown(conversation), export.to_html(conversation)):
         assert f"{day} {minute} · SmolLM2, int4 · speculative mode, budget 128<" in text.replace("*", "<")
         assert f"{at} · SmolLM2, int4 · 9 tok" in text
-    read = export.from_json(export.to_json(conversation).encode(), "x.json")
+    read = export.from_json(export.to_json(conversation).encode("utf-8-sig"), "x.json")
     assert (read.mode, read.params) == ("speculative", {"budget": 128, "sink": None})
     assert read.leaf.model == "SmolLM2, int4"
 

@@ -163,7 +163,7 @@ def test_a_bad_theme_names_file_and_reason(tmp_path, text, reason):
 
 def test_a_user_theme_replaces_a_bundled_one_and_bad_ones_are_left_out(tmp_path):
     text = (bundled_themes_dir() / "kvchat-dark.toml").read_text()
-    (tmp_path / "kvchat-dark.toml").write_text(text.replace("#6cb6eb", "#010203"))
+    (tmp_path / "kvchat-dark.toml").write_text("\ufeff" + text.replace("#6cb6eb", "#010203"))
     (tmp_path / "broken.toml").write_bytes(b"\xff\xfe")
     themes, problems = load_all([tmp_path, tmp_path / "missing"])
     assert themes["kvchat-dark"].primary == "#010203"

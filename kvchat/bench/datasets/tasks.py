@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvchat import text_file
 from kvchat.bench.datasets import scores
 from kvchat.bench.datasets.json_lines import Line, files, lines
 from kvchat.errors import UsageError, did_you_mean
@@ -108,7 +109,7 @@ def longbench(folder: Path) -> Iterator[Item]:
 def _published_prompts(folder: Path) -> Mapping[str, str]:
     for file in folder.rglob(PROMPTS):
         try:
-            prompts = json.loads(file.read_text("utf-8"))
+            prompts = json.loads(text_file.read(file))
         except (OSError, ValueError) as error:
             raise UsageError(f"{file} cannot be read.", f"{error}.", "Download the data set again.") from None
         if not isinstance(prompts, dict) or not all(isinstance(prompt, str) for prompt in prompts.values()):

@@ -11,6 +11,7 @@ from jinja2 import Template
 
 from kvchat.engine.generate.limits import LimitExceededError, limited
 from kvchat.engine.generate.sandbox import BoundedEnvironment
+from kvchat.text_file import unmarked
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,7 +43,7 @@ class ChatTemplate:
             raise TypeError(f"it is no text but {type(source).__name__}")
         if len(source) > SOURCE:
             raise LimitExceededError(f"It has {len(source):,} characters itself")
-        code = _compile(source)
+        code = _compile(unmarked(source))
         template = Template.from_code(self._environment, code, self._environment.make_globals(None))
         self._environment.begin(messages)
         try:

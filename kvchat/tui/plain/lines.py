@@ -32,7 +32,7 @@ class LineReader:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder = codecs.getincrementaldecoder("utf-8-sig")("replace")
         self._is_terminal = os.isatty(descriptor)
         self.is_pasted = False
 

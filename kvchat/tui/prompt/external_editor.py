@@ -17,6 +17,7 @@ from types import FrameType
 from textual.app import App, SuspendNotSupported
 
 from kvchat.errors import UsageError
+from kvchat.text_file import unmarked
 
 DEFAULTS = ("nano", "vim", "vi", "emacs")
 
@@ -48,7 +49,7 @@ def edit(text: str, started: Callable[[Editor], object] = lambda editor: None) -
                 "The text is as it was.",
                 "VISUAL and EDITOR name another.",
             )
-        return path.read_bytes().decode().removesuffix("\n")
+        return unmarked(path.read_bytes().decode()).removesuffix("\n")
     except (OSError, UnicodeDecodeError) as error:
         detail = error.strerror if isinstance(error, OSError) else "It left bytes that are not UTF-8"
         raise UsageError(

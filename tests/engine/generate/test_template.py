@@ -70,6 +70,11 @@ def test_a_genuine_template_gives_what_transformers_gives(tokenizer, template: s
     assert ChatTemplate(tokenizer).render(messages) == expected
 
 
+def test_a_mark_of_byte_order_before_a_template_is_not_rendered(tokenizer) -> None:
+    tokenizer.chat_template = "\ufeff" + GENUINE["roles"]
+    assert ChatTemplate(tokenizer).render(MESSAGES).startswith("<|system|>")
+
+
 def test_many_turns_are_no_attack(tokenizer) -> None:
     tokenizer.chat_template = GENUINE["thinking"]
     messages = [MESSAGES[1], MESSAGES[2]] * 500

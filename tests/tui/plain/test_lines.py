@@ -33,6 +33,7 @@ class Arriving(LineReader):
         (b"one\\\nlast", ["one\nlast"]),
         ("schön ✓\n".encode(), ["schön ✓"]),
         (b"latin \xfc\n", ["latin \ufffd"]),
+        (b"\xef\xbb\xbfone\ntwo\n", ["one", "two"]),
     ],
 )
 async def test_lines_are_read(data, lines, step):

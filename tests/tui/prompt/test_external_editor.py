@@ -41,6 +41,11 @@ def test_the_text_is_what_the_editor_left_in_a_private_file(folder, editor):
     assert not os.listdir(folder)
 
 
+def test_a_mark_that_the_editor_writes_before_the_text_is_no_part_of_it(folder, editor):
+    editor("path.write_bytes(b'\\xef\\xbb\\xbfedited\\n')")
+    assert external_editor.edit("text") == "edited"
+
+
 @pytest.mark.parametrize(
     ("program", "reason"),
     [
