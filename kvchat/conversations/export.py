@@ -18,6 +18,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
 
 from kvchat import files
+from kvchat.conversations.as_written import keep_as_written
 from kvchat.conversations.conversation import Conversation, Message, new_id
 from kvchat.conversations.kept_stats import SwitchLines, read_stats
 from kvchat.errors import UsageError
@@ -76,7 +77,7 @@ def to_markdown(conversation: Conversation) -> str:
     if conversation.system:
         parts.append("## System\n\n" + conversation.system)
     for message in conversation.path:
-        parts.append(f"## {SPEAKERS[message.role]}\n\n{message.marked_text.strip()}")
+        parts.append(f"## {SPEAKERS[message.role]}\n\n{message.marked_text.strip(chr(10))}")
         if cost := _cost(message):
             parts.append(f"*{cost}*")
     return "\n\n".join(parts) + "\n"
@@ -86,12 +87,13 @@ def to_html(conversation: Conversation) -> str:
     """The path as one page without scripts and images, which asks no server for anything; markup in texts is text."""
     from markdown_it import MarkdownIt
 
-    render = MarkdownIt("commonmark", {"html": False}).enable("table").disable("image").render
+    parser = MarkdownIt("commonmark", {"html": False}).enable("table").disable("image")
+    keep_as_written(parser)
     parts = [f'<p class="receipt">{html.escape(provenance(conversation))}</p>']
     if conversation.system:
         parts.append(f'<p class="system">{html.escape(conversation.system)}</p>')
     for message in conversation.path:
-        body = render(message.marked_text) if message.role == "assistant" else html.escape(message.text)
+        body = parser.render(message.marked_text) if message.role == "assistant" else html.escape(message.text)
         parts.append(f'<div class="{message.role}">{body}</div>')
         if cost := _cost(message):
             parts.append(f'<p class="receipt">{html.escape(cost)}</p>')

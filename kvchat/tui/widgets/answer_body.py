@@ -13,6 +13,7 @@ from markdown_it.token import Token
 from textual.containers import Vertical
 from textual.widgets import Markdown
 
+from kvchat.conversations.as_written import keep_as_written
 from kvchat.conversations.switch_lines import LINE
 from kvchat.tui.answering import flush
 from kvchat.tui.answering.large_answers import MOST_NESTED, Part, definitions, parts
@@ -137,6 +138,7 @@ class _Parser(MarkdownIt):
 
     def __init__(self, links: dict[str, Any]) -> None:
         super().__init__("gfm-like", {"html": False, "maxNesting": MOST_NESTED})
+        keep_as_written(self)
         self.core.ruler.push("switch_lines", _set_off_switch_lines)
         self._links = links
 

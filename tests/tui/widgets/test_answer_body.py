@@ -6,6 +6,7 @@ import re
 from itertools import pairwise
 
 import pytest
+from support.app_driver import drawn as screen
 from support.app_driver import wait_for
 from textual.app import App, ComposeResult
 from textual.style import Style
@@ -154,3 +155,29 @@ def test_a_link_compiles_nothing_once_answers_are_prepared(monkeypatch):
     parser = answer_body._Parser({})
     assert any(token.type == "link_open" for token in parser.parse("See https://example.org.")[1].children)
     assert not compiled
+
+
+async def test_lines_backslashes_and_underscores_are_drawn_as_the_model_wrote_them():
+    said = (
+        "Roses are red,\nviolets are blue.\n\n- 12 Main Street\n  Springfield\n\n\\(a_1\\) and __init__ in C:\\_new\n"
+    )
+    app = Page()
+    async with app.run_test(size=(80, 40)):
+        answer = await app.query_one(Transcript).add(Answer())
+        for start in range(0, len(said), 7):
+            answer.feed(said[start : start + 7])
+            await answer._draw()
+        lines = [
+            "Roses are red,",
+            "violets are blue.",
+            "12 Main Street",
+            "Springfield",
+            r"\(a_1\) and __init__ in C:\_new",
+        ]
+        await wait_for(lambda: [line for line in lines if line not in drawn_lines(app)] == [])
+        await answer.finish(Message(parent=None, role="assistant", text=said, ending="eos"), "")
+        await wait_for(lambda: [line for line in lines if line not in drawn_lines(app)] == [])
+
+
+def drawn_lines(app: App[None]) -> list[str]:
+    return [line.strip(" ▌▊▎│•") for line in screen(app).split("\n")]
