@@ -14,9 +14,12 @@ from torch import Tensor
 
 from kvchat import gguf_file
 from kvchat.engine.model.gguf_config import fed
+from kvchat.engine.model.packed_rows import block_loops
 from kvchat.gguf_file import GgufFile
 
-CHUNK = 2**15  # elements that are unpacked at once: they stay in a processor's cache
+CHUNK = 2**15  # elements that numpy unpacks at once: they stay in a processor's cache
+LOOPED = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"}  # types that compiled loops unpack
+Array = np.ndarray[Any, Any]
 PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 # Of the scaling of positions, which the configuration has.
 IGNORED = ("rope_freqs.", "rope_factors_")
@@ -50,20 +53,50 @@ def weights(file: GgufFile, model: Any) -> dict[str, Unpacked]:
 
 def values(tensor: gguf_file.Tensor) -> Tensor:
     """The values of a tensor in float32, or those of a plain one as they lie in the file."""
-    stored = np.memmap(tensor.path, np.uint8, "r", tensor.start, (tensor.nbytes,))
+    stored = np.memmap(tensor.path, np.uint8, "c", tensor.start, (tensor.nbytes,))  # "c": numba refuses read-only
     if tensor.kind in PLAIN:
         return torch.from_numpy(stored.copy()).view(PLAIN[tensor.kind]).view(tensor.shape)
+    name, elements, nbytes = gguf_file.TYPES[tensor.kind]
+    blocks = stored.reshape(-1, nbytes)
+    found = torch.empty(len(blocks), elements)
+    loops = block_loops() if name in LOOPED else None
+    if loops:
+        loops.in_threads(len(blocks), lambda part: _unpack(loops, name, blocks[part], found[part].numpy()))
+    else:
+        unpack_by_package(tensor.kind, blocks, found.numpy())
+    return found.view(tensor.shape)
+
+
+def unpack_by_package(kind: int, blocks: Array, found: Array) -> None:
+    """Write the values of ``blocks [n, bytes]`` of a type into ``found [n, elements]``, by the gguf package."""
     import gguf
 
-    kind = gguf.GGMLQuantizationType(tensor.kind)
-    _, elements, nbytes = gguf_file.TYPES[tensor.kind]
-    blocks = stored.reshape(-1, nbytes)
-    found = np.empty((len(blocks), elements), np.float32)
-    step = max(1, CHUNK // elements)
+    step = max(1, CHUNK // found.shape[1])
     for at in range(0, len(blocks), step):
-        chunk = blocks[at : at + step]
-        found[at : at + step] = gguf.dequantize(chunk.reshape(1, -1), kind).reshape(-1, elements)
-    return torch.from_numpy(found).view(tensor.shape)
+        values = gguf.dequantize(blocks[at : at + step].reshape(1, -1), gguf.GGMLQuantizationType(kind))
+        found[at : at + step] = values.reshape(-1, found.shape[1])
+
+
+def _unpack(loops: Any, name: str, blocks: Array, found: Array) -> None:
+    """As ``unpack_by_package``, by compiled ``loops``."""
+    blocks = np.ascontiguousarray(blocks)
+
+    def halves(at: int) -> Array:
+        return np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2").astype(np.float32).ravel()
+
+    if name in ("Q4_0", "Q5_0"):
+        none = np.zeros(len(blocks), np.float32)
+        loop, middle = (loops.four_bits, 8) if name == "Q4_0" else (loops.five_bits, 16)
+        loop(blocks, halves(0), none, 2, middle, found)
+    elif name in ("Q4_1", "Q5_1"):
+        loop = loops.four_bits if name == "Q4_1" else loops.five_bits
+        loop(blocks, halves(0), halves(2), 4, 0, found)
+    elif name == "Q8_0":
+        loops.eight_bits(blocks, halves(0), found)
+    elif name == "Q6_K":
+        loops.six_k(blocks, halves(208), found)
+    else:
+        loops.four_or_five_k(blocks, halves(0), halves(2), name == "Q5_K", found)
 
 
 def _processed(tensors: Sequence[gguf_file.Tensor], file: GgufFile, model: Any) -> dict[str, Unpacked]:

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from kvchat.engine.model.merging import merge
-from kvchat.engine.model.packed_rows import BLOCK, CHUNK, ROWS, PackedRows, all_rows, attach, body, in_chunks
+from kvchat.engine.model.packed_rows import BLOCK, ROWS, PackedRows, all_rows, attach, block_loops, body, in_chunks
 
 METHOD = "int4"  # transformers' name of it
 GROUP = 32
 WEIGHT_BYTES = 0.5 + 4 / GROUP
 MULTIPLE = 16  # the kernel's: of rows
 LEVELS = 15  # and 0
+CHUNK = 2**21  # weights that are quantized at once: as 32-bit levels they take four times what they had
 FEWEST_LEVELS = 8  # that 32 weights of a 4-bit file span
 NEAR_LEVEL = 0.1  # of a step: what bfloat16 rounds. 30 values lie so near to one by chance never
 
@@ -103,6 +104,33 @@ def _quantize(weight: Tensor, of_4_bits: bool) -> tuple[Tensor, Tensor]:
 
 
 def _quantize_chunk(weight: Tensor, of_4_bits: bool) -> tuple[Tensor, Tensor]:
+    loops = block_loops()
+    return quantize_by_torch(weight, of_4_bits) if loops is None else _quantize_by_loops(loops, weight, of_4_bits)
+
+
+def _quantize_by_loops(loops: Any, weight: Tensor, of_4_bits: bool) -> tuple[Tensor, Tensor]:
+    """As ``quantize_by_torch``, to the last bit."""
+    groups = weight.float().contiguous().view(-1, GROUP)
+    low, step = torch.empty(2, len(groups))
+    levels = torch.empty(weight.shape, dtype=torch.int32)
+    fewest = FEWEST_LEVELS if of_4_bits else LEVELS + 1
+    stored, made = groups.numpy(), levels.view(-1, GROUP).numpy()
+    loops.in_threads(
+        len(groups),
+        lambda part: loops.ranges(stored[part], LEVELS, fewest, NEAR_LEVEL, low[part].numpy(), step[part].numpy()),
+    )
+    scale = step.bfloat16().float().clamp(min=torch.finfo(torch.bfloat16).tiny)
+    zero = (low + 8 * scale).bfloat16().float()
+    loops.in_threads(
+        len(groups),
+        lambda part: loops.levels(stored[part], scale[part].numpy(), zero[part].numpy(), 8, LEVELS, made[part]),
+    )
+    scales = torch.stack([scale, zero], -1).bfloat16().view(len(weight), -1, 2).transpose(0, 1).contiguous()
+    return torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1), scales
+
+
+def quantize_by_torch(weight: Tensor, of_4_bits: bool) -> tuple[Tensor, Tensor]:
+    """The ``data`` and ``scales`` of ``weight [N, K]``."""
     groups = weight.float().reshape(-1, GROUP)
     low, span = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True) - groups.amin(-1, keepdim=True)
     steps = _steps(groups, low, span) if of_4_bits else LEVELS

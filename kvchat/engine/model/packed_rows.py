@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from functools import cache
+from types import ModuleType
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+
+from kvchat.kv.ops.cpu_products import compiled_loops
 
 ROWS, STACKS = "packed_rows", "packed_stacks"  # the attributes of a Linear, and of a layer's experts
 CHUNK = 2**18  # weights that are quantized at once: in float32 they stay in a processor's cache
@@ -49,6 +53,16 @@ class PackedRows(ABC):
 
 
 Weight = Tensor | PackedRows
+
+
+@cache
+def block_loops() -> ModuleType | None:
+    """The loops that unpack and pack weights in blocks; None where numba does not run."""
+    if compiled_loops() is None:
+        return None
+    from kvchat.engine.model import block_loops
+
+    return block_loops
 
 
 def weight_of(linear: Any) -> Weight:

@@ -59,7 +59,7 @@ HAS_THREADS = _has_threads()
 _in_float32_only: list[tuple[Any, str]] = []  # loops over stored numbers, and their signatures
 
 
-def compiled(signature: str, fastmath: bool = False, parallel: bool = False) -> Callable[[Loop], Loop]:
+def compiled(signature: str, fastmath: bool | set[str] = False, parallel: bool = False) -> Callable[[Loop], Loop]:
     """Compile a loop for ``signature``, once for all processes where there is room for it on disk.
 
     ``number`` in a signature is what K and V are stored in: float32, and bfloat16 after ``compile_for_bfloat16``.
