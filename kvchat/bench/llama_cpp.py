@@ -22,14 +22,13 @@ from typing import Any
 
 import torch
 
-from kvchat import threads
+from kvchat import install, threads
 from kvchat.bench import gguf_copy
 from kvchat.bench.timing import Timing, warm_up
 from kvchat.engine.model.load import LoadedModel
 from kvchat.errors import UsageError
 from kvchat.kv.state import KVState
 
-INSTALL = "pip install 'kvchat[baselines]'"
 PACKAGES = ("xllamacpp", "gguf")
 
 
@@ -73,7 +72,11 @@ class LlamaCpp:
                 "llama.cpp is compared on a CPU only.", "The package brings it compiled for CPUs.", "Give --device cpu."
             )
         if absent := next((package for package in PACKAGES if find_spec(package) is None), ""):
-            raise UsageError("llama.cpp cannot be compared.", f"The package {absent} is not installed.", INSTALL)
+            raise UsageError(
+                "llama.cpp cannot be compared.",
+                f"The package {absent} is not installed.",
+                f"Run: {install.extra('baselines')}",
+            )
         with tempfile.TemporaryDirectory(prefix="kvchat-") as folder:
             file = Path(folder) / "copy.gguf"
             gguf_copy.write(self.model, file)

@@ -34,7 +34,7 @@ Budgets = Annotated[
 Texts = Annotated[list[Path] | None, typer.Option(exists=True, dir_okay=False, help="a text file, UTF-8; repeatable")]
 Seed = Annotated[int, typer.Option(help="the same seed gives the same cases")]
 Cases = Annotated[int, typer.Option(min=1, help="conversations")]
-Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="draw it to .svg or .png (needs kvchat[plot])")]
+Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="draw it to .svg or .png (needs matplotlib)")]
 Out = Annotated[
     Path | None, typer.Option(help="keep the rows in this file, as JSON; one that is there is gone on with")
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
+from kvchat import install
 from kvchat.cli.output import echo, progress
 from kvchat.protocol.messages import Load
 from kvchat.tui.model_choice.plan_table import plan_lines
@@ -16,6 +17,7 @@ def plan(load: Load, context: int | None, as_json: bool) -> int:
     Raises:
         KvchatError: the model or an option is refused.
     """
+    install.check(load.quantize, load.device)
     from kvchat.engine.plan import memory_plan  # torch: seconds
 
     made = memory_plan(load, context, progress)

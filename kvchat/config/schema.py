@@ -42,7 +42,7 @@ class ModelSettings(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """number format of weights and K/V (auto: the model's own on a GPU, on a CPU the faster of that and float32)"""
     quantize: Quantize = "auto"
-    """int8, int4 (on a GPU kvchat[ao]) or nf4 (kvchat[bnb]): weights in 8 or 4 bits; auto: small files stay small"""
+    """int8, int4 (on a GPU with torchao) or nf4 (bitsandbytes): weights in 8 or 4 bits; auto: small files stay small"""
     fast: bool = Load.fast
     """swap small pieces of the model for faster ones, checked when it is loaded"""
     force: bool = Load.force

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+from kvchat import install
 from kvchat.doctor.check import Check, guarded
 from kvchat.hub_kernels import import_bitsandbytes
 
@@ -66,7 +67,7 @@ def library(
         module = load(name)
     except Exception as error:  # noqa: BLE001  # a broken installation raises anything
         reason = f"cannot be imported: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        return Check(name, "problem", reason, f"pip install --force-reinstall {name}")
+        return Check(name, "problem", reason, install.command(name, again=True))
     build = ""
     if name == "torch":
         build = f", CUDA {module.version.cuda}" if module.version.cuda else ", without CUDA"
@@ -85,7 +86,9 @@ def triton(load: Importer, cuda: bool, find: Callable[[str], str | None] = shuti
     except ImportError:
         if not cuda:
             return Check("Triton", "ok", "not installed; only a GPU needs it")
-        return Check("Triton", "warning", "not installed", "pip install triton; without it decoding is slower.")
+        return Check(
+            "Triton", "warning", "not installed", f"{install.command('triton')}; without it decoding is slower."
+        )
     if cuda and not os.environ.get("CC") and not any(map(find, ("cc", "gcc", "clang"))):
         return Check(
             "Triton", "warning", f"{version}, but no C compiler", "Install gcc or clang: kernels are built with it."
@@ -98,7 +101,7 @@ def numba(load: Importer) -> Check:
     try:
         return Check("numba", "ok", str(load("numba").__version__))
     except ImportError as error:
-        advice = "pip install --upgrade numba; without it a CPU takes longer to choose pages."
+        advice = f"{install.command('numba')}; without it a CPU takes longer to choose pages."
         return Check("numba", "warning", f"cannot be imported: {error}", advice)
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 
+from kvchat import install
 from kvchat.config import modes
 from kvchat.config.modes import MIN_BUDGET
 from kvchat.engine.model import quantization, repacking
@@ -32,10 +33,10 @@ def propose(made: MemoryPlan, smaller: Sequence[ModeNeed] = ()) -> Proposal | No
         for quantize in weights:
             if not need.refusal and _fits(made, quantize, need, spills):
                 absent = quantization.absent_packages(quantize, torch.device(made.device))
-                install = quantization.INSTALL[quantize] if absent else ""
+                command = install.extra(install.EXTRA_OF[quantize]) if absent else ""
                 bits = (*_lost_bits(made, quantize), *_lost_pages(made))
                 lost = (*bits, *_lost_reading(made, quantize, mode, need, spills))
-                return Proposal(quantize, mode, need.params.get("budget"), lost, install)
+                return Proposal(quantize, mode, need.params.get("budget"), lost, command)
     return None
 
 

@@ -1,6 +1,6 @@
 """The clipboard: the terminal's by OSC 52, which it may ignore without an answer, and the system's where it is near.
 
-The system's needs pyperclip (``kvchat[clipboard]``). Over SSH it would be that of the machine far away.
+The system's needs pyperclip (the extra ``clipboard``). Over SSH it would be that of the machine far away.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from support.progress import silent
 from transformers import LlamaConfig
 
 import kvchat
+from kvchat import install
 from kvchat.engine import plan
 from kvchat.engine.model import quantization
 from kvchat.engine.model.description import describe
@@ -109,11 +110,11 @@ def test_a_proposal_that_needs_a_package_says_how_to_install_it(monkeypatch):
     made = replace(planned("bundled"), weights={"none": 1600, "nf4": 500}, host_pool=100, workspace=0, device="cuda:0")
     made = replace(made, modes={**made.modes, "full": ModeNeed(1000, {})}, device_free=1700, host_free=9999)
     assert propose(made).mode == "full"
-    for found, install in ((None, "pip install 'kvchat[bnb]'"), (object(), "")):
+    for found, wanted in ((None, install.extra("bnb")), (object(), "")):
         monkeypatch.setattr(quantization, "find_spec", lambda name, found=found: found)
-        assert propose(made).install == install
+        assert propose(made).install == wanted
         lines = list(plan_lines(replace(made, proposal=propose(made))))
-        assert [line for line in lines if "pip install" in line] == ([install] if install else [])
+        assert [line for line in lines if "pip install" in line] == ([wanted] if wanted else [])
 
 
 def test_on_a_cpu_everything_shares_the_memory():

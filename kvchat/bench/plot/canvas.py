@@ -8,7 +8,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvchat import files
+from kvchat import files, install
 from kvchat.errors import UsageError
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def check(file: Path) -> None:
     if not file.absolute().parent.is_dir():
         raise UsageError(f"There is no folder {file.absolute().parent}.", hint="Make it first.")
     if find_spec("matplotlib") is None:
-        raise UsageError("A plot needs matplotlib.", "It is not installed.", "Run: pip install 'kvchat[plot]'")
+        raise UsageError("A plot needs matplotlib.", "It is not installed.", f"Run: {install.extra('plot')}")
 
 
 def empty(width: float, height: float) -> Figure:

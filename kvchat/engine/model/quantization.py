@@ -6,7 +6,8 @@ int8 and int4 on a CPU are kvchat's own (``int8_rows``, ``int4_rows``) and need 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -16,7 +17,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from kvchat import stored_tensors
+from kvchat import install, stored_tensors
 from kvchat.engine.model import int8_rows
 from kvchat.engine.model.packed_rows import all_rows, body, packs_head
 from kvchat.errors import ModelError, UsageError, did_you_mean
@@ -30,8 +31,8 @@ PACKAGES = {"int8": "torchao", "int4": "torchao", "nf4": "bitsandbytes"}
 INT4_CAPABILITY = (8, 0)  # of a GPU: tensor cores with bfloat16
 PACKED_HERE = ("int8", "int4")  # on a CPU
 WARNS_AT_EVERY_PRODUCT = "bitsandbytes.autograd._functions"  # of 8 bits, in any dtype but float16
-INSTALL = {"int8": "pip install 'kvchat[ao]'", "int4": "pip install 'kvchat[ao]'", "nf4": "pip install 'kvchat[bnb]'"}
-INSTALL_GPTQ = "pip install 'kvchat[gptq]'"  # AWQ's too
+# The extra whose packages read a checkpoint of a method.
+EXTRA_OF_METHOD = {"bitsandbytes": "bnb", "torchao": "ao", "gptq": "gptq", "awq": "gptq"}
 
 
 @dataclass(frozen=True)
@@ -89,11 +90,17 @@ def import_package(quantized: Quantization) -> None:
 def missing(name: str, quantized: Quantization, error: ImportError) -> ModelError:
     """The refusal of a model for which a package is missing; transformers' message names it."""
     message = " ".join(str(error).split())[:300]
-    install = {"bitsandbytes": INSTALL["nf4"], "torchao": INSTALL["int8"], "gptq": INSTALL_GPTQ, "awq": INSTALL_GPTQ}
-    hint = next((command for package, command in install.items() if package in quantized.method), "Install it")
-    return ModelError(
-        f"{name} needs a package that is not installed.", f"transformers says: {message}", f"{hint}, then try again."
-    )
+    found = next((extra for method, extra in EXTRA_OF_METHOD.items() if method in quantized.method), "")
+    named = install.EXTRAS[found] if found else _named_in(message)
+    hint = f"Run: {install.command(*named)}" if named else "Install the package, then try again."
+    return ModelError(f"{name} needs a package that is not installed.", f"transformers says: {message}", hint)
+
+
+def _named_in(message: str) -> Sequence[str]:
+    """The packages that transformers' ``message`` says to install."""
+    told = re.search(r"pip install ([\w.,\[\]<>=~! -]+)", message.replace("`", "").replace("'", ""))
+    options = ("-U", "--upgrade")
+    return [word for word in (told[1] if told else "").split() if word not in options]
 
 
 def weight_bytes(model: Any) -> int:
@@ -252,12 +259,7 @@ def _package(quantize: str, device: torch.device) -> str:
 def _check_installed(quantize: str, device: torch.device) -> None:
     absent = absent_packages(quantize, device)
     if absent:
-        verb = "is" if len(absent) == 1 else "are"
-        raise ModelError(
-            f"{quantize} weights need {PACKAGES[quantize]}.",
-            f"{' and '.join(absent)} {verb} not installed.",
-            INSTALL[quantize],
-        )
+        raise install.missing(quantize, absent)
 
 
 def _chosen(quantize: str, dtype: torch.dtype, device: torch.device) -> Any:

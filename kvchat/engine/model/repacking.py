@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from kvchat import stored_tensors
+from kvchat import install, stored_tensors
 from kvchat.engine.model import each_weight, fp8_blocks, packed_experts, quantization
 from kvchat.engine.model.description import ModelDescription
 from kvchat.engine.model.packed_rows import body
@@ -66,7 +66,8 @@ def choose(quantize: str, described: ModelDescription) -> Choice:
     if absent := quantization.absent_packages(small, described.device):
         packages = " and ".join(absent)
         return Choice(
-            "none", f"With {packages} its weights would stay small, in {small}: {quantization.INSTALL[small]}."
+            "none",
+            f"With {packages} its weights would stay small, in {small}: {install.extra(install.EXTRA_OF[small])}",
         )
     stored = "GGUF file's" if described.location.gguf else quantization.own_method(described.config)
     return Choice(small, f"The {stored} weights are kept in {small}; --quantize none unpacks them.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
+from kvchat import install
 from kvchat.kv.memory.available import check_address_space
 from kvchat.protocol import figures, messages
 from kvchat.protocol.comparing import Variant
@@ -56,6 +57,7 @@ class EngineLoader:
     def open_session(self, load: Load, progress: Progress) -> Session:
         """As ``kvchat.engine.session.open_session``."""
         check_address_space()
+        install.check(load.quantize, load.device)
         from kvchat.engine.session import open_session
 
         return open_session(load, progress)

@@ -11,7 +11,7 @@ from support.plot_result import RESULT
 from kvchat.bench import plot
 from kvchat.bench.identity import VERSIONS
 
-pytestmark = pytest.mark.skipif(find_spec("matplotlib") is None, reason="draws: needs kvchat[plot]")
+pytestmark = pytest.mark.skipif(find_spec("matplotlib") is None, reason="draws: needs matplotlib")
 
 HALF, NONE = {"right": 2, "cases": 4, "interval": [0.15, 0.85], "read_tokens": 700.0}, {"right": 0, "cases": 0}
 DRAWN = {

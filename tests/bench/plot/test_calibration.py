@@ -12,7 +12,7 @@ from kvchat.bench import plot
 from kvchat.cli.main import app
 from kvchat.engine import calibration
 
-pytestmark = pytest.mark.skipif(find_spec("matplotlib") is None, reason="draws: needs kvchat[plot]")
+pytestmark = pytest.mark.skipif(find_spec("matplotlib") is None, reason="draws: needs matplotlib")
 
 
 def test_the_heat_map_shows_every_pair_and_marks_the_representatives(tmp_path):

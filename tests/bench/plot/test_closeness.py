@@ -11,7 +11,7 @@ from support.plot_result import RESULT
 from kvchat.bench import plot
 from kvchat.errors import UsageError
 
-pytestmark = pytest.mark.skipif(find_spec("matplotlib") is None, reason="draws: needs kvchat[plot]")
+pytestmark = pytest.mark.skipif(find_spec("matplotlib") is None, reason="draws: needs matplotlib")
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from support.plot_result import RESULT
 
 from kvchat.bench.plot import canvas, speed
 
-pytestmark = pytest.mark.skipif(find_spec("matplotlib") is None, reason="draws: needs kvchat[plot]")
+pytestmark = pytest.mark.skipif(find_spec("matplotlib") is None, reason="draws: needs matplotlib")
 
 
 def texts(file):

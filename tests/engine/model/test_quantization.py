@@ -47,7 +47,7 @@ def test_a_choice_that_is_not():
 
 
 def test_without_bitsandbytes_the_command_is_named(nothing_installed):
-    with pytest.raises(ModelError, match=r"bitsandbytes and accelerate are not installed.*pip install 'kvchat\[bnb\]'"):
+    with pytest.raises(ModelError, match=r"bitsandbytes and accelerate are not installed.*pip install 'bitsandbytes>"):
         load_model(Load("bundled", "cpu", quantize="nf4"), silent)
 
 
@@ -63,7 +63,7 @@ def test_a_checkpoint_whose_package_is_missing(llama_folder, method):
     if importlib.util.find_spec(package):
         pytest.skip(f"{package} is installed")
     declare(llama_folder, QUANTIZED[method])
-    install = "pip install .?compressed-tensors" if method == "compressed-tensors" else r"pip install 'kvchat\[gptq\]'"
+    install = "pip install .?compressed-tensors" if method == "compressed-tensors" else r"pip install 'gptqmodel>"
     with pytest.raises(ModelError, match=rf"needs a package that is not installed.*{install}"):
         load_model(Load(str(llama_folder), "cpu"), silent)
 
@@ -71,7 +71,7 @@ def test_a_checkpoint_whose_package_is_missing(llama_folder, method):
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed")
 def test_a_bitsandbytes_checkpoint_without_bitsandbytes(llama_folder):
     declare(llama_folder, QUANTIZED["bitsandbytes"])
-    with pytest.raises(ModelError, match=r"needs a package.*pip install 'kvchat\[bnb\]'"):
+    with pytest.raises(ModelError, match=r"needs a package.*pip install 'bitsandbytes>"):
         load_model(Load(str(llama_folder), "cpu"), silent)
 
 
@@ -179,7 +179,7 @@ def int8():
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_without_torchao_the_command_is_named_for_a_gpu(nothing_installed, quantize):
-    with pytest.raises(ModelError, match=r"torchao and accelerate are not installed.*pip install 'kvchat\[ao\]'"):
+    with pytest.raises(ModelError, match=r"torchao and accelerate are not installed.*pip install 'torchao>"):
         quantization.resolve(quantize, tiny_models.config("llama"), torch.bfloat16, torch.device("cuda"))
 
 

@@ -1,0 +1,81 @@
+"""Commands that install a package where this kvchat is installed: into a virtual environment, by pipx or by uv.
+
+No package index has kvchat, so the packages of its extras are named themselves.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+import sysconfig
+from importlib.util import find_spec
+from pathlib import Path
+
+from kvchat.errors import ModelError
+
+# The packages of kvchat's extras that are asked for while it runs, as pyproject.toml has them.
+EXTRAS = {
+    "ao": ("torchao>=0.16", "accelerate>=1.1"),
+    "baselines": ("xllamacpp>=2026.1",),
+    "bnb": ("bitsandbytes>=0.46.1", "accelerate>=1.1"),
+    "gptq": ("gptqmodel>=5.0", "optimum>=1.24", "accelerate>=1.1"),
+    "plot": ("matplotlib>=3.8",),
+}
+# The extra that a quantization needs on a GPU, and nf4 on a CPU too.
+EXTRA_OF = {"int8": "ao", "int4": "ao", "nf4": "bnb"}
+
+
+def command(*packages: str, again: bool = False) -> str:
+    """The command, for a shell, that installs ``packages`` (as requirements) beside this kvchat, or installs them
+    ``again``."""
+    named, here = shlex.join(packages), Path(sys.prefix)
+    if (here / "pipx_metadata.json").is_file() and shutil.which("pipx"):
+        return f"pipx inject {'--force ' * again}{shlex.quote(here.name)} {named}"
+    python, options = shlex.quote(sys.executable), f"{'--force-reinstall ' * again}{_outside()}"
+    if find_spec("pip") is not None:
+        return f"{python} -m pip install {options}{named}"
+    if shutil.which("uv"):  # its own environments have no pip
+        return f"uv pip install {'--reinstall ' * again}--python {python} {named}"
+    return f"{python} -m ensurepip && {python} -m pip install {options}{named}"
+
+
+def extra(name: str) -> str:
+    """The command that installs the packages of one of kvchat's ``EXTRAS``."""
+    return command(*EXTRAS[name])
+
+
+def absent(name: str) -> list[str]:
+    """The packages of an extra that are not installed."""
+    return [package for package in (one.partition(">")[0] for one in EXTRAS[name]) if find_spec(package) is None]
+
+
+def check(quantize: str, device: str) -> None:
+    """Refuse what would only be refused once torch is imported: a quantization that needs a package.
+
+    ``device`` is as in the settings; what "auto" is nobody knows yet.
+
+    Raises:
+        ModelError: the package is not installed.
+    """
+    needs = quantize == "nf4" or (quantize in EXTRA_OF and device.startswith("cuda"))
+    if needs and (packages := absent(EXTRA_OF[quantize])):
+        raise missing(quantize, packages)
+
+
+def missing(quantize: str, packages: list[str]) -> ModelError:
+    """The refusal of a quantization whose ``packages`` are not installed."""
+    verb = "is" if len(packages) == 1 else "are"
+    needed = EXTRAS[EXTRA_OF[quantize]][0].partition(">")[0]
+    return ModelError(
+        f"{quantize} weights need {needed}.",
+        f"{' and '.join(packages)} {verb} not installed.",
+        f"Run: {extra(EXTRA_OF[quantize])}",
+    )
+
+
+def _outside() -> str:
+    """The option without which pip refuses to install into a system's own Python."""
+    in_environment = sys.prefix != sys.base_prefix
+    managed = Path(sysconfig.get_path("stdlib"), "EXTERNALLY-MANAGED").is_file()
+    return "" if in_environment or not managed else "--break-system-packages "
