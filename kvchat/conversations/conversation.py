@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from kvchat.conversations import attachments
-from kvchat.conversations.switch_lines import with_lines
+from kvchat.conversations.switch_lines import ModeChange, notes, with_marks
 from kvchat.protocol.figures import Params, Stats
 from kvchat.protocol.messages import Chat, Resume, Sampling, Turn
 
@@ -30,8 +30,7 @@ class Message:
 
     ``created`` is in seconds since the epoch. ``ending`` says why an answer ended and is empty while it is written;
     ``receipt`` and ``stats`` tell what it cost. Every mode attends to a ``pinned`` one. ``switch_lines`` are the
-    lines of switches in the middle of an answer, each with the number of characters before it. ``model`` names what
-    wrote an answer.
+    live switches in an answer and behind it, up to the next question. ``model`` names what wrote an answer.
     """
 
     id: str = field(default_factory=new_id)
@@ -43,13 +42,13 @@ class Message:
     receipt: str = ""
     stats: Stats | None = None
     pinned: bool = False
-    switch_lines: tuple[tuple[int, str], ...] = ()
+    switch_lines: tuple[ModeChange, ...] = ()
     model: str = ""
 
     @property
     def marked_text(self) -> str:
-        """The text with the lines of switches in it."""
-        return with_lines(self.text, self.switch_lines, is_over=True)
+        """The text with a mark at each live switch, and what those were below it."""
+        return "\n\n".join((with_marks(self.text, self.switch_lines, is_over=True), *notes(self.switch_lines)))
 
     @property
     def turn(self) -> Turn:
@@ -195,7 +194,7 @@ class Conversation:
         ending: str = "",
         receipt: str = "",
         stats: Stats | None = None,
-        switch_lines: tuple[tuple[int, str], ...] = (),
+        switch_lines: tuple[ModeChange, ...] = (),
         model: str = "",
     ) -> Message:
         """Set the text of the answer to the last question; without an ``ending`` more is to come."""
@@ -217,6 +216,10 @@ class Conversation:
         """Pin a message, or no longer; it as it is then."""
         self.messages[id] = replace(self.messages[id], pinned=pinned)
         return self.messages[id]
+
+    def mark_switches(self, id: str, changes: tuple[ModeChange, ...]) -> None:
+        """Put other live switches in place of those of an answer."""
+        self.messages[id] = replace(self.messages[id], switch_lines=changes)
 
     def withdraw(self) -> str:
         """Take back the last question and return its text; one that has answers on other branches stays, for ``""``."""

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Annotated
 
-from pydantic import TypeAdapter
+from pydantic import BeforeValidator, TypeAdapter
 
-from kvchat.protocol.figures import Count, Params, Several, Stats
+from kvchat.conversations.switch_lines import ModeChange
+from kvchat.protocol.figures import Params, Several, Stats
 
 _STATS = TypeAdapter(Stats)
-SwitchLines = Several[tuple[Count, str]]
+_CHANGE = TypeAdapter(ModeChange)
+
+
+def _change(given: object) -> object:
+    """A switch from what JSON held; earlier versions kept its place and a line between dashes."""
+    if isinstance(given, list | tuple) and len(given) == 2 and isinstance(given[1], str):
+        given = {"chars": given[0], "line": given[1].strip("─ ")}
+    return _CHANGE.validate_python(given)
+
+
+SwitchLines = Several[Annotated[ModeChange, BeforeValidator(_change)]]
 _SWITCH_LINES: TypeAdapter[SwitchLines] = TypeAdapter(SwitchLines)
 _PARAMS: TypeAdapter[Params] = TypeAdapter(Params)
 _NAMES = {field.name for field in dataclasses.fields(Stats)}
@@ -28,7 +40,7 @@ def read_stats(values: object) -> Stats | None:
 
 
 def read_switch_lines(text: object) -> SwitchLines:
-    """Lines of switches with their places from JSON; none where it is damaged."""
+    """Live switches from JSON; none where it is damaged."""
     try:
         return _SWITCH_LINES.validate_json(text)  # type: ignore[arg-type]
     except ValueError:

@@ -350,7 +350,7 @@ def _values(message: Message) -> dict[str, Any]:
     """The fields of a message as they are stored."""
     values = {name: getattr(message, name) for name in _MESSAGE}
     values["stats"] = json.dumps(dataclasses.asdict(message.stats)) if message.stats else None
-    values["switch_lines"] = json.dumps(values["switch_lines"])
+    values["switch_lines"] = json.dumps([vars(change) for change in message.switch_lines])
     return {name: _storable(value) for name, value in values.items()}
 
 

@@ -24,7 +24,8 @@ class Action:
     the ``scope``, the screen or widget where the keys act. An action with neither is built into a widget: its keys are
     listed, but cannot be changed.
     ``needs_argument``: its command does nothing alone, so that a key types the command's beginning into the prompt.
-    ``waits`` says when it is queued while a model is being loaded: always, or with an argument only.
+    ``waits`` says when it is queued while a model is being loaded, and when it is typed behind questions that wait:
+    always, or with an argument only; ``questions``: with an argument, behind questions only.
     ``hint`` is its word in the line of key hints.
     """
 
@@ -39,7 +40,7 @@ class Action:
     action: str = ""
     scope: Scope = "chat"
     needs_argument: bool = False
-    waits: Literal["", "always", "argument"] = ""
+    waits: Literal["", "always", "argument", "questions"] = ""
     hint: str = ""
 
     @property
@@ -50,6 +51,10 @@ class Action:
     def needs_model(self, argument: str) -> bool:
         """True if it is queued while a model is being loaded."""
         return self.waits == "always" or (self.waits == "argument" and bool(argument))
+
+    def keeps_turn(self, argument: str) -> bool:
+        """True if it is queued behind questions that wait: it changes how they would be answered."""
+        return self.needs_model(argument) or (self.waits == "questions" and bool(argument))
 
     @property
     def is_bindable(self) -> bool:

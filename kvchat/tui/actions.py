@@ -92,6 +92,7 @@ ACTIONS = (
            waits="argument",
            doc="change sampling (temperature, seed, …) or a parameter of the mode; alone: list all values"),
     Action(id="system", command="system", usage="TEXT", values=arguments.one_of("none"), run=chat.set_system,
+           waits="questions",
            doc="change the system prompt; none removes it; alone: show it"),
     Action(id="pin", command="pin", usage="N", values=arguments.one_of("system", "none"), run=pins.pin,
            doc="pin the N-th question: every mode attends to it, beyond the budget; again: unpin it; alone: the last "

@@ -146,8 +146,15 @@ class ChatController(KeptConversations):
         elif self.state.phase is Phase.DOWN:
             await self.answers.down()
 
+    def has_to_wait(self, needs_model: bool, keeps_turn: bool) -> bool:
+        """True if a command has to wait: for a model that is being loaded, or for its turn behind questions."""
+        is_loading = self.state.phase is Phase.LOADING
+        return (needs_model and is_loading) or (keeps_turn and self.answers.queue.goes_on)
+
     async def defer(self, line: str, run: Callable[[], Awaitable[None]]) -> None:
-        """Queue a command while a model is being loaded; ``run`` does it, and tells by itself what is refused."""
+        """Queue a command; ``run`` does it when its turn comes, and tells by itself what is refused."""
+        if self.state.phase is not Phase.LOADING:
+            self.view.toast(f"{line} waits for its turn behind what is queued; keys act at once.")
         command = await self.view.add_command(line)
         self.answers.defer(command, run)
         # The phase may have changed while the command was mounted.

@@ -263,11 +263,6 @@ def describe_switch(switched: Switched, before: float | None, after: float | Non
     return " · ".join(parts)
 
 
-def switch_line(switched: Switched, before: float | None, after: float | None) -> str:
-    """A live switch as a line in the text of an answer."""
-    return f"── {describe_switch(switched, before, after)} ──"
-
-
 def summarize(stats: Iterable[Stats]) -> str:
     """Sum up the answers as an aligned table of numbers."""
     answers = list(stats)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from kvchat.protocol.messages import Switched
-from kvchat.tui.state import switch_line
+from kvchat.tui.state import describe_switch
 
 SETTLED_TOKENS = 64
 TIMED_S = 0.2  # text that waited comes all at once: over less time no speed can be told from it
 
 
 class SwitchLine:
-    """``── full -> speculative · 14,203 tok · 41 -> 58 tok/s ──``; the second figure comes later.
+    """``full -> speculative · 14,203 tok · 41 -> 58 tok/s``; the second figure comes later.
 
     ``speed`` before the switch and that after it are of tokens of one mode each, in tokens/s.
     """
@@ -26,7 +26,7 @@ class SwitchLine:
     @property
     def line(self) -> str:
         """The line as far as it is known."""
-        return switch_line(self.switched, self.speed, self._after)
+        return describe_switch(self.switched, self.speed, self._after)
 
     @property
     def is_idle(self) -> bool:

@@ -10,6 +10,7 @@ import pytest
 
 from kvchat.conversations import export
 from kvchat.conversations.conversation import Conversation
+from kvchat.conversations.switch_lines import ModeChange
 from kvchat.errors import UsageError
 from kvchat.protocol.figures import Stats
 
@@ -117,10 +118,9 @@ def test_json_keeps_what_answers_cost(conversation):
 
 def test_the_lines_of_switches_stand_in_every_format(conversation):
     conversation.ask("and?")
-    conversation.answer("one two three", "eos", switch_lines=((3, "── full -> sync ──"),))
-    marked = "one ── full -> sync ── two three"
-    assert f"## Model\n\n{marked}\n" in export.to_markdown(conversation)
-    assert f"<p>{marked.replace('>', '&gt;')}</p>" in export.to_html(conversation)
+    conversation.answer("one two three", "eos", switch_lines=(ModeChange(3, "full -> sync", 40, "sync"),))
+    assert "## Model\n\none ┃ two three\n\n┃ full -> sync\n" in export.to_markdown(conversation)
+    assert "<p>one ┃ two three</p>\n<p>┃ full -&gt; sync</p>" in export.to_html(conversation)
     read = export.from_json(export.to_json(conversation).encode(), "x.json")
     assert read.leaf.switch_lines == conversation.leaf.switch_lines
     older = broken(lambda file, messages: [message.pop("switch_lines") for message in messages], conversation)

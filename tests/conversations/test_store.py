@@ -17,6 +17,7 @@ from kvchat.conversations import store as module
 from kvchat.conversations.conversation import Conversation
 from kvchat.conversations.migrations import MIGRATIONS
 from kvchat.conversations.store import MARK, ConversationStore, StoreError
+from kvchat.conversations.switch_lines import ModeChange
 from kvchat.errors import UsageError
 from kvchat.protocol.figures import Stats
 
@@ -61,7 +62,7 @@ def test_a_conversation_is_read_as_it_was_written(store):
     assert read.changes() is None
 
 
-LINES = ((3, "── full -> sync ──"), (7, "── sync -> full ──"))
+LINES = (ModeChange(3, "full -> sync", 40, "sync"), ModeChange(7, "sync -> full", 90, "full"))
 
 
 def test_the_lines_of_switches_are_kept(store):
@@ -72,7 +73,16 @@ def test_the_lines_of_switches_are_kept(store):
     keep(store, made)
     read = store.load(made.id)
     assert read.leaf == made.leaf
-    assert read.leaf.marked_text == "one ── full -> sync ── two ── sync -> full ── three four"
+    assert read.leaf.switch_lines == LINES
+    assert read.leaf.marked_text == "one ┃¹ two ┃² three four\n\n┃¹ full -> sync\n\n┃² sync -> full"
+
+
+def test_switches_of_earlier_versions_are_read(store):
+    made = saved(store, "one")
+    made.answer("one two", "eos")
+    keep(store, made)
+    store._db.execute("UPDATE message SET switch_lines = ? WHERE role = 'assistant'", ('[[3, "── full -> sync ──"]]',))
+    assert store.load(made.id).leaf.switch_lines == (ModeChange(3, "full -> sync"),)
 
 
 @pytest.mark.parametrize("version", range(1, len(MIGRATIONS)))

@@ -9,6 +9,7 @@ from functools import partial
 from time import monotonic
 
 from kvchat.conversations.conversation import CUT_OFF, Conversation, Message
+from kvchat.conversations.switch_lines import ModeChange
 from kvchat.errors import UsageError
 from kvchat.protocol.messages import Finished, Stop, Switched, Text
 from kvchat.tui.answering.question_queue import QuestionQueue, Waiting
@@ -46,6 +47,7 @@ class Answers:
         self._question: QuestionView | None = None
         self._switch: SwitchView | None = None
         self._marks: list[tuple[int, SwitchView]] = []  # the switches since it began, behind so many characters
+        self._between: tuple[str, SwitchView] | None = None  # the last one, kept with the answer of this id before it
 
     async def begin(self, said: Message = NOTHING) -> None:
         """Ask for an answer to the last question, or for more of the last answer, which is ``said``."""
@@ -128,15 +130,35 @@ class Answers:
         last, self._switch = self._switch, None
         if last is not None and last.is_idle and last.switched.total == switched.total:
             await last.remove()
-            self._marks = [mark for mark in self._marks if mark[1] is not last]
+            self._forget(last)
             moved, speed = last.switched.moved_bytes + switched.moved_bytes, last.speed
             if switched.mode == last.switched.before != last.switched.mode:
                 self.view.add_way_back(switched)
                 return
             switched = replace(switched, before=last.switched.before, moved_bytes=moved)
         self._switch = await self.view.add_switch(switched, speed)
-        if self.answer is not None and self.answer.text:
+        if self.answer is not None:
             self._marks.append((len(self.answer.text), self._switch))
+        elif (answer := self.state.conversation.leaf) is not None and answer.role == "assistant":
+            self._between = answer.id, self._switch
+            change = _change(len(answer.text), self._switch)
+            self.state.conversation.mark_switches(answer.id, (*answer.switch_lines, change))
+
+    @property
+    def switch_positions(self) -> tuple[int, ...]:
+        """How many tokens were stored at each switch to another mode on the path shown, that in progress included."""
+        path = self.state.conversation.path
+        changes = [change for message in path for change in message.switch_lines]
+        changes += [_change(place, switch) for place, switch in self._marks] if self.answer is not None else []
+        return tuple(dict.fromkeys(change.position for change in changes if change.mode and change.position))
+
+    def _forget(self, switch: SwitchView) -> None:
+        """Keep a switch no more, which another one goes on with."""
+        self._marks = [mark for mark in self._marks if mark[1] is not switch]
+        if self._between is not None and self._between[1] is switch:
+            id, messages = self._between[0], self.state.conversation.messages
+            if id in messages:
+                self.state.conversation.mark_switches(id, messages[id].switch_lines[:-1])
 
     async def finish(self, finished: Finished) -> None:
         """Complete the answer; one stopped before its first word gives the question back."""
@@ -258,12 +280,12 @@ class Answers:
         self._show_phase(Phase.READY)
         return True
 
-    def _lines(self) -> tuple[tuple[int, str], ...]:
-        """The lines of the switches in the answer, each with the number of characters before it."""
-        return (*self._said.switch_lines, *((place, switch.line) for place, switch in self._marks))
+    def _lines(self) -> tuple[ModeChange, ...]:
+        """The switches in the answer."""
+        return (*self._said.switch_lines, *(_change(place, switch) for place, switch in self._marks))
 
-    def _take_lines(self) -> tuple[tuple[int, str], ...]:
-        """The lines as they stay from now on: the answer is over."""
+    def _take_lines(self) -> tuple[ModeChange, ...]:
+        """The switches as they stay from now on: the answer is over."""
         self._close_switch()
         if self._marks:
             self._switch = None
@@ -276,3 +298,10 @@ class Answers:
     def _show_phase(self, phase: Phase) -> None:
         self.state.enter_phase(phase)
         self.view.show_state(self.state)
+
+
+def _change(place: int, switch: SwitchView) -> ModeChange:
+    """A switch behind ``place`` characters of an answer."""
+    switched = switch.switched
+    mode = switched.mode if switched.mode != switched.before else ""
+    return ModeChange(place, switch.line, switched.total, mode)

@@ -169,13 +169,16 @@ class PlainChat:
             self._lines.entered()
             yield line, ""
 
-    async def _take(self, line: str, piped: str = "", is_pasted: bool = False) -> None:
-        """Run a command or ask a question about what was piped in; a refusal is a line."""
+    async def _take(self, line: str, piped: str = "", is_pasted: bool = False, is_its_turn: bool = False) -> None:
+        """Run a command or ask a question about what was piped in; a refusal is a line.
+
+        A command waits behind questions that do, unless ``is_its_turn``.
+        """
         if not line.strip():
             return
         try:
             if is_command(line) and not is_pasted:
-                await self._run_command(line.strip())
+                await self._run_command(line.strip(), is_its_turn)
             elif not self._is_typed and self.chat.state.info is None:
                 self._lines.problem("Nothing is asked: there is no model.")  # why is said; it would fail once more
                 self._left.set()
@@ -184,11 +187,11 @@ class PlainChat:
         except KvchatError as error:
             self.view.add_error(error)
 
-    async def _run_command(self, line: str) -> None:
+    async def _run_command(self, line: str, is_its_turn: bool) -> None:
         action, argument = parse_command(line)
         state, done = self.chat.state, self.view.switches
-        if state.phase is Phase.LOADING and action.needs_model(argument):
-            await self.chat.defer(line, partial(self._take, line))
+        if self.chat.has_to_wait(action.needs_model(argument), not is_its_turn and action.keeps_turn(argument)):
+            await self.chat.defer(line, partial(self._take, line, is_its_turn=True))
             return
         before = deepcopy((state.wanted, state.pending))
         if action.run:

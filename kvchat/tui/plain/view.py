@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import monotonic
@@ -20,11 +21,12 @@ from kvchat.tui.answering import thinking
 from kvchat.tui.comparing.needle_rows import HEADINGS, needle_rows, verdict
 from kvchat.tui.plain.lines import LineWriter
 from kvchat.tui.running_comparison import RunningComparison
-from kvchat.tui.state import ChatState, Footed, Phase, describe_switch, switch_line
+from kvchat.tui.state import ChatState, Footed, Phase, describe_switch
 from kvchat.tui.view import Severity
 from kvchat.tui.ways_out import WayOut
 from kvchat.units import count, size
 
+_SENTENCE_END = re.compile(r"[.!?…][\"'”’)\]]*[ \n]|[。！？]|\n")
 YOU, MODEL = "you: ", "model: "
 PATIENCE_S = 5.0  # a wait that takes longer is explained
 
@@ -51,6 +53,8 @@ class PlainAnswer:
         self._folds = folds
         self._printed = 0  # characters of what is to be printed
         self._is_thought_told = False
+        self._notes: list[tuple[int, str]] = []  # behind so many characters of what is printed, or more
+        self.is_over = False
         self._told = monotonic()
 
     def wait(self, words: str) -> None:
@@ -75,6 +79,17 @@ class PlainAnswer:
         self._printed = min(self._printed, len(unfolded(self.text, self._folds)[1]))
         return withdrawn
 
+    def note(self, line: str) -> None:
+        """Print a line of its own as soon as the sentence that is being said is over."""
+        if self._printed:
+            self._notes.append((self._printed, line))
+        else:
+            self._lines.line(line)
+
+    def take_note_back(self, line: str) -> None:
+        """Do not print a line that has not been printed yet."""
+        self._notes = [note for note in self._notes if note[1] != line]
+
     def _print(self) -> None:
         """Print what has come since, and once how long the thought before it is."""
         thought, said = unfolded(self.text, self._folds)
@@ -82,8 +97,15 @@ class PlainAnswer:
             self._tell(thought)
         if said and not self._printed:
             self._lines.text(MODEL)
-        self._lines.text(said[self._printed :])
-        self._printed = len(said)
+        while self._notes and (end := _sentence_end(said, self._notes[0][0])) is not None:
+            self._print_up_to(said, end)
+            self._lines.line(self._notes.pop(0)[1])
+        self._print_up_to(said, len(said))
+
+    def _print_up_to(self, said: str, end: int) -> None:
+        if end > self._printed:
+            self._lines.text(said[self._printed : end])
+            self._printed = end
 
     def _tell(self, thought: str) -> None:
         if not self._is_thought_told:
@@ -96,10 +118,20 @@ class PlainAnswer:
             self._tell(thought)
         if not self.text:
             self._lines.text(f"{MODEL}{message.text}")
+        for _, line in self._notes:
+            self._lines.line(line)
         self._lines.line(f"[{footer}]")
+        self.is_over = True
 
     async def remove(self) -> None:
-        """Do nothing: printed lines stay."""
+        """Printed lines stay."""
+        self.is_over = True
+
+
+def _sentence_end(said: str, place: int) -> int | None:
+    """Where the sentence that is being said at ``place`` ends; None where it goes on."""
+    found = _SENTENCE_END.search(said, max(place - 1, 0))
+    return found.end() if found else None
 
 
 def unfolded(text: str, folds: bool) -> tuple[str, str]:
@@ -119,13 +151,16 @@ class PlainSwitch:
 
     speed: float | None = None
 
-    def __init__(self, switched: Switched) -> None:
+    def __init__(self, switched: Switched, answer: PlainAnswer | None) -> None:
         self.switched = switched
-        self.line = switch_line(switched, None, None)
+        self.line = describe_switch(switched, None, None)
         self.is_idle = True
+        self._answer = answer
 
     async def remove(self) -> None:
-        """Do nothing: printed lines stay."""
+        """Print it no more; printed lines stay."""
+        if self._answer is not None:
+            self._answer.take_note_back(f"[{self.line}]")
 
     def count(self, tokens: int, now: float) -> None:
         """Tokens have come: a later switch is another one."""
@@ -172,6 +207,7 @@ class PlainView:
         self.take_details: Callable[[Details], None] | None = None
         self._conversation = ""
         self._badges: set[str] = set()
+        self._answer: PlainAnswer | None = None
         self._lines = lines
         self._echoes = echoes
         self._model_folders = model_folders
@@ -202,17 +238,22 @@ class PlainView:
 
     async def add_answer(self) -> PlainAnswer:
         """Begin an answer."""
-        return PlainAnswer(self._lines, self.folds_thoughts)
+        self._answer = PlainAnswer(self._lines, self.folds_thoughts)
+        return self._answer
 
     async def add_switch(self, switched: Switched, speed: float | None) -> PlainSwitch:
-        """Print a switch."""
+        """Print a switch; in the middle of an answer behind the sentence that is being said."""
         self.add_way_back(switched)
-        return PlainSwitch(switched)
+        return PlainSwitch(switched, self._answer)
 
     def add_way_back(self, switched: Switched) -> None:
         """Print a switch; the line of the one that it takes back is printed already."""
         self.switches += 1
-        self._lines.line(f"[{describe_switch(switched, None, None)}]")
+        line = f"[{describe_switch(switched, None, None)}]"
+        if self._answer is not None and not self._answer.is_over:
+            self._answer.note(line)
+        else:
+            self._lines.line(line)
 
     def add_note(self, text: str, struck: str = "") -> None:
         """Print a note."""

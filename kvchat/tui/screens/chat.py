@@ -32,7 +32,6 @@ from kvchat.tui.screens.closing import open_once
 from kvchat.tui.screens.conversations import ConversationsScreen
 from kvchat.tui.screens.details import DetailsScreen
 from kvchat.tui.screens.shown_chat import ShownChat
-from kvchat.tui.state import Phase
 from kvchat.tui.widgets.answer import prepare as prepare_answers
 from kvchat.tui.widgets.bars import KeyHints, ModeBar, StatusBar, TooSmall
 from kvchat.tui.widgets.composer import Composer
@@ -157,10 +156,13 @@ class ChatScreen(ShownChat):
         with self._refusals_as_toasts():
             await self.controller.take_back()
 
-    async def run_command(self, line: str) -> bool:
-        """Run a slash command; a mistake in it is a toast, a failure is shown in the transcript. Whether it was run."""
+    async def run_command(self, line: str, is_its_turn: bool = False) -> bool:
+        """Run a slash command; a mistake in it is a toast, a failure is shown in the transcript. Whether it was run.
+
+        It waits behind questions that do, unless ``is_its_turn``.
+        """
         try:
-            await self._run(*parse_command(line))
+            await self._run(*parse_command(line), is_typed=not is_its_turn)
         except UsageError as error:
             self.toast(str(error), severity="warning", timeout=8)
         except KvchatError as error:
@@ -171,7 +173,7 @@ class ChatScreen(ShownChat):
 
     async def _run_deferred(self, line: str) -> None:
         """Run a command that waited; one that is refused comes back into the prompt, unless another text is there."""
-        if not await self.run_command(line):
+        if not await self.run_command(line, is_its_turn=True):
             self.restore_prompt(line)
 
     def begin_command(self, line: str) -> None:
@@ -306,9 +308,9 @@ class ChatScreen(ShownChat):
 
     # ---- helpers ---------------------------------------------------------------------------------
 
-    async def _run(self, action: Action, argument: str) -> None:
-        """Run an action; one that needs the model waits while that is being loaded."""
-        if self.controller.state.phase is Phase.LOADING and action.needs_model(argument):
+    async def _run(self, action: Action, argument: str, is_typed: bool = False) -> None:
+        """Run an action, or let it wait for the model or for its turn."""
+        if self.controller.has_to_wait(action.needs_model(argument), is_typed and action.keeps_turn(argument)):
             line = f"/{action.command} {argument}".rstrip()
             await self.controller.defer(line, partial(self._run_deferred, line))
         elif action.run:

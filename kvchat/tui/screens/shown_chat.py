@@ -61,6 +61,7 @@ class ShownChat(Screen[None]):
         if below is None:
             self.query_one(Ribbon).clear()
             self.query_one(Timeline).clear()
+        self._show_switches()
         await self._transcript.replace_below(below, past(messages) or ([] if below else [self._welcome()]))
 
     def show_footer(self, message: Message, footer: str) -> None:
@@ -77,13 +78,10 @@ class ShownChat(Screen[None]):
         return await self._transcript.add(Answer())
 
     async def add_switch(self, switched: Switched, speed: float | None) -> SwitchView:
-        if switched.before != switched.mode and switched.total:
-            self.query_one(Ribbon).mark(switched.total, switched.mode)
-            self.query_one(Timeline).mark()
         answer = next((one for one in self._transcript.query(Answer) if not one.finished), None)
-        if answer is not None and answer.text:
+        if answer is not None:
             return answer.mark(switched, speed)
-        return await self._transcript.add(SwitchNote(switched, speed), before=answer)
+        return await self._transcript.add(SwitchNote(switched, speed))
 
     def add_way_back(self, switched: Switched) -> None:
         """Show nothing: the line of the switch before is gone."""
@@ -116,6 +114,7 @@ class ShownChat(Screen[None]):
             self._clear_figures()
             return
         self.query_one(Gutter).show(self.controller.state.marks(snapshot))
+        self._show_switches()
         self.query_one(Ribbon).snapshot = snapshot
         self.query_one(StatusBar).add(snapshot, answering)
         self.query_one(KvColumn).show(snapshot)
@@ -165,6 +164,10 @@ class ShownChat(Screen[None]):
             self.toast(clipboard.describe(text, refusal), title="Clipboard", severity="warning", timeout=10)
         else:
             self.toast(clipboard.describe(text, refusal), title="Copied")
+
+    def _show_switches(self) -> None:
+        positions = self.controller.answers.switch_positions
+        self.query_one(Ribbon).ticks = self.query_one(Timeline).ticks = positions
 
     def _show_details(self) -> None:
         self.query_one(DetailColumn).show(self.controller.state)

@@ -11,7 +11,7 @@ from textual.message import Message as WidgetMessage
 from textual.widgets import Static
 
 from kvchat.conversations.conversation import Message
-from kvchat.conversations.switch_lines import with_lines
+from kvchat.conversations.switch_lines import ModeChange, notes, with_marks
 from kvchat.foreign_text import visible
 from kvchat.protocol.messages import Switched
 from kvchat.tui.answering import thinking
@@ -41,6 +41,7 @@ class Answer(Vertical):
     Answer > .tail { color: $text; }
     Answer > .tail.waiting { color: $text-muted; }
     Answer > .receipt { color: $text-disabled; }
+    Answer > .switches { color: $secondary; }
     Answer > .thought { color: $text-muted; }
     Answer > .thoughts { display: none; color: $text-muted; padding: 0 0 1 2; }
     """
@@ -56,7 +57,7 @@ class Answer(Vertical):
         self.collapsed = False
         self.finished = False
         self.weight = 1
-        self._switch_lines: tuple[tuple[int, str], ...] = ()  # those that stay as they are
+        self._switch_lines: tuple[ModeChange, ...] = ()  # those that stay as they are
         self._marks: list[SwitchMark] = []
         self._drawing = asyncio.Lock()
         self._paced = Paced(self, self._grow)
@@ -76,6 +77,9 @@ class Answer(Vertical):
         tail = Static("" if self.finished else "…", classes="tail waiting", markup=False)
         tail.display = not self.finished
         yield tail
+        switches = Static(self._notes(), classes="switches", markup=False)
+        switches.display = bool(self._switch_lines or self._marks)
+        yield switches
         receipt = Static(self.receipt, classes="receipt", markup=False)
         receipt.display = bool(self.receipt)
         yield receipt
@@ -98,6 +102,7 @@ class Answer(Vertical):
     def mark(self, switched: Switched, speed: float | None) -> SwitchMark:
         """Mark a switch at the present end of the text."""
         self._marks.append(mark := SwitchMark(self, switched, speed))
+        self.redraw()
         return mark
 
     def redraw(self) -> None:
@@ -139,6 +144,7 @@ class Answer(Vertical):
             await self._show_body(said, is_final=True)
         if not self.is_attached:  # it has gone meanwhile with its conversation
             return
+        self._show_switches()
         self._show_tail("" if self.text.strip() else "(no text)", waiting=True)
         self.show_footer(footer)
         self._weigh()
@@ -171,8 +177,20 @@ class Answer(Vertical):
 
     def _parts(self) -> tuple[str, str]:
         """The thought and what is said, with the marks of switches, as they are drawn."""
-        lines = [*self._switch_lines, *((mark.place, mark.line) for mark in self._marks)]
-        return thinking.split(visible(with_lines(self.text, lines, self.finished)))
+        return thinking.split(visible(with_marks(self.text, self._changes(), self.finished)))
+
+    def _changes(self) -> list[ModeChange]:
+        return [*self._switch_lines, *(ModeChange(mark.place, mark.line) for mark in self._marks)]
+
+    def _notes(self) -> str:
+        return visible("\n".join(notes(self._changes())))
+
+    def _show_switches(self) -> None:
+        """What each switch was, below the text."""
+        for switches in self.query(".switches").results(Static):
+            if (shown := self._notes()) != switches.content:  # an update is a new layout
+                switches.update(shown)
+                switches.display = bool(shown)
 
     async def _grow(self) -> None:
         if not self.collapsed:
@@ -183,8 +201,9 @@ class Answer(Vertical):
         """Draw what has come since the last time; all, where it does not begin with what is drawn."""
         thought, said = self._parts()
         self._show_thought(thought, is_open=not said and not self.finished)
+        self._show_switches()
         async with self._drawing:
-            if (body := await self._show_body(said, self.finished)) and not self.finished:
+            if (body := await self._show_body(said, self.finished)) and not self.finished and self.text:
                 self._show_tail(body.tail)
 
     async def _show_body(self, said: str, is_final: bool) -> AnswerBody | None:
@@ -215,7 +234,7 @@ class Answer(Vertical):
 
 
 class SwitchMark(SwitchLine):
-    """The line of a switch in the middle of an answer; ``place`` is how many characters had been said before it."""
+    """A switch in the middle of an answer; ``place`` is how many characters had been said before it."""
 
     def __init__(self, answer: Answer, switched: Switched, speed: float | None) -> None:
         super().__init__(switched, speed)

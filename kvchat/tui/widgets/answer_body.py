@@ -14,7 +14,7 @@ from textual.containers import Vertical
 from textual.widgets import Markdown
 
 from kvchat.conversations.as_written import keep_as_written
-from kvchat.conversations.switch_lines import LINE
+from kvchat.conversations.switch_lines import MARKED
 from kvchat.tui.answering import flush
 from kvchat.tui.answering.large_answers import MOST_NESTED, Part, definitions, parts
 from kvchat.tui.widgets.code_block import CodeBlock, prepare_languages
@@ -139,7 +139,7 @@ class _Parser(MarkdownIt):
     def __init__(self, links: dict[str, Any]) -> None:
         super().__init__("gfm-like", {"html": False, "maxNesting": MOST_NESTED})
         keep_as_written(self)
-        self.core.ruler.push("switch_lines", _set_off_switch_lines)
+        self.core.ruler.push("switch_marks", _set_off_switch_marks)
         self._links = links
 
     def parse(self, src: str, env: MutableMapping[str, Any] | None = None) -> list[Token]:
@@ -147,17 +147,17 @@ class _Parser(MarkdownIt):
         return super().parse(src, {"references": self._links})
 
 
-def _set_off_switch_lines(state: StateCore) -> None:
-    """Draw the lines of switches as code is drawn, apart from what the model says."""
+def _set_off_switch_marks(state: StateCore) -> None:
+    """Draw the marks of switches as code is drawn, apart from what the model says."""
     for token in state.tokens:
-        if token.children and LINE.search(token.content):
+        if token.children and MARKED.search(token.content):
             token.children = [part for child in token.children for part in _apart(child)]
 
 
 def _apart(token: Token) -> Iterator[Token]:
-    """The parts of a text between and with the lines of switches in it; another token as it is."""
+    """The parts of a text between and with the marks of switches in it; another token as it is."""
     end = 0
-    for found in LINE.finditer(token.content) if token.type == "text" else ():
+    for found in MARKED.finditer(token.content) if token.type == "text" else ():
         yield Token("text", "", 0, content=token.content[end : found.start()])
         yield Token("code_inline", "code", 0, content=found[0])
         end = found.end()

@@ -99,19 +99,23 @@ class StatusBar(Widget):
     def __init__(self, id: str | None = None) -> None:
         super().__init__(id=id)
         self._speeds: deque[float] = deque(maxlen=SPARK_POINTS)
+        self._speed: float | None = None  # the last one measured
 
     def add(self, snapshot: Snapshot, answering: bool) -> None:
         """Show the latest numbers; the speed is plotted only during an answer."""
-        if answering and snapshot.tokens_per_s is not None:
-            self._speeds.append(snapshot.tokens_per_s)
-        elif not snapshot.total:
+        if not snapshot.total:
             self._speeds.clear()
+            self._speed = None
+        if snapshot.tokens_per_s is not None:  # after a switch none is measured for some tokens
+            self._speed = snapshot.tokens_per_s
+            if answering:
+                self._speeds.append(self._speed)
         self.snapshot = snapshot
 
     def clear(self) -> None:
         """Show no numbers."""
         self._speeds.clear()
-        self.snapshot = None
+        self._speed = self.snapshot = None
 
     def render(self) -> Content:
         """Show what is measured and fits."""
@@ -120,7 +124,7 @@ class StatusBar(Widget):
             return Content("")
         speed = Content.assemble(
             " ",
-            (f"{figure(s.tokens_per_s, 'tok/s', 1)} " if s.tokens_per_s is not None else "", "bold $foreground"),
+            (f"{figure(self._speed, 'tok/s', 1)} " if self._speed is not None else "", "bold $foreground"),
             (bars(self._speeds), "$primary"),
         )
         reads = f"reads {percent(s.active / s.total)}" if s.total else ""

@@ -21,6 +21,7 @@ from textual.reactive import reactive
 from textual.strip import Strip
 from textual.widget import Widget
 
+from kvchat.conversations.switch_lines import MARK as TICK
 from kvchat.protocol.figures import Snapshot
 from kvchat.tui.actions import bindings
 from kvchat.tui.panel_rows import has_gpu, state_words
@@ -37,10 +38,8 @@ CLASSES = {
     "F": "host",
     "X": "lost",
 }
-TICK = "┃"
 LABEL = " KV "
 DIGITS = tuple("0123456789")
-MAX_TICKS = 64
 
 
 def squeeze(cells: str, width: int) -> str:
@@ -97,16 +96,11 @@ def _common(group: str) -> str:
     return rare or Counter(group).most_common(1)[0][0]
 
 
-@dataclass(frozen=True)
-class Tick:
-    """The mode changed when ``position`` tokens were stored."""
-
-    position: int
-    mode: str
-
-
 class Ribbon(Widget, can_focus=True):
-    """One line over the whole width, three when focused: a cursor walks the parts, below are text and legend."""
+    """One line over the whole width, three when focused: a cursor walks the parts, below are text and legend.
+
+    The mode changed where as many tokens were stored as ``ticks`` say.
+    """
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {f"ribbon--{name}" for name in (*CLASSES.values(), "tick", "label", "text")}
     DEFAULT_CSS = """
@@ -127,6 +121,7 @@ class Ribbon(Widget, can_focus=True):
     snapshot: reactive[Snapshot | None] = reactive(None)
     cursor: reactive[int] = reactive(0)
     page_text: reactive[str] = reactive("")
+    ticks: reactive[tuple[int, ...]] = reactive(())
 
     @dataclass
     class Looked(Message):
@@ -141,18 +136,9 @@ class Ribbon(Widget, can_focus=True):
 
         position: int
 
-    def __init__(self, id: str | None = None) -> None:
-        super().__init__(id=id)
-        self.ticks: list[Tick] = []
-
-    def mark(self, position: int, mode: str) -> None:
-        """Remember that the mode changed here."""
-        self.ticks = [*self.ticks, Tick(position, mode)][-MAX_TICKS:]
-        self.refresh()
-
     def clear(self) -> None:
         """Show an empty ribbon."""
-        self.ticks, self.page_text, self.cursor, self.snapshot = [], "", 0, None
+        self.page_text, self.cursor, self.snapshot = "", 0, None
 
     def show_text(self, start: int, text: str) -> None:
         """Show the text asked for by ``Looked``; dropped when the cursor has moved on."""
@@ -264,8 +250,8 @@ class Ribbon(Widget, can_focus=True):
         s = self.snapshot
         if s is None or not s.ribbon:
             return []
-        ticks = [tick for tick in self.ticks if tick.position <= s.total]  # what was truncated has none
-        return [part_of(tick.position, s.cell_tokens, len(s.ribbon), width) for tick in ticks]
+        ticks = [tick for tick in self.ticks if tick <= s.total]  # what was truncated has none
+        return [part_of(tick, s.cell_tokens, len(s.ribbon), width) for tick in ticks]
 
     def _style(self, name: str) -> Style:
         return self.get_component_rich_style(f"ribbon--{name}", partial=True)

@@ -24,26 +24,27 @@ NAMES = ("read", "stored", "mark", "label")
 
 @dataclass(frozen=True)
 class Point:
-    """A step with ``stored`` tokens, of which it ``read`` some; ``switched`` where the mode changed just before."""
+    """A step with ``stored`` tokens, of which it ``read`` some; ``switched`` where the mode changed on its way."""
 
     read: float
     stored: float
     switched: bool = False
 
 
-def by_tokens(points: Sequence[Point], width: int) -> list[Point]:
+def by_tokens(points: Sequence[Point], width: int, ticks: Sequence[int] = ()) -> list[Point]:
     """One point for each of ``width`` equal ranges of stored tokens, up to the last point's.
 
     A range without a step of its own has what the last step before it read; before the first step nothing was read.
+    The mode changed in those in which ``ticks`` are, numbers of stored tokens.
     """
     total = points[-1].stored if points else 0.0
     columns, place, read = [], 0, 0.0
     for column in range(width if total else 0):
-        stored, switched = total * (column + 1) / width, False
+        begin, stored = total * column / width, total * (column + 1) / width
         while place < len(points) and points[place].stored <= stored:
-            read, switched = points[place].read, switched or points[place].switched
+            read = points[place].read
             place += 1
-        columns.append(Point(min(read, stored), stored, switched))
+        columns.append(Point(min(read, stored), stored, any(begin < tick <= stored for tick in ticks)))
     return columns
 
 
@@ -88,16 +89,15 @@ class Timeline(Widget):
         super().__init__(id=id)
         self.border_title = f" {READ_OF_STORED} "  # where there is room for a border
         self.points: list[Point] = []
-        self._switched = False
+        self.ticks: tuple[int, ...] = ()
         self._key: object = None
         self._rows: list[tuple[str, str]] = []  # the glyphs of each, and its label
 
     def add(self, read: float, stored: float) -> None:
         """Add a step; those with more stored tokens are forgotten, because the conversation was cut back."""
         while self.points and self.points[-1].stored >= stored:
-            self._switched |= self.points.pop().switched
-        self.points.append(Point(read, stored, self._switched))
-        self._switched = False
+            self.points.pop()
+        self.points.append(Point(read, stored))
         if len(self.points) > MAX_POINTS:
             self.points = by_tokens(self.points, MAX_POINTS // 2)
         before, now = self._rows, self._drawn()
@@ -105,13 +105,9 @@ class Timeline(Widget):
         if changed:  # ten times a second, of up to forty rows
             self.refresh(*(Region(0, y, self.size.width, 1) for y in changed))
 
-    def mark(self) -> None:
-        """Mark the next point: the mode changed."""
-        self._switched = True
-
     def clear(self) -> None:
         """Show an empty timeline."""
-        self.points, self._switched = [], False
+        self.points = []
         self.refresh()
 
     def render_line(self, y: int) -> Strip:
@@ -126,9 +122,9 @@ class Timeline(Widget):
     def _drawn(self) -> list[tuple[str, str]]:
         """Compute the rows once for all; kept until the points or the size change."""
         width, height = self.size
-        key = (width, height, len(self.points), self.points[-1:])
+        key = (width, height, len(self.points), self.points[-1:], self.ticks)
         if key != self._key:
-            points = by_tokens(self.points, width)
+            points = by_tokens(self.points, width, self.ticks)
             top = points[-1].stored if points else 0.0
             columns = [column(point, top, height) for point in points]
             texts = labels(self.points[-1], columns) if columns else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvchat.conversations.switch_lines import ModeChange
 from kvchat.protocol.figures import Stats
 from kvchat.protocol.messages import Chat, Finished, Prefilled, Started, Stop, Switched, Text, Withdrawn
 from kvchat.tui.state import Phase
@@ -98,16 +99,17 @@ async def switch(asked, before, mode, total):
 
 async def test_switches_in_the_text_are_kept_with_the_answer_as_it_grows(asked):
     conversation = asked.controller.state.conversation
-    await switch(asked, "full", "streaming", 10)  # before the first word: in no text
+    await switch(asked, "full", "streaming", 10)  # before the first word
     await asked.controller.handle(Text("one two", 2))
     await switch(asked, "streaming", "full", 12)
     await asked.controller.handle(Text(" three", 1))
     asked.controller.answers.checkpoint()
-    assert conversation.leaf.switch_lines == ((7, "streaming -> full"),)
+    kept = (ModeChange(0, "full -> streaming", 10, "streaming"), ModeChange(7, "streaming -> full", 12, "full"))
+    assert conversation.leaf.switch_lines == kept
     await switch(asked, "full", "freeze", 13)
     await switch(asked, "freeze", "sync", 13)  # without a token between them
     await asked.controller.handle(Finished("stopped", "one two three", Stats()))
-    kept = ((7, "streaming -> full"), (13, "full -> sync"))
+    kept = (*kept, ModeChange(13, "full -> sync", 13, "sync"))
     assert conversation.leaf.switch_lines == kept
 
     await asked.controller.branches.resume()
@@ -115,14 +117,23 @@ async def test_switches_in_the_text_are_kept_with_the_answer_as_it_grows(asked):
     await switch(asked, "sync", "full", 20)
     await asked.controller.answers.abandon()
     await asked.controller.answers.ready()
-    assert conversation.leaf.switch_lines == (*kept, (18, "sync -> full"))
+    kept = (*kept, ModeChange(18, "sync -> full", 20, "full"))
+    assert conversation.leaf.switch_lines == kept
 
     await switch(asked, "full", "sync", 20)  # after the answer: what is kept stays
     assert not asked.view.switches[-2].removed
+    assert conversation.leaf.switch_lines == (*kept, ModeChange(18, "full -> sync", 20, "sync"))
+    await switch(asked, "sync", "full", 20)  # and back
+    assert conversation.leaf.switch_lines == kept
+    await switch(asked, "full", "full", 20)  # another parameter
+    assert asked.controller.answers.switch_positions == (10, 12, 13, 20)
     await asked.controller.branches.regenerate()
     await asked.controller.handle(Text("other", 1))
     await asked.controller.handle(Finished("eos", "other", Stats()))
     assert conversation.leaf.switch_lines == ()
+    assert asked.controller.answers.switch_positions == (), "they were on another branch"
+    await asked.controller.branches.select_sibling(1)
+    assert asked.controller.answers.switch_positions == (10, 12, 13, 20)
 
 
 async def test_a_switch_in_an_answer_that_is_left_is_kept(asked):
@@ -130,7 +141,8 @@ async def test_a_switch_in_an_answer_that_is_left_is_kept(asked):
     await asked.controller.handle(Text("one", 1))
     await switch(asked, "full", "sync", 12)
     await asked.controller.new()
-    assert left.leaf.switch_lines == ((3, "full -> sync"),)
+    assert left.leaf.switch_lines == (ModeChange(3, "full -> sync", 12, "sync"),)
+    assert asked.controller.answers.switch_positions == ()
 
 
 async def test_a_stop_while_the_question_is_saved_stops_the_answer_as_soon_as_it_is_asked_for(chat):

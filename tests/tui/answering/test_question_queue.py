@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+from support.app_driver import press, typed
 
 from kvchat.errors import UsageError
 from kvchat.protocol.figures import Stats
@@ -14,6 +15,7 @@ from kvchat.protocol.messages import (
     Finished,
     Rebuild,
     Rebuilt,
+    Stop,
     Switch,
     Text,
 )
@@ -155,3 +157,24 @@ async def test_an_engine_that_ends_while_a_question_is_mounted_gives_it_back(cha
     await chat.ask("one")
     assert chat.phase is Phase.DOWN
     assert chat.view.prompt == "one"
+
+
+async def test_a_command_typed_behind_questions_waits_for_its_turn_and_a_key_acts_at_once(running):
+    async with running() as (app, _pilot, until):
+        typed(app, "hold")
+        await until(lambda: app.controller.state.phase is Phase.ANSWERING)
+        typed(app, "two")
+        await until(lambda: len(app.controller.answers.queue) == 1)
+        for line in ("/mode sync", "/system Be brief.", "three"):
+            waiting = len(app.controller.answers.queue)
+            typed(app, line)
+            await until(lambda waiting=waiting: len(app.controller.answers.queue) == waiting + 1)
+        assert (app.controller.state.mode, app.controller.state.conversation.system) == ("full", None)
+        press(app, "f6")
+        await until(lambda: app.controller.state.mode == "freeze")
+        app.controller.client.send(Stop())
+        await until(lambda: len(app.controller.state.conversation.stats) == 3)
+        modes = [message.receipt for message in app.controller.state.conversation.path if message.role == "assistant"]
+        seen = [("freeze" in receipt, "sync" in receipt) for receipt in modes]
+        assert seen == [(True, False), (True, False), (False, True)]
+        assert app.controller.state.conversation.system == "Be brief."

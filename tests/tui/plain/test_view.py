@@ -8,6 +8,7 @@ import pytest
 
 from kvchat.conversations.conversation import Message
 from kvchat.protocol.figures import Snapshot
+from kvchat.protocol.messages import Switched
 from kvchat.tui.plain.lines import LineWriter
 from kvchat.tui.plain.view import PlainAnswer, PlainView
 
@@ -67,3 +68,27 @@ def test_a_badge_is_a_line_when_it_is_new():
         view.show_snapshot(Snapshot("freeze", {}, 1, 1, 1, 1, 1, badges=badges))
     view.show_snapshot(None)
     assert out.getvalue() == f"[{slow}]\n[{capped}]\n[{slow}]\n"
+
+
+async def test_a_switch_is_told_behind_the_sentence_that_is_being_said():
+    out = io.StringIO()
+    view = PlainView(LineWriter(out, out), echoes=False)
+    answer = await view.add_answer()
+    answer.feed("It was a dark")
+    for before, mode in (("full", "sync"), ("sync", "streaming")):
+        last = await view.add_switch(Switched(before, mode, {}, 10, 0, 0.0), None)
+        if mode == "sync":
+            await last.remove()
+    answer.feed(" night. And")
+    answer.feed(" so it goes on")
+    await view.add_switch(Switched("streaming", "full", {}, 10, 0, 0.0), None)
+    await answer.finish(message("It was a dark night. And so it goes on"), "3 tok")
+    await view.add_switch(Switched("full", "freeze", {}, 10, 0, 0.0), None)
+    assert out.getvalue().splitlines() == [
+        "model: It was a dark night. ",
+        "[sync to streaming, 10 tok]",
+        "And so it goes on",
+        "[streaming to full, 10 tok]",
+        "[3 tok]",
+        "[full to freeze, 10 tok]",
+    ]

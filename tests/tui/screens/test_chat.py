@@ -146,15 +146,24 @@ async def test_f6_switches_in_the_middle_of_an_answer(running):
         assert app.controller.state.phase is Phase.ANSWERING
         answer = app.chat.query(Answer).last()
         # Without a token between them switches are one.
-        mark = r"── (full|freeze|sync) -> speculative · budget 512 · [^─]*(then |\d -> )\d+ tok/s[^─]* ──"
-        await until(lambda: re.search(rf"\w {mark} \w", drawn(answer)))
+        await until(lambda: re.search(r"\w ┃[¹²³]* \w", drawn(answer)))
+        told = r"┃[¹²³]* (full|freeze|sync) -> speculative · budget 512 · .*(then |\d -> )\d+ tok/s"
+        await until(lambda: re.search(told, texts(answer.query(".switches").results(Static))[0]))
+        assert "tok/s" in app.chat.query_one(StatusBar).render().plain
         press(app, "escape")
         await until(lambda: finished(app))
         assert not app.chat.query(SwitchNote)
-        assert "──" not in answer.text
+        assert "┃" not in answer.text
         assert app.chat.query_one(ModeBar).mode == "speculative"
         await until(lambda: app.chat.query_one(Ribbon).ticks)
-        await until(lambda: any(point.switched for point in app.chat.query_one(Timeline).points))
+        assert app.chat.query_one(Timeline).ticks == app.chat.query_one(Ribbon).ticks
+        press(app, "f5")
+        await until(lambda: app.controller.state.phase is Phase.ANSWERING)
+        assert app.chat.query_one(Ribbon).ticks == (), "the switch was in another branch"
+        press(app, "escape")
+        await until(lambda: finished(app, 2))
+        await app.controller.branches.select_sibling(-1)
+        await until(lambda: app.chat.query_one(Ribbon).ticks)
 
 
 async def test_new_conversation_forgets_and_drops_what_still_comes(running):
@@ -185,7 +194,7 @@ async def test_a_new_conversation_begins_with_no_figure_of_the_last(running):
         assert not chat.query_one("#extra-rows", Rowed).display
         typed(app, "/mode streaming")
         await until(lambda: chat.query(SwitchNote))
-        assert texts(chat.query(SwitchNote)) == ["── speculative -> streaming · budget 512 ──"]
+        assert texts(chat.query(SwitchNote)) == ["speculative -> streaming · budget 512"]
         assert not chat.query_one(Ribbon).ticks
         await until(lambda: state.snapshot.mode == "streaming")
         assert chat.query_one(StatusBar).render().plain.split() == ["ctx", "0", "%"]

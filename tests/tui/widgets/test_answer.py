@@ -8,13 +8,14 @@ from support.app_driver import answers, press, texts
 from textual.widgets import Markdown, Static
 
 from kvchat.conversations.conversation import Message
+from kvchat.conversations.switch_lines import ModeChange
 from kvchat.protocol.figures import Stats
 from kvchat.protocol.messages import Finished, Switched, Text
 from kvchat.tui.state import Phase
 from kvchat.tui.widgets.answer import Answer
 from kvchat.tui.widgets.answer_body import AnswerBody
 
-LINE = "── full -> sync ──"
+LINE = ModeChange(3, "full -> sync", 5, "sync")
 HTML = "<think>\nOne.\n\nTwo.\n</think>\n\n<div>three</div>\n\nfour <b>five</b>\n\n<details>\nsix\n</details>\n"
 
 
@@ -60,25 +61,28 @@ async def test_a_lone_end_makes_a_thought_of_what_was_drawn(running):
 
 
 async def test_the_lines_of_switches_stay_where_they_are_once_it_is_opened_again_or_gone_on_with(running):
-    message = Message(parent=None, role="assistant", text="one two", ending="stopped", switch_lines=((3, LINE),))
+    message = Message(parent=None, role="assistant", text="one two", ending="stopped", switch_lines=(LINE,))
     async with running() as (app, _pilot, until):
         past = Answer.past(message, "")
-        assert [shown.text for shown in past.compose()] == [f"one {LINE} two"]
+        assert [shown.text for shown in past.compose()] == ["one ┃ two"]
         await app.chat._transcript.add(past)
         await until(lambda: past.size.height)
         await past.set_collapsed(False)
-        await until(lambda: f"one {LINE} two" in drawn(app))
+        await until(lambda: "one ┃ two" in drawn(app))
+        assert texts(past.query(".switches").results(Static)) == ["┃ full -> sync"]
         answer = await app.chat.add_answer()
         answer.resume(message)
         answer.feed(" three")
         mark = answer.mark(Switched("sync", "full", {}, 9, 0, 0.0), None)
         answer.feed(" four.")
-        lines = (*message.switch_lines, (mark.place, mark.line))
+        lines = (LINE, ModeChange(mark.place, mark.line))
         text = "one two three four."
-        expected = f"one {LINE} two three {mark.line} four."
+        expected = "one ┃¹ two three ┃² four."
         await until(lambda: answer.query_one(AnswerBody) and answer._parts()[1] == expected)
         await answer.finish(replace(message, text=text, switch_lines=lines), "")
         assert answer._parts()[1] == expected
+        told = texts(answer.query(".switches").results(Static))
+        assert told == [f"┃¹ full -> sync\n┃² {mark.line}"]
 
 
 def test_a_past_answer_is_collapsed_and_weighed_by_its_lines():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from textual.app import App, ComposeResult
 
 from kvchat.tui.themes import RIBBON_DEFAULTS
@@ -22,11 +20,11 @@ def test_a_switch_is_marked_on_top():
 
 
 def test_columns_are_ranges_of_tokens():
-    points = [Point(40, 40), Point(10, 60, switched=True), Point(10, 100)]
-    columns = by_tokens(points, 10)
+    points = [Point(40, 40), Point(10, 60), Point(10, 100)]
+    columns = by_tokens(points, 10, ticks=(60, 120))
     assert [point.stored for point in columns] == [10, 20, 30, 40, 50, 60, 70, 80, 90, 100]
     assert [point.read for point in columns] == [0, 0, 0, 40, 40, 10, 10, 10, 10, 10]
-    assert [point.switched for point in columns].index(True) == 5
+    assert [point.switched for point in columns] == [False] * 5 + [True] + [False] * 4
     assert by_tokens([], 10) == []
 
 
@@ -36,9 +34,6 @@ def test_a_conversation_cut_back_forgets_later_steps_and_memory_is_bounded():
         timeline.add(1, stored)
     timeline.add(2, 20)
     assert [(point.read, point.stored) for point in timeline.points] == [(1, 10), (2, 20)]
-    timeline.mark()
-    timeline.add(2, 20)
-    assert [point.switched for point in timeline.points] == [False, True]
     for total in range(20, 3 * MAX_POINTS):
         timeline.add(1, total)
     assert len(timeline.points) <= MAX_POINTS
@@ -70,11 +65,9 @@ async def test_it_says_what_its_axes_are_and_how_high_the_hills_are():
         assert rows[1].startswith("░ 14,203 stored  ")
         assert rows[2].startswith("█ 512 read  ")
         assert rows[4].endswith(STORED * 10 + "▁") or set(rows[4][2:]) <= set("▁▂░")
-        timeline.mark()
-        timeline.add(512, 14204)
+        timeline.ticks = (14203,)
         assert timeline.render_line(0).text == "tokens, oldest to newest" + 15 * " " + "▾"
-        timeline.points[1] = replace(timeline.points[1], switched=True)
-        timeline.add(512, 14205)
+        timeline.ticks = (400, 14203)
         assert timeline.render_line(0).text == " ▾" + 37 * " " + "▾", "no mark stands among letters"
         timeline.styles.height = 3
         app.screen._refresh_layout()
