@@ -95,6 +95,7 @@ def _summary(rows: Sequence[Row], variant: str) -> Row:
         "interval": wilson(right, len(mine)),
         "prompt_tokens": mean(row["prompt_tokens"] for row in mine),
         "read_tokens": mean(row["read_tokens"] for row in mine),
+        "coverage": mean(row["coverage"] for row in mine if row.get("coverage") is not None),
         "kv_device_bytes": max((row["kv_device_bytes"] for row in mine), default=None),
     }
 
@@ -108,7 +109,8 @@ def _recalled(session: Session, case: Case, variant: str, inside: int) -> Row:
 def _answer(session: Session, case: Case) -> Row:
     finished = answered(session, case.turns, ANSWER_TOKENS)
     stats = finished.stats
-    return {"text": finished.text, "read_tokens": stats.active_tokens or 0, "prompt_tokens": stats.prompt_tokens}
+    read = {"read_tokens": stats.active_tokens or 0, "coverage": stats.coverage}
+    return {"text": finished.text, "prompt_tokens": stats.prompt_tokens} | read
 
 
 def _answer_inside(session: Session, case: Case, inside: int) -> Row:

@@ -118,6 +118,7 @@ def _answer(session: Session, asked: Case, variant: str) -> Row:
         "found": hits / len(asked.answers),
         "prompt_tokens": finished.stats.prompt_tokens,
         "read_tokens": finished.stats.active_tokens,
+        "coverage": finished.stats.coverage,
         "text": finished.text,
     }
 
@@ -137,6 +138,7 @@ def _of_place(rows: Sequence[Row], task: str, tokens: int, depth: float, variant
         "interval": wilson(right, len(mine)),
         "found": mean(row["found"] for row in mine),
         "read_tokens": mean(row["read_tokens"] or 0 for row in mine),
+        "coverage": mean(row["coverage"] for row in mine if row.get("coverage") is not None),
     }
 
 

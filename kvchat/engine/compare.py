@@ -157,6 +157,8 @@ class Comparison:
         return answered
 
     def _end_reason(self, answered: Answered, text: AnswerText, sampling: Sampling) -> str:
+        with self._runner.free_cores:
+            self._metrics.look()
         if self._loop.is_canceled:
             return "stopped"
         if text.stopped:

@@ -1,9 +1,15 @@
 """The share of a step's attention that falls on the tokens it read: looked at between two steps, from the stored keys.
 
 Beside it what the best choice of as many tokens would cover, one by one or in pages: what a better index could gain.
+``CoverageWatch`` looks while an answer is decoded, at a few heads at a time.
 """
 
 from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from statistics import median_low
 
 import torch
 from torch import Tensor
@@ -12,6 +18,12 @@ from kvchat.kv.inspect import attended
 from kvchat.kv.state import KVState
 
 CHUNK = 128  # pages whose keys are looked at together: they bound what it takes on the device
+HEADS = 4  # KV heads of one look
+COST = 0.007  # of the time of an answer, for looks
+FIRST_S = 0.0005  # what a look is taken to cost before one was timed
+LOOKS = 5  # of whose times the median counts: other work may come between
+ENOUGH = 0.25  # of all heads
+GOLDEN = (5**0.5 - 1) / 2
 
 
 def weights(state: KVState, layer: int, heads: slice = slice(None)) -> Tensor:
@@ -42,8 +54,10 @@ def covered(state: KVState, layer: int, heads: slice = slice(None)) -> Tensor:
 
     The mean over its query heads; 1 where everything is read that the layer may see.
     """
-    shares = of_tokens(state, layer, heads)
-    return (shares * attended(state, layer)[heads]).sum(-1)
+    read = attended(state, layer)[heads]
+    if bool((read.sum(-1) == min(state.total, int(state.sight[layer]))).all()):
+        return torch.ones(len(read), device=read.device)
+    return (of_tokens(state, layer, heads) * read).sum(-1)
 
 
 def of_tokens(state: KVState, layer: int, heads: slice = slice(None)) -> Tensor:
@@ -71,3 +85,70 @@ def of_best_pages(shares: Tensor, read: Tensor, page: int) -> Tensor:
 def _of_largest(shares: Tensor, number: Tensor) -> Tensor:
     summed = torch.nn.functional.pad(shares.sort(-1, descending=True).values.cumsum(-1), (1, 0))
     return summed.gather(-1, number.clamp(max=shares.shape[1]).unsqueeze(-1)).squeeze(-1).clamp(max=1.0)
+
+
+class CoverageWatch:
+    """Looks at what was covered of the last step, a few heads at a time, layer after layer.
+
+    ``look`` is called between two steps, and looks when the time since the last look pays for another: ``COST`` of it
+    goes into looks, however long the conversation and however fast the device. Nothing is looked at in a step: a CUDA
+    graph knows nothing of it. ``clock`` gives seconds.
+
+    Attributes:
+        share: mean over the heads of what was covered when each was last looked at; None before the first look.
+    """
+
+    def __init__(self, state: KVState, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._state = state
+        self._clock = clock
+        g = state.geometry
+        parts = [(layer, head) for layer in range(g.layers) for head in range(0, g.kv_heads, HEADS)]
+        # Spread by the golden ratio: the first few are of all depths.
+        self._parts = [part for _, part in sorted(((index * GOLDEN) % 1, part) for index, part in enumerate(parts))]
+        self._costs = deque([FIRST_S], LOOKS)
+        self._next = 0
+        self._due = clock()
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what was seen: it was of another mode or conversation."""
+        self._seen: dict[tuple[int, int], list[float]] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin another answer; what was seen counts until it is looked at again."""
+        self._lowest: float | None = None
+
+    @property
+    def share(self) -> float | None:
+        seen = [share for part in self._seen.values() for share in part]
+        return sum(seen) / len(seen) if seen else None
+
+    @property
+    def lowest(self) -> float | None:
+        """The least that ``share`` was in this answer, once enough heads were seen that none of them decides."""
+        return self._lowest
+
+    def look(self) -> None:
+        """Look at the next heads of which not everything was read, if it is time to; waits for the device then."""
+        if not self._state.after_step or self._clock() < self._due:
+            return
+        if self._state.device.type == "cuda":
+            torch.cuda.synchronize(self._state.device)  # the rest of the step is no cost of the look
+        began = self._clock()
+        with torch.inference_mode():
+            self._look()
+        ended = self._clock()
+        self._costs.append(ended - began)
+        self._due = ended + median_low(self._costs) / COST
+        share = self.share
+        if share is not None and len(self._seen) >= ENOUGH * len(self._parts):
+            self._lowest = share if self._lowest is None else min(self._lowest, share)
+
+    def _look(self) -> None:
+        for _ in self._parts:
+            layer, head = part = self._parts[self._next]
+            self._next = (self._next + 1) % len(self._parts)
+            self._seen[part] = covered(self._state, layer, slice(head, head + HEADS)).tolist()
+            if min(self._seen[part]) < 1:
+                return

@@ -19,6 +19,8 @@ class Stats:
 
     ``read_share`` is the mean over its steps of the share of the stored tokens that was read, ``corrected_share`` that
     of the head-steps in which a head was corrected, ``mean_cosine`` the mean cosine of a head's query to its last one.
+    ``coverage`` is the share of the attention to everything stored that fell on what was read, the mean over all heads,
+    ``lowest_coverage`` the least that it was; both in the last mode, None where everything was read.
     What recall took, and what of it was waited for, is of its last steps in the last mode. ``extras`` are the mode's
     figures since it was entered.
     """
@@ -48,6 +50,8 @@ class Stats:
     switches: Several[Params] = ()
     extras: Params = field(default_factory=dict)
     mean_cosine: float | None = None
+    coverage: float | None = None
+    lowest_coverage: float | None = None
 
 
 @dataclass(frozen=True)
@@ -232,14 +236,15 @@ class Snapshot:
 
     ``active`` is the mean number of tokens the last step attended to over layers and KV heads. ``ribbon`` is one letter
     of ``RIBBON`` per cell of ``cell_tokens`` stored tokens, ``attended`` one digit 0-9 per cell: the share of its
-    (layer, head, token) triples that the last step read. ``recall_ms_*`` are percentiles of the copies of an answer's
-    last 256 steps, ``exposed_ms_*`` of the time waited for them, ``recall_bytes_per_s`` is the rate since the last
-    snapshot. ``extras`` are figures of the current mode only, in display order. ``kv_parked_bytes`` are those of other
-    conversations in host memory. ``state_bytes`` and ``snapshot_bytes`` are those of the recurrent state and its
-    snapshots, which the K/V's bytes hold too. ``preamble`` are the tokens of the system prompt, ``pins`` those of
-    pinned messages that are read beyond the budget. There is room for ``device_room`` tokens on the device, in the host
-    pool for ``exact_room`` in exact and ``rounded_room`` in 8-bit pages. ``process_bytes`` is the engine's memory on
-    the host. ``prices`` are the other modes'. ``badges`` warn of how the engine runs: a few words, a colon, the reason.
+    (layer, head, token) triples that the last step read. ``coverage`` is that of the present answer, as in ``Stats``.
+    ``recall_ms_*`` are percentiles of the copies of an answer's last 256 steps, ``exposed_ms_*`` of the time waited for
+    them, ``recall_bytes_per_s`` is the rate since the last snapshot. ``extras`` are figures of the current mode only,
+    in display order. ``kv_parked_bytes`` are those of other conversations in host memory. ``state_bytes`` and
+    ``snapshot_bytes`` are those of the recurrent state and its snapshots, which the K/V's bytes hold too. ``preamble``
+    are the tokens of the system prompt, ``pins`` those of pinned messages that are read beyond the budget. There is
+    room for ``device_room`` tokens on the device, in the host pool for ``exact_room`` in exact and ``rounded_room`` in
+    8-bit pages. ``process_bytes`` is the engine's memory on the host. ``prices`` are the other modes'. ``badges`` warn
+    of how the engine runs: a few words, a colon, the reason.
     """
 
     mode: str
@@ -265,6 +270,7 @@ class Snapshot:
     exposed_ms_p50: float | None = None
     exposed_ms_p95: float | None = None
     recall_bytes_per_s: float | None = None
+    coverage: float | None = None
     reduced_tokens: Count = 0
     cell_tokens: Annotated[Count, Field(ge=1)] = 32
     ribbon: Annotated[str, Field(max_length=MAX_RIBBON_CELLS)] = ""

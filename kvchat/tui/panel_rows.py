@@ -18,6 +18,8 @@ EVENTS = "events"
 FIGURES = {
     "this answer": {
         "reads": "stored tokens that the last token attended to, in the mean over layers and KV heads",
+        "attention covered": "of the attention that the model would give to all that is stored, the share that fell on"
+        " what was read: one layer is looked at from time to time, and all of them are averaged",
         "over the budget": "tokens read beyond it: some modes read everything in their first layer, or keep some slack",
         "on the device": "K/V in the GPU's memory, of all that is stored; the rest is fetched when it is chosen",
         "copied to read": "K/V that this mode holds a second time, side by side; full mode reads what is stored itself",
@@ -108,6 +110,7 @@ def context_rows(s: Snapshot) -> Rows:
     if not s.total:
         return [("reads", "nothing stored yet")]
     rows = [("reads", f"{count(s.active)} of {count(s.total)} · {percent(s.active / s.total)}")]
+    rows += [("attention covered", percent(s.coverage))] if s.coverage is not None else []
     budget = s.params.get("budget")
     if isinstance(budget, int) and s.active > budget + 0.5:
         rows.append(("over the budget", f"{count(s.active - budget)} tok"))

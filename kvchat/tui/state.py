@@ -27,6 +27,7 @@ ENDINGS = {"stopped": "stopped", "length": "token limit", "context": "context fu
 CORRECTED = "choices of heads replaced before attention because the query had turned, of all choices"
 RECEIPT = {
     "read": "stored tokens that a token attended to, as a share, in the mean over the answer, and how many were stored",
+    "covered": "share of the attention to everything stored that fell on what was read: the least it was in the answer",
     "corrected": CORRECTED,
     "mean C": "cosine of a head's query to the one before, in the mean over the answer: 1 is no turn",
     "fetched in": "time to fetch for one token: the median, and what 95 % of the last tokens stay below",
@@ -41,6 +42,7 @@ SUMS = {
     "speed": "tokens written a second, by the time that all answers took",
     "first token": "from a question to the first token of its answer, in the mean",
     "read": "stored tokens that a token attended to, as a share, in the mean over all tokens",
+    "covered": "share of the attention to everything stored that fell on what was read, on average over all tokens",
     "fetched": "copied from host to device",
     "already there": "of what was chosen, the share that was on the device already",
     "corrected": CORRECTED,
@@ -193,6 +195,8 @@ class ChatState:
         parts.append(modes)
         if s.read_share is not None:
             parts.append(f"read {percent(s.read_share)} of {count(s.total_tokens)}")
+        if s.lowest_coverage is not None:
+            parts.append(f"covered {percent(s.lowest_coverage)}")
         if s.corrected_share is not None:
             mean = "" if s.mean_cosine is None else f", mean C {figure(s.mean_cosine, digits=2)}"
             parts.append(f"corrected {percent(s.corrected_share)}{mean}")
@@ -276,6 +280,7 @@ def summarize(stats: Iterable[Stats]) -> str:
         ("speed", figure(_speed(answers), "tok/s", 1)),
         ("first token", figure(_mean([(s.ttft_s, 1) for s in answers]), "s", 2)),
         ("read", percent(_mean([(s.read_share, s.generated_tokens) for s in answers]))),
+        ("covered", percent(_mean([(s.coverage, s.generated_tokens) for s in answers]))),
         ("fetched", size(sum(s.recalled_bytes for s in answers))),
         ("already there", percent(_mean([(s.recall_hit_rate, s.generated_tokens) for s in answers]))),
         ("corrected", percent(_mean([(s.corrected_share, s.generated_tokens) for s in answers]))),

@@ -99,6 +99,7 @@ def test_json_is_one_object_with_the_promised_keys(run: Run, session: FakeSessio
     promised = "prompt_tokens generated_tokens total_tokens active_tokens ttft_s prefill_tokens_per_s"
     promised += " decode_tokens_per_s kv_device_bytes kv_host_bytes recalled_bytes recall_hit_rate corrections switches"
     promised += " corrected_share mean_cosine recall_ms_p50 recall_ms_p95 exposed_ms_p50 exposed_ms_p95"
+    promised += " coverage lowest_coverage"
     assert set(promised.split()) <= set(stats)
     assert (stats["prompt_tokens"], stats["generated_tokens"], stats["switches"]) == (7, 5, [])
 

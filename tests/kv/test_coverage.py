@@ -68,3 +68,90 @@ def test_the_best_tokens_and_pages_are_those_of_a_search(read):
     wanted = [max(map(sum, itertools.combinations(row.tolist(), min(read // 4, 3)))) for row in masses]
     wanted = wanted if read < 10 else [1.0, 1.0]
     assert torch.allclose(coverage.of_best_pages(shares, number, 4), torch.tensor(wanted, dtype=torch.float32))
+
+
+# ---- looks while an answer is decoded
+
+
+class Clock:
+    """Seconds that pass as a test says; a look at a layer takes ``look_s``."""
+
+    def __init__(self, look_s: float) -> None:
+        self.now, self.look_s = 0.0, look_s
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def watched(
+    run: Run, monkeypatch: pytest.MonkeyPatch, look_s: float = 0.001
+) -> tuple[coverage.CoverageWatch, Clock, list]:
+    clock, looked, covered = Clock(look_s), [], coverage.covered
+
+    def taking_time(state, layer, heads):
+        looked.append((layer, heads.start))
+        clock.now += clock.look_s
+        return covered(state, layer, heads)
+
+    monkeypatch.setattr(coverage, "covered", taking_time)
+    return coverage.CoverageWatch(run.kv.state, clock), clock, looked
+
+
+def test_each_head_is_looked_at_in_turn_and_the_newest_look_counts(monkeypatch):
+    run = Run.of_row("streaming", toy(MIXED, kv_heads=6, page=8))
+    run.prefill(150)
+    exact, (watch, clock, looked) = coverage.covered, watched(run, monkeypatch)
+    watch.look()
+    assert (looked, watch.share, watch.lowest) == ([], None, None), "a prefill reads everything"
+    expected = {}
+    for _ in range(20):
+        run.step()
+        clock.now += 1
+        before = len(looked)
+        watch.look()
+        for layer, head in looked[before:]:
+            expected[layer, head] = exact(run.kv.state, layer, slice(head, head + coverage.HEADS))
+        shares = torch.cat(list(expected.values()))
+        assert watch.share == pytest.approx(float(shares.mean()), abs=1e-6)
+    assert set(expected) == {(layer, head) for layer in range(len(MIXED)) for head in (0, 4)}
+    assert len(looked) >= 20
+    assert 0 < watch.lowest <= watch.share < 1
+    watch.begin()
+    assert (watch.lowest, watch.share is None) == (None, False)
+    watch.restart()
+    assert watch.share is None
+
+
+@pytest.mark.parametrize("look_s", [0.0001, 0.002, 0.05])
+def test_looks_take_their_share_of_the_time_and_no_more(look_s, monkeypatch):
+    run = Run.of_row("streaming", toy(("plain",) * 3, kv_heads=2, page=8))
+    run.prefill(150)
+    watch, clock, looked = watched(run, monkeypatch, look_s)
+    run.step()
+    for _ in range(4000):
+        clock.now += 0.02
+        watch.look()
+    assert len(looked) * look_s <= coverage.COST * clock.now + coverage.LOOKS * look_s
+    assert len(looked) >= min(4000, 0.9 * coverage.COST * clock.now / max(look_s, coverage.FIRST_S)) - coverage.LOOKS
+
+
+def test_a_look_that_other_work_came_into_does_not_end_the_looks(monkeypatch):
+    run = Run.of_row("streaming", toy(("plain",) * 3, kv_heads=2, page=8))
+    run.prefill(150)
+    watch, clock, looked = watched(run, monkeypatch)
+    run.step()
+    for n in range(600):
+        clock.look_s = 100.0 if n == 100 else 0.001
+        clock.now += 0.02
+        watch.look()
+    assert len(looked) > 30
+
+
+def test_what_reads_everything_is_covered_without_a_look_at_the_keys(monkeypatch):
+    run = Run.of_row("full", toy(MIXED, kv_heads=4, page=8))
+    run.prefill(150)
+    run.step()
+    monkeypatch.setattr(coverage, "weights", None)
+    watch = coverage.CoverageWatch(run.kv.state)
+    watch.look()
+    assert (watch.share, watch.lowest) == (1, 1)

@@ -60,6 +60,8 @@ def test_what_is_read_where_it_lies_and_what_was_computed_with_less():
     assert rows["of the context"] == "12 % used"
     assert rows["reduced context"] == "120 tok"
     assert "over the budget" not in rows
+    assert "attention covered" not in rows, "everything was read"
+    assert as_dict(context_rows(replace(shown, coverage=0.968)))["attention covered"] == "97 %"
     assert context_rows(snapshot()) == [("reads", "nothing stored yet")]
 
 
@@ -108,7 +110,7 @@ def test_without_a_gpu_one_line_says_so():
 def test_every_label_is_explained():
     full = snapshot(
         params={"budget": 1}, active=9.0, total=9, context=9, reduced_tokens=1, corrections=1, exposed_ms_p95=1.0,
-        recall_ms_p95=2.0, recall_bytes_per_s=1e9, gpu=Gpu("H200"), kv_parked_bytes=1,
+        recall_ms_p95=2.0, recall_bytes_per_s=1e9, gpu=Gpu("H200"), kv_parked_bytes=1, coverage=0.9,
         prices=(Price("freeze"), Price("full", 1, 1)),
     )  # fmt: skip
     shown = [context_rows(full), context_rows(snapshot(total=1)), mode_rows(full), recall_rows(full)]

@@ -62,6 +62,14 @@ def test_a_receipt_tells_the_share_of_corrected_heads():
     assert state().receipt(Finished("eos", "text", stats)).endswith("· corrected 97 %, mean C 0.59")
 
 
+def test_a_receipt_tells_the_least_of_the_attention_that_was_covered():
+    stats = Stats(coverage=0.966, lowest_coverage=0.934)
+    assert state().receipt(Finished("eos", "text", stats)).endswith("· covered 93 %")
+    answers = [replace(stats, generated_tokens=30), Stats(generated_tokens=10, coverage=0.866, lowest_coverage=0.8)]
+    rows = {line[:14].strip(): line[14:].strip() for line in summarize([*answers, Stats()]).split("\n")}
+    assert rows["covered"] == "94 %"
+
+
 def test_a_receipt_tells_what_recall_took_and_what_was_waited_for():
     stats = Stats(recall_ms_p50=1.24, recall_ms_p95=3.0, exposed_ms_p50=1.24, exposed_ms_p95=3.0)
     assert state().receipt(Finished("eos", "text", stats)).endswith("fetched in 1.2 / 3.0 ms")
@@ -74,6 +82,7 @@ def test_a_receipt_tells_what_recall_took_and_what_was_waited_for():
 def test_every_word_of_a_receipt_is_explained():
     stats = Stats(
         generated_tokens=3, decode_tokens_per_s=5.0, ttft_s=0.2, read_share=0.5, total_tokens=9, corrected_share=0.1,
+        lowest_coverage=0.93,
         mean_cosine=0.5, recall_ms_p50=1.0, recall_ms_p95=2.0, exposed_ms_p50=0.0, exposed_ms_p95=1.0,
     )  # fmt: skip
     length, *parts = state().receipt(Finished("eos", "text", stats)).split(" · ")

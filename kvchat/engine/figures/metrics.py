@@ -13,6 +13,7 @@ from kvchat.engine.figures.details import PcieReading, details
 from kvchat.engine.figures.process_memory import resident_bytes
 from kvchat.engine.figures.ribbon import Ribbon
 from kvchat.engine.model.recurrent_state import RecurrentState
+from kvchat.kv.coverage import CoverageWatch
 from kvchat.kv.inspect import attended_counts, read_tokens
 from kvchat.kv.manager import KVManager
 from kvchat.kv.modes.base import Mode
@@ -22,6 +23,8 @@ from kvchat.protocol.figures import Gpu, Params, Snapshot, Stats
 from kvchat.units import size
 
 RATE_TOKENS = 32  # the rate shown is that of the last so many tokens
+LOW_COVERAGE = 0.9  # of the attention: below it facts told earlier are missed more often than found
+READ_MORE = "a larger budget, sync and full mode read more"
 GPU_S = 0.3  # NVML is asked at most this often
 
 
@@ -103,11 +106,14 @@ class MetricsCollector:
         self._beside_bytes = self._beside_corrections = 0
         self._ribbon = Ribbon(kv)
         self._pcie = PcieReading(self._gpu_reader)
+        self._coverage, self._covered_in = CoverageWatch(kv.state), kv.mode
         self.answer: AnswerMetrics | None = None
 
     def begin(self, prompt_tokens: int, reused_tokens: int) -> AnswerMetrics:
         """Begin the figures of an answer."""
         self._kv.state.transfer.timer.steps.clear()
+        watch = self._watch()
+        (watch.begin if reused_tokens else watch.restart)()
         mode = self._kv.mode
         self.answer = AnswerMetrics(Counts.of(self._kv), mode, mode.report().cosine, prompt_tokens, reused_tokens)
         return self.answer
@@ -117,12 +123,14 @@ class MetricsCollector:
         """Keep what is done inside out of the conversation's figures."""
         timer = self._kv.state.transfer.timer
         kept, steps = (self.answer, self._step_bytes, self._hit_rate, self._recall_rate), list(timer.steps)
+        coverage, self._coverage = self._coverage, CoverageWatch(self._kv.state)
         before = Counts.of(self._kv)
         self._note_steps(before)
         try:
             yield
         finally:
             self.answer, self._step_bytes, self._hit_rate, self._recall_rate = kept
+            self._coverage, self._covered_in = coverage, self._kv.mode  # entered again
             self._last = Counts.of(self._kv)
             self._beside_bytes += self._last.moved_bytes - before.moved_bytes
             self._beside_corrections += self._last.corrections - before.corrections
@@ -137,6 +145,15 @@ class MetricsCollector:
         if self.answer:
             at = len(self.answer.token_times)
             self.answer.switches.append({"at": at, "before": before, "mode": mode, "moved_bytes": moved_bytes})
+
+    def look(self) -> None:
+        """Look, from time to time, at how much of the last step's attention the mode covered; between two steps.
+
+        Not where a step read everything, nor beyond the context, where no mode does and positions are others.
+        """
+        kv, watch = self._kv, self._watch()
+        if not (kv.step.exact or kv.mode.context_end.bounds_prompt(kv.total)):
+            watch.look()
 
     def stats(self, answer: AnswerMetrics) -> Stats:
         """The receipt of an answer."""
@@ -164,6 +181,8 @@ class MetricsCollector:
             corrections=corrections,
             corrected_share=corrections / head_steps if head_steps else None,
             mean_cosine=(report.cosine - answer.cosine) / steps if head_steps and kv.mode is answer.mode else None,
+            coverage=self._watch().share,
+            lowest_coverage=self._watch().lowest,
             **self._recall_times(),
             recoveries=answer.recoveries,
             withdrawn_tokens=answer.withdrawn,
@@ -206,9 +225,10 @@ class MetricsCollector:
             recall_hit_rate=self._hit_rate,
             recall_bytes_per_s=self._recall_rate,
             corrections=now.corrections - self._beside_corrections,
+            coverage=self._watch().share,
             **self._recall_times(),
             reduced_tokens=reduced_tokens,
-            badges=report.badges,
+            badges=(*report.badges, *self._uncovered()),
             cell_tokens=cell,
             ribbon=letters,
             attended=shares,
@@ -218,6 +238,18 @@ class MetricsCollector:
     def details(self) -> Details:
         """Tokens read and held by layer and KV head, and the time of recall, as of now."""
         return details(self._kv.state, self._pcie.latest())
+
+    def _watch(self) -> CoverageWatch:
+        """What is covered in the present mode."""
+        if self._kv.mode is not self._covered_in:
+            self._coverage.restart()
+            self._covered_in = self._kv.mode
+        return self._coverage
+
+    def _uncovered(self) -> Iterator[str]:
+        lowest = self._watch().lowest
+        if lowest is not None and lowest < LOW_COVERAGE:
+            yield f"low coverage: {lowest:.0%} of the attention fell on what was read, facts may be missed; {READ_MORE}"
 
     def _recall_times(self) -> Params:
         """Median and 95th percentile in ms of what recall took for a step, and of what of it was waited for."""

@@ -144,6 +144,8 @@ class AnswerLoop(Released):
 
     def _end_reason(self, text: AnswerText, sampling: Sampling, between: Between) -> str:
         """Return why no further token is drawn, empty if one is; the one place where the mode may change."""
+        with self._runner.free_cores:
+            self._metrics.look()
         between(len(self.token_ids))
         self._switcher.narrow(self._kv.total)
         if self.is_canceled:

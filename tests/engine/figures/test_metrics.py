@@ -9,12 +9,16 @@ import pytest
 import torch
 from support.fake_nvml import FakeGpu, FakeNvml, GiB
 from support.filled_session import SPECULATIVE, STREAMING, filled
+from support.loads import entering
 from support.memory_faults import MemoryRunsOut
 
+from kvchat.engine.figures import metrics
 from kvchat.engine.figures.metrics import MetricsCollector
 from kvchat.engine.session import Session
+from kvchat.kv import coverage
+from kvchat.protocol.comparing import Variant
 from kvchat.protocol.figures import RIBBON, Gpu
-from kvchat.protocol.messages import Sampling, Turn
+from kvchat.protocol.messages import Finished, Sampling, Turn
 
 
 def mean_attended(session: Session) -> float:
@@ -171,3 +175,51 @@ def test_the_gpu_is_in_the_snapshot_and_keeps_its_name_without_nvml(session, mon
         collector = MetricsCollector(kv, session._runner.recurrent, weight_bytes=1, context=2)
     readings = (GiB, 24 * GiB, 3 * GiB, 45, 61, 123.4) if known else ()
     assert collector.snapshot(0).gpu == Gpu("RTX", *readings)
+
+
+@pytest.fixture
+def at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coverage, "COST", 1e6)
+
+
+def asked(session: Session, tokens: int = 20) -> Finished:
+    story = "Once upon a time there was a little fox. " * 40
+    *_, finished = session.answer((Turn("user", story),), Sampling(temperature=0, max_new_tokens=tokens))
+    return finished
+
+
+def test_an_answer_says_what_of_the_attention_was_covered(model, at_every_step):
+    session = Session(model, entering("streaming", {"budget": 64}))
+    stats = asked(session).stats
+    assert 0 < stats.lowest_coverage <= stats.coverage < 0.99
+    assert session.snapshot().coverage == stats.coverage
+    exact = [coverage.covered(session._kv.state, layer) for layer in range(model.layers)]
+    assert stats.coverage == pytest.approx(float(torch.cat(exact).mean()), abs=0.1)
+    switched = session.switch("full")
+    assert switched.mode == "full"
+    assert session.snapshot().coverage is None, "it was of another mode"
+    stats = asked(session).stats
+    assert (stats.coverage, stats.lowest_coverage, session.snapshot().coverage) == (None, None, None)
+    session.close()
+
+
+@pytest.mark.parametrize(("budget", "warned"), [(64, True), (1024, False)])
+def test_a_badge_says_when_too_little_is_covered(model, at_every_step, monkeypatch, budget, warned):
+    monkeypatch.setattr(metrics, "LOW_COVERAGE", 0.98)
+    session = Session(model, entering("streaming", {"budget": budget}))
+    asked(session)
+    assert [badge.partition(":")[0] for badge in session.snapshot().badges] == ["low coverage"] * warned
+    session.close()
+
+
+def test_a_comparison_leaves_the_conversations_coverage_as_it_was(model, at_every_step):
+    session = Session(model, entering("streaming", {"budget": 64}))
+    asked(session)
+    before = session.snapshot().coverage
+    variants = (Variant("full"), Variant("streaming", {"budget": 96}))
+    *_, compared = session.compare((Turn("user", "Hello there. " * 80),), variants, Sampling(max_new_tokens=12))
+    full, streaming = compared.runs
+    assert full.stats.coverage is None
+    assert 0 < streaming.stats.lowest_coverage < 1
+    assert session.snapshot().coverage == before
+    session.close()
