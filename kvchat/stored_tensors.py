@@ -22,6 +22,9 @@ MXFP4_CAPABILITY = (7, 5)  # of a GPU: that of its kernels
 PACKED_BITS = 4  # of compressed-tensors' packed weights where the configuration names none
 
 
+MAX_DIMENSIONS, MOST = 16, 2**50  # of a tensor, its elements and bytes
+
+
 class StoredTensor(NamedTuple):
     """A tensor in a file: its name, safetensors' name of its dtype, its elements and bytes."""
 
@@ -127,8 +130,19 @@ def owner(name: str) -> str:
 
 
 def _tensor(name: str, entry: dict[str, Any]) -> StoredTensor:
-    begin, end = entry["data_offsets"]
-    return StoredTensor(name, str(entry["dtype"]), math.prod(map(int, entry["shape"])), int(end) - int(begin))
+    begin, end = map(_number, entry["data_offsets"])
+    shape = entry["shape"]
+    if len(shape) > MAX_DIMENSIONS:
+        raise ValueError(f"{name[:80]} has {len(shape):,} dimensions")
+    return StoredTensor(name, str(entry["dtype"]), _number(math.prod(map(_number, shape))), end - begin)
+
+
+def _number(value: Any) -> int:
+    """A number of a header, which may be of any size in JSON."""
+    number = int(value)
+    if not 0 <= number < MOST:
+        raise ValueError("a number is negative or too large")
+    return number
 
 
 def _unpacked_elements(tensor: StoredTensor, bits: int) -> int:

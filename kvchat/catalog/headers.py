@@ -106,7 +106,8 @@ def read_gguf(path: Path) -> Weights:
             layer_bits=found.layer_bits,
         )
     except (OSError, ValueError) as error:
-        raise _damaged(path, f"{error}."[:200]) from error
+        said = f"{error}."[:200]
+        raise _damaged(path, said[0].upper() + said[1:]) from error
 
 
 def _regular(path: Path) -> int:

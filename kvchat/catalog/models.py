@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvchat import gguf_file, paths, stored_tensors
+from kvchat import gguf_file, other_models, paths, stored_tensors
 from kvchat.catalog.headers import ITEM_BYTES, Weights, read_gguf, read_safetensors
 from kvchat.errors import ModelError
 from kvchat.paths import BUNDLED, INDEX
@@ -19,7 +19,9 @@ PARTS = {"text_config", "vision_config", "audio_config"}  # a multimodal model's
 WITHOUT_LINEARS = {"gpt2", "openai-gpt"}  # whose matrices are Conv1Ds, which nothing packs
 OWN_EXPERTS = {"dbrx", "llama4", "llama4_text", "longcat_flash"}  # run in a way of their own, and never packed
 CONFIG, WEIGHTS, GGUF = "config.json", "model*.safetensors", ".gguf"
-MAX_CONFIG_BYTES = 2**22
+MAX_CONFIG_BYTES, MAX_INDEX_BYTES = 2**22, 2**26
+MOST_COUNTED = 2**31  # of what a configuration counts
+MAX_SAID = 200  # characters of an error that nobody expected
 MAX_DEPTH = 3  # the folder given, its publishers, their models
 MAX_FOLDERS = 2000
 HUB_NAME = re.compile(r"(?![.~])[\w.-]+/(?![.])[\w.-]+(:[\w.-]+\.(?:gguf|GGUF))?")
@@ -43,13 +45,15 @@ class FoundModel:
 
 
 def find(folders: Iterable[Path]) -> list[FoundModel]:
-    """The bundled model, those with short names that are here, those in ``folders`` and those in the hub's cache.
+    """The bundled model, those with short names that are here, those in ``folders``, the hub's and other programs'.
 
-    One that is damaged has a ``problem``.
+    One that is damaged has a ``problem``, whatever its files lead to.
     """
     bundled = _of_folder(BUNDLED, "bundled", paths.bundled_model_dir())
     named = [_of_gguf(name, "GGUF", file) for name in paths.NAMED if (file := paths.named_model(name))]
-    found = [bundled, *named, *(model for folder in folders for model in in_folder(folder)), *in_hub_cache()]
+    within = [model for folder in (*folders, *other_models.folders()) for model in in_folder(folder)]
+    others = [_of_gguf(name, "Ollama", file) for name, file in other_models.ollama()]
+    found = [bundled, *named, *within, *in_hub_cache(), *others]
     return list({model.name: model for model in found}.values())
 
 
@@ -58,7 +62,8 @@ def in_folder(folder: Path) -> Iterator[FoundModel]:
     top = Path(os.path.expanduser(folder))
     for visited, (place, inner, files) in enumerate(os.walk(top), 1):
         here = Path(place)
-        yield from (_of_gguf(str(here / name), "GGUF", here / name) for name in sorted(files) if _is_model(name))
+        names = (name for name in sorted(files) if _is_model(name) or _has_no_suffix(here / name))
+        yield from (_of_gguf(str(here / name), "GGUF", here / name) for name in names)
         is_model = CONFIG in files and any(here.glob(WEIGHTS))
         if is_model:
             yield _of_folder(str(here), "folder", here)
@@ -68,11 +73,11 @@ def in_folder(folder: Path) -> Iterator[FoundModel]:
 
 def in_hub_cache() -> Iterator[FoundModel]:
     """The models that the Hugging Face hub's library has downloaded, to the folder that its variables name."""
-    from huggingface_hub import constants, errors, scan_cache_dir
+    from huggingface_hub import constants, scan_cache_dir
 
     try:
         repositories = scan_cache_dir(constants.HF_HUB_CACHE).repos
-    except (errors.CacheNotFound, OSError):
+    except Exception:  # noqa: BLE001  # there is none, or whatever is in it
         return
     for repository in sorted(repositories, key=lambda one: one.repo_id.lower()):
         if repository.repo_type != "model" or not repository.revisions:
@@ -87,7 +92,8 @@ def in_hub_cache() -> Iterator[FoundModel]:
 
 def at(path: Path) -> FoundModel | None:
     """The model in a folder or GGUF file that was typed, under the name as typed; None where there is nothing."""
-    here = Path(os.path.expanduser(path))
+    here = other_models.ollama_file(str(path)) if str(path).startswith(other_models.OLLAMA) else None
+    here = here or Path(os.path.expanduser(path))
     try:
         if (here.suffix.lower() == GGUF and here.exists()) or gguf_file.is_gguf(here):
             return _of_gguf(str(path), "GGUF", here)
@@ -110,14 +116,32 @@ def _is_model(file: str) -> bool:
     return file.lower().endswith(GGUF) and not file.startswith(TOWER) and gguf_file.part(Path(file)) < 2
 
 
+def _has_no_suffix(file: Path) -> bool:
+    """True for a GGUF file without a suffix, as other programs keep them."""
+    return "." not in file.name and gguf_file.is_gguf(file)
+
+
+def _whatever_it_leads_to(look: Callable[[str, str, Path], FoundModel]) -> Callable[[str, str, Path], FoundModel]:
+    """``look``, where an error of one model is its ``problem``: the others are listed."""
+
+    def looked(name: str, kind: str, place: Path) -> FoundModel:
+        try:
+            return look(name, kind, place)
+        except ModelError as error:
+            return FoundModel(name, kind, problem=str(error))
+        except Exception as error:  # noqa: BLE001  # its files may be anything
+            said = f"{type(error).__name__}: {error}"[:MAX_SAID]
+            return FoundModel(name, kind, problem=f"It cannot be read ({said}). Download the model again.")
+
+    return looked
+
+
+@_whatever_it_leads_to
 def _of_folder(name: str, kind: str, folder: Path) -> FoundModel:
-    try:
-        config = _config(folder)
-        own = config.get("quantization_config")
-        quantized = own if isinstance(own, dict) else {}
-        weights = read_safetensors(_files(folder), quantized, is_multimodal=not PARTS.isdisjoint(config))
-    except ModelError as error:
-        return FoundModel(name, kind, problem=str(error))
+    config = _config(folder)
+    own = config.get("quantization_config")
+    quantized = own if isinstance(own, dict) else {}
+    weights = read_safetensors(_files(folder), quantized, is_multimodal=not PARTS.isdisjoint(config))
     weights = replace(weights, mlp=_count(config, "intermediate_size") * _count(config, "hidden_size"))
     if config.get("model_type") in WITHOUT_LINEARS:
         weights = replace(weights, plain=replace(weights.plain, linear=0))
@@ -128,11 +152,9 @@ def _of_folder(name: str, kind: str, folder: Path) -> FoundModel:
     return FoundModel(name, kind, weights, stored_tensors.kind_of(quantized))
 
 
+@_whatever_it_leads_to
 def _of_gguf(name: str, kind: str, file: Path) -> FoundModel:
-    try:
-        return FoundModel(name, kind, read_gguf(file))
-    except ModelError as error:
-        return FoundModel(name, kind, problem=str(error))
+    return FoundModel(name, kind, read_gguf(file))
 
 
 def _own_dtype(config: dict[str, Any]) -> str:
@@ -143,7 +165,7 @@ def _own_dtype(config: dict[str, Any]) -> str:
 
 def _count(config: dict[str, Any], key: str) -> int:
     found = _text(config).get(key)
-    return found if isinstance(found, int) else 0
+    return found if isinstance(found, int) and 0 < found < MOST_COUNTED else 0
 
 
 def _text(config: dict[str, Any]) -> dict[str, Any]:
@@ -170,9 +192,12 @@ def _files(folder: Path) -> list[Path]:
         ModelError: some are missing.
     """
     try:
-        named = json.loads((folder / INDEX).read_bytes())["weight_map"].values() if (folder / INDEX).is_file() else ()
+        index = folder / INDEX
+        if index.is_file() and index.stat().st_size > MAX_INDEX_BYTES:
+            raise ValueError(INDEX)
+        named = json.loads(index.read_bytes())["weight_map"].values() if index.is_file() else ()
         files = sorted({folder / Path(str(name)).name for name in named}) or sorted(folder.glob(WEIGHTS))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"Its {INDEX} cannot be read.", hint="Download the model again.") from error
     missing = [file for file in files if not file.exists()]
     if missing or not files:

@@ -48,7 +48,7 @@ class ModelSettings(Section):
     force: bool = Load.force
     """load a model also where its weights do not fit the memory that is free"""
     folders: Texts = ()
-    """folders in which the application looks for models, beside the hub's cache"""
+    """more folders of models, beside the hub's cache, ~/models and those of Ollama, LM Studio and llama.cpp"""
     system: Annotated[str, AfterValidator(unmarked)] = ""
     """system prompt before every conversation; empty for none"""
 

