@@ -200,7 +200,7 @@ class Comparison:
 
     def _sampler(self, sampling: Sampling) -> Sampler:
         model = self._runner.model
-        return Sampler(sampling, model.vocab, model.device, model.temperature)
+        return Sampler(sampling, model.vocab, model.device, model.advised)
 
     def _without_recovery(self, variant: Variant) -> ModeParameters:
         kind_of(variant, Variant, "a Variant")

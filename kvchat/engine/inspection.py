@@ -56,12 +56,13 @@ class Inspection:
             params=kv.mode.report().params,
             notes=(
                 *model.notes,
+                *self._loop.encoder.notes,
                 *map(str, switcher.calibration_problems),
                 *calibration.notes(model, switcher.calibration),
             ),
             weights=model.weights,
             fast=model.fused,
-            temperature=model.temperature,
+            temperature=model.advised.temperature or 0.0,
         )
 
     def snapshot(self) -> Snapshot:

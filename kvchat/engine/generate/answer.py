@@ -90,7 +90,7 @@ class AnswerLoop(Released):
         with explained(self._kv, "answering"):
             prompt, pinned = self.encoder.encode(turns, self.stored), self.pinned(turns)
             prompt = prompt._replace(reused=self._kv.state.reusable(prompt.reused))
-            sampler = Sampler(sampling, self._model.vocab, self._model.device, self._model.temperature)
+            sampler = Sampler(sampling, self._model.vocab, self._model.device, self._model.advised)
             self._switcher.check_prompt(len(prompt.ids))
             self.token_ids = []
             self._switcher.narrow()

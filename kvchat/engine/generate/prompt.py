@@ -20,7 +20,7 @@ from kvchat.engine.generate.limits import LimitExceededError
 from kvchat.engine.generate.stand_ins import EDGE, StandIns, harmless
 from kvchat.engine.generate.stored import Stored, common_prefix
 from kvchat.engine.generate.template import ChatTemplate
-from kvchat.errors import UsageError, did_you_mean
+from kvchat.errors import ModelError, UsageError, did_you_mean
 from kvchat.protocol.messages import Turn
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ class PromptEncoder:
         # Templates of multimodal models may know the parts of a message only, and drop one that is a string.
         self._in_parts = not self._renders(USER) and self._renders(USER, in_parts=True)
         self._folds_system = not self._renders([Turn("system", PROBE), Turn("user", "Hello")], self._in_parts)
+        self.notes = self._notes()
         turn_markers = self._turn_markers()
         # A character that the tokenizer does not know is no control token.
         self._control = control - escaping.unknown(tokenizer) | turn_markers
@@ -87,6 +88,8 @@ class PromptEncoder:
         """
         text = self.render(turns)
         ids = self.ids_of(text, stored)
+        if not ids:
+            raise UsageError("The model's chat template writes nothing of this conversation.", hint="Say it otherwise.")
         return Prompt(ids, min(common_prefix(stored.ids, ids), len(ids) - 1), text)
 
     def ids_of(self, text: str, stored: Stored) -> list[int]:
@@ -267,6 +270,26 @@ class PromptEncoder:
             if isinstance(error.__cause__, LimitExceededError):
                 raise  # another conversation would take as long
             return False
+
+    def _notes(self) -> tuple[str, ...]:
+        """What the template does that a person should know of.
+
+        Raises:
+            ModelError: it writes nothing of a conversation, so the model would have nothing to answer.
+        """
+        if not self._tokenizer.chat_template or self._renders(USER, self._in_parts):
+            return ()
+        try:
+            text = self._apply_template(USER, self._in_parts)
+        except UsageError:  # some want other turns first
+            return ()
+        if not self._tokenize(text, anchored=False):
+            raise ModelError(
+                "The model's chat template writes nothing.",
+                "Of a question nothing is left, so there is nothing that the model could answer.",
+                "Choose another model.",
+            )
+        return ("The model's chat template leaves out what a user says: answers do not depend on the questions.",)
 
     # ---- ids ------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,8 @@ from kvchat.config.schema import checked_sampling
 from kvchat.errors import EngineError
 from kvchat.protocol.messages import TEMPERATURE, Sampling
 
+DEFAULTS, ADVISED = Sampling(), Sampling(temperature=TEMPERATURE)
+DRAWN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # what a model's makers may advise
 GREEDY_BELOW = 1e-5  # a temperature that leaves one token in float32
 NO_TOKEN = -1  # drawn from logits that are not finite
 
@@ -29,21 +32,27 @@ class SamplerState(NamedTuple):
     seen: Tensor
 
 
+def _with(advised: Sampling, sampling: Sampling) -> Sampling:
+    """``sampling`` with what is ``advised``, all of it or nothing: a temperature of a person's own takes its place."""
+    if sampling.temperature is not None:
+        return sampling
+    left = [name for name in DRAWN if getattr(sampling, name) == getattr(DEFAULTS, name)]
+    return replace(sampling, **{name: getattr(advised, name) for name in left})
+
+
 class Sampler:
     """Draws the tokens of one answer; the same seed gives the same tokens.
 
     On a CPU a greedy call costs about 10 µs at 8,192 logits; top-p costs a sort of the tokens that might be kept.
     """
 
-    def __init__(
-        self, sampling: Sampling, vocab: int, device: torch.device | str, temperature: float = TEMPERATURE
-    ) -> None:
-        """``temperature`` is for a ``sampling`` that names none.
+    def __init__(self, sampling: Sampling, vocab: int, device: torch.device | str, advised: Sampling = ADVISED) -> None:
+        """``advised`` is for what a ``sampling`` that names no temperature leaves as it is by default.
 
         Raises UsageError: a setting is out of range.
         """
-        self.sampling = sampling = checked_sampling(sampling)
-        self.temperature = temperature if sampling.temperature is None else sampling.temperature
+        self.sampling = sampling = _with(advised, checked_sampling(sampling))
+        self.temperature = TEMPERATURE if sampling.temperature is None else sampling.temperature
         self.greedy = self.temperature < GREEDY_BELOW
         self.generator = torch.Generator(device)
         self._seed = secrets.randbits(63) if sampling.seed is None else sampling.seed

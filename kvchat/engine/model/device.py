@@ -9,6 +9,7 @@ import torch
 from kvchat.engine.model.cpu_dtype import auto_dtype
 from kvchat.errors import UsageError, did_you_mean
 
+OVERFLOWING = "gemma3"  # begins the kinds of models whose numbers are too large for float16, as their makers say
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -30,12 +31,23 @@ def resolve_device(device: str) -> torch.device:
     return _cuda_device(device, resolved.index or 0)
 
 
+def overflows(name: str) -> UsageError:
+    """The refusal of float16 for a model whose numbers are too large for it."""
+    return UsageError(
+        f"{name} does not run in float16.",
+        "Between its layers it has numbers above 65,504, the largest there is in float16.",
+        "Give --dtype bfloat16, float32 or auto.",
+    )
+
+
 def resolve_dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:
     """The torch dtype of a setting; "auto" is the dtype of transformers' ``config`` on CUDA, on a CPU the faster one.
 
     Raises:
-        UsageError: there is no such dtype.
+        UsageError: there is no such dtype, or the model's numbers are too large for it.
     """
+    if dtype == "float16" and _overflows(config):
+        raise overflows(config.model_type)
     if dtype in DTYPES:
         return DTYPES[dtype]
     if dtype != "auto":
@@ -43,7 +55,13 @@ def resolve_dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:
     own = config.get_text_config(decoder=True).dtype or config.dtype
     if device.type == "cpu":
         return auto_dtype(own, config)
+    if own == torch.float16 and _overflows(config):
+        return torch.float32
     return own if own in DTYPES.values() else torch.float32
+
+
+def _overflows(config: Any) -> bool:
+    return str(config.get_text_config(decoder=True).model_type).startswith(OVERFLOWING)
 
 
 def _cuda_device(given: str, index: int) -> torch.device:

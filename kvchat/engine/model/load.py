@@ -17,6 +17,7 @@ import torch
 from kvchat.engine.free_cores import FreeCores
 from kvchat.engine.memory_errors import is_out_of_memory
 from kvchat.engine.model import (
+    advised,
     cpu_dtype,
     fingerprint,
     free_memory,
@@ -31,6 +32,7 @@ from kvchat.engine.model import (
 )
 from kvchat.engine.model.checkpoint import Checkpoint, complete, read_json
 from kvchat.engine.model.description import ModelDescription, describe, quiet
+from kvchat.engine.model.device import overflows
 from kvchat.engine.model.fusion import swap
 from kvchat.engine.model.hub import Progress
 from kvchat.engine.model.probe import Probe, pin_frequencies, probe
@@ -40,10 +42,9 @@ from kvchat.engine.model.weights_memory import freed_at_once, give_back, lay_out
 from kvchat.engine.tokenizer_errors import explained_panics, guarded
 from kvchat.errors import KvchatError, ModelError
 from kvchat.kv.ops.first_compile import compile_loops
-from kvchat.protocol.messages import TEMPERATURE, Load
+from kvchat.protocol.messages import TEMPERATURE, Load, Sampling
 from kvchat.units import size
 
-MAX_TEMPERATURE = 2.0  # a model's own; more is a mistake in its file
 NAMED_SHARE = 0.05
 ONE_BY_ONE = "Further turns are read token by token: transformers' code of this model reads a text only from its start."
 
@@ -54,7 +55,7 @@ class LoadedModel:
 
     ``context`` is in tokens; ``layers`` are those that attend; ``weights`` names their quantization,
     ``fingerprint`` is a digest of them, ``fused`` the kinds of modules that are fused. ``reads_chunks`` is that of
-    ``RecurrentState``. Answers are drawn at ``temperature`` where no other is given.
+    ``RecurrentState``. Answers are drawn as ``advised`` where no temperature is given.
     """
 
     model: Any
@@ -78,7 +79,7 @@ class LoadedModel:
     fingerprint: str = ""
     fused: str = ""
     reads_chunks: bool = True
-    temperature: float = TEMPERATURE
+    advised: Sampling = Sampling(temperature=TEMPERATURE)
 
 
 def load_model(asked: Load, progress: Progress) -> LoadedModel:
@@ -139,10 +140,13 @@ def wrap(model: Any, tokenizer: Any, name: str, revision: str = "", fuse: bool =
     seen = probe(model)
     chunked = reads_chunks(model)
     selftest(model, chunked=chunked)
+    plain = swap.sample_logits(model)
+    if model.dtype == torch.float16 and not plain.isfinite().all():
+        raise overflows(name)
     digest = fingerprint.of_weights(model)  # before any of them is merged
     if model.device.type == "cpu":
         lay_out(model)
-    fusion = swap.fuse(model, swap.kernels_for(model.device)) if fuse else swap.FusionReport()
+    fusion = swap.fuse(model, swap.kernels_for(model.device), plain) if fuse else swap.FusionReport()
     if model.device.type == "cuda":
         torch.cuda.empty_cache()  # merging frees as much as it merged, in blocks too small for the next
     loaded = _loaded(name, revision, model, tokenizer, seen, pinned)
@@ -214,6 +218,7 @@ def _tokenizer(described: ModelDescription, checkpoint: Checkpoint) -> tuple[Any
             if checkpoint.gguf:
                 built = gguf_tokenizer.build(described.gguf, checkpoint.name)
                 return guarded(built.tokenizer), built.notes
+            tokenizer_check.check_steps(checkpoint.folder)
             tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder, local_files_only=True, trust_remote_code=False)
     except KvchatError:
         raise
@@ -246,7 +251,7 @@ def _loaded(name: str, revision: str, model: Any, tokenizer: Any, seen: Probe, p
         notes=_notes(model, tokenizer, seen, pinned),
         weight_bytes=quantization.weight_bytes(model),
         weights=quantization.describe(model),
-        temperature=_temperature(model),
+        advised=advised.sampling(model.generation_config),
     )
 
 
@@ -258,14 +263,6 @@ def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
         eos = getattr(holder, "eos_token_id", None)
         ids.update(eos if isinstance(eos, list | tuple) else [eos])
     return frozenset(ids - {None})
-
-
-def _temperature(model: Any) -> float:
-    """The temperature of the model's generation config; the default where it has none."""
-    named = getattr(model.generation_config, "temperature", None)
-    if isinstance(named, int | float) and 0 < named <= MAX_TEMPERATURE:
-        return float(named)
-    return TEMPERATURE
 
 
 def _notes(model: Any, tokenizer: Any, seen: Probe, pinned: bool) -> tuple[str, ...]:
@@ -282,6 +279,8 @@ def _notes(model: Any, tokenizer: Any, seen: Probe, pinned: bool) -> tuple[str, 
         notes.append(f"{shared} layers share K/V with others; kvchat stores them for each layer.")
     if pinned:
         notes.append("The rotary frequencies are those for the whole context, for short texts too.")
+    if told := advised.note(model.generation_config):
+        notes.append(told)
     if not tokenizer.chat_template:
         notes.append("The model has no chat template: turns are written as User: and Assistant:.")
     if seen.refusal:

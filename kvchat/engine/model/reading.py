@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from kvchat.engine.memory_errors import is_out_of_memory
-from kvchat.engine.model import attention_hook, quantization, repacking, supported
+from kvchat.engine.model import advised, attention_hook, quantization, repacking, supported
 from kvchat.engine.model.checkpoint import Checkpoint
 from kvchat.engine.model.description import ModelDescription
 from kvchat.engine.model.quantization import Quantization
@@ -57,6 +57,8 @@ def read(described: ModelDescription, checkpoint: Checkpoint, quantized: Quantiz
             raise
         raise supported.unreadable(checkpoint.name, "its weights", error) from error
     supported.check_tensors(model, checkpoint.folder, info)
+    if checkpoint.gguf:
+        advised.take_from_gguf(described.gguf.values, model.generation_config)
     if checkpoint.gguf and not chosen:
         model.config.quantization_config = {"quant_method": "gguf"}  # what was unpacked, as of other checkpoints
     return model

@@ -9,7 +9,7 @@ from kvchat import paths
 from kvchat.engine.generate.escaping import ESCAPE
 from kvchat.engine.generate.prompt import GUARD, PromptEncoder
 from kvchat.engine.generate.stored import Stored
-from kvchat.errors import UsageError
+from kvchat.errors import ModelError, UsageError
 from kvchat.protocol.messages import Turn
 
 END = 4
@@ -311,3 +311,23 @@ def test_what_several_conversations_agree_to_is_tokenized_once(tokenizer, encode
     for ids in ([], [1, 2, 3], expected[:20]):
         assert fresh.ids_of(text, Stored(list(ids))) == expected
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize("template", ["{{ '' }}", "{# nothing #}", "{% for m in messages %}{% endfor %}"])
+def test_a_template_that_writes_nothing_is_refused_at_load(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
+    with pytest.raises(ModelError, match="writes nothing"):
+        with_template(tokenizer, template)
+
+
+def test_a_template_that_leaves_out_what_a_user_says_is_told(tokenizer: PreTrainedTokenizerBase) -> None:
+    (note,) = with_template(tokenizer, "Answer:").notes
+    assert "leaves out what a user says" in note
+    assert with_template(tokenizer, "{{ messages[0].content }}").notes == ()
+
+
+def test_a_conversation_of_which_a_template_writes_nothing_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+    only_the_first = "{% if messages | length == 1 %}{{ messages[0].content }}{% endif %}"
+    encoder = with_template(tokenizer, only_the_first)
+    turns = (Turn("user", "a"), Turn("assistant", "b"), Turn("user", "c"))
+    with pytest.raises(UsageError, match="writes nothing of this conversation"):
+        encoder.encode(turns, Stored())

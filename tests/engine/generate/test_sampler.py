@@ -82,10 +82,10 @@ def test_the_distribution_is_that_of_transformers(sampling, spread):
 
 
 def test_a_model_has_a_temperature_of_its_own_where_none_is_asked_for():
-    scores, own = logits(0), Sampler(Sampling(), VOCAB, "cpu", temperature=0.3)
+    scores, own = logits(0), Sampler(Sampling(), VOCAB, "cpu", Sampling(temperature=0.3))
     torch.testing.assert_close(distribution(own, scores), reference(Sampling(temperature=0.3), scores, []))
-    assert Sampler(Sampling(), VOCAB, "cpu", temperature=0.0).greedy
-    assert not Sampler(Sampling(temperature=1.0), VOCAB, "cpu", temperature=0.0).greedy
+    assert Sampler(Sampling(), VOCAB, "cpu", Sampling(temperature=0.0)).greedy
+    assert not Sampler(Sampling(temperature=1.0), VOCAB, "cpu", Sampling(temperature=0.0)).greedy
 
 
 def test_tokens_are_drawn_by_their_probability():
@@ -226,3 +226,12 @@ def test_no_call_waits_for_the_gpu(sampling):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert 0 <= read(token) < VOCAB
+
+
+def test_what_a_models_makers_advise_is_taken_whole_or_not_at_all():
+    advised = Sampling(temperature=1.9, top_k=1, repetition_penalty=1.1)
+    taken = Sampler(Sampling(seed=3), VOCAB, "cpu", advised).sampling
+    assert taken == Sampling(temperature=1.9, top_k=1, repetition_penalty=1.1, seed=3)
+    assert Sampler(Sampling(top_k=5), VOCAB, "cpu", advised).sampling.top_k == 5
+    own = Sampling(temperature=0.5)
+    assert Sampler(own, VOCAB, "cpu", advised).sampling == own

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import Gemma3TextConfig
 
 from kvchat.engine.model.device import resolve_device, resolve_dtype
 from kvchat.errors import UsageError
@@ -49,3 +50,11 @@ def test_auto_dtype(device, own, expected):
     config = SimpleNamespace(dtype=own)
     config.get_text_config = lambda decoder: config
     assert resolve_dtype("auto", config, torch.device(device)) == expected
+
+
+def test_gemma_3_is_refused_in_float16_before_its_weights_are_read():
+    config = Gemma3TextConfig()
+    with pytest.raises(UsageError, match=r"float16.*65,504"):
+        resolve_dtype("float16", config, torch.device("cpu"))
+    config.dtype = torch.float16
+    assert resolve_dtype("auto", config, torch.device("cuda")) == torch.float32

@@ -84,7 +84,7 @@ def test_every_end_token_counts(folder):
 @pytest.mark.parametrize(("said", "expected"), [(0.3, 0.3), (None, TEMPERATURE), (1e9, TEMPERATURE), (0, TEMPERATURE)])
 def test_the_temperature_is_the_one_of_the_models_makers(folder, said, expected):
     edit_json(folder / "generation_config.json", temperature=said, do_sample=True)
-    assert load_model(Load(str(folder), "cpu"), silent).temperature == expected
+    assert load_model(Load(str(folder), "cpu"), silent).advised.temperature == expected
 
 
 def test_the_revision_follows_the_files(folder):

@@ -54,13 +54,14 @@ class FusionReport:
     note: str = ""
 
 
-def fuse(model: Any, kernels: ModuleType | None) -> FusionReport:
+def fuse(model: Any, kernels: ModuleType | None, plain: Tensor | None = None) -> FusionReport:
     """Fuse the modules of ``model`` that are recognized, and check the result.
 
     ``model`` is loaded, on its device, with kvchat's attention. If the fused model fails with ``kernels``
-    (``kernels_for``), it is fused without them; if it fails without them too, it is restored.
+    (``kernels_for``), it is fused without them; if it fails without them too, it is restored. ``plain`` are its
+    ``sample_logits``, if they are there.
     """
-    plain = sample_logits(model)
+    plain = sample_logits(model) if plain is None else plain
     failure = ""
     for chosen in dict.fromkeys((kernels, None)):
         swaps = Swaps()

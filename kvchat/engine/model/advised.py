@@ -1,0 +1,61 @@
+"""How a model's files advise that answers are drawn: taken whole, or not at all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvchat.protocol.messages import TEMPERATURE, Sampling
+
+MAX_TEMPERATURE = 2.0  # more is a mistake in its file
+# What each field may be; transformers' names of them are kvchat's.
+LEAST_AND_MOST = {
+    "temperature": (1e-5, MAX_TEMPERATURE),
+    "top_k": (0, 2**31 - 1),
+    "top_p": (1e-6, 1.0),
+    "min_p": (0.0, 0.99),
+    "repetition_penalty": (0.01, 100.0),
+}
+OF_GGUF = {
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.min_p": "min_p",
+    "general.sampling.penalty_repeat": "repetition_penalty",
+}
+
+
+def sampling(generation_config: Any) -> Sampling:
+    """What ``generation_config`` advises, kvchat's own where that says nothing or a field of it is out of range."""
+    named = _named(generation_config)
+    if any(not _is_within(name, value) for name, value in named.items()):
+        named = {}
+    return Sampling(**{"temperature": TEMPERATURE, **named})
+
+
+def note(generation_config: Any) -> str:
+    """A sentence about what is advised beside a temperature, or why nothing is taken; else empty."""
+    named = _named(generation_config)
+    if wrong := [f"{name} {value}" for name, value in named.items() if not _is_within(name, value)]:
+        return f"How its generation config says that answers are drawn is left out: {', '.join(wrong)} is out of range."
+    if not set(named) - {"temperature"}:
+        return ""
+    listed = ", ".join(f"{name} {value:g}" for name, value in named.items())
+    return f"Answers are drawn as its generation config says: {listed}. A temperature that you give takes its place."
+
+
+def take_from_gguf(values: dict[str, Any], generation_config: Any) -> None:
+    """Put what a GGUF file's metadata advise into ``generation_config``."""
+    for key, name in OF_GGUF.items():
+        if type(values.get(key)) in (int, float):
+            setattr(generation_config, name, values[key])
+
+
+def _named(generation_config: Any) -> dict[str, Any]:
+    found = {name: getattr(generation_config, name, None) for name in LEAST_AND_MOST}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _is_within(name: str, value: Any) -> bool:
+    least, most = LEAST_AND_MOST[name]
+    is_number = isinstance(value, int if name == "top_k" else int | float) and not isinstance(value, bool)
+    return is_number and least <= value <= most

@@ -1,0 +1,36 @@
+"""How a model's files advise that answers are drawn."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import GenerationConfig
+
+from kvchat.engine.model import advised
+from kvchat.protocol.messages import TEMPERATURE, Sampling
+
+
+@pytest.mark.parametrize(
+    ("said", "expected", "told"),
+    [
+        ({}, Sampling(temperature=TEMPERATURE), []),
+        ({"temperature": 0.3}, Sampling(temperature=0.3), []),
+        ({"temperature": 1.9, "top_k": 1}, Sampling(temperature=1.9, top_k=1), ["temperature 1.9", "top_k 1"]),
+        ({"top_p": 0.95, "min_p": 0.0}, Sampling(temperature=TEMPERATURE, top_p=0.95), ["top_p 0.95"]),
+        ({"repetition_penalty": 1.1}, Sampling(temperature=TEMPERATURE, repetition_penalty=1.1), ["1.1"]),
+        ({"temperature": 70, "top_k": 20}, Sampling(temperature=TEMPERATURE), ["temperature 70", "out of range"]),
+        ({"temperature": 0.6, "top_k": "all"}, Sampling(temperature=TEMPERATURE), ["top_k all"]),
+    ],
+)
+def test_all_of_it_is_taken_or_nothing_and_that_is_told(said, expected, told):
+    config = GenerationConfig()
+    for name, value in said.items():
+        setattr(config, name, value)
+    assert advised.sampling(config) == expected
+    assert bool(advised.note(config)) == bool(told)
+    assert all(words in advised.note(config) for words in told)
+
+
+def test_a_gguf_file_may_advise_it_too():
+    config = GenerationConfig()
+    advised.take_from_gguf({"general.sampling.temp": 0.5, "general.sampling.top_k": 40, "other": 1}, config)
+    assert advised.sampling(config) == Sampling(temperature=0.5, top_k=40)
