@@ -19,10 +19,10 @@ from kvchat.kv.state import KVState
 
 CHUNK = 128  # pages whose keys are looked at together: they bound what it takes on the device
 HEADS = 4  # KV heads of one look
-COST = 0.007  # of the time of an answer, for looks
+COST = 0.005  # of the time of an answer, for looks: below 1 % where other work slows them too
 FIRST_S = 0.0005  # what a look is taken to cost before one was timed
 LOOKS = 5  # of whose times the median counts: other work may come between
-ENOUGH = 0.25  # of all heads
+ENOUGH = 0.5  # of all heads
 GOLDEN = (5**0.5 - 1) / 2
 
 
@@ -125,9 +125,14 @@ class CoverageWatch:
         return sum(seen) / len(seen) if seen else None
 
     @property
+    def has_seen_enough(self) -> bool:
+        """True once so many heads were looked at that none of them decides."""
+        return len(self._seen) >= ENOUGH * len(self._parts)
+
+    @property
     def lowest(self) -> float | None:
-        """The least that ``share`` was in this answer, once enough heads were seen that none of them decides."""
-        return self._lowest
+        """The least that ``share`` was in this answer since enough heads were seen; ``share`` where they were not."""
+        return self.share if self._lowest is None else self._lowest
 
     def look(self) -> None:
         """Look at the next heads of which not everything was read, if it is time to; waits for the device then."""
@@ -142,7 +147,7 @@ class CoverageWatch:
         self._costs.append(ended - began)
         self._due = ended + median_low(self._costs) / COST
         share = self.share
-        if share is not None and len(self._seen) >= ENOUGH * len(self._parts):
+        if share is not None and self.has_seen_enough:
             self._lowest = share if self._lowest is None else min(self._lowest, share)
 
     def _look(self) -> None:

@@ -6,17 +6,20 @@ makes the same comparisons on the CPU, with a tape for a graph and without strea
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 
 import pytest
 import torch
+from support.dense_attention import softmax
 from support.tiny_runner import PARAMS, loaded, mode_of, prefilled, same_steps, token_ids
 
 from kvchat.engine.generate.graphs import GraphRunner
 from kvchat.engine.generate.runner import ModelRunner
 from kvchat.engine.model.load import LoadedModel
 from kvchat.engine.model.tolerances import relative_error
+from kvchat.kv import coverage
 from kvchat.kv.geometry import GROWTH_HEADROOM
 from kvchat.kv.inspect import attended, check_integrity
 from kvchat.kv.transfer import SideStream
@@ -81,6 +84,30 @@ def test_graphs_and_streams_change_no_bit(row, dtype):
     assert one.kv.state.ops.name == ("torch" if dtype is torch.float32 else "triton")
     assert not one.graphs.refusal
     assert not one.graphs.prepares
+
+
+@pytest.mark.parametrize(("row", "dtype"), [("speculative", DTYPES[0])], ids=["dtype0"])
+def test_looks_at_coverage_change_no_bit_and_see_the_dense_attention_over_the_host_pool(row, dtype):
+    model = llama(dtype)
+    one, other = (ModelRunner(model, mode_of(model, row)) for _ in range(2))
+    for each in (one, other):
+        prefilled(each, token_ids(200))
+    watch = coverage.CoverageWatch(one.kv.state, itertools.count().__next__)  # a look is as long as COST pays for
+    for token in later_ids(60, seed=3):
+        same_steps(one, other, [token])
+        watch.look()
+        watch._due = 0.0
+    assert not one.graphs.refusal
+    assert 0 < watch.lowest <= watch.share < 1
+    state, g = one.kv.state, one.kv.state.geometry
+    state.host.synchronize()
+    for layer in range(g.layers):
+        keys = state.host.layers[layer][:, :, 0].transpose(0, 1).flatten(1, 2)[:, : state.total, : g.d_k]
+        every = torch.ones(g.kv_heads, state.total, dtype=torch.bool)
+        shares = softmax(state.query[layer].cpu(), keys, every, state.specs[layer])
+        shares = shares.view(g.kv_heads, g.group, -1).mean(1)
+        expected = (shares * attended(state, layer).cpu()).sum(-1)
+        assert (coverage.covered(state, layer).cpu() - expected).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)

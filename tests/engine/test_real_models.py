@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from support.dense_attention import softmax
+from support.loads import entering
 from support.real_models import real_model
 
+from kvchat.bench.corpus import prose
 from kvchat.engine.session import Session
+from kvchat.kv import coverage
 from kvchat.protocol.messages import Finished, Sampling, Turn
 
 pytestmark = pytest.mark.slow("a real model is read and answers")
@@ -32,4 +37,27 @@ def test_gemma_goes_on_with_a_text_through_its_sliding_windows() -> None:
     text = "The capital of France is Paris. The capital of Italy is Rome. The capital of Japan is"
     logits = session.prefill(model.tokenizer(text)["input_ids"])
     assert model.tokenizer.decode([int(logits.argmax())]).strip() == "Tokyo"
+    session.close()
+
+
+MARKED = [pytest.param(name, marks=pytest.mark.real_model(name)) for name in ("smollm2", "gemma3-270m")]
+
+
+@pytest.mark.parametrize("name", MARKED)
+@pytest.mark.parametrize("mode", ["speculative", "streaming"])
+def test_coverage_is_that_of_dense_attention_in_float64(name: str, mode: str) -> None:
+    model = real_model(name)
+    session = Session(model, entering(mode, {"budget": 128}))
+    ids = prose(model.tokenizer, 700)
+    session.prefill(ids[:696])
+    for token in ids[696:]:
+        session.step(token)
+    state = session._kv.state
+    for layer, spec in enumerate(model.probe.specs):
+        keys, _ = state.host.dense(layer, state.total)
+        seen = torch.arange(state.total) > state.total - 1 - (spec.window or state.total)
+        shares = softmax(state.query[layer], keys, seen.expand(len(keys), -1), spec)
+        expected = (shares.view(len(keys), -1, state.total).mean(1) * session.attended(layer)).sum(-1)
+        assert (coverage.covered(state, layer) - expected).abs().max() < 1e-4
+    assert float(expected.min()) < 0.98
     session.close()

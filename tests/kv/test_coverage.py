@@ -116,10 +116,12 @@ def test_each_head_is_looked_at_in_turn_and_the_newest_look_counts(monkeypatch):
     assert set(expected) == {(layer, head) for layer in range(len(MIXED)) for head in (0, 4)}
     assert len(looked) >= 20
     assert 0 < watch.lowest <= watch.share < 1
+    assert watch.has_seen_enough
+    before = watch.share
     watch.begin()
-    assert (watch.lowest, watch.share is None) == (None, False)
+    assert watch.lowest == watch.share == before, "what was seen counts in the next answer too"
     watch.restart()
-    assert watch.share is None
+    assert (watch.share, watch.lowest, watch.has_seen_enough) == (None, None, False)
 
 
 @pytest.mark.parametrize("look_s", [0.0001, 0.002, 0.05])
