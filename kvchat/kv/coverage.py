@@ -22,7 +22,7 @@ HEADS = 4  # KV heads of one look
 COST = 0.005  # of the time of an answer, for looks: below 1 % where other work slows them too
 FIRST_S = 0.0005  # what a look is taken to cost before one was timed
 LOOKS = 5  # of whose times the median counts: other work may come between
-ENOUGH = 0.5  # of all heads
+ENOUGH = 4  # looks, of layers far from each other: a short answer has no more
 GOLDEN = (5**0.5 - 1) / 2
 
 
@@ -127,7 +127,7 @@ class CoverageWatch:
     @property
     def has_seen_enough(self) -> bool:
         """True once so many heads were looked at that none of them decides."""
-        return len(self._seen) >= ENOUGH * len(self._parts)
+        return len(self._seen) >= min(ENOUGH, len(self._parts))
 
     @property
     def lowest(self) -> float | None:
