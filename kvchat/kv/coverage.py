@@ -141,11 +141,13 @@ class CoverageWatch:
         if self._state.device.type == "cuda":
             torch.cuda.synchronize(self._state.device)  # the rest of the step is no cost of the look
         began = self._clock()
-        with torch.inference_mode():
-            self._look()
-        ended = self._clock()
-        self._costs.append(ended - began)
-        self._due = ended + median_low(self._costs) / COST
+        try:
+            with torch.inference_mode():
+                self._look()
+        finally:
+            ended = self._clock()
+            self._costs.append(ended - began)
+            self._due = ended + median_low(self._costs) / COST
         share = self.share
         if share is not None and self.has_seen_enough:
             self._lowest = share if self._lowest is None else min(self._lowest, share)

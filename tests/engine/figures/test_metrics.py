@@ -203,6 +203,19 @@ def test_an_answer_says_what_of_the_attention_was_covered(model, at_every_step):
     session.close()
 
 
+def test_an_answer_does_not_end_where_there_is_no_memory_for_a_look(model, at_every_step, monkeypatch):
+    def full(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(coverage, "weights", full)
+    session = Session(model, entering("streaming", {"budget": 64}))
+    finished = asked(session)
+    assert finished.reason in ("length", "eos")
+    assert finished.stats.generated_tokens > 1
+    assert finished.stats.coverage is None
+    session.close()
+
+
 @pytest.mark.parametrize(("budget", "warned"), [(64, True), (1024, False)])
 def test_a_badge_says_when_too_little_is_covered(model, at_every_step, monkeypatch, budget, warned):
     monkeypatch.setattr(metrics, "LOW_COVERAGE", 0.98)
