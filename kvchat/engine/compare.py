@@ -268,7 +268,7 @@ class Comparisons:
         """
         tokens, seed = whole_number(tokens, "The number of tokens"), whole_number(seed, "A seed")
         self._switcher.check_context(tokens)
-        case = needle.hide(str(seed), tokens, self._runner.model.tokenizer)
+        case = needle.in_one_text(str(seed), tokens, self._runner.model.tokenizer)
         return NeedleHidden(case.turns, case.answer, needle.ANSWER_TOKENS)
 
 

@@ -12,6 +12,7 @@ from kvchat.protocol.messages import Turn
 
 PASSAGES = 8
 ANSWER_TOKENS = 24
+TOLD, ASKED = "The passkey is {}. Remember it.", "What is the passkey?"
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,18 @@ def hide(seed: str, tokens: int, tokenizer: Any) -> Case:
         if part == told:
             turns += [Turn("user", f"The passkey is {passkey}. Remember it."), Turn("assistant", "Got it.")]
     return Case((*turns, Turn("user", "What is the passkey?")), passkey)
+
+
+def in_one_text(seed: str, tokens: int, tokenizer: Any) -> Case:
+    """One question about a text of about ``tokens`` tokens that says the fact in its first half.
+
+    It is what instruct models are trained on: most answer it where they can read so much, and the bundled one does.
+    """
+    random_ = random.Random(seed)
+    passkey = str(random_.randrange(10_000, 100_000))
+    text, before = sentences(random_.randrange(2**32)), round(tokens * random_.uniform(0.1, 0.4))
+    parts = (passage(text, before, tokenizer), TOLD.format(passkey), passage(text, tokens - before, tokenizer))
+    return Case((Turn("user", "\n\n".join(("Read this text.", *parts, ASKED))),), passkey)
 
 
 def passage(text: Iterator[str], tokens: int, tokenizer: Any) -> str:

@@ -24,6 +24,18 @@ def test_the_fact_is_told_once_and_early(model):
         assert case.turns[-1].content.endswith("?")
 
 
+def test_one_text_says_the_fact_once_in_its_first_half(model):
+    for seed in "012":
+        case = needle.in_one_text(seed, 600, model.tokenizer)
+        assert case == needle.in_one_text(seed, 600, model.tokenizer)
+        (turn,) = case.turns
+        assert turn.content.count(case.answer) == 1
+        before, after = turn.content.split(case.answer)
+        assert len(before) < len(after)
+        assert 600 <= len(model.tokenizer.encode(turn.content)) < 720
+        assert turn.content.endswith("?")
+
+
 @pytest.mark.parametrize("tokens", [0, 1, 30, 300])
 def test_a_passage_ends_with_the_sentence_that_makes_it_long_enough(model, tokens):
     text, sentence, whole = sentences(7), sentences(7), ""

@@ -98,7 +98,7 @@ class FakeEngine:
             elif isinstance(command, Compare):
                 self.compare(command)
             elif isinstance(command, HideNeedle):
-                send(NeedleHidden((Turn("user", "Who said all?"),), "by s", 24))
+                send(NeedleHidden((Turn("user", "Who said all?"),), "BY F", 24))
             else:
                 self.between(command)
 

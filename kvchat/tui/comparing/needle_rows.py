@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvchat.config.modes import REFERENCE
 from kvchat.foreign_text import visible
 from kvchat.protocol.figures import Run
 from kvchat.tui.running_comparison import RunningComparison
@@ -25,11 +26,16 @@ def needle_rows(shown: RunningComparison) -> list[tuple[str, ...]]:
 
 
 def verdict(shown: RunningComparison) -> str:
-    """Who found it with the least read, and who did not."""
+    """Who found it with the least read, and who did not; where full mode misses, what that means."""
     if shown.result is None:
         return shown.error
     runs = [run for run in shown.result.runs if not run.refusal]
-    found = [run for run in runs if shown.fact and shown.fact in run.text]
+    found = [run for run in runs if is_found(run, shown.fact)]
+    if runs and runs[0].mode == REFERENCE and runs[0] not in found:
+        return (
+            f"{REFERENCE} reads everything and misses it: this model cannot answer at this length, and the other modes"
+            " say nothing about it; try a shorter text, as in /needle 500."
+        )
     missed = [run.mode for run in runs if run not in found]
     sentences = [f"{', '.join(missed)} did not find it."] if missed else []
     if found:
@@ -40,11 +46,16 @@ def verdict(shown: RunningComparison) -> str:
     return " ".join(sentences) or "No mode has answered."
 
 
+def is_found(run: Run, fact: str | None) -> bool:
+    """True if the answer has the fact in it, in whatever case."""
+    return bool(fact) and (fact or "").lower() in run.text.lower()
+
+
 def _cells(run: Run, fact: str) -> tuple[str, ...]:
     if run.refusal:
         return (_line(run.refusal), "refused", "", "", "")
     s = run.stats
-    found = FOUND if fact in run.text else MISSED
+    found = FOUND if is_found(run, fact) else MISSED
     return (
         _line(run.text), found, percent(s.read_share), size(s.recalled_bytes), figure(s.decode_tokens_per_s, digits=1),
     )  # fmt: skip

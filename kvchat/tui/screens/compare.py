@@ -150,7 +150,7 @@ def figures_table(result: Comparison) -> Table:
     """A row for each run."""
     rows = comparison.rows(result)
     table = Table.grid(padding=(0, 0, 0, 2))
-    table.add_column(no_wrap=True, overflow="ellipsis")
+    table.add_column(no_wrap=True, overflow="ellipsis", min_width=8)
     for column in list(zip(COLUMNS, *rows, strict=True))[1:]:
         table.add_column(no_wrap=True, justify="right", min_width=max(map(len, column)))
     table.add_row(*(Text(heading, style="dim") for heading in COLUMNS))

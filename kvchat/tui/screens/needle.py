@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
+from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 from textual.app import App, ComposeResult
@@ -16,6 +19,10 @@ from kvchat.tui.running_comparison import RunningComparison
 from kvchat.tui.screens.compare import CompareScreen
 from kvchat.tui.widgets.bars import KeyHints
 from kvchat.units import count
+
+WIDTH, BESIDE = 92, 6  # cells of the box, and of what is beside the table in it
+GAP, ANSWER, RIGHT = 2, 1, 2  # between columns; the column of answers, and that behind which are numbers
+LEAST, KEPT = 8, 4  # cells of an answer, and columns that give way only after it
 
 
 class NeedleScreen(CompareScreen):
@@ -37,11 +44,16 @@ class NeedleScreen(CompareScreen):
             yield Static(id="verdict", markup=False)
             yield KeyHints()
 
+    def on_resize(self) -> None:
+        """There is another room for the table."""
+        self.show()
+
     def draw(self, shown: RunningComparison) -> None:
         """Update the task, the table and the line below it."""
         self.query_one("#question", Static).update(task(shown))
         colors = self.app.theme_variables
-        self.query_one("#figures", Static).update(needle_table(shown, colors["success"], colors["error"]))
+        room = min(self.app.size.width, WIDTH) - BESIDE
+        self.query_one("#figures", Static).update(needle_table(shown, colors["success"], colors["error"], room))
         self.query_one("#verdict", Static).update(visible(verdict(shown) if shown.is_over else shown.stage))
 
 
@@ -60,18 +72,29 @@ def task(shown: RunningComparison) -> Content:
         return Content("A fact is being hidden in a long text.")
     read = f" of {count(shown.result.prompt_tokens)} tokens" if shown.result else ""
     return Content.assemble(
-        f"A text{read} says once, early, that the passkey is ", (shown.fact, "bold"), ". Every mode read it with the"
-        " same exact K/V and is asked at its end: ", (visible(shown.question), "bold"),
+        f"A text{read} says once, early, ", (visible(shown.fact), "bold"), ". Every mode read it with the same exact"
+        " K/V and is asked at its end: ", (visible(shown.question.rpartition("\n")[2]), "bold"),
     )  # fmt: skip
 
 
-def needle_table(shown: RunningComparison, good: str, bad: str) -> Table:
-    """A row for each mode; ``good`` and ``bad`` are colors."""
-    table = Table.grid(padding=(0, 2, 0, 0))
-    for heading in HEADINGS:
-        table.add_column(no_wrap=True, justify="right" if heading in HEADINGS[3:] else "left", overflow="ellipsis")
-    table.add_row(*(Text(heading, style="dim") for heading in HEADINGS))
-    for row in needle_rows(shown):
-        style = {FOUND: good, MISSED: bad}.get(row[2], "")
-        table.add_row(*(Text(cell, style=style if at == 2 else "") for at, cell in enumerate(row)))
+def needle_table(shown: RunningComparison, good: str, bad: str, room: int) -> Table:
+    """A row for each mode in ``room`` cells; ``good`` and ``bad`` are colors.
+
+    The figures keep their width; the answer has what is left, and where that is little the last figures give way.
+    """
+    rows = [HEADINGS, *needle_rows(shown)]
+    widths = [max(cell_len(row[at]) for row in rows) for at in range(len(HEADINGS))]
+    places = list(range(len(HEADINGS)))
+    while (left := room - sum(widths[at] + GAP for at in places if at != ANSWER)) < LEAST and len(places) > KEPT:
+        places.pop()
+    widths[ANSWER] = min(widths[ANSWER], left)
+    if left < LEAST:
+        places.remove(ANSWER)
+    table = Table.grid(padding=(0, GAP, 0, 0))
+    for at in places:
+        right: Literal["left", "right"] = "right" if at > RIGHT else "left"
+        table.add_column(width=widths[at], no_wrap=True, justify=right, overflow="ellipsis")
+    for number, row in enumerate(rows):
+        found = {FOUND: good, MISSED: bad}.get(row[2], "")
+        table.add_row(*(Text(row[at], style="dim" if not number else found if at == 2 else "") for at in places))
     return table

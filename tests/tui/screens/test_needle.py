@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
-from support.app_driver import finished, opened, press, typed
+from rich.console import Console
+from support.app_driver import drawn, finished, opened, press, typed
 from textual.widgets import Static
 
+from kvchat.config import modes
+from kvchat.protocol.comparing import Compared, Variant
+from kvchat.protocol.figures import Run, Stats
+from kvchat.protocol.messages import Sampling
+from kvchat.tui.comparing.needle_rows import verdict
+from kvchat.tui.running_comparison import RunningComparison
 from kvchat.tui.screens.compare import CompareScreen
-from kvchat.tui.screens.needle import NeedleScreen
+from kvchat.tui.screens.needle import NeedleScreen, needle_table
 from kvchat.tui.screens.settings import SettingsScreen
 
 
-@pytest.mark.parametrize("size", [(80, 24), (120, 40)])
+@pytest.mark.parametrize("size", [(50, 20), (80, 24), (120, 40)])
 async def test_every_mode_has_a_row_and_esc_closes(running, size):
     async with running(size=size) as (app, _pilot, until):
         typed(app, "/needle 512")
         await until(lambda: isinstance(app.screen, NeedleScreen) and "found it" in text(app, "#verdict"))
-        assert text(app, "#verdict").startswith("streaming found it and read 50 %")
-        assert "full, freeze did not find it" in text(app, "#verdict")
-        assert "by s" in text(app, "#question")
+        assert text(app, "#verdict").startswith("full found it and read 50 %")
+        assert "streaming, sync, speculative did not find it" in text(app, "#verdict")
+        assert "BY F" in text(app, "#question")
+        await until(lambda: all(f"{mode} " in drawn(app) for mode in modes.mode_names()) and "50 %" in drawn(app))
         assert not app.controller.state.conversation.messages
         press(app, "escape")
         await until(lambda: app.screen is app.chat)
@@ -46,3 +56,32 @@ async def test_a_needle_below_another_screen_is_shown_on(running):
 
 def text(app, selector: str) -> str:
     return "".join(str(static.content) for static in app.screen.query(selector).results(Static))
+
+
+def comparison(answers: dict[str, str]) -> RunningComparison:
+    """A needle whose fact is Biscuit, with these answers by mode."""
+    variants = tuple(map(Variant, answers))
+    shown = RunningComparison("What is my cat called?", "m", variants, Sampling(), fact="Biscuit")
+    stats = Stats(read_share=0.25, recalled_bytes=2**20, decode_tokens_per_s=41.5)
+    shown.finish(Compared(tuple(Run(mode, {}, (said,), "eos", stats) for mode, said in answers.items()), 2000))
+    return shown
+
+
+@pytest.mark.parametrize("room", [30, 50, 74, 86])
+def test_the_figures_keep_their_width_under_long_answers(room):
+    console = Console(width=room, file=io.StringIO())
+    console.print(
+        needle_table(comparison(dict.fromkeys(modes.mode_names(), "It is Biscuit. " * 40)), "green", "red", room)
+    )
+    said = console.file.getvalue()
+    assert all(f"{mode} " in said for mode in modes.mode_names())
+    assert said.count("✓ found") == 5
+    assert said.count("25 %") == 5
+    assert said.count("41.5") == (5 if room >= 74 else 0)
+
+
+def test_where_full_mode_misses_one_sentence_says_what_that_means():
+    missed = verdict(comparison({"full": "I do not know.", "sync": "biscuit"}))
+    assert missed.startswith("full ")
+    assert missed.count(".") == 1
+    assert verdict(comparison({"full": "biscuit", "sync": "No."})).startswith("full found it and read 25 %")
