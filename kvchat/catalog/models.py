@@ -44,6 +44,16 @@ class FoundModel:
     problem: str = ""
 
 
+def short_name(model: str) -> str:
+    """A model's name without its place: of a file or folder, of the hub's cache, of a repository (``Qwen3-4B``)."""
+    cached = re.search(r"(?:^|/)models--([^/]+)", model)
+    name = cached[1].rpartition("--")[2] if cached else model.rstrip("/").rpartition("/")[2]
+    if not name.lower().endswith(GGUF):
+        return name or model
+    name = re.sub(r"-\d{5}-of-\d{5}$", "", name[: -len(GGUF)])
+    return re.sub(r"(?i)[-._](i?q\d\w*|f16|f32|bf16|mxfp4\w*)$", "", name) or name
+
+
 def find(folders: Iterable[Path]) -> list[FoundModel]:
     """The bundled model, those with short names that are here, those in ``folders``, the hub's and other programs'.
 

@@ -11,6 +11,7 @@ import typer
 from kvchat.cli import options
 from kvchat.cli.chat import load_of
 from kvchat.cli.options import (
+    ChatTemplate,
     Device,
     Dtype,
     Files,
@@ -26,6 +27,7 @@ from kvchat.cli.options import (
     StopAt,
     System,
     Temperature,
+    TemplateArgs,
     TopK,
     TopP,
 )
@@ -70,6 +72,8 @@ def compare_command(
     dtype: Dtype = None,
     quantize: Quantize = None,
     force: Force = None,
+    chat_template: ChatTemplate = None,
+    template_args: TemplateArgs = None,
     host_dtype: HostDtype = None,
     system: System = None,
     pin_system: PinSystem = None,

@@ -76,6 +76,8 @@ Device = Annotated[str | None, setting(ModelSettings, "device", complete=complet
 NamedDevice = Annotated[str, setting(ModelSettings, "device", complete=complete_device)]
 Dtype = Annotated[str | None, setting(ModelSettings, "dtype")]
 Quantize = Annotated[str | None, setting(ModelSettings, "quantize")]
+ChatTemplate = Annotated[str | None, setting(ModelSettings, "chat_template", "--chat-template")]
+TemplateArgs = Annotated[list[str] | None, setting(ModelSettings, "template_args", "--template-arg")]
 Force = Annotated[bool | None, setting(ModelSettings, "force", "--force")]
 HostDtype = Annotated[str | None, setting(KvSection, "host_dtype")]
 Mode = Annotated[str | None, setting(KvSection, "mode", complete=complete_mode)]
@@ -119,7 +121,7 @@ def flags(params: Mapping[str, Any]) -> SettingsSource:
     named = [name for name in sorted(SHARED) if params.get(name) is not None]
     shared = {name: _keys_of_shared(name, params[name], params.get("mode")) for name in named}
     keys = {**KEYS, **shared}
-    given = {name: None if params.get(name) == [] else params.get(name) for name in keys}
+    given = {name: None if params.get(name) in ([], ()) else params.get(name) for name in keys}
     options = {f"--{name.replace('_', '-')}": (keys[name], value) for name, value in given.items()}
     return sources.flag_source({**options, **_params(params.get("param") or (), params.get("mode"))})
 

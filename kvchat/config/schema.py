@@ -5,12 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+    field_validator,
+)
 
 from kvchat.config.modes import Params, mode_names, registered
 from kvchat.config.validation_errors import advice, reason
 from kvchat.errors import UsageError, did_you_mean
 from kvchat.protocol.messages import HostDtype, Load, Quantize, Sampling
+from kvchat.protocol.template_args import parse_args
 from kvchat.text_file import unmarked
 
 DEFAULTS = Sampling()
@@ -47,10 +57,23 @@ class ModelSettings(Section):
     """swap small pieces of the model for faster ones, checked when it is loaded"""
     force: bool = Load.force
     """load a model also where its weights do not fit the memory that is free"""
+    chat_template: str = ""
+    """a file with a chat template in place of the model's own (Jinja, as in chat_template.jinja)"""
+    template_args: Texts = ()
+    """variables of the chat template as KEY=VALUE, such as enable_thinking=false or reasoning_effort=low"""
     folders: Texts = ()
     """more folders of models, beside the hub's cache, ~/models and those of Ollama, LM Studio and llama.cpp"""
     system: Annotated[str, AfterValidator(unmarked)] = ""
     """system prompt before every conversation; empty for none"""
+
+    @field_validator("template_args")
+    @classmethod
+    def _as_variables(cls, args: tuple[str, ...]) -> tuple[str, ...]:
+        try:
+            parse_args(args)
+        except UsageError as error:
+            raise ValueError(error.title.rstrip(".")) from None
+        return args
 
     def of_load(self, only_set: bool = False) -> dict[str, Any]:
         """The fields of a ``Load``: all of them, or those that were set."""

@@ -63,6 +63,7 @@ class Inspection:
             weights=model.weights,
             fast=model.fused,
             temperature=model.advised.temperature or 0.0,
+            template_variables=self._loop.encoder.variables,
         )
 
     def snapshot(self) -> Snapshot:

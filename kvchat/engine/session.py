@@ -43,6 +43,8 @@ def load(
     fast: bool = Load.fast,
     force: bool = Load.force,
     host_dtype: HostDtype = Load.host_dtype,
+    chat_template: str | Path = Load.chat_template,
+    template_args: Sequence[str] = Load.template_args,
     progress: Callable[[str], None] = lambda stage: None,
     **params: Any,
 ) -> Session:
@@ -60,6 +62,8 @@ def load(
         fast: swap small pieces of the model for faster ones.
         force: load a model also where its weights do not fit the memory that is free.
         host_dtype: what full pages of K/V are kept in: the ``model``'s number format, or ``int8``.
+        chat_template: a file with a chat template in place of the model's own.
+        template_args: variables of the chat template, each as ``KEY=VALUE``.
         progress: called with each stage of loading.
         params: the mode's parameters, such as ``budget``.
 
@@ -80,6 +84,8 @@ def load(
         mode_params=dict(mode_params or {}),
         given={mode: params},
         host_dtype=host_dtype,
+        chat_template=str(chat_template),
+        template_args=tuple(template_args),
     )
     return open_session(asked, progress, system)
 
@@ -122,7 +128,7 @@ class Session(Released, Tokens, Comparisons, Inspection):
         self._kv.state.round_pages(is_rounded(asked.host_dtype))
         self._switcher.attach(self._kv)
         self._metrics = MetricsCollector(self._kv, self._runner.recurrent, model.weight_bytes, model.context)
-        self._loop = AnswerLoop(self._runner, self._switcher, self._metrics, stored)
+        self._loop = AnswerLoop(self._runner, self._switcher, self._metrics, stored, asked.template_args)
         self._keeper = Keeper(self._runner, self._loop, asked.keeping)
         self._turns = (Turn("system", system),) if system else ()
 
@@ -262,6 +268,20 @@ class Session(Released, Tokens, Comparisons, Inspection):
         """
         with self._loop.lock:
             return keep_pages(self._kv.state, host_dtype)
+
+    def set_template_args(self, args: Sequence[str]) -> str:
+        """Give the chat template these variables from the next prompt on, ``KEY=VALUE``; what that means.
+
+        Raises:
+            UsageError: one is not written so.
+        """
+        with self._loop.lock:
+            self._loop.set_template_args(args)
+            known = self._loop.encoder.variables
+        unknown = [name for name in (text.partition("=")[0] for text in args) if name not in known]
+        given = ", ".join(args) or "none"
+        told = f" It does not look at {', '.join(unknown)}, only at {', '.join(known) or 'none'}." if unknown else ""
+        return f"The template's variables: {given}, from the next question on.{told}"
 
     # ---- what is stored
 

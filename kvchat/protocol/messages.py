@@ -63,6 +63,7 @@ class Load:
     that is not fatal its ``Loaded`` comes. ``force`` loads also what does not fit. ``mode_params`` are the settings of
     each mode, ``given`` values given at run time by the mode: the budget overrides that of every mode, others that of
     one. ``link_bytes_per_s`` and ``read_bytes_per_s`` are the measured rates of recall and of the device's memory.
+    ``chat_template`` is a file in place of the model's own, ``template_args`` are its variables as ``KEY=VALUE``.
     """
 
     model: str = BUNDLED
@@ -78,6 +79,8 @@ class Load:
     read_bytes_per_s: Annotated[float, Field(gt=0)] | None = None
     keeping: Keeping = Keeping()
     host_dtype: HostDtype = "model"
+    chat_template: str = ""
+    template_args: Several[str] = ()
 
 
 @dataclass(frozen=True)
@@ -143,6 +146,13 @@ class KeepPages:
 
 
 @dataclass(frozen=True)
+class SetTemplateArgs:
+    """Render conversations with these variables of the chat template, ``KEY=VALUE``; answered by ``Noted``."""
+
+    args: Several[str]
+
+
+@dataclass(frozen=True)
 class Rebuild:
     """Recompute exactly what was computed with less context; answered by ``Prefilled``* and ``Rebuilt``."""
 
@@ -180,7 +190,7 @@ class Loaded:
     """The model is ready. ``context`` is in tokens, ``kv_bytes_per_token`` counts all layers.
 
     ``weights`` names how they are quantized and ``fast`` the kinds of modules that are fused, empty for none.
-    ``temperature`` is the model's own.
+    ``temperature`` is the model's own. ``template_variables`` are names that its chat template looks at.
     """
 
     model: str
@@ -199,6 +209,7 @@ class Loaded:
     weights: str = ""
     fast: str = ""
     temperature: float = TEMPERATURE
+    template_variables: Several[str] = ()
 
 
 @dataclass(frozen=True)
@@ -344,7 +355,7 @@ class Failed:
 
 
 InAnswer = Stop | Switch | KeepPages | Peek | Watch  # done between two tokens
-Command = Load | Plan | Chat | Resume | Forget | Rebuild | Compare | HideNeedle | Pace | InAnswer
+Command = Load | Plan | Chat | Resume | Forget | SetTemplateArgs | Rebuild | Compare | HideNeedle | Pace | InAnswer
 AnswerEvent = Started | Prefilled | Preparing | Text | Recovered | Withdrawn | Finished
 Report = Switched | SwitchRefused | Rebuilt | Peeked | Planned | Snapshot | Details | Resumed | Noted | Failed
 Event = Loading | Loaded | AnswerEvent | Comparing | Compared | NeedleHidden | Asked | Replayed | Report

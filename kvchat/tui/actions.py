@@ -25,7 +25,8 @@ ACTIONS = (
            doc="earlier and later prompts, at the first and last line; first the questions that are queued"),
     Action(id="suggestion", keys="tab,escape",
            doc="while a command or @file is typed: take what is offered, close the list; up and down choose"),
-    Action(id="focus", keys="tab", doc="focus the transcript, the panels, the ribbon and the prompt in turn"),
+    Action(id="focus", keys="tab",
+           doc="go to the transcript, the figures, which are explained there, the ribbon and the prompt"),
     Action(id="message.previous", keys="up", action="choose(-1)", scope="transcript", hint="earlier message",
            doc="in the transcript: choose the message before"),
     Action(id="message.next", keys="down", action="choose(1)", scope="transcript", hint="later",
@@ -111,6 +112,12 @@ ACTIONS = (
            doc="show the branch before, or next, of the last message that has some; alone: the next"),
     Action(id="model", keys="ctrl+o", command="model", usage="NAME key=value…", run=models.choose,
            doc="load another model, which reads the conversation; alone: the models on this machine"),
+    Action(id="think", command="think", usage="on", run=models.think, waits="argument",
+           values=arguments.one_of("on", "off", "low", "medium", "high", "auto"),
+           doc="let the model think before it answers, or not, or so much; auto: as it likes; alone: what is set"),
+    Action(id="template", command="template", usage="KEY=VALUE…", values=arguments.one_of("own"), run=models.template,
+           waits="argument",
+           doc="set variables of the chat template; a FILE: another template, own: the model's; alone: what is set"),
     Action(id="unload", command="unload", run=models.unload,
            doc="free the memory that the model takes; the next question loads it again"),
     Action(id="plan", command="plan", usage="NAME context=N", run=models.plan,
@@ -149,7 +156,8 @@ ACTIONS = (
            doc="change the theme; alone: list them"),
     Action(id="thinking", keys="ctrl+t", command="thinking", action="thinking",
            doc="show or fold what a model thought before its answers"),
-    Action(id="panels", keys="f7", command="panels", action="panels", hint="panels", doc="show or hide the panels"),
+    Action(id="panels", keys="f7", command="panels", action="panels", hint="figures",
+           doc="show all figures, then none, then the four of the beginning"),
     Action(id="details", keys="shift+f7", command="details", action="details",
            doc="what each layer and KV head reads and holds, how long fetching took, the GPU's last minutes, the last "
                "events"),
@@ -236,6 +244,22 @@ ACTIONS = (
 )  # fmt: skip
 BY_ID = {action.id: action for action in ACTIONS}
 COMMANDS = {action.command: action for action in ACTIONS if action.command}
+OFTEN = (
+    *("mode", "budget", "new", "model", "conversations", "regenerate", "edit", "file", "export", "compare", "needle"),
+    *("system", "set", "undo", "copy", "settings", "help", "stop", "quit"),
+)
+"""The ids of the commands used most, the most used first."""
+FIRST_KEYS = {
+    "prompt.send": "send",
+    "prompt.newline": "new line",
+    "stop": "stop the answer",
+    "mode.next": "next KV mode, also during an answer",
+    "regenerate": "answer the last question again",
+    "new": "new conversation",
+    "conversations": "saved conversations",
+    "focus": "explain the figures: at their first, then ↑ and ↓",
+}
+"""The eight keys to begin with: the ids of their actions, each with a few words."""
 KEYED = [action for action in ACTIONS if action.is_bindable and not action.command]  # what has a key only
 ALIASES = {alias: action for action in ACTIONS for alias in action.aliases}
 _COMMAND = re.compile(r"/(\?|[^\W\d_][\w=,.;:!?-]*)?(?!\S)")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvchat.errors import UsageError
 from kvchat.tui.action import Action
-from kvchat.tui.actions import ACTIONS, ALIASES, COMMANDS, find_command, is_command
+from kvchat.tui.actions import ACTIONS, ALIASES, COMMANDS, OFTEN, find_command, is_command
 from kvchat.tui.prompt import mentions
 from kvchat.tui.prompt.arguments import Surroundings
 from kvchat.tui.prompt.suggestions import Offer, Suggestion
@@ -27,8 +27,13 @@ def _names(typed: str) -> Offer | None:
     found += [action for alias, action in ALIASES.items() if typed and alias.startswith(typed.lower())]
     if not found and len(typed) > 1:
         found = [action for name, action in COMMANDS.items() if typed.lower() in name]
-    rows = [_command(action) for action in ACTIONS if action in found]
-    return Offer(f"/{typed}", tuple(rows)) if rows else None
+    rows = [_command(action) for action in sorted(ACTIONS, key=_rarity) if action in found]
+    is_begun = len(rows) > 1 and typed.lower() not in (*COMMANDS, *ALIASES)  # sent, it would name no one command
+    return Offer(f"/{typed}", tuple(rows), takes_by_enter=is_begun) if rows else None
+
+
+def _rarity(action: Action) -> int:
+    return OFTEN.index(action.id) if action.id in OFTEN else len(OFTEN)
 
 
 def _command(action: Action) -> Suggestion:

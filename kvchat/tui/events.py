@@ -5,8 +5,10 @@ from __future__ import annotations
 import signal
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from time import monotonic
 from typing import Any
 
+from kvchat.config import modes
 from kvchat.errors import DoesNotFitError, EngineError, KvchatError, OutOfMemoryError, TooMuchPinnedError, UsageError
 from kvchat.protocol.comparing import Compared, Comparing
 from kvchat.protocol.details import Details
@@ -42,7 +44,9 @@ from kvchat.tui.replay import Replay
 from kvchat.tui.state import ENDINGS, ChatState, Phase, without_conversation
 from kvchat.tui.view import ChatView
 from kvchat.tui.ways_out import WayOut, ways_out
-from kvchat.units import count, figure, seconds
+from kvchat.units import count, figure, percent, seconds
+
+CONTEXT_LEVELS = (0.95, 0.8)  # shares of the context, the highest first
 
 
 class EngineEvents:
@@ -72,6 +76,8 @@ class EngineEvents:
         self.view = view
         self._restart = restart
         self._may_restart = True
+        self._reading_since = monotonic()
+        self._warned = 0.0  # the level of the context that was last warned of
         self._handlers = self._by_event()
 
     async def handle(self, report: Report) -> None:
@@ -114,6 +120,8 @@ class EngineEvents:
         self.state.snapshot = snapshot if self.state.is_stored else without_conversation(snapshot)
         self.state.gpu_history.note(snapshot.gpu, self.state.details)
         self.state.update_params(snapshot)
+        if self.state.snapshot is not None and self.state.phase is not Phase.PREFILL:
+            self._warn_of_context(self.state.snapshot.total)
         self.view.show_state(self.state)
         self.view.show_snapshot(self.state.snapshot, self.state.phase is Phase.ANSWERING)
 
@@ -131,7 +139,7 @@ class EngineEvents:
         self.state.enter_mode(loaded.mode, loaded.params)
         self.details.renew()
         if self.models.take():
-            self.view.log_event(f"{loaded.model} on {loaded.device}, context {count(loaded.context)}")
+            self.view.log_event(f"{self.state.model_name} on {loaded.device}, context {count(loaded.context)}")
             for note in loaded.notes:
                 self.view.add_note(note)
         self.mode_of_conversation.restore(is_ready=True)
@@ -155,10 +163,31 @@ class EngineEvents:
         text = f"reading {count(new)} tokens, {count(reused)} kept"
         self.answers.wait(f"{text} …")
         self.view.log_event(text)
+        self._reading_since = monotonic()
+        self._warn_of_context(started.prompt_tokens)
 
     def _prefilled(self, prefilled: Prefilled) -> None:
         self.comparisons.note(prefilled)
-        self.answers.wait(f"reading {count(prefilled.done)} of {count(prefilled.total)} tokens …")
+        text = f"reading {count(prefilled.done)} of {count(prefilled.total)} tokens"
+        if prefilled.done and (taken := monotonic() - self._reading_since) > 0 and self.replay.is_real_time:
+            rate = prefilled.done / taken
+            left = (prefilled.total - prefilled.done) / rate
+            text += f" · {figure(rate, 'tok/s')} · {seconds(left)} left"
+        self.answers.wait(f"{text} …")
+
+    def _warn_of_context(self, tokens: int) -> None:
+        """Warn once where so many tokens fill the context up to a level; streaming goes on beyond it."""
+        context = self.state.info.context if self.state.info else 0
+        level = next((level for level in CONTEXT_LEVELS if context and tokens >= level * context), 0.0)
+        before, self._warned = self._warned, level
+        if level > before and self.state.mode != modes.HOLDS_LEAST:
+            self.view.toast(
+                f"{count(tokens)} of {count(context)} tokens: {percent(tokens / context)} of the model's context."
+                f" Before it is full: /new, or /mode {modes.HOLDS_LEAST}, which goes on beyond it.",
+                title="The context ends soon",
+                severity="warning",
+                timeout=12,
+            )
 
     def _preparing(self, preparing: Preparing) -> None:
         self.answers.wait(f"preparing the {preparing.mode} mode …")

@@ -16,6 +16,10 @@ FETCH_TIMES, GPU_HISTORY, READ_OF_STORED = "fetch times", "GPU history", "read o
 EVENTS = "events"
 
 FIGURES = {
+    "at a glance": {
+        "memory used": "by the model and the conversation: on a GPU what is in use there, else of the engine in RAM",
+        "context used": "stored tokens, as a share of what the model can attend to",
+    },
     "this answer": {
         "reads": "stored tokens that the last token attended to, in the mean over layers and KV heads",
         "attention covered": "of the attention that the model would give to all that is stored, the share that fell on"
@@ -82,6 +86,19 @@ WITHOUT_GPU = {"D": "ready to read", "R": "copied just now", "H": "stored only"}
 def state_words(on_gpu: bool) -> dict[str, str]:
     """The ribbon's letters in words."""
     return RIBBON if on_gpu else RIBBON | WITHOUT_GPU
+
+
+def plain_rows(s: Snapshot) -> Rows:
+    """The four figures that are shown from the beginning."""
+    read = f"{count(s.active)} of {count(s.total)} · {percent(s.active / s.total)}" if s.total else "nothing yet"
+    unmeasured = "all" if s.active >= s.total > 0 else "nothing yet"
+    used = s.gpu.used if s.gpu else s.process_bytes
+    return [
+        ("reads", read),
+        ("attention covered", unmeasured if s.coverage is None else percent(s.coverage)),
+        ("memory used", size(used)),
+        ("context used", f"{percent(s.total / s.context)} of {count(s.context)}" if s.context else MISSING),
+    ]
 
 
 def mode_rows(s: Snapshot) -> Rows:

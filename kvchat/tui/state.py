@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any
 
+from kvchat.catalog.models import short_name
 from kvchat.config.modes import asked_for, registered
 from kvchat.conversations import attachments
 from kvchat.conversations.conversation import CUT_OFF, Conversation, Message
@@ -105,6 +106,11 @@ class ChatState:
     def parameters(self) -> Mapping[str, Any]:
         """The fields of the present mode's parameters by name; none of a mode that only the engine knows."""
         return registered()[self.mode].model_fields if self.mode in registered() else {}
+
+    @property
+    def model_name(self) -> str:
+        """The name of the model in use and what its weights are, "" before one is loaded: ``Qwen3-4B, int4``."""
+        return f"{short_name(self.info.model)}, {self.info.weights or self.info.dtype}" if self.info else ""
 
     def note_mode(self) -> None:
         """Note in the conversation which mode it is in, and what was asked for in it."""

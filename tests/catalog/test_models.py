@@ -17,7 +17,7 @@ from support.gguf_files import gguf_header, number
 from kvchat import paths
 from kvchat.catalog import models
 from kvchat.catalog.headers import Weights
-from kvchat.catalog.models import find
+from kvchat.catalog.models import find, short_name
 from kvchat.engine.model import checkpoint
 from kvchat.errors import ModelError
 from kvchat.paths import bundled_model_dir
@@ -221,3 +221,20 @@ def test_other_programs_models(cache: Path, tmp_path: Path) -> None:
     assert checkpoint.locate("ollama:me/mine", print).folder == ollama / "blobs"
     with pytest.raises(ModelError, match=r"no model smol:1.*Did you mean"):
         checkpoint.locate("ollama:smol:1", print)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("bundled", "bundled"),
+        ("Qwen/Qwen3-4B", "Qwen3-4B"),
+        ("/home/me/models/SmolLM2-135M-Instruct.Q4_1.gguf", "SmolLM2-135M-Instruct"),
+        ("./gemma-3-270m-q4_k_m.gguf", "gemma-3-270m"),
+        ("Big-IQ3_XXS-00001-of-00003.GGUF", "Big"),
+        ("model-f16.gguf", "model"),
+        ("/m/Qwen3-4B/", "Qwen3-4B"),
+        ("/c/hub/models--Qwen--Qwen3-4B/snapshots/1cfa9a7208912126459214e8b04321603b3df60c", "Qwen3-4B"),
+    ],
+)
+def test_a_model_has_a_short_name(model, name):
+    assert short_name(model) == name

@@ -133,6 +133,9 @@ class FakeSession:
         self.switches.append({"after": len(self.token_ids), "mode": self.mode})
         return Switched(before, self.mode, self.params, 7, 0, 0.0)
 
+    def set_template_args(self, args: Sequence[str]) -> str:
+        return f"variables {', '.join(args)}"
+
     def keep_pages(self, host_dtype: HostDtype) -> str:
         self.host_dtype = host_dtype
         return f"Pages are kept in {host_dtype} from now on."

@@ -24,6 +24,15 @@ def test_a_slash_lists_all_commands_with_their_use():
     offer = command_offers.offer("/", NOW)
     assert {one.label for one in offer.suggestions} == {action.line for action in COMMANDS.values()}
     assert all(one.doc for one in offer.suggestions)
+    assert [one.text.strip() for one in offer.suggestions][:4] == ["/mode", "/budget", "/new", "/model"]
+    assert offer.takes_by_enter
+
+
+@pytest.mark.parametrize(
+    ("typed", "takes"), [("/", True), ("/mo", True), ("/mode", False), ("/exi", False), ("/bud", False)]
+)
+def test_enter_takes_what_is_selected_where_no_one_command_is_named(typed, takes):
+    assert command_offers.offer(typed, NOW).takes_by_enter == takes
 
 
 @pytest.mark.parametrize(

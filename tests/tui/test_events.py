@@ -12,13 +12,16 @@ from kvchat.protocol.messages import (
     Failed,
     Loading,
     Peeked,
+    Prefilled,
     Preparing,
     Rebuilt,
     Recovered,
+    Started,
     Switched,
     SwitchRefused,
     Text,
 )
+from kvchat.tui import events
 from kvchat.tui.client import Crashed
 from kvchat.tui.events import describe_exit
 from kvchat.tui.state import Phase
@@ -136,3 +139,29 @@ async def test_a_crash_restarts_once_until_an_answer_is_finished(chat):
 )
 def test_exit_codes_in_words(code, words):
     assert describe_exit(code) == words
+
+
+async def test_while_a_prompt_is_read_its_rate_and_the_time_left_are_told(chat, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(events, "monotonic", lambda: now[0])
+    await chat.load()
+    await chat.ask("one")
+    await chat.controller.handle(Started(4096, 96))
+    now[0] += 2.0
+    await chat.controller.handle(Prefilled(1000, 4000))
+    assert "1,000 of 4,000" in chat.view.answers[0].waiting
+    assert "500 tok/s" in chat.view.answers[0].waiting
+    assert "6.0 s" in chat.view.answers[0].waiting
+
+
+async def test_the_context_warns_once_at_each_level_before_it_ends(chat):
+    await chat.load(context=1000)
+    await chat.ask("one")
+    seen = []
+    for total in (500, 799, 800, 850, 949, 950, 999, 300, 800):
+        await chat.controller.handle(Text("a", 1))
+        before = len(chat.view.toasts)
+        await chat.controller.handle(Snapshot("full", {}, 1.0, total, 1000, 0, 0))
+        seen += [total] * (len(chat.view.toasts) - before)
+    assert seen == [800, 950, 800]
+    assert "800 of 1,000 tokens" in chat.view.toasts[-1]

@@ -22,6 +22,7 @@ from kvchat.tui.panel_rows import (
     gpu_rows,
     memory_rows,
     mode_rows,
+    plain_rows,
     recall_rows,
 )
 
@@ -113,7 +114,7 @@ def test_every_label_is_explained():
         recall_ms_p95=2.0, recall_bytes_per_s=1e9, gpu=Gpu("H200"), kv_parked_bytes=1, coverage=0.9,
         prices=(Price("freeze"), Price("full", 1, 1)),
     )  # fmt: skip
-    shown = [context_rows(full), context_rows(snapshot(total=1)), mode_rows(full), recall_rows(full)]
+    shown = [plain_rows(full), context_rows(full), context_rows(snapshot(total=1)), mode_rows(full), recall_rows(full)]
     labels = {label for rows in (*shown, memory_rows(full), memory_rows(snapshot())) for label, _ in rows}
     assert labels | DETAILS | OF_EVERY_MODE == set(EXPLANATIONS)
     assert sum(map(len, FIGURES.values())) == len(EXPLANATIONS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.app_driver import drawn, press, toasts
+from support.app_driver import drawn, finished, press, toasts, typed
 from textual.color import Color
 
 from kvchat.errors import UsageError
@@ -59,6 +59,32 @@ def test_every_part_of_the_ribbon_stands_out_from_the_background(theme):
     background = Color.parse(theme.background)
     colors = {name: Color.parse(theme.variables[name]) for name in RIBBON_DEFAULTS}
     assert not {name: color.hex for name, color in colors.items() if contrast(color, background) < 3}
+
+
+async def test_every_word_can_be_read_with_every_theme_while_there_is_data(running, monkeypatch):
+    monkeypatch.setenv("FAKE_REPEAT", "60")
+    async with running(size=(200, 60)) as (app, pilot, until):
+        app.chat.add_class("figures-all")
+        typed(app, "/mode speculative")
+        await until(lambda: app.controller.state.mode == "speculative")
+        typed(app, "hello")
+        await until(lambda: finished(app) and "stored" in drawn(app))
+        for theme in COLORED:
+            app.use_theme(theme.name)
+            await until(lambda theme=theme: app.chat.styles.background == Color.parse(theme.background))
+            await pilot.pause()
+            faint = {
+                segment.text.strip(): round(ratio, 2)
+                for strip in app.screen._compositor.render_strips()
+                for segment in strip
+                if any(map(str.isalpha, segment.text)) and (ratio := contrast_of(segment.style)) < 2.7
+            }
+            assert not faint, theme.name
+
+
+def contrast_of(style):
+    color, background = (Color.from_rich_color(one) for one in (style.color, style.bgcolor))
+    return contrast(color, background)
 
 
 def test_the_ansi_theme_leaves_all_colors_to_the_terminal():

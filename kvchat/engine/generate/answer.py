@@ -36,6 +36,7 @@ from kvchat.protocol.messages import (
     Turn,
     Withdrawn,
 )
+from kvchat.protocol.template_args import parse_args
 
 Between = Callable[[int], None]
 
@@ -48,10 +49,17 @@ class AnswerLoop(Released):
 
     _held = ("_runner", "_model", "_kv", "_switcher", "_metrics")
 
-    def __init__(self, runner: ModelRunner, switcher: ModeSwitcher, metrics: MetricsCollector, stored: Stored) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        switcher: ModeSwitcher,
+        metrics: MetricsCollector,
+        stored: Stored,
+        template_args: Sequence[str] = (),
+    ) -> None:
         self.token_ids: list[int] = []
         self.stored = stored
-        self.encoder = PromptEncoder(runner.model.tokenizer)
+        self.encoder = PromptEncoder(runner.model.tokenizer, parse_args(template_args))
         self._runner = runner
         self._model = runner.model
         self._kv = runner.kv
@@ -59,6 +67,17 @@ class AnswerLoop(Released):
         self._metrics = metrics
         self._canceled = threading.Event()
         self.lock = SessionLock()
+
+    def set_template_args(self, args: Sequence[str]) -> None:
+        """Render conversations with these variables of the chat template from now on.
+
+        What is stored stays: of the next prompt as much is reused as it has in common.
+
+        Raises:
+            UsageError: one is not written as KEY=VALUE, or another answer is in progress.
+        """
+        self.lock.check_idle()
+        self.encoder = PromptEncoder(self._model.tokenizer, parse_args(args))
 
     def close(self) -> None:
         """Let go of the model; an answer in progress does not go on."""

@@ -8,11 +8,12 @@ ids are kept and only the rest is tokenized. Past the last such place the longes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvchat.engine.generate import escaping, forged
 from kvchat.engine.generate.escaping import ESCAPE, Escaper
@@ -57,11 +58,12 @@ class PromptEncoder:
     are those marked special, ``<|...|>`` that finetunes forget to mark, and what the template writes around turns.
     Other added tokens stay as they are: runs of spaces, HTML tags, ``<think>``, which templates look for in answers.
     Where a template changes a message so that it becomes a control token (``</TURN>`` lower-cased) it is refused.
+    ``variables`` are those of the template that a person set.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any] = MappingProxyType({})) -> None:
         self._tokenizer = tokenizer
-        self._template = ChatTemplate(tokenizer)
+        self._template = ChatTemplate(tokenizer, variables)
         self._anchor = _find_anchor(tokenizer)
         control = escaping.control_ids(tokenizer)
         self._escaper = Escaper(tokenizer, control)  # enough for what the template is tried with
@@ -74,6 +76,11 @@ class PromptEncoder:
         # A character that the tokenizer does not know is no control token.
         self._control = control - escaping.unknown(tokenizer) | turn_markers
         self._escaper = Escaper(tokenizer, self._control)
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """The names of the variables that the chat template looks at."""
+        return self._template.variables if self._tokenizer.chat_template else ()
 
     @property
     def stop(self) -> tuple[str, ...]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from types import CodeType
+from types import CodeType, MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import Template
+from jinja2 import Template, TemplateError, meta
 
 from kvchat.engine.generate.limits import LimitExceededError, limited
 from kvchat.engine.generate.sandbox import BoundedEnvironment
+from kvchat.protocol.template_args import GIVEN
 from kvchat.text_file import unmarked
 
 if TYPE_CHECKING:
@@ -22,10 +23,11 @@ KEPT_CODE = 4
 
 
 class ChatTemplate:
-    """The template of ``tokenizer``; it gives what ``apply_chat_template`` of the tokenizer gives."""
+    """The template of ``tokenizer``: it gives what the tokenizer's ``apply_chat_template`` gives with ``variables``."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any] = MappingProxyType({})) -> None:
         self._tokenizer = tokenizer
+        self._variables = variables
         self._environment = BoundedEnvironment()
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
@@ -36,6 +38,19 @@ class ChatTemplate:
             Exception: whatever the template raises.
         """
         return limited(lambda: self._rendered(list(messages)), SECONDS, BYTES)
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """The names of the variables that the template looks at, but for those that every template is given."""
+        source = self._tokenizer.chat_template
+        if not isinstance(source, str) or len(source) > SOURCE:
+            return ()
+        try:
+            parsed = self._environment.parse(unmarked(source))
+        except (TemplateError, RecursionError):  # told where it is rendered
+            return ()
+        known = meta.find_undeclared_variables(parsed) - GIVEN - self._tokenizer.special_tokens_map.keys()
+        return tuple(sorted(known - self._environment.globals.keys()))
 
     def _rendered(self, messages: list[Mapping[str, Any]]) -> str:
         source = self._tokenizer.get_chat_template()
@@ -53,6 +68,7 @@ class ChatTemplate:
                 documents=None,
                 add_generation_prompt=True,
                 **self._tokenizer.special_tokens_map,
+                **self._variables,
             )
         finally:
             self._environment.forget()

@@ -10,10 +10,13 @@ import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import Environment, TemplateSyntaxError
 
+from kvchat import text_file
 from kvchat.engine.free_cores import FreeCores
 from kvchat.engine.memory_errors import is_out_of_memory
 from kvchat.engine.model import (
@@ -40,7 +43,7 @@ from kvchat.engine.model.self_test import reads_chunks, selftest
 from kvchat.engine.model.weight_sizes import stored_sizes, unpackable_share, weight_bytes
 from kvchat.engine.model.weights_memory import freed_at_once, give_back, lay_out
 from kvchat.engine.tokenizer_errors import explained_panics, guarded
-from kvchat.errors import KvchatError, ModelError
+from kvchat.errors import KvchatError, ModelError, UsageError
 from kvchat.kv.ops.first_compile import compile_loops
 from kvchat.protocol.messages import TEMPERATURE, Load, Sampling
 from kvchat.units import size
@@ -100,6 +103,7 @@ def load_model(asked: Load, progress: Progress) -> LoadedModel:
     """
     cores = FreeCores(torch.device("cpu"), pause=math.inf)  # for a GPU too weights are taken in here
     cores.look()
+    template = _own_template(asked.chat_template)
     with quiet():
         described = describe(asked.model, asked.device, asked.dtype, progress)
         chosen = repacking.choose(asked.quantize, described)
@@ -111,6 +115,7 @@ def load_model(asked: Load, progress: Progress) -> LoadedModel:
                 free_memory.check(described, chosen.quantize)
             progress("Loading the tokenizer")
             tokenizer, reading_notes = _tokenizer(described, checkpoint)
+            tokenizer.chat_template = template or tokenizer.chat_template
             stage = _loading_weights(chosen.quantize, described, checkpoint)
             progress(stage)
             packing = freed_at_once() if quantized.method else contextlib.nullcontext()
@@ -228,6 +233,23 @@ def _tokenizer(described: ModelDescription, checkpoint: Checkpoint) -> tuple[Any
     if not tokenizer.chat_template and processors.is_file():
         tokenizer.chat_template = read_json(processors).get("chat_template")
     return guarded(tokenizer), ()
+
+
+def _own_template(file: str) -> str:
+    """The chat template in ``file``; "" where none is named.
+
+    Raises:
+        UsageError: it cannot be read, is no text or no template.
+    """
+    source = text_file.read(Path(file).expanduser()) if file else ""
+    try:
+        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
+    except TemplateSyntaxError as error:
+        detail = f"Line {error.lineno}: {error.message}."
+        raise UsageError(f"{file} is no chat template.", detail, "Give one in Jinja.") from None
+    except RecursionError:
+        raise UsageError(f"{file} is no chat template.", "It is nested too deeply.") from None
+    return source
 
 
 def _loaded(name: str, revision: str, model: Any, tokenizer: Any, seen: Probe, pinned: bool) -> LoadedModel:

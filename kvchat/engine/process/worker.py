@@ -157,6 +157,8 @@ class Server:
                 case messages.KeepPages(host_dtype):
                     self._outbox.send(messages.Noted(self._loaded().keep_pages(host_dtype)))
                     self._snapshot()
+                case messages.SetTemplateArgs(args):
+                    self._outbox.send(messages.Noted(self._loaded().set_template_args(args)))
                 case Plan():
                     self._plan(command)
                 case Peek(start, end):

@@ -265,8 +265,8 @@ class Answers:
 
     @property
     def _model(self) -> str:
-        """The name of the model that answers, "" before one is loaded."""
-        return self.state.info.model if self.state.info else ""
+        """What answers, "" before a model is loaded."""
+        return self.state.model_name
 
     def _begin_asking(self) -> None:
         self.expect()

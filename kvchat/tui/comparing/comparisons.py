@@ -100,7 +100,7 @@ class Comparisons:
 
     @property
     def _model(self) -> str:
-        return self.state.info.model if self.state.info else ""
+        return self.state.model_name
 
     def _start(self, running: RunningComparison) -> None:
         self.running = running

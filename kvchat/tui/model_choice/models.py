@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,8 @@ from kvchat.catalog import models as catalog
 from kvchat.config.schema import checked_model
 from kvchat.errors import KvchatError, UsageError
 from kvchat.protocol.figures import Planned
-from kvchat.protocol.messages import HostDtype, KeepPages, Load, Plan, Stop
+from kvchat.protocol.messages import HostDtype, KeepPages, Load, Plan, SetTemplateArgs, Stop
+from kvchat.protocol.template_args import parse_args
 from kvchat.tui.client import EngineClient
 from kvchat.tui.config import AppConfig
 from kvchat.tui.model_choice.downloads import Download
@@ -123,6 +124,26 @@ class Models:
         if self._state.info is not None and self._state.phase is not Phase.DOWN:
             self._client.send(KeepPages(host_dtype))
 
+    async def use_template(self, file: str) -> None:
+        """Load the model in use again with the chat template in ``file``, "" for its own.
+
+        Raises:
+            UsageError: an answer is under way, or a model is being loaded.
+        """
+        self._require_idle()
+        await self._begin(replace(self.in_use, chat_template=file))
+
+    def set_template_args(self, args: Sequence[str]) -> None:
+        """Give the chat template these variables, from the next answer on.
+
+        Raises:
+            UsageError: one is not written as KEY=VALUE.
+        """
+        parse_args(args)
+        self.in_use, self._base = (replace(load, template_args=tuple(args)) for load in (self.in_use, self._base))
+        if self._state.info is not None and self._state.phase is not Phase.DOWN:
+            self._client.send(SetTemplateArgs(tuple(args)))
+
     async def _begin(self, load: Load) -> None:
         if self._state.phase is Phase.DOWN:
             self.in_use = load
@@ -137,7 +158,9 @@ class Models:
         self._client.send(replace(load, mode=self._state.mode, given=self._state.given))
 
     def _load(self, name: str, options: dict[str, Any]) -> Load:
-        return replace(self._base, **checked_model(name, options))
+        is_other = name != self._base.model  # whose template is another
+        base = replace(self._base, chat_template="", template_args=()) if is_other else self._base
+        return replace(base, **checked_model(name, options))
 
     def _require_idle(self) -> None:
         if self._state.phase.busy:

@@ -41,6 +41,12 @@ class Question(NamedTuple):
         return "\n\n".join(filter(None, (*self.files, self.written)))
 
 
+def mentioned(text: str) -> list[str]:
+    """The names of the files that a text seems to mention."""
+    found = (match.groups() for match in MENTION.finditer(text))
+    return [*dict.fromkeys(quoted or _split_punctuation(bare)[0] for escaped, quoted, bare in found if not escaped)]
+
+
 def attach(parts: Iterable[Part], limit: int) -> Question:
     """Read the files that the typed parts mention, together at most ``limit`` bytes.
 

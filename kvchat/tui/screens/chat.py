@@ -82,7 +82,8 @@ class ChatScreen(ShownChat):
         with Horizontal(id="body"):
             yield ConversationColumn()
             yield TranscriptPane()
-            yield KvColumn(self.controller.models.in_use.link_bytes_per_s)
+            hint = f"{self._key('panels')} shows all figures, {self._key('focus')} says what they mean."
+            yield KvColumn(self.controller.models.in_use.link_bytes_per_s, hint)
             yield DetailColumn()
         yield Ribbon()
         yield StatusBar()
@@ -278,10 +279,11 @@ class ChatScreen(ShownChat):
             self.toast(f"Press {self._key('interrupt')} again to quit.", timeout=QUIT_WINDOW_S)
 
     def action_panels(self) -> None:
-        """Show or hide the panel columns."""
-        shown = bool(self.query_one(KvColumn).display)
-        self.set_class(not shown, "panels-on")
-        self.set_class(shown, "panels-off")
+        """Show all figures; from there no panels; from there the four of the beginning."""
+        shown, is_all = bool(self.query_one(KvColumn).display), self.has_class("figures-all")
+        self.set_class(shown and not is_all, "figures-all")
+        self.set_class(not shown or not is_all, "panels-on")
+        self.set_class(shown and is_all, "panels-off")
 
     def action_thinking(self) -> None:
         """Show or fold thoughts."""

@@ -18,7 +18,7 @@ from textual.widgets import Static
 from kvchat.config.modes import ModeParameters
 from kvchat.conversations import comparison
 from kvchat.foreign_text import visible
-from kvchat.tui.actions import ACTIONS, COMMANDS, bindings
+from kvchat.tui.actions import ACTIONS, BY_ID, COMMANDS, FIRST_KEYS, bindings
 from kvchat.tui.model_choice.plan_table import PLANNED
 from kvchat.tui.panel_rows import FIGURES
 from kvchat.tui.rebinding import describe_keys, keys_of
@@ -60,7 +60,9 @@ class HelpScreen(ClosesOnce, ModalScreen[None]):
 
     def _sections(self) -> Iterator[Static]:
         color = Color.parse(self.app.theme_variables["accent"])
+        first = [(describe_keys(BY_ID[id], self._keys).split(" / ")[0], words) for id, words in FIRST_KEYS.items()]
         sections = (
+            ("To begin with", first),
             ("Keys", key_rows(self._keys)),
             ("Commands", [(action.line, action.doc) for action in COMMANDS.values()]),
             ("KV modes", mode_rows(self._modes)),

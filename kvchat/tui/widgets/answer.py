@@ -40,7 +40,7 @@ class Answer(Vertical):
     Answer.stopped { border-left: outer $warning; }
     Answer > .tail { color: $text; }
     Answer > .tail.waiting { color: $text-muted; }
-    Answer > .receipt { color: $text-disabled; }
+    Answer > .receipt { color: $text-muted; }
     Answer > .switches { color: $secondary; }
     Answer > .thought { color: $text-muted; }
     Answer > .thoughts { display: none; color: $text-muted; padding: 0 0 1 2; }

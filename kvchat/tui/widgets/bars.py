@@ -10,6 +10,7 @@ from textual.reactive import reactive
 from textual.widget import Widget
 from textual.widgets import Static
 
+from kvchat.catalog.models import short_name
 from kvchat.protocol.figures import Params, Snapshot
 from kvchat.protocol.messages import Loaded
 from kvchat.tui.action import NO_KEY, Action
@@ -20,6 +21,7 @@ from kvchat.tui.widgets import badges
 from kvchat.units import bars, figure, percent, size
 
 SPARK_POINTS = 8
+FULL = (0.8, 0.95)  # shares of the context from which on its use is shown as a warning, and as an error
 
 
 # Dot, style and word of each phase: the dot's shape alone tells it without color.
@@ -52,7 +54,7 @@ def spread(left: Content, right: Content, width: int) -> Content:
 
 
 class ModeBar(Widget):
-    """Model, dtype, mode, budget and the engine's state; and whether that is a recording."""
+    """Model, what its weights are, mode, budget and the engine's state; and whether that is a recording."""
 
     DEFAULT_CSS = "ModeBar { height: 1; background: $panel; color: $text-muted; }"
 
@@ -74,7 +76,8 @@ class ModeBar(Widget):
     def _model(self, wide: bool) -> str:
         if self.info is None:
             return ""
-        return f"{self.info.model} · {self.info.dtype} · {self.info.device}" if wide else self.info.model
+        name, weights = short_name(self.info.model), self.info.weights or self.info.dtype
+        return f"{name}, {weights} · {self.info.device}" if wide else name
 
     def _mode(self, wide: bool) -> Content:
         budget = self.params.get("budget")
@@ -131,7 +134,9 @@ class StatusBar(Widget):
         words = [reads, f"TTFT {figure(s.ttft_s, 's', 2)}" if s.ttft_s is not None else "", *self._recall(s)]
         if s.gpu:
             words.append(f"VRAM {size(s.gpu.used)}/{size(s.gpu.total)}")
-        right = Content.assemble((f" ctx {percent(s.total / s.context if s.context else None)} ", "$foreground"))
+        used = s.total / s.context if s.context else None
+        style = ("$foreground", "bold $warning", "bold $error")[sum((used or 0) >= level for level in FULL)]
+        right = Content.assemble((f" ctx {percent(used)} ", style))
         right = badges.short(s.badges, self.size.width - speed.cell_length - right.cell_length) + right
         line = speed
         for word in filter(None, words):

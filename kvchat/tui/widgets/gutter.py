@@ -59,6 +59,10 @@ class Gutter(Widget):
         # Messages of a transcript that is not full yet move without either of them.
         self.screen.screen_layout_refresh_signal.subscribe(self, lambda _: self._draw())
 
+    def on_resize(self) -> None:
+        """As high as it is now: while a prompt is read no snapshot comes that would draw it again."""
+        self._draw()
+
     def show(self, mark_of: MarkOf | None) -> None:
         """Show what is read of each message, by its id; asked for those in sight, None for none."""
         self._mark_of = mark_of

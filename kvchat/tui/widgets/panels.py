@@ -27,6 +27,7 @@ from kvchat.tui.panel_rows import (
     has_gpu,
     memory_rows,
     mode_rows,
+    plain_rows,
     recall_rows,
     state_words,
 )
@@ -99,7 +100,7 @@ class KvColumn(VerticalScroll):
 
     The timeline takes the lines that are left. The mode's own numbers stand in ``DetailColumn`` where that is shown.
     With the focus a cursor walks the rows of both columns, and the lines at the end say what the chosen one means.
-    ``link_bytes_per_s`` is the link's measured rate.
+    ``link_bytes_per_s`` is the link's measured rate, ``hint`` says below four plain figures how to see the others.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = bindings("panels")
@@ -107,24 +108,28 @@ class KvColumn(VerticalScroll):
     DEFAULT_CSS = """
     KvColumn { width: 36; padding: 0 0 0 1; scrollbar-size-vertical: 1; }
     KvColumn > #own-rows { border-top: none; }
+    KvColumn > #figures-hint { color: $text-muted; padding: 0 1; margin: 1 0 0 0; }
     KvColumn > Timeline { height: 1fr; min-height: 2; max-height: 6; margin: 0 1; }
     KvColumn > #meaning { display: none; dock: bottom; height: auto; padding: 0 1; background: $panel; }
     KvColumn:focus > #meaning { display: block; }
     """
 
-    def __init__(self, link_bytes_per_s: float | None = None) -> None:
+    def __init__(self, link_bytes_per_s: float | None = None, hint: str = "") -> None:
         super().__init__()
         self._link = link_bytes_per_s
+        self._hint = hint
         self._chosen: Rowed | None = None
 
     def compose(self) -> ComposeResult:
         yield Badges()
+        yield Rowed("at a glance", id="plain-rows")
         yield Rowed("this answer", id="context-rows")
         yield Rowed("mode", id="mode-rows")
         yield Rowed("", id="own-rows")
         yield Timeline()
         yield Rowed("fetching", id="recall-rows")
         yield Rowed("memory", id="memory-rows")
+        yield Static(self._hint, id="figures-hint", markup=False)
         yield Static(id="meaning", markup=False)
 
     def on_mount(self) -> None:
@@ -132,16 +137,18 @@ class KvColumn(VerticalScroll):
 
     def clear(self) -> None:
         """Show all labels without numbers, so that nothing jumps when the numbers come."""
-        self.query_one(Timeline).clear()
         self.show(Snapshot("mode", {}, 0, 0, 0, 0, 0))
         for block in self.query(Rowed):
             block.rows = [(label, MISSING) for label, _ in block.rows]
+        plain = self.query_one("#plain-rows", Rowed)
+        plain.rows = [(label, "…") for label, _ in plain.rows]
 
     def show(self, s: Snapshot) -> None:
         """Draw one snapshot."""
         mode = self.query_one("#mode-rows", Rowed)
         mode.border_title, mode.rows = Content(f" {s.mode} "), mode_rows(s)  # a str would be markup
         self.query_one(Badges).badges = s.badges
+        self.query_one("#plain-rows", Rowed).rows = plain_rows(s)
         self.query_one("#context-rows", Rowed).rows = context_rows(s)
         # "calm" is no news, and in freeze on a GPU the column has no line to spare for it.
         self.query_one("#own-rows", Rowed).rows = [row for row in extra_rows(s.extras) if row != ("recovery", CALM)]
@@ -149,6 +156,8 @@ class KvColumn(VerticalScroll):
         self.query_one("#memory-rows", Rowed).rows = memory_rows(s)
         if s.total:
             self.query_one(Timeline).add(s.active, s.total)
+        else:
+            self.query_one(Timeline).clear()
         for block in self.query(Rowed):
             block.mode = s.mode
         self._explain()

@@ -108,6 +108,11 @@ class Prompt(TextArea):
         """Insert a line break at the cursor."""
         self._replace_via_keyboard("\n", *self.selection)
 
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The typed and the pasted parts, in turn."""
+        return _parts(self.text, self._pastes)
+
     def expanded(self) -> str:
         """The text with every folded paste in full."""
         return _expanded(self.text, self._pastes)

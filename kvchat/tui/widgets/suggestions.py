@@ -18,6 +18,7 @@ class SuggestionList(Options):
     can_focus = False
     DEFAULT_CSS = """
     SuggestionList { display: none; height: auto; max-height: 10; margin: 0 1; padding: 0; border: none;
+                     text-wrap: nowrap; text-overflow: ellipsis;
                      background: $surface; color: $text-muted; scrollbar-size-vertical: 1; }
     SuggestionList > .option-list--option-highlighted { background: $boost; color: $foreground; text-style: bold; }
     SuggestionList > .option-list--option-disabled { color: $text-disabled; text-style: italic; }
@@ -62,7 +63,8 @@ class SuggestionList(Options):
             self.add_option(Option(Content(visible(offer.usage)), disabled=True))
         width = min(max((len(visible(one.label)) for one in offer.suggestions), default=0), MAX_LABEL)
         self.add_options([Option(_line(one, width)) for one in offer.suggestions])
-        self.highlighted = int(bool(offer.usage)) if offer.takes_by_enter and offer.suggestions else None
+        is_selected = offer.takes_by_enter or not offer.usage  # alone, an argument that is left out means something
+        self.highlighted = int(bool(offer.usage)) if is_selected and offer.suggestions else None
 
     def move(self, step: int) -> None:
         """Highlight the suggestion ``step`` further on."""

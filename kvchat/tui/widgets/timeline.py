@@ -82,7 +82,7 @@ class Timeline(Widget):
     Timeline > .timeline--read { color: $ribbon-device; }
     Timeline > .timeline--stored { color: $ribbon-host; }
     Timeline > .timeline--mark { color: $ribbon-tick; }
-    Timeline > .timeline--label { color: $text-muted; }
+    Timeline > .timeline--label { color: $foreground 70%; }
     """
 
     def __init__(self, id: str | None = None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from textual.content import Content
 from textual.style import Style
@@ -10,6 +10,7 @@ from textual.widgets import Static
 
 from kvchat.foreign_text import visible
 from kvchat.paths import BUNDLED
+from kvchat.tui.actions import FIRST_KEYS
 
 ABOUT_BUNDLED = (
     "The bundled model is tiny (17M): it remembers what it is told, finds facts in long texts, tells short stories and"
@@ -28,6 +29,7 @@ EXAMPLES = {
     ),
 }
 
+ROOM_FOR_KEYS = 36  # rows of the screen from which on the first screen lists keys
 NEEDLE = "/needle"
 ABOUT_NEEDLE = "Hide a fact in a long text and ask every mode for it."
 
@@ -52,6 +54,10 @@ class Welcome(Static):
         self._model = model
         self._key = key
         self._offer = ""
+        self._is_roomy = False
+
+    def on_mount(self) -> None:
+        self._is_roomy = self.app.size.height >= ROOM_FOR_KEYS
         self.update(self._content())
 
     def offer(self, title: str) -> None:
@@ -85,4 +91,21 @@ class Welcome(Static):
             f" Everything stays stored; {self._key('mode.next')} changes how much of it the model reads, even during an"
             f" answer. {self._key('help')} lists all keys and commands."
         )
-        return Content.assemble(about, *rows, keys, self._offer)
+        return Content.assemble(about, *rows, keys, self._offer, *self._first_keys())
+
+    def _first_keys(self) -> Iterator[str | tuple[str, str]]:
+        """The eight keys to begin with, where there is room for them."""
+        if self.app.size.height < ROOM_FOR_KEYS:
+            return
+        keys = {id: self._key(id).split(" / ")[0] for id in FIRST_KEYS}
+        width = max(map(len, keys.values()))
+        yield "\n"
+        for id, words in FIRST_KEYS.items():
+            yield f"\n {keys[id]:<{width}}", "bold $primary"
+            yield f"  {words}"
+
+    def on_resize(self) -> None:
+        """There may be another room for the keys."""
+        if (is_roomy := self.app.size.height >= ROOM_FOR_KEYS) != self._is_roomy:
+            self._is_roomy = is_roomy
+            self.update(self._content())

@@ -7,6 +7,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from kvchat import paths
 from kvchat.engine.generate.template import ChatTemplate
+from kvchat.errors import UsageError
+from kvchat.protocol.template_args import parse_args
 
 MESSAGES = [
     {"role": "system", "content": "Be brief."},
@@ -86,3 +88,28 @@ def test_a_template_that_is_no_text_says_so(tokenizer) -> None:
     tokenizer.chat_template = 5
     with pytest.raises(TypeError, match="no text but int"):
         ChatTemplate(tokenizer).render(MESSAGES)
+
+
+THINKS = (
+    "{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking is defined and not enable_thinking %}"
+    "<think></think>{% endif %}{{ reasoning_effort | default('medium') }}{{ bos_token }}"
+)
+
+
+def test_its_variables_are_found_and_given_to_it(tokenizer):
+    tokenizer.chat_template = THINKS
+    assert ChatTemplate(tokenizer).variables == ("enable_thinking", "reasoning_effort")
+    question = [{"role": "user", "content": "Hi"}]
+    given = parse_args(["enable_thinking=false", "reasoning_effort=low"])
+    for variables in ({}, given):
+        expected = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True, **variables)
+        assert ChatTemplate(tokenizer, variables).render(question) == expected
+    assert ChatTemplate(tokenizer, given).render(question).startswith("Hi<think></think>low")
+
+
+def test_variables_are_json_or_text():
+    args = ["a=true", "b=False", "c=3", 'd=["x"]', "e=low", "f=", "g=1=2"]
+    assert parse_args(args) == {"a": True, "b": False, "c": 3, "d": ["x"], "e": "low", "f": "", "g": "1=2"}
+    for wrong in ("a", "=3", "two words=3", "messages=[]", "add_generation_prompt=false"):
+        with pytest.raises(UsageError):
+            parse_args([wrong])

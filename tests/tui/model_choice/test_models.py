@@ -13,7 +13,7 @@ from support.app_driver import wait_for
 from kvchat.catalog import models as catalog
 from kvchat.errors import EngineError, UsageError
 from kvchat.protocol.figures import MemoryPlan, ModeNeed, Planned, Proposal, Snapshot, StoredNeed
-from kvchat.protocol.messages import Failed, Load, Loading, Plan, Stop
+from kvchat.protocol.messages import Failed, Load, Loading, Plan, SetTemplateArgs, Stop
 from kvchat.tui.commands import models
 from kvchat.tui.state import Phase
 
@@ -224,3 +224,49 @@ async def test_a_download_that_cannot_be_started(chat):
     chat.controller.models._download._command = ("/not/there",)
     with pytest.raises(EngineError, match="cannot be started"):
         await chat.controller.models._download.run("org/good", print)
+
+
+def sent_args(chat):
+    return [one.args for one in chat.client.sent if isinstance(one, SetTemplateArgs)]
+
+
+@pytest.mark.parametrize(
+    ("known", "line", "args"),
+    [
+        (("enable_thinking",), "on", ("enable_thinking=true",)),
+        (("enable_thinking",), "off", ("enable_thinking=false",)),
+        (("reasoning_effort", "thinking"), "off", ("thinking=false",)),
+        (("reasoning_effort",), "low", ("reasoning_effort=low",)),
+        (("enable_thinking",), "auto", ()),
+    ],
+)
+async def test_thinking_is_switched_by_the_name_that_the_template_has_for_it(chat, known, line, args):
+    await chat.load(template_variables=known)
+    await models.template(chat.controller, "other=1")
+    await models.think(chat.controller, line)
+    assert sent_args(chat) == [("other=1",), ("other=1", *args)]
+    assert chat.controller.models.in_use.template_args == ("other=1", *args), "a restart has them too"
+
+
+@pytest.mark.parametrize(("known", "line"), [((), "on"), (("reasoning_effort",), "off"), (("thinking",), "high")])
+async def test_a_template_that_has_no_such_switch_is_said(chat, known, line):
+    await chat.load(template_variables=known)
+    with pytest.raises(UsageError, match="no effect on this model"):
+        await models.think(chat.controller, line)
+    assert sent_args(chat) == []
+
+
+async def test_variables_are_set_and_unset_and_another_template_loads_the_model_again(chat, tmp_path):
+    await chat.load(template_variables=("a",))
+    for line in ("a=1 b=two", "a=", "b=3"):
+        await models.template(chat.controller, line)
+    assert sent_args(chat) == [("a=1", "b=two"), ("b=two",), ("b=3",)]
+    await models.template(chat.controller, "")
+    assert "b=3" in chat.view.notes[-1]
+    file = tmp_path / "own.jinja"
+    await models.template(chat.controller, str(file))
+    assert (chat.client.sent[-1].chat_template, chat.client.sent[-1].template_args) == (str(file), ("b=3",))
+    for wrong in ("two files", "no-name=1", "messages=1"):
+        with pytest.raises(UsageError):
+            await models.template(chat.controller, wrong)
+    assert chat.controller.models.in_use.template_args == ("b=3",), "a restart would fail"

@@ -130,7 +130,7 @@ async def test_what_was_piped_in_stands_before_the_question_of_the_command_line_
     piped_in = "File stdin:\n```\n/new\n@nothing\n```"
     code, session = await piped(replace(config, prompt="Sum up", piped=piped_in), "")
     assert (code, session.errors.getvalue()) == (0, "")
-    assert session.said.startswith("kvchat-pocket on cpu")
+    assert session.said.startswith("kvchat-pocket, float32 on cpu")
     assert "you: [stdin · 14 B]\nSum up\nmodel: " in session.said
     assert session.plain.chat.state.conversation.turns[0].content == f"{piped_in}\n\nSum up"
 

@@ -249,6 +249,7 @@ async def test_what_the_engine_refuses_is_shown_and_given_back(running):
 
 async def test_layouts_by_size_and_nothing_lost_by_resizing(running):
     async with running(size=(200, 60)) as (app, pilot, until):
+        app.chat.add_class("figures-all")
         typed(app, "hello")
         await until(lambda: finished(app))
         prompt(app).load_text("draft")

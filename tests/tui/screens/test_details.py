@@ -59,6 +59,7 @@ async def test_the_last_events_stand_there_where_there_is_no_column_for_them(run
         press(app, "escape")
         await until(lambda: app.screen is app.chat)
         await pilot.resize_terminal(200, 60)
+        app.chat.add_class("figures-all")
         await until(lambda: app.chat.query_one("DetailColumn").display)
         press(app, "shift+f7")
         await until(lambda: isinstance(app.screen, DetailsScreen) and app.screen.query("#explanation"))
@@ -82,6 +83,7 @@ async def test_the_column_asks_while_it_is_shown_and_says_where_there_is_no_gpu(
         await until(lambda: finished(app))
         assert watches() == []
         await pilot.resize_terminal(200, 60)
+        app.chat.add_class("figures-all")
         column = app.chat.query_one("DetailColumn")
         await until(lambda: "59 of 59 tokens a head" in column.query_one(HeadMap).render().plain)
         assert column.query_one(GpuHistoryPlot).render().plain.startswith("no GPU")

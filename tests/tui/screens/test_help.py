@@ -7,7 +7,7 @@ from dataclasses import replace
 from support.app_driver import drawn, opened, press
 
 from kvchat.config.modes import registered
-from kvchat.tui.actions import ACTIONS
+from kvchat.tui.actions import ACTIONS, BY_ID
 from kvchat.tui.screens.help import HelpScreen, figure_rows, key_rows, mode_rows
 from kvchat.tui.themes import ANSI
 
@@ -32,7 +32,7 @@ def test_every_key_is_listed_as_it_is_in_force():
     listed = key_rows({"panels": "f10,ctrl+t"})
     rows = dict(listed)
     assert "F7" not in rows
-    assert rows["F10 / Ctrl+T"] == "show or hide the panels"
+    assert rows["F10 / Ctrl+T"] == BY_ID["panels"].doc
     assert len(listed) == sum(bool(action.keys) for action in ACTIONS)
 
 

@@ -10,6 +10,7 @@ from support.app_driver import answers, finished, typed
 from kvchat.tui.visibility import Mark
 from kvchat.tui.widgets.gutter import Gutter, shade
 from kvchat.tui.widgets.messages import Question
+from kvchat.tui.widgets.timeline import Timeline
 from kvchat.tui.widgets.transcript import Transcript
 
 
@@ -62,3 +63,28 @@ async def test_messages_are_marked_where_they_stand_without_a_layout(running):
         snapshot = app.controller.state.snapshot
         app.chat.show_snapshot(replace(snapshot, total=0, ribbon="", attended=""))
         assert not any(gutter._rows)
+
+
+async def test_another_size_leaves_no_holes_while_no_snapshot_comes(running):
+    async with running(size=(80, 20)) as (app, pilot, until):
+        typed(app, "hello")
+        await until(lambda: finished(app))
+        gutter, answer = app.chat.query_one(Gutter), answers(app)[-1]
+        await until(lambda: answer.message)
+        gutter.show({answer.message: Mark("D", 1.0)}.get)
+        for size in ((80, 40), (60, 24), (120, 50)):
+            await pilot.resize_terminal(*size)
+            top = app.chat.query_one(Transcript).region.y
+
+            def rows(top=top):
+                return range(max(answer.region.y - top, 0), min(answer.region.bottom - top, gutter.size.height))
+
+            await until(lambda rows=rows: rows() and {gutter.render_line(y).text for y in rows()} == {"█"})
+
+
+async def test_a_conversation_of_which_nothing_is_stored_has_no_figure_of_the_last(running):
+    async with running(size=(120, 40)) as (app, _pilot, until):
+        typed(app, "hello")
+        await until(lambda: finished(app) and app.chat.query_one(Timeline).points)
+        app.chat.show_snapshot(replace(app.controller.state.snapshot, total=0, ribbon="", attended=""))
+        assert app.chat.query_one(Timeline).points == []

@@ -14,6 +14,31 @@ from kvchat.tui.widgets.messages import Note
 from kvchat.tui.widgets.panels import DetailColumn, KvColumn, Rowed
 from kvchat.tui.widgets.timeline import Timeline
 
+ALL = "figures-all"
+
+
+async def test_four_plain_figures_stand_on_the_first_screen_and_the_others_come_by_a_key(running):
+    async with running() as (app, _pilot, until):
+        column, plain = app.chat.query_one(KvColumn), app.chat.query_one("#plain-rows", Rowed)
+
+        def shown():
+            return [row for block in app.chat.query(Rowed) if block.size for row in block.rows]
+
+        await until(lambda: len(shown()) == 4 and plain.rows[0] == ("reads", "nothing yet"))
+        assert "n/a" not in dict(plain.rows).values()
+        typed(app, "hello there")
+        await until(lambda: finished(app))
+        total = app.controller.state.snapshot.total
+        await until(lambda: dict(plain.rows)["reads"] == f"{total} of {total} · 100 %")
+        column.focus()
+        await until(lambda: str(column.query_one("#meaning", Static).content).startswith("reads: "))
+        press(app, "f7")
+        await until(lambda: len(shown()) > 8 and not plain.size)
+        press(app, "f7")
+        await until(lambda: not column.display)
+        press(app, "f7")
+        await until(lambda: column.display and len(shown()) == 4)
+
 
 async def test_the_next_modes_price_is_shown_before_f6(running):
     async with running() as (app, _pilot, until):
@@ -28,6 +53,7 @@ async def test_the_next_modes_price_is_shown_before_f6(running):
 async def test_panels_and_status_show_the_snapshot(running, monkeypatch):
     monkeypatch.setenv("FAKE_GPU", "1")
     async with running(size=(200, 60)) as (app, _pilot, until):
+        app.chat.add_class(ALL)
         typed(app, "/mode speculative")
         await until(lambda: app.controller.state.mode == "speculative")
         typed(app, "hello")
@@ -47,6 +73,7 @@ async def test_panels_and_status_show_the_snapshot(running, monkeypatch):
         assert [word for word in STATUS if word not in status] == []
         bar = app.chat.query_one(StatusBar)
         bar._speeds.clear()
+        bar._speed = None
         bar.snapshot = replace(app.controller.state.snapshot, tokens_per_s=None)
         assert bar.render().plain.startswith(" reads ")
 
@@ -54,6 +81,7 @@ async def test_panels_and_status_show_the_snapshot(running, monkeypatch):
 async def test_the_modes_own_numbers_are_shown_once_and_everything_fits(running, monkeypatch):
     monkeypatch.setenv("FAKE_GPU", "1")
     async with running(size=(120, 40)) as (app, pilot, until):
+        app.chat.add_class(ALL)
         typed(app, "/mode speculative")
         await until(lambda: app.controller.state.mode == "speculative")
         typed(app, "hello")
@@ -73,7 +101,7 @@ async def test_the_modes_own_numbers_are_shown_once_and_everything_fits(running,
         await until(lambda: column.size.height and column.max_scroll_y == 0)
         await pilot.resize_terminal(80, 24)
         await until(lambda: not column.display)
-        press(app, "f7")
+        press(app, "f7", "f7")
         await until(lambda: column.display and own.region.height == 3 and own.region.bottom <= column.region.bottom)
         await pilot.resize_terminal(200, 60)
         await until(lambda: not own.display and app.chat.query_one("#extra-rows", Rowed).display)
@@ -83,6 +111,7 @@ async def test_the_modes_own_numbers_are_shown_once_and_everything_fits(running,
 async def test_a_panel_with_the_focus_says_what_the_chosen_row_means(running, monkeypatch, size):
     monkeypatch.setenv("FAKE_GPU", "1")
     async with running(size=size) as (app, _pilot, until):
+        app.chat.add_class(ALL)
         typed(app, "/mode speculative")
         await until(lambda: app.controller.state.mode == "speculative")
         typed(app, "hello")
@@ -114,6 +143,7 @@ LAST = {(120, 40): "K/V on the host: ", (200, 60): "heads corrected: "}
 
 async def test_no_part_of_the_columns_is_empty_on_a_large_screen(running):
     async with running(size=(200, 60)) as (app, _pilot, until):
+        app.chat.add_class(ALL)
         typed(app, "hello")
         await until(lambda: finished(app))
         column, details = app.chat.query_one(KvColumn), app.chat.query_one(DetailColumn)
@@ -127,6 +157,7 @@ async def test_no_part_of_the_columns_is_empty_on_a_large_screen(running):
 
 async def test_a_row_under_the_mouse_explains_itself(running):
     async with running() as (app, pilot, until):
+        app.chat.add_class(ALL)
         typed(app, "hello")
         await until(lambda: finished(app))
         rows = app.chat.query_one("#context-rows", Rowed)

@@ -17,7 +17,7 @@ def test_numbers_and_nothing_stand_for_questions():
 
 
 def test_before_a_recording_nothing_can_be_asked():
-    said = str(Welcome(BUNDLED, {"replay.pause": "F12"}.get, "demo.jsonl").content)
+    said = str(Welcome(BUNDLED, {"replay.pause": "F12"}.get, "demo.jsonl")._content())
     assert said.startswith("demo.jsonl is a recording")
     assert "F12 pauses it" in said
     assert not any(question in said for question in (*EXAMPLES[True], ABOUT_NEEDLE, ABOUT_BUNDLED))
@@ -31,6 +31,7 @@ async def test_it_is_seen_whole_and_gone_after_the_first_question(running, size)
         shown = str(welcome.content)
         assert all(text in shown for text in (ABOUT_BUNDLED, *EXAMPLES[True], ABOUT_NEEDLE, "F6 changes how much"))
         await until(lambda: 0 < welcome.region.height <= transcript.region.height)
+        assert ("explain the figures" in shown) == (size[1] >= 40)
         press(app, "enter")
         await until(lambda: finished(app))
         assert app.controller.state.conversation.turns[0].content == EXAMPLES[True][0]
