@@ -19,9 +19,11 @@ __all__ = ["Session", "__version__", "load", "open_session"]
 def __getattr__(name: str) -> Any:
     if name in ("Session", "load", "open_session"):
         if "torch" not in sys.modules:  # it reads the environment once
+            from kvchat.paths import name_home
             from kvchat.threads import spin_briefly
 
             spin_briefly()
+            name_home()
         from kvchat.engine import session
 
         return getattr(session, name)

@@ -35,6 +35,12 @@ NAMED = {
 }
 
 
+def name_home() -> None:
+    """Let a process run for a user without a home, as containers have: what lies there is not there, nor can be."""
+    if not os.path.isabs(os.environ.get("HOME", os.path.expanduser("~"))):
+        os.environ["HOME"] = os.devnull
+
+
 def config_file() -> Path:
     """The settings; they need not exist."""
     given = os.environ.get("KVCHAT_CONFIG")

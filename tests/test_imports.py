@@ -37,6 +37,7 @@ LEAVES = {
     "processors",
     "stored_tensors",
     "text_file",
+    "thoughts",
     "threads",
     "units",
 }
@@ -53,6 +54,7 @@ MAY = {
     "processors": set(),
     "stored_tensors": set(),
     "text_file": {"errors"},
+    "thoughts": set(),
     "threads": set(),
     "units": set(),
     "nvml": {*LEAVES, "pynvml"},
@@ -70,7 +72,7 @@ MAY = {
     "bench": {*BELOW_ENGINE, "engine", "bench", "kvchat", *HEAVY},
     "cli": {*BELOW_ENGINE, "catalog", "conversations", "engine", "tui", "doctor", "bench", "cli", "kvchat"},
     "__main__": {"cli"},
-    "kvchat": {"engine", "threads"},
+    "kvchat": {"engine", "paths", "threads"},
 }
 
 

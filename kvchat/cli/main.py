@@ -66,6 +66,7 @@ from kvchat.threads import spin_briefly, use_physical_cores
 def main() -> None:
     """The program. Exit codes: 0, 2 usage or configuration, 3 does not fit, 130 interrupted, 1 otherwise."""
     files.name_temporary_folder()
+    paths.name_home()
     spin_briefly()
     use_physical_cores()
     replace_unknown_characters()

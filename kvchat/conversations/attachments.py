@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import stat
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -15,20 +17,25 @@ from kvchat.units import size
 MAX_BYTES = 2**24  # of a file, while no model says how much it reads
 BYTES_PER_TOKEN = 8  # more than any tokenizer packs into a token of text on average
 KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
-_FENCED = re.compile(r"^File ([^\n]+):\n(`{3,})[^\n`]*\n(.*?)^\2$", re.MULTILINE | re.DOTALL)
+_OPENED = re.compile(r"^File ([^\n]+):\n(`{3,})[^\n`]*\n", re.MULTILINE)
+_CLOSING = re.compile(r"^`{3,}$", re.MULTILINE)
 
 
 class Piece(NamedTuple):
-    """A part of a question: ``name`` is the file whose fenced ``text`` it is, empty for what was written."""
+    """A part of a question: ``name`` is the file whose fenced ``text`` it is, empty for what was written.
+
+    A file begins and ends at these characters of the text, inside the fence.
+    """
 
     text: str
     name: str = ""
+    begin: int = 0
+    end: int = 0
 
     @property
     def label(self) -> str:
         """The file in a few words: ``[notes.txt · 4.2 KiB]``."""
-        body = _FENCED.fullmatch(self.text)
-        return f"[{self.name} · {size(len((body[3] if body else self.text).encode('utf-8', 'replace')))}]"
+        return f"[{self.name} · {size(len(self.text[self.begin : self.end].encode('utf-8', 'replace')))}]"
 
 
 def read(path: Path, limit: int = MAX_BYTES) -> str:
@@ -60,21 +67,33 @@ def fenced(name: str, text: str) -> str:
 
 
 def pieces(question: str) -> Iterator[Piece]:
-    """Split a question into the files that were fenced into it and what was written."""
-    end = 0
-    for found in _FENCED.finditer(question):
-        if found.start() > end:
-            yield Piece(question[end : found.start()])
-        yield Piece(found[0], found[1])
-        end = found.end()
+    """Split a question into the files that were fenced into it and what was written, in a time that grows with it."""
+    closing: defaultdict[str, list[int]] = defaultdict(list)
+    if _OPENED.search(question):
+        for found in _CLOSING.finditer(question):
+            closing[found[0]].append(found.start())
+    end = position = 0
+    while opened := _OPENED.search(question, position):
+        places = closing[opened[2]]
+        next_one = bisect_left(places, opened.end())
+        if next_one == len(places):
+            position = opened.start() + 1
+            continue
+        if opened.start() > end:
+            yield Piece(question[end : opened.start()])
+        begun, body_end = opened.start(), places[next_one]
+        end = position = body_end + len(opened[2])
+        yield Piece(question[begun:end], opened[1], opened.end() - begun, body_end - begun)
     if end < len(question):
         yield Piece(question[end:])
 
 
 def folded(question: str) -> str:
     """A question with a label in place of each file, a line each."""
-    lines = (piece.label if piece.name else piece.text.strip("\n") for piece in pieces(question))
-    return "\n".join(filter(None, lines)) if _FENCED.search(question) else question
+    found = list(pieces(question))
+    if not any(piece.name for piece in found):
+        return question
+    return "\n".join(filter(None, (piece.label if piece.name else piece.text.strip("\n") for piece in found)))
 
 
 def _read(path: Path, limit: int) -> bytes:

@@ -30,7 +30,8 @@ class Message:
 
     ``created`` is in seconds since the epoch. ``ending`` says why an answer ended and is empty while it is written;
     ``receipt`` and ``stats`` tell what it cost. Every mode attends to a ``pinned`` one. ``switch_lines`` are the
-    live switches in an answer and behind it, up to the next question. ``model`` names what wrote an answer.
+    live switches in an answer and behind it, up to the next question. ``model`` names what wrote an answer,
+    ``thought`` the tag that ends the thought before it where the text alone does not tell.
     """
 
     id: str = field(default_factory=new_id)
@@ -44,6 +45,7 @@ class Message:
     pinned: bool = False
     switch_lines: tuple[ModeChange, ...] = ()
     model: str = ""
+    thought: str = ""
 
     @property
     def marked_text(self) -> str:
@@ -196,13 +198,21 @@ class Conversation:
         stats: Stats | None = None,
         switch_lines: tuple[ModeChange, ...] = (),
         model: str = "",
+        thought: str = "",
     ) -> Message:
         """Set the text of the answer to the last question; without an ``ending`` more is to come."""
         answer = self.leaf if self._ends_with("assistant") else None
         answer = answer or Message(parent=self._leaf, role="assistant", text="")
         return self.add(
             replace(
-                answer, text=text, ending=ending, receipt=receipt, stats=stats, switch_lines=switch_lines, model=model
+                answer,
+                text=text,
+                ending=ending,
+                receipt=receipt,
+                stats=stats,
+                switch_lines=switch_lines,
+                model=model,
+                thought=thought,
             )
         )
 

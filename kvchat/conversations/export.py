@@ -120,6 +120,7 @@ class _FileMessage(BaseModel):
     pinned: bool = False
     switch_lines: SwitchLines = ()
     model: str = ""
+    thought: str = ""
 
 
 class _File(BaseModel):

@@ -47,4 +47,5 @@ MIGRATIONS = (
         "ALTER TABLE conversation ADD COLUMN params TEXT NOT NULL DEFAULT '{}'",
         "ALTER TABLE message ADD COLUMN model TEXT NOT NULL DEFAULT ''",
     ),
+    ("ALTER TABLE message ADD COLUMN thought TEXT NOT NULL DEFAULT ''",),
 )

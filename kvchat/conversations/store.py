@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,6 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unicodedata import category, normalize
 
 from kvchat import files, paths
 from kvchat.conversations.conversation import Changes, Conversation, Header, Message, new_id, shorten
@@ -170,24 +172,29 @@ class ConversationStore:
             return [Summary(**dict(row)) for row in rows]
 
     def search(self, text: str, limit: int = LISTED) -> list[Summary]:
-        """The conversations whose title has ``text`` or where one message has all its words, the last as a prefix."""
+        """The conversations whose title has ``text`` or where one message has all its words, the last as a prefix.
+
+        Words are found in any script and case. What the index knows no words of, as it is written without spaces, is
+        looked for anywhere in a message, as are signs.
+        """
         words = text.replace("\0", " ").split()  # SQLite ends a query at NUL
         if not words:
             return self.recent(limit)
         with self._errors("read"):
             titled = self._db.execute(
-                f"{_SUMMARY} WHERE c.deleted IS NULL AND instr(lower(c.title), lower(?))"
+                f"{_SUMMARY} WHERE c.deleted IS NULL AND instr(folded(c.title), folded(?))"
                 " ORDER BY c.updated DESC LIMIT ?",
                 (_storable(text.strip()), limit),
             )
             found = {row["id"]: Summary(**dict(row)) for row in titled}
-            saying = self._db.execute(_SEARCH, (*MARK, _storable(_match(words))))
+            saying = self._saying([_storable(word) for word in words])
             for row in saying:  # more than one message of a conversation may match: the best comes first
                 if len(found) >= limit:
                     break
                 summary = found.get(row["id"]) or self._summary(row["id"])
                 if not summary.message:
-                    found[summary.id] = replace(summary, message=row["message"], excerpt=row["excerpt"])
+                    excerpt = row["excerpt"][:LONGEST_EXCERPT] or _excerpt(row["text"], words)
+                    found[summary.id] = replace(summary, message=row["message"], excerpt=excerpt)
             saying.close()
         return list(found.values())
 
@@ -238,6 +245,17 @@ class ConversationStore:
         columns = ", ".join(f"{name} = ?" for name in values)
         self._db.execute(f"UPDATE {table} SET {columns} WHERE id = ?", (*map(_storable, values.values()), id))
 
+    def _saying(self, words: list[str]) -> sqlite3.Cursor:
+        """The messages with all the words, the best first, or the newest where the index is of no use."""
+        anywhere = [word for word in words if _is_anywhere(word)]
+        forms = [sorted({normalize(form, word) for form in ("NFC", "NFD")}) for word in anywhere]
+        has_all = "".join(f" AND ({' OR '.join([_HAS] * len(each))})" for each in forms)
+        sought = [form for each in forms for form in each]
+        if len(anywhere) == len(words):
+            return self._db.execute(f"{_SCAN}{has_all} ORDER BY message.row DESC", sought)
+        match = _match([word for word in words if word not in anywhere], is_last_begun=words[-1] not in anywhere)
+        return self._db.execute(f"{_SEARCH}{has_all} ORDER BY rank", (*MARK, match, *sought))
+
     def _summary(self, id: str) -> Summary:
         return Summary(**dict(self._db.execute(f"{_SUMMARY} WHERE c.id = ?", (id,)).fetchone()))
 
@@ -267,7 +285,7 @@ class ConversationStore:
 
 ROLES = ("user", "assistant")
 _MESSAGE = tuple(field.name for field in dataclasses.fields(Message))
-CHANGING = ("text", "ending", "receipt", "stats", "pinned", "switch_lines", "model")
+CHANGING = ("text", "ending", "receipt", "stats", "pinned", "switch_lines", "model", "thought")
 _SUMMARY = (
     "SELECT c.id, CAST(c.title AS TEXT) AS title, CAST(c.updated AS REAL) AS updated,"
     " (SELECT count(*) FROM message WHERE conversation = c.id) AS messages"
@@ -276,8 +294,20 @@ _SUMMARY = (
 _SEARCH = (
     "SELECT c.id, message.id AS message, snippet(message_text, 0, ?, ?, '…', 16) AS excerpt"
     " FROM message_text JOIN message ON message.row = message_text.rowid JOIN conversation AS c"
-    " ON c.id = message.conversation WHERE message_text MATCH ? AND c.deleted IS NULL ORDER BY rank"
+    " ON c.id = message.conversation WHERE message_text MATCH ? AND c.deleted IS NULL"
 )
+_SCAN = (
+    "SELECT c.id, message.id AS message, '' AS excerpt, message.text"
+    " FROM message JOIN conversation AS c ON c.id = message.conversation WHERE c.deleted IS NULL"
+)
+_HAS = "instr(lower(message.text), lower(?))"
+# Scripts without spaces between words, and Korean, whose words have endings: the index has runs of their characters.
+_UNSPACED = re.compile(
+    "[\u0e00-\u0fff\u1000-\u109f\u1100-\u11ff\u1780-\u17ff\u1980-\u19ff\u1a20-\u1aaf\u2e80-\u31ff\u3400-\u9fff\ua980-\ua9ff"
+    "\uaa60-\uaaff\uac00-\ud7ff\uf900-\ufaff\uff00-\uffef\U0001b000-\U0001b16f\U00020000-\U0003ffff]"
+)
+LONGEST_EXCERPT = 2000  # characters: a word of the index may be as long as a message
+EXCERPT = (40, 100)  # characters before and behind the first word that was found
 
 
 def _open(path: Path | None, busy_s: float) -> sqlite3.Connection:
@@ -290,6 +320,7 @@ def _open(path: Path | None, busy_s: float) -> sqlite3.Connection:
     db = sqlite3.connect(path or ":memory:", timeout=busy_s, isolation_level=None, check_same_thread=False)
     try:
         db.row_factory = sqlite3.Row
+        db.create_function("folded", 1, lambda text: folded(text) if isinstance(text, str) else "", deterministic=True)
         db.text_factory = lambda text: text.decode("utf-8", "replace")
         for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "foreign_keys = ON", "secure_delete = ON"):
             db.execute(f"PRAGMA {pragma}")
@@ -325,6 +356,8 @@ def _hint(reason: str) -> str:
         return "Update kvchat, or set KVCHAT_DATA_DIR to another folder."
     if any(damage in reason for damage in ("malformed", "not a database", "codec can't decode")):
         return "Move the file away, or restore it from a backup: kvchat never deletes it."
+    if "Not a directory" in reason:
+        return "Set KVCHAT_DATA_DIR to a folder of yours."
     if LOCKED in reason:
         return "Another program uses it; it is tried again."
     return "See whether the disk is full and who may write there."
@@ -389,7 +422,43 @@ def _storable(value: Any) -> Any:
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
 
 
-def _match(words: list[str]) -> str:
-    """An FTS5 query: every word literally, the last one as a prefix."""
-    quoted = ['"' + word.replace('"', '""') + '"' for word in words]
-    return " ".join(quoted) + "*"
+def folded(text: str) -> str:
+    """A text for comparison in any case, however its accents are spelled."""
+    return normalize("NFC", normalize("NFC", text).casefold())
+
+
+def _is_anywhere(word: str) -> bool:
+    """True if the index does not have it as a word: for it marks over and under letters end one, and signs are none."""
+    composed = normalize("NFC", word)
+    return bool(_UNSPACED.search(composed)) or any(category(one)[0] == "M" for one in composed) or not _is_word(word)
+
+
+def _is_word(word: str) -> bool:
+    return any(character.isalnum() for character in word)
+
+
+def _match(words: list[str], is_last_begun: bool) -> str:
+    """An FTS5 query: every word literally, in any case and spelling; the last one perhaps as a prefix."""
+    queries = []
+    for number, word in enumerate(words, 1):
+        end = "*" if is_last_begun and number == len(words) else ""
+        folded_once = word.casefold()
+        cased = (word, folded_once, folded_once.replace("ss", "ß"), word.lower(), word.upper(), word.title())
+        spelled = dict.fromkeys(normalize(form, one) for one in cased for form in ("NFC", "NFD"))
+        queries.append(f"({' OR '.join(_quoted(one) + end for one in spelled)})")
+    return " AND ".join(queries)
+
+
+def _quoted(word: str) -> str:
+    return '"' + word.replace('"', '""') + '"'
+
+
+def _excerpt(text: str, words: list[str]) -> str:
+    """The text around the first of the words, with all of them between ``MARK``."""
+    spelled = {normalize(form, word) for word in words for form in ("NFC", "NFD")}
+    sought = re.compile("|".join(map(re.escape, sorted(spelled, key=len, reverse=True))), re.IGNORECASE)
+    found = sought.search(text)
+    first, last = found.span() if found else (0, 0)
+    start, end = max(first - EXCERPT[0], 0), last + EXCERPT[1]
+    shown = sought.sub(lambda one: one[0].join(MARK), text[start:end])
+    return f"{'…' * (start > 0)}{shown}{'…' * (end < len(text))}"

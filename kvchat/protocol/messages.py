@@ -231,10 +231,16 @@ class Noted:
 
 @dataclass(frozen=True)
 class Started:
-    """Prefill begins: ``prompt_tokens`` in all, of which ``reused_tokens`` were stored already."""
+    """Prefill begins: ``prompt_tokens`` in all, of which ``reused_tokens`` were stored already.
+
+    ``thought`` is the tag that ends the thought that the end of the prompt begins, empty where it begins none, and
+    ``tags`` are those that the model's template knows for the beginning of one.
+    """
 
     prompt_tokens: Count
     reused_tokens: Count
+    thought: str = ""
+    tags: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -161,6 +161,7 @@ class EngineEvents:
         new, reused = started.prompt_tokens - started.reused_tokens, started.reused_tokens
         self.state.prompt_tokens, self.state.first_mode = started.prompt_tokens, self.state.mode
         text = f"reading {count(new)} tokens, {count(reused)} kept"
+        self.answers.begun(started)
         self.answers.wait(f"{text} …")
         self.view.log_event(text)
         self._reading_since = monotonic()

@@ -31,9 +31,10 @@ class QuestionView(Protocol):
 
 
 class AnswerView(Protocol):
-    """An answer in the transcript; ``text`` is what has been fed so far."""
+    """An answer in the transcript; ``text`` is what has been fed so far, ``thought`` as of a message."""
 
     text: str
+    thought: str
 
     def wait(self, words: str) -> None:
         """Show what the engine does before the first word."""

@@ -92,7 +92,7 @@ def test_an_older_database_is_opened_without_loss(path, version):
     for statements in MIGRATIONS[:version]:
         for statement in statements:
             db.execute(statement)
-    db.execute("INSERT INTO conversation VALUES ('c', 'one', NULL, 1.0, 1.0, 'b', NULL)")
+    db.execute("INSERT INTO conversation (id, title, created, updated, leaf) VALUES ('c', 'one', 1.0, 1.0, 'b')")
     for id, parent, role, text in (("a", None, "user", "one"), ("b", "a", "assistant", "1")):
         db.execute(
             "INSERT INTO message (id, conversation, parent, role, text, created, ending, receipt)"
@@ -176,6 +176,40 @@ def test_search_finds_words_in_messages_and_titles(store):
     assert {summary.id for summary in store.search("called")} == {cat.id, dog.id}
     assert [summary.id for summary in store.search("ANIMALS")] == [dog.id]
     assert len(store.search(" \0 ")) == 2
+
+
+SAID = {
+    "我的猫叫饼干，它喜欢晒太阳。": ["饼干", "晒太阳", "猫 饼干", "太"],
+    "私の猫はビスケットといいます。": ["ビスケット", "猫", "ビスケ"],
+    "내 고양이의 이름은 비스킷이에요": ["고양이", "비스킷", "이름 비스"],
+    "แมวของฉันชื่อบิสกิต": ["บิสกิต", "แมว"],
+    "मेरी बिल्ली का नाम बिस्कुट है": ["बिल्ली", "बिस्कुट नाम"],
+    "Мою кошку зовут Печенька": ["печенька", "КОШКУ", "печ"],
+    "Η ΓΑΤΑ ΜΟΥ ΛΕΓΕΤΑΙ ΟΔΥΣΣΕΥΣ": ["οδυσσευς", "γατα", "οδυσ"],
+    "Die STRASSE heißt Größe": ["straße", "GRÖSSE", "größe", "groß"],
+    "cafe\u0301 Việt Nam": ["café", "CAFÉ", "cafe", "việt", "VIE\u0302\u0323T"],
+    "قطتي اسمها بسكويت": ["بسكويت", "اسمها"],
+    "\U0001e922\U0001e923 adlam": ["\U0001e900\U0001e901"],
+    "The 🎉 is → there, in C++": ["🎉", "→", "c++", "🎉 there"],
+    "日本語ABC": ["語abc"],
+}
+
+
+@pytest.mark.parametrize("said", SAID)
+def test_words_of_any_script_and_case_are_found(store, said):
+    saved(store, "nothing of it, but 犬 and собака", "no")
+    made = saved(store, "a question", said)
+    for sought in SAID[said]:
+        assert [summary.id for summary in store.search(sought)] == [made.id], sought
+    made.rename(said)
+    keep(store, made)
+    assert [summary.id for summary in store.search(said.swapcase() if "ß" not in said else said)] == [made.id]
+
+
+def test_an_excerpt_of_a_script_without_spaces_is_short_and_marks_the_words(store):
+    saved(store, "一" * 500 + "饼干" + "二" * 500)
+    (found,) = store.search("饼干")
+    assert found.excerpt == "…" + "一" * 40 + "饼干".join(MARK) + "二" * 100 + "…"
 
 
 def test_a_search_looks_at_each_message_once(store):

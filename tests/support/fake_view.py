@@ -78,7 +78,7 @@ class FakeQuestion:
 
 class FakeAnswer:
     def __init__(self) -> None:
-        self.text = self.receipt = self.waiting = self.message = ""
+        self.text = self.receipt = self.waiting = self.message = self.thought = ""
         self.stopped = self.removed = self.finished = False
 
     def wait(self, words: str) -> None:

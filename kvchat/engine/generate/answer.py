@@ -116,7 +116,8 @@ class AnswerLoop(Released):
             self.forget(prompt.reused)  # first: what another conversation has pinned does not count
             self._switcher.note_preamble(self.encoder.preamble(turns))
             answer = self._metrics.begin(len(prompt.ids), prompt.reused)
-            yield Started(len(prompt.ids), prompt.reused)
+            thought = self.encoder.thought_end(turns, prompt)
+            yield Started(len(prompt.ids), prompt.reused, thought, self.encoder.thought_tags)
             logits = yield from self.read_prompt(prompt.ids[prompt.reused :], pinned)
             answer.prefilled = time.perf_counter()
             if logits is None:

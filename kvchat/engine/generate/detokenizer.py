@@ -2,56 +2,66 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tokenizers.decoders import DecodeStream
-
+from kvchat import thoughts
 from kvchat.engine.tokenizer_errors import explained_panics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 REPLACEMENT = "\ufffd"
+BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # a token of one byte, in vocabularies that spell out what they have no token for
+LONGEST_CHARACTER = 4  # bytes
+LAST_MARK = 0x10FFFD  # the last character for private use; it and those before it stand for control tokens
+MOST_HELD = 64  # ids; only garbage takes more
 
 
 class Detokenizer:
     """Decodes one sequence of ids incrementally, without control tokens.
 
-    The pieces joined are what ``tokenizer.decode(ids, skip_special_tokens=True)`` gives. Costs 2-3 µs a token with a
-    fast tokenizer; with a slow one two decodes of the ids since the last but one piece.
+    The pieces joined are what ``tokenizer.decode(ids, skip_special_tokens=True)`` gives, whatever bytes the ids are.
+    Tokens of one byte are held until another comes: one that is wrong makes all beside it unreadable. Costs a decode of
+    the ids since the last but one piece.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True) if tokenizer.is_fast else None
+        self._token = tokenizer.backend_tokenizer.id_to_token if tokenizer.is_fast else tokenizer.convert_ids_to_tokens
         self._context: list[int] = []  # ids of the last piece: what follows is decoded behind them
+        self._before = ""  # their text
         self._held: list[int] = []  # ids whose text is not out yet
 
     def step(self, token: int) -> str:
         """The text that ``token`` completes; empty while a character is incomplete."""
         self._held.append(token)
-        if self._stream is not None:
-            with explained_panics():
-                text = self._stream.step(self._tokenizer.backend_tokenizer, token) or ""
-        else:
-            text = self._tail()
-            text = "" if text.endswith(REPLACEMENT) else text
-        if text:
-            self._context, self._held = self._held, []
-        return text
+        if BYTE.fullmatch(self._token(token) or ""):
+            return ""
+        text = self._tail()
+        is_incomplete = text.endswith(REPLACEMENT) and len(self._held) <= MOST_HELD
+        if not text or (is_incomplete and not text.endswith(REPLACEMENT * LONGEST_CHARACTER)):
+            return ""
+        return self._out(text)
 
     def flush(self) -> str:
-        """The text still held at the end: an incomplete character as U+FFFD. Nothing may follow."""
-        return self._tail() if self._held else ""
+        """The text still held: an incomplete character as U+FFFD."""
+        return self._out(self._tail()) if self._held else ""
+
+    def _out(self, text: str) -> str:
+        self._context, self._held = self._held, []
+        self._before = self._decode(self._context)
+        return text
 
     def _tail(self) -> str:
-        before = self._decode(self._context)
-        return self._decode(self._context + self._held)[len(before) :]
+        return self._decode(self._context + self._held)[len(self._before) :]
 
     def _decode(self, ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return text
+        if self._tokenizer.is_fast:
+            with explained_panics():
+                return str(self._tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=True))
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 class StopBuffer:
@@ -84,10 +94,20 @@ class StopBuffer:
 
 
 class AnswerText:
-    """The text of one answer as its tokens come: what may be shown now, and what all of them decode to."""
+    """The text of one answer as its tokens come: what may be shown now, and what all of them decode to.
+
+    A stop string may have control tokens in it, which are no part of the text: they are matched by id. Control tokens
+    that begin or end a thought are a part of the text.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> None:
         self._detokenizer = Detokenizer(tokenizer)
+        special = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._tags = {i: content for i, content in special.items() if thoughts.is_tag(content)}
+        named = [i for i, content in special.items() if content and any(content in one for one in stop)]
+        self._marks = {i: chr(LAST_MARK - number) for number, i in enumerate(named)}
+        for i in sorted(named, key=lambda i: -len(special[i])):
+            stop = [one.replace(special[i], self._marks[i]) for one in stop]
         self._stops = StopBuffer(stop)
         self.shown = ""
         self.decoded = ""
@@ -99,21 +119,30 @@ class AnswerText:
 
     def add(self, token: int) -> str:
         """The text that ``token`` lets be shown."""
-        return self._show(self._detokenizer.step(token))
+        tag, mark = self._tags.get(token, ""), self._marks.get(token, "")
+        piece = self._detokenizer.flush() if tag or mark else self._detokenizer.step(token)
+        return self._show(piece + tag, piece + (mark or tag))
 
     def finish(self) -> str:
         """The text held back until now. Nothing may follow."""
-        held = self._show(self._detokenizer.flush())
+        rest = self._detokenizer.flush()
+        held = self._show(rest, rest)
         if not self.stopped:
-            rest = self._stops.flush()
+            rest = self._unmarked(self._stops.flush())
             self.shown += rest
             held += rest
         return held
 
-    def _show(self, piece: str) -> str:
+    def _show(self, piece: str, marked: str) -> str:
+        """Show what no stop string may begin in; ``marked`` is the piece with marks for control tokens."""
         self.decoded += piece
-        text = "" if self.stopped else self._stops.feed(piece)
+        text = "" if self.stopped else self._unmarked(self._stops.feed(marked))
         self.shown += text
+        return text
+
+    def _unmarked(self, text: str) -> str:
+        for mark in self._marks.values():
+            text = text.replace(mark, "")
         return text
 
 

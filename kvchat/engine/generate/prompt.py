@@ -8,6 +8,7 @@ ids are kept and only the rest is tokenized. Past the last such place the longes
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -23,6 +24,7 @@ from kvchat.engine.generate.stored import Stored, common_prefix
 from kvchat.engine.generate.template import ChatTemplate
 from kvchat.errors import ModelError, UsageError, did_you_mean
 from kvchat.protocol.messages import Turn
+from kvchat.thoughts import TAGS, end_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,6 +36,8 @@ GUARD = "\ufdd1"  # around the outer white space of an answer, where a template 
 PROBE = "kvchat-probe"
 USER = (Turn("user", PROBE),)
 THOUGHT_END = "</think>"
+LONGEST_TAG = 80  # with the white space behind it
+_SPLIT_AT = re.compile(r"""split\(\s*['"](</[^'"\s<>]{1,40}>|\[/[^'"\s\[\]]{1,40}\])['"]""")
 KEPT_RESTS = (
     8  # of texts, tokenized from where their ids are not known: of all that is kept most agree to the same place
 )
@@ -176,6 +180,22 @@ class PromptEncoder:
         """
         closing = self._tokenizer.convert_ids_to_tokens(end) if end is not None else ""
         return f"{prompt.text}{self._escape(answer)}{closing}"
+
+    @property
+    def thought_tags(self) -> tuple[str, ...]:
+        """The tags that begin what the template looks for the end of, to leave it out of later prompts."""
+        source = self._tokenizer.chat_template
+        ends = _SPLIT_AT.findall(source) if isinstance(source, str) else []
+        return tuple(dict.fromkeys(end.replace("/", "", 1) for end in ends if "tool" not in end))
+
+    def thought_end(self, turns: Sequence[Turn], prompt: Prompt) -> str:
+        """The tag that ends the thought which the template begins at the end of the prompt; empty where it does not."""
+        end = prompt.text[-LONGEST_TAG:].rstrip()
+        said = self._escape(turns[-1].content).rstrip()
+        tag = next((tag for tag in (*self.thought_tags, *TAGS) if end.lower().endswith(tag.lower())), "")
+        if not tag or turns[-1].role == "assistant" or prompt.text.rstrip().endswith(said):
+            return ""
+        return end_of(end[-len(tag) :])
 
     # ---- text -----------------------------------------------------------------------------------
 

@@ -8,10 +8,11 @@ from dataclasses import replace
 from functools import partial
 from time import monotonic
 
+from kvchat import thoughts
 from kvchat.conversations.conversation import CUT_OFF, Conversation, Message
 from kvchat.conversations.switch_lines import ModeChange
 from kvchat.errors import UsageError
-from kvchat.protocol.messages import Finished, Stop, Switched, Text
+from kvchat.protocol.messages import Finished, Started, Stop, Switched, Text
 from kvchat.tui.answering.question_queue import QuestionQueue, Waiting
 from kvchat.tui.client import EngineClient
 from kvchat.tui.state import ChatState, Phase
@@ -41,6 +42,7 @@ class Answers:
         self._save = save
         self._is_real_time = is_real_time
         self._said = NOTHING
+        self._tags: tuple[str, ...] = ()
         self.is_asking = self._is_stop_due = False
         self.answer: AnswerView | None = None
         self.queue = QuestionQueue(view)
@@ -100,6 +102,12 @@ class Answers:
         else:
             self.client.send(Stop())
 
+    def begun(self, started: Started) -> None:
+        """The prompt is being read; it may begin a thought, unless it ends with what was said of the answer already."""
+        self._tags = started.tags
+        if self.answer is not None and not self._said.text:
+            self.answer.thought = started.thought
+
     def wait(self, words: str) -> None:
         """Show what the engine does before the first word."""
         if self.answer is not None:
@@ -112,6 +120,8 @@ class Answers:
         if self.state.phase is not Phase.ANSWERING:
             self._show_phase(Phase.ANSWERING)
         self.answer.feed(piece.text)
+        if not self.answer.thought and (tag := thoughts.begun_with(self.answer.text, self._tags)):
+            self.answer.thought = thoughts.end_of(tag)
         if self._switch is not None and self._is_real_time():
             self._switch.count(piece.tokens, monotonic())
 
@@ -169,7 +179,13 @@ class Answers:
         if self._said.text or finished.text or finished.reason != "stopped":
             receipt = self.state.receipt(finished)
             message = self.state.conversation.answer(
-                self._said.text + finished.text, finished.reason, receipt, finished.stats, switch_lines, self._model
+                self._said.text + finished.text,
+                finished.reason,
+                receipt,
+                finished.stats,
+                switch_lines,
+                self._model,
+                answer.thought,
             )
             await answer.finish(message, self.state.footer(message))
             await self._save()
@@ -181,7 +197,7 @@ class Answers:
         """Put the text that has come so far into the conversation, to be saved with it."""
         conversation = self.state.conversation
         if self.answer is not None and self.answer.text and conversation.last_text() != self.answer.text:
-            conversation.answer(self.answer.text, switch_lines=self._lines(), model=self._model)
+            self._keep(self.answer, "", self._lines())
 
     async def abandon(self) -> bool:
         """Close the answer in progress; whether it has text, which is kept. Else its question is given back."""
@@ -191,7 +207,7 @@ class Answers:
         self.queue.hold()
         switch_lines = self._take_lines()
         if answer.text:
-            message = self.state.conversation.answer(answer.text, CUT_OFF, switch_lines=switch_lines, model=self._model)
+            message = self._keep(answer, CUT_OFF, switch_lines)
             await answer.finish(message, self.state.footer(message))
             await self._save()
         else:
@@ -202,7 +218,7 @@ class Answers:
     def leave(self) -> None:
         """Go away from the answer in progress, keeping its text, and from queued questions: another conversation."""
         if self.answer is not None and self.answer.text:
-            self.state.conversation.answer(self.answer.text, "stopped", switch_lines=self._lines(), model=self._model)
+            self._keep(self.answer, "stopped", self._lines())
         if queued := self.queue.leave():
             self._restore(queued, "What was queued")
         self.answer = self._question = None
@@ -245,6 +261,12 @@ class Answers:
         self.queue.hold()
         if len(self.queue) == 1:
             self._restore(await self.queue.take_back(), "What was queued")
+
+    def _keep(self, answer: AnswerView, ending: str, switch_lines: tuple[ModeChange, ...]) -> Message:
+        """Put an answer as far as it has come into the conversation."""
+        return self.state.conversation.answer(
+            answer.text, ending, switch_lines=switch_lines, model=self._model, thought=answer.thought
+        )
 
     async def _give_back(self) -> None:
         """Put the question that got no answer back into the prompt; one with earlier answers shows the newest."""

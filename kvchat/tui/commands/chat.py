@@ -7,12 +7,13 @@ import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from kvchat import thoughts
 from kvchat.config.modes import mode_names, registered
 from kvchat.config.validation_errors import expected
 from kvchat.conversations import attachments, export
 from kvchat.errors import UsageError
 from kvchat.tui import sampling
-from kvchat.tui.answering import thinking
+from kvchat.tui.answering.flush import lines
 from kvchat.tui.controller import ChatController
 from kvchat.tui.prompt import arguments, mentions
 from kvchat.tui.prompt.assignments import parse_assignments, parse_literal, split_words
@@ -103,10 +104,25 @@ async def copy_message(chat: ChatController, argument: str) -> None:
 
 async def copy_code(chat: ChatController, argument: str) -> None:
     """``/code``: the last fenced block of the same message; ``/code FILE`` into a new file."""
-    blocks = re.findall(r"^(`{3,}|~{3,})[^\n]*\n(.*?)^\1", _chosen_text(chat), re.MULTILINE | re.DOTALL)
+    blocks = code_blocks(_chosen_text(chat))
     if not blocks:
         raise UsageError("There is no block of code in it.", hint="/copy copies the whole text.")
-    _copy(chat, blocks[-1][1], argument)
+    _copy(chat, blocks[-1], argument)
+
+
+def code_blocks(text: str) -> list[str]:
+    """The fenced blocks of a text; the last one may have no end."""
+    blocks: list[list[str]] = []
+    fence = ""
+    for line in lines(text):
+        if fence and line.startswith(fence):
+            fence = ""
+        elif fence:
+            blocks[-1].append(line)
+        elif begun := re.match(r"`{3,}|~{3,}", line):
+            fence = begun[0]
+            blocks.append([])
+    return ["".join(block) for block in blocks]
 
 
 async def pause_replay(chat: ChatController, argument: str) -> None:
@@ -169,7 +185,11 @@ def _copy(chat: ChatController, text: str, file: str) -> None:
 def _chosen_text(chat: ChatController) -> str:
     conversation = chat.state.conversation
     chosen = conversation.messages.get(chat.view.chosen or "")
-    text = thinking.split(chosen.text if chosen else conversation.last_answer())[1]
+    answers = (message for message in reversed(conversation.path) if message.role == "assistant")
+    copied = chosen or next(answers, None)
+    text = copied.text if copied else ""
+    if copied and copied.role == "assistant":
+        text = thoughts.split(text, copied.thought, copied.ending)[1]
     if not text:
         raise UsageError("There is no answer to copy yet.", hint="Ask something first.")
     return text

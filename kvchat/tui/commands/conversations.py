@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+from copy import copy
 from pathlib import Path
 
 from kvchat.conversations import export
@@ -59,14 +61,16 @@ async def fork(chat: ChatController, argument: str) -> None:
 
 async def export_file(chat: ChatController, argument: str) -> None:
     """``/export FILE``: the ending says the format; alone, or with a folder, into a file named by the title."""
-    path = export.destination(chat.state.conversation, argument)
-    export.write(chat.state.conversation, path)
+    conversation = copy(chat.state.conversation)
+    conversation.messages = dict(conversation.messages)  # as it is now: it may go on while it is written
+    path = export.destination(conversation, argument)
+    await asyncio.to_thread(export.write, conversation, path)
     chat.view.toast(f"Written to {path.absolute()}.", title="Exported")
 
 
 async def import_file(chat: ChatController, argument: str) -> None:
     """``/import FILE``"""
-    await chat.take(export.read(Path(os.path.expanduser(argument))))
+    await chat.take(await asyncio.to_thread(export.read, Path(os.path.expanduser(argument))))
 
 
 async def regenerate(chat: ChatController, argument: str) -> None:

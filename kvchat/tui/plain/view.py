@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import monotonic
 
+from kvchat import thoughts
 from kvchat.catalog import models as catalog
 from kvchat.conversations import comparison
 from kvchat.conversations.attachments import folded
@@ -17,7 +18,6 @@ from kvchat.errors import KvchatError, UsageError
 from kvchat.protocol.details import Details
 from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import Switched
-from kvchat.tui.answering import thinking
 from kvchat.tui.comparing.needle_rows import HEADINGS, needle_rows, verdict
 from kvchat.tui.plain.lines import LineWriter
 from kvchat.tui.running_comparison import RunningComparison
@@ -49,12 +49,14 @@ class PlainAnswer:
 
     def __init__(self, lines: LineWriter, folds: bool = False) -> None:
         self.text = ""
+        self.thought = ""
         self._lines = lines
         self._folds = folds
         self._printed = 0  # characters of what is to be printed
         self._is_thought_told = False
         self._notes: list[tuple[int, str]] = []  # behind so many characters of what is printed, or more
         self.is_over = False
+        self._ending: str | None = None
         self._told = monotonic()
 
     def wait(self, words: str) -> None:
@@ -65,6 +67,7 @@ class PlainAnswer:
 
     def resume(self, message: Message) -> None:
         """Print the answer that is gone on with."""
+        self.thought = message.thought
         self.feed(message.text)
 
     def feed(self, text: str) -> None:
@@ -76,7 +79,7 @@ class PlainAnswer:
         """Forget the last ``chars`` characters; the note that follows says which."""
         kept = len(self.text) - chars
         self.text, withdrawn = self.text[:kept], self.text[kept:]
-        self._printed = min(self._printed, len(unfolded(self.text, self._folds)[1]))
+        self._printed = min(self._printed, len(unfolded(self.text, self._folds, self.thought)[1]))
         return withdrawn
 
     def note(self, line: str) -> None:
@@ -92,7 +95,7 @@ class PlainAnswer:
 
     def _print(self) -> None:
         """Print what has come since, and once how long the thought before it is."""
-        thought, said = unfolded(self.text, self._folds)
+        thought, said = unfolded(self.text, self._folds, self.thought, self._ending)
         if thought and said:
             self._tell(thought)
         if said and not self._printed:
@@ -114,7 +117,9 @@ class PlainAnswer:
 
     async def finish(self, message: Message, footer: str) -> None:
         """Print the line under the answer."""
-        if thought := unfolded(self.text, self._folds)[0]:
+        self._ending = message.ending
+        self._print()
+        if thought := unfolded(self.text, self._folds, self.thought, self._ending)[0]:
             self._tell(thought)
         if not self.text:
             self._lines.text(f"{MODEL}{message.text}")
@@ -134,16 +139,14 @@ def _sentence_end(said: str, place: int) -> int | None:
     return found.end() if found else None
 
 
-def unfolded(text: str, folds: bool) -> tuple[str, str]:
-    """The thought that is left out, "" where it is not to be, and what is printed."""
-    begun = text.lstrip()
-    is_thought = begun.startswith(thinking.BEGIN) or (begun and thinking.BEGIN.startswith(begun))
-    return thinking.split(text) if folds and is_thought else ("", text)
+def unfolded(text: str, folds: bool, end: str, ending: str | None = None) -> tuple[str, str]:
+    """The thought that is left out, "" where it is not to be, and what is printed; else as ``thoughts.split``."""
+    return thoughts.split(text, end, ending) if folds else ("", text)
 
 
 def described(thought: str) -> str:
     """``thought, 120 words``: the line in place of a thought."""
-    return thinking.summarize(thought, is_open=False).lstrip("▸ ")
+    return thoughts.summarize(thought, is_open=False).lstrip("▸ ")
 
 
 class PlainSwitch:
@@ -215,7 +218,8 @@ class PlainView:
     async def show_messages(self, messages: Sequence[Footed], below: str | None) -> None:
         """Print messages; those printed before stay."""
         for message, footer in messages:
-            thought, said = unfolded(message.marked_text, self.folds_thoughts and message.role == "assistant")
+            folds = self.folds_thoughts and message.role == "assistant"
+            thought, said = unfolded(message.marked_text, folds, message.thought, message.ending)
             if thought:
                 self._lines.line(f"[{described(thought)}]")
             self._lines.text(f"{YOU if message.role == 'user' else MODEL}{said}")

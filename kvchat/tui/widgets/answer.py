@@ -10,11 +10,11 @@ from textual.containers import Vertical
 from textual.message import Message as WidgetMessage
 from textual.widgets import Static
 
+from kvchat import thoughts
 from kvchat.conversations.conversation import Message
 from kvchat.conversations.switch_lines import ModeChange, notes, with_marks
 from kvchat.foreign_text import visible
 from kvchat.protocol.messages import Switched
-from kvchat.tui.answering import thinking
 from kvchat.tui.answering.pacing import Paced
 from kvchat.tui.switch_line import SwitchLine
 from kvchat.tui.widgets.messages import Question
@@ -52,6 +52,8 @@ class Answer(Vertical):
     def __init__(self) -> None:
         super().__init__()
         self.text = ""
+        self.thought = ""
+        self._ending: str | None = None
         self.message = ""
         self.receipt = ""
         self.collapsed = False
@@ -69,7 +71,7 @@ class Answer(Vertical):
             return
         from kvchat.tui.widgets.answer_body import AnswerBody  # 40 ms that the first paint need not wait for
 
-        summary = Static(thinking.summarize(thought, is_open=False), classes="thought", markup=False)
+        summary = Static(thoughts.summarize(thought, is_open=False), classes="thought", markup=False)
         summary.display = bool(thought)
         yield summary
         yield Static(thought, classes="thoughts", markup=False)
@@ -91,7 +93,7 @@ class Answer(Vertical):
 
     def resume(self, message: Message) -> None:
         """Begin with the text of an answer that is gone on with."""
-        self._switch_lines = message.switch_lines
+        self._switch_lines, self.thought = message.switch_lines, message.thought
         self.feed(message.text)
 
     def feed(self, text: str) -> None:
@@ -133,6 +135,7 @@ class Answer(Vertical):
     def _take(self, message: Message, footer: str) -> None:
         self.message, self.text, self.receipt, self.finished = message.id, message.text, footer, True
         self._switch_lines, self._marks = message.switch_lines, []
+        self.thought, self._ending = message.thought, message.ending
         self.set_class(message.ending not in COMPLETE, "stopped")
 
     async def finish(self, message: Message, footer: str) -> None:
@@ -177,7 +180,9 @@ class Answer(Vertical):
 
     def _parts(self) -> tuple[str, str]:
         """The thought and what is said, with the marks of switches, as they are drawn."""
-        return thinking.split(visible(with_marks(self.text, self._changes(), self.finished)))
+        return thoughts.split(
+            visible(with_marks(self.text, self._changes(), self.finished)), self.thought, self._ending
+        )
 
     def _changes(self) -> list[ModeChange]:
         return [*self._switch_lines, *(ModeChange(mark.place, mark.line) for mark in self._marks)]
@@ -219,7 +224,7 @@ class Answer(Vertical):
             return
         summary, whole = self.query_one(".thought", Static), self.query_one(".thoughts", Static)
         summary.display = True
-        summary.update(thinking.summarize(thought, is_open))
+        summary.update(thoughts.summarize(thought, is_open))
         whole.update(thought)
 
     def _weigh(self) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from functools import cache
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from kvchat import paths
-from kvchat.engine.generate.detokenizer import Detokenizer, StopBuffer
+from kvchat.engine.generate.detokenizer import AnswerText, Detokenizer, StopBuffer
 
 
 @cache
@@ -20,7 +21,7 @@ def fast() -> PreTrainedTokenizerBase:
 
 def slow() -> SimpleNamespace:
     """A tokenizer without ``tokenizers`` behind it."""
-    return SimpleNamespace(is_fast=False, decode=fast().decode)
+    return SimpleNamespace(is_fast=False, decode=fast().decode, convert_ids_to_tokens=fast().convert_ids_to_tokens)
 
 
 def pieces(tokenizer: object, ids: list[int]) -> list[str]:
@@ -64,8 +65,98 @@ def test_spaces_between_words_survive_a_decoder_that_strips_the_first(is_fast):
     backend = Tokenizer(models.WordLevel({"▁one": 0, "▁two": 1, "▁three": 2}))
     backend.decoder = decoders.Metaspace()
     whole = PreTrainedTokenizerFast(tokenizer_object=backend)
-    tokenizer = SimpleNamespace(is_fast=is_fast, decode=whole.decode, backend_tokenizer=backend)
+    tokenizer = SimpleNamespace(
+        is_fast=is_fast,
+        decode=whole.decode,
+        backend_tokenizer=backend,
+        convert_ids_to_tokens=whole.convert_ids_to_tokens,
+    )
     assert pieces(tokenizer, [0, 1, 2]) == ["one", " two", " three", ""]
+
+
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+def of_bytes() -> PreTrainedTokenizerBase:
+    """A tokenizer that spells out in bytes what it has no token for, as Gemma's and Llama's; 0xC3 is the id 0xC3."""
+    words = ["a", "b", "▁c", "<end>", "[THINK]", "[/THINK]"]
+    backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(BYTES + words)}))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    tokenizer.add_special_tokens({"additional_special_tokens": words[3:]})
+    return tokenizer
+
+
+A, B, C, END, THINK, THOUGHT = range(256, 262)
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+@given(ids=st.lists(st.one_of(st.sampled_from([0xC3, 0xA9, 0xE2, 0x98, 0x95]), st.integers(0, C)), max_size=30))
+def test_bytes_that_are_no_character_come_as_they_are_decoded(is_fast, ids):
+    whole = of_bytes()
+    tokenizer = SimpleNamespace(
+        is_fast=is_fast,
+        decode=whole.decode,
+        backend_tokenizer=whole.backend_tokenizer,
+        convert_ids_to_tokens=whole.convert_ids_to_tokens,
+    )
+    assert "".join(pieces(tokenizer, ids)) == whole.decode(ids, skip_special_tokens=True)
+
+
+def test_a_byte_that_is_wrong_ends_nothing():
+    assert pieces(of_bytes(), [0xC3, 0xA9, 0xA9, A, 0xC3, 0xA9, B]) == [
+        "",
+        "",
+        "",
+        "\ufffd" * 3 + "a",
+        "",
+        "",
+        "éb",
+        "",
+    ]
+
+
+def test_a_megabyte_of_wrong_bytes_takes_no_time():
+    begun = time.process_time()
+    for tokenizer, wrong in ((of_bytes(), 0xFF), (fast(), fast().convert_tokens_to_ids("ÿ"))):
+        assert "".join(pieces(tokenizer, [wrong] * 20_000)).count("\ufffd") == 20_000
+    assert time.process_time() - begun < 10
+
+
+def answered(stop: list[str], ids: list[int]) -> tuple[str, str, int]:
+    """What is shown of an answer, what all of it decodes to, and how many ids it has."""
+    text = AnswerText(of_bytes(), stop)
+    shown = ""
+    for number, token in enumerate(ids):
+        shown += text.add(token)
+        if text.stopped:
+            return shown, text.decoded, number + 1
+    shown += text.finish()
+    assert shown == text.shown
+    return shown, text.decoded, len(ids)
+
+
+@pytest.mark.parametrize(
+    ("stop", "shown", "ids"),
+    [
+        (["<end>"], "ab", 3),
+        (["b<end> c"], "a", 4),
+        (["<end>a"], "ab cb", 6),
+        (["<end><end>"], "ab cb", 6),
+        (["[THINK]"], "ab cb", 6),
+        ([], "ab cb", 6),
+    ],
+)
+def test_a_stop_string_may_have_control_tokens_in_it(stop, shown, ids):
+    assert answered(stop, [A, B, END, C, B, END]) == (shown, "ab cb"[: {3: 2, 4: 4}.get(ids, 5)], ids)
+
+
+def test_control_tokens_around_a_thought_are_a_part_of_the_text():
+    ids = [THINK, A, THOUGHT, B, END]
+    assert answered([], ids)[:2] == ("[THINK]a[/THINK]b",) * 2
+    assert answered(["[/THINK]"], ids) == ("[THINK]a", "[THINK]a[/THINK]", 3)
 
 
 def test_control_tokens_have_no_text():

@@ -73,6 +73,39 @@ def chat(
     stored.agree(encoder.answered(prompt, answer, end))
 
 
+@pytest.mark.parametrize(
+    ("opens", "template", "end"),
+    [
+        ("<think>\n", DROPS_THINKING, "</think>"),
+        ("[THINK]", DROPS_THINKING, "[/THINK]"),
+        ("<seed:think>", NO_SYSTEM, "</seed:think>"),
+        ("<plan>\n", DROPS_THINKING.replace("</think>", "</plan>"), "</plan>"),
+        ("<plan>\n", NO_SYSTEM, ""),
+        ("<think>\n\n</think>\n\n", DROPS_THINKING, ""),
+        ("", DROPS_THINKING, ""),
+    ],
+)
+def test_a_thought_that_the_template_begins_is_known_by_the_tag_that_ends_it(tokenizer, opens, template, end):
+    encoder = with_template(tokenizer, template + opens)
+    asked = [user("What is <think>")]
+    assert encoder.thought_end(asked, encoder.encode(asked, Stored())) == end
+    goes_on = [*asked, assistant("It is")]
+    assert encoder.thought_end(goes_on, encoder.encode(goes_on, Stored())) == ""
+
+
+def test_what_a_question_ends_with_begins_no_thought(tokenizer):
+    bare = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    for encoder in (with_template(tokenizer, bare), with_template(tokenizer, None)):
+        asked = [user("What is <think>")]
+        assert encoder.thought_end(asked, encoder.encode(asked, Stored())) == ""
+
+
+def test_a_template_knows_the_tags_that_it_looks_for(tokenizer):
+    template = DROPS_THINKING.replace("</think>", "</plan>") + "{{ '' if 'x'.split('</tool_response>') else '' }}"
+    assert with_template(tokenizer, template).thought_tags == ("<plan>",)
+    assert with_template(tokenizer, None).thought_tags == ()
+
+
 def test_a_prompt_is_what_the_chat_template_gives(tokenizer, encoder):
     turns = [Turn("system", "Be brief."), user("Hi there"), assistant("Hello."), user("What is the key?")]
     prompt = encoder.encode(turns, Stored())

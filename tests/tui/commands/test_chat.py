@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 from support.app_driver import finished, notes, press, prompt, texts, toasts, typed
@@ -10,7 +11,7 @@ from support.app_driver import finished, notes, press, prompt, texts, toasts, ty
 from kvchat.config.modes import registered
 from kvchat.errors import UsageError
 from kvchat.protocol.messages import Switch, Turn
-from kvchat.tui.commands.chat import set_tokens, set_value, switch_mode
+from kvchat.tui.commands.chat import code_blocks, set_tokens, set_value, switch_mode
 from kvchat.tui.commands.pins import pin
 from kvchat.tui.state import Phase
 from kvchat.tui.widgets.bars import ModeBar
@@ -74,12 +75,22 @@ async def test_what_kvchat_chooses_by_itself_is_left_to_it_by_command(chat):
     ]
 
 
+def test_blocks_of_code_are_found_in_a_time_that_grows_with_the_text():
+    assert code_blocks("```py\none\n```\n~~~~\ntwo\n~~~\n~~~~\n````\nthree") == ["one\n", "two\n~~~\n", "three"]
+    begun = time.process_time()
+    code_blocks("````\n" + "```x\n~~~\n" * 100_000)
+    code_blocks("```" * 300_000)
+    assert time.process_time() - begun < 5
+
+
 async def test_sampling_by_command(running):
     async with running() as (app, _pilot, until):
         typed(app, "/set temperature 0.2")
         await until(lambda: app.controller.state.sampling.temperature == 0.2)
         typed(app, "/set temprature 1")
         await until(lambda: 'Did you mean "temperature"?' in toasts(app))
+        await until(lambda: prompt(app).text == "/set temprature 1")
+        prompt(app).clear()
         typed(app, "/set")
         await until(lambda: any(re.search("temperature +0.2 +a number from 0", note) for note in notes(app)))
         typed(app, "/set temp")
@@ -143,6 +154,8 @@ async def test_a_file_is_begun_with_by_command(running, tmp_path):
     async with running() as (app, _pilot, until):
         typed(app, f"/file {path}")
         await until(lambda: f"{path} cannot be read. No such file" in toasts(app))
+        await until(lambda: prompt(app).text == f"/file {path}")
+        prompt(app).clear()
         path.write_text("of words")
         typed(app, f"/file {path}")
         await until(lambda: prompt(app).text == f'@"{path}" ')

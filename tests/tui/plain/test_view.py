@@ -35,7 +35,7 @@ async def printed(folds, text, withdrawn=0):
         (True, "<think>one two</think>\n\nfine", "[thought, 2 words]\nmodel: fine\n[3 tok]\n"),
         (True, "<think>one two", "[thought, 2 words]\n[3 tok]\n"),
         (True, "<thin ice", "model: <thin ice\n[3 tok]\n"),
-        (True, "told</think>fine", "model: told</think>fine\n[3 tok]\n"),  # a lone end comes too late
+        (True, "told</think>fine", "model: told</think>fine\n[3 tok]\n"),
         (True, "fine", "model: fine\n[3 tok]\n"),
     ],
 )

@@ -50,12 +50,11 @@ async def test_html_is_text_and_a_thought_is_folded(running):
         assert app.clipboard.startswith("<div>three")
 
 
-async def test_a_lone_end_makes_a_thought_of_what_was_drawn(running):
+async def test_the_end_of_a_thought_that_the_prompt_began_folds_it(running):
     async with running() as (app, _pilot, until):
         answer = await app.chat.add_answer()
-        answer.feed("Let me see. ")
-        await until(lambda: "Let me see" in drawn(app))
-        answer.feed("Yes.</think>\n\nHello.")
+        answer.thought = "</think>"
+        answer.feed("Let me see. Yes.</think>\n\nHello.")
         await until(lambda: "Hello." in drawn(app) and "Let me see" not in drawn(app))
         assert texts(answer.query(".thought").results(Static)) == ["▸ thought, 4 words"]
 
