@@ -42,7 +42,7 @@ async def test_what_did_not_change_is_not_asked(running, monkeypatch):
             asked.append((type(widget).__name__, crop.height))
             return lines(widget, crop)
 
-        block, ribbon = app.chat.query_one(KvColumn).query_one("#context-rows"), app.chat.query_one(Ribbon)
+        block, ribbon = app.chat.query_one(KvColumn).query_one("#plain-rows"), app.chat.query_one(Ribbon)
         # Frames of the application's own timers are not counted.
         with monkeypatch.context() as counted:
             counted.setattr(Widget, "render_lines", noted)
