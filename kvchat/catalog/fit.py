@@ -13,8 +13,11 @@ from kvchat.config import profiles
 from kvchat.kv.memory import available
 
 # Bytes an element of quantized weights takes, with their constants.
-QUANTIZED = {"int8": 1.0, "nf4": 0.5 + 4 / 64}
-INT4 = {"cpu": 0.5 + 4 / 32, "cuda": 0.5 + 4 / 128}
+NF4 = 0.5 + 4 / 64
+QUANTIZED = {
+    "cpu": {"int8": 1 + 2 / 32, "nf4": NF4, "int4": 0.5 + 4 / 32},
+    "cuda": {"int8": 1.0, "nf4": NF4, "int4": 0.5 + 4 / 128},
+}
 # In what weights that loading unpacks are packed again by default, by their bits an element of the layers in the files:
 # as in the engine's ``repacking``.
 AT_MOST = {"int4": 5.0, "int8": 9.0}
@@ -74,13 +77,14 @@ def needs(found: FoundModel, weights: Weights, dtype: str, there: Room) -> dict[
     refused = {"int4"} if no_int4 else set()
     if is_unpacked:
         refused.add("nf4")  # is not made of what was packed
-    packed = {name: _packed_bytes(weights, name, item, there) for name in (*QUANTIZED, "int4") if name not in refused}
+    chosen_from = [name for name in _quantized(there) if name not in refused]
+    packed = {name: _packed_bytes(weights, name, item, there) for name in chosen_from}
     return {"none": weights.elements * item, **packed}
 
 
 def _packed_bytes(weights: Weights, quantize: str, item: int, there: Room) -> int:
     """Bytes of weights whose Linears are packed; on a CPU experts too, and the head, which may be the embedding."""
-    plain, each = weights.plain, QUANTIZED.get(quantize) or INT4[there.device.partition(":")[0]]
+    plain, each = weights.plain, _quantized(there)[quantize]
     linear, experts = _linear_and_experts(weights)
     packed, head = linear, 0
     if there.device == "cpu" and quantize != "nf4":
@@ -89,9 +93,14 @@ def _packed_bytes(weights: Weights, quantize: str, item: int, there: Room) -> in
     return (weights.elements - packed) * item + int(packed * each) + head
 
 
+def _quantized(there: Room) -> dict[str, float]:
+    return QUANTIZED[there.device.partition(":")[0]]
+
+
 def _packed_head(plain: Elements, item: int) -> int:
     """Bytes that a head in int8 adds."""
-    return plain.embedding if plain.head is None else plain.head * (1 - item)
+    each = QUANTIZED["cpu"]["int8"]
+    return int(plain.embedding * each if plain.head is None else plain.head * (each - item))
 
 
 def _own_bytes(weights: Weights, method: str, item: int, there: Room) -> int:

@@ -45,8 +45,13 @@ def test_whether_it_fits(stored: str, dtype: str, room: Room, expected: Fit) -> 
     ("device", "dtype", "head", "expected"),
     [
         # 5 GiB of Linears, 2 of embeddings, 1 of something else
-        ("cpu", "float32", None, {"none": 32, "int8": 12 + 5 + 2, "int4": 12 + 5 * 0.625, "nf4": 12 + 5 * 0.5625}),
-        ("cpu", "float32", 1, {"none": 32, "int8": 8 + 6, "int4": 8 + 1 + 5 * 0.625, "nf4": 12 + 5 * 0.5625}),
+        ("cpu", "float32", None, {"none": 32, "int8": 12 + 7 * 1.0625, "int4": 12 + 5 * 0.625, "nf4": 12 + 5 * 0.5625}),
+        (
+            "cpu",
+            "float32",
+            1,
+            {"none": 32, "int8": 8 + 6 * 1.0625, "int4": 8 + 1.0625 + 5 * 0.625, "nf4": 12 + 5 * 0.5625},
+        ),
         ("cuda", "auto", 1, {"none": 16, "int8": 6 + 5, "int4": 6 + 5 * 0.53125, "nf4": 6 + 5 * 0.5625}),
         ("cuda", "float16", None, {"none": 16, "int8": 6 + 5, "nf4": 6 + 5 * 0.5625}),
     ],
@@ -111,7 +116,7 @@ def test_whether_a_checkpoint_fits_that_is_quantized_already(
         ("compressed-tensors", 8.1, 0, Room("cuda", 9 * GiB), Fit(10 * GiB, "int4")),
         ("compressed-tensors", 16, 0, Room("cuda", 20 * GiB), Fit(16 * GiB, "none")),
         ("fp8", 8.1, 0, Room("cuda", 20 * GiB, (8, 6)), Fit(10 * GiB, "none")),
-        ("fp8", 8.1, 0, Room("cpu", 20 * GiB), Fit(10 * GiB, "none")),
+        ("fp8", 8.1, 0, Room("cpu", 20 * GiB), Fit(int(10.375 * GiB), "none")),
         ("mxfp4", 4.25, 6, Room("cpu", 20 * GiB), Fit(int(7.75 * GiB), "none")),
         ("fp8", 8.1, 5, Room("cuda", 20 * GiB, (8, 6)), Fit(16 * GiB, "none")),  # experts stay unpacked
         ("fp8", 8.1, 5, Room("cuda", 16 * GiB, (8, 6)), Fit(16 * GiB, "int8")),
@@ -129,7 +134,9 @@ def test_what_is_packed_is_told_also_where_a_tied_head_makes_it_larger_than_unpa
     packed = {"packed_elements": 2 * GiB, "packed_bytes": 2 * GiB, "layer_bits": 8.1}
     weights = Weights(8 * GiB, 14 * GiB, "bfloat16", plain=Elements(embedding=6 * GiB), **packed)
     # 6 GiB of embeddings in bfloat16 and once more in 8 bits as the head; unpacked all is 16.
-    assert fit(FoundModel("m", "folder", weights, "fp8"), "bfloat16", Room("cpu", 40 * GiB)) == Fit(20 * GiB, "none")
+    assert fit(FoundModel("m", "folder", weights, "fp8"), "bfloat16", Room("cpu", 40 * GiB)) == Fit(
+        int(20.5 * GiB), "none"
+    )
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def choose(quantize: str, described: ModelDescription) -> Choice:
             f"Give --quantize {', '.join(CHOICES[:-1])} or {CHOICES[-1]}, or leave it out.",
         )
     if quantize != "auto":
-        return Choice(quantize)
+        return Choice(quantize, _against(quantize, described))
     small = by_default(described)
     if not small:
         return Choice("none")
@@ -71,6 +71,17 @@ def choose(quantize: str, described: ModelDescription) -> Choice:
         )
     stored = "GGUF file's" if described.location.gguf else quantization.own_method(described.config)
     return Choice(small, f"The {stored} weights are kept in {small}; --quantize none unpacks them.")
+
+
+def _against(quantize: str, described: ModelDescription) -> str:
+    """A sentence about a quantization that was asked for, where the one by default is closer to the files."""
+    small = by_default(described) if quantize in AT_MOST and is_unpacked(described) else ""
+    if small in ("", quantize):
+        return ""
+    of_file = f"the files' {bits(described):.1f} bits a weight"
+    if quantize == "int8":
+        return f"int8 takes more memory than {small} and is no closer to {of_file}: auto keeps them in {small}."
+    return f"{quantize} is less than {of_file}, and answers change: auto keeps them in {small}."
 
 
 def by_default(described: ModelDescription) -> str:

@@ -17,8 +17,8 @@ from kvchat.engine.model.packed_rows import is_tied, packs_head
 from kvchat.engine.model.packing import PACKINGS
 from kvchat.stored_tensors import Packed
 
-# Bytes beside a weight's own bits: a row's scale and on a GPU torchao's zero point, bitsandbytes' scale of 64 weights.
-ROW_BYTES = {"cpu": int8_rows.SCALE_BYTES, "cuda": 5}
+# Bytes beside a weight's own bits on a GPU: torchao's scale and zero point of a row, bitsandbytes' scale of 64 weights.
+ROW_BYTES = 5
 NF4_BYTES = 0.5 + 4 / 64
 # torchao's int4 on a GPU: bytes a weight, of how many share a scale, and the rows and columns it is padded to.
 INT4_BYTES, INT4_GROUP, INT4_PADDED = 0.5 + 4 / 128, 128, (8, 1024)
@@ -118,7 +118,9 @@ def _packed_bytes(weight: Tensor, quantize: str, device: torch.device) -> int:
     """Bytes of a matrix ``weight [N, K]`` once it is packed; those of one that does not fit stay."""
     rows, columns = weight.shape
     if quantize != "int4":
-        return rows * (columns + ROW_BYTES[device.type]) if quantize == "int8" else int(rows * columns * NF4_BYTES)
+        if quantize == "int8":
+            return int8_rows.packed_bytes(rows, columns) if device.type == "cpu" else rows * (columns + ROW_BYTES)
+        return int(rows * columns * NF4_BYTES)
     if not _fits(weight, quantize, device):
         return weight.nbytes
     if device.type == "cpu":

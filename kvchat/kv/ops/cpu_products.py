@@ -35,6 +35,12 @@ def compiled_loops() -> ModuleType | None:
     return compiled
 
 
+def use_threads(threads: int) -> None:
+    """Let the compiled loops that this thread asks for run on so many threads."""
+    if loops := compiled_loops():
+        loops.use_threads(threads)
+
+
 def loops_over(dtype: torch.dtype) -> ModuleType | None:
     """``compiled_loops``, which then take stored numbers of ``dtype``; None where there are none for it."""
     loops = compiled_loops() if dtype in KNOWN else None

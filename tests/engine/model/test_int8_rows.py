@@ -26,7 +26,8 @@ def packed(rows: int, columns: int, dtype: torch.dtype = torch.float32, bias: bo
 
 def unpacked(linear: nn.Linear) -> Tensor:
     """The weights that a packed Linear stands for."""
-    return linear.weight.double() * linear.packed_rows.scale.double()[:, None]
+    scale = linear.packed_rows.scale.double().view(len(linear.weight), -1)
+    return linear.weight.double() * scale.repeat_interleave(linear.weight.shape[1] // scale.shape[1], 1)
 
 
 @settings(max_examples=30, deadline=None)
@@ -84,8 +85,31 @@ def test_a_weight_is_off_by_half_a_step_at_most_and_zeros_stay():
     linear.weight.data[3] = 0
     before = linear.weight.detach().double()
     int8_rows.pack(linear)
-    assert ((unpacked(linear) - before).abs() <= before.abs().amax(1, keepdim=True) / 254 + 1e-8).all()
+    groups = before.view(16, 2, 32)
+    off = (unpacked(linear) - before).abs().view(16, 2, 32)
+    assert (off <= groups.abs().amax(-1, keepdim=True) / 254 * (1 + 2**-10) + 1e-8).all()
     assert not unpacked(linear)[3].any()
+
+
+def test_weights_that_had_8_bits_in_groups_of_32_keep_their_values():
+    torch.manual_seed(0)
+    levels = torch.randint(-127, 128, (16, 4, 32))
+    levels[..., 0] = 127  # as Q8_0 has them: the largest of a group
+    linear = nn.Linear(128, 16, bias=False)
+    linear.weight.data = (levels * torch.rand(16, 4, 1).half().float()).view(16, 128)
+    before = linear.weight.detach().clone()
+    int8_rows.pack(linear)
+    torch.testing.assert_close(unpacked(linear).float(), before, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 7, 64])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_one_token_is_multiplied_in_float32(rows, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    linear, x = packed(rows, 96), torch.randn(96, generator=torch.Generator().manual_seed(2))
+    torch.testing.assert_close(linear(x).double(), unpacked(linear) @ x.double(), rtol=1e-5, atol=1e-5)
+    torch.set_num_threads(before)
 
 
 def test_more_rows_than_are_quantized_at_once(monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support import tiny_models, tiny_multimodal
 
-from kvchat.engine.model import int8_rows, text_part
+from kvchat.engine.model import text_part
 from kvchat.engine.model.weight_sizes import linears, packed_bytes, read_bytes, weight_bytes, without_memory
 from kvchat.stored_tensors import Packed
 
@@ -24,14 +24,15 @@ def test_without_quantization_they_are_the_tensors(shapes):
     assert weight_bytes(shapes, "none", CPU) == sum(t.nbytes for t in (*shapes.parameters(), *shapes.buffers()))
 
 
-def test_int8_takes_a_byte_a_weight_and_a_scale_a_row(shapes):
+def test_int8_takes_a_byte_a_weight_and_scales(shapes):
     packed = [linear.weight for linear in linears(shapes) if linear is not shapes.get_output_embeddings()]
     saved = weight_bytes(shapes, "none", GPU) - weight_bytes(shapes, "int8", GPU)
     assert saved == sum(weight.numel() - 5 * len(weight) for weight in packed)
     head = shapes.get_output_embeddings().weight
-    of_head = head.numel() + int8_rows.SCALE_BYTES * len(head)
+    assert {weight.shape[1] % 32 for weight in packed} == {0}
+    of_head = head.numel() * 34 // 32
     assert head is not shapes.get_input_embeddings().weight
-    on_cpu = sum(weight.numel() - int8_rows.SCALE_BYTES * len(weight) for weight in packed)
+    on_cpu = sum(2 * weight.numel() - weight.numel() * 34 // 32 for weight in packed)
     assert weight_bytes(shapes, "none", CPU) - weight_bytes(shapes, "int8", CPU) == on_cpu + head.nbytes - of_head
 
 
