@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -18,6 +17,7 @@ from typing import Any
 
 from kvchat import units
 from kvchat.bench.frame import load
+from kvchat.bench.identity import outdated
 from kvchat.bench.report import rendered
 from kvchat.tui.actions import ACTIONS
 from kvchat.tui.rebinding import describe_keys
@@ -26,50 +26,6 @@ ROOT = Path(__file__).parents[1]
 READMES = tuple(ROOT / name for name in ("README.md", "kvchat/bench/README.md", "kvchat/tui/README.md"))
 RESULTS = ROOT / "kvchat" / "bench" / "results"
 PLACE = re.compile(r"(?<=<!-- )(?!end)([\w-]+)( -->\n\n).*?(?=\n\n<!-- end -->)", re.DOTALL)
-SUMMARIZED = ("full", "freeze", "streaming:budget=512", "speculative:budget=512", "sync")
-
-
-def summary() -> str:
-    """The front README's table: recall, counts and speed of the modes in their usual settings."""
-    passkeys, times = _read("passkey"), _read("decode")
-    rows = {row["variant"]: row for row in _rows(passkeys)}
-    context = max(row["context"] for row in times["rows"])
-    fast = {row["variant"]: row["times_as_fast"]["generate"] for row in times["rows"] if row["context"] == context}
-    lines = [
-        [
-            variant.replace(":budget=", ", budget "),
-            f"{rows[variant]['right']} of {passkeys['settings']['cases']}",
-            f"{rows[variant]['read_tokens']:,.0f}",
-            f"{rows['full']['read_tokens']:,.0f}",
-            _copied(rows[variant]),
-            f"{fast[variant.partition(':')[0]]:.2f}",
-        ]
-        for variant in SUMMARIZED
-    ]
-    heads = ["mode", "facts recalled", "read", "stored", "on the device", f"speed at {context:,} tokens"]
-    return _table(heads, lines)
-
-
-def taus() -> str:
-    """The front README's table of speculative mode by tau: recall, corrections and time, in its tightest budget."""
-    recall, times = _read("recall-tau"), _read("decode-tau")
-    timed = [row for row in times["rows"] if row["variant"] != "full"]
-    every = max(row["corrections"] for row in timed)
-    budget = min(m["parameters"]["budget"] for m in recall["methods"].values() if m["mode"] != "full")
-    lines = []
-    for row in timed:
-        found = [each for each in _rows(recall) if each["variant"] == f"{row['variant']},budget={budget}"]
-        right, cases = (sum(each[name] for each in found) for name in ("right", "cases"))
-        share = f"{100 * row['corrections'] / every:.0f} %"
-        lines.append([row["variant"].partition(":")[2], share, f"{right} of {cases}", f"{row['ms']:.1f} ms"])
-    heads = ["with", "heads corrected", f"facts recalled with {budget} tokens", f"a token of {timed[0]['context']:,}"]
-    return "\n\n".join(filter(None, (_table(heads, lines), _beside(times))))
-
-
-def _beside(times: dict[str, Any]) -> str:
-    """Says of times that other programs took most of the processors; "" where they did not."""
-    others = statistics.median(row["others"] for row in times["rows"])
-    return f"*Timed while other programs took {100 * others:.0f} % of the processors.*" if others > 0.1 else ""
 
 
 def keys() -> str:
@@ -91,7 +47,10 @@ def write() -> None:
 
 def table(name: str) -> str:
     """The table of this name: one of ``TABLES``, or the report of a result."""
-    return TABLES[name]() if name in TABLES else report(name)
+    if name not in TABLES:
+        return report(name)
+    older = outdated(_read(name)) if (RESULTS / f"{name}.json").exists() else ""
+    return TABLES[name]() + (f"\n\nOlder than the code: {older}." if older else "")
 
 
 def decode(name: str = "decode") -> str:
@@ -231,8 +190,6 @@ def _environment(result: dict[str, Any]) -> str:
 
 
 TABLES = {
-    "summary": summary,
-    "taus": taus,
     "keys": keys,
     "decode": decode,
     "decode-bfloat16": partial(decode, "decode-bfloat16"),

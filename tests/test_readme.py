@@ -46,11 +46,6 @@ def test_the_tables_of_kept_results_are_written_from_them(result):
     assert f"<!-- {result} -->\n\n{made().table(result)}\n\n<!-- end -->" in TEXTS[BENCH], "run .ci/tables.py --write"
 
 
-@pytest.mark.parametrize("table", ["summary", "taus"])
-def test_the_front_has_the_tables_of_the_results(table):
-    assert made().table(table) in TEXTS[FRONT], "run .ci/tables.py --write"
-
-
 def test_the_keys_are_those_of_the_action_table():
     assert made().keys() in TEXTS[KEYS], "run .ci/tables.py --write"
 

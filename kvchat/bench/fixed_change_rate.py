@@ -1,4 +1,4 @@
-"""Speculative mode whose selection changes by a fixed share of pages at every step."""
+"""FreeKV whose selection changes by a fixed share of pages at every step."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from kvchat.config.modes import SpeculativeParameters
 from kvchat.errors import UsageError
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.modes.base import ModelTraits
-from kvchat.kv.modes.speculative import Speculative
+from kvchat.kv.modes.freekv import FreeKV
 from kvchat.kv.ops.selection import Candidates
 
 if TYPE_CHECKING:
     from kvchat.kv.state import KVState
 
 
-class FixedChangeRate(Speculative):
+class FixedChangeRate(FreeKV):
     """Of the k pages of every layer and KV head, ``round(rate * k)`` are others at each step.
 
     Pages are scored and selected at the usual cost; then the selection is replaced by a window of k pages that slides
@@ -27,7 +27,7 @@ class FixedChangeRate(Speculative):
     """
 
     def __init__(self, rate: float, parameters: SpeculativeParameters, geometry: Geometry, traits: ModelTraits) -> None:
-        super().__init__(parameters, geometry, traits)
+        super().__init__(parameters.of_pages(), geometry, traits)
         self.rate = rate
 
     def attach(self, state: KVState) -> None:
@@ -67,7 +67,7 @@ class FixedChangeRate(Speculative):
     def choose(self, layer: int, scores: Tensor, candidates: Candidates, flagged: Tensor | None = None) -> Tensor:
         chosen = super().choose(layer, scores, candidates, flagged)
         if flagged is None:  # with tau > 1 nothing is chosen ahead
-            return (self._pages_now if self.parameters.tau > 1 else self._pages_next).to(chosen.dtype)
+            return (self._pages_now if self.tau > 1 else self._pages_next).to(chosen.dtype)
         return torch.where(flagged[:, None], self._pages_now, self.slots.pages_of(layer)).to(chosen.dtype)
 
     def _pages_at(self, position: Tensor) -> Tensor:

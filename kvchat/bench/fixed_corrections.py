@@ -1,4 +1,4 @@
-"""Speculative mode that corrects a fixed share of heads at every step, whichever way their queries turn."""
+"""FreeKV that corrects a fixed share of heads at every step, whichever way their queries turn."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from torch import Tensor
 from kvchat.config.modes import SpeculativeParameters
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.modes.base import ModelTraits
-from kvchat.kv.modes.speculative import Speculative
-from kvchat.kv.ops.selection import chosen_by
+from kvchat.kv.modes.freekv import FreeKV
 
 if TYPE_CHECKING:
     from kvchat.kv.state import KVState
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 PERIOD = 64  # steps after which the same heads have their turn
 
 
-class FixedCorrections(Speculative):
+class FixedCorrections(FreeKV):
     """In ``share`` of all steps a KV head is corrected, drawn for each layer and head.
 
     Whether queries turned is found out at the usual cost; then the answer is replaced, by the position on the device,
@@ -29,7 +28,7 @@ class FixedCorrections(Speculative):
     def __init__(
         self, share: float, parameters: SpeculativeParameters, geometry: Geometry, traits: ModelTraits
     ) -> None:
-        super().__init__(parameters.model_copy(update={"tau": 0.0}), geometry, traits)  # some heads are corrected
+        super().__init__(parameters.of_pages(tau=0.0), geometry, traits)  # some heads are corrected
         self.share = share
 
     def attach(self, state: KVState) -> None:
@@ -44,7 +43,3 @@ class FixedCorrections(Speculative):
     def needs_correction(self, layer: int, query: Tensor) -> Tensor:
         super().needs_correction(layer, query)
         return self._drawn.index_select(0, (self.state.position % PERIOD).view(1))[0, layer]
-
-    def late_scores(self, layer: int, query: Tensor) -> tuple[Tensor, Tensor]:
-        corrected = self.needs_correction(layer, query)
-        return self._scores(layer, chosen_by(corrected, query, self.state.query[layer])), corrected

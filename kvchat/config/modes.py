@@ -43,6 +43,11 @@ class ModeParameters(BaseModel):
     gives_up: ClassVar[str] = ""
     own: ClassVar[Mapping[str, str]] = {}
 
+    @property
+    def implemented_by(self) -> str:
+        """The class that these parameters ask for."""
+        return self.implementation
+
     recovery: bool = False
     """watch the entropy of the generated text; when it goes wrong, restore tokens, finally withdraw some"""
     pin_system: bool = False
@@ -132,27 +137,65 @@ class StreamingParameters(BudgetParameters, PaperParameters):
 
 class SpeculativeParameters(BudgetParameters, PaperParameters):
     name: ClassVar[str] = "speculative"
-    title: ClassVar[str] = "pages retrieved one step ahead, corrected per head (FreeKV)"
-    version: ClassVar[int] = 2
+    title: ClassVar[str] = "tokens chosen one by one by an index of two-bit keys, one layer ahead on a GPU"
+    version: ClassVar[int] = 3
     implementation: ClassVar[str] = "kvchat.kv.modes.speculative:Speculative"
-    published: ClassVar[Mapping[str, Any]] = {"budget": 2048, "tau": 0.9, "first_full": True}
+    published: ClassVar[Mapping[str, Any]] = {
+        "budget": 2048,
+        "tau": 0.9,
+        "first_full": True,
+        "index": "bounds",
+        "unit": "page",
+        "query": "last",
+    }
     figures: ClassVar[Mapping[str, str]] = {
-        "pages per head": "pages of 32 tokens that each KV head chooses for a token, beside sinks and window",
-        "candidate pages": "stored pages that it chooses them from",
-        "heads corrected": "KV heads whose choice was replaced before attention, of all since the mode was entered",
-        "mean C": "cosine of a head's query to its last one, in the mean since the mode was entered: 1 is no turn, and"
-        " below tau the head is corrected",
+        "tokens per head": "tokens that each KV head chooses for a token, beside sinks and window",
+        "candidate tokens": "stored tokens that it chooses them from",
+        "index": "bytes of the keys in a few bits, on the device, by which they are chosen",
+        "pages per head": "with unit=page: pages of 32 tokens that each KV head chooses, beside sinks and window",
+        "candidate pages": "with unit=page: stored pages that it chooses them from",
+        "heads corrected": "with unit=page: KV heads whose choice was replaced before attention, of all since the mode"
+        " was entered",
+        "mean C": "with unit=page: cosine of a head's query to its last one, in the mean since the mode was entered:"
+        " 1 is no turn, and below tau the head is corrected",
     }
     gives_up: ClassVar[str] = "reading everything for every token: speculative chooses what to read"
 
+    index: Literal["bounds", "blocks", "bits2", "bits4"] = "bits2"
+    """chosen by: keys in 2 or 4 bits; for pages also the bounds of their keys (Quest, FreeKV), or of blocks of 8"""
+    unit: Literal["token", "page"] = "token"
+    """what is chosen: tokens one by one, or pages of 32 (FreeKV)"""
+    query: Literal["own", "ahead", "last"] | None = None
+    """whose query chooses: the token's own, one estimated a layer ahead, the last token's (auto: ahead on a GPU)"""
     sink: int | None = Field(None, ge=0)
     """S, first tokens, always attended (auto: 4; profile=paper: a quarter of the budget)"""
     window: int | None = Field(None, ge=1)
-    """W, most recent tokens, always attended (auto: a quarter of the budget, and what whole pages leave of it)"""
-    tau: float = Field(0.8, allow_inf_nan=False)
-    """correct a head when the cosine of its query to the last one is below tau; > 1 always (synchronous), < -1 never"""
+    """W, most recent tokens, always attended (auto: 32 with query=own, else a quarter of the budget)"""
+    tau: float | None = Field(None, allow_inf_nan=False)
+    """of pages chosen by the last query: correct a head whose query's cosine to it is below tau (auto: 0.8)"""
     first_full: bool = True
     """keep and attend to all tokens in the first layer"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_freekv(cls, given: Any) -> Any:
+        """What only FreeKV has stands for FreeKV: bounds of pages; with tau also the last query."""
+        if not isinstance(given, dict):
+            return given
+        asked = {name for name, value in given.items() if value not in (None, "auto")}
+        if "tau" in asked and not asked & {"index", "unit", "query"}:
+            return {**given, "index": "bounds", "unit": "page", "query": "last"}
+        if given.get("index") in ("bounds", "blocks") and "unit" not in asked:
+            return {**given, "unit": "page"}
+        return given
+
+    def of_pages(self, **changes: Any) -> SpeculativeParameters:
+        """FreeKV's, with the same budget, sinks and window, and ``changes``."""
+        return self.model_copy(update={"index": "bounds", "unit": "page", "query": "last", **changes})
+
+    @property
+    def implemented_by(self) -> str:
+        return "kvchat.kv.modes.freekv:FreeKV" if self.unit == "page" else self.implementation
 
 
 class FreezeParameters(PaperParameters):

@@ -279,7 +279,16 @@ class KVManager:
             raise
         return self.total
 
-    # ---- called by the model's attention
+    # ---- called by the model's layers and their attention
+
+    @property
+    def wants_ahead(self) -> bool:
+        """``estimated`` is to be called, in a decode step of this mode."""
+        return self._prefill is None and self._reread_from is None and self.mode.wants_ahead
+
+    def estimated(self, layer: int, query: Tensor) -> None:
+        """Let the mode choose for ``layer`` by an estimate ``query [H_q, 1, d_k]``, before the layer before runs."""
+        self.mode.estimated(layer, query[:, 0])
 
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """Store ``key [H, n, d_k]`` and ``value [H, n, d_v]``; ``query [H_q, n, d_k]`` attends -> ``[H_q, n, d_v]``."""

@@ -197,7 +197,7 @@ def test_a_real_model_is_measured_on_prose_up_to_its_context():
 
 
 def test_random_weights_may_read_a_prompt_too():
-    rows = decode.run(settings(modes=("speculative",), baselines=(), rounds=1, prefill=True))["rows"]
+    rows = decode.run(settings(modes=("speculative:unit=page",), baselines=(), rounds=1, prefill=True))["rows"]
     assert rows[0]["ms"] > 0
     assert 0 <= rows[0]["changed"] <= 1
 

@@ -44,7 +44,10 @@ def test_what_cannot_be_is_refused(mode: str, params: dict[str, object], message
         # Section 3.4: "(S, W, R, sigma, delta) = (4, 2044, 32, 16, 32) (so C = 2048, H = 2064)".
         ("streaming", {"sink": 4, "budget": 2048, "B": 0, "R": 32, "sigma": 16, "delta": 32}),
         # Sections 5.1 and 5.2: B = 2048, the first layer is not compressed, tau = 0.9 for long generation.
-        ("speculative", {"tau": 0.9, "budget": 2048, "first_full": True}),
+        (
+            "speculative",
+            {"tau": 0.9, "budget": 2048, "first_full": True, "index": "bounds", "unit": "page", "query": "last"},
+        ),
         # Section 5.1: Mem% to 50 %, m = 5, rho = 0.5; 4.1: the head closest to the centroid.
         ("sync", {"representatives": "centroid", "mem": 0.5, "rho": 0.5, "m": 5}),
         # Section 4.1: K = 32, tau = 0.50, k = 2.0; 3.6: recovery is future work.

@@ -105,7 +105,8 @@ def test_what_was_computed_with_less_context_is_read_again(session):
 
 
 def test_the_figures_of_the_conversation_stay_its_own(model):
-    session = Session(model, entering("speculative", {"budget": 128, "sink": 16, "window": 32}))
+    paged = {"unit": "page", "budget": 128, "sink": 16, "window": 32}
+    session = Session(model, entering("speculative", paged))
     list(session.answer(STORY, SAMPLING))
 
     def figures() -> tuple[object, ...]:

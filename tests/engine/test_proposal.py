@@ -153,7 +153,7 @@ def on_a_card(monkeypatch, tmp_path):
         (8, 24, 32768, "none", "full", None),
         (8, 16, 32768, "int8", "full", None),
         (8, 12, 131072, "nf4", "speculative", 2048),
-        (8, 8, 65536, "nf4", "speculative", 1024),
+        (8, 8, 49152, "nf4", "speculative", 512),
         (1, 4, 131072, "int8", "speculative", 2048),
     ],
 )
@@ -161,8 +161,8 @@ def test_what_reads_nothing_over_the_link_is_proposed_first(on_a_card, billions,
     proposal = on_a_card(billions, gib, context).proposal
     assert (proposal.quantize, proposal.mode, proposal.budget) == (quantize, mode, chosen)
     assert not any("over the link" in lost for lost in proposal.gave_up)
-    halved = f"{READS.format('1,024')}; the budget in force is 2,048"
-    assert (halved in proposal.gave_up) == (chosen == 1024)
+    reduced = f"{READS.format('512')}; the budget in force is 2,048"
+    assert (reduced in proposal.gave_up) == (chosen == 512)
 
 
 def test_the_table_says_beside_which_weights_full_reads_over_the_link(on_a_card):

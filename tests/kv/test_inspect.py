@@ -25,7 +25,7 @@ def run_of(row: str, kinds: tuple[str, ...] = MIXED) -> Run:
     return run
 
 
-@pytest.mark.parametrize("row", ["full-resident", "streaming-slack", "speculative-odd", "sync-two"])
+@pytest.mark.parametrize("row", ["full-resident", "streaming-slack", "speculative-four-bits", "freekv-odd", "sync-two"])
 def test_counts_are_those_of_the_masks(row):
     run = run_of(row)
     state = run.kv.state

@@ -15,7 +15,7 @@ from kvchat.kv.ops.torch_ops import TorchOps
 
 PLAIN = ("plain", "plain")
 NEVER_RECALL = {row for row, (mode, _) in ROWS.items() if mode in ("full", "streaming")}
-NEVER_RECALL |= {"sync-resident", "speculative-no-pages"}
+NEVER_RECALL |= {"sync-resident", "speculative-no-tokens", "freekv-no-pages"}
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row not in NEVER_RECALL])

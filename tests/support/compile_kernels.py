@@ -21,7 +21,7 @@ from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import DeviceSlots, Layout
 from kvchat.kv.memory.eight_bit_pool import EightBitPool
 from kvchat.kv.memory.host_pool import HostPool
-from kvchat.kv.modes.page_bounds import PageBounds
+from kvchat.kv.modes.page_index import PageBounds
 from kvchat.kv.ops.selection import Candidates
 from kvchat.kv.ops.triton import attend
 from kvchat.kv.ops.triton_ops import EightBitTritonOps, TritonOps

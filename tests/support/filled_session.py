@@ -7,7 +7,8 @@ from typing import Any
 from kvchat.engine.session import Session
 
 STREAMING = {"budget": 128, "sink": 32, "R": 1, "sigma": 0, "delta": 0}
-SPECULATIVE = {"budget": 192, "sink": 32, "window": 64}
+# Of pages, which come and go on a CPU too.
+SPECULATIVE = {"budget": 192, "sink": 32, "window": 64, "unit": "page", "index": "bounds"}
 
 
 def filled(session: Session, tokens: int, mode: str = "full", **params: Any) -> Session:

@@ -9,7 +9,13 @@ from support.dense_attention import assert_near, dense
 from support.freeze_reference import FreezeReference
 from support.kv_steps import decode_step, forward, prefill
 from support.mode_rows import ROWS
-from support.reference import FullReference, SpeculativeReference, StreamingReference, SyncReference
+from support.reference import (
+    FreeKVReference,
+    FullReference,
+    SpeculativeReference,
+    StreamingReference,
+    SyncReference,
+)
 from support.toy_model import Toy
 from torch import Tensor
 
@@ -17,6 +23,7 @@ from kvchat.config.modes import parse
 from kvchat.kv.inspect import attended, check_integrity
 from kvchat.kv.manager import KVManager
 from kvchat.kv.modes import build
+from kvchat.kv.modes.freekv import FreeKV
 from kvchat.kv.modes.streaming import Streaming
 
 REFERENCES: dict[str, type[FullReference]] = {
@@ -181,4 +188,5 @@ class Run:
         params = mode.report().params
         if params.get("budget"):
             params = params | {"budget": params["budget"] + mode.beyond_budget}
-        self.reference = REFERENCES[mode.name](self, params)
+        kind = FreeKVReference if isinstance(mode, FreeKV) else REFERENCES[mode.name]
+        self.reference = kind(self, params)

@@ -21,15 +21,33 @@ ROWS = {
     "sync-two": ("sync", {"budget": 70, "m": 4, "rho": 0.3, "clusters": 2}),
     "sync-resident": ("sync", {"budget": 80, "m": 5, "offload": False}),
     "sync-dynamic": ("sync", {"budget": 64, "m": 1, "rho": 0.0}),
-    "speculative": ("speculative", {"budget": 80, "sink": 8, "window": 24, "tau": 0.7}),
-    "speculative-odd": ("speculative", {"budget": 90, "sink": 5, "window": 19, "tau": 0.7, "first_full": False}),
-    "speculative-sync": ("speculative", {"budget": 80, "sink": 3, "window": 17, "tau": 2.0}),
-    "speculative-reuse": ("speculative", {"budget": 80, "sink": 0, "window": 16, "tau": -2.0}),
-    "speculative-paper": ("speculative", {"budget": 80, "profile": "paper", "tau": 0.7}),
-    "speculative-no-pages": ("speculative", {"budget": 64, "sink": 20, "window": 44}),
+    "speculative": ("speculative", {"budget": 80, "sink": 8, "window": 24}),
+    "speculative-four-bits": (
+        "speculative",
+        {"budget": 70, "sink": 5, "window": 19, "index": "bits4", "first_full": False},
+    ),
+    "speculative-last": ("speculative", {"budget": 64, "sink": 3, "window": 16, "query": "last"}),
+    "speculative-no-tokens": ("speculative", {"budget": 64, "sink": 20, "window": 44}),
+    "freekv": ("speculative", {"budget": 80, "sink": 8, "window": 24, "tau": 0.7}),
+    "freekv-odd": ("speculative", {"budget": 90, "sink": 5, "window": 19, "tau": 0.7, "first_full": False}),
+    "freekv-sync": ("speculative", {"budget": 80, "sink": 3, "window": 17, "tau": 2.0}),
+    "freekv-reuse": ("speculative", {"budget": 80, "sink": 0, "window": 16, "tau": -2.0}),
+    "freekv-paper": ("speculative", {"budget": 80, "profile": "paper", "tau": 0.7}),
+    "freekv-no-pages": ("speculative", {"budget": 64, "sink": 20, "window": 44, "tau": 0.7}),
+    "freekv-blocks": ("speculative", {"budget": 90, "sink": 4, "window": 32, "index": "blocks", "query": "own"}),
+    "freekv-bits": ("speculative", {"budget": 90, "sink": 4, "window": 32, "unit": "page", "query": "own"}),
 }
 # The first row of each mode and the unusual settings, for tests that need not run on all rows. The core has two rows
 # of each mode, one at an even place and one at an odd one, so that ``grids.thinned`` lets a mode meet every cell.
 FIRST = {mode: row for row, (mode, _) in reversed(ROWS.items())}
-CORE = [*FIRST.values(), "full-resident", "streaming-slack", "speculative-odd", "sync-two", "freeze-budget"]
+CORE = [
+    *FIRST.values(),
+    "full-resident",
+    "streaming-slack",
+    "speculative-four-bits",
+    "freekv",
+    "freekv-odd",
+    "sync-two",
+    "freeze-budget",
+]
 MIXED = ("plain", "window", "softcap", "sinks", "unrotated")

@@ -103,7 +103,7 @@ class Choice(NamedTuple):
     weights: dict[int, float]
 
 
-class SpeculativeReference(FullReference):
+class FreeKVReference(FullReference):
     """Quest's bound per page, softmax, mean over the group, top-k; chosen one step ahead, corrected by cosine."""
 
     def enter(self, num_reachable: int) -> None:
@@ -141,6 +141,8 @@ class SpeculativeReference(FullReference):
         return abs(choice.weights[token // self.page] - last) <= 1e-6 * last
 
     def _needs_correction(self, query: Tensor, last: Tensor, head: int) -> bool:
+        if self.p["query"] == "own":
+            return True
         group = self.run.toy.geometry.group
         cosines = []
         for q in range(head * group, (head + 1) * group):
@@ -164,16 +166,72 @@ class SpeculativeReference(FullReference):
         # The window is at least a page, so every candidate page is complete.
         keys = self.run.keys[layer][:, pages[0] * self.page : (pages[-1] + 1) * self.page].double()
         tiles = keys.unflatten(1, (len(pages), self.page))[:, [pages.index(page) for page in useful]]
-        highest, lowest = tiles.amax(2), tiles.amin(2)
         chosen = []
         for head in range(geometry.kv_heads):
             weights = torch.zeros(len(useful), dtype=torch.float64)
             for q in query[head * geometry.group : (head + 1) * geometry.group].double():
-                weights += (scaling * torch.maximum(q * highest[head], q * lowest[head]).sum(1)).softmax(0)
+                weights += torch.stack([scaling * self._score(q, tile) for tile in tiles[head]]).softmax(0)
             order = weights.argsort(descending=True).tolist()
             named = dict(zip(useful, weights.tolist(), strict=True))
             chosen.append(Choice([useful[i] for i in order[: self.k]], named))
         return chosen
+
+    def _score(self, q: Tensor, tile: Tensor) -> Tensor:
+        """Of one query head for a page's keys ``tile [page, d_k]``, by the index; before it is scaled."""
+        if self.p["index"] == "bounds":
+            return torch.maximum(q * tile.amax(0), q * tile.amin(0)).sum()
+        if self.p["index"] == "blocks":
+            blocks = tile.split(8)
+            bounds = torch.stack([torch.maximum(q * block.amax(0), q * block.amin(0)).sum() for block in blocks])
+            means = torch.stack([q @ block.mean(0) for block in blocks])
+            return (means + 0.25 * (bounds - means)).amax()
+        scaling = self.run.toy.geometry.d_k**-0.5
+        return ((coded(tile, int(self.p["index"][-1])) @ q) * scaling).logsumexp(0) / scaling
+
+
+def coded(tile: Tensor, bits: int) -> Tensor:
+    """A page's keys ``[page, d_k]`` in so many bits, by channel between the lowest and the highest, in bfloat16."""
+    low, high = tile.amin(0).bfloat16().float(), tile.amax(0).bfloat16().float()
+    steps = 2**bits - 1
+    codes = ((tile.float() - low) / (high - low)).nan_to_num(0).clamp(0, 1).mul(steps).round().double()
+    return low.double() + codes * (high - low).double() / steps
+
+
+class SpeculativeReference(FullReference):
+    """The k tokens of highest weight by keys in a few bits, softmax, mean over the group; sinks and a window."""
+
+    def enter(self, num_reachable: int) -> None:
+        self.first = 1 if self.p["first_full"] else 0
+        self.k = self.p["budget"] - self.p["sink"] - self.p["window"]
+        self.weights: dict[tuple[int, int], Tensor] = {}
+        self.bounds: dict[tuple[int, int], float] = {}
+
+    def reads(self, layer: int, query: Tensor) -> Tensor:
+        if layer < self.first:
+            return super().reads(layer, query)
+        geometry, now = self.run.toy.geometry, len(self.run.ids) - 1
+        spec = self.run.toy.specs[layer]
+        asks = self.run.query[layer] if self.p["query"] == "last" else query
+        seen = 0 if spec.window is None else max(0, now + 1 - spec.window)
+        low, high = max(self.p["sink"], seen), now - self.p["window"]
+        mask = torch.zeros(geometry.kv_heads, now + 1, dtype=torch.bool)
+        mask[:, :low] = mask[:, max(0, high + 1) :] = True
+        may = [token for token in range(low, high + 1) if token not in self.run.pins]
+        for head in range(geometry.kv_heads if may and self.k else 0):
+            keys = self.run.keys[layer][head, : now // geometry.page * geometry.page].double()
+            kept = torch.cat([coded(tile, int(self.p["index"][-1])) for tile in keys.split(geometry.page)])
+            weights = torch.zeros(len(kept), dtype=torch.float64)
+            for q in asks[head * geometry.group : (head + 1) * geometry.group].double():
+                weights[seen:] += (spec.scaling * kept[seen:] @ q).softmax(0)
+            ranked = sorted(may, key=lambda token: -float(weights[token]))
+            mask[head, ranked[: self.k]] = True
+            self.weights[layer, head] = weights
+            self.bounds[layer, head] = float(weights[ranked[: self.k][-1]])
+        return mask
+
+    def tied(self, layer: int, head: int, token: int) -> bool:
+        last = self.bounds[layer, head]
+        return abs(float(self.weights[layer, head][token]) - last) <= 2e-5 * last
 
 
 SYNC_SINK = 4

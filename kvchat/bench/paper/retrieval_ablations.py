@@ -1,4 +1,4 @@
-"""Speculative mode with one decision of FreeKV replaced: how the scores of a group are pooled, whose query retrieves.
+"""FreeKV with one decision of FreeKV replaced: how the scores of a group are pooled, whose query retrieves.
 
 No mode that a person can choose: the parameters are not in the registry.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvchat.config.modes import SpeculativeParameters
 from kvchat.kv.attention_spec import AttentionSpec
-from kvchat.kv.modes.speculative import Speculative
+from kvchat.kv.modes.freekv import FreeKV
 from kvchat.kv.ops.selection import Candidates
 from kvchat.kv.state import KVState
 
@@ -24,6 +24,10 @@ class AblatedParameters(SpeculativeParameters):
     """Of ``SpeculativeParameters``; the source "layer below" is asked at every step, so that it needs a tau above 1."""
 
     implementation: ClassVar[str] = "kvchat.bench.paper.retrieval_ablations:Ablated"
+
+    @property
+    def implemented_by(self) -> str:
+        return self.implementation
 
     pooling: Pooling = "MeanS"
     """how a KV head's query heads agree on pages: mean or maximum of their weights (S) or of their scores (QK)"""
@@ -45,8 +49,8 @@ POOLED: dict[Pooling, Callable[[Tensor, Candidates], Tensor]] = {
 }
 
 
-class Ablated(Speculative):
-    """Speculative mode with the pooling and the source of its parameters."""
+class Ablated(FreeKV):
+    """FreeKV with the pooling and the source of its parameters."""
 
     parameters: AblatedParameters
 

@@ -85,6 +85,16 @@ def bound(backend: AttentionBackend) -> Iterator[None]:
         _backend.reset(token)
 
 
+def bound_backend() -> Any:
+    """The backend of the forward that runs; None outside of one."""
+    return _backend.get(None)
+
+
+def layer_numbers(model: Any) -> dict[nn.Module, int]:
+    """The attention modules that have been run, and their layers' numbers for backends."""
+    return {module: _known[module].number for module in model.modules() if module in _known}
+
+
 def unify_layers(model: Any, attending: Sequence[int], common: Shape | None) -> None:
     """Let backends see the layers ``attending``, which have all been run, as 0, 1, ... and all of the shape ``common``.
 

@@ -25,6 +25,7 @@ from kvchat.engine.model import (
     fingerprint,
     free_memory,
     gguf_tokenizer,
+    look_ahead,
     quantization,
     reading,
     repacking,
@@ -39,6 +40,7 @@ from kvchat.engine.model.device import overflows
 from kvchat.engine.model.fusion import swap
 from kvchat.engine.model.hub import Progress
 from kvchat.engine.model.probe import Probe, pin_frequencies, probe
+from kvchat.engine.model.recurrent_state import RecurrentState
 from kvchat.engine.model.self_test import reads_chunks, selftest
 from kvchat.engine.model.weight_sizes import stored_sizes, unpackable_share, weight_bytes
 from kvchat.engine.model.weights_memory import freed_at_once, give_back, lay_out
@@ -154,6 +156,8 @@ def wrap(model: Any, tokenizer: Any, name: str, revision: str = "", fuse: bool =
     fusion = swap.fuse(model, swap.kernels_for(model.device), plain) if fuse else swap.FusionReport()
     if model.device.type == "cuda":
         torch.cuda.empty_cache()  # merging frees as much as it merged, in blocks too small for the next
+    if not RecurrentState(model.config).exists:  # whose state a layer that is run early would change
+        look_ahead.install(model)
     loaded = _loaded(name, revision, model, tokenizer, seen, pinned)
     notes = (*loaded.notes, *filter(None, [fusion.note]), *([] if chunked else [ONE_BY_ONE]))
     return replace(loaded, notes=notes, fingerprint=digest, fused=fusion.fused, reads_chunks=chunked)

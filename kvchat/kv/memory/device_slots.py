@@ -26,8 +26,9 @@ class Layout:
     the same length for each layer; all, where there is none. In an ``unordered`` layout (shared, window only) a token
     may lie in any slot: a new one takes a free one, which the mode provides. What ``spills`` (sinks and pages it has
     none) is read all the same: attention reads tokens that left the window from the host pool. Slots of ``pinned``
-    messages' tokens keep them for good; the window's and the pages' slots of the same tokens stay masked. An unordered
-    layout ``in_place`` is a table alone, in unified memory: attention reads the tokens it names in the host pool.
+    messages' tokens keep them for good; the window's and the pages' slots of the same tokens stay masked. A layout
+    ``in_place`` (unordered, or not shared with a window only) is a table alone, in unified memory: attention reads the
+    tokens it names in the host pool.
     """
 
     first: int
@@ -42,6 +43,11 @@ class Layout:
     pinned: int = 0
     in_place: bool = False
 
+    @property
+    def listed(self) -> bool:
+        """In place, with tables that the mode writes anew at each step, layer by layer, before they are read."""
+        return self.in_place and not self.shared
+
     def width(self, geometry: Geometry) -> int:
         """KV heads per layer."""
         return len(self.heads[0]) if self.heads else geometry.kv_heads
@@ -54,7 +60,7 @@ class Layout:
         """Bytes that ``DeviceSlots`` of this layout allocate."""
         n = self.slots(geometry.page)
         heads = (self.last - self.first) * self.width(geometry)
-        tables = (1 if self.shared else heads) * 2 + (self.unordered and not self.in_place)
+        tables = (1 if self.shared else heads) * (2 - self.listed) + (self.unordered and not self.in_place)
         pages = heads * self.pages * torch.int64.itemsize
         rows = 0 if self.in_place else heads * n * 2 * geometry.row_bytes
         return rows + pages + tables * n * torch.int32.itemsize
@@ -68,7 +74,8 @@ class DeviceSlots:
     ``attended`` the table as the last attention saw it. ``pages [layers, H, k]`` (int64) are the pages whose K/V the
     page slots hold (the table says which of their tokens may be read), ``page_blocks [H, k]`` their rows of ``blocks``.
     ``held [n]`` (int32), of an unordered layout only, is what its mode knows to lie in each slot, read or not; the mode
-    clears it where that ends. ``in_place`` there is neither ``kv`` nor ``held``; the table is filled from the front.
+    clears it where that ends. ``in_place`` there is neither ``kv`` nor ``held``; the table is filled from the front. A
+    ``listed`` one is ascending, has ``named`` entries in each layer, as many for all heads, and is ``attended`` too.
     ``current_slot [1]`` (int64) is the slot of the token being decoded. The window's slots begin at ``ring``.
     ``read_pairs`` counts what was read: (token, KV head, layer) triples, summed over steps.
     """
@@ -87,7 +94,8 @@ class DeviceSlots:
         if device.type == "cpu":
             use_huge_pages(self.kv)
         self.table = torch.full((*tables, self.n), EMPTY, dtype=torch.int32, device=device)
-        self.attended = self.table.clone()
+        self.attended = self.table if layout.listed else self.table.clone()
+        self.named = [0] * layers
         self.held = self.table[0, 0, : rows if layout.unordered else 0].clone()
         self.pages = torch.full((layers, width, layout.pages), EMPTY, dtype=torch.int64, device=device)
         blocks = torch.arange(width, device=device)[:, None] * (self.n // geometry.page)
@@ -102,7 +110,8 @@ class DeviceSlots:
     @property
     def nbytes(self) -> int:
         """Bytes allocated."""
-        return sum(x.nbytes for x in (self.kv, self.table, self.attended, self.held, self.pages))
+        tables = {id(x): x for x in (self.table, self.attended)}.values()
+        return sum(x.nbytes for x in (self.kv, *tables, self.held, self.pages))
 
     def graph_buffers(self) -> list[Tensor]:
         """Return the tensors that last from step to step."""
@@ -157,7 +166,7 @@ class DeviceSlots:
 
     def assign(self, position: Tensor) -> None:
         """Give the new token (0-d int64 ``position``) its slot in every table; the token that was there is released."""
-        if not self.n:
+        if not self.n or self.layout.listed:
             return
         slot = self.free_slot() if self.layout.unordered else self.slot_of(position)
         entry = position.to(torch.int32).expand(*self.table.shape[:2], 1)
@@ -177,6 +186,13 @@ class DeviceSlots:
         tokens = pages * p + torch.arange(p, device=pages.device)
         masked = (pages < 0) | (tokens < first) | (tokens > last)
         self.table[layers, :, : self.offset] = tokens.masked_fill(masked, EMPTY).flatten(2).to(torch.int32)
+
+    def list_range(self, layer: int, first: int, end: int) -> None:
+        """Name the tokens from ``first`` up to ``end`` in the layer's table."""
+        table, n = self.table_of(layer), end - first
+        table[:, :n] = torch.arange(first, end, dtype=torch.int32)
+        table[:, n:] = EMPTY
+        self.named[layer - self.layout.first] = n
 
     def truncate(self, tokens: int) -> None:
         """Release everything from position ``tokens`` on; also the page it lies in, which will be written again."""

@@ -26,19 +26,19 @@ def implementation(parameters: ModeParameters) -> type[Mode]:
     Raises:
         UsageError: it cannot be imported, or is no mode.
     """
-    module, _, name = parameters.implementation.partition(":")
+    module, _, name = parameters.implemented_by.partition(":")
     try:
         mode = getattr(import_module(module), name)
     except Exception as error:  # another package's code may raise anything
         raise UsageError(
             f"The {parameters.name} mode cannot be imported.",
-            f"{parameters.implementation}: {type(error).__name__}: {error}.",
+            f"{parameters.implemented_by}: {type(error).__name__}: {error}.",
             "Repair or remove the package that provides it.",
         ) from error
     if not (isinstance(mode, type) and issubclass(mode, Mode)):
         raise UsageError(
             f"The {parameters.name} mode is none.",
-            f"{parameters.implementation} is not a subclass of {Mode.__name__}.",
+            f"{parameters.implemented_by} is not a subclass of {Mode.__name__}.",
             "Repair or remove the package that provides it.",
         )
     return mode

@@ -128,6 +128,7 @@ class Mode:
     after it             ``fill(fresh)``                                bring to the slots what the next token reads
     before a step        ``prepare_step()``                             grow; what kind of step it is
     in a step            ``forward_begin(position)``                    give the new token its slots
+    ... one layer ahead  ``estimated(layer, query)``                    choose with an estimate of the layer's query
     ... in each layer    ``attention_begin(layer, query, key, spec)``   correct; are the weights wanted?
     ... in each layer    ``attention_end(layer, query, weights, spec)`` score, select, recall
     in a step            ``forward_end(position)``                      look back at the whole step
@@ -174,6 +175,11 @@ class Mode:
         """Its name in the settings."""
         return self.parameters.name
 
+    @property
+    def wants_ahead(self) -> bool:
+        """``estimated`` is to be called in a step."""
+        return False
+
     def _pin_to_sinks(self) -> None:
         """Let the pinned tokens be sinks, in addition to what the budget allows; called once sinks are known."""
         self.beyond_budget = max(0, self.pinned - self.sink)
@@ -213,7 +219,7 @@ class Mode:
         Called after entering the mode, after a prefill, after truncating and after a step that was cut short, which it
         undoes; ``fresh`` says that everything stored may be read again, also what the mode had dropped for good.
         """
-        for slots in filter(lambda slots: slots.n, self.state.slots):
+        for slots in filter(lambda slots: slots.n and not slots.layout.listed, self.state.slots):
             # One less than the window: the next token takes the slot of the oldest.
             self.state.transfer.load_table(slots, self._wanted_table(slots, slots.layout.window - 1))
 
@@ -235,6 +241,9 @@ class Mode:
         """Give the new token at ``position`` (0-d int64) its slots."""
         for slots in self.state.slots:
             slots.assign(position)
+
+    def estimated(self, layer: int, query: Tensor) -> None:
+        """Act before the layer before runs, given an estimate ``query [H_q, d_k]`` of what this layer will ask."""
 
     def attention_begin(self, layer: int, query: Tensor, key: Tensor, spec: AttentionSpec) -> bool:
         """Act before the layer's attention, given the new token's ``query [H_q, d_k]`` and ``key [H, d_k]``.

@@ -71,7 +71,7 @@ from kvchat.kv.modes.freeze_timers import (
     state_bytes,
 )
 from kvchat.kv.modes.freeze_timers_cpu import CpuTimers, freeze_loops
-from kvchat.kv.modes.page_bounds import PageBounds
+from kvchat.kv.modes.page_index import PageBounds
 from kvchat.kv.modes.recovery_levels import LEVELS, RECENT, Level
 from kvchat.kv.ops.cpu_products import loops_over, numbers
 from kvchat.kv.state import KVState

@@ -1,45 +1,36 @@
-"""speculative: pages retrieved one step ahead, corrected per head where the query turned.
+"""speculative: tokens chosen one by one by an index of two-bit keys, on a GPU one layer ahead.
 
-Paper: FreeKV (speculative retrieval, fine-grained correction; sections 3.2-3.3). Step i attends to sinks, window and
-the k = (budget - sink - window) / p pages chosen with the query of step i-1; after its attention the pages for step i+1
-are chosen with q_i and what is missing is recalled. Before attention, a KV head whose C = mean over its group of
-cos(q_i, q_{i-1}) is below tau gets the pages of q_i at once.
+Per layer and KV head a token reads S sinks, the last W tokens, and of all others the k = budget - S - W of highest
+weight: the mean over the group of softmax(q . k^ / sqrt(d)), where k^ are the keys in two bits (``ops.key_codes``) and
+the softmax is over all tokens in full pages that the layer sees, so that a query head that looks at sinks and window
+has little to say.
 
-Departures and decisions:
-    * The window is exact (the last W tokens, a ring), not whole pages: a page that the window is leaving is a candidate
-      from its first token on, and of a resident page only tokens outside sinks and window are read. So a token attends
-      to at most ``budget`` tokens, to none twice, and no page is missing for a step (candidates for position i+1).
-    * Nothing waits for whether a head was flagged: page scores of all heads are made before attention at every step,
-      where the paper makes them only then, and are used again after it. Asking would cost a GPU a round trip a layer.
-    * S is 4 and W a quarter of the budget with what whole pages leave of it; the paper takes S = W = 128 of 2,048 for
-      long prompts, 512 and tau = 0.9 for long answers (``profile=paper``, a quarter each of another budget). What the
-      first tokens beyond 4 hold is retrieved where it matters (``kvchat bench sweep``: a page for sinks diverges more
-      from full at 256, 512 and 1,024 tokens, a quarter still more; a larger window finds fewer facts in a longer text).
-    * tau is one value for long prompts and long answers (the paper: 0.8 and 0.9), and C depends on the model: see the
-      figures "heads corrected" and "mean C". Also of a calibrated model the default is 0.8, not what ``kvchat
-      calibrate`` proposes: a default gives way where another value diverges less from full, or alike to 0.0001 nats,
-      at every budget from 256 tokens on, finds no fact less, and neither reads nor fetches more, and that one diverges
-      more.
-    * Recall gathers blocks from the pinned host pool, which has one layout (HND pages) on host and device; the paper's
-      section 4 converts between two and streams through a double buffer.
-    * On a CPU nothing is hidden beside other work, so nothing is chosen ahead: a layer chooses once, before its
-      attention, for heads that turned with q_i and for the others with q_{i-1}. The sets are the same for half the
-      work (the bundled model corrects 27 of 28 heads a step). Nothing is chosen while all candidates are resident.
-    * Scores are scaled by the layer's attention scale (``selection.page_scores``).
-    * The window holds at least one page, so that candidates are always complete.
-    * A page whose tokens are all pinned (or sinks) is chosen last: they are read anyway, and it would open nothing.
+Sources, and what is ours: that tokens and not pages are chosen (FIER, arXiv 2508.08256, with one bit; Double Sparsity,
+arXiv 2408.07092, with some channels), scales by channel (KIVI, arXiv 2402.02750), and the query of a layer estimated
+from the input of the layer before (InfiniGen, arXiv 2406.19707, with skewed partial weights and a threshold). Here the
+estimate is the layer's own norm, projection and rotation of that input, and the budget is a count.
 
-With ``profile=paper`` the values are the paper's and all of these stay: but for the edge of the window the sets are the
-same, the others decide when and how work is done.
+FreeKV (``profile=paper``, or ``unit=page``) is in ``freekv``. Its page bounds do not rank the page that a model looks
+for: a token is one of 32 keys whose bound is high wherever their channels are large.
 
-Shapes: per layer tables ``[H, k*p + S + W]``; bounds ``[layers, H, page, 2*d_k]``. The first layer is full by default.
-Costs: a step scores all pages (2*d_k elements a page and head), and recalls only (page, head) blocks that changed.
+Decisions:
+    * ``query``: where nothing is hidden beside other work (a CPU) the token's own query chooses (``own``) and costs
+      nothing more. On a GPU that would wait for the copies in every layer; there the query of layer l is estimated from
+      the input of layer l - 1 (``ahead``), chosen with while that layer runs, and the copies have all of it to hide
+      behind. A layer without an estimate (the first that chooses, a model that cannot be looked ahead in) chooses with
+      its own query and waits. ``last`` is FreeKV's speculation, the query of the step before.
+    * Candidates lie in full pages, so that a page is put in codes once: the window is at least a page.
+    * A layer with a sliding window chooses among what it sees.
+    * On a CPU what is chosen is read where it is stored: there are no slots, and nothing moves. On a GPU a chosen token
+      keeps its slot from step to step, and rows move one by one.
+    * The first layer is read in full by default (``first_full``).
+
+Shapes: tables ``[H, k + S + W]``; the index ``[layers, H, page, words]`` of int32, 3 bits a key element in 16-bit
+pages. Costs: a step reads the index of all tokens, 9.4 % of what full attention reads of the K/V.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from itertools import count
 from typing import ClassVar
 
 import torch
@@ -47,7 +38,6 @@ from torch import Tensor
 
 from kvchat.config.modes import SpeculativeParameters
 from kvchat.errors import DoesNotFitError, UsageError
-from kvchat.kv.attention import Weights
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import PAGE, Geometry
 from kvchat.kv.memory.device_slots import DeviceSlots, Layout
@@ -62,22 +52,24 @@ from kvchat.kv.modes.base import (
     everything,
     refuse_small_budget,
 )
-from kvchat.kv.modes.page_bounds import PageBounds
+from kvchat.kv.modes.page_index import KeyCodes
 from kvchat.kv.modes.recovery_levels import RECENT, WIDER
-from kvchat.kv.ops.selection import Candidates
 from kvchat.kv.state import KVState
+from kvchat.units import size
 
 SINK = 4
-QUARTER = 4  # of the budget: the window, but for what whole pages leave, and the paper's sinks
+QUARTER = 4  # of the budget: the window, where the query that chooses is not the token's own
+BITS = {"bits2": 2, "bits4": 4}
 
 
 class Speculative(Mode):
-    """Sinks, a window and k retrieved pages per layer and KV head."""
+    """Sinks, a window and k tokens per layer and KV head."""
 
     constants: ClassVar = {
         "AUTO_BUDGET": AUTO_BUDGET,
         "SINK": SINK,
         "QUARTER": QUARTER,
+        "BITS": BITS,
         "WIDER": WIDER,
         "RECENT": RECENT,
         "PAGE": PAGE,
@@ -92,7 +84,10 @@ class Speculative(Mode):
         super().__init__(parameters, geometry, traits, preamble)
         p = geometry.page
         self.budget = budget_of(parameters, traits.context)
-        self.sink, self.window = self._split(self.budget)
+        self.sink = SINK if parameters.sink is None else parameters.sink
+        # What is near is chosen as well as what is far; an estimate of the query is less sure of it.
+        least = p if self.query == "own" else max(p, self.budget // QUARTER)
+        self.window = least if parameters.window is None else parameters.window
         refuse_small_budget(self.name, self.budget, self.sink, self.window)
         if self.window < p:
             raise UsageError(
@@ -100,7 +95,19 @@ class Speculative(Mode):
                 f"window = {self.window}, at least one page = {p} tokens.",
                 "Give a larger window.",
             )
-        self.k = (self.budget - self.sink - self.window) // p
+        if parameters.index not in BITS:
+            raise UsageError(
+                "This index does not tell tokens apart.",
+                f"index = {parameters.index} keeps bounds of pages, and unit = token.",
+                f"Set unit=page, or index to one of {', '.join(BITS)}.",
+            )
+        if parameters.tau is not None:
+            raise UsageError(
+                "Tokens are not corrected by tau.",
+                f"tau = {parameters.tau:g} is for unit = page.",
+                "Set unit=page, or leave tau out.",
+            )
+        self.k = self.budget - self.sink - self.window
         self._pin_to_sinks()
         self.first = 1 if parameters.first_full else 0
         if geometry.layers == self.first:
@@ -108,216 +115,138 @@ class Speculative(Mode):
                 "Speculative retrieval needs a second layer.", "The model has one.", "Set first_full=false."
             )
 
+    @property
+    def query(self) -> str:
+        """Whose query chooses, with what ``auto`` stands for."""
+        return self.parameters.query or ("own" if self.geometry.unified else "ahead")
+
+    @property
+    def wants_ahead(self) -> bool:
+        return self.query == "ahead" and self.k > 0
+
     def plan(self, capacity: int) -> Plan:
-        g = self.geometry
+        g, pinned = self.geometry, len(self.pins)
         full = [everything(g, 0, self.first, capacity)] if self.first else []
-        window = min(self.window, max(capacity, g.page))
-        pages = min(self.k, g.pages(capacity))
-        sink = min(self.sink, capacity)
-        rest = Layout(self.first, g.layers, sink, window, pages, shared=False, pinned=len(self.pins))
-        bounds_per_page = (g.layers - self.first) * g.kv_heads * 2 * g.d_k * g.dtype.itemsize
-        return Plan([*full, rest], g.pages(capacity) * bounds_per_page)
+        if g.unified:
+            size = self.sink + self.k + self.window + pinned
+            rest = Layout(self.first, g.layers, sink=0, window=size, shared=False, in_place=True)
+        else:
+            window = min(self.window, max(capacity, g.page))
+            k, sink = min(self.k, g.round_up(capacity)), min(self.sink, capacity)
+            rest = Layout(self.first, g.layers, sink, window, g.pages(k), shared=False, pinned=pinned)
+        return Plan([*full, rest], g.pages(capacity) * self._index(torch.device("meta")).page_bytes)
 
     def graph_buffers(self) -> list[Tensor]:
-        return [*super().graph_buffers(), self.bounds.data, self.cosine, self._wholly_pinned]
+        return [*super().graph_buffers(), self.index.data]
 
     @property
     def slots(self) -> DeviceSlots:
-        """Those of the layers that retrieve."""
+        """Those of the layers that choose."""
         return self.state.slots[-1]
 
     def attach(self, state: KVState) -> None:
         super().attach(state)
-        self.bounds = PageBounds(self.geometry, state.device, self.first)
-        self.cosine = torch.zeros((), dtype=torch.float64, device=state.device)
-        self._wholly_pinned = torch.tensor(self._pages_read_anyway(), dtype=torch.int64, device=state.device)
-        self._entered_at = state.steps, state.transfer.totals.corrections
+        self.index = self._index(state.device)
+        self._estimates: dict[int, Tensor] = {}
+        self._copying: int | None = None
 
     def prefilled(self, layer: int, start: int, keys: Tensor) -> None:
         if layer >= self.first:
-            self.bounds.compute(layer, start, keys)
+            self.index.compute(layer, start, keys)
 
     def fill(self, fresh: bool) -> None:
         super().fill(fresh)
-        self.bounds.refresh(self.state.host)
-        if not self.k:
-            return
-        position = self.state.position
-        self._choose_all(self._candidates(position))
-        self._open_pages(self.slots, slice(None), position - self.window)
+        self.index.refresh(self.state.host)
+        self._begin(self.state.position, stepping=False)
+        for layer in range(self.first, self.geometry.layers):
+            self._choose(layer, self.state.query[layer])
 
     def prepare_step(self) -> Step:
         # As much as the slots have: on a GPU both growing at once costs one new graph, not two.
-        self.bounds.reserve(self.state.capacity)
-        if not self.state.ops.reads_back:
-            self.bounds.tokens = self.state.total + 1  # update_bounds widens them in the step
-        # Candidates are whole pages: a page's bounds are wanted only when it is full.
-        elif self.state.total // self.geometry.page > self.bounds.tokens // self.geometry.page:
-            self.bounds.refresh(self.state.host)
-        return Step(exact=self._reads_all(self.state.total + 1))
+        self.index.reserve(self.state.capacity)
+        self.index.follow(self.state.host)
+        return Step(exact=self.state.total + 1 - self.window - self.sink <= self.k)
 
     def forward_begin(self, position: Tensor) -> None:
         super().forward_begin(position)
-        self._page = torch.div(position, self.geometry.page, rounding_mode="floor").view(1)
-        self._now, self._next = self._candidates(position), self._candidates(position + 1)
-        self._oldest = position - self.window
-        self._flags: list[Tensor] = []
-        self._query = self.state.query[self.first :].clone()
-        self._has_all = self.state.ops.reads_back and self._holds_all(self._now, self.state.total + 1)
-        if self._has_all:
-            self._open_pages(self.slots, slice(None), self._oldest)
+        self._begin(position, stepping=True)
+        self._estimates.clear()
+        self._copying = None
+
+    def estimated(self, layer: int, query: Tensor) -> None:
+        if layer < self.first:
+            return
+        if self.state.ops.reads_back:
+            self._estimates[layer] = query
+            return
+        # The copies for the layer that runs now are older than those begun here.
+        self.state.transfer.join()
+        with self.state.transfer.side_stream(query):
+            self._choose(layer, query)
+        self._copying = layer
 
     def attention_begin(self, layer: int, query: Tensor, key: Tensor, spec: AttentionSpec) -> bool:
         if layer < self.first:
             return False
-        if self.state.ops.reads_back:
-            if self.k and not self._has_all:
-                self._choose_late(layer, query)
-            return False
-        self.state.ops.update_bounds(self.bounds.of(layer), self._page, key)
-        if self.k:
-            self._score = self._correct(layer, query) if self.parameters.tau > -1 else None
+        if self._copying is not None and self._copying >= layer:
+            if self._copying == layer:
+                self.state.transfer.join()
+        else:
+            self._choose(layer, self._chosen_with(layer, query))
         return False
 
-    def attention_end(self, layer: int, query: Tensor, weights: list[Weights], spec: AttentionSpec) -> None:
-        # With tau > 1 every head is corrected at every step: what is speculated would never be read.
-        if layer >= self.first and self.k and self.parameters.tau <= 1 and not self.state.ops.reads_back:
-            with self.state.transfer.side_stream(query if self._score is None else self._score):
-                scores = self._scores(layer, query) if self._score is None else self._score
-                self._recall(layer, self.choose(layer, scores, self._next))
-
-    def forward_end(self, position: Tensor) -> None:
-        if self.k and not self.state.ops.reads_back:
-            self._open_pages(self.slots, slice(None), self._oldest + 1)
-        elif self.k and self._reads_all(self.state.total + 2) and not self._holds_all(self._next, self.state.total + 2):
-            self._choose_all(self._next)
-        if self.k:
-            query = self.state.query[self.first :]
-            self.cosine += torch.cosine_similarity(query.float(), self._query.float(), -1).mean()
-        if self._flags:
-            self.state.transfer.count_corrections(torch.cat(self._flags).sum())
-
     def report(self) -> ModeReport:
-        chosen = {"budget": self.budget, "sink": self.sink, "window": self.window}
-        stats = {"pages per head": self.k, "candidate pages": self._candidate_pages(self.state.total + 1)}
-        params, heads, cosine = (
-            self.parameters.model_dump() | chosen,
-            self._heads() if self.k else 0,
-            float(self.cosine),
-        )
-        return ModeReport(
-            params, stats | self._turning(cosine), correctable=heads, cosine=cosine, badges=self._badges()
-        )
+        chosen = {"budget": self.budget, "sink": self.sink, "window": self.window, "query": self.query}
+        stats = {
+            "tokens per head": self.k,
+            "candidate tokens": max(0, self.state.total + 1 - self.window - self.sink),
+            "index": size(self.index.data.nbytes),
+        }
+        return ModeReport(self.parameters.model_dump() | chosen, stats)
 
-    def _split(self, budget: int) -> tuple[int, int]:
-        """Sinks and window of a budget, the rest of which is for pages."""
-        p, given = self.geometry.page, self.parameters
-        quarter = max(p, budget // QUARTER // p * p)
-        published = given.profile == "paper"
-        sink = given.sink if given.sink is not None else quarter if published else SINK
-        left = 0 if published else max(0, budget - sink - quarter) % p
-        return sink, quarter + left if given.window is None else given.window
+    # ---- inside
 
-    def _badges(self) -> tuple[str, ...]:
-        """Sinks and window leave no room for a page, while not everything is read."""
-        if self.k or self._reads_all(self.state.total):
-            return ()
-        enough = next(n for n in count(self.budget) if n >= sum(self._split(n)) + self.geometry.page)
-        held = f"sinks and window take {sum(self._split(self.budget))} of the budget of {self.budget} tokens"
-        return (f"recalls nothing: {held} and leave no page; from {enough} tokens on it does",)
+    def _index(self, device: torch.device) -> KeyCodes:
+        return KeyCodes(self.geometry, device, self.first, BITS[self.parameters.index])
 
-    def _heads(self) -> int:
-        """KV heads that retrieve."""
-        return (self.geometry.layers - self.first) * self.geometry.kv_heads
+    def _chosen_with(self, layer: int, query: Tensor) -> Tensor:
+        if self.query == "ahead":
+            return self._estimates.get(layer, query)
+        return self.state.query[layer] if self.query == "last" else query
 
-    def _turning(self, cosine: float) -> dict[str, str | float]:
-        """Share of head-steps corrected since the mode was entered, and the mean of C over them."""
-        steps = self.state.steps - self._entered_at[0]
-        if not (steps and self.k):
-            return {}
-        corrected = (self.state.transfer.totals.corrections - self._entered_at[1]) / steps / self._heads()
-        return {"heads corrected": f"{corrected:.0%}", "mean C": round(cosine / steps, 3)}
+    def _begin(self, position: Tensor, stepping: bool) -> None:
+        """Choose from now on for the token at ``position`` (0-d); it is read too once its step has begun."""
+        self._position, self._stepping = position, stepping
+        self._known = position - position % self.geometry.page  # tokens in full pages, which the index holds
 
-    def _scores(self, layer: int, query: Tensor) -> Tensor:
-        return self._of_others(self.state.ops.page_scores(query, self.bounds.of(layer), self.state.scaling(layer)))
+    def _choose(self, layer: int, query: Tensor) -> None:
+        """Let the layer's attention read what ``query [H_q, d_k]`` chooses."""
+        if self.slots.layout.in_place:
+            self._list(layer, query)
+            return
+        if not self.k:
+            return
+        state, last = self.state, self._position - self.window
+        tokens = torch.arange(self.index.pages * self.geometry.page, device=last.device)
+        hidden = (tokens >= self._known) | (tokens <= self._position - state.sight[layer])
+        masked = (tokens < self.sink) | (tokens > last)
+        if self.pins:
+            masked |= self._is_pinned(tokens)
+        held = self.slots.table_of(layer)[:, : min(self.k, self.slots.offset)]
+        codes = self.index.of(layer), self.index.bits
+        chosen = state.ops.choose_tokens(query, *codes, state.scaling(layer), hidden, masked, held)
+        state.transfer.load_tokens(self.slots, layer, 0, chosen, held.long())
+        held.copy_(chosen)
 
-    def _of_others(self, scores: Tensor) -> Tensor:
-        """The scores of pages that are not read anyway."""
-        if len(self._wholly_pinned):
-            scores.index_fill_(-1, self._wholly_pinned, torch.finfo(scores.dtype).min)
-        return scores
-
-    def choose(self, layer: int, scores: Tensor, candidates: Candidates, flagged: Tensor | None = None) -> Tensor:
-        """The pages that the layer's page slots are to hold, ``[H, k]``; only ``flagged`` heads may change theirs."""
-        return self.state.ops.choose(scores, candidates, self.slots.pages_of(layer), flagged)
-
-    def needs_correction(self, layer: int, query: Tensor) -> Tensor:
-        """True for heads whose query turned since the last token, bool ``[H]``."""
-        return self.state.ops.needs_correction(query, self.state.query[layer], self.parameters.tau)
-
-    def late_scores(self, layer: int, query: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores ``[H, G, page]`` by the query of heads to correct and the last token's of others; those heads."""
-        before, tau, scaling = self.state.query[layer], self.parameters.tau, self.state.scaling(layer)
-        scores, corrected = self.state.ops.late_scores(query, before, tau, self.bounds.of(layer), scaling)
-        return self._of_others(scores), corrected
-
-    def _correct(self, layer: int, query: Tensor) -> Tensor:
-        """Recall now, for the heads whose query turned; the pages' scores."""
-        scores = self._scores(layer, query)
-        again = self.parameters.tau <= 1  # something was chosen for this step already
-        corrected = self.needs_correction(layer, query)
-        self._flags.append(corrected)
-        self._recall(layer, self.choose(layer, scores, self._now, corrected), again)
-        self._open_layer(layer)
-        return scores
-
-    def _choose_late(self, layer: int, query: Tensor) -> None:
-        """One choice in place of two: of heads that turned by this query, of the others by the last token's."""
-        if self.parameters.tau > -1:
-            scores, corrected = self.late_scores(layer, query)
-            self._flags.append(corrected)
-        else:
-            scores = self._scores(layer, self.state.query[layer])
-        self._recall(layer, self.choose(layer, scores, self._now))
-        self._open_layer(layer)
-
-    def _choose_all(self, candidates: Candidates) -> None:
-        """In all layers the pages chosen with the last token's queries."""
-        for layer in range(self.first, self.geometry.layers):
-            self._recall(layer, self.choose(layer, self._scores(layer, self.state.query[layer]), candidates))
-
-    def _holds_all(self, candidates: Candidates, tokens: int) -> bool:
-        """Every candidate page of the step that makes ``tokens`` is resident: they all fit, and the newest is there."""
-        if not self._reads_all(tokens):
-            return False
-        newest = int(candidates.last)
-        return newest < candidates.first or bool((self.slots.pages == newest).any(2).all())
-
-    def _candidates(self, position: Tensor) -> Candidates:
-        """The pages with a token between sinks and window at the step at ``position``."""
-        p = self.geometry.page
-        last = torch.div(position - self.window, p, rounding_mode="floor")
-        return Candidates.between(self.sink // p, last, self.bounds.pages)
-
-    def _recall(self, layer: int, placed: Tensor, again: bool = False) -> None:
-        self.state.transfer.load_pages(self.slots, layer, placed, self.slots.pages_of(layer), again)
-
-    def _open_layer(self, layer: int) -> None:
-        index = layer - self.first
-        self._open_pages(self.slots, slice(index, index + 1), self._oldest)
-
-    def _pages_read_anyway(self) -> list[int]:
-        """The pages of whose tokens each is pinned or a sink."""
-        p = self.geometry.page
-        read = Counter(position // p for position in self.pins)
-        read[self.sink // p] += self.sink % p
-        return [page for page, tokens in read.items() if tokens == p]
-
-    def _reads_all(self, tokens: int) -> bool:
-        """True if the token decoded as number ``tokens`` reads everything before it."""
-        return self._candidate_pages(tokens) <= self.k
-
-    def _candidate_pages(self, tokens: int) -> int:
-        """Pages with a token between sinks and window when ``tokens`` are stored, the newest included."""
-        p = self.geometry.page
-        return max(0, (tokens - 1 - self.window) // p - self.sink // p + 1)
+    def _list(self, layer: int, query: Tensor) -> None:
+        """List in the layer's table what is read by the token after those stored, itself where a step has begun."""
+        state, spec, position = self.state, self.state.specs[layer], self.state.total
+        seen = 0 if spec is None or spec.window is None else max(0, position + 1 - spec.window)
+        first, last = max(self.sink, seen), position - self.window
+        candidates = last + 1 - first - sum(first <= pin <= last for pin in self.pins)
+        if candidates <= self.k:
+            self.slots.list_range(layer, seen, position + self._stepping)
+            return
+        places = position - position % self.geometry.page, seen, first, last, position + self._stepping
+        codes, scaling = (self.index.of(layer), self.index.bits), state.scaling(layer)
+        state.ops.list_tokens(self.slots, layer, query, *codes, *places, self.k, self.pin_mask, scaling)

@@ -26,13 +26,12 @@ from kvchat.kv.memory.device_slots import EMPTY
 Array = np.ndarray[Any, Any]
 Loop = Callable[..., Any]
 
-# Of ``_exp``; the products of the high part and whole numbers are exact.
+# Of ``exp``; the products of the high part and whole numbers are exact.
 LN_2, LN_2_HIGH, LN_2_LOW = map(np.float32, (math.log(2), 0.693359375, -2.12194440e-4))
 SERIES = tuple(map(np.float32, (1.98756915e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 0.16666665459, 0.5)))
 LEAST_EXPONENT = np.float32(-87.33)
 # What LLVM may do where it divides: took it all numbers for finite, a model's infinities would be a division by zero.
 FINITE_OR_NOT = {"reassoc", "contract", "nsz", "arcp"}
-TINY = 1e-30  # a query of zeros has turned
 FLOAT32, BFLOAT16 = "f4", "u2"  # as numpy sees them, which knows no bfloat16
 LINE = 64  # bytes of memory that a processor fetches at once
 # The arguments of LLVM's prefetch. Into the first cache few lines can be under way at once: 5,000 scattered tokens took
@@ -167,20 +166,6 @@ def score_pages(query: Array, bounds: Array, scaling: float, scores: Array) -> N
             scores[g, page] = score
 
 
-@numba.njit(fastmath=FINITE_OR_NOT)  # type: ignore[untyped-decorator]
-def _mean_cosine(query: Array, before: Array) -> float:
-    """Of the rows of two queries ``[G, d_k]``."""
-    cosines = np.float32(0)
-    for q in range(len(query)):
-        product, now, then = np.float32(0), np.float32(TINY), np.float32(TINY)
-        for i in range(query.shape[1]):
-            product += query[q, i] * before[q, i]
-            now += query[q, i] * query[q, i]
-            then += before[q, i] * before[q, i]
-        cosines += product / math.sqrt(now * then)
-    return float(cosines / len(query))
-
-
 @compiled("void(f4[:, :, ::1], number[:, :, ::1], f4, f4[:, :, ::1])")
 def page_scores(query: Array, bounds: Array, scaling: float, scores: Array) -> None:
     """``selection.page_scores`` into ``scores [H, G, page]``: ``query [H, G, d_k]``, ``bounds [H, page, 2 * d_k]``."""
@@ -188,19 +173,8 @@ def page_scores(query: Array, bounds: Array, scaling: float, scores: Array) -> N
         score_pages(query[head], bounds[head], scaling, scores[head])
 
 
-@compiled("void(f4[:, :, ::1], f4[:, :, ::1], f8, number[:, :, ::1], f4, f4[:, :, ::1], b1[::1])")
-def late_scores(
-    query: Array, before: Array, tau: float, bounds: Array, scaling: float, scores: Array, corrected: Array
-) -> None:
-    """``TorchOps.late_scores`` into ``scores [H, G, page]`` and ``corrected [H]``; both queries are ``[H, G, d_k]``."""
-    for head in range(len(query)):
-        corrected[head] = _mean_cosine(query[head], before[head]) < tau
-        chosen_by = query[head] if corrected[head] else before[head]
-        score_pages(chosen_by, bounds[head], scaling, scores[head])
-
-
 @numba.njit(fastmath={"contract"})  # type: ignore[untyped-decorator]  # no more, or the two parts of ln 2 become one
-def _exp(x: Any) -> Any:
+def exp(x: Any) -> Any:
     """e to the power of ``x <= 0`` in float32, right to its last place; below the smallest normal number that one.
 
     The C library takes one number at a time, which was half of what choosing pages cost. Cody and Waite's way: a power
@@ -222,7 +196,7 @@ def add_softmax(scores: Array, weights: Array, powers: Array) -> None:
     for score in scores:
         highest = max(highest, score)
     for i in range(len(scores)):
-        powers[i] = _exp(scores[i] - highest)
+        powers[i] = exp(scores[i] - highest)
         total += powers[i]
     for i in range(len(scores)):
         weights[i] += powers[i] / total

@@ -3,7 +3,7 @@
 Codes are multiplied as they lie: the scales of a page's key channels are multiplied into the query once a page, those
 of its values into the token's weight. A page lies in ``rows`` (exact) or in ``codes`` with its ``scales``, which are
 two views of the same memory, ``block`` bytes for each KV head; ``places [page]`` says where, as in ``EightBitPool``.
-Read are the tokens in ``table [n]``, ascending, from ``first`` on. Strides are in numbers.
+Read are the tokens in ``table [H or 1, n]``, ascending, from ``first`` on. Strides are in numbers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from kvchat.kv.ops.compiled import HAS_THREADS, Array, compiled, widened
 
 TOKENS = 256  # that one thread reads at a time
-PAGES = "i4[::1], i8, i8[::1], number[::1], i8, i8, i1[::1], number[::1], i8, i8"
+PAGES = "i4[:, :], i8, i8[::1], number[::1], i8, i8, i1[::1], number[::1], i8, i8"
 
 
 @compiled(f"void(f4[:, :, ::1], {PAGES}, f4[:, :, ::1])", fastmath=True, parallel=HAS_THREADS)
@@ -38,10 +38,11 @@ def scores(
     parts = -(-n // TOKENS)
     for task in numba.prange(heads * parts):
         head, begin = task // parts, task % parts * TOKENS
+        named = table[head % len(table)]
         scaled = np.empty((group, d), np.float32)
         place, low, high, at = 0, 0, 0, 0
         for slot in range(begin, min(n, begin + TOKENS)):
-            token = table[slot]
+            token = named[slot]
             if token < first:
                 for g in range(group):
                     scores[head, g, slot] = 0
@@ -92,11 +93,12 @@ def sums(
     n = weights.shape[2]
     for task in numba.prange(heads * parts):
         head, part = task // parts, task % parts
+        named = table[head % len(table)]
         total = sums[head, part]
         total[:] = 0
         place, low, high, at = 0, 0, 0, 0
         for slot in range(part * TOKENS, min(n, (part + 1) * TOKENS)):
-            token = table[slot]
+            token = named[slot]
             if token < first:
                 continue
             if not low <= token < high:

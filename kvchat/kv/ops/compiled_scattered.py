@@ -15,14 +15,14 @@ from kvchat.kv.ops.compiled import HAS_THREADS, LINE, Array, compiled, prefetch,
 
 AHEAD = 32
 TOKENS = 256  # that one thread reads at a time
-ROWS = "f4[:, :, ::1], number[::1], i8, i8, i4[::1], i8"  # what both loops take
+ROWS = "f4[:, :, ::1], number[::1], i8, i8, i4[:, :], i8"  # what both loops take
 
 
 @compiled(f"void({ROWS}, f4[:, :, ::1])", fastmath=True, parallel=HAS_THREADS)
 def scores(
     query: Array, keys: Array, head_stride: int, token_stride: int, table: Array, first: int, scores: Array
 ) -> None:
-    """Products of ``query [H, G, d_k]`` and the keys of the tokens in ``table [n]`` into ``scores [H, G, n]``.
+    """Products of ``query [H, G, d_k]`` and the keys of the tokens in ``table [H or 1, n]`` into ``scores [H, G, n]``.
 
     ``keys`` is the memory from the first key on; strides are in numbers. 0 for tokens before ``first`` and empty slots.
     """
@@ -31,11 +31,12 @@ def scores(
     parts = -(-n // TOKENS)
     for task in numba.prange(heads * parts):
         head, begin = task // parts, task % parts * TOKENS
+        named = table[head % len(table)]
         for slot in range(begin, min(n, begin + TOKENS)):
-            soon = head * head_stride + max(first, table[min(slot + AHEAD, n - 1)]) * token_stride
+            soon = head * head_stride + max(first, named[min(slot + AHEAD, n - 1)]) * token_stride
             for i in range(0, d, LINE // keys.itemsize):
                 prefetch(keys, soon + i)
-            token = table[slot]
+            token = named[slot]
             if token < first:
                 for g in range(group):
                     scores[head, g, slot] = 0
@@ -53,7 +54,7 @@ def scores(
 def sums(
     weights: Array, values: Array, head_stride: int, token_stride: int, table: Array, first: int, sums: Array
 ) -> None:
-    """The values of the tokens in ``table [n]`` times ``weights [H, G, n]``, added up.
+    """The values of the tokens in ``table [H or 1, n]`` times ``weights [H, G, n]``, added up.
 
     For each ``TOKENS`` slots into ``sums [H, part, G, d_v]``.
     """
@@ -61,13 +62,14 @@ def sums(
     n = weights.shape[2]
     for task in numba.prange(heads * parts):
         head, part = task // parts, task % parts
+        named = table[head % len(table)]
         total = sums[head, part]
         total[:] = 0
         for slot in range(part * TOKENS, min(n, (part + 1) * TOKENS)):
-            soon = head * head_stride + max(first, table[min(slot + AHEAD, n - 1)]) * token_stride
+            soon = head * head_stride + max(first, named[min(slot + AHEAD, n - 1)]) * token_stride
             for i in range(0, d, LINE // values.itemsize):
                 prefetch(values, soon + i)
-            token = table[slot]
+            token = named[slot]
             if token < first:
                 continue
             start = head * head_stride + token * token_stride

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvchat.kv.attention import Products, Weights, attend, products
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots
-from kvchat.kv.ops import cpu_products
+from kvchat.kv.ops import cpu_products, key_codes
 from kvchat.kv.ops.selection import Candidates
 from kvchat.kv.ops.torch_ops import TorchOps
 
@@ -33,6 +33,8 @@ class CpuOps(TorchOps):
     def attend(
         self, slots: DeviceSlots, layer: int, query: Tensor, spec: AttentionSpec, needs_weights: bool
     ) -> tuple[Tensor, Weights | None]:
+        if slots.layout.listed:
+            return self._attend_listed(slots, layer, query, spec), None
         if slots.layout.in_place:
             attended, weights = self._attend_in_place(slots, layer, query, spec)
             return attended, Weights(weights) if needs_weights else None
@@ -51,6 +53,26 @@ class CpuOps(TorchOps):
         slots.read_pairs += self.geometry.kv_heads * (end - first)
         return attend(grouped, self._products_of_all(layer, first, end), None, spec, sinks)[0]
 
+    def _attend_listed(self, slots: DeviceSlots, layer: int, query: Tensor, spec: AttentionSpec) -> Tensor:
+        """Attention over the tokens that each head's table names, where they are stored."""
+        end, named = self._now + 1, slots.named[layer - slots.layout.first]
+        first = 0 if spec.window is None else max(0, end - spec.window)
+        slots.read_pairs += self.geometry.kv_heads * named
+        grouped, sinks = self._of_slots(slots, layer, query, spec)
+        if named == end - first:
+            return attend(grouped, self._products_of_all(layer, first, end), None, spec, sinks)[0]
+        return self._attend_some(layer, grouped, slots.table_of(layer)[:, :named], spec, sinks)
+
+    def _attend_some(
+        self, layer: int, query: Tensor, table: Tensor, spec: AttentionSpec, sinks: Tensor | None
+    ) -> Tensor:
+        """Attention of ``query [H, G, d_k]`` over the tokens in ``table [H, n]``."""
+        keys, values = self._in_a_row(layer, 0, self._now + 1)
+        attended = cpu_products.attended(query, keys, values, table, spec, sinks)
+        if attended is None:
+            return attend(query, products(*self._gathered(layer, table)), None, spec, sinks)[0]
+        return attended
+
     def _attend_in_place(
         self, slots: DeviceSlots, layer: int, query: Tensor, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
@@ -62,7 +84,7 @@ class CpuOps(TorchOps):
         if named == end:
             attended, weights = attend(grouped, self._products_of_all(layer, first, end), None, spec, sinks)
             return attended, torch.nn.functional.pad(weights, (first, 0)) if first else weights
-        some = self._products_of_some(layer, slots.table[0, 0, :named], first)
+        some = self._products_of_some(layer, slots.table[0, :, :named], first)
         return attend(grouped, some, None if spec.window is None else bias[..., :named], spec, sinks)
 
     def _products_of_all(self, layer: int, first: int, end: int) -> Products:
@@ -70,7 +92,7 @@ class CpuOps(TorchOps):
         return self.products(*self._in_a_row(layer, first, end))
 
     def _products_of_some(self, layer: int, table: Tensor, first: int) -> Products:
-        """Those of the tokens in ``table``; what lies before ``first`` need not be right."""
+        """Those of the tokens in ``table [H or 1, n]``; what lies before ``first`` need not be right."""
         scattered = cpu_products.scattered(*self._in_a_row(layer, 0, self._now + 1), table, first)
         return scattered or products(*self._gathered(layer, table))
 
@@ -80,12 +102,12 @@ class CpuOps(TorchOps):
         return keys[..., : self.geometry.d_k], values[..., : self.geometry.d_v]
 
     def _gathered(self, layer: int, table: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of the keys and values of the tokens in ``table``."""
+        """Copies of the keys and values of the tokens in ``table [H or 1, n]``."""
         keys, values = self._stored(layer, table.clamp(min=0).long(), self._heads[:, None])
         return keys[..., : self.geometry.d_k], values[..., : self.geometry.d_v]
 
     def keys(self, slots: DeviceSlots, layer: int) -> Tensor:
-        return self._gathered(layer, slots.table[0, 0])[0] if slots.layout.in_place else super().keys(slots, layer)
+        return self._gathered(layer, slots.table[0])[0] if slots.layout.in_place else super().keys(slots, layer)
 
     def bias(self, slots: DeviceSlots, layer: int, window: int | None) -> Tensor:
         table = slots.table_of(layer)
@@ -104,18 +126,6 @@ class CpuOps(TorchOps):
         loops.page_scores(grouped, cpu_products.numbers(bounds), scaling, scores.numpy())
         return scores
 
-    def late_scores(
-        self, query: Tensor, before: Tensor, tau: float, bounds: Tensor, scaling: float
-    ) -> tuple[Tensor, Tensor]:
-        if not (loops := cpu_products.loops_over(bounds.dtype)):
-            return super().late_scores(query, before, tau, bounds, scaling)
-        grouped, scores = _by_head(query, bounds)
-        corrected = torch.empty(len(bounds), dtype=torch.bool)
-        then = _by_head(before, bounds)[0]
-        stored = cpu_products.numbers(bounds)
-        loops.late_scores(grouped, then, tau, stored, scaling, scores.numpy(), corrected.numpy())
-        return scores, corrected
-
     def choose(self, scores: Tensor, candidates: Candidates, resident: Tensor, flagged: Tensor | None = None) -> Tensor:
         if not (loops := cpu_products.compiled_loops()):
             return super().choose(scores, candidates, resident, flagged)
@@ -125,6 +135,32 @@ class CpuOps(TorchOps):
         placed = torch.empty_like(resident)
         loops.choose(scores.float().numpy(), first, last, resident.numpy(), placed.numpy())
         return placed if flagged is None else torch.where(flagged[:, None], placed, resident)
+
+    def list_tokens(
+        self,
+        slots: DeviceSlots,
+        layer: int,
+        query: Tensor,
+        index: Tensor,
+        bits: int,
+        known: int,
+        seen: int,
+        first: int,
+        last: int,
+        end: int,
+        k: int,
+        pinned: Tensor,
+        scaling: float,
+    ) -> None:
+        g, table = self.geometry, slots.table_of(layer)
+        if not (k and (loops := cpu_products.token_loops(g))):
+            super().list_tokens(slots, layer, query, index, bits, known, seen, first, last, end, k, pinned, scaling)
+            return
+        grouped = query.contiguous().float().view(g.kv_heads, g.group, g.d_k).numpy()
+        stored = index.view(torch.uint32).numpy(), index.view(torch.uint16).numpy()
+        places = key_codes.width_of(g.d_k, bits), bits, known, seen, first, last, end, k
+        named = loops.choose_tokens(grouped, scaling, *stored, *places, pinned.numpy(), table.numpy())
+        slots.named[layer - slots.layout.first] = named
 
     def open_pages(self, slots: DeviceSlots, layers: slice, first: int, last: Tensor) -> None:
         if not (loops := cpu_products.compiled_loops()):

@@ -15,11 +15,14 @@ import torch
 from torch import Tensor
 
 from kvchat.kv.attention import Products, products
-from kvchat.kv.geometry import Geometry
+from kvchat.kv.attention_spec import AttentionSpec
+from kvchat.kv.geometry import PAGE, Geometry
 from kvchat.kv.memory import rounding
 
 MANY = 2048  # tokens in float32 from which on loops are faster on two threads; fewer never ask for numba
 KNOWN = (torch.float32, torch.bfloat16)  # to the loops
+
+NO_SINKS = np.empty((0, 0), np.float32)
 
 Arguments = tuple[Any, ...]
 Numbers = np.ndarray[Any, Any]
@@ -71,7 +74,7 @@ def in_a_row(keys: Tensor, values: Tensor) -> Products:
 
 
 def scattered(keys: Tensor, values: Tensor, table: Tensor, first: int) -> Products | None:
-    """Over those of ``keys [H, n, d_k]`` and ``values [H, n, d_v]`` that ``table [m]`` names, from ``first`` on.
+    """Over the tokens in ``table [H or 1, m]`` from ``first`` on, of ``keys [H, n, d_k]`` and ``values [H, n, d_v]``.
 
     None where there is no loop for it.
     """
@@ -80,7 +83,7 @@ def scattered(keys: Tensor, values: Tensor, table: Tensor, first: int) -> Produc
     from kvchat.kv.ops import compiled_scattered as loops
 
     named = table.numpy(), first
-    return _compiled(loops, len(table), values, (*_rows(keys), *named), (*_rows(values), *named))
+    return _compiled(loops, table.shape[1], values, (*_rows(keys), *named), (*_rows(values), *named))
 
 
 # ---- over pages of which some are kept in 8 bits
@@ -89,7 +92,7 @@ def scattered(keys: Tensor, values: Tensor, table: Tensor, first: int) -> Produc
 class MixedPages(NamedTuple):
     """A layer's pages: ``exact [2, H, token, d]`` and ``rounded [page, H, block_bytes]``; ``places [page]`` says which.
 
-    Of the tokens in ``table [n]``, ascending, those from ``first`` on are read.
+    Of the tokens in ``table [H or 1, n]``, ascending, those from ``first`` on are read.
     """
 
     exact: Tensor
@@ -112,7 +115,39 @@ def mixed(pages: MixedPages, g: Geometry) -> Products | None:
     named = pages.table.numpy(), pages.first, pages.places.numpy()
     keys, values = pages.exact[0, ..., : g.d_k], pages.exact[1, ..., : g.d_v]
     stored = ((*named, *_rows(rows), *codes) for rows in (keys, values))
-    return _compiled(loops, len(pages.table), values, *stored)
+    return _compiled(loops, pages.table.shape[1], values, *stored)
+
+
+# ---- choosing tokens
+
+
+def token_loops(g: Geometry) -> ModuleType | None:
+    """The compiled loops that choose tokens; None where there are none for the geometry."""
+    if g.page != PAGE or not _threaded(g.dtype):
+        return None
+    from kvchat.kv.ops import compiled_tokens
+
+    loops_over(g.dtype)  # those of the module too, which was just imported
+    return compiled_tokens
+
+
+def attended(
+    query: Tensor, keys: Tensor, values: Tensor, table: Tensor, spec: AttentionSpec, sinks: Tensor | None
+) -> Tensor | None:
+    """Attention ``[H, G, d_v]`` of ``query [H, G, d_k]`` over the tokens in ``table [H, n]``; None without a loop.
+
+    They are among those of ``keys [H, token, d_k]`` and ``values [H, token, d_v]``.
+    """
+    if not _threaded(keys.dtype):
+        return None
+    from kvchat.kv.ops import compiled_tokens as loops
+
+    loops_over(keys.dtype)  # those of the module too, which was just imported
+    asked = query.contiguous().float().numpy(), spec.scaling
+    made = torch.empty((*query.shape[:2], values.shape[-1]))
+    logits = NO_SINKS if sinks is None else sinks.float().contiguous().numpy()
+    loops.attend_tokens(*asked, *_rows(keys), *_rows(values), table.numpy(), spec.softcap or 0.0, logits, made.numpy())
+    return made.to(query.dtype)
 
 
 # ---- inside

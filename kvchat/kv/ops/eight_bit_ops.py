@@ -15,7 +15,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvchat.kv.attention import Part, Products, products, products_in_parts
+from kvchat.kv.attention import Part, Products, attend, products, products_in_parts
+from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.memory import rounding
 from kvchat.kv.memory.device_slots import DeviceSlots
 from kvchat.kv.memory.eight_bit_pool import EightBitPool
@@ -53,7 +54,7 @@ class EightBitOps(TorchOps):
         return True
 
     def _stored(self, layer: int, tokens: Tensor, heads: Tensor) -> Sequence[Tensor]:
-        shape = len(heads), len(tokens)
+        shape = len(heads), tokens.shape[-1]
         found = self.host.read_tokens(layer, tokens.expand(shape).flatten(), heads.expand(shape).flatten())
         return found.view(2, *shape, -1).unbind()
 
@@ -137,10 +138,17 @@ class EightBitCpuOps(EightBitOps, CpuOps):
         return (self._now + 1) % self.geometry.page == 0
 
     def _products_of_all(self, layer: int, first: int, end: int) -> Products:
-        return self._mixed(layer, self._tokens[first:], 0) or products_in_parts(list(self._parts(layer, first, end)))
+        return self._mixed(layer, self._tokens[None, first:], 0) or products_in_parts(
+            list(self._parts(layer, first, end))
+        )
 
     def _products_of_some(self, layer: int, table: Tensor, first: int) -> Products:
         return self._mixed(layer, table, first) or products(*self._gathered(layer, table))
+
+    def _attend_some(
+        self, layer: int, query: Tensor, table: Tensor, spec: AttentionSpec, sinks: Tensor | None
+    ) -> Tensor:
+        return attend(query, self._products_of_some(layer, table, 0), None, spec, sinks)[0]
 
     def _mixed(self, layer: int, table: Tensor, first: int) -> Products | None:
         stored = self.host.by_head(layer), self.host.rounded.table(layer)

@@ -127,26 +127,32 @@ def assign_slots(wanted: Tensor, resident: Tensor) -> Tensor:
     return placed.scatter(1, free_first, torch.maximum(incoming, placed.gather(1, free_first)))
 
 
-def assign_token_slots(wanted: Tensor, resident: Tensor, tokens: int) -> Tensor:
+def assign_token_slots(wanted: Tensor, resident: Tensor, tokens: int, reuse: bool = False) -> Tensor:
     """Assign a slot to each wanted token: resident ones stay, the others take empty slots, best first.
 
-    Slots of tokens that are no longer wanted become empty, but are not written to: attention may be reading them.
+    Slots of tokens that are no longer wanted become empty; they are given away at once only to ``reuse`` them, because
+    attention may be reading them.
 
     Args:
-        wanted: ``[C, k]`` distinct positions, best first, -1 = none; never position 0.
-        resident: ``[C, n]`` position held by each slot, -1 = empty.
+        wanted: ``[C, k]`` distinct positions, best first, -1 = none.
+        resident: ``[C, n]`` distinct positions held by each slot, -1 = empty.
         tokens: more than the highest position.
+        reuse: nothing reads slots of tokens that are not wanted.
 
     Returns:
         ``[C, n]`` position that each slot is to hold, -1 = none. Where empty slots are too few the last wait.
     """
     rows, n = resident.shape
     slots = torch.arange(n, device=resident.device).expand(rows, n)
-    # Empty slots are noted at position 0, which is never wanted.
-    slot_of = wanted.new_full((rows, tokens), EMPTY).scatter_(1, resident.clamp(min=0), slots)
-    at = slot_of.gather(1, wanted.clamp(min=0))
+    # What is none is noted in one column more.
+    slot_of = wanted.new_full((rows, tokens + 1), EMPTY).scatter_(1, resident.masked_fill(resident < 0, tokens), slots)
+    slot_of[:, tokens:].fill_(EMPTY)
+    at = slot_of.gather(1, wanted.masked_fill(wanted < 0, tokens))
     missing = (wanted >= 0) & (at < 0)
     empty = resident < 0
+    if reuse:
+        empty = torch.ones_like(empty, dtype=torch.bool)
+        empty = torch.nn.functional.pad(empty, (0, 1)).scatter(1, at.masked_fill(at < 0, n), False)[:, :n]
     empty_first = (~empty).to(torch.int8).argsort(dim=-1, stable=True)
     rank = missing.cumsum(1) - 1
     fits = missing & (rank < empty.sum(1, keepdim=True))

@@ -15,9 +15,17 @@ from torch import Tensor
 from kvchat.kv.attention import Partial, Products, Weights, attend, products
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.memory.device_slots import DeviceSlots
+from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots
 from kvchat.kv.memory.host_pool import HostPool, gather, scatter
-from kvchat.kv.ops.selection import Candidates, assign_slots, chosen_by, needs_correction, page_scores, top_pages
+from kvchat.kv.ops import key_codes
+from kvchat.kv.ops.selection import (
+    Candidates,
+    assign_slots,
+    assign_token_slots,
+    needs_correction,
+    page_scores,
+    top_pages,
+)
 
 SPILLED_BLOCK = 1024  # tokens that are brought from the host pool at a time, to be read once
 
@@ -130,7 +138,7 @@ class TorchOps:
         return partial.result()
 
     def _stored(self, layer: int, tokens: Tensor, heads: Tensor) -> Sequence[Tensor]:
-        """K and V ``[H, n, d]`` of ``tokens [n]`` of ``heads [H, 1]`` from the host pool."""
+        """K and V ``[H, n, d]`` of ``tokens [n]`` or ``[H or 1, n]`` of ``heads [H, 1]`` from the host pool."""
         index = self.host.row_index(tokens, heads)
         return [
             gather(self.host.rows(layer), rows.flatten()).view(len(heads), -1, self.geometry.d)
@@ -147,17 +155,6 @@ class TorchOps:
         """``selection.needs_correction``: queries ``[H_q, d_k]`` -> bool ``[H]``."""
         return needs_correction(query, before, self.geometry.kv_heads, tau)
 
-    def late_scores(
-        self, query: Tensor, before: Tensor, tau: float, bounds: Tensor, scaling: float
-    ) -> tuple[Tensor, Tensor]:
-        """Page scores by the query of the heads to correct, by the one ``before`` of all others.
-
-        Returns:
-            ``[H, G, page]``, and the heads to correct, bool ``[H]``.
-        """
-        corrected = self.needs_correction(query, before, tau)
-        return self.page_scores(chosen_by(corrected, query, before), bounds, scaling), corrected
-
     def choose(self, scores: Tensor, candidates: Candidates, resident: Tensor, flagged: Tensor | None = None) -> Tensor:
         """The pages that each slot is to hold next.
 
@@ -172,6 +169,67 @@ class TorchOps:
         """
         placed = assign_slots(top_pages(scores, candidates.masked, resident.shape[1]), resident)
         return placed if flagged is None else torch.where(flagged[:, None], placed, resident)
+
+    def token_scores(self, query: Tensor, index: Tensor, bits: int, scaling: float) -> Tensor:
+        """``key_codes.token_scores``: ``query [H_q, d_k]``, ``index [H, page, words]`` -> ``[H, G, token]``."""
+        return key_codes.token_scores(query, index, self.geometry.page, bits, scaling)
+
+    def choose_tokens(
+        self, query: Tensor, index: Tensor, bits: int, scaling: float, hidden: Tensor, masked: Tensor, resident: Tensor
+    ) -> Tensor:
+        """The tokens that each slot is to hold next.
+
+        Args:
+            query: ``[H_q, d_k]``.
+            index: ``[H, page, words]``, keys in ``bits`` bits.
+            bits: of a code.
+            scaling: the layer's attention scale.
+            hidden: the tokens that have no weight, bool ``[token]``.
+            masked: the tokens that may not be chosen, bool ``[token]``.
+            resident: ``[H, k]`` token held by each slot, -1 = none.
+
+        Returns:
+            int64 ``[H, k]``, -1 = none.
+        """
+        scores = self.token_scores(query, index, bits, scaling)
+        wanted = key_codes.best_tokens(scores, hidden, masked, resident.shape[1])
+        return assign_token_slots(wanted, resident.long(), scores.shape[-1], reuse=True)
+
+    def list_tokens(
+        self,
+        slots: DeviceSlots,
+        layer: int,
+        query: Tensor,
+        index: Tensor,
+        bits: int,
+        known: int,
+        seen: int,
+        first: int,
+        last: int,
+        end: int,
+        k: int,
+        pinned: Tensor,
+        scaling: float,
+    ) -> None:
+        """Name in the layer's table what each KV head reads of the tokens from ``seen`` up to ``end``.
+
+        That is all outside the candidates ``first`` to ``last``, all that are ``pinned`` (bool ``[tokens]``, of which
+        there may be fewer), and the ``k`` candidates of highest weight for ``query [H_q, d_k]`` by the ``index [H,
+        page, words]``, of which the first ``known`` tokens stand in it; there are more than ``k`` candidates.
+        """
+        scores = self.token_scores(query, index, bits, scaling)
+        tokens = torch.arange(scores.shape[-1])
+        is_pinned = torch.zeros(max(end, len(tokens)), dtype=torch.bool)
+        is_pinned[: len(pinned)] = pinned[: len(is_pinned)]
+        hidden, masked = (tokens < seen) | (tokens >= known), (tokens < first) | (tokens > last)
+        best = key_codes.best_tokens(scores, hidden, masked | is_pinned[: len(tokens)], k)
+        beside = torch.arange(seen, end)
+        beside = beside[(beside < first) | (beside > last) | is_pinned[seen:end]]
+        named = torch.cat((best, beside.expand(len(best), -1)), 1).sort(1).values
+        table = slots.table_of(layer)
+        table[:, : named.shape[1]] = named
+        table[:, named.shape[1] :] = EMPTY
+        slots.named[layer - slots.layout.first] = named.shape[1]
 
     def open_pages(self, slots: DeviceSlots, layers: slice, first: int, last: Tensor) -> None:
         """``DeviceSlots.open_pages``"""

@@ -54,11 +54,11 @@ def test_what_is_not_replaced_is_speculative_mode(tiny_shape):
 
 def test_the_layer_below_is_asked_at_the_same_step(tiny_shape, monkeypatch):
     """Every layer but the first is given the query that the layer below it had."""
-    from kvchat.kv.modes.speculative import Speculative
+    from kvchat.kv.modes.freekv import FreeKV
 
-    given, begin = [], Speculative.attention_begin
+    given, begin = [], FreeKV.attention_begin
     monkeypatch.setattr(
-        Speculative,
+        FreeKV,
         "attention_begin",
         lambda self, layer, query, key, spec: given.append(query.clone()) or begin(self, layer, query, key, spec),
     )

@@ -32,5 +32,5 @@ def test_answers_are_drawn_with_their_shares(tmp_path, experiment):
 
 
 def test_every_experiment_of_more_than_a_few_times_has_a_picture():
-    few = {"resume", "long-chat"}
+    few = {"resume", "long-chat", "coverage"}
     assert {*plot.DRAWN} == {name for name in VERSIONS if not name.startswith("paper ")} - few

@@ -16,7 +16,7 @@ from kvchat.kv.set_aside import set_aside
 
 # In the sinks, across a page's end, a page and more, and in every window at first.
 FIRST, SECOND = [*range(2, 10), *range(30, 35)], [*range(60, 85), *range(146, 150)]
-ALL_ROWS = [*CORE, *(row for row in ROWS if row not in CORE and row not in ("streaming-off", "speculative-reuse"))]
+ALL_ROWS = [*CORE, *(row for row in ROWS if row not in CORE and row not in ("streaming-off", "freekv-reuse"))]
 
 
 def run_of(row: str, on_a_gpu: bool = False) -> Run:

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from kvchat.kv.memory.device_slots import EMPTY
-from kvchat.kv.ops import compiled, cpu_products
+from kvchat.kv.ops import compiled, compiled_tokens, cpu_products
+
+NONE = np.zeros(0, np.bool_)
 
 
 def test_they_are_what_a_cpu_uses():
@@ -66,8 +68,12 @@ def test_numbers_that_are_none_end_nothing(scores):
     weights = np.zeros(len(scores), np.float32)
     compiled.add_softmax(np.float32(scores), weights, np.empty_like(weights))
     query = np.full((1, 2, 4), scores[0], np.float32)
-    bounds, made = np.ones((1, 3, 8), np.float32), np.empty((1, 2, 3), np.float32)
-    compiled.late_scores(query, query, 0.8, bounds, 1.0, made, np.empty(1, np.bool_))
+    words = np.ones((1, 3, 32 + 16), np.uint32)
+    table, result = np.zeros((1, 40), np.int32), np.zeros((1, 2, 4), np.float32)
+    stored = np.ones(96 * 4, np.float32)
+    compiled_tokens.choose_tokens(query, 1.0, words, words.view(np.uint16), 16, 2, 96, 0, 4, 80, 96, 20, NONE, table)
+    logits = np.empty((0, 0), np.float32)
+    compiled_tokens.attend_tokens(query, 1.0, stored, 0, 4, stored, 0, 4, table, 0.0, logits, result)
 
 
 def test_a_page_moves_only_where_another_one_lies():

@@ -48,21 +48,6 @@ def test_choices_are_the_references_however_few_candidates_there_are(first, last
             resident = placed
 
 
-@pytest.mark.parametrize("dtype", cpu_products.KNOWN, ids=str)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("tau", [-0.2, 0.0, 0.9])
-def test_pages_are_scored_late_as_the_reference_does_in_float32(shape, tau, dtype):
-    g = geometry_of(shape, dtype)
-    reference, ops = (kind(g, HostPool(g, CPU), CPU) for kind in (TorchOps, CpuOps))
-    draw = torch.Generator().manual_seed(1)
-    query, before = torch.randn((2, g.q_heads, g.d_k), generator=draw).to(dtype)
-    bounds = torch.randn((g.kv_heads, 9, 2 * g.d_k), generator=draw).to(dtype)
-    expected = reference.late_scores(query.float(), before.float(), tau, bounds.float(), 0.3)
-    measured = ops.late_scores(query, before, tau, bounds, 0.3)
-    torch.testing.assert_close(measured[0], expected[0], rtol=1e-5, atol=1e-5)
-    assert torch.equal(measured[1], expected[1])
-
-
 @pytest.mark.parametrize("window", [None, 5, 1000])
 def test_a_heads_own_table_opens_what_the_reference_opens(window):
     g = geometry_of("many", torch.float32)

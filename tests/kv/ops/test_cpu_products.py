@@ -77,7 +77,7 @@ def test_over_scattered_tokens(heads, group, d, room, tokens, first, dtype):
     table = torch.full((tokens + 40,), EMPTY, dtype=torch.int32)
     table[:tokens] = torch.randperm(900, generator=draw)[:tokens].sort().values.to(torch.int32)
     table[tokens // 2 :: 7] = EMPTY
-    made = cpu_products.scattered(keys, values, table, first)
+    made = cpu_products.scattered(keys, values, table[None], first)
     assert made.sums(torch.ones(heads, group, len(table))).dtype == dtype
     query, weights = (torch.randn((heads, group, size), generator=draw) for size in (d, len(table)))
     read = (table >= first)[:, None]
@@ -102,7 +102,7 @@ def test_over_pages_of_which_some_are_kept_in_8_bits(heads, group, d_k, d_v, pag
     keys, values = held.permute(2, 1, 0, 3, 4).reshape(2, heads, -1, d_k)
     some = (torch.rand(last, generator=draw) < 0.7).nonzero().flatten()
     table = torch.nn.functional.pad(some, (0, 9), value=EMPTY).to(torch.int32)
-    made = cpu_products.mixed(MixedPages(exact, rounded, places, table, first), g)
+    made = cpu_products.mixed(MixedPages(exact, rounded, places, table[None], first), g)
     assert made.sums(torch.ones(heads, group, len(table))).dtype == dtype
     query, weights = (torch.randn((heads, group, size), generator=draw) for size in (d_k, len(table)))
     read = (table >= first)[:, None]
@@ -112,7 +112,7 @@ def test_over_pages_of_which_some_are_kept_in_8_bits(heads, group, d_k, d_v, pag
 
 def test_what_loops_cannot_read_is_left_to_torch(monkeypatch):
     g = Geometry(1, 4, 2, 5, 5, torch.float32, page=5, unified=True)
-    table = torch.zeros(3, dtype=torch.int32)
+    table = torch.zeros(1, 3, dtype=torch.int32)
     pages = MixedPages(torch.zeros(2, 2, 10, 5), torch.zeros(2, 2, rounding.block_bytes(g)), torch.zeros(2), table, 0)
     assert rounding.block_bytes(g) % 4
     assert cpu_products.mixed(pages, g) is None  # scales would lie across two numbers

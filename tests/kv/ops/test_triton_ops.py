@@ -21,7 +21,7 @@ from kvchat.kv.ops.triton_ops import TritonOps
 CPU = torch.device("cpu")
 # Beside the first row of each mode, what uses other kernels: the host pool is read over the link, no page is
 # speculated, a table for each layer.
-CASES = [*FIRST.values(), "full-resident", "speculative-sync", "freeze-budget"]
+CASES = [*FIRST.values(), "full-resident", "freekv-sync", "freeze-budget"]
 
 
 def with_kernels(run):
@@ -35,7 +35,7 @@ def with_kernels(run):
 @pytest.mark.parametrize("row", CASES)
 def test_sets_and_outputs_are_the_references(row):
     mode, params = ROWS[row]
-    kinds = ("plain", "window") if row in FIRST.values() else ("plain", "sinks")
+    kinds = ("plain", "plain", "window") if row in FIRST.values() else ("plain", "sinks")
     run = with_kernels(Run(toy(kinds, d_k=20, d_v=24, page=8, seed=3), mode, **params))
     run.prefill(100, chunk=60)
     run.step(10)

@@ -7,7 +7,7 @@ import torch
 from support.random_kv import LAYERS, SHAPES, TOLERANCE, geometry_of, noise, sides
 
 from kvchat.kv.memory.device_slots import Layout
-from kvchat.kv.modes.page_bounds import PageBounds
+from kvchat.kv.modes.page_index import PageBounds
 
 
 def layouts(heads):

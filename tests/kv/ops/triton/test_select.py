@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.random_kv import LAYERS, SHAPES, TOLERANCE, assert_near, geometry_of, noise, sides
 
 from kvchat.kv.memory.device_slots import EMPTY, Layout
-from kvchat.kv.modes.page_bounds import PageBounds
+from kvchat.kv.modes.page_index import PageBounds
 from kvchat.kv.ops import selection
 from kvchat.kv.ops.selection import Candidates
 from kvchat.kv.ops.triton.select import MOST_CHOSEN, MOST_PAGES

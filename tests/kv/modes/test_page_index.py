@@ -1,4 +1,4 @@
-"""Page bounds: made of a prefill's keys, read back by a page at most, forgotten where it fails."""
+"""Indexes of pages: made of a prefill's keys, read back by a page at most, forgotten where it fails."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from support.mode_rows import ROWS
 from support.toy_model import toy
 
 from kvchat.kv import manager as store_module
+from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.memory.prefill_staging import StagedPrefill
-from kvchat.kv.modes.page_bounds import PageBounds
+from kvchat.kv.modes.page_index import KeyCodes, PageBounds
+from kvchat.kv.ops import key_codes
 
 CPU = torch.device("cpu")
 
 
 def speculative(chunks: tuple[int, ...]) -> Run:
-    run = Run(toy(("plain", "plain", "plain"), page=8), ROWS["speculative"][0], **ROWS["speculative"][1])
+    run = Run(toy(("plain", "plain", "plain"), page=8), ROWS["freekv"][0], **ROWS["freekv"][1])
     for tokens in chunks:
         run.prefill(tokens, chunk=37)
         run.step(3)
@@ -28,7 +30,7 @@ def speculative(chunks: tuple[int, ...]) -> Run:
 
 
 def assert_bounds_right(run: Run) -> None:
-    bounds, g = run.kv.mode.bounds, run.toy.geometry
+    bounds, g = run.kv.mode.index, run.toy.geometry
     anew = PageBounds(g, CPU, bounds.first)
     anew.refresh(run.kv.state.host)
     pages = g.pages(run.kv.total)
@@ -72,3 +74,25 @@ def test_bounds_of_a_failed_prefill_are_forgotten(after):
         assert_bounds_right(run)
     run.prefill(20)
     assert_bounds_right(run)
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_codes_are_the_nearest_steps_between_a_pages_lowest_and_highest_key(bits, dtype):
+    keys = (torch.randn(3, 70, 24, generator=torch.Generator().manual_seed(bits)) * 5 + 2).to(dtype)
+    rows = key_codes.encode(keys, 32, bits)
+    assert rows.shape == (3, 3, key_codes.words_of(24, 32, bits))
+    kept = key_codes.decode(rows, 24, 32, bits, dtype)[:, :70]
+    tiles = [keys[:, at : at + 32].double() for at in (0, 32, 64)]
+    for tile, of in zip(tiles, kept.double().split([32, 32, 6], 1), strict=True):
+        edge = torch.bfloat16 if dtype == torch.float32 else dtype
+        low, high = (x.to(edge).double() for x in (tile.amin(1, keepdim=True), tile.amax(1, keepdim=True)))
+        step = (high - low) / (2**bits - 1)
+        nearest = low + ((tile - low) / step).clamp(0, 2**bits - 1).round() * step
+        off = (of - tile).abs()
+        assert (off <= (tile - nearest).abs() + step * 1e-5 + 1e-6).all()
+
+
+def test_two_bits_of_16_bit_keys_take_three_bits_an_element():
+    g = Geometry(2, 8, 4, 128, 128, torch.bfloat16)
+    assert KeyCodes(g, CPU).page_bytes * 8 == 3 * g.page * g.layers * g.kv_heads * g.d_k

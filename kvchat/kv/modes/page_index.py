@@ -1,0 +1,153 @@
+"""What selection keeps of every page's keys, per layer and KV head: bounds, or codes of a few bits.
+
+It follows the host pool by whole pages: the candidates of a step are full pages, or tokens in them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvchat.kv.geometry import Geometry
+from kvchat.kv.memory.host_pool import HostPool
+from kvchat.kv.ops import key_codes
+from kvchat.kv.ops.selection import page_bounds
+
+BLOCK = 8  # tokens of a block of ``index=blocks``
+BLOCK_SHARE = 0.25  # of the way from a block's mean key to its bounds
+
+
+class PageIndex:
+    """One row ``width`` long for each page, ``data [layers, H, page, width]``, of the layers ``first`` to the last.
+
+    It covers the first ``tokens`` tokens.
+    """
+
+    dtype: torch.dtype
+    width: int
+    empty: float = 0
+
+    def __init__(self, geometry: Geometry, device: torch.device, first: int = 0) -> None:
+        self.geometry = geometry
+        self.first = first
+        self.tokens = 0
+        shape = (geometry.layers - first, geometry.kv_heads, 0, self.width)
+        self.data = torch.empty(shape, dtype=self.dtype, device=device)
+
+    @property
+    def pages(self) -> int:
+        """Pages there is room for."""
+        return self.data.shape[2]
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page in all layers and heads."""
+        return self.data.shape[0] * self.geometry.kv_heads * self.width * self.dtype.itemsize
+
+    def summary(self, keys: Tensor, pages: int) -> Tensor:
+        """The rows ``[H, pages, width]`` of ``keys [H, n, d_k]``, of which the last page may be partly filled."""
+        raise NotImplementedError
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for the pages of ``tokens``; new ones are empty."""
+        if self.geometry.pages(tokens) > self.pages:
+            shape = (*self.data.shape[:2], self.geometry.pages(tokens) - self.pages, self.width)
+            more = torch.full(shape, self.empty, dtype=self.dtype, device=self.data.device)
+            self.data = torch.cat((self.data, more), 2)
+
+    def of(self, layer: int) -> Tensor:
+        """``[H, page, width]``"""
+        return self.data[layer - self.first]
+
+    def follow(self, host: HostPool) -> None:
+        """Cover the pages that were filled since; others need no rows yet."""
+        if host.total // self.geometry.page > self.tokens // self.geometry.page:
+            self.refresh(host)
+
+    def refresh(self, host: HostPool) -> None:
+        """Cover exactly what the host pool holds; only pages that are not covered yet are read from it."""
+        g = self.geometry
+        begin, end = min(self.tokens, host.total) // g.page, g.pages(host.total)
+        self.reserve(g.grown(host.total))
+        self.data[:, :, begin:] = self.empty
+        self.tokens = host.total
+        if begin == end:
+            return
+        for layer in range(self.first, g.layers):
+            keys = host.dense(layer, host.total, begin)[0]
+            self.of(layer)[:, begin:end] = self.summary(keys, end - begin)
+
+    def compute(self, layer: int, start: int, keys: Tensor) -> None:
+        """Cover a layer's tokens from ``start`` on, given the ``keys [H, n, d_k]`` of all tokens during a prefill.
+
+        ``tokens`` advances only after the last layer. ``refresh`` then re-reads at most one page, and clears what a
+        failed forward left.
+        """
+        g = self.geometry
+        if start // g.page > self.tokens // g.page:
+            return
+        begin, end = start // g.page, g.pages(keys.shape[1])
+        self.reserve(g.grown(keys.shape[1]))
+        self.of(layer)[:, begin:end] = self.summary(keys[:, begin * g.page :], end - begin)
+        if layer == g.layers - 1:
+            self.tokens = keys.shape[1]
+
+
+class PageBounds(PageIndex):
+    """Element-wise minimum and maximum of the keys of a page, or of its blocks of ``BLOCK`` tokens.
+
+    Stored as ``[max | -min]`` so that Quest's bound is one dot product: ``sum_i max(q_i * max_i, q_i * min_i) =
+    relu(q) . max + relu(-q) . (-min)``. Of blocks, a quarter of the way from the mean key to these bounds: in the same
+    form its dot product is the mean's plus a quarter of what the bound is above it.
+    """
+
+    def __init__(self, geometry: Geometry, device: torch.device, first: int = 0, in_blocks: bool = False) -> None:
+        self.in_blocks = in_blocks
+        self.blocks = -(-geometry.page // BLOCK) if in_blocks else 1
+        self.dtype = geometry.dtype
+        self.width = self.blocks * 2 * geometry.d_k
+        # Not -inf: relu(q) = 0 times it would be NaN.
+        self.empty = torch.finfo(geometry.dtype).min
+        super().__init__(geometry, device, first)
+
+    def summary(self, keys: Tensor, pages: int) -> Tensor:
+        page = self.geometry.page
+        if not self.in_blocks:
+            return page_bounds(keys, pages, page)
+        both = torch.cat((keys, -keys), -1)
+        padded = torch.nn.functional.pad(both, (0, 0, 0, pages * page - both.shape[1]), value=self.empty)
+        tiles = padded.view(len(keys), pages, page, -1)
+        parts = [tiles[:, :, at : at + BLOCK] for at in range(0, page, BLOCK)]
+        # A block that is partly filled, in the newest page, is no candidate's yet.
+        rows = [torch.lerp(part.float().mean(2), part.float().amax(2), BLOCK_SHARE) for part in parts]
+        return torch.stack(rows, 2).clamp(min=self.empty).flatten(2).to(self.dtype)
+
+    def scores(self, ops: Any, layer: int, query: Tensor, scaling: float) -> Tensor:
+        """The pages' scores ``[H, G, page]`` for ``query [H_q, d_k]``: of blocks the highest."""
+        if self.blocks == 1:
+            scores: Tensor = ops.page_scores(query, self.of(layer), scaling)
+            return scores
+        rows = self.of(layer).view(self.geometry.kv_heads, -1, self.width // self.blocks)
+        of_blocks: Tensor = ops.page_scores(query, rows, scaling)
+        return of_blocks.view(*of_blocks.shape[:2], -1, self.blocks).amax(-1)
+
+
+class KeyCodes(PageIndex):
+    """The keys in ``bits`` bits (``ops.key_codes``)."""
+
+    dtype = torch.int32
+
+    def __init__(self, geometry: Geometry, device: torch.device, first: int = 0, bits: int = 2) -> None:
+        self.bits = bits
+        self.width = key_codes.words_of(geometry.d_k, geometry.page, bits)
+        super().__init__(geometry, device, first)
+
+    def summary(self, keys: Tensor, pages: int) -> Tensor:
+        return key_codes.encode(keys, self.geometry.page, self.bits)
+
+    def scores(self, ops: Any, layer: int, query: Tensor, scaling: float) -> Tensor:
+        """The logarithms of the pages' mass ``[H, G, page]`` for ``query [H_q, d_k]``."""
+        scores: Tensor = ops.token_scores(query, self.of(layer), self.bits, scaling)
+        return scores.view(*scores.shape[:2], -1, self.geometry.page).logsumexp(-1)

@@ -1,0 +1,406 @@
+"""Choosing tokens one by one by an index of their keys in a few bits, compiled by numba.
+
+A page of the index is a row of 32-bit words: codes ``[width / per, PAGE]``, then the lowest and the highest key of each
+channel in bfloat16. A token's word holds its codes of ``per = 32 / bits`` channels, so that a page's tokens are scored
+side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from kvchat.kv.geometry import PAGE
+from kvchat.kv.memory.device_slots import EMPTY
+from kvchat.kv.ops.compiled import FINITE_OR_NOT, HAS_THREADS, LINE, Array, compiled, exp, prefetch, widened
+
+LANES = 16
+TOGETHER = 8  # query heads whose sums stay in registers
+PART = 16  # pages that one thread scores at a time
+BLOCK = 8  # tokens that are left out together, where none of them can be chosen
+HIGHEST = 2**31 - 1
+TINY = np.float32(1e-30)  # where scores are no numbers
+ATTENDED = 64  # tokens that one thread attends to at a time
+AHEAD = 16  # tokens before they are due they are asked for
+
+
+def _multiplier(bits: int) -> Callable[..., Any]:
+    """The loop over a page's codes of ``bits`` bits, in vectors: the compiler's own takes three times as long."""
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def multiply(
+        _context: Any, codes: Any, words: Any, parts: Any, bases: Any, group: Any, scores: Any, at: Any
+    ) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            codes, parts, bases, scores = (
+                context.make_array(signature.args[i])(context, builder, arguments[i]) for i in (0, 2, 3, 5)
+            )
+            words, group, at = (arguments[i] for i in (1, 4, 6))
+            width, stride = (
+                builder.sdiv(builder.extract_value(rows.strides, 0), words.type(4)) for rows in (parts, scores)
+            )
+            done = builder.append_basic_block("done")
+            cases = builder.switch(group, done)
+            for heads in range(1, TOGETHER + 1):
+                block = builder.append_basic_block(f"heads{heads}")
+                cases.add_case(group.type(heads), block)
+                builder.position_at_end(block)
+                sums = _multiplied(builder, bits, heads, codes.data, words, parts.data, width, bases.data)
+                for g, of_page in enumerate(sums):
+                    for half, total in enumerate(of_page):
+                        place = builder.add(at, builder.mul(stride, words.type(g)))
+                        place = builder.add(place, words.type(half * LANES))
+                        builder.store(total, _vector(builder, scores.data, place, total.type), align=4)
+                builder.branch(done)
+            builder.position_at_end(done)
+            return context.get_dummy_value()
+
+        return types.void(codes, words, parts, bases, group, scores, at), generate
+
+    made: Callable[..., Any] = multiply
+    return made
+
+
+def _vector(builder: Any, pointer: Any, index: Any, kind: Any) -> Any:
+    return builder.bitcast(builder.gep(pointer, [index]), kind.as_pointer())
+
+
+def _multiplied(
+    builder: Any, bits: int, heads: int, codes: Any, words: Any, parts: Any, width: Any, bases: Any
+) -> list[list[Any]]:
+    """``bases [heads] + parts [heads, width] @ codes [width, PAGE]``, in vectors."""
+    whole, real = ir.VectorType(ir.IntType(32), LANES), ir.VectorType(ir.FloatType(), LANES)
+    number, halves = words.type, range(0, PAGE, LANES)
+
+    def spread(pointer: Any, index: Any) -> Any:
+        one = builder.insert_element(real(ir.Undefined), builder.load(builder.gep(pointer, [index])), ir.IntType(32)(0))
+        return builder.shuffle_vector(one, one, whole([0] * LANES))
+
+    begun = [[spread(bases, number(g))] * len(halves) for g in range(heads)]
+    before = builder.block
+    loop, end = builder.append_basic_block("words"), builder.append_basic_block("end")
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    word = builder.phi(number)
+    word.add_incoming(number(0), before)
+    totals = [[builder.phi(real) for _ in halves] for _ in range(heads)]
+    sums = [list(of) for of in totals]
+    start = builder.mul(word, number(PAGE))
+    rows = [builder.load(_vector(builder, codes, builder.add(start, number(half)), whole), align=4) for half in halves]
+    channel = builder.mul(word, number(32 // bits))
+    for i in range(32 // bits):
+        shift, mask = whole([i * bits] * LANES), whole([(1 << bits) - 1] * LANES)
+        values = [builder.sitofp(builder.and_(builder.lshr(row, shift), mask), real) for row in rows]
+        for g, of in enumerate(sums):
+            weight = spread(parts, builder.add(builder.mul(width, number(g)), builder.add(channel, number(i))))
+            for half, value in enumerate(values):
+                product = builder.fmul(weight, value, flags=("contract",))
+                of[half] = builder.fadd(of[half], product, flags=("contract",))
+    following = builder.add(word, number(1))
+    word.add_incoming(following, loop)
+    for phis, first, last in zip(totals, begun, sums, strict=True):
+        for phi, value, result in zip(phis, first, last, strict=True):
+            phi.add_incoming(value, before)
+            phi.add_incoming(result, loop)
+    builder.cbranch(builder.icmp_signed("<", following, words), loop, end)
+    builder.position_at_end(end)
+    return sums
+
+
+_multiply_2, _multiply_4 = _multiplier(2), _multiplier(4)
+
+
+@numba.njit(fastmath=True)  # type: ignore[untyped-decorator]
+def _score_pages(
+    query: Array, scaling: float, codes: Array, edges: Array, width: int, bits: int, scores: Array
+) -> None:
+    """One head's ``query [G, d_k]`` times ``scaling`` and the keys of the pages ``codes [pages, words]``.
+
+    ``edges`` is the same memory in bfloat16. Into ``scores [G, pages * PAGE]``.
+    """
+    group, d = query.shape
+    words = width * bits // 32
+    edge = edges.shape[1] - 2 * width
+    scale, step = np.float32(scaling), np.float32(scaling / ((1 << bits) - 1))
+    parts, bases = np.zeros((group, width), np.float32), np.empty(group, np.float32)
+    low, high = np.empty(d, np.float32), np.empty(d, np.float32)
+    for page in range(len(codes)):
+        lowest, highest = edges[page, edge : edge + width], edges[page, edge + width :]
+        for i in range(d):
+            low[i] = widened(lowest[i]) * scale
+            high[i] = (widened(highest[i]) - widened(lowest[i])) * step
+        for g in range(group):
+            base = np.float32(0)
+            for i in range(d):
+                base += query[g, i] * low[i]
+                parts[g, i] = query[g, i] * high[i]
+            bases[g] = base
+        for g in range(0, group, TOGETHER):
+            heads = min(TOGETHER, group - g)
+            if bits == 2:
+                _multiply_2(codes[page], words, parts[g:], bases[g:], heads, scores[g:], page * PAGE)
+            else:
+                _multiply_4(codes[page], words, parts[g:], bases[g:], heads, scores[g:], page * PAGE)
+
+
+@numba.njit(fastmath=True)  # type: ignore[untyped-decorator]
+def _highest(scores: Array) -> Any:
+    lanes = np.full(LANES, scores[0])  # a maximum is no sum: the compiler finds none by itself
+    whole = len(scores) // LANES * LANES
+    for i in range(0, whole, LANES):
+        for lane in range(LANES):
+            lanes[lane] = scores[i + lane] if scores[i + lane] > lanes[lane] else lanes[lane]
+    highest = lanes.max()
+    for score in scores[whole:]:
+        highest = max(highest, score)
+    return highest
+
+
+@numba.njit(fastmath=FINITE_OR_NOT)  # type: ignore[untyped-decorator]
+def _to_powers(scores: Array, highest: Any) -> Any:
+    """Replace ``scores`` by e to their power, less ``highest``; their sum."""
+    total = np.float32(0)
+    for i in range(len(scores)):
+        scores[i] = exp(scores[i] - highest)
+        total += scores[i]
+    return total
+
+
+@numba.njit(fastmath=True)  # type: ignore[untyped-decorator]
+def _add_share(powers: Array, share: Any, weights: Array) -> None:
+    for i in range(len(powers)):
+        weights[i] += powers[i] * share
+
+
+@numba.njit  # type: ignore[untyped-decorator]
+def _threshold(bits: Array, k: int) -> tuple[int, int]:
+    """The ``k``-th highest of ``bits``, of weights that are not negative, and how many of its equals are among the k.
+
+    Two sweeps over all of them and two over those that share its upper bits, instead of sorting.
+    """
+    prefix, shift, left = 0, 31, k
+    among = bits
+    for lower in (20, 10, 0):
+        bins = np.zeros(1 << (shift - lower), np.int64)
+        for i in range(len(among)):
+            bins[(among[i] >> lower) & ((1 << (shift - lower)) - 1)] += among[i] >= 0
+        chosen = len(bins) - 1
+        while chosen > 0 and bins[chosen] < left:
+            left -= bins[chosen]
+            chosen -= 1
+        prefix |= chosen << lower
+        shift = lower
+        same = np.empty(bins[chosen], np.int32)
+        found = 0
+        for i in range(len(among)):
+            if among[i] >= 0 and among[i] >> lower == prefix >> lower:
+                same[found] = among[i]
+                found += 1
+        among = same
+    return prefix, left
+
+
+@numba.njit  # type: ignore[untyped-decorator]
+def _list_read(bits: Array, seen: int, first: int, end: int, k: int, pinned: Array, table: Array) -> int:
+    """Write to ``table`` the tokens that one KV head reads, ascending, then EMPTY; return how many they are.
+
+    ``bits [n]`` are those of the weights from token ``first`` on; all others from ``seen`` up to ``end`` are read.
+    """
+    for token in range(first, min(len(pinned), first + len(bits))):
+        if pinned[token]:
+            bits[token - first] = HIGHEST
+            k += 1
+    # At least k blocks have a token as high as the k-th highest of what is the highest in each: others have none.
+    whole = len(bits) // BLOCK
+    best = np.empty(whole + 1, np.int32)
+    for block in range(whole):
+        highest = bits[block * BLOCK]
+        for i in range(1, BLOCK):
+            highest = max(highest, bits[block * BLOCK + i])
+        best[block] = highest
+    best[whole] = HIGHEST  # of what is left over, which may be nothing
+    least = _threshold(best, k)[0] if whole > k else 0
+    some, found = np.empty(len(bits), np.int32), 0
+    for block in range(whole + 1):
+        if best[block] >= least:
+            for i in range(block * BLOCK, min(len(bits), (block + 1) * BLOCK)):
+                some[found] = bits[i]
+                found += bits[i] >= least
+    bound, equals = _threshold(some[:found], k) if found > k else (0, found)
+    n = 0
+    for token in range(seen, first):
+        table[n] = token
+        n += 1
+    for block in range(whole + 1):
+        if best[block] >= bound:
+            for i in range(block * BLOCK, min(len(bits), (block + 1) * BLOCK)):
+                if bits[i] > bound or (bits[i] == bound and equals > 0):
+                    equals -= bits[i] == bound
+                    table[n] = first + i
+                    n += 1
+    for token in range(first + len(bits), end):
+        table[n] = token
+        n += 1
+    table[n:] = EMPTY
+    return n
+
+
+@compiled(
+    "i8(f4[:, :, ::1], f8, u4[:, :, ::1], u2[:, :, ::1], i8, i8, i8, i8, i8, i8, i8, i8, b1[::1], i4[:, ::1])",
+    parallel=HAS_THREADS,
+)
+def choose_tokens(
+    query: Array,
+    scaling: float,
+    codes: Array,
+    edges: Array,
+    width: int,
+    bits: int,
+    known: int,
+    seen: int,
+    first: int,
+    last: int,
+    end: int,
+    k: int,
+    pinned: Array,
+    table: Array,
+) -> int:
+    """Write to ``table [H, n]`` the tokens that each head reads, ascending, then EMPTY; return how many.
+
+    Of those from ``seen`` up to ``end`` they are all outside the candidates, all that are pinned, and the ``k >= 1`` of
+    highest weight.
+
+    Args:
+        query: float32 ``[H, G, d_k]``.
+        scaling: the layer's attention scale.
+        codes: ``[H, page, words]``, the index.
+        edges: the same memory in bfloat16.
+        width: channels of a token's codes, d_k and what fills up a word.
+        bits: of a code.
+        known: the first token that is not in the index; whole pages.
+        seen: the first token that may be read.
+        first: the first candidate.
+        last: the last one, not before the first, and known.
+        end: the first token that may not be read.
+        k: tokens to choose.
+        pinned: bool ``[tokens]``, of which there may be fewer.
+        table: int32, written.
+    """
+    heads, group, _ = query.shape
+    begin = seen // PAGE
+    pages = known // PAGE - begin
+    parts = -(-pages // PART)
+    low, high = seen - begin * PAGE, pages * PAGE
+    low_chosen, high_chosen = first - begin * PAGE, last + 1 - begin * PAGE
+    scores = np.empty((heads, group, pages * PAGE), np.float32)
+    highest, totals = np.empty((heads, group, parts), np.float32), np.zeros((heads, group, parts), np.float32)
+    for task in numba.prange(heads * parts):
+        head, part = task // parts, task % parts
+        start, stop = part * PART, min(pages, (part + 1) * PART)
+        at = slice(begin + start, begin + stop)
+        of_part = scores[head, :, start * PAGE : stop * PAGE]
+        _score_pages(query[head], scaling, codes[head, at], edges[head, at], width, bits, of_part)
+        for g in range(group):
+            highest[head, g, part] = _highest(scores[head, g, max(low, start * PAGE) : min(high, stop * PAGE)])
+    for task in numba.prange(heads * parts):
+        head, part = task // parts, task % parts
+        some = slice(max(low, part * PART * PAGE), min(high, (part + 1) * PART * PAGE))
+        for g in range(group):
+            totals[head, g, part] = _to_powers(scores[head, g, some], _highest(highest[head, g]))
+    count = np.empty(heads, np.int64)
+    for head in numba.prange(heads):
+        weights = np.zeros(high_chosen - low_chosen, np.float32)
+        for g in range(group):
+            _add_share(scores[head, g, low_chosen:high_chosen], np.float32(1) / (totals[head, g].sum() + TINY), weights)
+        count[head] = _list_read(weights.view(np.int32), seen, first, end, k, pinned, table[head])
+    return int(count[0])
+
+
+@compiled(
+    "void(f4[:, :, ::1], f8, number[::1], i8, i8, number[::1], i8, i8, i4[:, :], f8, f4[:, ::1], f4[:, :, ::1])",
+    fastmath=FINITE_OR_NOT,
+    parallel=HAS_THREADS,
+)
+def attend_tokens(
+    query: Array,
+    scaling: float,
+    keys: Array,
+    key_head: int,
+    key_token: int,
+    values: Array,
+    value_head: int,
+    value_token: int,
+    table: Array,
+    softcap: float,
+    sinks: Array,
+    result: Array,
+) -> None:
+    """One token's attention over the tokens that each head names, where they are stored.
+
+    Args:
+        query: float32 ``[H, G, d_k]``.
+        scaling: the layer's attention scale.
+        keys: the memory from the first key on, whose next head and next token lie so many numbers further.
+        values: as keys.
+        table: int32 ``[H, n]``, all of them tokens.
+        softcap: of the layer, 0 where there is none.
+        sinks: learned logits ``[H, G]``, or ``[0, 0]``.
+        result: float32 ``[H, G, d_v]``, written.
+    """
+    heads, group, d_v = result.shape
+    n, d_k = table.shape[1], query.shape[2]
+    parts = -(-n // ATTENDED)
+    sums = np.zeros((heads, parts, group, d_v), np.float32)
+    highest, totals = np.empty((heads, parts, group), np.float32), np.empty((heads, parts, group), np.float32)
+    cap, scale = np.float32(softcap), np.float32(scaling)
+    for task in numba.prange(heads * parts):
+        head, part = task // parts, task % parts
+        tokens = table[head, part * ATTENDED : min(n, (part + 1) * ATTENDED)]
+        weights = np.empty((group, len(tokens)), np.float32)
+        for at in range(len(tokens)):
+            soon = max(tokens[min(at + AHEAD, len(tokens) - 1)], 0)
+            key_at, value_at = head * key_head + soon * key_token, head * value_head + soon * value_token
+            for i in range(0, d_k, LINE // keys.itemsize):
+                prefetch(keys, key_at + i)
+            for i in range(0, d_v, LINE // values.itemsize):
+                prefetch(values, value_at + i)
+            start = head * key_head + max(tokens[at], 0) * key_token  # EMPTY, where scores are no numbers
+            key = keys[start : start + d_k]
+            for g in range(group):
+                score = np.float32(0)
+                for i in range(d_k):
+                    score += query[head, g, i] * widened(key[i])
+                weights[g, at] = score * scale
+        for g in range(group):
+            if cap > 0:
+                for at in range(len(tokens)):
+                    weights[g, at] = cap * np.tanh(weights[g, at] / cap)
+            highest[head, part, g] = _highest(weights[g])
+            totals[head, part, g] = _to_powers(weights[g], highest[head, part, g])
+        total = sums[head, part]
+        for at in range(len(tokens)):
+            start = head * value_head + max(tokens[at], 0) * value_token
+            value = values[start : start + d_v]
+            for g in range(group):
+                for i in range(d_v):
+                    total[g, i] += weights[g, at] * widened(value[i])
+    for head in range(heads):
+        for g in range(group):
+            most, whole = highest[head, :, g].max(), np.float32(0)
+            if len(sinks):
+                most = max(most, sinks[head, g])
+                whole = exp(sinks[head, g] - most)
+            result[head, g] = 0
+            for part in range(parts):
+                share = exp(highest[head, part, g] - most)
+                whole += share * totals[head, part, g]
+                for i in range(d_v):
+                    result[head, g, i] += share * sums[head, part, g, i]
+            for i in range(d_v):
+                result[head, g, i] /= whole + TINY

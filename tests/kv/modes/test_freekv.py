@@ -1,0 +1,190 @@
+"""FreeKV: tau's two ends, counters, what moves, what is refused. The sets themselves: test_every_mode.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.kv_run import Run
+from support.kv_steps import as_on_a_gpu
+from support.toy_model import toy
+
+from kvchat.errors import DoesNotFitError, UsageError
+from kvchat.kv.inspect import attended
+
+SMALL = {"budget": 80, "sink": 8, "window": 24}
+PAGES = {"unit": "page", "index": "bounds"}
+
+
+def run_of(tau: float, steps: int = 60, **kwargs) -> Run:
+    run = Run(toy(("plain", "plain", "plain"), kv_heads=2, group=2, page=8, **kwargs), "speculative", tau=tau, **SMALL)
+    run.prefill(150)
+    run.step(steps)
+    return run
+
+
+def test_above_one_every_head_is_corrected_at_every_step():
+    run = run_of(2.0, steps=30)
+    assert run.kv.state.transfer.totals.corrections == run.reference.corrections == 30 * 2 * 2
+
+
+def test_below_minus_one_none_is():
+    assert run_of(-2.0).kv.state.transfer.totals.corrections == 0
+
+
+def test_between_some_heads_are_and_the_counter_says_which():
+    run = run_of(0.7, steps=60)
+    assert run.kv.state.transfer.totals.corrections == run.reference.corrections
+    assert 0 < run.reference.corrections < 60 * 2 * 2
+
+
+@pytest.mark.parametrize(
+    ("budget", "split"), [(64, (4, 60, 0)), (256, (4, 92, 5)), (512, (4, 156, 11)), (2048, (4, 540, 47))]
+)
+def test_the_budget_is_shared_out_as_four_sinks_pages_and_a_window_of_a_quarter_and_what_they_leave(budget, split):
+    mode = Run(toy(("plain", "plain")), "speculative", budget=budget, **PAGES).kv.mode
+    assert (mode.sink, mode.window, mode.k) == split
+    assert mode.sink + mode.window + mode.k * 32 == budget
+
+
+@pytest.mark.parametrize(
+    ("given", "enough"),
+    [({"budget": 64}, 68), ({"budget": 200, "sink": 160}, 224), ({"budget": 250, "sink": 192}, 288)],
+)
+def test_a_budget_without_room_for_a_page_warns_that_nothing_is_recalled(given, enough):
+    run = Run(toy(("plain", "plain")), "speculative", **PAGES, **given)
+    run.prefill(300)
+    (badge,) = run.kv.mode.report().badges
+    assert badge.startswith("recalls nothing: ")
+    assert badge.endswith(f"from {enough} tokens on it does")
+    again = Run(toy(("plain", "plain")), "speculative", **PAGES, **given | {"budget": enough})
+    again.prefill(300)
+    assert (again.kv.mode.k, again.kv.mode.report().badges) == (1, ())
+    assert Run(toy(("plain", "plain")), "speculative", **PAGES, **given | {"budget": enough - 1}).kv.mode.k == 0
+
+
+def test_a_small_budget_that_still_reads_everything_warns_of_nothing():
+    run = Run(toy(("plain", "plain")), "speculative", budget=64, **PAGES)
+    run.prefill(40)
+    assert run.kv.mode.report().badges == ()
+
+
+def test_the_paper_shares_it_out_as_a_quarter_each_for_sinks_and_window():
+    mode = Run(toy(("plain", "plain")), "speculative", budget=512, profile="paper").kv.mode
+    assert (mode.sink, mode.window, mode.k) == (128, 128, 8)
+    published = Run(toy(("plain", "plain")), "speculative", profile="paper").kv.mode
+    assert (published.sink, published.window, published.k, published.first) == (512, 512, 32, 1)
+
+
+@pytest.mark.parametrize("on_a_gpu", [False, True])
+@pytest.mark.parametrize("tau", [-2.0, 0.7, 2.0])
+def test_pages_whose_tokens_are_all_pinned_take_no_slot_from_others(tau, on_a_gpu):
+    run = run_of(tau, steps=3)
+    if on_a_gpu:
+        as_on_a_gpu(run.kv)
+    favorites = run.kv.state.slots[-1].pages[0, 0].tolist()  # the pages that a head wants most
+    run.pin(sorted(token for page in favorites for token in range(page * 8, page * 8 + 8)))
+    run.step(20)
+    run.check()
+    pages = run.kv.state.slots[-1].pages
+    assert not torch.isin(pages, torch.tensor(favorites)).any()
+    assert (pages >= 0).all()
+
+
+def test_a_page_of_sinks_and_pinned_tokens_takes_none_either():
+    run = Run(
+        toy(("plain", "plain"), kv_heads=2, group=2, page=8), "speculative", budget=80, sink=12, window=24, **PAGES
+    )
+    run.prefill(150)
+    run.pin([12, 13, 14, 15])
+    run.step(20)
+    run.check()
+    assert not (run.kv.state.slots[-1].pages == 1).any()
+    run.pin([12, 13, 15])
+    run.step(5)
+    run.check()
+
+
+def test_where_all_candidates_are_pinned_the_rest_is_read():
+    run = run_of(0.7, steps=3)
+    run.pin(list(range(8, run.kv.total)))
+    run.step(20)
+    run.check()
+
+
+@pytest.mark.parametrize("tau", [-2.0, 2.0])
+def test_only_the_difference_moves(tau):
+    run = Run(toy(("plain", "plain"), kv_heads=2, group=2, page=8), "speculative", tau=tau, **SMALL)
+    run.prefill(200)
+    slots, transfer = run.kv.state.slots[-1], run.kv.state.transfer
+    for _ in range(50):
+        before, moved = [set(row) for row in slots.pages[0].tolist()], transfer.totals.moved
+        run.step()
+        after = [set(row) for row in slots.pages[0].tolist()]
+        new = sum(len(b - a) for a, b in zip(before, after, strict=True))
+        assert transfer.totals.moved - moved == new * slots.geometry.page
+    assert 0 < transfer.totals.moved < transfer.totals.wanted
+
+
+def test_a_step_of_reuse_reads_what_the_step_before_chose():
+    """Two runs differ in their last query only: the last step's sets are the same, the next one's are not."""
+    sets = []
+    for other in (0, 500):
+        run = run_of(-2.0, steps=20)
+        run.fresh += other
+        run.step()
+        last = attended(run.kv.state, 1)
+        run.step()
+        sets.append((last, attended(run.kv.state, 1)))
+    assert torch.equal(sets[0][0], sets[1][0])
+    assert not torch.equal(sets[0][1], sets[1][1])
+
+
+def test_nothing_moves_while_every_page_is_chosen():
+    run = Run(toy(("plain", "plain"), page=8), "speculative", budget=600, sink=8, window=24, **PAGES)
+    run.prefill(200)
+    moved = run.kv.state.transfer.totals.moved
+    run.step(8)
+    g = run.toy.geometry
+    # In these eight steps the window begins to leave one page.
+    assert run.kv.state.transfer.totals.moved - moved == g.kv_heads * g.page
+
+
+def test_covers_says_when_a_token_reads_everything():
+    run = Run(toy(("plain", "plain"), page=8), "speculative", tau=0.7, **SMALL)
+    run.prefill(40)
+    for _ in range(60):
+        run.step()
+        assert run.kv.step.exact == bool(attended(run.kv.state, 1).all())
+
+
+def test_refusals_name_the_numbers():
+    made = toy()
+    with pytest.raises(UsageError, match="64 tokens is smaller than sink \\+ window = 40 \\+ 32 = 72"):
+        Run(made, "speculative", budget=64, sink=40, window=32, **PAGES)
+    with pytest.raises(UsageError, match="at least one page = 32"):
+        Run(made, "speculative", budget=64, sink=4, window=31, **PAGES)
+    with pytest.raises(DoesNotFitError, match="second layer"):
+        Run(toy(("plain",)), "speculative", **PAGES)
+
+
+@pytest.mark.parametrize("tau", [-2.0, 0.7, 2.0])
+def test_what_a_step_wants_is_counted_once(tau):
+    """A correction replaces what was counted already: the hit rate was taken over twice as much (audit, 3)."""
+    run = run_of(tau, steps=1)
+    slots, transfer = run.kv.state.slots[-1], run.kv.state.transfer
+    before = transfer.totals.wanted
+    run.step(20)
+    assert transfer.totals.wanted - before == 20 * 2 * 2 * slots.layout.pages * slots.geometry.page
+
+
+def test_the_share_of_corrected_heads_and_their_mean_cosine_are_reported():
+    run = run_of(0.7, steps=0)
+    cosines = []
+    for _ in range(40):
+        last = [query.double() for query in run.query]
+        run.step()
+        now = torch.stack([query.double() for query in run.query[1:]])
+        cosines.append(torch.cosine_similarity(now, torch.stack(last[1:]), -1).mean())
+    stats = run.kv.mode.report().stats
+    assert stats["heads corrected"] == f"{run.reference.corrections / (40 * 2 * 2):.0%}"
+    assert stats["mean C"] == pytest.approx(float(torch.stack(cosines).mean()), abs=2e-3)
