@@ -50,7 +50,7 @@ def calibrate(
         listed = ", ".join(f"{head} ({scores[head]:.3f})" for head in heads)
         echo(f"layer {layer:>3}: representative KV heads {listed}")
     tau = measured.tau_for(corrections)
-    echo(f"speculative mode corrects {corrections:.0%} of heads and steps in such text with tau={tau:.2f}")
+    echo(f"speculative by pages corrects {corrections:.0%} of heads and steps in such text with tau={tau:.2f}")
     echo(f"calibration {file}")
     if plot:
         plots.calibration(measured.similarity, chosen, plot)

@@ -291,7 +291,7 @@ def calibrate(
     plot: Annotated[Path | None, typer.Option(help="draw the overlap of the heads to .svg or .png")] = None,
     device: NamedDevice = "auto",
 ) -> None:
-    """Measure which KV heads of a model attend alike, for sync, and how their queries turn, for speculative's tau."""
+    """Measure which KV heads of a model attend alike, for sync, and how their queries turn, for FreeKV's tau."""
     from kvchat.cli.calibrate import calibrate as run
 
     run(model, text or (), clusters, representatives, device, out, plot, corrections)
