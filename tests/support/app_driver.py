@@ -73,7 +73,8 @@ def press(app: App[None], *keys: str) -> None:
 
 
 def typed(app: KvchatApp, text: str) -> None:
-    """Put a line into the prompt and press Enter."""
+    """Put a line into the prompt, in place of a command that was refused, and press Enter."""
+    prompt(app).clear()
     prompt(app).insert(text)
     press(app, "enter")
 

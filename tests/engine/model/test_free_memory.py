@@ -39,8 +39,8 @@ def test_weights_are_refused_where_one_byte_is_missing(case, tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("quantize", "free", "hint"),
     [
-        ("none", 300_000, r"smaller model or --quantize int8 \(196 KiB\), or end"),
-        ("int8", 200_000, r"smaller model or --quantize int4 \(141 KiB\), or end"),
+        ("none", 300_000, r"smaller model or --quantize int8 \(193 KiB\), or end"),
+        ("int8", 200_000, r"smaller model or --quantize int4 \(140 KiB\), or end"),
         ("none", 1000, "smaller model, or end"),
         ("int4", 100_000, "smaller model, or end"),
     ],

@@ -131,7 +131,8 @@ async def test_system_stats_theme_copy_panels(running):
         await until(lambda: any("generated" in text for text in texts(app.chat.query(Note))))
         typed(app, "/theme kvchat-light")
         await until(lambda: app.theme == "kvchat-light" and app.chat.query_one(KvColumn).display)
-        typed(app, "/panels")
+        typed(app, "/panels")  # all figures
+        typed(app, "/panels")  # none
         await until(lambda: not app.chat.query_one(KvColumn).display)
         press(app, "f7")
         await until(lambda: app.chat.query_one(KvColumn).display)
