@@ -240,7 +240,7 @@ class Started:
     prompt_tokens: Count
     reused_tokens: Count
     thought: str = ""
-    tags: tuple[str, ...] = ()
+    tags: Several[str] = ()
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,7 @@ async def test_a_conversation_opened_again_brings_back_its_mode_and_parameters_a
     await chat.controller.handle(DONE)
     chat.client.sent.clear()
     await chat.controller.open(kept)
-    assert switches(chat) == [("speculative", {"budget": 128, "tau": 0.8})]
+    assert switches(chat) == [("speculative", {"budget": 128, "tau": None})]
     assert not chat.view.notes
     lines = len(chat.view.switches)
     await chat.controller.handle(SPECULATIVE)

@@ -300,7 +300,7 @@ async def test_a_comparison_and_a_needle_are_told_in_lines(config):
     assert code == 0
     assert "full: tok/s 50.0, read 50 %, fetched 0 B, alike 2, agree 75 %, KL 0.050" in session.said
     assert "full: All said by full here." in session.said
-    assert "streaming: answer All said by streaming here., ✓ found, read 50 %" in session.said
+    assert "full found it and read 50 % of the text" in session.said
     assert "did not find it" in session.said
 
 
