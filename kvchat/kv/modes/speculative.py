@@ -148,7 +148,7 @@ class Speculative(Mode):
         super().attach(state)
         self.index = self._index(state.device)
         self._estimates: dict[int, Tensor] = {}
-        self._copying: int | None = None
+        self._begun: list[int] = []  # layers whose copies were begun in this step, the newest last
 
     def prefilled(self, layer: int, start: int, keys: Tensor) -> None:
         if layer >= self.first:
@@ -171,7 +171,7 @@ class Speculative(Mode):
         super().forward_begin(position)
         self._begin(position, stepping=True)
         self._estimates.clear()
-        self._copying = None
+        self._begun.clear()
 
     def estimated(self, layer: int, query: Tensor) -> None:
         if layer < self.first:
@@ -183,13 +183,13 @@ class Speculative(Mode):
         self.state.transfer.join()
         with self.state.transfer.side_stream(query):
             self._choose(layer, query)
-        self._copying = layer
+        self._begun.append(layer)
 
     def attention_begin(self, layer: int, query: Tensor, key: Tensor, spec: AttentionSpec) -> bool:
         if layer < self.first:
             return False
-        if self._copying is not None and self._copying >= layer:
-            if self._copying == layer:
+        if layer in self._begun:
+            if layer == self._begun[-1]:
                 self.state.transfer.join()
         else:
             self._choose(layer, self._chosen_with(layer, query))
