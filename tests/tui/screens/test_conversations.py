@@ -64,7 +64,7 @@ async def test_a_click_in_the_column_of_a_large_screen_opens_one(running, config
             await pilot.click(column, offset=(3, 2))
             await until(lambda: texts(app.chat.query(Question)) == ["❯ My cat is called Biscuit."])
             await until(lambda: column.highlighted == 1)
-            press(app, "f7")
+            press(app, "f7", "f7")  # all figures, then none
             await until(lambda: not column.display)
 
 
