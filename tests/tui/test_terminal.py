@@ -118,7 +118,7 @@ def test_a_session_from_the_first_key_to_the_last(terminal: Terminal, tmp_path: 
     terminal.resize(30, 8)
     terminal.sees("needs 40x12")
     terminal.resize(120, 40)
-    terminal.until(lambda screen: "K/V on the host" in screen and "a draft" in screen)
+    terminal.until(lambda screen: "context used" in screen and "a draft" in screen)
 
     first = engines(tmp_path)
     assert len(first) == 1
