@@ -66,12 +66,13 @@ def send(*events: object) -> None:
 
 def everything(conversation: str) -> Iterator[Any]:
     """One of each event, whatever the application waits for."""
-    given = {Failed: {"fatal": False}, Resumed: {"conversation": conversation}}
+    plain = {"thought": "", "tags": ()}  # else all that follows is a thought, folded away
+    given = {Failed: {"fatal": False}, Resumed: {"conversation": conversation}, Started: plain}
     yield from (fill(cls, **given.get(cls, {})) for cls in get_args(Event))
 
 
 def answer() -> None:
-    send(fill(Started), fill(Prefilled), fill(Preparing))
+    send(fill(Started, thought="", tags=()), fill(Prefilled), fill(Preparing))
     send(*(Text(letter, 1) for letter in ANSWER), Text("take this back" + hostile("withdrawn"), 9))
     send(fill(Recovered), Withdrawn(len(hostile("withdrawn")), 3), fill(Switched), fill(SwitchRefused))
     send(fill(Snapshot), Finished("eos", ANSWER, fill(Finished).stats), fill(Failed, fatal=False))

@@ -272,7 +272,10 @@ def test_a_paste_shows_its_control_characters_as_marks(terminal: Terminal) -> No
 # Every text of every event is to be seen, but what the application knows by itself or has no place for.
 NOT_DRAWN = {
     *("Failed.kind", "Finished.reason", "Turn.role", "Resumed.conversation", "Snapshot.ribbon", "Snapshot.attended"),
-    *("Loaded.architecture", "Loaded.dtype", "Loaded.weights", "Loaded.fast", "Price.mode", "Price.refusal"),
+    *("Loaded.architecture", "Loaded.dtype", "Loaded.fast", "Price.mode", "Price.refusal"),
+    "Loaded.model",  # its last part is
+    *("Loaded.template_variables", "Started.tags", "Started.thought"),
+    "Snapshot.extras.key",  # below the end of this screen
     *("MemoryPlan.by_default", "MemoryPlan.floor_ms.of", "Proposal.quantize", "StoredNeed.mode", "Run.reason"),
     *(f"{cls}.params.{of}" for cls in ("Loaded", "ModeNeed", "Run", "Snapshot", "Switched") for of in ("key", "value")),
     *(f"Stats.{name}.{of}" for name in ("extras", "switches") for of in ("key", "value")),
@@ -288,6 +291,7 @@ STEPS = {  # what is typed, and a text that comes of it
     "\x1b/needle\r": "«Run.refusal»",
     "\x1b/details\r": "Layer 0, KV head 0 read",
     "\x1bcrash\r": "log",
+    "\x1b[18~": "«Gpu.name»",  # F7: all figures
 }
 
 
