@@ -140,7 +140,8 @@ def store(folder: Path, settings: Settings) -> None:
         begun, ended = 2 * words * number + words // 5, 2 * words * (number + 1)
         said.answer(text, "eos", f"{ended - begun} tok · 41 tok/s", Stats(begun, 0, ended - begun, ended))
     store = ConversationStore(folder / "chats.db")
-    store.save(said.take_changes())
+    if (changes := said.changes()) is not None:
+        store.save(changes)
     store.close()
 
 

@@ -94,7 +94,7 @@ def read_gguf(path: Path) -> Weights:
     try:
         found = gguf_file.read(path)
         if found.no_model:
-            raise ModelError(f"{path.name} is not a chat model.", found.no_model)
+            raise ModelError(f"{path.name} is not a chat model.", found.no_model, "Choose a chat model.")
         nbytes = sum(one.stat().st_size for one in found.paths)
         for one in found.tensors:
             sizes[one.name] = math.prod(one.shape)

@@ -34,8 +34,8 @@ def test_only_what_is_named_is_sent(variant: str, named: set[str]) -> None:
 
 def test_a_variant_forgets_what_an_earlier_one_was_given() -> None:
     session = kvchat.load("bundled")
-    enter(session, "speculative:budget=128,tau=0.1,sink=4,window=32")
-    enter(session, "speculative:budget=160")
+    enter(session, "speculative:budget=128,unit=page,tau=0.1,sink=4,window=32")
+    enter(session, "speculative:budget=160,unit=page")
     assert session.info.params["tau"] == 0.8
     enter(session, "streaming")
     assert session.info.params["budget"] == 512

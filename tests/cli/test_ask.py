@@ -25,6 +25,7 @@ from kvchat.errors import DoesNotFitError, EngineError
 from kvchat.protocol.messages import Load, Sampling, Turn
 
 ANSWER = "".join(PIECES)
+OF_TAU = {"index": "bounds", "unit": "page", "query": "last"}  # what tau is a parameter of
 
 
 def prompt(session: FakeSession) -> str:
@@ -71,7 +72,7 @@ def test_flags_reach_the_session(run: Run, session: FakeSession) -> None:
     assert session.loaded
     mode_params = session.loaded.mode_params
     assert session.loaded == Load("there", "cpu", "bfloat16", "speculative", mode_params=mode_params)
-    assert mode_params["speculative"] == {"budget": 512, "tau": 0.5}
+    assert mode_params["speculative"] == {"budget": 512, "tau": 0.5, **OF_TAU}
     assert mode_params["streaming"] == {"budget": 512}
     assert "freeze" not in mode_params, "its budget is its own, and tau of one mode is unrelated to that of another"
     turns, sampling = session.asked[0]
@@ -238,7 +239,7 @@ def test_switches_happen_after_the_tokens_named(run: Run, session: FakeSession) 
     assert result["stats"]["switches"] == [{"after": 2, "mode": "speculative"}, {"after": 4, "mode": "full"}]
     assert result["mode"] == "full"
     run("ask", "hello", *flags[2:])
-    assert session.params == {"budget": 128, "tau": 0.9}
+    assert session.params == {"budget": 128, "tau": 0.9, **OF_TAU}
     assert session.loaded
     assert session.loaded.mode_params["speculative"] == {"sink": 4}
 

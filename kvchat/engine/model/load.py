@@ -252,7 +252,7 @@ def _own_template(file: str) -> str:
         detail = f"Line {error.lineno}: {error.message}."
         raise UsageError(f"{file} is no chat template.", detail, "Give one in Jinja.") from None
     except RecursionError:
-        raise UsageError(f"{file} is no chat template.", "It is nested too deeply.") from None
+        raise UsageError(f"{file} is no chat template.", "It is nested too deeply.", "Give a simpler one.") from None
     return source
 
 

@@ -131,8 +131,9 @@ async def test_system_stats_theme_copy_panels(running):
         await until(lambda: any("generated" in text for text in texts(app.chat.query(Note))))
         typed(app, "/theme kvchat-light")
         await until(lambda: app.theme == "kvchat-light" and app.chat.query_one(KvColumn).display)
-        typed(app, "/panels")  # all figures
-        typed(app, "/panels")  # none
+        typed(app, "/panels")
+        await until(lambda: app.chat.has_class("panels-on"))  # all figures
+        typed(app, "/panels")
         await until(lambda: not app.chat.query_one(KvColumn).display)
         press(app, "f7")
         await until(lambda: app.chat.query_one(KvColumn).display)
