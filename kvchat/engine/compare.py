@@ -142,7 +142,7 @@ class Comparison:
             token = read(sampler(logits))
             measured.token()
             answered.tokens.append(token)
-            if token in self._runner.model.eos_ids:
+            if token in self._loop.ends:
                 answered.pieces.append("")
                 reason = "eos"
                 break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from weakref import ref
 
 import pytest
@@ -13,6 +14,7 @@ from kvchat.engine.session import Session, load
 from kvchat.engine.synthetic_text import sentences
 from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.memory import budget
+from kvchat.protocol.comparing import Compared, Variant
 from kvchat.protocol.messages import Finished, Prefilled, Sampling, Started, Text, Turn
 
 GREEDY = Sampling(temperature=0, max_new_tokens=20)
@@ -319,3 +321,17 @@ def test_a_truncated_session_chooses_by_the_query_of_its_last_token(model, mode,
         session.step(5)
     for layer in range(sessions[0].info.layers):
         assert torch.equal(*(session.attended(layer) for session in sessions))
+
+
+def test_an_answer_ends_as_the_template_ends_one_where_the_models_files_do_not_name_that_token(model):
+    session = Session(replace(model, eos_ids=frozenset()))
+    sampling = Sampling(temperature=0, max_new_tokens=400)
+    for args in ([], ["a=1"]):
+        session.set_template_args(args)
+        finished = answered(session, TALE, sampling)[-1]
+        assert finished.reason == "eos"
+        assert {session.token_ids[-1]} == model.eos_ids
+    *_, compared = session.compare(TALE, [Variant("full")], sampling)
+    assert isinstance(compared, Compared)
+    assert compared.runs[0].reason == "eos"
+    session.close()

@@ -79,6 +79,11 @@ class AnswerLoop(Released):
         self.lock.check_idle()
         self.encoder = PromptEncoder(self._model.tokenizer, parse_args(args))
 
+    @property
+    def ends(self) -> frozenset[int]:
+        """The tokens that end an answer: those that the model's files name and the one that its template writes."""
+        return self._model.eos_ids | self.encoder.turn_end
+
     def close(self) -> None:
         """Let go of the model; an answer in progress does not go on."""
         self.lock.close()
@@ -147,7 +152,7 @@ class AnswerLoop(Released):
             answer.recovery = monitor.level
             answer.token()
             self.token_ids.append(token)
-            if token in self._model.eos_ids:
+            if token in self.ends:
                 reason = "eos"
                 break
             if self._runner.graphs.prepares and self._kv.mode is not prepared:

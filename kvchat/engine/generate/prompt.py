@@ -24,7 +24,7 @@ from kvchat.engine.generate.stored import Stored, common_prefix
 from kvchat.engine.generate.template import ChatTemplate
 from kvchat.errors import ModelError, UsageError, did_you_mean
 from kvchat.protocol.messages import Turn
-from kvchat.thoughts import TAGS, end_of
+from kvchat.thoughts import TAGS, end_of, is_tag
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,10 +37,13 @@ PROBE = "kvchat-probe"
 USER = (Turn("user", PROBE),)
 THOUGHT_END = "</think>"
 LONGEST_TAG = 80  # with the white space behind it
+LONGEST_BETWEEN = 512  # characters that a template writes between an answer and the next question
 _SPLIT_AT = re.compile(r"""split\(\s*['"](</[^'"\s<>]{1,40}>|\[/[^'"\s\[\]]{1,40}\])['"]""")
 KEPT_RESTS = (
     8  # of texts, tokenized from where their ids are not known: of all that is kept most agree to the same place
 )
+_TOKEN_LIKE = re.compile(r"<[^\s<>]*[^\W\d_][^\s<>]*>|\[[^\s\[\]]*[^\W\d_][^\s\[\]]*\]")
+_HEADING = re.compile(r"\n[^\n]*?[^\W\d_][^\n]*?(?:[^\w\s](?=\s*$|\s*\n)|\n)")
 _NONCHARACTERS = dict.fromkeys(map(ord, (ESCAPE, GUARD, EDGE)))
 
 
@@ -80,16 +83,13 @@ class PromptEncoder:
         # A character that the tokenizer does not know is no control token.
         self._control = control - escaping.unknown(tokenizer) | turn_markers
         self._escaper = Escaper(tokenizer, self._control)
+        # What ends an answer, by the form of the prompt: control tokens, and stop strings.
+        self.turn_end, self.stop = self._turn_end() if tokenizer.chat_template else (frozenset[int](), ("\nUser:",))
 
     @property
     def variables(self) -> tuple[str, ...]:
         """The names of the variables that the chat template looks at."""
         return self._template.variables if self._tokenizer.chat_template else ()
-
-    @property
-    def stop(self) -> tuple[str, ...]:
-        """Stop strings that the form of the prompt needs: none with a template, whose answers end with a token."""
-        return () if self._tokenizer.chat_template else ("\nUser:",)
 
     def encode(self, turns: Sequence[Turn], stored: Stored) -> Prompt:
         """The ids of a conversation, reusing what is stored; ``stored`` is not modified.
@@ -267,6 +267,36 @@ class PromptEncoder:
             with suppress(UsageError):  # it may refuse a role
                 text += self._apply_template(turns, self._in_parts)
         return escaping.markers(self._tokenizer, text)
+
+    def _turn_end(self) -> tuple[frozenset[int], tuple[str, ...]]:
+        """The control token and the text that the template writes between an answer and the next question.
+
+        Finetunes may name another token as their end, or have none for what their template writes. Text counts where
+        it is spelled like a token or is a heading on a line of its own. Where the template writes a control token
+        before an answer that the model has to write itself, an answer has several parts, and what ends one of them
+        does not end it.
+        """
+        asked, told, next_asked = Turn("user", "x"), Turn("assistant", PROBE), Turn("user", f"{PROBE}-next")
+        try:
+            prompt = self._apply_template([asked], self._in_parts)
+            text = self._apply_template([asked, told, next_asked], self._in_parts)
+        except UsageError:  # it may refuse the turns
+            return frozenset(), ()
+        before, _, behind = text.partition(PROBE)
+        behind = behind[:LONGEST_BETWEEN].partition(next_asked.content)[0]
+        added = self._tokenizer.added_tokens_decoder.items()
+        names = {token.content: i for i, token in added if i in self._control and token.content in text}
+        written = "|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)"
+        own = re.findall(written, before[common_prefix(prompt, before) :])
+        if not behind or any(not is_tag(name) for name in own):
+            return frozenset(), ()
+        bos = self._tokenizer.bos_token
+        token = next((name for name in re.findall(written, behind) if name != bos), None)
+        said = next((text for text in re.split(written, behind) if text.strip()), "")
+        if token and behind.index(token) < behind.index(said):
+            said = ""
+        heading = _TOKEN_LIKE.match(said.strip()) or _HEADING.search(said)
+        return frozenset({names[token]} if token else ()), (heading[0],) if heading else ()
 
     def _plain(self, turns: Sequence[Turn], edges: bool = False) -> str:
         """The form for a model without a template; the space before an answer is the model's own."""

@@ -93,6 +93,73 @@ def test_a_thought_that_the_template_begins_is_known_by_the_tag_that_ends_it(tok
     assert encoder.thought_end(goes_on, encoder.encode(goes_on, Stored())) == ""
 
 
+TURNS = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + END }}{% endfor %}<|assistant|>"
+PLAIN_TURNS = "{% for m in messages %}{{ m.role.title() + 'HEAD' + m.content + 'END' }}{% endfor %}AssistantHEAD"
+PARTS = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% if m.role == 'assistant' %}<|channel|>final<|user|>{% endif %}"
+    "{{ m.content + '<|end|>' }}{% endfor %}<|assistant|>"
+)
+
+
+@pytest.mark.parametrize(
+    ("end", "added", "token"),
+    [
+        ("'<|end|>'", [], "<|end|>"),
+        ("'\n<turn_end>\n'", ["<turn_end>"], "<turn_end>"),
+        ("'<turn_end_2>'", ["<turn_end>", "<turn_end_2>"], "<turn_end_2>"),
+        ("'<turn_end>'", [], None),
+        ("''", [], "<|user|>"),
+        ("' bye<|end|>'", [], "<|end|>"),
+        ("'\n' + bos_token + '<|end|>'", [], "<|end|>"),
+    ],
+)
+def test_the_control_token_that_the_template_writes_behind_an_answer_ends_it(tokenizer, end, added, token):
+    tokenizer.add_special_tokens({"additional_special_tokens": added})
+    encoder = with_template(tokenizer, TURNS.replace("END", end))
+    assert encoder.turn_end == {tokenizer.convert_tokens_to_ids(token or "<|user|>")}
+    assert encoder.stop == (() if token else ("<turn_end>",))
+
+
+@pytest.mark.parametrize(
+    ("head", "end", "stop"),
+    [
+        (": ", "\n", "\nUser:"),
+        ("\n", "\n\n", "\nUser\n"),
+        (":\n", "<|im_end|>\n", "<|im_end|>"),
+        (" said: ", " [/ANSWER]", "[/ANSWER]"),
+        (" ", "\n", ""),  # "Users of ..." may begin a line
+        ("", "\n", ""),
+        (": ", " ", ""),
+    ],
+)
+def test_text_that_the_template_writes_behind_an_answer_ends_it_where_it_is_a_heading(tokenizer, head, end, stop):
+    encoder = with_template(tokenizer, PLAIN_TURNS.replace("HEAD", head).replace("END", end))
+    assert encoder.stop == ((stop,) if stop else ())
+    assert encoder.turn_end == set()
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        PARTS,  # as gpt-oss: what ends one part of an answer does not end the answer
+        "{% for m in messages %}{{ m.content }}{% endfor %}",
+        "{% for m in messages %}{{ bos_token + m.content + '\n' }}{% endfor %}",
+        "{% for m in messages %}{{ '\n- ' + m.content }}{% endfor %}\n- ",
+        "{% if messages|length > 1 %}{{ raise_exception('one') }}{% endif %}{{ messages[0].content }}",
+    ],
+)
+def test_what_the_template_writes_behind_an_answer_need_not_end_it(tokenizer, template):
+    encoder = with_template(tokenizer, template)
+    assert encoder.turn_end == set()
+    assert encoder.stop == ()
+
+
+def test_without_a_template_the_next_question_ends_an_answer(tokenizer):
+    encoder = with_template(tokenizer, None)
+    assert encoder.turn_end == set()
+    assert encoder.stop == ("\nUser:",)
+
+
 def test_what_a_question_ends_with_begins_no_thought(tokenizer):
     bare = "{% for m in messages %}{{ m.content }}{% endfor %}"
     for encoder in (with_template(tokenizer, bare), with_template(tokenizer, None)):
