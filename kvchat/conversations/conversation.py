@@ -55,7 +55,7 @@ class Message:
     @property
     def turn(self) -> Turn:
         """The message as the engine gets it."""
-        return Turn(self.role, self.text, self.pinned)
+        return Turn(self.role, self.text, self.pinned, self.created)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,11 +22,16 @@ HostDtype = Literal["model", "int8"]  # what full pages of the host pool are kep
 
 @dataclass(frozen=True)
 class Turn:
-    """One message; ``role`` is system, user or assistant. Every mode attends to a ``pinned`` one."""
+    """One message; ``role`` is system, user or assistant. Every mode attends to a ``pinned`` one.
+
+    ``at`` is when it was written, in seconds since the epoch, 0 where nobody knows: a chat template is told the time at
+    which its conversation began.
+    """
 
     role: str
     content: str
     pinned: bool = False
+    at: float = field(default=0.0, compare=False)
 
 
 TEMPERATURE = 0.7  # of a model that names none

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -174,4 +175,23 @@ def test_more_than_half_of_the_context_cannot_be_pinned(model):
     turns = (Turn("user", FILLER, pinned=True), *TOLD[1:2], *TOLD[4:])
     with pytest.raises(UsageError, match=r"at most 250 may be pinned"):
         finished(session, (Turn("user", FILLER * 2, pinned=True), *turns[1:]))
+    session.close()
+
+
+def test_a_pinned_system_prompt_is_read_where_the_template_writes_it_with_the_last_question(model):
+    tokenizer = copy.deepcopy(model.tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages[1:] %}{{ '<|' + m.role + '|>' }}{% if loop.last %}{{ messages[0].content }}{% endif %}"
+        "{{ m.content + '<|end|>' }}{% endfor %}<|assistant|>"
+    )
+    session = Session(replace(model, tokenizer=tokenizer), entering("streaming", {"budget": 64, "pin_system": True}))
+    plain = tuple(replace(turn, pinned=False) for turn in TOLD)
+    told = (Turn("system", "You are a sailor. " * 12), *plain[:-1], Turn("user", FILLER))
+    finished(session, told)
+    assert_read(session, "You are a sailor. You are a sailor.")
+    assert min(session._kv.state.pins) > 64
+    assert session.snapshot().params["pin_system"]
+    session.switch("streaming", pin_system=False)
+    finished(session, told)
+    assert session._kv.state.pins == ()
     session.close()

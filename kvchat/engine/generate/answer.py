@@ -210,13 +210,13 @@ class AnswerLoop(Released):
     # ---- pinned messages
 
     def pinned(self, turns: Sequence[Turn]) -> list[int]:
-        """The positions of the pinned turns' tokens in the conversation.
+        """The positions of the pinned turns' tokens in the conversation, and of a system prompt that is pinned there.
 
         Raises:
             UsageError: they and a pinned system prompt leave the model too little of its context for the rest, or the
                 template refuses.
         """
-        found = self.encoder.pinned(turns, self.stored)
+        found = self.encoder.pinned(turns, self.stored, self._switcher.parameters.pin_system)
         self._switcher.check_pinned(self._switcher.parameters, self.encoder.preamble(turns), found)
         return found
 

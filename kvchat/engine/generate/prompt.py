@@ -11,18 +11,21 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from datetime import datetime
 from functools import lru_cache
-from itertools import accumulate
+from itertools import product
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvchat.engine.generate import escaping, forged
 from kvchat.engine.generate.escaping import ESCAPE, Escaper
 from kvchat.engine.generate.limits import LimitExceededError
-from kvchat.engine.generate.stand_ins import EDGE, StandIns, harmless
+from kvchat.engine.generate.stand_ins import EDGE, Edges, StandIns, found_edges, harmless
 from kvchat.engine.generate.stored import Stored, common_prefix
 from kvchat.engine.generate.template import ChatTemplate
 from kvchat.errors import ModelError, UsageError, did_you_mean
+from kvchat.foreign_text import visible
 from kvchat.protocol.messages import Turn
 from kvchat.thoughts import TAGS, end_of, is_tag
 
@@ -35,7 +38,9 @@ ROLES = ("system", "user", "assistant")
 GUARD = "\ufdd1"  # around the outer white space of an answer, where a template would trim it and so end the reuse
 PROBE = "kvchat-probe"
 USER = (Turn("user", PROBE),)
-THOUGHT_END = "</think>"
+TOLD = Turn("system", f"{PROBE}-told")
+PROBED = (2, 12)  # questions, after which another is asked; templates may leave out what comes before the last few
+EXCERPT = 24  # characters before and after a place
 LONGEST_TAG = 80  # with the white space behind it
 LONGEST_BETWEEN = 512  # characters that a template writes between an answer and the next question
 _SPLIT_AT = re.compile(r"""split\(\s*['"](</[^'"\s<>]{1,40}>|\[/[^'"\s\[\]]{1,40}\])['"]""")
@@ -44,6 +49,7 @@ KEPT_RESTS = (
 )
 _TOKEN_LIKE = re.compile(r"<[^\s<>]*[^\W\d_][^\s<>]*>|\[[^\s\[\]]*[^\W\d_][^\s\[\]]*\]")
 _HEADING = re.compile(r"\n[^\n]*?[^\W\d_][^\n]*?(?:[^\w\s](?=\s*$|\s*\n)|\n)")
+KEPT_TIMES = 64  # of conversations, by their first question
 _NONCHARACTERS = dict.fromkeys(map(ord, (ESCAPE, GUARD, EDGE)))
 
 
@@ -75,14 +81,17 @@ class PromptEncoder:
         control = escaping.control_ids(tokenizer)
         self._escaper = Escaper(tokenizer, control)  # enough for what the template is tried with
         self._rest = lru_cache(KEPT_RESTS)(self._tokenize)
+        self._now = lru_cache(KEPT_TIMES)(lambda _question: datetime.now())
         # Templates of multimodal models may know the parts of a message only, and drop one that is a string.
         self._in_parts = not self._renders(USER) and self._renders(USER, in_parts=True)
         self._folds_system = not self._renders([Turn("system", PROBE), Turn("user", "Hello")], self._in_parts)
-        self.notes = self._notes()
+        self.begins_with_system = self._begins_with_system()
+        notes = self._notes()
         turn_markers = self._turn_markers()
         # A character that the tokenizer does not know is no control token.
         self._control = control - escaping.unknown(tokenizer) | turn_markers
         self._escaper = Escaper(tokenizer, self._control)
+        self.notes = (*notes, *self._changes())
         # What ends an answer, by the form of the prompt: control tokens, and stop strings.
         self.turn_end, self.stop = self._turn_end() if tokenizer.chat_template else (frozenset[int](), ("\nUser:",))
 
@@ -108,17 +117,20 @@ class PromptEncoder:
         kept, chars = stored.agreed(text)
         return stored.ids[:kept] + self._rest(text[chars:], anchored=chars > 0)
 
-    def pinned(self, turns: Sequence[Turn], stored: Stored) -> list[int]:
+    def pinned(self, turns: Sequence[Turn], stored: Stored, system: bool = False) -> list[int]:
         """The positions of the pinned turns' tokens, each with what the template writes around it; ascending.
+
+        With ``system`` those of the system prompt too, where it is no ``preamble``.
 
         Raises:
             UsageError: as ``encode``, or the template leaves out or changes what a turn says.
         """
+        if system and turns and turns[0].role == "system" and not self.begins_with_system:
+            turns = (replace(turns[0], pinned=True), *turns[1:])
         if not any(turn.pinned for turn in turns):
             return []
-        spans = self._spans(turns)
         text, found = self.render(turns), list[int]()
-        for begin, end in spans:
+        for begin, end in self._spans(turns, text):
             first, last = min(self._counted(text, begin, stored)), max(self._counted(text, end, stored))
             found += range(max(first, found[-1] + 1 if found else 0), last)
         return found
@@ -132,33 +144,39 @@ class PromptEncoder:
         ids, end = stored.agreed_from(text, chars) or (before, chars)
         return before, ids - len(self._rest(text[chars:end], anchored=True))
 
-    def _spans(self, turns: Sequence[Turn]) -> list[tuple[int, int]]:
-        """The pinned turns' characters in the rendered text: from the end of what the turn before says to the next."""
+    def _spans(self, turns: Sequence[Turn], text: str) -> list[tuple[int, int]]:
+        """The pinned turns' characters in ``text``, ascending: from the end of what is said before each to the next.
+
+        ``text`` is the conversation as it is rendered, which need not have the turns in their order.
+        """
         shown = _fold_system(turns) if self._folds_system and self._tokenizer.chat_template else turns
-        parts = self.render(turns, edges=True).split(EDGE)
-        if len(parts) != 2 * len(shown) + 1 or "".join(parts) != self.render(turns):
+        found = found_edges(self.render(turns, edges=True))
+        pinned = {i for i, turn in enumerate(shown) if turn.pinned}
+        if found is None or found[0] != text or not pinned <= {turn for turn, *_ in found[1]}:
             raise UsageError(
                 "Messages of this conversation cannot be pinned.",
                 "The model's chat template leaves out or changes what a message says.",
-                "Unpin them: /pin on each again.",
+                "Unpin them: /pin none.",
             )
-        ends = list(accumulate(map(len, parts)))
-        # Parts are: before the first turn, what it says, between it and the next, ..., after the last.
-        around = [(ends[2 * i - 1] if i else 0, ends[2 * i + 2]) for i in range(len(shown))]
-        return [span for turn, span in zip(shown, around, strict=True) if turn.pinned]
+        said = [(-1, 0, 0), *found[1], (-1, len(text), len(text))]
+        around = zip(said, said[1:], said[2:], strict=False)
+        return [(before[2], after[1]) for before, (turn, *_), after in around if turn in pinned]
 
     def preamble(self, turns: Sequence[Turn]) -> int:
-        """Tokens before the first user turn's text, where the conversation begins with a system prompt; else 0."""
-        if not turns or turns[0].role != "system":
+        """Tokens before the first user turn's text, where the text begins with a system prompt; else 0."""
+        if not turns or turns[0].role != "system" or not self.begins_with_system:
             return 0
+        began = self._began(turns).timestamp()
         # What two conversations with this system prompt have in common, the template's own tokens included.
-        one, other = (self._tokenize(self.render((turns[0], Turn("user", text))), anchored=False) for text in "0A")
+        one, other = (
+            self._tokenize(self.render((turns[0], Turn("user", text, at=began))), anchored=False) for text in "0A"
+        )
         return common_prefix(one, other)
 
     def render(self, turns: Sequence[Turn], edges: bool = False) -> str:
         """The text of a conversation up to where the model goes on, with ``ESCAPE`` in would-be control tokens.
 
-        With ``edges`` an ``EDGE`` stands before and after what each turn says.
+        With ``edges`` there are marks before and after what each turn says, for ``found_edges``.
 
         An assistant turn at the end is continued: it follows the generation prompt as it is, just as it was generated.
         (``continue_final_message`` of transformers trims it, and templates drop its thinking.)
@@ -167,10 +185,10 @@ class PromptEncoder:
             UsageError: as ``encode``.
         """
         _check(turns)
+        write = Edges().put if edges else str
         if turns[-1].role == "assistant":
-            last = self._escape(turns[-1].content)
-            return self._render_history(turns[:-1], edges) + (f"{EDGE}{last}{EDGE}" if edges else last)
-        return self._render_history(turns, edges)
+            return self._render_history(turns[:-1], write) + write(self._escape(turns[-1].content))
+        return self._render_history(turns, write)
 
     def answered(self, prompt: Prompt, answer: str, end: int | None = None) -> str:
         """The text of ``prompt`` and the answer to it, for ``Stored.agree``.
@@ -199,12 +217,12 @@ class PromptEncoder:
 
     # ---- text -----------------------------------------------------------------------------------
 
-    def _render_history(self, turns: Sequence[Turn], edges: bool = False) -> str:
+    def _render_history(self, turns: Sequence[Turn], write: Callable[[str], str]) -> str:
         if not self._tokenizer.chat_template:
-            return self._plain(turns, edges)
+            return self._plain(turns, write)
         shown = _fold_system(turns) if self._folds_system else turns
-        if edges:
-            return self._apply_template(shown, self._in_parts, _with_edges)
+        if write is not str:
+            return self._apply_template(shown, self._in_parts, write)
         text = self._apply_template(shown, self._in_parts)
         self._refuse_forged(shown, text, is_folded=len(shown) < len(turns))
         return text
@@ -233,7 +251,7 @@ class PromptEncoder:
         """The template's text, in which ``write`` of what a turn says stands for it."""
         messages = [{"role": turn.role, "content": self._content(turn, in_parts, write)} for turn in turns]
         try:
-            return self._template.render(messages).replace(GUARD, "")
+            return self._template.render(messages, self._began(turns)).replace(GUARD, "")
         except LimitExceededError as error:
             raise UsageError(
                 "The model's chat template is stopped: no conversation needs what it does.",
@@ -246,6 +264,17 @@ class PromptEncoder:
                 f"Its message: {str(error)[:500] or type(error).__name__}.",
                 "Turns that alternate between user and assistant, starting with user, suit every template.",
             ) from error
+
+    def _began(self, turns: Sequence[Turn]) -> datetime:
+        """The time at which a conversation began: its template is told no other, or it would be read again each time.
+
+        Where nobody knows it is when its first question was first seen.
+        """
+        asked = next((turn for turn in turns if turn.role == "user"), USER[0])
+        with suppress(OverflowError, ValueError, OSError):  # no time that a calendar has
+            if asked.at > 0:
+                return datetime.fromtimestamp(asked.at)
+        return self._now(asked.content)
 
     def _content(self, turn: Turn, in_parts: bool, write: Callable[[str], str]) -> str | list[dict[str, str]]:
         text = self._escape(turn.content)
@@ -298,12 +327,11 @@ class PromptEncoder:
         heading = _TOKEN_LIKE.match(said.strip()) or _HEADING.search(said)
         return frozenset({names[token]} if token else ()), (heading[0],) if heading else ()
 
-    def _plain(self, turns: Sequence[Turn], edges: bool = False) -> str:
+    def _plain(self, turns: Sequence[Turn], write: Callable[[str], str]) -> str:
         """The form for a model without a template; the space before an answer is the model's own."""
         lines = [self._leading_bos()]
         for turn in turns:
-            text = self._escape(turn.content)
-            text = _with_edges(text) if edges else text
+            text = write(self._escape(turn.content))
             if turn.role == "system":
                 lines.append(f"{text.strip()}\n\n")
             elif turn.role == "user":
@@ -327,6 +355,36 @@ class PromptEncoder:
             if isinstance(error.__cause__, LimitExceededError):
                 raise  # another conversation would take as long
             return False
+
+    def _begins_with_system(self) -> bool:
+        """True if the system prompt comes first in a conversation: some templates write it with the last question."""
+        with suppress(UsageError):  # it may refuse the turns
+            found = found_edges(self.render(_conversation(2, system=True), edges=True))
+            return found is None or not found[1] or found[1][0][0] == 0
+        return True
+
+    def _changes(self) -> list[str]:
+        """A note where the template changes earlier text with each question, so that it has to be read again."""
+        for system, questions in product((False, True), PROBED):
+            with suppress(UsageError):  # it may refuse so many turns
+                text, longer = (self.render(_conversation(number, system)) for number in (questions, questions + 1))
+                same = common_prefix(text, longer)
+                if same < text.rfind(_asked(questions)):
+                    when = "With a system prompt, at" if system else "At"
+                    first = re.search(rf"{PROBE}-\d+\.", text)
+                    read = "the one before" if first and same >= first.end() else "the whole conversation"
+                    how = self._change(text, longer, same)
+                    return [f"{when} each question {read} is read again: the chat template {how}."]
+        return []
+
+    def _change(self, text: str, longer: str, same: int) -> str:
+        """How ``text``, whose first ``same`` characters stay, changes to ``longer``."""
+        if not self.begins_with_system and TOLD.content in longer[same:]:
+            return "moves the system prompt to the last question"
+        if _asked(1) not in longer:
+            return "leaves out all but the last messages"
+        lines = (one[max(0, same - EXCERPT) : same + EXCERPT].replace("\n", " ").strip() for one in (text, longer))
+        return "first writes “{}”, then “{}”".format(*map(visible, lines))
 
     def _notes(self) -> tuple[str, ...]:
         """What the template does that a person should know of.
@@ -372,15 +430,16 @@ class PromptEncoder:
         return ids[len(before) :]
 
 
-def _with_edges(text: str) -> str:
-    """A message with an ``EDGE`` before and after what it says: inside white space, and after a thought.
+def _asked(number: int) -> str:
+    return f"{PROBE}-{number}."
 
-    Templates trim the former and leave out the latter.
-    """
-    thought, end, said = text.rpartition(THOUGHT_END)
-    said_only = said.strip()
-    before, _, after = said.partition(said_only) if said_only else (said, "", "")
-    return f"{thought}{end}{before}{EDGE}{said_only}{EDGE}{after}"
+
+def _conversation(questions: int, system: bool) -> list[Turn]:
+    """A conversation to try the template with, which goes on with every further question."""
+    turns = [Turn("user", _asked(1))]
+    for number in range(2, questions + 1):
+        turns += [Turn("assistant", "I see."), Turn("user", _asked(number))]
+    return [TOLD, *turns] if system else turns
 
 
 def _find_anchor(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
@@ -397,7 +456,8 @@ def _check(turns: Sequence[Turn]) -> None:
     if not isinstance(turns, Sequence):
         raise UsageError("A conversation is a list of turns.", f"Given: {turns!r}."[:200], "Give a list or a tuple.")
     for turn in turns:
-        if not isinstance(turn, Turn) or not isinstance(turn.role, str) or not isinstance(turn.content, str):
+        texts = (turn.role, turn.content) if isinstance(turn, Turn) else (None,)
+        if not all(isinstance(text, str) for text in texts) or not isinstance(turn.at, int | float):
             raise UsageError("A turn is a role and a text.", f"Given: {turn!r}."[:200], "Give kvchat.protocol's Turn.")
         if turn.role not in ROLES:
             raise UsageError(f'There is no role "{turn.role}" in a conversation.', hint=did_you_mean(turn.role, ROLES))
@@ -413,5 +473,5 @@ def _fold_system(turns: Sequence[Turn]) -> list[Turn]:
     first = next(i for i, turn in enumerate(rest) if turn.role == "user")
     if system:
         pinned = rest[first].pinned or any(turn.pinned for turn in turns if turn.role == "system")
-        rest[first] = Turn("user", f"{system}\n\n{rest[first].content}", pinned)
+        rest[first] = replace(rest[first], content=f"{system}\n\n{rest[first].content}", pinned=pinned)
     return rest

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
+from datetime import datetime
 from functools import wraps
 from types import GeneratorType
 from typing import Any
@@ -76,7 +77,8 @@ class BoundedCode(CodeGenerator):
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """The environment of transformers' chat templates, whose values may weigh ``limit`` each.
 
-    Text weighs its characters, a collection what is in it and 1 for each of its places.
+    Text weighs its characters, a collection what is in it and 1 for each of its places. Templates are told that it is
+    the time of ``clock``.
     """
 
     code_generator_class = BoundedCode
@@ -90,7 +92,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             extensions=[type(extension) for extension in theirs.extensions.values()],
             optimized=False,  # folding constants is running them
         )
-        self.globals.update(theirs.globals)
+        self.clock = datetime.now()
+
+        def strftime_now(format: str) -> str:
+            return self.clock.strftime(format)
+
+        self.globals.update(theirs.globals, strftime_now=strftime_now)
         self.filters = {name: self._bounded_filter(name, filter_) for name, filter_ in theirs.filters.items()}
         self._weights: dict[int, tuple[object, int]] = {}
         self._remembered = 0

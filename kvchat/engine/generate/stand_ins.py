@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from itertools import accumulate, count
 
 EDGE = "\ufdd2"  # a Unicode noncharacter, which never occurs in real text and has no case
 _STAND_IN = re.compile(f"{EDGE}([0-9]+){EDGE}")
+THOUGHT_END = "</think>"
 # What templates look for in messages, to write other turns: it stays, and what is before and after it is apart.
 _LOOKED_FOR = re.compile("(</?(?:think|tool_response)>|/(?:no_?)?think|detailed thinking (?:on|off))")
 
@@ -31,6 +33,34 @@ class StandIns:
         self._texts.append(said)
         before, _, after = text.partition(said)
         return f"{before}{EDGE}{len(self._texts) - 1}{EDGE}{after}"
+
+
+class Edges:
+    """Marks before and after what each message of one conversation says, numbered in their order."""
+
+    def __init__(self) -> None:
+        self._numbers = count()
+
+    def put(self, content: str) -> str:
+        """``content`` with its marks: inside white space and after a thought, which templates leave out."""
+        mark = f"{EDGE}{next(self._numbers)}{EDGE}"
+        thought, end, said = content.rpartition(THOUGHT_END)
+        said_only = said.strip()
+        before, _, after = said.partition(said_only) if said_only else (said, "", "")
+        return f"{thought}{end}{before}{mark}{said_only}{mark}{after}"
+
+
+def found_edges(rendered: str) -> tuple[str, list[tuple[int, int, int]]] | None:
+    """A text rendered with ``Edges`` without them, and what it says: number of a message, first character and end.
+
+    Messages come as the text has them: in any order, more than once, not at all. None where marks are not in pairs.
+    """
+    parts = _STAND_IN.split(rendered)
+    places = list(accumulate(map(len, parts[::2])))
+    begins, ends = parts[1::4], parts[3::4]
+    if begins != ends:
+        return None
+    return "".join(parts[::2]), list(zip(map(int, begins), places[::2], places[1::2], strict=False))
 
 
 def harmless(rendered: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from functools import lru_cache
 from types import CodeType, MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -30,13 +31,14 @@ class ChatTemplate:
         self._variables = variables
         self._environment = BoundedEnvironment()
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The text of a conversation, at whose end the model answers.
+    def render(self, messages: Sequence[Mapping[str, Any]], clock: datetime) -> str:
+        """The text of a conversation, at whose end the model answers; ``clock`` is the time that the template is told.
 
         Raises:
             LimitExceededError: the template takes too long, or makes too much.
             Exception: whatever the template raises.
         """
+        self._environment.clock = clock
         return limited(lambda: self._rendered(list(messages)), SECONDS, BYTES)
 
     @property

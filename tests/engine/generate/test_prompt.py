@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from datetime import datetime
+
 import pytest
 from support.byte_tokenizer import byte_level
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -367,6 +369,108 @@ def test_pinned_turns_are_their_tokens_with_what_the_template_writes_around_them
     stored = Stored(list(prompt.ids))
     stored.agree(prompt.text)
     assert encoder.pinned(ASKED, stored) == encoder.pinned(ASKED, Stored())
+
+
+SYSTEM_WITH_LAST = (  # as Mistral's
+    "{% set told = messages[0].content if messages[0].role == 'system' else '' %}"
+    "{% for m in messages if m.role != 'system' %}{{ '<|' + m.role + '|>' }}"
+    "{% if loop.last and told %}{{ told + '\n\n' }}{% endif %}{{ m.content + '<|end|>' }}{% endfor %}<|assistant|>"
+)
+SYSTEM_AT_END = (
+    "{% for m in messages if m.role != 'system' %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
+    "{% if messages[0].role == 'system' %}{{ '<|system|>' + messages[0].content + '<|end|>' }}{% endif %}<|assistant|>"
+)
+MERGED = (
+    "{{ '<|user|>' }}{% for m in messages %}{% if m.role == 'user' and loop.previtem is defined and loop.previtem.role "
+    "== 'assistant' %}{{ '<|user|>' }}{% endif %}{{ m.content + ('<|end|>' if m.role == 'assistant' else '\n') }}"
+    "{% endfor %}<|assistant|>"
+)
+REPEATED = (
+    "{% for m in messages if m.role != 'system' %}{{ '<|' + m.role + '|>' }}"
+    "{% if m.role == 'user' and messages[0].role == 'system' %}{{ messages[0].content + ': ' }}{% endif %}"
+    "{{ m.content + '<|end|>' }}{% endfor %}<|assistant|>"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "question", "system"),
+    [
+        (
+            SYSTEM_WITH_LAST,
+            "<|user|>My cat is called Biscuit.<|end|><|assistant|>",
+            "<|end|><|user|>Be brief.\n\n",
+        ),
+        (
+            SYSTEM_AT_END,
+            "<|user|>My cat is called Biscuit.<|end|><|assistant|>",
+            "<|end|><|system|>Be brief.<|end|><|assistant|>",
+        ),
+        (MERGED, "\nMy cat is called Biscuit.\n", ""),
+        (REPEATED, ": My cat is called Biscuit.<|end|><|assistant|>", ""),
+        ("{{ strftime_now('%H:%M:%S.%f') }}" + NO_SYSTEM, "Biscuit.", ""),
+    ],
+)
+def test_pinned_turns_are_found_where_the_template_writes_them(tokenizer, template, question, system):
+    encoder = with_template(tokenizer, template)
+    turns = [Turn("system", "Be brief."), ASKED[1], assistant("Nice."), user("It is gray."), assistant("I see.")]
+    turns.append(user("What is it called?"))
+    prompt = encoder.encode(turns, Stored())
+
+    def shown(places: list[int]) -> str:
+        return tokenizer.decode([prompt.ids[at] for at in places])
+
+    assert question in shown(encoder.pinned(turns, Stored()))
+    assert "gray" not in shown(encoder.pinned(turns, Stored()))
+    assert shown(encoder.pinned(turns, Stored(), system=True)) == shown(encoder.pinned(turns, Stored())) + system
+    preamble = tokenizer.decode(prompt.ids[: encoder.preamble(turns)])
+    assert ("Be brief." in preamble) == (not system)
+    assert "Biscuit" not in preamble
+
+
+def test_a_pinned_turn_that_the_template_leaves_out_is_refused_and_others_are_pinned(tokenizer):
+    encoder = with_template(tokenizer, "{% for m in messages[-3:] %}{{ '<|user|>' + m.content }}{% endfor %}")
+    turns = [user("One."), assistant("Two."), Turn("user", "Three.", pinned=True), assistant("Four."), user("Five.")]
+    ids = encoder.encode(turns, Stored()).ids
+    assert tokenizer.decode([ids[at] for at in encoder.pinned(turns, Stored())]) == "<|user|>Three.<|user|>"
+    with pytest.raises(UsageError, match="cannot be pinned"):
+        encoder.pinned([Turn("user", "One.", pinned=True), *turns[1:]], Stored())
+
+
+CLOCK = "{{ strftime_now('%Y-%m-%d %H:%M:%S.%f') }}{% for m in messages %}{{ m.content }}{% endfor %}<|assistant|>"
+
+
+def test_a_templates_clock_stands_still_for_a_conversation(tokenizer):
+    encoder = with_template(tokenizer, CLOCK)
+    asked = [user("Hi")]
+    text = encoder.render(asked)
+    assert encoder.render([*asked, assistant("Hello"), user("Bye")]).startswith(text.removesuffix("<|assistant|>"))
+    assert encoder.render([user("Good day")])[:26] > text[:26]
+    known = [Turn("user", "Hi", at=datetime(2021, 4, 5, 6, 7, 8).timestamp())]
+    for one in (encoder, with_template(tokenizer, CLOCK)):  # as after a restart
+        assert one.render([Turn("system", "Be brief."), *known]).startswith("2021-04-05 06:07:08.000000Be brief.Hi")
+    for at in (-1.0, 1e300, float("nan"), float("inf")):
+        assert encoder.render([Turn("user", "Hi", at=at)]) == text
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        (SYSTEM_WITH_LAST, ["With a system prompt", "the one before", "moves the system prompt"]),
+        ("{{ messages | length }} messages. " + NO_SYSTEM, ["At each", "the whole", "“3 messages.", "“5 messages."]),
+        (NO_SYSTEM.replace("in messages", "in messages[-15:]"), ["At each", "the whole", "leaves out"]),
+        ("{{ messages[-1].content + '\n' }}" + NO_SYSTEM, ["At each", "the whole", "first writes"]),
+    ],
+)
+def test_a_template_that_changes_earlier_text_is_told_with_the_reason(tokenizer, template, told):
+    (note,) = with_template(tokenizer, template).notes
+    assert [part for part in told if part not in note] == []
+
+
+@pytest.mark.parametrize(
+    "template", [None, NO_SYSTEM, DROPS_THINKING, PARTS_ONLY, SYSTEM_AT_END, MERGED, REPEATED, CLOCK]
+)
+def test_a_template_that_only_adds_to_a_conversation_needs_no_note(tokenizer, template):
+    assert with_template(tokenizer, template).notes == ()
 
 
 def test_a_pinned_answer_that_goes_on_ends_with_the_conversation(tokenizer, encoder):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import tracemalloc
+from datetime import datetime
 
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -100,7 +101,7 @@ def test_a_hostile_template_is_refused_at_once_and_in_little_memory(tokenizer, n
     tracemalloc.start()
     try:
         with pytest.raises(LimitExceededError):
-            rendered.render([{"role": "user", "content": "What is 6 * 7?"}])
+            rendered.render([{"role": "user", "content": "What is 6 * 7?"}], datetime.now())
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -69,25 +71,25 @@ def test_a_genuine_template_gives_what_transformers_gives(tokenizer, template: s
     tokenizer.chat_template = template or tokenizer.chat_template
     messages = [{**message, "content": message["content"] * times} for message in MESSAGES]
     expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert ChatTemplate(tokenizer).render(messages) == expected
+    assert ChatTemplate(tokenizer).render(messages, datetime.now()) == expected
 
 
 def test_a_mark_of_byte_order_before_a_template_is_not_rendered(tokenizer) -> None:
     tokenizer.chat_template = "\ufeff" + GENUINE["roles"]
-    assert ChatTemplate(tokenizer).render(MESSAGES).startswith("<|system|>")
+    assert ChatTemplate(tokenizer).render(MESSAGES, datetime.now()).startswith("<|system|>")
 
 
 def test_many_turns_are_no_attack(tokenizer) -> None:
     tokenizer.chat_template = GENUINE["thinking"]
     messages = [MESSAGES[1], MESSAGES[2]] * 500
     expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert ChatTemplate(tokenizer).render(messages) == expected
+    assert ChatTemplate(tokenizer).render(messages, datetime.now()) == expected
 
 
 def test_a_template_that_is_no_text_says_so(tokenizer) -> None:
     tokenizer.chat_template = 5
     with pytest.raises(TypeError, match="no text but int"):
-        ChatTemplate(tokenizer).render(MESSAGES)
+        ChatTemplate(tokenizer).render(MESSAGES, datetime.now())
 
 
 THINKS = (
@@ -103,8 +105,8 @@ def test_its_variables_are_found_and_given_to_it(tokenizer):
     given = parse_args(["enable_thinking=false", "reasoning_effort=low"])
     for variables in ({}, given):
         expected = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True, **variables)
-        assert ChatTemplate(tokenizer, variables).render(question) == expected
-    assert ChatTemplate(tokenizer, given).render(question).startswith("Hi<think></think>low")
+        assert ChatTemplate(tokenizer, variables).render(question, datetime.now()) == expected
+    assert ChatTemplate(tokenizer, given).render(question, datetime.now()).startswith("Hi<think></think>low")
 
 
 def test_variables_are_json_or_text():
