@@ -44,6 +44,13 @@ MARKED = [pytest.param(name, marks=pytest.mark.real_model(name)) for name in ("s
 
 
 @pytest.mark.parametrize("name", MARKED)
+def test_the_weights_are_packed_without_a_loss_that_is_told(name: str) -> None:
+    model = real_model(name)
+    assert model.weights
+    assert [note for note in model.notes if "KL " in note] == []
+
+
+@pytest.mark.parametrize("name", MARKED)
 @pytest.mark.parametrize("mode", ["speculative", "streaming"])
 def test_coverage_is_that_of_dense_attention_in_float64(name: str, mode: str) -> None:
     model = real_model(name)

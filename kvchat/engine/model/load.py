@@ -26,6 +26,7 @@ from kvchat.engine.model import (
     free_memory,
     gguf_tokenizer,
     look_ahead,
+    packing_loss,
     quantization,
     reading,
     repacking,
@@ -130,11 +131,13 @@ def load_model(asked: Load, progress: Progress) -> LoadedModel:
                 supported.check_values(model, checkpoint.folder)
                 rows = model.get_input_embeddings().weight.shape[0]
                 reading_notes = (*reading_notes, *tokenizer_check.check(tokenizer, rows, checkpoint.name))
+                lost = packing_loss.note(model, tokenizer, described, checkpoint)
                 loaded = wrap(model, tokenizer, checkpoint.name, checkpoint.revision, asked.fast)
     if described.device.type == "cpu":
         compile_loops(model.dtype, lambda: progress("Compiling for this CPU, once on this machine"))
     give_back()
-    return replace(loaded, notes=(*loaded.notes, *reading_notes, *_notes_on(described, asked.dtype, chosen)))
+    notes = (*loaded.notes, *reading_notes, *_notes_on(described, asked.dtype, chosen), *filter(None, [lost]))
+    return replace(loaded, notes=notes)
 
 
 def wrap(model: Any, tokenizer: Any, name: str, revision: str = "", fuse: bool = True) -> LoadedModel:
