@@ -1,12 +1,17 @@
-"""Texts that a person names: whatever is wrong with one is said by its name, and byte order marks are no part of it."""
+"""Texts that a person names: whatever is wrong with one is said by its name, and byte order marks are no part of it.
+
+They are in UTF-8, or in UTF-16 where a mark says so, as editors on Windows write them.
+"""
 
 from __future__ import annotations
 
+import codecs
 from pathlib import Path
 
 from kvchat.errors import UsageError
 
 MARK = "\ufeff"
+WIDE = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 def read(file: Path) -> str:
@@ -27,13 +32,14 @@ def decoded(raw: bytes, name: str) -> str:
     """The text of the bytes of ``name``.
 
     Raises:
-        UsageError: they are not UTF-8.
+        UsageError: they are neither UTF-8 nor UTF-16 with a mark.
     """
+    form = "UTF-16" if raw.startswith(WIDE) and len(raw) % 2 == 0 else "UTF-8"
     try:
-        return unmarked(raw.decode())
+        return unmarked(raw.decode(form))
     except UnicodeDecodeError as error:
         detail = f"Byte {error.start:,} is 0x{raw[error.start]:02x}."
-        raise UsageError(f"{name} is not UTF-8.", detail, "Convert it to UTF-8.") from None
+        raise UsageError(f"{name} is not {form}.", detail, "Convert it to UTF-8.") from None
 
 
 def unmarked(text: str) -> str:

@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from kvchat.conversations import attachments
 from kvchat.errors import UsageError
 from kvchat.text_file import decoded, read
 
@@ -23,6 +24,20 @@ def test_marks_of_byte_order_are_no_part_of_a_text(tmp_path):
     assert decoded(marked, "stdin") == "one\r\ntwo \ufeff"
     with pytest.raises(UsageError, match=r"Byte 4 is 0xff"):
         decoded(b"\xef\xbb\xbfa\xff", "stdin")
+
+
+@pytest.mark.parametrize("form", ["utf-16-le", "utf-16-be"])
+def test_a_text_of_an_editor_on_windows_is_read(tmp_path, form):
+    file = tmp_path / "text.txt"
+    file.write_bytes("\ufeffSchön \U0001f600.\r\n".encode(form))
+    assert read(file) == "Schön \U0001f600.\n"
+    assert attachments.read(file) == "Schön \U0001f600.\r\n"
+    file.write_bytes("\ufeffa\0b".encode(form))
+    with pytest.raises(UsageError, match="is no text"):
+        attachments.read(file)
+    file.write_bytes("\ufeffa\ud800b".encode(form, "surrogatepass"))
+    with pytest.raises(UsageError, match="is not UTF-16"):
+        read(file)
 
 
 def test_what_is_no_text_is_refused_by_name_and_never_waited_for(tmp_path):

@@ -51,9 +51,10 @@ def read(path: Path, limit: int = MAX_BYTES) -> str:
         raise text_file.unreadable(f"The file {path}", error) from None
     if len(raw) > limit:
         raise DoesNotFitError(f"The file {path} is too large.", f"At most {size(limit)} fit.", "Take a part of it.")
-    if b"\0" in raw:
-        raise UsageError(f"The file {path} is no text.", f"Byte {raw.index(0):,} is NUL.", "Only text can be sent.")
-    return text_file.decoded(raw, f"The file {path}")
+    found = raw if not raw.startswith(text_file.WIDE) else text_file.decoded(raw, f"The file {path}").encode()
+    if b"\0" in found:
+        raise UsageError(f"The file {path} is no text.", f"Byte {found.index(0):,} is NUL.", "Only text can be sent.")
+    return text_file.decoded(found, f"The file {path}")
 
 
 def fenced(name: str, text: str) -> str:

@@ -13,6 +13,8 @@ AS_WRITTEN = [
     r"\(a_1 + b_{12}\) and \[x\], \$5, 1\. item, \* no star \\ \_x\_",
     r"C:\_new\table\*.py and \\server\share",
     "__init__, _private_, __all__ and snake_case_name",
+    "2*3*4, a*b*c, 2**3**4, (a+b)*(c+d)*(e+f), 5 * 3 * 2 and f(*args, **kwargs)",
+    "&lt;div&gt; &amp; &copy; &#65; &nbsp;",
 ]
 
 
@@ -36,7 +38,26 @@ def test_a_text_is_shown_as_it_was_written(text):
 def test_stars_and_code_are_marks_as_ever():
     parser = MarkdownIt("commonmark")
     keep_as_written(parser)
+    assert (
+        parser.render("**N**ational **A**ir, *a*b*")
+        == "<p><strong>N</strong>ational <strong>A</strong>ir, <em>a</em>b*</p>\n"
+    )
     rendered = parser.render("**bold** *it* `a_b\\` \\*none\\* [a_b](http://x/_y_)")
     assert rendered == (
         '<p><strong>bold</strong> <em>it</em> <code>a_b\\</code> \\*none\\* <a href="http://x/_y_">a_b</a></p>\n'
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("2. Paris\n4. Rome", ["2", "4"]),
+        ("1. one\n2. two\n\n   5) five\n   3) three\n3. three", ["1", "2", "5", "3", "3"]),
+        ("1. one\n1. two", [None, None]),
+        ("- a\n- b", [None, None]),
+    ],
+)
+def test_items_keep_their_numbers(text, values):
+    parser = MarkdownIt("commonmark")
+    keep_as_written(parser)
+    assert [token.attrGet("value") for token in parser.parse(text) if token.type == "list_item_open"] == values

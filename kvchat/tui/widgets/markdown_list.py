@@ -105,6 +105,6 @@ class ItemList(MarkdownList):
 def _bullets(items: list[MarkdownListItem]) -> list[str]:
     if not (items and isinstance(items[0], MarkdownOrderedListItem)):
         return [item.bullet for item in items]
-    first = int(items[0].bullet)
-    numbers = [f"{number}. " for number in range(first, first + len(items))]
-    return [number.rjust(len(numbers[-1]) + 1) for number in numbers]
+    counted = enumerate(items, int(items[0].bullet))
+    numbers = [f"{item._token.attrGet('value') or number}{item._token.markup} " for number, item in counted]
+    return [number.rjust(max(map(len, numbers)) + 1) for number in numbers]

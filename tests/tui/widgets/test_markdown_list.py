@@ -14,7 +14,9 @@ from kvchat.tui.widgets.markdown_list import ItemList, ItemText
 
 LISTS = {
     "bullets": ("- one\n- two\n", ["• one", "• two"]),
-    "numbers": ("9. nine\n1. ten\n", ["  9. nine", " 10. ten"]),
+    "numbers": ("2. Paris\n14. Rome\n", ["  2. Paris", " 14. Rome"]),
+    "lazy numbers": ("9. nine\n9. ten\n", ["  9. nine", " 10. ten"]),
+    "other marks": ("2) Paris\n3) Rome\n", [" 2) Paris", " 3) Rome"]),
     "nested": ("- a\n  - b\n    1. c\n- d\n", ["• a", "  ▪ b", "     1. c", "• d"]),
     "two paragraphs": ("- a\n\n  b\n", ["• a", "  b"]),
     "no words": ("-\n- b\n", ["•", "• b"]),
