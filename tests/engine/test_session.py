@@ -323,6 +323,14 @@ def test_a_truncated_session_chooses_by_the_query_of_its_last_token(model, mode,
         assert torch.equal(*(session.attended(layer) for session in sessions))
 
 
+def test_an_answer_ends_at_what_the_models_files_name(model):
+    session = Session(replace(model, advised=Sampling(stop=("the",))))
+    finished = answered(session, TALE, Sampling(temperature=0, max_new_tokens=100))[-1]
+    assert finished.reason == "stop"
+    assert "the" not in finished.text
+    session.close()
+
+
 def test_an_answer_ends_as_the_template_ends_one_where_the_models_files_do_not_name_that_token(model):
     session = Session(replace(model, eos_ids=frozenset()))
     sampling = Sampling(temperature=0, max_new_tokens=400)

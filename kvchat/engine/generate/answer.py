@@ -317,7 +317,7 @@ class AnswerLoop(Released):
 
     def text_of(self, sampling: Sampling, tokens: Sequence[int]) -> AnswerText:
         """The text of an answer whose first ``tokens`` are known."""
-        text = AnswerText(self._model.tokenizer, (*sampling.stop, *self.encoder.stop))
+        text = AnswerText(self._model.tokenizer, (*sampling.stop, *self._model.advised.stop, *self.encoder.stop))
         for token in tokens:
             text.add(token)
         return text

@@ -1,4 +1,4 @@
-"""How a model's files advise that answers are drawn: taken whole, or not at all."""
+"""How a model's files advise that answers are drawn and end: taken whole, or not at all."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ from kvchat.protocol.messages import TEMPERATURE, Sampling
 MAX_TEMPERATURE = 2.0  # more is a mistake in its file
 # What each field may be; transformers' names of them are kvchat's.
 LEAST_AND_MOST = {
-    "temperature": (1e-5, MAX_TEMPERATURE),
+    "temperature": (0.0, MAX_TEMPERATURE),
     "top_k": (0, 2**31 - 1),
     "top_p": (1e-6, 1.0),
     "min_p": (0.0, 0.99),
     "repetition_penalty": (0.01, 100.0),
 }
+# What would change answers too and is not done here; without effect at 0 or 1.
+UNKNOWN = (
+    *("typical_p", "top_h", "epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size", "encoder_repetition_penalty"),
+    *("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "num_beams", "penalty_alpha"),
+)
 OF_GGUF = {
     "general.sampling.temp": "temperature",
     "general.sampling.top_k": "top_k",
@@ -29,7 +34,7 @@ def sampling(generation_config: Any) -> Sampling:
     named = _named(generation_config)
     if any(not _is_within(name, value) for name, value in named.items()):
         named = {}
-    return Sampling(**{"temperature": TEMPERATURE, **named})
+    return Sampling(**{"temperature": TEMPERATURE, **named}, stop=_stop(generation_config))
 
 
 def note(generation_config: Any) -> str:
@@ -37,10 +42,13 @@ def note(generation_config: Any) -> str:
     named = _named(generation_config)
     if wrong := [f"{name} {value}" for name, value in named.items() if not _is_within(name, value)]:
         return f"How its generation config says that answers are drawn is left out: {', '.join(wrong)} is out of range."
-    if not set(named) - {"temperature"}:
-        return ""
+    unknown = [name for name in UNKNOWN if getattr(generation_config, name, None) not in (None, 0, 1, [], {})]
+    left_out = f" Its {', '.join(unknown)} {'are' if len(unknown) > 1 else 'is'} left out." if unknown else ""
+    if not set(named) - {"temperature"} and named.get("temperature") != 0:
+        return left_out.strip()
     listed = ", ".join(f"{name} {value:g}" for name, value in named.items())
-    return f"Answers are drawn as its generation config says: {listed}. A temperature that you give takes its place."
+    told = f"Answers are drawn as its generation config says: {listed}. A temperature that you give takes its place."
+    return told + left_out
 
 
 def take_from_gguf(values: dict[str, Any], generation_config: Any) -> None:
@@ -52,7 +60,15 @@ def take_from_gguf(values: dict[str, Any], generation_config: Any) -> None:
 
 def _named(generation_config: Any) -> dict[str, Any]:
     found = {name: getattr(generation_config, name, None) for name in LEAST_AND_MOST}
+    if getattr(generation_config, "do_sample", None) is False:  # greedy: transformers looks at nothing that draws
+        found = {"temperature": 0.0, "repetition_penalty": found["repetition_penalty"]}
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _stop(generation_config: Any) -> tuple[str, ...]:
+    found = getattr(generation_config, "stop_strings", None)
+    texts = [found] if isinstance(found, str) else found if isinstance(found, list) else []
+    return tuple(text for text in texts if isinstance(text, str) and text)
 
 
 def _is_within(name: str, value: Any) -> bool:
