@@ -390,14 +390,17 @@ class PromptEncoder:
         """What the template does that a person should know of.
 
         Raises:
-            ModelError: it writes nothing of a conversation, so the model would have nothing to answer.
+            ModelError: it writes nothing of a conversation, or refuses any, so the model would have nothing to answer.
         """
         if not self._tokenizer.chat_template or self._renders(USER, self._in_parts):
             return ()
         try:
             text = self._apply_template(USER, self._in_parts)
-        except UsageError:  # some want other turns first
-            return ()
+        except UsageError as error:
+            if not self._folds_system:  # it wants a system prompt
+                return ()
+            why, hint = error.detail, "Choose another model, or give another template: --chat-template FILE."
+            raise ModelError("The model's chat template refuses every conversation.", why, hint) from error
         if not self._tokenize(text, anchored=False):
             raise ModelError(
                 "The model's chat template writes nothing.",

@@ -314,10 +314,22 @@ def test_a_template_that_makes_too_much_ends_the_first_try(tokenizer):
         with_template(tokenizer, "{{ 'x' * 10 ** 10 }}")
 
 
+@pytest.mark.parametrize("template", ["{{ raise_exception('No one may ask') }}", "{% for", 5, "{{ nothing.at.all }}"])
+def test_a_template_that_refuses_every_conversation_is_refused_at_load(tokenizer, template):
+    with pytest.raises(ModelError, match="refuses every conversation") as refused:
+        with_template(tokenizer, template)
+    assert "--chat-template" in refused.value.hint
+
+
 def test_a_template_that_raises_is_quoted(tokenizer):
-    encoder = with_template(tokenizer, "{{ raise_exception('Roles must alternate') }}")
-    with pytest.raises(UsageError, match="Roles must alternate"):
+    encoder = with_template(
+        tokenizer,
+        "{% if messages[0].role != 'system' %}{{ raise_exception('Who am I?') }}{% endif %}"
+        + TURNS.replace("END", "''"),
+    )
+    with pytest.raises(UsageError, match="Who am I"):
         encoder.encode([user("Hi")], Stored())
+    assert "<|user|>Hi" in encoder.render([Turn("system", "You are Ann."), user("Hi")])
 
 
 def test_broken_unicode_is_replaced(tokenizer, encoder):
