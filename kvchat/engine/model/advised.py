@@ -9,7 +9,7 @@ from kvchat.protocol.messages import TEMPERATURE, Sampling
 MAX_TEMPERATURE = 2.0  # more is a mistake in its file
 # What each field may be; transformers' names of them are kvchat's.
 LEAST_AND_MOST = {
-    "temperature": (0.0, MAX_TEMPERATURE),
+    "temperature": (1e-5, MAX_TEMPERATURE),
     "top_k": (0, 2**31 - 1),
     "top_p": (1e-6, 1.0),
     "min_p": (0.0, 0.99),
@@ -34,7 +34,8 @@ def sampling(generation_config: Any) -> Sampling:
     named = _named(generation_config)
     if any(not _is_within(name, value) for name, value in named.items()):
         named = {}
-    return Sampling(**{"temperature": TEMPERATURE, **named}, stop=_stop(generation_config))
+    temperature = 0.0 if _is_greedy(generation_config) else TEMPERATURE
+    return Sampling(**{"temperature": temperature, **named}, stop=_stop(generation_config))
 
 
 def note(generation_config: Any) -> str:
@@ -44,9 +45,11 @@ def note(generation_config: Any) -> str:
         return f"How its generation config says that answers are drawn is left out: {', '.join(wrong)} is out of range."
     unknown = [name for name in UNKNOWN if getattr(generation_config, name, None) not in (None, 0, 1, [], {})]
     left_out = f" Its {', '.join(unknown)} {'are' if len(unknown) > 1 else 'is'} left out." if unknown else ""
-    if not set(named) - {"temperature"} and named.get("temperature") != 0:
-        return left_out.strip()
     listed = ", ".join(f"{name} {value:g}" for name, value in named.items())
+    if _is_greedy(generation_config):
+        listed = ", ".join(filter(None, ["always the likeliest token", listed]))
+    elif not set(named) - {"temperature"}:
+        return left_out.strip()
     told = f"Answers are drawn as its generation config says: {listed}. A temperature that you give takes its place."
     return told + left_out
 
@@ -56,13 +59,19 @@ def take_from_gguf(values: dict[str, Any], generation_config: Any) -> None:
     for key, name in OF_GGUF.items():
         if type(values.get(key)) in (int, float):
             setattr(generation_config, name, values[key])
+    if generation_config.temperature == 0:  # llama.cpp's way to say so
+        generation_config.do_sample = False
 
 
 def _named(generation_config: Any) -> dict[str, Any]:
-    found = {name: getattr(generation_config, name, None) for name in LEAST_AND_MOST}
-    if getattr(generation_config, "do_sample", None) is False:  # greedy: transformers looks at nothing that draws
-        found = {"temperature": 0.0, "repetition_penalty": found["repetition_penalty"]}
+    names = ["repetition_penalty"] if _is_greedy(generation_config) else LEAST_AND_MOST
+    found = {name: getattr(generation_config, name, None) for name in names}
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _is_greedy(generation_config: Any) -> bool:
+    """True if nothing is to be drawn: transformers then looks at no other field but the repetition penalty."""
+    return getattr(generation_config, "do_sample", None) is False
 
 
 def _stop(generation_config: Any) -> tuple[str, ...]:

@@ -18,9 +18,9 @@ from kvchat.protocol.messages import TEMPERATURE, Sampling
         ({"top_p": 0.95, "min_p": 0.0}, Sampling(temperature=TEMPERATURE, top_p=0.95), ["top_p 0.95"]),
         ({"repetition_penalty": 1.1}, Sampling(temperature=TEMPERATURE, repetition_penalty=1.1), ["1.1"]),
         ({"temperature": 70, "top_k": 20}, Sampling(temperature=TEMPERATURE), ["temperature 70", "out of range"]),
-        ({"do_sample": False, "temperature": 0.6, "top_k": 20}, Sampling(temperature=0), ["temperature 0."]),
+        ({"do_sample": False, "temperature": 0.6, "top_k": 20}, Sampling(temperature=0), ["likeliest"]),
         ({"do_sample": True, "temperature": 0.6}, Sampling(temperature=0.6), []),
-        ({"temperature": 0.0}, Sampling(temperature=0), ["temperature 0."]),
+        ({"temperature": 0.0}, Sampling(temperature=TEMPERATURE), ["out of range"]),
         ({"stop_strings": ["###", "", 5]}, Sampling(temperature=TEMPERATURE, stop=("###",)), []),
         ({"stop_strings": "###"}, Sampling(temperature=TEMPERATURE, stop=("###",)), []),
         ({"typical_p": 0.9, "num_beams": 4}, Sampling(temperature=TEMPERATURE), ["typical_p, num_beams are left out"]),
@@ -42,3 +42,5 @@ def test_a_gguf_file_may_advise_it_too():
     config = GenerationConfig()
     advised.take_from_gguf({"general.sampling.temp": 0.5, "general.sampling.top_k": 40, "other": 1}, config)
     assert advised.sampling(config) == Sampling(temperature=0.5, top_k=40)
+    advised.take_from_gguf({"general.sampling.temp": 0.0}, config)
+    assert advised.sampling(config) == Sampling(temperature=0)
