@@ -170,8 +170,6 @@ class Speculative(Mode):
     def forward_begin(self, position: Tensor) -> None:
         super().forward_begin(position)
         self._begin(position, stepping=True)
-        self._estimates.clear()
-        self._begun.clear()
 
     def estimated(self, layer: int, query: Tensor) -> None:
         if layer < self.first:
@@ -188,11 +186,10 @@ class Speculative(Mode):
     def attention_begin(self, layer: int, query: Tensor, key: Tensor, spec: AttentionSpec) -> bool:
         if layer < self.first:
             return False
-        if layer in self._begun:
-            if layer == self._begun[-1]:
-                self.state.transfer.join()
-        else:
+        if layer not in self._begun:
             self._choose(layer, self._chosen_with(layer, query))
+        elif layer == self._begun[-1]:  # else ``estimated`` waited before it began the next
+            self.state.transfer.join()
         return False
 
     def report(self) -> ModeReport:
@@ -216,8 +213,23 @@ class Speculative(Mode):
 
     def _begin(self, position: Tensor, stepping: bool) -> None:
         """Choose from now on for the token at ``position`` (0-d); it is read too once its step has begun."""
-        self._position, self._stepping = position, stepping
-        self._known = position - position % self.geometry.page  # tokens in full pages, which the index holds
+        self._stepping = stepping
+        self._estimates.clear()
+        self._begun.clear()
+        if self.slots.layout.in_place or not self.k:
+            return
+        # Once a step, not by layer, and before the streams part, because both read it.
+        page = self.geometry.page
+        tokens = torch.arange(self.index.pages * page, device=position.device)
+        self._masked = (tokens < self.sink) | (tokens > position - self.window)
+        if self.pins:
+            self._masked |= self._is_pinned(tokens)
+        unknown = tokens >= position - position % page  # beyond full pages, which the index holds
+        self._hidden: dict[int | None, Tensor] = {None: unknown}
+        windows = [spec.window if spec else None for spec in self.state.specs[self.first :]]
+        for window in windows:
+            if window is not None and window not in self._hidden:
+                self._hidden[window] = unknown | (tokens <= position - window)
 
     def _choose(self, layer: int, query: Tensor) -> None:
         """Let the layer's attention read what ``query [H_q, d_k]`` chooses."""
@@ -226,16 +238,13 @@ class Speculative(Mode):
             return
         if not self.k:
             return
-        state, last = self.state, self._position - self.window
-        tokens = torch.arange(self.index.pages * self.geometry.page, device=last.device)
-        hidden = (tokens >= self._known) | (tokens <= self._position - state.sight[layer])
-        masked = (tokens < self.sink) | (tokens > last)
-        if self.pins:
-            masked |= self._is_pinned(tokens)
+        state, spec = self.state, self.state.specs[layer]
+        # A window that became known since the step began hides only what attention does not see either.
+        hidden = self._hidden.get(spec.window if spec else None, self._hidden[None])
         held = self.slots.table_of(layer)[:, : min(self.k, self.slots.offset)]
         codes = self.index.of(layer), self.index.bits
-        chosen = state.ops.choose_tokens(query, *codes, state.scaling(layer), hidden, masked, held)
-        state.transfer.load_tokens(self.slots, layer, 0, chosen, held.long())
+        chosen = state.ops.choose_tokens(query, *codes, state.scaling(layer), hidden, self._masked, held)
+        state.transfer.load_tokens(self.slots, layer, 0, chosen, held)
         held.copy_(chosen)
 
     def _list(self, layer: int, query: Tensor) -> None:
