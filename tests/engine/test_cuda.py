@@ -59,7 +59,7 @@ def eager(runner: ModelRunner) -> ModelRunner:
 def late(runner: ModelRunner) -> ModelRunner:
     """Delay every recall by up to some milliseconds."""
     ops, dice = runner.kv.state.ops, random.Random(0)
-    for name in ("move_pages", "move_tokens", "choose"):
+    for name in ("move_pages", "move_tokens", "choose", "choose_tokens"):
         setattr(ops, name, delayed(getattr(ops, name), dice))
     return runner
 

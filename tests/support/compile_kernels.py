@@ -1,17 +1,23 @@
 """A program that compiles every kernel for a GPU that this machine need not have, as ``TritonOps`` launches them.
 
 Arguments: compute capability (80), dtype (bfloat16) and head size. Prints a JSON object with a list for each kernel:
-shared memory in bytes and number of 16-byte loads of each compiled variant, of tiles as large as that GPU is given.
+shared memory in bytes, number of 16-byte loads and bytes of registers spilled of each compiled variant, of tiles as
+large as that GPU is given.
 Fails if a conversation that grows a little compiles a kernel again.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -21,7 +27,7 @@ from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import DeviceSlots, Layout
 from kvchat.kv.memory.eight_bit_pool import EightBitPool
 from kvchat.kv.memory.host_pool import HostPool
-from kvchat.kv.modes.page_index import PageBounds
+from kvchat.kv.modes.page_index import KeyCodes, PageBounds
 from kvchat.kv.ops.selection import Candidates
 from kvchat.kv.ops.triton import attend
 from kvchat.kv.ops.triton_ops import EightBitTritonOps, TritonOps
@@ -89,6 +95,14 @@ def launch_everything(dtype, d, tokens):
     for flags in (None, flagged):
         ops.choose(scores, candidates, held, flags)
     ops.choose(torch.zeros(HEADS, GROUP, 8000), candidates, torch.zeros(HEADS, 128, dtype=torch.int64))
+    for bits in (2, 4):
+        codes = KeyCodes(g, CPU, bits=bits)
+        codes.reserve(tokens)
+        ops.token_scores(query, codes.of(0), bits, 0.1)
+        nothing = torch.zeros(codes.pages * g.page, dtype=torch.bool)
+        for k in (476, 4096):
+            held = torch.zeros((HEADS, 4200), dtype=torch.int32)[:, :k]
+            ops.choose_tokens(query, codes.of(0), bits, 0.1, nothing, nothing, held)
 
 
 def launch_over_8_bit_pages(dtype, d, tokens):
@@ -122,7 +136,10 @@ def main():
         "a longer conversation compiles again"
     )
     found = {
-        name: [(kernel.metadata.shared, wide_loads(kernel.asm["ptx"])) for kernel in variants.values()]
+        name: [
+            (kernel.metadata.shared, wide_loads(kernel.asm["ptx"]), spilled(kernel.asm["cubin"]))
+            for kernel in variants.values()
+        ]
         for name, variants in compiled.items()
     }
     assert all("cubin" in kernel.asm for variants in compiled.values() for kernel in variants.values())
@@ -131,6 +148,16 @@ def main():
 
 def wide_loads(ptx):
     return sum((".v4.b32" in line and "ld.global" in line) or "cp.async.cg" in line for line in ptx.splitlines())
+
+
+def spilled(cubin):
+    """Bytes of local memory of a thread: where ``cuobjdump`` says that there is a stack."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        told = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return sum(map(int, re.findall(r"STACK:(\d+)", told)))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.ops.eight_bit_ops import EightBitOps
 from kvchat.kv.ops.selection import Candidates
 from kvchat.kv.ops.torch_ops import TorchOps
-from kvchat.kv.ops.triton import append, attend, recall, select
+from kvchat.kv.ops.triton import append, attend, recall, select, tokens
 from kvchat.kv.ops.triton.language import host_tensors
 
 # Programs of one attention: a few for each of a GPU's multiprocessors, so that none waits for long.
@@ -97,6 +97,18 @@ class TritonOps(TorchOps):
             return super().choose(scores, candidates, resident, flagged)
         with self._on:
             return select.choose(scores, candidates, resident, flagged)
+
+    def token_scores(self, query: Tensor, index: Tensor, bits: int, scaling: float) -> Tensor:
+        with self._on:
+            return tokens.token_scores(query, index, self.geometry.page, bits, scaling)
+
+    def choose_tokens(
+        self, query: Tensor, index: Tensor, bits: int, scaling: float, hidden: Tensor, masked: Tensor, resident: Tensor
+    ) -> Tensor:
+        if not tokens.choosable(resident.shape[1]):
+            return super().choose_tokens(query, index, bits, scaling, hidden, masked, resident)
+        with self._on:
+            return tokens.choose_tokens(query, index, self.geometry.page, bits, scaling, hidden, masked, resident)
 
     def open_pages(self, slots: DeviceSlots, layers: slice, first: int, last: Tensor) -> None:
         with self._on:

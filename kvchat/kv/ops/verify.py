@@ -17,6 +17,7 @@ from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import DeviceSlots, Layout
 from kvchat.kv.memory.eight_bit_pool import EightBitPool
 from kvchat.kv.memory.host_pool import HostPool
+from kvchat.kv.ops import key_codes
 from kvchat.kv.ops.eight_bit_ops import EightBitOps
 from kvchat.kv.ops.selection import Candidates, page_bounds
 from kvchat.kv.ops.torch_ops import TorchOps
@@ -55,7 +56,7 @@ def error(measured: Tensor, expected: Tensor) -> float:
 def outcomes(kind: type[TorchOps], g: Geometry, device: torch.device) -> dict[str, Tensor]:
     """Return what each operation does with the same random numbers, independent of the order within a head's slots."""
     step = _Step(kind, g, device)
-    return step.append() | step.select() | step.recall() | step.attend() | step.move()
+    return step.append() | step.select() | step.recall() | step.choose() | step.attend() | step.move()
 
 
 class _Step:
@@ -112,6 +113,25 @@ class _Step:
             "move_pages": self.counters,
             "open_pages": slots.table.sort().values,
         }
+
+    def choose(self) -> dict[str, Tensor]:
+        """Tokens by their codes, with some resident the second time: how many, and their weights, to rounding."""
+        g, k = self.g, self.g.page + 3
+        found: dict[str, Tensor] = {}
+        tokens = torch.arange(PAGES * g.page, device=self.device)
+        hidden, masked = tokens >= (PAGES - 1) * g.page, (tokens < 5) | (tokens >= (PAGES - 2) * g.page)
+        resident = torch.full((g.kv_heads, k), -1, dtype=torch.int32, device=self.device)
+        for bits in (2, 4):
+            index = key_codes.encode(self.keys, g.page, bits)
+            by = self.query, index, bits, self.spec.scaling
+            scores = self.ops.token_scores(*by)
+            resident.copy_(self.ops.choose_tokens(*by, hidden, masked, resident))
+            chosen = torch.zeros((g.kv_heads, len(tokens) + 1), dtype=torch.bool, device=self.device)
+            chosen = chosen.scatter_(1, resident.long().remainder(len(tokens) + 1), True)[:, :-1]
+            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).mean(1) * chosen
+            found |= {f"{bits}-bit scores": scores, f"{bits}-bit weights": weights.sort().values}
+            found[f"{bits}-bit choice"] = (chosen & ~masked).sum(1)
+        return found
 
     def attend(self) -> dict[str, Tensor]:
         attended, weights = self.ops.attend(self.slots, 0, self.query, self.spec, True)

@@ -81,7 +81,7 @@ class Gpu:
         traits = dataclasses.replace(made.traits, rotations=(rotation,) * g.layers)
         self.specs = [
             spec if spec.sinks is None else dataclasses.replace(spec, sinks=spec.sinks.to(self.device))
-            for spec in made.spec
+            for spec in made.specs
         ]
         self.kv = KVManager(g, self.device, build(parse(mode, WIDE[mode]), g, traits))
         assert self.kv.state.ops.name == "triton"
@@ -115,7 +115,7 @@ def wide(dtype, kinds=("plain", "window", "softcap", "sinks")):
 
 def check_outputs(gpu, outputs):
     """Dense attention over what was read, in float64."""
-    for layer, spec in enumerate(gpu.spec):
+    for layer, spec in enumerate(gpu.specs):
         query, _, _ = gpu.qkv(layer, [gpu.total - 1])
         keys, values = gpu.kv.state.host.dense(layer, gpu.total)
         expected = dense(query[:, 0], keys, values, attended(gpu.kv.state, layer), spec)

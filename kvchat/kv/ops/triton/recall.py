@@ -15,13 +15,14 @@ from torch import Tensor
 
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots
+from kvchat.kv.ops.triton.append import with_dense_rows
 from kvchat.kv.ops.triton.language import HostTensors, host_kv, padded
 
 # Elements of K, and as many of V, that a program has under way at a time: 16 KiB of half precision.
 PIECE = 4096
-# Rows are smaller than pages, so that a program has less under way.
+# Rows are smaller than pages and few of a tile change, so that a program has less under way.
 TOKENS = 32
-TOKEN_CTAS = 2
+TOKEN_CTAS = 8
 CTAS = (1, 2, 4, 8, 16, 32)
 DEFAULT_CTAS = 16
 ENOUGH = 0.95  # of the best rate
@@ -138,7 +139,10 @@ def _copy_tokens(
     tl.store(goal + v_rows * D, values, mask=mask)
 
 
-@triton.jit(do_not_specialize=["width", "length", "n", "first"], do_not_specialize_on_alignment=["heads", "counters"])
+@triton.jit(
+    do_not_specialize=["width", "length", "resident_stride", "n", "first"],
+    do_not_specialize_on_alignment=["resident", "heads", "counters"],
+)
 def _move_tokens(
     host,
     codes,
@@ -151,6 +155,7 @@ def _move_tokens(
     counters,
     width,
     length,
+    resident_stride,
     n,
     first,
     PICKED: tl.constexpr,
@@ -169,7 +174,7 @@ def _move_tokens(
         row = (tile // tiles).to(tl.int64)
         index = (tile % tiles) * TOKENS + tl.arange(0, TOKENS)
         new = tl.load(placed + row * length + index, mask=index < length, other=-1)
-        old = tl.load(resident + row * length + index, mask=index < length, other=-1)
+        old = tl.load(resident + row * resident_stride + index, mask=index < length, other=-1)
         moves = (new != old) & (new >= 0)
         head = tl.load(heads + row) if PICKED else row
         target = row * n + first + index
@@ -242,13 +247,14 @@ def move_tokens(
     counters: Tensor,
     ctas: int,
 ) -> None:
-    """``TorchOps.move_tokens`` by twice ``ctas`` programs."""
-    placed, resident, g = placed.contiguous(), resident.contiguous(), slots.geometry
+    """``TorchOps.move_tokens`` by up to ``TOKEN_CTAS`` times ``ctas`` programs."""
+    placed, resident, g = placed.contiguous(), with_dense_rows(resident), slots.geometry
     width, length = placed.shape
     grid = (min(TOKEN_CTAS * ctas, width * triton.cdiv(length, TOKENS)),)
     tensors = *host[:4], slots.rows(layer), placed, resident, slots.heads_of(layer), counters
     if placed.numel():
-        _move_tokens[grid](*tensors, width, length, slots.n, first, *_token_shape(slots, g), host.item, num_warps=4)
+        sizes = width, length, resident.stride(0), slots.n, first
+        _move_tokens[grid](*tensors, *sizes, *_token_shape(slots, g), host.item, num_warps=4)
 
 
 def move_shared(

@@ -100,7 +100,8 @@ def _choose(
         page = tl.arange(0, PAGES)
         candidate = (page < pages) & (page >= first) & (page <= tl.load(last))
         weight = _mean_weight(scores + head * GROUP * pages, candidate, page, pages, GROUP)
-        taken = _top(weight, candidate, k)
+        # Weights are positive, so their bits compare as they do.
+        taken = top(tl.where(candidate, weight.to(tl.int32, bitcast=True), -1), k)
         order = tl.cumsum(taken, 0)
         tl.store(best + head * k + order - 1, page, mask=taken > 0)
         # The list is read by other threads than wrote it.
@@ -112,25 +113,31 @@ def _choose(
 
 @triton.jit
 def _mean_weight(scores, candidate, page, pages, GROUP: tl.constexpr):
-    """Softmax over the candidates, summed over the group; 0 or no number elsewhere."""
+    """Softmax over the candidates, mean over the group; 0 or no number elsewhere."""
     weight = tl.zeros(page.shape, tl.float32)
     for g in range(GROUP):
         score = tl.load(scores + g * pages + page, mask=candidate, other=LOWEST).to(tl.float32)
         share = tl.where(candidate, tl.exp(score - tl.max(score, 0)), 0.0)
-        weight += share / tl.maximum(tl.sum(share, 0), 1e-30)
+        weight += share / (tl.maximum(tl.sum(share, 0), 1e-30) * GROUP)
     return weight
 
 
 @triton.jit
-def _top(weight, candidate, k):
-    """1 for the ``k`` candidates of highest weight, or for all where they are fewer; of equals the first."""
-    bits = tl.where(candidate, weight.to(tl.int32, bitcast=True), -1)
+def top(bits, k):
+    """1 for the ``k`` highest of ``bits``, or for all that are not negative if they are fewer; of equals the first.
+
+    They are those of numbers from 0 to below 2. Two of the k-th's are found at a time: one sum counts how many reach
+    each of three bounds.
+    """
     bound = tl.zeros((), tl.int32)
-    step = tl.full((), 1 << 30, tl.int32)
-    for _ in range(31):
-        higher = bound | step
-        bound = tl.where(tl.sum((bits >= higher).to(tl.int32), 0) >= k, higher, bound)
-        step = step >> 1
+    shift = tl.full((), 28, tl.int32)
+    for _ in range(15):
+        digit = tl.minimum((bits - bound) >> shift, 3)
+        reached = (digit > 1).to(tl.int64) + ((digit > 2).to(tl.int64) << 20)
+        counts = tl.sum((digit > 0).to(tl.int64) + (reached << 20), 0)
+        reach = (counts & 0xFFFFF >= k).to(tl.int32) + ((counts >> 20) & 0xFFFFF >= k).to(tl.int32)
+        bound += (reach + (counts >> 40 >= k).to(tl.int32)) << shift
+        shift -= 2
     above = (bits > bound).to(tl.int32)
     at = (bits == bound).to(tl.int32)
     room = k - tl.sum(above, 0)

@@ -1,0 +1,345 @@
+"""tokens: which tokens a KV head reads next, by the codes of their keys (``ops.key_codes``), and in which slots.
+
+Three launches, of shapes that the contents do not change: scores of all tokens, in blocks of pages; the best of each
+chunk of tokens; the best of those, and their slots. Where those are many, the best of chunks of them come between.
+Nothing is sorted (``select.top``). Codes are unpacked in registers, and not read where no token may be chosen.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvchat.kv.ops import key_codes
+from kvchat.kv.ops.triton.append import with_dense_rows
+from kvchat.kv.ops.triton.language import LOWEST
+from kvchat.kv.ops.triton.select import top
+
+PAGES = 16  # that a program scores
+LEAST_BLOCKS = 64  # that are scored by a program each: kernels are compiled for so many, and again at each doubling
+CHUNK, MOST = 4096, 8192  # tokens among which a program chooses: the fewer, the more programs
+PER_WARP = 512
+# Marks of chosen tokens in place of their weights, which are positive.
+CHOSEN, RESIDENT = tl.constexpr(-2.0), tl.constexpr(-3.0)
+INTEGERS = tl.constexpr(8388608.0)  # 2 ** 23: from here on a float32's lowest bits count by one
+INTEGER_BITS = tl.constexpr(0x4B000000)
+
+
+@triton.jit(
+    do_not_specialize=["pages", "blocks"], do_not_specialize_on_alignment=["hidden", "masked", "highest", "totals"]
+)
+def _token_scores(
+    query,
+    index,
+    hidden,
+    masked,
+    scores,
+    highest,
+    totals,
+    pages,
+    blocks,
+    query_stride,
+    scaling,
+    CHOOSES: tl.constexpr,
+    IS_BF16: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D_K: tl.constexpr,
+    PAGE: tl.constexpr,
+    WORDS: tl.constexpr,
+    PAGES: tl.constexpr,
+    PAGE_ROWS: tl.constexpr,
+):
+    """Scores of some pages' tokens, the lowest where they may not be chosen; of all that are seen the highest, and the
+    sum of the exponentials of what the others are below it.
+
+    Four queries are asked at a time: a key is unpacked for all of them, and their sums fit the registers.
+    """
+    head, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    per: tl.constexpr = 32 // BITS
+    page = block * PAGES + tl.arange(0, PAGES)
+    line = tl.arange(0, PAGE_ROWS)
+    token = page[:, None] * PAGE + line[None, :]
+    stored = (page < pages)[:, None] & (line < PAGE)[None, :]
+    seen, may = stored, stored
+    if CHOOSES:
+        seen = stored & (tl.load(hidden + token, mask=stored, other=1) == 0)
+        may = seen & (tl.load(masked + token, mask=stored, other=1) == 0)
+    some = tl.sum(tl.sum(seen.to(tl.int32), 1), 0) > 0
+    begin = index + (head * pages + page) * (WORDS * (PAGE + per))
+    for first in range(0, GROUP, 4):
+        row = head * GROUP + first
+        s0 = tl.zeros((PAGES, PAGE_ROWS), tl.float32)
+        s1, s2, s3 = s0, s0, s0
+        if some:
+            at = begin[:, None] + line[None, :]
+            following = tl.load(at, mask=stored, other=0)
+            for word in range(WORDS):
+                codes, at = following, at + PAGE
+                following = tl.load(at, mask=stored & (word + 1 < WORDS), other=0)  # it takes long to come
+                edges = begin + WORDS * PAGE + word * (per // 2)
+                for pair in range(per // 2):  # two 16-bit edges share a word
+                    lows = tl.load(edges + pair, mask=page < pages, other=0)
+                    highs = tl.load(edges + WORDS * (per // 2) + pair, mask=page < pages, other=0)
+                    for i in tl.static_range(2):
+                        key = _keys(codes, lows, highs, i, BITS, IS_BF16)
+                        col = word * per + pair * 2 + i
+                        asked = query + row * query_stride + col
+                        s0 += key * _element(asked, (col < D_K) & (first < GROUP))
+                        if GROUP > 1:
+                            s1 += key * _element(asked + query_stride, (col < D_K) & (first + 1 < GROUP))
+                        if GROUP > 2:
+                            s2 += key * _element(asked + 2 * query_stride, (col < D_K) & (first + 2 < GROUP))
+                        if GROUP > 3:
+                            s3 += key * _element(asked + 3 * query_stride, (col < D_K) & (first + 3 < GROUP))
+                    codes = codes >> (2 * BITS)
+        for i in tl.static_range(4):
+            if i < GROUP:
+                sums = s0 if i == 0 else s1 if i == 1 else s2 if i == 2 else s3
+                found, is_row = tl.where(seen, sums * scaling, LOWEST), first + i < GROUP
+                kept = tl.where(may, found, LOWEST)
+                tl.store(scores + (row + i) * (pages * PAGE) + token, kept, mask=stored & is_row)
+                if CHOOSES:
+                    most = tl.max(tl.max(found, 1), 0)
+                    total = tl.sum(tl.sum(tl.where(seen, tl.exp(found - most), 0.0), 1), 0)
+                    tl.store(highest + (row + i) * blocks + block, most, mask=is_row)
+                    tl.store(totals + (row + i) * blocks + block, total, mask=is_row)
+
+
+@triton.jit
+def _keys(codes, lows, highs, UPPER: tl.constexpr, BITS: tl.constexpr, IS_BF16: tl.constexpr):
+    """The keys of the codes lowest in a word, or of those next to them; in a word of edges theirs is the upper half."""
+    low, high = _edge(lows, UPPER, IS_BF16), _edge(highs, UPPER, IS_BF16)
+    most: tl.constexpr = ((1 << BITS) - 1) << (UPPER * BITS)
+    # The lowest bits of such a float count by one: a code is a number there, in second place 2 ** BITS times it.
+    code = ((codes & most) | INTEGER_BITS).to(tl.float32, bitcast=True) - INTEGERS
+    return low[:, None] + code * ((high - low) * (1.0 / most))[:, None]
+
+
+@triton.jit
+def _element(query, is_there):
+    return tl.load(query, mask=is_there, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _edge(word, UPPER: tl.constexpr, IS_BF16: tl.constexpr):
+    """One of the two numbers of 16 bits in a word."""
+    if IS_BF16:
+        return ((word & -65536) if UPPER else (word << 16)).to(tl.float32, bitcast=True)
+    half = ((word >> 16) if UPPER else word).to(tl.int16)
+    return half.to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit(
+    do_not_specialize=["pages", "blocks", "kept"],
+    do_not_specialize_on_alignment=["highest", "totals", "best", "best_bits"],
+)
+def _best_of_chunk(
+    scores,
+    highest,
+    totals,
+    weights,
+    best,
+    best_bits,
+    pages,
+    blocks,
+    kept,
+    GROUP: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    PAGE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Weights of a chunk's tokens; the ``kept`` best with their weights' bits, in order of position."""
+    head, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    tokens = pages * PAGE
+    item, block = tl.arange(0, CHUNK), tl.arange(0, BLOCKS)
+    token = chunk * CHUNK + item
+    group = tl.arange(0, GROUP_ROWS)
+    there = (group < GROUP)[:, None] & (block < blocks)[None, :]
+    of_block = (head * GROUP + group)[:, None] * blocks + block[None, :]
+    most = tl.load(highest + of_block, mask=there, other=LOWEST)
+    limits = tl.max(most, 1)
+    shares = tl.load(totals + of_block, mask=there, other=0.0)
+    sums = tl.maximum(tl.sum(shares * tl.exp(most - limits[:, None]), 1), 1e-30)
+    weight = tl.zeros((CHUNK,), tl.float32)
+    may = item < 0
+    for g in range(GROUP):
+        score = tl.load(scores + (head * GROUP + g) * tokens + token, mask=token < tokens, other=LOWEST)
+        limit, total = tl.sum(tl.where(group == g, limits, 0.0), 0), tl.sum(tl.where(group == g, sums, 0.0), 0)
+        weight += tl.exp(score - limit) / (total * GROUP)
+        may = score > LOWEST
+    tl.store(weights + head * tokens + token, weight, mask=token < tokens)
+    begin = (head * tl.num_programs(1) + chunk) * kept
+    taken, at = _keep_best(best_bits + begin, tl.where(may, weight.to(tl.int32, bitcast=True), -1), item, kept)
+    tl.store(best + begin + at, token, mask=taken > 0)
+
+
+@triton.jit(do_not_specialize=["found", "kept"], do_not_specialize_on_alignment=["tokens", "bits", "best", "best_bits"])
+def _best_of_best(tokens, bits, best, best_bits, found, kept, CHUNK: tl.constexpr):
+    """Of ``found`` tokens with their weights' bits the ``kept`` best of a chunk."""
+    head, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    item = tl.arange(0, CHUNK)
+    source, begin = head * found + chunk * CHUNK, (head * tl.num_programs(1) + chunk) * kept
+    of_token = tl.load(bits + source + item, mask=item < found - chunk * CHUNK, other=-1)
+    taken, at = _keep_best(best_bits + begin, of_token, item, kept)
+    token = tl.load(tokens + source + item, mask=taken > 0)  # not before: there are no registers for both
+    tl.store(best + begin + at, token, mask=taken > 0)
+
+
+@triton.jit
+def _keep_best(best_bits, bits, item, kept):
+    """Store the ``kept`` highest of ``bits``, in order of position, and -1 where there are fewer.
+
+    Returns 1 for each that is kept, and its place.
+    """
+    tl.store(best_bits + item, -1, mask=item < kept)
+    taken = top(bits, kept)
+    at = tl.cumsum(taken, 0) - 1
+    tl.debug_barrier()  # other threads wrote -1 there
+    tl.store(best_bits + at, bits, mask=taken > 0)
+    return taken, at
+
+
+@triton.jit(
+    do_not_specialize=["tokens", "found", "k", "resident_stride"],
+    do_not_specialize_on_alignment=["best", "best_bits", "resident"],
+)
+def _place_tokens(
+    best,
+    best_bits,
+    weights,
+    resident,
+    fresh,
+    placed,
+    tokens,
+    found,
+    k,
+    resident_stride,
+    FOUND: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """The ``k`` best of ``found``: those that have a slot keep it, others take the slots of tokens not chosen."""
+    head = tl.program_id(0).to(tl.int64)
+    item, slot = tl.arange(0, FOUND), tl.arange(0, SLOTS)
+    taken = top(tl.load(best_bits + head * found + item, mask=item < found, other=-1), k) > 0
+    token = tl.load(best + head * found + item, mask=taken, other=0)
+    mark = weights + head * tokens
+    tl.store(mark + token, CHOSEN, mask=taken)
+    # What was written is read by other threads, here and below.
+    tl.debug_barrier()
+    held = tl.load(resident + head * resident_stride + slot, mask=slot < k, other=-1)
+    there = (held >= 0) & (held < tokens)
+    stays = there & (tl.load(mark + held, mask=there, other=0.0) == CHOSEN)
+    tl.store(mark + held, RESIDENT, mask=stays)
+    tl.debug_barrier()
+    missing = (tl.load(mark + token, mask=taken, other=0.0) == CHOSEN).to(tl.int32)
+    tl.store(fresh + head * k + (tl.cumsum(missing, 0) - 1), token, mask=missing > 0)
+    tl.debug_barrier()
+    free = ((slot < k) & (stays == 0)).to(tl.int32)
+    rank = tl.cumsum(free, 0) - 1
+    comes = tl.load(fresh + head * k + rank, mask=(free > 0) & (rank < tl.sum(missing, 0)), other=-1)
+    tl.store(placed + head * k + slot, tl.where(stays, held, comes).to(tl.int64), mask=slot < k)
+
+
+def token_scores(query: Tensor, index: Tensor, page: int, bits: int, scaling: float) -> Tensor:
+    """``key_codes.token_scores``"""
+    return _scored(query, index, page, bits, scaling, ())[0]
+
+
+def choosable(k: int) -> bool:
+    """True if the kernels can choose ``k`` tokens."""
+    return k <= MOST // 2
+
+
+def choose_tokens(
+    query: Tensor,
+    index: Tensor,
+    page: int,
+    bits: int,
+    scaling: float,
+    hidden: Tensor,
+    masked: Tensor,
+    resident: Tensor,
+) -> Tensor:
+    """``TorchOps.choose_tokens`` where they are ``choosable``."""
+    scores, highest, totals = _scored(query, index, page, bits, scaling, (hidden, masked))
+    heads, group, tokens = scores.shape
+    k, blocks = resident.shape[1], highest.shape[2]
+    chunk = CHUNK if triton.cdiv(tokens, CHUNK) * k <= MOST else MOST
+    weights = torch.empty((heads, tokens), dtype=torch.float32, device=query.device)
+    best, kept = _room(scores, heads, tokens, chunk, k)
+    of_blocks = max(LEAST_BLOCKS, triton.next_power_of_2(blocks))
+    _best_of_chunk[(heads, best.shape[2])](
+        scores,
+        highest,
+        totals,
+        weights,
+        *best,
+        index.shape[1],
+        blocks,
+        kept,
+        group,
+        triton.next_power_of_2(group),
+        page,
+        chunk,
+        of_blocks,
+        num_warps=chunk // PER_WARP,
+    )
+    while best[0, 0].numel() > MOST:
+        before, found = best, best[0, 0].numel()
+        best, kept = _room(scores, heads, found, MOST, k)
+        _best_of_best[(heads, best.shape[2])](*before, *best, found, kept, MOST, num_warps=MOST // PER_WARP)
+    found = best[0, 0].numel()
+    fresh = torch.empty((heads, k), dtype=torch.int32, device=query.device)
+    placed = torch.empty((heads, k), dtype=torch.int64, device=query.device)
+    of_found = CHUNK if found <= CHUNK else MOST
+    sizes = tokens, found, k, resident.stride(0), of_found, triton.next_power_of_2(k)
+    _place_tokens[(heads,)](*best, weights, resident, fresh, placed, *sizes, num_warps=MOST // PER_WARP)
+    return placed
+
+
+def _room(like: Tensor, heads: int, tokens: int, chunk: int, k: int) -> tuple[Tensor, int]:
+    """Room for the best of each chunk and their weights' bits ``[2, H, chunks, kept]``, and how many those are."""
+    chunks, kept = triton.cdiv(tokens, chunk), min(k, chunk)
+    return torch.empty((2, heads, chunks, kept), dtype=torch.int32, device=like.device), kept
+
+
+def _scored(
+    query: Tensor, index: Tensor, page: int, bits: int, scaling: float, masks: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores ``[H, G, token]`` and what ``_token_scores`` says of its blocks ``[H, G, block]``.
+
+    ``masks`` are those of hidden and of masked tokens, or none.
+    """
+    query, index = with_dense_rows(query), index.contiguous()
+    (heads, pages, _), d_k = index.shape, query.shape[1]
+    group, tokens, words = len(query) // heads, pages * page, key_codes.width_of(d_k, bits) * bits // key_codes.WORD
+    blocks = triton.cdiv(pages, PAGES)
+    scores = torch.empty((heads, group, tokens), dtype=torch.float32, device=query.device)
+    highest, totals = torch.empty((2, heads, group, blocks), dtype=torch.float32, device=query.device)
+    _token_scores[(heads, blocks)](
+        query,
+        index,
+        *([mask.view(torch.uint8) for mask in masks] or [index, index]),
+        scores,
+        highest,
+        totals,
+        pages,
+        blocks,
+        query.stride(0),
+        scaling,
+        bool(masks),
+        key_codes.edge_dtype(query.dtype) == torch.bfloat16,
+        bits,
+        group,
+        d_k,
+        page,
+        words,
+        PAGES,
+        triton.next_power_of_2(page),
+        num_warps=4,
+    )
+    return scores, highest, totals

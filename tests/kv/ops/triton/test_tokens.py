@@ -1,0 +1,118 @@
+"""tokens: scores as the formula gives them; the best tokens are chosen, and what stays does not move."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.random_kv import assert_near, noise
+
+from kvchat.kv.memory.device_slots import EMPTY
+from kvchat.kv.ops import key_codes
+from kvchat.kv.ops.selection import assign_token_slots
+from kvchat.kv.ops.triton import tokens as kernels
+
+NEAR = 1e-5  # relative: weights that rounding cannot tell apart
+# KV heads, group, d_k, bits, dtype, page, tokens stored, k, most recent tokens that are seen
+CASES = [
+    (2, 1, 64, 2, torch.bfloat16, 32, 300, 40, None),
+    (1, 2, 80, 4, torch.float16, 8, 50, 20, None),
+    (2, 3, 96, 2, torch.float32, 16, 230, 60, 120),
+    (1, 4, 128, 2, torch.bfloat16, 32, 97, 12, None),
+    (2, 7, 24, 4, torch.float32, 8, 90, 33, 40),
+    (1, 8, 256, 2, torch.float16, 32, 160, 200, None),
+    (3, 5, 16, 2, torch.bfloat16, 8, 100, 1, None),
+]
+
+
+def index_of(keys, page, bits, tokens):
+    """The codes of ``keys`` in room for ``tokens``."""
+    found = key_codes.encode(keys, page, bits)
+    more = (len(found), -(-tokens // page) - found.shape[1], found.shape[2])
+    return torch.cat((found, torch.zeros(more, dtype=torch.int32, device=keys.device)), 1)
+
+
+@pytest.mark.parametrize(("heads", "group", "d", "bits", "dtype", "page", "n", "k", "sight"), CASES, ids=str)
+def test_scores_and_choices(heads, group, d, bits, dtype, page, n, k, sight, device):
+    room = n + 3 * page
+    index = index_of(noise(0, device, dtype, heads, n, d), page, bits, room)
+    query = 2 * noise(1, device, dtype, heads * group, d)
+    token = torch.arange(index.shape[1] * page, device=device)
+    hidden = token >= n // page * page
+    if sight is not None:
+        hidden |= token <= n - sight
+    masked = (token < 3) | (token > n - page) | (token == n // 2)  # sinks, a window and a pinned token
+    resident = torch.full((heads, k + 7), EMPTY, dtype=torch.int32, device=device)[:, :k]
+    for step in range(2):
+        exact = key_codes.token_scores(query, index, page, bits, d**-0.5)
+        assert_near(kernels.token_scores(query, index, page, bits, d**-0.5), exact, torch.float32)
+        placed = kernels.choose_tokens(query, index, page, bits, d**-0.5, hidden, masked, resident)
+        assert placed.dtype == torch.int64
+        check(exact, hidden, masked, resident, placed)
+        resident.copy_(placed)
+        query = (query + 0.4 * noise(2 + step, device, dtype, heads * group, d)).to(dtype)
+
+
+def check(scores, hidden, masked, resident, placed):
+    """The best that may be chosen, each once; what stays does not move; as many as there is room for."""
+    weights = scores.double().masked_fill(hidden, -torch.inf).softmax(-1).mean(1)
+    may = set((~(hidden | masked)).nonzero().flatten().tolist())
+    for head in range(len(scores)):
+        before, after = resident[head].tolist(), placed[head].tolist()
+        chosen = {token for token in after if token != EMPTY}
+        assert len(chosen) == len(after) - after.count(EMPTY) == min(len(after), len(may))
+        assert chosen <= may
+        if chosen != may:
+            worst = min(float(weights[head, token]) for token in chosen)
+            assert worst >= max(float(weights[head, token]) for token in may - chosen) * (1 - NEAR)
+        assert all(now == token for token, now in zip(before, after, strict=True) if token in chosen)
+
+
+@settings(max_examples=8)
+@given(data=st.data())
+def test_of_equal_tokens_the_first_are_chosen(data):
+    """Also where weights underflow to zero, with any tokens resident."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    page, pages, k = 8, data.draw(st.integers(1, 4)), data.draw(st.integers(1, 20))
+    n = page * pages
+    levels = data.draw(st.lists(st.sampled_from([0.0, 1.0, -1.0]), min_size=n, max_size=n))
+    keys = torch.tensor(levels, device=device).view(1, n, 1).expand(1, n, 16).contiguous()
+    keys[:, ::page], keys[:, 1::page] = -1, 1  # two bits know -1, -1/3, 1/3 and 1
+    index = key_codes.encode(keys, page, 2)
+    query = torch.full((1, 16), data.draw(st.sampled_from([0.1, 100.0])), device=device)
+    held = data.draw(st.permutations(range(n)))[:k]
+    resident = torch.tensor([[*held, *[EMPTY] * (k - len(held))]], dtype=torch.int32, device=device)
+    masked = torch.tensor(data.draw(st.lists(st.booleans(), min_size=n, max_size=n)), device=device)
+    nothing = torch.zeros_like(masked)
+    placed = kernels.choose_tokens(query, index, page, 2, 1.0, nothing, masked, resident)
+    scores = key_codes.token_scores(query, index, page, 2, 1.0)[0, 0]
+    weights = (scores - scores.max()).exp().tolist()
+    ranked = sorted((token for token in range(n) if not masked[token]), key=lambda token: (-weights[token], token))
+    assert sorted(placed[0].tolist()) == sorted(ranked[:k] + [EMPTY] * max(0, k - len(ranked)))
+    wanted = torch.tensor([ranked[:k] + [EMPTY] * max(0, k - len(ranked))], device=device)
+    expected = assign_token_slots(wanted, resident.long(), n, reuse=True)
+    stays = torch.isin(resident.long(), wanted) & (resident >= 0)
+    assert torch.equal(placed[stays], expected[stays])
+
+
+def test_more_than_one_program_can_choose_among_come_together(device, monkeypatch):
+    """The best of chunks of the best of chunks are the best of all."""
+    monkeypatch.setattr(kernels, "CHUNK", 512)
+    monkeypatch.setattr(kernels, "MOST", 512)
+    page, n, k = 32, 1600, 200  # 4 chunks leave 800 tokens, 2 of those 400
+    index = index_of(noise(0, device, torch.float16, 2, n, 16), page, 2, n)
+    query = 3 * noise(1, device, torch.float16, 4, 16)
+    nothing = torch.zeros(n, dtype=torch.bool, device=device)
+    resident = torch.full((2, k), EMPTY, dtype=torch.int32, device=device)
+    placed = kernels.choose_tokens(query, index, page, 2, 0.25, nothing, nothing, resident)
+    check(key_codes.token_scores(query, index, page, 2, 0.25), nothing, nothing, resident, placed)
+
+
+def test_where_nothing_may_be_chosen_all_slots_empty(device):
+    index = index_of(noise(0, device, torch.float16, 1, 64, 32), 32, 4, 96)
+    hidden = torch.ones(96, dtype=torch.bool, device=device)
+    resident = torch.tensor([[5, 9, EMPTY]], dtype=torch.int32, device=device)
+    query = noise(1, device, torch.float16, 2, 32)
+    for masks in ((hidden, ~hidden), (~hidden, hidden)):
+        assert kernels.choose_tokens(query, index, 32, 4, 0.2, *masks, resident).tolist() == [[EMPTY] * 3]
