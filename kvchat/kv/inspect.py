@@ -86,8 +86,9 @@ def read_tokens(state: KVState) -> float:
 def check_integrity(state: KVState) -> None:
     """Check that every readable slot holds its token's stored K/V and that the last attention read no token twice.
 
-    Keys of sinks and of pinned messages are not compared: a mode may have rotated them. What is stored in 8 bits may be
-    exact in a slot.
+    Keys of sinks and of pinned messages are not compared: a mode may have rotated them. Beyond the model's context
+    one that goes on rotates the recent ones too, which this takes for wrong. What is stored in 8 bits may be exact in
+    a slot.
 
     Raises:
         AssertionError: naming layer and head.
