@@ -13,6 +13,7 @@ import random
 import pytest
 import torch
 from support.dense_attention import softmax
+from support.reference import coded
 from support.tiny_models import CONTEXT
 from support.tiny_runner import PARAMS, loaded, mode_of, prefilled, same_steps, token_ids
 
@@ -163,6 +164,33 @@ def test_what_comes_late_is_waited_for(row):
     for each in (one, other):
         prefilled(each, token_ids(150))
     same_steps(one, other, later_ids(120))
+
+
+def test_a_first_layer_not_read_in_full_chooses_at_each_step_with_its_own_query():
+    """No layer runs before it that could ask for it, while the choice for the next layer runs beside it."""
+    model, k = llama(torch.bfloat16), 24
+    params = {"budget": 8 + k + 32, "sink": 8, "window": 32, "query": "ahead", "first_full": False}
+    one = late(ModelRunner(model, mode_of(model, "speculative", params)))
+    other = eager(ModelRunner(model, mode_of(model, "speculative", params)))
+    for each in (one, other):
+        prefilled(each, token_ids(150))
+    before, turned = None, 0
+    for token in later_ids(240):
+        same_steps(one, other, [token])
+        state, g = one.kv.state, one.kv.state.geometry
+        now = state.total - 1
+        keys = state.host.dense(0, now // g.page * g.page)[0].cpu()
+        query = state.query[0].cpu().double().view(g.kv_heads, g.group, g.d_k)
+        read = attended(state, 0).cpu()[:, 8 : now - 31]
+        for head in range(g.kv_heads):
+            codes = torch.cat([coded(tile, 2) for tile in keys[head].split(g.page)])
+            weights = (state.scaling(0) * query[head] @ codes.T).softmax(-1).sum(0)[8 : now - 31]
+            assert int(read[head].sum()) == k
+            assert weights[read[head]].min() >= weights[~read[head]].max() * (1 - 1e-4)
+        turned += before is not None and not torch.equal(read[:, : before.shape[1]], before)
+        before = read
+    assert turned
+    assert not one.graphs.refusal
 
 
 @pytest.mark.parametrize("row", PARAMS)
