@@ -8,6 +8,7 @@ from itertools import accumulate, count
 EDGE = "\ufdd2"  # a Unicode noncharacter, which never occurs in real text and has no case
 _STAND_IN = re.compile(f"{EDGE}([0-9]+){EDGE}")
 THOUGHT_END = "</think>"
+_THOUGHT_BEGIN = re.compile(r"^\s*(?:<think>\s*)?")
 # What templates look for in messages, to write other turns: it stays, and what is before and after it is apart.
 _LOOKED_FOR = re.compile("(</?(?:think|tool_response)>|/(?:no_?)?think|detailed thinking (?:on|off))")
 
@@ -36,18 +37,34 @@ class StandIns:
 
 
 class Edges:
-    """Marks before and after what each message of one conversation says, numbered in their order."""
+    """Marks before and after what each message of one conversation says, in twice the number of its place.
+
+    One more, in the next number, where its thought begins.
+    """
 
     def __init__(self) -> None:
-        self._numbers = count()
+        self._numbers = count(0, 2)
 
     def put(self, content: str) -> str:
-        """``content`` with its marks: inside white space and after a thought, which templates leave out."""
-        mark = f"{EDGE}{next(self._numbers)}{EDGE}"
+        """``content`` with its marks, inside white space and what templates look for: they leave that out."""
+        number = next(self._numbers)
         thought, end, said = content.rpartition(THOUGHT_END)
-        said_only = said.strip()
-        before, _, after = said.partition(said_only) if said_only else (said, "", "")
-        return f"{thought}{end}{before}{mark}{said_only}{mark}{after}"
+        begun = thought[: len(thought) - len(_THOUGHT_BEGIN.sub("", thought, count=1))]
+        if thought != begun:
+            thought = f"{begun}{EDGE}{number + 1}{EDGE}{thought.removeprefix(begun)}"
+        first, last = _inner(said)
+        mark = f"{EDGE}{number}{EDGE}"
+        return f"{thought}{end}{said[:first]}{mark}{said[first:last]}{mark}{said[last:]}"
+
+
+def _inner(said: str) -> tuple[int, int]:
+    """Where the words of a text begin and end that no template looks for; all of its words where it has no others."""
+    others = [found.span() for found in _LOOKED_FOR.finditer(said)]
+    gaps = zip([0, *(end for _, end in others)], [*(begin for begin, _ in others), len(said)], strict=True)
+    words = [gap for gap in gaps if said[slice(*gap)].strip()] or [(0, len(said))]
+    begin, end = words[0][0], words[-1][1]
+    inner = said[begin:end]
+    return begin + len(inner) - len(inner.lstrip()), end - (len(inner) - len(inner.rstrip()) if inner.strip() else 0)
 
 
 def found_edges(rendered: str) -> tuple[str, list[tuple[int, int, int]]] | None:
@@ -56,11 +73,20 @@ def found_edges(rendered: str) -> tuple[str, list[tuple[int, int, int]]] | None:
     Messages come as the text has them: in any order, more than once, not at all. None where marks are not in pairs.
     """
     parts = _STAND_IN.split(rendered)
-    places = list(accumulate(map(len, parts[::2])))
-    begins, ends = parts[1::4], parts[3::4]
-    if begins != ends:
-        return None
-    return "".join(parts[::2]), list(zip(map(int, begins), places[::2], places[1::2], strict=False))
+    marks = zip(map(int, parts[1::2]), accumulate(map(len, parts[::2])), strict=False)
+    said: list[tuple[int, int, int]] = []
+    thought = begun = None
+    for number, place in marks:
+        if number % 2:
+            thought = (number - 1, place)
+        elif begun is None:
+            begun = thought if thought and thought[0] == number else (number, place)
+        elif begun[0] == number:
+            said.append((number // 2, begun[1], place))
+            thought = begun = None
+        else:
+            return None
+    return None if begun else ("".join(parts[::2]), said)
 
 
 def harmless(rendered: str) -> str:

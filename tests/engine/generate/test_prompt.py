@@ -448,6 +448,38 @@ def test_a_pinned_turn_that_the_template_leaves_out_is_refused_and_others_are_pi
         encoder.pinned([Turn("user", "One.", pinned=True), *turns[1:]], Stored())
 
 
+KEEPS_THOUGHTS = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>' + (m.content.split('</think>')[0].rstrip() + '</think>' + "
+    "m.content.split('</think>')[1] if '</think>' in m.content else m.content) + '<|end|>' }}{% endfor %}<|assistant|>"
+)
+
+
+@pytest.mark.parametrize("tag", ["<think>", "<think>\n", "\n<think>\n\n", ""])
+def test_a_thought_is_a_part_of_the_answer_after_it_where_the_template_keeps_it(tokenizer, tag):
+    encoder = with_template(tokenizer, KEEPS_THOUGHTS)
+    answer = f"{tag}A cat, I see.\n</think>\n\nNice."
+
+    def pinned(question: bool) -> str:
+        turns = [Turn("user", "My cat.", question), Turn("assistant", answer, not question), user("And?")]
+        ids = encoder.encode(turns, Stored()).ids
+        return tokenizer.decode([ids[at] for at in encoder.pinned(turns, Stored())])
+
+    assert pinned(question=True) == f"<|user|>My cat.<|end|><|assistant|>{tag}"
+    assert pinned(question=False).endswith("A cat, I see.</think>\n\nNice.<|end|><|user|>")
+    answer = f"{tag}\n</think>\n\nNice."
+    assert "Nice" not in pinned(question=True)
+
+
+def test_what_a_template_looks_for_and_takes_out_of_a_message_is_in_no_way_of_pins(tokenizer):
+    template = NO_SYSTEM.replace("m.content +", "m.content.replace('/no_think', '').rstrip() +")
+    encoder = with_template(tokenizer, template)
+    for said in ("My cat. /no_think", "/no_think My cat.", "My cat. /no_think \n", "/no_think"):
+        turns = [Turn("user", said, pinned=True), assistant("Nice."), user("And?")]
+        ids = encoder.encode(turns, Stored()).ids
+        found = tokenizer.decode([ids[at] for at in encoder.pinned(turns, Stored())])
+        assert found == encoder.render(turns).partition("Nice.")[0]
+
+
 CLOCK = "{{ strftime_now('%Y-%m-%d %H:%M:%S.%f') }}{% for m in messages %}{{ m.content }}{% endfor %}<|assistant|>"
 
 
