@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 
 def main() -> None:
     """Run the command line; Ctrl+C while it is still being imported ends it in silence, as it does later."""
+    _open_streams()
     try:
         from kvchat.cli.main import main as run
     except KeyboardInterrupt:
         sys.exit(130)
     run()
+
+
+def _open_streams() -> None:
+    """Open what this was started without, as by ``2>&-``: else the next file gets its number, and what is printed."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8"))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
 import pytest
@@ -23,3 +24,10 @@ def test_an_interrupt_while_importing_ends_without_a_traceback(monkeypatch: pyte
     with pytest.raises(SystemExit) as left:
         main()
     assert left.value.code == 130
+
+
+@pytest.mark.parametrize("closed", ["2>&-", "<&-", ">&-", "<&- >&- 2>&-"])
+def test_what_is_started_without_its_streams_runs(closed: str) -> None:
+    command = f'exec "$0" -m kvchat ask Hello --max-new-tokens 2 {closed}'
+    done = subprocess.run(["sh", "-c", command, sys.executable], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr, bool(done.stdout.strip())) == (0, "", ">" not in closed.replace("2>", ""))
