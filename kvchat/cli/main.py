@@ -280,21 +280,23 @@ def calibrate(
     model: ModelArgument = "bundled",
     text: Annotated[
         list[Path] | None,
-        typer.Option(exists=True, dir_okay=False, help="read this file instead of generated text; repeatable"),
+        typer.Option(
+            exists=True, dir_okay=False, help="for the heads: read this file instead of generated text; repeatable"
+        ),
     ] = None,
     clusters: Annotated[int | None, typer.Option(help="representative heads a layer; a quarter of the heads")] = None,
     representatives: Annotated[str, typer.Option(help="retrieval or centroid; which ones are shown")] = "retrieval",
-    corrections: Annotated[
-        float, typer.Option(min=0, max=1, help="share of heads and steps that speculative mode is to correct")
-    ] = 0.2,
+    coverage: Annotated[
+        float, typer.Option(min=0, max=1, help="share of the attention that speculative mode's budget is to cover")
+    ] = 0.9,
     out: Annotated[Path | None, typer.Option(help="write here instead of kvchat's data folder")] = None,
     plot: Annotated[Path | None, typer.Option(help="draw the overlap of the heads to .svg or .png")] = None,
     device: NamedDevice = "auto",
 ) -> None:
-    """Measure which KV heads of a model attend alike, for sync, and how their queries turn, for FreeKV's tau."""
+    """Measure which KV heads of a model attend alike, for sync, and how many tokens speculative mode has to read."""
     from kvchat.cli.calibrate import calibrate as run
 
-    run(model, text or (), clusters, representatives, device, out, plot, corrections)
+    run(model, text or (), clusters, representatives, device, out, plot, coverage)
 
 
 @app.command()

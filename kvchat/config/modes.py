@@ -152,6 +152,8 @@ class SpeculativeParameters(BudgetParameters, PaperParameters):
         "tokens per head": "tokens that each KV head chooses for a token, beside sinks and window",
         "candidate tokens": "stored tokens that it chooses them from",
         "index": "bytes of the keys in a few bits, on the device, by which they are chosen",
+        "measured on": "the text by which the budget was chosen",
+        "expected to cover": "share of the attention to everything that the budget covered there",
         "pages per head": "with unit=page: pages of 32 tokens that each KV head chooses, beside sinks and window",
         "candidate pages": "with unit=page: stored pages that it chooses them from",
         "heads corrected": "with unit=page: KV heads whose choice was replaced before attention, of all since the mode"
@@ -161,8 +163,10 @@ class SpeculativeParameters(BudgetParameters, PaperParameters):
     }
     gives_up: ClassVar[str] = "reading everything for every token: speculative chooses what to read"
 
-    index: Literal["bounds", "blocks", "bits2", "bits4"] = "bits2"
-    """chosen by: keys in 2 or 4 bits; for pages also the bounds of their keys (Quest, FreeKV), or of blocks of 8"""
+    budget: int | None = Field(None, ge=MIN_BUDGET)
+    """tokens per KV head a token may attend to, sinks and window included (auto: measured on the model, 256 to 2048)"""
+    index: Literal["bounds", "blocks", "bits2", "bits4"] | None = None
+    """chosen by: keys in 2 or 4 bits (auto: 2, or as calibrated), or for pages bounds of all keys or of 8 (FreeKV)"""
     unit: Literal["token", "page"] = "token"
     """what is chosen: tokens one by one, or pages of 32 (FreeKV)"""
     query: Literal["own", "ahead", "last"] | None = None

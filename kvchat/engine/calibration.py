@@ -1,5 +1,4 @@
-"""Calibration: measures which KV heads of a model attend alike and which retrieve (sync), and how their queries turn
-(speculative).
+"""Calibration: measures which KV heads of a model attend alike and which retrieve, for sync, and keeps it.
 
 Each text is read once with attention that records its weights (SyncKV, section 4.1 and appendix B.1): the weights of a
 KV head are the maxima over its query heads; S is the mean overlap coefficient of the heads' k most attended tokens. The
@@ -23,15 +22,15 @@ import torch
 from torch import Tensor
 
 from kvchat import files, paths, text_file
+from kvchat.config.modes import parse
 from kvchat.engine.model import attention_hook, dense_attention
 from kvchat.engine.model.load import LoadedModel
 from kvchat.engine.synthetic_text import sentences
 from kvchat.errors import UsageError
 from kvchat.kv.attention_spec import AttentionSpec
-from kvchat.kv.modes.sync_heads import RULES, Calibration, default_clusters, roles
+from kvchat.kv.modes.sync_heads import RULES, Calibration, TokenChoice, default_clusters, roles
 
 TOP = 64
-DECILES = 11
 TEXT_TOKENS = 512
 TEXTS = 24
 RUN_TOKENS = 24
@@ -83,29 +82,23 @@ def calibrate(
         recorder.read(sample)
         progress(done, len(samples))
     similarity, retrieval = recorder.means()
-    turning = recorder.deciles()
     return Calibration(
         model.revision,
         measured_on,
         clusters or default_clusters(model.kv_heads, model.model.config.model_type),
         tuple(tuple(tuple(round(x, 4) for x in row) for row in layer) for layer in similarity.tolist()),
         tuple(tuple(round(x, 4) for x in layer) for layer in retrieval.tolist()),
-        tuple(tuple(tuple(round(x, 4) for x in head) for head in layer) for layer in turning.tolist()),
     )
 
 
 class Recorder:
-    """An ``AttentionBackend`` that sums, per layer, overlaps ``[H, H]`` and attention mass on the source ``[H]``.
-
-    It also keeps every cosine of a query to the one before, a mean over the group of each KV head.
-    """
+    """An ``AttentionBackend`` that sums, per layer, overlaps ``[H, H]`` and attention mass on the source ``[H]``."""
 
     def __init__(self, model: LoadedModel) -> None:
         self._model = model
         shape = (model.layers, model.kv_heads, model.kv_heads)
         self._overlap = torch.zeros(shape, dtype=torch.float64, device=model.device)
         self._mass = torch.zeros(shape[:2], dtype=torch.float64, device=model.device)
-        self._cosines: list[list[Tensor]] = [[] for _ in range(model.layers)]
         self._read = 0
 
     def read(self, sample: Sample) -> None:
@@ -120,15 +113,8 @@ class Recorder:
         """Similarity ``[layers, H, H]`` and retrieval ``[layers, H]`` as means over the samples, on the CPU."""
         return self._overlap.cpu() / self._read, self._mass.cpu() / self._read
 
-    def deciles(self) -> Tensor:
-        """Deciles of the cosines over all samples, ``[layers, H, 11]`` on the CPU."""
-        shares = torch.linspace(0, 1, DECILES, dtype=torch.float64)
-        return torch.stack([torch.cat(of, -1).quantile(shares, -1).T for of in self._cosines])
-
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """Dense causal attention ``[H_q, n, d_v]``, one KV head at a time to bound the memory of the weights."""
-        cosines = torch.cosine_similarity(query[:, 1:].double(), query[:, :-1].double(), -1)
-        self._cosines[layer].append(cosines.view(len(key), -1, cosines.shape[-1]).mean(1).cpu())
         parts, pooled = [], []
         group = len(query) // len(key)
         for head in range(len(key)):
@@ -252,10 +238,11 @@ def find(revision: str, problem: Callable[[UsageError], object] = lambda error: 
 
 
 def notes(model: LoadedModel, calibration: Calibration | None) -> tuple[str, ...]:
-    """A note to the user where the model has no calibration: sync mode then measures the heads itself."""
-    if calibration is not None or model.kv_heads == 1:
+    """A note to the user where the model has no calibration: two modes then measure it themselves."""
+    if calibration is not None:
         return ()
-    return (f"Mode sync measures this model's heads on its first long prompt; better: kvchat calibrate {model.name}",)
+    measuring = "Modes sync and speculative measure" if model.kv_heads > 1 else "Mode speculative measures"
+    return (f"{measuring} this model on its first long prompt; better: kvchat calibrate {model.name}",)
 
 
 def save(calibration: Calibration, file: Path | None = None) -> Path:
@@ -282,9 +269,9 @@ def load(file: Path) -> Calibration:
         fields: dict[str, Any] = json.loads(files.read(file))
         similarity = tuple(tuple(tuple(map(float, row)) for row in layer) for layer in fields.pop("similarity"))
         retrieval = tuple(tuple(map(float, layer)) for layer in fields.pop("retrieval"))
-        turning = tuple(tuple(tuple(map(float, head)) for head in layer) for layer in fields.pop("turning", ()))
-        return _checked(Calibration(**fields, similarity=similarity, retrieval=retrieval, turning=turning))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        choice = TokenChoice(**fields.pop("choice")) if fields.get("choice") else fields.pop("choice", None)
+        return _checked(Calibration(**fields, similarity=similarity, retrieval=retrieval, choice=choice))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, UsageError) as error:
         raise UsageError(
             f"{file} is no calibration.", str(error), "Delete it, or run kvchat calibrate again."
         ) from error
@@ -295,13 +282,12 @@ def _checked(calibration: Calibration) -> Calibration:
     layers = list(zip(calibration.similarity, calibration.retrieval, strict=True))
     heads = len(calibration.retrieval[0]) if layers else 0
     rows = [row for similarity, retrieval in layers for row in (*similarity, retrieval)]
-    turning = [head for layer in calibration.turning for head in layer]
-    if turning and [len(head) for head in turning] != [DECILES] * (len(layers) * heads):
-        raise ValueError("Not every head has deciles.")
     if any(len(row) != heads for row in rows) or len(rows) != len(layers) * (heads + 1):
         raise ValueError("The layers have different numbers of heads.")
-    if not all(math.isfinite(score) for row in (*rows, *turning) for score in row):
+    if not all(math.isfinite(score) for row in rows for score in row):
         raise ValueError("A score is no number.")
+    if calibration.choice:
+        parse("speculative", calibration.choice.params)
     if not 1 <= calibration.clusters <= heads:
         raise ValueError(f"{calibration.clusters} clusters of {heads} heads are impossible.")
     return calibration

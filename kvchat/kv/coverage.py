@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvchat.kv.inspect import attended
+from kvchat.kv.modes.sync_heads import TokenChoice
 from kvchat.kv.state import KVState
 
 CHUNK = 128  # pages whose keys are looked at together: they bound what it takes on the device
@@ -24,6 +25,10 @@ FIRST_S = 0.0005  # what a look is taken to cost before one was timed
 LOOKS = 5  # of whose times the median counts: other work may come between
 ENOUGH = 4  # looks, of layers far from each other: a short answer has no more
 GOLDEN = (5**0.5 - 1) / 2
+ENOUGH_COVERED = 0.9  # of the attention: speculative mode's budget is chosen for it, and below it a badge warns
+BUDGETS = (256, 512, 1024, 2048)  # that a choice is made of
+LONG = 1024  # tokens from which on a prompt tells how many are needed
+MARGIN = 0.03  # the end of a prompt is easier than an answer (0.02), an index knows less than the truth (0.01)
 
 
 def weights(state: KVState, layer: int, heads: slice = slice(None)) -> Tensor:
@@ -64,6 +69,22 @@ def of_tokens(state: KVState, layer: int, heads: slice = slice(None)) -> Tensor:
     """Each stored token's share of a KV head's attention to all of them, ``[H, total]``: sums to 1."""
     shares = weights(state, layer, heads).mean(1)
     return shares / shares.sum(-1, keepdim=True)
+
+
+def choose(state: KVState) -> TokenChoice:
+    """The fewest of ``BUDGETS`` tokens for each KV head that cover enough of the last token's attention, at their best.
+
+    Looked at in all layers, whatever the mode reads: as much as one token of full attention. Where none covers enough
+    it is the most.
+    """
+    with torch.inference_mode():
+        layers = [of_tokens(state, layer) for layer in range(state.geometry.layers)]
+        for budget in BUDGETS:
+            numbers = torch.full((state.geometry.kv_heads,), budget, device=state.device)
+            share = float(torch.stack([of_best_tokens(shares, numbers) for shares in layers]).mean()) - MARGIN
+            if share >= ENOUGH_COVERED:
+                break
+    return TokenChoice(f"this prompt, at {state.total:,} tokens", round(share, 4), budget)
 
 
 def of_best_tokens(shares: Tensor, read: Tensor) -> Tensor:

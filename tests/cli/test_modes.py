@@ -13,7 +13,7 @@ def test_modes_lists_all_with_parameters_and_defaults(run: Run) -> None:
     listed = {mode["name"]: mode for mode in json.loads(run("modes", "--json").out)}
     assert list(listed) == list(registered())
     defaults = {param["name"]: param["default"] for param in listed["speculative"]["params"]}
-    assert (defaults["tau"], defaults["index"]) == (None, "bits2")
+    assert (defaults["tau"], defaults["index"]) == (None, None)
     assert defaults["pin_system"] is False
     text = run("modes").out
-    assert "index      bits2" in text
+    assert "index      auto" in text

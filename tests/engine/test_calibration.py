@@ -21,11 +21,13 @@ from kvchat.engine.model.load import LoadedModel
 from kvchat.engine.session import Session
 from kvchat.engine.synthetic_text import sentences
 from kvchat.errors import UsageError
+from kvchat.kv import coverage
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.protocol.messages import Sampling, Turn
 
 SPEC = AttentionSpec(1.0)
 HEAD = '"revision": "r", "measured_on": "", "clusters": '
+CHOICE = '{"measured_on": "", "covered": 1.0, "budget": %d}'
 DAMAGED = (
     *("", "{", "[]", "{}", "[" * 100_000, '{"similarity": [[[1]]], "retrieval": [[1]], "what": 1}'),
     "{" + HEAD + '1, "similarity": [], "retrieval": []}',
@@ -34,7 +36,8 @@ DAMAGED = (
     "{" + HEAD + '1, "similarity": [[[NaN]]], "retrieval": [[1]]}',
     "{" + HEAD + '2, "similarity": [[[1]]], "retrieval": [[1]]}',
     "{" + HEAD + '"one", "similarity": [[[1]]], "retrieval": [[1]]}',
-    "{" + HEAD + '1, "similarity": [[[1]]], "retrieval": [[1]], "turning": [[[0, 1]]]}',
+    "{" + HEAD + '1, "similarity": [[[1]]], "retrieval": [[1]], "choice": {"budget": 256}}',
+    "{" + HEAD + f'1, "similarity": [[[1]]], "retrieval": [[1]], "choice": {CHOICE % 0}' + "}",
 )
 
 
@@ -62,20 +65,6 @@ def test_similarity_and_retrieval_are_what_the_weights_say():
     assert float(similarity[0, 0, 2]) < 0.05
     assert torch.equal(similarity[0], similarity[0].T)
     assert retrieval[0].tolist() == pytest.approx([0, 0, 1], abs=1e-3)
-
-
-def test_how_fast_queries_turn_is_measured_per_head():
-    """Head 0 turns by 60 degrees a token, head 1 stands still."""
-    angles = torch.arange(300) * torch.pi / 3
-    turning = torch.stack((angles.cos(), angles.sin()), -1)
-    recorder = Recorder(fake(2))
-    recorder._sample, recorder._read = Sample([0] * 300, (5, 10)), 1
-    recorder.attention(
-        0, torch.stack((turning, torch.ones(300, 2))), torch.zeros(2, 300, 2), torch.zeros(2, 300, 2), SPEC
-    )
-    deciles = recorder.deciles()
-    expected = torch.tensor([0.5, 1.0], dtype=torch.float64)[None, :, None].expand(1, 2, 11)
-    torch.testing.assert_close(deciles, expected, atol=1e-4, rtol=0)
 
 
 def test_the_recorder_attends_as_the_model_does(model):
@@ -116,8 +105,12 @@ def test_the_shipped_calibration_is_the_commands(model):
         torch.testing.assert_close(
             torch.tensor(getattr(measured, name)), torch.tensor(getattr(shipped, name)), atol=5e-3, rtol=0
         )
-    torch.testing.assert_close(torch.tensor(measured.turning), torch.tensor(shipped.turning), atol=5e-3, rtol=0)
     assert measured.clusters == shipped.clusters == 1
+    assert shipped.choice is not None
+    assert (shipped.choice.params, shipped.choice.covered) == (
+        {"budget": 256, "index": "bits2"},
+        pytest.approx(0.968, abs=2e-3),
+    )
     # One KV head each of layers 4, 5 and 6 carries the retrieval of this model.
     assert [representatives(measured, "retrieval")[layer] for layer in (4, 5)] == [(2,), (3,)]
 
@@ -225,6 +218,25 @@ def test_switching_in_measures_on_what_is_stored(model, monkeypatch):
     assert not bool(session.attended(0).all())
 
 
+def test_speculative_mode_measures_how_many_tokens_the_attention_needs(model, monkeypatch):
+    """On the first long prompt: the most that it chooses from, where the heads look at everything alike."""
+    monkeypatch.setattr(paths, "bundled_calibration_dir", lambda: Path("nowhere"))
+    session = Session(model, entering("speculative"))
+    short = session.snapshot()
+    assert "measured on" not in short.extras
+    session.prefill([7, 8, 9] * 300)
+    assert "measured on" not in session.snapshot().extras
+    monkeypatch.setattr(coverage, "of_tokens", lambda state, layer: torch.full((4, state.total), 1 / state.total))
+    session.prefill([7, 8, 9] * 300)
+    after = session.snapshot().extras
+    assert after["measured on"] == "this prompt, at 1,800 tokens"
+    assert session.info.params["budget"] == 2048
+    session.prefill([7, 8, 9])
+    assert session.snapshot().extras["measured on"] == "this prompt, at 1,800 tokens"
+    assert session.switch("speculative", budget=300).params["budget"] == 300
+    assert "measured on" not in session.snapshot().extras
+
+
 # ---- the command
 
 
@@ -234,11 +246,12 @@ def test_the_command_saves_and_draws(model, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("kvchat.engine.model.load.load_model", lambda *args: model)
     text = tmp_path / "text.txt"
     text.write_text(" ".join(sentence for _, sentence in zip(range(60), sentences(2), strict=False)))
+    monkeypatch.setattr("kvchat.cli.calibrate.CONTEXT", 600)
     command("bundled", [text], 2, "retrieval", "cpu", tmp_path / "out.json")
     printed = capsys.readouterr()
     assert printed.out.count("representative KV heads") == 8
-    tau = load(tmp_path / "out.json").tau_for(0.2)
-    assert f"corrects 20% of heads and steps in such text with tau={tau:.2f}" in printed.out
+    choice = load(tmp_path / "out.json").choice
+    assert f"covers {choice.covered:.1%} of the attention" in printed.out
     assert "sync mode reads calibrations in" in printed.err
     saved = json.loads((tmp_path / "out.json").read_text())
     assert (saved["clusters"], saved["revision"]) == (2, model.revision)

@@ -14,7 +14,7 @@ from kvchat.engine.figures.process_memory import resident_bytes
 from kvchat.engine.figures.ribbon import Ribbon
 from kvchat.engine.memory_errors import is_out_of_memory
 from kvchat.engine.model.recurrent_state import RecurrentState
-from kvchat.kv.coverage import CoverageWatch
+from kvchat.kv.coverage import ENOUGH_COVERED, CoverageWatch
 from kvchat.kv.inspect import attended_counts, read_tokens
 from kvchat.kv.manager import KVManager
 from kvchat.kv.modes.base import Mode
@@ -26,7 +26,6 @@ from kvchat.units import size
 RATE_TOKENS = 32  # the rate shown is that of the last so many tokens
 # Of the attention. Of facts that full mode finds, other modes and budgets found 54 of 60 on SmolLM2 where they covered
 # more, and 24 of 74 below. On the bundled model it tells little: 131 of 148 above, 29 of 34 below.
-LOW_COVERAGE = 0.9
 READ_MORE = "a larger budget, sync and full mode read more"
 GPU_S = 0.3  # NVML is asked at most this often
 
@@ -258,7 +257,7 @@ class MetricsCollector:
     def _uncovered(self) -> Iterator[str]:
         watch = self._watch()
         lowest = watch.lowest if watch.has_seen_enough else None
-        if lowest is not None and lowest < LOW_COVERAGE:
+        if lowest is not None and lowest < ENOUGH_COVERED:
             yield f"low coverage: {lowest:.0%} of the attention fell on what was read, facts may be missed; {READ_MORE}"
 
     def _recall_times(self) -> Params:

@@ -18,10 +18,12 @@ from kvchat.engine.generate.stored import Stored
 from kvchat.engine.memory_errors import explained
 from kvchat.engine.model.load import LoadedModel
 from kvchat.errors import DoesNotFitError, KvchatError, UsageError
+from kvchat.kv import coverage
 from kvchat.kv.manager import KVManager
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import Mode
 from kvchat.kv.modes.recovery_levels import RECENT, WIDER, Level
+from kvchat.kv.modes.sync_heads import TokenChoice
 from kvchat.protocol.figures import Params, Price
 from kvchat.protocol.messages import Load
 
@@ -48,6 +50,7 @@ class ModeSwitcher:
         self._widened: tuple[Mode, ModeParameters, int] | None = None
         self.calibration_problems: list[UsageError] = []
         self.calibration = calibration.find(model.revision, self.calibration_problems.append)
+        self.choice: TokenChoice | None = None
         self.parameters = self.merged(asked.mode, {})
 
     def attach(self, kv: KVManager) -> None:
@@ -68,7 +71,7 @@ class ModeSwitcher:
         Raises:
             UsageError: parameters contradict each other; DoesNotFitError: the model cannot run in this mode.
         """
-        traits = traits_of(self._model, self.calibration)
+        traits = traits_of(self._model, self.calibration, self.choice)
         return build(chosen, geometry_of(self._model), traits, self.preamble)
 
     def switch(self, mode: str, changes: Params) -> int:
@@ -94,10 +97,14 @@ class ModeSwitcher:
         return moved + self.calibrate()
 
     def calibrate(self) -> int:
-        """Measure the model's heads on the stored tokens, if the mode waits for that and they are enough.
+        """Measure the model on the stored tokens, if the mode waits for that and they are enough.
 
         Where memory runs out meanwhile it is done on the next prompt. Returns the bytes moved to the device.
         """
+        if self._kv.mode.wants_choice and self._kv.total >= coverage.LONG:
+            with suppress(DoesNotFitError), explained(self._kv, "measuring the model's attention"):
+                self.choice = coverage.choose(self._kv.state)
+                return self.enter(self.parameters)
         if self._kv.mode.needs_calibration:
             with suppress(DoesNotFitError), explained(self._kv, "measuring the model's heads"):
                 self.calibration = calibration.on_prompt(self._model, self._stored.ids)

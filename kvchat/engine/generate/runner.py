@@ -21,7 +21,7 @@ from kvchat.kv.geometry import GROWTH_HEADROOM, Geometry
 from kvchat.kv.manager import KVManager
 from kvchat.kv.memory.prefill_plan import CHUNKS, prefill_chunk
 from kvchat.kv.modes.base import Mode, ModelTraits
-from kvchat.kv.modes.sync_heads import Calibration
+from kvchat.kv.modes.sync_heads import Calibration, TokenChoice
 from kvchat.kv.set_aside import SetAside
 
 # Tokens of one prefill forward on a CPU. Smaller ones stop sooner and need less workspace, larger ones read the stored
@@ -37,9 +37,12 @@ def geometry_of(model: LoadedModel) -> Geometry:
     return Geometry(m.layers, m.q_heads, m.kv_heads, m.d_k, m.d_v, m.dtype, headroom=headroom, unified=unified)
 
 
-def traits_of(model: LoadedModel, calibration: Calibration | None = None) -> ModelTraits:
-    """Return what modes may need to know of the model; ``calibration`` is what was measured of its heads."""
-    return ModelTraits(model.context, model.probe.rotations, model.probe.refusal, calibration)
+def traits_of(
+    model: LoadedModel, calibration: Calibration | None = None, choice: TokenChoice | None = None
+) -> ModelTraits:
+    """Return what modes may need to know of the model; ``calibration`` and ``choice`` are what was measured of it."""
+    choice = choice or (calibration.choice if calibration else None)
+    return ModelTraits(model.context, model.probe.rotations, model.probe.refusal, calibration, choice)
 
 
 class ModelRunner:

@@ -21,7 +21,7 @@ from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
 from kvchat.kv.modes.context_end import ContextEnd
 from kvchat.kv.modes.recovery_levels import Level
-from kvchat.kv.modes.sync_heads import Calibration
+from kvchat.kv.modes.sync_heads import Calibration, TokenChoice
 from kvchat.kv.rope import Rotation
 from kvchat.kv.state import KVState
 
@@ -33,13 +33,15 @@ class ModelTraits:
     """Properties of the model, beside its geometry, that modes use.
 
     ``rotations`` has one entry per layer, None where keys are not rotated; ``realign_refusal`` says why sinks cannot be
-    re-aligned, None where they can; ``calibration`` is None until the model's heads were measured.
+    re-aligned, None where they can; ``calibration`` is None until the model's heads were measured, ``choice`` until it
+    was measured how many tokens its attention needs.
     """
 
     context: int
     rotations: tuple[Rotation | None, ...]
     realign_refusal: str | None = None
     calibration: Calibration | None = None
+    choice: TokenChoice | None = None
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,7 @@ class Mode:
         widens: WR and FR are carried out by entering the mode with a larger budget, not by ``recover``.
         sink, window: first and most recent tokens that are always attended.
         needs_calibration: the model's heads must be measured first; until then the mode may hold and read everything.
+        wants_choice: its budget is to be measured on the first long prompt; until then it is a share of the context.
         preamble: tokens of the system prompt.
         pinned: of these, tokens that are attended whatever the mode keeps: all or none.
         beyond_budget: pinned tokens that a mode keeps as sinks although its budget has no room for them.
@@ -159,6 +162,7 @@ class Mode:
     sink: int = 0
     window: int = 0
     needs_calibration: bool = False
+    wants_choice: bool = False
     beyond_budget: int = 0
     context_end: ContextEnd = ContextEnd()
     pins: tuple[int, ...] = ()

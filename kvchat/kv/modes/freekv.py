@@ -238,7 +238,7 @@ class FreeKV(Mode):
         return TAU if self.parameters.tau is None else self.parameters.tau
 
     def _index(self, device: torch.device) -> PageBounds | KeyCodes:
-        kind = self.parameters.index
+        kind = self.parameters.index or "bits2"
         if kind in ("bits2", "bits4"):
             return KeyCodes(self.geometry, device, self.first, int(kind[-1]))
         return PageBounds(self.geometry, device, self.first, in_blocks=kind == "blocks")

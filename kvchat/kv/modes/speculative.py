@@ -31,7 +31,7 @@ pages. Costs: a step reads the index of all tokens, 9.4 % of what full attention
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -83,11 +83,16 @@ class Speculative(Mode):
     ) -> None:
         super().__init__(parameters, geometry, traits, preamble)
         p = geometry.page
-        self.budget = budget_of(parameters, traits.context)
-        self.sink = SINK if parameters.sink is None else parameters.sink
+        # What was measured holds together: a budget that is given leaves all of it.
+        self.choice = traits.choice if parameters.budget is None else None
+        self.wants_choice = parameters.budget is None and traits.choice is None
+        given = {name: value for name, value in parameters.model_dump().items() if value is not None}
+        values: dict[str, Any] = {"index": "bits2", "sink": SINK} | (self.choice.params if self.choice else {}) | given
+        self.budget: int = values.get("budget") or budget_of(parameters, traits.context)
+        self.bits = BITS.get(values["index"], 0)
+        self.sink: int = values["sink"]
         # What is near is chosen as well as what is far; an estimate of the query is less sure of it.
-        least = p if self.query == "own" else max(p, self.budget // QUARTER)
-        self.window = least if parameters.window is None else parameters.window
+        self.window: int = values.get("window", p if self.query == "own" else max(p, self.budget // QUARTER))
         refuse_small_budget(self.name, self.budget, self.sink, self.window)
         if self.window < p:
             raise UsageError(
@@ -95,7 +100,7 @@ class Speculative(Mode):
                 f"window = {self.window}, at least one page = {p} tokens.",
                 "Give a larger window.",
             )
-        if parameters.index not in BITS:
+        if not self.bits:
             raise UsageError(
                 "This index does not tell tokens apart.",
                 f"index = {parameters.index} keeps bounds of pages, and unit = token.",
@@ -194,17 +199,20 @@ class Speculative(Mode):
 
     def report(self) -> ModeReport:
         chosen = {"budget": self.budget, "sink": self.sink, "window": self.window, "query": self.query}
+        chosen["index"] = f"bits{self.bits}"
         stats = {
             "tokens per head": self.k,
             "candidate tokens": max(0, self.state.total + 1 - self.window - self.sink),
             "index": size(self.index.data.nbytes),
         }
+        if self.choice:
+            stats |= {"measured on": self.choice.measured_on, "expected to cover": f"{self.choice.covered:.0%}"}
         return ModeReport(self.parameters.model_dump() | chosen, stats)
 
     # ---- inside
 
     def _index(self, device: torch.device) -> KeyCodes:
-        return KeyCodes(self.geometry, device, self.first, BITS[self.parameters.index])
+        return KeyCodes(self.geometry, device, self.first, self.bits)
 
     def _chosen_with(self, layer: int, query: Tensor) -> Tensor:
         if self.query == "ahead":

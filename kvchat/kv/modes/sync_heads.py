@@ -1,5 +1,5 @@
-"""Measurements of a model's KV heads: which resemble each other and which represents the others (SyncKV, section
-4.1), and how fast their queries turn (FreeKV, section 3.3).
+"""Measurements of a model: which of its KV heads resemble each other and which represents the others (SyncKV, section
+4.1), and how many tokens its attention needs (speculative mode).
 
 The rows of D = max(S) - S are clustered by K-Means (the paper, appendix B.1). A layer has at most a few dozen heads, so
 K-Means is written out here: scikit-learn would bring scipy and joblib into every installation for these lines.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,17 +17,36 @@ from torch import Tensor
 RULES = ("retrieval", "centroid")
 HEADS_PER_CLUSTER = 4
 STARTS = 20
-POINTS = 201  # of each head's distribution, from its deciles
+
+
+@dataclass(frozen=True)
+class TokenChoice:
+    """What speculative mode reads of a model where nothing else is given, and the share of attention that it covers.
+
+    ``measured_on`` describes the text that was read; None for ``sink`` and ``window`` leaves them to the mode.
+    """
+
+    measured_on: str
+    covered: float
+    budget: int
+    index: str = "bits2"
+    sink: int | None = None
+    window: int | None = None
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The mode's parameters that are not left to it."""
+        named = {"budget": self.budget, "index": self.index, "sink": self.sink, "window": self.window}
+        return {name: value for name, value in named.items() if value is not None}
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Measurements of a model's KV heads. ``clusters`` is the number of representatives a layer by default.
+    """Measurements of a model. ``clusters`` is the number of representatives a layer by default.
 
     ``similarity [layer][head][head]`` is the mean overlap coefficient of the heads' most attended tokens,
     ``retrieval [layer][head]`` the attention mass on the source of tokens that are being repeated. ``measured_on``
-    describes the text that was read. ``turning [layer][head]`` are the deciles (0 to 100 %) of C, the mean cosine of
-    its queries to the last token's, which speculative mode compares with tau; empty in files of earlier versions.
+    describes the text that was read for both. ``choice`` is None where only the heads were measured.
     """
 
     revision: str
@@ -34,16 +54,7 @@ class Calibration:
     clusters: int
     similarity: tuple[tuple[tuple[float, ...], ...], ...]
     retrieval: tuple[tuple[float, ...], ...]
-    turning: tuple[tuple[tuple[float, ...], ...], ...] = ()
-
-    def tau_for(self, share: float) -> float:
-        """The tau by which about this share of head-steps is corrected in text like what was measured.
-
-        The first layer, which speculative mode reads in full, is left out. ``turning`` must not be empty.
-        """
-        deciles = torch.tensor(self.turning[1:] or self.turning, dtype=torch.float64).flatten(0, 1)
-        cosines = torch.nn.functional.interpolate(deciles[:, None], size=POINTS, mode="linear", align_corners=True)
-        return float(cosines.flatten().quantile(share))
+    choice: TokenChoice | None = None
 
 
 @dataclass(frozen=True)

@@ -71,11 +71,3 @@ def test_a_quarter_of_the_heads_represents(heads, clusters):
 def test_one_head_represents_in_qwen_as_in_the_paper():
     """Qwen2.5-14B has 8 KV heads (audit, 7)."""
     assert default_clusters(8, "qwen2") == default_clusters(2, "qwen2") == 1
-
-
-def test_tau_is_the_quantile_of_the_cosines_but_for_the_first_layer():
-    even = tuple(i / 10 for i in range(11))  # a head whose cosines are spread evenly from 0 to 1
-    turned = Calibration("r", "", 1, (), (), (((-1.0,) * 11,) * 2, (even, even)))
-    assert turned.tau_for(0.2) == pytest.approx(0.2, abs=1e-6)
-    halves = Calibration("r", "", 1, (), (), ((even, even), ((0.0,) * 11, (1.0,) * 11)))
-    assert (halves.tau_for(0.3), halves.tau_for(0.7)) == (0.0, 1.0)
