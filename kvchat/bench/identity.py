@@ -34,7 +34,6 @@ VERSIONS = {
     "prefill": 1,
     "recall": 1,
     "resume": 1,
-    "sweep": 1,
     "switches": 1,
     "turns": 1,
 }

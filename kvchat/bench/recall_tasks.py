@@ -2,17 +2,20 @@
 
 A case is a conversation of about a given length whose filler sentences hide the facts at a given depth (0: at the
 beginning, 1: at the end). What several facts are told of is spread over the whole text, and the one that is asked for
-stands at the depth. All wording is of the kind that the bundled model was trained on.
+stands at the depth. The wording is of the kind that the bundled model was trained on, but for ``fact``: what people
+tell, between the sentences of a book, which any model that can answer questions can be asked.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvchat.bench.texts import BOOKS, BREAK
 from kvchat.engine.synthetic_text import sentences
 from kvchat.protocol.messages import Turn
 
@@ -20,6 +23,25 @@ NAMES = ("Bija", "Koto", "Luma", "Tiso", "Rade", "Vano", "Sefi", "Nuro", "Pela",
 CHAIN = 3  # variables
 FILLER_TURNS = 4  # between what is told at the beginning and the question about it
 RULE = "tulip"
+# What is told, what is asked, and what the answer has to contain.
+FACTS = (
+    ("The code of the garden gate is 73914.", "What is the code of the garden gate?", "73914"),
+    ("Miss Taylor's parrot is called Pomponio.", "What is Miss Taylor's parrot called?", "Pomponio"),
+    ("The train to Brighton leaves from platform 27.", "From which platform does the train to Brighton leave?", "27"),
+    ("The new doctor of the village is Dr. Quillfeather.", "Who is the new doctor of the village?", "Quillfeather"),
+    ("The spare key lies in the blue cabinet.", "Where does the spare key lie?", "blue cabinet"),
+    ("The meeting room on the fifth floor is called Kestrel.", "What is the meeting room called?", "Kestrel"),
+    ("The cook of the ship was born in Valparaiso.", "Where was the cook of the ship born?", "Valparaiso"),
+    ("The treasure chest contains 316 gold coins.", "How many gold coins does the treasure chest contain?", "316"),
+    ("The project Falcon was started by Margarethe Olsen.", "Who started the project Falcon?", "Olsen"),
+    ("The phone number of the help desk is 6620418.", "What is the phone number of the help desk?", "6620418"),
+    ("The office plants are watered by Leopold.", "Who waters the office plants?", "Leopold"),
+    ("The number of the hotel room is 1408.", "What is the number of the hotel room?", "1408"),
+    ("The sailing boat is called Esmeralda.", "What is the sailing boat called?", "Esmeralda"),
+    ("The violin teacher lives in Marburg.", "Where does the violin teacher live?", "Marburg"),
+    ("The bakery opens at half past five.", "When does the bakery open?", "half past five"),
+    ("The winner of the chess tournament was Zoltan.", "Who was the winner of the chess tournament?", "Zoltan"),
+)
 
 
 @dataclass(frozen=True)
@@ -45,8 +67,18 @@ class Draw:
         return str(self.random_.randrange(10_000, 100_000))
 
     def filler(self, tokens: int) -> list[str]:
-        """Sentences of about so many tokens."""
-        text, found, length = sentences(self.random_.randrange(2**32)), list[str](), 0
+        """Made sentences of about so many tokens."""
+        return self._of(sentences(self.random_.randrange(2**32)), tokens)
+
+    def book(self, tokens: int) -> list[str]:
+        """Sentences of one of the shipped books that follow each other, of about so many tokens."""
+        text = self.random_.choice(sorted(BOOKS.glob("*.txt"))).read_text("utf-8").replace(BREAK, " ")
+        all_ = re.split(r"(?<=[.!?]) ", " ".join(text.split()))
+        at = self.random_.randrange(len(all_))
+        return self._of(itertools.chain(all_[at:], all_), tokens)
+
+    def _of(self, text: Iterator[str], tokens: int) -> list[str]:
+        found, length = list[str](), 0
         while length < tokens:
             found.append(next(text))
             length += len(self.tokenizer.encode(f" {found[-1]}", add_special_tokens=False))
@@ -95,6 +127,12 @@ def _chain(draw: Draw) -> Case:
     return _document(draw, " ".join(told), f"What is the value of {names[-1]}?", (number,))
 
 
+def _fact(draw: Draw) -> Case:
+    """Some facts are told between the sentences of a book, one is asked for."""
+    (told, question, answer), *others = draw.random_.sample(FACTS, draw.keys)
+    return _document(draw, told, question, (answer,), [sentence for sentence, _, _ in others], draw.book(draw.tokens))
+
+
 def _name(draw: Draw) -> Case:
     """The system prompt gives the model a name, which is asked for after turns about something else."""
     name = draw.random_.choice(NAMES)
@@ -132,6 +170,7 @@ TASKS: dict[str, Callable[[Draw], Case]] = {
     "values": _values,
     "all": _all,
     "chain": _chain,
+    "fact": _fact,
     "name": _name,
     "rule": _rule,
     "system": _system,
@@ -149,9 +188,16 @@ def _value(name: str, number: str) -> str:
     return f"The value of {name} is {number}."
 
 
-def _document(draw: Draw, told: str, question: str, answers: tuple[str, ...], others: Sequence[str] = ()) -> Case:
+def _document(
+    draw: Draw,
+    told: str,
+    question: str,
+    answers: tuple[str, ...],
+    others: Sequence[str] = (),
+    filler: Sequence[str] | None = None,
+) -> Case:
     """A text that holds what is ``told`` at the depth and ``others`` anywhere, then the question as another turn."""
-    text = draw.filler(draw.tokens)
+    text = list(draw.filler(draw.tokens) if filler is None else filler)
     length = len(text)
     places = [(draw.depth, told), *((draw.random_.random(), sentence) for sentence in others)]
     for depth, sentence in sorted(places, reverse=True):  # from the end, so that places stay

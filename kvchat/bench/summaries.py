@@ -90,17 +90,6 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("peak", size("peak_bytes")),
         Column("one forward's peak", size("one_shot_peak_bytes")),
     ),
-    "sweep": (
-        Column("mode", variant),
-        Column("KL mean", figure("kl_mean", 4)),
-        Column("99 %", figure("kl_99", 3)),
-        Column("same top token", share("same_top", 1)),
-        Column("mass covered", share("covered", 1)),
-        Column("facts found", lambda row: f"{row['right']} of {row['cases']}"),
-        Column("95 %", interval("recall_interval")),
-        Column("tokens read", figure("read_mean")),
-        Column("ms a token", figure("ms", 1)),
-    ),
     "long-chat": (
         Column("what", lambda row: row["action"]),
         Column("terminal", lambda row: row["size"]),

@@ -29,7 +29,6 @@ from kvchat.cli.bench_options import (
     StudySizes,
     Texts,
     Variants,
-    Varied,
     file_names,
     standard_variants,
 )
@@ -219,31 +218,6 @@ def perplexity_command(
     settings = perplexity.Settings(tuple(mode or perplexity.STANDARD), tokens, passages, file_names(text))
     run = Run("perplexity", settings, ModelChoice(model, device, dtype, quantize, host_dtype), out, as_json)
     run.done(perplexity.run(settings, run.choice, run.frame))
-
-
-@app.command("sweep")
-def sweep_command(
-    mode: Annotated[str, typer.Argument(metavar="MODE", help="the KV mode")],
-    vary: Varied = None,
-    budget: Budgets = None,
-    context: Annotated[int, typer.Option(min=64, help="tokens before the decoded ones")] = 1500,
-    tokens: Annotated[int, typer.Option(min=1, help="decoded tokens of a passage")] = 100,
-    passages: Annotated[int, typer.Option(min=1, help="passages at most")] = 2,
-    cases: Annotated[int, typer.Option(min=1, help="conversations at each depth")] = 2,
-    model: Model = "bundled",
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    quantize: Quantize = "none",
-    as_json: Json = False,
-    out: Out = None,
-) -> None:
-    """Every combination of a mode's parameters: agreement with full and recall, at each budget."""
-    from kvchat.bench import sweep
-
-    budgets = tuple(budget or sweep.Settings("").budgets)
-    settings = sweep.Settings(mode, budgets, sweep.grid(mode, vary or ()), context, tokens, passages, cases)
-    run = Run("sweep", settings, ModelChoice(model, device, dtype, quantize), out, as_json)
-    run.done(sweep.run(settings, run.choice, run.frame))
 
 
 @app.command("paper")

@@ -40,12 +40,6 @@ Out = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object, with what was run on")]
 
-# Of bench sweep alone.
-Varied = Annotated[
-    list[str] | None,
-    typer.Option(metavar="KEY=VALUE,VALUE", help="values of a parameter, 1/4 a share of the budget; repeatable"),
-]
-
 # Of bench paper alone.
 Parts = Annotated[list[str] | None, typer.Option(help="only this table or figure, as table-1; repeatable")]
 StudySizes = Annotated[

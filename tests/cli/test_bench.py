@@ -17,7 +17,6 @@ from kvchat.bench import (
     prefill,
     recall,
     resume,
-    sweep,
     turns,
 )
 from kvchat.bench.model_choice import ModelChoice
@@ -97,11 +96,6 @@ COMMANDS = [
         {"tokens": 99, "mode": "full", "budget": 88},
     ),
     (
-        "sweep sync --vary m=5,6 --budget 88 --context 99 --tokens 7 --passages 3 --cases 4",
-        (sweep, "run"),
-        {"mode": "sync", "budgets": (88,), "context": 99, "tokens": 7, "passages": 3, "cases": 4},
-    ),
-    (
         "resume --tokens 99 --rounds 2 --mode sync --budget 88 --shape tiny --host-dtype int8",
         (resume, "run"),
         {"tokens": 99, "rounds": 2, "mode": "sync", "budget": 88, "shape": "tiny"},
@@ -120,8 +114,7 @@ def test_every_option_arrives(monkeypatch, line, measurement, settings):
 @pytest.mark.parametrize(("line", "measurement"), [command[:2] for command in COMMANDS], ids=NAMES)
 def test_without_options_the_settings_are_the_measurements_own(monkeypatch, line, measurement):
     """Commands write numbers again, for their help, because the measurements import torch."""
-    bare = "sweep sync" if line.startswith("sweep") else line.split()[0]
-    given, choice = asked(monkeypatch, bare, *measurement)
+    given, choice = asked(monkeypatch, line.split()[0], *measurement)
     own = {field.name: field.default for field in fields(given) if isinstance(field.default, int | str)}
     assert {name: getattr(given, name) for name in own} == own
     assert choice == ModelChoice()

@@ -179,8 +179,7 @@ PARTS = {
     "table-3": Part(
         "Table 3: ablations",
         "All cells are empty in the paper. By Eq. 8, sigma = 0 and delta = 0 prune to C alike, and so does the full "
-        "method with the paper's delta = R, one token at a time: the perplexities are equal by construction. Other "
-        "values are compared by kvchat bench sweep streaming.",
+        "method with the paper's delta = R, one token at a time: the perplexities are equal by construction.",
         _ablated,
         drawn=True,
     ),

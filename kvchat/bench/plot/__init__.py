@@ -24,7 +24,6 @@ DRAWN: dict[str, Callable[[Mapping[str, Any], Path], None]] = {
     "perplexity": closeness.perplexity,
     "prefill": speed.prefill,
     "recall": answers.recall,
-    "sweep": closeness.sweep,
     "switches": answers.switches,
     "turns": answers.turns,
 }

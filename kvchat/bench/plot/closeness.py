@@ -60,26 +60,6 @@ def perplexity(result: Mapping[str, Any], file: Path) -> None:
     save(figure, file, result, "perplexity along the passage")
 
 
-def sweep(result: Mapping[str, Any], file: Path) -> None:
-    """Draw each combination by the tokens that it reads and its divergence from full; its color is the facts found.
-
-    Raises:
-        UsageError: the file cannot be written.
-    """
-    rows = [row for row in result["summary"] if "refused" not in row]
-    figure = empty(9, 6)
-    panel = figure.subplots()
-    reads, divergence = ([row[key] for row in rows] for key in ("read_mean", "kl_mean"))
-    found = [row["right"] / row["cases"] if row["cases"] else 0.0 for row in rows]
-    figure.colorbar(panel.scatter(reads, divergence, c=found, cmap="RdYlGn", vmin=0, vmax=1), label="facts found")
-    for row in rows:
-        name = row["variant"].partition(":")[2] or row["variant"]
-        panel.annotate(f" {name}", (row["read_mean"], row["kl_mean"]), fontsize=7)
-    panel.set(xlabel="tokens read", ylabel="KL in nats, mean", yscale="log" if min(divergence) > 0 else "linear")
-    panel.margins(x=0.2)  # room for the names
-    save(figure, file, result, result["what"])
-
-
 def _beyond(rows: Sequence[Row], full: Mapping[int, Sequence[float]]) -> list[float]:
     """Each token's nats, less full's where there are any: the mean of the passages."""
     costs = [

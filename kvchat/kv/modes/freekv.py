@@ -13,13 +13,9 @@ Departures and decisions:
       where the paper makes them only then, and are used again after it. Asking would cost a GPU a round trip a layer.
     * S is 4 and W a quarter of the budget with what whole pages leave of it; the paper takes S = W = 128 of 2,048 for
       long prompts, 512 and tau = 0.9 for long answers (``profile=paper``, a quarter each of another budget). What the
-      first tokens beyond 4 hold is retrieved where it matters (``kvchat bench sweep``: a page for sinks diverges more
-      from full at 256, 512 and 1,024 tokens, a quarter still more; a larger window finds fewer facts in a longer text).
+      first tokens beyond 4 hold is retrieved where it matters.
     * tau is one value for long prompts and long answers (the paper: 0.8 and 0.9), and C depends on the model: see the
-      figures "heads corrected" and "mean C". Also of a calibrated model the default is 0.8, not what ``kvchat
-      calibrate`` proposes: a default gives way where another value diverges less from full, or alike to 0.0001 nats,
-      at every budget from 256 tokens on, finds no fact less, and neither reads nor fetches more, and that one diverges
-      more.
+      figures "heads corrected" and "mean C".
     * Recall gathers blocks from the pinned host pool, which has one layout (HND pages) on host and device; the paper's
       section 4 converts between two and streams through a double buffer.
     * On a CPU nothing is hidden beside other work, so nothing is chosen ahead: a layer chooses once, before its

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -28,9 +30,11 @@ def test_the_heat_map_shows_every_pair_and_marks_the_representatives(tmp_path):
 
 def test_calibrate_draws_what_it_measured(tmp_path, monkeypatch):
     (file,) = calibration.paths.bundled_calibration_dir().glob("*.json")
-    monkeypatch.setattr("kvchat.engine.model.load.load_model", lambda *args: None)
+    shipped = calibration.load(file)
+    monkeypatch.setattr("kvchat.engine.model.load.load_model", lambda *args: SimpleNamespace(context=8192))
     monkeypatch.setattr(calibration, "default_samples", lambda model: [])
-    monkeypatch.setattr(calibration, "calibrate", lambda *args: calibration.load(file))
+    monkeypatch.setattr(calibration, "calibrate", lambda *args: replace(shipped, choice=None))
+    monkeypatch.setattr("kvchat.bench.coverage.choose", lambda *args: shipped.choice)
     arguments = ["calibrate", "--out", str(tmp_path / "heads.json"), "--plot", str(tmp_path / "heads.svg")]
     ran = CliRunner().invoke(app, arguments)
     assert ran.exit_code == 0, ran.output

@@ -49,18 +49,6 @@ def test_a_text_that_full_cannot_read_is_drawn_in_nats(tmp_path, lines):
     assert lines == {"streaming": [1.0, 1.5]}
 
 
-def test_a_sweep_names_every_combination_beside_its_place(tmp_path):
-    found = {"right": 5, "cases": 6, "read_mean": 950.0}
-    summary = [
-        {"variant": "freeze:tau=0.25", "kl_mean": 0.006, **found},
-        {"variant": "freeze:tau=1", "kl_mean": 0.0, **found},
-        {"variant": "freeze:tau=2", "refused": "no"},
-    ]
-    shown = draw(tmp_path, "sweep", summary=summary)
-    assert all(text in shown for text in ("tau=0.25", "tau=1", "facts found", "what"))
-    assert "tau=2" not in shown
-
-
 def test_a_result_without_what_is_drawn_is_refused(tmp_path):
-    with pytest.raises(UsageError, match=r"sweep cannot be drawn\. KeyError: 'kl_mean'"):
-        draw(tmp_path, "sweep", summary=[{"variant": "freeze", "right": 1, "cases": 1, "read_mean": 9.0}])
+    with pytest.raises(UsageError, match=r"perplexity cannot be drawn\. KeyError: 'nats'"):
+        draw(tmp_path, "perplexity", rows=[{"variant": "full", "passage": 0}], summary=[])
