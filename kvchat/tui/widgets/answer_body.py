@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator, MutableMapping
 from functools import cache, partial
 from typing import Any
 
 from markdown_it import MarkdownIt
 from markdown_it.rules_core import StateCore
+from markdown_it.rules_inline import StateInline, newline
 from markdown_it.token import Token
 from textual.containers import Vertical
 from textual.widgets import Markdown
@@ -22,6 +24,8 @@ from kvchat.tui.widgets.markdown_list import ItemList
 from kvchat.tui.widgets.plain_text import PlainText
 
 PAUSE_S = 0.03
+TAB, WIDEST = 4, 200  # cells
+_SPACES = re.compile(r"([ \t]*\t[ \t]*|[ ]{2,})")
 
 
 class MarkdownPart(Markdown):
@@ -139,12 +143,43 @@ class _Parser(MarkdownIt):
     def __init__(self, links: dict[str, Any]) -> None:
         super().__init__("gfm-like", {"html": False, "maxNesting": MOST_NESTED})
         keep_as_written(self)
+        self.inline.ruler.at("newline", _keep_indent)
         self.core.ruler.push("switch_marks", _set_off_switch_marks)
+        self.core.ruler.push("spaces", _keep_spaces)
         self._links = links
 
     def parse(self, src: str, env: MutableMapping[str, Any] | None = None) -> list[Token]:
         """The tokens of a text; links that it defines are kept."""
         return super().parse(src, {"references": self._links})
+
+
+def _keep_indent(state: StateInline, silent: bool) -> bool:
+    """Begin a line with the white space that Markdown leaves out: poems and columns stand as they were written."""
+    begin = state.pos
+    if not newline(state, silent):
+        return False
+    if not silent:
+        state.pending += state.src[begin + 1 : state.pos]
+    return True
+
+
+def _keep_spaces(state: StateCore) -> None:
+    """Keep runs of spaces, which Textual draws as one: it draws a soft break as a space, and none is left but these."""
+    for token in state.tokens:
+        if token.children and _SPACES.search(token.content):
+            token.children = [part for child in token.children for part in _spaced(child)]
+
+
+def _spaced(token: Token) -> Iterator[Token]:
+    """The words of a text and the spaces between them; another token as it is."""
+    if token.type != "text":
+        yield token
+        return
+    for number, part in enumerate(_SPACES.split(token.content)):
+        if number % 2:
+            yield from (Token("softbreak", "br", 0) for _ in part.expandtabs(TAB)[:WIDEST])
+        elif part:
+            yield token.copy(content=part)
 
 
 def _set_off_switch_marks(state: StateCore) -> None:

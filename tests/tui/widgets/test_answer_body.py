@@ -181,3 +181,24 @@ async def test_lines_backslashes_and_underscores_are_drawn_as_the_model_wrote_th
 
 def drawn_lines(app: App[None]) -> list[str]:
     return [line.strip(" ▌▊▎│•") for line in screen(app).split("\n")]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Down\n    the page\n  and   back", "Down\n    the page\n  and   back"),
+        ("Name:    Bob\nAge:\t41", "Name:    Bob\nAge:    41"),
+        ("**bold  two** and `co  de`", "bold  two and co  de"),
+        ("end of line  \nnext", "end of line\nnext"),
+        (f"a{' ' * 5000}b", f"a{' ' * 200}b"),
+    ],
+)
+@pytest.mark.parametrize("pieces", [1, 4])
+async def test_spaces_are_drawn_as_they_were_written(text, expected, pieces):
+    app = Page()
+    async with app.run_test(size=(300, 40)) as _:
+        answer = await app.query_one(Transcript).add(Answer())
+        for at in range(0, len(text), step := -(-len(text) // pieces)):
+            answer.feed(text[at : at + step])
+        await answer.finish(Message(parent=None, role="assistant", text=text, ending="eos"), "receipt")
+        await wait_for(lambda: drawn(answer) == expected)
