@@ -290,9 +290,16 @@ def _only_gguf(folder: Path) -> str:
 
 
 def _gguf_files(folder: Path) -> list[Path]:
-    """The models in GGUF files of a folder; of a split one its first part."""
-    found = (one for one in folder.iterdir() if one.suffix.lower() == GGUF)
-    return sorted(one for one in found if gguf_file.part(one) < 2)
+    """The models in GGUF files of a folder, of a split one its first part; projectors and adapters lie beside them."""
+    found = sorted(one for one in folder.iterdir() if one.suffix.lower() == GGUF and gguf_file.part(one) < 2)
+    return [one for one in found if _is_language_model(one)] if len(found) > 1 else found
+
+
+def _is_language_model(file: Path) -> bool:
+    try:
+        return not gguf_file.read(file).no_model
+    except (OSError, ValueError):
+        return True  # told where it is given
 
 
 def _complete_gguf(location: ModelLocation) -> Checkpoint:

@@ -11,7 +11,7 @@ import huggingface_hub
 import numpy as np
 import pytest
 import torch
-from support.gguf_files import gguf_header, write_model
+from support.gguf_files import gguf_header, text, write_model
 from support.progress import silent
 
 from kvchat.engine.model import checkpoint, description
@@ -105,6 +105,15 @@ def test_of_several_files_one_must_be_given(tmp_path):
     with pytest.raises(ModelError, match="several GGUF files: give one"):
         load_model(Load(str(tmp_path), "cpu"), silent)
     assert checkpoint.locate(str(tmp_path / "b.gguf"), silent).gguf == "b.gguf"
+
+
+def test_a_projector_and_an_adapter_lie_beside_a_model(tmp_path):
+    tensor = ("output_norm", (64,), 0)
+    beside = {"mmproj-a.gguf": text("general.type", "mmproj"), "lora.gguf": text("adapter.type", "lora")}
+    for name, value in beside.items():
+        (tmp_path / name).write_bytes(gguf_header(tensor, values=[value]) + bytes(800))
+    (tmp_path / "model.gguf").write_bytes(gguf_header(tensor) + bytes(800))
+    assert checkpoint.locate(str(tmp_path), silent).gguf == "model.gguf"
 
 
 def test_a_file_of_a_repository(tmp_path, monkeypatch):
