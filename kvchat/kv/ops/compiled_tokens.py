@@ -216,7 +216,7 @@ def _list_read(bits: Array, seen: int, first: int, end: int, k: int, pinned: Arr
         if pinned[token]:
             bits[token - first] = HIGHEST
             k += 1
-    # At least k blocks have a token as high as the k-th highest of what is the highest in each: others have none.
+    # k blocks have a token as high as the k-th highest of what is the highest in each: in others none is chosen.
     whole = len(bits) // BLOCK
     best = np.empty(whole + 1, np.int32)
     for block in range(whole):
@@ -225,14 +225,14 @@ def _list_read(bits: Array, seen: int, first: int, end: int, k: int, pinned: Arr
             highest = max(highest, bits[block * BLOCK + i])
         best[block] = highest
     best[whole] = HIGHEST  # of what is left over, which may be nothing
-    least = _threshold(best, k)[0] if whole > k else 0
+    least = _threshold(best, k + 1)[0] if whole > k else 0
     some, found = np.empty(len(bits), np.int32), 0
     for block in range(whole + 1):
         if best[block] >= least:
             for i in range(block * BLOCK, min(len(bits), (block + 1) * BLOCK)):
                 some[found] = bits[i]
                 found += bits[i] >= least
-    bound, equals = _threshold(some[:found], k) if found > k else (0, found)
+    bound, equals = _threshold(some[:found], k) if found > k else (least, found)
     n = 0
     for token in range(seen, first):
         table[n] = token

@@ -76,6 +76,21 @@ def test_numbers_that_are_none_end_nothing(scores):
     compiled_tokens.attend_tokens(query, 1.0, stored, 0, 4, stored, 0, 4, table, 0.0, logits, result)
 
 
+@pytest.mark.parametrize("left_over", [0, 3])
+@pytest.mark.parametrize("far", [8, 9, 1])
+def test_the_best_are_listed_however_far_apart_they_lie(far, left_over):
+    """Also where each lies in a block of its own, as in a long conversation."""
+    k, first, n = 20, 4, 8 * 300 + left_over
+    bits = np.full(n, 5, np.int32)
+    best = 16 + far * np.arange(k)
+    bits[best] = 100 + np.arange(k)
+    table = np.full(first + k + 7 + 20, 77, np.int32)
+    named = compiled_tokens._list_read(bits, 0, first, first + n + 7, k, NONE, table[:-20])
+    assert table[:named].tolist() == [*range(first), *(first + best), *range(first + n, first + n + 7)]
+    assert named == first + k + 7
+    assert (table[-20:] == 77).all()
+
+
 def test_a_page_moves_only_where_another_one_lies():
     source = np.arange(12).reshape(6, 2)  # K of three pages, then V
     target = np.full((2, 1, 3, 2), 99)
