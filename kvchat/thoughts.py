@@ -15,6 +15,11 @@ NAMES = (
 TAGS = (*(f"<{name}>" for name in NAMES), "[think]", "◁think▷", "<|begin_of_thought|>", "<|start_thinking|>")
 """Tags that models begin a thought with, in small letters."""
 
+# The control tokens by which gpt-oss cuts an answer into parts, each with a head: <|start|>assistant<|channel|>final
+# <|message|>Hello.<|end|>. A part whose head is "analysis" is a thought.
+START, CHANNEL, MESSAGE, END = PARTS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
+THOUGHT, FINAL = f"{CHANNEL}analysis{MESSAGE}", f"{CHANNEL}final{MESSAGE}"
+
 
 def end_of(tag: str) -> str:
     """The tag that ends what ``tag`` begins."""

@@ -97,13 +97,18 @@ class AnswerText:
     """The text of one answer as its tokens come: what may be shown now, and what all of them decode to.
 
     A stop string may have control tokens in it, which are no part of the text: they are matched by id. Control tokens
-    that begin or end a thought are a part of the text.
+    that begin or end a thought are a part of the text. Of an answer in parts the first thought stands between tags.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> None:
         self._detokenizer = Detokenizer(tokenizer)
         special = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._tags = {i: content for i, content in special.items() if thoughts.is_tag(content)}
+        self._parts = {i: content for i, content in special.items() if content in thoughts.PARTS}
+        if len(self._parts) < len(thoughts.PARTS):
+            self._parts = {}
+        self._head: str | None = None  # of a part, while it is written
+        self._thinks = False
         named = [i for i, content in special.items() if content and any(content in one for one in stop)]
         self._marks = {i: chr(LAST_MARK - number) for number, i in enumerate(named)}
         for i in sorted(named, key=lambda i: -len(special[i])):
@@ -119,19 +124,35 @@ class AnswerText:
 
     def add(self, token: int) -> str:
         """The text that ``token`` lets be shown."""
-        tag, mark = self._tags.get(token, ""), self._marks.get(token, "")
-        piece = self._detokenizer.flush() if tag or mark else self._detokenizer.step(token)
-        return self._show(piece + tag, piece + (mark or tag))
+        tag, mark, part = self._tags.get(token, ""), self._marks.get(token, ""), self._parts.get(token, "")
+        piece = self._detokenizer.flush() if tag or mark or part else self._detokenizer.step(token)
+        return self._show(piece + tag, self._in_parts(piece, part) + (mark or tag))
 
     def finish(self) -> str:
         """The text held back until now. Nothing may follow."""
         rest = self._detokenizer.flush()
-        held = self._show(rest, rest)
+        held = self._show(rest, self._in_parts(rest, ""))
         if not self.stopped:
             rest = self._unmarked(self._stops.flush())
             self.shown += rest
             held += rest
         return held
+
+    def _in_parts(self, piece: str, mark: str) -> str:
+        """What is shown of a piece and of the control token behind it, which begins or ends a part or its head."""
+        if self._head is not None:
+            self._head, piece = self._head + piece, ""
+        if mark == thoughts.MESSAGE:
+            is_thought, self._head = self._head == "analysis", None
+            if is_thought and not self.shown:
+                self._thinks = True
+                return f"{piece}<think>"
+            if self._thinks and not is_thought:
+                self._thinks = False
+                return f"{piece}</think>\n\n"
+        elif mark:
+            self._head = ""
+        return piece
 
     def _show(self, piece: str, marked: str) -> str:
         """Show what no stop string may begin in; ``marked`` is the piece with marks for control tokens."""

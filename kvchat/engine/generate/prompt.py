@@ -27,7 +27,7 @@ from kvchat.engine.generate.template import ChatTemplate
 from kvchat.errors import ModelError, UsageError, did_you_mean
 from kvchat.foreign_text import visible
 from kvchat.protocol.messages import Turn
-from kvchat.thoughts import TAGS, end_of, is_tag
+from kvchat.thoughts import CHANNEL, FINAL, PARTS, TAGS, THOUGHT, end_of, is_tag, split
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -80,6 +80,8 @@ class PromptEncoder:
         self._anchor = _find_anchor(tokenizer)
         control = escaping.control_ids(tokenizer)
         self._escaper = Escaper(tokenizer, control)  # enough for what the template is tried with
+        names = {token.content for token in tokenizer.added_tokens_decoder.values()}
+        self._has_channels = names.issuperset(PARTS) and CHANNEL in str(tokenizer.chat_template)
         self._rest = lru_cache(KEPT_RESTS)(self._tokenize)
         self._now = lru_cache(KEPT_TIMES)(lambda _question: datetime.now())
         # Templates of multimodal models may know the parts of a message only, and drop one that is a string.
@@ -187,7 +189,8 @@ class PromptEncoder:
         _check(turns)
         write = Edges().put if edges else str
         if turns[-1].role == "assistant":
-            return self._render_history(turns[:-1], write) + write(self._escape(turns[-1].content))
+            head, said = self._begun(turns[-1].content)
+            return self._render_history(turns[:-1], write) + head + write(self._escape(said))
         return self._render_history(turns, write)
 
     def answered(self, prompt: Prompt, answer: str, end: int | None = None) -> str:
@@ -276,8 +279,16 @@ class PromptEncoder:
                 return datetime.fromtimestamp(asked.at)
         return self._now(asked.content)
 
+    def _begun(self, answer: str) -> tuple[str, str]:
+        """What stands before an answer that goes on, and the part of it that does: nothing and all of it, as a rule."""
+        thought, said = split(answer) if self._has_channels else ("", answer)
+        if not self._has_channels or not answer:
+            return "", answer
+        return (THOUGHT, thought) if thought and not said else (FINAL, said)
+
     def _content(self, turn: Turn, in_parts: bool, write: Callable[[str], str]) -> str | list[dict[str, str]]:
-        text = self._escape(turn.content)
+        is_thought_over = self._has_channels and turn.role == "assistant"
+        text = self._escape(split(turn.content)[1] if is_thought_over else turn.content)
         before = GUARD if turn.role == "assistant" and text[:1].isspace() else ""
         after = GUARD if turn.role == "assistant" and text[-1:].isspace() else ""
         text = f"{before}{write(text)}{after}"

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.byte_tokenizer import byte_level
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from kvchat import paths
+from kvchat import paths, thoughts
 from kvchat.engine.generate.detokenizer import AnswerText, Detokenizer, StopBuffer
 
 
@@ -201,3 +202,40 @@ def test_only_what_may_begin_a_stop_string_is_held_back():
 def test_the_stop_string_that_is_complete_first_cuts():
     assert run(["abcd", "bc"], ["abcd"]) == ("a", "bc")
     assert run([], ["abc"]) == ("abc", "")
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        (
+            "<|channel|>analysis<|message|>Say é.<|end|><|start|>assistant<|channel|>final<|message|>Hello.",
+            "<think>Say é.</think>\n\nHello.",
+        ),
+        ("<|channel|>final<|message|>Hello.", "Hello."),
+        ("Hello.", "Hello."),
+        ("<|channel|>analysis<|message|>Say", "<think>Say"),
+        (
+            "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>final<|message|> Hello.",
+            "I look. Hello.",
+        ),
+        ("<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>b", "<think>ab"),
+        ("<|message|>Hello.", "Hello."),
+        ("<|channel|>fin", ""),
+    ],
+)
+def test_the_parts_of_an_answer_are_a_thought_and_what_is_said(written: str, shown: str) -> None:
+    tokenizer = byte_level(markers=thoughts.PARTS)
+    text = AnswerText(tokenizer, ())
+    ids = tokenizer.encode(written, add_special_tokens=False)
+    pieces = [text.add(token) for token in ids]
+    pieces.append(text.finish())
+    assert "".join(pieces) == text.shown == shown
+    assert text.decoded == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_without_such_parts_their_tokens_are_left_out_as_others_are() -> None:
+    tokenizer = byte_level(markers=("<|start|>", "<|end|>"))
+    text = AnswerText(tokenizer, ())
+    for token in tokenizer.encode("a<|start|>b<|end|>c", add_special_tokens=False):
+        text.add(token)
+    assert text.shown == "abc"

@@ -7,7 +7,7 @@ from support.byte_tokenizer import byte_level
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from kvchat import paths
+from kvchat import paths, thoughts
 from kvchat.engine.generate.escaping import ESCAPE
 from kvchat.engine.generate.prompt import GUARD, PromptEncoder
 from kvchat.engine.generate.stored import Stored
@@ -478,6 +478,26 @@ def test_what_a_template_looks_for_and_takes_out_of_a_message_is_in_no_way_of_pi
         ids = encoder.encode(turns, Stored()).ids
         found = tokenizer.decode([ids[at] for at in encoder.pinned(turns, Stored())])
         assert found == encoder.render(turns).partition("Nice.")[0]
+
+
+HARMONY = (
+    "{% for m in messages %}{{ '<|start|>' + m.role }}{% if m.role == 'assistant' %}<|channel|>final{% endif %}"
+    "{{ '<|message|>' + m.content + '<|end|>' }}{% endfor %}<|start|>assistant"
+)
+
+
+def test_of_answers_in_parts_a_template_is_given_what_is_said() -> None:
+    tokenizer = byte_level(markers=thoughts.PARTS)
+    encoder = with_template(tokenizer, HARMONY)
+    answer = "<think>Say hello.</think>\n\nHello."
+    asked = "<|start|>user<|message|>Hi<|end|><|start|>assistant"
+    expected = f"{asked}<|channel|>final<|message|>Hello.<|end|><|start|>user<|message|>Bye<|end|><|start|>assistant"
+    assert encoder.render([user("Hi"), assistant(answer), user("Bye")]) == expected
+    assert encoder.render([user("Hi"), assistant(answer)]) == f"{asked}<|channel|>final<|message|>Hello."
+    thinks = f"{asked}<|channel|>analysis<|message|>Say"
+    assert encoder.render([user("Hi"), assistant("<think>Say")]) == thinks
+    assert encoder.render([user("Hi"), assistant("")]) == asked
+    assert encoder.turn_end == set()
 
 
 CLOCK = "{{ strftime_now('%Y-%m-%d %H:%M:%S.%f') }}{% for m in messages %}{{ m.content }}{% endfor %}<|assistant|>"
