@@ -22,6 +22,7 @@ from kvchat.engine.model.packed_rows import ROWS, STACKS, PackedRows
 
 MOST = 0.005  # nats: a loss below that is not told
 TOKENS = 32
+PLAIN = ("F32", "F16", "BF16")  # others are quantized, and have scales beside them
 TEXT = """The old lighthouse keeper wrote in his journal that the storm of 1897 had carried away two boats and a shed.
 
 def total(prices):
@@ -36,17 +37,15 @@ def note(model: Any, tokenizer: Any, described: ModelDescription, checkpoint: Ch
 
     Also where that is not known: of weights on a GPU, of packed experts, and of what the files have in another form.
     """
-    sources = _sources(described, checkpoint)
     packed = {name: module for name, module in model.named_modules() if ROWS in module.__dict__}
-    head = model.get_output_embeddings()
+    if not packed or any(STACKS in module.__dict__ for module in model.modules()):
+        return ""
+    sources, head = _sources(described, checkpoint), model.get_output_embeddings()
     if head in packed.values():  # where it is tied the files have it as the embeddings
         embeddings: Tensor = model.get_input_embeddings().weight
         sources = {f"{name}.weight": lambda: embeddings for name, one in packed.items() if one is head} | sources
-    known = all(f"{name}.weight" in sources for name in packed)
-    if not packed or not known or any(STACKS in module.__dict__ for module in model.modules()):
-        return ""
-    ids = tokenizer(TEXT).input_ids[:TOKENS]
-    if len(ids) < TOKENS or max(ids) >= len(model.get_input_embeddings().weight):
+    ids, known = tokenizer(TEXT).input_ids[:TOKENS], all(f"{name}.weight" in sources for name in packed)
+    if not known or len(ids) < TOKENS or max(ids) >= len(model.get_input_embeddings().weight):
         return ""  # no tokenizer for such a text
     found = _logits(model, ids)
     with _unpacked({module: sources[f"{name}.weight"] for name, module in packed.items()}):
@@ -67,7 +66,8 @@ def _sources(described: ModelDescription, checkpoint: Checkpoint) -> dict[str, S
     if repacking.is_unpacked(described):
         return {}
     files: list[Any] = [safe_open(file, "pt") for file in checkpoint.weights]
-    return {name: _read(file, name) for file in files for name in file.keys()}  # noqa: SIM118 - it is no mapping
+    names = ((file, name) for file in files for name in file.keys())  # noqa: SIM118 - it is no mapping
+    return {name: _read(file, name) for file, name in names if file.get_slice(name).get_dtype() in PLAIN}
 
 
 def _read(file: Any, name: str) -> Source:
