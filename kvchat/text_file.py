@@ -23,9 +23,18 @@ def read(file: Path) -> str:
     if file.exists() and not file.is_file():
         raise UsageError(f"{file} cannot be read.", "It is no regular file.", "Give a text file.")
     try:
-        return decoded(file.read_bytes(), str(file)).replace("\r\n", "\n")
+        return for_a_model(file.read_bytes(), str(file))
     except OSError as error:
         raise unreadable(str(file), error) from None
+
+
+def for_a_model(raw: bytes, name: str) -> str:
+    """``decoded``, with the newlines that models know: what ends lines on Windows changes their answers.
+
+    Raises:
+        UsageError: as ``decoded``.
+    """
+    return decoded(raw, name).replace("\r\n", "\n")
 
 
 def decoded(raw: bytes, name: str) -> str:

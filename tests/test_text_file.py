@@ -31,7 +31,7 @@ def test_a_text_of_an_editor_on_windows_is_read(tmp_path, form):
     file = tmp_path / "text.txt"
     file.write_bytes("\ufeffSchön \U0001f600.\r\n".encode(form))
     assert read(file) == "Schön \U0001f600.\n"
-    assert attachments.read(file) == "Schön \U0001f600.\r\n"
+    assert attachments.read(file) == "Schön \U0001f600.\n"
     file.write_bytes("\ufeffa\0b".encode(form))
     with pytest.raises(UsageError, match="is no text"):
         attachments.read(file)

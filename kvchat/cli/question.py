@@ -44,7 +44,7 @@ def compose(prompt: str | None, files: Sequence[Path], piped: bytes) -> str:
         DoesNotFitError: a file is larger than what a model could read.
     """
     parts = [fenced(str(path), _read(path)) for path in files]
-    written, context = typed(prompt or ""), text_file.decoded(piped, "stdin")
+    written, context = typed(prompt or ""), text_file.for_a_model(piped, "stdin")
     parts += [context, written] if not written.strip() else [as_file(context), written]
     text = "\n\n".join(part.rstrip("\n") for part in parts if part.strip())
     if not text:
@@ -58,7 +58,7 @@ def typed(prompt: str) -> str:
     Raises:
         UsageError: it has such bytes.
     """
-    return text_file.decoded(prompt.encode("utf-8", "surrogateescape"), "The prompt")
+    return text_file.for_a_model(prompt.encode("utf-8", "surrogateescape"), "The prompt")
 
 
 def as_file(piped: str) -> str:
@@ -73,7 +73,7 @@ def _read(path: Path) -> str:
         if stat.S_ISCHR(kind) or stat.S_ISBLK(kind):
             raise UsageError(f"{path} cannot be read.", "It is a device.", "Give a text file or a pipe.")
         with path.open("rb") as file:
-            return text_file.decoded(_limited(file, str(path)), str(path))
+            return text_file.for_a_model(_limited(file, str(path)), str(path))
     except OSError as error:
         raise text_file.unreadable(str(path), error) from None
 

@@ -54,7 +54,7 @@ def read(path: Path, limit: int = MAX_BYTES) -> str:
     found = raw if not raw.startswith(text_file.WIDE) else text_file.decoded(raw, f"The file {path}").encode()
     if b"\0" in found:
         raise UsageError(f"The file {path} is no text.", f"Byte {found.index(0):,} is NUL.", "Only text can be sent.")
-    return text_file.decoded(found, f"The file {path}")
+    return text_file.for_a_model(found, f"The file {path}")
 
 
 def fenced(name: str, text: str) -> str:

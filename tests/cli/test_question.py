@@ -46,3 +46,13 @@ def _write_until_closed(pipe: Path) -> None:
                 file.write(b"x" * 2**16)
         except BrokenPipeError:
             return
+
+
+def test_lines_of_windows_end_as_models_know_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "a.txt"
+    file.write_bytes(b"one\r\ntwo\r\n")
+    monkeypatch.setattr(question, "piped", lambda: b"three\r\nfour\r\n")
+    (asked,) = question.turns("five\r\nsix", [file], "")
+    assert "\r" not in asked.content
+    for lines in ("one\ntwo\n", "three\nfour\n", "five\nsix"):
+        assert lines in asked.content
