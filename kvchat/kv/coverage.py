@@ -84,7 +84,7 @@ def choose(state: KVState) -> TokenChoice:
             share = float(torch.stack([of_best_tokens(shares, numbers) for shares in layers]).mean()) - MARGIN
             if share >= ENOUGH_COVERED:
                 break
-    return TokenChoice(f"this prompt, at {state.total:,} tokens", round(share, 4), budget)
+    return TokenChoice(f"{state.total:,} stored tokens", round(share, 4), budget)
 
 
 def of_best_tokens(shares: Tensor, read: Tensor) -> Tensor:

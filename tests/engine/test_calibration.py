@@ -229,10 +229,10 @@ def test_speculative_mode_measures_how_many_tokens_the_attention_needs(model, mo
     monkeypatch.setattr(coverage, "of_tokens", lambda state, layer: torch.full((4, state.total), 1 / state.total))
     session.prefill([7, 8, 9] * 300)
     after = session.snapshot().extras
-    assert after["measured on"] == "this prompt, at 1,800 tokens"
+    assert after["measured on"] == "1,800 stored tokens"
     assert session.info.params["budget"] == 2048
     session.prefill([7, 8, 9])
-    assert session.snapshot().extras["measured on"] == "this prompt, at 1,800 tokens"
+    assert session.snapshot().extras["measured on"] == "1,800 stored tokens"
     assert session.switch("speculative", budget=300).params["budget"] == 300
     assert "measured on" not in session.snapshot().extras
 
