@@ -24,7 +24,7 @@ from kvchat.bench.recall_tasks import case
 from kvchat.bench.texts import passages
 from kvchat.bench.variant import parsed
 from kvchat.bench.walk import Walk
-from kvchat.config.modes import FullParameters, ModeParameters, parse
+from kvchat.config.modes import FullParameters, ModeParameters, SpeculativeParameters, parse
 from kvchat.engine.generate.prompt import PromptEncoder
 from kvchat.engine.generate.stored import Stored
 from kvchat.engine.model.load import LoadedModel
@@ -139,7 +139,7 @@ def choose(model: LoadedModel, settings: Settings, enough: float, report: Callab
         found: dict[str, list[Tensor]] = {}
         for number, text in enumerate(texts):
             texts[number] = text = _with_tokens(walk, text)
-            rows = [row(walk, text, parse("speculative", variant.params)) for variant in variants]
+            rows = [row(walk, text, parse(SpeculativeParameters.name, variant.params)) for variant in variants]
             shares = torch.tensor([row["covered"] for row in rows]).mean((1, 2))
             report(f"text {number + 1} of {len(texts)}, {text.kind}: {shares.min():.1%} to {shares.max():.1%} covered")
             found.setdefault(text.kind, []).append(shares)

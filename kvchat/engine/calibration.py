@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from kvchat import files, paths, text_file
-from kvchat.config.modes import parse
+from kvchat.config.modes import SpeculativeParameters, parse
 from kvchat.engine.model import attention_hook, dense_attention
 from kvchat.engine.model.load import LoadedModel
 from kvchat.engine.synthetic_text import sentences
@@ -287,7 +287,7 @@ def _checked(calibration: Calibration) -> Calibration:
     if not all(math.isfinite(score) for row in rows for score in row):
         raise ValueError("A score is no number.")
     if calibration.choice:
-        parse("speculative", calibration.choice.params)
+        parse(SpeculativeParameters.name, calibration.choice.params)
     if not 1 <= calibration.clusters <= heads:
         raise ValueError(f"{calibration.clusters} clusters of {heads} heads are impossible.")
     return calibration

@@ -57,7 +57,7 @@ def test_a_slip_in_a_command_is_no_question(run: Run, started: list[AppConfig], 
         (["bench", "recall", "--length", "3"], '--length "3" is refused. It must be at least 16.'),
         (["bench", "recall", "--depth", "x"], '--depth "x" is refused. It must be a number.'),
         (["bench", "decode", "--rounds", "1.5"], '--rounds "1.5" is refused. It must be a whole number.'),
-        (["calibrate", "--corrections", "3"], '--corrections "3" is refused. It must be at most 1.'),
+        (["calibrate", "--coverage", "3"], '--coverage "3" is refused. It must be at most 1.'),
         (["plan", "--context", "x"], '--context "x" is refused. It must be a whole number.'),
     ],
 )

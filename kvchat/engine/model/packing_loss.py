@@ -21,6 +21,7 @@ from kvchat.engine.model.description import ModelDescription
 from kvchat.engine.model.packed_rows import ROWS, STACKS, PackedRows
 
 MOST = 0.005  # nats: a loss below that is not told
+LARGEST = 2**29  # weights of a model that is measured
 TOKENS = 32
 PLAIN = ("F32", "F16", "BF16")  # others are quantized, and have scales beside them
 TEXT = """The old lighthouse keeper wrote in his journal that the storm of 1897 had carried away two boats and a shed.
@@ -36,9 +37,11 @@ def note(model: Any, tokenizer: Any, described: ModelDescription, checkpoint: Ch
     """A sentence where the packed weights of ``model``, which is not fused yet, lose more than ``MOST``; else empty.
 
     Also where that is not known: of weights on a GPU, of packed experts, and of what the files have in another form.
+    Nor is it measured where it would take longer than loading does: about a second for each ``LARGEST`` / 4 weights.
     """
     packed = {name: module for name, module in model.named_modules() if ROWS in module.__dict__}
-    if not packed or any(STACKS in module.__dict__ for module in model.modules()):
+    weights = sum(module.in_features * module.out_features for module in packed.values())
+    if not packed or weights > LARGEST or any(STACKS in module.__dict__ for module in model.modules()):
         return ""
     sources, head = _sources(described, checkpoint), model.get_output_embeddings()
     if head in packed.values():  # where it is tied the files have it as the embeddings
