@@ -29,6 +29,7 @@ from kvchat.engine.generate.prompt import PromptEncoder
 from kvchat.engine.generate.stored import Stored
 from kvchat.engine.model.load import LoadedModel
 from kvchat.kv.coverage import BUDGETS as CHOICES
+from kvchat.kv.coverage import sees_all
 from kvchat.kv.modes.sync_heads import TokenChoice
 
 STANDARD = ("streaming", "speculative", "freeze", "sync")
@@ -125,7 +126,7 @@ def row(walk: Walk, text: Forced, parameters: ModeParameters) -> Row:
 def choose(model: LoadedModel, settings: Settings, enough: float, report: Callable[[str], object]) -> TokenChoice:
     """The fewest tokens by which speculative mode covers ``enough`` of the attention in books and in told facts.
 
-    Fewer bits come before more tokens; other sinks and windows are taken where they cover ``WORTH`` more. Where nothing
+    Four bits come before more tokens; other sinks and windows are taken where they cover ``WORTH`` more. Where nothing
     covers enough it is what covers most. ``settings`` without modes say what is read; ``report`` is called with each
     text and what was found in it.
 
@@ -133,6 +134,8 @@ def choose(model: LoadedModel, settings: Settings, enough: float, report: Callab
         UsageError: no text is long enough.
     """
     walk, texts = Walk(model), list(_texts(settings, model.tokenizer))
+    # What is read in full or sees little would hide the others.
+    looked_at = [at for at, spec in enumerate(model.probe.specs) if at and sees_all(spec, settings.context)] or [0]
 
     def measured(variants: Sequence[TokenChoice]) -> list[float]:
         """The share that each covers in the kind of text where it covers less."""
@@ -140,7 +143,7 @@ def choose(model: LoadedModel, settings: Settings, enough: float, report: Callab
         for number, text in enumerate(texts):
             texts[number] = text = _with_tokens(walk, text)
             rows = [row(walk, text, parse(SpeculativeParameters.name, variant.params)) for variant in variants]
-            shares = torch.tensor([row["covered"] for row in rows]).mean((1, 2))
+            shares = torch.tensor([row["covered"] for row in rows])[:, looked_at].mean((1, 2))
             report(f"text {number + 1} of {len(texts)}, {text.kind}: {shares.min():.1%} to {shares.max():.1%} covered")
             found.setdefault(text.kind, []).append(shares)
         kinds: list[float] = torch.stack([torch.stack(each).mean(0) for each in found.values()]).amin(0).tolist()

@@ -71,11 +71,11 @@ class Draw:
         return self._of(sentences(self.random_.randrange(2**32)), tokens)
 
     def book(self, tokens: int) -> list[str]:
-        """Sentences of one of the shipped books that follow each other, of about so many tokens."""
+        """Sentences of one of the shipped books that follow each other, of about so many tokens; it begins anew."""
         text = self.random_.choice(sorted(BOOKS.glob("*.txt"))).read_text("utf-8").replace(BREAK, " ")
         all_ = re.split(r"(?<=[.!?]) ", " ".join(text.split()))
         at = self.random_.randrange(len(all_))
-        return self._of(itertools.chain(all_[at:], all_), tokens)
+        return self._of(itertools.chain(all_[at:], itertools.cycle(all_)), tokens)
 
     def _of(self, text: Iterator[str], tokens: int) -> list[str]:
         found, length = list[str](), 0

@@ -29,7 +29,7 @@ class Walk:
         self.model = model
         self.runner = ModelRunner(model, build(FullParameters(), geometry_of(model), traits_of(model)))
         self._state = self.runner.kv.state
-        self._calibration: Calibration | None = None
+        self._calibration: Calibration | None = calibration.find(model.revision)
         self._prompt: list[int] = []
 
     @property
@@ -81,7 +81,7 @@ class Walk:
             KvchatError: as ``begin``.
         """
         if parameters.name == "sync" and self._calibration is None:
-            self._calibration = calibration.find(self.model.revision) or calibration.on_prompt(self.model, prompt)
+            self._calibration = calibration.on_prompt(self.model, prompt)
         mode = build(parameters, geometry_of(self.model), traits_of(self.model, self._calibration))
         with torch.inference_mode(), explained(self.runner.kv, f"entering the {mode.name} mode"):
             self.runner.kv.switch(mode)

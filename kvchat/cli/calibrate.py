@@ -49,6 +49,7 @@ def calibrate(
     measured = engine.calibrate(
         loaded, samples, read, clusters, lambda done, total: progress(f"Reading text {done} of {total}")
     )
+    file = engine.save(measured, out)
     choice = choose(loaded, Settings((), min(CONTEXT, loaded.context // 2), STEPS, BOOKS, FACTS), coverage, progress)
     measured = replace(measured, choice=choice)
     progress("")

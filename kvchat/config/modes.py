@@ -164,7 +164,7 @@ class SpeculativeParameters(BudgetParameters, PaperParameters):
     gives_up: ClassVar[str] = "reading everything for every token: speculative chooses what to read"
 
     budget: int | None = Field(None, ge=MIN_BUDGET)
-    """tokens per KV head a token may attend to, sinks and window included (auto: measured on the model, 256 to 2048)"""
+    """tokens per KV head a token may read, sinks and window included (auto: measured, 256 to 2048; pages context/32)"""
     index: Literal["bounds", "blocks", "bits2", "bits4"] | None = None
     """chosen by: keys in 2 or 4 bits (auto: 2, or as calibrated), or for pages bounds of all keys or of 8 (FreeKV)"""
     unit: Literal["token", "page"] = "token"

@@ -239,9 +239,11 @@ def find(revision: str, problem: Callable[[UsageError], object] = lambda error: 
 
 def notes(model: LoadedModel, calibration: Calibration | None) -> tuple[str, ...]:
     """A note to the user where the model has no calibration: two modes then measure it themselves."""
-    if calibration is not None:
+    if calibration is not None and calibration.choice is not None:
         return ()
-    measuring = "Modes sync and speculative measure" if model.kv_heads > 1 else "Mode speculative measures"
+    measuring = (
+        "Modes sync and speculative measure" if model.kv_heads > 1 and not calibration else "Mode speculative measures"
+    )
     return (f"{measuring} this model on its first long prompt; better: kvchat calibrate {model.name}",)
 
 
@@ -287,6 +289,8 @@ def _checked(calibration: Calibration) -> Calibration:
     if not all(math.isfinite(score) for row in rows for score in row):
         raise ValueError("A score is no number.")
     if calibration.choice:
+        if not math.isfinite(calibration.choice.covered):
+            raise ValueError("What is covered is no number.")
         parse(SpeculativeParameters.name, calibration.choice.params)
     if not 1 <= calibration.clusters <= heads:
         raise ValueError(f"{calibration.clusters} clusters of {heads} heads are impossible.")

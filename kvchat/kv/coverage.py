@@ -14,6 +14,7 @@ from statistics import median_low
 import torch
 from torch import Tensor
 
+from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.inspect import attended
 from kvchat.kv.modes.sync_heads import TokenChoice
 from kvchat.kv.state import KVState
@@ -27,7 +28,8 @@ ENOUGH = 4  # looks, of layers far from each other: a short answer has no more
 GOLDEN = (5**0.5 - 1) / 2
 ENOUGH_COVERED = 0.9  # of the attention: speculative mode's budget is chosen for it, and below it a badge warns
 BUDGETS = (256, 512, 1024, 2048)  # that a choice is made of
-LONG = 1024  # tokens from which on a prompt tells how many are needed
+LONG = 1024  # tokens from which on a conversation tells how many are needed, and again at each doubling
+LAYERS = 8  # at most, that are looked at for it
 MARGIN = 0.03  # the end of a prompt is easier than an answer (0.02), an index knows less than the truth (0.01)
 
 
@@ -71,25 +73,35 @@ def of_tokens(state: KVState, layer: int, heads: slice = slice(None)) -> Tensor:
     return shares / shares.sum(-1, keepdim=True)
 
 
-def choose(state: KVState) -> TokenChoice:
-    """The fewest of ``BUDGETS`` tokens for each KV head that cover enough of the last token's attention, at their best.
+def choose(state: KVState, least: int) -> TokenChoice:
+    """The fewest of ``BUDGETS``, from ``least`` on, whose best tokens cover enough of the last token's attention.
 
-    Looked at in all layers, whatever the mode reads: as much as one token of full attention. Where none covers enough
-    it is the most.
+    Looked at in some layers that see everything, whatever the mode reads: no more than one token of full attention.
+    Where none covers enough it is the most.
     """
+    budgets = [budget for budget in BUDGETS if budget > least]
+    numbers = torch.tensor([least, *budgets], device=state.device).expand(state.geometry.kv_heads, -1)
     with torch.inference_mode():
-        layers = [of_tokens(state, layer) for layer in range(state.geometry.layers)]
-        for budget in BUDGETS:
-            numbers = torch.full((state.geometry.kv_heads,), budget, device=state.device)
-            share = float(torch.stack([of_best_tokens(shares, numbers) for shares in layers]).mean()) - MARGIN
-            if share >= ENOUGH_COVERED:
-                break
-    return TokenChoice(f"{state.total:,} stored tokens", round(share, 4), budget)
+        found = [_of_largest(of_tokens(state, layer), numbers).mean(0) for layer in _looked_at(state)]
+        shares = (torch.stack(found).mean(0) - MARGIN).tolist()
+    at = next((at for at, share in enumerate(shares) if share >= ENOUGH_COVERED), len(budgets))
+    return TokenChoice(f"{state.total:,} stored tokens", round(shares[at], 4), [least, *budgets][at])
+
+
+def sees_all(spec: AttentionSpec | None, tokens: int) -> bool:
+    """True of a layer without a window, or whose window is as long."""
+    return spec is None or spec.window is None or spec.window >= tokens
+
+
+def _looked_at(state: KVState) -> list[int]:
+    """Layers behind the first that see everything, of all depths; all where there are none."""
+    layers = [layer for layer, spec in enumerate(state.specs) if layer and sees_all(spec, state.total)]
+    return layers[:: -(-len(layers) // LAYERS)] or list(range(state.geometry.layers))
 
 
 def of_best_tokens(shares: Tensor, read: Tensor) -> Tensor:
     """What the ``read [H]`` tokens with the largest of ``shares [H, total]`` cover, ``[H]``."""
-    return _of_largest(shares, read)
+    return _of_largest(shares, read.unsqueeze(-1)).squeeze(-1)
 
 
 def of_best_pages(shares: Tensor, read: Tensor, page: int) -> Tensor:
@@ -100,12 +112,14 @@ def of_best_pages(shares: Tensor, read: Tensor, page: int) -> Tensor:
     missing = -shares.shape[1] % page
     whole = torch.nn.functional.pad(shares, (0, missing)).view(len(shares), -1, page).sum(-1)
     everything = read >= (shares > 0).sum(-1)
-    return torch.where(everything, 1.0, _of_largest(whole, torch.div(read, page, rounding_mode="floor")))
+    numbers = torch.div(read, page, rounding_mode="floor").unsqueeze(-1)
+    return torch.where(everything, 1.0, _of_largest(whole, numbers).squeeze(-1))
 
 
-def _of_largest(shares: Tensor, number: Tensor) -> Tensor:
+def _of_largest(shares: Tensor, numbers: Tensor) -> Tensor:
+    """What the largest of ``shares [H, n]`` sum to, as many as each of ``numbers [H, m]``: ``[H, m]``."""
     summed = torch.nn.functional.pad(shares.sort(-1, descending=True).values.cumsum(-1), (1, 0))
-    return summed.gather(-1, number.clamp(max=shares.shape[1]).unsqueeze(-1)).squeeze(-1).clamp(max=1.0)
+    return summed.gather(-1, numbers.clamp(max=shares.shape[1])).clamp(max=1.0)
 
 
 class CoverageWatch:

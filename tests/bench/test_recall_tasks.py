@@ -28,6 +28,10 @@ def test_the_same_seed_gives_the_same_case_which_tells_its_answers(task, tokeniz
     assert 0.95 * LENGTH < len(tokenizer.encode(told)) < 1.35 * LENGTH
 
 
+def test_a_text_may_be_longer_than_the_book(tokenizer):
+    assert len(tokenizer.encode(case("fact", 20_000, 1.0, 2, "0/1", tokenizer).turns[0].content)) > 20_000
+
+
 @pytest.mark.parametrize("task", sorted(set(TASKS) - set(WITHOUT_DEPTH)))
 @pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
 def test_the_fact_stands_at_its_depth(task, depth, tokenizer):

@@ -202,7 +202,7 @@ def test_a_model_without_one_is_measured_on_its_first_long_prompt(model, monkeyp
     text = " ".join(sentence for _, sentence in zip(range(60), sentences(5), strict=False))
     list(session.answer([Turn("user", text)], Sampling(temperature=0, max_new_tokens=2)))
     extras = session.snapshot().extras
-    assert not any("calibrate" in note for note in session.info.notes)
+    assert not any("Modes sync" in note for note in session.info.notes)
     assert extras["measured on"].startswith("this prompt")
     assert len(extras["representative heads"].split()) == 8
     assert not bool(session.attended(0).all())
@@ -218,23 +218,57 @@ def test_switching_in_measures_on_what_is_stored(model, monkeypatch):
     assert not bool(session.attended(0).all())
 
 
+def attending(monkeypatch, tokens: int) -> None:
+    """Let every head attend to its last ``tokens`` alike, and to nothing else."""
+
+    def of_tokens(state, layer):
+        shares = torch.zeros(4, state.total)
+        shares[:, -tokens:] = 1 / tokens
+        return shares
+
+    monkeypatch.setattr(coverage, "of_tokens", of_tokens)
+
+
 def test_speculative_mode_measures_how_many_tokens_the_attention_needs(model, monkeypatch):
-    """On the first long prompt: the most that it chooses from, where the heads look at everything alike."""
+    """At the first 1,024 tokens and at each doubling; the budget is only raised, and one that is given stays."""
     monkeypatch.setattr(paths, "bundled_calibration_dir", lambda: Path("nowhere"))
     session = Session(model, entering("speculative"))
-    short = session.snapshot()
-    assert "measured on" not in short.extras
+    attending(monkeypatch, 100)
     session.prefill([7, 8, 9] * 300)
     assert "measured on" not in session.snapshot().extras
-    monkeypatch.setattr(coverage, "of_tokens", lambda state, layer: torch.full((4, state.total), 1 / state.total))
+    session.prefill([7, 8, 9] * 50)
+    assert session.snapshot().extras["measured on"] == "1,050 stored tokens"
+    assert (session.info.params["budget"], session.snapshot().extras["expected to cover"]) == (512, "97%")
+    attending(monkeypatch, 1000)
     session.prefill([7, 8, 9] * 300)
-    after = session.snapshot().extras
-    assert after["measured on"] == "1,800 stored tokens"
-    assert session.info.params["budget"] == 2048
-    session.prefill([7, 8, 9])
-    assert session.snapshot().extras["measured on"] == "1,800 stored tokens"
+    assert session.info.params["budget"] == 512
+    session.prefill([7, 8, 9] * 60)
+    assert session.info.params["budget"] == 1024
+    assert session.snapshot().extras["measured on"] == "2,130 stored tokens"
+    attending(monkeypatch, 10)
+    session.prefill([7, 8, 9] * 800)
+    assert session.info.params["budget"] == 1024
     assert session.switch("speculative", budget=300).params["budget"] == 300
     assert "measured on" not in session.snapshot().extras
+
+
+@pytest.mark.parametrize("given", [{"window": 300}, {"sink": 300}, {"index": "bits4"}])
+def test_where_a_part_is_given_nothing_of_what_was_measured_counts(model, monkeypatch, given):
+    monkeypatch.setattr(paths, "bundled_calibration_dir", lambda: Path("nowhere"))
+    asked = replace(model, context=32_768)
+    session = Session(asked, entering("speculative", given))
+    attending(monkeypatch, 10)
+    session.prefill([7, 8, 9] * 400)
+    assert (session.info.params["budget"], session.info.params | given) == (1024, session.info.params)
+
+
+def test_no_budget_is_enough_for_attention_to_everything(model, monkeypatch):
+    monkeypatch.setattr(paths, "bundled_calibration_dir", lambda: Path("nowhere"))
+    session = Session(model, entering("speculative"))
+    attending(monkeypatch, 3000)
+    session.prefill([7, 8, 9] * 1000)
+    assert session.info.params["budget"] == 2048
+    assert session.snapshot().extras["expected to cover"] == f"{2048 / 3000 - 0.03:.0%}"
 
 
 # ---- the command

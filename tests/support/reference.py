@@ -186,7 +186,7 @@ class FreeKVReference(FullReference):
             means = torch.stack([q @ block.mean(0) for block in blocks])
             return (means + 0.25 * (bounds - means)).amax()
         scaling = self.run.toy.geometry.d_k**-0.5
-        return ((coded(tile, int(self.p["index"][-1])) @ q) * scaling).logsumexp(0) / scaling
+        return ((coded(tile, int((self.p["index"] or "bits2")[-1])) @ q) * scaling).logsumexp(0) / scaling
 
 
 def coded(tile: Tensor, bits: int) -> Tensor:
@@ -219,7 +219,7 @@ class SpeculativeReference(FullReference):
         may = [token for token in range(low, high + 1) if token not in self.run.pins]
         for head in range(geometry.kv_heads if may and self.k else 0):
             keys = self.run.keys[layer][head, : now // geometry.page * geometry.page].double()
-            kept = torch.cat([coded(tile, int(self.p["index"][-1])) for tile in keys.split(geometry.page)])
+            kept = torch.cat([coded(tile, int((self.p["index"] or "bits2")[-1])) for tile in keys.split(geometry.page)])
             weights = torch.zeros(len(kept), dtype=torch.float64)
             for q in asks[head * geometry.group : (head + 1) * geometry.group].double():
                 weights[seen:] += (spec.scaling * kept[seen:] @ q).softmax(0)

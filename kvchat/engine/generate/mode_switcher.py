@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 import torch
 
@@ -51,6 +52,7 @@ class ModeSwitcher:
         self.calibration_problems: list[UsageError] = []
         self.calibration = calibration.find(model.revision, self.calibration_problems.append)
         self.choice: TokenChoice | None = None
+        self._measure_from = coverage.LONG
         self.parameters = self.merged(asked.mode, {})
 
     def attach(self, kv: KVManager) -> None:
@@ -82,7 +84,7 @@ class ModeSwitcher:
         """
         moved = self.enter(self.merged(mode, changes))
         modes.remember(self.given, mode, changes)
-        return moved
+        return moved + self._raise_budget()
 
     def enter(self, chosen: ModeParameters) -> int:
         """Enter the mode of these parameters; the bytes moved to the device."""
@@ -94,21 +96,39 @@ class ModeSwitcher:
             with torch.inference_mode():
                 moved = self._kv.switch(mode)
         self.parameters = chosen
-        return moved + self.calibrate()
+        return moved + self._calibrate_heads()
 
     def calibrate(self) -> int:
         """Measure the model on the stored tokens, if the mode waits for that and they are enough.
 
-        Where memory runs out meanwhile it is done on the next prompt. Returns the bytes moved to the device.
+        A budget that nobody gave is raised where the conversation has grown beyond it. Where memory runs out meanwhile
+        it is done on the next prompt. Returns the bytes moved to the device.
         """
-        if self._kv.mode.wants_choice and self._kv.total >= coverage.LONG:
-            with suppress(DoesNotFitError), explained(self._kv, "measuring the model's attention"):
-                self.choice = coverage.choose(self._kv.state)
-                return self.enter(self.parameters)
+        return self._calibrate_heads() + self._raise_budget()
+
+    def _calibrate_heads(self) -> int:
         if self._kv.mode.needs_calibration:
             with suppress(DoesNotFitError), explained(self._kv, "measuring the model's heads"):
                 self.calibration = calibration.on_prompt(self._model, self._stored.ids)
                 return self.enter(self.parameters) if self.calibration else 0
+        return 0
+
+    def _raise_budget(self) -> int:
+        mode, state, before = self._kv.mode, self._kv.state, self.choice
+        if not mode.wants_choice or state.total < self._measure_from or not state.query.any():
+            return 0
+        with suppress(DoesNotFitError), explained(self._kv, "measuring the model's attention"):
+            found, known = coverage.choose(state, mode.report().params["budget"]), mode.choice
+            self._measure_from = 2 * state.total
+            if known and found.budget == known.budget:
+                return 0
+            params = known.params if known else {}
+            self.choice = replace(found, **{name: params[name] for name in params.keys() - {"budget"}})
+            try:
+                return self.enter(self.parameters)
+            except KvchatError:
+                self.choice = before
+                raise
         return 0
 
     def note_preamble(self, tokens: int) -> None:
@@ -172,7 +192,7 @@ class ModeSwitcher:
             narrow = self.parameters
             budget = mode.report().params["budget"] * WIDER[level]
             with suppress(DoesNotFitError):
-                self.enter(narrow.model_copy(update={"budget": budget}))
+                self.enter(narrow.model_copy(update=(mode.choice.params if mode.choice else {}) | {"budget": budget}))
                 self._widened = (self._kv.mode, narrow, self._kv.total + RECENT)
 
     def narrow(self, total: int = sys.maxsize) -> None:

@@ -148,7 +148,8 @@ class Mode:
         widens: WR and FR are carried out by entering the mode with a larger budget, not by ``recover``.
         sink, window: first and most recent tokens that are always attended.
         needs_calibration: the model's heads must be measured first; until then the mode may hold and read everything.
-        wants_choice: its budget is to be measured on the first long prompt; until then it is a share of the context.
+        choice: what was measured of the model and stands for parameters that were not given.
+        wants_choice: nothing was given: how many tokens the model's attention needs may be measured.
         preamble: tokens of the system prompt.
         pinned: of these, tokens that are attended whatever the mode keeps: all or none.
         beyond_budget: pinned tokens that a mode keeps as sinks although its budget has no room for them.
@@ -162,6 +163,7 @@ class Mode:
     sink: int = 0
     window: int = 0
     needs_calibration: bool = False
+    choice: TokenChoice | None = None
     wants_choice: bool = False
     beyond_budget: int = 0
     context_end: ContextEnd = ContextEnd()

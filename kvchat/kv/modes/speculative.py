@@ -83,10 +83,10 @@ class Speculative(Mode):
     ) -> None:
         super().__init__(parameters, geometry, traits, preamble)
         p = geometry.page
-        # What was measured holds together: a budget that is given leaves all of it.
-        self.choice = traits.choice if parameters.budget is None else None
-        self.wants_choice = parameters.budget is None and traits.choice is None
         given = {name: value for name, value in parameters.model_dump().items() if value is not None}
+        # What was measured holds together: where a part of it is given, all of it is left.
+        self.wants_choice = given.keys().isdisjoint(("budget", "index", "sink", "window"))
+        self.choice = traits.choice if self.wants_choice else None
         values: dict[str, Any] = {"index": "bits2", "sink": SINK} | (self.choice.params if self.choice else {}) | given
         self.budget: int = values.get("budget") or budget_of(parameters, traits.context)
         self.bits = BITS.get(values["index"], 0)

@@ -18,6 +18,7 @@ from support.toy_model import KINDS, toy
 from kvchat.config.modes import mode_names, parse, registered
 from kvchat.kv.inspect import attended
 from kvchat.kv.modes import implementation
+from kvchat.kv.modes.sync_heads import TokenChoice
 
 GEOMETRIES = {
     "1x1": {"kv_heads": 1, "group": 1, "page": 4},
@@ -58,6 +59,7 @@ def test_every_figure_of_a_mode_is_explained(mode):
         run = Run(toy(("plain", "plain"), **GEOMETRIES["2x3"], seed=3), mode, **params)
         run.prefill(100)
         run.step(2)
+        run.kv.mode.choice = TokenChoice("100 stored tokens", 1.0, 64)
         reported |= run.kv.mode.report().stats.keys()
     assert reported == registered()[mode].figures.keys()
 
