@@ -64,6 +64,11 @@ def split(text: str, end: str = "", ending: str | None = None) -> tuple[str, str
     return thought.strip(), said.lstrip("\n")
 
 
+def goes_on(prompt: str) -> bool:
+    """True of a prompt that ends within a thought which is a part of its own: the answer goes on with it."""
+    return prompt.rfind(THOUGHT) > prompt.rfind(END)
+
+
 def summarize(thought: str, is_open: bool) -> str:
     """The line of a folded thought."""
     words = len(thought.split())

@@ -10,6 +10,7 @@ from contextlib import suppress
 
 from torch import Tensor
 
+from kvchat import thoughts
 from kvchat.engine.figures.metrics import AnswerMetrics, MetricsCollector
 from kvchat.engine.generate.detokenizer import AnswerText
 from kvchat.engine.generate.mode_switcher import ModeSwitcher
@@ -143,7 +144,7 @@ class AnswerLoop(Released):
         between: Between,
     ) -> Iterator[Event]:
         sampling = sampler.sampling
-        text, monitor = self.text_of(sampling, ()), RecoveryMonitor(sampler)
+        text, monitor = self.text_of(sampling, (), thoughts.goes_on(prompt.text)), RecoveryMonitor(sampler)
         prepared = None
         while not (reason := self._end_reason(text, sampling, between)):
             if due := monitor.take():
@@ -199,7 +200,7 @@ class AnswerLoop(Released):
         tokens = monitor.rewind()
         answer.withdrawn += tokens
         del self.token_ids[-tokens:]
-        kept = self.text_of(monitor.sampler.sampling, self.token_ids)
+        kept = self.text_of(monitor.sampler.sampling, self.token_ids, text.in_thought)
         # The token before the first withdrawn one is read again, exactly: its logits are needed.
         last = self.stored.ids[-tokens - 1]
         self.forget(self._kv.total - tokens - 1)
@@ -315,9 +316,10 @@ class AnswerLoop(Released):
         """Note a chunk of a prompt that the runner has read."""
         self.stored.extend(chunk, reduced=self._kv.mode.context_end.bounds_prompt(self._kv.total))
 
-    def text_of(self, sampling: Sampling, tokens: Sequence[int]) -> AnswerText:
-        """The text of an answer whose first ``tokens`` are known."""
-        text = AnswerText(self._model.tokenizer, (*sampling.stop, *self._model.advised.stop, *self.encoder.stop))
+    def text_of(self, sampling: Sampling, tokens: Sequence[int], in_thought: bool = False) -> AnswerText:
+        """The text of an answer whose first ``tokens`` are known; one may go on ``in_thought``."""
+        stop = (*sampling.stop, *self._model.advised.stop, *self.encoder.stop)
+        text = AnswerText(self._model.tokenizer, stop, in_thought)
         for token in tokens:
             text.add(token)
         return text

@@ -97,10 +97,11 @@ class AnswerText:
     """The text of one answer as its tokens come: what may be shown now, and what all of them decode to.
 
     A stop string may have control tokens in it, which are no part of the text: they are matched by id. Control tokens
-    that begin or end a thought are a part of the text. Of an answer in parts the first thought stands between tags.
+    that begin or end a thought are a part of the text. Of an answer in parts the first thought stands between tags; one
+    ``in_thought`` goes on with it, without the tag that begins it.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], in_thought: bool = False) -> None:
         self._detokenizer = Detokenizer(tokenizer)
         special = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._tags = {i: content for i, content in special.items() if thoughts.is_tag(content)}
@@ -108,7 +109,7 @@ class AnswerText:
         if len(self._parts) < len(thoughts.PARTS):
             self._parts = {}
         self._head: str | None = None  # of a part, while it is written
-        self._thinks = False
+        self.in_thought = self._thinks = in_thought
         named = [i for i, content in special.items() if content and any(content in one for one in stop)]
         self._marks = {i: chr(LAST_MARK - number) for number, i in enumerate(named)}
         for i in sorted(named, key=lambda i: -len(special[i])):
@@ -144,7 +145,7 @@ class AnswerText:
             self._head, piece = self._head + piece, ""
         if mark == thoughts.MESSAGE:
             is_thought, self._head = self._head == "analysis", None
-            if is_thought and not self.shown:
+            if is_thought and not (self._thinks or self.shown):
                 self._thinks = True
                 return f"{piece}<think>"
             if self._thinks and not is_thought:

@@ -284,7 +284,7 @@ class PromptEncoder:
         thought, said = split(answer) if self._has_channels else ("", answer)
         if not self._has_channels or not answer:
             return "", answer
-        return (THOUGHT, thought) if thought and not said else (FINAL, said)
+        return (THOUGHT, thought) if thought and not said and end_of(TAGS[0]) not in answer else (FINAL, said)
 
     def _content(self, turn: Turn, in_parts: bool, write: Callable[[str], str]) -> str | list[dict[str, str]]:
         is_thought_over = self._has_channels and turn.role == "assistant"

@@ -233,6 +233,20 @@ def test_the_parts_of_an_answer_are_a_thought_and_what_is_said(written: str, sho
     assert text.decoded == tokenizer.decode(ids, skip_special_tokens=True)
 
 
+def test_an_answer_that_was_stopped_in_its_thought_ends_the_thought_when_it_goes_on() -> None:
+    tokenizer = byte_level(markers=thoughts.PARTS)
+    text = AnswerText(tokenizer, (), in_thought=True)
+    written = "more<|end|><|start|>assistant<|channel|>final<|message|>Hello."
+    for token in tokenizer.encode(written, add_special_tokens=False):
+        text.add(token)
+    text.finish()
+    assert thoughts.split(f"<think>hm {text.shown}") == ("hm more", "Hello.")
+    begun = "<|start|>user<|message|>Hi.<|end|><|start|>assistant"
+    assert [thoughts.goes_on(begun + more) for more in ("", f"{thoughts.THOUGHT}hm", f"{thoughts.FINAL}Hel")] == [
+        *(False, True, False)
+    ]
+
+
 def test_without_such_parts_their_tokens_are_left_out_as_others_are() -> None:
     tokenizer = byte_level(markers=("<|start|>", "<|end|>"))
     text = AnswerText(tokenizer, ())
