@@ -26,7 +26,9 @@ FIRST_S = 0.0005  # what a look is taken to cost before one was timed
 LOOKS = 5  # of whose times the median counts: other work may come between
 ENOUGH = 4  # looks, of layers far from each other: a short answer has no more
 GOLDEN = (5**0.5 - 1) / 2
-ENOUGH_COVERED = 0.9  # of the attention: speculative mode's budget is chosen for it, and below it a badge warns
+# Of the attention. Of facts that full mode finds, other modes and budgets found 54 of 60 on SmolLM2 where they covered
+# more, and 24 of 74 below. On the bundled model it tells little: 131 of 148 above, 29 of 34 below.
+ENOUGH_COVERED = 0.9  # speculative mode's budget is chosen for it, and below it a badge warns
 BUDGETS = (256, 512, 1024, 2048)  # that a choice is made of
 LONG = 1024  # tokens from which on a conversation tells how many are needed, and again at each doubling
 LAYERS = 8  # at most, that are looked at for it

@@ -218,7 +218,7 @@ def test_an_answer_does_not_end_where_there_is_no_memory_for_a_look(model, at_ev
 
 @pytest.mark.parametrize(("budget", "warned"), [(64, True), (1024, False)])
 def test_a_badge_says_when_too_little_is_covered(model, at_every_step, monkeypatch, budget, warned):
-    monkeypatch.setattr(metrics, "LOW_COVERAGE", 0.98)
+    monkeypatch.setattr(metrics, "ENOUGH_COVERED", 0.98)
     session = Session(model, entering("streaming", {"budget": budget}))
     asked(session)
     assert [badge.partition(":")[0] for badge in session.snapshot().badges] == ["low coverage"] * warned
