@@ -97,8 +97,9 @@ def sees_all(spec: AttentionSpec | None, tokens: int) -> bool:
 
 def _looked_at(state: KVState) -> list[int]:
     """Layers behind the first that see everything, of all depths; all where there are none."""
-    layers = [layer for layer, spec in enumerate(state.specs) if layer and sees_all(spec, state.total)]
-    return layers[:: -(-len(layers) // LAYERS)] or list(range(state.geometry.layers))
+    see_all = [layer for layer, spec in enumerate(state.specs) if layer and sees_all(spec, state.total)]
+    layers = see_all or list(range(state.geometry.layers))
+    return layers[:: -(-len(layers) // LAYERS)]
 
 
 def of_best_tokens(shares: Tensor, read: Tensor) -> Tensor:

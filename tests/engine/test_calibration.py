@@ -262,6 +262,15 @@ def test_where_a_part_is_given_nothing_of_what_was_measured_counts(model, monkey
     assert (session.info.params["budget"], session.info.params | given) == (1024, session.info.params)
 
 
+@pytest.mark.parametrize(
+    ("windows", "looked_at"), [("-64-6-", [3, 5]), ("666666", [0, 1, 2, 3, 4, 5]), ("-" * 40, [*range(1, 40, 5)])]
+)
+def test_layers_that_see_everything_are_looked_at_at_all_depths(windows, looked_at):
+    specs = [AttentionSpec(1.0, window=None if one == "-" else int(one)) for one in windows]
+    state = SimpleNamespace(specs=specs, total=10, geometry=SimpleNamespace(layers=len(specs)))
+    assert coverage._looked_at(state) == looked_at
+
+
 def test_no_budget_is_enough_for_attention_to_everything(model, monkeypatch):
     monkeypatch.setattr(paths, "bundled_calibration_dir", lambda: Path("nowhere"))
     session = Session(model, entering("speculative"))
