@@ -29,7 +29,7 @@ from kvchat.engine.generate.prompt import PromptEncoder
 from kvchat.engine.generate.stored import Stored
 from kvchat.engine.model.load import LoadedModel
 from kvchat.kv.coverage import BUDGETS as CHOICES
-from kvchat.kv.coverage import sees_all
+from kvchat.kv.coverage import seeing_all
 from kvchat.kv.modes.sync_heads import TokenChoice
 
 STANDARD = ("streaming", "speculative", "freeze", "sync")
@@ -134,8 +134,7 @@ def choose(model: LoadedModel, settings: Settings, enough: float, report: Callab
         UsageError: no text is long enough.
     """
     walk, texts = Walk(model), list(_texts(settings, model.tokenizer))
-    # What is read in full or sees little would hide the others.
-    looked_at = [at for at, spec in enumerate(model.probe.specs) if at and sees_all(spec, settings.context)] or [0]
+    looked_at = seeing_all(model.probe.specs, settings.context)
 
     def measured(variants: Sequence[TokenChoice]) -> list[float]:
         """The share that each covers in the kind of text where it covers less."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median_low
 
 import torch
@@ -90,15 +90,16 @@ def choose(state: KVState, least: int) -> TokenChoice:
     return TokenChoice(f"{state.total:,} stored tokens", round(shares[at], 4), [least, *budgets][at])
 
 
-def sees_all(spec: AttentionSpec | None, tokens: int) -> bool:
-    """True of a layer without a window, or whose window is as long."""
-    return spec is None or spec.window is None or spec.window >= tokens
+def seeing_all(specs: Sequence[AttentionSpec | None], tokens: int) -> list[int]:
+    """The layers behind the first, which is read in full, without a window shorter than that; all, where none is so."""
+    windows = [spec.window if spec else None for spec in specs]
+    found = [layer for layer, window in enumerate(windows) if layer and (window is None or window >= tokens)]
+    return found or list(range(len(specs)))
 
 
 def _looked_at(state: KVState) -> list[int]:
-    """Layers behind the first that see everything, of all depths; all where there are none."""
-    see_all = [layer for layer, spec in enumerate(state.specs) if layer and sees_all(spec, state.total)]
-    layers = see_all or list(range(state.geometry.layers))
+    """Of these at most ``LAYERS``, of all depths."""
+    layers = seeing_all(state.specs, state.total)
     return layers[:: -(-len(layers) // LAYERS)]
 
 
