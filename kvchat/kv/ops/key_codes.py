@@ -74,21 +74,3 @@ def token_scores(query: Tensor, index: Tensor, page: int, bits: int, scaling: fl
     grouped = query.float().view(index.shape[0], -1, query.shape[-1]) * scaling
     keys = decode(index, query.shape[-1], page, bits, query.dtype)
     return torch.bmm(grouped, keys.transpose(1, 2))
-
-
-def best_tokens(scores: Tensor, hidden: Tensor, masked: Tensor, k: int) -> Tensor:
-    """The ``k`` tokens of highest weight of each KV head: softmax in float32, mean over the group.
-
-    Args:
-        scores: ``[H, G, tokens]``.
-        hidden: the tokens that have no weight, bool ``[tokens]``.
-        masked: the tokens that may not be chosen, bool ``[tokens]``; the softmax is over them too.
-        k: tokens to choose.
-
-    Returns:
-        ``[H, k]`` int64, best first, -1 where there are fewer.
-    """
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1).mean(1).masked_fill(masked | hidden, -1.0)
-    best, chosen = weights.topk(min(k, weights.shape[-1]), -1)
-    chosen = chosen.masked_fill(~(best >= 0), -1)
-    return pad(chosen, (0, k - chosen.shape[-1]), value=-1)

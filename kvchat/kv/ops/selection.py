@@ -85,25 +85,28 @@ def chosen_by(corrected: Tensor, query: Tensor, before: Tensor) -> Tensor:
     return torch.where(corrected[:, None, None], query.view(by_head), before.view(by_head)).view_as(query)
 
 
-def top_pages(scores: Tensor, masked: Tensor, k: int) -> Tensor:
-    """The ``k`` candidate pages of highest group-consistent weight, per KV head.
-
-    Softmax over the candidates in float32, mean over the group (FreeKV's MeanS).
+def heaviest(scores: Tensor, hidden: Tensor, masked: Tensor, k: int) -> Tensor:
+    """The ``k`` places, tokens or pages, of highest weight of each KV head: softmax in float32, mean over the group.
 
     Args:
-        scores: ``[H, G, page]``.
-        masked: the pages that are no candidates, bool ``[page]``.
-        k: pages to choose.
+        scores: ``[H, G, n]``.
+        hidden: the places that have no weight, bool ``[n]``.
+        masked: the places that may not be chosen, bool ``[n]``; the softmax is over them too.
+        k: places to choose.
 
     Returns:
-        ``[H, k]`` int64 page numbers, -1 where there are fewer candidates.
+        ``[H, k]`` int64, best first, -1 where there are fewer.
     """
-    weights = scores.float().masked_fill(masked, float("-inf")).softmax(-1).mean(1)
-    # A page outside the candidates must lose against one whose weight underflowed to 0.
-    ranked = weights.masked_fill(masked, -1.0)
-    best, chosen = ranked.topk(min(k, ranked.shape[-1]), -1)
+    weights = scores.float().masked_fill(hidden, float("-inf")).softmax(-1).mean(1)
+    # What may not be chosen must lose against one whose weight underflowed to 0.
+    best, chosen = weights.masked_fill(masked | hidden, -1.0).topk(min(k, weights.shape[-1]), -1)
     chosen = chosen.masked_fill(~(best >= 0), EMPTY)
     return torch.nn.functional.pad(chosen, (0, k - chosen.shape[-1]), value=EMPTY)
+
+
+def top_pages(scores: Tensor, masked: Tensor, k: int) -> Tensor:
+    """The ``k`` pages that are ``heaviest`` among the candidates alone, those not ``masked`` (FreeKV's MeanS)."""
+    return heaviest(scores, masked, masked, k)
 
 
 def assign_slots(wanted: Tensor, resident: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from kvchat.kv.ops.selection import (
     Candidates,
     assign_slots,
     assign_token_slots,
+    heaviest,
     needs_correction,
     page_scores,
     top_pages,
@@ -192,7 +193,7 @@ class TorchOps:
             int64 ``[H, k]``, -1 = none.
         """
         scores = self.token_scores(query, index, bits, scaling)
-        wanted = key_codes.best_tokens(scores, hidden, masked, resident.shape[1])
+        wanted = heaviest(scores, hidden, masked, resident.shape[1])
         return assign_token_slots(wanted, resident.long(), scores.shape[-1], reuse=True)
 
     def list_tokens(
@@ -222,7 +223,7 @@ class TorchOps:
         is_pinned = torch.zeros(max(end, len(tokens)), dtype=torch.bool)
         is_pinned[: len(pinned)] = pinned[: len(is_pinned)]
         hidden, masked = (tokens < seen) | (tokens >= known), (tokens < first) | (tokens > last)
-        best = key_codes.best_tokens(scores, hidden, masked | is_pinned[: len(tokens)], k)
+        best = heaviest(scores, hidden, masked | is_pinned[: len(tokens)], k)
         beside = torch.arange(seen, end)
         beside = beside[(beside < first) | (beside > last) | is_pinned[seen:end]]
         named = torch.cat((best, beside.expand(len(best), -1)), 1).sort(1).values
