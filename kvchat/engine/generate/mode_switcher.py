@@ -118,9 +118,11 @@ class ModeSwitcher:
         if not mode.wants_choice or state.total < self._measure_from or not state.query.any():
             return 0
         with suppress(DoesNotFitError), explained(self._kv, "measuring the model's attention"):
-            found, known = coverage.choose(state, mode.report().params["budget"]), mode.choice
+            budget, known = mode.report().params["budget"], mode.choice
+            found = coverage.choose(state, budget)
             self._measure_from = 2 * state.total
-            if known and found.budget == known.budget:
+            if found.budget == budget:
+                self.choice = mode.choice = known or found
                 return 0
             params = known.params if known else {}
             self.choice = replace(found, **{name: params[name] for name in params.keys() - {"budget"}})
