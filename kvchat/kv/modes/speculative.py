@@ -54,6 +54,7 @@ from kvchat.kv.modes.base import (
 )
 from kvchat.kv.modes.page_index import KeyCodes
 from kvchat.kv.modes.recovery_levels import RECENT, WIDER
+from kvchat.kv.ops.selection import Places
 from kvchat.kv.state import KVState
 from kvchat.units import size
 
@@ -264,6 +265,7 @@ class Speculative(Mode):
         if candidates <= self.k:
             self.slots.list_range(layer, seen, position + self._stepping)
             return
-        places = position - position % self.geometry.page, seen, first, last, position + self._stepping
+        known = position - position % self.geometry.page
+        places = Places(known, seen, first, last, position + self._stepping)
         codes, scaling = (self.index.of(layer), self.index.bits), state.scaling(layer)
-        state.ops.list_tokens(self.slots, layer, query, *codes, *places, self.k, self.pin_mask, scaling)
+        state.ops.list_tokens(self.slots, layer, query, *codes, places, self.k, self.pin_mask, scaling)

@@ -17,7 +17,7 @@ from kvchat.kv.attention import Products, Weights, attend, products
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots
 from kvchat.kv.ops import cpu_products, key_codes
-from kvchat.kv.ops.selection import Candidates
+from kvchat.kv.ops.selection import Candidates, Places
 from kvchat.kv.ops.torch_ops import TorchOps
 
 
@@ -143,23 +143,19 @@ class CpuOps(TorchOps):
         query: Tensor,
         index: Tensor,
         bits: int,
-        known: int,
-        seen: int,
-        first: int,
-        last: int,
-        end: int,
+        places: Places,
         k: int,
         pinned: Tensor,
         scaling: float,
     ) -> None:
         g, table = self.geometry, slots.table_of(layer)
         if not (k and (loops := cpu_products.token_loops(g))):
-            super().list_tokens(slots, layer, query, index, bits, known, seen, first, last, end, k, pinned, scaling)
+            super().list_tokens(slots, layer, query, index, bits, places, k, pinned, scaling)
             return
         grouped = query.contiguous().float().view(g.kv_heads, g.group, g.d_k).numpy()
         stored = index.view(torch.uint32).numpy(), index.view(torch.uint16).numpy()
-        places = key_codes.width_of(g.d_k, bits), bits, known, seen, first, last, end, k
-        named = loops.choose_tokens(grouped, scaling, *stored, *places, pinned.numpy(), table.numpy())
+        sizes = key_codes.width_of(g.d_k, bits), bits
+        named = loops.choose_tokens(grouped, scaling, *stored, *sizes, *places, k, pinned.numpy(), table.numpy())
         slots.named[layer - slots.layout.first] = named
 
     def open_pages(self, slots: DeviceSlots, layers: slice, first: int, last: Tensor) -> None:

@@ -6,6 +6,7 @@ All shapes are fixed, nothing is read back to the host.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +27,20 @@ class Candidates:
         """Of ``pages`` pages those from ``first`` to ``last``."""
         every = torch.arange(pages, device=last.device)
         return cls(first, last, (every < first) | (every > last))
+
+
+class Places(NamedTuple):
+    """Positions that divide what a token reads of a conversation: all from ``seen`` up to ``end`` but the candidates.
+
+    The first ``known`` tokens, in full pages, stand in the index; ``first`` to ``last`` (known, not before the first)
+    are the candidates.
+    """
+
+    known: int
+    seen: int
+    first: int
+    last: int
+    end: int
 
 
 def page_bounds(keys: Tensor, pages: int, page: int) -> Tensor:

@@ -20,6 +20,7 @@ from kvchat.kv.memory.host_pool import HostPool, gather, scatter
 from kvchat.kv.ops import key_codes
 from kvchat.kv.ops.selection import (
     Candidates,
+    Places,
     assign_slots,
     assign_token_slots,
     heaviest,
@@ -203,21 +204,18 @@ class TorchOps:
         query: Tensor,
         index: Tensor,
         bits: int,
-        known: int,
-        seen: int,
-        first: int,
-        last: int,
-        end: int,
+        places: Places,
         k: int,
         pinned: Tensor,
         scaling: float,
     ) -> None:
-        """Name in the layer's table what each KV head reads of the tokens from ``seen`` up to ``end``.
+        """Name in the layer's table what each KV head reads.
 
-        That is all outside the candidates ``first`` to ``last``, all that are ``pinned`` (bool ``[tokens]``, of which
-        there may be fewer), and the ``k`` candidates of highest weight for ``query [H_q, d_k]`` by the ``index [H,
-        page, words]``, of which the first ``known`` tokens stand in it; there are more than ``k`` candidates.
+        That is of ``places`` all outside the candidates, all that are ``pinned`` (bool ``[tokens]``, of which there may
+        be fewer), and the ``k`` candidates of highest weight for ``query [H_q, d_k]`` by the ``index [H, page,
+        words]``; there are more than ``k`` candidates.
         """
+        known, seen, first, last, end = places
         scores = self.token_scores(query, index, bits, scaling)
         tokens = torch.arange(scores.shape[-1])
         is_pinned = torch.zeros(max(end, len(tokens)), dtype=torch.bool)
