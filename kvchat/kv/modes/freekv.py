@@ -45,24 +45,19 @@ import torch
 from torch import Tensor
 
 from kvchat.config.modes import SpeculativeParameters
-from kvchat.errors import DoesNotFitError, UsageError
+from kvchat.errors import UsageError
 from kvchat.kv.attention import Weights
 from kvchat.kv.attention_spec import AttentionSpec
-from kvchat.kv.geometry import PAGE, Geometry
-from kvchat.kv.memory.device_slots import DeviceSlots, Layout
+from kvchat.kv.geometry import Geometry
+from kvchat.kv.memory.device_slots import Layout
 from kvchat.kv.modes.base import (
-    AUTO_BUDGET,
-    Mode,
     ModelTraits,
     ModeReport,
     Plan,
     Step,
     budget_of,
-    everything,
-    refuse_small_budget,
 )
-from kvchat.kv.modes.page_index import BLOCK, BLOCK_SHARE, KeyCodes, PageBounds
-from kvchat.kv.modes.recovery_levels import RECENT, WIDER
+from kvchat.kv.modes.page_index import BLOCK, BLOCK_SHARE, IndexedMode, KeyCodes, PageBounds
 from kvchat.kv.ops.selection import Candidates, chosen_by
 from kvchat.kv.state import KVState
 
@@ -71,78 +66,48 @@ QUARTER = 4  # of the budget: the window, but for what whole pages leave, and th
 TAU = 0.8
 
 
-class FreeKV(Mode):
+class FreeKV(IndexedMode):
     """Sinks, a window and k retrieved pages per layer and KV head."""
 
     constants: ClassVar = {
-        "AUTO_BUDGET": AUTO_BUDGET,
+        **IndexedMode.constants,
         "SINK": SINK,
         "QUARTER": QUARTER,
         "TAU": TAU,
         "BLOCK": BLOCK,
         "BLOCK_SHARE": BLOCK_SHARE,
-        "WIDER": WIDER,
-        "RECENT": RECENT,
-        "PAGE": PAGE,
     }
-    recovery_levels = ("WR", "FR", "RR")
-    widens = True
-    parameters: SpeculativeParameters
+    index: PageBounds | KeyCodes
 
     def __init__(
         self, parameters: SpeculativeParameters, geometry: Geometry, traits: ModelTraits, preamble: int = 0
     ) -> None:
         super().__init__(parameters, geometry, traits, preamble)
-        p = geometry.page
-        self.budget = budget_of(parameters, traits.context)
-        self.sink, self.window = self._split(self.budget)
-        refuse_small_budget(self.name, self.budget, self.sink, self.window)
-        if self.window < p:
-            raise UsageError(
-                "The speculative window is too small.",
-                f"window = {self.window}, at least one page = {p} tokens.",
-                "Give a larger window.",
-            )
-        self.k = (self.budget - self.sink - self.window) // p
+        budget = budget_of(parameters, traits.context)
+        self._share_out(budget, *self._split(budget))
+        self.k = (self.budget - self.sink - self.window) // geometry.page
         self._pin_to_sinks()
-        self.first = 1 if parameters.first_full else 0
         self.tau = self._tau()
-        if geometry.layers == self.first:
-            raise DoesNotFitError(
-                "Speculative retrieval needs a second layer.", "The model has one.", "Set first_full=false."
-            )
 
     def plan(self, capacity: int) -> Plan:
         g = self.geometry
-        full = [everything(g, 0, self.first, capacity)] if self.first else []
         window = min(self.window, max(capacity, g.page))
         pages = min(self.k, g.pages(capacity))
         sink = min(self.sink, capacity)
         rest = Layout(self.first, g.layers, sink, window, pages, shared=False, pinned=len(self.pins))
-        return Plan([*full, rest], g.pages(capacity) * self._index(torch.device("meta")).page_bytes)
+        return self._planned(rest, capacity)
 
     def graph_buffers(self) -> list[Tensor]:
-        return [*super().graph_buffers(), self.index.data, self.cosine, self._wholly_pinned]
-
-    @property
-    def slots(self) -> DeviceSlots:
-        """Those of the layers that retrieve."""
-        return self.state.slots[-1]
+        return [*super().graph_buffers(), self.cosine, self._wholly_pinned]
 
     def attach(self, state: KVState) -> None:
         super().attach(state)
-        self.index = self._index(state.device)
         self.cosine = torch.zeros((), dtype=torch.float64, device=state.device)
         self._wholly_pinned = torch.tensor(self._pages_read_anyway(), dtype=torch.int64, device=state.device)
         self._entered_at = state.steps, state.transfer.totals.corrections
 
-    def prefilled(self, layer: int, start: int, keys: Tensor) -> None:
-        if layer >= self.first:
-            self.index.compute(layer, start, keys)
-
     def fill(self, fresh: bool) -> None:
         super().fill(fresh)
-        self.index.refresh(self.state.host)
         if not self.k:
             return
         position = self.state.position
@@ -150,8 +115,7 @@ class FreeKV(Mode):
         self._open_pages(self.slots, slice(None), position - self.window)
 
     def prepare_step(self) -> Step:
-        # As much as the slots have: on a GPU both growing at once costs one new graph, not two.
-        self.index.reserve(self.state.capacity)
+        super().prepare_step()
         if self._widens:
             self.index.tokens = self.state.total + 1
         else:

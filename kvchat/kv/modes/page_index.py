@@ -1,19 +1,25 @@
-"""What selection keeps of every page's keys, per layer and KV head: bounds, or codes of a few bits.
+"""What selection keeps of every page's keys, per layer and KV head: bounds, or codes of a few bits; its modes' base.
 
 It follows the host pool by whole pages: the candidates of a step are full pages, or tokens in them.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from kvchat.kv.geometry import Geometry
+from kvchat.config.modes import SpeculativeParameters
+from kvchat.errors import DoesNotFitError, UsageError
+from kvchat.kv.geometry import PAGE, Geometry
+from kvchat.kv.memory.device_slots import DeviceSlots, Layout
 from kvchat.kv.memory.host_pool import HostPool
+from kvchat.kv.modes.base import AUTO_BUDGET, Mode, Plan, Step, everything, refuse_small_budget
+from kvchat.kv.modes.recovery_levels import RECENT, WIDER
 from kvchat.kv.ops import key_codes
 from kvchat.kv.ops.selection import page_bounds
+from kvchat.kv.state import KVState
 
 BLOCK = 8  # tokens of a block of ``index=blocks``
 BLOCK_SHARE = 0.25  # of the way from a block's mean key to its bounds
@@ -151,3 +157,68 @@ class KeyCodes(PageIndex):
         """The logarithms of the pages' mass ``[H, G, page]`` for ``query [H_q, d_k]``."""
         scores: Tensor = ops.token_scores(query, self.of(layer), self.bits, scaling)
         return scores.view(*scores.shape[:2], -1, self.geometry.page).logsumexp(-1)
+
+
+class IndexedMode(Mode):
+    """Sinks, a window and what an index of the stored keys chooses, behind a first layer that may be read in full."""
+
+    constants: ClassVar = {"AUTO_BUDGET": AUTO_BUDGET, "WIDER": WIDER, "RECENT": RECENT, "PAGE": PAGE}
+    recovery_levels = ("WR", "FR", "RR")
+    widens = True
+    parameters: SpeculativeParameters
+    index: PageIndex
+
+    def _share_out(self, budget: int, sink: int, window: int) -> None:
+        """Take ``budget``, of which sinks and window have their parts.
+
+        Raises:
+            UsageError: they do not fit, or the window is no page; DoesNotFitError: the model has one layer, read whole.
+        """
+        page = self.geometry.page
+        refuse_small_budget(self.name, budget, sink, window)
+        if window < page:
+            raise UsageError(
+                "The speculative window is too small.",
+                f"window = {window}, at least one page = {page} tokens.",
+                "Give a larger window.",
+            )
+        self.budget, self.sink, self.window = budget, sink, window
+        self.first = 1 if self.parameters.first_full else 0
+        if self.geometry.layers == self.first:
+            raise DoesNotFitError(
+                "Speculative retrieval needs a second layer.", "The model has one.", "Set first_full=false."
+            )
+
+    def _index(self, device: torch.device) -> PageIndex:
+        """An empty index."""
+        raise NotImplementedError
+
+    def _planned(self, rest: Layout, capacity: int) -> Plan:
+        """With ``rest`` for the layers that choose."""
+        full = [everything(self.geometry, 0, self.first, capacity)] if self.first else []
+        return Plan([*full, rest], self.geometry.pages(capacity) * self._index(torch.device("meta")).page_bytes)
+
+    def graph_buffers(self) -> list[Tensor]:
+        return [*super().graph_buffers(), self.index.data]
+
+    @property
+    def slots(self) -> DeviceSlots:
+        """Those of the layers that choose."""
+        return self.state.slots[-1]
+
+    def attach(self, state: KVState) -> None:
+        super().attach(state)
+        self.index = self._index(state.device)
+
+    def prefilled(self, layer: int, start: int, keys: Tensor) -> None:
+        if layer >= self.first:
+            self.index.compute(layer, start, keys)
+
+    def fill(self, fresh: bool) -> None:
+        super().fill(fresh)
+        self.index.refresh(self.state.host)
+
+    def prepare_step(self) -> Step:
+        # As much as the slots have: on a GPU both growing at once costs one new graph, not two.
+        self.index.reserve(self.state.capacity)
+        return super().prepare_step()

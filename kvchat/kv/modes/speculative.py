@@ -37,23 +37,18 @@ import torch
 from torch import Tensor
 
 from kvchat.config.modes import SpeculativeParameters
-from kvchat.errors import DoesNotFitError, UsageError
+from kvchat.errors import UsageError
 from kvchat.kv.attention_spec import AttentionSpec
-from kvchat.kv.geometry import PAGE, Geometry
-from kvchat.kv.memory.device_slots import DeviceSlots, Layout
+from kvchat.kv.geometry import Geometry
+from kvchat.kv.memory.device_slots import Layout
 from kvchat.kv.modes.base import (
-    AUTO_BUDGET,
-    Mode,
     ModelTraits,
     ModeReport,
     Plan,
     Step,
     budget_of,
-    everything,
-    refuse_small_budget,
 )
-from kvchat.kv.modes.page_index import KeyCodes
-from kvchat.kv.modes.recovery_levels import RECENT, WIDER
+from kvchat.kv.modes.page_index import IndexedMode, KeyCodes
 from kvchat.kv.ops.selection import Places
 from kvchat.kv.state import KVState
 from kvchat.units import size
@@ -63,21 +58,11 @@ QUARTER = 4  # of the budget: the window, where the query that chooses is not th
 BITS = {"bits2": 2, "bits4": 4}
 
 
-class Speculative(Mode):
+class Speculative(IndexedMode):
     """Sinks, a window and k tokens per layer and KV head."""
 
-    constants: ClassVar = {
-        "AUTO_BUDGET": AUTO_BUDGET,
-        "SINK": SINK,
-        "QUARTER": QUARTER,
-        "BITS": BITS,
-        "WIDER": WIDER,
-        "RECENT": RECENT,
-        "PAGE": PAGE,
-    }
-    recovery_levels = ("WR", "FR", "RR")
-    widens = True
-    parameters: SpeculativeParameters
+    constants: ClassVar = {**IndexedMode.constants, "SINK": SINK, "QUARTER": QUARTER, "BITS": BITS}
+    index: KeyCodes
 
     def __init__(
         self, parameters: SpeculativeParameters, geometry: Geometry, traits: ModelTraits, preamble: int = 0
@@ -89,18 +74,11 @@ class Speculative(Mode):
         self.wants_choice = given.keys().isdisjoint(("budget", "index", "sink", "window"))
         self.choice = traits.choice if self.wants_choice else None
         values: dict[str, Any] = {"index": "bits2", "sink": SINK} | (self.choice.params if self.choice else {}) | given
-        self.budget: int = values.get("budget") or budget_of(parameters, traits.context)
+        budget: int = values.get("budget") or budget_of(parameters, traits.context)
         self.bits = BITS.get(values["index"], 0)
-        self.sink: int = values["sink"]
         # What is near is chosen as well as what is far; an estimate of the query is less sure of it.
-        self.window: int = values.get("window", p if self.query == "own" else max(p, self.budget // QUARTER))
-        refuse_small_budget(self.name, self.budget, self.sink, self.window)
-        if self.window < p:
-            raise UsageError(
-                "The speculative window is too small.",
-                f"window = {self.window}, at least one page = {p} tokens.",
-                "Give a larger window.",
-            )
+        window = values.get("window", p if self.query == "own" else max(p, budget // QUARTER))
+        self._share_out(budget, values["sink"], window)
         if not self.bits:
             raise UsageError(
                 "This index does not tell tokens apart.",
@@ -115,11 +93,6 @@ class Speculative(Mode):
             )
         self.k = self.budget - self.sink - self.window
         self._pin_to_sinks()
-        self.first = 1 if parameters.first_full else 0
-        if geometry.layers == self.first:
-            raise DoesNotFitError(
-                "Speculative retrieval needs a second layer.", "The model has one.", "Set first_full=false."
-            )
 
     @property
     def query(self) -> str:
@@ -132,7 +105,6 @@ class Speculative(Mode):
 
     def plan(self, capacity: int) -> Plan:
         g, pinned = self.geometry, len(self.pins)
-        full = [everything(g, 0, self.first, capacity)] if self.first else []
         if g.unified:
             size = self.sink + self.k + self.window + pinned
             rest = Layout(self.first, g.layers, sink=0, window=size, shared=False, in_place=True)
@@ -140,36 +112,21 @@ class Speculative(Mode):
             window = min(self.window, max(capacity, g.page))
             k, sink = min(self.k, g.round_up(capacity)), min(self.sink, capacity)
             rest = Layout(self.first, g.layers, sink, window, g.pages(k), shared=False, pinned=pinned)
-        return Plan([*full, rest], g.pages(capacity) * self._index(torch.device("meta")).page_bytes)
-
-    def graph_buffers(self) -> list[Tensor]:
-        return [*super().graph_buffers(), self.index.data]
-
-    @property
-    def slots(self) -> DeviceSlots:
-        """Those of the layers that choose."""
-        return self.state.slots[-1]
+        return self._planned(rest, capacity)
 
     def attach(self, state: KVState) -> None:
         super().attach(state)
-        self.index = self._index(state.device)
         self._estimates: dict[int, Tensor] = {}
         self._begun: list[int] = []  # layers whose copies were begun in this step, the newest last
 
-    def prefilled(self, layer: int, start: int, keys: Tensor) -> None:
-        if layer >= self.first:
-            self.index.compute(layer, start, keys)
-
     def fill(self, fresh: bool) -> None:
         super().fill(fresh)
-        self.index.refresh(self.state.host)
         self._begin(self.state.position, stepping=False)
         for layer in range(self.first, self.geometry.layers):
             self._choose(layer, self.state.query[layer])
 
     def prepare_step(self) -> Step:
-        # As much as the slots have: on a GPU both growing at once costs one new graph, not two.
-        self.index.reserve(self.state.capacity)
+        super().prepare_step()
         self.index.follow(self.state.host)
         return Step(exact=self.state.total + 1 - self.window - self.sink <= self.k)
 
