@@ -6,8 +6,8 @@ import pytest
 import torch
 from support.tiny_runner import loaded, prefilled, runner_of
 
+from kvchat.bench.baselines import as_written
 from kvchat.engine.generate import runner
-from kvchat.engine.model import attention_hook
 from kvchat.engine.model.load import load_model
 from kvchat.engine.model.prefill_memory import bytes_per_token
 from kvchat.errors import DoesNotFitError
@@ -116,12 +116,11 @@ def test_a_gpus_prefill_gives_the_models_own_logits(on_gpu, chunk):
     """Within twice what the model's own two ways of attending differ."""
     ids = ids_of(min(3000, on_gpu.context - 8))
     own = {}
-    for name in ("sdpa", "eager"):
-        on_gpu.model.set_attn_implementation(name)
-        with torch.inference_mode():
+    with as_written(on_gpu.model):
+        for name in ("sdpa", "eager"):
+            on_gpu.model.set_attn_implementation(name)
             tokens = torch.tensor([ids], device="cuda")
             own[name] = on_gpu.model(tokens, use_cache=False, logits_to_keep=1).logits[0, -1].float()
-    on_gpu.model.set_attn_implementation(attention_hook.NAME)
     one = runner_of(on_gpu)
     one.chunk = chunk
     logits = prefilled(one, ids)
