@@ -127,21 +127,22 @@ def top(bits, k):
     """1 for the ``k`` highest of ``bits``, or for all that are not negative if they are fewer; of equals the first.
 
     They are those of numbers from 0 to below 2. Two of the k-th's are found at a time: one sum counts how many reach
-    each of three bounds.
+    each of three bounds. It ends once as many as are wanted reach the bound, which is long before the last bits unless
+    some are equal.
     """
     bound = tl.zeros((), tl.int32)
     shift = tl.full((), 28, tl.int32)
-    for _ in range(15):
-        digit = tl.minimum((bits - bound) >> shift, 3)
-        reached = (digit > 1).to(tl.int64) + ((digit > 2).to(tl.int64) << 20)
-        counts = tl.sum((digit > 0).to(tl.int64) + (reached << 20), 0)
-        reach = (counts & 0xFFFFF >= k).to(tl.int32) + ((counts >> 20) & 0xFFFFF >= k).to(tl.int32)
-        bound += (reach + (counts >> 40 >= k).to(tl.int32)) << shift
+    count = tl.sum((bits >= 0).to(tl.int32), 0)
+    while (shift >= 0) & (count > k):
+        digit = (bits - bound) >> shift
+        counts = tl.sum((digit > 0).to(tl.int32) + ((digit > 1).to(tl.int32) << 16), 0)
+        one, two, three = counts & 0xFFFF, (counts >> 16) & 0xFFFF, tl.sum((digit > 2).to(tl.int32), 0)
+        bound += ((one >= k).to(tl.int32) + (two >= k).to(tl.int32) + (three >= k).to(tl.int32)) << shift
+        count = tl.where(three >= k, three, tl.where(two >= k, two, tl.where(one >= k, one, count)))
         shift -= 2
-    above = (bits > bound).to(tl.int32)
     at = (bits == bound).to(tl.int32)
-    room = k - tl.sum(above, 0)
-    return above + tl.where(tl.cumsum(at, 0) <= room, at, 0)
+    room = k - tl.sum((bits > bound).to(tl.int32), 0)
+    return (bits > bound).to(tl.int32) + tl.where(tl.cumsum(at, 0) <= room, at, 0)
 
 
 @triton.jit

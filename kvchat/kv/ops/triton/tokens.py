@@ -1,8 +1,8 @@
 """tokens: which tokens a KV head reads next, by the codes of their keys (``ops.key_codes``), and in which slots.
 
-Three launches, of shapes that the contents do not change: scores of all tokens, in blocks of pages; the best of each
-chunk of tokens; the best of those, and their slots. Where those are many, the best of chunks of them come between.
-Nothing is sorted (``select.top``). Codes are unpacked in registers, and not read where no token may be chosen.
+Two launches, of shapes that the contents do not change: scores of all tokens, in blocks of pages; of each KV head the
+best, and their slots. Of more tokens than one program takes, the best of each chunk come between. Nothing is sorted
+(``select.top``). Codes are unpacked in registers, and not read where no token may be chosen.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from kvchat.kv.ops.triton.select import top
 
 PAGES = 16  # that a program scores
 LEAST_BLOCKS = 64  # that are scored by a program each: kernels are compiled for so many, and again at each doubling
-CHUNK, MOST = 4096, 8192  # tokens among which a program chooses: the fewer, the more programs
-PER_WARP = 512
-# Marks of chosen tokens in place of their weights, which are positive.
-CHOSEN, RESIDENT = tl.constexpr(-2.0), tl.constexpr(-3.0)
+# Tokens among which a program chooses: compiled for so many, and again at each doubling; of more, the best of chunks.
+FEWEST, MOST, CHUNK = 4096, 16384, 8192
+PER_WARP, PER_WARP_OF_CHUNK = 1024, 512
+CHOSEN, RESIDENT = tl.constexpr(1), tl.constexpr(2)  # marks of tokens
 INTEGERS = tl.constexpr(8388608.0)  # 2 ** 23: from here on a float32's lowest bits count by one
 INTEGER_BITS = tl.constexpr(0x4B000000)
 
@@ -132,110 +132,145 @@ def _edge(word, UPPER: tl.constexpr, IS_BF16: tl.constexpr):
     return half.to(tl.float16, bitcast=True).to(tl.float32)
 
 
+@triton.jit
+def _bits(
+    scores,
+    highest,
+    totals,
+    listed,
+    head,
+    first,
+    place,
+    found,
+    blocks,
+    LISTED: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Bits of the weights of a head's items from ``first`` on, -1 where one is not to be chosen: weights are positive,
+    and so their bits compare as they do. The items are ``found`` tokens, or what is listed with its bits.
+    """
+    if LISTED:
+        bits = tl.load(listed + (head * found + first) + place, mask=place < found - first, other=-1)
+    else:
+        block, group = tl.arange(0, BLOCKS), tl.arange(0, GROUP_ROWS)
+        there = (group < GROUP)[:, None] & (block < blocks)[None, :]
+        of_block = (head * GROUP + group)[:, None] * blocks + block[None, :]
+        most = tl.load(highest + of_block, mask=there, other=LOWEST)
+        limits = tl.max(most, 1)
+        shares = tl.load(totals + of_block, mask=there, other=0.0)
+        sums = tl.maximum(tl.sum(shares * tl.exp(most - limits[:, None]), 1), 1e-30)
+        weight = tl.zeros(place.shape, tl.float32)
+        for g in range(GROUP):
+            score = tl.load(
+                scores + ((head * GROUP + g) * found + first) + place, mask=place < found - first, other=LOWEST
+            )
+            limit, total = tl.sum(tl.where(group == g, limits, 0.0), 0), tl.sum(tl.where(group == g, sums, 0.0), 0)
+            weight = tl.where(score > LOWEST, weight + tl.exp(score - limit) / (total * GROUP), -1.0)
+        bits = tl.where(weight < 0, -1, weight.to(tl.int32, bitcast=True))
+    return bits
+
+
 @triton.jit(
-    do_not_specialize=["pages", "blocks", "kept"],
-    do_not_specialize_on_alignment=["highest", "totals", "best", "best_bits"],
+    do_not_specialize=["found", "blocks", "kept"],
+    do_not_specialize_on_alignment=[
+        "scores",
+        "highest",
+        "totals",
+        "marks",
+        "listed",
+        "listed_bits",
+        "best",
+        "best_bits",
+    ],
 )
 def _best_of_chunk(
     scores,
     highest,
     totals,
-    weights,
+    marks,
+    listed,
+    listed_bits,
     best,
     best_bits,
-    pages,
+    found,
     blocks,
     kept,
+    LISTED: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
-    PAGE: tl.constexpr,
-    CHUNK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
-    """Weights of a chunk's tokens; the ``kept`` best with their weights' bits, in order of position."""
+    """The ``kept`` best of a chunk with their weights' bits, in order of position; -1 where there are fewer."""
     head, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    tokens = pages * PAGE
-    item, block = tl.arange(0, CHUNK), tl.arange(0, BLOCKS)
-    token = chunk * CHUNK + item
-    group = tl.arange(0, GROUP_ROWS)
-    there = (group < GROUP)[:, None] & (block < blocks)[None, :]
-    of_block = (head * GROUP + group)[:, None] * blocks + block[None, :]
-    most = tl.load(highest + of_block, mask=there, other=LOWEST)
-    limits = tl.max(most, 1)
-    shares = tl.load(totals + of_block, mask=there, other=0.0)
-    sums = tl.maximum(tl.sum(shares * tl.exp(most - limits[:, None]), 1), 1e-30)
-    weight = tl.zeros((CHUNK,), tl.float32)
-    may = item < 0
-    for g in range(GROUP):
-        score = tl.load(scores + (head * GROUP + g) * tokens + token, mask=token < tokens, other=LOWEST)
-        limit, total = tl.sum(tl.where(group == g, limits, 0.0), 0), tl.sum(tl.where(group == g, sums, 0.0), 0)
-        weight += tl.exp(score - limit) / (total * GROUP)
-        may = score > LOWEST
-    tl.store(weights + head * tokens + token, weight, mask=token < tokens)
+    place, first = tl.arange(0, CHUNK), chunk * CHUNK
+    bits = _bits(
+        scores, highest, totals, listed_bits, head, first, place, found, blocks, LISTED, GROUP, GROUP_ROWS, BLOCKS
+    )  # fmt: skip
     begin = (head * tl.num_programs(1) + chunk) * kept
-    taken, at = _keep_best(best_bits + begin, tl.where(may, weight.to(tl.int32, bitcast=True), -1), item, kept)
-    tl.store(best + begin + at, token, mask=taken > 0)
-
-
-@triton.jit(do_not_specialize=["found", "kept"], do_not_specialize_on_alignment=["tokens", "bits", "best", "best_bits"])
-def _best_of_best(tokens, bits, best, best_bits, found, kept, CHUNK: tl.constexpr):
-    """Of ``found`` tokens with their weights' bits the ``kept`` best of a chunk."""
-    head, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    item = tl.arange(0, CHUNK)
-    source, begin = head * found + chunk * CHUNK, (head * tl.num_programs(1) + chunk) * kept
-    of_token = tl.load(bits + source + item, mask=item < found - chunk * CHUNK, other=-1)
-    taken, at = _keep_best(best_bits + begin, of_token, item, kept)
-    token = tl.load(tokens + source + item, mask=taken > 0)  # not before: there are no registers for both
-    tl.store(best + begin + at, token, mask=taken > 0)
-
-
-@triton.jit
-def _keep_best(best_bits, bits, item, kept):
-    """Store the ``kept`` highest of ``bits``, in order of position, and -1 where there are fewer.
-
-    Returns 1 for each that is kept, and its place.
-    """
-    tl.store(best_bits + item, -1, mask=item < kept)
+    best, best_bits = best + begin, best_bits + begin
+    tl.store(best_bits + place, -1, mask=place < kept)
     taken = top(bits, kept)
     at = tl.cumsum(taken, 0) - 1
     tl.debug_barrier()  # other threads wrote -1 there
     tl.store(best_bits + at, bits, mask=taken > 0)
-    return taken, at
+    if LISTED:
+        token = tl.load(listed + (head * found + first) + place, mask=taken > 0)
+    else:
+        token = first + place
+        tl.store(marks + (head * found + first) + place, tl.zeros((CHUNK,), tl.int8), mask=place < found - first)
+    tl.store(best + at, token, mask=taken > 0)
 
 
 @triton.jit(
-    do_not_specialize=["tokens", "found", "k", "resident_stride"],
-    do_not_specialize_on_alignment=["best", "best_bits", "resident"],
+    do_not_specialize=["tokens", "found", "blocks", "k", "resident_stride"],
+    do_not_specialize_on_alignment=["scores", "highest", "totals", "marks", "listed", "listed_bits", "resident"],
 )
 def _place_tokens(
-    best,
-    best_bits,
-    weights,
+    scores,
+    highest,
+    totals,
+    marks,
+    listed,
+    listed_bits,
     resident,
     fresh,
     placed,
     tokens,
     found,
+    blocks,
     k,
     resident_stride,
+    LISTED: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
     FOUND: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """The ``k`` best of ``found``: those that have a slot keep it, others take the slots of tokens not chosen."""
+    """The ``k`` best: those that have a slot keep it, others take the slots of tokens not chosen."""
     head = tl.program_id(0).to(tl.int64)
     item, slot = tl.arange(0, FOUND), tl.arange(0, SLOTS)
-    taken = top(tl.load(best_bits + head * found + item, mask=item < found, other=-1), k) > 0
-    token = tl.load(best + head * found + item, mask=taken, other=0)
-    mark = weights + head * tokens
-    tl.store(mark + token, CHOSEN, mask=taken)
+    bits = _bits(
+        scores, highest, totals, listed_bits, head, 0, item, found, blocks, LISTED, GROUP, GROUP_ROWS, BLOCKS
+    )  # fmt: skip
+    taken = top(bits, k) > 0
+    mark, token = marks + head * tokens, item
+    if LISTED:
+        token = tl.load(listed + head * found + item, mask=taken, other=0)
+        tl.store(mark + token, CHOSEN, mask=taken)
+    else:
+        tl.store(mark + item, taken.to(tl.int8), mask=item < tokens)
     # What was written is read by other threads, here and below.
     tl.debug_barrier()
     held = tl.load(resident + head * resident_stride + slot, mask=slot < k, other=-1)
     there = (held >= 0) & (held < tokens)
-    stays = there & (tl.load(mark + held, mask=there, other=0.0) == CHOSEN)
+    stays = there & (tl.load(mark + held, mask=there, other=0) == CHOSEN)
     tl.store(mark + held, RESIDENT, mask=stays)
     tl.debug_barrier()
-    missing = (tl.load(mark + token, mask=taken, other=0.0) == CHOSEN).to(tl.int32)
+    missing = (tl.load(mark + token, mask=taken, other=0) == CHOSEN).to(tl.int32)
     tl.store(fresh + head * k + (tl.cumsum(missing, 0) - 1), token, mask=missing > 0)
     tl.debug_barrier()
     free = ((slot < k) & (stays == 0)).to(tl.int32)
@@ -251,7 +286,7 @@ def token_scores(query: Tensor, index: Tensor, page: int, bits: int, scaling: fl
 
 def choosable(k: int) -> bool:
     """True if the kernels can choose ``k`` tokens."""
-    return k <= MOST // 2
+    return k <= CHUNK // 2
 
 
 def choose_tokens(
@@ -265,46 +300,39 @@ def choose_tokens(
     resident: Tensor,
 ) -> Tensor:
     """``TorchOps.choose_tokens`` where they are ``choosable``."""
-    scores, highest, totals = _scored(query, index, page, bits, scaling, (hidden, masked))
-    heads, group, tokens = scores.shape
-    k, blocks = resident.shape[1], highest.shape[2]
-    chunk = CHUNK if triton.cdiv(tokens, CHUNK) * k <= MOST else MOST
-    weights = torch.empty((heads, tokens), dtype=torch.float32, device=query.device)
-    best, kept = _room(scores, heads, tokens, chunk, k)
+    scored = scores, highest, _ = _scored(query, index, page, bits, scaling, (hidden, masked))
+    (heads, group, tokens), blocks, k = scores.shape, highest.shape[2], resident.shape[1]
+    marks = torch.empty((heads, tokens), dtype=torch.int8, device=query.device)
+    groups = group, triton.next_power_of_2(group)
     of_blocks = max(LEAST_BLOCKS, triton.next_power_of_2(blocks))
-    _best_of_chunk[(heads, best.shape[2])](
-        scores,
-        highest,
-        totals,
-        weights,
-        *best,
-        index.shape[1],
-        blocks,
-        kept,
-        group,
-        triton.next_power_of_2(group),
-        page,
-        chunk,
-        of_blocks,
-        num_warps=chunk // PER_WARP,
-    )
-    while best[0, 0].numel() > MOST:
-        before, found = best, best[0, 0].numel()
-        best, kept = _room(scores, heads, found, MOST, k)
-        _best_of_best[(heads, best.shape[2])](*before, *best, found, kept, MOST, num_warps=MOST // PER_WARP)
-    found = best[0, 0].numel()
+    listed, found = torch.empty((2, heads, 0), dtype=torch.int32, device=query.device), tokens
+    while found > (MOST if found == tokens else CHUNK):  # what is listed takes more registers
+        chunks, longer = triton.cdiv(found, CHUNK), listed
+        listed = longer.new_empty((2, heads, chunks * k))
+        _best_of_chunk[(heads, chunks)](
+            *scored,
+            marks,
+            *longer,
+            *listed,
+            found,
+            blocks,
+            k,
+            found < tokens,
+            *groups,
+            of_blocks,
+            CHUNK,
+            num_warps=CHUNK // PER_WARP_OF_CHUNK,
+        )
+        found = chunks * k
     fresh = torch.empty((heads, k), dtype=torch.int32, device=query.device)
     placed = torch.empty((heads, k), dtype=torch.int64, device=query.device)
-    of_found = CHUNK if found <= CHUNK else MOST
-    sizes = tokens, found, k, resident.stride(0), of_found, triton.next_power_of_2(k)
-    _place_tokens[(heads,)](*best, weights, resident, fresh, placed, *sizes, num_warps=MOST // PER_WARP)
+    of_found = max(FEWEST, triton.next_power_of_2(found))
+    sizes = tokens, found, blocks, k, resident.stride(0)
+    shapes = found < tokens, *groups, of_blocks, of_found, triton.next_power_of_2(k)
+    _place_tokens[(heads,)](
+        *scored, marks, *listed, resident, fresh, placed, *sizes, *shapes, num_warps=of_found // PER_WARP
+    )
     return placed
-
-
-def _room(like: Tensor, heads: int, tokens: int, chunk: int, k: int) -> tuple[Tensor, int]:
-    """Room for the best of each chunk and their weights' bits ``[2, H, chunks, kept]``, and how many those are."""
-    chunks, kept = triton.cdiv(tokens, chunk), min(k, chunk)
-    return torch.empty((2, heads, chunks, kept), dtype=torch.int32, device=like.device), kept
 
 
 def _scored(

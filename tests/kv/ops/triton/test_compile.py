@@ -36,7 +36,7 @@ OTHER_CELLS = [
     (120, "float16", 128),
 ]
 OF_WIDTH = ("_attend_part", "_move_pages", "_move_tokens", "_move_shared", "_page_scores", "_token_scores")
-IN_REGISTERS = ("_token_scores", "_best_of_chunk", "_best_of_best", "_place_tokens")
+IN_REGISTERS = ("_token_scores", "_best_of_chunk", "_place_tokens")
 
 
 def least_shared(capability):

@@ -96,11 +96,12 @@ def test_of_equal_tokens_the_first_are_chosen(data):
     assert torch.equal(placed[stays], expected[stays])
 
 
-def test_more_than_one_program_can_choose_among_come_together(device, monkeypatch):
-    """The best of chunks of the best of chunks are the best of all."""
-    monkeypatch.setattr(kernels, "CHUNK", 512)
-    monkeypatch.setattr(kernels, "MOST", 512)
-    page, n, k = 32, 1600, 200  # 4 chunks leave 800 tokens, 2 of those 400
+@pytest.mark.parametrize("k", [30, 128])
+def test_more_than_one_program_can_choose_among_come_together(k, device, monkeypatch):
+    """The best of the best of chunks are the best of all."""
+    for name, value in {"FEWEST": 512, "MOST": 512, "CHUNK": 256, "PER_WARP": 128, "PER_WARP_OF_CHUNK": 64}.items():
+        monkeypatch.setattr(kernels, name, value)
+    page, n = 32, 3200
     index = index_of(noise(0, device, torch.float16, 2, n, 16), page, 2, n)
     query = 3 * noise(1, device, torch.float16, 4, 16)
     nothing = torch.zeros(n, dtype=torch.bool, device=device)
