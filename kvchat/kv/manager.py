@@ -70,19 +70,19 @@ class KVManager:
                 is due.
         """
         self._end_prefill()
-        self.state.transfer.timer.begin_step()
         if self._stale or self._dirty or self._half_entered:
             self.refill()
         self._make_room(self.total + 1)
         self._dirty = True
         self.state.control.index_fill_(0, self.state.position.view(1), control)
         self.step = self.mode.prepare_step()
+        self.state.transfer.timer.begin_step(self.step.kind)
 
     def graph_key(self) -> tuple[object, ...]:
         """Return the CUDA-graph key of this step: equal keys mean the same operations on the same buffers."""
         layouts = (slots.layout for slots in self.state.slots)
         buffers = ((t.data_ptr(), t.shape) for t in self.graph_buffers())
-        return self.mode, self.step.kind, *layouts, *buffers
+        return self.mode, self.step.kind, self.state.transfer.timer.times, *layouts, *buffers
 
     def graph_buffers(self) -> list[Tensor]:
         """Return the tensors that a step reads or changes and that last from step to step."""

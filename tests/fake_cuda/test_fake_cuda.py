@@ -168,5 +168,5 @@ def test_recall_is_timed_by_events_in_graphs_too(row):
         one.step(token)
     steps = one.kv.state.transfer.timer.steps
     assert not one.graphs.refusal
-    assert len(steps) > 5
+    assert len(steps) > 1
     assert all(0 <= step.exposed <= step.total for step in steps)

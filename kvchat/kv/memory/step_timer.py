@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 
 STEPS = 256
+GRAPH = 2  # first steps of a kind, which warm up and capture the graph that is timed
+EVERY = 16  # steps of a kind on a GPU, of which one is timed: the events of all would take a tenth of an 8B's token
 
 
 class RecallTime(NamedTuple):
@@ -33,15 +35,18 @@ class StepTimer:
     """Times the copies of each step; ``steps`` are those of the last 256 that copied.
 
     ``timed`` counts all steps that were timed, also those that copied nothing, ``seconds`` the time of their copies.
-    On a GPU by events that a CUDA graph records again at each replay: every kind of step has its own. They are read
-    when the next step begins, if the device is through by then; else that step is left out, because a host that runs
-    ahead must not wait for a figure. A CPU copies while the step waits.
+    On a GPU one step in ``EVERY`` of a kind is timed (``times``), by events that a CUDA graph records again at each
+    replay: every kind of step has its own, and one that is not timed another graph. They are read when the next step
+    begins, if the device is through by then; else that step is left out, because a host that runs ahead must not wait
+    for a figure. A CPU copies while the step waits, and every step is timed.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.steps: deque[RecallTime] = deque(maxlen=STEPS)
         self.timed, self.seconds = 0, 0.0
         self._events = device.type == "cuda"
+        self.times = True
+        self._begun: Counter[Hashable] = Counter()
         self._of_step = 0.0
         self._spans: dict[Hashable, list[Span]] = {}
         self._kind: Hashable = None
@@ -49,7 +54,9 @@ class StepTimer:
 
     def begin_forward(self, kind: Hashable) -> None:
         """Begin the forward of a step of this ``kind``; a graph's replay does not come here."""
-        self._spans[kind], self._kind = [], kind
+        self._kind = kind
+        if self.times:
+            self._spans[kind] = []
 
     @contextmanager
     def copying(self, hidden: bool = False) -> Iterator[None]:
@@ -65,24 +72,27 @@ class StepTimer:
 
     def end_step(self, kind: Hashable) -> None:
         """All of a step of this ``kind`` was queued."""
-        self._kind, self._queued = kind, self._events
+        self._kind, self._queued = kind, self._events and self.times
         if not self._events:
             self._add(RecallTime(self._of_step, self._of_step))
             self._of_step = 0.0
 
-    def begin_step(self) -> None:
-        """Read the last step's events before this one records them again."""
+    def begin_step(self, kind: Hashable) -> None:
+        """Read the last step's events before they are recorded again; say whether this step of a ``kind`` is timed."""
         spans, queued, self._queued = self._spans.get(self._kind, []), self._queued, False
         if queued and all(span.end.query() for span in spans):  # type: ignore[no-untyped-call]
             timed = [(span, span.begin.elapsed_time(span.end) / 1000) for span in spans]
             total = sum(seconds for span, seconds in timed if span.total)
             self._add(RecallTime(total, min(total, sum(seconds for span, seconds in timed if span.exposed))))
+        self.times = not self._events or self._begun[kind] < GRAPH or self._begun[kind] % EVERY == 0
+        self._begun[kind] += 1
 
     def clear(self) -> None:
         """Forget the last steps: another mode begins."""
         self.steps.clear()
         self._spans.clear()
         self._queued = False
+        self._begun.clear()
 
     def _add(self, step: RecallTime) -> None:
         self.timed += 1
@@ -96,6 +106,9 @@ class StepTimer:
             began = time.perf_counter()
             yield
             self._of_step += time.perf_counter() - began
+            return
+        if not self.times:
+            yield
             return
         # External: a graph that is being captured makes them events of its own, to be timed after each replay.
         begin, end = (torch.cuda.Event(enable_timing=True, external=True) for _ in "be")  # type: ignore[no-untyped-call]

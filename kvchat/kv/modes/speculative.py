@@ -155,6 +155,11 @@ class Speculative(IndexedMode):
             self.state.transfer.join()
         return False
 
+    def choose(self, layer: int, query: Tensor, hidden: Tensor, held: Tensor) -> Tensor:
+        """The tokens ``[H, k]`` that ``query [H_q, d_k]`` chooses for slots that hold ``held``, none of ``hidden``."""
+        state, codes = self.state, (self.index.of(layer), self.index.bits)
+        return state.ops.choose_tokens(query, *codes, state.scaling(layer), hidden, self._masked, held)
+
     def report(self) -> ModeReport:
         chosen = {"budget": self.budget, "sink": self.sink, "window": self.window, "query": self.query}
         chosen["index"] = f"bits{self.bits}"
@@ -208,8 +213,7 @@ class Speculative(IndexedMode):
         # A window that became known since the step began hides only what attention does not see either.
         hidden = self._hidden.get(spec.window if spec else None, self._hidden[None])
         held = self.slots.table_of(layer)[:, : min(self.k, self.slots.offset)]
-        codes = self.index.of(layer), self.index.bits
-        chosen = state.ops.choose_tokens(query, *codes, state.scaling(layer), hidden, self._masked, held)
+        chosen = self.choose(layer, query, hidden, held)
         state.transfer.load_tokens(self.slots, layer, 0, chosen, held)
         held.copy_(chosen)
 
