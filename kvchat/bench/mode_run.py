@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kvchat.bench.fixed_change_rate import FixedChangeRate
+from kvchat.bench.fixed_change_rate import fixed_change_rate
 from kvchat.bench.fixed_corrections import FixedCorrections
 from kvchat.bench.timing import Timing, time_steps
 from kvchat.config.modes import FullParameters, ModeParameters, SpeculativeParameters
@@ -99,7 +99,7 @@ class ModeRun:
         geometry = geometry_of(self._runner.model)
         if isinstance(self.chosen, SpeculativeParameters):
             if self.change_rate is not None:
-                return FixedChangeRate(self.change_rate, self.chosen, geometry, self._traits)
+                return fixed_change_rate(self.change_rate, self.chosen, geometry, self._traits)
             if self.corrections is not None:
                 return FixedCorrections(self.corrections, self.chosen, geometry, self._traits)
         return build(self.chosen, geometry, self._traits)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.shape_runner import filled
 
-from kvchat.bench.fixed_change_rate import FixedChangeRate
+from kvchat.bench.fixed_change_rate import FixedPages
 from kvchat.bench.variant import parsed
 from kvchat.engine.generate.runner import geometry_of, traits_of
 from kvchat.errors import UsageError
@@ -18,7 +18,7 @@ SPECULATIVE = parsed("speculative:sink=64,window=64", 320)  # six retrieved page
 
 @pytest.mark.parametrize("rate", [0.0, 0.25, 1.0])
 def test_exactly_the_fixed_share_of_pages_moves(tiny_shape, rate):
-    mode = FixedChangeRate(rate, SPECULATIVE, geometry_of(tiny_shape), traits_of(tiny_shape))
+    mode = FixedPages(rate, SPECULATIVE, geometry_of(tiny_shape), traits_of(tiny_shape))
     runner = filled(tiny_shape, mode, 900)
     kv, slots = runner.kv, runner.kv.state.slots[-1]
     changed = round(rate * 6)
@@ -33,20 +33,18 @@ def test_exactly_the_fixed_share_of_pages_moves(tiny_shape, rate):
 
 
 def test_corrections_move_nothing_more(tiny_shape):
-    mode = FixedChangeRate(
-        0.5, SPECULATIVE.model_copy(update={"tau": 2.0}), geometry_of(tiny_shape), traits_of(tiny_shape)
-    )
+    mode = FixedPages(0.5, SPECULATIVE.model_copy(update={"tau": 2.0}), geometry_of(tiny_shape), traits_of(tiny_shape))
     runner = filled(tiny_shape, mode, 900)
     runner.step(1)
     moved = runner.kv.state.transfer.totals.moved
     runner.step(2)
     assert runner.kv.state.transfer.totals.moved - moved == 3 * 3 * 2 * 32
     # With tau = 2 nothing is chosen ahead: what lies there is what the last token was to read.
-    assert (runner.kv.state.slots[-1].pages == mode._pages_at(runner.kv.state.position - 1)).all()
+    assert (runner.kv.state.slots[-1].pages == mode._sliding.at(runner.kv.state.position - 1)).all()
 
 
 def test_too_few_pages_are_refused_and_the_old_mode_goes_on(tiny_shape):
     runner = filled(tiny_shape, build(parsed("full", 0), geometry_of(tiny_shape), traits_of(tiny_shape)), 300)
     with pytest.raises(UsageError, match="longer context or a smaller budget"), torch.inference_mode():
-        runner.kv.switch(FixedChangeRate(1.0, SPECULATIVE, geometry_of(tiny_shape), traits_of(tiny_shape)))
+        runner.kv.switch(FixedPages(1.0, SPECULATIVE, geometry_of(tiny_shape), traits_of(tiny_shape)))
     assert runner.kv.mode.name == "full"
