@@ -27,8 +27,9 @@ def ran(tmp_path_factory):
     python, noted = folder / "python", folder / "noted"
     python.write_text(NOTES, encoding="utf-8")
     python.chmod(0o755)
-    env = os.environ | {"PYTHON": str(python), "NOTED": str(noted)}
-    code = subprocess.run([SCRIPT, folder], env=env, capture_output=True, check=False).returncode
+    env = os.environ | {"PYTHON": str(python), "NOTED": str(noted), "OUT": str(folder / "out")}
+    code = subprocess.run([SCRIPT, "100000"], env=env, capture_output=True, check=False).returncode
+    assert (folder / "out" / "results.tar").exists()
     return code, [line.split("\t")[:-1] for line in noted.read_text(encoding="utf-8").splitlines()]
 
 
@@ -43,7 +44,13 @@ def test_every_part_runs_though_those_before_it_failed(ran):
     code, parts = ran
     assert code == 1
     assert ["-m", "kvchat", "doctor"] in parts
-    assert "perplexity" in parts[-1], "the last part of the script"
+    assert parts[-1][-2:] == ["-k", "late"], "the last part of the script"
+
+
+def test_what_no_time_is_left_for_is_left_out(tmp_path):
+    env = os.environ | {"PYTHON": "false", "OUT": str(tmp_path)}
+    assert subprocess.run([SCRIPT, "20", "decode", "long"], env=env, capture_output=True, check=False).returncode == 0
+    assert (tmp_path / "summary.txt").read_text() == "left out: decode-32k\nleft out: decode-128k\n"
 
 
 def test_every_measurement_has_options_of_today_and_a_file_of_its_own(ran):
@@ -61,8 +68,5 @@ def test_it_measures_exact_over_the_link_packed_weights_and_8_bit_pages(ran):
     decode = [given for name, given in commands if name == "decode"]
     exact = [given["context"] for given in decode if any("full:resident=" in mode for mode in given["mode"])]
     assert exact == [[32_768], [131_072]]
-    assert {given["quantize"] for given in decode} == {"none", "int8", "int4", "nf4"}
-    rounded = [name for name, given in commands if given.get("host_dtype") == "int8"]
-    assert rounded == ["agreement", "perplexity"]
-    on_exact_pages = {name for name, given in commands if given.get("host_dtype") == "model"}
-    assert on_exact_pages == {"agreement", "perplexity"}
+    assert {given["quantize"] for given in decode} == {"none", "int8", "int4"}
+    assert [name for name, given in commands if given.get("host_dtype") == "int8"] == ["agreement"]
