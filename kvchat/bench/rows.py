@@ -28,7 +28,11 @@ def line(row: Mapping[str, Any]) -> str:
 
 def named(row: Mapping[str, Any]) -> str:
     """Return the variant's notation with its change rate and its share of corrections, where they were set."""
+    return str(row["variant"]) + changed(row)
+
+
+def changed(row: Mapping[str, Any]) -> str:
+    """Return the change rate and the share of corrections as text, where they were set."""
     rate, share = row.get("change_rate", NATURAL), row.get("corrections_set")
-    variant: str = row["variant"]
     new = "" if rate == NATURAL else f", {100 * rate:g} % new"
-    return variant + new + ("" if share is None else f", {100 * share:g} % corrected")
+    return new + ("" if share is None else f", {100 * share:g} % corrected")

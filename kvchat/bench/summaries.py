@@ -9,6 +9,7 @@ from typing import Any
 from kvchat import units
 from kvchat.bench.identity import Result, outdated
 from kvchat.bench.intervals import wilson
+from kvchat.bench.rows import changed
 from kvchat.bench.table import Column, Table, figure, interval, share, size, tabulated, variant
 from kvchat.errors import UsageError
 
@@ -65,7 +66,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("times full's time", figure("wall_ratio", 2)),
     ),
     "decode": (
-        Column("mode", variant),
+        Column("mode", lambda row: variant(row) + changed(row)),
         Column("context", figure("context")),
         Column("ms", lambda row: row["failed"] if "failed" in row else units.figure(row["ms"], "", 2)),
         Column("tokens/s", figure("tokens_per_s", 1)),

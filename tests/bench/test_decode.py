@@ -212,6 +212,7 @@ def test_the_compiled_baseline_runs():
 
 @pytest.mark.cuda
 @pytest.mark.slow("a measurement of all")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # of its compiler's own
 def test_all_baselines_and_modes_run_on_a_gpu():
     chosen = settings(
         contexts=(2048,), modes=MODES, change_rates=("natural", "0.25", "1"),

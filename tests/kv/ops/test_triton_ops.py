@@ -145,7 +145,7 @@ def test_a_stream_beside_the_models_changes_no_bit(mode):
     for step in range(STEPS):
         forked, alone = (gpu.step() for gpu in both)
         assert torch.equal(forked, alone), f"step {step}"
-    one, other = (gpu.kv for gpu in both)
+    one, other = (gpu.kv.state for gpu in both)
     assert one.transfer.totals == other.transfer.totals
     assert one.transfer.totals.moved > 0
     for mine, theirs in zip(one.slots, other.slots, strict=True):
