@@ -20,7 +20,7 @@ def __getattr__(name: str) -> Any:
     if name in ("Session", "load", "open_session"):
         if "torch" not in sys.modules:  # it reads the environment once
             from kvchat.paths import name_home
-            from kvchat.threads import spin_briefly
+            from kvchat.process import spin_briefly
 
             spin_briefly()
             name_home()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvchat import processors
+from kvchat import process
 
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -23,7 +23,7 @@ def test_only_usable_processors_count_and_a_guests_time_once(tmp_path: Path, mon
     ]
     stat = tmp_path / "stat"
     stat.write_text("\n".join(lines))
-    assert processors.spent(stat) == (pytest.approx(66 / TICKS), pytest.approx(29 / TICKS), 2)
+    assert process.processor_time(stat) == (pytest.approx(66 / TICKS), pytest.approx(29 / TICKS), 2)
 
 
 @pytest.mark.parametrize("text", [None, "", "cpu 1 2 3 4 5 6 7 8"])
@@ -31,11 +31,11 @@ def test_a_system_that_does_not_tell_is_none(tmp_path: Path, text: str | None) -
     stat = tmp_path / "stat"
     if text is not None:
         stat.write_text(text)
-    assert processors.spent(stat) is None
+    assert process.processor_time(stat) is None
 
 
 def test_time_goes_on_here() -> None:
-    found = processors.spent()
+    found = process.processor_time()
     if found is None:
         pytest.skip("the system does not tell")
     assert found.processors == len(os.sched_getaffinity(0))

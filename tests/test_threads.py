@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvchat import threads
+from kvchat import process
 
 SHOWS = (
     "import os, sys; print(os.environ.get('OMP_WAIT_POLICY'), os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"
@@ -37,7 +37,7 @@ def policy_of(entry: str, **chosen: str) -> list[str]:
 
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_threads_sleep_after_a_short_wait(entry: str) -> None:
-    assert policy_of(entry) == ["PASSIVE", str(threads.SPINS), "False"]
+    assert policy_of(entry) == ["PASSIVE", str(process.SPINS), "False"]
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
@@ -49,11 +49,11 @@ def test_the_users_choice_stays(entry: str) -> None:
 def test_another_program_gets_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     before = {"PATH": "/bin"}
     monkeypatch.setattr(os, "environ", dict(before))
-    threads.spin_briefly()
-    assert os.environ["GOMP_SPINCOUNT"] == str(threads.SPINS)
-    assert threads.as_the_user_left_it() == before
+    process.spin_briefly()
+    assert os.environ["GOMP_SPINCOUNT"] == str(process.SPINS)
+    assert process.as_the_user_left_it() == before
     os.environ["GOMP_SPINCOUNT"] = "7"
-    assert threads.as_the_user_left_it() == os.environ
+    assert process.as_the_user_left_it() == os.environ
 
 
 NO_LIMIT = "max 100000"
@@ -99,12 +99,12 @@ def test_a_thread_for_each_core_and_no_more_than_the_container_grants(
     (tmp_path / "cpu.max").write_text(f"{quota}\n")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(usable))
     monkeypatch.setattr(os, "environ", dict(chosen))
-    threads.use_physical_cores(tmp_path, machine(tmp_path / "cpu", siblings))
+    process.use_physical_cores(tmp_path, machine(tmp_path / "cpu", siblings))
     assert os.environ.get("OMP_NUM_THREADS") == expected
 
 
 def test_a_system_that_tells_nothing_is_left_to_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {})
     monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
-    threads.use_physical_cores(tmp_path, tmp_path / "absent")
+    process.use_physical_cores(tmp_path, tmp_path / "absent")
     assert os.environ == {}

@@ -65,7 +65,7 @@ def names(path: Path) -> Iterator[str]:
             yield node.id if isinstance(node, ast.Name) else node.arg if isinstance(node, ast.arg) else node.attr
 
 
-@pytest.mark.parametrize("room", ["kv", "engine"])
+@pytest.mark.parametrize("room", ["kv", "models", "engine"])
 def test_one_word_for_one_thing(room: str) -> None:
     files = (ROOT / "kvchat" / room).rglob("*.py")
     assert not [(path.name, name) for path in files for name in names(path) if name.lstrip("_") in OLD_NAMES]

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from kvchat.bench.llama_cpp import LlamaCpp
 from kvchat.bench.timing import Timing, Variant, time_steps, warm_up
-from kvchat.engine.model import attention_hook
-from kvchat.engine.model.load import LoadedModel
 from kvchat.errors import UsageError, did_you_mean
 from kvchat.kv.state import KVState
+from kvchat.models import attention_hook
+from kvchat.models.load import LoadedModel
 
 DEFAULTS: dict[str, tuple[str, ...]] = {"cpu": ("generate",), "cuda": ("dynamic", "static", "compile", "offloaded")}
 

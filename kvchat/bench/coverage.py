@@ -27,10 +27,10 @@ from kvchat.bench.walk import Walk
 from kvchat.config.modes import FullParameters, ModeParameters, SpeculativeParameters, parse
 from kvchat.engine.generate.prompt import PromptEncoder
 from kvchat.engine.generate.stored import Stored
-from kvchat.engine.model.load import LoadedModel
 from kvchat.kv.coverage import BUDGETS as CHOICES
 from kvchat.kv.coverage import seeing_all
 from kvchat.kv.modes.sync_heads import TokenChoice
+from kvchat.models.load import LoadedModel
 
 STANDARD = ("streaming", "speculative", "freeze", "sync")
 BUDGETS = (128, 256, 512, 1024, 2048)

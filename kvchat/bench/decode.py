@@ -31,9 +31,9 @@ from kvchat.bench.variant import parsed
 from kvchat.config.modes import ModeParameters, SpeculativeParameters
 from kvchat.config.profiles import Measured
 from kvchat.engine.generate.runner import ModelRunner, geometry_of
-from kvchat.engine.model.load import LoadedModel
-from kvchat.engine.model.weight_sizes import read_bytes
 from kvchat.errors import UsageError
+from kvchat.models.load import LoadedModel
+from kvchat.models.quantize.weight_sizes import read_bytes
 
 # A variant's notation, its parameters and its fixed change rate, or None.
 Wanted = tuple[str, ModeParameters, float | None]

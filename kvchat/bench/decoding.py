@@ -16,11 +16,11 @@ from kvchat.bench.timing import warm_up
 from kvchat.bench.variant import parsed
 from kvchat.engine import calibration
 from kvchat.engine.generate.runner import ModelRunner, geometry_of, traits_of
-from kvchat.engine.model.load import LoadedModel
 from kvchat.errors import DoesNotFitError, KvchatError
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import Mode
 from kvchat.kv.modes.sync_heads import Calibration
+from kvchat.models.load import LoadedModel
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvchat.engine.model.load import LoadedModel
 from kvchat.errors import UsageError
+from kvchat.models.load import LoadedModel
 
 KINDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 

@@ -14,7 +14,7 @@ from kvchat.bench.variant import parsed
 from kvchat.errors import KvchatError
 
 if TYPE_CHECKING:
-    from kvchat.engine.model.load import LoadedModel
+    from kvchat.models.load import LoadedModel
 
 SCHEMA = 1
 VERSIONS = {

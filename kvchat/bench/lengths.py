@@ -20,8 +20,8 @@ from kvchat.bench.model_choice import ModelChoice
 from kvchat.bench.timing import current
 from kvchat.bench.variant import parsed
 from kvchat.engine.generate.runner import ModelRunner
-from kvchat.engine.model.load import LoadedModel
 from kvchat.errors import UsageError
+from kvchat.models.load import LoadedModel
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 
-from kvchat import install, threads
+from kvchat import install, process
 from kvchat.bench import gguf_copy
 from kvchat.bench.timing import Timing, warm_up
-from kvchat.engine.model.load import LoadedModel
 from kvchat.errors import UsageError
 from kvchat.kv.state import KVState
+from kvchat.models.load import LoadedModel
 
 PACKAGES = ("xllamacpp", "gguf")
 
@@ -87,7 +87,7 @@ class LlamaCpp:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 text=True,
-                env=threads.as_the_user_left_it(),
+                env=process.as_the_user_left_it(),
             )
             self._answer()
 

@@ -16,10 +16,10 @@ from kvchat.bench.model_choice import ModelChoice
 from kvchat.bench.variant import parsed
 from kvchat.engine.generate.runner import geometry_of, traits_of
 from kvchat.engine.generate.sampler import Sampler, read
-from kvchat.engine.model.load import LoadedModel
 from kvchat.engine.session import Session
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.modes import build
+from kvchat.models.load import LoadedModel
 from kvchat.protocol.messages import Sampling
 
 ROWS = 10

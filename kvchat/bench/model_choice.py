@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from kvchat.protocol.messages import HostDtype, Load
 
 if TYPE_CHECKING:
-    from kvchat.engine.model.load import LoadedModel
     from kvchat.engine.session import Session
+    from kvchat.models.load import LoadedModel
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class ModelChoice:
         Raises:
             KvchatError: as ``load_model``.
         """
-        from kvchat.engine.model.load import load_model  # imports torch
+        from kvchat.models.load import load_model  # imports torch
 
         return load_model(self._asked, report)
 

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from kvchat.bench.model_choice import ModelChoice
-from kvchat.engine.memory_errors import is_out_of_memory
-from kvchat.engine.model import attention_hook
-from kvchat.engine.model.device import DTYPES, resolve_device
-from kvchat.engine.model.load import LoadedModel, wrap
 from kvchat.errors import DoesNotFitError, UsageError, did_you_mean
 from kvchat.kv.manager import KVManager
+from kvchat.kv.memory_errors import is_out_of_memory
 from kvchat.kv.modes.sync_heads import Calibration, default_clusters
+from kvchat.models import attention_hook
+from kvchat.models.description import DTYPES, resolve_device
+from kvchat.models.load import LoadedModel, wrap
 from kvchat.paths import bundled_model_dir
 
 FILL_TOKENS = 4096  # K/V drawn at once

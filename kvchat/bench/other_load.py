@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvchat import processors
-from kvchat.processors import PROCESSES, STAT
+from kvchat import process as process_module
+from kvchat.process import PROCESSES, STAT
 
 # Ends by itself when its parent has ended, however that came.
 BUSY = """
@@ -49,7 +49,7 @@ def fair_share(threads: int, load: int) -> float:
 
 def sample(stat: Path = STAT) -> Sample | None:
     """Read the processor time used until now; None where the system does not tell."""
-    if (spent := processors.spent(stat)) is None:
+    if (spent := process_module.processor_time(stat)) is None:
         return None
     return spent.total, spent.idle, time.process_time() + _of_children()
 

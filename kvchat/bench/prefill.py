@@ -21,13 +21,12 @@ from kvchat.bench.frame import Frame, Row
 from kvchat.bench.identity import Experiment, Result, methods, model_identity
 from kvchat.bench.model_choice import ModelChoice
 from kvchat.bench.variant import parsed
-from kvchat.engine.generate.runner import ModelRunner, geometry_of, traits_of
-from kvchat.engine.memory_errors import is_out_of_memory
-from kvchat.engine.model.load import LoadedModel
-from kvchat.engine.model.prefill_memory import bytes_per_token
+from kvchat.engine.generate.runner import ModelRunner, geometry_of, prefill_bytes_per_token, traits_of
 from kvchat.errors import UsageError
 from kvchat.kv.memory import prefill_plan
+from kvchat.kv.memory_errors import is_out_of_memory
 from kvchat.kv.modes import build
+from kvchat.models.load import LoadedModel
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ def run(settings: Settings, choice: ModelChoice = ModelChoice(), frame: Frame | 
     model = model_shapes.choose(settings.shape, choice, frame.report)
     _check_lengths(settings, model)
     runner = ModelRunner(model, build(parsed(settings.mode), geometry_of(model), traits_of(model)))
-    token_bytes = bytes_per_token(model) if model.device.type == "cuda" else None
+    token_bytes = prefill_bytes_per_token(model) if model.device.type == "cuda" else None
     experiment = Experiment(
         "prefill",
         "seconds and peak bytes of reading a prompt",

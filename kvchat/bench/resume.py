@@ -17,9 +17,9 @@ from kvchat.bench.frame import Frame, Row
 from kvchat.bench.identity import Experiment, Result, methods, model_identity
 from kvchat.bench.model_choice import ModelChoice
 from kvchat.bench.variant import parsed
-from kvchat.engine.model.load import LoadedModel
 from kvchat.engine.session import Session
 from kvchat.errors import DoesNotFitError
+from kvchat.models.load import LoadedModel
 from kvchat.protocol.messages import Event, Keeping, Load, Noted, Resumed, Sampling, Turn
 
 WAYS = ("prompt", "memory", "disk")

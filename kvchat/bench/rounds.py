@@ -14,8 +14,8 @@ from kvchat.bench.mode_run import ModeRun, spills
 from kvchat.bench.rows import NATURAL
 from kvchat.bench.timing import Timing, Variant
 from kvchat.config.profiles import Measured
-from kvchat.engine.free_cores import LOOK_S
 from kvchat.errors import KvchatError
+from kvchat.models.quantize.rows import LOOK_S
 
 SETTLED_S = 5 * LOOK_S
 Times = dict[Variant, list[Timing]]

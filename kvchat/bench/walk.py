@@ -11,13 +11,13 @@ from torch import Tensor
 from kvchat.config.modes import FullParameters, ModeParameters
 from kvchat.engine import calibration
 from kvchat.engine.generate.runner import ModelRunner, geometry_of, traits_of
-from kvchat.engine.memory_errors import explained
-from kvchat.engine.model.load import LoadedModel
 from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv import coverage, inspect
+from kvchat.kv.memory_errors import explained
 from kvchat.kv.modes import build
 from kvchat.kv.modes.freeze_scores import Scores
 from kvchat.kv.modes.sync_heads import Calibration
+from kvchat.models.load import LoadedModel
 
 WARM_UP = 2  # steps
 

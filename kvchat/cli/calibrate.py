@@ -40,8 +40,8 @@ def calibrate(
     # Imports torch, so after the checks.
     from kvchat.bench.coverage import Settings, choose
     from kvchat.engine import calibration as engine
-    from kvchat.engine.model.load import load_model
     from kvchat.kv.coverage import BUDGETS
+    from kvchat.models.load import load_model
 
     loaded = load_model(Load(model, device), progress)
     samples = engine.file_samples(loaded, texts) if texts else engine.default_samples(loaded)

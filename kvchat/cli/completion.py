@@ -53,9 +53,9 @@ def complete_param(incomplete: str) -> list[Offer]:
 
 def complete_model(incomplete: str) -> list[Offer]:
     """The bundled model and those in the hub's cache; a path is completed by the shell."""
-    from kvchat.catalog import models
+    from kvchat.models import catalog
 
-    return [(model.name, model.kind) for model in models.find(()) if model.name.startswith(incomplete)]
+    return [(model.name, model.kind) for model in catalog.find(()) if model.name.startswith(incomplete)]
 
 
 def complete_profile(incomplete: str) -> list[Offer]:

@@ -60,7 +60,7 @@ from kvchat.cli.question import turns
 from kvchat.config import modes
 from kvchat.config.sources import Resolved
 from kvchat.errors import DoesNotFitError, KvchatError, UsageError
-from kvchat.threads import spin_briefly, use_physical_cores
+from kvchat.process import spin_briefly, use_physical_cores
 
 
 def main() -> None:

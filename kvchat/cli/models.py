@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvchat.catalog import models
-from kvchat.catalog.fit import Room, fit, room
-from kvchat.catalog.models import FoundModel
 from kvchat.cli.output import echo, note
 from kvchat.config.schema import ModelSettings
+from kvchat.models import catalog
+from kvchat.models.catalog import FoundModel, Room, fit, room
 from kvchat.units import size
 
 
@@ -35,7 +34,7 @@ class Row:
 def list_models(chosen: ModelSettings, as_json: bool) -> None:
     """Print every model that is found in the settings' folders, in the hub's cache and with kvchat."""
     there = room(chosen.device)
-    rows = [_row(found, chosen.dtype, there) for found in models.find(map(Path, chosen.folders))]
+    rows = [_row(found, chosen.dtype, there) for found in catalog.find(map(Path, chosen.folders))]
     if as_json:
         echo(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
         return

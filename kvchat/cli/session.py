@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import kvchat
 from kvchat.cli.output import progress
-from kvchat.engine.model import checkpoint
 from kvchat.kv.memory.available import check_address_space
+from kvchat.models import checkpoint
 from kvchat.protocol.messages import Load
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kvchat.doctor.check import Check, guarded
 from kvchat.kv.memory import available
-from kvchat.threads import CGROUPS, processor_share
+from kvchat.process import CGROUPS, processor_share
 from kvchat.units import MISSING, size
 
 SYS = Path("/sys")

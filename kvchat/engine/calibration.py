@@ -23,12 +23,12 @@ from torch import Tensor
 
 from kvchat import files, paths, text_file
 from kvchat.config.modes import SpeculativeParameters, parse
-from kvchat.engine.model import attention_hook, dense_attention
-from kvchat.engine.model.load import LoadedModel
 from kvchat.engine.synthetic_text import sentences
 from kvchat.errors import UsageError
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.modes.sync_heads import RULES, Calibration, TokenChoice, default_clusters, roles
+from kvchat.models import attention_hook
+from kvchat.models.load import LoadedModel
 
 TOP = 64
 TEXT_TOKENS = 512
@@ -119,7 +119,7 @@ class Recorder:
         group = len(query) // len(key)
         for head in range(len(key)):
             one, rows = slice(head, head + 1), slice(head * group, (head + 1) * group)
-            part, weights = dense_attention.attend(query[rows], key[one], value[one], _of_heads(spec, rows))
+            part, weights = attention_hook.attend(query[rows], key[one], value[one], _of_heads(spec, rows))
             parts.append(part)
             pooled.append(weights.amax(0))
         self._record(layer, pooled)

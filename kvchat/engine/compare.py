@@ -31,8 +31,8 @@ from kvchat.engine.generate.sampler import Sampler, read
 from kvchat.engine.generate.stored import Stored
 from kvchat.engine.guards import kind_of, whole_number
 from kvchat.engine.keep.keeper import Keeper
-from kvchat.engine.memory_errors import explained
 from kvchat.errors import DoesNotFitError, KvchatError
+from kvchat.kv.memory_errors import explained
 from kvchat.kv.set_aside import SetAside, set_aside
 from kvchat.protocol.comparing import Compared, Comparing, Variant
 from kvchat.protocol.figures import Agreement, Run, Stats

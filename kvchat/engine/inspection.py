@@ -13,12 +13,12 @@ from kvchat.engine.generate.mode_switcher import ModeSwitcher
 from kvchat.engine.generate.runner import ModelRunner
 from kvchat.engine.guards import whole_number
 from kvchat.engine.keep.keeper import Keeper
-from kvchat.engine.memory_errors import explained
-from kvchat.engine.model import int4_rows
-from kvchat.engine.model.load import LoadedModel
 from kvchat.errors import UsageError
 from kvchat.kv.inspect import attended
 from kvchat.kv.manager import KVManager
+from kvchat.kv.memory_errors import explained
+from kvchat.models.load import LoadedModel
+from kvchat.models.quantize import int4_rows
 from kvchat.protocol.details import Details
 from kvchat.protocol.figures import Price, Snapshot
 from kvchat.protocol.messages import Loaded

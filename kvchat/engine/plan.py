@@ -14,14 +14,6 @@ import torch
 
 from kvchat.config import modes
 from kvchat.engine.generate.runner import CHUNK
-from kvchat.engine.model import quantization, repacking
-from kvchat.engine.model.description import ModelDescription, describe, quiet
-from kvchat.engine.model.hub import Progress
-from kvchat.engine.model.loaded_sizes import by_quantization
-from kvchat.engine.model.probe import observe_shape
-from kvchat.engine.model.recurrent_state import SNAPSHOTS, RecurrentState, attending_layers
-from kvchat.engine.model.supported import unreadable
-from kvchat.engine.model.weight_sizes import linears, read_bytes
 from kvchat.engine.proposal import has_room, propose
 from kvchat.errors import KvchatError, UsageError
 from kvchat.kv.attention import PREFILL_WORKSPACE
@@ -33,6 +25,15 @@ from kvchat.kv.memory.prefill_plan import staging_bytes
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import AUTO_BUDGET, ModelTraits
 from kvchat.kv.modes.sync_heads import Calibration, default_clusters
+from kvchat.models import repacking
+from kvchat.models.description import ModelDescription, describe, quiet
+from kvchat.models.hub import Progress
+from kvchat.models.probe import observe_shape
+from kvchat.models.quantize import quantization
+from kvchat.models.quantize.weight_sizes import linears, read_bytes
+from kvchat.models.recurrent import SNAPSHOTS, RecurrentState, attending_layers
+from kvchat.models.repacking import by_quantization
+from kvchat.models.support import unreadable
 from kvchat.protocol.figures import MemoryPlan, ModeNeed, Snapshot, StoredNeed
 from kvchat.protocol.messages import Load
 

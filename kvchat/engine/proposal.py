@@ -15,8 +15,9 @@ import torch
 from kvchat import install
 from kvchat.config import modes
 from kvchat.config.modes import MIN_BUDGET
-from kvchat.engine.model import quantization, repacking
 from kvchat.kv.memory import available
+from kvchat.models import repacking
+from kvchat.models.quantize import quantization
 from kvchat.protocol.figures import MemoryPlan, ModeNeed, Proposal
 from kvchat.units import size
 

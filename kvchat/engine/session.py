@@ -25,8 +25,8 @@ from kvchat.engine.guards import Released, check_loading, function, kind_of
 from kvchat.engine.inspection import Inspection
 from kvchat.engine.keep.host_dtype import is_rounded, keep_pages
 from kvchat.engine.keep.keeper import LAST_WRITES_S, Keeper
-from kvchat.engine.model.load import LoadedModel, load_model
 from kvchat.engine.tokens import Tokens
+from kvchat.models.load import LoadedModel, load_model
 from kvchat.protocol.figures import Params
 from kvchat.protocol.messages import Event, HostDtype, Load, Sampling, Switched, Text, Turn
 

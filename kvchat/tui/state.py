@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any
 
-from kvchat.catalog.models import short_name
 from kvchat.config.modes import asked_for, registered
 from kvchat.conversations import attachments
 from kvchat.conversations.conversation import CUT_OFF, Conversation, Message
+from kvchat.models.catalog import short_name
 from kvchat.protocol.details import Details
 from kvchat.protocol.figures import Params, Price, Snapshot, Stats
 from kvchat.protocol.messages import Finished, Loaded, Sampling, Switched

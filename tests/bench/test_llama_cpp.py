@@ -8,8 +8,8 @@ import torch
 from kvchat.bench import baselines, llama_cpp
 from kvchat.bench.corpus import prose
 from kvchat.bench.llama_cpp import LlamaCpp
-from kvchat.engine.model.load import load_model
 from kvchat.errors import UsageError
+from kvchat.models.load import load_model
 from kvchat.protocol.messages import Load
 
 

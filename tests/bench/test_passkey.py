@@ -11,8 +11,8 @@ from kvchat.bench import passkey
 from kvchat.bench.frame import Frame
 from kvchat.bench.passkey import Settings
 from kvchat.cli.main import app
-from kvchat.engine.model.load import load_model
 from kvchat.errors import UsageError
+from kvchat.models.load import load_model
 from kvchat.protocol.messages import Load
 
 TOKEN_BYTES = 8 * 4 * 2 * 64 * 4  # of the bundled model: layers, KV heads, K and V, size of a head, float32

@@ -14,7 +14,7 @@ from kvchat.bench.baselines import as_written
 from kvchat.bench.model_choice import ModelChoice
 from kvchat.bench.texts import passages
 from kvchat.cli.main import app
-from kvchat.engine.model.load import load_model
+from kvchat.models.load import load_model
 from kvchat.protocol.messages import Load
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvchat.bench.recall_tasks import CHAIN, TASKS, WITHOUT_DEPTH, case
-from kvchat.engine.model.load import load_model
+from kvchat.models.load import load_model
 from kvchat.protocol.messages import Load
 
 LENGTH = 600

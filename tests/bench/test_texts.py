@@ -7,8 +7,8 @@ from typer.testing import CliRunner
 
 from kvchat.bench.texts import BOOKS, passages
 from kvchat.cli.main import app
-from kvchat.engine.model.load import load_model
 from kvchat.errors import UsageError
+from kvchat.models.load import load_model
 from kvchat.protocol.messages import Load
 
 SIZE = 1016

@@ -11,7 +11,7 @@ from support.fake_session import FakeSession
 
 import kvchat
 from kvchat.cli import main
-from kvchat.engine.model import checkpoint
+from kvchat.models import checkpoint
 
 
 @pytest.fixture

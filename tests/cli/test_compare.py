@@ -10,7 +10,7 @@ from support.fake_session import PIECES, FakeSession
 
 import kvchat
 from kvchat.cli import main
-from kvchat.engine.model import checkpoint
+from kvchat.models import checkpoint
 from kvchat.protocol.comparing import Compared, Comparing, Variant
 from kvchat.protocol.figures import Run
 

@@ -7,12 +7,10 @@ import json
 import pytest
 from support.command_line import Run
 
-from kvchat.catalog import models as catalog
-from kvchat.catalog.fit import Room
-from kvchat.catalog.headers import Weights
-from kvchat.catalog.models import FoundModel
-from kvchat.catalog.tensor_kinds import Elements
 from kvchat.cli import models
+from kvchat.models import catalog
+from kvchat.models.catalog import FoundModel, Room
+from kvchat.models.stored_tensors import Elements, Weights
 
 GiB = 2**30
 FOUND = [

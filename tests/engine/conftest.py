@@ -8,8 +8,8 @@ import pytest
 from support import tiny_models
 from support.freeze_run import EARLY, ruled
 
-from kvchat.engine.model.load import LoadedModel, load_model, wrap
 from kvchat.engine.session import Session
+from kvchat.models.load import LoadedModel, load_model, wrap
 from kvchat.protocol.messages import Load
 
 

@@ -16,13 +16,13 @@ import kvchat
 from kvchat import paths
 from kvchat.engine import calibration
 from kvchat.engine.calibration import Recorder, Sample, find, load, representatives, samples_of, save
-from kvchat.engine.model import attention_hook
-from kvchat.engine.model.load import LoadedModel
 from kvchat.engine.session import Session
 from kvchat.engine.synthetic_text import sentences
 from kvchat.errors import UsageError
 from kvchat.kv import coverage
 from kvchat.kv.attention_spec import AttentionSpec
+from kvchat.models import attention_hook
+from kvchat.models.load import LoadedModel
 from kvchat.protocol.messages import Sampling, Turn
 
 SPEC = AttentionSpec(1.0)
@@ -286,7 +286,7 @@ def test_no_budget_is_enough_for_attention_to_everything(model, monkeypatch):
 def test_the_command_saves_and_draws(model, monkeypatch, capsys, tmp_path):
     from kvchat.cli.calibrate import calibrate as command
 
-    monkeypatch.setattr("kvchat.engine.model.load.load_model", lambda *args: model)
+    monkeypatch.setattr("kvchat.models.load.load_model", lambda *args: model)
     text = tmp_path / "text.txt"
     text.write_text(" ".join(sentence for _, sentence in zip(range(60), sentences(2), strict=False)))
     monkeypatch.setattr("kvchat.cli.calibrate.CONTEXT", 600)
@@ -304,7 +304,7 @@ def test_the_command_saves_and_draws(model, monkeypatch, capsys, tmp_path):
 def test_a_folder_that_is_not_there_is_refused_before_the_model_is_loaded_and_not_made(monkeypatch, tmp_path):
     from kvchat.cli.calibrate import calibrate as command
 
-    monkeypatch.setattr("kvchat.engine.model.load.load_model", lambda *args: pytest.fail("loaded"))
+    monkeypatch.setattr("kvchat.models.load.load_model", lambda *args: pytest.fail("loaded"))
     with pytest.raises(UsageError, match=r"There is no folder .*nope\. Make it first"):
         command("bundled", [], None, "retrieval", "cpu", tmp_path / "nope" / "out.json")
     assert not (tmp_path / "nope").exists()
@@ -314,6 +314,6 @@ def test_a_folder_that_is_not_there_is_refused_before_the_model_is_loaded_and_no
 def test_wrong_options_are_refused_before_the_model_is_loaded(clusters, rule, monkeypatch):
     from kvchat.cli.calibrate import calibrate as command
 
-    monkeypatch.setattr("kvchat.engine.model.load.load_model", lambda *args: pytest.fail("loaded"))
+    monkeypatch.setattr("kvchat.models.load.load_model", lambda *args: pytest.fail("loaded"))
     with pytest.raises(UsageError, match="is refused"):
         command("bundled", [], clusters, rule, "cpu", None)

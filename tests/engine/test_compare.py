@@ -15,11 +15,11 @@ from support.tiny_runner import speaking
 from kvchat.engine import compare
 from kvchat.engine.compare import compare_logits
 from kvchat.engine.keep.write_behind import WriteBehind
-from kvchat.engine.model.load import load_model
 from kvchat.engine.session import Session
 from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.inspect import check_integrity
 from kvchat.kv.memory import available
+from kvchat.models.load import load_model
 from kvchat.protocol.comparing import Compared, Comparing, Variant
 from kvchat.protocol.messages import Keeping, Load, Prefilled, Sampling, Started, Turn
 

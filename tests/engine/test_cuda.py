@@ -19,13 +19,13 @@ from support.tiny_runner import PARAMS, loaded, mode_of, prefilled, same_steps, 
 
 from kvchat.engine.generate.graphs import GraphRunner
 from kvchat.engine.generate.runner import ModelRunner
-from kvchat.engine.model import look_ahead
-from kvchat.engine.model.load import LoadedModel
-from kvchat.engine.model.tolerances import relative_error
 from kvchat.kv import coverage
 from kvchat.kv.geometry import GROWTH_HEADROOM
 from kvchat.kv.inspect import attended, check_integrity
 from kvchat.kv.transfer import SideStream
+from kvchat.models import attention_hook
+from kvchat.models.load import LoadedModel
+from kvchat.models.probe import relative_error
 
 pytestmark = pytest.mark.cuda
 
@@ -170,8 +170,8 @@ def test_what_comes_late_is_waited_for(row):
 def test_a_first_layer_not_read_in_full_chooses_at_each_step_with_its_own_query(monkeypatch):
     """No layer runs before it that could ask for it, while the choice for the next layer runs beside it."""
     model, k = loaded("llama", "cuda", torch.bfloat16, num_hidden_layers=3), 24
-    monkeypatch.setattr(look_ahead, "CLOSE", -1.0)
-    assert look_ahead.install(model.model) == frozenset(range(1, model.layers))
+    monkeypatch.setattr(attention_hook, "CLOSE", -1.0)
+    assert attention_hook.install(model.model) == frozenset(range(1, model.layers))
     params = {"budget": 8 + k + 32, "sink": 8, "window": 32, "query": "ahead", "first_full": False}
     one = late(ModelRunner(model, mode_of(model, "speculative", params)))
     other = eager(ModelRunner(model, mode_of(model, "speculative", params)))

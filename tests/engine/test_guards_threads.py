@@ -10,10 +10,10 @@ import torch
 
 from kvchat.config.modes import mode_names
 from kvchat.engine import guards
-from kvchat.engine.model.load import LoadedModel
 from kvchat.engine.session import Session
 from kvchat.errors import UsageError
 from kvchat.kv.inspect import check_integrity
+from kvchat.models.load import LoadedModel
 from kvchat.protocol.comparing import Variant
 from kvchat.protocol.messages import Sampling, Turn
 

@@ -16,10 +16,6 @@ from support.quantized_checkpoint import declare
 from kvchat.bench.decode import floor_ms
 from kvchat.config.profiles import Measured
 from kvchat.engine import plan
-from kvchat.engine.model import quantization
-from kvchat.engine.model.description import describe
-from kvchat.engine.model.load import load_model
-from kvchat.engine.model.recurrent_state import SNAPSHOTS
 from kvchat.engine.plan import fits_beside, memory_plan, mode_need
 from kvchat.engine.proposal import propose
 from kvchat.engine.session import Session
@@ -27,6 +23,10 @@ from kvchat.errors import ModelError, UsageError
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory import available, budget
 from kvchat.kv.modes.base import ModelTraits
+from kvchat.models.description import describe
+from kvchat.models.load import load_model
+from kvchat.models.quantize import quantization
+from kvchat.models.recurrent import SNAPSHOTS
 from kvchat.protocol.figures import ModeNeed, Snapshot
 from kvchat.protocol.messages import Load, Sampling, Turn
 from kvchat.tui.model_choice.plan_table import plan_lines

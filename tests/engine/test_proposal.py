@@ -14,11 +14,11 @@ from transformers import LlamaConfig
 import kvchat
 from kvchat import install
 from kvchat.engine import plan
-from kvchat.engine.model import quantization
-from kvchat.engine.model.description import describe
 from kvchat.engine.plan import memory_plan
 from kvchat.engine.proposal import propose
 from kvchat.kv.memory import available, budget
+from kvchat.models.description import describe
+from kvchat.models.quantize import quantization
 from kvchat.protocol.figures import ModeNeed
 from kvchat.protocol.messages import Load
 from kvchat.tui.model_choice.plan_table import plan_lines

@@ -22,11 +22,11 @@ from support.toy_model import calibration
 
 from kvchat.engine import calibration as measured
 from kvchat.engine.generate.runner import geometry_of
-from kvchat.engine.model.load import LoadedModel
 from kvchat.engine.session import Session
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.geometry import GROWTH_HEADROOM
 from kvchat.kv.inspect import check_integrity
+from kvchat.models.load import LoadedModel
 
 TWO_LAYERS = {"num_hidden_layers": 2}
 HYBRID = "qwen3_5"

@@ -8,8 +8,8 @@ from support import tiny_multimodal
 from support.loads import entering
 
 from kvchat.engine.generate import recovery_signals
-from kvchat.engine.model.load import load_model
 from kvchat.engine.session import Session
+from kvchat.models.load import load_model
 from kvchat.protocol.messages import Finished, Load, Recovered, Sampling, Started, Turn
 
 GREEDY = Sampling(temperature=0, max_new_tokens=24)

@@ -7,10 +7,10 @@ from support.dense_attention import dense, rotated
 from torch import Tensor
 
 from kvchat.engine.generate.runner import ModelRunner
-from kvchat.engine.model import attention_hook
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.inspect import attended
 from kvchat.kv.manager import KVManager
+from kvchat.models import attention_hook
 
 
 class DenseOverAttended:

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
-from kvchat import gguf_file
 from kvchat.bench import gguf_copy
-from kvchat.engine.model.load import LoadedModel
+from kvchat.models import gguf_file
+from kvchat.models.load import LoadedModel
 from kvchat.paths import bundled_model_dir
 
 # transformers' names, in the order in which they are replaced, and llama.cpp's.

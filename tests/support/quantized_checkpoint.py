@@ -6,9 +6,9 @@ import json
 
 from support.progress import silent
 
-from kvchat.catalog import models
-from kvchat.catalog.fit import Room, fit
 from kvchat.engine.plan import memory_plan
+from kvchat.models import catalog
+from kvchat.models.catalog import Room, fit
 from kvchat.protocol.messages import Load
 
 
@@ -20,7 +20,7 @@ def planned(folder, dtype="auto"):
 
 def listed(folder, dtype="auto"):
     """What the list of models says of them, on a CPU."""
-    found = models.at(folder)
+    found = catalog.at(folder)
     return fit(found, dtype, Room("cpu", 2**40)).needed
 
 

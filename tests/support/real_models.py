@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvchat import paths
 
 if TYPE_CHECKING:
-    from kvchat.engine.model.load import LoadedModel
+    from kvchat.models.load import LoadedModel
 
 FILES = {name: file for name in paths.NAMED if (file := paths.named_model(name))}
 
@@ -16,7 +16,7 @@ FILES = {name: file for name in paths.NAMED if (file := paths.named_model(name))
 @cache
 def real_model(name: str) -> LoadedModel:
     """The model on the CPU, loaded once in a worker, for tests marked ``real_model(name)``."""
-    from kvchat.engine.model.load import load_model
+    from kvchat.models.load import load_model
     from kvchat.protocol.messages import Load
 
     return load_model(Load(str(FILES[name]), "cpu"), lambda *_: None)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import transformers
 
-from kvchat.engine.model import attention_hook
+from kvchat.models import attention_hook
 
 VOCAB = 199
 CONTEXT = 512

@@ -12,12 +12,11 @@ from support.toy_model import calibration
 
 from kvchat.config.modes import parse
 from kvchat.engine.generate.runner import ModelRunner, geometry_of, traits_of
-from kvchat.engine.model.load import LoadedModel
-from kvchat.engine.model.probe import probe
-from kvchat.engine.model.self_test import reads_chunks
 from kvchat.kv.inspect import attended, check_integrity, read_tokens
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import Mode
+from kvchat.models.load import LoadedModel
+from kvchat.models.probe import probe, reads_chunks
 
 PARAMS = {
     "full": ("full", {}),

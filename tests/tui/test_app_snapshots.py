@@ -18,11 +18,9 @@ from support.fake_view import FakeClient
 from support.patience import PATIENCE_S
 from support.screen_text import SETTLED_S, difference
 
-from kvchat.catalog.fit import Room
-from kvchat.catalog.headers import Weights
-from kvchat.catalog.models import FoundModel
-from kvchat.catalog.tensor_kinds import Elements
 from kvchat.conversations.store import MARK, Summary
+from kvchat.models.catalog import FoundModel, Room
+from kvchat.models.stored_tensors import Elements, Weights
 from kvchat.protocol.comparing import Compared, Variant
 from kvchat.protocol.details import Details, RecallBin
 from kvchat.protocol.figures import Agreement, Gpu, Price, Run, Snapshot, Stats

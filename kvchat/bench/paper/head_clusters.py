@@ -11,9 +11,9 @@ from torch import Tensor
 
 from kvchat.bench.texts import BOOKS
 from kvchat.engine.calibration import calibrate, file_samples
-from kvchat.engine.model.load import LoadedModel
 from kvchat.errors import UsageError
 from kvchat.kv.modes.sync_heads import RULES, Calibration, kmeans, roles
+from kvchat.models.load import LoadedModel
 
 
 def corpora(model: LoadedModel, texts: int) -> dict[str, Calibration]:

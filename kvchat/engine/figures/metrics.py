@@ -10,15 +10,15 @@ from dataclasses import asdict, dataclass, field
 import torch
 
 from kvchat.engine.figures.details import PcieReading, details
-from kvchat.engine.figures.process_memory import resident_bytes
 from kvchat.engine.figures.ribbon import Ribbon
-from kvchat.engine.memory_errors import is_out_of_memory
-from kvchat.engine.model.recurrent_state import RecurrentState
 from kvchat.kv.coverage import ENOUGH_COVERED, CoverageWatch
 from kvchat.kv.inspect import attended_counts, read_tokens
 from kvchat.kv.manager import KVManager
+from kvchat.kv.memory_errors import is_out_of_memory
 from kvchat.kv.modes.base import Mode
+from kvchat.models.recurrent import RecurrentState
 from kvchat.nvml import GpuReader
+from kvchat.process import resident_bytes
 from kvchat.protocol.details import Details
 from kvchat.protocol.figures import Gpu, Params, Snapshot, Stats
 from kvchat.units import size

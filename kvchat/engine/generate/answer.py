@@ -21,8 +21,8 @@ from kvchat.engine.generate.runner import ModelRunner
 from kvchat.engine.generate.sampler import Sampler
 from kvchat.engine.generate.stored import Stored, common_prefix
 from kvchat.engine.guards import Released, SessionLock
-from kvchat.engine.memory_errors import explained
 from kvchat.errors import DoesNotFitError
+from kvchat.kv.memory_errors import explained
 from kvchat.kv.modes.recovery_levels import Level
 from kvchat.protocol.messages import (
     Event,

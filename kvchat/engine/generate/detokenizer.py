@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvchat import thoughts
-from kvchat.engine.tokenizer_errors import explained_panics
+from kvchat.models.tokenizer import explained_panics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

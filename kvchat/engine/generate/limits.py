@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from kvchat import units
 from kvchat.engine.checked_thread import CheckedThread
-from kvchat.engine.figures.process_memory import resident_bytes
+from kvchat.process import resident_bytes
 
 Result = TypeVar("Result")
 

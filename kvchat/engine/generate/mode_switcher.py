@@ -16,15 +16,15 @@ from kvchat.config.pinned import refuse_too_much
 from kvchat.engine import calibration
 from kvchat.engine.generate.runner import geometry_of, traits_of
 from kvchat.engine.generate.stored import Stored
-from kvchat.engine.memory_errors import explained
-from kvchat.engine.model.load import LoadedModel
 from kvchat.errors import DoesNotFitError, KvchatError, UsageError
 from kvchat.kv import coverage
 from kvchat.kv.manager import KVManager
+from kvchat.kv.memory_errors import explained
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import Mode
 from kvchat.kv.modes.recovery_levels import RECENT, WIDER, Level
 from kvchat.kv.modes.sync_heads import TokenChoice
+from kvchat.models.load import LoadedModel
 from kvchat.protocol.figures import Params, Price
 from kvchat.protocol.messages import Load
 

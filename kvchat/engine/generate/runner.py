@@ -7,26 +7,26 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from kvchat.engine.free_cores import FreeCores
 from kvchat.engine.generate.escaping import control_ids
 from kvchat.engine.generate.graphs import GraphRunner, Recorder, recorder_for
-from kvchat.engine.memory_errors import explained, is_out_of_memory
-from kvchat.engine.model import attention_hook
-from kvchat.engine.model.fusion.one_row import without_onednn
-from kvchat.engine.model.load import LoadedModel
-from kvchat.engine.model.prefill_memory import bytes_per_token
-from kvchat.engine.model.recurrent_state import TAIL, RecurrentState
 from kvchat.errors import UsageError
+from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.geometry import GROWTH_HEADROOM, Geometry
 from kvchat.kv.manager import KVManager
 from kvchat.kv.memory.prefill_plan import CHUNKS, prefill_chunk
+from kvchat.kv.memory_errors import explained, is_out_of_memory
 from kvchat.kv.modes.base import Mode, ModelTraits
 from kvchat.kv.modes.sync_heads import Calibration, TokenChoice
 from kvchat.kv.set_aside import SetAside
+from kvchat.models import attention_hook
+from kvchat.models.load import LoadedModel
+from kvchat.models.quantize.rows import FreeCores, without_onednn
+from kvchat.models.recurrent import TAIL, RecurrentState
 
 # Tokens of one prefill forward on a CPU. Smaller ones stop sooner and need less workspace, larger ones read the stored
 # K/V less often: on two cores 512 is within 3 % of the best for the bundled model.
 CHUNK = 512
+MEASURED_TOKENS = 1024
 
 
 def geometry_of(model: LoadedModel) -> Geometry:
@@ -148,7 +148,7 @@ class ModelRunner:
         """Number of the ``tokens`` new ones that one forward takes."""
         if self._token_bytes is None:
             with explained(self.kv, "reading the prompt"):
-                self._token_bytes = bytes_per_token(self.model)
+                self._token_bytes = prefill_bytes_per_token(self.model)
         state = self.kv.state
         return prefill_chunk(state.geometry, state.total, tokens, self._token_bytes, state.device)
 
@@ -234,3 +234,29 @@ class ModelRunner:
                 f"{self.model.name} has tokens 0 to {vocab - 1:,}.",
                 "Give ids of this model's tokenizer.",
             )
+
+
+class WithoutAttention:
+    """An ``AttentionBackend`` without K/V and attention, whose memory is computed and not measured."""
+
+    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        """Zeros ``[H_q, n, d_v]``."""
+        return query.new_zeros((*query.shape[:2], value.shape[-1]))
+
+
+def prefill_bytes_per_token(model: LoadedModel) -> int:
+    """Device bytes that a forward takes for each of its tokens, measured by two short forwards on a GPU."""
+    high = min(MEASURED_TOKENS, model.context)
+    low = high // 4
+    low_bytes, high_bytes = _peak_of_forward(model, low), _peak_of_forward(model, high)
+    return max(0, -(-(high_bytes - low_bytes) // (high - low)))
+
+
+def _peak_of_forward(model: LoadedModel, tokens: int) -> int:
+    """Bytes at the peak of a forward of ``tokens`` tokens, above what was allocated before."""
+    ids = torch.arange(tokens, device=model.device) % model.vocab
+    positions = torch.arange(tokens, device=model.device)
+    before = torch.cuda.memory_allocated(model.device)
+    torch.cuda.reset_peak_memory_stats(model.device)
+    attention_hook.forward(model.model, ids, positions, WithoutAttention(), logits=False)
+    return torch.cuda.max_memory_allocated(model.device) - before

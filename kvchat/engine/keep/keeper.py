@@ -28,14 +28,14 @@ from kvchat.engine.keep import page_file_rows as row
 from kvchat.engine.keep.saved_folder import SavedFolder
 from kvchat.engine.keep.sources import Source, itself, of_another, read_state
 from kvchat.engine.keep.write_behind import Job, WriteBehind
-from kvchat.engine.memory_errors import explained
-from kvchat.engine.model.recurrent_state import Snapshot
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.memory import available
 from kvchat.kv.memory.kept_tokens import KeptTokens
 from kvchat.kv.memory.page_file import DamagedFileError, PageFile
 from kvchat.kv.memory.pages import exact_pages
 from kvchat.kv.memory.parked import ParkedPages, parked_bytes
+from kvchat.kv.memory_errors import explained
+from kvchat.models.recurrent import Snapshot
 from kvchat.protocol.messages import Event, Keeping, Noted, Resumed, Turn
 
 LAST_WRITES_S = 1.0  # what the end of a session may wait for pages to be written

@@ -8,10 +8,10 @@ import numpy as np
 import transformers
 
 from kvchat.engine.generate.stored import Stored
-from kvchat.engine.model import fingerprint
-from kvchat.engine.model.load import LoadedModel
-from kvchat.engine.model.recurrent_state import is_recurrent
 from kvchat.kv.memory.page_file import TOKEN, Rows
+from kvchat.models import load
+from kvchat.models.load import LoadedModel
+from kvchat.models.recurrent import is_recurrent
 
 REDUCED, CONTROL = 1, 2  # flags
 
@@ -26,7 +26,7 @@ def identity(model: LoadedModel) -> dict[str, Any]:
         "number format": str(model.dtype).removeprefix("torch."),
         "quantization": model.weights,
         "training": model.fingerprint,
-        "tokenizer": fingerprint.of_tokenizer(model.tokenizer),
+        "tokenizer": load.of_tokenizer(model.tokenizer),
         "chat template": _digest(getattr(model.tokenizer, "chat_template", None) or ""),
         **({"version of transformers": transformers.__version__} if recurrent else {}),  # its cache has the state
     }
@@ -42,7 +42,7 @@ def rows_of(stored: Stored, control: list[int], start: int) -> Rows:
     for ids, chars in stored.marks:
         if ids > start:
             rows[ids - 1 - start]["chars"] = chars
-            rows[ids - 1 - start]["digest"] = np.void(fingerprint.of_text(stored.text[:chars]))
+            rows[ids - 1 - start]["digest"] = np.void(load.of_text(stored.text[:chars]))
     return rows
 
 
@@ -51,7 +51,7 @@ def stored_of(rows: Rows, text: str) -> Stored:
     stored = Stored(rows["id"].tolist(), reduced=((rows["flags"] & REDUCED) > 0).tolist())
     for index in np.flatnonzero(rows["chars"] >= 0).tolist():
         chars = int(rows["chars"][index])
-        if chars <= len(text) and rows["digest"][index].tobytes() == fingerprint.of_text(text[:chars]):
+        if chars <= len(text) and rows["digest"][index].tobytes() == load.of_text(text[:chars]):
             stored.marks.append((index + 1, chars))
     stored.text = text[: stored.marks[-1][1]] if stored.marks else ""
     return stored
@@ -64,4 +64,4 @@ def control_positions(rows: Rows) -> list[int]:
 
 
 def _digest(value: str | dict[str, str]) -> str:
-    return fingerprint.of_text(str(value)).hex()
+    return load.of_text(str(value)).hex()

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from kvchat.engine.generate.stored import Stored
-from kvchat.engine.model.recurrent_state import Snapshot
 from kvchat.kv.memory.kept_tokens import KeptTokens
 from kvchat.kv.memory.page_file import PageFile, SavedState
+from kvchat.models.recurrent import Snapshot
 
 States = Mapping[int, Callable[[], Snapshot | None]]  # by the tokens they have read; None where one is damaged
 

@@ -11,9 +11,9 @@ from functools import partial
 from kvchat.engine.checked_thread import CheckedThread
 from kvchat.engine.generate.stored import Stored
 from kvchat.engine.keep.saved_folder import SavedFolder
-from kvchat.engine.model.recurrent_state import Snapshot
 from kvchat.kv.memory.page_file import HEADER_BYTES, DamagedFileError, PageFile, Rows, blocks_of
 from kvchat.kv.memory.pages import StoredPages
+from kvchat.models.recurrent import Snapshot
 from kvchat.units import size
 
 

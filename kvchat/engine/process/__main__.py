@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from kvchat.engine.parent import end_with_parent
+from kvchat.process import end_with_parent
 
 if __name__ == "__main__":
     end_with_parent(*map(int, sys.argv[1:]))

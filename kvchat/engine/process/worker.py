@@ -19,11 +19,11 @@ from contextlib import contextmanager, suppress
 from typing import BinaryIO
 
 from kvchat import files
-from kvchat.engine.parent import take_streams
 from kvchat.engine.process.importing import is_importing
 from kvchat.engine.process.loader import EngineLoader, Loader, Session
 from kvchat.engine.process.mailboxes import Inbox, Outbox, Refused
 from kvchat.errors import EngineError, KvchatError
+from kvchat.process import spin_briefly, take_streams, use_physical_cores
 from kvchat.protocol import figures, messages, wire
 from kvchat.protocol.comparing import HideNeedle
 from kvchat.protocol.details import Watch
@@ -43,7 +43,6 @@ from kvchat.protocol.messages import (
     Stop,
     Switch,
 )
-from kvchat.threads import spin_briefly, use_physical_cores
 
 SNAPSHOT_S = 1 / 10
 DETAILS_S = 1 / 2

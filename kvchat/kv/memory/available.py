@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvchat.errors import DoesNotFitError
-from kvchat.threads import CGROUPS
+from kvchat.process import CGROUPS
 from kvchat.units import size
 
 PROC = Path("/proc")

@@ -13,7 +13,7 @@ from contextlib import suppress
 from kvchat.errors import EngineError, ModelError
 from kvchat.foreign_text import visible
 
-DOWNLOAD = (sys.executable, "-m", "kvchat.engine.model.download", str(os.getpid()))
+DOWNLOAD = (sys.executable, "-m", "kvchat.models.download", str(os.getpid()))
 
 
 class Download:

@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvchat.catalog import models as catalog
 from kvchat.config.schema import checked_model
 from kvchat.errors import KvchatError, UsageError
+from kvchat.models import catalog
 from kvchat.protocol.figures import Planned
 from kvchat.protocol.messages import HostDtype, KeepPages, Load, Plan, SetTemplateArgs, Stop
 from kvchat.protocol.template_args import parse_args

@@ -8,13 +8,13 @@ from pathlib import Path
 from time import monotonic
 
 from kvchat import thoughts
-from kvchat.catalog import models as catalog
 from kvchat.conversations import comparison
 from kvchat.conversations.attachments import folded
 from kvchat.conversations.comparison import COLUMNS, NOTHING, label
 from kvchat.conversations.conversation import Message
 from kvchat.conversations.store import Summary
 from kvchat.errors import KvchatError, UsageError
+from kvchat.models import catalog
 from kvchat.protocol.details import Details
 from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import Switched

@@ -16,11 +16,10 @@ from textual.content import Content
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
-from kvchat.catalog import models as catalog
-from kvchat.catalog.fit import Room, fit, room
-from kvchat.catalog.models import FoundModel
 from kvchat.errors import KvchatError
 from kvchat.foreign_text import visible
+from kvchat.models import catalog
+from kvchat.models.catalog import FoundModel, Room, fit, room
 from kvchat.tui.actions import bindings
 from kvchat.tui.background import run_beside
 from kvchat.tui.controller import ChatController

@@ -10,7 +10,7 @@ from textual.reactive import reactive
 from textual.widget import Widget
 from textual.widgets import Static
 
-from kvchat.catalog.models import short_name
+from kvchat.models.catalog import short_name
 from kvchat.protocol.figures import Params, Snapshot
 from kvchat.protocol.messages import Loaded
 from kvchat.tui.action import NO_KEY, Action

@@ -14,8 +14,8 @@ from kvchat.bench.identity import outdated
 from kvchat.bench.model_choice import ModelChoice
 from kvchat.bench.summaries import tables
 from kvchat.cli.main import app
-from kvchat.engine.model.load import load_model
 from kvchat.errors import UsageError
+from kvchat.models.load import load_model
 from kvchat.protocol.messages import Load
 
 STREAMING = "streaming:budget=64,sink=4"

@@ -17,8 +17,8 @@ from kvchat.bench.plot.paper import paper as draw
 from kvchat.bench.summaries import tables
 from kvchat.bench.walk import Walk
 from kvchat.cli.main import app
-from kvchat.engine.model.load import load_model
 from kvchat.errors import DoesNotFitError, UsageError
+from kvchat.models.load import load_model
 from kvchat.protocol.messages import Load
 
 SIZES = {

@@ -31,7 +31,7 @@ def test_the_heat_map_shows_every_pair_and_marks_the_representatives(tmp_path):
 def test_calibrate_draws_what_it_measured(tmp_path, monkeypatch):
     (file,) = calibration.paths.bundled_calibration_dir().glob("*.json")
     shipped = calibration.load(file)
-    monkeypatch.setattr("kvchat.engine.model.load.load_model", lambda *args: SimpleNamespace(context=8192))
+    monkeypatch.setattr("kvchat.models.load.load_model", lambda *args: SimpleNamespace(context=8192))
     monkeypatch.setattr(calibration, "default_samples", lambda model: [])
     monkeypatch.setattr(calibration, "calibrate", lambda *args: replace(shipped, choice=None))
     monkeypatch.setattr("kvchat.bench.coverage.choose", lambda *args: shipped.choice)

@@ -56,7 +56,7 @@ def test_the_command_draws_what_it_measured(tmp_path, monkeypatch):
 @pytest.mark.parametrize("command", [["bench", "decode"], ["calibrate"]])
 def test_without_matplotlib_the_extra_is_named_before_anything_is_measured(command, tmp_path, monkeypatch):
     monkeypatch.setattr(canvas, "find_spec", lambda name: None)
-    monkeypatch.setattr("kvchat.engine.model.load.load_model", lambda *args: pytest.fail("loaded"))
+    monkeypatch.setattr("kvchat.models.load.load_model", lambda *args: pytest.fail("loaded"))
     monkeypatch.setattr("kvchat.bench.decode.run", lambda *args: pytest.fail("measured"))
     ran = CliRunner().invoke(app, [*command, "--plot", str(tmp_path / "x.svg")])
     assert isinstance(ran.exception, UsageError)

@@ -9,10 +9,10 @@ from support.loads import entering
 from support.memory_faults import PLACES, MemoryRunsOut, places_of
 
 from kvchat.config.modes import mode_names
-from kvchat.engine.model.load import LoadedModel, load_model
 from kvchat.engine.session import Session
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.inspect import check_integrity
+from kvchat.models.load import LoadedModel, load_model
 from kvchat.protocol.messages import Load, Sampling, Turn
 
 TALE = (Turn("user", "The sea was calm and the whale went on. " * 12 + "Tell me a short story."),)

@@ -15,10 +15,10 @@ from support.tiny_runner import PARAMS, loaded, mode_of, prefilled, same_steps, 
 from kvchat.engine.generate import graphs, runner
 from kvchat.engine.generate.graphs import CudaRecorder, GraphRunner
 from kvchat.engine.generate.runner import ModelRunner
-from kvchat.engine.model.load import LoadedModel
 from kvchat.engine.session import Session
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.manager import KVManager
+from kvchat.models.load import LoadedModel
 from kvchat.protocol.messages import Preparing, Sampling, Turn
 
 

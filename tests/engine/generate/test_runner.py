@@ -9,10 +9,10 @@ from support.tiny_runner import loaded, prefilled, runner_of, token_ids
 
 from kvchat.config.modes import parse
 from kvchat.engine.generate.runner import ModelRunner, geometry_of, traits_of
-from kvchat.engine.model import attention_hook
 from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.inspect import attended, check_integrity
 from kvchat.kv.modes import build
+from kvchat.models import attention_hook
 
 ARCHITECTURES = ["llama", "qwen2-window", "gemma2", "gemma3", "gpt_oss", "phi", "cohere2", "deepseek_v3", "gpt2"]
 MODES = {

@@ -8,11 +8,12 @@ from support.tiny_runner import loaded, prefilled, runner_of
 
 from kvchat.bench.baselines import as_written
 from kvchat.engine.generate import runner
-from kvchat.engine.model.load import load_model
-from kvchat.engine.model.prefill_memory import bytes_per_token
+from kvchat.engine.generate.runner import prefill_bytes_per_token
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.inspect import check_integrity
 from kvchat.kv.memory import budget, prefill_plan
+from kvchat.models import attention_hook
+from kvchat.models.load import load_model
 from kvchat.protocol.messages import Load
 
 
@@ -69,7 +70,7 @@ def test_where_the_plan_chooses_it_is_asked_before_the_forward(monkeypatch):
     model, ids = loaded("llama"), ids_of(100)
     one = runner_of(model)
     one.chunk = None
-    monkeypatch.setattr(runner, "bytes_per_token", lambda model: 1000)
+    monkeypatch.setattr(runner, "prefill_bytes_per_token", lambda model: 1000)
     monkeypatch.setattr(budget, "free_bytes", lambda device: 10 * 2**30)
     tried = without_room_above(one, 10**6, monkeypatch)
     prefilled(one, ids)
@@ -93,7 +94,7 @@ def on_gpu():
 @pytest.mark.parametrize("chunk", [512, 1024, None])
 def test_a_gpu_takes_at_most_what_the_plan_foretells(on_gpu, chunk):
     one, ids = runner_of(on_gpu), ids_of(min(3000, on_gpu.context - 8))
-    token_bytes = bytes_per_token(on_gpu)
+    token_bytes = prefill_bytes_per_token(on_gpu)
     prefilled(one, ids[:600])  # what is allocated once
     one.chunk = size = chunk or len(ids)
     new = len(ids) - 600

@@ -7,7 +7,7 @@ import torch
 from support.kept_chat import OTHER, TALE, Chat, came_back
 from support.tiny_runner import PARAMS, loaded, mode_of, prefilled, token_ids
 
-from kvchat.engine.model.recurrent_state import TAIL
+from kvchat.models.recurrent import TAIL
 from kvchat.protocol.messages import Turn
 
 HYBRID = "lfm2"

@@ -9,8 +9,8 @@ from support.kept_chat import OTHER, TALE, Chat, came_back, notes
 from support.tiny_runner import loaded, mode_of, prefilled, token_ids
 
 from kvchat.engine.keep import page_file_rows
-from kvchat.engine.model.recurrent_state import TAIL
 from kvchat.kv.inspect import check_integrity
+from kvchat.models.recurrent import TAIL
 from kvchat.protocol.messages import Resumed, Turn
 
 ASKED = 1 + len(TALE)  # with what the encoder puts before it

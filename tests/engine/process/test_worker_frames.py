@@ -23,11 +23,11 @@ from support.patience import PATIENCE_S
 from support.streams import read_event
 
 from kvchat.engine import session
-from kvchat.engine.model.device import resolve_device, resolve_dtype
-from kvchat.engine.model.load import LoadedModel
 from kvchat.engine.process import mailboxes, worker
 from kvchat.engine.process.loader import EngineLoader, Loader, Progress
 from kvchat.errors import ModelError
+from kvchat.models.description import resolve_device, resolve_dtype
+from kvchat.models.load import LoadedModel
 from kvchat.protocol import wire
 from kvchat.protocol.figures import MemoryPlan, Snapshot
 from kvchat.protocol.messages import (

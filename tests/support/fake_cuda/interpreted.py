@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 from triton.runtime import interpreter
 
-from kvchat.engine.model.fusion import kernels
 from kvchat.kv.ops.triton import recall
+from kvchat.models.fuse import kernels
 
 # Operands of this many elements take minutes in the interpreter: torch computes the fused kernels' results instead.
 LARGE = 2**16

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 from support.app_driver import wait_for
 
-from kvchat.catalog import models as catalog
 from kvchat.errors import EngineError, UsageError
+from kvchat.models import catalog
 from kvchat.protocol.figures import MemoryPlan, ModeNeed, Planned, Proposal, Snapshot, StoredNeed
 from kvchat.protocol.messages import Failed, Load, Loading, Plan, SetTemplateArgs, Stop
 from kvchat.tui.commands import models

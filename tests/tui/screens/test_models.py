@@ -10,10 +10,8 @@ from support.app_driver import opened, press
 from support.patience import PATIENCE_S
 from textual.widgets import OptionList
 
-from kvchat.catalog.fit import Room
-from kvchat.catalog.headers import Weights
-from kvchat.catalog.models import FoundModel
-from kvchat.catalog.tensor_kinds import Elements
+from kvchat.models.catalog import FoundModel, Room
+from kvchat.models.stored_tensors import Elements, Weights
 from kvchat.tui.screens import models
 from kvchat.tui.screens.models import ModelsScreen, describe, typed
 

@@ -1,0 +1,367 @@
+"""The hook into transformers: a registered attention function that hands K/V to an attention backend.
+
+A model loaded with ``attn_implementation="kvchat"`` projects and rotates as always and then calls ``attention`` here,
+which calls the backend bound to the running forward. The backend comes by a context variable and not as a keyword
+argument of the model, because stablelm and nemotron drop the keyword arguments they do not know. No mask function is
+registered, so no mask is built: the backend knows which token may attend to which.
+
+``DenseAttention`` is the reference backend: where a result has to be right or the weights themselves are wanted, never
+for answers. ``LookAhead`` estimates a layer's query for modes that choose one layer ahead. The stream of hidden states
+changes little from layer to layer, so that the query which a layer would ask of the input of the layer before is close
+to its own (InfiniGen, arXiv 2406.19707): a hook before each decoder layer runs the following one on the same input as
+far as its attention, and hands the query to the backend of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from kvchat.errors import EngineError, ModelError
+from kvchat.kv.attention_spec import AttentionSpec
+from kvchat.models.recurrent import RecurrentState
+
+NAME = "kvchat"
+# Keyword arguments that arrive and change nothing about attention: positions are in the rotated keys already, the
+# others steer what happens outside attention. Everything else is refused, never swallowed.
+HARMLESS = frozenset({"position_ids", "use_cache", "output_router_logits", "output_attentions", "logits_to_keep"})
+KNOWN = HARMLESS | {"scaling", "dropout", "sliding_window", "softcap", "s_aux"}
+_backend: ContextVar[AttentionBackend] = ContextVar("kvchat_attention_backend")
+_known: WeakKeyDictionary[nn.Module, Layer] = WeakKeyDictionary()
+ANGLES = "position_embeddings"
+CLOSE = 0.9  # mean cosine to the query itself: of SmolLM2 0.21 in layer 1, 0.66 in layer 2, 0.95 and more in the others
+TOKENS = 32  # of the text that this is measured on, drawn at random
+
+
+class AttentionBackend(Protocol):
+    """Keeps the K/V of one conversation and attends to it; in answers this is kv's ``KVManager``."""
+
+    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        """Take the new tokens' ``key`` [H, n, d_k] and ``value`` [H, n, d_v], already rotated, and attend.
+
+        ``query`` is [H_q, n, d_k]; the result is [H_q, n, d_v] in the query's dtype. ``spec`` is the same object at
+        every call for a layer.
+        """
+        ...
+
+
+class Shape(NamedTuple):
+    """Query heads, KV heads and the sizes of one head's key and value."""
+
+    q_heads: int
+    kv_heads: int
+    d_k: int
+    d_v: int
+
+
+class Layer(NamedTuple):
+    """An attention module's number among those of its model, its rule, and the shape of all layers.
+
+    ``common`` is None where all layers have one shape anyway.
+    """
+
+    number: int
+    spec: AttentionSpec
+    common: Shape | None = None
+
+
+def register() -> None:
+    """Make ``attn_implementation="kvchat"`` known to transformers; may be called again."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, attention)
+
+
+@contextmanager
+def bound(backend: AttentionBackend) -> Iterator[None]:
+    """Forwards inside this block store to and attend by ``backend``; blocks nest, and each thread has its own."""
+    token = _backend.set(backend)
+    try:
+        yield
+    finally:
+        _backend.reset(token)
+
+
+def bound_backend() -> Any:
+    """The backend of the forward that runs; None outside of one."""
+    return _backend.get(None)
+
+
+def layer_numbers(model: Any) -> dict[nn.Module, int]:
+    """The attention modules that have been run, and their layers' numbers for backends."""
+    return {module: _known[module].number for module in model.modules() if module in _known}
+
+
+def unify_layers(model: Any, attending: Sequence[int], common: Shape | None) -> None:
+    """Let backends see the layers ``attending``, which have all been run, as 0, 1, ... and all of the shape ``common``.
+
+    The others have no K/V. Zeros fill up smaller heads and change no score; fewer KV heads are repeated.
+    """
+    for module in model.modules():
+        if module in _known:
+            known = _known[module]
+            _known[module] = Layer(attending.index(module.layer_idx), known.spec, common or known.common)
+
+
+def forward(
+    model: Any,
+    ids: Tensor,
+    positions: Tensor,
+    backend: AttentionBackend,
+    *,
+    logits: bool,
+    state: RecurrentState | None = None,
+) -> Tensor | None:
+    """Run the tokens ``ids`` [n] at ``positions`` [n] through ``model`` with its K/V kept by ``backend``.
+
+    A hybrid model reads and changes ``state``; without one it starts empty. Returns the last token's logits [vocab] in
+    float32; None without ``logits``, when the head is not run either.
+    Positions always go in as a tensor: left out, transformers counts with a Python int, which a CUDA graph freezes.
+    """
+    beside = state.arguments if state else {"use_cache": False}
+    with torch.inference_mode(), bound(backend):
+        if not logits:
+            model.base_model(ids[None], position_ids=positions[None], **beside)
+            return None
+        output = model(ids[None], position_ids=positions[None], logits_to_keep=1, **beside)
+        last: Tensor = output.logits[0, -1]
+        return last.float()
+
+
+def attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """transformers' attention function: ``query`` [1, H_q, n, d_k], ``key`` [1, H, n, d_k], ``value`` [1, H, n, d_v].
+
+    Returns [1, n, H_q, d_v], contiguous, and no weights.
+
+    Raises:
+        ModelError: the layer asks for something kvchat's attention does not do.
+        EngineError: no backend is bound.
+    """
+    if attention_mask is not None or not kwargs.keys() <= KNOWN:
+        _refuse_unknown(module, attention_mask, kwargs)
+    layer, spec, common = _known.get(module) or _met(module, query.shape[-1], kwargs)
+    backend = _backend.get(None)
+    if backend is None:
+        raise EngineError(
+            "A forward ran without a KV manager.",
+            f"{type(module).__name__} found none bound.",
+            "Call attention_hook.forward, which binds one.",
+        )
+    if common is None:
+        attended = backend.attention(layer, query[0], key[0], value[0], spec)
+    else:
+        attended = backend.attention(layer, *_filled(query[0], key[0], value[0], common), spec)[..., : value.shape[-1]]
+    return attended.transpose(0, 1)[None].contiguous(), None
+
+
+def _filled(query: Tensor, key: Tensor, value: Tensor, common: Shape) -> tuple[Tensor, Tensor, Tensor]:
+    key, value = (x.repeat_interleave(common.kv_heads // len(x), 0) for x in (key, value))
+    more_k, more_v = common.d_k - key.shape[-1], common.d_v - value.shape[-1]
+    return pad(query, (0, more_k)), pad(key, (0, more_k)), pad(value, (0, more_v))
+
+
+def _met(module: nn.Module, d_k: int, kwargs: dict[str, Any]) -> Layer:
+    number: int | None = module.layer_idx  # type: ignore[assignment]
+    if number is None or number < 0:
+        raise _refusal(module, "does not tell which layer it attends for, so its layers' K/V cannot be kept apart")
+    known = _known[module] = Layer(number, _spec_of(module, d_k, kwargs))
+    return known
+
+
+def _spec_of(module: nn.Module, d_k: int, kwargs: dict[str, Any]) -> AttentionSpec:
+    """The attention rule of a layer, read from its first call; later calls pass the same."""
+    if kwargs.get("dropout"):
+        raise _refusal(module, "drops attention weights at random: the model is in training mode")
+    if getattr(module, "is_causal", True) is False:
+        raise _refusal(module, "attends to later tokens")
+    scaling = kwargs.get("scaling")
+    return AttentionSpec(
+        scaling=d_k**-0.5 if scaling is None else scaling,
+        window=kwargs.get("sliding_window"),
+        softcap=kwargs.get("softcap"),
+        sinks=kwargs.get("s_aux"),
+    )
+
+
+def _refuse_unknown(module: nn.Module, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> None:
+    if attention_mask is not None:
+        raise _refusal(module, "passes a mask of its own")
+    unknown = sorted(name for name in kwargs.keys() - KNOWN if kwargs[name] is not None)
+    if unknown:
+        raise _refusal(module, f"passes {', '.join(unknown)}, which kvchat does not know")
+
+
+def _refusal(module: nn.Module, reason: str) -> ModelError:
+    return ModelError(
+        "kvchat cannot run this model's attention.", f"{type(module).__name__} {reason}.", "Choose another model."
+    )
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    """Causal attention of the newest tokens: the result ``[H_q, n, d_v]`` in the query's dtype, and the weights.
+
+    ``value`` is ``[H, total, d_v]``; the others are those of ``weights``.
+    """
+    shares = weights(query, key, spec)
+    return (shares @ _for_each_query_head(value, query)).to(query.dtype), shares
+
+
+def weights(query: Tensor, key: Tensor, spec: AttentionSpec) -> Tensor:
+    """Attention weights ``[H_q, n, total]`` in float32.
+
+    ``query [H_q, n, d_k]`` belongs to the last n of the ``total`` tokens of ``key [H, total, d_k]``. With learned sinks
+    a row sums to less than 1.
+    """
+    scores = query.float() @ _for_each_query_head(key, query).transpose(1, 2) * spec.scaling
+    if spec.softcap is not None:
+        scores = torch.tanh(scores / spec.softcap) * spec.softcap
+    scores = scores.masked_fill(_hidden(scores, spec.window), -torch.inf)
+    if spec.sinks is None:
+        return scores.softmax(-1)
+    sinks = spec.sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)
+    return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+
+
+class DenseManager:
+    """An ``AttentionBackend`` that keeps all K/V of one conversation and attends to all of it."""
+
+    def __init__(self) -> None:
+        self._stored: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        """``query [H_q, n, d_k]`` against everything stored and the new ``key``, ``value [H, n, d]``.
+
+        Raises:
+            TypeError: keys and values differ in their dtypes; where K/V are stored they have one.
+        """
+        if key.dtype != value.dtype:
+            raise TypeError(f"keys are {key.dtype}, values {value.dtype}")
+        if layer in self._stored:
+            keys, values = self._stored[layer]
+            key, value = torch.cat([keys, key], 1), torch.cat([values, value], 1)
+        self._stored[layer] = key, value
+        return attend(query, key, value, spec)[0]
+
+
+def _for_each_query_head(x: Tensor, query: Tensor) -> Tensor:
+    return x.float().repeat_interleave(len(query) // len(x), 0)
+
+
+def _hidden(scores: Tensor, window: int | None) -> Tensor:
+    """The mask of keys that a query may not see, ``[n, total]``: later ones, and those that have left the window."""
+    n, total = scores.shape[1:]
+    queries = torch.arange(total - n, total, device=scores.device)[:, None]
+    keys = torch.arange(total, device=scores.device)
+    hidden = keys > queries
+    return hidden if window is None else hidden | (keys <= queries - window)
+
+
+class _Asked(Exception):  # no error: it ends a forward that has done what it is for
+    """The attention of a layer was reached."""
+
+    def __init__(self, query: Tensor) -> None:
+        self.query = query
+
+
+class _Asking:
+    """An attention backend that ends the forward with the layer's query."""
+
+    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        raise _Asked(query)
+
+
+class _Trial(DenseManager):
+    """Compares estimated queries with those that are asked: ``close`` are the layers whose estimates serve."""
+
+    wants_ahead = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.close: set[int] = set()
+        self._estimates: dict[int, Tensor] = {}
+
+    def estimated(self, layer: int, query: Tensor) -> None:
+        self._estimates[layer] = query
+
+    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        estimate = self._estimates.get(layer)
+        if estimate is not None and torch.cosine_similarity(query.float(), estimate.float(), -1).mean() >= CLOSE:
+            self.close.add(layer)
+        return super().attention(layer, query, key, value, spec)
+
+
+def install(model: Any) -> frozenset[int]:
+    """Let ``model``, loaded and on its device, estimate queries; return the attention layers that it can do it for.
+
+    Left out are those whose estimates are far from their queries (as of the first layers), whose positions are rotated
+    otherwise than the layer before's, and those that take more than the layer before is given.
+    """
+    pairs = _neighbors(model)
+    given: dict[nn.Module, Any] = {}
+    watches = [
+        layer.register_forward_pre_hook(_watcher(given), with_kwargs=True) for pair in pairs for layer in pair[:2]
+    ]
+    hooks = {
+        number: before.register_forward_pre_hook(_estimator(after, number), with_kwargs=True)
+        for before, after, number in pairs
+    }
+    trial = _Trial()
+    try:
+        drawn = torch.randint(
+            len(model.get_input_embeddings().weight), (TOKENS,), generator=torch.Generator().manual_seed(0)
+        )
+        ids, places = drawn[None].to(model.device), torch.arange(TOKENS, device=model.device)[None]
+        with torch.inference_mode(), bound(trial):
+            model(ids, position_ids=places, use_cache=False)
+    except Exception:  # noqa: BLE001  # whatever a layer raises when it is asked early: it is asked no more
+        trial.close.clear()
+    for watch in watches:
+        watch.remove()
+    known = {number for before, after, number in pairs if number in trial.close and given[before] is given[after]}
+    for number in hooks.keys() - known:
+        hooks[number].remove()
+    return frozenset(known)
+
+
+def _neighbors(model: Any) -> list[tuple[nn.Module, nn.Module, int]]:
+    """Decoder layers that follow one another, and the number of the attention layer in the second."""
+    numbers = layer_numbers(model)
+    found = []
+    for stack in (module for module in model.modules() if isinstance(module, nn.ModuleList)):
+        for before, after in zip(stack, list(stack)[1:], strict=False):
+            inside = [numbers[module] for module in after.modules() if module in numbers]
+            if len(inside) == 1:
+                found.append((before, after, inside[0]))
+    return found
+
+
+def _watcher(given: dict[nn.Module, Any]) -> Callable[..., None]:
+    def watch(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        given[module] = named.get(ANGLES)
+
+    return watch
+
+
+def _estimator(after: nn.Module, number: int) -> Callable[..., None]:
+    asking = _Asking()
+
+    def estimate(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        backend = bound_backend()
+        if not getattr(backend, "wants_ahead", False):
+            return
+        try:
+            with bound(asking):
+                after.forward(*arguments, **named)
+        except _Asked as asked:
+            backend.estimated(number, asked.query)
+
+    return estimate

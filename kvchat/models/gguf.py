@@ -1,0 +1,350 @@
+"""The model in a GGUF file for transformers: its configuration, how positions are scaled, its weights by their names.
+
+A weight is unpacked from a memory map when it is asked for. transformers does not read the scaling of positions that a
+file names, and would rotate as without one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvchat.errors import ModelError
+from kvchat.models import gguf_file
+from kvchat.models.checkpoint import read_gguf
+from kvchat.models.gguf_file import EMBEDDINGS, GgufFile
+from kvchat.models.quantize.rows import block_loops
+from kvchat.models.support import unreadable
+
+# Layers of the models whose scores are scaled otherwise than by the size of a head; llama.cpp, too, tells them by that.
+GEMMA_27B = {"gemma2": 46, "gemma3_text": 62}
+LISTS = "tokenizer.ggml."  # of which transformers is given no list: it would look at each entry
+ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")  # tokens that end an answer
+DIVISORS, LONG_DIVISORS = "rope_freqs.weight", "rope_factors_"  # of each frequency, tensors that are no weights
+# What Llama 3.1, 3.2 and 3.3 have beside a factor, by which llama.cpp's converter makes the divisors.
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+CHUNK = 2**15  # elements that numpy unpacks at once: they stay in a processor's cache
+LOOPED = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"}  # types that compiled loops unpack
+Array = np.ndarray[Any, Any]
+PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
+# Of the scaling of positions, which the configuration has.
+IGNORED = ("rope_freqs.", "rope_factors_")
+
+
+def of_file(path: Path, name: str) -> Any:
+    """The configuration of the model ``name`` in the file ``path``.
+
+    Raises:
+        ModelError: it is damaged, no language model, or of an architecture that transformers does not read.
+    """
+    file = read_gguf(path)
+    try:
+        found = _by_transformers(file)
+        from transformers import CONFIG_MAPPING
+
+        if rows := [one.shape[0] for one in file.tensors if one.name == EMBEDDINGS]:
+            found["vocab_size"] = rows[0]
+        ends = [id for key in ENDS if (id := file.number(f"tokenizer.ggml.{key}")) is not None]
+        if len(set(ends)) > 1 and not isinstance(found.get("eos_token_id"), list):
+            found["eos_token_id"] = list(dict.fromkeys(ends))
+        config = CONFIG_MAPPING[found["model_type"]].from_dict(found)
+    except ModelError:
+        raise
+    except Exception as error:  # whatever a damaged file or an unknown architecture leads to
+        raise unreadable(name, "the GGUF file", error) from error
+    config.dtype = config.dtype or torch.bfloat16  # the file's blocks have no such type; they are unpacked to it
+    if hasattr(config, "query_pre_attn_scalar"):  # transformers takes 256, that of most
+        config.query_pre_attn_scalar = _gemma_scalar(config)
+    apply(read(file), config, name)
+    return config
+
+
+@contextlib.contextmanager
+def fed(file: GgufFile) -> Iterator[None]:
+    """Meanwhile transformers gets what was read of ``file``, and the table of tensors' names is made once."""
+    import gguf
+
+    own = gguf.GGUFReader, gguf.get_tensor_name_map
+    gguf.GGUFReader, gguf.get_tensor_name_map = lambda path: _Reader(file), lru_cache(own[1])
+    try:
+        yield
+    finally:
+        gguf.GGUFReader, gguf.get_tensor_name_map = own
+
+
+def _by_transformers(file: GgufFile) -> dict[str, Any]:
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    try:
+        from transformers.integrations.gguf import GGUF_CONFIG_ARCHS, get_gguf_config
+    except ImportError:  # before 5.23
+        GGUF_CONFIG_ARCHS = {}
+    if file.architecture in GGUF_CONFIG_ARCHS:
+        texts = {key: len(value) for key, value in file.values.items() if _is_list_of_texts(value)}
+        numbers = {key: list(value) for key, value in file.values.items() if isinstance(value, tuple)}
+        return dict(get_gguf_config({**file.values, **numbers, **texts}, tuple(one.name for one in file.tensors)))
+    with fed(file):
+        return dict(load_gguf_checkpoint(str(file.path), return_tensors=False)["config"])
+
+
+def _is_list_of_texts(value: Any) -> bool:
+    return isinstance(value, tuple) and bool(value) and isinstance(value[0], bytes)
+
+
+class _Named(NamedTuple):
+    name: str
+
+
+class _Field(NamedTuple):
+    """A value as the gguf package gives it."""
+
+    parts: list[Any]
+    types: list[int]
+
+    @property
+    def data(self) -> range:
+        return range(len(self.parts))
+
+
+class _Reader:
+    """What transformers asks of the gguf package's reader."""
+
+    def __init__(self, file: GgufFile) -> None:
+        kept = (pair for pair in file.values.items() if not (pair[0].startswith(LISTS) and isinstance(pair[1], tuple)))
+        self.fields = {key: _field(value) for key, value in kept}
+        self.tensors = [_Named(one.name) for one in file.tensors]
+
+
+def _field(value: Any) -> _Field:
+    if isinstance(value, tuple):
+        fields = [_field(one) for one in value]
+        return _Field([field.parts[0] for field in fields], [gguf_file.LIST, *(fields[0].types if fields else [4])])
+    if isinstance(value, str | bytes):
+        encoded = value.encode() if isinstance(value, str) else value
+        return _Field([np.frombuffer(encoded, np.uint8)], [gguf_file.TEXT])
+    kind = {bool: 7, int: 11, float: 12}[type(value)]
+    return _Field([np.array([value])], [kind])
+
+
+def _gemma_scalar(config: Any) -> int:
+    """The number by whose root a Gemma divides its scores."""
+    if GEMMA_27B.get(config.model_type) == config.num_hidden_layers:
+        return int(config.hidden_size // config.num_attention_heads)
+    return int(config.head_dim)
+
+
+class Scaling(NamedTuple):
+    """llama.cpp's name of the kind, its factor, the context before it (0 if unnamed), and divisors of frequencies."""
+
+    kind: str
+    factor: float
+    original: int
+    divisors: tuple[float, ...]
+
+
+def read(file: GgufFile) -> Scaling:
+    """The scaling that ``file`` names."""
+    values = {name.partition(".rope.")[2]: value for name, value in file.values.items() if ".rope." in name}
+    kind = values.get("scaling.type", "linear")
+    factor = values.get("scaling.factor") or values.get("scale_linear") or 1
+    tensors = {one.name: one for one in file.tensors}
+    if any(name.startswith(LONG_DIVISORS) for name in tensors):
+        kind = "longrope"
+    divisors = _floats(tensors[DIVISORS]) if DIVISORS in tensors else ()
+    original = values.get("scaling.original_context_length", 0)
+    return Scaling(str(kind), float(factor), int(original), divisors)
+
+
+def apply(scaling: Scaling, config: Any, name: str) -> None:
+    """Give transformers' ``config`` the scaling of the file ``name``; Gemma's sliding layers have none.
+
+    Raises:
+        ModelError: it is of a kind that cannot be given.
+    """
+    every = getattr(config, "rope_parameters", None) or {}
+    rope = every.get("full_attention", every)
+    if rope.get("rope_type") != "default":
+        return
+    if (factor := round(max(scaling.divisors, default=1), 3)) > 1:
+        rope |= {"rope_type": "llama3", "factor": factor, **LLAMA3}
+        if not _divides(config, scaling.divisors):
+            raise _refusal(name, "by divisors that are not Llama 3's")
+    elif scaling.kind == "longrope":
+        raise _refusal(name, "by longrope")
+    elif scaling.kind == "linear" and scaling.factor != 1:
+        rope |= {"rope_type": "linear", "factor": scaling.factor}
+    elif scaling.kind == "yarn" and scaling.factor != 1:
+        original = scaling.original or config.max_position_embeddings
+        rope |= {"rope_type": "yarn", "factor": scaling.factor, "original_max_position_embeddings": original}
+
+
+def _floats(tensor: gguf_file.Tensor) -> tuple[float, ...]:
+    """The values of a tensor in float32, as these are written."""
+    if tensor.kind != 0:
+        raise ValueError(f"{tensor.name} is no float32")
+    return tuple(np.fromfile(tensor.path, "<f4", math.prod(tensor.shape), offset=tensor.start).tolist())
+
+
+def _divides(config: Any, divisors: tuple[float, ...]) -> bool:
+    """True if transformers divides the frequencies of ``config`` by these."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    plain = config.rope_parameters["rope_theta"] ** (-torch.arange(len(frequencies)) / len(frequencies))
+    return len(divisors) == len(plain) and torch.allclose(plain / frequencies, torch.tensor(divisors), rtol=1e-3)
+
+
+def _refusal(name: str, how: str) -> ModelError:
+    return ModelError(
+        f"{name} cannot be loaded.",
+        f"It scales its positions {how}, which transformers does not read from a GGUF file.",
+        "Take the model as safetensors.",
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Unpacked:
+    """A weight that takes ``nbytes`` in its file, and is made when transformers takes all of it."""
+
+    nbytes: int
+    make: Callable[[], Tensor]
+
+    def __getitem__(self, _: object) -> Tensor:
+        return self.make()
+
+
+def weights(file: GgufFile, model: Any) -> dict[str, Unpacked]:
+    """The weights for ``model``, which needs no memory, by its names of them.
+
+    Tensors that have no place in it keep their own names.
+    """
+    try:
+        from transformers.integrations.gguf import GGUF_ARCHS
+    except ImportError:  # before 5.23
+        GGUF_ARCHS = {}
+    tensors = [one for one in file.tensors if not one.name.startswith(IGNORED)]
+    if file.architecture in GGUF_ARCHS:
+        return _converted(tensors, GGUF_ARCHS[file.architecture](model.config))
+    return _processed(tensors, file, model)
+
+
+def values(tensor: gguf_file.Tensor) -> Tensor:
+    """The values of a tensor in float32, or those of a plain one as they lie in the file."""
+    stored = np.memmap(tensor.path, np.uint8, "c", tensor.start, (tensor.nbytes,))  # "c": numba refuses read-only
+    if tensor.kind in PLAIN:
+        return torch.from_numpy(stored.copy()).view(PLAIN[tensor.kind]).view(tensor.shape)
+    name, elements, nbytes = gguf_file.TYPES[tensor.kind]
+    blocks = stored.reshape(-1, nbytes)
+    found = torch.empty(len(blocks), elements)
+    loops = block_loops() if name in LOOPED else None
+    if loops:
+        loops.in_threads(len(blocks), lambda part: _unpack(loops, name, blocks[part], found[part].numpy()))
+    else:
+        unpack_by_package(tensor.kind, blocks, found.numpy())
+    return found.view(tensor.shape)
+
+
+def unpack_by_package(kind: int, blocks: Array, found: Array) -> None:
+    """Write the values of ``blocks [n, bytes]`` of a type into ``found [n, elements]``, by the gguf package."""
+    import gguf
+
+    step = max(1, CHUNK // found.shape[1])
+    for at in range(0, len(blocks), step):
+        values = gguf.dequantize(blocks[at : at + step].reshape(1, -1), gguf.GGMLQuantizationType(kind))
+        found[at : at + step] = values.reshape(-1, found.shape[1])
+
+
+def _unpack(loops: Any, name: str, blocks: Array, found: Array) -> None:
+    """As ``unpack_by_package``, by compiled ``loops``."""
+    blocks = np.ascontiguousarray(blocks)
+
+    def halves(at: int) -> Array:
+        return np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2").astype(np.float32).ravel()
+
+    if name in ("Q4_0", "Q5_0"):
+        none = np.zeros(len(blocks), np.float32)
+        loop, middle = (loops.four_bits, 8) if name == "Q4_0" else (loops.five_bits, 16)
+        loop(blocks, halves(0), none, 2, middle, found)
+    elif name in ("Q4_1", "Q5_1"):
+        loop = loops.four_bits if name == "Q4_1" else loops.five_bits
+        loop(blocks, halves(0), halves(2), 4, 0, found)
+    elif name == "Q8_0":
+        loops.eight_bits(blocks, halves(0), found)
+    elif name == "Q6_K":
+        loops.six_k(blocks, halves(208), found)
+    else:
+        loops.four_or_five_k(blocks, halves(0), halves(2), name == "Q5_K", found)
+
+
+def _processed(tensors: Sequence[gguf_file.Tensor], file: GgufFile, model: Any) -> dict[str, Unpacked]:
+    """What transformers' processors make of the tensors: most one weight of one, experts one of two."""
+    from transformers import modeling_gguf_pytorch_utils as theirs
+
+    processor = theirs.TENSOR_PROCESSORS.get(file.architecture, theirs.TensorProcessor)(config=model.config.to_dict())
+    with fed(file):
+        names = theirs.get_gguf_hf_weights_map(model, processor)
+    sources = defaultdict(list)
+    for one in tensors:
+        short = one.name.removesuffix(".weight")
+        sources[names.get(one.name) or names.get(short) or one.name].append(one)
+
+    def make(target: str) -> Tensor:
+        made: dict[str, Any] = {"tensors": {}}
+        for one in sources[target]:
+            found = values(one)
+            plain = found.float() if found.dtype == torch.bfloat16 else found  # numpy has no such type
+            done = processor.process(
+                weights=plain.numpy(), name=one.name, tensor_key_mapping=names, parsed_parameters=made
+            )
+            if done.name is not None:
+                made["tensors"][target] = torch.from_numpy(done.weights)
+        weight: Tensor = made["tensors"][target]
+        return weight
+
+    return {target: Unpacked(_nbytes(found), partial(make, target)) for target, found in sources.items()}
+
+
+def _converted(tensors: Sequence[gguf_file.Tensor], transforms: Sequence[Any]) -> dict[str, Unpacked]:
+    """What transformers' conversions make of the tensors."""
+    from transformers import core_model_loading as loading
+
+    renamings = [one for one in transforms if isinstance(one, loading.WeightRenaming)]
+    converters = [one for one in transforms if isinstance(one, loading.WeightConverter)]
+    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    sources, converter_of = defaultdict(list), {}
+    for one in tensors:
+        target, pattern = loading.rename_source_key(one.name, renamings, converters)
+        sources[target].append((pattern, one))
+        converter_of[target] = by_pattern.get(pattern)
+
+    def make(target: str) -> Tensor:
+        converter = converter_of[target]
+        made: dict[str, Any] = {pattern or target: values(one) for pattern, one in sources[target]}
+        if converter is not None:
+            named = [pattern for pattern in converter.source_patterns if pattern in made]
+            for operation in converter.operations:
+                order = [name for name in named if name in made] or list(made)
+                made = operation.convert(
+                    {name: made[name] for name in order}, source_patterns=order, target_patterns=[target]
+                )
+        (found,) = made.values()
+        weight: Tensor = found[0] if isinstance(found, list) else found
+        return weight
+
+    return {
+        target: Unpacked(_nbytes([one for _, one in found]), partial(make, target)) for target, found in sources.items()
+    }
+
+
+def _nbytes(tensors: Sequence[gguf_file.Tensor]) -> int:
+    return sum(one.nbytes for one in tensors)

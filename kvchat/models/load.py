@@ -1,0 +1,443 @@
+"""Loads a model and its tokenizer: locates, refuses or reads it, then probes, tests and fuses it.
+
+A model that kvchat cannot run correctly is refused: before the weights are read if the configuration tells, else by the
+probe or the numerical self-test. Only safetensors and GGUF are read, and no code of a model is run. Digests of weights
+and tokenizer are kept, so that what was computed by others is not taken for theirs: a checkpoint's revision tells
+trainings apart by the sizes and ends of their files, and a model that was tuned in place may have both alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jinja2 import Environment, TemplateSyntaxError
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from kvchat import text_file
+from kvchat.errors import KvchatError, ModelError, UsageError
+from kvchat.kv.memory_errors import is_out_of_memory
+from kvchat.kv.ops.first_compile import compile_loops
+from kvchat.models import attention_hook, description, reading, repacking, support
+from kvchat.models import checkpoint as checkpoints
+from kvchat.models import tokenizer as tokenizers
+from kvchat.models.attention_hook import DenseManager
+from kvchat.models.checkpoint import Checkpoint, complete, read_json
+from kvchat.models.description import ModelDescription, describe, overflows, quiet
+from kvchat.models.fuse import modules
+from kvchat.models.hub import Progress
+from kvchat.models.probe import Probe, pin_frequencies, probe, reads_chunks, selftest
+from kvchat.models.quantize import quantization
+from kvchat.models.quantize.quantization import weights
+from kvchat.models.quantize.rows import ROWS, STACKS, FreeCores, PackedRows
+from kvchat.models.quantize.weight_sizes import stored_sizes, unpackable_share, weight_bytes
+from kvchat.models.reading import freed_at_once, give_back, lay_out
+from kvchat.models.recurrent import RecurrentState
+from kvchat.models.tokenizer import explained_panics, guarded
+from kvchat.protocol.messages import TEMPERATURE, Load, Sampling
+from kvchat.units import size
+
+NAMED_SHARE = 0.05
+ONE_BY_ONE = "Further turns are read token by token: transformers' code of this model reads a text only from its start."
+MOST = 0.005  # nats: a loss below that is not told
+LARGEST = 2**29  # weights of a model that is measured
+TOKENS = 32
+PLAIN = ("F32", "F16", "BF16")  # others are quantized, and have scales beside them
+TEXT = """The old lighthouse keeper wrote in his journal that the storm of 1897 had carried away two boats and a shed.
+
+def total(prices):
+    return sum(price * 1.2 for price in prices)
+"""
+Source = Callable[[], Tensor]
+DIGEST_BYTES = 16
+WORD = 8
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedModel:
+    """A model on its device, its tokenizer and its observed properties.
+
+    ``context`` is in tokens; ``layers`` are those that attend; ``weights`` names their quantization,
+    ``fingerprint`` is a digest of them, ``fused`` the kinds of modules that are fused. ``reads_chunks`` is that of
+    ``RecurrentState``. Answers are drawn as ``advised`` where no temperature is given.
+    """
+
+    model: Any
+    tokenizer: Any
+    name: str
+    revision: str
+    device: torch.device
+    dtype: torch.dtype
+    context: int
+    vocab: int
+    eos_ids: frozenset[int]
+    layers: int
+    q_heads: int
+    kv_heads: int
+    d_k: int
+    d_v: int
+    probe: Probe
+    notes: tuple[str, ...]
+    weight_bytes: int
+    weights: str = ""
+    fingerprint: str = ""
+    fused: str = ""
+    reads_chunks: bool = True
+    advised: Sampling = Sampling(temperature=TEMPERATURE)
+
+
+def load_model(asked: Load, progress: Progress) -> LoadedModel:
+    """Load the model ``asked`` for ("bundled", a folder or a hub repository); ``progress`` is called with each stage.
+
+    ``device`` "auto" is CUDA where there is one; ``dtype`` "auto" is the checkpoint's on CUDA, and on a CPU that or
+    float32, the faster one.
+    ``model`` may also be a GGUF file. Its weights, and those of a checkpoint that is quantized as nothing here
+    multiplies, are unpacked to the dtype; with "auto" those of 8 bits or fewer are packed again.
+    ``quantize`` keeps the weights in 8 bits ("int8") or 4 ("int4", "nf4"); of a model that is quantized already what
+    can be multiplied stays as it is with "auto" and "none".
+    ``fast`` replaces the modules that the fast path recognizes; ``force`` tries also what does not fit.
+
+    Raises:
+        ModelError: the model cannot be found, read or run correctly, or a package it needs is not installed.
+        UsageError: no such device, dtype or quantization.
+        DoesNotFitError: the weights do not fit the device's free memory.
+    """
+    cores = FreeCores(torch.device("cpu"), pause=math.inf)  # for a GPU too weights are taken in here
+    cores.look()
+    template = _own_template(asked.chat_template)
+    with quiet():
+        described = describe(asked.model, asked.device, asked.dtype, progress)
+        chosen = repacking.choose(asked.quantize, described)
+        quantized = quantization.resolve(chosen.quantize, described.config, described.dtype, described.device)
+        checkpoint = complete(described.location, progress)
+        _check_layers(described.config, checkpoint)
+        with _explained(described, chosen.quantize):
+            if not asked.force:
+                reading.check(described, chosen.quantize)
+            progress("Loading the tokenizer")
+            tokenizer, reading_notes = _tokenizer(described, checkpoint)
+            tokenizer.chat_template = template or tokenizer.chat_template
+            stage = _loading_weights(chosen.quantize, described, checkpoint)
+            progress(stage)
+            packing = freed_at_once() if quantized.method else contextlib.nullcontext()
+            with reading.reported(_sizes(described, checkpoint), stage, progress, cores), packing:
+                model = reading.read(described, checkpoint, quantized)
+                with cores:
+                    model = reading.finished(model, described, quantized)
+            progress("Testing the model")
+            with cores:
+                support.check_values(model, checkpoint.folder)
+                rows = model.get_input_embeddings().weight.shape[0]
+                reading_notes = (*reading_notes, *tokenizers.check(tokenizer, rows, checkpoint.name))
+                lost = note(model, tokenizer, described, checkpoint)
+                loaded = wrap(model, tokenizer, checkpoint.name, checkpoint.revision, asked.fast)
+    if described.device.type == "cpu":
+        compile_loops(model.dtype, lambda: progress("Compiling for this CPU, once on this machine"))
+    give_back()
+    notes = (*loaded.notes, *reading_notes, *_notes_on(described, asked.dtype, chosen), *filter(None, [lost]))
+    return replace(loaded, notes=notes)
+
+
+def wrap(model: Any, tokenizer: Any, name: str, revision: str = "", fuse: bool = True) -> LoadedModel:
+    """Probe, test and fuse a transformers ``model`` that is on its device, with kvchat's attention.
+
+    Raises:
+        ModelError: kvchat cannot run it correctly.
+    """
+    pinned = pin_frequencies(model)
+    seen = probe(model)
+    chunked = reads_chunks(model)
+    selftest(model, chunked=chunked)
+    plain = modules.sample_logits(model)
+    if model.dtype == torch.float16 and not plain.isfinite().all():
+        raise overflows(name)
+    digest = of_weights(model)  # before any of them is merged
+    if model.device.type == "cpu":
+        lay_out(model)
+    fusion = modules.fuse(model, modules.kernels_for(model.device), plain) if fuse else modules.FusionReport()
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()  # merging frees as much as it merged, in blocks too small for the next
+    if not RecurrentState(model.config).exists:  # whose state a layer that is run early would change
+        attention_hook.install(model)
+    loaded = _loaded(name, revision, model, tokenizer, seen, pinned)
+    notes = (*loaded.notes, *filter(None, [fusion.note]), *([] if chunked else [ONE_BY_ONE]))
+    return replace(loaded, notes=notes, fingerprint=digest, fused=fusion.fused, reads_chunks=chunked)
+
+
+# ---- stages ----------------------------------------------------------------------------------------
+def _sizes(described: ModelDescription, checkpoint: Checkpoint) -> dict[str, int]:
+    """The bytes of the weights in the files, by the names that transformers reads them by."""
+    if checkpoint.gguf:
+        return {name: weight.nbytes for name, weight in described.gguf_weights.items()}
+    return stored_sizes(checkpoint)
+
+
+def _loading_weights(quantize: str, described: ModelDescription, found: Checkpoint) -> str:
+    """The name of the stage; of what is unpacked with the sizes of its files and of its weights once loaded."""
+    device, stage = described.device, "Loading the weights"
+    if not repacking.is_unpacked(described):
+        return stage
+    shapes = described.shapes
+    files = f"{size(found.weight_bytes)} in the {'file' if len(found.weights) == 1 else 'files'}"
+    unpacked = f"{size(weight_bytes(shapes, 'none', device))} unpacked"
+    packed = "" if quantize == "none" else f", {size(weight_bytes(shapes, quantize, device))} in {quantize}"
+    return f"{stage}: {files}, {unpacked}{packed}"
+
+
+def _notes_on(described: ModelDescription, dtype: str, chosen: repacking.Choice) -> list[str]:
+    """Notes for people: the part of the model that is run, how it is quantized, and the dtype that "auto" took."""
+    packs, on_cpu = chosen.quantize != "none", described.device.type == "cpu"
+    taken = description.note(dtype, described.dtype, described.config, packs) if on_cpu else ""
+    plain = _stays_plain(described, chosen.quantize) if packs else ""
+    return [*filter(None, [support.note(described.config), chosen.note, plain, taken])]
+
+
+def _stays_plain(described: ModelDescription, quantize: str) -> str:
+    """A sentence about the weights that cannot be packed, where they are many."""
+    share = unpackable_share(described.shapes, quantize, described.device)
+    if share < NAMED_SHARE:
+        return ""
+    dtype = str(described.dtype).removeprefix("torch.")
+    return (
+        f"{share:.0%} of its layers' weights stay in {dtype}: {quantize} packs no convolutions, no matrices of odd "
+        f"sizes{'' if described.device.type == 'cpu' and quantize != 'nf4' else ' and no experts'}."
+    )
+
+
+@contextlib.contextmanager
+def _explained(described: ModelDescription, quantize: str) -> Iterator[None]:
+    """Whatever reading the weights and trying the model raises is raised as kvchat's own error."""
+    try:
+        yield
+    except KvchatError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise reading.does_not_fit(described, quantize) from error
+        raise support.unreadable(described.location.name, "the model", error) from error
+
+
+def _tokenizer(described: ModelDescription, checkpoint: Checkpoint) -> tuple[Any, tuple[str, ...]]:
+    """The tokenizer, and notes for people."""
+    from transformers import AutoTokenizer
+
+    try:
+        with explained_panics():
+            if checkpoint.gguf:
+                built = tokenizers.build(described.gguf, checkpoint.name)
+                return guarded(built.tokenizer), built.notes
+            tokenizers.check_steps(checkpoint.folder)
+            tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder, local_files_only=True, trust_remote_code=False)
+    except KvchatError:
+        raise
+    except Exception as error:  # tokenizers raises a bare Exception for a damaged file
+        raise support.unreadable(checkpoint.name, "its tokenizer", error) from error
+    processors = checkpoint.folder / "chat_template.json"  # where older multimodal repositories keep it
+    if not tokenizer.chat_template and processors.is_file():
+        tokenizer.chat_template = read_json(processors).get("chat_template")
+    return guarded(tokenizer), ()
+
+
+def _own_template(file: str) -> str:
+    """The chat template in ``file``; "" where none is named.
+
+    Raises:
+        UsageError: it cannot be read, is no text or no template.
+    """
+    source = text_file.read(Path(file).expanduser()) if file else ""
+    try:
+        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
+    except TemplateSyntaxError as error:
+        detail = f"Line {error.lineno}: {error.message}."
+        raise UsageError(f"{file} is no chat template.", detail, "Give one in Jinja.") from None
+    except RecursionError:
+        raise UsageError(f"{file} is no chat template.", "It is nested too deeply.", "Give a simpler one.") from None
+    return source
+
+
+def _loaded(name: str, revision: str, model: Any, tokenizer: Any, seen: Probe, pinned: bool) -> LoadedModel:
+    text = model.config.get_text_config(decoder=True)
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        name=name,
+        revision=revision,
+        device=model.device,
+        dtype=model.dtype,
+        context=text.max_position_embeddings,
+        vocab=model.get_output_embeddings().weight.shape[0],
+        eos_ids=_eos_ids(model, tokenizer),
+        layers=len(seen.specs),
+        q_heads=seen.q_heads,
+        kv_heads=seen.kv_heads,
+        d_k=seen.d_k,
+        d_v=seen.d_v,
+        probe=seen,
+        notes=_notes(model, tokenizer, seen, pinned),
+        weight_bytes=quantization.weight_bytes(model),
+        weights=quantization.describe(model),
+        advised=checkpoints.sampling(model.generation_config),
+    )
+
+
+def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """The tokens that end an answer: often generation_config has the chat's end and config only the text's."""
+    named = [model.generation_config, model.config, model.config.get_text_config(decoder=True), tokenizer]
+    ids: set[Any] = set()
+    for holder in named:
+        eos = getattr(holder, "eos_token_id", None)
+        ids.update(eos if isinstance(eos, list | tuple) else [eos])
+    return frozenset(ids - {None})
+
+
+def _notes(model: Any, tokenizer: Any, seen: Probe, pinned: bool) -> tuple[str, ...]:
+    text = model.config.get_text_config(decoder=True)
+    latent = getattr(text, "kv_lora_rank", None)
+    shared = getattr(text, "num_kv_shared_layers", None)
+    notes = quantization.notes(model)
+    if latent:
+        expanded = seen.kv_heads * (seen.d_k + seen.d_v) / (latent + text.qk_rope_head_dim)
+        notes.append(f"K/V are stored expanded and take {expanded:.0f} times the memory of this model's latent form.")
+    if seen.unlike:
+        notes.append("Its layers differ in their heads: K/V of each are stored as large as those of the largest.")
+    if shared:
+        notes.append(f"{shared} layers share K/V with others; kvchat stores them for each layer.")
+    if pinned:
+        notes.append("The rotary frequencies are those for the whole context, for short texts too.")
+    if told := checkpoints.note(model.generation_config):
+        notes.append(told)
+    if not tokenizer.chat_template:
+        notes.append("The model has no chat template: turns are written as User: and Assistant:.")
+    if seen.refusal:
+        notes.append(f"Mode streaming is not available: {seen.refusal}.")
+    return tuple(notes)
+
+
+# ---- refusals --------------------------------------------------------------------------------------
+def _check_layers(config: Any, found: Checkpoint) -> None:
+    """Building a model of 100,000 layers takes for ever, even if there are no weights for them."""
+    layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0)
+    if found.tensors is not None and isinstance(layers, int) and layers > found.tensors:
+        raise ModelError(
+            f"The weights of {found.name} do not belong to its config.json.",
+            f"It names {layers:,} layers, and there are {found.tensors:,} tensors.",
+            "Download the model again; config.json has to be that of these weights.",
+        )
+
+
+def note(model: Any, tokenizer: Any, described: ModelDescription, checkpoint: Checkpoint) -> str:
+    """A sentence where the packed weights of ``model``, which is not fused yet, lose more than ``MOST``; else empty.
+
+    Also where that is not known: of weights on a GPU, of packed experts, and of what the files have in another form.
+    Nor is it measured where it would take longer than loading does: about a second for each ``LARGEST`` / 4 weights.
+    """
+    packed = {name: module for name, module in model.named_modules() if ROWS in module.__dict__}
+    weights = sum(module.in_features * module.out_features for module in packed.values())
+    if not packed or weights > LARGEST or any(STACKS in module.__dict__ for module in model.modules()):
+        return ""
+    sources, head = _sources(described, checkpoint), model.get_output_embeddings()
+    if head in packed.values():  # where it is tied the files have it as the embeddings
+        embeddings: Tensor = model.get_input_embeddings().weight
+        sources = {f"{name}.weight": lambda: embeddings for name, one in packed.items() if one is head} | sources
+    ids, known = tokenizer(TEXT).input_ids[:TOKENS], all(f"{name}.weight" in sources for name in packed)
+    if not known or len(ids) < TOKENS or max(ids) >= len(model.get_input_embeddings().weight):
+        return ""  # no tokenizer for such a text
+    found = _logits(model, ids)
+    with _unpacked({module: sources[f"{name}.weight"] for name, module in packed.items()}):
+        divergence, same = _compared(_logits(model, ids), found)
+    if not divergence > MOST:
+        return ""
+    kind = quantization.describe(model)
+    return (
+        f"In {kind} its weights answer otherwise than unpacked: KL {divergence:.2g} on average over a short text, "
+        f"{same:.0%} of its tokens the same. --quantize {'int8 or none is' if kind == 'int4' else 'none is'} closer."
+    )
+
+
+def _sources(described: ModelDescription, checkpoint: Checkpoint) -> dict[str, Source]:
+    """What makes each weight as the files have it, by the model's names."""
+    if checkpoint.gguf:
+        return {name: weight.make for name, weight in described.gguf_weights.items()}
+    if repacking.is_unpacked(described):
+        return {}
+    files: list[Any] = [safe_open(file, "pt") for file in checkpoint.weights]
+    names = ((file, name) for file in files for name in file.keys())  # noqa: SIM118 - it is no mapping
+    return {name: _read(file, name) for file, name in names if file.get_slice(name).get_dtype() in PLAIN}
+
+
+def _read(file: Any, name: str) -> Source:
+    return lambda: file.get_tensor(name)
+
+
+@contextmanager
+def _unpacked(sources: dict[nn.Module, Source]) -> Iterator[None]:
+    """Let these Linears multiply by what is unpacked from their sources."""
+    packed: dict[nn.Module, PackedRows] = {linear: linear.__dict__[ROWS] for linear in sources}
+    try:
+        for linear, source in sources.items():
+            linear.__dict__["forward"] = _product(linear, source)
+        yield
+    finally:
+        for linear, rows in packed.items():
+            linear.__dict__["forward"] = rows.forward
+
+
+def _product(linear: Any, source: Source) -> Callable[[Tensor], Tensor]:
+    return lambda x: F.linear(x, source().to(x.dtype), linear.bias)
+
+
+def _logits(model: Any, ids: list[int]) -> Tensor:
+    """The logits ``[tokens, vocab]`` after each of ``ids``, in float32."""
+    with torch.inference_mode(), attention_hook.bound(DenseManager()):
+        output = model(torch.tensor([ids]), position_ids=torch.arange(len(ids))[None], use_cache=False)
+    logits: Tensor = output.logits[0].float()
+    return logits
+
+
+def _compared(expected: Tensor, found: Tensor) -> tuple[float, float]:
+    """KL in nats on average over the tokens but the first, and the share of them whose likeliest next is the same."""
+    expected, found = expected[1:].log_softmax(-1), found[1:].log_softmax(-1)
+    divergence = (expected.exp() * (expected - found)).sum(-1).mean()
+    return float(divergence), float((expected.argmax(-1) == found.argmax(-1)).float().mean())
+
+
+def of_weights(model: Any) -> str:
+    """A digest of names, shapes and bit patterns of all weights, at the memory's speed.
+
+    The patterns of one tensor are added up: a change of any bit changes the sum, an exchange of values does not.
+    """
+    found = blake2b(digest_size=DIGEST_BYTES)
+    for name, tensor in weights(model):
+        found.update(f"{name} {tuple(tensor.shape)} {_sum(tensor)}\n".encode())
+    return found.hexdigest()
+
+
+def of_tokenizer(tokenizer: Any) -> str:
+    """A digest of all that turns text into ids."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        return of_text(backend.to_str()).hex()
+    vocabulary = sorted(getattr(tokenizer, "get_vocab", dict)().items())
+    return of_text(f"{type(tokenizer).__name__} {vocabulary}").hex()
+
+
+def of_text(text: str) -> bytes:
+    """A digest of ``text``, ``DIGEST_BYTES`` long."""
+    return blake2b(text.encode("utf-8", "replace"), digest_size=DIGEST_BYTES).digest()
+
+
+def _sum(weight: Tensor) -> int:
+    """The words of a tensor's memory added up, and the bytes behind the last whole one."""
+    stored = weight.contiguous().view(-1).view(torch.uint8)
+    whole = stored.numel() // WORD * WORD
+    words, rest = stored[:whole].view(torch.int64), stored[whole:]
+    return int(words.sum()) + int(rest.sum())

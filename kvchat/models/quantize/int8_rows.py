@@ -1,0 +1,167 @@
+"""Weights of 8 bits on a CPU: every 32 of a row share a scale in float16, as in GGUF's Q8_0, and have no zero point.
+
+One token is multiplied by a loop in float32, as fast as by torch's own int8 kernel, whose scale is that of a whole row:
+on Gemma 3 270M's Q4_K_M that cost a KL of 0.020. Rows that are no groups of 32, and those of torchao's checkpoints,
+have one scale each and go through that kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kvchat.kv.ops.cpu_products import use_threads
+from kvchat.models.quantize.rows import CHUNK, ROWS, PackedRows, attach, block_loops, in_chunks, merge
+
+METHOD = "int8"  # transformers' name of it
+GROUP = 32
+SCALE_BYTES = 4 + 2  # of a row with one scale: in float32, and in bfloat16 for the kernel
+GROUP_BYTES = 2
+MOST = 127
+LEAST_SCALE = 2.0**-24  # float16's least
+MULTIPLE = 32  # of columns: on some processors the kernel reads so many at once, and past the end of a row
+UNPACKED = 2**22  # weights that several tokens are multiplied by at once: more would be new pages every time
+ALIGNED = 64  # bytes: of rows that are no multiple of four the kernel reads the last ones so, or ends the process
+
+
+class Int8Rows(PackedRows):
+    """A matrix ``data [N, K]`` of 8 bits, each row with its ``scale [N]``, or in groups with ``scale [N, K / 32]``.
+
+    ``bias [N]`` is its Linear's; ``rounded`` are the scales of rows as the kernel reads them.
+    """
+
+    def __init__(self, data: Tensor, scale: Tensor, bias: Tensor | None = None, rounded: Tensor | None = None) -> None:
+        self.data, self.scale, self.bias = data, scale, bias
+        self._rounded = scale.bfloat16() if rounded is None and not self._in_groups else rounded
+        self._arrays: tuple[int, Any, Any] = (0, None, None)
+
+    @property
+    def _in_groups(self) -> bool:
+        return self.scale.dtype == torch.float16
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``x [..., K]`` through the matrix, plus ``bias [N]``: ``[..., N]``."""
+        if x.numel() == x.shape[-1] and self._in_groups:
+            product = self._one_token(x.reshape(-1)).to(x.dtype).view(*x.shape[:-1], -1)
+            return product if bias is None else product + bias
+        if x.numel() == x.shape[-1] and x.shape[-1] % MULTIPLE == 0:
+            # In bfloat16: the kernel's float32 variant is several times slower, and 8 bits of weight round more.
+            row = x.reshape(1, -1).bfloat16().contiguous()
+            assert self._rounded is not None
+            product = torch._weight_int8pack_mm(row, self.data, self._rounded)
+            product = product.to(x.dtype).view(*x.shape[:-1], -1)
+            return product if bias is None else product + bias
+        products = [F.linear(x, *rows) for rows in self._unpacked(x.dtype, bias)]
+        return torch.cat(products, -1) if len(products) > 1 else products[0]
+
+    def _one_token(self, x: Tensor) -> Tensor:
+        """``x [K]`` through a matrix in groups: ``[N]`` in float32."""
+        loops = block_loops()
+        assert loops is not None
+        place, data, scale = self._arrays
+        if place != self.data.data_ptr():  # where they lie is changed while a model is loaded
+            place, data, scale = self.data.data_ptr(), self.data.detach().numpy(), self.scale.view(torch.uint16).numpy()
+            self._arrays = place, data, scale
+        product = torch.empty(len(data))
+        use_threads(torch.get_num_threads())
+        loops.eight_bit_product(data, scale, x.detach().float().contiguous().numpy(), product.numpy())
+        return product
+
+    def _unpacked(self, dtype: torch.dtype, bias: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Runs of rows in ``dtype``, each with its part of ``bias [N]``."""
+        at = 0
+        for rows in in_chunks(self.data, UNPACKED):
+            here = slice(at, at := at + len(rows))
+            groups = rows.to(dtype).view(len(rows), -1, GROUP if self._in_groups else rows.shape[1])
+            scales = self.scale[here].to(dtype).view(len(rows), -1, 1)
+            yield groups.mul_(scales).view(rows.shape), None if bias is None else bias[here]
+
+    def matrix(self, index: int) -> Self:
+        """One matrix of a stack ``[E, N, K]``, in the same memory."""
+        rounded = None if self._rounded is None else self._rounded[index]
+        return type(self)(self.data[index], self.scale[index], rounded=rounded)
+
+    @property
+    def constants(self) -> tuple[Tensor, ...]:
+        """The scales, and those of rows rounded for the kernel."""
+        return (self.scale,) if self._rounded is None else (self.scale, self._rounded)
+
+    @property
+    def mergeable(self) -> bool:
+        """True if rows of another matrix can follow these."""
+        return self.data.nbytes % ALIGNED == 0
+
+    @classmethod
+    def merged(cls, linears: Sequence[Any]) -> Self:
+        """The rows of several Linears as one matrix; theirs become views of it, so no memory is added."""
+        parts: list[Int8Rows] = [linear.__dict__[ROWS] for linear in linears]
+        merged = cls(merge([part.data for part in parts]), torch.cat([part.scale for part in parts]))
+        sizes = [len(part.data) for part in parts]
+        for part, scale in zip(parts, torch.split(merged.scale, sizes), strict=True):
+            part.scale = scale
+        if merged._rounded is not None:
+            for part, rounded in zip(parts, torch.split(merged._rounded, sizes), strict=True):
+                part._rounded = rounded
+        return merged
+
+
+def pack(linear: nn.Linear, *, of_4_bits: bool = False) -> None:
+    """Quantize a Linear, also one whose weights had 4 bits."""
+    weight = linear.weight.detach()
+    data = torch.empty(weight.shape, dtype=torch.int8)
+    install(linear, data, _quantize(weight, data))
+
+
+def stack(matrices: Tensor, *, of_4_bits: bool = False) -> Int8Rows:
+    """Quantize a stack of ``matrices [E, N, K]`` that ``fits_stack``, also of weights that had 4 bits."""
+    data = torch.empty(matrices.shape, dtype=torch.int8)
+    return Int8Rows(data, torch.stack([_quantize(*pair) for pair in zip(matrices, data, strict=True)]))
+
+
+def fits_stack(rows: int, columns: int) -> bool:
+    """True if each matrix of a stack of such can lie as the kernel reads it."""
+    return rows * columns % ALIGNED == 0
+
+
+def install(linear: nn.Linear, data: Tensor, scale: Tensor) -> None:
+    """Let a Linear multiply by ``data [N, K]`` of 8 bits, each row with its ``scale [N]``."""
+    if data.data_ptr() % ALIGNED:  # as it lies in a file
+        data = data.clone()
+    linear.weight = nn.Parameter(data, requires_grad=False)
+    attach(linear, Int8Rows(linear.weight, scale, linear.bias))
+
+
+def in_groups(columns: int) -> bool:
+    """True if rows of so many ``columns`` have a scale for every 32."""
+    return columns % GROUP == 0 and block_loops() is not None
+
+
+def packed_bytes(rows: int, columns: int) -> int:
+    """Bytes of a matrix, its scales included."""
+    return rows * columns + rows * (columns // GROUP * GROUP_BYTES if in_groups(columns) else SCALE_BYTES)
+
+
+def _quantize(weight: Tensor, data: Tensor) -> Tensor:
+    """Write the ``data [N, K]`` of ``weight [N, K]``; its ``scale``, ``[N, K / 32]`` or ``[N]``."""
+    chunk = _quantize_groups if in_groups(weight.shape[1]) else _quantize_rows
+    pairs = zip(in_chunks(weight, CHUNK), in_chunks(data, CHUNK), strict=True)
+    return torch.cat([chunk(rows, place) for rows, place in pairs])
+
+
+def _quantize_groups(weight: Tensor, data: Tensor) -> Tensor:
+    groups = weight.float().view(len(weight), -1, GROUP)
+    scale = (groups.abs().amax(-1) / MOST).half().clamp(min=LEAST_SCALE)
+    levels = (groups / scale.float()[..., None]).round_().clamp_(-MOST, MOST)
+    data.copy_(levels.view(weight.shape))
+    return scale
+
+
+def _quantize_rows(weight: Tensor, data: Tensor) -> Tensor:
+    weight = weight.float()
+    scale = (weight.abs().amax(1) / MOST).clamp(min=torch.finfo(torch.float32).tiny)
+    data.copy_((weight / scale[:, None]).round())
+    return scale

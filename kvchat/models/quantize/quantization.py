@@ -1,0 +1,321 @@
+"""Quantized weights: on a GPU int8 and int4 by torchao, nf4 by bitsandbytes, and checkpoints that are already.
+
+transformers and its quantizers do the work; kvchat chooses their configuration and names the package that is missing.
+int8 and int4 on a CPU are kvchat's own (``int8_rows``, ``int4_rows``) and need no package.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from logging import ERROR, getLogger
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+
+from kvchat import install
+from kvchat.errors import ModelError, UsageError, did_you_mean
+from kvchat.hub_kernels import import_bitsandbytes
+from kvchat.models import stored_tensors
+from kvchat.models.quantize import int8_rows
+from kvchat.models.quantize.rows import all_rows, body, packs_head
+from kvchat.protocol.messages import Quantize
+
+PLAIN = (torch.float32, torch.float16, torch.bfloat16)
+CHOICES: tuple[str, ...] = get_args(Quantize)
+BITS = {"int8": 8, "int4": 4, "nf4": 4}
+PACKAGES = {"int8": "torchao", "int4": "torchao", "nf4": "bitsandbytes"}
+INT4_CAPABILITY = (8, 0)  # of a GPU: tensor cores with bfloat16
+PACKED_HERE = ("int8", "int4")  # on a CPU
+WARNS_AT_EVERY_PRODUCT = "bitsandbytes.autograd._functions"  # of 8 bits, in any dtype but float16
+# The extra whose packages read a checkpoint of a method.
+EXTRA_OF_METHOD = {"bitsandbytes": "bnb", "torchao": "ao", "gptq": "gptq", "awq": "gptq"}
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """The storage of the weights: transformers' name of the method (empty: unquantized) and its loading options."""
+
+    method: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def resolve(quantize: str, config: Any, dtype: torch.dtype, device: torch.device) -> Quantization:
+    """The quantization for a choice (one of ``CHOICES``) and a checkpoint's ``config``; ``dtype`` is the arithmetic's.
+
+    "auto" is decided for what transformers unpacks before this; here it is "none".
+
+    Raises:
+        UsageError: there is no such choice, or not for this device and dtype.
+        ModelError: the library is not installed, or the checkpoint is quantized already.
+    """
+    check(quantize, config, device)
+    if quantize in ("auto", "none"):
+        _check_dtype(config, dtype, device)
+        return Quantization(own_method(config))
+    _check_installed(quantize, device)
+    method, chosen = _package(quantize, device) or quantize, _chosen(quantize, dtype, device)
+    return Quantization(method, {"quantization_config": chosen})
+
+
+def check(quantize: str, config: Any, device: torch.device) -> None:
+    """Refuse a choice that is none, or that a checkpoint with this ``config`` does not have on ``device``.
+
+    Raises:
+        UsageError: there is no such choice; ModelError: the checkpoint is quantized already.
+    """
+    if quantize not in CHOICES:
+        raise UsageError(f'There is no quantization "{quantize}".', did_you_mean(quantize, CHOICES))
+    own = own_method(config)
+    packs_again = quantize in ("int8", "int4") and (own == "gguf" or is_unpacked(config, device))
+    if own and quantize not in ("auto", "none") and not packs_again:
+        raise ModelError(
+            f"The model is quantized already, by {own}.",
+            f"Its weights cannot be made {quantize} again.",
+            f"Leave --quantize out, or give --quantize {quantize} with the model that is not quantized.",
+        )
+
+
+def import_package(quantized: Quantization) -> None:
+    """Import the package that reads quantized weights as kvchat needs it, before transformers does."""
+    if quantized.method == "bitsandbytes":
+        getLogger(WARNS_AT_EVERY_PRODUCT).setLevel(ERROR)
+        with suppress(ImportError):  # transformers names it
+            import_bitsandbytes()
+
+
+def missing(name: str, quantized: Quantization, error: ImportError) -> ModelError:
+    """The refusal of a model for which a package is missing; transformers' message names it."""
+    message = " ".join(str(error).split())[:300]
+    found = next((extra for method, extra in EXTRA_OF_METHOD.items() if method in quantized.method), "")
+    named = install.EXTRAS[found] if found else _named_in(message)
+    hint = f"Run: {install.command(*named)}" if named else "Install the package, then try again."
+    return ModelError(f"{name} needs a package that is not installed.", f"transformers says: {message}", hint)
+
+
+def _named_in(message: str) -> Sequence[str]:
+    """The packages that transformers' ``message`` says to install."""
+    told = re.search(r"pip install ([\w.,\[\]<>=~! -]+)", message.replace("`", "").replace("'", ""))
+    options = ("-U", "--upgrade")
+    return [word for word in (told[1] if told else "").split() if word not in options]
+
+
+def weight_bytes(model: Any) -> int:
+    """Bytes of a model's weights on its device, quantization constants included."""
+    return sum(tensor.nbytes for tensor in _tensors(model))
+
+
+def weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a model's weights that lie in memory, quantization constants included, with a name each."""
+    for name, parameter in model.named_parameters():
+        state = getattr(parameter, "quant_state", None)  # bitsandbytes keeps its constants beside the parameter
+        constants = [value for value in vars(state).values() if isinstance(value, Tensor)] if state else []
+        yield from ((name, tensor) for tensor in (*_parts(parameter.data), *constants))
+    for name, rows in all_rows(model):
+        yield from ((name, constant) for constant in rows.constants)
+    for name, module in model.named_modules():
+        scales = getattr(getattr(module, "state", None), "SCB", None)  # bitsandbytes', of 8 bits
+        yield from ((name, scales),) if isinstance(scales, Tensor) else ()
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors that a weight is made of: those of torchao wrap several, and say the size of what they stand for."""
+    if type(tensor) is Tensor or not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _parts(getattr(tensor, name))
+
+
+def is_packed(model: Any) -> bool:
+    """Some weights are in a form that only their quantizer multiplies; those of a GGUF file are usually unpacked."""
+    return bool(own_method(model.config)) and any(tensor.dtype not in PLAIN for tensor in _tensors(model))
+
+
+def notes(model: Any) -> list[str]:
+    """Notes to the user about a loaded model's weights, of a checkpoint that was quantized before."""
+    method, dtype = own_method(model.config), str(model.dtype).removeprefix("torch.")
+    unpacked = method not in ("", *PACKED_HERE) and not is_packed(model)
+    return [f"The {method} weights were unpacked to {dtype}."] if unpacked else []
+
+
+def describe(model: Any) -> str:
+    """The name of a loaded model's quantization; empty if its weights are not packed."""
+    if not is_packed(model):
+        return ""
+    return kind_of(model.config)
+
+
+def kind_of(config: Any) -> str:
+    """The choice (one of ``CHOICES``) by which a checkpoint is quantized, or transformers' name of another method."""
+    return stored_tensors.kind_of(own_section(config))
+
+
+def own_method(config: Any) -> str:
+    """transformers' name of the method by which a checkpoint is quantized; empty if it is not."""
+    return stored_tensors.method_of(own_section(config))
+
+
+def is_unpacked(config: Any, device: torch.device) -> bool:
+    """transformers unpacks a checkpoint's weights while it reads them; see ``stored_tensors``."""
+    if not (method := own_method(config)):
+        return False
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    return stored_tensors.is_unpacked(method, capability)
+
+
+def own_dtype(config: Any, device: torch.device) -> torch.dtype | None:
+    """The only dtype in which a checkpoint's packed weights are multiplied; None where others are too.
+
+    torchao's are multiplied in that which they were packed from; those of 8 bits by ``int8_rows`` on a CPU.
+    """
+    if own_method(config) != "torchao" or (device.type == "cpu" and kind_of(config) == "int8"):
+        return None
+    dtype: torch.dtype | None = config.get_text_config(decoder=True).dtype or config.dtype
+    return dtype
+
+
+def unpack_while_reading(config: Any, device: torch.device) -> None:
+    """Let transformers unpack while it reads what is unpacked on ``device``.
+
+    Compressed-tensors it would unpack later, by a hook that only a forward with the head calls. All else it would leave
+    packed, also for the CPU, where the machine has a GPU that multiplies it.
+    """
+    if is_unpacked(config, device):
+        config.quantization_config["dequantize"] = True
+
+
+def finish_loading(model: Any, config: Any, dtype: torch.dtype) -> None:
+    """Give the weights of a quantized checkpoint that are not packed ``dtype``, and its ``config`` of them back.
+
+    transformers leaves them in the files' dtypes, unpacks fp8 to bfloat16 whatever is asked for, and forgets that.
+    """
+    if not own_method(model.config):
+        model.config.quantization_config = config.quantization_config
+    exact = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
+    for where, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        packed = any(type(each) is not nn.Parameter or each.dtype not in PLAIN for each in own.values())
+        for name, parameter in own.items():
+            if not packed and exact.isdisjoint([*where.split("."), name]):
+                parameter.data = parameter.data.to(dtype)
+
+
+def multiply_on_cpu(model: Any) -> None:
+    """Let int8 weights on a CPU multiply as ``int8_rows`` does, most heads too, and nf4 ones in the model's dtype.
+
+    bitsandbytes would round nf4 to bfloat16 where the CPU multiplies it, and fail at rows that are no multiple of 32.
+    """
+    if own_method(model.config) == "bitsandbytes":
+        for module in model.modules():
+            if hasattr(module, "support_avx512bf16_for_cpu"):
+                module.support_avx512bf16_for_cpu = False
+    kind = describe(model)
+    for linear in body(model) if kind == "int8" else ():
+        weight: Any = linear.weight
+        if hasattr(weight, "qdata"):  # of a checkpoint that torchao made
+            int8_rows.install(linear, weight.qdata, weight.scale.flatten().float())
+    head = model.get_output_embeddings()
+    packed_here = kind == "int8" or own_method(model.config) == "int4"
+    if packed_here and type(head) is nn.Linear and type(head.weight) is nn.Parameter and packs_head(model, kind):
+        int8_rows.pack(head)
+
+
+def possible(device: torch.device, dtype: torch.dtype) -> list[str]:
+    """The choices that this device can multiply in ``dtype``, whatever is installed."""
+    return [name for name in CHOICES if name != "auto" and (name != "int4" or not _no_int4(device, dtype))]
+
+
+def absent_packages(quantize: str, device: torch.device) -> list[str]:
+    """The packages that a quantization needs and that are not installed; ``none`` needs none."""
+    package = _package(quantize, device)
+    return [name for name in (package, "accelerate") if find_spec(name) is None] if package else []
+
+
+def own_section(config: Any) -> dict[str, Any]:
+    """The quantization section of a configuration; empty if it has none."""
+    own: Any = getattr(config, "quantization_config", None) or {}
+    return own if isinstance(own, dict) else dict(own.to_dict())
+
+
+def _check_dtype(config: Any, dtype: torch.dtype, device: torch.device) -> None:
+    only = own_dtype(config, device)
+    if only not in (None, dtype):
+        name, given = (str(each).removeprefix("torch.") for each in (only, dtype))
+        raise UsageError(
+            f"The model's weights are multiplied in {name} only.",
+            f"Given: {given}. torchao packed them so.",
+            f"Give --dtype {name} or auto.",
+        )
+
+
+def _package(quantize: str, device: torch.device) -> str:
+    return "" if quantize in PACKED_HERE and device.type == "cpu" else PACKAGES.get(quantize, "")
+
+
+def _check_installed(quantize: str, device: torch.device) -> None:
+    absent = absent_packages(quantize, device)
+    if absent:
+        raise install.missing(quantize, absent)
+
+
+def _chosen(quantize: str, dtype: torch.dtype, device: torch.device) -> Any:
+    """The configuration of the quantizer."""
+    if quantize == "nf4":
+        return _nf4(dtype)
+    if device.type == "cpu":
+        from kvchat.models.quantize.packed_quantizer import PackedConfig
+
+        return PackedConfig(quantize)
+    return _int8() if quantize == "int8" else _int4(dtype, device)
+
+
+def _nf4(dtype: torch.dtype) -> Any:
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+
+
+def _int8() -> Any:
+    from torchao.quantization import Int8WeightOnlyConfig
+    from transformers import TorchAoConfig
+
+    return TorchAoConfig(Int8WeightOnlyConfig())
+
+
+def _int4(dtype: torch.dtype, device: torch.device) -> Any:
+    if refused := _no_int4(device, dtype):
+        raise refused
+    from torchao.quantization import Int4WeightOnlyConfig
+    from transformers import TorchAoConfig
+
+    return TorchAoConfig(Int4WeightOnlyConfig(group_size=128, int4_packing_format="tile_packed_to_4d"))
+
+
+def _no_int4(device: torch.device, dtype: torch.dtype) -> UsageError | None:
+    """The refusal of int4; None where it is multiplied."""
+    if device.type == "cpu":
+        return None
+    if dtype != torch.bfloat16:
+        return UsageError(
+            "int4 weights need bfloat16 on a GPU.",
+            f"Given: {str(dtype).removeprefix('torch.')}. torchao multiplies int4 in no other dtype.",
+            "Give --dtype bfloat16, or int8.",
+        )
+    if (capability := torch.cuda.get_device_capability(device)) < INT4_CAPABILITY:
+        return UsageError(
+            "int4 weights need a GPU of compute capability 8.0 or more.",
+            f"This one has {capability[0]}.{capability[1]}, whose tensor cores have no bfloat16.",
+            "Give int8 or nf4.",
+        )
+    return None
+
+
+def _tensors(model: Any) -> Iterator[Tensor]:
+    yield from (tensor for _, tensor in weights(model))
+    for buffer in model.buffers():
+        yield from _parts(buffer)

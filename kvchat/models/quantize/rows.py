@@ -1,0 +1,287 @@
+"""Products with weights on a CPU: packed rows, whole ones for one token and for many, and on how many threads.
+
+Intel's MKL, which torch multiplies float32 with on x86, reads a matrix at a third of the memory's speed for one row on
+a processor of another make: on an AMD EPYC 384 x 8,192 take 1.2 ms on one thread and on two. Its batched product of
+blocks of rows does not: 0.33 ms on one thread, 0.25 on two. The processor's make decides and not a measurement, so that
+the same conversation has the same last bits every time.
+
+bfloat16 torch multiplies with oneDNN where the processor has AVX-512, for one row at a third to a half of the memory's
+speed. torch's own product reads at all of it: there 8,192 x 2,048 take 0.95 ms instead of 1.75, and 1.8 in float32.
+Without AVX-512 many rows in bfloat16 are slow instead: 512 of them take 368 ms, 122 as float32 with the matrix widened
+for them, 100 with one that is stored so.
+
+Short parallel loops take as many threads as other processes leave cores for. Each loop waits for its last thread, and
+beside a busy process there is always one that waits for a core: on two cores beside two busy processes a token of the
+bundled model, some hundred such loops, took 10 ms on two threads and 6.8 on one. Loading a model is made of such loops
+too: the tests of the bundled one took 11.5 and 0.5 s. A prompt's are long; it is read on all threads.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kvchat import process
+from kvchat.kv.ops.cpu_products import compiled_loops
+
+ROWS, STACKS = "packed_rows", "packed_stacks"  # the attributes of a Linear, and of a layer's experts
+CHUNK = 2**18  # weights that are quantized at once: in float32 they stay in a processor's cache
+BLOCK = 64  # rows that int4 interleaves where they are packed, on some processors fewer: what follows begins a new one
+PROCESSOR = Path("/proc/cpuinfo")
+MAKE = "AuthenticAMD"
+# Fewer are slower (one is the slow product itself), more only where there are more threads.
+BLOCKS = 4
+MANY = 32  # rows from which on widening a matrix takes less than what it saves
+# Seconds between two looks: ten ticks of the kernel's clock, which it counts a processor's time in.
+LOOK_S = 0.1
+PAUSE_S = 1.0  # between two answers
+# Of a core: others that take no more share it. The application takes a quarter while it draws an answer, and a terminal
+# must draw it too; a busy process that shares its core with one of our threads has two thirds.
+SHARED = 0.6
+FIXED = "OMP_DYNAMIC"
+
+
+class PackedRows(ABC):
+    """The packed rows of a Linear's matrix ``[N, K]``, or of a stack of such; ``bias [N]`` is the Linear's."""
+
+    data: Tensor
+    bias: Tensor | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """In place of its Linear's own."""
+        return self.multiply(x, self.bias)
+
+    @abstractmethod
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``x [..., K]`` through the matrix, plus ``bias [N]``: ``[..., N]``."""
+
+    @abstractmethod
+    def matrix(self, index: int) -> Self:
+        """One matrix of a stack, in the same memory."""
+
+    @property
+    @abstractmethod
+    def constants(self) -> tuple[Tensor, ...]:
+        """The tensors beside ``data``; unlike it they are no parameters of the Linear."""
+
+    @property
+    def mergeable(self) -> bool:
+        """True if rows of another matrix can follow these."""
+        return True
+
+    @classmethod
+    @abstractmethod
+    def merged(cls, linears: Sequence[Any]) -> Self:
+        """The rows of several Linears as one matrix; theirs become views of it, so no memory is added."""
+
+
+Weight = Tensor | PackedRows
+
+
+@cache
+def block_loops() -> ModuleType | None:
+    """The loops that unpack and pack weights in blocks; None where numba does not run."""
+    if compiled_loops() is None:
+        return None
+    from kvchat.models.quantize import block_loops
+
+    return block_loops
+
+
+def weight_of(linear: Any) -> Weight:
+    """The matrix of a Linear, as it multiplies."""
+    rows: PackedRows | None = linear.__dict__.get(ROWS)
+    return linear.weight if rows is None else rows
+
+
+def attach(linear: Any, rows: PackedRows) -> None:
+    """Let a Linear multiply by ``rows``."""
+    linear.__dict__ |= {ROWS: rows, "forward": rows.forward}
+
+
+def in_chunks(matrix: Tensor, elements: int) -> tuple[Tensor, ...]:
+    """Runs of rows of ``matrix [N, K]``, of about so many ``elements`` each."""
+    return torch.split(matrix, max(1, elements // (BLOCK * matrix.shape[1])) * BLOCK)
+
+
+def all_rows(model: Any) -> Iterator[tuple[str, PackedRows]]:
+    """The packed rows of the Linears and of the stacks of experts in ``model``, with their names."""
+    for name, module in model.named_modules():
+        if ROWS in module.__dict__:
+            yield name, module.__dict__[ROWS]
+        yield from ((f"{name}.{stack}", rows) for stack, rows in module.__dict__.get(STACKS, {}).items())
+
+
+def body(model: Any) -> Iterator[nn.Linear]:
+    """The Linears of ``model`` but its head."""
+    head = model.get_output_embeddings()
+    return (module for module in model.modules() if type(module) is nn.Linear and module is not head)
+
+
+def is_tied(model: Any) -> bool:
+    """True if the head of ``model`` shares the weights of its embeddings."""
+    return model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+def packs_head(model: Any, quantize: str) -> bool:
+    """True if the head of ``model`` has 8 bits beside layers in ``quantize``: with 4 where its weights are its own.
+
+    Those that it shares with the embeddings stay beside it, so packing them takes memory.
+    """
+    return quantize == "int8" or (quantize == "int4" and not is_tied(model))
+
+
+def merge(parameters: Sequence[Tensor]) -> Tensor:
+    """Stack ``parameters`` along their first dimension; they become views of the result, so no memory is added."""
+    merged = _one_behind_the_other(parameters)
+    if merged is not None:
+        return merged
+    merged = torch.cat([parameter.data for parameter in parameters])
+    start = 0
+    for parameter in parameters:
+        parameter.data = merged[start : start + len(parameter)]
+        start += len(parameter)
+    return merged
+
+
+def _one_behind_the_other(parameters: Sequence[Tensor]) -> Tensor | None:
+    """The parameters as one, where they lie in memory like that already (``weights_memory``)."""
+    first = parameters[0].data
+    end = first.data_ptr()
+    for parameter in parameters:
+        if parameter.data_ptr() != end or not parameter.is_contiguous():
+            return None
+        end += parameter.nbytes
+    rows = sum(len(parameter) for parameter in parameters)
+    size = rows * first[0].numel()
+    if first.untyped_storage().nbytes() < (first.storage_offset() + size) * first.element_size():
+        return None  # next to each other by chance
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
+
+
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    """``x [..., K]`` through ``weight [N, K]``, plus ``bias [N]``: ``[..., N]``."""
+    if isinstance(weight, PackedRows):
+        return weight.multiply(x, bias)
+    if is_one_row(x) and weight.dtype == torch.float32 and weight.device.type == "cpu" and in_blocks():
+        blocks = _blocks(weight.shape[0])
+        if blocks > 1 and weight.is_contiguous():
+            return _by_blocks(x, weight, bias, blocks)
+    if x.numel() >= MANY * x.shape[-1] and widens(weight.dtype, weight.device):
+        return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+    return F.linear(x, weight, bias)
+
+
+def widens(dtype: torch.dtype, device: torch.device) -> bool:
+    """True if many rows are multiplied as float32: in bfloat16 on a processor that oneDNN has no product for."""
+    return dtype == torch.bfloat16 and device.type == "cpu" and not _has_bfloat16()
+
+
+@cache
+def _has_bfloat16() -> bool:
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+@contextmanager
+def without_onednn(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+    """Let torch multiply single rows of bfloat16 by its own product on a CPU, in all of the process."""
+    onednn: Any = torch.backends.mkldnn  # typed as what makes its properties
+    enabled = onednn.enabled
+    onednn.enabled = enabled and not (dtype == torch.bfloat16 and device.type == "cpu")
+    try:
+        yield
+    finally:
+        onednn.enabled = enabled
+
+
+def is_one_row(x: Tensor) -> bool:
+    """True if ``x [..., K]`` is one contiguous row: a single token's."""
+    return x.numel() == x.shape[-1] and x.is_contiguous()
+
+
+@cache
+def in_blocks(processor: Path = PROCESSOR) -> bool:
+    """True if multiplying in blocks of rows is faster on this processor."""
+    if not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
+        return False
+    try:
+        return MAKE in processor.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+
+
+def _by_blocks(x: Tensor, weight: Tensor, bias: Tensor | None, blocks: int) -> Tensor:
+    size = x.shape[-1]
+    # The row as every block's column; made one by ``view(size, 1)`` it would be ten times as slow.
+    column = x.as_strided((blocks, size, 1), (0, 1, size))
+    product = torch.bmm(weight.view(blocks, -1, size), column).view(*x.shape[:-1], -1)
+    return product if bias is None else product.add_(bias)
+
+
+@cache
+def _blocks(rows: int) -> int:
+    """Number of blocks: as many as threads, at least ``BLOCKS``; 1 where that number does not divide ``rows``."""
+    blocks = BLOCKS
+    while blocks < torch.get_num_threads():
+        blocks *= 2
+    while blocks > 1 and rows % blocks:
+        blocks //= 2
+    return blocks
+
+
+class FreeCores:
+    """Inside this context torch computes on the threads that have a core of their own, outside on all that it had.
+
+    Where the device is no CPU, or ``OMP_DYNAMIC=false`` says that the number is not to change, nothing happens.
+    ``pause`` is in seconds: after a longer one what others did in it says nothing about now.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        clock: Callable[[], float] = time.monotonic,
+        own: Callable[[], float] = time.process_time,
+        stat: Path = process.STAT,
+        pause: float = PAUSE_S,
+    ) -> None:
+        self.threads = self._most = torch.get_num_threads()
+        fixed = os.environ.get(FIXED, "").strip().lower() in ("false", "0")
+        self._looks = device.type == "cpu" and self._most > 1 and not fixed
+        self._clock, self._own, self._stat, self._pause = clock, own, stat, pause
+        self._seen: tuple[float, process.Spent | None, float] = -math.inf, None, 0.0
+
+    def __enter__(self) -> None:
+        self.look()
+        if self._looks:
+            torch.set_num_threads(self.threads)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._looks:
+            torch.set_num_threads(self._most)
+
+    def look(self) -> None:
+        """See what others took since the last look, unless that was just before."""
+        now, (then, before, own) = self._clock(), self._seen
+        if not self._looks or now - then < LOOK_S:
+            return
+        after, own_now = process.processor_time(self._stat), self._own()
+        self._seen = now, after, own_now
+        if after is None or before is None or now - then > self._pause or after.total <= before.total:
+            return
+        busy = (after.total - before.total) - (after.idle - before.idle) - (own_now - own)
+        others = busy / (after.total - before.total) * after.processors
+        self.threads = max(1, min(self._most, math.floor(after.processors - others + SHARED)))

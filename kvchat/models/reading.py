@@ -1,0 +1,276 @@
+"""Reads a model's weights by transformers into memory that holds them, packs them and lays them out.
+
+On a CPU they lie one behind the other, in huge pages: a token reads all of them once. Small ones lie in small system
+pages wherever there was room; laid out they are read faster (``kv.memory.huge_pages``), and what is merged later
+(``fuse``) is one matrix already. Weights that do not fit are refused before minutes of reading them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, redirect_stderr, redirect_stdout
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvchat.errors import DoesNotFitError
+from kvchat.kv.memory import available
+from kvchat.kv.memory.budget import free_bytes
+from kvchat.kv.memory.huge_pages import aligned, use_huge_pages
+from kvchat.kv.memory_errors import is_out_of_memory
+from kvchat.models import attention_hook, repacking, support
+from kvchat.models import checkpoint as checkpoints
+from kvchat.models.checkpoint import Checkpoint
+from kvchat.models.description import ModelDescription
+from kvchat.models.hub import ByteProgress
+from kvchat.models.quantize import quantization
+from kvchat.models.quantize.int8_rows import ALIGNED
+from kvchat.models.quantize.quantization import Quantization
+from kvchat.models.quantize.weight_sizes import weight_bytes
+from kvchat.models.repacking import by_quantization, loaded_bytes
+from kvchat.units import size
+
+# Bytes that are there twice while they are laid out. Weights of more fill huge pages where they are.
+PIECE = 2**26
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # the numbers of glibc's settings
+LARGE = 5 * 2**18  # bytes from which on a tensor has pages of its own while weights are packed: above those of a chunk
+LARGEST_KEPT = 2**25  # glibc's own limit
+
+
+def read(described: ModelDescription, checkpoint: Checkpoint, quantized: Quantization) -> Any:
+    """Read a model to the CPU: transformers reads to a GPU only with accelerate, which kvchat needs for nothing else.
+
+    Quantized weights are read to their device: most cannot be moved, and what cannot be needs accelerate anyway.
+
+    Raises:
+        ModelError: transformers refuses them, or a package is missing.
+    """
+    attention_hook.register()
+    quantization.import_package(quantized)
+    quantization.unpack_while_reading(described.text_config, described.device)
+    placement = {"device_map": {"": described.device}} if _is_in_place(described, quantized) else {}
+    packing = quantized.options.get("quantization_config")
+    unpacked = repacking.is_unpacked(described)
+    meanwhile = repacking.read_unpacked(described, packing) if unpacked else contextlib.nullcontext()
+    if packing is not None and hasattr(packing, "of_4_bits"):
+        packing.of_4_bits = repacking.in_equal_steps(described)
+    chosen = {} if _is_packed_later(described, quantized) else quantized.options
+    source: dict[str, Any] = {"pretrained_model_name_or_path": checkpoint.folder}
+    if checkpoint.gguf:
+        source = {"pretrained_model_name_or_path": None, "state_dict": described.gguf_weights}
+    try:
+        # What packages of quantized weights print has no switch.
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()), meanwhile:
+            model, info = described.model_class.from_pretrained(
+                **source,
+                config=described.text_config,
+                dtype=described.dtype,
+                attn_implementation=attention_hook.NAME,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+                **placement,
+                **chosen,
+            )
+    except ImportError as error:
+        raise quantization.missing(checkpoint.name, quantized, error) from error
+    except Exception as error:  # whatever an untried config leads to
+        if is_out_of_memory(error):
+            raise
+        raise support.unreadable(checkpoint.name, "its weights", error) from error
+    support.check_tensors(model, checkpoint.folder, info)
+    if checkpoint.gguf:
+        checkpoints.take_from_gguf(described.gguf.values, model.generation_config)
+    if checkpoint.gguf and not chosen:
+        model.config.quantization_config = {"quant_method": "gguf"}  # what was unpacked, as of other checkpoints
+    return model
+
+
+def finished(model: Any, described: ModelDescription, quantized: Quantization) -> Any:
+    """The model as it multiplies, on its device, with what is packed or unpacked only now."""
+    device = described.device
+    if not described.location.gguf and quantization.own_method(described.config):
+        quantization.finish_loading(model, described.config, described.dtype)
+    if _is_packed_later(described, quantized):
+        repacking.pack(model, quantized.options["quantization_config"], described)
+    if device.type == "cpu":
+        quantization.multiply_on_cpu(model)
+    return model.eval() if _is_in_place(described, quantized) else model.eval().to(device)
+
+
+def _is_in_place(described: ModelDescription, quantized: Quantization) -> bool:
+    """True if weights are read to their device at once."""
+    return bool(quantized.method) and not _is_packed_later(described, quantized) and find_spec("accelerate") is not None
+
+
+def _is_packed_later(described: ModelDescription, quantized: Quantization) -> bool:
+    """True if weights are packed once they are unpacked."""
+    if described.location.gguf and described.device.type == "cpu":
+        return False  # each is packed as soon as it is unpacked
+    return repacking.is_unpacked(described) and bool(quantized.options)
+
+
+@contextmanager
+def reported(
+    sizes: Mapping[str, int], stage: str, progress: Callable[[str], None], cores: AbstractContextManager[None]
+) -> Iterator[None]:
+    """While a model is read ``progress`` is called with ``stage`` and the share of the files' bytes.
+
+    Each weight is taken in on the ``cores`` that are free. What makes it names the tensors, whose ``sizes`` are known.
+    """
+    words = ByteProgress(_heard(progress), f"{stage} ·")
+    with repacking.passed_through(lambda items: _counted(items, sizes, words, cores)):
+        yield
+
+
+def _heard(progress: Callable[[str], None]) -> Callable[[str], None]:
+    """``progress``, which may print, also where what libraries print goes nowhere."""
+    out, err = sys.stdout, sys.stderr
+
+    def tell(stage: str) -> None:
+        with redirect_stdout(out), redirect_stderr(err):
+            progress(stage)
+
+    return tell
+
+
+def _counted(
+    items: list[Any], sizes: Mapping[str, int], words: ByteProgress, cores: AbstractContextManager[None]
+) -> Iterator[Any]:
+    nbytes = [sum(sizes.get(name, 0) for names in read.layer_targets.values() for name in names) for _, read in items]
+    done, total = 0, sum(nbytes)
+    for item, item_bytes in zip(items, nbytes, strict=True):
+        with cores:
+            yield item
+        done += item_bytes
+        words.tell(done, total)
+
+
+def lay_out(model: Any) -> None:
+    """Move the weights of ``model``, on a CPU, together in the order of its modules, aligned as torch aligns its own.
+
+    Those that are tensors of a quantizer stay.
+    """
+    for weights in _pieces(model):
+        memory, at = aligned(sum(map(_room, weights))), 0
+        use_huge_pages(memory)
+        for weight in weights:
+            place = memory[at : at + weight.nbytes].view(weight.dtype).view(weight.shape)
+            weight.data = place.copy_(weight.data)
+            at += _room(weight)
+
+
+@contextlib.contextmanager
+def freed_at_once() -> Iterator[None]:
+    """Meanwhile a large tensor that is freed is the system's again, and what is kept lies in no hole of a larger one.
+
+    573 MiB of bfloat16 took up to 1.1 GiB while they became int8, of which little was in use: what was kept broke up
+    the room of what was not. Afterwards glibc keeps what it keeps by itself once it has seen tensors of such sizes.
+    """
+    _glibc("mallopt", M_MMAP_THRESHOLD, LARGE)
+    try:
+        yield
+    finally:
+        _glibc("mallopt", M_MMAP_THRESHOLD, LARGEST_KEPT)
+        _glibc("mallopt", M_TRIM_THRESHOLD, 2 * LARGEST_KEPT)
+
+
+def give_back() -> None:
+    """Give the system back what loading freed: glibc keeps it, 190 MiB beside int8 weights of 69."""
+    _glibc("malloc_trim", 0)
+
+
+def _glibc(function: str, *arguments: int) -> None:
+    with contextlib.suppress(OSError, AttributeError):  # other C libraries have no such functions
+        getattr(ctypes.CDLL(None), function)(*arguments)
+
+
+def _room(weight: Tensor) -> int:
+    """Bytes from the beginning of ``weight`` to that of the next one."""
+    return -(-weight.nbytes // ALIGNED) * ALIGNED
+
+
+def _pieces(model: Any) -> Iterator[list[nn.Parameter]]:
+    """The small weights in runs of at most ``PIECE`` bytes; large ones are left where they are.
+
+    Those of one module's children follow each other, matrices first, as they are merged: else merging would copy them
+    and the run, which others need, would keep them too.
+    """
+    piece: list[nn.Parameter] = []
+    for weights in _families(model):
+        if piece and sum(map(_room, [*piece, *weights])) > PIECE:
+            yield piece
+            piece = []
+        if sum(map(_room, weights)) <= PIECE:
+            piece += weights
+        else:
+            yield from ([weight] for weight in weights)
+    if piece:
+        yield piece
+
+
+def _families(model: Any) -> Iterator[list[nn.Parameter]]:
+    """The small weights of each module's children; large ones get huge pages where they are."""
+    named = ((name.split("."), weight) for name, weight in model.named_parameters())
+    for _, family in itertools.groupby(named, key=lambda each: each[0][:-2]):
+        small = []
+        for _, weight in family:
+            if type(weight) is not nn.Parameter or not weight.is_contiguous():
+                continue
+            if weight.nbytes > PIECE:
+                use_huge_pages(weight.data)
+            else:
+                small.append(weight)
+        yield sorted(small, key=Tensor.dim, reverse=True)
+
+
+def check(described: ModelDescription, quantize: str) -> None:
+    """Refuse weights that do not fit the device once loaded, and those too large to be unpacked.
+
+    Raises:
+        DoesNotFitError; ModelError: a file is missing or damaged.
+    """
+    if loaded_bytes(described, quantize) > free_bytes(described.device):
+        raise does_not_fit(described, quantize)
+    if repacking.lie_unpacked(described, quantize):
+        _check_unpacked(described)
+
+
+def does_not_fit(described: ModelDescription, quantize: str) -> DoesNotFitError:
+    """The refusal of weights that do not fit their device, with how they would."""
+    device, free, needed = described.device, free_bytes(described.device), loaded_bytes(described, quantize)
+    where, total = "this machine's memory", ""
+    if device.type == "cuda":
+        where, total = torch.cuda.get_device_name(device), f" of {size(torch.cuda.mem_get_info(device)[1], 2)}"
+    return DoesNotFitError(
+        f"{described.location.name} does not fit {where}.",
+        f"Its weights take {size(needed, 2)}, and {size(free, 2)}{total} are free.",
+        f"Choose a smaller model{_packed(described, min(free, needed - 1))}, or end what else takes memory there. "
+        "--force loads it anyway.",
+    )
+
+
+def _packed(described: ModelDescription, room: int) -> str:
+    """`` or --quantize int8 (5.1 GiB)`` for the first quantization whose weights have room; else nothing."""
+    fitting = ((name, nbytes) for name, nbytes in by_quantization(described).items() if nbytes <= room)
+    return next((f" or --quantize {name} ({size(nbytes)})" for name, nbytes in fitting), "")
+
+
+def _check_unpacked(described: ModelDescription) -> None:
+    """Refuse weights that do not fit this machine's memory, unpacked, before they are packed again."""
+    unpacked, free = weight_bytes(described.shapes, "none", described.device), available.host_free()
+    if unpacked > free:
+        raise DoesNotFitError(
+            f"{described.location.name} does not fit this machine's memory while it is read.",
+            f"Unpacked its weights take {size(unpacked, 2)}, and {size(free, 2)} are free.",
+            "Take the safetensors that are not quantized with --quantize: they are packed one by one. Or end what else "
+            "takes memory. --force loads it anyway.",
+        )

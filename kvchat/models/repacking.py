@@ -1,0 +1,245 @@
+"""Weights that transformers unpacks while it reads them are packed again, about as small: GGUF files, fp8, mxfp4.
+
+Nothing here multiplies them as they are stored. What was 4 bits becomes int4, or int8 where int4 cannot be multiplied,
+and what was up to 8 bits int8: on a CPU each as soon as it is unpacked, all others a Linear at a time, so that the
+device never holds the unpacked weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvchat import install
+from kvchat.errors import ModelError
+from kvchat.models import stored_tensors
+from kvchat.models.description import ModelDescription
+from kvchat.models.quantize import packing as packings
+from kvchat.models.quantize import quantization
+from kvchat.models.quantize.packing import PACKINGS
+from kvchat.models.quantize.rows import body
+from kvchat.models.quantize.weight_sizes import packed_bytes, unpackable_share, weight_bytes
+
+AT_MOST = {"int4": 5.0, "int8": 9.0}  # bits a weight of the layers, with its constants: those of Q4_K_M, of Q8_0
+CHOICES = ("none", *AT_MOST)
+MOSTLY = 0.5  # of the layers' weights: where fewer are packed, they lose bits for hardly any memory
+READING = "Loading weights"  # transformers' name of the bar
+
+
+class Choice(NamedTuple):
+    """The quantization to use, and what a person should know of it; empty for nothing."""
+
+    quantize: str
+    note: str = ""
+
+
+def is_unpacked(described: ModelDescription) -> bool:
+    """True if transformers unpacks the weights while it reads them."""
+    return bool(described.location.gguf) or quantization.is_unpacked(described.config, described.device)
+
+
+def lie_unpacked(described: ModelDescription, quantize: str) -> bool:
+    """True if all weights are unpacked in host memory before the first one is ``quantize`` again or on its device."""
+    if described.device.type == "cpu":
+        return False
+    return bool(described.location.gguf) or (is_unpacked(described) and quantize != "none")
+
+
+def choose(quantize: str, described: ModelDescription) -> Choice:
+    """The quantization for the setting ``quantize``; "auto": about the files' own size if what packs is installed.
+
+    For what is not unpacked "auto" is "none".
+
+    Raises:
+        ModelError: a file is damaged, or its weights cannot be packed so.
+    """
+    if described.location.gguf and quantize in {*quantization.CHOICES} - {"auto", *CHOICES}:
+        raise ModelError(
+            f"{described.location.name} is a GGUF file.",
+            f"Its weights cannot be made {quantize}.",
+            f"Give --quantize {', '.join(CHOICES[:-1])} or {CHOICES[-1]}, or leave it out.",
+        )
+    if quantize != "auto":
+        return Choice(quantize, _against(quantize, described))
+    small = by_default(described)
+    if not small:
+        return Choice("none")
+    if absent := quantization.absent_packages(small, described.device):
+        packages = " and ".join(absent)
+        return Choice(
+            "none",
+            f"With {packages} its weights would stay small, in {small}: {install.extra(install.EXTRA_OF[small])}",
+        )
+    stored = "GGUF file's" if described.location.gguf else quantization.own_method(described.config)
+    return Choice(small, f"The {stored} weights are kept in {small}; --quantize none unpacks them.")
+
+
+def _against(quantize: str, described: ModelDescription) -> str:
+    """A sentence about a quantization that was asked for, where the one by default is closer to the files."""
+    small = by_default(described) if quantize in AT_MOST and is_unpacked(described) else ""
+    if small in ("", quantize):
+        return ""
+    of_file = f"the files' {bits(described):.1f} bits a weight"
+    if quantize == "int8":
+        return f"int8 takes more memory than {small} and is no closer to {of_file}: auto keeps them in {small}."
+    return f"{quantize} is less than {of_file}, and answers change: auto keeps them in {small}."
+
+
+def by_default(described: ModelDescription) -> str:
+    """The quantization that keeps weights about as small as in the files; empty for large ones and what stays as it is.
+
+    Also for mixtures on a GPU, where experts are not packed.
+
+    Raises:
+        ModelError: a file is damaged.
+    """
+    if not is_unpacked(described):
+        return ""
+    of_file, there = bits(described), quantization.possible(described.device, described.dtype)
+    small = (name for name, most in AT_MOST.items() if 0 < of_file <= most and name in there)
+    fitting = (name for name in small if unpackable_share(described.shapes, name, described.device) < MOSTLY)
+    return next(fitting, "")
+
+
+def bits(described: ModelDescription) -> float:
+    """Bits that a weight of the layers' matrices takes in the files; 0 for what is not unpacked.
+
+    Raises:
+        ModelError: a file is damaged.
+    """
+    if described.location.gguf:
+        return described.gguf.layer_bits
+    if not is_unpacked(described):
+        return 0.0
+    section = quantization.own_section(described.config)
+    return stored_tensors.bits(stored_tensors.packed(described.stored, section).values())
+
+
+@contextmanager
+def read_unpacked(described: ModelDescription, config: Any) -> Iterator[None]:
+    """While weights are read that are unpacked.
+
+    On a CPU each is packed by ``config``, if that is not None, as soon as it is unpacked. transformers takes no
+    quantizer beside the files' own: packing is added to what makes each weight.
+    """
+    with contextlib.ExitStack() as entered:
+        if config is not None and described.device.type == "cpu" and not described.location.gguf:
+            entered.enter_context(passed_through(_packing(described, config)))
+        if quantization.own_method(described.config) == "fp8":
+            entered.enter_context(cut_off())
+        yield
+
+
+def pack(model: Any, config: Any, described: ModelDescription) -> None:
+    """Quantize the Linears of ``model`` but its head by transformers' ``config``, each on its device.
+
+    On a CPU also its experts, and only those that are not packed yet.
+    """
+    model.config.quantization_config = config
+    model.config._is_quantized = True  # as transformers marks others: Jamba's layers ask no Linear for its weight then
+    method, of_4_bits = config.quant_method, in_equal_steps(described)
+    if method in PACKINGS:
+        for linear in PACKINGS[method].linears(model):
+            if linear.weight.is_floating_point():
+                PACKINGS[method].pack(linear, of_4_bits=of_4_bits)
+        for _, stack in packings.chosen_stacks(model, method):
+            if stack.weight.is_floating_point():
+                packings.pack_stack(stack.module, stack.name, stack.weight.detach(), method, of_4_bits=of_4_bits)
+        return
+    from torchao.quantization import quantize_
+
+    for linear in body(model):
+        quantize_(linear.to(described.device), config.quant_type, filter_fn=lambda module, name: True)
+
+
+def _packing(described: ModelDescription, config: Any) -> Callable[[list[Any]], list[Any]]:
+    """Let the last thing that makes a weight be to pack it by ``config``."""
+    from kvchat.models.quantize.packed_quantizer import PackUnpacked
+
+    packing = PackUnpacked(config.quant_method, of_4_bits=in_equal_steps(described))
+
+    def packed(items: list[Any]) -> list[Any]:
+        for _, made in items:
+            made.quantization_operation = packing
+        return items
+
+    return packed
+
+
+def in_equal_steps(described: ModelDescription) -> bool:
+    """True if the values of 32 weights of 4 bits may lie in equal steps, which int4 finds again in twice the time."""
+    return bool(described.location.gguf) or quantization.own_method(described.config) == stored_tensors.COMPRESSED
+
+
+@contextmanager
+def cut_off() -> Iterator[None]:
+    """Meanwhile transformers unpacks such weights as blocks of the size that their configuration names."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    def dequantize(self: Any, stored: Tensor, scales: Tensor, output_dtype: torch.dtype | None = None) -> Any:
+        sizes, blocks = stored.shape[-2:], self.hf_quantizer.quantization_config.weight_block_size or (1, 1)
+        counts = [-(-size // block) for size, block in zip(sizes, blocks, strict=True)]
+        whole = [count * block for count, block in zip(counts, blocks, strict=True)]
+        if list(scales.shape[-2:]) != counts or list(sizes) == whole:
+            return genuine(self, stored, scales, output_dtype)  # of other blocks, as a whole tensor of one scale
+        filled = stored.new_zeros((*stored.shape[:-2], *whole))
+        filled[..., : sizes[0], : sizes[1]] = stored
+        return genuine(self, filled, scales, output_dtype)[..., : sizes[0], : sizes[1]].contiguous()
+
+    genuine = Fp8Dequantize._dequantize_one
+    Fp8Dequantize._dequantize_one = dequantize
+    try:
+        yield
+    finally:
+        Fp8Dequantize._dequantize_one = genuine
+
+
+@contextmanager
+def passed_through(change: Callable[[list[Any]], Iterable[Any]]) -> Iterator[None]:
+    """Meanwhile the items of the bar are those that ``change`` gives for them, after those of a context inside it."""
+    from transformers.utils import logging
+
+    def bar(factory: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        if options.get("desc") == READING:
+            items = change(list(args[0]))
+            return outer(factory, (items, *args[1:]), options) if outer else items
+        return outer(factory, args, options) if outer else factory(*args, **options)
+
+    outer = logging.set_tqdm_hook(bar)
+    try:
+        yield
+    finally:
+        logging.set_tqdm_hook(outer)
+
+
+def by_quantization(described: ModelDescription) -> dict[str, int]:
+    """Bytes of the weights by quantization; a checkpoint that stays as it is quantized has only its own.
+
+    Raises:
+        ModelError: a file is missing or damaged.
+    """
+    own, unpacked = quantization.own_method(described.config), is_unpacked(described)
+    if own and not unpacked:
+        return {own: loaded_bytes(described, own)}
+    possible = quantization.possible(described.device, described.dtype)
+    return {name: loaded_bytes(described, name) for name in possible if name in CHOICES or not unpacked}
+
+
+def loaded_bytes(described: ModelDescription, quantize: str) -> int:
+    """Bytes of the weights that ``quantize`` leaves, of a checkpoint that stays as it is quantized its own.
+
+    Raises:
+        ModelError: as ``by_quantization``.
+    """
+    config, shapes, device = described.config, described.shapes, described.device
+    if is_unpacked(described) or not quantization.own_method(config):
+        return weight_bytes(shapes, quantize, device)
+    if device.type == "cpu" and quantization.kind_of(config) == "int8":
+        return weight_bytes(shapes, "int8", device)  # and its head is packed too
+    packed = stored_tensors.packed(described.stored, quantization.own_section(config))
+    return packed_bytes(shapes, packed)

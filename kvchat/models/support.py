@@ -1,0 +1,418 @@
+"""Refuses models that kvchat cannot run, by configuration, class and tensors; finds the class that runs a checkpoint.
+
+Current repositories of Gemma, Qwen, Mistral and others are ``...ForConditionalGeneration``. Where transformers has a
+causal language model that reads such a checkpoint's text tensors, that is taken. Else it is the full class without the
+modules that text does not go through: they are dropped while the model has no memory yet, and transformers reads from
+the files only what the model has.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvchat.errors import ModelError
+from kvchat.models.quantize.quantization import Quantization, missing, own_method, own_section
+from kvchat.models.recurrent import (
+    ATTENTION,
+    BOTH,
+    RECURRENT,
+    RecurrentState,
+    attending_layers,
+    is_recurrent,
+    layer_types,
+)
+from kvchat.models.stored_tensors import COMPRESSED
+
+IN_LAYERS = "It keeps recurrent state in its layers, not in a cache"
+KNOWN_LAYERS = ATTENTION | RECURRENT | BOTH | {"mlp", "moe"}
+MOST_COUNTED, MOST_TOKENS = 10_000, 2**31 - 1  # far above any model's; positions are int32
+# Beside keys with "layer" in them: what transformers makes as many entries for, of any kind of model, when it reads a
+# config.json. Found by giving every integer of its 800 configurations a value of millions, and in its code. A
+# ``vocab_size_per_layer_input`` is no such count, and 262,144 in Gemma 3n and 4.
+COUNTED = {"num_labels", "first_k_dense_replace", "attention_types", "out_indices", "stage_num_blocks"}
+SIZES = ("_size", "_dim", "_heads")  # in the keys of sizes of tensors
+ROWS_AT_ONCE = 64
+# Tensors of compressed-tensors' checkpoints for fewer bits of what is no weight: activations and K/V.
+BESIDE_WEIGHTS = (
+    *(".input_scale", ".input_global_scale", ".input_zero_point", ".output_scale"),
+    *(".q_scale", ".k_scale", ".v_scale"),
+)
+WEIGHT_KEYS = ("num_bits", "type", "strategy", "group_size", "symmetric")  # of a scheme
+VISION_EXPERTS = "vision_moe"  # in the layers of ERNIE 4.5 VL, beside the experts of text
+
+
+def model_class(config: Any) -> tuple[Any, Any]:
+    """transformers' class for the text of a checkpoint's ``config``, and the configuration to build it with.
+
+    Raises:
+        ModelError: there is none, or kvchat cannot run it.
+    """
+    _check_writes(config)
+    found = find(config)
+    if found is None:
+        raise ModelError(
+            f'"{config.model_type}" is no model for chatting.',
+            "It is not a causal language model.",
+            "Choose a chat model.",
+        )
+    chosen, its_config = found
+    reason = refusal(its_config, chosen)
+    if reason:
+        raise ModelError(f"kvchat cannot run {chosen.__name__}.", f"{reason}.", "Choose another model.")
+    return chosen, its_config
+
+
+def refusal(config: Any, model_class: Any) -> str | None:
+    """The reason to refuse a model of transformers' ``config`` and ``model_class``; None if there is none."""
+    text = config.get_text_config(decoder=True)
+    if config.is_encoder_decoder:
+        return "It is an encoder-decoder; kvchat drives decoders only"
+    if not model_class._can_set_attn_implementation():
+        return "transformers does not let its attention be replaced"
+    if needed := _needed_beside_text(model_class):
+        return f"transformers' code of it reads no text alone: it needs {' and '.join(needed)}"
+    if not hasattr(text, "num_hidden_layers"):  # of blt and pi0 each part has layers
+        return "Its configuration does not tell how many layers it has"
+    if model_class._is_stateful and not is_recurrent(config):
+        return "It keeps a recurrent state in a way of its own, which cannot be rolled back to an earlier token"
+    if hasattr(model_class, "_setup_cache"):  # makes room for the state in the layers
+        return IN_LAYERS
+    if others := sorted(set(layer_types(config)) - KNOWN_LAYERS):
+        return f"It has layers of the kind {', '.join(others)}; kvchat knows full, sliding and linear attention"
+    if not attending_layers(config):
+        return "No layer of it attends, so there are no K/V to keep"
+    if not (context := getattr(text, "max_position_embeddings", None)):
+        return "Its configuration does not tell how many tokens it can read"
+    if context > MOST_TOKENS:
+        return f"Its configuration tells that it can read {context:,} tokens; kvchat counts to {MOST_TOKENS:,}"
+    return None
+
+
+def _check_writes(config: Any) -> None:
+    """Refuse a checkpoint that was trained to classify: transformers would read a language model of the same kind."""
+    for name in getattr(config, "architectures", None) or ():
+        if "Classification" in name:
+            raise ModelError(
+                f"{name} is no model for chatting.",
+                "Its config.json says by that name that it classifies what it reads: it writes no text.",
+                "Choose a chat model.",
+            )
+
+
+def _needed_beside_text(model_class: Any) -> list[str]:
+    """The inputs that a forward of the class cannot go without, but the tokens: those of BLIP-2 are images."""
+    inputs = list(inspect.signature(model_class.forward).parameters.values())[1:]
+    needed = (one for one in inputs if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD)
+    return [one.name for one in needed if one.name != "input_ids"]
+
+
+def check_quantization(config: Any, name: str) -> None:
+    """Refuse a checkpoint that transformers would read as if it were not quantized, or quantized otherwise.
+
+    Raises:
+        ModelError: its configuration names a method that transformers does not know, or none, or several schemes.
+    """
+    from transformers.utils.quantization_config import QuantizationMethod
+
+    section, method = own_section(config), own_method(config)
+    if method == COMPRESSED and _has_several_schemes(section):
+        raise ModelError(
+            f"{name} is quantized in several ways at once.",
+            "transformers unpacks all of its layers in one of them.",
+            "Choose a GGUF file of it, or the model that is not quantized, with --quantize int4 or int8.",
+        )
+    of_bitsandbytes = section.get("load_in_4bit") or section.get("load_in_8bit")  # without a name, in its first years
+    if not section or of_bitsandbytes or method in {str(known.value) for known in QuantizationMethod}:
+        return
+    raise ModelError(
+        f"{name} is quantized in a way that transformers does not read.",
+        f"Its config.json names the method {method}." if method else "Its config.json names no method.",
+        "Choose a GGUF file of it, or the model that is not quantized, with --quantize int4 or int8.",
+    )
+
+
+def _has_several_schemes(section: dict[str, Any]) -> bool:
+    """True if the weights of layers have several schemes, or those of experts: transformers takes one for each."""
+    schemes: dict[bool, set[str]] = {True: set(), False: set()}
+    with suppress(AttributeError, KeyError, TypeError):
+        for group in section["config_groups"].values():
+            of_experts = any(target.startswith("re:") and "experts" in target for target in group["targets"])
+            weights = group["weights"]
+            schemes[of_experts].add(str([group.get("format"), *(weights.get(key) for key in WEIGHT_KEYS)]))
+    return any(len(found) > 1 for found in schemes.values())
+
+
+def check_counts(config: dict[str, Any], name: str) -> None:
+    """Refuse a config.json that counts more than there can be of something that transformers makes a list of.
+
+    Raises:
+        ModelError: it does.
+    """
+    for key, value in config.items():
+        if isinstance(value, dict):
+            check_counts(value, name)
+        elif key in COUNTED or (isinstance(value, int) and "layer" in key and "vocab_size" not in key):
+            _check_count(key, value, name, MOST_COUNTED)
+        elif any(part in key for part in SIZES):
+            _check_count(key, value, name, MOST_TOKENS)
+
+
+def _check_count(key: str, value: Any, name: str, most: int) -> None:
+    if isinstance(value, list):
+        for each in value:
+            _check_count(key, each, name, most)
+    elif isinstance(value, int) and value > most:
+        given = f"{value:,}" if value < 10**30 else "a number of more than 30 digits"
+        raise ModelError(
+            f"{name} cannot be loaded.",
+            f"Its config.json says {key} = {given}, and no model has more than {most:,}.",
+            "Download the model again.",
+        )
+
+
+def check_tensors(model: Any, folder: Path, loading_info: dict[str, Any]) -> None:
+    """Compare the tensors that ``model`` has with those of its files; transformers loads it anyway.
+
+    Tensors absent from the files are filled with random numbers, and tensors that the model lacks are ignored.
+
+    Raises:
+        ModelError: tensors of the model are not in the files, or tensors of its decoder are ignored.
+    """
+    missing = sorted(loading_info["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"The weights in {folder} are incomplete.",
+            f"{len(missing)} tensors are missing, the first is {missing[0]}.",
+            "Download the model again.",
+        )
+    ignored = sorted(_ignored(model, loading_info["unexpected_keys"]))
+    if ignored:
+        raise ModelError(
+            f"The weights in {folder} do not belong to its config.json.",
+            f"{len(ignored)} tensors have no place in {type(model).__name__}, the first is {ignored[0]}.",
+            "Download the model again; config.json has to be that of these weights.",
+        )
+
+
+def check_values(model: Any, folder: Path) -> None:
+    """Look at every weight of ``model``: the self-test reads a few rows of the embeddings, and not all experts.
+
+    Without a copy, at 2 to 4 GB/s on a CPU. What is quantized is all read by the self-test.
+
+    Raises:
+        ModelError: one of them is NaN or infinite.
+    """
+    for name, weight in model.named_parameters():
+        if type(weight) is nn.Parameter and weight.is_floating_point() and not _is_finite(weight.detach()):
+            raise ModelError(
+                f"The weights in {folder} are damaged.",
+                f"{name} has values that are NaN or infinite.",
+                "Download the model again.",
+            )
+
+
+@contextmanager
+def keeping_state(model: Any, state: RecurrentState) -> Iterator[None]:
+    """A forward of ``model`` inside this block has to leave its recurrent state in ``state``, where it can be copied.
+
+    Raises:
+        ModelError: it does not, or transformers refuses.
+    """
+    try:
+        yield
+    except ValueError as error:
+        raise cannot_run(model, f"transformers says: {error}") from error
+    if not state.is_kept:
+        raise cannot_run(model, f"{IN_LAYERS}.")
+
+
+def cannot_run(model: Any, reason: str) -> ModelError:
+    """The error for a loaded model whose forward is not as kvchat needs it."""
+    return ModelError(f"kvchat cannot run {type(model).__name__}.", reason, "Choose another model.")
+
+
+def unreadable(name: str, what: str, error: Exception) -> ModelError:
+    """The refusal of a model for an ``error`` that transformers raised while it read ``what``."""
+    if "trust_remote_code" in str(error):
+        return ModelError(
+            f"{name} cannot be loaded.",
+            f"According to {what} it needs Python code of its own, and kvchat never runs code that comes with a model.",
+            "Choose a model of an architecture that transformers includes.",
+        )
+    if isinstance(error, ImportError):
+        return missing(name, Quantization(), error)
+    first = str(error).strip().split("\n", 1)[0][:300] or type(error).__name__
+    return ModelError(
+        f"{name} cannot be loaded.",
+        f"transformers refuses {what}: {first}",
+        "Choose another model, or a newer transformers.",
+    )
+
+
+def _is_finite(weight: Tensor) -> bool:
+    if weight.element_size() == 1:  # of such floats torch has no extremes
+        return all(_is_finite(rows.bfloat16()) for rows in torch.split(weight, ROWS_AT_ONCE))
+    return not weight.numel() or all(math.isfinite(extreme) for extreme in map(float, torch.aminmax(weight)))
+
+
+def _ignored(model: Any, unexpected: Iterable[str]) -> Iterator[str]:
+    """The ``unexpected`` tensors that the decoder would have computed with.
+
+    Towers and heads beside the decoder may be left out, and so may layers that draft further tokens (they merge hidden
+    state and embedding by an ``eh_proj``). Quantizers store tensors of their own in the decoder's layers; of what it
+    unpacked transformers forgets that it was quantized.
+    """
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    prefix = _layer_prefix(model, layers)
+    layer_of = {key: _layer_of(key, prefix) for key in unexpected}
+    drafting = {layer for key, layer in layer_of.items() if key.endswith(".eh_proj.weight")}
+    owners = {name for name, module in model.named_modules() if module._parameters}
+    known = dict(model.named_buffers())
+    quantized = bool(own_method(model.config))
+    for key, layer in layer_of.items():
+        if layer is not None and layer >= layers:
+            lacking = layer not in drafting
+        else:
+            own = quantized or key in known or key.endswith(BESIDE_WEIGHTS)
+            lacking = not own and (layer is not None or key.rpartition(".")[0] in owners)
+        if lacking:
+            yield key
+
+
+def _layer_prefix(model: Any, layers: int) -> str:
+    """The name of the decoder's list of layers, such as "model.layers."."""
+    decoder = model.get_decoder()
+    stacks = (module for module in decoder.modules() if isinstance(module, nn.ModuleList) and len(module) == layers)
+    stack = next(stacks, None)
+    return next((f"{name}." for name, module in model.named_modules() if module is stack), "")
+
+
+def _layer_of(key: str, prefix: str) -> int | None:
+    """The layer of a tensor; files of a model without a head leave the first part of the prefix out."""
+    for start in (prefix, prefix.partition(".")[2]):
+        number = key.removeprefix(start).partition(".")[0]
+        if start and key.startswith(start) and number.isdigit():
+            return int(number)
+    return None
+
+
+def find(config: Any) -> tuple[Any, Any] | None:
+    """transformers' class for the text of models with this ``config``, and the configuration to build it with.
+
+    None where transformers has none that generates text.
+    """
+    from transformers.models.auto import modeling_auto as auto
+
+    text = config.get_text_config(decoder=True)
+    # The files of torchao's name the weights once more where transformers maps no names: in their metadata.
+    causal = {} if text is not config and own_method(config) == "torchao" else auto.MODEL_FOR_CAUSAL_LM_MAPPING
+    whole = causal.get(type(config), None)
+    if whole is not None and (text is config or not hasattr(whole, "get_image_features")):
+        return whole, _inherited(config, text) if whole.config_class is type(text) else config
+    part = causal.get(type(text), None)
+    if part is not None and _reads_whole_checkpoints(text):
+        return part, _inherited(config, text)
+    mappings = (auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, auto.MODEL_FOR_MULTIMODAL_LM_MAPPING)
+    found = whole or next(filter(None, (mapping.get(type(config), None) for mapping in mappings)), None)
+    return None if found is None else (_without_towers(found), config)
+
+
+def note(config: Any) -> str:
+    """A note for people that only the text part of a checkpoint is used; empty where there is no other part."""
+    parts = [name for name in config.sub_configs if name != "text_config" and _is_model(getattr(config, name, None))]
+    kinds = " and ".join(sorted(name.removesuffix("_config") for name in parts))
+    return f"Only the language part is loaded: the model reads no {kinds} input here." if kinds else ""
+
+
+def _is_model(part: Any) -> bool:
+    """True for the configuration of a model; DBRX has others, which name no kind of model, of its layers' halves."""
+    return bool(getattr(part, "model_type", ""))
+
+
+def _inherited(config: Any, text: Any) -> Any:
+    """The text configuration, with what only the whole one says of the weights."""
+    if text is config:
+        return text
+    quantized = getattr(config, "quantization_config", None)
+    if quantized is not None:
+        text.quantization_config = quantized
+    if getattr(config, "tie_word_embeddings", False):  # then the files have no head
+        text.tie_word_embeddings = True
+    return text
+
+
+def _reads_whole_checkpoints(text: Any) -> bool:
+    """True if transformers maps the tensor names of a whole checkpoint to those of the text configuration's class."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    changes = get_checkpoint_conversion_mapping(text.model_type) or ()
+    return any(getattr(change, "prefix_to_remove", None) for change in changes)
+
+
+class _LeftOut(nn.Module):
+    """In the place of a module that text does not go through."""
+
+    device = None  # Qwen2-Audio asks for that of its tower even where there is nothing to hear
+
+
+def _without_towers(model_class: Any) -> Any:
+    """A subclass that keeps the decoder and the head; transformers sees the same name."""
+
+    class TextPart(model_class):  # type: ignore[misc]
+        _keys_to_ignore_on_load_unexpected = (
+            *(model_class._keys_to_ignore_on_load_unexpected or ()),
+            rf"\.{VISION_EXPERTS}\.",
+        )
+
+        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+            _set_towers_eager(config)
+            super().__init__(config, *args, **kwargs)
+            _keep_only(self, {self.get_decoder(), self.get_output_embeddings()})
+            _leave_vision_experts_out(self.get_decoder())
+
+    TextPart.__name__ = TextPart.__qualname__ = model_class.__name__
+    TextPart.__module__ = model_class.__module__
+    return TextPart
+
+
+def _set_towers_eager(config: Any) -> None:
+    """Let towers be built with transformers' own attention: a few cannot be built with another."""
+    text = config.get_text_config(decoder=True)
+    for part in filter(None, (getattr(config, name, None) for name in config.sub_configs)):
+        if part.get_text_config(decoder=True) is not text:
+            part._attn_implementation = "eager"
+
+
+def _keep_only(module: nn.Module, kept: set[Any]) -> None:
+    """Leave out submodules that neither are nor contain one of ``kept``."""
+    for name, child in module.named_children():
+        if child in kept:
+            continue
+        if kept.isdisjoint(child.modules()):
+            setattr(module, name, _LeftOut())
+        else:
+            _keep_only(child, kept)
+
+
+def _leave_vision_experts_out(decoder: nn.Module) -> None:
+    for module in list(decoder.modules()):
+        if hasattr(module, VISION_EXPERTS):
+            setattr(module, VISION_EXPERTS, _without_tensors(getattr(module, VISION_EXPERTS)))
+
+
+def _without_tensors(module: nn.Module) -> nn.Module:
+    """The names in ``module``: transformers looks them up when it makes them and those of text of the same tensors."""
+    empty = _LeftOut()
+    for name in (*module._parameters, *module._buffers):
+        empty.register_parameter(name, None)
+    for name, child in module.named_children():
+        empty.add_module(name, _without_tensors(child))
+    return empty

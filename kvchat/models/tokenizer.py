@@ -1,0 +1,462 @@
+"""Tokenizers: built of what a GGUF file describes, as llama.cpp reads the same keys, and tried before they are used."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
+
+from kvchat.errors import ModelError
+from kvchat.models.checkpoint import MAX_TEXT_BYTES, read_json
+from kvchat.models.gguf_file import EMBEDDINGS, GgufFile
+from kvchat.units import seconds
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6  # llama.cpp's types of tokens
+SPM, BYTE_LEVEL, GEMMA4 = "llama", "gpt2", "gemma4"  # its names of the kinds of tokenizers
+SPACE = "▁"
+MAX_MERGED = 512  # characters of a token that merges are sought for: its splits take the square of them
+KEY = "tokenizer.ggml."
+TEMPLATE = "tokenizer.chat_template"
+SPECIAL = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+}
+ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")  # of an answer
+# Of a vocabulary of the kind "llama" that names none.
+SPM_SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
+# ---- pre-tokenizers --------------------------------------------------------------------------------
+# Regular expressions that cut a text before merges are applied, one after the other; what lies between two matches is a
+# piece too.
+_CONTRACTIONS = r"'(?:[sS]|[tT]|[rR][eE]|[vV][eE]|[mM]|[lL][lL]|[dD])"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+_ENDINGS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_MARKS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+_UPPER, _LOWER = r"(?:(?=\p{L})[^a-z])", r"(?:(?=\p{L})[^A-Z])"
+_MARK = r"[^\r\n\p{L}\p{N}]?"
+_SLASHED = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
+_MAYBE = rf"(?:{_CONTRACTIONS})?"
+_DEEPSEEK3 = (
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_ENDINGS}"
+)
+# Capital, small and other letters of scripts that have both.
+_DEEPSEEK_LETTERS = (
+    r"\s?[A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝ\u1F5F-\u1F7Dᾀ-ᾴᾶ-ᾼ\u1FBEῂ-ῄῆ-ῌ\u1FD0-\u1FD3\u1FD6-\u1FDBῠ-Ῥῲ-ῴ"
+    r"ῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212A-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃]+"
+)
+_DEEPSEEK_CJK = "[一-龥ࠀ-一가-퟿]+"
+_WORDS_OF_BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
+_DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
+GPT2 = (_GPT2,)
+DIGITS = (r"\p{N}", _GPT2)
+# Whole pieces that are tokens are not merged from their parts.
+WHOLE_PIECES = {
+    *(
+        "llama3",
+        "llama-v3",
+        "llama-bpe",
+        "falcon3",
+        "falcon-h1",
+        "pixtral",
+        "midm-2.0",
+        "lfm2",
+        "jina-v5-nano",
+        "tekken",
+    ),
+}
+# A text begins with "bos" unless the file says otherwise.
+BEGIN = {*WHOLE_PIECES, "chameleon"}
+# A text of each script, with runs of spaces and digits.
+TEXTS = {
+    "Latin": "Größe, naïve café:  1,234   56\n\t'x'  y",
+    "Greek": "Καλημέρα,  κόσμε 12  345",
+    "Cyrillic": "Съешь ещё  этих 1234 булок",
+    "Arabic": "مرحبا  بالعالم ١٢٣  45",
+    "Hebrew": "שלום  עולם 12   345",
+    "Devanagari": "नमस्ते  दुनिया १२३  45",
+    "Thai": "สวัสดี  ชาวโลก ๑๒๓  45",
+    "Chinese": "你好，  世界 １２３  45",
+    "Japanese": "こんにちは、  カタカナ 123  45",
+    "Korean": "안녕하세요  세계 123  45",
+}
+# What the steps of a tokenizer may make of a character, and how many there may be: the longest in use have a tenth.
+MOST_GROWTH, MOST_STEPS, LONGEST = 64, 300, 4096
+STEPS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")  # the sections of tokenizer.json that name some
+SLOW_S, LONGEST_PROBE = 0.5, 256
+PROBES = ("a", " ", "1", "aA1. ", "é中")
+
+
+def _words(numbers: str, letters: str = r"\p{L}", marks: str = _MARKS) -> str:
+    """Contractions, words with one mark before them, ``numbers``, marks, and spaces."""
+    return rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?{letters}+|{numbers}|{marks}|{_ENDINGS}"
+
+
+_LLAMA3 = _words(r"\p{N}{1,3}")
+_QWEN2 = _words(r"\p{N}")
+PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
+    "default": _DEFAULT,
+    **dict.fromkeys(
+        (
+            *("gpt-2", "phi-2", "jina-es", "jina-de", "gigachat", "jina-v2-es", "jina-v2-de", "a.x-4.0", "mellum"),
+            *("modern-bert", "jina-v1-en", "jina-v2-code", "roberta-bpe", "mpt", "olmo", "jais", "trillion"),
+            *("granite-docling", "exaone4"),
+        ),
+        GPT2,
+    ),
+    **dict.fromkeys(("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b"), DIGITS),
+    **dict.fromkeys(
+        (
+            *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"),
+            *("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"),
+        ),
+        (_LLAMA3,),
+    ),
+    **dict.fromkeys(
+        ("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez", "stablelm2", "hunyuan", "solar-open", "grok-2"),
+        (_QWEN2,),
+    ),
+    **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), (_QWEN2,)),
+    "qwen35": (
+        rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+        rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_ENDINGS}",
+    ),
+    "seed-coder": (_words(r"\p{N}", marks=r" ?[^\s\p{L}\p{N}\r\n]+"),),
+    "tekken": (rf"{_MARK}{_UPPER}*{_LOWER}+|{_MARK}{_UPPER}+{_LOWER}*|\p{{N}}|{_SLASHED}|{_ENDINGS}",),
+    **dict.fromkeys(
+        ("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"),
+        (
+            rf"{_MARK}{_UPPER}*{_LOWER}+{_MAYBE}|{_MARK}{_UPPER}+{_LOWER}*{_MAYBE}"
+            rf"|\p{{N}}{{1,3}}|{_SLASHED}|{_ENDINGS}",
+        ),
+    ),
+    "deepseek-llm": (
+        r"[\r\n]",
+        _DEEPSEEK_LETTERS,
+        r"\s?[!-/:-~！-／：-～‘-‟、。]+",
+        r"\s+\z",
+        _DEEPSEEK_CJK,
+        r"\p{N}+",
+    ),
+    "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _DEEPSEEK_CJK, r"\p{N}"),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), (r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK3)),
+    "falcon": (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"),
+    **dict.fromkeys(("bloom", "poro-chat", "gpt3-finnish"), (_WORDS_OF_BLOOM,)),
+    "viking": (_WORDS_OF_BLOOM, r"\p{N}"),
+    "superbpe": (r"\p{N}+", r"(?=(\d{3})+(?!\d))"),
+    "chameleon": (
+        "<sentinel:[0-9]+>",
+        "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",
+        r"([\t\n]|    |  )",
+        r"\p{N}",
+        r"[\p{P}!-/:-@\[-`{-~]",
+        _GPT2,
+    ),
+}
+
+
+class GgufTokenizer(PreTrainedTokenizerFast):  # type: ignore[misc]
+    """A tokenizer in transformers' terms; its own way would copy a large vocabulary for seconds."""
+
+    def __init__(self, built: Tokenizer, **kwargs: Any) -> None:
+        self._tokenizer = built
+        super().__init__(clean_up_tokenization_spaces=False, **kwargs)
+
+
+class Built(NamedTuple):
+    """A tokenizer for transformers, the ids of the tokens that end an answer, and notes for people."""
+
+    tokenizer: Any
+    ends: tuple[int, ...]
+    notes: tuple[str, ...]
+
+
+def build(file: GgufFile, name: str) -> Built:
+    """The tokenizer of the model ``name``.
+
+    Raises:
+        ModelError: the file has none, or one that llama.cpp would not read so either.
+    """
+    vocabulary = _Vocabulary(file, name)
+    built, notes = vocabulary.tokenizer()
+    named = {key: vocabulary.tokens[id] for key, id in vocabulary.special.items()}
+    wrapped = GgufTokenizer(built, chat_template=_template(file) or None, **named)
+    return Built(wrapped, tuple(vocabulary.ends), tuple(notes))
+
+
+def _template(file: GgufFile) -> str:
+    """The chat template; of several that have names the first, where none is the default."""
+    named = (file.text(f"{TEMPLATE}.{_decoded(name)}") for name in file.values.get(f"{TEMPLATE}s", ()))
+    return file.text(TEMPLATE) or file.text(f"{TEMPLATE}.default") or next(filter(None, named), "")
+
+
+class _Vocabulary:
+    """The ``tokens`` of a file, their ``types``, and the ids of the special ones."""
+
+    def __init__(self, file: GgufFile, name: str) -> None:
+        self._file, self._name = file, name
+        self.kind, self.pre = file.text(f"{KEY}model"), file.text(f"{KEY}pre")
+        if self.kind not in (SPM, BYTE_LEVEL, GEMMA4):
+            what = f'of the kind "{self.kind}"' if self.kind else "missing"
+            raise self._refusal(f"Its tokenizer is {what}; kvchat knows {SPM}, {BYTE_LEVEL} and {GEMMA4}.")
+        tokens = file.values.get(f"{KEY}tokens") or ()
+        if not tokens or not isinstance(tokens[0], bytes):
+            raise self._refusal("It has no vocabulary.")
+        self.tokens = [_decoded(token) or f"[EMPTY_{id}]" for id, token in enumerate(tokens)]
+        self.types = list(file.values.get(f"{KEY}token_type") or [NORMAL] * len(tokens))
+        if len(self.types) != len(self.tokens):
+            raise self._refusal(f"It has {len(self.tokens):,} tokens and the types of {len(self.types):,}.")
+        self.special = {key: id for key, named in SPECIAL.items() if (id := self._id(named)) is not None}
+        self.ends = dict.fromkeys(id for named in ENDS if (id := self._id(named)) is not None)
+        self._check_rows()
+
+    def tokenizer(self) -> tuple[Tokenizer, list[str]]:
+        """The tokenizer, and notes for people."""
+        ids = {token: id for id, token in enumerate(self.tokens)}
+        if self.kind == BYTE_LEVEL:
+            built, notes = self._byte_level(ids)
+        else:
+            built, notes = self._sentencepiece(ids), []
+        self._add_special(built)
+        if self._flag("add_bos_token", self.kind == SPM or self.pre in BEGIN):
+            self._begin_with_bos(built)
+        return built, notes
+
+    def _byte_level(self, ids: dict[str, int]) -> tuple[Tokenizer, list[str]]:
+        """Merges of bytes, each written as a printable character."""
+        built = Tokenizer(BPE(ids, list(self._merges(ids)), ignore_merges=self.pre in WHOLE_PIECES))
+        splits = PRE_TOKENIZERS.get(self.pre, _DEFAULT)
+        built.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                *(pre_tokenizers.Split(Regex(split), "isolated") for split in splits),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+        built.decoder = decoders.ByteLevel()
+        if self.pre in PRE_TOKENIZERS:
+            return built, []
+        unknown = f'kvchat does not know its pre-tokenizer "{self.pre}"' if self.pre else "It names no pre-tokenizer"
+        return built, [f"{unknown}: texts are split by llama.cpp's default, which may not be the model's own way."]
+
+    def _sentencepiece(self, ids: dict[str, int]) -> Tokenizer:
+        """Merges of characters; what is no token is written byte by byte."""
+        merges = self._merges(ids) if self.kind == GEMMA4 else self._merges_by_score(ids)
+        unknown = self.tokens[self.special["unk_token"]] if "unk_token" in self.special else None
+        built = Tokenizer(BPE(ids, list(merges), byte_fallback=True, unk_token=unknown, fuse_unk=False))
+        prefix = self.kind == SPM and self._flag("add_space_prefix", True)
+        spaces = normalizers.Replace(" ", SPACE)
+        built.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if prefix else spaces
+        if self.kind == GEMMA4:
+            built.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|[\n]+"), "isolated")
+        steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        built.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+        return built
+
+    def _merges(self, ids: dict[str, int]) -> Iterator[tuple[str, str]]:
+        """The merges that the file lists; the first space divides one, unless it is a part."""
+        for merge in map(_decoded, self._file.values.get(f"{KEY}merges") or ()):
+            at = merge.find(" ", 1)
+            left, right = merge[:at], merge[at + 1 :]
+            if at > 0 and left in ids and right in ids and left + right in ids:
+                yield left, right
+
+    def _merges_by_score(self, ids: dict[str, int]) -> Iterable[tuple[str, str]]:
+        """The pairs of tokens that make a token, in the order of its score."""
+        scores = self._file.values.get(f"{KEY}scores") or ()
+        if len(scores) != len(self.tokens):
+            raise self._refusal(f"It has {len(self.tokens):,} tokens and the scores of {len(scores):,}.")
+        best_first = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
+        return [
+            (left, right)
+            for token in map(self.tokens.__getitem__, best_first)
+            for at in range(1, len(token) if len(token) <= MAX_MERGED else 0)
+            if (left := token[:at]) in ids and (right := token[at:]) in ids
+        ]
+
+    def _add_special(self, built: Tokenizer) -> None:
+        """Make each token that the file marks so one id, whatever is written around it."""
+        always = {*self.special.values(), *self.ends}
+        control, defined = [], []
+        for id, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True)):
+            if kind in (CONTROL, UNKNOWN) or id in always:
+                control.append(AddedToken(token, normalized=False, special=True))
+            elif kind == USER_DEFINED:
+                defined.append(AddedToken(token, normalized=False, special=False))
+        built.add_special_tokens(control)
+        built.add_tokens(defined)
+        for text in (added.content for added in (*control, *defined)):
+            got = built.encode(text, add_special_tokens=False).ids
+            if len(got) != 1 or self.tokens[got[0]] != text:
+                raise self._refusal(f"Its token {text!r} is read as {len(got)} tokens.")
+
+    def _begin_with_bos(self, built: Tokenizer) -> None:
+        if (bos := self.special.get("bos_token")) is not None:
+            token = self.tokens[bos]
+            built.post_processor = processors.TemplateProcessing(single=f"{token} $A", special_tokens=[(token, bos)])
+
+    def _check_rows(self) -> None:
+        """Every token has a row of the embeddings."""
+        rows = next((one.shape[0] for one in self._file.tensors if one.name == EMBEDDINGS), len(self.tokens))
+        if len(self.tokens) > rows:
+            raise self._refusal(f"It has {len(self.tokens):,} tokens and embeddings for {rows:,}.")
+
+    def _id(self, named: str) -> int | None:
+        default = SPM_SPECIAL.get(named) if self.kind == SPM else None
+        id = self._file.number(f"{KEY}{named}")
+        id = default if id is None else id
+        return id if id is not None and id < len(self.tokens) else None
+
+    def _flag(self, named: str, default: bool) -> bool:
+        value = self._file.values.get(f"{KEY}{named}", default)
+        return value if isinstance(value, bool) else default
+
+    def _refusal(self, why: str) -> ModelError:
+        return ModelError(f"{self._name} cannot be loaded.", why, "Choose another file of the model.")
+
+
+def _decoded(text: bytes) -> str:
+    return text.decode(errors="replace")
+
+
+def check_steps(folder: Path) -> None:
+    """Refuse the tokenizer of a ``folder`` whose steps would make a text grow without bounds, before it is built.
+
+    Raises:
+        ModelError: they would, or its file cannot be read.
+    """
+    if not (file := folder / "tokenizer.json").is_file():
+        return
+    content = read_json(file, MAX_TEXT_BYTES)
+    try:
+        for section in STEPS:
+            steps = list(_steps(content.get(section)))
+            growth = math.prod(map(_growth, steps[:MOST_STEPS]))
+            if growth > MOST_GROWTH or len(steps) > MOST_STEPS:
+                told = f"{growth:,.0f} times its length" if growth < 10**30 else "any length"
+                why = f"The {len(steps):,} steps of its {section} can make a text {told}; {MOST_GROWTH} is the most."
+                raise ModelError(f"The tokenizer in {folder} is refused.", why, "Choose another model.")
+    except RecursionError as error:
+        why = "Its steps lie too deep within each other."
+        raise ModelError(f"The tokenizer in {folder} is refused.", why, "Choose another model.") from error
+
+
+def _steps(node: Any) -> Iterator[dict[str, Any]]:
+    """Each object of a section that has a type, those within others too."""
+    if isinstance(node, dict):
+        if "type" in node:
+            yield node
+        for value in node.values():
+            yield from _steps(value)
+    elif isinstance(node, list):
+        for value in node:
+            yield from _steps(value)
+
+
+def _growth(step: dict[str, Any]) -> float:
+    """How many characters a step may make of one."""
+    content = step.get("content", step.get("prepend", step.get("replacement", "")))
+    length = len(content) if isinstance(content, str) else 0
+    if length > LONGEST:
+        return math.inf
+    if step.get("type") != "Replace":
+        return 1
+    pattern = step.get("pattern")
+    least = len(pattern["String"]) if isinstance(pattern, dict) and isinstance(pattern.get("String"), str) else 1
+    return max(1.0, length / least if least else 1 + length)
+
+
+def check(tokenizer: Any, rows: int, name: str) -> list[str]:
+    """Notes about what ``tokenizer`` of the model ``name`` loses; ``rows`` are those of its embeddings.
+
+    Raises:
+        ModelError: a token that the chat template may write has no embedding.
+    """
+    notes = []
+    _check_time(tokenizer, name)
+    if len(tokenizer) > rows:
+        counts = f"Its tokenizer has {len(tokenizer):,} tokens, and the model embeddings for {rows:,}"
+        outside = [token.content for id, token in tokenizer.added_tokens_decoder.items() if id >= rows]
+        template = str(tokenizer.chat_template or "")
+        if any(token in template for token in outside):
+            raise ModelError(
+                f"{name} cannot be loaded.",
+                f"{counts}; its chat template writes {next(token for token in outside if token in template)}.",
+                "Download the model again, with its own tokenizer.",
+            )
+        notes.append(f"{counts}.")
+    if lost := [script for script, text in TEXTS.items() if not _comes_back(tokenizer, text)]:
+        notes.append(f"Its tokenizer does not keep every text as it is: {', '.join(lost)}.")
+    return notes
+
+
+def _check_time(tokenizer: Any, name: str) -> None:
+    """Refuse a tokenizer that takes long for a short text: its regular expressions may try all ways to cut it."""
+    length = 1
+    while length <= LONGEST_PROBE:
+        for text in PROBES:
+            began = time.perf_counter()
+            with explained_panics():
+                tokenizer.encode((text * length)[:length], add_special_tokens=False)
+            if (took := time.perf_counter() - began) > SLOW_S:
+                raise ModelError(
+                    f"{name} cannot be loaded.",
+                    f"Its tokenizer takes {seconds(took)} for a text of {length} characters.",
+                    "Choose another model.",
+                )
+        length *= 2
+
+
+def _comes_back(tokenizer: Any, text: str) -> bool:
+    with explained_panics():
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        found: str = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    return found == text
+
+
+def guarded(tokenizer: Any) -> Any:
+    """Return ``tokenizer``, whose calls, ``encode`` and ``decode`` raise ``ModelError`` where the library panics."""
+    kind = type(tokenizer)
+
+    class Guarded(kind):  # type: ignore[misc, valid-type]
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            with explained_panics():
+                return super().__call__(*args, **kwargs)
+
+        def encode(self, *args: Any, **kwargs: Any) -> Any:
+            with explained_panics():
+                return super().encode(*args, **kwargs)
+
+        def decode(self, *args: Any, **kwargs: Any) -> Any:
+            with explained_panics():
+                return super().decode(*args, **kwargs)
+
+    Guarded.__name__, Guarded.__qualname__, Guarded.__module__ = kind.__name__, kind.__qualname__, kind.__module__
+    tokenizer.__class__ = Guarded
+    return tokenizer
+
+
+@contextmanager
+def explained_panics() -> Iterator[None]:
+    """Say that a tokenizer gave up.
+
+    Raises:
+        ModelError: instead of the library's panic, which is no ``Exception``.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__module__ != "pyo3_runtime":
+            raise
+        raise ModelError(
+            "The model's tokenizer fails at this text.",
+            f"Its message: {str(error)[:300]}.",
+            "Write it in other words, or choose another model.",
+        ) from None

@@ -1,0 +1,63 @@
+"""A complete folder of a tiny model, and a machine without network."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+
+import pytest
+import torch
+from support import tiny_models
+
+from kvchat.models import description
+from kvchat.models.load import LoadedModel, load_model
+from kvchat.models.quantize import quantization
+from kvchat.paths import bundled_model_dir
+from kvchat.protocol.messages import Load
+
+
+@pytest.fixture(scope="session")
+def model() -> LoadedModel:
+    return load_model(Load("bundled", "cpu", "float32"), lambda stage: None)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A complete model folder: a tiny Llama in two shards, with the bundled tokenizer."""
+    path = tmp_path / "model"
+    tiny_models.model("llama").save_pretrained(path, max_shard_size="300KB")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(bundled_model_dir() / name, path)
+    return path
+
+
+@pytest.fixture
+def llama_folder(tmp_path):
+    """A tiny Llama in one file, with the bundled tokenizer."""
+    tiny_models.model("llama").save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(bundled_model_dir() / name, tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def nothing_installed(monkeypatch):
+    monkeypatch.setattr(quantization, "find_spec", lambda name: None)
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("a network connection")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+
+
+@pytest.fixture
+def small_gpu(monkeypatch):
+    """A GPU in name only, with 2 MB free."""
+    monkeypatch.setattr(description, "resolve_device", lambda device: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2_000_000, 24_000_000_000))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU X")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))

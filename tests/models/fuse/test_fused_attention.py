@@ -1,0 +1,101 @@
+"""Attention modules that do no more than project, rotate and attend are found, and no others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import tiny_models
+
+from kvchat.models import attention_hook
+from kvchat.models.attention_hook import DenseManager
+from kvchat.models.fuse.modules import MergedLinear, Norm, Operations, fused_attention, projections, sample_logits
+from kvchat.models.quantize import int4_rows, int8_rows
+
+
+def first_attention(name, **sizes):
+    model = tiny_models.fresh(name, **sizes)
+    sample_logits(model)  # every layer has been met
+    return next(module for module in model.modules() if hasattr(module, "q_proj"))
+
+
+def fused(attention):
+    operations = Operations(None)
+    return fused_attention(attention, MergedLinear(projections(attention), operations), operations, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    {"llama": True, "mistral": True, "qwen2": True, "qwen3": False, "cohere": False, "ernie4_5": False}.items(),
+)
+def test_found_by_what_they_compute(name, found):
+    assert (fused(first_attention(name)) is not None) == found
+
+
+@pytest.mark.parametrize("pack", [int8_rows.pack, int4_rows.pack], ids=["int8", "int4"])
+def test_found_with_packed_weights(pack):
+    attention = first_attention("llama", hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
+    for linear in (*projections(attention), attention.o_proj):
+        pack(linear)
+    assert fused(attention) is not None
+
+
+def test_a_layer_that_does_not_rotate_is_left_alone():
+    model = tiny_models.fresh("smollm3")
+    sample_logits(model)
+    layers = [layer.self_attn for layer in model.model.layers]
+    assert [fused(attention) is not None for attention in layers] == [bool(a.use_rope) for a in layers]
+    assert {bool(attention.use_rope) for attention in layers} == {True, False}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda own, x, **given: own(x * 2, **given),
+        lambda own, x, **given: (own(x, **given)[0].flip(1), None),
+        lambda own, x, position_embeddings, **given: own(x, position_embeddings=position_embeddings[::-1], **given),
+        lambda own, x, position_embeddings, **given: own(x, position_embeddings=None, **given),
+        lambda own, x, **given: (own(x, **given)[0][:, :1], None),
+    ],
+    ids=["scaled", "reordered", "angles", "raises", "one token"],
+)
+def test_a_module_with_lines_of_its_own_stays(other):
+    attention = first_attention("llama")
+    plain = type(attention)
+
+    class Other(plain):
+        def forward(self, hidden_states, **given):
+            return other(lambda x, **given: plain.forward(self, x, **given), hidden_states, **given)
+
+    attention.__class__ = Other
+    assert fused(attention) is None
+
+
+def test_norm_and_residual_are_those_of_the_layer():
+    attention = first_attention("llama")
+    ours, size = fused(attention), attention.q_proj.in_features
+    draw = torch.Generator().manual_seed(3)
+    hidden = torch.randn((1, 5, size), generator=draw)
+    angle = torch.randn((1, 5, attention.head_dim), generator=draw)
+    norm = Norm(torch.rand(size, generator=draw), 1e-6)
+    with torch.inference_mode():
+        normed = torch.nn.functional.rms_norm(hidden, (size,), norm.weight, norm.eps)
+        with attention_hook.bound(DenseManager()):
+            expected = attention(normed, position_embeddings=(angle.cos(), angle.sin()), attention_mask=None)[0]
+        with attention_hook.bound(DenseManager()):
+            measured = ours(hidden, (angle.cos(), angle.sin()), norm, hidden)
+    torch.testing.assert_close(measured, expected + hidden, atol=1e-5, rtol=1e-5)
+
+
+def test_masks_caches_and_other_angles_go_the_modules_own_way():
+    attention = first_attention("llama")
+    ours, hidden = fused(attention), torch.zeros((1, 2, attention.q_proj.in_features))
+    angles = torch.zeros((1, 2, attention.head_dim))
+    given = {"position_embeddings": (angles, angles), "attention_mask": None, "past_key_values": None}
+    assert ours.suits(hidden, given)
+    for changed in (
+        {"attention_mask": hidden},
+        {"past_key_values": object()},
+        {"position_embeddings": None},
+        {"position_embeddings": (angles[..., :2], angles[..., :2])},
+    ):
+        assert not ours.suits(hidden, given | changed)

@@ -1,0 +1,86 @@
+"""The fast path's Triton kernels against torch, under Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton")
+from kvchat.models.fuse import kernels
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+EPS = 1e-5
+
+
+def random(*shape, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+
+def assert_near(measured, expected):
+    """``expected`` is float32; relative to its norm."""
+    assert measured.shape == expected.shape
+    assert (measured.float() - expected).norm() / expected.norm() < TOLERANCE[measured.dtype]
+
+
+def projected(x, weight, bias=None, norm=None, residual=None):
+    x, weight, bias, norm, residual = (None if t is None else t.float() for t in (x, weight, bias, norm, residual))
+    x = x if norm is None else F.rms_norm(x, x.shape[-1:], norm, EPS)
+    return F.linear(x, weight, bias) + (0 if residual is None else residual)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("n_rows", "size"), [(3, 64), (128, 96), (70, 256), (5, 1030), (6, 2048), (4100, 64)])
+def test_a_projection_of_one_token(n_rows, size, dtype):
+    x, weight = random(1, 1, size, dtype=dtype), random(n_rows, size, dtype=dtype)
+    assert_near(kernels.project(x, weight), projected(x, weight))
+
+
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize("with_norm", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("size", [64, 96])
+def test_what_a_projection_does_on_the_way(size, with_bias, with_norm, with_residual):
+    x, weight = 3 * random(1, 1, size), random(70, size)
+    bias = random(70) if with_bias else None
+    norm = random(size) if with_norm else None
+    residual = random(1, 1, 70, seed=1) if with_residual else None
+    measured = kernels.project(x, weight, bias, norm, EPS, residual)
+    assert_near(measured, projected(x, weight, bias, norm, residual))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("with_norm", [False, True])
+@pytest.mark.parametrize("size", [64, 96])
+def test_gate_and_up(size, with_norm, dtype):
+    x, merged = random(1, 1, size, dtype=dtype), random(140, size, dtype=dtype) / 8
+    norm = random(size, dtype=dtype) if with_norm else None
+    gate, up = merged.split(70)
+    expected = F.silu(projected(x, gate, None, norm)) * projected(x, up, None, norm)
+    assert_near(kernels.gated(x, gate, up, norm, EPS), expected)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("q_heads", "heads", "tokens", "size"), [(4, 2, 1, 16), (5, 5, 3, 24), (8, 1, 7, 128)])
+def test_the_rotation_is_transformers_own(q_heads, heads, tokens, size, dtype):
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    merged = random(1, tokens, q_heads + heads, size, dtype=dtype)  # as a merged projection hands them out
+    query, key = (part.transpose(1, 2) for part in merged.split([q_heads, heads], 2))
+    angle = random(1, tokens, size // 2)
+    cos, sin = (torch.cat([turn, turn], -1).to(dtype) for turn in (angle.cos(), angle.sin()))
+    expected = apply_rotary_pos_emb(query.float(), key.float(), cos.float(), sin.float())
+    measured = kernels.rotate(query, key, cos, sin)
+    for turned, right in zip(measured, expected, strict=True):
+        assert turned.is_contiguous()
+        assert_near(turned, right)
+    assert torch.equal(merged, random(1, tokens, q_heads + heads, size, dtype=dtype)), "the inputs stay"
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("n_rows", "size"), [(4096, 4096), (6144, 4096), (4096, 14336), (128256, 4096)])
+def test_sizes_of_an_8b_model(n_rows, size):
+    x, weight, norm = (random(*shape, dtype=torch.bfloat16) for shape in [(1, 1, size), (n_rows, size), (size,)])
+    assert_near(kernels.project(x, weight, None, norm, EPS), projected(x, weight, None, norm))

@@ -1,0 +1,201 @@
+"""Modules are taken for what they compute: near misses of every kind are not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import tiny_models
+from torch import nn
+
+from kvchat.models.fuse.modules import is_attention, is_layer, is_plain, rms_norm, rotates_halves
+
+
+def layer_of(name):
+    return tiny_models.model(name).model.layers[0]
+
+
+def parts_of(model):
+    """The norms and attention modules of a model."""
+    modules = list(model.modules())
+    return {m for m in modules if rms_norm(m)}, {m for m in modules if is_attention(m)}
+
+
+def with_class(module, **members):
+    """``module`` as an instance of a subclass with other ``members``."""
+    module.__class__ = type("Changed", (type(module),), members)
+    return module
+
+
+# ---- norms
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_rms_norm_and_its_epsilon(dtype):
+    module = tiny_models.model("llama", dtype).model.norm
+    norm = rms_norm(module)
+    assert norm.weight is module.weight
+    assert norm.eps == module.variance_epsilon
+
+
+def plus_one_norm():
+    return tiny_models.model("gemma").model.norm
+
+
+def layer_norm():
+    return nn.LayerNorm(64)
+
+
+def layer_norm_without_bias():
+    norm = nn.LayerNorm(64, bias=False)
+    nn.init.normal_(norm.weight)
+    return norm
+
+
+def other_epsilon():
+    norm = with_class(tiny_models.fresh("llama").model.norm)
+    norm.variance_epsilon = 0.5
+    norm.__class__.forward = lambda self, x: nn.functional.rms_norm(x, x.shape[-1:], self.weight, 1e-6)
+    return norm
+
+
+def failing_norm():
+    def forward(self, x):
+        raise RuntimeError
+
+    return with_class(tiny_models.fresh("llama").model.norm, forward=forward)
+
+
+def gated_norm():
+    return tiny_models.model("bamba").model.layers[0].mamba.norm
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        plus_one_norm,
+        layer_norm,
+        layer_norm_without_bias,
+        other_epsilon,
+        failing_norm,
+        gated_norm,
+        lambda: nn.Linear(4, 4),
+    ],
+)
+def test_what_is_no_rms_norm(make):
+    assert rms_norm(make()) is None
+
+
+# ---- attention
+
+
+def test_projections_that_can_be_merged():
+    assert is_attention(layer_of("llama").self_attn)
+    assert is_attention(layer_of("qwen2").self_attn)
+    assert not is_attention(layer_of("phi3").self_attn), "merged already"
+
+
+def other_dtype(attention):
+    attention.k_proj.half()
+
+
+def another_bias(attention):
+    attention.v_proj = nn.Linear(64, 32, bias=True)
+
+
+def own_forward(attention):
+    attention.q_proj.forward = lambda x: x
+
+
+def subclass(attention):
+    with_class(attention.q_proj)
+
+
+@pytest.mark.parametrize("change", [other_dtype, another_bias, own_forward, subclass])
+def test_projections_that_cannot_be_merged(change):
+    attention = tiny_models.fresh("llama").model.layers[0].self_attn
+    change(attention)
+    assert not is_attention(attention)
+
+
+def test_only_unquantized_linears_are_plain():
+    linear = nn.Linear(4, 4)
+    assert is_plain(linear)
+    linear.weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.int8), requires_grad=False)
+    assert not is_plain(linear)
+    assert not is_plain(nn.Bilinear(2, 2, 2))
+
+
+def test_tensors_of_a_quantizer_are_not_plain():
+    """They call themselves floating point and can be sliced; torch.cat, which merging needs, they do not know."""
+    torchao = pytest.importorskip("torchao.quantization")
+    linear = nn.Linear(64, 64)
+    torchao.quantize_(linear, torchao.Int8WeightOnlyConfig())
+    assert linear.weight.is_floating_point()
+    assert linear.weight[:8].shape == (8, 64)
+    assert not is_plain(linear)
+
+
+# ---- layers
+
+
+def scaled_residual(layer):
+    def forward(self, hidden_states, **kwargs):
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        hidden_states = hidden_states + attended
+        return hidden_states + 2 * self.mlp(self.post_attention_layernorm(hidden_states))
+
+    with_class(layer, forward=forward)
+
+
+def no_residual(layer):
+    def forward(self, hidden_states, **kwargs):
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        return self.mlp(self.post_attention_layernorm(attended + hidden_states))
+
+    with_class(layer, forward=forward)
+
+
+def another_activation(layer):
+    layer.mlp.act_fn = nn.GELU()
+
+
+def another_child(layer):
+    layer.extra = nn.Identity()
+
+
+def another_reader(layer):
+    layer.self_attn.gate = nn.Linear(64, 64)
+
+
+def test_a_layer():
+    model = tiny_models.model("llama")
+    assert is_layer(model.model.layers[0], *parts_of(model))
+    assert not is_layer(model.model.layers[0], set(), parts_of(model)[1])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [scaled_residual, no_residual, another_activation, another_child, another_reader],
+    ids=lambda f: f.__name__,
+)
+def test_what_is_no_layer(change):
+    model = tiny_models.fresh("llama")
+    layer = model.model.layers[0]
+    change(layer)
+    assert not is_layer(layer, *parts_of(model))
+    assert is_layer(model.model.layers[1], *parts_of(model))
+
+
+# ---- rotation
+
+
+@pytest.mark.parametrize(
+    ("name", "halves"), [("llama", True), ("qwen3", True), ("cohere", False), ("ernie4_5", False), ("nanochat", False)]
+)
+def test_a_rotation_of_halves(name, halves):
+    assert rotates_halves(type(layer_of(name).self_attn).forward) == halves
+
+
+def test_a_forward_without_rotation():
+    assert not rotates_halves(nn.Linear.forward)
+    assert not rotates_halves(None)

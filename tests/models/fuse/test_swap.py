@@ -1,0 +1,309 @@
+"""The fast path: which modules are fused, that they compute the same, and that they are restored where they do not."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support import tiny_models
+from torch import nn
+
+from kvchat.models import attention_hook
+from kvchat.models.fuse import modules
+from kvchat.models.fuse.modules import Norm, Operations, fuse, sample_logits
+from kvchat.models.load import load_model, wrap
+from kvchat.models.probe import probe, relative_error, selftest
+from kvchat.models.quantize import rows
+from kvchat.protocol.messages import Load
+
+ALL = "norms, merged projections, rope, fused layers"
+PARTS = "norms, merged projections, rope"
+FUSED = {
+    **dict.fromkeys(("llama", "llama-mha", "llama-head32", "llama-yarn", "qwen2", "qwen3", "mistral", "smollm3"), ALL),
+    "qwen3_moe": PARTS,  # no gated MLP
+    "olmo2": PARTS,  # norms behind attention and MLP
+    "granite": PARTS,  # a factor before each sum
+    "gemma": "merged projections, rope",  # (1 + weight) norms
+    "ernie4_5": "norms, merged projections, fused layers",  # interleaved rotation
+    "cohere": "merged projections",  # LayerNorm, interleaved rotation, one norm
+    **dict.fromkeys(("granite_hybrid", "bamba"), PARTS),  # with gated norms of one group
+    "nemotron_h": "norms, merged projections",  # no rotation
+    "gpt2": "",
+}
+
+
+@pytest.fixture(autouse=True)
+def rows_as_they_are(monkeypatch):
+    """What is swapped does not depend on the processor's make."""
+    monkeypatch.setattr(rows, "in_blocks", lambda: False)
+
+
+class TorchKernels:
+    """The kernels' calls in plain torch; remembers which were made."""
+
+    def __init__(self):
+        plain = Operations(None)
+        self.called = set()
+
+        def norm(weight, eps):
+            return None if weight is None else Norm(weight, eps)
+
+        def project(x, weight, bias, scale, eps, residual):
+            self.called.add("project")
+            return plain.project(x, weight, bias, norm(scale, eps), residual)
+
+        def gated(x, gate, up, scale, eps):
+            self.called.add("gated")
+            return plain.gated(x, torch.cat([gate, up]), norm(scale, eps))
+
+        def rotate(query, key, cos, sin):
+            self.called.add("rotate")
+            return plain.rotate(query, key, cos, sin)
+
+        self.project, self.gated, self.rotate = project, gated, rotate
+
+
+def forwards(model):
+    """Modules that compute something else than their class."""
+    return [name for name, module in model.named_modules() if "forward" in module.__dict__]
+
+
+def weight_bytes(model):
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def storages(model):
+    return {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+
+
+# ---- what is fused ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "fused"), FUSED.items())
+def test_recognized_by_structure_and_the_same_afterwards(name, fused):
+    model = tiny_models.fresh(name)
+    plain = sample_logits(model)
+    done = fuse(model, None)
+    assert done.fused == fused
+    assert relative_error(sample_logits(model), plain) < 1e-6
+    assert selftest(model) < 2e-6
+    assert bool(forwards(model)) == bool(fused)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["llama", "olmo2", "gpt_oss", "mixtral"])
+def test_half_precision_takes_the_same_path(name, dtype):
+    """OLMo's angles are float32 in any dtype, as are the norms of gpt-oss; a mixture's tokens change experts."""
+    in_float32 = fuse(tiny_models.fresh(name), None)
+    assert in_float32.fused
+    assert fuse(tiny_models.fresh(name, dtype), None) == in_float32
+
+
+@pytest.mark.parametrize("name", ["gemma", "cohere", "qwen3_moe"])
+def test_every_linear_takes_one_row_by_blocks_where_that_is_faster(monkeypatch, name):
+    monkeypatch.setattr(rows, "in_blocks", lambda: True)
+    model = tiny_models.fresh(name)
+    plain = sample_logits(model)
+    assert fuse(model, None).fused == FUSED[name]
+    linears = {name for name, module in model.named_modules() if type(module) is nn.Linear}
+    assert linears <= set(forwards(model))
+    assert relative_error(sample_logits(model), plain) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
+def test_one_tokens_products_go_through_the_kernels(name):
+    model, kernels = tiny_models.fresh(name), TorchKernels()
+    plain = sample_logits(model)
+    assert fuse(model, kernels).fused == ALL
+    assert kernels.called == {"project", "gated", "rotate"}
+    assert relative_error(sample_logits(model), plain) < 1e-6
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1", reason="no Triton interpreter"
+)
+def test_with_the_triton_kernels():
+    pytest.importorskip("triton")
+    from kvchat.models.fuse import kernels
+
+    model = tiny_models.fresh("qwen2").to("cuda" if torch.cuda.is_available() else "cpu")
+    plain = sample_logits(model)
+    assert fuse(model, kernels) == modules.FusionReport(ALL, "")
+    assert relative_error(sample_logits(model), plain) < (1e-4 if torch.cuda.is_available() else 1e-6)
+
+
+def test_the_bundled_model():
+    loaded = load_model(Load("bundled", "cpu"), lambda stage: None)
+    assert loaded.fused == ALL
+    plain = load_model(Load("bundled", "cpu", fast=False), lambda stage: None)
+    assert (plain.fused, forwards(plain.model)) == ("", [])
+    assert loaded.weight_bytes == plain.weight_bytes
+    assert relative_error(sample_logits(loaded.model), sample_logits(plain.model)) < 1e-5
+
+
+# ---- what stays ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_merged_weights_take_no_memory(name):
+    model = tiny_models.fresh(name)
+    before = weight_bytes(model), {key: value.clone() for key, value in model.state_dict().items()}
+    fuse(model, None)
+    assert weight_bytes(model) == before[0] == sum(storages(model).values())
+    after = model.state_dict()
+    assert after.keys() == before[1].keys()
+    assert all(torch.equal(after[key], before[1][key]) for key in after)
+
+
+def test_the_probe_sees_the_same():
+    model = tiny_models.fresh("qwen3")
+    plain = probe(model)
+    fuse(model, None)
+    seen = probe(model)
+    assert (seen.specs, seen.refusal) == (plain.specs, None)
+    assert all(torch.equal(a.inv_freq, b.inv_freq) for a, b in zip(seen.rotations, plain.rotations, strict=True))
+
+
+def test_other_models_of_the_process_stay_as_they_are():
+    other, model = tiny_models.fresh("llama"), tiny_models.fresh("llama")
+    before = sample_logits(other)
+    fuse(model, None)
+    assert forwards(other) == []
+    assert torch.equal(sample_logits(other), before)
+
+
+def test_projections_called_alone_or_with_other_inputs():
+    model = tiny_models.fresh("qwen2")
+    attention = model.model.layers[0].self_attn
+    plain = {name: getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj")}
+    inputs = torch.randn(3, 1, 2, 64)
+    with torch.inference_mode():
+        right = {name: [linear(x) for x in inputs] for name, linear in plain.items()}
+        fuse(model, None)
+        for order in (("k_proj", 0), ("q_proj", 1), ("q_proj", 1), ("v_proj", 0), ("v_proj", 1), ("k_proj", 2)):
+            name, index = order
+            torch.testing.assert_close(getattr(attention, name)(inputs[index]), right[name][index])
+
+
+def test_a_forward_that_failed_leaves_nothing_behind():
+    model = tiny_models.fresh("llama")
+    fuse(model, None)
+    before = sample_logits(model)
+
+    class Failing:
+        def attention(self, layer, query, key, value, spec):
+            raise RuntimeError
+
+    ids = torch.arange(1)
+    with pytest.raises(RuntimeError):
+        attention_hook.forward(model, ids, ids, Failing(), logits=True)
+    assert torch.equal(sample_logits(model), before)
+
+
+# ---- what is undone --------------------------------------------------------------------------------
+
+
+class WrongKernels(TorchKernels):
+    def __init__(self):
+        super().__init__()
+        right = self.rotate
+        self.rotate = lambda query, key, cos, sin: right(query, key, cos, -sin)
+
+
+class FailingKernels(TorchKernels):
+    def __init__(self):
+        super().__init__()
+
+        def gated(*args):
+            raise RuntimeError("no C compiler\nfound")
+
+        self.gated = gated
+
+
+@pytest.mark.parametrize(
+    ("kernels", "why"), [(WrongKernels, "its results differ by"), (FailingKernels, "RuntimeError: no C compiler).")]
+)
+def test_kernels_that_fail_are_done_without(kernels, why):
+    model = tiny_models.fresh("llama")
+    plain = sample_logits(model)
+    done = fuse(model, kernels())
+    assert done.fused == ALL
+    assert "runs without its kernels" in done.note
+    assert why in done.note
+    assert relative_error(sample_logits(model), plain) < 1e-6
+
+
+@pytest.mark.parametrize("wrong", ["normed", "project", "gated"])
+def test_a_wrong_fusion_is_undone(monkeypatch, wrong):
+    model = tiny_models.fresh("llama")
+    plain, right = sample_logits(model), getattr(Operations, wrong)
+
+    def wrongly(self, *args, **kwargs):
+        return right(self, *args, **kwargs) * 1.01
+
+    monkeypatch.setattr(Operations, wrong, wrongly)
+    loaded = wrap(model, SimpleNamespace(chat_template="", eos_token_id=2), "wrong")
+    assert loaded.fused == ""
+    assert "without the fast path, which failed its check (" in loaded.notes[-1]
+    assert forwards(model) == []
+    assert torch.equal(sample_logits(model), plain)
+
+
+def test_layers_that_sum_otherwise_are_not_fused():
+    class Scaled(type(tiny_models.model("llama").model.layers[0])):
+        def forward(self, hidden_states, **kwargs):
+            attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+            hidden_states = hidden_states + attended
+            return hidden_states + 2 * self.mlp(self.post_attention_layernorm(hidden_states))
+
+    model = tiny_models.fresh("llama")
+    model.model.layers[1].__class__ = Scaled
+    plain = sample_logits(model)
+    assert fuse(model, None).fused == ALL
+    assert "model.layers.1" not in forwards(model)
+    assert {"model.layers.0", "model.layers.1.mlp.up_proj", "model.layers.2"} & set(forwards(model)) == {
+        "model.layers.0",
+        "model.layers.2",
+    }
+    assert relative_error(sample_logits(model), plain) < 1e-6
+
+
+def test_projections_of_other_kinds_are_left_alone():
+    class Quantized(nn.Linear):
+        pass
+
+    model = tiny_models.fresh("llama")
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.__class__ = Quantized
+    assert fuse(model, None).fused == "norms, rope"
+
+
+@pytest.mark.cuda
+def test_kernels_are_taken_on_a_gpu():
+    assert modules.kernels_for(torch.device("cpu")) is None
+    assert modules.kernels_for(torch.device("cuda")) is not None
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_fused_step_can_be_captured(dtype):
+    """No read-back and no allocation that a CUDA graph could not hold."""
+    model = tiny_models.fresh("llama", dtype).cuda()
+    fuse(model, modules.kernels_for(model.device))
+
+    class Itself:
+        def attention(self, layer, query, key, value, spec):
+            return value.repeat_interleave(query.shape[0] // key.shape[0], 0)
+
+    ids, position = torch.zeros(1, dtype=torch.long, device="cuda"), torch.zeros(1, dtype=torch.long, device="cuda")
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        attention_hook.forward(model, ids, position, Itself(), logits=True)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        captured = attention_hook.forward(model, ids, position, Itself(), logits=True)
+    ids.fill_(7)
+    graph.replay()
+    assert torch.equal(captured, attention_hook.forward(model, ids, position, Itself(), logits=True))

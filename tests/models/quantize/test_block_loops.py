@@ -1,0 +1,58 @@
+"""The compiled loops over blocks of weights give the numbers of the gguf package and of torch, to the last bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kvchat.models import gguf, gguf_file
+from kvchat.models.quantize import int4_rows
+from kvchat.models.quantize.rows import block_loops
+
+NUMBER_OF = {name: kind for kind, (name, _, _) in gguf_file.TYPES.items()}
+SCALES_AT = {"Q6_K": 208}
+
+
+def blocks_of(name: str, count: int) -> np.ndarray:
+    """Blocks with any levels, and scales that are no NaN."""
+    rng = np.random.default_rng(0)
+    blocks = rng.integers(0, 256, (count, gguf_file.TYPES[NUMBER_OF[name]][2]), np.uint8)
+    scales = rng.normal(0, 0.01, (count, 2)).astype(np.float16).view(np.uint8)
+    at = SCALES_AT.get(name, 0)
+    blocks[:, at : at + 2] = scales[:, :2]
+    if name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K"):
+        blocks[:, 2:4] = scales[:, 2:]
+    return blocks
+
+
+@pytest.mark.parametrize("name", sorted(gguf.LOOPED))
+def test_blocks_are_unpacked_as_by_the_package(tmp_path: Path, name: str) -> None:
+    blocks = blocks_of(name, 20_000)
+    elements = gguf_file.TYPES[NUMBER_OF[name]][1]
+    (tmp_path / "x").write_bytes(bytes(32) + blocks.tobytes())
+    tensor = gguf_file.Tensor("x", NUMBER_OF[name], (100, 200 * elements), tmp_path / "x", 32, blocks.nbytes)
+    expected = np.empty((len(blocks), elements), np.float32)
+    gguf.unpack_by_package(tensor.kind, blocks, expected)
+    assert np.array_equal(gguf.values(tensor).numpy(), expected.reshape(100, -1))
+
+
+def test_a_type_without_a_loop_is_unpacked_too(tmp_path: Path) -> None:
+    blocks = blocks_of("Q2_K", 64)
+    blocks[:, 80:84] = 0  # scales: else some are NaN
+    (tmp_path / "x").write_bytes(blocks.tobytes())
+    tensor = gguf_file.Tensor("x", NUMBER_OF["Q2_K"], (64, 256), tmp_path / "x", 0, blocks.nbytes)
+    assert not gguf.values(tensor).any()
+
+
+@pytest.mark.parametrize("of_4_bits", [True, False])
+@pytest.mark.parametrize("shape", [(16, 32), (1536, 576), (2048, 2048)])
+def test_levels_of_4_bits_are_those_of_torch(shape: tuple[int, int], of_4_bits: bool) -> None:
+    torch.manual_seed(0)
+    steps = torch.randint(0, 16, shape) * torch.rand(shape[0], 1) - 0.3  # some in fewer levels, some in none
+    weight = torch.where(torch.rand(shape[0], 1) < 0.5, steps, torch.randn(shape))
+    weight[0] = 0
+    found = int4_rows._quantize_by_loops(block_loops(), weight, of_4_bits)
+    assert all(map(torch.equal, found, int4_rows.quantize_by_torch(weight, of_4_bits)))

@@ -1,0 +1,290 @@
+"""Weights in 8 and 4 bits, and checkpoints that come quantized; the real ones where the libraries are installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support import tiny_models, tiny_multimodal
+from support.progress import silent
+from support.quantized_checkpoint import declare, listed, planned
+
+from kvchat.engine.plan import memory_plan
+from kvchat.errors import ModelError, UsageError
+from kvchat.models import attention_hook
+from kvchat.models.fuse.modules import projections, sample_logits
+from kvchat.models.load import load_model
+from kvchat.models.probe import relative_error, selftest
+from kvchat.models.quantize import quantization
+from kvchat.models.quantize.int4_rows import Int4Rows
+from kvchat.models.quantize.rows import ROWS
+from kvchat.paths import bundled_model_dir
+from kvchat.protocol.messages import Load
+
+needs_bitsandbytes = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("bitsandbytes", "accelerate")),
+    reason="bitsandbytes is not installed",
+)
+CPU = torch.device("cpu")
+QUANTIZED = {
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "dataset": "c4"},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128},
+    "compressed-tensors": {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {}},
+    "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+}
+
+
+# ---- choices and refusals --------------------------------------------------------------------------
+
+
+def test_a_choice_that_is_not():
+    with pytest.raises(UsageError, match=r'no quantization "int9".*Did you mean "int'):
+        load_model(Load("bundled", "cpu", quantize="int9"), silent)
+
+
+def test_without_bitsandbytes_the_command_is_named(nothing_installed):
+    with pytest.raises(ModelError, match=r"bitsandbytes and accelerate are not installed.*pip install 'bitsandbytes>"):
+        load_model(Load("bundled", "cpu", quantize="nf4"), silent)
+
+
+def test_a_quantized_model_is_not_quantized_again(llama_folder):
+    declare(llama_folder, QUANTIZED["gptq"])
+    with pytest.raises(ModelError, match=r"quantized already, by gptq.*Leave --quantize out, or give"):
+        load_model(Load(str(llama_folder), "cpu", quantize="nf4"), silent)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors"])
+def test_a_checkpoint_whose_package_is_missing(llama_folder, method):
+    package = {"gptq": "optimum", "awq": "gptqmodel", "compressed-tensors": "compressed_tensors"}[method]
+    if importlib.util.find_spec(package):
+        pytest.skip(f"{package} is installed")
+    declare(llama_folder, QUANTIZED[method])
+    install = "pip install .?compressed-tensors" if method == "compressed-tensors" else r"pip install 'gptqmodel>"
+    with pytest.raises(ModelError, match=rf"needs a package that is not installed.*{install}"):
+        load_model(Load(str(llama_folder), "cpu"), silent)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed")
+def test_a_bitsandbytes_checkpoint_without_bitsandbytes(llama_folder):
+    declare(llama_folder, QUANTIZED["bitsandbytes"])
+    with pytest.raises(ModelError, match=r"needs a package.*pip install 'bitsandbytes>"):
+        load_model(Load(str(llama_folder), "cpu"), silent)
+
+
+def test_ordinary_weights_are_not_called_quantized():
+    assert quantization.describe(tiny_models.model("llama")) == ""
+
+
+# ---- the real thing --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def four_bits():
+    return load_model(Load("bundled", "cpu", quantize="nf4"), silent)
+
+
+@needs_bitsandbytes
+def test_the_bundled_model_in_4_bits(four_bits, model, capfd):
+    assert (four_bits.weights, model.weights) == ("nf4", "")
+    assert (four_bits.dtype, four_bits.device) == (torch.float32, torch.device("cpu"))
+    assert four_bits.model.num_parameters() == model.model.num_parameters()
+    assert selftest(four_bits.model) < 0.01
+    # 4 bits and a float32 scale per block of 64 for the layers, float32 for the embedding
+    embedding = model.model.get_input_embeddings().weight.nbytes
+    layers = sum(p.numel() for p in model.model.model.layers.parameters() if p.dim() == 2)
+    assert four_bits.weight_bytes == pytest.approx(embedding + layers * (0.5 + 4 / 64), rel=0.01)
+
+
+@needs_bitsandbytes
+def test_4_bits_are_near_the_weights_they_stand_for(four_bits, model):
+    """The model with its weights rounded to nf4 by bitsandbytes' own reference, in ordinary Linears."""
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    plain = load_model(Load("bundled", "cpu", fast=False), silent).model
+    before = sample_logits(plain)
+    for parameter in plain.model.layers.parameters():
+        if parameter.dim() == 2:
+            parameter.data = dequantize_4bit(*quantize_4bit(parameter.data, blocksize=64, quant_type="nf4"))
+    rounded = sample_logits(plain)
+    assert relative_error(sample_logits(four_bits.model), rounded) < 0.02 < 0.1 < relative_error(rounded, before)
+
+
+@needs_bitsandbytes
+def test_4_bits_of_matrices_whose_rows_the_kernel_of_some_processors_does_not_take(tmp_path):
+    tiny_multimodal.save(tiny_models.fresh("qwen3_5", vocab_size=8192), tmp_path)
+    loaded = load_model(Load(str(tmp_path), "cpu", "float32", quantize="nf4"), silent)
+    assert any(module.out_features % 32 for module in loaded.model.modules() if "Linear4bit" in type(module).__name__)
+    assert loaded.weights == "nf4"
+
+
+@needs_bitsandbytes
+def test_quantized_projections_are_not_merged(four_bits):
+    assert four_bits.fused == "norms, rope"
+
+
+@needs_bitsandbytes
+def test_a_checkpoint_stored_in_4_bits(four_bits, tmp_path):
+    four_bits.model.save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(bundled_model_dir() / name, tmp_path)
+    again = load_model(Load(str(tmp_path), "cpu"), silent)
+    assert planned(tmp_path) == pytest.approx(again.weight_bytes, rel=0.02)
+    assert listed(tmp_path) == pytest.approx(again.weight_bytes, rel=0.02)
+    assert (again.weights, again.weight_bytes) == ("nf4", four_bits.weight_bytes)
+    assert relative_error(sample_logits(again.model), sample_logits(four_bits.model)) < 1e-5
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_checkpoint_stored_in_8_bits_has_the_dtype_that_was_asked_for(llama_folder, dtype, caplog):
+    import transformers
+
+    chosen = transformers.BitsAndBytesConfig(load_in_8bit=True)
+    transformers.AutoModelForCausalLM.from_pretrained(
+        llama_folder, dtype=torch.bfloat16, quantization_config=chosen, device_map="cpu"
+    ).save_pretrained(llama_folder)
+    loaded = load_model(Load(str(llama_folder), "cpu", dtype), silent)
+    assert (loaded.weights, str(loaded.dtype)) == ("bitsandbytes", f"torch.{dtype}")
+    assert planned(llama_folder, dtype) == pytest.approx(loaded.weight_bytes, rel=0.02)
+    assert listed(llama_folder, dtype) == pytest.approx(loaded.weight_bytes, rel=0.02)
+    caplog.clear()
+    sample_logits(loaded.model)
+    assert caplog.text == ""
+
+
+@needs_bitsandbytes
+@pytest.mark.cuda
+def test_4_bits_on_a_gpu():
+    loaded = load_model(Load("bundled", "cuda", quantize="nf4"), silent)
+    assert (loaded.weights, loaded.device.type) == ("nf4", "cuda")
+    assert {parameter.device.type for parameter in loaded.model.parameters()} == {"cuda"}
+
+
+# ---- int8 and int4 by torchao -----------------------------------------------------------------------
+
+needs_torchao = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("torchao", "accelerate")),
+    reason="torchao is not installed",
+)
+
+
+@pytest.fixture(scope="module")
+def int8():
+    return load_model(Load("bundled", "cpu", quantize="int8"), silent)
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_without_torchao_the_command_is_named_for_a_gpu(nothing_installed, quantize):
+    with pytest.raises(ModelError, match=r"torchao and accelerate are not installed.*pip install 'torchao>"):
+        quantization.resolve(quantize, tiny_models.config("llama"), torch.bfloat16, torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "refusal"),
+    [
+        (torch.float16, (9, 0), r"need bfloat16 on a GPU\. Given: float16"),
+        (torch.bfloat16, (7, 5), r"capability 8.0 or more\. This one has 7\.5.*Give int8 or nf4"),
+    ],
+)
+def test_int4_that_a_gpu_cannot_multiply_is_refused(monkeypatch, dtype, capability, refusal):
+    monkeypatch.setattr(quantization, "find_spec", lambda name: SimpleNamespace())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    cuda = torch.device("cuda")
+    assert quantization.possible(cuda, dtype) == ["none", "int8", "nf4"]
+    with pytest.raises(UsageError, match=refusal):
+        quantization.resolve("int4", tiny_models.config("llama"), dtype, cuda)
+
+
+@needs_torchao
+def test_what_is_asked_of_torchao(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    config, cuda = tiny_models.config("llama"), torch.device("cuda")
+    for quantize in ("int8", "int4"):
+        chosen = quantization.resolve(quantize, config, torch.bfloat16, cuda)
+        assert chosen.method == "torchao"
+        assert type(chosen.options["quantization_config"].quant_type).__name__.lower().startswith(quantize)
+
+
+@needs_torchao
+@pytest.mark.parametrize(("kind", "name", "dtype"), [("Int8", "int8", "float32"), ("Float8", "torchao", "bfloat16")])
+def test_a_checkpoint_that_torchao_packed_stays_packed(llama_folder, kind, name, dtype):
+    import torchao.quantization
+    import transformers
+
+    chosen = transformers.TorchAoConfig(getattr(torchao.quantization, f"{kind}WeightOnlyConfig")())
+    packed = transformers.AutoModelForCausalLM.from_pretrained(
+        llama_folder,
+        dtype=torch.bfloat16,
+        quantization_config=chosen,
+        device_map="cpu",
+        attn_implementation=attention_hook.NAME,
+    )
+    packed.save_pretrained(llama_folder)
+    loaded = load_model(Load(str(llama_folder), "cpu"), silent)
+    assert (loaded.weights, str(loaded.dtype)) == (name, f"torch.{dtype}")
+    assert planned(llama_folder) == pytest.approx(loaded.weight_bytes, rel=0.02)
+    assert listed(llama_folder) == pytest.approx(loaded.weight_bytes, rel=0.03)
+    assert relative_error(sample_logits(loaded.model), sample_logits(packed)) < 0.03
+    if name == "torchao":
+        with pytest.raises(UsageError, match=r"multiplied in bfloat16 only\. Given: float32.*Give --dtype bfloat16"):
+            load_model(Load(str(llama_folder), "cpu", "float32"), silent)
+
+
+# ---- int8 and int4 on a CPU -------------------------------------------------------------------------
+
+
+def test_the_bundled_model_in_8_bits(int8, model, capfd):
+    assert (int8.weights, int8.dtype, int8.notes) == ("int8", torch.float32, model.notes)
+    # 32 weights have a float16 scale; the head is no longer the embedding, which stays
+    embedding = model.model.get_input_embeddings().weight
+    linears = [m.weight for m in model.model.modules() if isinstance(m, torch.nn.Linear)]
+    expected = embedding.nbytes + sum(w.numel() * 34 // 32 for w in linears)
+    assert int8.weight_bytes == pytest.approx(expected, rel=0.002)
+    assert selftest(int8.model) < 0.02
+
+
+def test_8_bits_are_near_the_weights_they_stand_for(int8, model):
+    plain = sample_logits(load_model(Load("bundled", "cpu", fast=False), silent).model)
+    assert relative_error(sample_logits(int8.model), plain) < 0.06
+
+
+def test_8_bit_projections_are_merged_in_fused_layers(int8):
+    attention = int8.model.model.layers[0].self_attn
+    storages = {linear.weight.untyped_storage().data_ptr() for linear in projections(attention)}
+    assert (int8.fused, int8.notes, len(storages)) == ("norms, merged projections, rope, fused layers", (), 1)
+    unfused = load_model(Load("bundled", "cpu", quantize="int8", fast=False), silent)
+    assert relative_error(sample_logits(int8.model), sample_logits(unfused.model)) < 0.01
+
+
+@pytest.fixture(scope="module")
+def int4():
+    return load_model(Load("bundled", "cpu", quantize="int4"), silent)
+
+
+def test_the_bundled_model_in_int4(int4, model):
+    assert (int4.weights, int4.dtype, len(int4.notes)) == ("int4", torch.float32, len(model.notes) + 1)  # what it loses
+    assert int4.fused == "norms, merged projections, rope, fused layers"
+    # 4 bits and a bfloat16 scale and zero per 32 weights of the layers; the head is the embedding and stays
+    embedding = model.model.get_input_embeddings().weight.nbytes
+    layers = sum(p.numel() for p in model.model.model.layers.parameters() if p.dim() == 2)
+    assert int4.weight_bytes == pytest.approx(embedding + layers * 5 / 8, rel=0.002)
+    assert memory_plan(Load("bundled", "cpu"), 64, silent).weights["int4"] == int4.weight_bytes
+    assert selftest(int4.model) < 0.01
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_on_a_cpu_no_package_is_needed(nothing_installed, llama_folder, quantize):
+    loaded = load_model(Load(str(llama_folder), "cpu", "bfloat16", quantize=quantize), silent)
+    assert (loaded.weights, loaded.dtype) == (quantize, torch.bfloat16)
+
+
+def test_int4_is_near_the_weights_it_stands_for(int4):
+    plain = load_model(Load("bundled", "cpu", fast=False), silent)
+    for name, linear in int4.model.named_modules():
+        if isinstance(rows := linear.__dict__.get(ROWS), Int4Rows):
+            same = plain.model.get_submodule(name)
+            same.weight.data = rows.multiply(torch.eye(same.in_features)).T.contiguous()
+    assert relative_error(sample_logits(int4.model), sample_logits(plain.model)) < 0.02

@@ -1,0 +1,95 @@
+"""Checkpoints in GPTQ's and AWQ's format: packed by hand, multiplied as they lie by the package that reads both."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import safetensors.torch
+import torch
+from support import tiny_runner
+from support.progress import silent
+from support.quantized_checkpoint import declare, listed, planned
+from support.tiny_runner import mode_of, prefilled, token_ids
+
+from kvchat.engine.generate.runner import ModelRunner
+from kvchat.models.fuse.modules import sample_logits
+from kvchat.models.load import load_model
+from kvchat.models.probe import relative_error
+from kvchat.protocol.messages import Load
+
+pytestmark = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("gptqmodel", "optimum")),
+    reason="gptqmodel and optimum are not installed",
+)
+GROUP, ZERO = 32, 8
+CLOSE = 2e-3  # the package multiplies in 16 bits
+IN_A_WORD = {"gptq": range(8), "awq": (0, 2, 4, 6, 1, 3, 5, 7)}  # which of eight numbers stands where
+FORMATS = {
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True, "desc_act": False},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
+}
+
+
+def words(codes, order):
+    """Eight codes of the last dimension in each int32."""
+    eights = codes.unflatten(-1, (-1, 8))[..., list(order)].long()
+    packed = (eights << torch.arange(0, 32, 4)).sum(-1)
+    return torch.where(packed >= 2**31, packed - 2**32, packed).int().contiguous()
+
+
+def packed(method, weight):
+    """A weight's tensors in the files, and the weight that they stand for."""
+    rows, columns = weight.shape
+    groups = weight.detach().view(rows, -1, GROUP)
+    scales = (groups.abs().amax(-1) / 7).half()
+    codes = (groups / scales.float()[..., None]).round().clamp(-8, 7)
+    rounded = (codes * scales.float()[..., None]).view(rows, columns)
+    by_column = (codes.view(rows, columns) + ZERO).t()
+    zeros = torch.full((columns // GROUP, rows), ZERO)
+    order = IN_A_WORD[method]
+    stored = {"scales": scales.t().contiguous()}
+    if method == "gptq":  # a word goes down a column there, and zeros are one less
+        down = words(by_column.t(), order).t().contiguous()
+        stored |= {"qweight": down, "qzeros": words(zeros - 1, order)}
+        stored["g_idx"] = (torch.arange(columns) // GROUP).int()
+    else:
+        stored |= {"qweight": words(by_column, order), "qzeros": words(zeros, order)}
+    return stored, rounded
+
+
+@pytest.fixture(params=FORMATS)
+def checkpoint(llama_folder, request):
+    """The tiny Llama in a format, and the same with the weights that are stored."""
+    stored, rounded = {}, tiny_runner.loaded("llama")
+    for name, parameter in rounded.model.named_parameters():
+        if "_proj" in name:
+            tensors, parameter.data = packed(request.param, parameter)
+            stored |= {name.replace("weight", part): tensor for part, tensor in tensors.items()}
+        else:
+            stored[name] = parameter.detach().clone()
+    safetensors.torch.save_file(stored, llama_folder / "model.safetensors", {"format": "pt"})
+    declare(llama_folder, FORMATS[request.param])
+    return llama_folder, rounded, request.param
+
+
+@pytest.mark.slow("the package compiles its kernel once on a machine")
+def test_it_stays_packed_is_planned_and_answers_as_its_weights_do_in_every_mode(checkpoint, capfd):
+    folder, rounded, method = checkpoint
+    loaded = load_model(Load(str(folder), "cpu", "float32"), silent)
+    assert capfd.readouterr().out == ""
+    assert loaded.weights == method
+    assert planned(folder, "float32") == pytest.approx(loaded.weight_bytes, rel=0.02)
+    assert listed(folder, "float32") == pytest.approx(loaded.weight_bytes, rel=0.02)
+    assert relative_error(sample_logits(loaded.model), sample_logits(rounded.model)) < CLOSE
+    apart = {
+        row: relative_error(*(decoded(ModelRunner(model, mode_of(model, row))) for model in (loaded, rounded)))
+        for row in tiny_runner.PARAMS
+    }
+    assert max(apart.values()) < 10 * CLOSE, apart  # a mode may read another token of almost the same weight
+
+
+def decoded(runner):
+    """The logits after 160 tokens that are read, and 20 that are decoded."""
+    ids = token_ids(180)
+    return torch.stack([prefilled(runner, ids[:160]), *map(runner.step, ids[160:])])

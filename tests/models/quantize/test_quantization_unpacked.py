@@ -1,0 +1,246 @@
+"""Checkpoints that are quantized and that transformers unpacks while it reads them: they are packed again."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import shutil
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import safetensors.torch
+import torch
+from support import stored_weights, tiny_models, tiny_multimodal
+from support.progress import silent
+from support.quantized_checkpoint import listed
+from support.stored_weights import FP8, MXFP4, PACKED_4
+
+from kvchat.engine import plan
+from kvchat.engine.plan import memory_plan
+from kvchat.errors import ModelError
+from kvchat.kv.memory import budget
+from kvchat.models import description, repacking
+from kvchat.models.description import describe
+from kvchat.models.fuse.modules import sample_logits
+from kvchat.models.load import load_model
+from kvchat.models.probe import relative_error
+from kvchat.models.quantize import packing, quantization
+from kvchat.models.quantize.packing import PACKINGS
+from kvchat.protocol.messages import Load
+from kvchat.tui.model_choice.plan_table import plan_lines
+from kvchat.units import size
+
+# Checkpoints by name: the model that they are of, their tensors and section, and in what they stay small.
+MADE = {
+    "fp8": ("llama", stored_weights.fp8, FP8, "int8"),
+    "fp8 mixture": ("qwen3_moe", stored_weights.fp8, FP8, "int8"),
+    "fp8 hybrid": ("jamba", stored_weights.fp8, FP8, "int8"),
+    "mxfp4": ("gpt_oss", stored_weights.mxfp4, MXFP4, "int4"),
+    "compressed": ("llama", stored_weights.packed_4, PACKED_4, "int4"),
+}
+needs_compressed = pytest.mark.skipif(
+    importlib.util.find_spec("compressed_tensors") is None, reason="compressed-tensors is not installed"
+)
+UNPACKED = ["fp8", "fp8 mixture", "fp8 hybrid", "mxfp4", pytest.param("compressed", marks=needs_compressed)]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Folders by name, each with the checkpoint and with the model that it stands for, not quantized."""
+
+    def made(name):
+        if name not in there:
+            of, store, section, _ = MADE[name]
+            folders = [tmp_path_factory.mktemp(kind) for kind in ("stored", "plain")]
+            rounded = tiny_models.fresh(of, vocab_size=tiny_multimodal.VOCAB)
+            tiny_multimodal.save(rounded, folders[0])
+            stored_weights.write(folders[0], store(rounded), section)
+            tiny_multimodal.save(rounded, folders[1])
+            there[name] = tuple(map(str, folders))
+        return there[name]
+
+    there = {}
+    return made
+
+
+def load(folder, quantize="auto", dtype="float32", progress=silent):
+    return load_model(Load(folder, "cpu", dtype, quantize=quantize), progress)
+
+
+loaded = cache(load)
+
+
+@pytest.mark.parametrize("name", UNPACKED)
+def test_it_stays_about_as_small_as_its_files(checkpoints, name):
+    (folder, plain), kind, stages = checkpoints(name), MADE[name][3], []
+    small = load(folder, progress=stages.append)
+    unpacked = loaded(plain).weight_bytes
+    assert small.weights == kind
+    files = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
+    sizes = f": {size(files)} in the file, {size(unpacked)} unpacked, {size(small.weight_bytes)} in {kind}"
+    assert any(stage.endswith(sizes) for stage in stages)
+    method = MADE[name][2]["quant_method"]
+    assert small.notes[-1] == f"The {method} weights are kept in {kind}; --quantize none unpacks them."
+    made = memory_plan(Load(folder, "cpu", "float32"), 64, silent)
+    assert made.weights == {choice: loaded(folder, choice).weight_bytes for choice in ("none", "int8", "int4")}
+    assert (made.by_default, made.weights[kind]) == (kind, small.weight_bytes)
+    assert listed(folder, "float32") == pytest.approx(small.weight_bytes, rel=0.04)  # scales of rows are not counted
+
+
+@pytest.mark.parametrize("name", UNPACKED)
+@pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
+def test_it_is_packed_like_the_model_that_it_stands_for(checkpoints, name, quantize):
+    stored, plain = (loaded(folder, quantize) for folder in checkpoints(name))
+    assert stored.weights == plain.weights
+    # Those of 4 bits keep the values that they had; a mixture sends tokens to other experts where they differ.
+    most = 0.5 if quantize == "int4" else 1e-4 if name != "compressed" else 0.05  # which is unpacked to bfloat16
+    assert relative_error(sample_logits(stored.model), sample_logits(plain.model)) < most
+
+
+@needs_compressed
+def test_what_had_4_bits_keeps_its_values(checkpoints):
+    folder, plain = checkpoints("compressed")
+    assert relative_error(sample_logits(loaded(folder).model), sample_logits(loaded(plain).model)) < 0.02
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_it_is_unpacked_to_the_dtype_that_was_asked_for(checkpoints, dtype):
+    folder, plain = checkpoints("fp8")
+    stages = []
+    unpacked = load(folder, "none", dtype, stages.append)
+    files = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
+    sizes = f": {size(files)} in the file, {size(unpacked.weight_bytes)} unpacked"
+    assert any(stage.endswith(sizes) for stage in stages)
+    assert unpacked.notes[0] == f"The fp8 weights were unpacked to {dtype}."
+    assert {str(parameter.dtype) for parameter in unpacked.model.parameters()} == {f"torch.{dtype}"}
+    assert relative_error(sample_logits(unpacked.model), sample_logits(loaded(plain).model)) < 0.15
+
+
+def test_the_plan_says_from_what_weights_are_unpacked(checkpoints):
+    folder, _ = checkpoints("compressed")
+    made = memory_plan(Load(folder, "cpu", "bfloat16"), 64, silent)
+    rows = [" ".join(line.split()) for line in plan_lines(made) if line.startswith("weights, ")]
+    of_files, none, int8, int4 = (size(nbytes, 2) for nbytes in (made.packed, *made.weights.values()))
+    assert rows == [
+        f"weights, none, unpacked from {of_files} host {none}",
+        f"weights, int8 host {int8}",
+        f"weights, int4, by default host {int4}",
+    ]
+    assert made.proposal.gave_up[0] == "precision of the weights: the files' 4.5 bits are rounded again, to 4"
+    assert made.unpacked == 0  # each is packed as soon as it is unpacked
+
+
+def test_a_plan_reads_the_headers_once(checkpoints, monkeypatch):
+    """Of a model on the hub that is not downloaded each of its files is asked for them."""
+    read, genuine = [], description.read_headers
+    monkeypatch.setattr(description, "read_headers", lambda location: read.append(location) or genuine(location))
+    memory_plan(Load(checkpoints("fp8")[0], "cpu"), 64, silent)
+    assert len(read) == 1
+
+
+def test_on_a_gpu_all_of_it_is_unpacked_first_and_experts_stay_so(checkpoints, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    dense, mixture = (
+        replace(describe(checkpoints(name)[0], "cpu", "bfloat16", silent), device=torch.device("cuda"))
+        for name in ("fp8", "mxfp4")
+    )
+    assert repacking.by_default(dense) == "int8"
+    assert repacking.lie_unpacked(dense, "int8")
+    assert not repacking.lie_unpacked(dense, "none")
+    assert repacking.by_default(mixture) == ""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    assert repacking.by_default(dense) == ""
+
+
+def test_on_a_gpu_4_bits_become_8_where_int4_packs_little(checkpoints, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    described = describe(checkpoints("compressed")[0], "cpu", "bfloat16", silent)
+    assert repacking.by_default(described) == "int4"
+    # Of 64 columns, where a GPU's int4 takes multiples of 128.
+    assert repacking.by_default(replace(described, device=torch.device("cuda"))) == "int8"
+
+
+@pytest.mark.parametrize(("quantize", "lies"), [("auto", True), ("int4", True), ("none", False)])
+def test_a_plan_for_a_gpu_counts_unpacked_weights_where_they_are_packed(checkpoints, monkeypatch, quantize, lies):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    monkeypatch.setattr(budget, "free_bytes", lambda device: 2**30)
+    on_gpu = replace(describe(checkpoints("fp8")[0], "cpu", "bfloat16", silent), device=torch.device("cuda"))
+    monkeypatch.setattr(plan, "describe", lambda *_: on_gpu)
+    made = memory_plan(Load(checkpoints("fp8")[0], quantize=quantize), 64, silent)
+    assert made.unpacked == (made.weights["none"] if lies else 0)
+
+
+@pytest.mark.parametrize("quantize", ["auto", "none"])
+def test_a_cpu_takes_what_the_machines_gpu_would_multiply_as_it_is_stored(checkpoints, monkeypatch, quantize):
+    """transformers asks what the machine has, not what the model is for."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    folder, plain = checkpoints("fp8")
+    model = load(folder, quantize)
+    assert (
+        relative_error(sample_logits(model.model), sample_logits(loaded(plain, model.weights or "none").model)) < 1e-4
+    )
+
+
+@pytest.mark.parametrize("quantize", ["auto", "none", "int4"])
+def test_weights_without_their_scales_are_refused(checkpoints, tmp_path, quantize):
+    folder = shutil.copytree(checkpoints("fp8")[0], tmp_path, dirs_exist_ok=True)
+    stored = safetensors.torch.load_file(folder / "model.safetensors")
+    del stored["model.layers.2.mlp.up_proj.weight_scale_inv"]
+    stored_weights.write(folder, stored, FP8)
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load(str(folder), quantize)
+
+
+@needs_compressed
+@pytest.mark.parametrize(
+    ("name", "is_left_out"),
+    [
+        ("mlp.up_proj.input_scale", True),
+        ("mlp.up_proj.input_global_scale", True),
+        ("self_attn.k_scale", True),
+        ("mlp.up_proj.weight_g_idx", False),  # in another order
+    ],
+)
+def test_scales_of_activations_and_kv_are_left_out(checkpoints, tmp_path, name, is_left_out):
+    folder = shutil.copytree(checkpoints("compressed")[0], tmp_path, dirs_exist_ok=True)
+    stored = safetensors.torch.load_file(folder / "model.safetensors")
+    stored_weights.write(folder, stored | {f"model.layers.1.{name}": torch.ones(1)}, PACKED_4)
+    refused = pytest.raises(ModelError, match=f"1 tensors have no place .*layers.1.{name}")
+    with contextlib.nullcontext() if is_left_out else refused:
+        assert load(str(folder)).fingerprint == loaded(checkpoints("compressed")[0]).fingerprint
+
+
+def test_what_is_not_unpacked_is_not_packed_again(checkpoints):
+    folder, _ = checkpoints("fp8")
+    with pytest.raises(ModelError, match="is quantized already, by fp8"):
+        load(folder, "nf4")
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8 mixture", "mxfp4"])
+def test_each_weight_is_packed_as_soon_as_it_is_unpacked(checkpoints, monkeypatch, name):
+    """Once all are read nothing is left to be packed."""
+    left, genuine = [], repacking.pack
+
+    def pack(model, config, described):
+        chosen = [linear.weight for linear in PACKINGS[config.quant_method].linears(model)]
+        stacks = [stack.weight for _, stack in packing.chosen_stacks(model, config.quant_method)]
+        left.append([weight for weight in (*chosen, *stacks) if weight.is_floating_point()])
+        genuine(model, config, described)
+
+    monkeypatch.setattr(repacking, "pack", pack)
+    load(checkpoints(name)[0])
+    assert left == [[]]
+
+
+def test_what_belongs_to_a_packed_weight_keeps_its_dtype():
+    model = tiny_models.fresh("llama")
+    packed, plain = model.model.layers[0].self_attn.q_proj, model.model.layers[1].self_attn.q_proj
+    packed.weight.data = packed.weight.data.to(torch.float8_e4m3fn)
+    packed.weight_scale_inv = torch.nn.Parameter(torch.ones(2, 2))
+    quantization.finish_loading(model, SimpleNamespace(quantization_config=FP8), torch.bfloat16)
+    assert (packed.weight.dtype, packed.weight_scale_inv.dtype) == (torch.float8_e4m3fn, torch.float32)
+    assert (plain.weight.dtype, model.dtype) == (torch.bfloat16, torch.bfloat16)

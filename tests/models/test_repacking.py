@@ -1,0 +1,178 @@
+"""Weights of GGUF files that stay small; other checkpoints are in ``test_quantization_unpacked``."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from support import tiny_models
+from support.gguf_files import write_lfm2, write_model
+from support.progress import silent
+
+from kvchat import install
+from kvchat.engine.plan import memory_plan
+from kvchat.engine.proposal import propose
+from kvchat.errors import ModelError
+from kvchat.models import repacking
+from kvchat.models.checkpoint import ModelLocation
+from kvchat.models.description import describe
+from kvchat.models.fuse.modules import sample_logits
+from kvchat.models.load import LoadedModel, load_model
+from kvchat.models.probe import relative_error, selftest
+from kvchat.models.quantize import quantization
+from kvchat.models.quantize.rows import body
+from kvchat.protocol.messages import Load
+from kvchat.tui.model_choice.plan_table import plan_lines
+from kvchat.units import size
+
+GPU = torch.device("cuda")
+
+
+def needs(*packages: str) -> pytest.MarkDecorator:
+    absent = [name for name in packages if importlib.util.find_spec(name) is None]
+    return pytest.mark.skipif(bool(absent), reason=f"{', '.join(absent)} is not installed")
+
+
+@pytest.fixture(scope="module")
+def file_of(model, tmp_path_factory):
+    """The bundled model as a GGUF file of a type."""
+    folder, there = tmp_path_factory.mktemp("gguf"), {}
+
+    def made(kind: str):
+        if kind not in there:
+            there[kind] = folder / f"{kind}.gguf"
+            write_model(there[kind], model, kind)
+        return there[kind]
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def read(file_of):
+    """The model of such a file, and the stages of loading it; a file is read once as each says."""
+
+    @cache
+    def loaded(kind: str, quantize: str = "auto") -> tuple[LoadedModel, list[str]]:
+        stages: list[str] = []
+        return load_model(Load(str(file_of(kind)), "cpu", quantize=quantize), stages.append), stages
+
+    return loaded
+
+
+@needs("gguf")
+@pytest.mark.parametrize(
+    ("kind", "in_4_bits", "in_8_bits"),
+    [("Q4_0", "int4", "int8"), ("Q5_0", "int8", "int8"), ("Q8_0", "int8", "int8"), ("F16", "", "")],
+)
+def test_a_file_stays_about_as_small_as_it_is(file_of, monkeypatch, kind, in_4_bits, in_8_bits):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    described = describe(str(file_of(kind)), "cpu", "float32", silent)
+    assert repacking.by_default(described) == in_4_bits
+    assert repacking.by_default(replace(described, device=GPU, dtype=torch.bfloat16)) == in_4_bits
+    # int4 is multiplied in bfloat16 only
+    assert repacking.by_default(replace(described, device=GPU, dtype=torch.float16)) == in_8_bits
+
+
+@needs("gguf")
+@pytest.mark.parametrize(("kind", "table_kind", "expected"), [("Q4_0", "F16", "int4"), ("Q8_0", "F32", "int8")])
+def test_a_large_vocabulary_decides_nothing(model, tmp_path, kind, table_kind, expected):
+    write_model(tmp_path / "mixed.gguf", model, kind, table_kind)
+    described = describe(str(tmp_path / "mixed.gguf"), "cpu", "float32", silent)
+    assert repacking.by_default(described) == expected
+
+
+@needs("gguf")
+def test_a_damaged_file_is_refused(file_of, tmp_path):
+    (tmp_path / "cut.gguf").write_bytes(file_of("Q8_0").read_bytes()[:5000])
+    described = describe(str(file_of("Q8_0")), "cpu", "float32", silent)
+    with pytest.raises(ModelError, match="is damaged"):
+        repacking.by_default(replace(described, location=ModelLocation("cut", tmp_path, gguf="cut.gguf")))
+
+
+def test_what_is_not_unpacked_is_left_as_it_is():
+    described = describe("bundled", "cpu", "float32", silent)
+    assert repacking.by_default(described) == ""
+    assert repacking.bits(described) == 0
+
+
+@pytest.mark.parametrize(("kind", "packed", "error"), [("Q8_0", "int8", 0.1), ("Q4_0", "int4", 0.02)])
+def test_a_small_file_is_kept_small_and_both_sizes_are_said_before(read, file_of, model, kind, packed, error):
+    """4 bits stay the file's own: the error is that of the scales, and of multiplying in bfloat16."""
+    loaded, stages = read(kind)
+    unpacked, _ = read(kind, "none")
+    assert loaded.weights == packed
+    assert loaded.weight_bytes < 0.5 * model.weight_bytes
+    said = next(stage for stage in stages if stage.startswith("Loading the weights"))
+    sizes = file_of(kind).stat().st_size, model.weight_bytes, loaded.weight_bytes
+    assert said.endswith("{} in the file, {} unpacked, {} in {}".format(*map(size, sizes), packed))
+    assert f"The GGUF file's weights are kept in {packed}; --quantize none unpacks them." in loaded.notes
+    assert not any("were unpacked" in note for note in loaded.notes)
+    assert selftest(loaded.model) < 0.02
+    assert relative_error(sample_logits(loaded.model), sample_logits(unpacked.model)) < error
+    same, _ = read(kind, packed)
+    assert torch.equal(sample_logits(same.model), sample_logits(loaded.model))
+
+
+def test_the_plan_has_both_sizes_and_says_which_is_loaded(read, file_of, model):
+    made = memory_plan(Load(str(file_of("Q8_0")), "cpu"), 4096, silent)
+    assert made.by_default == "int8"
+    assert made.weights == {
+        "none": pytest.approx(model.weight_bytes, rel=0.01),
+        "int8": pytest.approx(read("Q8_0")[0].weight_bytes, rel=0.01),
+        "int4": pytest.approx(read("Q8_0", "int4")[0].weight_bytes),
+    }
+    assert any(line.startswith("weights, int8, by default") for line in plan_lines(made))
+    assert made.proposal.quantize == "int8"
+    assert made.unpacked == 0, "one weight after the other"
+    of_no_file = memory_plan(Load("bundled", "cpu"), 4096, silent)
+    assert (of_no_file.by_default, of_no_file.unpacked) == ("none", 0)
+    assert not any("unpacked" in line for line in plan_lines(of_no_file))
+
+
+def test_a_plan_gives_up_only_bits_that_the_file_has(file_of):
+    def given_up(kind, quantize):
+        made = memory_plan(Load(str(file_of(kind)), "cpu"), 64, silent)
+        return propose(replace(made, weights={quantize: 1}, by_default=quantize)).gave_up
+
+    assert given_up("Q4_0", "int4") == given_up("Q4_0", "int8") == given_up("Q8_0", "int8") == ()
+    assert given_up("Q8_0", "int4") == ("precision of the weights: 4 bits instead of the file's 8.5",)
+
+
+def test_without_torchao_it_is_unpacked_and_the_package_is_named(read, file_of, model, monkeypatch):
+    monkeypatch.setattr(quantization, "absent_packages", lambda quantize, device: ["torchao"])
+    loaded = load_model(Load(str(file_of("Q8_0")), "cpu"), silent)
+    assert (loaded.weights, loaded.weight_bytes) == ("", pytest.approx(model.weight_bytes, rel=0.01))
+    (note,) = [note for note in loaded.notes if "torchao" in note]
+    assert "int8" in note
+    assert note.endswith(install.extra("ao"))
+    asked_for, _ = read("Q8_0", "none")
+    assert not any("torchao" in note for note in asked_for.notes)
+
+
+def test_a_large_file_is_unpacked_as_before(read):
+    loaded, _ = read("F16")
+    assert loaded.weights == ""
+    assert "The gguf weights were unpacked to float32." in loaded.notes
+
+
+@pytest.mark.parametrize(("kind", "quantize"), [("Q8_0", "int8"), ("Q4_0", "int4")])
+def test_files_of_some_architectures_are_unpacked_one_weight_at_a_time(tmp_path, monkeypatch, kind, quantize):
+    pytest.importorskip("transformers.integrations.gguf")  # of none before 5.23
+    file, left = tmp_path / "lfm2.gguf", []
+    sizes = {"vocab_size": 8192, "intermediate_size": 96, "block_auto_adjust_ff_dim": False}
+    write_lfm2(file, tiny_models.fresh("lfm2", **sizes), kind)
+    genuine = repacking.pack
+
+    def pack(model, config, described):
+        left.extend(linear for linear in body(model) if linear.weight.is_floating_point())
+        genuine(model, config, described)
+
+    monkeypatch.setattr(repacking, "pack", pack)
+    small, unpacked = (load_model(Load(str(file), "cpu", quantize=name), silent) for name in ("auto", "none"))
+    assert (small.weights, left) == (quantize, [])
+    assert relative_error(sample_logits(small.model), sample_logits(unpacked.model)) < 0.05
+    made = memory_plan(Load(str(file), "cpu"), 64, silent)
+    assert (made.by_default, made.weights[quantize], made.unpacked) == (quantize, small.weight_bytes, 0)
