@@ -211,7 +211,7 @@ def loaded_by(statement: str) -> set[str]:
         ("kvchat.tui.app", HEAVY),
         ("kvchat.tui.controller", HEAVY | {"textual", "rich"}),
         ("kvchat.tui.commands.chat", HEAVY | {"textual", "rich"}),
-        ("kvchat.engine.process.worker", HEAVY | {"textual"}),
+        ("kvchat.engine.worker", HEAVY | {"textual"}),
         ("kvchat.models.catalog", HEAVY | {"textual"}),
         ("kvchat.replay.engine", HEAVY | {"textual"}),
     ],

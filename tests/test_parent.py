@@ -75,7 +75,7 @@ def test_the_child_ends_with_a_parent_that_ended_before_it_was_tied_to_it() -> N
 def test_an_engine_whose_application_is_gone_ends_before_it_imports_anything(load: bytes) -> None:
     """Killed within 0.2 s of the engine's start, the application was outlived by 1.0 to 1.3 s; a load took 2 s more."""
     no_parent, pipe = os.getpid() - 1, subprocess.PIPE
-    command = [sys.executable, "-X", "importtime", "-m", "kvchat.engine.process", str(no_parent)]
+    command = [sys.executable, "-X", "importtime", "-m", "kvchat.engine", str(no_parent)]
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environ()) as process:
         assert process.stdin
         assert process.stdout
@@ -86,11 +86,11 @@ def test_an_engine_whose_application_is_gone_ends_before_it_imports_anything(loa
         imported = {line.split("|")[-1].strip() for line in process.stderr.read().decode().splitlines()}
         assert process.stdout.read() == b""
     assert "kvchat.process" in imported
-    assert not imported & {"kvchat.engine.process.worker", "pydantic", "torch"}
+    assert not imported & {"kvchat.engine.worker", "pydantic", "torch"}
 
 
 def test_the_application_starts_an_engine_that_ends_with_it() -> None:
-    assert ENGINE[-2:] == ("kvchat.engine.process", str(os.getpid()))
+    assert ENGINE[-2:] == ("kvchat.engine", str(os.getpid()))
 
 
 def test_other_systems_do_without(monkeypatch: pytest.MonkeyPatch) -> None:

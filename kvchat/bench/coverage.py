@@ -25,8 +25,7 @@ from kvchat.bench.texts import passages
 from kvchat.bench.variant import parsed
 from kvchat.bench.walk import Walk
 from kvchat.config.modes import FullParameters, ModeParameters, SpeculativeParameters, parse
-from kvchat.engine.generate.prompt import PromptEncoder
-from kvchat.engine.generate.stored import Stored
+from kvchat.engine.prompt import PromptEncoder, Stored
 from kvchat.kv.coverage import BUDGETS as CHOICES
 from kvchat.kv.coverage import seeing_all
 from kvchat.kv.modes.sync_heads import TokenChoice

@@ -30,7 +30,7 @@ from kvchat.bench.timing import Variant, current, warm_up
 from kvchat.bench.variant import parsed
 from kvchat.config.modes import ModeParameters, SpeculativeParameters
 from kvchat.config.profiles import Measured
-from kvchat.engine.generate.runner import ModelRunner, geometry_of
+from kvchat.engine.runner import ModelRunner, geometry_of
 from kvchat.errors import UsageError
 from kvchat.models.load import LoadedModel
 from kvchat.models.quantize.weight_sizes import read_bytes

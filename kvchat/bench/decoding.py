@@ -15,7 +15,7 @@ from kvchat.bench.model_choice import ModelChoice
 from kvchat.bench.timing import warm_up
 from kvchat.bench.variant import parsed
 from kvchat.engine import calibration
-from kvchat.engine.generate.runner import ModelRunner, geometry_of, traits_of
+from kvchat.engine.runner import ModelRunner, geometry_of, traits_of
 from kvchat.errors import DoesNotFitError, KvchatError
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import Mode

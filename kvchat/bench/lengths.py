@@ -19,7 +19,7 @@ from kvchat.bench.mode_run import ModeRun
 from kvchat.bench.model_choice import ModelChoice
 from kvchat.bench.timing import current
 from kvchat.bench.variant import parsed
-from kvchat.engine.generate.runner import ModelRunner
+from kvchat.engine.runner import ModelRunner
 from kvchat.errors import UsageError
 from kvchat.models.load import LoadedModel
 

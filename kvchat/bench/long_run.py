@@ -14,8 +14,8 @@ from kvchat.bench.frame import Frame, Row
 from kvchat.bench.identity import Experiment, Result, methods, model_identity
 from kvchat.bench.model_choice import ModelChoice
 from kvchat.bench.variant import parsed
-from kvchat.engine.generate.runner import geometry_of, traits_of
-from kvchat.engine.generate.sampler import Sampler, read
+from kvchat.engine.runner import geometry_of, traits_of
+from kvchat.engine.sampler import Sampler, read
 from kvchat.engine.session import Session
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.modes import build

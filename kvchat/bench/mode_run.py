@@ -11,7 +11,7 @@ from kvchat.bench.fixed_change_rate import fixed_change_rate
 from kvchat.bench.fixed_corrections import FixedCorrections
 from kvchat.bench.timing import Timing, time_steps
 from kvchat.config.modes import FullParameters, ModeParameters, SpeculativeParameters
-from kvchat.engine.generate.runner import ModelRunner, geometry_of, traits_of
+from kvchat.engine.runner import ModelRunner, geometry_of, traits_of
 from kvchat.errors import UsageError
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import Mode

@@ -20,11 +20,9 @@ from kvchat.bench.intervals import mean, wilson
 from kvchat.bench.model_choice import ModelChoice
 from kvchat.bench.reading import answered, decode
 from kvchat.bench.variant import enter
-from kvchat.engine.generate.prompt import PromptEncoder
-from kvchat.engine.generate.stored import Stored
-from kvchat.engine.needle import ANSWER_TOKENS, Case, hide, passage
+from kvchat.engine.prompt import PromptEncoder, Stored
 from kvchat.engine.session import Session
-from kvchat.engine.synthetic_text import sentences
+from kvchat.engine.synthetic_text import ANSWER_TOKENS, Case, hide, passage, sentences
 from kvchat.protocol.messages import Turn
 
 STANDARD = (

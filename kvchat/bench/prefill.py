@@ -21,7 +21,7 @@ from kvchat.bench.frame import Frame, Row
 from kvchat.bench.identity import Experiment, Result, methods, model_identity
 from kvchat.bench.model_choice import ModelChoice
 from kvchat.bench.variant import parsed
-from kvchat.engine.generate.runner import ModelRunner, geometry_of, prefill_bytes_per_token, traits_of
+from kvchat.engine.runner import ModelRunner, geometry_of, prefill_bytes_per_token, traits_of
 from kvchat.errors import UsageError
 from kvchat.kv.memory import prefill_plan
 from kvchat.kv.memory_errors import is_out_of_memory

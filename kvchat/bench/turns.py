@@ -23,9 +23,8 @@ from kvchat.bench.model_choice import ModelChoice
 from kvchat.bench.reading import answered, decode
 from kvchat.bench.recall_tasks import NAMES, Draw
 from kvchat.bench.variant import enter
-from kvchat.engine import needle
-from kvchat.engine.generate.prompt import PromptEncoder
-from kvchat.engine.generate.stored import Stored
+from kvchat.engine import synthetic_text
+from kvchat.engine.prompt import PromptEncoder, Stored
 from kvchat.engine.session import Session
 from kvchat.engine.synthetic_text import sentences
 from kvchat.protocol.messages import Turn
@@ -115,11 +114,11 @@ def switches(settings: SwitchSettings, choice: ModelChoice = ModelChoice(), fram
     return frame.finish(result, _by(result["rows"], ("told", "asked")))
 
 
-def _told(session: Session, case: needle.Case, told: str, settings: SwitchSettings) -> Iterator[Row]:
+def _told(session: Session, case: synthetic_text.Case, told: str, settings: SwitchSettings) -> Iterator[Row]:
     """Tell, decode a story in the mode ``told``, then ask in every mode."""
     tokenizer = session.model.tokenizer
     begun = (*case.turns[:-1], Turn("user", "Tell me a story."))
-    story = needle.passage(sentences(int(case.answer)), settings.inside, tokenizer)
+    story = synthetic_text.passage(sentences(int(case.answer)), settings.inside, tokenizer)
     encoder = PromptEncoder(tokenizer)
     prompt, with_story, whole = (
         encoder.encode(turns, Stored()).ids

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvchat.config.modes import FullParameters, ModeParameters
 from kvchat.engine import calibration
-from kvchat.engine.generate.runner import ModelRunner, geometry_of, traits_of
+from kvchat.engine.runner import ModelRunner, geometry_of, traits_of
 from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv import coverage, inspect
 from kvchat.kv.memory_errors import explained

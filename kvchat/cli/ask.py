@@ -13,7 +13,6 @@ from kvchat.cli.output import note, report, write
 from kvchat.cli.session import INTERRUPTED, interrupt_cancels, opened
 from kvchat.config import modes
 from kvchat.config.schema import Settings
-from kvchat.engine.generate.hold_back import hold_back
 from kvchat.errors import KvchatError, UsageError
 from kvchat.protocol.figures import Params, Stats
 from kvchat.protocol.messages import Finished, Load, Sampling, Text, Turn
@@ -119,6 +118,8 @@ class _Switcher:
 
 
 def _answer(session: Session, question: Question, between: Callable[[int], None]) -> Finished:
+    from kvchat.engine.detokenizer import hold_back  # imports tokenizers, as the session has
+
     events = session.answer(question.turns, question.sampling, between)
     for event in hold_back(events, lambda: session.withdrawable):
         if isinstance(event, Text) and not question.as_json:

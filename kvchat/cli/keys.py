@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from kvchat.cli.output import echo
-from kvchat.tui.action import Action
-from kvchat.tui.actions import ACTIONS
-from kvchat.tui.rebinding import check_keys, describe_keys, keys_of
+
+if TYPE_CHECKING:
+    from kvchat.tui.action import Action
 
 
 def list_keys(rebound: Mapping[str, str], as_json: bool) -> None:
@@ -17,6 +18,9 @@ def list_keys(rebound: Mapping[str, str], as_json: bool) -> None:
     Raises:
         UsageError: a changed key cannot be used.
     """
+    from kvchat.tui.actions import ACTIONS  # imports textual
+    from kvchat.tui.rebinding import check_keys, describe_keys
+
     check_keys(rebound)
     if as_json:
         echo(json.dumps([_as_json(action, rebound) for action in ACTIONS], indent=2, ensure_ascii=False))
@@ -30,6 +34,8 @@ def list_keys(rebound: Mapping[str, str], as_json: bool) -> None:
 
 
 def _as_json(action: Action, rebound: Mapping[str, str]) -> dict[str, object]:
+    from kvchat.tui.rebinding import keys_of
+
     return {
         "id": action.id,
         "keys": keys_of(action, rebound),

@@ -21,22 +21,20 @@ import torch
 from torch import Tensor
 
 from kvchat.config.modes import ModeParameters
-from kvchat.engine import needle
-from kvchat.engine.figures.metrics import MetricsCollector
-from kvchat.engine.generate.answer import AnswerLoop
-from kvchat.engine.generate.detokenizer import AnswerText
-from kvchat.engine.generate.mode_switcher import ModeSwitcher
-from kvchat.engine.generate.runner import ModelRunner
-from kvchat.engine.generate.sampler import Sampler, read
-from kvchat.engine.generate.stored import Stored
-from kvchat.engine.guards import kind_of, whole_number
-from kvchat.engine.keep.keeper import Keeper
+from kvchat.engine.answer import AnswerLoop
+from kvchat.engine.detokenizer import AnswerText
+from kvchat.engine.guards import kind_of
+from kvchat.engine.metrics import MetricsCollector
+from kvchat.engine.mode_switcher import ModeSwitcher
+from kvchat.engine.prompt import Stored
+from kvchat.engine.runner import ModelRunner
+from kvchat.engine.sampler import Sampler, read
 from kvchat.errors import DoesNotFitError, KvchatError
 from kvchat.kv.memory_errors import explained
 from kvchat.kv.set_aside import SetAside, set_aside
 from kvchat.protocol.comparing import Compared, Comparing, Variant
 from kvchat.protocol.figures import Agreement, Run, Stats
-from kvchat.protocol.messages import Event, NeedleHidden, Sampling, Started, Turn
+from kvchat.protocol.messages import Event, Sampling, Started, Turn
 
 PROGRESS_S = 1 / 10
 LOGITS_BYTES = 2**27  # of a run's logits kept at most, in host memory: 4,096 tokens of the bundled model
@@ -234,42 +232,6 @@ class Comparison:
             self._runner.truncate(aside.start)
             raise
         self._loop.stored.become(stored)
-
-
-class Comparisons:
-    """The part of ``Session`` that tries modes against each other."""
-
-    _loop: AnswerLoop
-    _runner: ModelRunner
-    _switcher: ModeSwitcher
-    _metrics: MetricsCollector
-    _keeper: Keeper
-
-    def compare(self, turns: Sequence[Turn], variants: Sequence[Variant], sampling: Sampling) -> Iterator[Event]:
-        """Answer the last turn once in each variant, from the same K/V; ``Comparing`` events, then one ``Compared``.
-
-        Afterwards what is stored, the mode and its parameters are as before, also if it is canceled, closed or fails.
-
-        Raises:
-            UsageError: as ``answer``, or a variant's mode or parameter is unknown.
-            DoesNotFitError: as ``answer``, or there is no memory to set aside what is stored or to put it back; where
-                that failed the next question reads it again, and the mode may be a variant's.
-        """
-        kind_of(variants, Sequence, "a list of variants")
-        self._loop.ask()
-        comparison = Comparison(self._loop, self._runner, self._switcher, self._metrics)
-        return self._loop.lock.in_turn(self._keeper.saving(comparison.run(turns, variants, sampling)))
-
-    def hide_needle(self, tokens: int, seed: int) -> NeedleHidden:
-        """A conversation of about ``tokens`` tokens that asks for a fact told early; nothing stored changes.
-
-        Raises:
-            UsageError: no whole numbers; DoesNotFitError: the model's context is shorter.
-        """
-        tokens, seed = whole_number(tokens, "The number of tokens"), whole_number(seed, "A seed")
-        self._switcher.check_context(tokens)
-        case = needle.in_one_text(str(seed), tokens, self._runner.model.tokenizer)
-        return NeedleHidden(case.turns, case.answer, needle.ANSWER_TOKENS)
 
 
 def compare_logits(alike: int | None, first: Sequence[Tensor], other: Sequence[Tensor]) -> Agreement:

@@ -6,29 +6,37 @@ import gc
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kvchat.config import modes
 from kvchat.config.modes import ModeParameters
-from kvchat.engine.compare import Comparisons
-from kvchat.engine.figures.metrics import MetricsCollector
-from kvchat.engine.generate.answer import AnswerLoop
-from kvchat.engine.generate.hold_back import hold_back
-from kvchat.engine.generate.mode_switcher import ModeSwitcher
-from kvchat.engine.generate.recovery_signals import REWALK
-from kvchat.engine.generate.runner import ModelRunner
-from kvchat.engine.generate.stored import Stored
-from kvchat.engine.guards import Released, check_loading, function, kind_of
-from kvchat.engine.inspection import Inspection
-from kvchat.engine.keep.host_dtype import is_rounded, keep_pages
-from kvchat.engine.keep.keeper import LAST_WRITES_S, Keeper
-from kvchat.engine.tokens import Tokens
+from kvchat.engine import calibration, synthetic_text
+from kvchat.engine.answer import AnswerLoop
+from kvchat.engine.compare import Comparison
+from kvchat.engine.detokenizer import hold_back
+from kvchat.engine.guards import Released, check_loading, function, kind_of, token_ids, whole_number
+from kvchat.engine.metrics import MetricsCollector
+from kvchat.engine.mode_switcher import ModeSwitcher, is_rounded, keep_pages
+from kvchat.engine.prefix_cache import LAST_WRITES_S, Keeper
+from kvchat.engine.prompt import Stored
+from kvchat.engine.recovery import REWALK
+from kvchat.engine.runner import ModelRunner
+from kvchat.errors import UsageError
+from kvchat.kv.inspect import attended
+from kvchat.kv.memory_errors import explained
 from kvchat.models.load import LoadedModel, load_model
-from kvchat.protocol.figures import Params
-from kvchat.protocol.messages import Event, HostDtype, Load, Sampling, Switched, Text, Turn
+from kvchat.models.quantize import int4_rows
+from kvchat.protocol.comparing import Variant
+from kvchat.protocol.details import Details
+from kvchat.protocol.figures import Params, Price, Snapshot
+from kvchat.protocol.messages import Event, HostDtype, Load, Loaded, NeedleHidden, Sampling, Switched, Text, Turn
+
+LOOKING = "looking at what is stored"
 
 
 def load(
@@ -106,7 +114,7 @@ def open_session(
     return Session(load_model(asked, progress), asked, system)
 
 
-class Session(Released, Tokens, Comparisons, Inspection):
+class Session(Released):
     """One conversation with one model, for one thread at a time of the process that loaded it.
 
     ``cancel`` is for any thread; a thread that changes something while another does gets UsageError.
@@ -217,6 +225,82 @@ class Session(Released, Tokens, Comparisons, Inspection):
         """Number of the last tokens of an answer that recovery may still withdraw; 0 without recovery."""
         return REWALK if self._switcher.parameters.recovery else 0
 
+    # ---- modes tried against each other
+
+    def compare(self, turns: Sequence[Turn], variants: Sequence[Variant], sampling: Sampling) -> Iterator[Event]:
+        """Answer the last turn once in each variant, from the same K/V; ``Comparing`` events, then one ``Compared``.
+
+        Afterwards what is stored, the mode and its parameters are as before, also if it is canceled, closed or fails.
+
+        Raises:
+            UsageError: as ``answer``, or a variant's mode or parameter is unknown.
+            DoesNotFitError: as ``answer``, or there is no memory to set aside what is stored or to put it back; where
+                that failed the next question reads it again, and the mode may be a variant's.
+        """
+        kind_of(variants, Sequence, "a list of variants")
+        self._loop.ask()
+        comparison = Comparison(self._loop, self._runner, self._switcher, self._metrics)
+        return self._loop.lock.in_turn(self._keeper.saving(comparison.run(turns, variants, sampling)))
+
+    def hide_needle(self, tokens: int, seed: int) -> NeedleHidden:
+        """A conversation of about ``tokens`` tokens that asks for a fact told early; nothing stored changes.
+
+        Raises:
+            UsageError: no whole numbers; DoesNotFitError: the model's context is shorter.
+        """
+        tokens, seed = whole_number(tokens, "The number of tokens"), whole_number(seed, "A seed")
+        self._switcher.check_context(tokens)
+        case = synthetic_text.in_one_text(str(seed), tokens, self._runner.model.tokenizer)
+        return NeedleHidden(case.turns, case.answer, synthetic_text.ANSWER_TOKENS)
+
+    # ---- tokens, for whoever draws them
+
+    def prefill(self, ids: Sequence[int]) -> Tensor:
+        """Store ``ids`` after what is stored, exactly, in any mode; the next token's logits ``[vocab]``.
+
+        Raises:
+            UsageError: no ids, or one that is no token; DoesNotFitError: longer than the model's context, or memory is
+                short.
+        """
+        ids = token_ids(ids)
+        with self._loop.lock:
+            self._loop.ask()
+            with self._keeper.changing():
+                self._switcher.check_prompt(self._kv.total + len(ids))
+                logits = self._loop.prefill(ids)
+                self._switcher.calibrate()
+        return logits
+
+    def step(self, token: int) -> Tensor:
+        """Store ``token``, reading what the mode lets it read; the next token's logits ``[vocab]``.
+
+        Raises:
+            UsageError: the model has no such token.
+            DoesNotFitError: the model's context is full, or memory is short. Nothing is stored then.
+        """
+        with self._loop.lock:
+            self._loop.lock.check_idle()
+            with self._keeper.adding():
+                return self._loop.step(whole_number(token, "A token id"))
+
+    def truncate(self, tokens: int) -> None:
+        """Forget all but the first ``tokens`` stored tokens; with all that are stored nothing happens.
+
+        Raises:
+            UsageError: no whole number, a negative one, or more than are stored.
+        """
+        tokens = whole_number(tokens, "The number of tokens")
+        with self._loop.lock:
+            total = self._kv.total
+            if not 0 <= tokens <= total:
+                raise UsageError(
+                    f"A conversation of {total:,} tokens cannot be truncated to {tokens:,}.",
+                    hint=f"Give 0 to {total:,}, the number of tokens to keep.",
+                )
+            self._loop.ask()
+            with self._keeper.changing():
+                self._loop.truncate(tokens)
+
     # ---- the KV manager
 
     def switch(self, mode: str = "", /, **params: Any) -> Switched:
@@ -283,7 +367,7 @@ class Session(Released, Tokens, Comparisons, Inspection):
         told = f" It does not look at {', '.join(unknown)}, only at {', '.join(known) or 'none'}." if unknown else ""
         return f"The template's variables: {given}, from the next question on.{told}"
 
-    # ---- what is stored
+    # ---- what there is: each call computes it
 
     @property
     def total(self) -> int:
@@ -294,6 +378,88 @@ class Session(Released, Tokens, Comparisons, Inspection):
     def model(self) -> LoadedModel:
         """The model on its device, with its tokenizer."""
         return self._model
+
+    @property
+    def info(self) -> Loaded:
+        """The model and the current mode."""
+        model, kv, switcher = self._model, self._kv, self._switcher
+        return Loaded(
+            model=model.name,
+            architecture=type(model.model).__name__,
+            parameters=int4_rows.unpacked_elements(model.model),
+            device=str(model.device),
+            dtype=str(model.dtype).removeprefix("torch."),
+            context=model.context,
+            layers=model.layers,
+            kv_heads=model.kv_heads,
+            page=kv.state.geometry.page,
+            kv_bytes_per_token=kv.state.geometry.token_bytes,
+            mode=kv.mode.name,
+            params=kv.mode.report().params,
+            notes=(
+                *model.notes,
+                *self._loop.encoder.notes,
+                *map(str, switcher.calibration_problems),
+                *calibration.notes(model, switcher.calibration),
+            ),
+            weights=model.weights,
+            fast=model.fused,
+            temperature=model.advised.temperature or 0.0,
+            template_variables=self._loop.encoder.variables,
+        )
+
+    def snapshot(self) -> Snapshot:
+        """The present figures of the KV manager; cheap enough for ten calls a second.
+
+        Raises:
+            DoesNotFitError: memory ran out.
+        """
+        with explained(self._kv, LOOKING):
+            snapshot = self._metrics.snapshot(self._loop.stored.reduced_tokens)
+            badges = *snapshot.badges, *self._runner.badges
+            prices, parked = self._switcher.recent_prices(), self._keeper.parked_bytes
+        return replace(snapshot, prices=prices, badges=badges, kv_parked_bytes=parked)
+
+    def details(self) -> Details:
+        """The same by layer and KV head, and recall by its time; cheap enough for two a second.
+
+        Raises:
+            DoesNotFitError: memory ran out.
+        """
+        with explained(self._kv, LOOKING):
+            return self._metrics.details()
+
+    def attended(self, layer: int) -> Tensor:
+        """The stored tokens that the last token's attention read in ``layer``, as a mask: bool ``[kv_head, total]``.
+
+        Raises:
+            UsageError: the model has no such layer; DoesNotFitError: memory ran out.
+        """
+        if not 0 <= whole_number(layer, "A layer") < self._model.layers:
+            raise UsageError(
+                f"There is no layer {layer}.",
+                f"The model has layers 0 to {self._model.layers - 1}.",
+                "Give one of these.",
+            )
+        with explained(self._kv, LOOKING):
+            return attended(self._kv.state, layer)
+
+    def prices(self) -> tuple[Price, ...]:
+        """The cost of switching to each of the other modes now.
+
+        Raises:
+            DoesNotFitError: memory ran out.
+        """
+        with explained(self._kv, LOOKING):
+            return self._switcher.prices()
+
+    def text(self, start: int, end: int) -> str:
+        """The text of the stored tokens ``start`` to ``end``, control tokens included."""
+        ids = self._loop.stored.ids[whole_number(start, "A position") : whole_number(end, "A position")]
+        text: str = self._model.tokenizer.decode(ids)
+        return text
+
+    # ---- the end
 
     def close(self, writing_s: float = LAST_WRITES_S) -> None:
         """Free the memory of the model and of its K/V, which is first written to disk where it is kept there.

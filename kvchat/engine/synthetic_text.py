@@ -1,9 +1,16 @@
-"""Synthetic English sentences from a seed: the text of calibration and benchmarks where no file is given."""
+"""Synthetic English sentences from a seed: for calibration, for benchmarks, and to hide a fact in.
+
+A hidden fact is a passkey told in one early turn, which the last turn asks for.
+"""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from kvchat.protocol.messages import Turn
 
 PEOPLE = [
     "the miller",
@@ -62,6 +69,9 @@ SAYINGS = [
     "The light was already fading.",
     "That was all she knew.",
 ]
+PASSAGES = 8
+ANSWER_TOKENS = 24
+TOLD, ASKED = "The passkey is {}. Remember it.", "What is the passkey?"
 
 
 def sentences(seed: int) -> Iterator[str]:
@@ -74,3 +84,48 @@ def sentences(seed: int) -> Iterator[str]:
         who, did, what, when = (random_.choice(words) for words in (PEOPLE, DEEDS, THINGS, TIMES))
         start, end = (f"{when}, {who}", "") if random_.random() < 0.3 else (who, f" {when}")
         yield f"{start[0].upper()}{start[1:]} {did} {what}{end}."
+
+
+@dataclass(frozen=True)
+class Case:
+    """A conversation that ends with the question, and what the answer must contain."""
+
+    turns: tuple[Turn, ...]
+    answer: str
+
+
+def hide(seed: str, tokens: int, tokenizer: Any) -> Case:
+    """A conversation of about ``tokens`` tokens that asks for what it told early; the same for the same seed."""
+    random_ = random.Random(seed)
+    passkey = str(random_.randrange(10_000, 100_000))
+    told = random_.randrange(PASSAGES - 2)
+    turns = [Turn("user", "I will read you a story in parts."), Turn("assistant", "Go on.")]
+    text = sentences(random_.randrange(2**32))
+    for part in range(PASSAGES):
+        turns += [Turn("user", passage(text, tokens // PASSAGES, tokenizer)), Turn("assistant", "I see.")]
+        if part == told:
+            turns += [Turn("user", f"The passkey is {passkey}. Remember it."), Turn("assistant", "Got it.")]
+    return Case((*turns, Turn("user", "What is the passkey?")), passkey)
+
+
+def in_one_text(seed: str, tokens: int, tokenizer: Any) -> Case:
+    """One question about a text of about ``tokens`` tokens that says the fact in its first half.
+
+    It is what instruct models are trained on: most answer it where they can read so much, and the bundled one does.
+    """
+    random_ = random.Random(seed)
+    passkey = str(random_.randrange(10_000, 100_000))
+    text, before = sentences(random_.randrange(2**32)), round(tokens * random_.uniform(0.1, 0.4))
+    parts = (passage(text, before, tokenizer), TOLD.format(passkey), passage(text, tokens - before, tokenizer))
+    return Case((Turn("user", "\n\n".join(("Read this text.", *parts, ASKED))),), passkey)
+
+
+def passage(text: Iterator[str], tokens: int, tokenizer: Any) -> str:
+    """Sentences of ``text``, plain ASCII, until they are ``tokens`` tokens."""
+    read = ""
+    while (missing := tokens - len(tokenizer.encode(read))) > 0:
+        counted = len(read)
+        # A character is at most one token: fewer characters than are missing need not be counted.
+        while len(read) <= counted or len(read) - counted < missing:
+            read += " " * bool(read) + next(text)
+    return read

@@ -26,7 +26,7 @@ from kvchat.foreign_text import visible_fields
 from kvchat.protocol import details, figures, messages, wire
 from kvchat.protocol.recording import Recorder
 
-ENGINE = (sys.executable, "-m", "kvchat.engine.process", str(os.getpid()))
+ENGINE = (sys.executable, "-m", "kvchat.engine", str(os.getpid()))
 GRACE_S = 3.0
 TAIL_LINES = 6
 KILLED = 9

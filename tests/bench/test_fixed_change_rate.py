@@ -8,7 +8,7 @@ from support.shape_runner import filled
 
 from kvchat.bench.fixed_change_rate import FixedPages
 from kvchat.bench.variant import parsed
-from kvchat.engine.generate.runner import geometry_of, traits_of
+from kvchat.engine.runner import geometry_of, traits_of
 from kvchat.errors import UsageError
 from kvchat.kv.inspect import check_integrity
 from kvchat.kv.modes import build

@@ -12,7 +12,7 @@ from support.shape_runner import filled
 from kvchat.bench import model_shapes
 from kvchat.bench.model_choice import ModelChoice
 from kvchat.bench.variant import parsed
-from kvchat.engine.generate.runner import geometry_of, traits_of
+from kvchat.engine.runner import geometry_of, traits_of
 from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.inspect import check_integrity
 from kvchat.kv.modes import build

@@ -17,7 +17,7 @@ from kvchat.bench.frame import Frame
 from kvchat.bench.model_choice import ModelChoice
 from kvchat.bench.variant import parsed
 from kvchat.cli.bench import app
-from kvchat.engine.generate.runner import ModelRunner, geometry_of, traits_of
+from kvchat.engine.runner import ModelRunner, geometry_of, traits_of
 from kvchat.errors import UsageError
 from kvchat.kv.modes import build
 

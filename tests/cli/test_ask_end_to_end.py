@@ -90,7 +90,7 @@ def test_the_engines_process_answers_switches_and_leaves(tmp_path: Path) -> None
     with (
         (tmp_path / "log").open("wb") as log,
         subprocess.Popen(
-            [sys.executable, "-m", "kvchat.engine.process"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
+            [sys.executable, "-m", "kvchat.engine"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
         ) as child,
     ):
         assert child.stdin

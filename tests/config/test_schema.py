@@ -12,7 +12,7 @@ from kvchat import paths
 from kvchat.config import schema, sources
 from kvchat.config.modes import registered
 from kvchat.config.schema import ModelSettings, SamplingSettings, checked_sampling
-from kvchat.engine.generate.sampler import Sampler
+from kvchat.engine.sampler import Sampler
 from kvchat.errors import UsageError
 from kvchat.protocol.messages import Load, Sampling
 from kvchat.tui.sampling import change

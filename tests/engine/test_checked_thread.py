@@ -6,9 +6,8 @@ import threading
 
 import pytest
 
-from kvchat.engine import checked_thread
-from kvchat.engine.checked_thread import CheckedThread
-from kvchat.engine.generate.limits import limited
+from kvchat.engine import template
+from kvchat.engine.template import CheckedThread, limited
 
 
 def test_work_has_begun_and_is_waited_for():
@@ -31,7 +30,7 @@ def is_refused(run, args):
 
 @pytest.mark.parametrize("start", [never_begins, is_refused])
 def test_a_thread_that_does_not_begin_is_a_lack_of_memory(start, monkeypatch):
-    monkeypatch.setattr(checked_thread._thread, "start_new_thread", start)
-    monkeypatch.setattr(checked_thread, "BEGINS_S", 0.01)
+    monkeypatch.setattr(template._thread, "start_new_thread", start)
+    monkeypatch.setattr(template, "BEGINS_S", 0.01)
     with pytest.raises(MemoryError):
         limited(lambda: 7, 5, 2**30)

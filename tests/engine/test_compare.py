@@ -14,7 +14,7 @@ from support.tiny_runner import speaking
 
 from kvchat.engine import compare
 from kvchat.engine.compare import compare_logits
-from kvchat.engine.keep.write_behind import WriteBehind
+from kvchat.engine.prefix_cache import WriteBehind
 from kvchat.engine.session import Session
 from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.inspect import check_integrity

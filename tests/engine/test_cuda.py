@@ -17,8 +17,7 @@ from support.reference import coded
 from support.tiny_models import CONTEXT
 from support.tiny_runner import PARAMS, loaded, mode_of, prefilled, same_steps, token_ids
 
-from kvchat.engine.generate.graphs import GraphRunner
-from kvchat.engine.generate.runner import ModelRunner
+from kvchat.engine.runner import GraphRunner, ModelRunner
 from kvchat.kv import coverage
 from kvchat.kv.geometry import GROWTH_HEADROOM
 from kvchat.kv.inspect import attended, check_integrity

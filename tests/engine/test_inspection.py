@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.tiny_runner import loaded
 
-from kvchat.engine import inspection
+from kvchat.engine import session as session_module
 from kvchat.engine.session import Session
 from kvchat.errors import OutOfMemoryError
 
@@ -32,7 +32,7 @@ def test_a_look_without_memory_is_explained(monkeypatch, look):
             (session._switcher, "prices"),
         ):
             short.setattr(part, name, no_memory)
-        short.setattr(inspection, "attended", no_memory)
+        short.setattr(session_module, "attended", no_memory)
         with pytest.raises(OutOfMemoryError, match="looking at what is stored"):
             LOOKS[look](session)
     LOOKS[look](session)

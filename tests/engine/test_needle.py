@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvchat.engine import needle
+from kvchat.engine import synthetic_text
 from kvchat.engine.session import Session
 from kvchat.engine.synthetic_text import sentences
 from kvchat.errors import DoesNotFitError
@@ -13,8 +13,8 @@ from kvchat.errors import DoesNotFitError
 def test_the_fact_is_told_once_and_early(model):
     tokenizer = model.tokenizer
     for seed in "012":
-        case = needle.hide(seed, 600, tokenizer)
-        assert case == needle.hide(seed, 600, tokenizer)
+        case = synthetic_text.hide(seed, 600, tokenizer)
+        assert case == synthetic_text.hide(seed, 600, tokenizer)
         texts = [turn.content for turn in case.turns]
         assert sum(case.answer in text for text in texts) == 1
         before = next(at for at, text in enumerate(texts) if case.answer in text)
@@ -26,8 +26,8 @@ def test_the_fact_is_told_once_and_early(model):
 
 def test_one_text_says_the_fact_once_in_its_first_half(model):
     for seed in "012":
-        case = needle.in_one_text(seed, 600, model.tokenizer)
-        assert case == needle.in_one_text(seed, 600, model.tokenizer)
+        case = synthetic_text.in_one_text(seed, 600, model.tokenizer)
+        assert case == synthetic_text.in_one_text(seed, 600, model.tokenizer)
         (turn,) = case.turns
         assert turn.content.count(case.answer) == 1
         before, after = turn.content.split(case.answer)
@@ -41,7 +41,7 @@ def test_a_passage_ends_with_the_sentence_that_makes_it_long_enough(model, token
     text, sentence, whole = sentences(7), sentences(7), ""
     while len(model.tokenizer.encode(whole)) < tokens:
         whole = f"{whole} {next(sentence)}".strip()
-    assert needle.passage(text, tokens, model.tokenizer) == whole
+    assert synthetic_text.passage(text, tokens, model.tokenizer) == whole
     assert next(text) == next(sentence), "no sentence more is taken"
 
 
@@ -54,7 +54,7 @@ def test_a_long_passage_is_counted_a_few_times_only(model):
             return model.tokenizer.encode(text)
 
     counting = Counting()
-    needle.passage(sentences(0), 20_000, counting)
+    synthetic_text.passage(sentences(0), 20_000, counting)
     assert counting.counted < 100
 
 

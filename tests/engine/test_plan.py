@@ -16,8 +16,7 @@ from support.quantized_checkpoint import declare
 from kvchat.bench.decode import floor_ms
 from kvchat.config.profiles import Measured
 from kvchat.engine import plan
-from kvchat.engine.plan import fits_beside, memory_plan, mode_need
-from kvchat.engine.proposal import propose
+from kvchat.engine.plan import fits_beside, memory_plan, mode_need, propose
 from kvchat.engine.session import Session
 from kvchat.errors import ModelError, UsageError
 from kvchat.kv.geometry import Geometry

@@ -14,8 +14,7 @@ from transformers import LlamaConfig
 import kvchat
 from kvchat import install
 from kvchat.engine import plan
-from kvchat.engine.plan import memory_plan
-from kvchat.engine.proposal import propose
+from kvchat.engine.plan import memory_plan, propose
 from kvchat.kv.memory import available, budget
 from kvchat.models.description import describe
 from kvchat.models.quantize import quantization

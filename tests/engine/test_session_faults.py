@@ -21,7 +21,7 @@ from support.tiny_runner import PARAMS, loaded, token_ids
 from support.toy_model import calibration
 
 from kvchat.engine import calibration as measured
-from kvchat.engine.generate.runner import geometry_of
+from kvchat.engine.runner import geometry_of
 from kvchat.engine.session import Session
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.geometry import GROWTH_HEADROOM

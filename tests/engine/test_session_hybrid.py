@@ -7,7 +7,7 @@ import torch
 from support import tiny_multimodal
 from support.loads import entering
 
-from kvchat.engine.generate import recovery_signals
+from kvchat.engine import recovery
 from kvchat.engine.session import Session
 from kvchat.models.load import load_model
 from kvchat.protocol.messages import Finished, Load, Recovered, Sampling, Started, Turn
@@ -71,8 +71,8 @@ def test_an_edited_question_after_a_stop(hybrid):
 def test_withdrawn_tokens_are_forgotten_by_the_state(hybrid, monkeypatch):
     """Recovery walks back in the middle of an answer; what is stored then is what one prefill gives."""
     session, plain = Session(hybrid, entering("freeze")), Session(hybrid)
-    alarms = iter([*[None] * 12, *[recovery_signals.Trigger("entropy", 9.0)] * 200])
-    monkeypatch.setattr(recovery_signals.Signals, "add", lambda self, *args: next(alarms))
+    alarms = iter([*[None] * 12, *[recovery.Trigger("entropy", 9.0)] * 200])
+    monkeypatch.setattr(recovery.Signals, "add", lambda self, *args: next(alarms))
     sampling = Sampling(temperature=0.8, max_new_tokens=150, seed=1)
     _, _, events = answered(session, HELLO, sampling)
     assert any(isinstance(event, Recovered) and event.level == "RR" for event in events)

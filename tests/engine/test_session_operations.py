@@ -31,7 +31,7 @@ from support.tiny_runner import PARAMS, speaking
 from support.toy_model import calibration
 
 from kvchat.engine import calibration as measured
-from kvchat.engine.generate.runner import geometry_of
+from kvchat.engine.runner import geometry_of
 from kvchat.engine.session import Session
 from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.geometry import GROWTH_HEADROOM

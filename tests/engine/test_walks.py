@@ -17,8 +17,8 @@ from support.loads import entering
 import kvchat
 from kvchat.cli import chat, options, profile
 from kvchat.engine import session as sessions
-from kvchat.engine.process.loader import EngineLoader
 from kvchat.engine.session import Session
+from kvchat.engine.worker import EngineLoader
 from kvchat.protocol import wire
 from kvchat.protocol.messages import Sampling, Text, Turn
 

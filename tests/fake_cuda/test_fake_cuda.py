@@ -11,8 +11,7 @@ from support.fake_cuda.device import Refused, gpu
 from support.fake_cuda.races import Race
 from support.tiny_runner import loaded, mode_of, prefilled, runner_of, token_ids
 
-from kvchat.engine.generate.graphs import GraphRunner
-from kvchat.engine.generate.runner import ModelRunner
+from kvchat.engine.runner import GraphRunner, ModelRunner
 from kvchat.kv.memory import pinned
 from kvchat.kv.transfer import SideStream
 

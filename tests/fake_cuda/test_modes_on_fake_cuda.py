@@ -29,7 +29,7 @@ PARTS = {
         "tests/kv/memory/test_host_pool.py",
         "tests/kv/memory/test_pinned.py",
         "tests/kv/memory/test_prefill_staging.py",
-        "tests/engine/generate/test_sampler.py",
+        "tests/engine/test_sampler.py",
         "tests/engine/test_session_faults.py",
     ],
     "graphs": ["tests/engine/test_cuda.py", "-k", GRAPHS],

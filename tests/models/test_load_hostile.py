@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 from support import tiny_models
 from support.model_folders import edit_json
 
-from kvchat.engine.generate.prompt import PromptEncoder
-from kvchat.engine.generate.stored import Stored
+from kvchat.engine.prompt import PromptEncoder, Stored
 from kvchat.errors import KvchatError, ModelError, UsageError
 from kvchat.models.load import load_model
 from kvchat.models.probe import _chunks

@@ -11,7 +11,7 @@ from support import tiny_models
 from support.grids import thinned
 from support.tiny_runner import loaded, mode_of, prefilled, runner_of, token_ids
 
-from kvchat.engine.generate.runner import ModelRunner
+from kvchat.engine.runner import ModelRunner
 from kvchat.models.recurrent import EVERY, SNAPSHOTS, TAIL, RecurrentState
 
 PROMPT, NEW = token_ids(150), 14

@@ -13,8 +13,7 @@ from support.gguf_files import write_lfm2, write_model
 from support.progress import silent
 
 from kvchat import install
-from kvchat.engine.plan import memory_plan
-from kvchat.engine.proposal import propose
+from kvchat.engine.plan import memory_plan, propose
 from kvchat.errors import ModelError
 from kvchat.models import repacking
 from kvchat.models.checkpoint import ModelLocation

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Regex, decoders
 from transformers import AutoTokenizer
 
-from kvchat.engine.generate.detokenizer import Detokenizer
+from kvchat.engine.detokenizer import Detokenizer
 from kvchat.engine.session import load
 from kvchat.errors import ModelError
 from kvchat.models.tokenizer import guarded

@@ -6,7 +6,7 @@ import torch
 from support.dense_attention import dense, rotated
 from torch import Tensor
 
-from kvchat.engine.generate.runner import ModelRunner
+from kvchat.engine.runner import ModelRunner
 from kvchat.kv.attention_spec import AttentionSpec
 from kvchat.kv.inspect import attended
 from kvchat.kv.manager import KVManager

@@ -1,6 +1,6 @@
 """A session without a model that answers given pieces, one per token, with the interface of ``kvchat.Session``.
 
-And what makes sessions, with the interface of ``kvchat.engine.process.loader.Loader``.
+And what makes sessions, with the interface of ``kvchat.engine.worker.Loader``.
 """
 
 from __future__ import annotations

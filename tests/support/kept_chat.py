@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 from support.tiny_runner import loaded, mode_of, prefilled, token_ids
 
-from kvchat.engine.generate.runner import ModelRunner
-from kvchat.engine.generate.stored import Stored, common_prefix
 from kvchat.engine.guards import SessionLock
-from kvchat.engine.keep.keeper import Keeper
+from kvchat.engine.prefix_cache import Keeper
+from kvchat.engine.prompt import Stored, common_prefix
+from kvchat.engine.runner import ModelRunner
 from kvchat.protocol.messages import Keeping, Noted, Resumed, Turn
 
 TALE = "Once upon a time there was a cat that read every letter of the house. " * 4

@@ -6,7 +6,7 @@ import torch
 
 from kvchat.bench import model_shapes
 from kvchat.bench.variant import parsed
-from kvchat.engine.generate.runner import ModelRunner, geometry_of, traits_of
+from kvchat.engine.runner import ModelRunner, geometry_of, traits_of
 from kvchat.kv.modes import build
 
 

@@ -11,7 +11,7 @@ from support import byte_tokenizer, tiny_models
 from support.toy_model import calibration
 
 from kvchat.config.modes import parse
-from kvchat.engine.generate.runner import ModelRunner, geometry_of, traits_of
+from kvchat.engine.runner import ModelRunner, geometry_of, traits_of
 from kvchat.kv.inspect import attended, check_integrity, read_tokens
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import Mode

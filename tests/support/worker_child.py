@@ -10,7 +10,7 @@ from support.fake_session import FakeLoader
 from support.patience import PATIENCE_S
 from support.streams import read_event
 
-from kvchat.engine.process import worker
+from kvchat.engine import worker
 from kvchat.protocol import wire
 from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import (

@@ -19,9 +19,8 @@ from kvchat.bench.intervals import mean
 from kvchat.bench.model_choice import ModelChoice
 from kvchat.bench.variant import parsed
 from kvchat.bench.walk import Walk
-from kvchat.engine.generate.prompt import PromptEncoder
-from kvchat.engine.generate.sampler import Sampler, read
-from kvchat.engine.generate.stored import Stored
+from kvchat.engine.prompt import PromptEncoder, Stored
+from kvchat.engine.sampler import Sampler, read
 from kvchat.errors import UsageError, did_you_mean
 from kvchat.protocol.messages import Sampling, Turn
 

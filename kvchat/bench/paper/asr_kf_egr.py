@@ -13,9 +13,8 @@ from kvchat.bench.frame import Row
 from kvchat.bench.intervals import mean, wilson
 from kvchat.bench.paper.study import Lab, Part, Study, agreement, forced, row
 from kvchat.bench.variant import parsed
-from kvchat.engine import needle
-from kvchat.engine.generate.prompt import PromptEncoder
-from kvchat.engine.generate.stored import Stored
+from kvchat.engine import synthetic_text
+from kvchat.engine.prompt import PromptEncoder, Stored
 from kvchat.engine.synthetic_text import sentences
 from kvchat.protocol.messages import Sampling, Turn
 
@@ -93,7 +92,7 @@ def _explanation(lab: Lab) -> list[Row]:
 
 
 def _open_prompt(lab: Lab) -> list[int]:
-    text = needle.passage(sentences(0), PROMPT_TOKENS, lab.model.tokenizer)
+    text = synthetic_text.passage(sentences(0), PROMPT_TOKENS, lab.model.tokenizer)
     ids: list[int] = lab.model.tokenizer.encode(text)
     return ids[:PROMPT_TOKENS]
 
@@ -143,14 +142,14 @@ def _recalled(lab: Lab, variant: str, inside: int) -> Iterator[bool]:
     tokenizer, encoder = lab.model.tokenizer, PromptEncoder(lab.model.tokenizer)
     for case in passkey.cases(0, lab.settings.cases, lab.settings.prompt_tokens, tokenizer):
         begun = (*case.turns[:-1], Turn("user", "Tell me a story."))
-        story = Turn("assistant", needle.passage(sentences(int(case.answer)), max(inside, 1), tokenizer))
+        story = Turn("assistant", synthetic_text.passage(sentences(int(case.answer)), max(inside, 1), tokenizer))
         asked = (*begun, story, case.turns[-1]) if inside else case.turns
         prompt, whole = (encoder.encode(turns, Stored()).ids for turns in (begun if inside else asked, asked))
         given = whole[len(prompt) :]
-        logits = lab.walk.begin(prompt, parsed(variant), len(given) + needle.ANSWER_TOKENS)
+        logits = lab.walk.begin(prompt, parsed(variant), len(given) + synthetic_text.ANSWER_TOKENS)
         for token in given:
             logits = lab.walk.step(token)
-        answer = lab.generate(logits, needle.ANSWER_TOKENS, Sampling(temperature=0))
+        answer = lab.generate(logits, synthetic_text.ANSWER_TOKENS, Sampling(temperature=0))
         yield case.answer in tokenizer.decode(list(answer))
 
 

@@ -23,7 +23,7 @@ from kvchat.bench.model_choice import ModelChoice
 from kvchat.bench.texts import passages
 from kvchat.bench.walk import Walk
 from kvchat.config.modes import ModeParameters
-from kvchat.engine.generate.sampler import Sampler, read
+from kvchat.engine.sampler import Sampler, read
 from kvchat.errors import DoesNotFitError, UsageError, did_you_mean
 from kvchat.models.load import LoadedModel
 from kvchat.protocol.messages import Sampling

@@ -15,9 +15,8 @@ from kvchat.bench.paper.study import Lab, Part, Study, agreement, forced, rounde
 from kvchat.bench.recall_tasks import case
 from kvchat.bench.variant import parsed
 from kvchat.config.modes import FullParameters
-from kvchat.engine.generate.prompt import PromptEncoder
-from kvchat.engine.generate.stored import Stored
-from kvchat.engine.needle import ANSWER_TOKENS
+from kvchat.engine.prompt import PromptEncoder, Stored
+from kvchat.engine.synthetic_text import ANSWER_TOKENS
 from kvchat.protocol.messages import Sampling
 
 TOP = 64

@@ -7,7 +7,7 @@ from support.kv_run import Run
 from support.mode_rows import ROWS
 from support.toy_model import toy
 
-from kvchat.engine.figures.ribbon import Ribbon
+from kvchat.engine.metrics import Ribbon
 from kvchat.kv.inspect import attended, attended_counts
 from kvchat.kv.modes.base import TokenState
 

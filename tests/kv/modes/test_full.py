@@ -10,8 +10,8 @@ from support.kv_steps import as_on_a_gpu
 from support.tiny_runner import loaded, prefilled, runner_of, token_ids
 from support.toy_model import toy
 
-from kvchat.engine.figures.ribbon import Ribbon
-from kvchat.engine.generate import runner
+from kvchat.engine import runner
+from kvchat.engine.metrics import Ribbon
 from kvchat.errors import UsageError
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.inspect import attended, attended_counts, read_tokens

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvchat.bench.variant import parsed
-from kvchat.engine.generate.runner import ModelRunner, geometry_of, traits_of
+from kvchat.engine.runner import ModelRunner, geometry_of, traits_of
 from kvchat.kv.modes import build
 from kvchat.models.quantize.rows import LOOK_S, PAUSE_S, FreeCores
 

@@ -12,7 +12,7 @@ from support.progress import silent
 from support.quantized_checkpoint import declare, listed, planned
 from support.tiny_runner import mode_of, prefilled, token_ids
 
-from kvchat.engine.generate.runner import ModelRunner
+from kvchat.engine.runner import ModelRunner
 from kvchat.models.fuse.modules import sample_logits
 from kvchat.models.load import load_model
 from kvchat.models.probe import relative_error

@@ -1,0 +1,237 @@
+"""Keeps what people write from becoming control tokens, whatever the tokenizer normalizes, strips or ignores.
+
+A conversation rendered with stand-ins for what messages say has no control tokens but the template's own; of any other
+the message and the text in it are named that the template makes a control token of.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import unicodedata
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from itertools import accumulate, count
+from typing import TYPE_CHECKING, Any
+
+from kvchat.errors import UsageError
+from kvchat.foreign_text import visible
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+ESCAPE = "\ufdd0"  # splits a text before it is tokenized: a Unicode noncharacter, which never occurs in real text
+MARK = "\N{REPLACEMENT CHARACTER}"
+RARE = "\U00012000\ua66e\U00010380"  # letters that only byte-wise vocabularies know
+KEPT_CONTENTS = 1024  # whose escaped form is kept: every turn comes again with the next
+EDGE = "\ufdd2"  # a Unicode noncharacter, which never occurs in real text and has no case
+_STAND_IN = re.compile(f"{EDGE}([0-9]+){EDGE}")
+THOUGHT_END = "</think>"
+_THOUGHT_BEGIN = re.compile(r"^\s*(?:<think>\s*)?")
+# What templates look for in messages, to write other turns: it stays, and what is before and after it is apart.
+_LOOKED_FOR = re.compile("(</?(?:think|tool_response)>|/(?:no_?)?think|detailed thinking (?:on|off))")
+EXCERPT = 40  # characters
+NAMES = {"user": "question", "assistant": "answer"}
+Write = Callable[[str], str]
+
+
+class Escaper:
+    """Puts ``ESCAPE`` into a text wherever the tokenizer would take it for a ``control`` token.
+
+    Only the tokenizer can tell: it may normalize, ignore case or take the white space around a token.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, control: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._control = control
+        self._mark = MARK if control.isdisjoint(tokenizer(MARK, add_special_tokens=False).input_ids) else ""
+        self._eats_end = _eats_end(token for i, token in tokenizer.added_tokens_decoder.items() if i in control)
+        self._escaped = lru_cache(KEPT_CONTENTS)(self._as_text)
+
+    def escape(self, text: str) -> str:
+        """``text`` with ``ESCAPE`` in it, and ``MARK`` for a single character that is spelled like a token."""
+        apart = self._eats_end.split(text) if self._eats_end else [text]
+        return ESCAPE.join(map(self._escaped, apart))
+
+    def _as_text(self, text: str) -> str:
+        encoded = self._tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=self._tokenizer.is_fast, verbose=False
+        )
+        if self._control.isdisjoint(encoded.input_ids):
+            return text
+        spans = encoded.offset_mapping if self._tokenizer.is_fast else [(0, len(text))] * len(encoded.input_ids)
+        forged = {span for span, token in zip(spans, encoded.input_ids, strict=True) if token in self._control}
+        parts, end = [], 0
+        for start, stop in sorted(forged):
+            middle = (start + stop) // 2
+            alone = middle == start  # what is one character long cannot be written in another way
+            parts += [text[end:start], *([self._mark] if alone else [text[start:middle], text[middle:stop]])]
+            end = stop
+        return ESCAPE.join(part if part == MARK else self._escaped(part) for part in [*parts, text[end:]] if part)
+
+
+def control_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Ids of the control tokens, which structure a conversation."""
+    control = {i for i, token in tokenizer.added_tokens_decoder.items() if _is_control(token)}
+    return frozenset(control | set(tokenizer.all_special_ids))
+
+
+def markers(tokenizer: PreTrainedTokenizerBase, rendered: str) -> frozenset[int]:
+    """The added tokens in a ``rendered`` conversation without any of its own, also those not marked special."""
+    found = {*tokenizer(rendered, add_special_tokens=False).input_ids}
+    added = tokenizer.added_tokens_decoder.items()
+    return frozenset(i for i, token in added if token.content.strip() and (i in found or token.content in rendered))
+
+
+def unknown(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The id of unknown characters, if that is all it is for; some tokenizers have none, and name the end's."""
+    ids = {tokenizer.unk_token_id} & {*tokenizer(RARE, add_special_tokens=False).input_ids}
+    return frozenset(ids - {tokenizer.bos_token_id, tokenizer.eos_token_id})
+
+
+def _is_control(token: Any) -> bool:
+    return bool(token.special or re.fullmatch(r"<[|｜].*[|｜]>", token.content))
+
+
+def _eats_end(tokens: Iterable[Any]) -> re.Pattern[str] | None:
+    """Before the marks that become one character with the end of a token that is looked for in normalized text.
+
+    U+0338 makes ``≯`` of the ``>`` before it, and the token is gone. None where there is no such token.
+    """
+    ends = {unicodedata.normalize("NFKC", token.content)[-1] for token in tokens if token.normalized}
+    if not ends:
+        return None
+    found = [mark for mark in _combining() for end in ends if len(unicodedata.normalize("NFC", end + mark)) == 1]
+    return re.compile(f"(?=[{''.join(found)}])") if found else None
+
+
+@lru_cache(1)
+def _combining() -> tuple[str, ...]:
+    return tuple(filter(unicodedata.combining, map(chr, range(sys.maxunicode + 1))))
+
+
+class StandIns:
+    """Stand-ins for the texts of one conversation, and the texts."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+
+    def put(self, content: str) -> str:
+        """``content`` in stand-ins; the white space around each stays, which templates trim."""
+        pieces = _LOOKED_FOR.split(content)
+        return "".join(piece if number % 2 else self._stand_in(piece) for number, piece in enumerate(pieces))
+
+    def put_back(self, rendered: str) -> str | None:
+        """``rendered`` with the texts; None where one follows the other at once: together they may spell anything."""
+        return None if EDGE * 2 in rendered else _STAND_IN.sub(lambda found: self._texts[int(found[1])], rendered)
+
+    def _stand_in(self, text: str) -> str:
+        if not (said := text.strip()):
+            return text
+        self._texts.append(said)
+        before, _, after = text.partition(said)
+        return f"{before}{EDGE}{len(self._texts) - 1}{EDGE}{after}"
+
+
+class Edges:
+    """Marks before and after what each message of one conversation says, in twice the number of its place.
+
+    One more, in the next number, where its thought begins.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = count(0, 2)
+
+    def put(self, content: str) -> str:
+        """``content`` with its marks, inside white space and what templates look for: they leave that out."""
+        number = next(self._numbers)
+        thought, end, said = content.rpartition(THOUGHT_END)
+        begun = thought[: len(thought) - len(_THOUGHT_BEGIN.sub("", thought, count=1))]
+        if thought != begun:
+            thought = f"{begun}{EDGE}{number + 1}{EDGE}{thought.removeprefix(begun)}"
+        first, last = _inner(said)
+        mark = f"{EDGE}{number}{EDGE}"
+        return f"{thought}{end}{said[:first]}{mark}{said[first:last]}{mark}{said[last:]}"
+
+
+def _inner(said: str) -> tuple[int, int]:
+    """Where the words of a text begin and end that no template looks for; all of its words where it has no others."""
+    others = [found.span() for found in _LOOKED_FOR.finditer(said)]
+    gaps = zip([0, *(end for _, end in others)], [*(begin for begin, _ in others), len(said)], strict=True)
+    words = [gap for gap in gaps if said[slice(*gap)].strip()] or [(0, len(said))]
+    begin, end = words[0][0], words[-1][1]
+    inner = said[begin:end]
+    return begin + len(inner) - len(inner.lstrip()), end - (len(inner) - len(inner.rstrip()) if inner.strip() else 0)
+
+
+def found_edges(rendered: str) -> tuple[str, list[tuple[int, int, int]]] | None:
+    """A text rendered with ``Edges`` without them, and what it says: number of a message, first character and end.
+
+    Messages come as the text has them: in any order, more than once, not at all. None where marks are not in pairs.
+    """
+    parts = _STAND_IN.split(rendered)
+    marks = zip(map(int, parts[1::2]), accumulate(map(len, parts[::2])), strict=False)
+    said: list[tuple[int, int, int]] = []
+    thought = begun = None
+    for number, place in marks:
+        if number % 2:
+            thought = (number - 1, place)
+        elif begun is None:
+            begun = thought if thought and thought[0] == number else (number, place)
+        elif begun[0] == number:
+            said.append((number // 2, begun[1], place))
+            thought = begun = None
+        else:
+            return None
+    return None if begun else ("".join(parts[::2]), said)
+
+
+def harmless(rendered: str) -> str:
+    """``rendered`` with a letter for each text."""
+    return _STAND_IN.sub("x", rendered)
+
+
+def refusal(roles: Sequence[str], texts: Sequence[str], forges: Callable[[Write], bool], is_folded: bool) -> UsageError:
+    """The refusal of a conversation of which a template makes control tokens.
+
+    ``forges`` tells that of what ``write`` makes of the texts, each given to it once, in their order. It is asked as
+    often as ``texts`` and one of them can be halved. With ``is_folded`` the first question begins with the system text.
+    """
+    turn = bisect_left(range(len(texts) - 1), True, key=lambda turn: forges(_begun(turn, len(texts[turn]))))
+    text = texts[turn]
+    end = bisect_left(range(len(text)), True, key=lambda end: forges(_begun(turn, end)))
+    said, place = _excerpt(text[:end]), _place(roles, turn, is_folded)
+    return UsageError(
+        f"The model's chat template would make a control token of what {place} says.",
+        f"It changes messages (their case, their spaces), and this is then spelled like one: {said}",
+        f"Edit or delete {place}, or choose another model.",
+    )
+
+
+def _begun(turn: int, end: int) -> Write:
+    """Writes what comes before ``end`` in the text number ``turn`` as it is, and stand-ins for all that follows."""
+    numbers, stand_ins = count(), StandIns()
+
+    def write(text: str) -> str:
+        number = next(numbers)
+        kept = len(text) if number < turn else end if number == turn else 0
+        return text[:kept] + stand_ins.put(text[kept:])
+
+    return write
+
+
+def _place(roles: Sequence[str], turn: int, is_folded: bool) -> str:
+    """Such as "question 2": people count what they ask and what is answered."""
+    role = roles[turn]
+    if role == "system":
+        return "the system prompt"
+    name = f"{NAMES[role]} {roles[: turn + 1].count(role)}"
+    return f"the system prompt or {name}" if is_folded and name == "question 1" else name
+
+
+def _excerpt(text: str) -> str:
+    """The end of a text, on one line."""
+    line = " ".join(visible(text.replace(ESCAPE, "")).split())
+    return f"“{'…' if len(line) > EXCERPT else ''}{line[-EXCERPT:]}”."

@@ -1,0 +1,459 @@
+"""Counters of the KV manager, torch and NVML -> the snapshots the screen draws and the receipt of an answer.
+
+The ribbon is what the screen shows of where each stored token is, one letter and one digit a cell. Details by layer and
+KV head, of recall by its time and of PCIe traffic are read only while somebody looks at them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvchat.kv.coverage import ENOUGH_COVERED, CoverageWatch
+from kvchat.kv.inspect import attended_counts, held_per_head, read_per_head, read_tokens
+from kvchat.kv.manager import KVManager
+from kvchat.kv.memory.step_timer import RecallTime
+from kvchat.kv.memory_errors import is_out_of_memory
+from kvchat.kv.modes.base import Mode, ModeReport, TokenState
+from kvchat.kv.state import KVState
+from kvchat.models.recurrent import RecurrentState
+from kvchat.nvml import GpuReader, PcieTraffic
+from kvchat.process import resident_bytes
+from kvchat.protocol.details import RECALL_EDGES_MS, Details, RecallBin
+from kvchat.protocol.figures import MAX_RIBBON_CELLS, Gpu, Params, Snapshot, Stats
+from kvchat.units import size
+
+RATE_TOKENS = 32  # the rate shown is that of the last so many tokens
+READ_MORE = "a larger budget, sync and full mode read more"
+GPU_S = 0.3  # NVML is asked at most this often
+LETTERS = {
+    TokenState.SINK: "S",
+    TokenState.WINDOW: "W",
+    TokenState.RESIDENT: "D",
+    TokenState.RECALLED: "R",
+    TokenState.ON_HOST: "H",
+    TokenState.FROZEN: "F",
+    TokenState.UNREACHABLE: "X",
+    TokenState.PINNED: "P",
+}
+
+
+@dataclass
+class Counts:
+    """The KV manager's running counts at one moment."""
+
+    moved: int
+    wanted: int
+    corrections: int
+    read: float
+    steps: int
+    moved_bytes: int
+    timed_steps: int
+    recall_s: float
+
+    @staticmethod
+    def of(kv: KVManager) -> Counts:
+        state, timer = kv.state, kv.state.transfer.timer
+        moved, wanted, corrections, moved_bytes = state.transfer.totals
+        read, steps = read_tokens(state), state.steps
+        return Counts(moved, wanted, corrections, read, steps, moved_bytes, timer.timed, timer.seconds)
+
+
+@dataclass
+class AnswerMetrics:
+    """Measurements of one answer in progress; times are ``perf_counter`` seconds.
+
+    ``mode`` is the one in which it began, ``cosine`` what that one had reported by then.
+    """
+
+    before: Counts
+    mode: Mode
+    cosine: float
+    prompt_tokens: int
+    reused_tokens: int
+    began: float = field(default_factory=time.perf_counter)
+    prefilled: float | None = None
+    token_times: list[float] = field(default_factory=list)
+    switches: list[Params] = field(default_factory=list)
+    recoveries: int = 0
+    withdrawn: int = 0
+    recovery: str = ""
+
+    def token(self) -> None:
+        """Note a drawn token."""
+        self.token_times.append(time.perf_counter())
+
+    def rate(self) -> float | None:
+        """Tokens per second of all tokens but the first, which the prefill made."""
+        return _rate(self.token_times)
+
+    def present_rate(self) -> float | None:
+        """Tokens per second of the last ``RATE_TOKENS`` tokens, none of which came before the last switch."""
+        since = self.switches[-1]["at"] if self.switches else 0
+        return _rate(self.token_times[since:][-RATE_TOKENS - 1 :])
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Time to first token."""
+        return self.token_times[0] - self.began if self.token_times else None
+
+
+class MetricsCollector:
+    """Reads a KV manager and the recurrent state beside it; ``weight_bytes`` and ``context`` are the model's."""
+
+    def __init__(self, kv: KVManager, recurrent: RecurrentState, weight_bytes: int, context: int) -> None:
+        self._kv = kv
+        self._recurrent = recurrent
+        self._weight_bytes = weight_bytes
+        self._context = context
+        self._gpu_reader, self._gpu_name = _gpu_of(kv.state.device)
+        self._gpu: Gpu | None = None
+        self._gpu_read = float("-inf")
+        self._last = Counts.of(kv)
+        self._step_bytes = 0.0
+        self._hit_rate: float | None = None
+        self._recall_rate: float | None = None
+        self._beside_bytes = self._beside_corrections = 0
+        self._ribbon = Ribbon(kv)
+        self._pcie = PcieReading(self._gpu_reader)
+        self._coverage, self._covered_in = CoverageWatch(kv.state), kv.mode
+        self.answer: AnswerMetrics | None = None
+
+    def begin(self, prompt_tokens: int, reused_tokens: int) -> AnswerMetrics:
+        """Begin the figures of an answer."""
+        self._kv.state.transfer.timer.steps.clear()
+        watch = self._watch()
+        (watch.begin if reused_tokens else watch.restart)()
+        mode = self._kv.mode
+        self.answer = AnswerMetrics(Counts.of(self._kv), mode, mode.report().cosine, prompt_tokens, reused_tokens)
+        return self.answer
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Keep what is done inside out of the conversation's figures."""
+        timer = self._kv.state.transfer.timer
+        kept, steps = (self.answer, self._step_bytes, self._hit_rate, self._recall_rate), list(timer.steps)
+        coverage, self._coverage = self._coverage, CoverageWatch(self._kv.state)
+        before = Counts.of(self._kv)
+        self._note_steps(before)
+        try:
+            yield
+        finally:
+            self.answer, self._step_bytes, self._hit_rate, self._recall_rate = kept
+            self._coverage, self._covered_in = coverage, self._kv.mode  # entered again
+            self._last = Counts.of(self._kv)
+            self._beside_bytes += self._last.moved_bytes - before.moved_bytes
+            self._beside_corrections += self._last.corrections - before.corrections
+            timer.steps.clear()
+            timer.steps.extend(steps)
+
+    def note_switch(self, before: str, mode: str, moved_bytes: int) -> None:
+        """Note a switch, perhaps in the middle of an answer: what recall took before it is not of this mode."""
+        self._last, self._step_bytes = Counts.of(self._kv), 0.0
+        self._hit_rate = self._recall_rate = None
+        self._kv.state.transfer.timer.steps.clear()
+        if self.answer:
+            at = len(self.answer.token_times)
+            self.answer.switches.append({"at": at, "before": before, "mode": mode, "moved_bytes": moved_bytes})
+
+    def look(self) -> None:
+        """Look, from time to time, at how much of the last step's attention the mode covered; between two steps.
+
+        Not where a step read everything, nor beyond the context, where no mode does and positions are others. Where
+        memory runs out the answer goes on without the look.
+        """
+        kv, watch = self._kv, self._watch()
+        if kv.step.exact or kv.mode.context_end.bounds_prompt(kv.total):
+            return
+        try:
+            watch.look()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+
+    def stats(self, answer: AnswerMetrics) -> Stats:
+        """The receipt of an answer."""
+        kv, now, before = self._kv, Counts.of(self._kv), answer.before
+        new_tokens = answer.prompt_tokens - answer.reused_tokens
+        prefill_s = answer.prefilled - answer.began if answer.prefilled else None
+        steps, corrections = now.steps - before.steps, now.corrections - before.corrections
+        report = kv.mode.report()
+        head_steps = 0 if answer.switches else steps * report.correctable
+        return Stats(
+            prompt_tokens=answer.prompt_tokens,
+            reused_tokens=answer.reused_tokens,
+            generated_tokens=len(answer.token_times) - answer.withdrawn,
+            total_tokens=kv.total,
+            active_tokens=(now.read - before.read) / steps if steps else None,
+            read_share=_read_share(now.read - before.read, steps, kv.total),
+            ttft_s=answer.ttft_s,
+            prefill_tokens_per_s=new_tokens / prefill_s if prefill_s else None,
+            decode_tokens_per_s=answer.rate(),
+            kv_device_bytes=kv.device_bytes + self._recurrent.nbytes,
+            kv_host_bytes=kv.state.host.nbytes + self._recurrent.snapshot_bytes,
+            recalled_bytes=now.moved_bytes - before.moved_bytes,
+            recall_hit_rate=_hit_rate(before, now),
+            recall_bytes_per_s=_recall_rate(before, now),
+            corrections=corrections,
+            corrected_share=corrections / head_steps if head_steps else None,
+            mean_cosine=(report.cosine - answer.cosine) / steps if head_steps and kv.mode is answer.mode else None,
+            coverage=self._watch().share,
+            lowest_coverage=self._watch().lowest,
+            **self._recall_times(),
+            recoveries=answer.recoveries,
+            withdrawn_tokens=answer.withdrawn,
+            switches=tuple(answer.switches),
+            extras=report.stats,
+        )
+
+    def snapshot(self, reduced_tokens: int) -> Snapshot:
+        """The present figures of the KV manager: tokens, bytes, recall."""
+        kv, now = self._kv, Counts.of(self._kv)
+        counts = attended_counts(kv.state)
+        self._note_steps(now)
+        report = kv.mode.report()
+        cell, letters, shares = self._ribbon.cells(counts, report)
+        cuda = kv.state.device.type == "cuda"
+        return Snapshot(
+            mode=kv.mode.name,
+            params=report.params,
+            active=float(counts.sum()) / (kv.state.geometry.layers * kv.state.geometry.kv_heads),
+            total=kv.total,
+            context=self._context,
+            kv_device_bytes=kv.device_bytes + self._recurrent.nbytes,
+            kv_host_bytes=kv.state.host.nbytes + self._recurrent.snapshot_bytes,
+            state_bytes=self._recurrent.nbytes,
+            preamble=self._kv.mode.preamble,
+            pins=len(self._kv.mode.pins),
+            device_room=kv.state.capacity,
+            exact_room=kv.state.host.capacity,
+            rounded_room=kv.state.host.room - kv.state.host.capacity,
+            snapshot_bytes=self._recurrent.snapshot_bytes,
+            weight_bytes=self._weight_bytes,
+            process_bytes=resident_bytes(),
+            torch_allocated=torch.cuda.memory_allocated(kv.state.device) if cuda else None,
+            torch_reserved=torch.cuda.memory_reserved(kv.state.device) if cuda else None,
+            gpu=self._read_gpu(),
+            tokens_per_s=self.answer.present_rate() if self.answer else None,
+            ttft_s=self.answer.ttft_s if self.answer else None,
+            step_bytes=self._step_bytes,
+            recalled_bytes=now.moved_bytes - self._beside_bytes,
+            recall_hit_rate=self._hit_rate,
+            recall_bytes_per_s=self._recall_rate,
+            corrections=now.corrections - self._beside_corrections,
+            coverage=self._watch().share,
+            **self._recall_times(),
+            reduced_tokens=reduced_tokens,
+            badges=(*report.badges, *self._uncovered()),
+            cell_tokens=cell,
+            ribbon=letters,
+            attended=shares,
+            extras=report.stats | self._pinned() | self._recurrent_state() | self._recovery(),
+        )
+
+    def details(self) -> Details:
+        """Tokens read and held by layer and KV head, and the time of recall, as of now."""
+        return details(self._kv.state, self._pcie.latest())
+
+    def _watch(self) -> CoverageWatch:
+        """What is covered in the present mode."""
+        if self._kv.mode is not self._covered_in:
+            self._coverage.restart()
+            self._covered_in = self._kv.mode
+        return self._coverage
+
+    def _uncovered(self) -> Iterator[str]:
+        watch = self._watch()
+        lowest = watch.lowest if watch.has_seen_enough else None
+        if lowest is not None and lowest < ENOUGH_COVERED:
+            yield f"low coverage: {lowest:.0%} of the attention fell on what was read, facts may be missed; {READ_MORE}"
+
+    def _recall_times(self) -> Params:
+        """Median and 95th percentile in ms of what recall took for a step, and of what of it was waited for."""
+        recalls = self._kv.state.transfer.timer.steps
+        p50, p95 = _percentiles_ms([step.total for step in recalls])
+        exposed_p50, exposed_p95 = _percentiles_ms([step.exposed for step in recalls])
+        return {
+            "recall_ms_p50": p50,
+            "recall_ms_p95": p95,
+            "exposed_ms_p50": exposed_p50,
+            "exposed_ms_p95": exposed_p95,
+        }
+
+    def _recurrent_state(self) -> Params:
+        if not self._recurrent.exists:
+            return {}
+        return {
+            "recurrent state": f"{size(self._recurrent.nbytes)} + {size(self._recurrent.snapshot_bytes)} on the host"
+        }
+
+    def _pinned(self) -> Params:
+        mode, system = self._kv.mode, min(self._kv.mode.pinned, self._kv.total)
+        pinned = system + sum(position >= system for position in self._kv.state.pins)
+        beyond = min(mode.beyond_budget, system) + len(mode.pins)
+        return {"pinned": f"{pinned:,} tok, {beyond:,} beyond"} if pinned else {}
+
+    def _recovery(self) -> Params:
+        level = self.answer.recovery if self.answer else ""
+        return {"recovery": level} if level else {}
+
+    def _note_steps(self, now: Counts) -> None:
+        """Per-step figures since the last snapshot in which there were steps."""
+        steps = now.steps - self._last.steps
+        if steps > 0:
+            self._step_bytes = (now.moved_bytes - self._last.moved_bytes) / steps
+            self._hit_rate = _hit_rate(self._last, now)
+            self._recall_rate = _recall_rate(self._last, now)
+            self._last = now
+
+    def _read_gpu(self) -> Gpu | None:
+        if self._gpu_reader and time.monotonic() - self._gpu_read >= GPU_S:
+            self._gpu = Gpu(self._gpu_name, **asdict(self._gpu_reader.usage()))
+            self._gpu_read = time.monotonic()
+        return self._gpu
+
+
+def _gpu_of(device: torch.device) -> tuple[GpuReader | None, str]:
+    """NVML's reader of a CUDA device, and the device's name; by UUID, because NVML ignores CUDA_VISIBLE_DEVICES."""
+    if device.type != "cuda":
+        return None, ""
+    properties = torch.cuda.get_device_properties(device)
+    return GpuReader(str(properties.uuid)), properties.name
+
+
+def _rate(times: list[float]) -> float | None:
+    return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else None
+
+
+def _percentiles_ms(seconds: list[float]) -> tuple[float | None, float | None]:
+    """Median and 95th percentile in milliseconds, None where there is nothing."""
+    if not seconds:
+        return None, None
+    ordered, last = sorted(seconds), len(seconds) - 1
+    return 1000 * ordered[last // 2], 1000 * ordered[int(0.95 * last)]
+
+
+def _read_share(read: float, steps: int, total: int) -> float | None:
+    """The share of the stored tokens that ``steps`` steps read, ``total`` stored after the last of them."""
+    return min(read / (steps * (total - (steps - 1) / 2)), 1.0) if steps else None
+
+
+def _hit_rate(before: Counts, now: Counts) -> float | None:
+    wanted = now.wanted - before.wanted
+    # More moves than is wanted where what was chosen one step ahead is replaced.
+    return max(0.0, 1 - (now.moved - before.moved) / wanted) if wanted else None
+
+
+def _recall_rate(before: Counts, now: Counts) -> float | None:
+    """Bytes per second of recall; steps that were not timed count as those that were."""
+    steps, timed = now.steps - before.steps, now.timed_steps - before.timed_steps
+    moved, seconds = now.moved_bytes - before.moved_bytes, now.recall_s - before.recall_s
+    return moved / steps * timed / seconds if moved and steps and seconds else None
+
+
+class PcieReading:
+    """The traffic on a GPU's link, measured on a thread beside the engine's work: NVML waits 40 ms for it."""
+
+    def __init__(self, reader: GpuReader | None) -> None:
+        self._reader = reader
+        self._latest = PcieTraffic()
+        self._thread: threading.Thread | None = None
+
+    def latest(self) -> PcieTraffic:
+        """The last measurement; starts the next one."""
+        latest = self._latest
+        if self._reader and not (self._thread and self._thread.is_alive()):
+            self._thread = threading.Thread(target=self._measure, args=(self._reader,), daemon=True)
+            self._thread.start()
+        return latest
+
+    def _measure(self, reader: GpuReader) -> None:
+        self._latest = reader.pcie()
+
+
+def details(state: KVState, pcie: PcieTraffic) -> Details:
+    """Tokens read and held by layer and KV head, and the time of recall."""
+    read, held = (tuple(map(tuple, counts.tolist())) for counts in (read_per_head(state), held_per_head(state)))
+    return Details(state.total, read, held, histogram(state.transfer.timer.steps), pcie.to_device, pcie.to_host)
+
+
+def histogram(steps: Iterable[RecallTime]) -> tuple[RecallBin, ...]:
+    """The steps by the time their recall took; no bins without a step."""
+    binned: list[list[RecallTime]] = [[] for _ in (*RECALL_EDGES_MS, None)]
+    for step in steps:
+        binned[bisect_right(RECALL_EDGES_MS, 1000 * step.total)].append(step)
+    if not any(binned):
+        return ()
+    return tuple(
+        RecallBin(
+            len(steps), 1000 * sum(step.total - step.exposed for step in steps), 1000 * sum(s.exposed for s in steps)
+        )
+        for steps in binned
+    )
+
+
+class Ribbon:
+    """Reads a KV manager; remembers how many heads read each token to tell what was recalled since."""
+
+    def __init__(self, kv: KVManager) -> None:
+        self._kv = kv
+        self._counts = torch.zeros(0)
+
+    def cells(self, counts: Tensor, report: ModeReport) -> tuple[int, str, str]:
+        """Tokens per cell, the cells' letters, and their read shares as digits.
+
+        ``counts [total]`` are the (layer, KV head) pairs in which the last token's attention read each token.
+        """
+        total, g = self._kv.total, self._kv.state.geometry
+        cell = g.page * max(1, -(-g.pages(total) // MAX_RIBBON_CELLS))
+        shares = _shares(counts.double() / (g.layers * g.kv_heads), cell)
+        recalled = self._recalled_cells(counts, cell)
+        pinned = {position // cell for position in (*range(self._kv.mode.pinned), *self._kv.state.pins)}
+        states = (
+            TokenState.PINNED
+            if i in pinned
+            else TokenState.RECALLED
+            if i in recalled
+            else self._state((i * cell + min((i + 1) * cell, total)) // 2, s, report)
+            for i, s in enumerate(shares)
+        )
+        letters = "".join(LETTERS[state] for state in states)
+        return cell, letters, "".join(str(min(9, int(share * 10))) for share in shares)
+
+    def _state(self, position: int, share: float, report: ModeReport) -> TokenState:
+        """The state of a cell in whose middle ``position`` lies and of which a ``share`` was read."""
+        mode = self._kv.mode
+        if mode.sink > position:
+            return TokenState.SINK
+        if mode.window and position >= self._kv.total - mode.window:
+            return TokenState.WINDOW
+        if position < report.on_host:
+            return TokenState.ON_HOST
+        return TokenState.RESIDENT if share >= report.resident_share else report.absent
+
+    def _recalled_cells(self, counts: Tensor, cell: int) -> set[int]:
+        """Cells with a token that more layers and heads read now than at the last call."""
+        before, self._counts = self._counts, counts.cpu()
+        known = min(len(before), len(counts))
+        came = (self._counts[:known] > before[:known]).nonzero().flatten()
+        return set((came // cell).tolist())
+
+
+def _shares(shares: Tensor, cell: int) -> list[float]:
+    """Mean of ``shares [total]`` over each cell."""
+    total = len(shares)
+    cells = -(-total // cell)
+    padded = torch.zeros(cells * cell, dtype=torch.float64, device=shares.device)
+    padded[:total] = shares
+    tokens = torch.full((cells,), cell, dtype=torch.float64, device=shares.device)
+    if cells:
+        tokens[-1] = total - (cells - 1) * cell
+    means: list[float] = (padded.view(cells, cell).sum(1) / tokens).tolist()
+    return means

@@ -1,0 +1,245 @@
+"""ModeSwitcher: the current mode's parameters, entering another mode, what that costs, and reading more for a while."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import get_args
+
+import torch
+
+from kvchat.config import modes
+from kvchat.config.modes import ModeParameters
+from kvchat.config.pinned import refuse_too_much
+from kvchat.engine import calibration
+from kvchat.engine.prompt import Stored
+from kvchat.engine.runner import geometry_of, traits_of
+from kvchat.errors import DoesNotFitError, KvchatError, UsageError, did_you_mean
+from kvchat.kv import coverage
+from kvchat.kv.manager import KVManager
+from kvchat.kv.memory_errors import explained
+from kvchat.kv.modes import build
+from kvchat.kv.modes.base import Mode
+from kvchat.kv.modes.recovery_levels import RECENT, WIDER, Level
+from kvchat.kv.modes.sync_heads import TokenChoice
+from kvchat.kv.state import KVState
+from kvchat.models.load import LoadedModel
+from kvchat.protocol.figures import Params, Price
+from kvchat.protocol.messages import HostDtype, Load
+
+PRICES_S = 1.0  # switches are priced at most this often
+
+
+class ModeSwitcher:
+    """Builds modes from parameters and lets the KV manager enter them.
+
+    Begins in the mode of ``asked``. Values ``given`` at run time, there and by ``switch``, override the settings of
+    each mode. ``modes.SHARED`` parameters apply to all modes, others to the mode they were given for. A mode that has
+    to measure the model first does so on the ``stored`` tokens. ``preamble`` is the length of the conversation's
+    system prompt in tokens.
+    """
+
+    def __init__(self, model: LoadedModel, asked: Load, stored: Stored) -> None:
+        self._model = model
+        self._asked = asked
+        self.given = {mode: dict(params) for mode, params in asked.given.items()}
+        self._stored = stored
+        self.preamble = 0
+        self._prices: tuple[Price, ...] = ()
+        self._priced_at = float("-inf")
+        self._widened: tuple[Mode, ModeParameters, int] | None = None
+        self.calibration_problems: list[UsageError] = []
+        self.calibration = calibration.find(model.revision, self.calibration_problems.append)
+        self.choice: TokenChoice | None = None
+        self._measure_from = coverage.LONG
+        self.parameters = self.merged(asked.mode, {})
+
+    def attach(self, kv: KVManager) -> None:
+        """Switch this manager, which is in the mode of ``parameters``."""
+        self._kv = kv
+
+    def merged(self, mode: str, changes: Params) -> ModeParameters:
+        """The parameters of ``mode``: its settings, values given so far, and ``changes``.
+
+        Raises:
+            UsageError: an unknown mode or parameter, or a value out of range.
+        """
+        return modes.in_force(mode, self._asked.mode_params, self.given, changes)
+
+    def build(self, chosen: ModeParameters) -> Mode:
+        """A mode, not yet entered.
+
+        Raises:
+            UsageError: parameters contradict each other; DoesNotFitError: the model cannot run in this mode.
+        """
+        traits = traits_of(self._model, self.calibration, self.choice)
+        return build(chosen, geometry_of(self._model), traits, self.preamble)
+
+    def switch(self, mode: str, changes: Params) -> int:
+        """Enter ``mode`` and keep ``changes`` for those to come; the bytes moved to the device.
+
+        Raises:
+            UsageError, DoesNotFitError: it cannot be entered; the old mode goes on.
+        """
+        moved = self.enter(self.merged(mode, changes))
+        modes.remember(self.given, mode, changes)
+        return moved + self._raise_budget()
+
+    def enter(self, chosen: ModeParameters) -> int:
+        """Enter the mode of these parameters; the bytes moved to the device."""
+        with explained(self._kv, f"entering the {chosen.name} mode"):
+            mode = self.build(chosen)
+            if mode.context_end.is_final:
+                self.check_context(self._kv.total)
+            self.check_pinned(chosen, self.preamble, self._kv.state.pins)
+            with torch.inference_mode():
+                moved = self._kv.switch(mode)
+        self.parameters = chosen
+        return moved + self._calibrate_heads()
+
+    def calibrate(self) -> int:
+        """Measure the model on the stored tokens, if the mode waits for that and they are enough.
+
+        A budget that nobody gave is raised where the conversation has grown beyond it. Where memory runs out meanwhile
+        it is done on the next prompt. Returns the bytes moved to the device.
+        """
+        return self._calibrate_heads() + self._raise_budget()
+
+    def _calibrate_heads(self) -> int:
+        if self._kv.mode.needs_calibration:
+            with suppress(DoesNotFitError), explained(self._kv, "measuring the model's heads"):
+                self.calibration = calibration.on_prompt(self._model, self._stored.ids)
+                return self.enter(self.parameters) if self.calibration else 0
+        return 0
+
+    def _raise_budget(self) -> int:
+        mode, state, before = self._kv.mode, self._kv.state, self.choice
+        if not mode.wants_choice or state.total < self._measure_from or not state.query.any():
+            return 0
+        with suppress(DoesNotFitError), explained(self._kv, "measuring the model's attention"):
+            budget, known = mode.report().params["budget"], mode.choice
+            found = coverage.choose(state, budget)
+            self._measure_from = 2 * state.total
+            if found.budget == budget:
+                self.choice = mode.choice = known or found
+                return 0
+            params = known.params if known else {}
+            self.choice = replace(found, **{name: params[name] for name in params.keys() - {"budget"}})
+            try:
+                return self.enter(self.parameters)
+            except KvchatError:
+                self.choice = before
+                raise
+        return 0
+
+    def note_preamble(self, tokens: int) -> None:
+        """Enter the mode again when it is of another length of the system prompt, which may be kept as sinks."""
+        self.preamble = tokens
+        if self._kv.mode.preamble != tokens:
+            self.enter(self.parameters)
+
+    def prices(self) -> tuple[Price, ...]:
+        """The cost of entering each of the other modes now."""
+        return tuple(self._price(mode) for mode in modes.mode_names() if mode != self._kv.mode.name)
+
+    def recent_prices(self) -> tuple[Price, ...]:
+        """``prices``, at most ``PRICES_S`` old."""
+        if time.monotonic() - self._priced_at >= PRICES_S:
+            self._prices, self._priced_at = self.prices(), time.monotonic()
+        return self._prices
+
+    def check_context(self, tokens: int) -> None:
+        """Refuse a conversation longer than the model was made for.
+
+        Raises:
+            DoesNotFitError: with the numbers.
+        """
+        if tokens > self._model.context:
+            raise DoesNotFitError(
+                "The conversation does not fit the model's context.",
+                f"It takes {tokens:,} tokens, {self._model.name} was made for {self._model.context:,}.",
+                "Shorten it, begin a new one or go on in streaming mode; what is stored is kept.",
+            )
+
+    def check_prompt(self, tokens: int) -> None:
+        """Refuse a conversation of ``tokens`` where the mode does not go beyond the context.
+
+        Raises:
+            DoesNotFitError: as ``check_context``.
+        """
+        if self._kv.mode.context_end.is_final:
+            self.check_context(tokens)
+
+    def check_pinned(self, chosen: ModeParameters, preamble: int, messages: Sequence[int]) -> None:
+        """Refuse to pin the tokens at ``messages`` beside a system prompt of ``preamble`` tokens, if that is pinned.
+
+        Raises:
+            TooMuchPinnedError: they leave the model too little of its context for the rest.
+        """
+        system = preamble if chosen.pin_system else 0
+        beside = sum(position >= system for position in messages)
+        refuse_too_much(self._model.name, self._model.context, beside, system)
+
+    # ---- recovery
+
+    def recover(self, level: Level) -> None:
+        """Let the mode read more for a while."""
+        self.narrow()
+        mode = self._kv.mode
+        if not mode.widens:
+            with torch.inference_mode(), explained(self._kv, "reading more again"):
+                self._kv.recover(level)
+        elif level in WIDER:
+            narrow = self.parameters
+            budget = mode.report().params["budget"] * WIDER[level]
+            with suppress(DoesNotFitError):
+                self.enter(narrow.model_copy(update=(mode.choice.params if mode.choice else {}) | {"budget": budget}))
+                self._widened = (self._kv.mode, narrow, self._kv.total + RECENT)
+
+    def narrow(self, total: int = sys.maxsize) -> None:
+        """Go back to the budget asked for, once ``total`` tokens are stored; a mode entered since then stays."""
+        if self._widened and total >= self._widened[2]:
+            mode, narrow, _ = self._widened
+            self._widened = None
+            if self._kv.mode is mode:
+                self.enter(narrow)
+
+    def _price(self, mode: str) -> Price:
+        try:
+            built = self.build(self.merged(mode, {}))
+            if built.context_end.is_final:
+                self.check_context(self._kv.total)
+            return Price(mode, **self._kv.check_switch(built, self._asked.link_bytes_per_s)._asdict())
+        except KvchatError as error:
+            return Price(mode, refusal=str(error))
+
+
+def is_rounded(host_dtype: HostDtype) -> bool:
+    """True if pages of this format are 8-bit ones.
+
+    Raises:
+        UsageError: there is no such format.
+    """
+    if host_dtype not in (known := get_args(HostDtype)):
+        raise UsageError(f'Pages of K/V cannot be kept in "{host_dtype}".'[:200], did_you_mean(host_dtype, known))
+    return host_dtype == "int8"
+
+
+def keep_pages(state: KVState, host_dtype: HostDtype) -> str:
+    """Keep pages that get full from now on in the model's number format or in int8; return a sentence about it.
+
+    Raises:
+        UsageError: no such format; DoesNotFitError: no host memory for the first page. Nothing changed.
+    """
+    state.round_pages(is_rounded(host_dtype))
+    if state.rounds:
+        full = state.host.kinds[: state.total // state.geometry.page]
+        exact, pages = full.count(False), len(full)
+        before = f" {exact:,} of {pages:,} pages stay exact." if pages else ""
+        return f"Pages of K/V that get full are kept in 8 bits from now on.{before}"
+    rounded, pages = len(state.left_rounded), state.geometry.pages(state.total)
+    stay = f" {rounded:,} of {pages:,} pages are in 8 bits: /rebuild makes them exact." if rounded else ""
+    return f"Pages of K/V that get full are kept exactly from now on.{stay}"

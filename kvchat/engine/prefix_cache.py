@@ -1,0 +1,610 @@
+"""The K/V of conversations other than the present one, parked in host memory or saved on disk.
+
+Going to another conversation parks the present one; coming back, or beginning one that begins alike, takes the longest
+prefix from what is parked or saved. It settles into the mode as after a switch, and only the rest is read. After an
+answer what is new is written behind, a page at a time, while the engine has no command to do. What changes it
+interrupts that and saves afterwards; a single step only pauses it, and its token is written with the next that is
+saved. Each conversation has a file, which names the model that its K/V were computed by; beyond a limit the least
+recently used ones are deleted.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import transformers
+
+from kvchat import paths
+from kvchat.engine.answer import AnswerLoop
+from kvchat.engine.guards import Released
+from kvchat.engine.prompt import Stored, common_prefix
+from kvchat.engine.runner import ModelRunner
+from kvchat.engine.template import CheckedThread
+from kvchat.errors import DoesNotFitError
+from kvchat.kv.memory import available
+from kvchat.kv.memory.kept_tokens import KeptTokens
+from kvchat.kv.memory.page_file import HEADER_BYTES, TOKEN, DamagedFileError, PageFile, Rows, SavedState, blocks_of
+from kvchat.kv.memory.pages import StoredPages, exact_pages
+from kvchat.kv.memory.parked import ParkedPages, parked_bytes
+from kvchat.kv.memory_errors import explained
+from kvchat.models import load
+from kvchat.models.load import LoadedModel
+from kvchat.models.recurrent import Snapshot, is_recurrent
+from kvchat.protocol.messages import Event, Keeping, Noted, Resumed, Turn
+from kvchat.units import size
+
+LAST_WRITES_S = 1.0  # what the end of a session may wait for pages to be written
+LOOKED_AT = 64  # files of other conversations whose beginning is compared
+T = TypeVar("T")
+States = Mapping[int, Callable[[], Snapshot | None]]  # by the tokens they have read; None where one is damaged
+REDUCED, CONTROL = 1, 2  # flags
+DISK_SHARE = 2  # of what is free on the disk at most one part in so many is taken
+
+
+@dataclass
+class Parked:
+    """A conversation in host memory; ``control`` are the positions of the chat's control tokens.
+
+    ``snapshots`` are those of the recurrent state of a hybrid model, ``worth_saving`` some of them.
+    """
+
+    stored: Stored
+    control: list[int]
+    pages: ParkedPages
+    snapshots: list[Snapshot]
+    worth_saving: list[Snapshot]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory."""
+        return self.pages.nbytes + sum(snapshot.nbytes for snapshot in self.snapshots)
+
+
+class Keeper(Released):
+    """Keeps conversations as ``keeping`` says, of the model of ``runner``; ``loop.stored`` is the present one's."""
+
+    _held = ("_runner", "_kv", "_writer")
+
+    def __init__(self, runner: ModelRunner, loop: AnswerLoop, keeping: Keeping) -> None:
+        self._runner = runner
+        self._kv = runner.kv
+        self._loop = loop
+        self._keeping = keeping
+        self._identity = identity(runner.model)
+        self._present = ""
+        self._parked: dict[str, Parked] = {}  # the one used last comes last
+        self._folder = SavedFolder(Path(keeping.folder), keeping.saved_bytes)
+        self._writer = WriteBehind(self._folder, self._kv.state.geometry.page)
+        self._is_problem_told = False
+
+    @property
+    def parked_bytes(self) -> int:
+        """Bytes of host memory that parked conversations take."""
+        return sum(parked.nbytes for parked in self._parked.values())
+
+    def interrupt(self) -> None:
+        """Stop writing: what is stored is about to change."""
+        self._writer.interrupt()
+
+    def close(self, seconds: float = LAST_WRITES_S) -> None:
+        """Write what is left, for so long at most, and free the rest, also under an answer that was left open."""
+        if not (self._is_closed or self._loop.lock.is_forked):
+            with suppress(RuntimeError):  # a GPU that failed: nothing can be copied from it
+                self.save()
+            self._writer.finish(seconds)
+        self._parked.clear()
+        self._release()
+
+    def kept(self, conversation: str, turns: Sequence[Turn], answer: Iterator[Event]) -> Generator[Event, None, None]:
+        """The events of an answer in ``conversation``, which is opened before and saved afterwards."""
+        with self.changing():
+            if turns:  # without any the answer is refused, and nothing was changed
+                yield from self.resume(conversation, turns)
+            yield from self._problem()
+            yield from answer
+
+    def saving(self, work: Iterator[T]) -> Generator[T, None, None]:
+        """The events of ``work``, which changes what is stored; that is saved afterwards."""
+        with self.changing():
+            yield from work
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Stop writing for the block, in which what is stored changes; that is saved afterwards."""
+        self.interrupt()
+        try:
+            yield
+        finally:
+            self.save()
+
+    @contextmanager
+    def adding(self) -> Iterator[None]:
+        """Pause writing for the block, which stores a token; on a GPU a page that it filled may still be arriving."""
+        with self._writer.paused():
+            yield
+            if self._writer.is_writing:
+                self._kv.state.host.synchronize()
+
+    # ---- going to a conversation
+
+    def resume(self, conversation: str, turns: Sequence[Turn]) -> Iterator[Event]:
+        """Make ``conversation`` the present one; ``Noted``*, and ``Resumed`` where some of it came back.
+
+        Without ``turns`` it is empty.
+
+        Raises:
+            UsageError: as ``PromptEncoder.encode``.
+        """
+        if conversation == self._present:
+            return
+        self.interrupt()
+        text, began = self._loop.encoder.render(turns) if turns else "", time.perf_counter()
+        present = min(self._common(self._loop.stored, text), self._kv.state.first_rounded)
+        sources = list(self._parked_sources(conversation, text)) if conversation else []
+        self._parked.pop(conversation, None)  # its room is that of the one which goes
+        self._park()
+        self._present, self._loop.stored.saved = conversation, 0
+        if conversation:
+            try:
+                sources += self._saved_sources(conversation, text)
+            except (DamagedFileError, OSError) as error:
+                reason = error.strerror if isinstance(error, OSError) else str(error)
+                yield Noted(f"This conversation is read again; its saved K/V cannot be used: {reason}.")
+        best = max(sources, key=lambda source: source.kept.tokens, default=None)
+        if best and best.kept.tokens >= present + self._kv.state.geometry.page:
+            yield from self._adopt(best, began)
+        else:  # what was said in the conversation before this one is not to be saved as this one's
+            self._truncate(present)
+
+    def forget(self, conversation: str) -> None:
+        """Keep nothing of a deleted conversation, whose file was set aside; nor what was written since."""
+        self._writer.finish(0)
+        self._parked.pop(conversation, None)
+        if conversation == self._present:
+            self._present = ""
+            self._loop.stored.saved = 0
+        if self._keeping.folder:
+            self._folder.delete(conversation)
+        self.save()
+
+    def _truncate(self, tokens: int) -> None:
+        if tokens < self._kv.total:
+            self._loop.stored.truncate(tokens)
+            self._runner.truncate(tokens)
+
+    def _adopt(self, source: Source, began: float) -> Iterator[Event]:
+        stored, recurrent, tokens = copy.deepcopy(source.stored), self._runner.recurrent, source.kept.tokens
+        stored.truncate(tokens)
+        self._loop.stored.truncate(0)
+        recurrent.truncate(0)
+        try:
+            states = [source.states[at]() for at in sorted(source.states) if at <= tokens]
+            with torch.inference_mode(), explained(self._kv, "taking up the conversation again"):
+                there = self._kv.adopt(source.kept)
+        except (DoesNotFitError, OSError) as error:
+            yield Noted(f"This conversation is read again: {error}")
+            return
+        if there < tokens:
+            yield Noted("A page of the saved K/V is damaged; what follows it is read again.")
+        stored.truncate(there)
+        self._loop.stored.become(stored)
+        if recurrent.exists:
+            recurrent.adopt(stored.ids, [state for state in states if state and state.tokens <= there])
+            if recurrent.position < tokens == there:
+                yield Noted("A saved recurrent state is damaged; what follows the one before it is read again.")
+            self._truncate(there := recurrent.position)
+        if there:
+            yield Resumed(self._present, there, time.perf_counter() - began, source.where)
+
+    # ---- where it can be taken from
+
+    def _parked_sources(self, conversation: str, text: str) -> Iterator[Source]:
+        for name, parked in self._parked.items():
+            pages, states = parked.pages, {one.tokens: partial(itself, one) for one in parked.snapshots}
+            exact = exact_pages(pages) * self._kv.state.geometry.page
+            kept = KeptTokens(len(parked.stored.ids), pages.read, exact, parked.control, pages.query)
+            source, own = Source(parked.stored, "memory", kept, states), name == conversation
+            yield self._usable(source if own else of_another(source), text, own)
+
+    def _saved_sources(self, conversation: str, text: str) -> Iterator[Source]:
+        """The conversation's own file, and those of others that begin alike.
+
+        Raises:
+            DamagedFileError, OSError: its own file cannot be used.
+        """
+        if not self._saves:
+            return
+        own = self._folder.path(conversation)
+        beginning = self._loop.encoder.ids_of(text, Stored())[: self._kv.state.geometry.page]
+        for path in self._folder.latest_first()[:LOOKED_AT]:
+            if path != own and path.suffix == own.suffix and self._begins(path, beginning):
+                yield self._saved_source(path, text, own=False)
+        if own.exists():
+            source = self._saved_source(own, text, own=True)
+            source.stored.saved = len(source.stored.ids)
+            self._folder.touch(own)
+            yield source
+
+    def _begins(self, path: Path, ids: list[int]) -> bool:
+        """True if the file of another conversation can be used and begins with ``ids``, a page of them."""
+        try:
+            return bool(self._file(path).rows(pages=1)["id"].tolist() == ids)
+        except (DamagedFileError, OSError):
+            return False
+
+    def _saved_source(self, path: Path, text: str, own: bool) -> Source:
+        file = self._file(path)
+        rows, end = file.rows(), file.end()
+        stored = stored_of(rows, text)
+        stored.links = file.links
+        exact = file.exact_pages * self._kv.state.geometry.page
+        kept = KeptTokens(len(stored.ids), file.read, exact, control_positions(rows), end.query)
+        states = {one.tokens: partial(read_state, file, one) for one in end.states}
+        return self._usable(Source(stored, "disk", kept, states), text, own)
+
+    def _usable(self, source: Source, text: str, own: bool) -> Source:
+        """``source`` with as many tokens as ``text`` begins with and the model can go on from.
+
+        Rounded ones are of use to their ``own`` conversation, and to others while pages are to be rounded.
+        """
+        tokens = self._common(source.stored, text)
+        if not (own or self._kv.state.rounds):
+            tokens = min(tokens, source.kept.exact)
+        if self._runner.recurrent.exists:
+            tokens = max((at for at in source.states if at <= tokens), default=0)
+        return replace(source, kept=source.kept.beginning(tokens))
+
+    def _common(self, stored: Stored, text: str) -> int:
+        """Number of the stored tokens that ``text`` begins with."""
+        return common_prefix(stored.ids, self._loop.encoder.ids_of(text, stored)) if stored.ids else 0
+
+    # ---- keeping
+
+    def _park(self) -> None:
+        """Copy the present conversation, if there is room; those used least recently give way."""
+        stored, pool, recurrent = self._loop.stored, self._kv.state.host, self._runner.recurrent
+        if not (self._present and stored.ids):
+            return
+        recurrent.keep()
+        needed = parked_bytes(pool) + recurrent.snapshot_bytes
+        if needed > self._keeping.parked_bytes:
+            return
+        while self._parked and self.parked_bytes + needed > self._keeping.parked_bytes:
+            del self._parked[next(iter(self._parked))]
+        if needed <= available.usable(available.host_free()):
+            pages = ParkedPages(pool, self._kv.state.query_bytes)
+            self._parked[self._present] = Parked(
+                copy.deepcopy(stored), self._control(), pages, recurrent.snapshots, recurrent.worth_saving
+            )
+
+    def save(self) -> None:
+        """Begin to write what is new, of the present conversation and of parked ones."""
+        if not self._saves:
+            return
+        self.interrupt()
+        self._kv.state.host.synchronize()
+        jobs = [
+            self._job(name, one.stored, one.control, one.worth_saving, one.pages) for name, one in self._parked.items()
+        ]
+        if self._present:
+            recurrent = self._runner.recurrent
+            recurrent.keep()
+            jobs.insert(0, self._job(self._present, self._loop.stored, self._control(), recurrent.worth_saving, None))
+        self._writer.begin([job for job in jobs if job.saved < len(job.stored.ids)])
+
+    def _problem(self) -> Iterator[Event]:
+        """``Noted`` where saving failed since it worked last."""
+        problem = self._writer.problem
+        if problem and not self._is_problem_told:
+            yield Noted(f"K/V cannot be saved: {problem}. The conversation goes on; after a restart it is read again.")
+        self._is_problem_told = bool(problem)
+
+    @property
+    def _is_closed(self) -> bool:
+        return "_writer" not in vars(self)
+
+    @property
+    def _saves(self) -> bool:
+        # An answer that was left open ends there.
+        if self._is_closed or self._loop.lock.is_forked or sys.is_finalizing():
+            return False
+        return bool(self._keeping.folder and self._keeping.saved_bytes and self._runner.model.revision)
+
+    def _job(
+        self,
+        conversation: str,
+        stored: Stored,
+        control: list[int],
+        snapshots: list[Snapshot],
+        pages: ParkedPages | None,
+    ) -> Job:
+        """The part of a conversation, parked or present, that is not on disk yet."""
+        page = self._kv.state.geometry.page
+        first = stored.saved // page
+        file = self._file(self._folder.path(conversation))
+        file.links = stored.links[:first]
+        state = self._kv.state
+        query = pages.query if pages else state.query_bytes
+        return Job(
+            file,
+            stored,
+            first,
+            rows_of(stored, control, first * page),
+            lambda: pages or state.host,
+            stored.saved,
+            query,
+            snapshots,
+        )
+
+    def _control(self) -> list[int]:
+        found: list[int] = self._kv.state.control[: self._kv.total].nonzero().flatten().tolist()
+        return found
+
+    def _file(self, path: Path) -> PageFile:
+        return PageFile(path, self._kv.state.geometry, self._identity)
+
+
+@dataclass
+class Source:
+    """Kept K/V of a conversation that begins as the one to open; ``where`` it is: memory or disk.
+
+    ``stored`` is all that is there, of which the ``kept`` tokens are of use. A hybrid model can go on only from one of
+    its ``states``.
+    """
+
+    stored: Stored
+    where: str
+    kept: KeptTokens
+    states: States
+
+
+def itself(snapshot: Snapshot) -> Snapshot:
+    """A parked recurrent state, which needs no reading."""
+    return snapshot
+
+
+def read_state(file: PageFile, saved: SavedState) -> Snapshot | None:
+    """A recurrent state from a file; None where it is damaged."""
+    data = file.state(saved)
+    return Snapshot.decoded(saved.tokens, data) if data else None
+
+
+def of_another(source: Source) -> Source:
+    """Return ``source`` for another conversation, in whose file nothing of it is yet."""
+    return replace(source, stored=replace(source.stored, saved=0))
+
+
+def identity(model: LoadedModel) -> dict[str, Any]:
+    """All that K/V depend on; a key completes the sentence "The file is of another ..."."""
+    recurrent = is_recurrent(model.model.config)
+    return {
+        "model": model.name,
+        "revision": model.revision,
+        "configuration": _digest(model.model.config.to_json_string()),
+        "number format": str(model.dtype).removeprefix("torch."),
+        "quantization": model.weights,
+        "training": model.fingerprint,
+        "tokenizer": load.of_tokenizer(model.tokenizer),
+        "chat template": _digest(getattr(model.tokenizer, "chat_template", None) or ""),
+        **({"version of transformers": transformers.__version__} if recurrent else {}),  # its cache has the state
+    }
+
+
+def rows_of(stored: Stored, control: list[int], start: int) -> Rows:
+    """The rows of the ids from ``start`` on; ``control`` are the positions of control tokens."""
+    rows = np.zeros(len(stored.ids) - start, TOKEN)
+    rows["id"] = stored.ids[start:]
+    rows["flags"] = REDUCED * np.array(stored.reduced[start:], np.uint8)
+    rows["flags"][[at - start for at in control if at >= start]] |= CONTROL
+    rows["chars"] = -1
+    for ids, chars in stored.marks:
+        if ids > start:
+            rows[ids - 1 - start]["chars"] = chars
+            rows[ids - 1 - start]["digest"] = np.void(load.of_text(stored.text[:chars]))
+    return rows
+
+
+def stored_of(rows: Rows, text: str) -> Stored:
+    """The ids of the rows, with the marks at which ``text`` agrees with the saved one."""
+    stored = Stored(rows["id"].tolist(), reduced=((rows["flags"] & REDUCED) > 0).tolist())
+    for index in np.flatnonzero(rows["chars"] >= 0).tolist():
+        chars = int(rows["chars"][index])
+        if chars <= len(text) and rows["digest"][index].tobytes() == load.of_text(text[:chars]):
+            stored.marks.append((index + 1, chars))
+    stored.text = text[: stored.marks[-1][1]] if stored.marks else ""
+    return stored
+
+
+def control_positions(rows: Rows) -> list[int]:
+    """The positions of the chat's control tokens."""
+    found: list[int] = np.flatnonzero(rows["flags"] & CONTROL).tolist()
+    return found
+
+
+def _digest(value: str | dict[str, str]) -> str:
+    return load.of_text(str(value)).hex()
+
+
+class SavedFolder:
+    """``folder`` need not exist; ``limit`` is in bytes."""
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self._folder = folder
+        self._limit = limit
+
+    def path(self, conversation: str) -> Path:
+        """The path of a conversation's K/V file; it need not exist."""
+        return paths.saved_kv(self._folder, conversation)
+
+    def latest_first(self) -> list[Path]:
+        """The files, the one used last first."""
+        return [path for _, path in sorted(self._used(), reverse=True)]
+
+    def touch(self, path: Path) -> None:
+        """Note that a file is used."""
+        with suppress(OSError):
+            os.utime(path)
+
+    def delete(self, conversation: str) -> None:
+        """Delete a conversation's file, if there is one; one that cannot be deleted stays."""
+        with suppress(OSError):
+            self.path(conversation).unlink()
+
+    def make_room(self, path: Path, size: int) -> int:
+        """Delete files until ``path`` may grow to ``size`` bytes; how large it may become, where that is less.
+
+        None is deleted for one that would not fit alone: it gets what the others leave.
+        """
+        others = [other for other in self.latest_first() if other != path]
+        allowed = self._allowed()
+        taken = sum(map(_size, others))
+        while others and taken + size > allowed >= size:
+            oldest = others.pop()
+            taken -= _size(oldest)
+            with suppress(OSError):
+                oldest.unlink()
+        return max(0, min(size, allowed - taken))
+
+    def _allowed(self) -> int:
+        """Bytes of all files, of those there now and more."""
+        there = next((place for place in (self._folder, *self._folder.parents) if place.exists()), self._folder)
+        free = shutil.disk_usage(there).free
+        return min(self._limit, sum(map(_size, self.latest_first())) + free // DISK_SHARE)
+
+    def _used(self) -> list[tuple[float, Path]]:
+        found = []
+        for path in self._folder.glob(f"*{paths.SAVED_KV}*"):
+            with suppress(OSError):
+                found.append((path.stat().st_mtime, path))
+        return found
+
+
+def _size(path: Path) -> int:
+    with suppress(OSError):
+        return path.stat().st_size
+    return 0
+
+
+@dataclass
+class Job:
+    """``pages`` from page ``first`` on are to be written to ``file``; ``rows`` are their tokens'.
+
+    ``pages`` is called for each: while a conversation goes on another pool may come to hold them.
+
+    ``query`` is the last token's, ``snapshots`` are those of a recurrent state that are to be saved.
+
+    ``saved`` counts the tokens of ``stored`` that are on disk, as far as the job has come.
+    """
+
+    file: PageFile
+    stored: Stored
+    first: int
+    rows: Rows
+    pages: Callable[[], StoredPages]
+    saved: int = 0
+    query: bytes = b""
+    snapshots: Sequence[Snapshot] = ()
+
+
+class WriteBehind:
+    """Writes jobs on a thread of its own until it is interrupted, which waits for one page's copy at most.
+
+    ``problem`` says why a conversation could not be written to its end, empty where the last one could.
+    """
+
+    def __init__(self, folder: SavedFolder, page: int) -> None:
+        self.problem = ""
+        self._folder = folder
+        self._page = page
+        self._copying = threading.Lock()
+        self._interrupted = threading.Event()
+        self._thread: CheckedThread | None = None
+        self._jobs: Sequence[Job] = ()
+
+    def begin(self, jobs: Sequence[Job]) -> None:
+        """Write these, after ``interrupt``."""
+        before, self._jobs = self._thread, jobs
+        self._interrupted = threading.Event()
+        try:
+            self._thread = CheckedThread(partial(self._work, jobs, self._interrupted, before))
+        except MemoryError:
+            self.problem = "there is no memory to write them with"
+
+    def interrupt(self) -> None:
+        """Take nothing more from the jobs' pages from now on, and note what was saved of them."""
+        with self._copying:
+            self._interrupted.set()
+        for job in self._jobs:
+            job.stored.saved, job.stored.links = job.saved, job.file.links.copy()
+        self._jobs = ()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Take nothing from the jobs' pages during the block, which may only add tokens to them."""
+        with self._copying:
+            yield
+
+    @property
+    def is_writing(self) -> bool:
+        """True until all jobs are written or given up."""
+        return self._thread is not None and not self._thread.is_over
+
+    def finish(self, seconds: float) -> None:
+        """Let it write for so long at most, then end."""
+        thread = self._thread
+        if thread is not None:
+            thread.join(seconds)
+            self.interrupt()
+            thread.join()
+
+    def _work(self, jobs: Sequence[Job], interrupted: threading.Event, before: CheckedThread | None) -> None:
+        if before is not None:
+            before.join()  # it may be writing its last page, to the same file
+        for job in jobs:
+            try:
+                self._write(job, interrupted)
+            except DamagedFileError:
+                job.saved = 0  # gone or changed meanwhile: all of it is written again next time
+            except OSError as error:
+                self.problem = error.strerror or str(error)
+
+    def _write(self, job: Job, interrupted: threading.Event) -> None:
+        end = before = job.file.links[-1].end if job.file.links else HEADER_BYTES
+        pages = slice(job.first, job.first - (-len(job.rows) // self._page))
+        end += sum(job.file.record_bytes(kind) for kind in job.pages().kinds[pages])
+        end += sum(snapshot.nbytes for snapshot in job.snapshots)
+        allowed = self._folder.make_room(job.file.path, end)
+        if allowed < end:
+            room = f"kv.saved_gib and the disk have room for {size(allowed)}"
+            self.problem = f"those of this conversation take {size(end)}, {room}"
+        for start in range(0, len(job.rows), self._page):
+            page = job.first + start // self._page
+            with self._copying:
+                if interrupted.is_set():
+                    return
+                holder = job.pages()
+                before += job.file.record_bytes(holder.kinds[page])
+                if before > allowed:
+                    return
+                blocks, cut_off = blocks_of(holder.stored(page)), page in holder.cut_off
+            rows = job.rows[start : start + self._page]
+            is_last = start + self._page >= len(job.rows)
+            query = job.query if is_last else b""
+            states = [(one.tokens, one.encoded()) for one in job.snapshots] if is_last and allowed >= end else []
+            job.file.write(page, rows, blocks, cut_off, query, states)
+            job.saved = page * self._page + len(rows)
+            if allowed >= end:
+                self.problem = ""

@@ -1,0 +1,560 @@
+"""Conversation -> token ids, and how many of them are stored already.
+
+Knows the tokenizer and its chat template, nothing of the model or of K/V. Reuse goes by text first: templates
+tokenize again what the model generated, and other tokens may come out for the same text. So ``Stored``, the ids whose
+K/V are in the host pool, remembers at some places the exact text that the ids before it stand for; where that text is a
+prefix of the newly rendered one its ids are kept and only the rest is tokenized. Past the last such place the longest
+common prefix of ids decides.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from functools import lru_cache
+from itertools import product
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvchat.engine import escaping
+from kvchat.engine.escaping import EDGE, ESCAPE, Edges, Escaper, StandIns, found_edges, harmless
+from kvchat.engine.template import ChatTemplate, LimitExceededError
+from kvchat.errors import ModelError, UsageError, did_you_mean
+from kvchat.foreign_text import visible
+from kvchat.kv.memory.page_file import Link
+from kvchat.protocol.messages import Turn
+from kvchat.thoughts import CHANNEL, FINAL, PARTS, TAGS, THOUGHT, end_of, is_tag, split
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+ROLES = ("system", "user", "assistant")
+# Unicode noncharacters, as ``ESCAPE``: they never occur in real text and are taken out of what is given.
+GUARD = "\ufdd1"  # around the outer white space of an answer, where a template would trim it and so end the reuse
+PROBE = "kvchat-probe"
+USER = (Turn("user", PROBE),)
+TOLD = Turn("system", f"{PROBE}-told")
+PROBED = (2, 12)  # questions, after which another is asked; templates may leave out what comes before the last few
+EXCERPT = 24  # characters before and after a place
+LONGEST_TAG = 80  # with the white space behind it
+LONGEST_BETWEEN = 512  # characters that a template writes between an answer and the next question
+_SPLIT_AT = re.compile(r"""split\(\s*['"](</[^'"\s<>]{1,40}>|\[/[^'"\s\[\]]{1,40}\])['"]""")
+KEPT_RESTS = (
+    8  # of texts, tokenized from where their ids are not known: of all that is kept most agree to the same place
+)
+_TOKEN_LIKE = re.compile(r"<[^\s<>]*[^\W\d_][^\s<>]*>|\[[^\s\[\]]*[^\W\d_][^\s\[\]]*\]")
+_HEADING = re.compile(r"\n[^\n]*?[^\W\d_][^\n]*?(?:[^\w\s](?=\s*$|\s*\n)|\n)")
+KEPT_TIMES = 64  # of conversations, by their first question
+_NONCHARACTERS = dict.fromkeys(map(ord, (ESCAPE, GUARD, EDGE)))
+
+
+class Prompt(NamedTuple):
+    """All ids of a conversation; the first ``reused`` of them are stored and at least one is not.
+
+    ``text`` is what the ids stand for, to be given to ``Stored.agree`` once they are stored.
+    """
+
+    ids: list[int]
+    reused: int
+    text: str
+
+
+class PromptEncoder:
+    """Renders conversations with a tokenizer's chat template, or as plain ``User:``/``Assistant:`` lines without one.
+
+    Message contents never become control tokens: what is spelled like one is tokenized as ordinary text. Control tokens
+    are those marked special, ``<|...|>`` that finetunes forget to mark, and what the template writes around turns.
+    Other added tokens stay as they are: runs of spaces, HTML tags, ``<think>``, which templates look for in answers.
+    Where a template changes a message so that it becomes a control token (``</TURN>`` lower-cased) it is refused.
+    ``variables`` are those of the template that a person set.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any] = MappingProxyType({})) -> None:
+        self._tokenizer = tokenizer
+        self._template = ChatTemplate(tokenizer, variables)
+        self._anchor = _find_anchor(tokenizer)
+        control = escaping.control_ids(tokenizer)
+        self._escaper = Escaper(tokenizer, control)  # enough for what the template is tried with
+        names = {token.content for token in tokenizer.added_tokens_decoder.values()}
+        self._has_channels = names.issuperset(PARTS) and CHANNEL in str(tokenizer.chat_template)
+        self._rest = lru_cache(KEPT_RESTS)(self._tokenize)
+        self._now = lru_cache(KEPT_TIMES)(lambda _question: datetime.now())
+        # Templates of multimodal models may know the parts of a message only, and drop one that is a string.
+        self._in_parts = not self._renders(USER) and self._renders(USER, in_parts=True)
+        self._folds_system = not self._renders([Turn("system", PROBE), Turn("user", "Hello")], self._in_parts)
+        self.begins_with_system = self._begins_with_system()
+        notes = self._notes()
+        turn_markers = self._turn_markers()
+        # A character that the tokenizer does not know is no control token.
+        self._control = control - escaping.unknown(tokenizer) | turn_markers
+        self._escaper = Escaper(tokenizer, self._control)
+        self.notes = (*notes, *self._changes())
+        # What ends an answer, by the form of the prompt: control tokens, and stop strings.
+        self.turn_end, self.stop = self._turn_end() if tokenizer.chat_template else (frozenset[int](), ("\nUser:",))
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """The names of the variables that the chat template looks at."""
+        return self._template.variables if self._tokenizer.chat_template else ()
+
+    def encode(self, turns: Sequence[Turn], stored: Stored) -> Prompt:
+        """The ids of a conversation, reusing what is stored; ``stored`` is not modified.
+
+        Raises:
+            UsageError: an unknown role, nothing to answer, the template refuses the conversation or forges turns in it.
+        """
+        text = self.render(turns)
+        ids = self.ids_of(text, stored)
+        if not ids:
+            raise UsageError("The model's chat template writes nothing of this conversation.", hint="Say it otherwise.")
+        return Prompt(ids, min(common_prefix(stored.ids, ids), len(ids) - 1), text)
+
+    def ids_of(self, text: str, stored: Stored) -> list[int]:
+        """The ids of a rendered text, those of ``stored`` for as much of it as they are known to stand for."""
+        kept, chars = stored.agreed(text)
+        return stored.ids[:kept] + self._rest(text[chars:], anchored=chars > 0)
+
+    def pinned(self, turns: Sequence[Turn], stored: Stored, system: bool = False) -> list[int]:
+        """The positions of the pinned turns' tokens, each with what the template writes around it; ascending.
+
+        With ``system`` those of the system prompt too, where it is no ``preamble``.
+
+        Raises:
+            UsageError: as ``encode``, or the template leaves out or changes what a turn says.
+        """
+        if system and turns and turns[0].role == "system" and not self.begins_with_system:
+            turns = (replace(turns[0], pinned=True), *turns[1:])
+        if not any(turn.pinned for turn in turns):
+            return []
+        text, found = self.render(turns), list[int]()
+        for begin, end in self._spans(turns, text):
+            first, last = min(self._counted(text, begin, stored)), max(self._counted(text, end, stored))
+            found += range(max(first, found[-1] + 1 if found else 0), last)
+        return found
+
+    def _counted(self, text: str, chars: int, stored: Stored) -> tuple[int, int]:
+        """The ids of ``text[:chars]``, counted from the last place before it whose ids are known, and from the next.
+
+        The counts differ where what was generated between them would be tokenized otherwise.
+        """
+        before = len(self.ids_of(text[:chars], stored))
+        ids, end = stored.agreed_from(text, chars) or (before, chars)
+        return before, ids - len(self._rest(text[chars:end], anchored=True))
+
+    def _spans(self, turns: Sequence[Turn], text: str) -> list[tuple[int, int]]:
+        """The pinned turns' characters in ``text``, ascending: from the end of what is said before each to the next.
+
+        ``text`` is the conversation as it is rendered, which need not have the turns in their order.
+        """
+        shown = _fold_system(turns) if self._folds_system and self._tokenizer.chat_template else turns
+        found = found_edges(self.render(turns, edges=True))
+        pinned = {i for i, turn in enumerate(shown) if turn.pinned}
+        if found is None or found[0] != text or not pinned <= {turn for turn, *_ in found[1]}:
+            raise UsageError(
+                "Messages of this conversation cannot be pinned.",
+                "The model's chat template leaves out or changes what a message says.",
+                "Unpin them: /pin none.",
+            )
+        said = [(-1, 0, 0), *found[1], (-1, len(text), len(text))]
+        around = zip(said, said[1:], said[2:], strict=False)
+        return [(before[2], after[1]) for before, (turn, *_), after in around if turn in pinned]
+
+    def preamble(self, turns: Sequence[Turn]) -> int:
+        """Tokens before the first user turn's text, where the text begins with a system prompt; else 0."""
+        if not turns or turns[0].role != "system" or not self.begins_with_system:
+            return 0
+        began = self._began(turns).timestamp()
+        # What two conversations with this system prompt have in common, the template's own tokens included.
+        one, other = (
+            self._tokenize(self.render((turns[0], Turn("user", text, at=began))), anchored=False) for text in "0A"
+        )
+        return common_prefix(one, other)
+
+    def render(self, turns: Sequence[Turn], edges: bool = False) -> str:
+        """The text of a conversation up to where the model goes on, with ``ESCAPE`` in would-be control tokens.
+
+        With ``edges`` there are marks before and after what each turn says, for ``found_edges``.
+
+        An assistant turn at the end is continued: it follows the generation prompt as it is, just as it was generated.
+        (``continue_final_message`` of transformers trims it, and templates drop its thinking.)
+
+        Raises:
+            UsageError: as ``encode``.
+        """
+        _check(turns)
+        write = Edges().put if edges else str
+        if turns[-1].role == "assistant":
+            head, said = self._begun(turns[-1].content)
+            return self._render_history(turns[:-1], write) + head + write(self._escape(said))
+        return self._render_history(turns, write)
+
+    def answered(self, prompt: Prompt, answer: str, end: int | None = None) -> str:
+        """The text of ``prompt`` and the answer to it, for ``Stored.agree``.
+
+        ``answer`` is the decoded text of all generated ids that are stored; ``end`` is the end token if that is stored
+        too, which it need not be: the next prompt brings it.
+        """
+        closing = self._tokenizer.convert_ids_to_tokens(end) if end is not None else ""
+        return f"{prompt.text}{self._escape(answer)}{closing}"
+
+    @property
+    def thought_tags(self) -> tuple[str, ...]:
+        """The tags that begin what the template looks for the end of, to leave it out of later prompts."""
+        source = self._tokenizer.chat_template
+        ends = _SPLIT_AT.findall(source) if isinstance(source, str) else []
+        return tuple(dict.fromkeys(end.replace("/", "", 1) for end in ends if "tool" not in end))
+
+    def thought_end(self, turns: Sequence[Turn], prompt: Prompt) -> str:
+        """The tag that ends the thought which the template begins at the end of the prompt; empty where it does not."""
+        end = prompt.text[-LONGEST_TAG:].rstrip()
+        said = self._escape(turns[-1].content).rstrip()
+        tag = next((tag for tag in (*self.thought_tags, *TAGS) if end.lower().endswith(tag.lower())), "")
+        if not tag or turns[-1].role == "assistant" or prompt.text.rstrip().endswith(said):
+            return ""
+        return end_of(end[-len(tag) :])
+
+    # ---- text -----------------------------------------------------------------------------------
+
+    def _render_history(self, turns: Sequence[Turn], write: Callable[[str], str]) -> str:
+        if not self._tokenizer.chat_template:
+            return self._plain(turns, write)
+        shown = _fold_system(turns) if self._folds_system else turns
+        if write is not str:
+            return self._apply_template(shown, self._in_parts, write)
+        text = self._apply_template(shown, self._in_parts)
+        self._refuse_forged(shown, text, is_folded=len(shown) < len(turns))
+        return text
+
+    def _refuse_forged(self, turns: Sequence[Turn], text: str, is_folded: bool) -> None:
+        """Refuse what turns say where the template changes it and then has other control tokens than its own.
+
+        Raises:
+            UsageError: the text has others.
+        """
+        stand_ins = StandIns()
+        own = self._apply_template(turns, self._in_parts, stand_ins.put)
+        if stand_ins.put_back(own) == text or self._controls(text) == (known := self._controls(harmless(own))):
+            return
+
+        def forges(write: Callable[[str], str]) -> bool:
+            return self._controls(harmless(self._apply_template(turns, self._in_parts, write))) != known
+
+        roles, texts = [turn.role for turn in turns], [self._escape(turn.content) for turn in turns]
+        raise escaping.refusal(roles, texts, forges, is_folded)
+
+    def _controls(self, text: str) -> list[int]:
+        return [token for token in self._tokenize(text, anchored=False) if token in self._control]
+
+    def _apply_template(self, turns: Sequence[Turn], in_parts: bool, write: Callable[[str], str] = str) -> str:
+        """The template's text, in which ``write`` of what a turn says stands for it."""
+        messages = [{"role": turn.role, "content": self._content(turn, in_parts, write)} for turn in turns]
+        try:
+            return self._template.render(messages, self._began(turns)).replace(GUARD, "")
+        except LimitExceededError as error:
+            raise UsageError(
+                "The model's chat template is stopped: no conversation needs what it does.",
+                f"{error}.",
+                "Choose another model.",
+            ) from error
+        except Exception as error:  # templates are programs from elsewhere and raise whatever they like
+            raise UsageError(
+                "The model's chat template refuses this conversation.",
+                f"Its message: {str(error)[:500] or type(error).__name__}.",
+                "Turns that alternate between user and assistant, starting with user, suit every template.",
+            ) from error
+
+    def _began(self, turns: Sequence[Turn]) -> datetime:
+        """The time at which a conversation began: its template is told no other, or it would be read again each time.
+
+        Where nobody knows it is when its first question was first seen.
+        """
+        asked = next((turn for turn in turns if turn.role == "user"), USER[0])
+        with suppress(OverflowError, ValueError, OSError):  # no time that a calendar has
+            if asked.at > 0:
+                return datetime.fromtimestamp(asked.at)
+        return self._now(asked.content)
+
+    def _begun(self, answer: str) -> tuple[str, str]:
+        """What stands before an answer that goes on, and the part of it that does: nothing and all of it, as a rule."""
+        thought, said = split(answer) if self._has_channels else ("", answer)
+        if not self._has_channels or not answer:
+            return "", answer
+        return (THOUGHT, thought) if thought and not said and end_of(TAGS[0]) not in answer else (FINAL, said)
+
+    def _content(self, turn: Turn, in_parts: bool, write: Callable[[str], str]) -> str | list[dict[str, str]]:
+        is_thought_over = self._has_channels and turn.role == "assistant"
+        text = self._escape(split(turn.content)[1] if is_thought_over else turn.content)
+        before = GUARD if turn.role == "assistant" and text[:1].isspace() else ""
+        after = GUARD if turn.role == "assistant" and text[-1:].isspace() else ""
+        text = f"{before}{write(text)}{after}"
+        return [{"type": "text", "text": text}] if in_parts else text
+
+    def _escape(self, text: str) -> str:
+        return self._escaper.escape(text.translate(_NONCHARACTERS).encode("utf-8", "replace").decode())
+
+    def _turn_markers(self) -> frozenset[int]:
+        """The added tokens that the template writes around turns, also those not marked special."""
+        if not self._tokenizer.chat_template:
+            return frozenset()
+        user, others = Turn("user", "x"), [Turn("assistant", "y"), Turn("user", "z")]
+        text = ""
+        for turns in ([user], [user, *others], [Turn("system", "s"), user, *others]):
+            with suppress(UsageError):  # it may refuse a role
+                text += self._apply_template(turns, self._in_parts)
+        return escaping.markers(self._tokenizer, text)
+
+    def _turn_end(self) -> tuple[frozenset[int], tuple[str, ...]]:
+        """The control token and the text that the template writes between an answer and the next question.
+
+        Finetunes may name another token as their end, or have none for what their template writes. Text counts where
+        it is spelled like a token or is a heading on a line of its own. Where the template writes a control token
+        before an answer that the model has to write itself, an answer has several parts, and what ends one of them
+        does not end it.
+        """
+        asked, told, next_asked = Turn("user", "x"), Turn("assistant", PROBE), Turn("user", f"{PROBE}-next")
+        try:
+            prompt = self._apply_template([asked], self._in_parts)
+            text = self._apply_template([asked, told, next_asked], self._in_parts)
+        except UsageError:  # it may refuse the turns
+            return frozenset(), ()
+        before, _, behind = text.partition(PROBE)
+        behind = behind[:LONGEST_BETWEEN].partition(next_asked.content)[0]
+        added = self._tokenizer.added_tokens_decoder.items()
+        names = {token.content: i for i, token in added if i in self._control and token.content in text}
+        written = "|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)"
+        own = re.findall(written, before[common_prefix(prompt, before) :])
+        if not behind or any(not is_tag(name) for name in own):
+            return frozenset(), ()
+        bos = self._tokenizer.bos_token
+        token = next((name for name in re.findall(written, behind) if name != bos), None)
+        said = next((text for text in re.split(written, behind) if text.strip()), "")
+        if token and behind.index(token) < behind.index(said):
+            said = ""
+        heading = _TOKEN_LIKE.match(said.strip()) or _HEADING.search(said)
+        return frozenset({names[token]} if token else ()), (heading[0],) if heading else ()
+
+    def _plain(self, turns: Sequence[Turn], write: Callable[[str], str]) -> str:
+        """The form for a model without a template; the space before an answer is the model's own."""
+        lines = [self._leading_bos()]
+        for turn in turns:
+            text = write(self._escape(turn.content))
+            if turn.role == "system":
+                lines.append(f"{text.strip()}\n\n")
+            elif turn.role == "user":
+                lines.append(f"User: {text.strip()}\n")
+            else:
+                lines.append(f"Assistant:{text if text[:1].isspace() else ' ' + text}\n")
+        return "".join(lines) + "Assistant:"
+
+    def _leading_bos(self) -> str:
+        """The beginning-of-text token where the tokenizer itself would put one; templates write their own."""
+        bos = self._tokenizer.bos_token_id
+        return self._tokenizer.bos_token if bos is not None and self._tokenizer("").input_ids[:1] == [bos] else ""
+
+    def _renders(self, turns: Sequence[Turn], in_parts: bool = False) -> bool:
+        """True if the template renders ``PROBE`` among the turns: some raise at a role, some drop the text."""
+        if not self._tokenizer.chat_template:
+            return True
+        try:
+            return PROBE in self._apply_template(turns, in_parts)
+        except UsageError as error:
+            if isinstance(error.__cause__, LimitExceededError):
+                raise  # another conversation would take as long
+            return False
+
+    def _begins_with_system(self) -> bool:
+        """True if the system prompt comes first in a conversation: some templates write it with the last question."""
+        with suppress(UsageError):  # it may refuse the turns
+            found = found_edges(self.render(_conversation(2, system=True), edges=True))
+            return found is None or not found[1] or found[1][0][0] == 0
+        return True
+
+    def _changes(self) -> list[str]:
+        """A note where the template changes earlier text with each question, so that it has to be read again."""
+        for system, questions in product((False, True), PROBED):
+            with suppress(UsageError):  # it may refuse so many turns
+                text, longer = (self.render(_conversation(number, system)) for number in (questions, questions + 1))
+                same = common_prefix(text, longer)
+                if same < text.rfind(_asked(questions)):
+                    when = "With a system prompt, at" if system else "At"
+                    first = re.search(rf"{PROBE}-\d+\.", text)
+                    read = "the one before" if first and same >= first.end() else "the whole conversation"
+                    how = self._change(text, longer, same)
+                    return [f"{when} each question {read} is read again: the chat template {how}."]
+        return []
+
+    def _change(self, text: str, longer: str, same: int) -> str:
+        """How ``text``, whose first ``same`` characters stay, changes to ``longer``."""
+        if not self.begins_with_system and TOLD.content in longer[same:]:
+            return "moves the system prompt to the last question"
+        if _asked(1) not in longer:
+            return "leaves out all but the last messages"
+        lines = (one[max(0, same - EXCERPT) : same + EXCERPT].replace("\n", " ").strip() for one in (text, longer))
+        return "first writes “{}”, then “{}”".format(*map(visible, lines))
+
+    def _notes(self) -> tuple[str, ...]:
+        """What the template does that a person should know of.
+
+        Raises:
+            ModelError: it writes nothing of a conversation, or refuses any, so the model would have nothing to answer.
+        """
+        if not self._tokenizer.chat_template or self._renders(USER, self._in_parts):
+            return ()
+        try:
+            text = self._apply_template(USER, self._in_parts)
+        except UsageError as error:
+            if not self._folds_system:  # it wants a system prompt
+                return ()
+            why, hint = error.detail, "Choose another model, or give another template: --chat-template FILE."
+            raise ModelError("The model's chat template refuses every conversation.", why, hint) from error
+        if not self._tokenize(text, anchored=False):
+            raise ModelError(
+                "The model's chat template writes nothing.",
+                "Of a question nothing is left, so there is nothing that the model could answer.",
+                "Choose another model.",
+            )
+        return ("The model's chat template leaves out what a user says: answers do not depend on the questions.",)
+
+    # ---- ids ------------------------------------------------------------------------------------
+
+    def _tokenize(self, text: str, anchored: bool) -> list[int]:
+        ids: list[int] = []
+        for part in text.split(ESCAPE):
+            ids += self._tokenize_part(part, anchored)
+            anchored = True
+        return ids
+
+    def _tokenize_part(self, text: str, anchored: bool) -> list[int]:
+        """Ids of a text; ``anchored`` is text that goes on from earlier text.
+
+        Tokenizers with word-start marks (SentencePiece) put one at the very beginning; behind a control token they
+        do not, so anchored text is tokenized behind one.
+        """
+        if not text:
+            return []
+        anchor, before = self._anchor if anchored else ("", [])
+        ids: list[int] = self._tokenizer.encode(anchor + text, add_special_tokens=False, verbose=False)
+        if ids[: len(before)] != before:  # the text begins with a mark that became one with the anchor's end
+            return self._tokenize_part(text, anchored=False)
+        return ids[len(before) :]
+
+
+def _asked(number: int) -> str:
+    return f"{PROBE}-{number}."
+
+
+def _conversation(questions: int, system: bool) -> list[Turn]:
+    """A conversation to try the template with, which goes on with every further question."""
+    turns = [Turn("user", _asked(1))]
+    for number in range(2, questions + 1):
+        turns += [Turn("assistant", "I see."), Turn("user", _asked(number))]
+    return [TOLD, *turns] if system else turns
+
+
+def _find_anchor(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
+    """A control token that leaves the text after it alone, and its id; nothing where there is none."""
+    candidates = ((i, token) for i, token in tokenizer.added_tokens_decoder.items() if token.special)
+    for token_id, token in candidates:
+        ids = tokenizer.encode(f"{token.content} a", add_special_tokens=False)
+        if ids[:1] == [token_id] and not token.rstrip:
+            return str(token.content), [token_id]
+    return "", []
+
+
+def _check(turns: Sequence[Turn]) -> None:
+    if not isinstance(turns, Sequence):
+        raise UsageError("A conversation is a list of turns.", f"Given: {turns!r}."[:200], "Give a list or a tuple.")
+    for turn in turns:
+        texts = (turn.role, turn.content) if isinstance(turn, Turn) else (None,)
+        if not all(isinstance(text, str) for text in texts) or not isinstance(turn.at, int | float):
+            raise UsageError("A turn is a role and a text.", f"Given: {turn!r}."[:200], "Give kvchat.protocol's Turn.")
+        if turn.role not in ROLES:
+            raise UsageError(f'There is no role "{turn.role}" in a conversation.', hint=did_you_mean(turn.role, ROLES))
+    user = [turn for turn in turns if turn.role == "user"]
+    if not user or not user[-1].content.strip():
+        raise UsageError("The prompt is empty.", "The last user turn has no text to answer.", "Write a message.")
+
+
+def _fold_system(turns: Sequence[Turn]) -> list[Turn]:
+    """The system text at the head of the first user turn, for templates without a system role."""
+    system = "\n\n".join(turn.content.strip() for turn in turns if turn.role == "system")
+    rest = [turn for turn in turns if turn.role != "system"]
+    first = next(i for i, turn in enumerate(rest) if turn.role == "user")
+    if system:
+        pinned = rest[first].pinned or any(turn.pinned for turn in turns if turn.role == "system")
+        rest[first] = replace(rest[first], content=f"{system}\n\n{rest[first].content}", pinned=pinned)
+    return rest
+
+
+@dataclass
+class Stored:
+    """The ids whose K/V are stored, and the text that they stand for.
+
+    ``marks`` are pairs (number of ids, number of characters), ascending: that many ids stand for exactly that much of
+    ``text``. Ids after the last mark have no known text. ``reduced`` tells for each id whether its K/V were computed
+    while a mode attended to less than everything. The K/V of the first ``saved`` ids are on disk as they are here, in
+    pages with these ``links``.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    text: str = ""
+    marks: list[tuple[int, int]] = field(default_factory=list)
+    reduced: list[bool] = field(default_factory=list)
+    saved: int = 0
+    links: list[Link] = field(default_factory=list)
+
+    @property
+    def reduced_tokens(self) -> int:
+        """Number of ids whose K/V were computed with less context."""
+        return sum(self.reduced)
+
+    @property
+    def first_reduced(self) -> int:
+        """Index of the first of them; the number of ids where there is none."""
+        return self.reduced.index(True) if True in self.reduced else len(self.ids)
+
+    def extend(self, ids: Sequence[int], reduced: bool = False) -> None:
+        """Add ids without a text."""
+        self.ids.extend(ids)
+        self.reduced.extend([reduced] * len(ids))
+
+    def become(self, other: Stored) -> None:
+        """Take over all that ``other`` has."""
+        vars(self).update(vars(other))
+
+    def agree_as(self, other: Stored) -> None:
+        """Take text and marks of ``other``, whose ids are the same."""
+        self.text, self.marks = other.text, other.marks
+
+    def agree(self, text: str) -> None:
+        """Say that all ids so far stand for ``text``; older marks that contradict it are dropped."""
+        agreed, _ = self.agreed(text)
+        kept = [mark for mark in self.marks if mark[0] <= agreed and mark[0] < len(self.ids)]
+        self.marks = [*kept, (len(self.ids), len(text))]
+        self.text = text
+
+    def truncate(self, length: int) -> None:
+        """Keep the first ``length`` ids."""
+        del self.ids[length:], self.reduced[length:]
+        self.saved = min(self.saved, length)
+        self.marks = [mark for mark in self.marks if mark[0] <= length]
+        self.text = self.text[: self.marks[-1][1]] if self.marks else ""
+
+    def agreed(self, text: str) -> tuple[int, int]:
+        """The last mark whose text is a prefix of ``text``, (0, 0) where there is none."""
+        found = (mark for mark in reversed(self.marks) if text.startswith(self.text[: mark[1]]))
+        return next(found, (0, 0))
+
+    def agreed_from(self, text: str, chars: int) -> tuple[int, int] | None:
+        """The first mark with at least ``chars`` characters whose text is a prefix of ``text``."""
+        found = (mark for mark in self.marks if mark[1] >= chars and text.startswith(self.text[: mark[1]]))
+        return next(found, None)
+
+
+def common_prefix(a: Sequence[object], b: Sequence[object]) -> int:
+    """Number of leading elements that are equal."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -1,0 +1,212 @@
+"""Recovery while an answer is generated: entropy signals detect that it goes wrong, the SR, WR, FR, RR ladder acts.
+
+What is measured are the model's own probabilities, before temperature and cuts; they are read back with the token.
+
+Paper: ASR-KF-EGR, section 3.6, which names the four levels and leaves triggers to future work. ``Ladder`` is pure
+numbers: the caller measures every token and carries out what it answers.
+
+Decisions:
+    * A signal is compared with the 64 tokens before it, from the 32nd token on. Falling log-probability is measured
+      in deviations of single tokens, not of 8-token means: the more patient reading of "3 sigma".
+    * Deviations count as at least ``MIN_DEVIATION``: in a text that was certain all along one surprise is no alarm.
+    * Between 32 and 64 tokens after an action the same level is tried again; after that the ladder starts over.
+    * Levels that a mode has no use for are left out. A rewalk that may not be repeated yet becomes the level before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvchat.engine.sampler import Sampler, SamplerState, checked, read
+from kvchat.kv.modes.base import Mode
+from kvchat.kv.modes.recovery_levels import LEVELS, Level
+
+REWALK = 16  # tokens that RR withdraws
+BASELINE, WARM_UP = 64, 32
+SIGMAS = 3.0
+MIN_DEVIATION = 0.5
+MIN_ENTROPY = 1.0  # nat
+SPIKES, SPIKE_SPAN = 2, 4
+LOG_PROB_SPAN = 8
+NGRAM, REPEATS = 12, 3
+COOL_DOWN, ESCALATE, CALM_TOKENS = 16, 32, 64
+REWALK_EVERY = 128
+
+
+class RecoveryMonitor:
+    """Draws the tokens of one answer and watches them. ``due`` is what is to be done before the next one.
+
+    ``level`` is that of the last action, calm, or empty without recovery.
+    """
+
+    def __init__(self, sampler: Sampler) -> None:
+        self.sampler = sampler
+        self.signals = Signals()
+        self.ladder = Ladder(())
+        self.due: tuple[Level, Trigger] | None = None
+        self.level = ""
+        self._states: deque[SamplerState] = deque(maxlen=REWALK)
+
+    def draw(self, logits: Tensor, mode: Mode) -> int:
+        """The next token; without recovery nothing is measured.
+
+        Raises:
+            EngineError: the logits are not finite.
+        """
+        if not mode.parameters.recovery:
+            self._states.clear()
+            self.level = ""
+            return read(self.sampler(logits))
+        self._states.append(self.sampler.state())
+        value, entropy, log_prob = measure(logits, self.sampler(logits)).tolist()
+        token = checked(int(value))
+        self._watch(mode)
+        trigger = self.signals.add(token, entropy, log_prob)
+        level = self.ladder.token(trigger is not None)
+        self.due = (level, trigger) if level and trigger else None
+        self.level = self.ladder.level or "calm"
+        return token
+
+    def take(self) -> tuple[Level, Trigger] | None:
+        """Return the recovery that is due and forget it; None if none is."""
+        due, self.due = self.due, None
+        return due
+
+    def rewind(self) -> int:
+        """Forget the last tokens, at most ``REWALK``, and go on with other random numbers; how many they are."""
+        tokens = len(self._states)
+        self.sampler.set_state(self._states[0])
+        self.sampler.fork()
+        self.signals.withdraw(tokens)
+        self._states.clear()
+        return tokens
+
+    def _watch(self, mode: Mode) -> None:
+        """A mode has a ladder of its own levels."""
+        levels = mode.recovery_levels
+        if self.sampler.greedy and levels == ("RR",):
+            levels = ()  # nothing would come out otherwise
+        if levels != self.ladder.levels:
+            self.ladder = Ladder(levels)
+
+
+def measure(logits: Tensor, token: Tensor) -> Tensor:
+    """``token`` (0-d), the entropy in nats of the distribution ``logits [vocab]`` stand for, and its log-probability.
+
+    float64 ``[3]``, so that one read-back gets all.
+    """
+    log_probs = logits.log_softmax(0)
+    log_prob = log_probs.index_select(0, token.clamp(min=0).view(1))
+    entropy = torch.special.entr(log_probs.exp()).sum().view(1)
+    return torch.cat((token.view(1).double(), entropy.double(), log_prob.double()))
+
+
+class Trigger(NamedTuple):
+    """The signal that triggered recovery: ``entropy`` (z), ``log-prob`` (z) or ``repetition`` (times)."""
+
+    signal: str
+    value: float
+
+
+@dataclass
+class Signals:
+    """Measurements at each token of one answer."""
+
+    entropies: list[float] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    _spikes: list[bool] = field(default_factory=list)
+    _grams: dict[tuple[int, ...], int] = field(default_factory=dict)
+
+    def add(self, token: int, entropy: float, log_prob: float) -> Trigger | None:
+        """A token was drawn from a distribution of ``entropy`` nats, in which its logarithmic probability was this."""
+        z = _deviations(entropy, self.entropies)
+        self._spikes.append(z > SIGMAS and entropy > MIN_ENTROPY)
+        self.entropies.append(entropy)
+        self.log_probs.append(log_prob)
+        self.tokens.append(token)
+        times = self._count_gram()
+        fall = self._fall()
+        if self._spikes[-1] and sum(self._spikes[-SPIKE_SPAN:]) >= SPIKES:
+            return Trigger("entropy", z)
+        if fall > SIGMAS:
+            return Trigger("log-prob", -fall)
+        return Trigger("repetition", times) if times >= REPEATS else None
+
+    def withdraw(self, tokens: int) -> None:
+        """Forget the last tokens."""
+        for end in range(len(self.tokens), len(self.tokens) - tokens, -1):
+            if end >= NGRAM:
+                self._grams[tuple(self.tokens[end - NGRAM : end])] -= 1
+        kept = len(self.tokens) - tokens
+        for series in (self.entropies, self.log_probs, self.tokens, self._spikes):
+            del series[kept:]
+
+    def _fall(self) -> float:
+        """By how many deviations the last 8 tokens' mean log-probability lies under that of the tokens before."""
+        last = self.log_probs[-LOG_PROB_SPAN:]
+        return -_deviations(math.fsum(last) / len(last), self.log_probs[:-LOG_PROB_SPAN])
+
+    def _count_gram(self) -> int:
+        if len(self.tokens) < NGRAM:
+            return 0
+        gram = tuple(self.tokens[-NGRAM:])
+        self._grams[gram] = self._grams.get(gram, 0) + 1
+        return self._grams[gram]
+
+
+class Ladder:
+    """Chooses one of ``levels`` at each trigger; counts the tokens drawn, withdrawn ones included."""
+
+    def __init__(self, levels: Sequence[Level] = LEVELS) -> None:
+        self.levels = tuple(levels)
+        self.drawn = 0
+        self._acted = -CALM_TOKENS - 1
+        self._rewalked = -REWALK_EVERY
+        self._rung = 0
+        self._last = ""
+
+    @property
+    def level(self) -> str:
+        """The level of the last action, empty when all is calm."""
+        return self._last if self.drawn - self._acted <= CALM_TOKENS else ""
+
+    def token(self, triggered: bool) -> Level | None:
+        """A token was drawn; the action to take now."""
+        self.drawn += 1
+        since = self.drawn - self._acted
+        if not triggered or not self.levels or since <= COOL_DOWN:
+            return None
+        if since > CALM_TOKENS:
+            self._rung = 0
+        elif since <= ESCALATE:
+            self._rung = min(self._rung + 1, len(self.levels) - 1)
+        return self._act()
+
+    def _act(self) -> Level | None:
+        level = self.levels[self._rung]
+        if level == "RR" and self.drawn - self._rewalked < REWALK_EVERY:
+            if self._rung == 0:
+                return None
+            level = self.levels[self._rung - 1]
+        if level == "RR":
+            self._rewalked = self.drawn
+        self._acted, self._last = self.drawn, level
+        return level
+
+
+def _deviations(value: float, series: Sequence[float]) -> float:
+    """Number of standard deviations of ``value`` above the last 64 of ``series``; 0 before there are 32."""
+    if len(series) < WARM_UP:
+        return 0.0
+    base = series[-BASELINE:]
+    mean = math.fsum(base) / len(base)
+    variance = math.fsum((x - mean) ** 2 for x in base) / len(base)
+    return (value - mean) / max(math.sqrt(variance), MIN_DEVIATION)

@@ -1,0 +1,398 @@
+"""ModelRunner: prefill and decode steps, the model's forwards over the KV manager; on a GPU a step is one CUDA graph.
+
+The first step of a kind runs eagerly, which is the warm-up a capture needs; being a step like any other it leaves no
+trace. The second is captured, and from then on replayed: the processor launches one graph a token.
+``KVManager.graph_key`` tells kinds apart: the mode, which of its steps it is, and where its tensors lie. After growth
+or a switch the next two steps warm up and capture again. What cannot be captured runs eagerly, ``refusal`` says why.
+
+The memory that a prefill takes beside weights and K/V depends on the widths of the layers, on how the model's code
+keeps intermediate results, on experts and quantized weights. Two short forwards measure it, because all of it grows in
+proportion to the tokens.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from kvchat.engine.escaping import control_ids
+from kvchat.errors import UsageError
+from kvchat.kv.attention_spec import AttentionSpec
+from kvchat.kv.geometry import GROWTH_HEADROOM, Geometry
+from kvchat.kv.manager import KVManager
+from kvchat.kv.memory.prefill_plan import CHUNKS, prefill_chunk
+from kvchat.kv.memory_errors import explained, is_out_of_memory
+from kvchat.kv.modes.base import Mode, ModelTraits
+from kvchat.kv.modes.sync_heads import Calibration, TokenChoice
+from kvchat.kv.set_aside import SetAside
+from kvchat.models import attention_hook
+from kvchat.models.load import LoadedModel
+from kvchat.models.quantize.rows import FreeCores, without_onednn
+from kvchat.models.recurrent import TAIL, RecurrentState
+
+# Tokens of one prefill forward on a CPU. Smaller ones stop sooner and need less workspace, larger ones read the stored
+# K/V less often: on two cores 512 is within 3 % of the best for the bundled model.
+CHUNK = 512
+MEASURED_TOKENS = 1024
+Replay = Callable[[], None]
+# Kinds of step kept of one mode: sync has as many as it has phases; more come and go as a conversation grows.
+MAX_GRAPHS = 16
+
+
+def geometry_of(model: LoadedModel) -> Geometry:
+    """Return the model's K/V geometry."""
+    m = model
+    headroom = GROWTH_HEADROOM[m.device.type]
+    unified = m.device.type == "cpu"
+    return Geometry(m.layers, m.q_heads, m.kv_heads, m.d_k, m.d_v, m.dtype, headroom=headroom, unified=unified)
+
+
+def traits_of(
+    model: LoadedModel, calibration: Calibration | None = None, choice: TokenChoice | None = None
+) -> ModelTraits:
+    """Return what modes may need to know of the model; ``calibration`` and ``choice`` are what was measured of it."""
+    choice = choice or (calibration.choice if calibration else None)
+    return ModelTraits(model.context, model.probe.rotations, model.probe.refusal, calibration, choice)
+
+
+class ModelRunner:
+    """Runs a model's tokens through a KV manager.
+
+    ``chunk`` is the number of tokens of one prefill forward, None where the plan chooses by the free memory. When
+    memory runs out all the same fewer are tried, down to ``least``.
+    """
+
+    least = CHUNKS[0]
+
+    def __init__(self, model: LoadedModel, mode: Mode, recorder: Recorder | None = None) -> None:
+        self.model = model
+        self._control = control_ids(model.tokenizer)
+        self.chunk = None if model.device.type == "cuda" else CHUNK
+        self._token_bytes: int | None = None
+        with torch.inference_mode():
+            self.kv = KVManager(geometry_of(model), model.device, mode)
+            for layer, spec in enumerate(model.probe.specs):
+                self.kv.state.note_spec(layer, spec)
+            self._token = torch.zeros(1, dtype=torch.int64, device=model.device)
+        self.recurrent = RecurrentState(model.model.config, model.reads_chunks)
+        # Not captured: whether each architecture's state stays at its address was seen on no GPU yet.
+        eager = "recurrent layers run eagerly" if self.recurrent.exists else ""
+        self.graphs = GraphRunner(self.kv, recorder or recorder_for(model.device), eager)
+        self.free_cores = FreeCores(model.device)
+
+    @property
+    def badges(self) -> tuple[str, ...]:
+        """Warnings about how steps run, whatever the mode; for ``Snapshot.badges``."""
+        kv = self.kv
+        return *kv.state.host.badges, *kv.state.ops.badges, *self.graphs.badges
+
+    # ---- a decode step
+
+    def step(self, token: int) -> Tensor:
+        """Store ``token``, reading what the mode lets it read; the next token's logits ``[vocab]``, float32.
+
+        Raises:
+            UsageError: the model has no such token.
+            DoesNotFitError: memory is short. Nothing is stored then.
+        """
+        self._check_tokens((token,))
+        with torch.inference_mode(), explained(self.kv, "decoding"), self.free_cores:
+            self._reread()
+            try:
+                self.kv.begin_step(control=token in self._control)
+                self._token.fill_(token)
+                logits = self.graphs.run(self._forward)
+                self.kv.commit_step()
+                self.recurrent.commit([token])
+            except BaseException:
+                self.recurrent.rollback()
+                self.kv.rollback_step()
+                raise
+        return logits
+
+    def _forward(self) -> Tensor:
+        """The device's part of a step: the logits ``[vocab]`` after the token in ``_token``."""
+        self.kv.forward_begin()
+        position = self.kv.mode.context_end.model_position(self.kv.state.position).view(1)
+        with without_onednn(self.model.dtype, self.model.device):
+            logits = self._run(self._token, position, logits=True)
+        self.kv.forward_end()
+        assert logits is not None
+        return logits
+
+    def _run(self, ids: Tensor, positions: Tensor, logits: bool) -> Tensor | None:
+        return attention_hook.forward(self.model.model, ids, positions, self.kv, logits=logits, state=self.recurrent)
+
+    # ---- a prefill
+
+    def prefill(self, ids: Sequence[int]) -> Iterator[tuple[Sequence[int], Tensor | None]]:
+        """Store ``ids`` chunk by chunk; yield each chunk once it is stored, with the last one the logits ``[vocab]``.
+
+        May be abandoned between two chunks: what was yielded is stored, and the next step fills the slots first.
+
+        Raises:
+            UsageError: the model has no such token.
+            DoesNotFitError: there is no memory for even the smallest forward; what was yielded is stored.
+        """
+        self._check_tokens(ids)
+        with torch.inference_mode(), explained(self.kv, "reading the conversation again"):
+            self._reread()
+        self.recurrent.keep(before_answer=True)
+        chunk_size = self.chunk or self._planned_chunk(len(ids))
+        done = 0
+        while done < len(ids):
+            self.free_cores.look()  # so that the first token knows
+            limited = min(chunk_size, self.kv.mode.context_end.prompt_tokens(self.kv.total))
+            wanted = self.recurrent.chunk(len(ids) - done, limited)
+            chunk, logits = self._read_chunk(ids, done, wanted)
+            if len(chunk) < wanted:
+                chunk_size = len(chunk)
+            done += len(chunk)
+            if (left := len(ids) - done) in (TAIL, 0):
+                self.recurrent.keep(before_answer=left == TAIL)
+            yield chunk, logits
+        with torch.inference_mode(), explained(self.kv, "answering"):
+            self.kv.refill()
+
+    def _planned_chunk(self, tokens: int) -> int:
+        """Number of the ``tokens`` new ones that one forward takes."""
+        if self._token_bytes is None:
+            with explained(self.kv, "reading the prompt"):
+                self._token_bytes = prefill_bytes_per_token(self.model)
+        state = self.kv.state
+        return prefill_chunk(state.geometry, state.total, tokens, self._token_bytes, state.device)
+
+    def _read_chunk(self, ids: Sequence[int], done: int, tokens: int) -> tuple[Sequence[int], Tensor | None]:
+        """Store the next ``tokens`` of ``ids`` after ``done`` of them; half as many whenever memory runs out."""
+        with explained(self.kv, "reading the prompt"):
+            while True:
+                chunk = ids[done : done + tokens]
+                try:
+                    return chunk, self._forward_chunk(chunk, last=done + len(chunk) == len(ids))
+                except (RuntimeError, MemoryError) as error:
+                    if len(chunk) <= self.least or not is_out_of_memory(error):
+                        raise
+                tokens = max(self.least, len(chunk) // 2)
+                # What smaller forwards may use lies scattered in what torch keeps.
+                torch.cuda.empty_cache()
+
+    def _forward_chunk(self, chunk: Sequence[int], last: bool) -> Tensor | None:
+        device, start = self.model.device, self.kv.total - self.kv.mode.context_end.base_of(self.kv.total)
+        with torch.inference_mode():
+            try:
+                self.kv.begin_prefill(len(chunk))
+                positions = torch.arange(start, start + len(chunk), device=device)
+                logits = self._run(torch.tensor(chunk, device=device), positions, logits=last)
+                self.kv.commit_prefill(len(chunk), [i for i, token in enumerate(chunk) if token in self._control])
+                self.recurrent.commit(chunk)
+            except BaseException:
+                self.recurrent.rollback()
+                self.kv.rollback_prefill()
+                raise
+        return logits
+
+    def _reread(self) -> None:
+        """Let the recurrent state of a hybrid model be that after all stored tokens, whose K/V stay as they are."""
+        self.recurrent.restore(self.model.device)
+        while unread := self.recurrent.unread:
+            start, tokens = self.recurrent.position, self.recurrent.chunk(len(unread), self.chunk or CHUNKS[0])
+            try:
+                self.kv.begin_reread(start)
+                positions = torch.arange(start, start + tokens, device=self.model.device)
+                self._run(torch.tensor(unread[:tokens], device=self.model.device), positions, logits=False)
+                self.recurrent.commit_reread(tokens)
+            except BaseException:
+                self.recurrent.rollback()
+                raise
+            finally:
+                self.kv.end_reread()
+
+    def truncate(self, tokens: int) -> None:
+        """Forget all but the first ``tokens``.
+
+        Raises:
+            DoesNotFitError: memory is short; they are forgotten, and the next step fills the slots first.
+        """
+        self.recurrent.truncate(tokens)
+        with torch.inference_mode(), explained(self.kv, "filling the slots"):
+            self.kv.truncate(tokens)
+
+    def pin(self, positions: Sequence[int]) -> None:
+        """Attend to the stored tokens at ``positions`` at every step, whatever the mode keeps.
+
+        Raises:
+            DoesNotFitError: there is no room for them beside what the mode keeps; those before stay pinned.
+        """
+        with torch.inference_mode(), explained(self.kv, "pinning"):
+            self.kv.pin(positions)
+
+    def put_back(self, aside: SetAside, ids: Sequence[int]) -> None:
+        """Store again, after the first ``aside.start`` tokens, those that were set aside, which are ``ids``."""
+        self.recurrent.truncate(aside.start)
+        self.kv.put_back(aside)
+        self.recurrent.put_back(ids)
+
+    # ---- refusals
+
+    def _check_tokens(self, ids: Sequence[int]) -> None:
+        """On a GPU an id outside the vocabulary would end the process, not only the forward."""
+        vocab = self.model.vocab
+        unknown = next((token for token in ids if not 0 <= token < vocab), None)
+        if unknown is not None:
+            raise UsageError(
+                f"There is no token {unknown}.",
+                f"{self.model.name} has tokens 0 to {vocab - 1:,}.",
+                "Give ids of this model's tokenizer.",
+            )
+
+
+class WithoutAttention:
+    """An ``AttentionBackend`` without K/V and attention, whose memory is computed and not measured."""
+
+    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        """Zeros ``[H_q, n, d_v]``."""
+        return query.new_zeros((*query.shape[:2], value.shape[-1]))
+
+
+def prefill_bytes_per_token(model: LoadedModel) -> int:
+    """Device bytes that a forward takes for each of its tokens, measured by two short forwards on a GPU."""
+    high = min(MEASURED_TOKENS, model.context)
+    low = high // 4
+    low_bytes, high_bytes = _peak_of_forward(model, low), _peak_of_forward(model, high)
+    return max(0, -(-(high_bytes - low_bytes) // (high - low)))
+
+
+def _peak_of_forward(model: LoadedModel, tokens: int) -> int:
+    """Bytes at the peak of a forward of ``tokens`` tokens, above what was allocated before."""
+    ids = torch.arange(tokens, device=model.device) % model.vocab
+    positions = torch.arange(tokens, device=model.device)
+    before = torch.cuda.memory_allocated(model.device)
+    torch.cuda.reset_peak_memory_stats(model.device)
+    attention_hook.forward(model.model, ids, positions, WithoutAttention(), logits=False)
+    return torch.cuda.max_memory_allocated(model.device) - before
+
+
+class Recorder(Protocol):
+    """Makes a graph of what a function launches."""
+
+    def __call__(self, run: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
+        """Record ``run`` without carrying it out; what replays it, and the tensor where its result will lie."""
+        ...
+
+
+class CudaRecorder:
+    """CUDA graphs of one device; those alive share a memory pool, because only one runs at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # torch's own stream for captures is one of the device that was current when it was first wanted.
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
+        self._failed: list[torch.cuda.CUDAGraph] = []
+
+    def __call__(self, run: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
+        if not self._graphs:
+            # torch asserts that a pool which all its graphs left is empty, and cuBLAS' workspace stays in it for good.
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self._device), _uncollected():
+            before = torch.cuda.current_stream(self._device)
+            try:
+                # Other threads of this process (readings of the GPU's state) may go on calling CUDA meanwhile.
+                with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+                    result = run()
+            except Exception:
+                self._failed.append(graph)  # torch's allocator goes on asking a capture that failed to end
+                raise
+            finally:
+                torch.cuda.set_stream(before)  # a capture that fails to end leaves its own
+        self._graphs.add(graph)
+        return graph.replay, result
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Turn the garbage collector off: freeing pinned memory waits for the device, which a capture must not."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def recorder_for(device: torch.device) -> Recorder | None:
+    """Return what records steps on ``device``, None on a CPU."""
+    return CudaRecorder(device) if device.type == "cuda" else None
+
+
+class GraphRunner:
+    """Runs the steps of a KV manager, by graphs where there is a recorder; ``refusal`` says why this mode has none.
+
+    A ``refusal`` that is given holds for every mode.
+    """
+
+    def __init__(self, kv: KVManager, recorder: Recorder | None, refusal: str = "") -> None:
+        self._always = refusal if recorder else ""
+        self.refusal = self._always
+        self._kv = kv
+        self._recorder = recorder
+        self._mode = kv.mode
+        self._recorded: dict[tuple[object, ...], tuple[Replay, Tensor]] = {}
+        self._warm: set[tuple[object, ...]] = set()
+
+    @property
+    def prepares(self) -> bool:
+        """True if the next steps are slow, because the mode's first ones warm up and are captured."""
+        return self._usable() and not self._recorded
+
+    @property
+    def badges(self) -> tuple[str, ...]:
+        """Warnings about how steps run, for the screen."""
+        return (f"no CUDA graph: {self.refusal}",) if self.refusal else ()
+
+    def run(self, step: Callable[[], Tensor]) -> Tensor:
+        """Return the result of ``step``, which the caller may keep."""
+        if not self._usable():
+            return step()
+        kind = self._kv.graph_key()
+        if kind not in self._recorded and (kind not in self._warm or not self._record(kind, step)):
+            self._warm.add(kind)
+            return step()
+        replay, result = self._recorded[kind]
+        replay()
+        return result.clone()
+
+    def _usable(self) -> bool:
+        if self._kv.mode is not self._mode:
+            self._forget()
+        # A pageable host pool is gathered from by the CPU.
+        return self._recorder is not None and not self.refusal and self._kv.state.host.pinned
+
+    def _record(self, kind: tuple[object, ...], step: Callable[[], Tensor]) -> bool:
+        assert self._recorder is not None
+        if len(self._recorded) >= MAX_GRAPHS:
+            self._recorded.clear()
+        try:
+            self._recorded[kind] = self._recorder(step)
+        except Exception as error:  # noqa: BLE001  # Triton and transformers raise errors of their own
+            # A captured step was not executed: the caller runs it eagerly now, which raises by itself if it cannot run.
+            # An error at the end of a capture is only the consequence of the one inside.
+            ended = isinstance(error, torch.AcceleratorError)
+            first = (error.__context__ if ended else None) or error
+            self.refusal = f"{type(first).__name__}: {(str(first).splitlines() or [''])[0]}"
+        return not self.refusal
+
+    def _forget(self) -> None:
+        """Drop graphs that hold addresses of memory which the mode freed when it was left."""
+        self._mode = self._kv.mode
+        self.refusal = self._always
+        self._recorded.clear()
+        self._warm.clear()

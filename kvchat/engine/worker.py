@@ -1,0 +1,520 @@
+"""The work of the engine's process, ``python -m kvchat.engine``: commands on stdin, events on stdout.
+
+A reader thread takes commands from stdin; the main thread does all the work, so the session is touched by one thread
+only, except for ``cancel``. What arrives during an answer is done between two tokens. The process ends with its parent
+where the system can do that, and when its stdin closes, at the latest ``Server.grace_s`` after it. torch is imported
+when the first model is loaded.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import itertools
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, BinaryIO, Protocol
+
+from kvchat import files, install
+from kvchat.errors import EngineError, KvchatError
+from kvchat.kv.memory.available import check_address_space
+from kvchat.process import spin_briefly, take_streams, use_physical_cores
+from kvchat.protocol import figures, messages, wire
+from kvchat.protocol.comparing import HideNeedle, Variant
+from kvchat.protocol.details import Details, Watch
+from kvchat.protocol.messages import (
+    Chat,
+    Command,
+    Compare,
+    Event,
+    Failed,
+    Forget,
+    InAnswer,
+    Load,
+    Loading,
+    Peek,
+    Plan,
+    Rebuild,
+    Resume,
+    Stop,
+    Switch,
+    Text,
+)
+
+SNAPSHOT_S = 1 / 10
+DETAILS_S = 1 / 2
+IDLE_SNAPSHOT_S = 1.0  # after the last command; then only while there is a GPU, whose readings change by themselves
+GRACE_S, IDLE_GRACE_S = 2.0, 0.5  # with a session, which writes what is left; without one
+STOP_AGAIN_S = 0.05  # while something is imported, which must not be cut off
+STOP_SIGNAL = signal.SIGUSR1  # to itself: the main thread may be deep in a library
+Progress = Callable[[str], None]
+TEXT_S = 1 / 30
+MAX_WAITING_BYTES = 2 * wire.MAX_MESSAGE_BYTES
+COMMAND_BYTES = 2**10  # what a command takes beside its text
+STOPPABLE = Load | Chat | Rebuild | Compare
+IMPORTER = "<frozen importlib._bootstrap>"
+
+
+class LoadStopped(BaseException):
+    """A load is given up. No ``Exception``: nothing on the way may take it for a failure of its own."""
+
+
+class Server:
+    """Executes commands against one session at a time.
+
+    ``loader`` makes it. ``interrupt`` calls ``check_stopped`` on the main thread soon, whatever that is doing.
+    """
+
+    def __init__(
+        self,
+        events: BinaryIO,
+        loader: Loader,
+        clock: Callable[[], float] = time.monotonic,
+        interrupt: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._inbox = Inbox()
+        self._outbox = Outbox(events, clock)
+        self._loader = loader
+        self._clock = clock
+        self._interrupt = interrupt
+        self._session: Session | None = None
+        self._in_use: Load | None = None
+        self._loading = self._stop_due = False
+        self._answering = False
+        self._failures: list[Failed] = []
+        self._snapshot_at = self._details_at = float("-inf")
+        self._watches_details = False
+        self._reads_gpu = False
+        self._at_rest = False
+
+    @property
+    def grace_s(self) -> float:
+        """Seconds that the end may take once the commands have ended."""
+        return GRACE_S if self._in_use else IDLE_GRACE_S
+
+    # ---- reader thread
+
+    def read(self, commands: BinaryIO) -> None:
+        """Take commands until the stream ends, stops speaking the protocol or sends too many; each ends the server.
+
+        A command that cannot be read is answered by ``Failed`` when its turn comes.
+        """
+        try:
+            while (body := wire.read(commands)) is not None:
+                command = _command(body)
+                self._inbox.put(command, len(body))
+                if isinstance(command, Stop):
+                    self._cancel()  # at once: during prefill there are no two tokens to wait between
+        except (ValueError, OSError, MemoryError) as error:
+            sys.stderr.write(f"kvchat: {error or 'no memory for a command'}\n")
+        self._inbox.close()
+        self._cancel()
+
+    def _cancel(self) -> None:
+        session = self._session  # the main thread may replace it meanwhile
+        if session and self._answering:
+            session.cancel()
+        elif self._loading:
+            self._stop_due = True
+            self._interrupt()
+
+    # ---- main thread
+
+    def run(self) -> None:
+        """Work until the commands end."""
+        try:
+            while not self._inbox.closed:
+                if command := self._inbox.get(None if self._at_rest else IDLE_SNAPSHOT_S):
+                    self._do(command)
+                    self._at_rest = False
+                elif not self._inbox.closed:
+                    with self._failures_reported():
+                        self._snapshot()
+                    self._at_rest = not self._reads_gpu
+        except BrokenPipeError:
+            pass  # the application is gone
+        finally:
+            self._close_session()
+
+    def _do(self, command: Command | Refused) -> None:
+        with self._failures_reported():
+            match command:
+                case Load():
+                    self._load(command)
+                case Chat(turns, sampling, conversation):
+                    self._work(lambda session: session.answer(turns, sampling, self._between, conversation))
+                case Resume(conversation, turns):
+                    self._work(lambda session: session.resume(conversation, turns))
+                case Forget(conversation):
+                    if self._session:
+                        self._session.forget(conversation)
+                case Rebuild():
+                    self._work(lambda session: session.rebuild())
+                case Compare(turns, variants, sampling):
+                    self._work(lambda session: session.compare(turns, variants, sampling))
+                case HideNeedle(tokens, seed):
+                    self._outbox.send(self._loaded().hide_needle(tokens, seed))
+                case Switch():
+                    self._switch(command)
+                case messages.KeepPages(host_dtype):
+                    self._outbox.send(messages.Noted(self._loaded().keep_pages(host_dtype)))
+                    self._snapshot()
+                case messages.SetTemplateArgs(args):
+                    self._outbox.send(messages.Noted(self._loaded().set_template_args(args)))
+                case Plan():
+                    self._plan(command)
+                case Peek(start, end):
+                    self._outbox.send(messages.Peeked(start, end, self._loaded().text(start, end)))
+                case Watch(details):
+                    self._watches_details = details
+                    self._details()
+                case Stop():
+                    pass  # the answer it was meant for is over
+                case Refused(reason):
+                    raise EngineError("The engine got a command that it cannot read.", reason, "Install kvchat again.")
+
+    def _load(self, command: Load) -> None:
+        """Load another model. The one in use stays until that is ready, or is loaded again if both did not fit."""
+        # The first load takes seconds before the loader can say anything.
+        self._outbox.send(Loading(f"loading {command.model}" if self._session else "importing torch"))
+        with self._failures_reported():
+            self._replace_session(command)
+        if self._session is None and (in_use := self._in_use):
+            self._in_use = None
+            self._outbox.send(Loading(f"loading {in_use.model} again"))
+            self._session, self._in_use = self._loader.open_session(in_use, lambda stage: None), in_use
+        if self._session:
+            self._outbox.send(self._session.info)
+            self._snapshot()
+
+    def _replace_session(self, command: Load) -> None:
+        try:
+            self._loading = True
+            self._stop_due = self._inbox.stops()
+            self.check_stopped()  # one that came before has interrupted nothing
+            if self._session and not self._loader.fits_beside(command, self._progress):
+                self._progress(f"unloading {self._session.info.model}: both do not fit")
+                self._close_session()
+            opened = self._loader.open_session(command, self._progress)
+            self._loading = False
+        except LoadStopped:
+            raise EngineError(f"Loading {command.model} was stopped.", hint="/model loads one.") from None
+        finally:
+            self._loading = False
+        self._close_session()
+        self._session, self._in_use = opened, command
+
+    def _close_session(self) -> None:
+        session, self._session = self._session, None
+        if session:
+            session.close()
+
+    def _progress(self, stage: str) -> None:
+        self.check_stopped()
+        self._outbox.send(Loading(stage))
+
+    def check_stopped(self) -> None:
+        """Leave a load that is to be stopped; for the main thread.
+
+        Raises:
+            LoadStopped: there is such a load.
+        """
+        if self._loading and self._stop_due:
+            raise LoadStopped
+
+    def _plan(self, command: Plan) -> None:
+        """Send a model's memory plan or the refusal, which is no ``Failed``: that would end an answer in progress."""
+        try:
+            in_use = self._session.snapshot() if self._session else None
+            planned = figures.Planned(command.load.model, self._loader.plan(command, in_use, lambda stage: None))
+        except Exception as error:  # noqa: BLE001  # whatever a model's files lead to
+            planned = figures.Planned(command.load.model, None, str(_explained(error)))
+        self._outbox.send(planned)
+
+    def _work(self, begin: Callable[[Session], Iterator[Event]]) -> None:
+        """Send the events of an answer, comparison or rebuild; ``Stop`` can end it from the moment it was asked for."""
+        session = self._loaded()
+        self._answering = True
+        try:
+            events = begin(session)
+            if self._inbox.stops():
+                session.cancel()
+            for event in events:
+                self._outbox.send(event)
+                with suppress(KvchatError):  # it costs no answer; where it fails the one after the answer says why
+                    self._snapshot(at_most_every=SNAPSHOT_S)
+        finally:
+            self._answering = False
+            self._outbox.flush()
+            while self._failures:
+                self._outbox.send(self._failures.pop(0))
+        self._snapshot()
+
+    def _between(self, _generated: int) -> None:
+        if self._inbox.closed:
+            self._loaded().cancel()
+        while command := self._inbox.get_in_answer():
+            if isinstance(command, Stop):
+                self._loaded().cancel()
+            else:
+                self._do(command)
+
+    def _switch(self, command: Switch) -> None:
+        session = self._loaded()
+        answer: Event
+        try:
+            answer = session.switch(command.mode, **command.params)
+        except Exception as error:  # noqa: BLE001  # the answer in progress goes on in the old mode
+            answer = messages.SwitchRefused(session.info.mode, str(_explained(error)))
+        self._outbox.send(answer)
+        self._snapshot()
+
+    def _loaded(self) -> Session:
+        if self._session is None:
+            raise EngineError("No model is loaded.", hint="Load one first.")
+        return self._session
+
+    def _snapshot(self, at_most_every: float = 0.0) -> None:
+        if self._session and self._clock() - self._snapshot_at >= at_most_every:
+            self._snapshot_at = self._clock()  # one that fails is not tried again at each token
+            snapshot = self._session.snapshot()
+            self._reads_gpu = snapshot.gpu is not None
+            self._outbox.send(snapshot)
+            if self._snapshot_at - self._details_at >= (DETAILS_S if at_most_every else 0.0):
+                self._details()
+
+    def _details(self) -> None:
+        if self._session and self._watches_details:
+            self._outbox.send(self._session.details())
+            self._details_at = self._clock()
+
+    @contextmanager
+    def _failures_reported(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            raise
+        except Exception as error:  # noqa: BLE001  # the conversation is worth more than this command
+            self._fail(_explained(error))
+
+    def _fail(self, error: KvchatError) -> None:
+        """Send ``Failed``; for a command between two tokens after the answer has ended, as it is not about that."""
+        kind, fatal = type(error).__name__, self._session is None and self._in_use is None
+        failed = Failed(error.title, error.detail, error.hint, kind, fatal)
+        if self._answering:
+            self._failures.append(failed)
+        else:
+            self._outbox.send(failed)
+
+
+def _command(body: bytes) -> Command | Refused:
+    try:
+        return wire.decode_command(body)
+    except ValueError as error:
+        return Refused(str(error))
+
+
+def _explained(error: Exception) -> KvchatError:
+    """Return a ``KvchatError`` as it is; log any other error and return an ``EngineError`` in its place."""
+    if isinstance(error, KvchatError):
+        return error
+    traceback.print_exception(error)
+    return EngineError("The engine failed.", f"{type(error).__name__}: {error}", "/restart starts a fresh one.")
+
+
+def main() -> None:
+    """Serve the parent process on this process's stdin and stdout."""
+    files.name_temporary_folder()
+    spin_briefly()
+    use_physical_cores()
+    faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to end
+    commands, events = take_streams()
+    server = Server(events, EngineLoader(), interrupt=_interrupt)
+    signal.signal(STOP_SIGNAL, lambda _, frame: _interrupt_later() if is_importing(frame) else server.check_stopped())
+    finished = threading.Event()
+
+    def read() -> None:
+        server.read(commands)
+        if not finished.wait(server.grace_s):
+            os._exit(1)  # deep in a load or a kernel, and the application is gone
+
+    threading.Thread(target=read, daemon=True).start()
+    server.run()
+    finished.set()
+    with suppress(BrokenPipeError):
+        events.close()
+
+
+def _interrupt() -> None:
+    signal.pthread_kill(threading.main_thread().ident or 0, STOP_SIGNAL)
+
+
+def _interrupt_later() -> None:
+    threading.Timer(STOP_AGAIN_S, _interrupt).start()
+
+
+class Session(Protocol):
+    """The part of ``kvchat.Session`` that the worker uses."""
+
+    @property
+    def info(self) -> messages.Loaded: ...
+    def answer(
+        self,
+        turns: Sequence[messages.Turn],
+        sampling: messages.Sampling,
+        between: Callable[[int], None] | None = None,
+        conversation: str = "",
+    ) -> Iterator[Event]: ...
+    def resume(self, conversation: str, turns: Sequence[messages.Turn]) -> Iterator[Event]: ...
+    def forget(self, conversation: str) -> None: ...
+    def rebuild(self) -> Iterator[Event]: ...
+    def compare(
+        self, turns: Sequence[messages.Turn], variants: Sequence[Variant], sampling: messages.Sampling
+    ) -> Iterator[Event]: ...
+    def hide_needle(self, tokens: int, seed: int) -> messages.NeedleHidden: ...
+    def cancel(self) -> None: ...
+    def switch(self, mode: str = "", /, **params: Any) -> messages.Switched: ...
+    def set_template_args(self, args: Sequence[str]) -> str: ...
+    def keep_pages(self, host_dtype: messages.HostDtype) -> str: ...
+    def snapshot(self) -> figures.Snapshot: ...
+    def details(self) -> Details: ...
+    def text(self, start: int, end: int) -> str: ...
+    def close(self) -> None: ...
+
+
+class Loader(Protocol):
+    """Makes sessions for the worker; each method may raise ``KvchatError``."""
+
+    def open_session(self, load: Load, progress: Progress) -> Session: ...
+    def fits_beside(self, load: Load, progress: Progress) -> bool: ...
+    def plan(self, asked: Plan, in_use: figures.Snapshot | None, progress: Progress) -> figures.MemoryPlan: ...
+
+
+class EngineLoader:
+    """kvchat's own sessions and plans."""
+
+    def open_session(self, load: Load, progress: Progress) -> Session:
+        """As ``kvchat.engine.session.open_session``."""
+        check_address_space()
+        install.check(load.quantize, load.device)
+        from kvchat.engine.session import open_session
+
+        return open_session(load, progress)
+
+    def fits_beside(self, load: Load, progress: Progress) -> bool:
+        """As ``kvchat.engine.plan.fits_beside``."""
+        from kvchat.engine.plan import fits_beside
+
+        return fits_beside(load, progress)
+
+    def plan(self, asked: Plan, in_use: figures.Snapshot | None, progress: Progress) -> figures.MemoryPlan:
+        """As ``kvchat.engine.plan.memory_plan``."""
+        from kvchat.engine.plan import memory_plan
+
+        return memory_plan(asked.load, asked.context, progress, in_use)
+
+
+@dataclass(frozen=True)
+class Refused:
+    """In place of a command that cannot be read."""
+
+    reason: str
+
+
+class Inbox:
+    """Commands in order, filled by the reader thread."""
+
+    def __init__(self) -> None:
+        self._commands: deque[tuple[Command | Refused, int]] = deque()
+        self._waiting_bytes = 0
+        self._changed = threading.Condition()
+        self.closed = False
+
+    def put(self, command: Command | Refused, nbytes: int) -> None:
+        """Append a command that was ``nbytes`` long.
+
+        Raises:
+            ValueError: more wait than memory should be spent on.
+        """
+        with self._changed:
+            self._waiting_bytes += nbytes + COMMAND_BYTES
+            if self._waiting_bytes > MAX_WAITING_BYTES:
+                raise ValueError(f"{len(self._commands):,} commands wait to be done; no more are taken")
+            self._commands.append((command, nbytes))
+            self._changed.notify()
+
+    def close(self) -> None:  # also waiting ones have no reader for their events
+        with self._changed:
+            self.closed = True
+            self._changed.notify()
+
+    def get(self, timeout: float | None) -> Command | Refused | None:
+        """The next command; None after ``timeout`` seconds (None: never) or when closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._commands or self.closed, timeout)
+            return self._pop() if self._commands and not self.closed else None
+
+    def get_in_answer(self) -> Command | Refused | None:
+        """The next command if it can be done between two tokens; a Load or Chat keeps its place and all behind it."""
+        with self._changed:
+            return self._pop() if self._commands and isinstance(self._commands[0][0], InAnswer) else None
+
+    def stops(self) -> bool:
+        """True if a waiting ``Stop`` is meant for the work just begun: no other work it could stop waits before it."""
+        with self._changed:
+            commands = (command for command, _ in self._commands)
+            ahead = itertools.takewhile(lambda command: not isinstance(command, STOPPABLE), commands)
+            return any(isinstance(command, Stop) for command in ahead)
+
+    def _pop(self) -> Command | Refused:
+        command, nbytes = self._commands.popleft()
+        self._waiting_bytes -= nbytes + COMMAND_BYTES
+        return command
+
+
+class Outbox:
+    """Events to the application, text in batches; always flushed before any other event."""
+
+    def __init__(self, stream: BinaryIO, clock: Callable[[], float]) -> None:
+        self._stream = stream
+        self._clock = clock
+        self._pieces: list[Text] = []
+        self._flushed = float("-inf")
+
+    def send(self, event: Event) -> None:
+        if isinstance(event, Text):
+            self._pieces.append(event)
+            if self._clock() - self._flushed >= TEXT_S:
+                self.flush()
+        else:
+            self.flush()
+            self._write(event)
+
+    def flush(self) -> None:
+        if self._pieces:
+            self._write(Text("".join(p.text for p in self._pieces), sum(p.tokens for p in self._pieces)))
+            self._pieces.clear()
+            self._flushed = self._clock()
+
+    def _write(self, event: Event) -> None:
+        self._stream.write(wire.encode(event))
+        self._stream.flush()
+
+
+def is_importing(frame: FrameType | None) -> bool:
+    """True if ``frame`` runs inside an import; a module whose import is cut off cannot be imported again here.
+
+    Parts of torch that were imported already stay, but are no attributes of what is imported next.
+    """
+    while frame is not None and frame.f_code.co_filename != IMPORTER:
+        frame = frame.f_back
+    return frame is not None

@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+import time
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.byte_tokenizer import byte_level
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from kvchat import paths, thoughts
+from kvchat.engine.detokenizer import AnswerText, Detokenizer, StopBuffer
+
+
+@cache
+def fast() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(paths.bundled_model_dir())
+
+
+def slow() -> SimpleNamespace:
+    """A tokenizer without ``tokenizers`` behind it."""
+    return SimpleNamespace(is_fast=False, decode=fast().decode, convert_ids_to_tokens=fast().convert_ids_to_tokens)
+
+
+def pieces(tokenizer: object, ids: list[int]) -> list[str]:
+    detokenizer = Detokenizer(tokenizer)
+    return [*map(detokenizer.step, ids), detokenizer.flush()]
+
+
+# Half of the ids are those of single bytes, most of which are no whole character.
+random_ids = st.lists(st.one_of(st.integers(0, 8191), st.integers(0, 300)), max_size=40)
+
+
+@pytest.mark.parametrize("tokenizer", [fast, slow])
+@given(ids=random_ids)
+def test_the_pieces_joined_are_the_decoded_text(tokenizer, ids):
+    assert "".join(pieces(tokenizer(), ids)) == fast().decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("tokenizer", [fast, slow])
+@given(text=st.text())
+def test_text_survives_and_no_piece_holds_half_a_character(tokenizer, text):
+    text = text.replace("\ufffd", "")
+    ids = [i for character in text for i in fast().encode(character, add_special_tokens=False)]
+    made = pieces(tokenizer(), ids)
+    assert "".join(made) == text
+    assert not any("\ufffd" in piece for piece in made)
+
+
+def test_a_character_appears_when_its_last_byte_does():
+    ids = fast().encode("☕")
+    assert len(ids) > 1
+    assert pieces(fast(), ids) == [""] * (len(ids) - 1) + ["☕", ""]
+
+
+def test_an_incomplete_character_at_the_end_is_marked_by_flush():
+    ids = fast().encode("a☕")[:-1]
+    assert pieces(fast(), ids)[-1] == "\ufffd"
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_spaces_between_words_survive_a_decoder_that_strips_the_first(is_fast):
+    backend = Tokenizer(models.WordLevel({"▁one": 0, "▁two": 1, "▁three": 2}))
+    backend.decoder = decoders.Metaspace()
+    whole = PreTrainedTokenizerFast(tokenizer_object=backend)
+    tokenizer = SimpleNamespace(
+        is_fast=is_fast,
+        decode=whole.decode,
+        backend_tokenizer=backend,
+        convert_ids_to_tokens=whole.convert_ids_to_tokens,
+    )
+    assert pieces(tokenizer, [0, 1, 2]) == ["one", " two", " three", ""]
+
+
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+def of_bytes() -> PreTrainedTokenizerBase:
+    """A tokenizer that spells out in bytes what it has no token for, as Gemma's and Llama's; 0xC3 is the id 0xC3."""
+    words = ["a", "b", "▁c", "<end>", "[THINK]", "[/THINK]"]
+    backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(BYTES + words)}))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    tokenizer.add_special_tokens({"additional_special_tokens": words[3:]})
+    return tokenizer
+
+
+A, B, C, END, THINK, THOUGHT = range(256, 262)
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+@given(ids=st.lists(st.one_of(st.sampled_from([0xC3, 0xA9, 0xE2, 0x98, 0x95]), st.integers(0, C)), max_size=30))
+def test_bytes_that_are_no_character_come_as_they_are_decoded(is_fast, ids):
+    whole = of_bytes()
+    tokenizer = SimpleNamespace(
+        is_fast=is_fast,
+        decode=whole.decode,
+        backend_tokenizer=whole.backend_tokenizer,
+        convert_ids_to_tokens=whole.convert_ids_to_tokens,
+    )
+    assert "".join(pieces(tokenizer, ids)) == whole.decode(ids, skip_special_tokens=True)
+
+
+def test_a_byte_that_is_wrong_ends_nothing():
+    assert pieces(of_bytes(), [0xC3, 0xA9, 0xA9, A, 0xC3, 0xA9, B]) == [
+        "",
+        "",
+        "",
+        "\ufffd" * 3 + "a",
+        "",
+        "",
+        "éb",
+        "",
+    ]
+
+
+def test_a_megabyte_of_wrong_bytes_takes_no_time():
+    begun = time.process_time()
+    for tokenizer, wrong in ((of_bytes(), 0xFF), (fast(), fast().convert_tokens_to_ids("ÿ"))):
+        assert "".join(pieces(tokenizer, [wrong] * 20_000)).count("\ufffd") == 20_000
+    assert time.process_time() - begun < 10
+
+
+def answered(stop: list[str], ids: list[int]) -> tuple[str, str, int]:
+    """What is shown of an answer, what all of it decodes to, and how many ids it has."""
+    text = AnswerText(of_bytes(), stop)
+    shown = ""
+    for number, token in enumerate(ids):
+        shown += text.add(token)
+        if text.stopped:
+            return shown, text.decoded, number + 1
+    shown += text.finish()
+    assert shown == text.shown
+    return shown, text.decoded, len(ids)
+
+
+@pytest.mark.parametrize(
+    ("stop", "shown", "ids"),
+    [
+        (["<end>"], "ab", 3),
+        (["b<end> c"], "a", 4),
+        (["<end>a"], "ab cb", 6),
+        (["<end><end>"], "ab cb", 6),
+        (["[THINK]"], "ab cb", 6),
+        ([], "ab cb", 6),
+    ],
+)
+def test_a_stop_string_may_have_control_tokens_in_it(stop, shown, ids):
+    assert answered(stop, [A, B, END, C, B, END]) == (shown, "ab cb"[: {3: 2, 4: 4}.get(ids, 5)], ids)
+
+
+def test_control_tokens_around_a_thought_are_a_part_of_the_text():
+    ids = [THINK, A, THOUGHT, B, END]
+    assert answered([], ids)[:2] == ("[THINK]a[/THINK]b",) * 2
+    assert answered(["[/THINK]"], ids) == ("[THINK]a", "[THINK]a[/THINK]", 3)
+
+
+def test_control_tokens_have_no_text():
+    assert pieces(fast(), [2, *fast().encode("Hi"), 4]) == ["", *map(fast().decode, fast().encode("Hi")), "", ""]
+
+
+def run(stop: list[str], parts: list[str]) -> tuple[str, str]:
+    buffer, shown = StopBuffer(stop), ""
+    for part in parts:
+        shown += buffer.feed(part)
+        if buffer.found:
+            return shown, buffer.found
+    return shown + buffer.flush(), buffer.found
+
+
+letters = st.text("abc", max_size=12)
+
+
+@given(stop=st.lists(st.text("abc", min_size=1, max_size=4), max_size=3), parts=st.lists(letters, max_size=8))
+def test_the_result_does_not_depend_on_the_pieces(stop, parts):
+    text = "".join(parts)
+    assert run(stop, parts) == run(stop, [text]) == run(stop, list(text))
+    shown, found = run(stop, parts)
+    assert not any(word in shown for word in stop)
+    assert text.startswith(shown + found)
+    assert found or shown == text
+
+
+def test_only_what_may_begin_a_stop_string_is_held_back():
+    buffer = StopBuffer(["\nUser:", "STOP"])
+    assert [buffer.feed(piece) for piece in ["Hello\n", "Us", "ers \nU", "ser", ": x"]] == [
+        "Hello",
+        "",
+        "\nUsers ",
+        "",
+        "",
+    ]
+    assert buffer.found == "\nUser:"
+    assert buffer.flush() == ""
+
+
+def test_the_stop_string_that_is_complete_first_cuts():
+    assert run(["abcd", "bc"], ["abcd"]) == ("a", "bc")
+    assert run([], ["abc"]) == ("abc", "")
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        (
+            "<|channel|>analysis<|message|>Say é.<|end|><|start|>assistant<|channel|>final<|message|>Hello.",
+            "<think>Say é.</think>\n\nHello.",
+        ),
+        ("<|channel|>final<|message|>Hello.", "Hello."),
+        ("Hello.", "Hello."),
+        ("<|channel|>analysis<|message|>Say", "<think>Say"),
+        (
+            "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>final<|message|> Hello.",
+            "I look. Hello.",
+        ),
+        ("<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>b", "<think>ab"),
+        ("<|message|>Hello.", "Hello."),
+        ("<|channel|>fin", ""),
+    ],
+)
+def test_the_parts_of_an_answer_are_a_thought_and_what_is_said(written: str, shown: str) -> None:
+    tokenizer = byte_level(markers=thoughts.PARTS)
+    text = AnswerText(tokenizer, ())
+    ids = tokenizer.encode(written, add_special_tokens=False)
+    pieces = [text.add(token) for token in ids]
+    pieces.append(text.finish())
+    assert "".join(pieces) == text.shown == shown
+    assert text.decoded == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_an_answer_that_was_stopped_in_its_thought_ends_the_thought_when_it_goes_on() -> None:
+    tokenizer = byte_level(markers=thoughts.PARTS)
+    text = AnswerText(tokenizer, (), in_thought=True)
+    written = "more<|end|><|start|>assistant<|channel|>final<|message|>Hello."
+    for token in tokenizer.encode(written, add_special_tokens=False):
+        text.add(token)
+    text.finish()
+    assert thoughts.split(f"<think>hm {text.shown}") == ("hm more", "Hello.")
+    begun = "<|start|>user<|message|>Hi.<|end|><|start|>assistant"
+    assert [thoughts.goes_on(begun + more) for more in ("", f"{thoughts.THOUGHT}hm", f"{thoughts.FINAL}Hel")] == [
+        *(False, True, False)
+    ]
+
+
+def test_without_such_parts_their_tokens_are_left_out_as_others_are() -> None:
+    tokenizer = byte_level(markers=("<|start|>", "<|end|>"))
+    text = AnswerText(tokenizer, ())
+    for token in tokenizer.encode("a<|start|>b<|end|>c", add_special_tokens=False):
+        text.add(token)
+    assert text.shown == "abc"

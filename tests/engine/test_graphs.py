@@ -1,0 +1,229 @@
+"""Steps by graph equal eager steps bitwise, whatever happens between them. On a CPU a tape serves as the graph."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+from support.fake_cuda.tape import TapeRecorder
+from support.kv_steps import as_on_a_gpu
+from support.tiny_runner import PARAMS, loaded, mode_of, prefilled, same_steps, token_ids
+
+from kvchat.engine import runner
+from kvchat.engine.runner import CudaRecorder, GraphRunner, ModelRunner
+from kvchat.engine.session import Session
+from kvchat.kv.geometry import Geometry
+from kvchat.kv.manager import KVManager
+from kvchat.models.load import LoadedModel
+from kvchat.protocol.messages import Preparing, Sampling, Turn
+
+
+@pytest.fixture(autouse=True)
+def as_beside_a_gpu(monkeypatch):
+    """The host pool is memory of its own."""
+    monkeypatch.setattr(runner, "Geometry", lambda *sizes, unified, **rest: Geometry(*sizes, **rest))
+
+
+def changed_by_steps(kv: KVManager) -> list[torch.Tensor]:
+    """What the key of a graph tells apart, and the host pool of every layer."""
+    return [*kv.graph_buffers(), *map(kv.state.host.rows, range(kv.state.geometry.layers))]
+
+
+def pair(model: LoadedModel, row: str, prompt: list[int]) -> tuple[ModelRunner, ModelRunner, TapeRecorder]:
+    """Return two runners after the same prompt: one by graph, one eager."""
+    recorder = TapeRecorder(lambda: changed_by_steps(one.kv))
+    one, other = ModelRunner(model, mode_of(model, row), recorder), ModelRunner(model, mode_of(model, row))
+    for each in (one, other):
+        as_on_a_gpu(each.kv)
+        prefilled(each, prompt)
+    return one, other, recorder
+
+
+@pytest.mark.parametrize(("name", "row"), [*(("llama", row) for row in PARAMS), ("gpt_oss", "speculative")])
+def test_a_conversation_by_graph_is_the_conversation_run_eagerly(row, name):
+    model, ids = loaded(name), token_ids(400)
+    one, other, recorder = pair(model, row, ids[:100])
+    same_steps(one, other, ids[100:140])
+    played = recorder.played
+    assert played > 20
+    with torch.inference_mode():
+        one.kv.truncate(125)
+        other.kv.truncate(125)
+    same_steps(one, other, ids[180:190])
+    for each in (one, other):
+        prefilled(each, ids[200:240])
+    same_steps(one, other, ids[240:280])
+    assert recorder.played > played + 25
+    assert not one.graphs.refusal
+
+
+def test_growing_makes_new_graphs():
+    one, other, recorder = pair(loaded("llama"), "full", token_ids(20))
+    same_steps(one, other, token_ids(300, seed=1))
+    assert 2 <= recorder.recorded <= 4
+    assert recorder.played >= 290
+
+
+def test_entering_a_mode_makes_new_graphs():
+    model = loaded("llama")
+    one, other, recorder = pair(model, "full", token_ids(120))
+    for row in ("speculative", "freeze", "full", "streaming", "sync", "speculative"):
+        recorded = recorder.recorded
+        with torch.inference_mode():
+            for each in (one, other):
+                each.kv.switch(mode_of(model, row))
+        assert one.graphs.prepares
+        same_steps(one, other, token_ids(20, seed=recorded))
+        assert recorder.recorded > recorded
+        assert not one.graphs.prepares
+
+
+def test_each_kind_of_a_modes_steps_has_its_graph():
+    one, other, recorder = pair(loaded("llama"), "sync", token_ids(100))
+    same_steps(one, other, token_ids(16, seed=1))
+    assert recorder.recorded == 2
+
+
+def test_what_cannot_be_recorded_runs_eagerly_and_says_why():
+    one, other, recorder = pair(loaded("llama"), "full", token_ids(50))
+    # As a mixture of experts asks which of its experts have work.
+    layer = one.model.model.model.layers[2]
+    hook = layer.register_forward_hook(lambda *_: [torch.ones(3).nonzero(), None][1])
+    try:
+        same_steps(one, other, token_ids(10, seed=1))
+    finally:
+        hook.remove()
+    assert (recorder.recorded, recorder.played) == (0, 0)
+    assert "not permitted when stream is capturing: nonzero" in one.graphs.refusal
+
+
+def test_a_pageable_host_pool_is_used_eagerly(monkeypatch):
+    one, other, recorder = pair(loaded("llama"), "speculative", token_ids(150))
+    same_steps(one, other, token_ids(8, seed=1))
+    played = recorder.played
+    assert played
+    monkeypatch.setattr(one.kv.state.host, "pageable_reason", "no more memory may be pinned")
+    assert not one.graphs.prepares
+    same_steps(one, other, token_ids(8, seed=2))
+    assert recorder.played == played
+
+
+def test_a_failed_step_costs_nothing_and_the_next_go_on_by_graph():
+    one, other, _ = pair(loaded("llama"), "streaming", token_ids(150))
+    same_steps(one, other, token_ids(10, seed=1))
+    replay = one.graphs._recorded
+    kind, (play, result) = next(iter(replay.items()))
+
+    def fails() -> None:
+        play()
+        raise RuntimeError("CUDA error")
+
+    replay[kind] = fails, result
+    total = one.kv.total
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        one.step(5)
+    assert one.kv.total == total
+    replay[kind] = play, result
+    for token in token_ids(10, seed=2):
+        assert torch.equal(one.step(token), other.step(token))
+
+
+def test_the_number_of_graphs_is_bounded(monkeypatch):
+    monkeypatch.setattr(runner, "MAX_GRAPHS", 1)
+    one, other, recorder = pair(loaded("llama"), "sync", token_ids(60))
+    same_steps(one, other, token_ids(20, seed=1))
+    assert recorder.recorded > len(one.graphs._recorded)
+    assert len(one.graphs._recorded) == 1
+
+
+def test_a_result_is_the_callers():
+    one, _, _ = pair(loaded("llama"), "full", token_ids(30))
+    steps = [one.step(token) for token in token_ids(6, seed=1)]
+    copies = [step.clone() for step in steps]
+    one.step(3)
+    assert all(torch.equal(step, copy) for step, copy in zip(steps, copies, strict=True))
+
+
+def test_an_answer_says_when_a_mode_is_prepared_and_is_the_same(model):
+    def answer(recorder: bool) -> tuple[list[str], str]:
+        session = Session(model)
+        as_on_a_gpu(session._kv)
+        if recorder:
+            session._runner.graphs = GraphRunner(session._kv, TapeRecorder(lambda: changed_by_steps(session._kv)))
+
+        def between(generated: int) -> None:
+            if generated == 12:
+                session.switch("streaming", budget=64)
+
+        sampling = Sampling(max_new_tokens=24, seed=3)
+        events = list(session.answer((Turn("user", "Tell me a story."),), sampling, between))
+        return [event.mode for event in events if isinstance(event, Preparing)], events[-1].text
+
+    prepared, text = answer(recorder=True)
+    assert prepared == ["full", "streaming"]
+    assert answer(recorder=False) == ([], text)
+
+
+class Streams:
+    """What ``CudaRecorder`` asks of torch, where there is no GPU; ``pools`` and ``on`` are what captures were given."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.current, self.pools, self.on, handles = "main", [], [], itertools.count()
+        for name, instead in {
+            "CUDAGraph": type("Graph", (), {"replay": lambda self: None}),
+            "Stream": lambda device: f"beside {device}",
+            "device": lambda device: nullcontext(),
+            "current_stream": lambda device: self.current,
+            "set_stream": lambda stream: setattr(self, "current", stream),
+            "graph_pool_handle": lambda: next(handles),
+            "graph": self.capture,
+        }.items():
+            patch.setattr(torch.cuda, name, instead)
+
+    @contextmanager
+    def capture(self, graph, pool, stream, capture_error_mode):
+        self.pools.append(pool)
+        self.on.append(stream)
+        self.current = stream
+        try:
+            yield
+        except Exception:  # noqa: BLE001
+            raise torch.AcceleratorError("CUDA error: the capture was invalidated")  # noqa: B904
+        self.current = "main"
+
+
+def test_graphs_that_live_together_share_memory_that_no_later_ones_use(monkeypatch):
+    streams = Streams(monkeypatch)
+    recorder = CudaRecorder(torch.device("cuda:1"))
+    first, second = recorder(lambda: torch.ones(1)), recorder(lambda: torch.tensor(gc.isenabled()))
+    assert not second[1]
+    assert gc.isenabled()
+    del first
+    third = recorder(lambda: torch.ones(1))
+    del second, third
+    recorder(lambda: torch.ones(1))
+    assert streams.pools == [0, 0, 0, 1]
+    assert set(streams.on) == {"beside cuda:1"}
+
+
+def test_a_capture_that_fails_leaves_no_stream_behind_and_names_the_cause(monkeypatch):
+    one, _, _ = pair(loaded("llama"), "full", token_ids(50))
+    streams = Streams(monkeypatch)
+    one.graphs._recorder = CudaRecorder(torch.device("cuda"))
+    step = one.step
+    step(3)
+
+    def fails(*_args: object) -> None:
+        if streams.current != "main":
+            raise ValueError("Triton: no such function")
+
+    hook = one.model.model.model.layers[1].register_forward_hook(fails)
+    try:
+        step(4)
+    finally:
+        hook.remove()
+    assert one.graphs.refusal == "ValueError: Triton: no such function"
+    assert streams.current == "main"

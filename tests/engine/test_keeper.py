@@ -1,0 +1,298 @@
+"""Keeping conversations of a tiny model, whose tokens are the characters of what is said."""
+
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support.kept_chat import OTHER, TALE, Chat, came_back, notes
+from support.tiny_runner import PARAMS, Wordless, loaded, mode_of, prefilled, token_ids
+
+from kvchat.engine.prefix_cache import WriteBehind
+from kvchat.engine.runner import ModelRunner
+from kvchat.kv.inspect import check_integrity
+from kvchat.kv.memory.page_file import HEADER_BYTES
+from kvchat.protocol.messages import Turn
+
+
+def test_a_conversation_gone_back_to_comes_from_memory_bit_by_bit(tmp_path):
+    chat = Chat(tmp_path, saved=0)
+    assert chat.say("a", TALE) == []
+    one = chat.runner.kv.state.host.dense(0, chat.runner.kv.total)
+    before = [tensor.clone() for tensor in one]
+    total = len(chat.stored.ids)
+    assert chat.say("b", OTHER) == []
+    assert chat.keeper.parked_bytes > 0
+    assert came_back(chat.keeper.resume("a", (Turn("user", TALE),))) == (total, "memory")
+    assert chat.stored.ids == [ord(c) for c in f"<{TALE}"]
+    after = chat.runner.kv.state.host.dense(0, chat.runner.kv.total)
+    assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
+    check_integrity(chat.runner.kv.state)
+
+
+def test_the_least_recently_used_is_dropped_beyond_the_limit(tmp_path):
+    chat = Chat(tmp_path, saved=0)
+    chat.say("a", TALE)
+    chat.keeper._keeping = replace(
+        chat.keeping, parked_bytes=int(2.5 * chat.runner.kv.state.geometry.token_bytes * 320)
+    )
+    for name, text in (("b", "2" + TALE), ("c", "3" + TALE), ("d", "4" + TALE)):
+        chat.say(name, text)
+    assert chat.keeper.parked_bytes <= chat.keeper._keeping.parked_bytes
+    assert list(chat.keeper._parked) == ["b", "c"]
+
+
+def test_with_room_for_one_the_one_that_comes_next_is_there(tmp_path):
+    chat = Chat(tmp_path, saved=0)
+    chat.keeper._keeping = replace(
+        chat.keeping, parked_bytes=int(1.5 * chat.runner.kv.state.geometry.token_bytes * 320)
+    )
+    chat.say("one", TALE)
+    for conversation, text in (("two", OTHER), ("one", TALE), ("two", OTHER)):
+        events = chat.say(conversation, text)
+    assert came_back(events)[1] == "memory"
+    assert list(chat.keeper._parked) == ["one"]
+    assert chat.keeper.parked_bytes <= chat.keeper._keeping.parked_bytes
+
+
+def test_a_shared_beginning_is_taken_from_another_conversation(tmp_path):
+    chat = Chat(tmp_path)
+    chat.say("a", TALE + OTHER)
+    chat.say("b", OTHER)
+    tokens, where = came_back(chat.say("c", TALE + "and then"))
+    assert (tokens, where) == (1 + len(TALE), "memory")
+    again = chat.restarted(tmp_path)
+    tokens, where = came_back(again.say("d", TALE + "but"))
+    assert (tokens, where) == (1 + len(TALE), "disk")
+    again.written()
+    one = Chat(tmp_path, chat.runner.model).say("d", TALE + "but")
+    assert came_back(one) == (1 + len(TALE) + 3, "disk")
+
+
+def test_what_is_on_disk_is_not_written_again(tmp_path):
+    chat = Chat(tmp_path)
+    chat.say("a", TALE)
+    chat.written()
+    path = tmp_path / "kv" / "a.kv"
+    before = path.read_bytes()
+    record = chat.keeper._file(path).record_bytes(False)
+    chat = chat.restarted(tmp_path)
+    chat.say("a", TALE + OTHER)
+    (job,) = chat.keeper._writer._jobs
+    assert job.first == (1 + len(TALE)) // 32
+    chat.written()
+    assert path.read_bytes()[: 4096 + job.first * record] == before[: 4096 + job.first * record]
+    assert len(chat.keeper._file(path).rows()) == 1 + len(TALE + OTHER)
+
+
+def test_tokens_computed_with_less_context_keep_their_marks(tmp_path):
+    chat = Chat(tmp_path)
+    chat.say("a", TALE)
+    chat.keeper.interrupt()
+    chat.runner.step(65)
+    chat.stored.extend([65], reduced=True)
+    chat.keeper.save()
+    chat = chat.restarted(tmp_path)
+    chat.say("a", TALE + "A!")
+    assert chat.stored.first_reduced == 1 + len(TALE)
+    assert chat.stored.reduced_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"name": "other"}, "another model"),
+        ({"revision": "1"}, "another revision"),
+        ({"weights": "int8"}, "another quantization"),
+        ({"fingerprint": "1"}, "another training"),
+        ({"tokenizer": Wordless(vocabulary={"a": 1})}, "another tokenizer"),
+        ({"tokenizer": Wordless("x")}, "another chat"),
+    ],
+)
+def test_kv_of_something_else_are_refused_in_a_line_and_replaced(tmp_path, changes, reason):
+    chat = Chat(tmp_path)
+    chat.say("a", TALE)
+    chat = chat.restarted(tmp_path, model=replace(chat.runner.model, **changes))
+    (note,) = notes(chat.say("a", TALE))
+    assert reason in note
+    assert came_back(chat.restarted(tmp_path).say("a", TALE))
+
+
+def test_a_pipe_in_place_of_the_file_is_not_waited_for(tmp_path):
+    chat = Chat(tmp_path)
+    chat.say("a", TALE)
+    chat.written()
+    os.mkfifo(tmp_path / "kv" / "b.kv")
+    chat = chat.restarted(tmp_path)
+    assert not notes(chat.say("c", TALE)), "that of another conversation is passed over"
+    (note,) = notes(chat.restarted(tmp_path).say("b", TALE))
+    assert "it is no file" in note
+
+
+def after_damage(tmp_path, records, at):
+    """What is told of a conversation whose file has another byte ``at`` after so many records."""
+    chat = Chat(tmp_path)
+    chat.say("a", TALE)
+    chat.written()
+    path = tmp_path / "kv" / "a.kv"
+    data = bytearray(path.read_bytes())
+    data[HEADER_BYTES + records * chat.keeper._file(path).record_bytes(False) + at] ^= 1
+    path.write_bytes(data)
+    return chat.restarted(tmp_path).say("a", TALE)
+
+
+def test_a_damaged_first_page_is_told(tmp_path):
+    (note,) = notes(after_damage(tmp_path, 0, 4))
+    assert "its first page is damaged" in note
+
+
+def test_a_damaged_page_gives_back_what_is_before_it(tmp_path):
+    events = after_damage(tmp_path, 3, -1)
+    assert "damaged" in notes(events)[0]
+    assert came_back(events) == (64, "disk")
+
+
+def test_a_full_disk_is_told_once(tmp_path, monkeypatch):
+    chat = Chat(tmp_path)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("kvchat.kv.memory.page_file._write", full)
+    for text, told in ((TALE, 0), (TALE + "a", 1), (TALE + "ab", 0)):
+        assert len(list(chat.keeper.kept("a", (), iter(())))) == told
+        chat.say("a", text)
+        chat.written()
+    assert (tmp_path / "kv" / "a.kv").stat().st_size == 0
+
+
+def test_what_was_said_in_a_deleted_conversation_is_kept_nowhere(tmp_path):
+    chat = Chat(tmp_path, saved=0)
+    chat.say("a", TALE)
+    chat.say("b", OTHER)
+    chat.keeper.forget("a")
+    chat.keeper.forget("b")
+    chat.say("c", "x")
+    assert chat.keeper.parked_bytes == 0
+
+
+def test_a_file_written_while_its_conversation_was_deleted_goes_with_it(tmp_path):
+    chat = Chat(tmp_path)
+    chat.say("b", OTHER)
+    chat.say("a", TALE)
+    chat.keeper.forget("a")  # the application had set its file aside before there was one
+    chat.written()
+    assert [path.name for path in (tmp_path / "kv").iterdir()] == ["b.kv"]
+    chat.keeper.save()
+    chat.say("c", "x")
+    chat.written()
+    assert not (tmp_path / "kv" / "a.kv").exists()
+
+
+def test_a_file_that_cannot_be_deleted_is_no_failure(tmp_path, monkeypatch):
+    chat = Chat(tmp_path)
+    chat.say("a", TALE)
+    chat.written()
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    chat.keeper.forget("a")
+    assert chat.keeper.parked_bytes == 0
+
+
+def test_what_was_said_before_is_not_saved_as_a_conversation_that_was_only_opened(tmp_path):
+    chat = Chat(tmp_path)
+    chat.say("a", TALE)
+    chat.written()
+    with pytest.raises(ZeroDivisionError):
+        list(chat.keeper.kept("b", (Turn("user", OTHER),), (1 // 0 for _ in "x")))
+    chat.written()
+    assert not (tmp_path / "kv" / "b.kv").exists() or len(chat.keeper._file(tmp_path / "kv" / "b.kv").rows()) <= 1
+    assert chat.runner.kv.total == len(chat.stored.ids) <= 1
+
+
+def test_going_away_does_not_end_the_writing_of_what_was_said(tmp_path, monkeypatch):
+    chat = Chat(tmp_path)
+    monkeypatch.setattr(WriteBehind, "begin", lambda writer, jobs: None)  # interrupted before the first page
+    chat.say("a", TALE)
+    monkeypatch.undo()
+    list(chat.keeper.saving(chat.keeper.resume("b", (Turn("user", OTHER),))))
+    chat.written()
+    assert len(chat.keeper._file(tmp_path / "kv" / "a.kv").rows()) == 1 + len(TALE)
+
+
+def test_two_applications_with_one_conversation_do_not_mix_its_branches(tmp_path):
+    one, beginning = Chat(tmp_path), TALE[:95]  # with what the encoder puts before it three pages
+    other = Chat(tmp_path, one.runner.model)
+    one.say("a", beginning)
+    one.written()
+    other.say("a", beginning[:40] + OTHER[:55])
+    other.written()
+    for there in (40 + 1, 1 + len(TALE)):  # the other's branch is kept as it is, then replaced as a whole
+        one.say("a", TALE)
+        one.written()
+        again = Chat(tmp_path, one.runner.model)
+        assert came_back(again.keeper.resume("a", (Turn("user", TALE),))) == (there, "disk")
+        assert again.stored.ids == [ord(c) for c in f"<{TALE}"][:there]
+
+
+def test_a_damaged_page_leaves_no_pinned_positions_behind(tmp_path):
+    chat = Chat(tmp_path)
+    chat.say("a", TALE)
+    chat.keeper.interrupt()
+    with torch.inference_mode():
+        chat.runner.kv.state.control[200:210] = True
+    chat.stored.saved = 0
+    chat.keeper.save()
+    chat.written()
+    path = tmp_path / "kv" / "a.kv"
+    data = bytearray(path.read_bytes())
+    data[4096 + 3 * chat.keeper._file(path).record_bytes(False) - 1] ^= 1
+    path.write_bytes(data)
+    chat = chat.restarted(tmp_path)
+    list(chat.keeper.resume("a", (Turn("user", TALE),)))
+    assert chat.runner.kv.total == 64
+    assert not chat.runner.kv.state.control.any()
+
+
+def stepped(runner: ModelRunner, more: list[int]) -> list[torch.Tensor]:
+    return [prefilled(runner, more), *(runner.step(token) for token in token_ids(6, seed=3))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("row", PARAMS)
+def test_logits_are_those_of_a_session_never_closed(tmp_path, row, dtype):
+    """In most modes of one that entered its mode anew, as a switch does: what was dropped or frozen, and which slot a
+    token has (the order of a sum), is no part of what is kept.
+    """
+    names = ["llama", "gemma3", "deepseek_v3", "phi", "qwen3", "olmo2"]
+    name = names[list(PARAMS).index(row) % len(names)]
+    chat = Chat(tmp_path, loaded(name, dtype=dtype), row)
+    tokens = int(torch.randint(70, 300, (1,), generator=torch.Generator().manual_seed(len(row))))
+    ids = token_ids(tokens)
+    prefilled(chat.runner, ids[:-9])
+    chat.stored.extend(ids[:-9])
+    for token in ids[-9:]:
+        chat.runner.step(token)
+        chat.stored.extend([token])
+    chat.keeper._present = "a"
+    chat.stored.agree("".join(map(chr, ids)))
+    chat.keeper.save()
+    chat.written()
+
+    later = Chat(tmp_path, chat.runner.model, row)
+    later.loop.encoder.render = lambda turns: "".join(map(chr, ids))
+    assert came_back(later.keeper.resume("a", (Turn("user", "all"),))) == (tokens, "disk")
+    assert later.stored.ids == ids
+    if PARAMS[row][0] not in ("full", "sync"):
+        with torch.inference_mode():
+            chat.runner.kv.switch(mode_of(chat.runner.model, row))
+    more = token_ids(5, seed=2)
+    for mine, its in zip(stepped(later.runner, more), stepped(chat.runner, more), strict=True):
+        assert torch.equal(mine, its)

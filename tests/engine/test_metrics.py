@@ -1,0 +1,238 @@
+"""The snapshot and the receipt: what they say is what the kv holds and did."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.fake_nvml import FakeGpu, FakeNvml, GiB
+from support.filled_session import SPECULATIVE, STREAMING, filled
+from support.loads import entering
+from support.memory_faults import MemoryRunsOut
+
+from kvchat.engine import metrics
+from kvchat.engine.metrics import MetricsCollector
+from kvchat.engine.session import Session
+from kvchat.kv import coverage
+from kvchat.protocol.comparing import Variant
+from kvchat.protocol.figures import RIBBON, Gpu
+from kvchat.protocol.messages import Finished, Sampling, Turn
+
+
+def mean_attended(session: Session) -> float:
+    layers = range(session.info.layers)
+    return sum(float(session.attended(layer).sum()) for layer in layers) / (session.info.layers * session.info.kv_heads)
+
+
+@pytest.mark.parametrize(
+    ("mode", "params"), [("full", {}), ("streaming", STREAMING), ("speculative", SPECULATIVE | {"first_full": False})]
+)
+def test_active_is_the_mean_of_attended_and_the_digits_add_up_to_it(session, mode, params):
+    filled(session, 500, mode, **params)
+    for token in range(12):
+        session.step(token)
+    snapshot = session.snapshot()
+    assert snapshot.active == pytest.approx(mean_attended(session))
+    assert (snapshot.total, snapshot.mode, snapshot.cell_tokens) == (512, mode, 32)
+    assert len(snapshot.ribbon) == len(snapshot.attended) == 16
+    low = sum(int(digit) * 3.2 for digit in snapshot.attended)
+    assert low <= snapshot.active <= low + 16 * 3.2
+    assert set(snapshot.ribbon) <= set(RIBBON)
+
+
+def test_an_empty_store_has_a_snapshot(session):
+    snapshot = session.snapshot()
+    assert (snapshot.total, snapshot.ribbon, snapshot.attended, snapshot.active) == (0, "", "", 0)
+    assert snapshot.tokens_per_s is None
+    assert snapshot.recall_hit_rate is None
+
+
+def test_fetching_is_shown_of_the_present_mode_only(session):
+    filled(session, 640, "speculative", **SPECULATIVE)
+    for token in range(12):
+        session.step(50 * token)
+    before = session.snapshot()
+    assert None not in (before.recall_hit_rate, before.recall_ms_p95)
+    session.switch("streaming", **STREAMING)
+    for _ in range(2):
+        after = session.snapshot()
+        assert (after.recall_hit_rate, after.recall_ms_p95, after.step_bytes) == (None, None, 0.0)
+        session.step(7)
+    assert after.recalled_bytes == before.recalled_bytes > 0
+
+
+def test_the_speed_shown_is_that_of_the_present_mode_only(session):
+    answer = session._metrics.begin(10, 0)
+    answer.token_times = [0.0, 1.0, 2.0]
+    assert session.snapshot().tokens_per_s == 1.0
+    session._metrics.note_switch("full", "sync", 0)
+    assert session.snapshot().tokens_per_s is None
+    answer.token_times += [10.0, 10.5]
+    assert session.snapshot().tokens_per_s == 2.0
+
+
+def test_a_switch_that_is_done_is_noted_without_memory(session):
+    filled(session, 300, "speculative", **SPECULATIVE)
+    session.step(5)
+    with MemoryRunsOut(1, short=True):
+        session._metrics.note_switch("full", "speculative", 0)
+
+
+def test_what_is_done_beside_the_conversation_is_not_in_its_totals(session):
+    filled(session, 640, "speculative", **SPECULATIVE | {"tau": 2.0})
+    session.step(5)
+    before = session.snapshot()
+    with session._metrics.beside():
+        for token in range(6):
+            session.step(100 * token)
+    beside = session.snapshot()
+    assert (beside.recalled_bytes, beside.corrections) == (before.recalled_bytes, before.corrections)
+    for token in range(6):
+        session.step(90 * token)
+    after = session.snapshot()
+    assert after.recalled_bytes > before.recalled_bytes
+    assert after.corrections == 7 * before.corrections > 0
+
+
+def test_the_receipt_counts_what_happened(session):
+    session.switch("speculative", **SPECULATIVE)
+    session.prefill([(7 * i) % 4000 + 10 for i in range(400)])
+    session.truncate(0)
+    turns = (Turn("user", "Tell me a short story. " * 60),)
+    events = list(session.answer(turns, Sampling(temperature=0, max_new_tokens=12)))
+    stats, kv = events[-1].stats, session._kv
+    assert stats.prompt_tokens == events[0].prompt_tokens > 300
+    assert stats.generated_tokens == len(session.token_ids)
+    assert stats.kv_device_bytes == kv.device_bytes
+    assert stats.kv_host_bytes == kv.state.host.nbytes
+    assert stats.active_tokens < stats.total_tokens
+    # The first of eight layers is full, the others read the budget at most.
+    assert stats.active_tokens <= (stats.total_tokens + 7 * 192) / 8
+    assert 0 <= stats.recall_hit_rate <= 1
+    assert stats.recalled_bytes >= 0
+    heads = (session.info.layers - 1) * session.info.kv_heads
+    assert stats.corrected_share == pytest.approx(stats.corrections / (len(session.token_ids) * heads), rel=0.2)
+    assert 0 < stats.corrected_share <= 1
+    assert stats.mean_cosine == pytest.approx(kv.mode.report().cosine / kv.state.steps)
+    assert 0 < stats.recall_ms_p50 <= stats.recall_ms_p95
+    assert stats.exposed_ms_p95 == stats.recall_ms_p95
+    assert stats.recall_bytes_per_s > 0
+    assert stats.decode_tokens_per_s > 0
+    assert stats.prefill_tokens_per_s > 0
+    assert stats.ttft_s > 0
+
+
+def test_the_mean_cosine_is_that_of_the_answer_and_unknown_where_the_mode_changed(session):
+    session.switch("speculative", **SPECULATIVE)
+    turns = (Turn("user", "Tell me a short story. " * 60),)
+    *_, first = session.answer(turns, Sampling(temperature=0, max_new_tokens=12))
+    before, steps = session._kv.mode.report().cosine, session._kv.state.steps
+    turns += (Turn("assistant", first.text), Turn("user", "And then?"))
+    *_, second = session.answer(turns, Sampling(temperature=0, max_new_tokens=12))
+    kv = session._kv
+    assert second.stats.mean_cosine == pytest.approx((kv.mode.report().cosine - before) / (kv.state.steps - steps))
+    assert -1 <= second.stats.mean_cosine <= 1
+    answer = session._metrics.begin(0, 0)
+    session.switch("speculative", tau=0.5)
+    session.step(5)
+    assert session._metrics.stats(answer).mean_cosine is None
+
+
+def test_the_rate_of_recall_is_its_bytes_over_its_time_in_the_steps_that_were_timed(session):
+    filled(session, 640, "speculative", **SPECULATIVE, tau=2.0)
+    assert session.snapshot().recall_bytes_per_s is None
+    before, timer = session.snapshot().recalled_bytes, session._kv.state.transfer.timer
+    for token in range(4):
+        session.step(90 * token)
+    timer.timed, timer.seconds = timer.timed - 3, 0.5  # a host that ran ahead read one of four
+    after = session.snapshot()
+    assert after.recall_bytes_per_s == pytest.approx((after.recalled_bytes - before) / 4 / 0.5, rel=0.02)
+
+
+def test_recalled_bytes_are_the_blocks_that_moved(session):
+    filled(session, 640, "speculative", **SPECULATIVE, tau=-2)
+    before, moved = session.snapshot().recalled_bytes, 0
+    slots = session._kv.state.slots[-1]
+    for token in range(15):
+        held = [set(row) for row in slots.pages.flatten(0, 1).tolist()]
+        session.step(token + 50)
+        now = [set(row) for row in slots.pages.flatten(0, 1).tolist()]
+        moved += sum(len(b - a) for a, b in zip(held, now, strict=True))
+    k_and_v = 2 * 32 * 64 * 4
+    assert moved > 0
+    assert session.snapshot().recalled_bytes - before == moved * k_and_v
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_the_gpu_is_in_the_snapshot_and_keeps_its_name_without_nvml(session, monkeypatch, known):
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(FakeGpu(uuid="GPU-ab")) if known else None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name="RTX", uuid="ab"))
+    kv = session._kv
+    with monkeypatch.context() as patch:
+        patch.setattr(kv.state, "device", torch.device("cuda"))
+        collector = MetricsCollector(kv, session._runner.recurrent, weight_bytes=1, context=2)
+    readings = (GiB, 24 * GiB, 3 * GiB, 45, 61, 123.4) if known else ()
+    assert collector.snapshot(0).gpu == Gpu("RTX", *readings)
+
+
+@pytest.fixture
+def at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coverage, "COST", 1e6)
+
+
+def asked(session: Session, tokens: int = 20) -> Finished:
+    story = "Once upon a time there was a little fox. " * 40
+    *_, finished = session.answer((Turn("user", story),), Sampling(temperature=0, max_new_tokens=tokens))
+    return finished
+
+
+def test_an_answer_says_what_of_the_attention_was_covered(model, at_every_step):
+    session = Session(model, entering("streaming", {"budget": 64}))
+    stats = asked(session).stats
+    assert 0 < stats.lowest_coverage <= stats.coverage < 0.99
+    assert session.snapshot().coverage == stats.coverage
+    exact = [coverage.covered(session._kv.state, layer) for layer in range(model.layers)]
+    assert stats.coverage == pytest.approx(float(torch.cat(exact).mean()), abs=0.1)
+    switched = session.switch("full")
+    assert switched.mode == "full"
+    assert session.snapshot().coverage is None, "it was of another mode"
+    stats = asked(session).stats
+    assert (stats.coverage, stats.lowest_coverage, session.snapshot().coverage) == (None, None, None)
+    session.close()
+
+
+def test_an_answer_does_not_end_where_there_is_no_memory_for_a_look(model, at_every_step, monkeypatch):
+    def full(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(coverage, "weights", full)
+    session = Session(model, entering("streaming", {"budget": 64}))
+    finished = asked(session)
+    assert finished.reason in ("length", "eos")
+    assert finished.stats.generated_tokens > 1
+    assert finished.stats.coverage is None
+    session.close()
+
+
+@pytest.mark.parametrize(("budget", "warned"), [(64, True), (1024, False)])
+def test_a_badge_says_when_too_little_is_covered(model, at_every_step, monkeypatch, budget, warned):
+    monkeypatch.setattr(metrics, "ENOUGH_COVERED", 0.98)
+    session = Session(model, entering("streaming", {"budget": budget}))
+    asked(session)
+    assert [badge.partition(":")[0] for badge in session.snapshot().badges] == ["low coverage"] * warned
+    session.close()
+
+
+def test_a_comparison_leaves_the_conversations_coverage_as_it_was(model, at_every_step):
+    session = Session(model, entering("streaming", {"budget": 64}))
+    asked(session)
+    before = session.snapshot().coverage
+    variants = (Variant("full"), Variant("streaming", {"budget": 96}))
+    *_, compared = session.compare((Turn("user", "Hello there. " * 80),), variants, Sampling(max_new_tokens=12))
+    full, streaming = compared.runs
+    assert full.stats.coverage is None
+    assert 0 < streaming.stats.lowest_coverage < 1
+    assert session.snapshot().coverage == before
+    session.close()

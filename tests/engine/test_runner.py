@@ -1,0 +1,213 @@
+"""Full mode is the model's ordinary cache (E1); what runs out of memory is explained and costs nothing stored."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import tiny_models
+from support.tiny_runner import loaded, prefilled, runner_of, token_ids
+
+from kvchat.config.modes import parse
+from kvchat.engine.runner import ModelRunner, geometry_of, traits_of
+from kvchat.errors import DoesNotFitError, UsageError
+from kvchat.kv.inspect import attended, check_integrity
+from kvchat.kv.modes import build
+from kvchat.models import attention_hook
+
+ARCHITECTURES = ["llama", "qwen2-window", "gemma2", "gemma3", "gpt_oss", "phi", "cohere2", "deepseek_v3", "gpt2"]
+MODES = {
+    "full": {},
+    "streaming": {"budget": 64, "R": 8, "sigma": 6, "delta": 5},
+    "speculative": {"budget": 128, "sink": 8, "window": 32},
+}
+PROMPTS = [
+    "My name is Maria and I live in a small house by the sea. Tell me a short story about my grandmother and her boat.",
+    "It was a dark and stormy night, and the captain had not slept since the storm began. He looked at the black water",
+    "What does the streaming mode do, and what does it forget? Please say it slowly, with all you know, and again.",
+    "one two three four five six seven eight nine ten eleven twelve, and then backwards from twelve, and once more",
+]
+
+
+def greedy(one: ModelRunner, ids: list[int], n: int) -> list[int]:
+    logits, generated = prefilled(one, ids), []
+    for _ in range(n):
+        generated.append(int(logits.argmax()))
+        logits = one.step(generated[-1])
+    return generated
+
+
+def generate(model, prompts: list[list[int]], n: int, attention: str) -> list[list[int]]:
+    """transformers' own greedy decoding of prompts of one length."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(attention)
+    try:
+        ids = torch.tensor(prompts)
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=n,
+            min_new_tokens=n,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        return out[:, ids.shape[1] :].tolist()
+    finally:
+        model.set_attn_implementation(before)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_full_mode_is_the_ordinary_cache_on_every_kind_of_layer(name):
+    model, ids = loaded(name), token_ids(60)
+    one = runner_of(model)
+    one.chunk = 23
+    assert greedy(one, ids, 40) == generate(model.model, [ids], 40, "eager")[0]
+
+
+@pytest.mark.slow("the bundled model answers, and transformers does")
+def test_full_mode_is_generate_on_the_bundled_model(model):
+    prompts = [model.tokenizer(text)["input_ids"][:20] for text in PROMPTS]
+    assert {len(ids) for ids in prompts} == {20}
+    expected = generate(model.model, prompts, 100, "sdpa")
+    for ids, tokens in zip(prompts, expected, strict=True):
+        assert greedy(runner_of(model), ids, 100) == tokens
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "cohere2"])
+@pytest.mark.parametrize("mode", ["streaming", "speculative"])
+def test_a_budget_above_the_conversation_gives_full_modes_logits(mode, name):
+    model, ids = loaded(name), token_ids(90)
+    one, full = runner_of(model, mode, budget=500), runner_of(model)
+    torch.testing.assert_close(prefilled(one, ids), prefilled(full, ids))
+    for token in token_ids(40, seed=1):
+        torch.testing.assert_close(one.step(token), full.step(token), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+def test_turns_in_full_mode_are_one_prefill_of_the_transcript(name):
+    model, ids = loaded(name), token_ids(150)
+    turns, once = runner_of(model), runner_of(model)
+    prefilled(turns, ids[:50])
+    for token in ids[50:80]:
+        turns.step(token)
+    logits = prefilled(turns, ids[80:])
+    torch.testing.assert_close(logits, prefilled(once, ids), atol=1e-4, rtol=0)
+    torch.testing.assert_close(turns.step(5), once.step(5), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_storm_of_switches_changes_nothing_stored_and_layer_0_is_an_undisturbed_runs(mode):
+    """E8, with layers that depend on each other."""
+    model, ids = loaded("llama"), token_ids(200)
+    one, calm = runner_of(model, mode, **MODES[mode]), runner_of(model)
+    for each in (one, calm):
+        prefilled(each, ids)
+    before = [layer.clone() for layer in one.kv.state.host.layers]
+    names = list(MODES)
+    with torch.inference_mode():
+        for i, token in enumerate(token_ids(100, seed=2)):
+            name = names[i * 7 % 3]
+            one.kv.switch(build(parse(name, MODES[name]), geometry_of(model), traits_of(model)))
+            one.step(token)
+            calm.step(token)
+    for layer, stored in enumerate(before):
+        now = one.kv.state.host.dense(layer, 200)
+        then = stored.permute(2, 1, 0, 3, 4).flatten(2, 3)[:, :, :200]
+        assert all(torch.equal(a, b) for a, b in zip(now, then, strict=True))
+    for a, b in zip(one.kv.state.host.dense(0, 300), calm.kv.state.host.dense(0, 300), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_memory_that_runs_out_in_a_step_is_explained_and_the_next_step_is_right(mode, monkeypatch):
+    model, ids = loaded("llama"), token_ids(200)
+    # Retrieval at once: speculation would go on from the failed step's query.
+    params = MODES[mode] | ({"tau": 2.0} if mode == "speculative" else {})
+    one, undisturbed = runner_of(model, mode, **params), runner_of(model, mode, **params)
+    for each in (one, undisturbed):
+        prefilled(each, ids)
+        each.step(7)
+    attention = one.kv.attention
+
+    def fails(layer, *args):
+        if layer == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+        return attention(layer, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one.kv, "attention", fails)
+        with pytest.raises(DoesNotFitError, match=f"Memory ran out while decoding.*{mode} mode holds.*201 stored"):
+            one.step(11)
+    assert one.kv.total == 201
+    check_integrity(one.kv.state)
+    for token in (11, 12, 13):
+        torch.testing.assert_close(one.step(token), undisturbed.step(token), atol=2e-5, rtol=0)
+
+
+def test_memory_that_runs_out_in_a_prefill_keeps_the_chunks_before(monkeypatch):
+    model, ids = loaded("llama"), token_ids(90)
+    one, undisturbed = runner_of(model, "streaming", budget=64), runner_of(model, "streaming", budget=64)
+    one.chunk = 30
+    attention, calls = one.kv.attention, []
+
+    def fails(layer, *args):
+        calls.append(layer)
+        if len(calls) == 6:
+            raise torch.OutOfMemoryError("no memory")
+        return attention(layer, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one.kv, "attention", fails)
+        with pytest.raises(DoesNotFitError, match="reading the prompt"):
+            prefilled(one, ids)
+    assert one.kv.total == 30
+    torch.testing.assert_close(prefilled(one, ids[30:]), prefilled(undisturbed, ids))
+    torch.testing.assert_close(one.step(5), undisturbed.step(5), atol=2e-5, rtol=0)
+
+
+def test_a_prefill_left_at_its_last_chunk_has_brought_all_its_tokens_in():
+    """The session takes the logits and leaves: the tokens just read must be in streaming's window."""
+    model, ids = loaded("llama"), token_ids(90)
+    one, full = runner_of(model, "streaming", budget=500), runner_of(model)
+    for part in (ids[:40], ids[40:]):
+        next(one.prefill(part))
+    prefilled(full, ids)
+    torch.testing.assert_close(one.step(5), full.step(5), atol=2e-5, rtol=0)
+    assert attended(one.kv.state, 0).all()
+
+
+def test_in_bfloat16_on_a_cpu_steps_run_without_onednn_and_prefills_with_it(monkeypatch):
+    one, before, seen = runner_of(loaded("llama", dtype=torch.bfloat16)), torch.backends.mkldnn.enabled, []
+    run = attention_hook.forward
+    monkeypatch.setattr(
+        attention_hook, "forward", lambda *args, **kw: seen.append(torch.backends.mkldnn.enabled) or run(*args, **kw)
+    )
+    prefilled(one, token_ids(9))
+    one.step(3)
+    assert seen == [before, False]
+    assert torch.backends.mkldnn.enabled == before
+
+
+def test_a_prefill_may_be_abandoned_between_two_chunks():
+    model, ids = loaded("llama"), token_ids(90)
+    one, once = runner_of(model), runner_of(model)
+    one.chunk = 30
+    pieces = one.prefill(ids)
+    chunk, logits = next(pieces)
+    pieces.close()
+    assert (list(chunk), logits, one.kv.total) == (ids[:30], None, 30)
+    torch.testing.assert_close(prefilled(one, ids[30:]), prefilled(once, ids))
+
+
+@pytest.mark.parametrize("token", [-1, tiny_models.VOCAB])
+def test_a_token_the_model_does_not_have_is_refused_and_nothing_is_stored(token):
+    model, ids = loaded("llama"), token_ids(90)
+    one, undisturbed = runner_of(model, "streaming", budget=64), runner_of(model, "streaming", budget=64)
+    for each in (one, undisturbed):
+        prefilled(each, ids)
+    with pytest.raises(UsageError, match=f"no token {token}"):
+        one.step(token)
+    with pytest.raises(UsageError, match=f"no token {token}"):
+        prefilled(one, [5, token])
+    assert one.kv.total == 90
+    torch.testing.assert_close(one.step(5), undisturbed.step(5))

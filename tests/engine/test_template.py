@@ -1,0 +1,117 @@
+"""Templates of others: what is genuine comes out as transformers renders it, what is hostile is refused at once."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from kvchat import paths
+from kvchat.engine.template import ChatTemplate
+from kvchat.errors import UsageError
+from kvchat.protocol.template_args import parse_args
+
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "  What is 6 * 7?\nAnd 100%?"},
+    {"role": "assistant", "content": "<think>\nsix sevens\n</think>\n\n42"},
+    {"role": "user", "content": "Thanks 😀 {} %s"},
+]
+
+GENUINE = {
+    "roles": "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}",
+    "tokens": "{{ bos_token }}{% for m in messages %}{{ m['content'] | trim + eos_token }}{% endfor %}",
+    "thinking": (
+        "{%- set ns = namespace(last=messages | length - 1, seen=[]) %}\n"
+        "{%- for message in messages[::-1] %}{%- set index = messages | length - 1 - loop.index0 %}\n"
+        "    {%- if message.role == 'user' and ns.last >= index %}{%- set ns.last = index %}{% endif %}\n"
+        "    {%- set ns.seen = ns.seen + [message.role] %}\n"
+        "{%- endfor %}\n"
+        "{%- for message in messages %}\n"
+        "    {%- set content = message.content if message.content is string else '' %}\n"
+        "    {%- if '</think>' in content %}\n"
+        "        {%- set thought = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}\n"
+        "        {%- set content = content.split('</think>')[-1].lstrip('\\n') %}\n"
+        "    {%- endif %}\n"
+        "    {{- '<|im_start|>' ~ message.role ~ '\\n' ~ content ~ (thought | default('')) ~ '<|im_end|>\\n' }}\n"
+        "{%- endfor %}{{ ns.last }} {{ ns.seen | join(', ') }}\n"
+    ),
+    "macros": (
+        "{% macro turn(role, text='') %}[{{ role | upper }}]{{ text | indent(2) }}{% endmacro %}"
+        "{% for m in messages if m.role != 'system' %}{{ turn(m.role, text=m.content) }}{% endfor %}"
+        "{% set whole %}{% for m in messages %}{{ m.content }}{% endfor %}{% endset %}{{ whole | length }}"
+    ),
+    "json": (
+        "{{ messages | tojson(indent=2) }}{{ messages | map(attribute='role') | unique | join(' and ') }}"
+        "{{ (messages | selectattr('role', 'equalto', 'user') | list)[-1].content.replace('%s', 'x' * 9) }}"
+    ),
+    "alternation": (
+        "{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}{% endif %}"
+        "{% for message in loop_messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('Roles must alternate') }}{% endif %}"
+        "{{ '%s: %-4d|' % (message.role, loop.index) }}{{ '{}/{}'.format(loop.index, 2 ** 3) }}{% endfor %}"
+    ),
+    "generation": (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+        "{% elif loop.last %}{% break %}{% else %}{{ dict(a=m.role).items() | list }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ strftime_now('%d') | length }}{% endif %}{{ tools is none }}"
+    ),
+}
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(paths.bundled_model_dir())
+
+
+@pytest.mark.parametrize("template", [None, *GENUINE.values()], ids=["bundled", *GENUINE])
+@pytest.mark.parametrize("times", [1, 10_000], ids=["short", "long"])
+def test_a_genuine_template_gives_what_transformers_gives(tokenizer, template: str | None, times: int) -> None:
+    tokenizer.chat_template = template or tokenizer.chat_template
+    messages = [{**message, "content": message["content"] * times} for message in MESSAGES]
+    expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert ChatTemplate(tokenizer).render(messages, datetime.now()) == expected
+
+
+def test_a_mark_of_byte_order_before_a_template_is_not_rendered(tokenizer) -> None:
+    tokenizer.chat_template = "\ufeff" + GENUINE["roles"]
+    assert ChatTemplate(tokenizer).render(MESSAGES, datetime.now()).startswith("<|system|>")
+
+
+def test_many_turns_are_no_attack(tokenizer) -> None:
+    tokenizer.chat_template = GENUINE["thinking"]
+    messages = [MESSAGES[1], MESSAGES[2]] * 500
+    expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert ChatTemplate(tokenizer).render(messages, datetime.now()) == expected
+
+
+def test_a_template_that_is_no_text_says_so(tokenizer) -> None:
+    tokenizer.chat_template = 5
+    with pytest.raises(TypeError, match="no text but int"):
+        ChatTemplate(tokenizer).render(MESSAGES, datetime.now())
+
+
+THINKS = (
+    "{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking is defined and not enable_thinking %}"
+    "<think></think>{% endif %}{{ reasoning_effort | default('medium') }}{{ bos_token }}"
+)
+
+
+def test_its_variables_are_found_and_given_to_it(tokenizer):
+    tokenizer.chat_template = THINKS
+    assert ChatTemplate(tokenizer).variables == ("enable_thinking", "reasoning_effort")
+    question = [{"role": "user", "content": "Hi"}]
+    given = parse_args(["enable_thinking=false", "reasoning_effort=low"])
+    for variables in ({}, given):
+        expected = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True, **variables)
+        assert ChatTemplate(tokenizer, variables).render(question, datetime.now()) == expected
+    assert ChatTemplate(tokenizer, given).render(question, datetime.now()).startswith("Hi<think></think>low")
+
+
+def test_variables_are_json_or_text():
+    args = ["a=true", "b=False", "c=3", 'd=["x"]', "e=low", "f=", "g=1=2"]
+    assert parse_args(args) == {"a": True, "b": False, "c": 3, "d": ["x"], "e": "low", "f": "", "g": "1=2"}
+    for wrong in ("a", "=3", "two words=3", "messages=[]", "add_generation_prompt=false"):
+        with pytest.raises(UsageError):
+            parse_args([wrong])

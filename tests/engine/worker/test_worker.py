@@ -1,0 +1,244 @@
+from __future__ import annotations
+
+import io
+import time
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+from support.fake_session import PIECES, FakeLoader, FakeSession
+from support.patience import PATIENCE_S, wait_until
+from support.streams import read_event
+from support.worker_child import CHAT, Child, Clock, tick
+
+from kvchat.engine import worker
+from kvchat.errors import DoesNotFitError
+from kvchat.protocol.details import Details, Watch
+from kvchat.protocol.figures import Gpu, Snapshot
+from kvchat.protocol.messages import (
+    Command,
+    Failed,
+    Finished,
+    Forget,
+    Load,
+    Loaded,
+    Loading,
+    Peek,
+    Peeked,
+    Resume,
+    Resumed,
+    Started,
+    Stop,
+    Switch,
+    Switched,
+    SwitchRefused,
+    Text,
+)
+
+
+def test_a_load_is_answered_and_hands_on_what_was_given(child: Child, session: FakeSession) -> None:
+    assert session.loaded == Load("bundled", mode="speculative", given={"speculative": {"budget": 128}})
+    assert isinstance(child.until(Snapshot)[-1], Snapshot)
+
+
+def test_a_conversation_is_taken_up_and_forgotten(child: Child, session: FakeSession) -> None:
+    child.send(Resume("a", CHAT.turns), Resume("b", CHAT.turns))
+    assert [child.until(Resumed)[-1].conversation for _ in "ab"] == ["a", "b"]
+    child.send(Forget("a"), CHAT)
+    assert not any(isinstance(event, Failed) for event in child.until(Finished))
+    assert session.resumed == [("b", CHAT.turns)]
+
+
+def test_a_conversation_is_forgotten_where_no_model_is_loaded(clock: Clock) -> None:
+    with closing(Child(FakeLoader(FakeSession()), clock)) as child:
+        child.send(Forget("a"), CHAT)
+        assert [event.title for event in child.until(Failed)] == ["No model is loaded."]  # only the question's
+        child.send(Load("bundled"))
+        assert not any(isinstance(event, Failed) for event in child.until(Loaded))
+
+
+def test_an_answer_is_started_text_finished(child: Child, session: FakeSession) -> None:
+    child.send(CHAT)
+    events = child.until(Finished)
+    assert isinstance(events[0], Started)
+    assert "".join(e.text for e in events if isinstance(e, Text)) == events[-1].text == "".join(PIECES)
+    assert session.asked == [(CHAT.turns, CHAT.sampling)]
+
+
+def test_text_comes_in_batches_and_always_before_the_next_event(
+    session: FakeSession, child: Child, clock: Clock
+) -> None:
+    session.pieces, session.on_token = ["x"] * 100, lambda _session, _n: tick(clock, 0.001)
+    child.send(CHAT)
+    events = child.until(Finished)
+    texts = [e for e in events if isinstance(e, Text)]
+    assert sum(e.tokens for e in texts) == len("".join(e.text for e in texts)) == 100
+    assert len(texts) <= 2 + 100 * 0.001 / worker.TEXT_S
+
+
+def test_snapshots_are_rare_while_generating(clock: Clock) -> None:
+    output = io.BytesIO()
+    server = worker.Server(output, FakeLoader(FakeSession(["x"] * 100, lambda _s, _n: tick(clock, 0.01))), clock)
+    server._do(Load())
+    output.seek(0)
+    output.truncate()
+    server._do(CHAT)
+    output.seek(0)
+    snapshots = sum(isinstance(e, Snapshot) for e in iter(lambda: read_event(output), None))
+    assert 9 <= snapshots <= 12  # one second of tokens, and one after the answer
+
+
+def test_a_snapshot_that_fails_ends_no_answer(
+    child: Child, session: FakeSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory() -> Snapshot:
+        raise DoesNotFitError("Memory ran out.", "None is left.", "Close something.")
+
+    child.until(Snapshot)
+    monkeypatch.setattr(session, "snapshot", no_memory)
+    child.send(CHAT)
+    events = child.until(Finished)
+    assert events[-1].reason == "eos"
+    assert not any(isinstance(event, Failed) for event in events)
+    assert child.until(Failed)[-1].title == "Memory ran out."  # of the one after the answer
+
+
+def test_details_are_sent_while_they_are_watched_and_rarer_than_snapshots(clock: Clock) -> None:
+    output = io.BytesIO()
+    server = worker.Server(output, FakeLoader(FakeSession(["x"] * 100, lambda _s, _n: tick(clock, 0.01))), clock)
+
+    def sent(*commands: Command) -> int:
+        output.seek(0)
+        output.truncate()
+        for command in commands:
+            server._do(command)
+        output.seek(0)
+        return sum(isinstance(event, Details) for event in iter(lambda: read_event(output), None))
+
+    assert sent(Watch(True)) == 0, "there is no model"
+    assert sent(Load()) == 1
+    assert 2 <= sent(CHAT) <= 4  # a second of tokens, and one after the answer
+    assert sent(Watch(True)) == 1
+    assert sent(Watch(False), CHAT) == 0
+
+
+@pytest.mark.parametrize("gpu", [None, Gpu("H100")])
+def test_an_idle_server_works_only_while_a_gpus_readings_change(
+    gpu: Gpu | None, child: Child, session: FakeSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child.until(Snapshot)
+    asked, snapshot = [], replace(session.snapshot(), gpu=gpu)
+    monkeypatch.setattr(session, "snapshot", lambda: asked.append(1) or snapshot)
+    monkeypatch.setattr(worker, "IDLE_SNAPSHOT_S", 0.01)
+    child.send(Stop())  # wakes it
+    for _ in range(3 if gpu else 1):
+        child.until(Snapshot)
+    if gpu is None:  # one after the last command, for what is priced late
+        wait_until(lambda: asked)
+        time.sleep(0.2)
+        assert len(asked) <= 2  # that of the load may be as late; one that works on asks for twenty
+    child.send(CHAT)
+    child.until(Finished)
+    child.until(Snapshot)
+
+
+def test_stop_in_an_answer_keeps_the_text_so_far(session: FakeSession, child: Child) -> None:
+    def stop_after_two(s: FakeSession, n: int) -> None:
+        if n == 2:
+            child.send(Stop())
+            assert s.canceled.wait(PATIENCE_S)  # by the reader thread, at once
+
+    session.on_token = stop_after_two
+    child.send(CHAT)
+    finished = child.until(Finished)[-1]
+    assert (finished.reason, finished.text) == ("stopped", "The quick")
+
+
+def test_a_stop_that_comes_too_late_stops_nothing(child: Child) -> None:
+    child.send(CHAT)
+    child.until(Finished)
+    child.send(Stop(), Peek(1, 2))
+    child.until(Peeked)
+    child.send(CHAT)
+    assert child.until(Finished)[-1].reason == "eos"
+
+
+def test_switch_and_peek_are_done_between_two_tokens(session: FakeSession, child: Child) -> None:
+    def send_at_two(_session: FakeSession, n: int) -> None:
+        if n == 2:
+            child.send(Switch("streaming", {"budget": 256}), Peek(3, 5))
+            wait_until(lambda: len(child.server._inbox._commands) >= 2)
+
+    session.on_token = send_at_two
+    child.send(CHAT)
+    events = child.until(Finished)
+    switched = next(i for i, e in enumerate(events) if isinstance(e, Switched))
+    assert events[switched] == Switched("speculative", "streaming", {"budget": 256}, 7, 0, 0.0)
+    assert events[switched + 1] == Peeked(3, 5, "[3:5]")
+    assert "".join(e.text for e in events[:switched] if isinstance(e, Text)) == "The quick brown"
+    assert events[-1].reason == "eos"
+
+
+def test_a_refused_switch_names_the_mode_that_goes_on(session: FakeSession, child: Child) -> None:
+    session.failure = DoesNotFitError("Budget 64 is too small.", "It needs 96.")
+    child.send(Switch("streaming", {"budget": 64}))
+    assert child.until(SwitchRefused)[-1] == SwitchRefused("speculative", "Budget 64 is too small. It needs 96.")
+
+
+def test_a_second_chat_waits_for_the_first_and_keeps_its_stop(session: FakeSession, child: Child) -> None:
+    def send_at_one(s: FakeSession, n: int) -> None:
+        if len(s.asked) == 1 and n == 1:
+            child.send(CHAT, Switch("full"))
+            wait_until(lambda: len(child.server._inbox._commands) >= 2)
+
+    session.on_token = send_at_one
+    child.send(CHAT)
+    first, second = child.until(Finished), child.until(Finished)
+    assert not any(isinstance(e, Switched) for e in first)
+    assert any(isinstance(e, Switched) for e in second)
+
+
+def test_errors_become_failures_and_the_server_goes_on(
+    session: FakeSession, child: Child, capfd: pytest.CaptureFixture[str]
+) -> None:
+    session.error = DoesNotFitError("Too long.", "5 of 4 tokens.", "Shorten it.")
+    child.send(CHAT)
+    assert child.until(Failed)[-1] == Failed("Too long.", "5 of 4 tokens.", "Shorten it.", "DoesNotFitError")
+    session.error = ZeroDivisionError("oh")
+    child.send(CHAT)
+    events = child.until(Failed)
+    assert events[-1] == Failed("The engine failed.", "ZeroDivisionError: oh", "/restart starts a fresh one.")
+    assert "".join(e.text for e in events if isinstance(e, Text)) == "The quick"
+    assert "Traceback" in capfd.readouterr().err
+    session.error = None
+    child.send(CHAT)
+    child.until(Finished)
+
+
+def test_without_a_model_everything_fails_for_good(clock: Clock) -> None:
+    child = Child(FakeLoader(DoesNotFitError("Too big.")), clock)
+    child.send(Load("huge"), CHAT)
+    assert child.until(Failed) == [Loading("importing torch"), Failed("Too big.", kind="DoesNotFitError", fatal=True)]
+    assert child.until(Failed) == [Failed("No model is loaded.", hint="Load one first.", fatal=True)]
+    child.close()
+
+
+def test_closing_stdin_ends_a_running_answer(session: FakeSession, child: Child) -> None:
+    session.pieces = ["x"] * 1_000_000
+
+    def close_at_three(s: FakeSession, n: int) -> None:
+        if n == 3:
+            child.commands.close()
+            assert s.canceled.wait(PATIENCE_S)
+
+    session.on_token = close_at_three
+    child.send(CHAT)
+    assert child.until(Finished)[-1].text == "xxx"
+    child.close()
+    assert session.closed
+
+
+def test_rubbish_on_stdin_ends_the_server(child: Child, capfd: pytest.CaptureFixture[str]) -> None:
+    child.commands.write(b"\xff" * 8)
+    child.close()
+    assert "does not speak kvchat's protocol" in capfd.readouterr().err

@@ -1,0 +1,207 @@
+"""The engine's door: whatever bytes come, it refuses with the reason or ends with one line; it never hangs."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import threading
+import types
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.environment import environ
+from support.fake_session import FakeLoader, FakeSession
+from support.frames import bodies, framed, fuzzed
+from support.patience import PATIENCE_S
+from support.streams import read_event
+
+from kvchat.engine import session, worker
+from kvchat.engine.worker import EngineLoader, Loader, Progress
+from kvchat.errors import ModelError
+from kvchat.models.description import resolve_device, resolve_dtype
+from kvchat.models.load import LoadedModel
+from kvchat.protocol import wire
+from kvchat.protocol.figures import MemoryPlan, Snapshot
+from kvchat.protocol.messages import (
+    Chat,
+    Command,
+    Event,
+    Failed,
+    Finished,
+    Load,
+    Peek,
+    Plan,
+    Prefilled,
+    Sampling,
+    Stop,
+    Switch,
+    Turn,
+)
+
+COMMANDS = get_args(Command)
+EVENTS = get_args(Event)
+
+
+class FuzzedLoader(EngineLoader):
+    """Sessions are real; the names of models, which are nonsense here, are planned for without looking for them."""
+
+    def fits_beside(self, load: Load, progress: Progress) -> bool:
+        return True
+
+    def plan(self, asked: Plan, in_use: Snapshot | None, progress: Progress) -> MemoryPlan:
+        raise ModelError("There is no such model.")
+
+
+class Engine:
+    """A server on pipes in a thread; ``talk`` sends frames and returns what comes until they are done."""
+
+    def __init__(self, loader: Loader) -> None:
+        commands, self._commands = os.pipe()
+        self._events, events = os.pipe()
+        self._ends = os.fdopen(commands, "rb"), os.fdopen(events, "wb")
+        self.server = worker.Server(self._ends[1], loader)
+        self.events = os.fdopen(self._events, "rb")
+        self._threads = [
+            threading.Thread(target=self.server.read, args=(self._ends[0],)),
+            threading.Thread(target=self.server.run),
+        ]
+        for thread in self._threads:
+            thread.start()
+        self._asked = 0
+
+    def talk(self, *frames: bytes) -> list[Event]:
+        self._asked += 1
+        ping = f"ping {self._asked}"
+        load = () if self.server._session else (wire.encode(Load()),)
+        os.write(self._commands, b"".join((*load, *frames, framed(ping.encode()))))
+        events: list[Event] = []
+        while not (isinstance(event := read_event(self.events), Failed) and ping in event.detail):
+            assert event is not None
+            events.append(event)
+        return events
+
+    def close(self) -> None:
+        os.close(self._commands)
+        self.events.close()  # the engine may be waiting to write more than the pipe holds
+        for thread in self._threads:
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive()
+        self._ends[0].close()
+        with suppress(BrokenPipeError):
+            self._ends[1].close()
+
+
+@pytest.fixture(scope="module")
+def engine(model: LoadedModel) -> Iterator[Engine]:
+    """With real sessions; only the reading of files is left out."""
+
+    def load_model(asked: Load, _progress: Progress) -> LoadedModel:
+        resolve_device(asked.device)
+        resolve_dtype(asked.dtype, model.model.config, model.device)
+        if asked.model != "bundled":
+            raise ModelError("There is no such model.")
+        return model
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "load_model", load_model)
+        engine = Engine(FuzzedLoader())
+        yield engine
+        engine.close()
+
+
+@fuzzed
+@given(body=bodies(COMMANDS))
+def test_any_frame_is_done_or_refused_with_the_reason(engine: Engine, count: Counter[str], body: bytes) -> None:
+    count["frames"] += 1
+    events = engine.talk(framed(body), wire.encode(Stop()))
+    unexplained = [e for e in events if isinstance(e, Failed) and e.title == "The engine failed."]
+    assert not unexplained
+    refused = worker._command(body)
+    if isinstance(refused, worker.Refused):
+        assert refused.reason in [event.detail for event in events if isinstance(event, Failed)]
+
+
+@fuzzed
+@given(stream=st.binary(max_size=64) | st.lists(bodies(COMMANDS), max_size=3).map(lambda found: framed(*found)[:-1]))
+def test_any_stream_of_bytes_ends_the_engine_with_at_most_a_line(count: Counter[str], stream: bytes) -> None:
+    count["streams of bytes"] += 1
+    server, log = worker.Server(io.BytesIO(), FakeLoader(FakeSession())), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stderr", log)
+        server.read(io.BytesIO(stream))
+        server.run()
+    assert server._inbox.closed
+    assert log.getvalue().count("\n") <= 1
+
+
+def test_a_stop_right_behind_its_question_ends_it_before_a_token_is_read(engine: Engine) -> None:
+    ask = wire.encode(Chat((Turn("user", "one two three " * 400),)))
+    first = [type(event) for event in engine.talk(ask, wire.encode(Stop()))]
+    assert Prefilled not in first
+    assert Finished in first
+    second = engine.talk(wire.encode(Stop()), wire.encode(Chat((Turn("user", "Hi"),), Sampling(max_new_tokens=2))))
+    assert [event.reason for event in second if isinstance(event, Finished)] == ["length"]
+
+
+@pytest.mark.parametrize("event", [name.__name__ for name in EVENTS])
+def test_an_event_is_no_command(event: str) -> None:
+    with pytest.raises(ValueError, match="no message of kvchat's protocol"):
+        wire.decode_command(b'{"type": "%s"}' % event.encode())
+
+
+def test_an_unexpected_failure_between_two_tokens_is_not_the_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    """The answer goes on: a switch is refused in words, another failure is told when the answer is over."""
+    output = io.BytesIO()
+
+    def send_at_two(fake: FakeSession, n: int) -> None:
+        if n == 2:
+            for command in (Switch("streaming"), Peek(1, 2)):
+                server._inbox.put(command, 1)
+
+    fake = FakeSession(on_token=send_at_two)
+    server = worker.Server(output, FakeLoader(fake))
+    server._do(Load(mode="full"))
+    fake.switch = fake.text = types.MethodType(lambda *_args, **_kwargs: 1 / 0, fake)  # type: ignore[method-assign]
+    server._do(Chat((Turn("user", "hello"),)))
+    output.seek(0)
+    kinds = [type(event).__name__ for event in iter(lambda: read_event(output), None)]
+    assert [kind for kind in kinds if kind in ("SwitchRefused", "Finished", "Failed")] == [
+        "SwitchRefused",
+        "Finished",
+        "Failed",
+    ]
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_an_engine_ends_sooner_where_nothing_is_to_be_written() -> None:
+    server = worker.Server(io.BytesIO(), FakeLoader(FakeSession()))
+    before = server.grace_s
+    server._do(Load(mode="full"))
+    assert before < server.grace_s
+    server._close_session()
+    assert before < server.grace_s
+
+
+def test_a_header_above_the_limit_ends_the_process_at_once() -> None:
+    command = [sys.executable, "-m", "kvchat.engine"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environ()) as process:
+        assert process.stdin
+        assert process.stderr
+        process.stdin.write(b"\xff\xff\xff\xff")
+        process.stdin.flush()
+        assert process.wait(PATIENCE_S) == 0
+        assert process.stderr.read() == b"kvchat: " + str(_refusal(b"\xff" * 4)).encode() + b"\n"
+
+
+def _refusal(header: bytes) -> ValueError:
+    with pytest.raises(ValueError, match="does not speak") as caught:
+        wire.parse_length(header)
+    return caught.value
