@@ -1,25 +1,38 @@
-"""``kvchat ask``: one answer without a screen. Its text goes to stdout as it comes, everything else to stderr."""
+"""``kvchat ask``: one answer without a screen. Its text goes to stdout as it comes, everything else to stderr.
+
+The session of a command without a screen is opened with its progress on stderr and ended by Ctrl+C.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
-from collections.abc import Callable, Sequence
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvchat.cli.output import note, report, write
-from kvchat.cli.session import INTERRUPTED, interrupt_cancels, opened
+import kvchat
+from kvchat.cli.output import note, progress, report, write
 from kvchat.config import modes
 from kvchat.config.schema import Settings
 from kvchat.errors import KvchatError, UsageError
+from kvchat.kv.memory.available import check_address_space
+from kvchat.models import checkpoint
 from kvchat.protocol.figures import Params, Stats
 from kvchat.protocol.messages import Finished, Load, Sampling, Text, Turn
 from kvchat.tui.prompt.words import resolve
 
 if TYPE_CHECKING:
     from kvchat import Session
+
+
+INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
@@ -144,3 +157,44 @@ def _cell(value: float | str | None) -> str:
     if value is None or isinstance(value, str):
         return value or "-"
     return f"{value:,}" if isinstance(value, int) else f"{value:,.3f}"
+
+
+def opened(load: Load) -> Session:
+    """Load a model and open a session with it.
+
+    Raises:
+        KvchatError: the model cannot be loaded.
+    """
+    _quiet()
+    check_address_space()
+    try:
+        checkpoint.locate(load.model, progress)  # refuses a wrong name before torch is imported, which takes seconds
+        progress("Starting torch")
+        return kvchat.open_session(load, progress)
+    finally:
+        progress("")
+
+
+@contextmanager
+def interrupt_cancels(session: Session) -> Iterator[list[int]]:
+    """Ctrl-C ends the answer after the token in hand, a second one at once; the list tells whether it came."""
+    interrupted: list[int] = []
+
+    def cancel(number: int, _frame: object) -> None:
+        interrupted.append(number)
+        session.cancel()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    before = signal.signal(signal.SIGINT, cancel)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _quiet() -> None:
+    """Before transformers is imported: its progress bars and warnings would mix with stderr's few lines."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvchat.cli import options
-from kvchat.cli.chat import load_of
+from kvchat.cli.ask import INTERRUPTED, interrupt_cancels, opened
+from kvchat.cli.chat import load_of, turns
 from kvchat.cli.options import (
     ChatTemplate,
     Device,
@@ -33,12 +34,9 @@ from kvchat.cli.options import (
 )
 from kvchat.cli.output import echo, note, progress, write
 from kvchat.cli.profile import load_settings
-from kvchat.cli.question import turns
-from kvchat.cli.session import INTERRUPTED, interrupt_cancels, opened
 from kvchat.conversations import comparison
 from kvchat.errors import DoesNotFitError, EngineError
-from kvchat.protocol.comparing import Compared, Comparing, Variant
-from kvchat.protocol.messages import Load, Prefilled, Sampling, Turn
+from kvchat.protocol.messages import Compared, Comparing, Load, Prefilled, Sampling, Turn, Variant
 
 if TYPE_CHECKING:
     from kvchat import Session

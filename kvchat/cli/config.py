@@ -10,9 +10,8 @@ from typing import Annotated
 import typer
 
 from kvchat import files, paths
-from kvchat.cli.checks import check_all
 from kvchat.cli.output import echo, note
-from kvchat.cli.profile import check_files, load_settings, own_files
+from kvchat.cli.profile import check_all, check_files, load_settings, own_files
 from kvchat.config import profiles, schema, sources
 from kvchat.config.sources import Key, SettingsSource
 from kvchat.errors import UsageError, did_you_mean

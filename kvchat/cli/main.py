@@ -5,23 +5,27 @@ Imports neither torch nor transformers nor textual; what a command needs is impo
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperGroup
 
 import kvchat
 from kvchat import files, paths
-from kvchat.cli import bench, chats, completion, config, options, profile
+from kvchat.cli import bench, chats, config, options, profile
 from kvchat.cli.ask import Question, SwitchAt, ask
-from kvchat.cli.chat import chat, load_of
-from kvchat.cli.commands import Commands
+from kvchat.cli.chat import chat, load_of, turns
 from kvchat.cli.compare import compare_command
-from kvchat.cli.modes import list_modes
+from kvchat.cli.models import list_modes
 from kvchat.cli.options import (
     Budget,
     ChatTemplate,
@@ -56,11 +60,15 @@ from kvchat.cli.options import (
 )
 from kvchat.cli.output import echo, note, replace_unknown_characters, report
 from kvchat.cli.profile import load_settings
-from kvchat.cli.question import turns
 from kvchat.config import modes
 from kvchat.config.sources import Resolved
+from kvchat.config.validation_errors import refused_by_pydantic
 from kvchat.errors import DoesNotFitError, KvchatError, UsageError
+from kvchat.foreign_text import visible
 from kvchat.process import spin_briefly, use_physical_cores
+
+CHAT = "chat"
+MEANT = {"help": "--help", "version": "--version"}  # what other programs have as commands
 
 
 def main() -> None:
@@ -83,6 +91,67 @@ def main() -> None:
         sys.exit(1)
 
 
+class Commands(TyperGroup):
+    """Opens the chat with a question in place of a command. Ends quietly when stdout is closed (``| head -1``)."""
+
+    def make_context(self, *args: Any, **extra: Any) -> Any:
+        with _made_visible():
+            return super().make_context(*args, **extra)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse; a question, and the options around it, are those of the chat."""
+        _, words, _ = self.make_parser(ctx).parse_args(args=list(args))
+        return super().parse_args(ctx, [CHAT, *args] if words and self._is_question(words[0]) else args)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command; one with a slip is refused."""
+        word = args[0]
+        if word not in self.commands and not ctx.resilient_parsing:
+            meant = MEANT.get(word) or get_close_matches(word, self.commands, n=1)[0]
+            ctx.fail(f'There is no command "{word}". Did you mean {meant}? As a question: kvchat chat "{word}"')
+        return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            with _made_visible():
+                return super().invoke(ctx)
+        except typer.BadParameter as error:
+            if (refused := refused_by_pydantic(error.__cause__)) is None:
+                raise
+            raise _refusal(error, *refused) from None
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python still flushes at its exit
+            raise typer.Exit(0) from None
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            raise KvchatError(
+                "The output cannot be written.", f"{error.strerror}.", "Free space on the disk, or write elsewhere."
+            ) from None
+
+    def _is_question(self, word: str) -> bool:
+        """True if a first word is no command, not even one with a slip."""
+        is_near = word in MEANT or get_close_matches(word, self.commands, n=1)
+        return len(word.split()) > 1 or not is_near
+
+
+@contextmanager
+def _made_visible() -> Iterator[None]:
+    """Make control characters visible in typer's errors: they quote the command line, and typer itself prints them."""
+    try:
+        yield
+    except typer.TyperException as error:
+        error.message = visible(error.message)
+        raise
+
+
+def _refusal(error: typer.BadParameter, value: object, wanted: str) -> UsageError:
+    """The value of an option or argument that typer had pydantic refuse, in kvchat's words."""
+    named = error.param.opts[-1] if error.param and error.param.opts else "An argument"
+    return UsageError(f'{named} "{value}" is refused.', f"It must be {wanted}.", "`-h` describes the options.")
+
+
 # Plain help: the same on every terminal, and quicker than with boxes.
 app = typer.Typer(
     cls=Commands,
@@ -91,15 +160,21 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
 app.add_typer(config.app, name="config")
+
+
 app.add_typer(bench.app, name="bench")
+
+
 app.add_typer(chats.app, name="chats")
+
+
 app.add_typer(profile.app, name="profile")
 
 
 # ---- commands --------------------------------------------------------------------------------------
-
-
 @app.callback(invoke_without_command=True)
 def kvchat_command(  # typer reads the options from the signature, the settings read them from the context
     ctx: typer.Context,
@@ -216,7 +291,7 @@ def replay_command(
     plain: Plain = False,
 ) -> None:
     """Play what `kvchat --record FILE` recorded in the application, without a model, torch or GPU."""
-    from kvchat.cli.replay import replay
+    from kvchat.cli.chat import replay
 
     raise typer.Exit(replay(file, plain))
 
@@ -243,7 +318,7 @@ def models_command(
 @app.command("keys")
 def keys_command(as_json: Annotated[bool, typer.Option("--json", help="print a JSON list")] = False) -> None:
     """List what can be done in the chat: keys, commands and the ids that rebind them."""
-    from kvchat.cli.keys import list_keys
+    from kvchat.cli.models import list_keys
 
     list_keys(load_settings().settings.keys.given(), as_json)
 
@@ -253,7 +328,7 @@ def completion_command(
     shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(help="the shell that is to complete")],
 ) -> None:
     """Print what a shell reads to complete kvchat's commands, options, modes, parameters and themes."""
-    echo(completion.script(shell))
+    echo(options.script(shell))
 
 
 @app.command("plan")
@@ -269,7 +344,7 @@ def plan_command(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Say what a model will take here before it is loaded, by quantization and mode, and what fits."""
-    from kvchat.cli.plan import plan as run
+    from kvchat.cli.models import plan as run
 
     chosen = load_settings(options.flags(ctx.params)).settings
     raise typer.Exit(run(replace(load_of(chosen), model=model), context, as_json))
@@ -294,7 +369,7 @@ def calibrate(
     device: NamedDevice = "auto",
 ) -> None:
     """Measure which KV heads of a model attend alike, for sync, and how many tokens speculative mode has to read."""
-    from kvchat.cli.calibrate import calibrate as run
+    from kvchat.cli.models import calibrate as run
 
     run(model, text or (), clusters, representatives, device, out, plot, coverage)
 
@@ -329,8 +404,6 @@ def locate() -> None:
 
 
 # ---- pieces ----------------------------------------------------------------------------------------
-
-
 def _note_unused(resolved: Resolved, used: list[str]) -> None:
     """Say which mode parameters on the command line have no effect."""
     having: dict[str, set[str]] = {}

@@ -1,18 +1,33 @@
-"""``kvchat models``: the models on this machine, as the chat's picker lists them."""
+"""What there is: ``kvchat models``, ``modes``, ``keys``; what a model takes: ``plan``; how it reads: ``calibrate``."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from kvchat.cli.output import echo, note
+from kvchat import install, paths
+from kvchat.bench import plot as plots
+from kvchat.cli.output import echo, note, progress
+from kvchat.config import modes
+from kvchat.config.modes import ModeParameters, SyncParameters, parse
 from kvchat.config.schema import ModelSettings
+from kvchat.errors import UsageError
 from kvchat.models import catalog
 from kvchat.models.catalog import FoundModel, Room, fit, room
+from kvchat.protocol.messages import Load
+from kvchat.tui.model_choice.plan_table import plan_lines
 from kvchat.units import size
+
+if TYPE_CHECKING:
+    from kvchat.tui.action import Action
+
+
+# Tokens of a text, those decoded after it in each way, and how many texts the budget is chosen on.
+CONTEXT, STEPS, BOOKS, FACTS = 3072, 16, 1, 3
 
 
 @dataclass(frozen=True)
@@ -61,3 +76,135 @@ def _facts(row: Row) -> str:
     file, needed = size(row.file_bytes or 0), size(row.needed_bytes or 0)
     fits = {"none": f"fits, takes {needed}", None: f"too large, takes {needed}"}
     return f"{file:>9}  {row.type:<9} {fits.get(row.quantize, f'{row.quantize} fits, takes {needed} without it')}"
+
+
+def plan(load: Load, context: int | None, as_json: bool) -> int:
+    """Print the plan; return 0, or 3 where nothing fits.
+
+    Raises:
+        KvchatError: the model or an option is refused.
+    """
+    install.check(load.quantize, load.device)
+    from kvchat.engine.plan import memory_plan  # torch: seconds
+
+    made = memory_plan(load, context, progress)
+    progress("")
+    echo(json.dumps(asdict(made), indent=2) if as_json else "\n".join(plan_lines(made)))
+    return 0 if made.proposal else 3
+
+
+def list_modes(as_json: bool) -> None:
+    """Print every mode on stdout, and on stderr what was left out."""
+    infos = [_info(parameters) for parameters in modes.registered().values()]
+    if as_json:
+        echo(json.dumps(infos, indent=2))
+    else:
+        echo("\n".join(_describe(info) for info in infos))
+    for problem in modes.problems():
+        note(problem)
+
+
+def _info(parameters: type[ModeParameters]) -> dict[str, Any]:
+    """One mode; a parameter whose ``default`` is None is chosen by kvchat."""
+    fields, defaults = parameters.model_fields, parameters().model_dump()
+    return {
+        "name": parameters.name,
+        "title": parameters.title,
+        "params": [{"name": name, "default": defaults[name], "doc": fields[name].description or ""} for name in fields],
+        "figures": dict(parameters.figures),
+    }
+
+
+def _describe(info: dict[str, Any]) -> str:
+    cells = [(p["name"], "auto" if p["default"] is None else str(p["default"]), p["doc"]) for p in info["params"]]
+    name_width, default_width = (max(len(row[column]) for row in cells) for column in (0, 1))
+    rows = [f"  {name:<{name_width}} {default:<{default_width}} {doc}" for name, default, doc in cells]
+    return "\n".join((f"{info['name']:<12} {info['title']}", *rows))
+
+
+def list_keys(rebound: Mapping[str, str], as_json: bool) -> None:
+    """Print every action with its keys in force, where ``rebound`` are those of the settings by id.
+
+    Raises:
+        UsageError: a changed key cannot be used.
+    """
+    from kvchat.tui.actions import ACTIONS  # imports textual
+    from kvchat.tui.rebinding import check_keys, describe_keys
+
+    check_keys(rebound)
+    if as_json:
+        echo(json.dumps([_as_json(action, rebound) for action in ACTIONS], indent=2, ensure_ascii=False))
+        return
+    rows = [(describe_keys(action, rebound), action.id, action.line if action.command else "") for action in ACTIONS]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    for row, action in zip(rows, ACTIONS, strict=True):
+        cells = [f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)]
+        echo("  ".join([*cells, action.doc]))
+    echo('\nOther keys stand in config.toml under [keys], as in mode.next = "f12"; built-in ones cannot be changed.')
+
+
+def _as_json(action: Action, rebound: Mapping[str, str]) -> dict[str, object]:
+    from kvchat.tui.rebinding import keys_of
+
+    return {
+        "id": action.id,
+        "keys": keys_of(action, rebound),
+        "default_keys": keys_of(action, {}),
+        "can_be_changed": action.is_bindable,
+        "command": action.line if action.command else None,
+        "where": action.scope,
+        "doc": action.doc,
+    }
+
+
+def calibrate(
+    model: str,
+    texts: Sequence[Path],
+    clusters: int | None,
+    rule: str,
+    device: str,
+    out: Path | None,
+    plot: Path | None = None,
+    coverage: float = 0.9,
+) -> None:
+    """Measure and save a calibration; print the representatives and the files' locations.
+
+    Raises:
+        KvchatError: the model, a text or an option is refused.
+    """
+    if out and not out.absolute().parent.is_dir():
+        raise UsageError(f"There is no folder {out.absolute().parent}.", hint="Make it first.")
+    parse(SyncParameters.name, {"representatives": rule, "clusters": clusters})
+    if plot:
+        plots.check(plot)
+    # Imports torch, so after the checks.
+    from kvchat.bench.coverage import Settings, choose
+    from kvchat.engine import calibration as engine
+    from kvchat.kv.coverage import BUDGETS
+    from kvchat.models.load import load_model
+
+    loaded = load_model(Load(model, device), progress)
+    samples = engine.file_samples(loaded, texts) if texts else engine.default_samples(loaded)
+    read = f"{len(samples)} parts of {', '.join(t.name for t in texts)}" if texts else f"{len(samples)} generated texts"
+    measured = engine.calibrate(
+        loaded, samples, read, clusters, lambda done, total: progress(f"Reading text {done} of {total}")
+    )
+    file = engine.save(measured, out)
+    choice = choose(loaded, Settings((), min(CONTEXT, loaded.context // 2), STEPS, BOOKS, FACTS), coverage, progress)
+    measured = replace(measured, choice=choice)
+    progress("")
+    chosen = engine.representatives(measured, rule)
+    file = engine.save(measured, out)
+    for layer, (heads, scores) in enumerate(zip(chosen, measured.retrieval, strict=True)):
+        listed = ", ".join(f"{head} ({scores[head]:.3f})" for head in heads)
+        echo(f"layer {layer:>3}: representative KV heads {listed}")
+    given = ", ".join(f"{name}={value}" for name, value in choice.params.items())
+    echo(f"speculative covers {choice.covered:.1%} of the attention in {choice.measured_on} with {given}")
+    if choice.covered < coverage:
+        note(f"No budget up to {max(BUDGETS):,} covers {coverage:.0%}: facts may be missed in speculative mode.")
+    echo(f"calibration {file}")
+    if plot:
+        plots.calibration(measured.similarity, chosen, plot)
+        echo(f"plot        {plot}")
+    if out and file != paths.calibration_dir() / f"{measured.revision}.json":
+        note(f"sync mode reads calibrations in {paths.calibration_dir()}, named by revision.")

@@ -1,23 +1,15 @@
-"""Command-line options: their types, and the settings that they set."""
+"""Command-line options: their types, the settings that they set, and the words that a shell completes them with."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
-from kvchat.cli.completion import (
-    Completer,
-    complete_device,
-    complete_mode,
-    complete_model,
-    complete_param,
-    complete_theme,
-    one_of,
-)
+from kvchat import paths
 from kvchat.config import modes, schema, sources
 from kvchat.config.modes import SHARED, BudgetParameters, ModeParameters
 from kvchat.config.schema import KvSection, ModelSettings, SamplingSettings, UiSettings
@@ -27,7 +19,6 @@ from kvchat.errors import UsageError, did_you_mean
 from kvchat.tui.prompt.words import resolve
 
 Section = type[schema.Section] | type[ModeParameters]
-
 # What each option sets: the setting of its name. Where those of a mode's parameters are set depends on the value.
 NAME: Key = ("model", "name")
 KEYS = {
@@ -35,6 +26,16 @@ KEYS = {
     "keep": (("ui", "conversations"),),
     **{key[1]: (key,) for key, _ in sources.leaves() if len(key) == 2 and key != NAME},
 }
+Prompt = Annotated[str | None, typer.Argument(help="the first question; it is sent when the model is ready")]
+Files = Annotated[list[Path] | None, typer.Option("-f", "--file", help="put before the prompt; repeatable")]
+Resume = Annotated[bool, typer.Option("-c", "--continue", help="go on with the latest conversation")]
+Record = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="write what is said and measured to FILE, for kvchat replay")
+]
+Plain = Annotated[bool, typer.Option("--plain", help="line by line, without colors, for screen readers and pipes")]
+Offer = tuple[str, str]
+Completer = Callable[[str], list[Offer]]
+PROGRAM, VARIABLE = "kvchat", "_KVCHAT_COMPLETE"
 
 
 def described(section: Section, name: str) -> str:
@@ -68,47 +69,6 @@ def _parsed(text: str) -> int | float | str:
         with suppress(ValueError):
             return kind(text)
     return text
-
-
-Model = Annotated[str | None, setting(ModelSettings, "name", "-m", "--model", complete=complete_model)]
-ModelArgument = Annotated[str, typer.Argument(help=described(ModelSettings, "name"), autocompletion=complete_model)]
-Device = Annotated[str | None, setting(ModelSettings, "device", complete=complete_device)]
-NamedDevice = Annotated[str, setting(ModelSettings, "device", complete=complete_device)]
-Dtype = Annotated[str | None, setting(ModelSettings, "dtype")]
-Quantize = Annotated[str | None, setting(ModelSettings, "quantize")]
-ChatTemplate = Annotated[str | None, setting(ModelSettings, "chat_template", "--chat-template")]
-TemplateArgs = Annotated[list[str] | None, setting(ModelSettings, "template_args", "--template-arg")]
-Force = Annotated[bool | None, setting(ModelSettings, "force", "--force")]
-HostDtype = Annotated[str | None, setting(KvSection, "host_dtype")]
-Mode = Annotated[str | None, setting(KvSection, "mode", complete=complete_mode)]
-Budget = Annotated[int | None, setting(BudgetParameters, "budget")]
-Param = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="[MODE.]KEY=VALUE",
-        help="a parameter of the mode, or of the one named; repeatable",
-        autocompletion=complete_param,
-    ),
-]
-PinSystem = Annotated[bool | None, setting(ModeParameters, "pin_system", "--pin-system/--no-pin-system")]
-System = Annotated[str | None, setting(ModelSettings, "system")]
-MaxNewTokens = Annotated[int | None, setting(SamplingSettings, "max_new_tokens")]
-Temperature = Annotated[float | None, setting(SamplingSettings, "temperature")]
-TopK = Annotated[int | None, setting(SamplingSettings, "top_k")]
-TopP = Annotated[float | None, setting(SamplingSettings, "top_p")]
-MinP = Annotated[float | None, setting(SamplingSettings, "min_p")]
-RepetitionPenalty = Annotated[float | None, setting(SamplingSettings, "repetition_penalty")]
-StopAt = Annotated[list[str] | None, setting(SamplingSettings, "stop")]
-Seed = Annotated[int | None, setting(SamplingSettings, "seed")]
-Prompt = Annotated[str | None, typer.Argument(help="the first question; it is sent when the model is ready")]
-Files = Annotated[list[Path] | None, typer.Option("-f", "--file", help="put before the prompt; repeatable")]
-Theme = Annotated[str | None, setting(UiSettings, "theme", complete=complete_theme)]
-Keep = Annotated[bool | None, setting(UiSettings, "conversations", "--keep/--no-keep")]
-Resume = Annotated[bool, typer.Option("-c", "--continue", help="go on with the latest conversation")]
-Record = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="write what is said and measured to FILE, for kvchat replay")
-]
-Plain = Annotated[bool, typer.Option("--plain", help="line by line, without colors, for screen readers and pipes")]
 
 
 def flags(params: Mapping[str, Any]) -> SettingsSource:
@@ -178,3 +138,104 @@ def _key_of(parameter: str, value: str, mode: str | None) -> Key:
         ways = " or ".join(f"--param {other}.{name}=" for other in having)
         raise UsageError(f"--param {name} is a parameter of {' and '.join(having)}.", hint=f"Write {ways}, or --mode.")
     return ("kv", mode if mode in having else having[0], name)
+
+
+def one_of(words: Sequence[str]) -> Completer:
+    """Make a completer for a setting that takes one of few words."""
+
+    def complete(incomplete: str) -> list[Offer]:
+        return [(word, "") for word in words if word.startswith(incomplete)]
+
+    return complete
+
+
+def complete_model(incomplete: str) -> list[Offer]:
+    """The bundled model and those in the hub's cache; a path is completed by the shell."""
+    from kvchat.models import catalog
+
+    return [(model.name, model.kind) for model in catalog.find(()) if model.name.startswith(incomplete)]
+
+
+Model = Annotated[str | None, setting(ModelSettings, "name", "-m", "--model", complete=complete_model)]
+ModelArgument = Annotated[str, typer.Argument(help=described(ModelSettings, "name"), autocompletion=complete_model)]
+
+
+def complete_device(incomplete: str) -> list[Offer]:
+    """The devices that every machine may have."""
+    return [(word, "") for word in ("auto", "cpu", "cuda") if word.startswith(incomplete)]
+
+
+Device = Annotated[str | None, setting(ModelSettings, "device", complete=complete_device)]
+NamedDevice = Annotated[str, setting(ModelSettings, "device", complete=complete_device)]
+Dtype = Annotated[str | None, setting(ModelSettings, "dtype")]
+Quantize = Annotated[str | None, setting(ModelSettings, "quantize")]
+ChatTemplate = Annotated[str | None, setting(ModelSettings, "chat_template", "--chat-template")]
+TemplateArgs = Annotated[list[str] | None, setting(ModelSettings, "template_args", "--template-arg")]
+Force = Annotated[bool | None, setting(ModelSettings, "force", "--force")]
+HostDtype = Annotated[str | None, setting(KvSection, "host_dtype")]
+
+
+def complete_mode(incomplete: str) -> list[Offer]:
+    """The KV modes."""
+    return [(name, mode.title) for name, mode in modes.registered().items() if name.startswith(incomplete)]
+
+
+Mode = Annotated[str | None, setting(KvSection, "mode", complete=complete_mode)]
+Budget = Annotated[int | None, setting(BudgetParameters, "budget")]
+
+
+def complete_param(incomplete: str) -> list[Offer]:
+    """``KEY=`` of all modes, and after it the words that the parameter takes in any mode."""
+    name, equals, _ = incomplete.partition("=")
+    if not equals:
+        fields = {name: field for mode in modes.registered().values() for name, field in mode.model_fields.items()}
+        return [(f"{name}=", field.description or "") for name, field in fields.items() if name.startswith(incomplete)]
+    fields = {mode: modes.registered()[mode].model_fields[name] for mode in modes.having(name)}
+    words = {f"{name}={word}": mode for mode, field in fields.items() for word in choices(field)}
+    return [(word, mode) for word, mode in words.items() if word.startswith(incomplete)]
+
+
+Param = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="[MODE.]KEY=VALUE",
+        help="a parameter of the mode, or of the one named; repeatable",
+        autocompletion=complete_param,
+    ),
+]
+PinSystem = Annotated[bool | None, setting(ModeParameters, "pin_system", "--pin-system/--no-pin-system")]
+System = Annotated[str | None, setting(ModelSettings, "system")]
+MaxNewTokens = Annotated[int | None, setting(SamplingSettings, "max_new_tokens")]
+Temperature = Annotated[float | None, setting(SamplingSettings, "temperature")]
+TopK = Annotated[int | None, setting(SamplingSettings, "top_k")]
+TopP = Annotated[float | None, setting(SamplingSettings, "top_p")]
+MinP = Annotated[float | None, setting(SamplingSettings, "min_p")]
+RepetitionPenalty = Annotated[float | None, setting(SamplingSettings, "repetition_penalty")]
+StopAt = Annotated[list[str] | None, setting(SamplingSettings, "stop")]
+Seed = Annotated[int | None, setting(SamplingSettings, "seed")]
+
+
+def complete_theme(incomplete: str) -> list[Offer]:
+    """The bundled themes and the person's own."""
+    return _files_in(paths.bundled_themes_dir(), paths.user_themes_dir(), incomplete)
+
+
+def _files_in(bundled: Path, own: Path, incomplete: str) -> list[Offer]:
+    names = {path.stem for folder in (bundled, own) for path in folder.glob("*.toml")}
+    return [(name, "") for name in sorted(names) if name.startswith(incomplete)]
+
+
+Theme = Annotated[str | None, setting(UiSettings, "theme", complete=complete_theme)]
+Keep = Annotated[bool | None, setting(UiSettings, "conversations", "--keep/--no-keep")]
+
+
+def script(shell: str) -> str:
+    """The script that a shell reads to complete kvchat's commands; ``shell`` is bash, zsh or fish."""
+    from typer.completion import get_completion_script  # type: ignore[attr-defined]  # typer lists no exports
+
+    return get_completion_script(prog_name=PROGRAM, complete_var=VARIABLE, shell=shell)
+
+
+def complete_profile(incomplete: str) -> list[Offer]:
+    """The bundled profiles and the person's own."""
+    return _files_in(paths.bundled_profiles_dir(), paths.user_profiles_dir(), incomplete)

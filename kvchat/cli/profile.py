@@ -10,9 +10,7 @@ from typing import Annotated
 import typer
 
 from kvchat import paths
-from kvchat.cli.checks import check_all
-from kvchat.cli.completion import complete_profile
-from kvchat.cli.options import NamedDevice
+from kvchat.cli.options import NamedDevice, complete_profile
 from kvchat.cli.output import echo, note
 from kvchat.config import profiles, sources
 from kvchat.config.profiles import ProfileFile
@@ -151,3 +149,19 @@ def _named(name: str) -> Path:
     if stem not in known:
         raise UsageError(f'There is no profile "{name}".', did_you_mean(stem, known))
     return known[stem]
+
+
+def check_all(*checks: Callable[[], object]) -> None:
+    """Run all checks.
+
+    Raises:
+        UsageError: what any of them refused.
+    """
+    refusals = []
+    for check in checks:
+        try:
+            check()
+        except UsageError as refused:
+            refusals.append(str(refused))
+    if refusals:
+        raise UsageError("\n".join(refusals))

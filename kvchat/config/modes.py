@@ -8,19 +8,25 @@ used is listed in ``problems()`` and changes nothing else.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from kvchat.config import installed_modes
 from kvchat.config.validation_errors import advice, field_at, reason
-from kvchat.errors import UsageError, did_you_mean
+from kvchat.errors import TooMuchPinnedError, UsageError, did_you_mean
 
 Params = dict[str, Any]
 MIN_BUDGET = 64
 MAX_COUNT = 10**12  # of tokens or steps: more than any conversation has, and sums of several fit 64 bits
+# These mean the same in every mode that does not have them of its ``own``; tau, k, sink or window of one mode is
+# unrelated to that of another.
+SHARED = frozenset({"budget", "pin_system"})
+GROUP = "kvchat.modes"
+SHARE = 2  # of the model's context at most one part in so many is pinned
 
 
 class ModeParameters(BaseModel):
@@ -268,10 +274,6 @@ class SyncParameters(BudgetParameters, PaperParameters):
     """false keeps all K/V on the device, as much memory as full takes, and only masks it"""
 
 
-# These mean the same in every mode that does not have them of its ``own``; tau, k, sink or window of one mode is
-# unrelated to that of another.
-SHARED = frozenset({"budget", "pin_system"})
-
 BUILT_IN: tuple[type[ModeParameters], ...] = (
     FullParameters,
     FreezeParameters,
@@ -279,7 +281,6 @@ BUILT_IN: tuple[type[ModeParameters], ...] = (
     SyncParameters,
     SpeculativeParameters,
 )
-
 # Modes by what they are for; no room above names one.
 REFERENCE = FullParameters.name  # what reads everything, and others are compared with
 COMPARED = SpeculativeParameters.name  # what it is compared with where no other is named
@@ -391,14 +392,71 @@ def _registry() -> tuple[dict[str, type[ModeParameters]], tuple[str, ...]]:
     """All parameter classes by name, and a sentence for each entry point that was left out."""
     classes = {cls.name: cls for cls in BUILT_IN}
     problems = []
-    for entry in installed_modes.entries():
+    for entry in entries():
         try:
             cls = entry.load()
-            installed_modes.check(cls, ModeParameters)
+            check(cls, ModeParameters)
             if cls.name in classes:
                 raise ValueError(f'there is a mode "{cls.name}" already')
             classes[cls.name] = cls
         except Exception as error:  # noqa: BLE001  # another package's code may raise anything
             detail = str(error).partition("\n")[0] or type(error).__name__
-            problems.append(f'The mode "{entry.name}" of {installed_modes.package(entry)} is left out: {detail}.')
+            problems.append(f'The mode "{entry.name}" of {package(entry)} is left out: {detail}.')
     return classes, tuple(problems)
+
+
+def entries() -> list[EntryPoint]:
+    """The entry points there are, in an order that does not depend on the installation."""
+    return sorted(entry_points(group=GROUP), key=lambda entry: (entry.name, entry.value))
+
+
+def package(entry: EntryPoint) -> str:
+    """The package of an entry point, with its version."""
+    return f"{entry.dist.name} {entry.dist.version}" if entry.dist else "an unknown package"
+
+
+def check(cls: Any, base: type[BaseModel]) -> None:
+    """Check the value of an entry point: whether it is the parameter class of a mode, a subclass of ``base``.
+
+    Raises:
+        ValueError: it is none, or lacks a name, a title, an implementation, a default or the meaning of a figure.
+    """
+    if not _is_subclass(cls, base):
+        raise ValueError(f"its value is not a subclass of {base.__module__}.{base.__name__}")
+    for attribute in ("name", "title", "implementation"):
+        if not isinstance(getattr(cls, attribute, None), str):
+            raise ValueError(f"{cls.__name__} has no {attribute}")
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", cls.name) or hasattr(BaseModel, cls.name) or cls.name in ("mode", "params"):
+        raise ValueError(f'"{cls.name}" is no name for a mode: lower-case letters, digits and _ make one')
+    if not re.fullmatch(r"[\w.]+:\w+", cls.implementation):
+        raise ValueError(f'its implementation "{cls.implementation}" is not package.module:Class')
+    if not isinstance(cls.figures, Mapping) or not all(
+        isinstance(part, str) for row in cls.figures.items() for part in row
+    ):
+        raise ValueError("its figures are no labels with what each means")
+    missing = [name for name, field in cls.model_fields.items() if field.is_required()]
+    if missing:
+        raise ValueError(f"its parameter {missing[0]} has no default")
+    cls()  # a validator of its own may refuse the defaults
+
+
+def _is_subclass(cls: Any, base: type) -> bool:
+    return isinstance(cls, type) and issubclass(cls, base)
+
+
+def refuse_too_much(model: str, context: int, messages: int, system: int = 0) -> None:
+    """Refuse to pin so many tokens of ``messages`` and of the ``system`` prompt beside each other.
+
+    Raises:
+        TooMuchPinnedError: they leave the model too little of its context for the rest.
+    """
+    if messages + system <= context // SHARE:
+        return
+    parts = (("the system prompt", system), ("the pinned messages", messages))
+    pinned = " and ".join(f"{name} {tokens:,}" for name, tokens in parts if tokens)
+    raise TooMuchPinnedError(
+        "Too much is pinned.",
+        f"In tokens: {pinned}; of the {context:,} that {model} can read at once at most {context // SHARE:,} may be "
+        "pinned, so that room is left for what a mode keeps.",
+        "Pin less: /pin on a pinned message unpins it, /pin system the system prompt, /pin none all.",
+    )

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvchat.conversations import export
-from kvchat.protocol.comparing import Variant
 from kvchat.protocol.figures import Run
-from kvchat.protocol.messages import Sampling
+from kvchat.protocol.messages import Sampling, Variant
 from kvchat.units import MISSING, count, figure, percent, size
 
 FIGURES = {

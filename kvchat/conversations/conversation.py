@@ -1,27 +1,56 @@
 """A conversation: a tree of messages, and the path through it that is shown and sent to the model.
 
-Editing a question or answering it again adds a sibling; nothing that was said is replaced.
+Editing a question or answering it again adds a sibling; nothing that was said is replaced. Beside its text an answer
+keeps figures, a mode's parameters, and live switches: a small mark in the text where each was, a line below it of what
+it was.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import re
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Annotated
+
+from pydantic import BeforeValidator, TypeAdapter
 
 from kvchat.conversations import attachments
-from kvchat.conversations.switch_lines import ModeChange, notes, with_marks
-from kvchat.protocol.figures import Params, Stats
+from kvchat.protocol.figures import Count, Params, Several, Stats
 from kvchat.protocol.messages import Chat, Resume, Sampling, Turn
 
 TITLE_CHARACTERS = 60
 CUT_OFF = "cut off"  # the ending of an answer whose engine ended before it
+MARK = "┃"  # as in the ribbon
+DIGITS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
+MARKED = re.compile(f"{MARK}[⁰¹²³⁴⁵⁶⁷⁸⁹]*(?=\\s|$)")
+MOST_PUNCTUATION = 8  # looked at between a word and the place of a switch
+_WORD_END = re.compile(r"[^\W_][.,;:!?…\"'”’)\]]*(?=\s)|[、。，！？；：]")
+_FENCE = re.compile(r"^[ \t>]*(`{3,}|~{3,})[^\n]*", re.MULTILINE)
+_STATS = TypeAdapter(Stats)
+_PARAMS: TypeAdapter[Params] = TypeAdapter(Params)
+_NAMES = {one.name for one in dataclasses.fields(Stats)}
 
 
 def new_id() -> str:
     """A name for a message or a conversation that no other has."""
     return uuid.uuid4().hex
+
+
+@dataclass(frozen=True)
+class ModeChange:
+    """A live switch behind ``chars`` characters of an answer, at ``position`` stored tokens; ``line`` says what it was.
+
+    ``mode`` is the one entered, "" where only its parameters changed.
+    """
+
+    chars: Count
+    line: str
+    position: Count = 0
+    mode: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,3 +348,93 @@ def shorten(text: str) -> str:
     """The beginning of a text as a title of one line."""
     line = " ".join(text.split())
     return line if len(line) <= TITLE_CHARACTERS else f"{line[: TITLE_CHARACTERS - 1].rstrip()}…"
+
+
+def marks(changes: Sequence[ModeChange]) -> list[str]:
+    """The mark of each switch: numbered where there are several."""
+    return [MARK + (str(number).translate(DIGITS) if len(changes) > 1 else "") for number in range(1, len(changes) + 1)]
+
+
+def notes(changes: Sequence[ModeChange]) -> list[str]:
+    """What each switch was, behind its mark."""
+    return [f"{mark} {change.line}" for mark, change in zip(marks(changes), changes, strict=True)]
+
+
+def with_marks(text: str, changes: Sequence[ModeChange], is_over: bool) -> str:
+    """``text`` with a mark behind the word that was being said at each switch, in no code; before and after it none.
+
+    While the text goes on a mark waits for the end of that word: what is drawn stays as it is.
+    """
+    searched, end = f"{text}\n" if is_over else text, len(text)
+    for mark, change in reversed([*zip(marks(changes), changes, strict=True)]):
+        behind = _word_end(searched, change.chars) if 0 < change.chars < end else None
+        if behind is not None:
+            text = f"{text[:behind]} {mark}{text[behind:]}"
+    return text
+
+
+def _word_end(text: str, place: int) -> int | None:
+    """The end of the word at ``place`` or of the next one, outside of code."""
+    outside = _code_end(text, place)
+    while outside is not None:
+        words = _WORD_END.finditer(text, max(outside - MOST_PUNCTUATION, 0))
+        end = next((found.end() for found in words if found.end() >= outside), None)
+        if end is None or (outside := _code_end(text, end)) == end:
+            return end
+    return None
+
+
+def _code_end(text: str, place: int) -> int | None:
+    """The end of the fenced code that ``place`` is in, ``place`` where it is in none; None where the code goes on."""
+    opened = ""
+    for fence in _FENCE.finditer(text):
+        if not opened:
+            if fence.start() > place:
+                return place
+            opened = fence[1]
+        elif fence[1].startswith(opened):
+            if fence.end() >= place:
+                return fence.end()
+            opened = ""
+    return None if opened else place
+
+
+_CHANGE = TypeAdapter(ModeChange)
+
+
+def _change(given: object) -> object:
+    """A switch from what JSON held; earlier versions kept its place and a line between dashes."""
+    if isinstance(given, list | tuple) and len(given) == 2 and isinstance(given[1], str):
+        given = {"chars": given[0], "line": given[1].strip("─ ")}
+    return _CHANGE.validate_python(given)
+
+
+SwitchLines = Several[Annotated[ModeChange, BeforeValidator(_change)]]
+_SWITCH_LINES: TypeAdapter[SwitchLines] = TypeAdapter(SwitchLines)
+
+
+def read_stats(values: object) -> Stats | None:
+    """Stats from what JSON held, also of another version: unknown figures are left out, all where one is damaged."""
+    if not isinstance(values, dict):
+        return None
+    try:
+        stats = _STATS.validate_python({name: value for name, value in values.items() if name in _NAMES})
+    except (ValueError, RecursionError):
+        return None
+    return stats if all(math.isfinite(value) for value in vars(stats).values() if isinstance(value, float)) else None
+
+
+def read_switch_lines(text: object) -> SwitchLines:
+    """Live switches from JSON; none where it is damaged."""
+    try:
+        return _SWITCH_LINES.validate_json(text)  # type: ignore[arg-type]
+    except ValueError:
+        return ()
+
+
+def read_params(text: object) -> Params:
+    """A mode's parameters from JSON; none where it is damaged. The mode checks them when it is entered."""
+    try:
+        return _PARAMS.validate_json(text)  # type: ignore[arg-type]
+    except ValueError:
+        return {}

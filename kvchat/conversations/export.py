@@ -1,6 +1,8 @@
 """Conversations as files: Markdown and HTML for reading, JSON that kvchat reads back.
 
-Markdown and HTML hold the path shown, JSON the whole tree.
+Markdown and HTML hold the path shown, JSON the whole tree. Markdown is drawn as the model wrote it. Poems and addresses
+have line breaks that Markdown joins; ``\\(x_1\\)``, ``C:\\_new``, ``__init__``, ``2*3*4`` and ``&lt;`` have marks that
+it takes for its own, and "2. and 4. are right" would become 2. and 3. Emphasis is written with asterisks.
 """
 
 from __future__ import annotations
@@ -13,16 +15,21 @@ from collections.abc import Callable, Iterable
 from datetime import datetime
 from itertools import count
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
 
 from kvchat import files
-from kvchat.conversations.as_written import keep_as_written
-from kvchat.conversations.conversation import Conversation, Message, new_id
-from kvchat.conversations.kept_stats import SwitchLines, read_stats
+from kvchat.conversations.conversation import Conversation, Message, SwitchLines, new_id, read_stats
 from kvchat.errors import UsageError
 from kvchat.protocol.figures import Params, Stats
+
+if TYPE_CHECKING:
+    from markdown_it import MarkdownIt
+    from markdown_it.rules_core import StateCore
+    from markdown_it.rules_inline import StateInline
+    from markdown_it.token import Token
+
 
 SPEAKERS = {"user": "You", "assistant": "Model"}
 NAME_CHARACTERS = 60  # of a file that is named by a title: four bytes each at most, and a name may have 255
@@ -46,6 +53,9 @@ table {{ border-collapse: collapse; }} td, th {{ border: 1px solid #8886; paddin
 </body>
 </html>
 """
+MAX_BYTES = 64 * 2**20  # of a file that is imported
+MARKDOWN = ".md"
+_FACTORS = re.compile(r"[A-Za-z0-9]{2}|\)\(")  # before and after asterisks that multiply, where emphasis cannot begin
 
 
 def provenance(conversation: Conversation) -> str:
@@ -98,9 +108,6 @@ def to_html(conversation: Conversation) -> str:
         if cost := _cost(message):
             parts.append(f'<p class="receipt">{html.escape(cost)}</p>')
     return PAGE.format(title=html.escape(conversation.title), body="\n".join(parts))
-
-
-MAX_BYTES = 64 * 2**20  # of a file that is imported
 
 
 def _read_stats(given: object) -> Stats | None:
@@ -296,5 +303,57 @@ def _refusal(name: str, detail: str) -> UsageError:
     )
 
 
-MARKDOWN = ".md"
+def keep_as_written(parser: MarkdownIt) -> None:
+    """Change the rules of a parser."""
+    from markdown_it.rules_inline import emphasis, escape
+
+    def keep_backslash(state: StateInline, silent: bool) -> bool:
+        before, is_break = len(state.tokens), state.src[state.pos : state.pos + 2] == "\\\n"
+        if is_break and not silent:
+            state.pending += "\\"
+        if not escape(state, silent):
+            return False
+        for token in state.tokens[before:]:
+            if token.type == "text_special":
+                token.content = token.markup
+        return True
+
+    def only_asterisks(state: StateInline, silent: bool) -> bool:
+        begin, before = state.pos, len(state.delimiters)
+        if state.src[begin] == "_" or not emphasis.tokenize(state, silent):
+            return False
+        if _FACTORS.fullmatch(state.src[begin - 1 : begin] + state.src[state.pos : state.pos + 1]):
+            for delimiter in state.delimiters[before:]:
+                delimiter.open = False
+        return True
+
+    parser.inline.ruler.at("escape", keep_backslash)
+    parser.inline.ruler.at("emphasis", only_asterisks)
+    parser.disable("entity")
+    parser.core.ruler.push("line_breaks", _keep_line_breaks)
+    parser.core.ruler.push("numbers", _keep_numbers)
+
+
+def _keep_line_breaks(state: StateCore) -> None:
+    for token in state.tokens:
+        for child in token.children or ():
+            if child.type == "softbreak":
+                child.type, child.tag = "hardbreak", "br"
+
+
+def _keep_numbers(state: StateCore) -> None:
+    """Give the items of a list the numbers that were written as their ``value``, but where they are all the same."""
+    lists: list[list[Token]] = []
+    for token in state.tokens:
+        if token.type in ("ordered_list_open", "bullet_list_open"):
+            lists.append([])
+        elif token.type == "list_item_open":
+            lists[-1].append(token)
+        elif token.type in ("ordered_list_close", "bullet_list_close"):
+            items = lists.pop()
+            if len({item.info for item in items}) > 1:
+                for item in items:
+                    item.attrSet("value", item.info)
+
+
 FORMATS: dict[str, Callable[[Conversation], str]] = {MARKDOWN: to_markdown, ".html": to_html, ".json": to_json}

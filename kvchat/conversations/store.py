@@ -1,7 +1,9 @@
 """The database of conversations: one SQLite file that several applications may use at once.
 
 It is in WAL mode: what was saved survives the end of the process at any moment. ``user_version`` counts the migrations.
-Deleted conversations can be restored for ``RESTORABLE_S``.
+Deleted conversations can be restored for ``RESTORABLE_S``. Files with K/V lie beside it: the engine writes them,
+deleting a conversation sets its file aside. They are a convenience: what cannot be moved or is missing is computed
+again.
 """
 
 from __future__ import annotations
@@ -21,10 +23,17 @@ from typing import Any
 from unicodedata import category, normalize
 
 from kvchat import files, paths
-from kvchat.conversations.conversation import Changes, Conversation, Header, Message, new_id, shorten
-from kvchat.conversations.kept_stats import read_params, read_stats, read_switch_lines
-from kvchat.conversations.migrations import MIGRATIONS
-from kvchat.conversations.saved_kv import SavedKv
+from kvchat.conversations.conversation import (
+    Changes,
+    Conversation,
+    Header,
+    Message,
+    new_id,
+    read_params,
+    read_stats,
+    read_switch_lines,
+    shorten,
+)
 from kvchat.errors import KvchatError, UsageError
 from kvchat.protocol.figures import Stats
 
@@ -33,6 +42,79 @@ LOCKED = "locked"  # SQLite says so
 RESTORABLE_S = 24 * 3600.0
 LISTED = 200
 MARK = ("\ue000", "\ue001")  # around the words found in an excerpt: of Unicode's private use
+ROLES = ("user", "assistant")
+_MESSAGE = tuple(field.name for field in dataclasses.fields(Message))
+CHANGING = ("text", "ending", "receipt", "stats", "pinned", "switch_lines", "model", "thought")
+_SUMMARY = (
+    "SELECT c.id, CAST(c.title AS TEXT) AS title, CAST(c.updated AS REAL) AS updated,"
+    " (SELECT count(*) FROM message WHERE conversation = c.id) AS messages"
+    " FROM conversation AS c"
+)
+_SEARCH = (
+    "SELECT c.id, message.id AS message, snippet(message_text, 0, ?, ?, '…', 16) AS excerpt"
+    " FROM message_text JOIN message ON message.row = message_text.rowid JOIN conversation AS c"
+    " ON c.id = message.conversation WHERE message_text MATCH ? AND c.deleted IS NULL"
+)
+_SCAN = (
+    "SELECT c.id, message.id AS message, '' AS excerpt, message.text"
+    " FROM message JOIN conversation AS c ON c.id = message.conversation WHERE c.deleted IS NULL"
+)
+_HAS = "instr(lower(message.text), lower(?))"
+# Scripts without spaces between words, and Korean, whose words have endings: the index has runs of their characters.
+_UNSPACED = re.compile(
+    "[\u0e00-\u0fff\u1000-\u109f\u1100-\u11ff\u1780-\u17ff\u1980-\u19ff\u1a20-\u1aaf\u2e80-\u31ff\u3400-\u9fff\ua980-\ua9ff"
+    "\uaa60-\uaaff\uac00-\ud7ff\uf900-\ufaff\uff00-\uffef\U0001b000-\U0001b16f\U00020000-\U0003ffff]"
+)
+LONGEST_EXCERPT = 2000  # characters: a word of the index may be as long as a message
+EXCERPT = (40, 100)  # characters before and behind the first word that was found
+# ``parent`` is no foreign key: a branch that another application withdrew must not keep an answer from being saved.
+# ``row`` joins the full-text index, which keeps no text of its own.
+MIGRATIONS = (
+    (
+        """CREATE TABLE conversation (
+            id TEXT PRIMARY KEY,
+            title TEXT NOT NULL,
+            system TEXT,
+            created REAL NOT NULL,
+            updated REAL NOT NULL,
+            leaf TEXT,
+            deleted REAL
+        )""",
+        """CREATE TABLE message (
+            row INTEGER PRIMARY KEY,
+            id TEXT NOT NULL UNIQUE,
+            conversation TEXT NOT NULL REFERENCES conversation ON DELETE CASCADE,
+            parent TEXT,
+            role TEXT NOT NULL CHECK (role IN ('user', 'assistant')),
+            text TEXT NOT NULL,
+            created REAL NOT NULL,
+            ending TEXT NOT NULL,
+            receipt TEXT NOT NULL,
+            stats TEXT
+        )""",
+        "CREATE INDEX message_conversation ON message (conversation)",
+        "CREATE VIRTUAL TABLE message_text USING fts5 (text, content = 'message', content_rowid = 'row')",
+        """CREATE TRIGGER message_added AFTER INSERT ON message BEGIN
+            INSERT INTO message_text (rowid, text) VALUES (new.row, new.text);
+        END""",
+        """CREATE TRIGGER message_removed AFTER DELETE ON message BEGIN
+            INSERT INTO message_text (message_text, rowid, text) VALUES ('delete', old.row, old.text);
+        END""",
+        """CREATE TRIGGER message_changed AFTER UPDATE OF text ON message BEGIN
+            INSERT INTO message_text (message_text, rowid, text) VALUES ('delete', old.row, old.text);
+            INSERT INTO message_text (rowid, text) VALUES (new.row, new.text);
+        END""",
+    ),
+    ("ALTER TABLE message ADD COLUMN pinned INTEGER NOT NULL DEFAULT 0",),
+    ("ALTER TABLE message ADD COLUMN switch_lines TEXT NOT NULL DEFAULT '[]'",),
+    (
+        "ALTER TABLE conversation ADD COLUMN mode TEXT NOT NULL DEFAULT ''",
+        "ALTER TABLE conversation ADD COLUMN params TEXT NOT NULL DEFAULT '{}'",
+        "ALTER TABLE message ADD COLUMN model TEXT NOT NULL DEFAULT ''",
+    ),
+    ("ALTER TABLE message ADD COLUMN thought TEXT NOT NULL DEFAULT ''",),
+)
+ASIDE = ".deleted"
 
 
 class StoreError(KvchatError):
@@ -283,33 +365,6 @@ class ConversationStore:
             raise refused from error
 
 
-ROLES = ("user", "assistant")
-_MESSAGE = tuple(field.name for field in dataclasses.fields(Message))
-CHANGING = ("text", "ending", "receipt", "stats", "pinned", "switch_lines", "model", "thought")
-_SUMMARY = (
-    "SELECT c.id, CAST(c.title AS TEXT) AS title, CAST(c.updated AS REAL) AS updated,"
-    " (SELECT count(*) FROM message WHERE conversation = c.id) AS messages"
-    " FROM conversation AS c"
-)
-_SEARCH = (
-    "SELECT c.id, message.id AS message, snippet(message_text, 0, ?, ?, '…', 16) AS excerpt"
-    " FROM message_text JOIN message ON message.row = message_text.rowid JOIN conversation AS c"
-    " ON c.id = message.conversation WHERE message_text MATCH ? AND c.deleted IS NULL"
-)
-_SCAN = (
-    "SELECT c.id, message.id AS message, '' AS excerpt, message.text"
-    " FROM message JOIN conversation AS c ON c.id = message.conversation WHERE c.deleted IS NULL"
-)
-_HAS = "instr(lower(message.text), lower(?))"
-# Scripts without spaces between words, and Korean, whose words have endings: the index has runs of their characters.
-_UNSPACED = re.compile(
-    "[\u0e00-\u0fff\u1000-\u109f\u1100-\u11ff\u1780-\u17ff\u1980-\u19ff\u1a20-\u1aaf\u2e80-\u31ff\u3400-\u9fff\ua980-\ua9ff"
-    "\uaa60-\uaaff\uac00-\ud7ff\uf900-\ufaff\uff00-\uffef\U0001b000-\U0001b16f\U00020000-\U0003ffff]"
-)
-LONGEST_EXCERPT = 2000  # characters: a word of the index may be as long as a message
-EXCERPT = (40, 100)  # characters before and behind the first word that was found
-
-
 def _open(path: Path | None, busy_s: float) -> sqlite3.Connection:
     if path is not None:
         files.make_folder(path.parent)
@@ -462,3 +517,34 @@ def _excerpt(text: str, words: list[str]) -> str:
     start, end = max(first - EXCERPT[0], 0), last + EXCERPT[1]
     shown = sought.sub(lambda one: one[0].join(MARK), text[start:end])
     return f"{'…' * (start > 0)}{shown}{'…' * (end < len(text))}"
+
+
+class SavedKv:
+    """The files in ``folder``, which need not exist."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def set_aside(self, conversation: str) -> None:
+        """The conversation is deleted; its file can be brought back until ``purge``."""
+        path = paths.saved_kv(self._folder, conversation)
+        with suppress(OSError):
+            os.utime(path)
+            path.rename(_aside(path))
+
+    def bring_back(self, conversation: str) -> None:
+        """The conversation is restored."""
+        path = paths.saved_kv(self._folder, conversation)
+        with suppress(OSError):
+            _aside(path).rename(path)
+
+    def purge(self, after_s: float) -> None:
+        """Delete what was set aside longer ago than that."""
+        for path in self._folder.glob(f"*{paths.SAVED_KV}{ASIDE}"):
+            with suppress(OSError):
+                if time.time() - path.stat().st_mtime > after_s:
+                    path.unlink()
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(path.name + ASIDE)

@@ -34,8 +34,8 @@ from kvchat.protocol.messages import (
     Text,
     Turn,
     Withdrawn,
+    parse_args,
 )
-from kvchat.protocol.template_args import parse_args
 
 Between = Callable[[int], None]
 

@@ -32,9 +32,8 @@ from kvchat.engine.sampler import Sampler, read
 from kvchat.errors import DoesNotFitError, KvchatError
 from kvchat.kv.memory_errors import explained
 from kvchat.kv.set_aside import SetAside, set_aside
-from kvchat.protocol.comparing import Compared, Comparing, Variant
 from kvchat.protocol.figures import Agreement, Run, Stats
-from kvchat.protocol.messages import Event, Sampling, Started, Turn
+from kvchat.protocol.messages import Compared, Comparing, Event, Sampling, Started, Turn, Variant
 
 PROGRESS_S = 1 / 10
 LOGITS_BYTES = 2**27  # of a run's logits kept at most, in host memory: 4,096 tokens of the bundled model

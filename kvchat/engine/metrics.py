@@ -26,8 +26,8 @@ from kvchat.kv.state import KVState
 from kvchat.models.recurrent import RecurrentState
 from kvchat.nvml import GpuReader, PcieTraffic
 from kvchat.process import resident_bytes
-from kvchat.protocol.details import RECALL_EDGES_MS, Details, RecallBin
 from kvchat.protocol.figures import MAX_RIBBON_CELLS, Gpu, Params, Snapshot, Stats
+from kvchat.protocol.messages import RECALL_EDGES_MS, Details, RecallBin
 from kvchat.units import size
 
 RATE_TOKENS = 32  # the rate shown is that of the last so many tokens

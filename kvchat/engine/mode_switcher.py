@@ -12,8 +12,7 @@ from typing import get_args
 import torch
 
 from kvchat.config import modes
-from kvchat.config.modes import ModeParameters
-from kvchat.config.pinned import refuse_too_much
+from kvchat.config.modes import ModeParameters, refuse_too_much
 from kvchat.engine import calibration
 from kvchat.engine.prompt import Stored
 from kvchat.engine.runner import geometry_of, traits_of

@@ -31,10 +31,20 @@ from kvchat.kv.inspect import attended
 from kvchat.kv.memory_errors import explained
 from kvchat.models.load import LoadedModel, load_model
 from kvchat.models.quantize import int4_rows
-from kvchat.protocol.comparing import Variant
-from kvchat.protocol.details import Details
 from kvchat.protocol.figures import Params, Price, Snapshot
-from kvchat.protocol.messages import Event, HostDtype, Load, Loaded, NeedleHidden, Sampling, Switched, Text, Turn
+from kvchat.protocol.messages import (
+    Details,
+    Event,
+    HostDtype,
+    Load,
+    Loaded,
+    NeedleHidden,
+    Sampling,
+    Switched,
+    Text,
+    Turn,
+    Variant,
+)
 
 LOOKING = "looking at what is stored"
 

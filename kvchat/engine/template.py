@@ -28,7 +28,7 @@ from transformers.utils import chat_template_utils
 
 from kvchat import units
 from kvchat.process import resident_bytes
-from kvchat.protocol.template_args import GIVEN
+from kvchat.protocol.messages import GIVEN
 from kvchat.text_file import unmarked
 
 if TYPE_CHECKING:

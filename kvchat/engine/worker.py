@@ -28,15 +28,15 @@ from kvchat.errors import EngineError, KvchatError
 from kvchat.kv.memory.available import check_address_space
 from kvchat.process import spin_briefly, take_streams, use_physical_cores
 from kvchat.protocol import figures, messages, wire
-from kvchat.protocol.comparing import HideNeedle, Variant
-from kvchat.protocol.details import Details, Watch
 from kvchat.protocol.messages import (
     Chat,
     Command,
     Compare,
+    Details,
     Event,
     Failed,
     Forget,
+    HideNeedle,
     InAnswer,
     Load,
     Loading,
@@ -47,6 +47,8 @@ from kvchat.protocol.messages import (
     Stop,
     Switch,
     Text,
+    Variant,
+    Watch,
 )
 
 SNAPSHOT_S = 1 / 10

@@ -5,19 +5,29 @@ Commands go to the engine's stdin, events come from its stdout. The engine keeps
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from kvchat.errors import UsageError
 from kvchat.paths import BUNDLED
-from kvchat.protocol.comparing import MAX_VARIANTS, Compared, Comparing, HideNeedle, Variant
-from kvchat.protocol.details import Details, Watch
-from kvchat.protocol.figures import Count, Params, Planned, Several, Snapshot, Stats
-from kvchat.protocol.replaying import Asked, Pace, Replayed
+from kvchat.protocol.figures import Count, Params, Planned, Run, Several, Snapshot, Stats
 
 Quantize = Literal["auto", "none", "int8", "int4", "nf4"]  # what weights are kept in; auto: small files stay small
 HostDtype = Literal["model", "int8"]  # what full pages of the host pool are kept in: the model's own, or 8 bits
+TEMPERATURE = 0.7  # of a model that names none
+MAX_VARIANTS = 8
+MAX_NEEDLE_TOKENS = 10_000_000
+# Milliseconds that separate the bins of the recall histogram; the first bin is below the first of them.
+RECALL_EDGES_MS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
+MAX_LAYERS = MAX_HEADS = 512
+Heads = Annotated[Several[Count], Field(max_length=MAX_HEADS)]
+Milliseconds = Annotated[float, Field(ge=0)]
+MAX_PACE = 64.0
+GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})  # to every template
 
 
 @dataclass(frozen=True)
@@ -32,9 +42,6 @@ class Turn:
     content: str
     pinned: bool = False
     at: float = field(default=0.0, compare=False)
-
-
-TEMPERATURE = 0.7  # of a model that names none
 
 
 @dataclass(frozen=True)
@@ -160,6 +167,14 @@ class SetTemplateArgs:
 @dataclass(frozen=True)
 class Rebuild:
     """Recompute exactly what was computed with less context; answered by ``Prefilled``* and ``Rebuilt``."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A mode with parameters that count before those of the settings."""
+
+    mode: str
+    params: Params = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -365,8 +380,120 @@ class Failed:
     fatal: bool = False
 
 
+@dataclass(frozen=True)
+class Watch:
+    """Send ``Details`` at once and beside the snapshots from now on, or no more."""
+
+    details: bool
+
+
 InAnswer = Stop | Switch | KeepPages | Peek | Watch  # done between two tokens
+
+
+@dataclass(frozen=True)
+class HideNeedle:
+    """Make a conversation of about ``tokens`` tokens that asks for a fact told early; ``NeedleHidden`` brings it."""
+
+    tokens: Annotated[int, Field(ge=1, le=MAX_NEEDLE_TOKENS)]
+    seed: Count
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Play a recording so many times as fast as it was recorded; 0 pauses. Other engines do nothing."""
+
+    speed: Annotated[float, Field(ge=0, le=MAX_PACE)]
+
+
 Command = Load | Plan | Chat | Resume | Forget | SetTemplateArgs | Rebuild | Compare | HideNeedle | Pace | InAnswer
 AnswerEvent = Started | Prefilled | Preparing | Text | Recovered | Withdrawn | Finished
+
+
+@dataclass(frozen=True)
+class RecallBin:
+    """``steps`` took this long to recall: milliseconds, all together, that work hid and that the model waited."""
+
+    steps: Count = 0
+    hidden_ms: Milliseconds = 0.0
+    exposed_ms: Milliseconds = 0.0
+
+
+@dataclass(frozen=True)
+class Details:
+    """Tokens by layer and KV head, of ``total`` that are stored, and the recall of the last 256 steps by its time.
+
+    ``read`` are those that the last token's attention read, ``held`` those in slots. ``recall`` has a bin more than
+    ``RECALL_EDGES_MS``, or none where nothing was recalled. ``pcie_*`` are bytes per second by NVML, None without it.
+    """
+
+    total: Count
+    read: Annotated[Several[Heads], Field(max_length=MAX_LAYERS)] = ()
+    held: Annotated[Several[Heads], Field(max_length=MAX_LAYERS)] = ()
+    recall: Annotated[Several[RecallBin], Field(max_length=len(RECALL_EDGES_MS) + 1)] = ()
+    pcie_to_device: Count | None = None
+    pcie_to_host: Count | None = None
+
+
 Report = Switched | SwitchRefused | Rebuilt | Peeked | Planned | Snapshot | Details | Resumed | Noted | Failed
+
+
+@dataclass(frozen=True)
+class Comparing:
+    """``text`` of ``tokens`` tokens is what the variant ``index`` has answered so far.
+
+    ``checked`` counts the first answer's tokens that it has been given since, to compare what it makes of each.
+    """
+
+    index: Count
+    text: str
+    tokens: Count
+    checked: Count = 0
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The comparison is over: a run for each variant, in order; fewer where it was stopped."""
+
+    runs: Several[Run]
+    prompt_tokens: Count = 0
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Of a recording: this was asked, and what follows is the answer. The application sends it as its own question."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """The recording, ``seconds`` long, is over."""
+
+    seconds: float
+
+
 Event = Loading | Loaded | AnswerEvent | Comparing | Compared | NeedleHidden | Asked | Replayed | Report
+
+
+def parse_args(args: Iterable[str]) -> dict[str, Any]:
+    """The variables of ``KEY=VALUE``: a value is JSON (``true``, ``3``, ``["a"]``), True or False, else text.
+
+    Raises:
+        UsageError: one is not written so, or is given to every template by kvchat.
+    """
+    variables = {}
+    for text in args:
+        name, equals, value = text.partition("=")
+        if not equals or not name.isidentifier():
+            raise UsageError(f'"{text[:100]}" is no variable of a template.', hint="Write it as enable_thinking=false.")
+        if name in GIVEN:
+            raise UsageError(f"{name} is given to the template by kvchat.", hint="Choose another name.")
+        variables[name] = _value(value)
+    return variables
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text.lower() if text in ("True", "False") else text)
+    except (ValueError, RecursionError):
+        return text

@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 from kvchat import files
 from kvchat.errors import UsageError
 from kvchat.protocol import wire
-from kvchat.protocol.messages import Chat, Command, Event
-from kvchat.protocol.replaying import Asked
+from kvchat.protocol.messages import Asked, Chat, Command, Event
 
 FORMAT, VERSION = "kvchat-recording", 1
 LAST_S = 1e9  # no recording is longer

@@ -16,24 +16,27 @@ from typing import BinaryIO
 
 from kvchat.errors import KvchatError
 from kvchat.protocol import recording, wire
-from kvchat.protocol.comparing import HideNeedle
-from kvchat.protocol.details import Details, Watch
 from kvchat.protocol.figures import Planned, Snapshot
 from kvchat.protocol.messages import (
+    Asked,
     Chat,
     Command,
     Compare,
+    Details,
     Event,
     Failed,
+    HideNeedle,
     Loaded,
+    Pace,
     Plan,
     Rebuild,
+    Replayed,
     Switch,
     Switched,
     SwitchRefused,
+    Watch,
 )
 from kvchat.protocol.recording import Entry
-from kvchat.protocol.replaying import Asked, Pace, Replayed
 
 MAX_GAP_S = 2.0  # a longer pause in a recording teaches nothing
 REFUSAL = ("This is a recording.", "There is no model behind it.", "`kvchat` alone starts a chat.")

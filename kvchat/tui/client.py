@@ -23,7 +23,7 @@ from pathlib import Path
 from kvchat import files
 from kvchat.errors import EngineError, UsageError
 from kvchat.foreign_text import visible_fields
-from kvchat.protocol import details, figures, messages, wire
+from kvchat.protocol import figures, messages, wire
 from kvchat.protocol.recording import Recorder
 
 ENGINE = (sys.executable, "-m", "kvchat.engine", str(os.getpid()))
@@ -254,7 +254,7 @@ def coalesce(reports: Iterable[Report]) -> list[Report]:
         if isinstance(report, messages.Text) and isinstance(last, messages.Text):
             kept[-1] = messages.Text(last.text + report.text, last.tokens + report.tokens)
             continue
-        if isinstance(report, figures.Snapshot | details.Details | messages.Prefilled):
+        if isinstance(report, figures.Snapshot | messages.Details | messages.Prefilled):
             if (index := latest.get(type(report))) is not None:
                 del kept[index]
                 latest = {cls: place - (place > index) for cls, place in latest.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvchat.protocol.details import Watch
+from kvchat.protocol.messages import Watch
 from kvchat.tui.client import EngineClient
 
 RECORDING = "recording"

@@ -10,10 +10,12 @@ from typing import Any
 
 from kvchat.config import modes
 from kvchat.errors import DoesNotFitError, EngineError, KvchatError, OutOfMemoryError, TooMuchPinnedError, UsageError
-from kvchat.protocol.comparing import Compared, Comparing
-from kvchat.protocol.details import Details
 from kvchat.protocol.figures import Planned, Snapshot
 from kvchat.protocol.messages import (
+    Asked,
+    Compared,
+    Comparing,
+    Details,
     Failed,
     Finished,
     Loaded,
@@ -25,6 +27,7 @@ from kvchat.protocol.messages import (
     Preparing,
     Rebuilt,
     Recovered,
+    Replayed,
     Resumed,
     Started,
     Switched,
@@ -32,7 +35,6 @@ from kvchat.protocol.messages import (
     Text,
     Withdrawn,
 )
-from kvchat.protocol.replaying import Asked, Replayed
 from kvchat.tui.answering.answers import Answers
 from kvchat.tui.client import Crashed, Report
 from kvchat.tui.comparing.comparisons import Comparisons

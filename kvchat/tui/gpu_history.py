@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvchat.protocol.details import Details
 from kvchat.protocol.figures import Gpu
+from kvchat.protocol.messages import Details
 
 EVERY_S = 1.0
 POINTS = 240

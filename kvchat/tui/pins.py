@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvchat.config.pinned import refuse_too_much
+from kvchat.config.modes import refuse_too_much
 from kvchat.conversations.conversation import Message
 from kvchat.tui import visibility
 from kvchat.tui.answering.answers import Answers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvchat.errors import UsageError
-from kvchat.protocol.replaying import MAX_PACE, Pace
+from kvchat.protocol.messages import MAX_PACE, Pace
 from kvchat.tui.client import EngineClient
 from kvchat.tui.view import ChatView
 

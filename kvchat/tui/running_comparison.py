@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvchat.conversations.comparison import Comparison, label
-from kvchat.protocol.comparing import Compared, Comparing, Variant
-from kvchat.protocol.messages import Sampling
+from kvchat.protocol.messages import Compared, Comparing, Sampling, Variant
 from kvchat.units import count
 
 

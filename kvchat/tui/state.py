@@ -12,9 +12,8 @@ from kvchat.config.modes import asked_for, registered
 from kvchat.conversations import attachments
 from kvchat.conversations.conversation import CUT_OFF, Conversation, Message
 from kvchat.models.catalog import short_name
-from kvchat.protocol.details import Details
 from kvchat.protocol.figures import Params, Price, Snapshot, Stats
-from kvchat.protocol.messages import Finished, Loaded, Sampling, Switched
+from kvchat.protocol.messages import Details, Finished, Loaded, Sampling, Switched
 from kvchat.tui import visibility
 from kvchat.tui.gpu_history import GpuHistory
 from kvchat.tui.visibility import Mark

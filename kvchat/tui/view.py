@@ -8,9 +8,8 @@ from typing import Literal, Protocol
 from kvchat.conversations.conversation import Message
 from kvchat.conversations.store import Summary
 from kvchat.errors import KvchatError
-from kvchat.protocol.details import Details
 from kvchat.protocol.figures import Snapshot
-from kvchat.protocol.messages import Switched
+from kvchat.protocol.messages import Details, Switched
 from kvchat.tui.running_comparison import RunningComparison
 from kvchat.tui.state import ChatState, Footed
 from kvchat.tui.ways_out import WayOut

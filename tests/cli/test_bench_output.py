@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from kvchat import paths
 from kvchat.bench import long_run
-from kvchat.cli import bench_output
+from kvchat.cli import bench
 from kvchat.cli.main import app
 from kvchat.errors import UsageError
 
@@ -50,4 +50,4 @@ def test_a_folder_is_no_file_to_keep_rows_in(tmp_path):
 )
 def test_a_result_names_its_command_without_where_it_was_kept(where, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["kvchat", "bench", "recall", *where, "--mode", "sync:m=5"])
-    assert bench_output._command(sys.argv[1:]) == "kvchat bench recall --mode sync:m=5"
+    assert bench._command(sys.argv[1:]) == "kvchat bench recall --mode sync:m=5"

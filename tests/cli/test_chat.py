@@ -96,7 +96,7 @@ def test_a_screen_is_drawn_where_its_signs_can_be_written(encoding: str, can: bo
 def test_what_is_piped_in_is_for_the_question_of_the_command_line_and_else_questions_by_lines(
     monkeypatch: pytest.MonkeyPatch, prompt: str, piped: str
 ) -> None:
-    monkeypatch.setattr(chat.question, "piped", lambda: b"a\nb\n")
+    monkeypatch.setattr(chat, "piped", lambda: b"a\nb\n")
     monkeypatch.setattr(chat, "start", lambda config, plain: started.append(config) or 0)
     started: list[AppConfig] = []
     assert chat.chat(sources.SettingsSource(), resume=False, plain=False, prompt=prompt) == 0

@@ -11,8 +11,8 @@ from support.fake_session import PIECES, FakeSession
 import kvchat
 from kvchat.cli import main
 from kvchat.models import checkpoint
-from kvchat.protocol.comparing import Compared, Comparing, Variant
 from kvchat.protocol.figures import Run
+from kvchat.protocol.messages import Compared, Comparing, Variant
 
 
 @pytest.fixture

@@ -9,7 +9,8 @@ import pytest
 from support.environment import environ
 from typer.testing import CliRunner
 
-from kvchat.cli.completion import (
+from kvchat.cli.main import app
+from kvchat.cli.options import (
     complete_device,
     complete_mode,
     complete_model,
@@ -18,7 +19,6 @@ from kvchat.cli.completion import (
     complete_theme,
     one_of,
 )
-from kvchat.cli.main import app
 from kvchat.config.modes import mode_names
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvchat.cli.plan import plan
+from kvchat.cli.models import plan
 from kvchat.kv.memory import available
 from kvchat.protocol.messages import Load
 

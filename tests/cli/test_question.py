@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from support.command_line import Run
 
-from kvchat.cli import question
-from kvchat.cli.question import compose
+from kvchat.cli import chat
+from kvchat.cli.chat import compose
 from kvchat.errors import DoesNotFitError, UsageError
 
 
@@ -24,7 +24,7 @@ def test_a_pipe_is_read_and_one_that_does_not_end_refused(tmp_path: Path, monkey
     os.mkfifo(pipe)
     threading.Thread(target=pipe.write_text, args=("from a pipe",), daemon=True).start()
     assert "from a pipe" in compose("", [pipe], b"")
-    monkeypatch.setattr(question, "MAX_BYTES", 2**20)
+    monkeypatch.setattr(chat, "MAX_BYTES", 2**20)
     endless = threading.Thread(target=_write_until_closed, args=(pipe,), daemon=True)
     endless.start()
     with pytest.raises(DoesNotFitError, match=r"pipe is too large\. At most 1\.0 MiB are read: about 131,072 tokens"):
@@ -33,7 +33,7 @@ def test_a_pipe_is_read_and_one_that_does_not_end_refused(tmp_path: Path, monkey
 
 
 def test_stdin_without_an_end_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(question, "MAX_BYTES", 100)
+    monkeypatch.setattr(chat, "MAX_BYTES", 100)
     outcome = run("ask", stdin=b"x" * 101)
     assert (outcome.code, outcome.out) == (3, "")
     assert outcome.err.startswith("kvchat: stdin is too large. At most 100 B are read: about 12 tokens")
@@ -51,8 +51,8 @@ def _write_until_closed(pipe: Path) -> None:
 def test_lines_of_windows_end_as_models_know_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "a.txt"
     file.write_bytes(b"one\r\ntwo\r\n")
-    monkeypatch.setattr(question, "piped", lambda: b"three\r\nfour\r\n")
-    (asked,) = question.turns("five\r\nsix", [file], "")
+    monkeypatch.setattr(chat, "piped", lambda: b"three\r\nfour\r\n")
+    (asked,) = chat.turns("five\r\nsix", [file], "")
     assert "\r" not in asked.content
     for lines in ("one\ntwo\n", "three\nfour\n", "five\nsix"):
         assert lines in asked.content

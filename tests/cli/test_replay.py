@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvchat.cli.replay import replay
+from kvchat.cli.chat import replay
 from kvchat.errors import UsageError
 
 

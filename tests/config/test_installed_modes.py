@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvchat.config import installed_modes, modes
+from kvchat.config import modes
 
 
 class Extra(modes.ModeParameters):
@@ -46,7 +46,7 @@ class Point:
 
 
 def registry(monkeypatch: pytest.MonkeyPatch, *loaded: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
-    monkeypatch.setattr(installed_modes, "entry_points", lambda group: [Point(each) for each in loaded])
+    monkeypatch.setattr(modes, "entry_points", lambda group: [Point(each) for each in loaded])
     return modes._registry.__wrapped__()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from markdown_it import MarkdownIt
 
-from kvchat.conversations.as_written import keep_as_written
+from kvchat.conversations.export import keep_as_written
 
 AS_WRITTEN = [
     "Roses are red,\nviolets are blue,\n\nsugar is sweet.",

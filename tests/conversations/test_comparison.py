@@ -10,9 +10,8 @@ import pytest
 from kvchat.conversations import comparison
 from kvchat.conversations.comparison import COLUMNS, Comparison, first_difference, rows, verdicts
 from kvchat.errors import UsageError
-from kvchat.protocol.comparing import Variant
 from kvchat.protocol.figures import Agreement, Run, Stats
-from kvchat.protocol.messages import Sampling
+from kvchat.protocol.messages import Sampling, Variant
 
 STATS = Stats(decode_tokens_per_s=41.25, read_share=0.125, recalled_bytes=3 * 2**20, recall_hit_rate=0.9)
 VARIANTS = (Variant("full"), Variant("speculative", {"budget": 256}), Variant("sync"), Variant("freeze"))

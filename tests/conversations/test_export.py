@@ -9,8 +9,7 @@ import time
 import pytest
 
 from kvchat.conversations import export
-from kvchat.conversations.conversation import Conversation
-from kvchat.conversations.switch_lines import ModeChange
+from kvchat.conversations.conversation import Conversation, ModeChange
 from kvchat.errors import UsageError
 from kvchat.protocol.figures import Stats
 

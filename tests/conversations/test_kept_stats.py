@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from kvchat.conversations.kept_stats import read_stats
+from kvchat.conversations.conversation import read_stats
 from kvchat.protocol.figures import Stats
 
 

@@ -7,8 +7,7 @@ import time
 
 import pytest
 
-from kvchat.conversations.migrations import MIGRATIONS
-from kvchat.conversations.store import ConversationStore
+from kvchat.conversations.store import MIGRATIONS, ConversationStore
 
 
 @pytest.mark.parametrize("version", range(1, len(MIGRATIONS)))

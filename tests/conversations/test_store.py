@@ -14,10 +14,8 @@ import pytest
 from support.keeping import keep
 
 from kvchat.conversations import store as module
-from kvchat.conversations.conversation import Conversation
-from kvchat.conversations.migrations import MIGRATIONS
-from kvchat.conversations.store import MARK, ConversationStore, StoreError
-from kvchat.conversations.switch_lines import ModeChange
+from kvchat.conversations.conversation import Conversation, ModeChange
+from kvchat.conversations.store import MARK, MIGRATIONS, ConversationStore, StoreError
 from kvchat.errors import UsageError
 from kvchat.protocol.figures import Stats
 

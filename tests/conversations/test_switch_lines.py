@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvchat.conversations.switch_lines import MARK, ModeChange, notes, with_marks
+from kvchat.conversations.conversation import MARK, ModeChange, notes, with_marks
 
 
 def at(*places: int) -> list[ModeChange]:

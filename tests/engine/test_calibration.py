@@ -284,12 +284,12 @@ def test_no_budget_is_enough_for_attention_to_everything(model, monkeypatch):
 
 
 def test_the_command_saves_and_draws(model, monkeypatch, capsys, tmp_path):
-    from kvchat.cli.calibrate import calibrate as command
+    from kvchat.cli.models import calibrate as command
 
     monkeypatch.setattr("kvchat.models.load.load_model", lambda *args: model)
     text = tmp_path / "text.txt"
     text.write_text(" ".join(sentence for _, sentence in zip(range(60), sentences(2), strict=False)))
-    monkeypatch.setattr("kvchat.cli.calibrate.CONTEXT", 600)
+    monkeypatch.setattr("kvchat.cli.models.CONTEXT", 600)
     command("bundled", [text], 2, "retrieval", "cpu", tmp_path / "out.json")
     printed = capsys.readouterr()
     assert printed.out.count("representative KV heads") == 8
@@ -302,7 +302,7 @@ def test_the_command_saves_and_draws(model, monkeypatch, capsys, tmp_path):
 
 
 def test_a_folder_that_is_not_there_is_refused_before_the_model_is_loaded_and_not_made(monkeypatch, tmp_path):
-    from kvchat.cli.calibrate import calibrate as command
+    from kvchat.cli.models import calibrate as command
 
     monkeypatch.setattr("kvchat.models.load.load_model", lambda *args: pytest.fail("loaded"))
     with pytest.raises(UsageError, match=r"There is no folder .*nope\. Make it first"):
@@ -312,7 +312,7 @@ def test_a_folder_that_is_not_there_is_refused_before_the_model_is_loaded_and_no
 
 @pytest.mark.parametrize(("clusters", "rule"), [(2, "best"), (0, "retrieval")])
 def test_wrong_options_are_refused_before_the_model_is_loaded(clusters, rule, monkeypatch):
-    from kvchat.cli.calibrate import calibrate as command
+    from kvchat.cli.models import calibrate as command
 
     monkeypatch.setattr("kvchat.models.load.load_model", lambda *args: pytest.fail("loaded"))
     with pytest.raises(UsageError, match="is refused"):

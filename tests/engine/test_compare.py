@@ -20,8 +20,7 @@ from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.inspect import check_integrity
 from kvchat.kv.memory import available
 from kvchat.models.load import load_model
-from kvchat.protocol.comparing import Compared, Comparing, Variant
-from kvchat.protocol.messages import Keeping, Load, Prefilled, Sampling, Started, Turn
+from kvchat.protocol.messages import Compared, Comparing, Keeping, Load, Prefilled, Sampling, Started, Turn, Variant
 
 SAMPLING = Sampling(temperature=0.9, seed=4, max_new_tokens=24)
 STORY = (Turn("user", "The sea was calm and the whale went on. " * 20 + "Tell me a short story."),)

@@ -12,7 +12,7 @@ from kvchat.engine.metrics import PcieReading, histogram
 from kvchat.engine.session import Session
 from kvchat.kv.memory.step_timer import RecallTime
 from kvchat.nvml import GpuReader, PcieTraffic
-from kvchat.protocol.details import RECALL_EDGES_MS, RecallBin
+from kvchat.protocol.messages import RECALL_EDGES_MS, RecallBin
 
 PARAMS = {"streaming": {"budget": 128, "sink": 32}, "speculative": {"budget": 192, "sink": 32, "window": 64}}
 

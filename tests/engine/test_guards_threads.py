@@ -14,8 +14,7 @@ from kvchat.engine.session import Session
 from kvchat.errors import UsageError
 from kvchat.kv.inspect import check_integrity
 from kvchat.models.load import LoadedModel
-from kvchat.protocol.comparing import Variant
-from kvchat.protocol.messages import Sampling, Turn
+from kvchat.protocol.messages import Sampling, Turn, Variant
 
 PROMPT = range(100, 300)
 STEPS = 5  # of each thread

@@ -16,9 +16,8 @@ from kvchat.engine import metrics
 from kvchat.engine.metrics import MetricsCollector
 from kvchat.engine.session import Session
 from kvchat.kv import coverage
-from kvchat.protocol.comparing import Variant
 from kvchat.protocol.figures import RIBBON, Gpu
-from kvchat.protocol.messages import Finished, Sampling, Turn
+from kvchat.protocol.messages import Finished, Sampling, Turn, Variant
 
 
 def mean_attended(session: Session) -> float:

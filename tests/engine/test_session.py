@@ -14,8 +14,7 @@ from kvchat.engine.session import Session, load
 from kvchat.engine.synthetic_text import sentences
 from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.memory import budget
-from kvchat.protocol.comparing import Compared, Variant
-from kvchat.protocol.messages import Finished, Prefilled, Sampling, Started, Text, Turn
+from kvchat.protocol.messages import Compared, Finished, Prefilled, Sampling, Started, Text, Turn, Variant
 
 GREEDY = Sampling(temperature=0, max_new_tokens=20)
 HELLO = (Turn("user", "Hello! My name is Maria and my cat is called Biscuit."),)

@@ -23,8 +23,7 @@ from kvchat.engine.session import Session, load, open_session
 from kvchat.errors import KvchatError, ModelError, UsageError
 from kvchat.kv.inspect import check_integrity
 from kvchat.paths import bundled_model_dir
-from kvchat.protocol.comparing import Variant
-from kvchat.protocol.messages import Finished, Keeping, Load, Sampling, Turn
+from kvchat.protocol.messages import Finished, Keeping, Load, Sampling, Turn, Variant
 
 GREEDY = Sampling(temperature=0, max_new_tokens=6)
 HELLO = (Turn("user", "Hello! My name is Maria."),)

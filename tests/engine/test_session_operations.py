@@ -36,8 +36,7 @@ from kvchat.engine.session import Session
 from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.geometry import GROWTH_HEADROOM
 from kvchat.kv.inspect import check_integrity
-from kvchat.protocol.comparing import Variant
-from kvchat.protocol.messages import Finished, Sampling, Turn
+from kvchat.protocol.messages import Finished, Sampling, Turn, Variant
 
 HYBRID = "qwen3_5"
 ARCHITECTURES = ["llama", "gemma2", HYBRID]

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from kvchat import paths
 from kvchat.engine.template import ChatTemplate
 from kvchat.errors import UsageError
-from kvchat.protocol.template_args import parse_args
+from kvchat.protocol.messages import parse_args
 
 MESSAGES = [
     {"role": "system", "content": "Be brief."},

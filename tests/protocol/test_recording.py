@@ -14,9 +14,8 @@ from kvchat.errors import UsageError
 from kvchat.paths import bundled_recording
 from kvchat.protocol import recording
 from kvchat.protocol.figures import Snapshot, Stats
-from kvchat.protocol.messages import Chat, Finished, Loaded, Started, Stop, Switched, Text, Turn
+from kvchat.protocol.messages import Asked, Chat, Finished, Loaded, Started, Stop, Switched, Text, Turn
 from kvchat.protocol.recording import Entry, Recorder, read
-from kvchat.protocol.replaying import Asked
 
 TURNS = (Turn("user", "one"), Turn("assistant", "1"), Turn("user", "two\u2028\x1b[0m"))
 EVENTS = (Started(3, 0), Text("hé\n", 1), Snapshot("full", {}, 1.0, 2, 3, 4, 5), Finished("eos", "hé", Stats()))

@@ -10,24 +10,27 @@ import time
 from support.streams import read_event
 
 from kvchat.protocol import wire
-from kvchat.protocol.comparing import Variant
-from kvchat.protocol.details import Details, Watch
 from kvchat.protocol.figures import Planned, Stats
 from kvchat.protocol.messages import (
+    Asked,
     Chat,
     Compare,
+    Details,
     Failed,
     Finished,
     Load,
+    Pace,
     Plan,
+    Replayed,
     Switch,
     Switched,
     SwitchRefused,
     Text,
     Turn,
+    Variant,
+    Watch,
 )
 from kvchat.protocol.recording import Entry
-from kvchat.protocol.replaying import Asked, Pace, Replayed
 from kvchat.replay.engine import Player
 
 CHAT = Chat((Turn("user", "hello"),))

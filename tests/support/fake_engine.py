@@ -20,14 +20,16 @@ from collections.abc import Iterator
 
 from kvchat.config import modes
 from kvchat.protocol import figures, messages, wire
-from kvchat.protocol.comparing import Compared, Comparing, HideNeedle
-from kvchat.protocol.details import Details, RecallBin, Watch
 from kvchat.protocol.figures import Agreement, Gpu, Planned, Run, Snapshot, Stats
 from kvchat.protocol.messages import (
     Chat,
     Command,
     Compare,
+    Compared,
+    Comparing,
+    Details,
     Finished,
+    HideNeedle,
     KeepPages,
     Load,
     Loaded,
@@ -40,6 +42,7 @@ from kvchat.protocol.messages import (
     Prefilled,
     Rebuild,
     Rebuilt,
+    RecallBin,
     Recovered,
     Started,
     Stop,
@@ -48,6 +51,7 @@ from kvchat.protocol.messages import (
     SwitchRefused,
     Text,
     Turn,
+    Watch,
     Withdrawn,
 )
 

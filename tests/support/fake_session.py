@@ -11,10 +11,11 @@ from typing import Any
 
 from kvchat.config import modes
 from kvchat.errors import KvchatError
-from kvchat.protocol.comparing import Compared, Comparing, Variant
-from kvchat.protocol.details import Details
 from kvchat.protocol.figures import MemoryPlan, Run, Snapshot, Stats
 from kvchat.protocol.messages import (
+    Compared,
+    Comparing,
+    Details,
     Event,
     Finished,
     HostDtype,
@@ -30,6 +31,7 @@ from kvchat.protocol.messages import (
     Switched,
     Text,
     Turn,
+    Variant,
 )
 
 PIECES = ("The", " quick", " brown", " fox", " jumps")

@@ -9,9 +9,8 @@ from typing import Any
 from kvchat.conversations.conversation import CUT_OFF, Message
 from kvchat.conversations.store import Summary
 from kvchat.errors import EngineError, KvchatError
-from kvchat.protocol.details import Details
 from kvchat.protocol.figures import Snapshot
-from kvchat.protocol.messages import Command, Switched
+from kvchat.protocol.messages import Command, Details, Switched
 from kvchat.tui.running_comparison import RunningComparison
 from kvchat.tui.state import ChatState, Footed, Phase
 from kvchat.tui.ways_out import WayOut

@@ -15,12 +15,13 @@ from typing import Any, get_args
 from support.hostile import fill, hostile
 
 from kvchat.protocol import wire
-from kvchat.protocol.comparing import Compared, Comparing
-from kvchat.protocol.details import Details
 from kvchat.protocol.figures import Planned, Run, Snapshot
 from kvchat.protocol.messages import (
     Chat,
     Compare,
+    Compared,
+    Comparing,
+    Details,
     Event,
     Failed,
     Finished,

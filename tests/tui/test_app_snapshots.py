@@ -21,11 +21,23 @@ from support.screen_text import SETTLED_S, difference
 from kvchat.conversations.store import MARK, Summary
 from kvchat.models.catalog import FoundModel, Room
 from kvchat.models.stored_tensors import Elements, Weights
-from kvchat.protocol.comparing import Compared, Variant
-from kvchat.protocol.details import Details, RecallBin
 from kvchat.protocol.figures import Agreement, Gpu, Price, Run, Snapshot, Stats
-from kvchat.protocol.messages import Failed, Finished, Load, Loaded, NeedleHidden, Started, Switched, Text, Turn
-from kvchat.protocol.replaying import Replayed
+from kvchat.protocol.messages import (
+    Compared,
+    Details,
+    Failed,
+    Finished,
+    Load,
+    Loaded,
+    NeedleHidden,
+    RecallBin,
+    Replayed,
+    Started,
+    Switched,
+    Text,
+    Turn,
+    Variant,
+)
 from kvchat.tui import app as application
 from kvchat.tui.app import KvchatApp
 from kvchat.tui.gpu_history import GpuHistory, Moment

@@ -7,8 +7,7 @@ from dataclasses import replace
 from support.app_driver import finished, typed
 from support.fake_view import FakeClient, FakeView
 
-from kvchat.protocol.details import Details, Watch
-from kvchat.protocol.messages import Loaded
+from kvchat.protocol.messages import Details, Loaded, Watch
 from kvchat.protocol.recording import Recorder, read
 from kvchat.tui.controller import ChatController
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvchat.protocol.details import Details
 from kvchat.protocol.figures import Gpu
+from kvchat.protocol.messages import Details
 from kvchat.tui.gpu_history import POINTS, GpuHistory, Moment
 
 

@@ -8,10 +8,10 @@ import pytest
 from support.app_driver import answers, press, prompt, toasts, typed
 from support.fake_view import FakeClient, FakeView
 
-from kvchat.cli.replay import ENGINE
+from kvchat.cli.chat import ENGINE
 from kvchat.errors import UsageError
 from kvchat.paths import bundled_recording
-from kvchat.protocol.replaying import MAX_PACE, Pace
+from kvchat.protocol.messages import MAX_PACE, Pace
 from kvchat.tui.replay import SLOWEST, Replay
 from kvchat.tui.state import Phase
 from kvchat.tui.widgets.bars import KeyHints, ModeBar

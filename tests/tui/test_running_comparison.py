@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from kvchat.protocol.comparing import Compared, Comparing, Variant
 from kvchat.protocol.figures import Run
-from kvchat.protocol.messages import Sampling
+from kvchat.protocol.messages import Compared, Comparing, Sampling, Variant
 from kvchat.tui.running_comparison import RunningComparison
 
 

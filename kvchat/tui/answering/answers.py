@@ -9,8 +9,7 @@ from functools import partial
 from time import monotonic
 
 from kvchat import thoughts
-from kvchat.conversations.conversation import CUT_OFF, Conversation, Message
-from kvchat.conversations.switch_lines import ModeChange
+from kvchat.conversations.conversation import CUT_OFF, Conversation, Message, ModeChange
 from kvchat.errors import UsageError
 from kvchat.protocol.messages import Finished, Started, Stop, Switched, Text
 from kvchat.tui.answering.question_queue import QuestionQueue, Waiting

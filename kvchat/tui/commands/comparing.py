@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvchat.errors import UsageError
-from kvchat.protocol.comparing import MAX_NEEDLE_TOKENS
+from kvchat.protocol.messages import MAX_NEEDLE_TOKENS
 from kvchat.tui.comparing.variants import parse_variants
 from kvchat.tui.controller import ChatController
 from kvchat.tui.prompt.assignments import split_words

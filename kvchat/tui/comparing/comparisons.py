@@ -6,8 +6,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvchat.config import modes
-from kvchat.protocol.comparing import MAX_VARIANTS, Compared, Comparing, HideNeedle, Variant
-from kvchat.protocol.messages import Compare, NeedleHidden, Prefilled, Sampling, Stop, Turn
+from kvchat.protocol.messages import (
+    MAX_VARIANTS,
+    Compare,
+    Compared,
+    Comparing,
+    HideNeedle,
+    NeedleHidden,
+    Prefilled,
+    Sampling,
+    Stop,
+    Turn,
+    Variant,
+)
 from kvchat.tui.client import EngineClient
 from kvchat.tui.comparing.variants import completed, seeded
 from kvchat.tui.kept.branches import Branches

@@ -9,8 +9,7 @@ from dataclasses import replace
 from kvchat.config import modes
 from kvchat.conversations.comparison import label
 from kvchat.errors import UsageError
-from kvchat.protocol.comparing import MAX_VARIANTS, Variant
-from kvchat.protocol.messages import Sampling
+from kvchat.protocol.messages import MAX_VARIANTS, Sampling, Variant
 from kvchat.tui.prompt.assignments import parse_assignments
 from kvchat.tui.prompt.words import resolve
 

@@ -11,8 +11,7 @@ from kvchat.config.schema import checked_model
 from kvchat.errors import KvchatError, UsageError
 from kvchat.models import catalog
 from kvchat.protocol.figures import Planned
-from kvchat.protocol.messages import HostDtype, KeepPages, Load, Plan, SetTemplateArgs, Stop
-from kvchat.protocol.template_args import parse_args
+from kvchat.protocol.messages import HostDtype, KeepPages, Load, Plan, SetTemplateArgs, Stop, parse_args
 from kvchat.tui.client import EngineClient
 from kvchat.tui.config import AppConfig
 from kvchat.tui.model_choice.downloads import Download

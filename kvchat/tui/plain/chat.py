@@ -14,7 +14,7 @@ from functools import partial
 from kvchat.config.modes import registered
 from kvchat.config.sources import KEYS, dotted
 from kvchat.errors import KvchatError, UsageError
-from kvchat.protocol.details import Details
+from kvchat.protocol.messages import Details
 from kvchat.tui.actions import COMMANDS, is_command, parse_command
 from kvchat.tui.client import EngineClient
 from kvchat.tui.config import AppConfig

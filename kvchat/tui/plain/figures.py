@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from kvchat.protocol.details import Details
 from kvchat.protocol.figures import Snapshot
+from kvchat.protocol.messages import Details
 from kvchat.tui.gpu_history import Moment
 from kvchat.tui.panel_rows import (
     FETCH_TIMES,

@@ -15,9 +15,8 @@ from kvchat.conversations.conversation import Message
 from kvchat.conversations.store import Summary
 from kvchat.errors import KvchatError, UsageError
 from kvchat.models import catalog
-from kvchat.protocol.details import Details
 from kvchat.protocol.figures import Snapshot
-from kvchat.protocol.messages import Switched
+from kvchat.protocol.messages import Details, Switched
 from kvchat.tui.comparing.needle_rows import HEADINGS, needle_rows, verdict
 from kvchat.tui.plain.lines import LineWriter
 from kvchat.tui.running_comparison import RunningComparison

@@ -12,7 +12,7 @@ from textual.events import DescendantFocus
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
-from kvchat.protocol.details import Details
+from kvchat.protocol.messages import Details
 from kvchat.tui.actions import bindings
 from kvchat.tui.controller import ChatController
 from kvchat.tui.screens.closing import ClosesOnce

@@ -14,9 +14,8 @@ from kvchat.conversations.conversation import Message
 from kvchat.conversations.store import Summary
 from kvchat.errors import KvchatError
 from kvchat.foreign_text import visible
-from kvchat.protocol.details import Details
 from kvchat.protocol.figures import Snapshot
-from kvchat.protocol.messages import Switched
+from kvchat.protocol.messages import Details, Switched
 from kvchat.tui import clipboard
 from kvchat.tui.background import run_beside
 from kvchat.tui.controller import ChatController

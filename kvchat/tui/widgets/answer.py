@@ -11,8 +11,7 @@ from textual.message import Message as WidgetMessage
 from textual.widgets import Static
 
 from kvchat import thoughts
-from kvchat.conversations.conversation import Message
-from kvchat.conversations.switch_lines import ModeChange, notes, with_marks
+from kvchat.conversations.conversation import Message, ModeChange, notes, with_marks
 from kvchat.foreign_text import visible
 from kvchat.protocol.messages import Switched
 from kvchat.tui.answering.pacing import Paced

@@ -15,8 +15,8 @@ from markdown_it.token import Token
 from textual.containers import Vertical
 from textual.widgets import Markdown
 
-from kvchat.conversations.as_written import keep_as_written
-from kvchat.conversations.switch_lines import MARKED
+from kvchat.conversations.conversation import MARKED
+from kvchat.conversations.export import keep_as_written
 from kvchat.tui.answering import flush
 from kvchat.tui.answering.large_answers import MOST_NESTED, Part, definitions, parts
 from kvchat.tui.widgets.code_block import CodeBlock, prepare_languages

@@ -15,7 +15,7 @@ from textual.message import Message
 from textual.reactive import reactive
 from textual.widget import Widget
 
-from kvchat.protocol.details import Details
+from kvchat.protocol.messages import Details
 from kvchat.tui.actions import bindings
 from kvchat.tui.panel_rows import EXPLANATIONS, HELD_BY_HEAD, READ_BY_HEAD
 from kvchat.units import BARS, count, percent

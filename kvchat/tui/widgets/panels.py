@@ -16,8 +16,8 @@ from textual.widget import Widget
 from textual.widgets import Static
 
 from kvchat.foreign_text import visible
-from kvchat.protocol.details import Details
 from kvchat.protocol.figures import Snapshot
+from kvchat.protocol.messages import Details
 from kvchat.tui.actions import bindings
 from kvchat.tui.panel_rows import (
     Rows,

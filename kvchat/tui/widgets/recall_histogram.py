@@ -9,8 +9,8 @@ from textual.geometry import Size
 from textual.reactive import reactive
 from textual.widget import Widget
 
-from kvchat.protocol.details import RECALL_EDGES_MS, RecallBin
 from kvchat.protocol.figures import Snapshot
+from kvchat.protocol.messages import RECALL_EDGES_MS, RecallBin
 from kvchat.tui.panel_rows import EXPLANATIONS, FETCH_TIMES, recall_times
 from kvchat.units import count, figure
 

@@ -21,7 +21,7 @@ from textual.reactive import reactive
 from textual.strip import Strip
 from textual.widget import Widget
 
-from kvchat.conversations.switch_lines import MARK as TICK
+from kvchat.conversations.conversation import MARK as TICK
 from kvchat.protocol.figures import Snapshot
 from kvchat.tui.actions import bindings
 from kvchat.tui.panel_rows import has_gpu, state_words

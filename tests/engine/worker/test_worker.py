@@ -13,10 +13,10 @@ from support.worker_child import CHAT, Child, Clock, tick
 
 from kvchat.engine import worker
 from kvchat.errors import DoesNotFitError
-from kvchat.protocol.details import Details, Watch
 from kvchat.protocol.figures import Gpu, Snapshot
 from kvchat.protocol.messages import (
     Command,
+    Details,
     Failed,
     Finished,
     Forget,
@@ -33,6 +33,7 @@ from kvchat.protocol.messages import (
     Switched,
     SwitchRefused,
     Text,
+    Watch,
 )
 
 

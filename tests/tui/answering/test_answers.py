@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvchat.conversations.switch_lines import ModeChange
+from kvchat.conversations.conversation import ModeChange
 from kvchat.protocol.figures import Stats
 from kvchat.protocol.messages import Chat, Finished, Prefilled, Started, Stop, Switched, Text, Withdrawn
 from kvchat.tui.state import Phase

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvchat.errors import UsageError
-from kvchat.protocol.comparing import MAX_NEEDLE_TOKENS
+from kvchat.protocol.messages import MAX_NEEDLE_TOKENS
 from kvchat.tui.commands.comparing import MIN_NEEDLE_TOKENS, search_needle
 
 

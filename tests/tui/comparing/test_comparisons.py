@@ -6,9 +6,21 @@ import pytest
 
 from kvchat.config.modes import mode_names
 from kvchat.errors import UsageError
-from kvchat.protocol.comparing import MAX_VARIANTS, Compared, Comparing, HideNeedle, Variant
 from kvchat.protocol.figures import Run, Snapshot, Stats
-from kvchat.protocol.messages import Compare, Failed, Finished, NeedleHidden, Prefilled, Stop, Turn
+from kvchat.protocol.messages import (
+    MAX_VARIANTS,
+    Compare,
+    Compared,
+    Comparing,
+    Failed,
+    Finished,
+    HideNeedle,
+    NeedleHidden,
+    Prefilled,
+    Stop,
+    Turn,
+    Variant,
+)
 from kvchat.tui.client import Crashed
 from kvchat.tui.state import Phase
 

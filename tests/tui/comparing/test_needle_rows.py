@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from kvchat.protocol.comparing import Compared, Comparing, Variant
 from kvchat.protocol.figures import Run, Stats
-from kvchat.protocol.messages import Sampling
+from kvchat.protocol.messages import Compared, Comparing, Sampling, Variant
 from kvchat.tui.comparing.needle_rows import FOUND, MISSED, WAITING, needle_rows, verdict
 from kvchat.tui.running_comparison import RunningComparison
 

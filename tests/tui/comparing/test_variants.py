@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvchat.errors import UsageError
-from kvchat.protocol.comparing import MAX_VARIANTS, Variant
-from kvchat.protocol.messages import Sampling
+from kvchat.protocol.messages import MAX_VARIANTS, Sampling, Variant
 from kvchat.tui.comparing.variants import completed, parse_variants, seeded
 
 

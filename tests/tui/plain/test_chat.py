@@ -15,12 +15,11 @@ import pytest
 from support.app_driver import wait_for
 from support.patience import PATIENCE_S
 
-from kvchat.cli.replay import ENGINE
+from kvchat.cli.chat import ENGINE
 from kvchat.foreign_text import visible
 from kvchat.protocol.figures import Stats
-from kvchat.protocol.messages import Finished, Loaded, Started, Text
+from kvchat.protocol.messages import Asked, Finished, Loaded, Started, Text
 from kvchat.protocol.recording import Recorder
-from kvchat.protocol.replaying import Asked
 from kvchat.tui.actions import COMMANDS
 from kvchat.tui.client import EngineClient
 from kvchat.tui.plain.chat import INTERRUPTED, PROMPT, REFUSED, PlainChat

@@ -9,9 +9,8 @@ from support.app_driver import finished, opened, press, typed
 from textual.containers import VerticalScroll
 from textual.widgets import Static
 
-from kvchat.protocol.comparing import Comparing, Variant
 from kvchat.protocol.figures import Run
-from kvchat.protocol.messages import Sampling
+from kvchat.protocol.messages import Comparing, Sampling, Variant
 from kvchat.tui.running_comparison import RunningComparison
 from kvchat.tui.screens.compare import MARK, CompareScreen, answer_text
 from kvchat.tui.state import Phase

@@ -5,7 +5,7 @@ from __future__ import annotations
 from support.app_driver import drawn, finished, press, typed
 from textual.widgets import Static
 
-from kvchat.protocol.details import Watch
+from kvchat.protocol.messages import Watch
 from kvchat.tui.screens.details import DetailsScreen
 from kvchat.tui.widgets.event_log import EventLog
 from kvchat.tui.widgets.gpu_history import GpuHistoryPlot

@@ -10,9 +10,8 @@ from support.app_driver import drawn, finished, opened, press, typed
 from textual.widgets import Static
 
 from kvchat.config import modes
-from kvchat.protocol.comparing import Compared, Variant
 from kvchat.protocol.figures import Run, Stats
-from kvchat.protocol.messages import Sampling
+from kvchat.protocol.messages import Compared, Sampling, Variant
 from kvchat.tui.comparing.needle_rows import verdict
 from kvchat.tui.running_comparison import RunningComparison
 from kvchat.tui.screens.compare import CompareScreen

@@ -7,8 +7,7 @@ from dataclasses import replace
 from support.app_driver import answers, press, texts
 from textual.widgets import Markdown, Static
 
-from kvchat.conversations.conversation import Message
-from kvchat.conversations.switch_lines import ModeChange
+from kvchat.conversations.conversation import Message, ModeChange
 from kvchat.protocol.figures import Stats
 from kvchat.protocol.messages import Finished, Switched, Text
 from kvchat.tui.state import Phase

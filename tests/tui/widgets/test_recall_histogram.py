@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvchat.protocol.details import RECALL_EDGES_MS, RecallBin
+from kvchat.protocol.messages import RECALL_EDGES_MS, RecallBin
 from kvchat.tui.widgets.recall_histogram import EXPOSED, HIDDEN, bar, label, occupied
 
 
