@@ -26,8 +26,8 @@ from kvchat.bench.variant import parsed
 from kvchat.bench.walk import Walk
 from kvchat.config.modes import FullParameters, ModeParameters, SpeculativeParameters, parse
 from kvchat.engine.prompt import PromptEncoder, Stored
-from kvchat.kv.coverage import BUDGETS as CHOICES
-from kvchat.kv.coverage import seeing_all
+from kvchat.kv.inspect import BUDGETS as CHOICES
+from kvchat.kv.inspect import seeing_all
 from kvchat.kv.modes.sync_heads import TokenChoice
 from kvchat.models.load import LoadedModel
 

@@ -13,8 +13,7 @@ import torch
 
 from kvchat.bench.model_choice import ModelChoice
 from kvchat.errors import DoesNotFitError, UsageError, did_you_mean
-from kvchat.kv.manager import KVManager
-from kvchat.kv.memory_errors import is_out_of_memory
+from kvchat.kv.manager import KVManager, is_out_of_memory
 from kvchat.kv.modes.sync_heads import Calibration, default_clusters
 from kvchat.models import attention_hook
 from kvchat.models.description import DTYPES, resolve_device

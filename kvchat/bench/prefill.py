@@ -23,8 +23,8 @@ from kvchat.bench.model_choice import ModelChoice
 from kvchat.bench.variant import parsed
 from kvchat.engine.runner import ModelRunner, geometry_of, prefill_bytes_per_token, traits_of
 from kvchat.errors import UsageError
-from kvchat.kv.memory import prefill_plan
-from kvchat.kv.memory_errors import is_out_of_memory
+from kvchat.kv.manager import is_out_of_memory
+from kvchat.kv.memory import prefill
 from kvchat.kv.modes import build
 from kvchat.models.load import LoadedModel
 
@@ -134,7 +134,7 @@ def _prepared(runner: ModelRunner, prompt: list[int], token_bytes: int | None) -
     if token_bytes is None:
         return chunk, None
     held = torch.cuda.memory_allocated(runner.model.device)
-    taken = prefill_plan.prefill_bytes(runner.kv.state.geometry, len(prompt) - chunk, chunk, token_bytes)
+    taken = prefill.prefill_bytes(runner.kv.state.geometry, len(prompt) - chunk, chunk, token_bytes)
     return chunk, held + taken
 
 

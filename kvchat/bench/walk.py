@@ -12,8 +12,8 @@ from kvchat.config.modes import FullParameters, ModeParameters
 from kvchat.engine import calibration
 from kvchat.engine.runner import ModelRunner, geometry_of, traits_of
 from kvchat.errors import DoesNotFitError, UsageError
-from kvchat.kv import coverage, inspect
-from kvchat.kv.memory_errors import explained
+from kvchat.kv import inspect
+from kvchat.kv.manager import explained
 from kvchat.kv.modes import build
 from kvchat.kv.modes.freeze_scores import Scores
 from kvchat.kv.modes.sync_heads import Calibration
@@ -134,7 +134,7 @@ class Walk:
         By the query heads of each KV head, whatever the mode reads.
         """
         with torch.inference_mode():
-            return coverage.weights(self._state, layer)
+            return inspect.weights(self._state, layer)
 
     def products(self) -> Tensor:
         """|q·k| of the last token with each stored one, mean over layers and heads (ASR-KF-EGR, Eq. 2), ``[total]``."""
@@ -149,7 +149,7 @@ class Walk:
     def covered(self) -> Tensor:
         """The share of all attention that falls on what was read, ``[layers, H]``: 1 where everything was."""
         with torch.inference_mode():
-            return torch.stack([coverage.covered(self._state, layer) for layer in range(self.model.layers)])
+            return torch.stack([inspect.covered(self._state, layer) for layer in range(self.model.layers)])
 
     def coverable(self) -> Tensor:
         """``covered``, and what the best pages and tokens would cover, as many as were read: ``[3, layers, H]``."""
@@ -157,7 +157,7 @@ class Walk:
             return torch.stack([self._coverable(layer) for layer in range(self.model.layers)], 1)
 
     def _coverable(self, layer: int) -> Tensor:
-        shares, mask = coverage.of_tokens(self._state, layer), self.attended(layer)
+        shares, mask = inspect.of_tokens(self._state, layer), self.attended(layer)
         read = mask.sum(-1)
-        pages = coverage.of_best_pages(shares, read, self._state.geometry.page)
-        return torch.stack(((shares * mask).sum(-1), pages, coverage.of_best_tokens(shares, read)))
+        pages = inspect.of_best_pages(shares, read, self._state.geometry.page)
+        return torch.stack(((shares * mask).sum(-1), pages, inspect.of_best_tokens(shares, read)))

@@ -180,7 +180,7 @@ def calibrate(
     # Imports torch, so after the checks.
     from kvchat.bench.coverage import Settings, choose
     from kvchat.engine import calibration as engine
-    from kvchat.kv.coverage import BUDGETS
+    from kvchat.kv.inspect import BUDGETS
     from kvchat.models.load import load_model
 
     loaded = load_model(Load(model, device), progress)

@@ -20,7 +20,7 @@ from kvchat.engine.recovery import RecoveryMonitor, Trigger
 from kvchat.engine.runner import ModelRunner
 from kvchat.engine.sampler import Sampler
 from kvchat.errors import DoesNotFitError
-from kvchat.kv.memory_errors import explained
+from kvchat.kv.manager import explained
 from kvchat.kv.modes.recovery_levels import Level
 from kvchat.protocol.messages import (
     Event,

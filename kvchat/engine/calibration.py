@@ -25,7 +25,7 @@ from kvchat import files, paths, text_file
 from kvchat.config.modes import SpeculativeParameters, parse
 from kvchat.engine.synthetic_text import sentences
 from kvchat.errors import UsageError
-from kvchat.kv.attention_spec import AttentionSpec
+from kvchat.kv.attention import AttentionSpec
 from kvchat.kv.modes.sync_heads import RULES, Calibration, TokenChoice, default_clusters, roles
 from kvchat.models import attention_hook
 from kvchat.models.load import LoadedModel

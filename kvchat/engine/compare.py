@@ -30,8 +30,7 @@ from kvchat.engine.prompt import Stored
 from kvchat.engine.runner import ModelRunner
 from kvchat.engine.sampler import Sampler, read
 from kvchat.errors import DoesNotFitError, KvchatError
-from kvchat.kv.memory_errors import explained
-from kvchat.kv.set_aside import SetAside, set_aside
+from kvchat.kv.manager import SetAside, explained, set_aside
 from kvchat.protocol.figures import Agreement, Run, Stats
 from kvchat.protocol.messages import Compared, Comparing, Event, Sampling, Started, Turn, Variant
 

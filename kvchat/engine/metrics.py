@@ -16,11 +16,9 @@ from dataclasses import asdict, dataclass, field
 import torch
 from torch import Tensor
 
-from kvchat.kv.coverage import ENOUGH_COVERED, CoverageWatch
-from kvchat.kv.inspect import attended_counts, held_per_head, read_per_head, read_tokens
-from kvchat.kv.manager import KVManager
-from kvchat.kv.memory.step_timer import RecallTime
-from kvchat.kv.memory_errors import is_out_of_memory
+from kvchat.kv.inspect import ENOUGH_COVERED, CoverageWatch, attended_counts, held_per_head, read_per_head, read_tokens
+from kvchat.kv.manager import KVManager, is_out_of_memory
+from kvchat.kv.memory.streams import RecallTime
 from kvchat.kv.modes.base import Mode, ModeReport, TokenState
 from kvchat.kv.state import KVState
 from kvchat.models.recurrent import RecurrentState

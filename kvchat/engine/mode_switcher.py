@@ -17,9 +17,8 @@ from kvchat.engine import calibration
 from kvchat.engine.prompt import Stored
 from kvchat.engine.runner import geometry_of, traits_of
 from kvchat.errors import DoesNotFitError, KvchatError, UsageError, did_you_mean
-from kvchat.kv import coverage
-from kvchat.kv.manager import KVManager
-from kvchat.kv.memory_errors import explained
+from kvchat.kv import inspect
+from kvchat.kv.manager import KVManager, explained
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import Mode
 from kvchat.kv.modes.recovery_levels import RECENT, WIDER, Level
@@ -53,7 +52,7 @@ class ModeSwitcher:
         self.calibration_problems: list[UsageError] = []
         self.calibration = calibration.find(model.revision, self.calibration_problems.append)
         self.choice: TokenChoice | None = None
-        self._measure_from = coverage.LONG
+        self._measure_from = inspect.LONG
         self.parameters = self.merged(asked.mode, {})
 
     def attach(self, kv: KVManager) -> None:
@@ -120,7 +119,7 @@ class ModeSwitcher:
             return 0
         with suppress(DoesNotFitError), explained(self._kv, "measuring the model's attention"):
             budget, known = mode.report().params["budget"], mode.choice
-            found = coverage.choose(state, budget)
+            found = inspect.choose(state, budget)
             self._measure_from = 2 * state.total
             if found.budget == budget:
                 self.choice = mode.choice = known or found

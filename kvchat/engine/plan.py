@@ -23,10 +23,9 @@ from kvchat.engine.runner import CHUNK
 from kvchat.errors import KvchatError, UsageError
 from kvchat.kv.attention import PREFILL_WORKSPACE
 from kvchat.kv.geometry import GROWTH_HEADROOM, Geometry
-from kvchat.kv.memory import available, budget, rounding
-from kvchat.kv.memory.arrangement import layer_bytes
-from kvchat.kv.memory.pool_size import pool_bytes
-from kvchat.kv.memory.prefill_plan import staging_bytes
+from kvchat.kv.memory import available, rounding
+from kvchat.kv.memory.host_pool import layer_bytes, pool_bytes
+from kvchat.kv.memory.prefill import staging_bytes
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import AUTO_BUDGET, ModelTraits
 from kvchat.kv.modes.sync_heads import Calibration, default_clusters
@@ -99,7 +98,7 @@ def _taken(load: Load, seen: _Observed, tokens: int, in_use: Snapshot | None) ->
         workspace=_workspace(seen, tokens),
         host_pool=pool_bytes(geometry, tokens + 1, seen.traits.context, is_rounded),
         snapshots=SNAPSHOTS * seen.state.nbytes,
-        device_free=budget.free_bytes(described.device) + device_given,
+        device_free=available.free_bytes(described.device) + device_given,
         host_free=available.host_free() + host_given,
         token_bytes=geometry.token_bytes,
         host_share=share,

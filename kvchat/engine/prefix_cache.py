@@ -34,12 +34,11 @@ from kvchat.engine.prompt import Stored, common_prefix
 from kvchat.engine.runner import ModelRunner
 from kvchat.engine.template import CheckedThread
 from kvchat.errors import DoesNotFitError
+from kvchat.kv.manager import explained
 from kvchat.kv.memory import available
-from kvchat.kv.memory.kept_tokens import KeptTokens
+from kvchat.kv.memory.host_pool import KeptTokens, ParkedPages, parked_bytes
 from kvchat.kv.memory.page_file import HEADER_BYTES, TOKEN, DamagedFileError, PageFile, Rows, SavedState, blocks_of
 from kvchat.kv.memory.pages import StoredPages, exact_pages
-from kvchat.kv.memory.parked import ParkedPages, parked_bytes
-from kvchat.kv.memory_errors import explained
 from kvchat.models import load
 from kvchat.models.load import LoadedModel
 from kvchat.models.recurrent import Snapshot, is_recurrent

@@ -23,14 +23,12 @@ from torch import Tensor
 
 from kvchat.engine.escaping import control_ids
 from kvchat.errors import UsageError
-from kvchat.kv.attention_spec import AttentionSpec
+from kvchat.kv.attention import AttentionSpec
 from kvchat.kv.geometry import GROWTH_HEADROOM, Geometry
-from kvchat.kv.manager import KVManager
-from kvchat.kv.memory.prefill_plan import CHUNKS, prefill_chunk
-from kvchat.kv.memory_errors import explained, is_out_of_memory
+from kvchat.kv.manager import KVManager, SetAside, explained, is_out_of_memory
+from kvchat.kv.memory.prefill import CHUNKS, prefill_chunk
 from kvchat.kv.modes.base import Mode, ModelTraits
 from kvchat.kv.modes.sync_heads import Calibration, TokenChoice
-from kvchat.kv.set_aside import SetAside
 from kvchat.models import attention_hook
 from kvchat.models.load import LoadedModel
 from kvchat.models.quantize.rows import FreeCores, without_onednn

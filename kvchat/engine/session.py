@@ -28,7 +28,7 @@ from kvchat.engine.recovery import REWALK
 from kvchat.engine.runner import ModelRunner
 from kvchat.errors import UsageError
 from kvchat.kv.inspect import attended
-from kvchat.kv.memory_errors import explained
+from kvchat.kv.manager import explained
 from kvchat.models.load import LoadedModel, load_model
 from kvchat.models.quantize import int4_rows
 from kvchat.protocol.figures import Params, Price, Snapshot

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -17,8 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
-
-from kvchat.kv.attention_spec import AttentionSpec
 
 # Elements of one block of prefill scores (all heads) and of a mask: they bound what a prefill's attention takes.
 SCORE_BLOCK = 2**24
@@ -287,3 +285,18 @@ def _causal_bias(start: int, n: int, first: int, window: int | None, like: Tenso
     if window is not None:
         masked |= keys <= queries - window
     return torch.zeros(masked.shape, dtype=like.dtype, device=like.device).masked_fill_(masked, float("-inf"))
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionSpec:
+    """One layer's attention rule; compared by identity, because a tensor has no truth value.
+
+    ``scaling`` multiplies q·k. With ``window`` a query at position q may attend to position kv only if
+    kv > q - window (and kv <= q, as always). ``softcap`` c bounds the scaled scores: c·tanh(score / c).
+    ``sinks`` [H_q] are learned logits that take part in the softmax and carry no value.
+    """
+
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None

@@ -2,27 +2,39 @@
 
 A prefill writes to the host pool and attends to everything in it; then the mode fills the slots. A decode step writes
 the new token through to the host pool, attends to the slots, and lets the mode fetch what the next step wants. Nothing
-in ``attention`` depends on which mode it is, and a decode step reads nothing back from the device.
+in ``attention`` depends on which mode it is, and a decode step reads nothing back from the device. The last tokens can
+be set aside in host memory and put back byte for byte; memory that runs out is recognized and explained to a person.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+import errno
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvchat.kv.attention import attend_prefill
-from kvchat.kv.attention_spec import AttentionSpec
+from kvchat import units
+from kvchat.errors import DoesNotFitError, OutOfMemoryError
+from kvchat.kv.attention import AttentionSpec, attend_prefill
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.memory import available, budget
-from kvchat.kv.memory.kept_tokens import KeptTokens
-from kvchat.kv.memory.prefill_staging import Prefill, prefill_over
+from kvchat.kv.memory import available
+from kvchat.kv.memory.host_pool import KeptTokens
+from kvchat.kv.memory.pages import Pages, has_rounded
+from kvchat.kv.memory.prefill import Prefill, prefill_over
 from kvchat.kv.modes.base import Mode, Step
 from kvchat.kv.modes.recovery_levels import Level
-from kvchat.kv.set_aside import SetAside, put_back
 from kvchat.kv.state import KVState
+from kvchat.units import size
+
+# Of torch's allocator for host memory, C++, the CUDA driver and its libraries: errors that have only their text.
+NO_MEMORY = re.compile(
+    r"DefaultCPUAllocator|std::bad_alloc|(CUDA|HIP)( error|\])?: out of memory|(CUBLAS|CUDNN)_STATUS_ALLOC_FAILED"
+)
+ASKED_FOR = re.compile(r"tried to allocate (\d+) bytes")
 
 
 class KVManager:
@@ -186,7 +198,7 @@ class KVManager:
 
     # ---- modes
 
-    def check_switch(self, mode: Mode, link_bytes_per_s: float | None = None) -> budget.SwitchCost:
+    def check_switch(self, mode: Mode, link_bytes_per_s: float | None = None) -> available.SwitchCost:
         """Return what entering ``mode`` would cost now; ``link_bytes_per_s`` is used until a fill was timed.
 
         Raises:
@@ -198,10 +210,10 @@ class KVManager:
         self._limit(mode, capacity, released=self.device_bytes)
         plan = mode.plan(capacity)
         needed = plan.device_bytes(state.geometry)
-        budget.check_fits(mode.name, needed, capacity, state.device, self.device_bytes)
+        available.check_fits(mode.name, needed, capacity, state.device, self.device_bytes)
         moved = plan.moved_bytes(state.geometry, self.total)
         rate = state.transfer.fill_rate or link_bytes_per_s
-        return budget.SwitchCost(moved, needed, moved / rate if rate else None)
+        return available.SwitchCost(moved, needed, moved / rate if rate else None)
 
     def switch(self, mode: Mode) -> int:
         """Enter ``mode``; return the bytes moved to the device. What is stored stays as it is, byte for byte.
@@ -347,4 +359,109 @@ class KVManager:
 
     def _limit(self, mode: Mode, capacity: int, released: int = 0, held: int = 0) -> None:
         """Tell a mode what may be taken for ``capacity`` tokens once ``released`` bytes are free."""
-        mode.limit(capacity, available.usable(budget.free_bytes(self.state.device) + released), held)
+        mode.limit(capacity, available.usable(available.free_bytes(self.state.device) + released), held)
+
+
+@dataclass(frozen=True)
+class SetAside:
+    """Tokens ``start`` to ``total``: whole ``pages``, from that of ``start`` on.
+
+    ``control`` marks the chat's control tokens; ``pins``, ``query`` and ``after_step`` are the state's.
+    """
+
+    start: int
+    total: int
+    pages: Pages
+    control: Tensor
+    pins: tuple[int, ...]
+    query: Tensor
+    after_step: bool
+
+
+@torch.inference_mode()
+def set_aside(state: KVState, start: int) -> SetAside:
+    """Copy the tokens from ``start`` on; nothing changes.
+
+    Raises:
+        DoesNotFitError: the host has no memory for a copy.
+    """
+    _check_room(state, start)
+    _wait_for_device(state)
+    pages = state.host.copied(start // state.geometry.page)
+    control, query = state.control[start : state.total].clone(), state.query.clone()
+    return SetAside(start, state.total, pages, control, state.pins, query, state.after_step)
+
+
+@torch.inference_mode()
+def put_back(state: KVState, aside: SetAside) -> None:
+    """Store ``aside`` after the first ``aside.start`` tokens, in place of all that follow them.
+
+    Those first tokens must not have changed. The slots are left as they are: a refill is due.
+    """
+    _wait_for_device(state)
+    state.prepare_rounded(has_rounded(aside.pages))
+    state.host.put(aside.start // state.geometry.page, aside.pages)
+    state.host.total = aside.total
+    state.control[aside.start :] = False
+    state.control[aside.start : aside.total] = aside.control
+    state.query.copy_(aside.query)
+    state.after_step = aside.after_step
+
+
+def _check_room(state: KVState, start: int) -> None:
+    tokens = state.total - start
+    kinds = state.host.kinds[start // state.geometry.page :]
+    needed, free = sum(map(state.host.page_bytes, kinds)), available.usable(available.host_free())
+    if needed > free:
+        raise DoesNotFitError(
+            "There is not enough host memory to set the conversation aside.",
+            f"K/V of {tokens:,} tokens take {units.size(needed, 2)}; {units.size(free, 2)} are free.",
+            "Free memory, or do it in a shorter conversation; what is stored is as it was.",
+        )
+
+
+def _wait_for_device(state: KVState) -> None:
+    """Wait until the last step's writes to the pool have arrived and no stream reads it."""
+    if state.device.type == "cuda":
+        torch.cuda.synchronize(state.device)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether the error says that device or host memory ran out."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or bool(NO_MEMORY.search(str(error)))
+
+
+@contextmanager
+def explained(kv: KVManager, doing: str) -> Iterator[None]:
+    """Say what ran out of memory while ``doing`` something; what was stored before is kept.
+
+    Raises:
+        OutOfMemoryError: instead of the errors of Python, the system and torch.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError, OSError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemoryError(
+            f"Memory ran out while {doing}.",
+            f"The {kv.mode.name} mode holds {_held(kv)} for {kv.total:,} stored tokens: {_shortage(error)}",
+            "What is stored is kept, what is missing is read again. Take a smaller budget or the streaming mode.",
+        ) from error
+
+
+def _held(kv: KVManager) -> str:
+    """K/V where memory ran out; without a GPU all of it lies in the host pool."""
+    if kv.state.device.type == "cpu":
+        return f"{size(kv.state.host.nbytes, 2)} of K/V in RAM"
+    return f"{size(kv.device_bytes, 2)} of K/V on {kv.state.device}"
+
+
+def _shortage(error: BaseException) -> str:
+    """The allocation that failed, in the allocator's own words where they are meant for people."""
+    text = str(error)
+    if asked := ASKED_FOR.search(text):
+        return f"another {size(int(asked[1]), 2)} could not be had."
+    return (text.splitlines() or ["no more memory"])[0]

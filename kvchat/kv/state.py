@@ -7,12 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvchat.kv.attention_spec import AttentionSpec
+from kvchat.kv.attention import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import DeviceSlots, Layout
 from kvchat.kv.memory.eight_bit_pool import EightBitPool
-from kvchat.kv.memory.host_pool import HostPool
-from kvchat.kv.memory.kept_tokens import KeptTokens
+from kvchat.kv.memory.host_pool import HostPool, KeptTokens
 from kvchat.kv.memory.pages import has_rounded
 from kvchat.kv.ops.choose import choose_ops
 from kvchat.kv.transfer import Transfer

@@ -11,8 +11,7 @@ from torch import Tensor
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import DeviceSlots
 from kvchat.kv.memory.rounding import block_bytes
-from kvchat.kv.memory.side_stream import SideStream
-from kvchat.kv.memory.step_timer import StepTimer
+from kvchat.kv.memory.streams import SideStream, StepTimer
 from kvchat.kv.ops.torch_ops import TorchOps
 
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from kvchat.errors import EngineError, ModelError
-from kvchat.kv.attention_spec import AttentionSpec
+from kvchat.kv.attention import AttentionSpec
 from kvchat.models.recurrent import RecurrentState
 
 NAME = "kvchat"

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from kvchat import text_file
 from kvchat.errors import KvchatError, ModelError, UsageError
-from kvchat.kv.memory_errors import is_out_of_memory
-from kvchat.kv.ops.first_compile import compile_loops
+from kvchat.kv.manager import is_out_of_memory
+from kvchat.kv.ops.cpu_ops import compile_loops
 from kvchat.models import attention_hook, description, reading, repacking, support
 from kvchat.models import checkpoint as checkpoints
 from kvchat.models import tokenizer as tokenizers

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from kvchat.errors import ModelError
-from kvchat.kv.attention_spec import AttentionSpec
+from kvchat.kv.attention import AttentionSpec
 from kvchat.kv.rope import Rotation, cos_sin, rotate
 from kvchat.models import attention_hook
 from kvchat.models.attention_hook import AttentionBackend, DenseManager, Shape

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from kvchat.errors import DoesNotFitError
+from kvchat.kv.manager import is_out_of_memory
 from kvchat.kv.memory import available
-from kvchat.kv.memory.budget import free_bytes
-from kvchat.kv.memory.huge_pages import aligned, use_huge_pages
-from kvchat.kv.memory_errors import is_out_of_memory
+from kvchat.kv.memory.available import free_bytes
+from kvchat.kv.memory.pinned import aligned, use_huge_pages
 from kvchat.models import attention_hook, repacking, support
 from kvchat.models import checkpoint as checkpoints
 from kvchat.models.checkpoint import Checkpoint

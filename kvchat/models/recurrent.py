@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from kvchat.kv.memory_errors import is_out_of_memory
+from kvchat.kv.manager import is_out_of_memory
 
 ATTENTION = {"full_attention", "sliding_attention"}
 RECURRENT = {"linear_attention", "conv"}

@@ -19,8 +19,8 @@ from kvchat.engine.calibration import Recorder, Sample, find, load, representati
 from kvchat.engine.session import Session
 from kvchat.engine.synthetic_text import sentences
 from kvchat.errors import UsageError
-from kvchat.kv import coverage
-from kvchat.kv.attention_spec import AttentionSpec
+from kvchat.kv import inspect
+from kvchat.kv.attention import AttentionSpec
 from kvchat.models import attention_hook
 from kvchat.models.load import LoadedModel
 from kvchat.protocol.messages import Sampling, Turn
@@ -226,7 +226,7 @@ def attending(monkeypatch, tokens: int) -> None:
         shares[:, -tokens:] = 1 / tokens
         return shares
 
-    monkeypatch.setattr(coverage, "of_tokens", of_tokens)
+    monkeypatch.setattr(inspect, "of_tokens", of_tokens)
 
 
 def test_speculative_mode_measures_how_many_tokens_the_attention_needs(model, monkeypatch):
@@ -268,7 +268,7 @@ def test_where_a_part_is_given_nothing_of_what_was_measured_counts(model, monkey
 def test_layers_that_see_everything_are_looked_at_at_all_depths(windows, looked_at):
     specs = [AttentionSpec(1.0, window=None if one == "-" else int(one)) for one in windows]
     state = SimpleNamespace(specs=specs, total=10, geometry=SimpleNamespace(layers=len(specs)))
-    assert coverage._looked_at(state) == looked_at
+    assert inspect._looked_at(state) == looked_at
 
 
 def test_no_budget_is_enough_for_attention_to_everything(model, monkeypatch):

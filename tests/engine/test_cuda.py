@@ -18,7 +18,7 @@ from support.tiny_models import CONTEXT
 from support.tiny_runner import PARAMS, loaded, mode_of, prefilled, same_steps, token_ids
 
 from kvchat.engine.runner import GraphRunner, ModelRunner
-from kvchat.kv import coverage
+from kvchat.kv import inspect
 from kvchat.kv.geometry import GROWTH_HEADROOM
 from kvchat.kv.inspect import attended, check_integrity
 from kvchat.kv.transfer import SideStream
@@ -94,7 +94,7 @@ def test_looks_at_coverage_change_no_bit_and_see_the_dense_attention_over_the_ho
     one, other = (ModelRunner(model, mode_of(model, row)) for _ in range(2))
     for each in (one, other):
         prefilled(each, token_ids(200))
-    watch = coverage.CoverageWatch(one.kv.state, itertools.count().__next__)  # a look is as long as COST pays for
+    watch = inspect.CoverageWatch(one.kv.state, itertools.count().__next__)  # a look is as long as COST pays for
     for token in later_ids(60, seed=3):
         same_steps(one, other, [token])
         watch.look()
@@ -109,7 +109,7 @@ def test_looks_at_coverage_change_no_bit_and_see_the_dense_attention_over_the_ho
         shares = softmax(state.query[layer].cpu(), keys, every, state.specs[layer])
         shares = shares.view(g.kv_heads, g.group, -1).mean(1)
         expected = (shares * attended(state, layer).cpu()).sum(-1)
-        assert (coverage.covered(state, layer).cpu() - expected).abs().max() < 1e-4
+        assert (inspect.covered(state, layer).cpu() - expected).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)

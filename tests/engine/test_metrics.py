@@ -15,7 +15,7 @@ from support.memory_faults import MemoryRunsOut
 from kvchat.engine import metrics
 from kvchat.engine.metrics import MetricsCollector
 from kvchat.engine.session import Session
-from kvchat.kv import coverage
+from kvchat.kv import inspect
 from kvchat.protocol.figures import RIBBON, Gpu
 from kvchat.protocol.messages import Finished, Sampling, Turn, Variant
 
@@ -178,7 +178,7 @@ def test_the_gpu_is_in_the_snapshot_and_keeps_its_name_without_nvml(session, mon
 
 @pytest.fixture
 def at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coverage, "COST", 1e6)
+    monkeypatch.setattr(inspect, "COST", 1e6)
 
 
 def asked(session: Session, tokens: int = 20) -> Finished:
@@ -192,7 +192,7 @@ def test_an_answer_says_what_of_the_attention_was_covered(model, at_every_step):
     stats = asked(session).stats
     assert 0 < stats.lowest_coverage <= stats.coverage < 0.99
     assert session.snapshot().coverage == stats.coverage
-    exact = [coverage.covered(session._kv.state, layer) for layer in range(model.layers)]
+    exact = [inspect.covered(session._kv.state, layer) for layer in range(model.layers)]
     assert stats.coverage == pytest.approx(float(torch.cat(exact).mean()), abs=0.1)
     switched = session.switch("full")
     assert switched.mode == "full"
@@ -206,7 +206,7 @@ def test_an_answer_does_not_end_where_there_is_no_memory_for_a_look(model, at_ev
     def full(*_):
         raise MemoryError
 
-    monkeypatch.setattr(coverage, "weights", full)
+    monkeypatch.setattr(inspect, "weights", full)
     session = Session(model, entering("streaming", {"budget": 64}))
     finished = asked(session)
     assert finished.reason in ("length", "eos")

@@ -20,7 +20,7 @@ from kvchat.engine.plan import fits_beside, memory_plan, mode_need, propose
 from kvchat.engine.session import Session
 from kvchat.errors import ModelError, UsageError
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.memory import available, budget
+from kvchat.kv.memory import available
 from kvchat.kv.modes.base import ModelTraits
 from kvchat.models.description import describe
 from kvchat.models.load import load_model
@@ -171,7 +171,7 @@ def test_on_a_small_card_full_takes_what_is_left_and_reads_the_rest_over_the_lin
     free = 10 * 2**30
 
     def made(**asked):
-        monkeypatch.setattr(budget, "free_bytes", lambda device: free)
+        monkeypatch.setattr(available, "free_bytes", lambda device: free)
         return memory_plan(Load("bundled", "cuda", "bfloat16", **{"quantize": "none", **asked}), None, silent)
 
     large = made()

@@ -15,7 +15,7 @@ import kvchat
 from kvchat import install
 from kvchat.engine import plan
 from kvchat.engine.plan import memory_plan, propose
-from kvchat.kv.memory import available, budget
+from kvchat.kv.memory import available
 from kvchat.models.description import describe
 from kvchat.models.quantize import quantization
 from kvchat.protocol.figures import ModeNeed
@@ -140,7 +140,7 @@ def on_a_card(monkeypatch, tmp_path):
     def made(billions, gib, context, **asked):
         shape = {**heads, **BILLIONS[billions], "max_position_embeddings": 131072}
         LlamaConfig(architectures=["LlamaForCausalLM"], dtype="bfloat16", **shape).save_pretrained(tmp_path)
-        monkeypatch.setattr(budget, "free_bytes", lambda device: int((gib - 0.4) * GIB))
+        monkeypatch.setattr(available, "free_bytes", lambda device: int((gib - 0.4) * GIB))
         return memory_plan(Load(str(tmp_path), "cuda", "bfloat16", **asked), context, silent)
 
     return made

@@ -13,7 +13,7 @@ from kvchat.bench.reading import answered
 from kvchat.bench.recall_tasks import case
 from kvchat.bench.variant import enter
 from kvchat.engine.session import Session
-from kvchat.kv import coverage
+from kvchat.kv import inspect
 from kvchat.protocol.messages import Finished, Sampling, Turn
 
 pytestmark = pytest.mark.slow("a real model is read and answers")
@@ -83,6 +83,6 @@ def test_coverage_is_that_of_dense_attention_in_float64(name: str, mode: str) ->
         seen = torch.arange(state.total) > state.total - 1 - (spec.window or state.total)
         shares = softmax(state.query[layer], keys, seen.expand(len(keys), -1), spec)
         expected = (shares.view(len(keys), -1, state.total).mean(1) * session.attended(layer)).sum(-1)
-        assert (coverage.covered(state, layer) - expected).abs().max() < 1e-4
+        assert (inspect.covered(state, layer) - expected).abs().max() < 1e-4
     assert float(expected.min()) < 0.98
     session.close()

@@ -11,7 +11,7 @@ from kvchat.engine import runner
 from kvchat.engine.runner import prefill_bytes_per_token
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.inspect import check_integrity
-from kvchat.kv.memory import budget, prefill_plan
+from kvchat.kv.memory import available, prefill
 from kvchat.models.load import load_model
 from kvchat.protocol.messages import Load
 
@@ -70,11 +70,11 @@ def test_where_the_plan_chooses_it_is_asked_before_the_forward(monkeypatch):
     one = runner_of(model)
     one.chunk = None
     monkeypatch.setattr(runner, "prefill_bytes_per_token", lambda model: 1000)
-    monkeypatch.setattr(budget, "free_bytes", lambda device: 10 * 2**30)
+    monkeypatch.setattr(available, "free_bytes", lambda device: 10 * 2**30)
     tried = without_room_above(one, 10**6, monkeypatch)
     prefilled(one, ids)
     assert tried == [100]
-    monkeypatch.setattr(budget, "free_bytes", lambda device: 0)
+    monkeypatch.setattr(available, "free_bytes", lambda device: 0)
     with pytest.raises(DoesNotFitError, match=r"no room to read the prompt.*100 tokens after 100"):
         prefilled(one, ids)
     assert tried == [100]
@@ -98,7 +98,7 @@ def test_a_gpu_takes_at_most_what_the_plan_foretells(on_gpu, chunk):
     one.chunk = size = chunk or len(ids)
     new = len(ids) - 600
     last = min(size, new)
-    foretold = prefill_plan.prefill_bytes(one.kv.state.geometry, len(ids) - last, last, token_bytes)
+    foretold = prefill.prefill_bytes(one.kv.state.geometry, len(ids) - last, last, token_bytes)
     pieces, peaks = one.prefill(ids[600:]), []
     for _ in range(-(-new // size)):
         torch.cuda.synchronize()

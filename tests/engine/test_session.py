@@ -13,7 +13,7 @@ from support.loads import entering
 from kvchat.engine.session import Session, load
 from kvchat.engine.synthetic_text import sentences
 from kvchat.errors import DoesNotFitError, UsageError
-from kvchat.kv.memory import budget
+from kvchat.kv.memory import available
 from kvchat.protocol.messages import Compared, Finished, Prefilled, Sampling, Started, Text, Turn, Variant
 
 GREEDY = Sampling(temperature=0, max_new_tokens=20)
@@ -155,7 +155,7 @@ def test_a_refused_switch_keeps_the_mode_and_the_answer(session, monkeypatch):
                 session.switch(mode, **params)
             refusals.append(str(refused.value))
         with monkeypatch.context() as patch:
-            patch.setattr(budget, "free_bytes", lambda device: -(2**40))
+            patch.setattr(available, "free_bytes", lambda device: -(2**40))
             with pytest.raises(DoesNotFitError, match="GiB"):
                 session.switch("streaming", budget=64)
 

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from support.dense_attention import TOLERANCE, dense
 
 from kvchat.kv import attention
-from kvchat.kv.attention import Kernel, attend_prefill
-from kvchat.kv.attention_spec import AttentionSpec
+from kvchat.kv.attention import AttentionSpec, Kernel, attend_prefill
 
 SIZES = st.integers(1, 48)
 

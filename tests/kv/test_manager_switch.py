@@ -17,7 +17,7 @@ from support.toy_model import toy
 from kvchat.config.modes import mode_names
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.manager import KVManager
-from kvchat.kv.memory import budget
+from kvchat.kv.memory import available
 from kvchat.kv.memory.device_slots import DeviceSlots
 
 PLAIN = ("plain", "plain")
@@ -104,7 +104,7 @@ def test_a_refused_switch_keeps_the_mode_and_its_numbers(monkeypatch):
     run = Run(toy(PLAIN, page=8), "speculative", **ROWS["speculative"][1])
     run.prefill(200)
     run.step(10)
-    monkeypatch.setattr(budget, "free_bytes", lambda device: 0)
+    monkeypatch.setattr(available, "free_bytes", lambda device: 0)
     with pytest.raises(DoesNotFitError, match=r"freeze mode does not fit.* takes [\d.]+ KiB on cpu, [\d.]+ KiB are"):
         run.kv.switch(run.mode("freeze"))
     run.step(10)

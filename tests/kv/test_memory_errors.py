@@ -11,7 +11,7 @@ from support.tiny_runner import loaded
 
 from kvchat.engine.session import Session
 from kvchat.errors import OutOfMemoryError
-from kvchat.kv.memory_errors import explained, is_out_of_memory
+from kvchat.kv.manager import explained, is_out_of_memory
 
 SHORTAGES = [
     MemoryError(),

@@ -11,7 +11,7 @@ from support.mode_rows import FIRST, ROWS
 from support.toy_model import toy
 
 from kvchat.kv.inspect import check_integrity
-from kvchat.kv.set_aside import set_aside
+from kvchat.kv.manager import set_aside
 
 
 @pytest.mark.parametrize("row", FIRST.values())

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from kvchat.kv.attention_spec import AttentionSpec
+from kvchat.kv.attention import AttentionSpec
 from kvchat.models.attention_hook import DenseManager, attend, weights
 
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])

@@ -12,7 +12,7 @@ import torch
 from support import tiny_models
 from torch import nn
 
-from kvchat.kv.memory.huge_pages import HUGE_PAGE
+from kvchat.kv.memory.pinned import HUGE_PAGE
 from kvchat.models import reading
 from kvchat.models.fuse import modules
 from kvchat.models.reading import lay_out

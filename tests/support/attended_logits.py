@@ -7,7 +7,7 @@ from support.dense_attention import dense, rotated
 from torch import Tensor
 
 from kvchat.engine.runner import ModelRunner
-from kvchat.kv.attention_spec import AttentionSpec
+from kvchat.kv.attention import AttentionSpec
 from kvchat.kv.inspect import attended
 from kvchat.kv.manager import KVManager
 from kvchat.models import attention_hook

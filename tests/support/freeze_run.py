@@ -12,7 +12,7 @@ import torch
 from support.kv_steps import decode_step, forward, prefill
 
 from kvchat.config.modes import parse
-from kvchat.kv.attention_spec import AttentionSpec
+from kvchat.kv.attention import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.inspect import check_integrity
 from kvchat.kv.manager import KVManager

@@ -10,7 +10,7 @@ import torch
 from support.dense_attention import rotated
 from torch import Tensor
 
-from kvchat.kv.attention_spec import AttentionSpec
+from kvchat.kv.attention import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.modes.base import ModelTraits
 from kvchat.kv.modes.sync_heads import Calibration

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from kvchat.config.modes import SpeculativeParameters
-from kvchat.kv.attention_spec import AttentionSpec
+from kvchat.kv.attention import AttentionSpec
 from kvchat.kv.modes.freekv import FreeKV
 from kvchat.kv.ops.selection import Candidates
 from kvchat.kv.state import KVState

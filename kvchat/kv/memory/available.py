@@ -1,4 +1,4 @@
-"""Host memory that is still free, within the limits of the container.
+"""Memory that is still free, within the limits of the container, and what a mode needs against it.
 
 Where memory is overcommitted nothing fails when it is asked for; the process is killed when it is touched. So it is
 read before it is taken.
@@ -11,10 +11,15 @@ import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvchat.errors import DoesNotFitError
 from kvchat.process import CGROUPS
 from kvchat.units import size
+
+if TYPE_CHECKING:
+    import torch
+
 
 PROC = Path("/proc")
 # Left to the framework, kernels' workspaces and the screen: 6 % of what is free, at most this much.
@@ -109,3 +114,46 @@ def _text(file: Path) -> str:
         return file.read_text(encoding="ascii", errors="replace")
     except OSError:
         return ""
+
+
+class SwitchCost(NamedTuple):
+    """The cost of entering a mode: bytes moved to the device (at most), its device bytes afterwards, and seconds.
+
+    ``seconds`` follows from the rate of earlier fills, or of the link; None where neither was measured.
+    """
+
+    moved_bytes: int
+    device_bytes: int
+    seconds: float | None
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that can still be allocated on ``device``."""
+    if device.type == "cuda":
+        import torch  # who only asks for the host's has not imported it
+
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return host_free()
+
+
+def check_fits(mode: str, needed: int, tokens: int, device: torch.device, released: int = 0) -> None:
+    """Refuse a mode that needs more device memory than is free once the old mode has ``released`` its own.
+
+    Args:
+        mode: its name.
+        needed: bytes it takes for ``tokens`` tokens.
+        tokens: tokens there is to be room for.
+        device: where.
+        released: bytes that leaving the old mode frees.
+
+    Raises:
+        DoesNotFitError: with the numbers.
+    """
+    left = usable(free_bytes(device) + released)
+    if needed > left:
+        raise DoesNotFitError(
+            f"The {mode} mode does not fit.",
+            f"Its K/V of {tokens:,} tokens takes {size(needed, 2)} on {device}, {size(left, 2)} are free.",
+            "Take a mode with a budget (streaming, speculative), a smaller budget or a shorter conversation.",
+        )

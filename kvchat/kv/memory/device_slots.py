@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.memory.huge_pages import use_huge_pages
+from kvchat.kv.memory.pinned import use_huge_pages
 
 EMPTY = -1
 

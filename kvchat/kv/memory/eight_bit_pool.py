@@ -10,15 +10,14 @@ What is truncated inside an 8-bit page goes on from the values that its codes st
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterable, Set
 
 import torch
 from torch import Tensor
 
 from kvchat.kv.memory import rounding
-from kvchat.kv.memory.arrangement import RoundedByPage
-from kvchat.kv.memory.free_list import FreeList
-from kvchat.kv.memory.host_pool import HostPool, gather, scatter
+from kvchat.kv.memory.host_pool import HostPool, RoundedByPage, gather, scatter
 from kvchat.kv.memory.pages import Pages, copied, side_by_side
 
 
@@ -347,3 +346,33 @@ class EightBitPool(HostPool):
 
 def _as_it_is(pages: Tensor, _geometry: object) -> Tensor:
     return pages
+
+
+class FreeList:
+    """The free indices: those given back, and all from ``end`` on."""
+
+    def __init__(self, end: int) -> None:
+        self._end = end
+        self._returned: list[int] = []
+
+    def lowest(self, number: int) -> list[int]:
+        """The ``number`` lowest free indices, ascending."""
+        found = heapq.nsmallest(number, self._returned)
+        return [*found, *range(self._end, self._end + number - len(found))]
+
+    def after(self, number: int) -> int:
+        """The length that a table needs to hold every index in use after ``number`` more are taken."""
+        return self._end + max(0, number - len(self._returned))
+
+    def take(self, indices: Iterable[int]) -> None:
+        """Mark ``indices``, which ``lowest`` returned, as used."""
+        for index in sorted(indices):
+            if index in self._returned:
+                self._returned.remove(index)
+            else:
+                assert index == self._end
+                self._end += 1
+
+    def give_back(self, indices: Iterable[int]) -> None:
+        """Mark ``indices`` as free."""
+        self._returned.extend(indices)

@@ -1,7 +1,9 @@
 """The host pool: every token's K and V, in every mode, always complete.
 
-One array ``[page, H, 2, p, d]`` per layer; ``arrangement`` says how it lies in memory. A new token's K/V is written
-through as soon as it is computed; leaving the device then costs nothing.
+One array ``[page, H, 2, p, d]`` per layer, cut into rows (a token's K or V of one head) and blocks (a page's K or V of
+one head). ``Arrangement`` says what is next to what: by page for a GPU, which fetches pages, by head for a CPU; 8-bit
+pages lie by page in either case. A new token's K/V is written through as soon as it is computed; leaving the device
+then costs nothing. Pages of a conversation that is not the present one are parked in plain host memory.
 
 Each layer lies in one ``PinnedRegion``: its address space is reserved for the model's context and its memory committed
 from the front as the conversation grows. Addresses stay, so views and captured CUDA graphs stay valid, and the device
@@ -11,7 +13,10 @@ same calls gather on the CPU and copy, which is slow but right, and cannot be ca
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+import math
+import mmap
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,10 +25,11 @@ from kvchat import units
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory import available, rounding
-from kvchat.kv.memory.arrangement import ByPage, arrangement_of
 from kvchat.kv.memory.pages import Pages
-from kvchat.kv.memory.pinned import CudaArray, CudaRegistrar, PinnedRegion, Registrar
-from kvchat.kv.memory.pool_size import pool_tokens, step_tokens
+from kvchat.kv.memory.pinned import HUGE_PAGE, CudaArray, CudaRegistrar, PinnedRegion, Registrar, in_system_pages
+
+# Pinned in steps that double up to this many bytes over all layers: a step costs a call per layer and about 0.5 s/GiB.
+STEP_BYTES = 256 * 2**20
 
 
 class HostPool:
@@ -331,3 +337,205 @@ def gather(view: Tensor, index: Tensor) -> Tensor:
 def scatter(view: Tensor, index: Tensor, rows: Tensor) -> None:
     """Write ``rows`` to a pool's view at ``index [m]`` (int64)."""
     view.index_copy_(0, index.to(view.device), rows.to(view.device))
+
+
+class ByPage:
+    """``[page, H, 2, p, d]``: one (page, head) is one contiguous block of K then V, and memory grows at the end."""
+
+    parts = 1
+
+    def __init__(self, geometry: Geometry) -> None:
+        self.geometry = geometry
+        self.page_bytes = geometry.kv_heads * 2 * geometry.page * geometry.row_bytes
+
+    def nbytes(self, tokens: int) -> int:
+        """Bytes of memory for ``tokens``, in whole system pages."""
+        return in_system_pages(self.geometry.pages(tokens) * self.page_bytes)
+
+    def reserved_bytes(self, tokens: int) -> int:
+        """Bytes of address space for ``tokens``."""
+        return self.nbytes(tokens)
+
+    def tokens(self, nbytes: int) -> int:
+        """Whole pages of tokens that fit ``nbytes``, of memory or of address space."""
+        return nbytes // self.page_bytes * self.geometry.page
+
+    def table(self, region: Tensor) -> Tensor:
+        """A region (uint8) as ``[page, H, 2, p, d]``."""
+        g = self.geometry
+        pages = len(region) // self.page_bytes
+        return region[: pages * self.page_bytes].view(g.dtype).view(pages, g.kv_heads, 2, g.page, g.d)
+
+    def rows(self, table: Tensor) -> Tensor:
+        """All rows of a table, ``[n, d]``."""
+        return table.view(-1, self.geometry.d)
+
+    def row_index(self, positions: Tensor, heads: Tensor, reserved: int) -> Tensor:
+        """Rows of K of tokens ``positions`` and ``heads`` (broadcast), where there is room for ``reserved`` tokens."""
+        g = self.geometry
+        page = torch.div(positions, g.page, rounding_mode="floor")
+        return (page * g.kv_heads + heads) * (2 * g.page) + positions % g.page
+
+    def value_rows(self, reserved: int) -> int:
+        """Number of rows from a token's K to its V."""
+        return self.geometry.page
+
+    def block_strides(self, reserved: int) -> tuple[int, int, int]:
+        """Number of blocks from one page to the next, from one head to the next and from K to V."""
+        return 2 * self.geometry.kv_heads, 2, 1
+
+
+class ByHead(ByPage):
+    """``[2, H, token, d]``: a head's keys are one matrix, as are its values, so that attention reads them in place.
+
+    Each of the ``2 * H`` parts grows by itself; address space costs nothing until it is written to.
+    """
+
+    def __init__(self, geometry: Geometry) -> None:
+        super().__init__(geometry)
+        self.parts = 2 * geometry.kv_heads
+
+    def nbytes(self, tokens: int) -> int:
+        g = self.geometry
+        return self.parts * in_system_pages(g.round_up(tokens) * g.row_bytes)
+
+    def reserved_bytes(self, tokens: int) -> int:
+        # A part is whole system pages, for memory, and whole pages of tokens, for rows; a large one begins a huge page.
+        size = self.geometry.round_up(tokens) * self.geometry.row_bytes
+        unit = math.lcm(HUGE_PAGE if size > HUGE_PAGE else mmap.PAGESIZE, self.geometry.page * self.geometry.row_bytes)
+        return self.parts * -(-size // unit) * unit
+
+    def table(self, region: Tensor) -> Tensor:
+        g = self.geometry
+        by_head = region.view(g.dtype).view(2, g.kv_heads, -1, g.page, g.d)
+        return by_head.permute(2, 1, 0, 3, 4)
+
+    def rows(self, table: Tensor) -> Tensor:
+        return table.permute(2, 1, 0, 3, 4).reshape(-1, self.geometry.d)
+
+    def row_index(self, positions: Tensor, heads: Tensor, reserved: int) -> Tensor:
+        return heads * reserved + positions
+
+    def value_rows(self, reserved: int) -> int:
+        return self.geometry.kv_heads * reserved
+
+    def block_strides(self, reserved: int) -> tuple[int, int, int]:
+        pages = reserved // self.geometry.page
+        return 1, pages, self.geometry.kv_heads * pages
+
+
+class RoundedByPage(ByPage):
+    """8-bit pages, ``[page, H, block_bytes]`` (uint8); they have no rows."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        super().__init__(geometry)
+        self.page_bytes = rounding.page_bytes(geometry)
+
+    def table(self, region: Tensor) -> Tensor:
+        pages, heads = len(region) // self.page_bytes, self.geometry.kv_heads
+        return region[: pages * self.page_bytes].view(pages, heads, -1)
+
+    def rows(self, table: Tensor) -> Tensor:
+        return table
+
+
+def arrangement_of(geometry: Geometry) -> ByPage:
+    """The arrangement that a host pool of this geometry uses."""
+    return ByHead(geometry) if geometry.unified else ByPage(geometry)
+
+
+def layer_bytes(geometry: Geometry, tokens: int, rounded: int = 0) -> int:
+    """Bytes of host memory that one layer of the pool takes with room for ``tokens`` and ``rounded`` in 8-bit pages."""
+    return arrangement_of(geometry).nbytes(tokens) + RoundedByPage(geometry).nbytes(rounded)
+
+
+def pool_bytes(geometry: Geometry, tokens: int, context: int, rounds: bool = False) -> int:
+    """Bytes that a model's pool takes once it holds ``tokens``, in 8-bit pages where it ``rounds``.
+
+    For more than the ``context`` and its next token room is made only where a conversation goes beyond it.
+    """
+    lies = RoundedByPage(geometry) if rounds else arrangement_of(geometry)
+    room = pool_tokens(geometry, tokens, 0 if geometry.unified else step_tokens(geometry, lies.page_bytes))
+    if tokens <= context + 1:
+        room = min(room, max(context + 1, geometry.grown(0)))
+    # Beside 8-bit pages the exact pool is as large as an empty conversation's.
+    return geometry.layers * (layer_bytes(geometry, geometry.grown(0), room) if rounds else layer_bytes(geometry, room))
+
+
+def pool_tokens(geometry: Geometry, tokens: int, step: int) -> int:
+    """Tokens that a pool has room for once it holds ``tokens``: the same, whichever way it grew to them."""
+    room = geometry.grown(0)
+    while room < tokens:
+        room = geometry.round_up(max(geometry.grown(room + 1), room + min(room, step)))
+    return room
+
+
+def step_tokens(geometry: Geometry, page_bytes: int) -> int:
+    """Tokens that a pinned pool grows by at least, whose pages have ``page_bytes`` in each layer."""
+    return STEP_BYTES // (geometry.layers * page_bytes) * geometry.page
+
+
+@dataclass(frozen=True)
+class KeptTokens:
+    """The first ``tokens`` of a conversation, as another session or an earlier moment of this one stored them.
+
+    ``read`` puts the pages of so many tokens into an empty host pool and returns how many of them are whole;
+    the first ``exact`` tokens lie in pages before those that are or were 8-bit ones. ``control`` are the positions of
+    control tokens, ``query`` is the last token's in bytes, empty if unknown.
+    """
+
+    tokens: int
+    read: Callable[[HostPool, int], int]
+    exact: int
+    control: Sequence[int]
+    query: bytes = b""
+
+    @property
+    def rounded(self) -> bool:
+        """True if some of the tokens are in pages that are or were 8-bit ones."""
+        return self.exact < self.tokens
+
+    def beginning(self, tokens: int) -> KeptTokens:
+        """The first ``tokens`` of them."""
+        control = [position for position in self.control if position < tokens]
+        return replace(self, tokens=tokens, control=control, query=self.query if tokens == self.tokens else b"")
+
+
+class ParkedPages:
+    """A copy of a host pool's pages and of the last token's ``query``."""
+
+    def __init__(self, pool: HostPool, query: bytes) -> None:
+        self.query = query
+        self._page = pool.geometry.page
+        pool.synchronize()
+        with torch.inference_mode():
+            self._pages = pool.copied(0)
+
+    @property
+    def kinds(self) -> Sequence[bool]:
+        """``StoredPages.kinds``"""
+        return self._pages.kinds
+
+    @property
+    def cut_off(self) -> Set[int]:
+        """``StoredPages.cut_off``"""
+        return self._pages.cut_off
+
+    def stored(self, page: int) -> list[Tensor]:
+        """``StoredPages.stored``"""
+        return self._pages.stored(page)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory."""
+        return self._pages.nbytes
+
+    def read(self, pool: HostPool, tokens: int) -> int:
+        """Put the pages of the first ``tokens`` into ``pool``; return ``tokens``."""
+        pool.put(0, self._pages.beginning(-(-tokens // self._page)))
+        return tokens
+
+
+def parked_bytes(pool: HostPool) -> int:
+    """Bytes that parking what a host pool holds takes."""
+    return sum(map(pool.page_bytes, pool.kinds))

@@ -1,7 +1,11 @@
-"""Host memory that grows in place and is pinned segment by segment, so that a CUDA device addresses it.
+"""Host memory that grows in place: pinned segment by segment for a CUDA device, or in huge pages for a CPU.
 
 A segment is pinned by itself, exactly and in whole system pages. Only kernels may span two of them: a ``cudaMemcpy``
 across a boundary may be refused, therefore ``PinnedRegion.segments`` cuts there.
+
+Huge pages are for memory that a CPU reads from end to end at every token. Full mode of the bundled model takes 0.86 of
+the CPU time at 8,192 tokens with its K/V in them, and 0.79 at 512 with its weights (alternating, one thread of an AMD
+EPYC).
 """
 
 from __future__ import annotations
@@ -10,15 +14,18 @@ import contextlib
 import ctypes
 import itertools
 import mmap
+import sys
 import weakref
+from functools import cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from kvchat.kv.memory.huge_pages import HUGE_PAGE, use_huge_pages
-
 PORTABLE_MAPPED = 1 | 2  # flags of cudaHostRegister
+HUGE_PAGE = 2**21
+MADV_HUGEPAGE = 14  # for what is written later
+MADV_COLLAPSE = 25  # for what was written already; since Linux 6.1
 
 
 class Registrar(Protocol):
@@ -174,3 +181,29 @@ class CudaArray:
             "data": (region.bytes.data_ptr(), False),
             "version": 3,
         }
+
+
+def use_huge_pages(memory: Tensor) -> None:
+    """Ask the system for huge pages where they lie whole in ``memory``, which is contiguous.
+
+    Where it has none, on an older system or on another one, nothing changes.
+    """
+    begin, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes
+    first = -(-begin // HUGE_PAGE) * HUGE_PAGE
+    size = end // HUGE_PAGE * HUGE_PAGE - first
+    if size > 0 and (libc := _libc()):
+        for advice in (MADV_HUGEPAGE, MADV_COLLAPSE):
+            libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), advice)
+
+
+def aligned(size: int) -> Tensor:
+    """``size`` bytes, uint8, that begin with a huge page; nothing is written to them."""
+    memory = torch.empty(size + HUGE_PAGE, dtype=torch.uint8)
+    start = -memory.data_ptr() % HUGE_PAGE
+    return memory[start : start + size]
+
+
+@cache
+def _libc() -> Any:
+    """The C library, on Linux."""
+    return ctypes.CDLL(None) if sys.platform == "linux" else None

@@ -46,8 +46,7 @@ from torch import Tensor
 
 from kvchat.config.modes import SpeculativeParameters
 from kvchat.errors import UsageError
-from kvchat.kv.attention import Weights
-from kvchat.kv.attention_spec import AttentionSpec
+from kvchat.kv.attention import AttentionSpec, Weights
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import Layout
 from kvchat.kv.modes.base import (

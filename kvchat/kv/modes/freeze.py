@@ -54,8 +54,7 @@ from torch import Tensor
 
 from kvchat.config.modes import FreezeParameters
 from kvchat.errors import UsageError
-from kvchat.kv.attention import Weights
-from kvchat.kv.attention_spec import AttentionSpec
+from kvchat.kv.attention import AttentionSpec, Weights
 from kvchat.kv.geometry import PAGE, Geometry
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
 from kvchat.kv.modes.base import Mode, ModelTraits, ModeReport, Plan, Step, TokenState
@@ -73,7 +72,7 @@ from kvchat.kv.modes.freeze_timers import (
 from kvchat.kv.modes.freeze_timers_cpu import CpuTimers, freeze_loops
 from kvchat.kv.modes.page_index import PageBounds
 from kvchat.kv.modes.recovery_levels import LEVELS, RECENT, Level
-from kvchat.kv.ops.cpu_products import loops_over, numbers
+from kvchat.kv.ops.cpu_ops import loops_over, numbers
 from kvchat.kv.state import KVState
 
 MAJORITY = 0.5  # of a KV head's weight over the pages: at most one page a head is named

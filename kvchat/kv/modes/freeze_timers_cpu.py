@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvchat.kv.modes.freeze_timers import FOLLOWING, Timers
-from kvchat.kv.ops import cpu_products
+from kvchat.kv.ops import cpu_ops
 
 NONE = torch.zeros(1, dtype=torch.bool)  # of the tokens
 
@@ -53,12 +53,12 @@ class CpuTimers(Timers):
 
 def freeze_loops() -> ModuleType | None:
     """The compiled loops of this mode; None where numba does not run."""
-    if not (loops := cpu_products.compiled_loops()):
+    if not (loops := cpu_ops.compiled_loops()):
         return None
-    from kvchat.kv.ops import compiled_freeze
+    from kvchat.kv.ops.numba import freeze
 
     loops.use_threads(torch.get_num_threads())
-    return compiled_freeze
+    return freeze
 
 
 def _shared(tensors: Iterable[Tensor]) -> list[Any]:

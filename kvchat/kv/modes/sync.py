@@ -46,8 +46,7 @@ import torch
 from torch import Tensor
 
 from kvchat.config.modes import MIN_BUDGET, SyncParameters
-from kvchat.kv.attention import Weights, attend, products
-from kvchat.kv.attention_spec import AttentionSpec
+from kvchat.kv.attention import AttentionSpec, Weights, attend, products
 from kvchat.kv.geometry import PAGE, Geometry
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
 from kvchat.kv.modes.base import Mode, ModelTraits, ModeReport, Plan, Step, everything, refuse_small_budget

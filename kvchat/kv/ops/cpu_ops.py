@@ -1,24 +1,42 @@
 """The operations of a decode step on a CPU, where nothing runs beside the model and reading back costs no wait.
 
-What does not change is skipped. Choosing and moving a layer's pages and the products of attention (``cpu_products``)
-are loops that numba compiles; without numba they are torch's, and in float16 what reads K, V or bounds is. Tensors are
-shared with numpy, not copied.
+What does not change is skipped. Choosing and moving a layer's pages and the two products of attention, wherever K and V
+lie in the host pool, are loops that numba compiles (``numba``): the first time on a machine that takes seconds, which a
+model's loading asks for ahead. Over few tokens in float32, in float16 or without numba they are torch's, which needs 3
+to 10 times as long for bfloat16. Tensors are shared with numpy, not copied.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from platformdirs import user_cache_path
 from torch import Tensor
 
-from kvchat.kv.attention import Products, Weights, attend, products
-from kvchat.kv.attention_spec import AttentionSpec
+from kvchat.kv.attention import AttentionSpec, Products, Weights, attend, products
+from kvchat.kv.geometry import PAGE, Geometry
+from kvchat.kv.memory import rounding
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots
-from kvchat.kv.ops import cpu_products, key_codes
+from kvchat.kv.ops import key_codes
 from kvchat.kv.ops.selection import Candidates, Places
 from kvchat.kv.ops.torch_ops import TorchOps
+
+MANY = 2048  # tokens in float32 from which on loops are faster on two threads; fewer never ask for numba
+KNOWN = (torch.float32, torch.bfloat16)  # to the loops
+NO_SINKS = np.empty((0, 0), np.float32)
+Arguments = tuple[Any, ...]
+Numbers = np.ndarray[Any, Any]
+FILE, LOOP = Path(__file__).parent / "numba" / "scattered.py", "sums"  # what is compiled last
 
 
 class CpuOps(TorchOps):
@@ -43,7 +61,7 @@ class CpuOps(TorchOps):
         return super().attend(slots, layer, query, spec, needs_weights)
 
     def products(self, keys: Tensor, values: Tensor) -> Products:
-        return cpu_products.in_a_row(keys, values)
+        return in_a_row(keys, values)
 
     def _attend_stored(self, slots: DeviceSlots, layer: int, query: Tensor, spec: AttentionSpec) -> Tensor:
         """Attention over everything that the layer sees, where it is stored."""
@@ -68,10 +86,10 @@ class CpuOps(TorchOps):
     ) -> Tensor:
         """Attention of ``query [H, G, d_k]`` over the tokens in ``table [H, n]``."""
         keys, values = self._in_a_row(layer, 0, self._now + 1)
-        attended = cpu_products.attended(query, keys, values, table, spec, sinks)
-        if attended is None:
+        found = attended(query, keys, values, table, spec, sinks)
+        if found is None:
             return attend(query, products(*self._gathered(layer, table)), None, spec, sinks)[0]
-        return attended
+        return found
 
     def _attend_in_place(
         self, slots: DeviceSlots, layer: int, query: Tensor, spec: AttentionSpec
@@ -93,8 +111,8 @@ class CpuOps(TorchOps):
 
     def _products_of_some(self, layer: int, table: Tensor, first: int) -> Products:
         """Those of the tokens in ``table [H or 1, n]``; what lies before ``first`` need not be right."""
-        scattered = cpu_products.scattered(*self._in_a_row(layer, 0, self._now + 1), table, first)
-        return scattered or products(*self._gathered(layer, table))
+        found = scattered(*self._in_a_row(layer, 0, self._now + 1), table, first)
+        return found or products(*self._gathered(layer, table))
 
     def _in_a_row(self, layer: int, first: int, end: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the tokens from ``first`` up to ``end``."""
@@ -112,7 +130,7 @@ class CpuOps(TorchOps):
     def bias(self, slots: DeviceSlots, layer: int, window: int | None) -> Tensor:
         table = slots.table_of(layer)
         # A table for all layers is looked at once a step.
-        if slots.layout.shared or not (loops := cpu_products.loops_over(self.geometry.dtype)):
+        if slots.layout.shared or not (loops := loops_over(self.geometry.dtype)):
             return super().bias(slots, layer, window)
         bias = torch.empty(table.shape)
         first = 0 if window is None else max(0, self._now + 1 - window)
@@ -120,14 +138,14 @@ class CpuOps(TorchOps):
         return bias.unsqueeze(1)
 
     def page_scores(self, query: Tensor, bounds: Tensor, scaling: float) -> Tensor:
-        if not (loops := cpu_products.loops_over(bounds.dtype)):
+        if not (loops := loops_over(bounds.dtype)):
             return super().page_scores(query, bounds, scaling)
         grouped, scores = _by_head(query, bounds)
-        loops.page_scores(grouped, cpu_products.numbers(bounds), scaling, scores.numpy())
+        loops.page_scores(grouped, numbers(bounds), scaling, scores.numpy())
         return scores
 
     def choose(self, scores: Tensor, candidates: Candidates, resident: Tensor, flagged: Tensor | None = None) -> Tensor:
-        if not (loops := cpu_products.compiled_loops()):
+        if not (loops := compiled_loops()):
             return super().choose(scores, candidates, resident, flagged)
         first, last = candidates.first, int(candidates.last)
         if last < first or not resident.numel():
@@ -149,7 +167,7 @@ class CpuOps(TorchOps):
         scaling: float,
     ) -> None:
         g, table = self.geometry, slots.table_of(layer)
-        if not (k and (loops := cpu_products.token_loops(g))):
+        if not (k and (loops := token_loops(g))):
             super().list_tokens(slots, layer, query, index, bits, places, k, pinned, scaling)
             return
         grouped = query.contiguous().float().view(g.kv_heads, g.group, g.d_k).numpy()
@@ -159,14 +177,14 @@ class CpuOps(TorchOps):
         slots.named[layer - slots.layout.first] = named
 
     def open_pages(self, slots: DeviceSlots, layers: slice, first: int, last: Tensor) -> None:
-        if not (loops := cpu_products.compiled_loops()):
+        if not (loops := compiled_loops()):
             super().open_pages(slots, layers, first, last)
             return
         pages, table = slots.pages[layers].numpy(), slots.table[layers].numpy()
         loops.open_pages(pages, table, self.geometry.page, first, int(last))
 
     def move_pages(self, slots: DeviceSlots, layer: int, placed: Tensor, resident: Tensor, counters: Tensor) -> None:
-        if not (loops := cpu_products.compiled_loops()):
+        if not (loops := compiled_loops()):
             super().move_pages(slots, layer, placed, resident, counters)
             return
         source, target = (rows.view(torch.int64).numpy() for rows in (self.host.blocks(layer), slots.blocks(layer)))
@@ -177,7 +195,7 @@ class CpuOps(TorchOps):
     def _move(
         self, host: Tensor, slots: Tensor, source: Tensor, v_source: int, target: Tensor, v_target: int, changed: Tensor
     ) -> None:
-        if not (loops := cpu_products.compiled_loops()):
+        if not (loops := compiled_loops()):
             super()._move(host, slots, source, v_source, target, v_target, changed)
             return
         stored, held = (rows.view(torch.uint8).numpy() for rows in (host, slots))
@@ -189,3 +207,182 @@ def _by_head(query: Tensor, bounds: Tensor) -> tuple[np.ndarray[Any, Any], Tenso
     heads, pages, _ = bounds.shape
     grouped = query.contiguous().float().view(heads, -1, query.shape[-1])
     return grouped.numpy(), torch.empty((heads, grouped.shape[1], pages))
+
+
+@cache
+def compiled_loops() -> ModuleType | None:
+    """The compiled loops; None where numba does not run. Asked for only where they are used: it takes 0.5 s."""
+    try:
+        from kvchat.kv.ops.numba import loops
+    except (ImportError, OSError, MemoryError):  # numpy or Python is unknown to numba; no memory for its library
+        return None
+    return loops
+
+
+def use_threads(threads: int) -> None:
+    """Let the compiled loops that this thread asks for run on so many threads."""
+    if loops := compiled_loops():
+        loops.use_threads(threads)
+
+
+def loops_over(dtype: torch.dtype) -> ModuleType | None:
+    """``compiled_loops``, which then take stored numbers of ``dtype``; None where there are none for it."""
+    loops = compiled_loops() if dtype in KNOWN else None
+    if loops and dtype == torch.bfloat16:
+        loops.compile_for_bfloat16()
+    return loops
+
+
+def numbers(stored: Tensor) -> Numbers:
+    """``stored`` as numpy sees it: of bfloat16, which it does not know, the bits."""
+    return (stored.view(torch.uint16) if stored.dtype == torch.bfloat16 else stored).numpy()
+
+
+# ---- over tokens in a row
+def in_a_row(keys: Tensor, values: Tensor) -> Products:
+    """Over ``keys [H, n, d_k]`` and ``values [H, n, d_v]``."""
+    few = keys.dtype == torch.float32 and keys.shape[1] < MANY
+    if few or not _threaded(keys.dtype):
+        return products(keys, values)
+    from kvchat.kv.ops.numba import in_a_row as loops
+
+    return _compiled(loops, keys.shape[1], values, _rows(keys), _rows(values))
+
+
+# ---- over scattered tokens
+def scattered(keys: Tensor, values: Tensor, table: Tensor, first: int) -> Products | None:
+    """Over the tokens in ``table [H or 1, m]`` from ``first`` on, of ``keys [H, n, d_k]`` and ``values [H, n, d_v]``.
+
+    None where there is no loop for it.
+    """
+    if not _threaded(keys.dtype):
+        return None
+    from kvchat.kv.ops.numba import scattered as loops
+
+    named = table.numpy(), first
+    return _compiled(loops, table.shape[1], values, (*_rows(keys), *named), (*_rows(values), *named))
+
+
+# ---- over pages of which some are kept in 8 bits
+class MixedPages(NamedTuple):
+    """A layer's pages: ``exact [2, H, token, d]`` and ``rounded [page, H, block_bytes]``; ``places [page]`` says which.
+
+    Of the tokens in ``table [H or 1, n]``, ascending, those from ``first`` on are read.
+    """
+
+    exact: Tensor
+    rounded: Tensor
+    places: Tensor
+    table: Tensor
+    first: int
+
+
+def mixed(pages: MixedPages, g: Geometry) -> Products | None:
+    """Over the tokens of ``pages``; None where there is no loop for it."""
+    size = g.dtype.itemsize
+    whole = 2 * g.page * g.d % size == rounding.block_bytes(g) % size == 0
+    if not whole or not _threaded(g.dtype):
+        return None
+    from kvchat.kv.ops.numba import eight_bit as loops
+
+    blocks = pages.rounded.view(-1)
+    codes = blocks.view(torch.int8).numpy(), numbers(blocks.view(g.dtype)), rounding.block_bytes(g), g.page
+    named = pages.table.numpy(), pages.first, pages.places.numpy()
+    keys, values = pages.exact[0, ..., : g.d_k], pages.exact[1, ..., : g.d_v]
+    stored = ((*named, *_rows(rows), *codes) for rows in (keys, values))
+    return _compiled(loops, pages.table.shape[1], values, *stored)
+
+
+# ---- choosing tokens
+def token_loops(g: Geometry) -> ModuleType | None:
+    """The compiled loops that choose tokens; None where there are none for the geometry."""
+    if g.page != PAGE or not _threaded(g.dtype):
+        return None
+    from kvchat.kv.ops.numba import tokens as loops
+
+    loops_over(g.dtype)  # those of the module too, which was just imported
+    return loops
+
+
+def attended(
+    query: Tensor, keys: Tensor, values: Tensor, table: Tensor, spec: AttentionSpec, sinks: Tensor | None
+) -> Tensor | None:
+    """Attention ``[H, G, d_v]`` of ``query [H, G, d_k]`` over the tokens in ``table [H, n]``; None without a loop.
+
+    They are among those of ``keys [H, token, d_k]`` and ``values [H, token, d_v]``.
+    """
+    if not _threaded(keys.dtype):
+        return None
+    from kvchat.kv.ops.numba import tokens as loops
+
+    loops_over(keys.dtype)  # those of the module too, which was just imported
+    asked = query.contiguous().float().numpy(), spec.scaling
+    made = torch.empty((*query.shape[:2], values.shape[-1]))
+    logits = NO_SINKS if sinks is None else sinks.float().contiguous().numpy()
+    loops.attend_tokens(*asked, *_rows(keys), *_rows(values), table.numpy(), spec.softcap or 0.0, logits, made.numpy())
+    return made.to(query.dtype)
+
+
+# ---- inside
+def _threaded(dtype: torch.dtype) -> bool:
+    """True if there are compiled loops over numbers of ``dtype``; they know then how many threads to run on."""
+    if not (loops := loops_over(dtype)):
+        return False
+    loops.use_threads(torch.get_num_threads())
+    return True
+
+
+def _compiled(loops: ModuleType, tokens: int, stored: Tensor, keys: Arguments, values: Arguments) -> Products:
+    """Those of the module over ``tokens`` tokens whose values are ``stored [..., d_v]``.
+
+    ``keys`` and ``values`` are what its loops read, as they take it.
+    """
+    loops_over(stored.dtype)  # those of ``loops`` too, which was just imported
+
+    def scores(query: Tensor) -> Tensor:
+        made = torch.empty((*query.shape[:2], tokens))
+        loops.scores(query.contiguous().float().numpy(), *keys, made.numpy())
+        return made
+
+    def sums(weights: Tensor) -> Tensor:
+        heads, group, _ = weights.shape
+        made = torch.empty((heads, -(-tokens // loops.TOKENS), group, stored.shape[-1]))
+        loops.sums(weights.contiguous().numpy(), *values, made.numpy())
+        return made.sum(1).to(stored.dtype)
+
+    return Products(scores, sums)
+
+
+def _rows(rows: Tensor) -> Arguments:
+    """The numbers from the first to the last of ``rows [H, n, d]``, one behind the other, and the strides in them."""
+    last = sum((size - 1) * stride for size, stride in zip(rows.shape, rows.stride(), strict=True))
+    return numbers(rows.as_strided((last + 1,), (1,))), *rows.stride()[:2]
+
+
+def compile_loops(dtype: torch.dtype, tell: Callable[[], None]) -> None:
+    """Compile the loops for K/V of ``dtype`` that are in no cache of numba's; ``tell`` is called before, if any.
+
+    An answer that asks for them first, or that is switched to a mode with loops of its own, would stand still so long.
+    """
+    written, kinds = FILE.stat().st_mtime, 2 if dtype == torch.bfloat16 else 1  # they are compiled for float32 too
+    if any(len([path for path in kept if path.stat().st_mtime >= written]) >= kinds for kept in _kept()):
+        return
+    tell()
+    if compiled_loops():
+        from kvchat.kv.ops.numba import eight_bit, freeze, in_a_row, scattered  # noqa: F401  # importing them compiles
+
+        loops_over(dtype)
+        for path in chain(*_kept()):
+            with suppress(OSError):
+                path.touch()  # numba goes by what is written in a file, and keeps this of one that was touched
+
+
+def _kept() -> Iterator[list[Path]]:
+    """The files that numba keeps of the last loop, folder by folder: beside the source, in the user's cache."""
+    name = f"{FILE.stem}.{LOOP}-*.py{sys.version_info.major}{sys.version_info.minor}.*.nbc"
+    if chosen := os.environ.get("NUMBA_CACHE_DIR"):
+        folders = [*Path(chosen).glob("*")]
+    else:
+        folders = [FILE.parent / "__pycache__", *user_cache_path("numba", appauthor=False).glob("*")]
+    for folder in folders:
+        yield [*folder.glob(name)]

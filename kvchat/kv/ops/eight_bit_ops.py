@@ -15,14 +15,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvchat.kv.attention import Part, Products, attend, products, products_in_parts
-from kvchat.kv.attention_spec import AttentionSpec
+from kvchat.kv.attention import AttentionSpec, Part, Products, attend, products, products_in_parts
 from kvchat.kv.memory import rounding
 from kvchat.kv.memory.device_slots import DeviceSlots
 from kvchat.kv.memory.eight_bit_pool import EightBitPool
 from kvchat.kv.memory.host_pool import gather, scatter
-from kvchat.kv.ops.cpu_ops import CpuOps
-from kvchat.kv.ops.cpu_products import MixedPages, mixed
+from kvchat.kv.ops.cpu_ops import CpuOps, MixedPages, mixed
 from kvchat.kv.ops.torch_ops import TorchOps, count
 
 RUN_PAGES = 16  # that a CPU unpacks at a time

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvchat.kv.attention import Partial, Products, Weights, attend, products
-from kvchat.kv.attention_spec import AttentionSpec
+from kvchat.kv.attention import AttentionSpec, Partial, Products, Weights, attend, products
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots
 from kvchat.kv.memory.host_pool import HostPool, gather, scatter

@@ -20,7 +20,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kvchat.kv.ops.compiled import HAS_THREADS, compiled
+from kvchat.kv.ops.numba.loops import HAS_THREADS, compiled
 
 FEWEST = 4096  # blocks that are worth a thread
 Array = np.ndarray[Any, Any]

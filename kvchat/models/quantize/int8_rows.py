@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvchat.kv.ops.cpu_products import use_threads
+from kvchat.kv.ops.cpu_ops import use_threads
 from kvchat.models.quantize.rows import CHUNK, ROWS, PackedRows, attach, block_loops, in_chunks, merge
 
 METHOD = "int8"  # transformers' name of it

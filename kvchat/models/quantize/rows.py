@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvchat import process
-from kvchat.kv.ops.cpu_products import compiled_loops
+from kvchat.kv.ops.cpu_ops import compiled_loops
 
 ROWS, STACKS = "packed_rows", "packed_stacks"  # the attributes of a Linear, and of a layer's experts
 CHUNK = 2**18  # weights that are quantized at once: in float32 they stay in a processor's cache

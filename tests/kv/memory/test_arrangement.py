@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.memory.arrangement import ByPage, RoundedByPage, arrangement_of
+from kvchat.kv.memory.host_pool import ByPage, RoundedByPage, arrangement_of
 
 PAGES, HEADS, PAGE, D = 6, 3, 8, 16
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvchat.errors import DoesNotFitError
-from kvchat.kv.memory import available, budget
+from kvchat.kv.memory import available
 
 MiB = 2**20
 
@@ -80,7 +80,7 @@ def test_a_margin_is_left():
 
 def test_a_plan_reads_the_same(monkeypatch):
     monkeypatch.setattr(available, "host_free", lambda: 12345)
-    assert budget.free_bytes(torch.device("cpu")) == 12345
+    assert available.free_bytes(torch.device("cpu")) == 12345
 
 
 def test_an_address_space_too_small_for_torch_is_refused_with_both_sizes():

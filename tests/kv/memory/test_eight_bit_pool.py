@@ -12,11 +12,9 @@ from support.toy_model import toy
 
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory import available
-from kvchat.kv.memory.arrangement import layer_bytes
 from kvchat.kv.memory.eight_bit_pool import EightBitPool
-from kvchat.kv.memory.host_pool import HostPool
+from kvchat.kv.memory.host_pool import HostPool, layer_bytes, pool_tokens
 from kvchat.kv.memory.pages import has_rounded
-from kvchat.kv.memory.pool_size import pool_tokens
 from kvchat.kv.state import KVState
 
 G = Geometry(layers=2, q_heads=4, kv_heads=2, d_k=24, d_v=16, dtype=torch.float32, page=8, unified=True)

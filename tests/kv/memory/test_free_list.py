@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvchat.kv.memory.free_list import FreeList
+from kvchat.kv.memory.eight_bit_pool import FreeList
 
 
 @given(steps=st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=30))

@@ -14,11 +14,9 @@ from support.memory import Pins, resident
 
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.memory import available, pool_size
-from kvchat.kv.memory.arrangement import layer_bytes
-from kvchat.kv.memory.host_pool import HostPool, gather, scatter
+from kvchat.kv.memory import available, host_pool
+from kvchat.kv.memory.host_pool import HostPool, gather, layer_bytes, pool_tokens, scatter
 from kvchat.kv.memory.pinned import Registrar
-from kvchat.kv.memory.pool_size import pool_tokens
 
 CPU = torch.device("cpu")
 GiB = 2**30
@@ -200,7 +198,7 @@ def test_segments_are_disjoint_whole_pages_that_cover_what_is_used(
     layers, kv_heads, d, d_v, page, dtype, context, step, growths
 ):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pool_size, "STEP_BYTES", step)
+        patch.setattr(host_pool, "STEP_BYTES", step)
         pins = Pins()
         pool = HostPool(geometry(layers, kv_heads, d, page, dtype, d_v), CPU, context, pins)
         written, starts = [], []
@@ -226,7 +224,7 @@ def test_segments_are_disjoint_whole_pages_that_cover_what_is_used(
 
 
 def test_steps_double_up_to_their_bound(monkeypatch):
-    monkeypatch.setattr(pool_size, "STEP_BYTES", 2**20)
+    monkeypatch.setattr(host_pool, "STEP_BYTES", 2**20)
     pool = pool_of(100_000, Pins())
     sizes = [pool.nbytes]
     for tokens in range(100, 12_000, 10):
@@ -286,7 +284,7 @@ def cuda() -> torch.device:
 
 @pytest.mark.cuda
 def test_the_device_reads_and_writes_the_pool_across_segments(cuda, monkeypatch):
-    monkeypatch.setattr(pool_size, "STEP_BYTES", 2**16)
+    monkeypatch.setattr(host_pool, "STEP_BYTES", 2**16)
     pool = HostPool(geometry(kv_heads=3, d=24, d_v=16, dtype=torch.bfloat16), cuda, 5000)
     assert pool.pinned, pool.pageable_reason
     view, address = pool.rows(0), pool.rows(0).data_ptr()

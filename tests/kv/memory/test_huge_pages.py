@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from kvchat.kv.memory import huge_pages
-from kvchat.kv.memory.huge_pages import HUGE_PAGE
+from kvchat.kv.memory import pinned
+from kvchat.kv.memory.pinned import HUGE_PAGE
 
 
 def test_only_whole_ones_are_asked_for(monkeypatch):
@@ -14,25 +14,25 @@ def test_only_whole_ones_are_asked_for(monkeypatch):
     class Libc:
         @staticmethod
         def madvise(address, size, advice):
-            if advice == huge_pages.MADV_COLLAPSE:
+            if advice == pinned.MADV_COLLAPSE:
                 asked.append((address.value, size.value))
 
-    monkeypatch.setattr(huge_pages, "_libc", lambda: Libc)
+    monkeypatch.setattr(pinned, "_libc", lambda: Libc)
     memory = torch.zeros(4 * HUGE_PAGE, dtype=torch.uint8)
     first = -memory.data_ptr() % HUGE_PAGE
     for begin, end, pages in ((0, 0, 0), (0, HUGE_PAGE - 1, 0), (0, HUGE_PAGE, 1), (1, 2 * HUGE_PAGE, 1)):
         asked.clear()
-        huge_pages.use_huge_pages(memory[first + begin : first + end])
+        pinned.use_huge_pages(memory[first + begin : first + end])
         assert sum(size for _, size in asked) == pages * HUGE_PAGE
         assert all(address % HUGE_PAGE == 0 for address, _ in asked)
 
 
 def test_what_lies_there_stays():
     memory = torch.arange(HUGE_PAGE, dtype=torch.int32)
-    huge_pages.use_huge_pages(memory)
+    pinned.use_huge_pages(memory)
     assert torch.equal(memory, torch.arange(HUGE_PAGE, dtype=torch.int32))
 
 
 def test_where_there_is_no_such_call_nothing_happens(monkeypatch):
-    monkeypatch.setattr(huge_pages, "_libc", lambda: None)
-    huge_pages.use_huge_pages(torch.zeros(2 * HUGE_PAGE, dtype=torch.uint8))
+    monkeypatch.setattr(pinned, "_libc", lambda: None)
+    pinned.use_huge_pages(torch.zeros(2 * HUGE_PAGE, dtype=torch.uint8))

@@ -12,8 +12,7 @@ import torch
 from support.memory import Pins
 
 from kvchat.kv.memory import pinned
-from kvchat.kv.memory.huge_pages import HUGE_PAGE
-from kvchat.kv.memory.pinned import CudaRegistrar, PinnedRegion
+from kvchat.kv.memory.pinned import HUGE_PAGE, CudaRegistrar, PinnedRegion
 
 
 def test_memory_is_unregistered_while_it_is_there_and_not_before_its_last_view():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.attention import PREFILL_WORKSPACE
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.memory import budget, prefill_plan
+from kvchat.kv.memory import available, prefill
 
 CPU = torch.device("cpu")
 
@@ -19,16 +19,16 @@ GEOMETRY_8B = Geometry(32, 32, 8, 128, 128, torch.bfloat16)
 
 def planned(free: int, stored: int = 0, new: int = 20_000, token_bytes: int = 100_000) -> int:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(budget, "free_bytes", lambda device: free)
-        return prefill_plan.prefill_chunk(GEOMETRY_8B, stored, new, token_bytes, CPU)
+        patch.setattr(available, "free_bytes", lambda device: free)
+        return prefill.prefill_chunk(GEOMETRY_8B, stored, new, token_bytes, CPU)
 
 
 def test_bytes_of_a_prefill_of_an_8b_model():
     """32K tokens: 134 MB of one layer's K/V, held twice at most, whatever the number of layers."""
     layer = 32768 * 8 * 2 * 128 * 2
-    assert prefill_plan.staging_bytes(GEOMETRY_8B, 0, 32768) == 2 * layer
-    assert prefill_plan.staging_bytes(GEOMETRY_8B, 32768 - 512, 512) == 2 * layer
-    both = prefill_plan.prefill_bytes(GEOMETRY_8B, 24576, 8192, 140_000)
+    assert prefill.staging_bytes(GEOMETRY_8B, 0, 32768) == 2 * layer
+    assert prefill.staging_bytes(GEOMETRY_8B, 32768 - 512, 512) == 2 * layer
+    both = prefill.prefill_bytes(GEOMETRY_8B, 24576, 8192, 140_000)
     assert both == 2 * layer + 8192 * 140_000 + PREFILL_WORKSPACE
 
 
@@ -44,10 +44,10 @@ def test_a_chunk_fits_or_is_refused(free, stored, new):
     except DoesNotFitError:
         return
     last = min(chunk, new)
-    assert prefill_plan.prefill_bytes(GEOMETRY_8B, stored + new - last, last, 100_000) <= free
+    assert prefill.prefill_bytes(GEOMETRY_8B, stored + new - last, last, 100_000) <= free
     # Earlier chunks need less: they come after fewer tokens.
-    first = prefill_plan.prefill_bytes(GEOMETRY_8B, stored, last, 100_000)
-    assert first <= prefill_plan.prefill_bytes(GEOMETRY_8B, stored + new - last, last, 100_000)
+    first = prefill.prefill_bytes(GEOMETRY_8B, stored, last, 100_000)
+    assert first <= prefill.prefill_bytes(GEOMETRY_8B, stored + new - last, last, 100_000)
 
 
 def test_a_short_prompt_needs_no_more_than_its_tokens():

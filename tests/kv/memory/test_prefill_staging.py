@@ -12,11 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.memory import prefill_plan
-from kvchat.kv.memory import prefill_staging as prefill_module
+from kvchat.kv.memory import prefill as prefill_module
 from kvchat.kv.memory.eight_bit_pool import EightBitPool
 from kvchat.kv.memory.host_pool import HostPool
-from kvchat.kv.memory.prefill_staging import DirectPrefill, RoundingPrefill, StagedPrefill, prefill_over
+from kvchat.kv.memory.prefill import DirectPrefill, RoundingPrefill, StagedPrefill, prefill_over
 from kvchat.kv.transfer import SideStream
 
 CPU = torch.device("cpu")
@@ -145,7 +144,7 @@ def test_the_plan_foretells_the_buffers(stored, new):
     host.reserve(stored + new)
     host.total = stored
     made = StagedPrefill(host, new)
-    assert made.all.nbytes + made.earlier.nbytes + made.new.nbytes == prefill_plan.staging_bytes(g, stored, new)
+    assert made.all.nbytes + made.earlier.nbytes + made.new.nbytes == prefill_module.staging_bytes(g, stored, new)
 
 
 # ---- order: what runs aside and what runs on the main stream may meet only across a join

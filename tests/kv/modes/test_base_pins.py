@@ -11,8 +11,8 @@ from support.toy_model import toy
 
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.inspect import attended
-from kvchat.kv.memory import budget
-from kvchat.kv.set_aside import set_aside
+from kvchat.kv.manager import set_aside
+from kvchat.kv.memory import available
 
 # In the sinks, across a page's end, a page and more, and in every window at first.
 FIRST, SECOND = [*range(2, 10), *range(30, 35)], [*range(60, 85), *range(146, 150)]
@@ -93,7 +93,7 @@ def test_without_room_for_their_slots_what_was_pinned_stays(monkeypatch):
         raise DoesNotFitError("no room")
 
     with monkeypatch.context() as short:
-        short.setattr(budget, "check_fits", refuse)
+        short.setattr(available, "check_fits", refuse)
         with pytest.raises(DoesNotFitError):
             run.kv.pin(SECOND)
     run.step(3)

@@ -15,7 +15,7 @@ from kvchat.engine.metrics import Ribbon
 from kvchat.errors import UsageError
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.inspect import attended, attended_counts, read_tokens
-from kvchat.kv.memory import available, budget
+from kvchat.kv.memory import available
 from kvchat.kv.modes import full
 
 ARCHITECTURES = ["llama", "llama-mha", "qwen2-window", "gemma2", "gemma3", "gpt_oss", "cohere2", "deepseek_v3", "gpt2"]
@@ -85,7 +85,7 @@ def test_what_does_not_fit_stays_on_the_host_and_memory_stops_growing(room, monk
     monkeypatch.setattr(full, "staging_bytes", lambda *_: 0)
     monkeypatch.setattr(full, "PREFILL_WORKSPACE", 0)
     monkeypatch.setattr(available, "usable", lambda free: free)
-    monkeypatch.setattr(budget, "free_bytes", lambda device: room * (g.token_bytes + 8))
+    monkeypatch.setattr(available, "free_bytes", lambda device: room * (g.token_bytes + 8))
     run.switch("full")
     sizes = set()
     for _ in range(200):

@@ -15,7 +15,7 @@ from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.inspect import attended
 from kvchat.kv.modes.freekv import FreeKV
 from kvchat.kv.modes.speculative import Speculative
-from kvchat.kv.ops import cpu_products
+from kvchat.kv.ops import cpu_ops
 
 SMALL = {"budget": 80, "sink": 8, "window": 24}
 
@@ -54,7 +54,7 @@ def test_they_choose_what_torch_chooses(dtype, monkeypatch):
     runs = []
     for loops in (True, False):
         if not loops:
-            monkeypatch.setattr(cpu_products, "compiled_loops", lambda: None)
+            monkeypatch.setattr(cpu_ops, "compiled_loops", lambda: None)
         run = Run(large(dtype, kv_heads=2, group=3, d_k=64, d_v=64), "speculative", budget=96, window=32)
         run.prefill(500)
         run.step(3)

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from kvchat.kv.memory.device_slots import EMPTY
-from kvchat.kv.ops import compiled, compiled_tokens, cpu_products
+from kvchat.kv.ops import cpu_ops
+from kvchat.kv.ops.numba import loops, tokens
 
 NONE = np.zeros(0, np.bool_)
 
 
 def test_they_are_what_a_cpu_uses():
-    assert cpu_products.compiled_loops() is compiled
+    assert cpu_ops.compiled_loops() is loops
 
 
 @pytest.mark.parametrize("error", [ImportError, OSError, MemoryError])
@@ -23,20 +24,20 @@ def test_torch_does_it_where_numba_cannot_be_loaded(error, monkeypatch):
     class Refusing:
         @staticmethod
         def find_spec(name, *_):
-            if name == "kvchat.kv.ops.compiled":
+            if name == "kvchat.kv.ops.numba.loops":
                 raise error("no such library, or no memory for it")
 
     monkeypatch.setattr(sys, "meta_path", [Refusing, *sys.meta_path])
-    monkeypatch.delitem(sys.modules, "kvchat.kv.ops.compiled")
-    monkeypatch.delattr("kvchat.kv.ops.compiled")
-    assert cpu_products.compiled_loops.__wrapped__() is None
+    monkeypatch.delitem(sys.modules, "kvchat.kv.ops.numba.loops")
+    monkeypatch.delattr("kvchat.kv.ops.numba.loops")
+    assert cpu_ops.compiled_loops.__wrapped__() is None
 
 
 @pytest.mark.parametrize("folder", ["/dev/null/no-folder", "/proc/no-folder"])
 def test_what_cannot_be_kept_is_compiled_all_the_same(folder, monkeypatch):
     monkeypatch.setattr(numba.config, "CACHE_DIR", folder)
 
-    @compiled.compiled("void(f4[::1])")
+    @loops.compiled("void(f4[::1])")
     def double(x):
         for i in range(len(x)):
             x[i] *= 2
@@ -49,7 +50,7 @@ def test_what_cannot_be_kept_is_compiled_all_the_same(folder, monkeypatch):
 def test_pages_of_equal_weight_are_taken_in_order_and_what_stays_keeps_its_slot():
     scores = np.zeros((1, 2, 9), np.float32)
     resident, placed = np.array([[7, 4, EMPTY, 3]]), np.zeros((1, 4), np.int64)
-    compiled.choose(scores, 3, 8, resident, placed)
+    loops.choose(scores, 3, 8, resident, placed)
     assert placed.tolist() == [[5, 4, 6, 3]]
 
 
@@ -57,7 +58,7 @@ def test_shares_are_those_of_a_softmax_to_the_last_place_and_nothing_fails_far_b
     spread = np.linspace(-85, 0, 4001, dtype=np.float32)
     scores = np.concatenate([spread, np.float32([-300, -1e30, -np.inf])])
     weights, powers = np.ones(len(scores), np.float32), np.empty(len(scores), np.float32)
-    compiled.add_softmax(scores, weights, powers)
+    loops.add_softmax(scores, weights, powers)
     exact = np.exp(scores.astype(np.float64))
     assert np.allclose(powers, exact, rtol=2**-23, atol=2e-38)
     assert np.allclose(weights - 1, exact / exact.sum(), atol=2**-23)
@@ -66,14 +67,14 @@ def test_shares_are_those_of_a_softmax_to_the_last_place_and_nothing_fails_far_b
 @pytest.mark.parametrize("scores", [[np.nan, np.inf, np.inf], [np.inf, np.inf], [-np.inf, -np.inf], [np.nan] * 20])
 def test_numbers_that_are_none_end_nothing(scores):
     weights = np.zeros(len(scores), np.float32)
-    compiled.add_softmax(np.float32(scores), weights, np.empty_like(weights))
+    loops.add_softmax(np.float32(scores), weights, np.empty_like(weights))
     query = np.full((1, 2, 4), scores[0], np.float32)
     words = np.ones((1, 3, 32 + 16), np.uint32)
     table, result = np.zeros((1, 40), np.int32), np.zeros((1, 2, 4), np.float32)
     stored = np.ones(96 * 4, np.float32)
-    compiled_tokens.choose_tokens(query, 1.0, words, words.view(np.uint16), 16, 2, 96, 0, 4, 80, 96, 20, NONE, table)
+    tokens.choose_tokens(query, 1.0, words, words.view(np.uint16), 16, 2, 96, 0, 4, 80, 96, 20, NONE, table)
     logits = np.empty((0, 0), np.float32)
-    compiled_tokens.attend_tokens(query, 1.0, stored, 0, 4, stored, 0, 4, table, 0.0, logits, result)
+    tokens.attend_tokens(query, 1.0, stored, 0, 4, stored, 0, 4, table, 0.0, logits, result)
 
 
 @pytest.mark.parametrize("left_over", [0, 3])
@@ -85,7 +86,7 @@ def test_the_best_are_listed_however_far_apart_they_lie(far, left_over):
     best = 16 + far * np.arange(k)
     bits[best] = 100 + np.arange(k)
     table = np.full(first + k + 7 + 20, 77, np.int32)
-    named = compiled_tokens._list_read(bits, 0, first, first + n + 7, k, NONE, table[:-20])
+    named = tokens._list_read(bits, 0, first, first + n + 7, k, NONE, table[:-20])
     assert table[:named].tolist() == [*range(first), *(first + best), *range(first + n, first + n + 7)]
     assert named == first + k + 7
     assert (table[-20:] == 77).all()
@@ -95,7 +96,7 @@ def test_a_page_moves_only_where_another_one_lies():
     source = np.arange(12).reshape(6, 2)  # K of three pages, then V
     target = np.full((2, 1, 3, 2), 99)
     placed, resident, counters = np.array([[2, 0, EMPTY]]), np.array([[2, 1, 1]]), np.zeros(2, np.int64)
-    compiled.move_pages(source, target, 1, 3, 3, np.array([0]), placed, resident, 32, counters)
+    loops.move_pages(source, target, 1, 3, 3, np.array([0]), placed, resident, 32, counters)
     assert counters.tolist() == [32, 64]
     assert target[:, 0].tolist() == [[[99, 99], [0, 1], [99, 99]], [[99, 99], [6, 7], [99, 99]]]
 
@@ -104,7 +105,7 @@ def test_rows_move_only_where_they_changed():
     source = np.arange(12, dtype=np.uint8).reshape(6, 2)  # K of three tokens, then V
     target = np.full((8, 2), 99, np.uint8)
     rows, to, changed = np.array([[2, 0, 1]]), np.array([[1, 2, 3]]), np.array([[False, True, False]])
-    compiled.move_rows(source, target, rows, 3, to, 4, changed)
+    loops.move_rows(source, target, rows, 3, to, 4, changed)
     assert target.reshape(2, 4, 2).tolist() == [
         [[99, 99], [99, 99], [0, 1], [99, 99]],
         [[99, 99], [99, 99], [6, 7], [99, 99]],
@@ -114,14 +115,14 @@ def test_rows_move_only_where_they_changed():
 def test_where_openmp_is_missing_or_another_one_loops_have_one_thread(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(sys, "platform", "darwin")
-        assert not compiled._has_threads()
+        assert not loops._has_threads()
     monkeypatch.setitem(sys.modules, "numba.np.ufunc.omppool", None)
-    assert not compiled._has_threads()
+    assert not loops._has_threads()
 
 
-@pytest.mark.skipif(not compiled.HAS_THREADS, reason="no OpenMP here")
+@pytest.mark.skipif(not loops.HAS_THREADS, reason="no OpenMP here")
 def test_a_loop_asks_for_no_more_threads_than_there_are():
-    compiled.use_threads(10_000)
+    loops.use_threads(10_000)
     assert numba.get_num_threads() == numba.config.NUMBA_NUM_THREADS
-    compiled.use_threads(1)
+    loops.use_threads(1)
     assert numba.get_num_threads() == 1

@@ -8,7 +8,7 @@ from support.random_kv import SHAPES, geometry_of
 
 from kvchat.kv.memory.device_slots import DeviceSlots, Layout
 from kvchat.kv.memory.host_pool import HostPool
-from kvchat.kv.ops import cpu_products, verify
+from kvchat.kv.ops import cpu_ops, verify
 from kvchat.kv.ops.cpu_ops import CpuOps
 from kvchat.kv.ops.selection import Candidates
 from kvchat.kv.ops.torch_ops import TorchOps
@@ -20,9 +20,9 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("loops", ["compiled", "without numba"])
 def test_every_operation_does_what_the_reference_does(shape, dtype, loops, monkeypatch):
-    monkeypatch.setattr(cpu_products, "MANY", 1)
+    monkeypatch.setattr(cpu_ops, "MANY", 1)
     if loops != "compiled":
-        monkeypatch.setattr(cpu_products, "compiled_loops", lambda: None)
+        monkeypatch.setattr(cpu_ops, "compiled_loops", lambda: None)
     expected, measured = (verify.outcomes(kind, geometry_of(shape, dtype), CPU) for kind in (TorchOps, CpuOps))
     # The loops round no intermediate result to bfloat16, torch does.
     allowed = 0.01 if dtype == torch.bfloat16 and loops == "compiled" else 1e-6

@@ -9,13 +9,12 @@ import sys
 import pytest
 import torch
 
-from kvchat.kv.attention import attend, products
-from kvchat.kv.attention_spec import AttentionSpec
+from kvchat.kv.attention import AttentionSpec, attend, products
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory import rounding
 from kvchat.kv.memory.device_slots import EMPTY
-from kvchat.kv.ops import cpu_products
-from kvchat.kv.ops.cpu_products import MixedPages
+from kvchat.kv.ops import cpu_ops
+from kvchat.kv.ops.cpu_ops import MixedPages
 
 
 def unrounded(blocks, g):
@@ -35,36 +34,36 @@ def check(made, query, weights, keys, values):
     torch.testing.assert_close(sums.double(), exact.sums(weights.double()), rtol=last, atol=1e-3)
 
 
-@pytest.mark.parametrize("dtype", cpu_products.KNOWN, ids=str)
+@pytest.mark.parametrize("dtype", cpu_ops.KNOWN, ids=str)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("n", [2048, 2049, 2561, 3071])
 @pytest.mark.parametrize(("heads", "group", "d"), [(1, 1, 1), (4, 2, 64), (2, 7, 20), (3, 1, 80)])
 def test_over_many_tokens(heads, group, d, n, threads, dtype):
     """Of a room of which only some tokens, and of each only some numbers, are read."""
-    assert n >= cpu_products.MANY
+    assert n >= cpu_ops.MANY
     draw = torch.Generator().manual_seed(n)
     rows = torch.randn((heads, n + 9, d + 3), generator=draw).to(dtype)[:, 5 : 5 + n, :d]
     query, weights = (torch.randn((heads, group, size), generator=draw) for size in (d, n))
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        check(cpu_products.in_a_row(rows, rows), query, weights, rows, rows)
+        check(cpu_ops.in_a_row(rows, rows), query, weights, rows, rows)
     finally:
         torch.set_num_threads(before)
 
 
 def test_over_many_tokens_of_a_layer_with_learned_sinks():
     """A token's weights are then not all of its softmax: they do not lie in a row."""
-    draw, n = torch.Generator().manual_seed(3), cpu_products.MANY
+    draw, n = torch.Generator().manual_seed(3), cpu_ops.MANY
     keys, values = torch.randn((2, 2, n, 8), generator=draw)
     query, sinks = torch.randn((2, 3, 8), generator=draw), torch.randn((2, 3), generator=draw) + 9
     spec = AttentionSpec(0.3)
-    made, _ = attend(query, cpu_products.in_a_row(keys, values), None, spec, sinks)
+    made, _ = attend(query, cpu_ops.in_a_row(keys, values), None, spec, sinks)
     exact, _ = attend(query.double(), products(keys.double(), values.double()), None, spec, sinks.double())
     torch.testing.assert_close(made.double(), exact, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", cpu_products.KNOWN, ids=str)
+@pytest.mark.parametrize("dtype", cpu_ops.KNOWN, ids=str)
 @pytest.mark.parametrize("first", [0, 250])
 @pytest.mark.parametrize("tokens", [1, 17, 700])
 @pytest.mark.parametrize(
@@ -77,7 +76,7 @@ def test_over_scattered_tokens(heads, group, d, room, tokens, first, dtype):
     table = torch.full((tokens + 40,), EMPTY, dtype=torch.int32)
     table[:tokens] = torch.randperm(900, generator=draw)[:tokens].sort().values.to(torch.int32)
     table[tokens // 2 :: 7] = EMPTY
-    made = cpu_products.scattered(keys, values, table[None], first)
+    made = cpu_ops.scattered(keys, values, table[None], first)
     assert made.sums(torch.ones(heads, group, len(table))).dtype == dtype
     query, weights = (torch.randn((heads, group, size), generator=draw) for size in (d, len(table)))
     read = (table >= first)[:, None]
@@ -85,7 +84,7 @@ def test_over_scattered_tokens(heads, group, d, room, tokens, first, dtype):
     check(made, query, weights, *copied)
 
 
-@pytest.mark.parametrize("dtype", cpu_products.KNOWN, ids=str)
+@pytest.mark.parametrize("dtype", cpu_ops.KNOWN, ids=str)
 @pytest.mark.parametrize(("first", "last"), [(0, 300), (37, 300), (64, 257), (290, 291)])
 @pytest.mark.parametrize(
     ("heads", "group", "d_k", "d_v", "page"), [(1, 1, 4, 4, 4), (2, 3, 32, 24, 8), (4, 2, 64, 64, 32)]
@@ -102,7 +101,7 @@ def test_over_pages_of_which_some_are_kept_in_8_bits(heads, group, d_k, d_v, pag
     keys, values = held.permute(2, 1, 0, 3, 4).reshape(2, heads, -1, d_k)
     some = (torch.rand(last, generator=draw) < 0.7).nonzero().flatten()
     table = torch.nn.functional.pad(some, (0, 9), value=EMPTY).to(torch.int32)
-    made = cpu_products.mixed(MixedPages(exact, rounded, places, table[None], first), g)
+    made = cpu_ops.mixed(MixedPages(exact, rounded, places, table[None], first), g)
     assert made.sums(torch.ones(heads, group, len(table))).dtype == dtype
     query, weights = (torch.randn((heads, group, size), generator=draw) for size in (d_k, len(table)))
     read = (table >= first)[:, None]
@@ -115,23 +114,23 @@ def test_what_loops_cannot_read_is_left_to_torch(monkeypatch):
     table = torch.zeros(1, 3, dtype=torch.int32)
     pages = MixedPages(torch.zeros(2, 2, 10, 5), torch.zeros(2, 2, rounding.block_bytes(g)), torch.zeros(2), table, 0)
     assert rounding.block_bytes(g) % 4
-    assert cpu_products.mixed(pages, g) is None  # scales would lie across two numbers
+    assert cpu_ops.mixed(pages, g) is None  # scales would lie across two numbers
     rows = torch.zeros(2, 9, 4)
-    assert cpu_products.scattered(rows.half(), rows.half(), table, 0) is None
-    monkeypatch.setattr(cpu_products, "compiled_loops", lambda: None)
-    assert cpu_products.scattered(rows, rows, table, 0) is None
+    assert cpu_ops.scattered(rows.half(), rows.half(), table, 0) is None
+    monkeypatch.setattr(cpu_ops, "compiled_loops", lambda: None)
+    assert cpu_ops.scattered(rows, rows, table, 0) is None
 
 
 def test_few_tokens_never_ask_for_numba(monkeypatch):
-    monkeypatch.setattr(cpu_products, "compiled_loops", lambda: pytest.fail("asked"))
-    rows = torch.ones((2, cpu_products.MANY - 1, 8))
-    assert cpu_products.in_a_row(rows, rows).scores(rows[:, :3]).shape == (2, 3, cpu_products.MANY - 1)
+    monkeypatch.setattr(cpu_ops, "compiled_loops", lambda: pytest.fail("asked"))
+    rows = torch.ones((2, cpu_ops.MANY - 1, 8))
+    assert cpu_ops.in_a_row(rows, rows).scores(rows[:, :3]).shape == (2, 3, cpu_ops.MANY - 1)
 
 
 def test_numba_leaves_the_threads_of_torch_as_they_are():
     """Both share one OpenMP, which numba tells to take every processor: beside others all of torch would wait."""
     script = (
-        "import torch; from kvchat.kv.ops.cpu_products import MANY, in_a_row; rows = torch.ones((1, MANY, 8));"
+        "import torch; from kvchat.kv.ops.cpu_ops import MANY, in_a_row; rows = torch.ones((1, MANY, 8));"
         "in_a_row(rows, rows).scores(rows[:, :1]); print(torch.get_num_threads())"
     )
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -21,7 +21,7 @@ from support.stored_weights import FP8, MXFP4, PACKED_4
 from kvchat.engine import plan
 from kvchat.engine.plan import memory_plan
 from kvchat.errors import ModelError
-from kvchat.kv.memory import budget
+from kvchat.kv.memory import available
 from kvchat.models import description, repacking
 from kvchat.models.description import describe
 from kvchat.models.fuse.modules import sample_logits
@@ -166,7 +166,7 @@ def test_on_a_gpu_4_bits_become_8_where_int4_packs_little(checkpoints, monkeypat
 @pytest.mark.parametrize(("quantize", "lies"), [("auto", True), ("int4", True), ("none", False)])
 def test_a_plan_for_a_gpu_counts_unpacked_weights_where_they_are_packed(checkpoints, monkeypatch, quantize, lies):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    monkeypatch.setattr(budget, "free_bytes", lambda device: 2**30)
+    monkeypatch.setattr(available, "free_bytes", lambda device: 2**30)
     on_gpu = replace(describe(checkpoints("fp8")[0], "cpu", "bfloat16", silent), device=torch.device("cuda"))
     monkeypatch.setattr(plan, "describe", lambda *_: on_gpu)
     made = memory_plan(Load(checkpoints("fp8")[0], quantize=quantize), 64, silent)

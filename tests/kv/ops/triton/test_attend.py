@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.random_kv import LAYERS, SHAPES, assert_near, fill_table, geometry_of, noise, sides
 
-from kvchat.kv.attention_spec import AttentionSpec
+from kvchat.kv.attention import AttentionSpec
 from kvchat.kv.memory.device_slots import EMPTY, Layout
 
 KINDS = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from kvchat.kv.ops.compiled import HAS_THREADS, LINE, Array, compiled, prefetch, widened
+from kvchat.kv.ops.numba.loops import HAS_THREADS, LINE, Array, compiled, prefetch, widened
 
 TOKENS = 512  # that one thread reads at a time
 AHEAD = 16

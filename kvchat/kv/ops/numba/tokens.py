@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 
 from kvchat.kv.geometry import PAGE
 from kvchat.kv.memory.device_slots import EMPTY
-from kvchat.kv.ops.compiled import FINITE_OR_NOT, HAS_THREADS, LINE, Array, compiled, exp, prefetch, widened
+from kvchat.kv.ops.numba.loops import FINITE_OR_NOT, HAS_THREADS, LINE, Array, compiled, exp, prefetch, widened
 
 LANES = 16
 TOGETHER = 8  # query heads whose sums stay in registers

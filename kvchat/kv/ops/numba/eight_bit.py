@@ -11,7 +11,7 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from kvchat.kv.ops.compiled import HAS_THREADS, Array, compiled, widened
+from kvchat.kv.ops.numba.loops import HAS_THREADS, Array, compiled, widened
 
 TOKENS = 256  # that one thread reads at a time
 PAGES = "i4[:, :], i8, i8[::1], number[::1], i8, i8, i1[::1], number[::1], i8, i8"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from kvchat.kv.ops.compiled import HAS_THREADS, LINE, Array, compiled, prefetch, widened
+from kvchat.kv.ops.numba.loops import HAS_THREADS, LINE, Array, compiled, prefetch, widened
 
 AHEAD = 32
 TOKENS = 256  # that one thread reads at a time

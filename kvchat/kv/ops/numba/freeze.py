@@ -8,7 +8,7 @@ import numba
 import numpy as np
 
 from kvchat.kv.memory.device_slots import EMPTY
-from kvchat.kv.ops.compiled import HAS_THREADS, Array, add_softmax, compiled, score_pages
+from kvchat.kv.ops.numba.loops import HAS_THREADS, Array, add_softmax, compiled, score_pages
 
 
 @numba.njit  # type: ignore[untyped-decorator]

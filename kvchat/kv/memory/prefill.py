@@ -1,4 +1,4 @@
-"""Prefill: what is stored of new tokens, and how attention gets at everything stored before them.
+"""Prefill: the memory that it takes, what is stored of new tokens, how attention gets at everything stored before them.
 
 Where the model runs on a GPU, one layer's K/V is there at a time: while a layer computes, the next one's earlier K/V
 comes from the host pool and its own goes there. Three buffers of one layer do it, two of them in the host pool's
@@ -14,9 +14,60 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvchat.errors import DoesNotFitError
+from kvchat.kv.attention import PREFILL_WORKSPACE
+from kvchat.kv.geometry import Geometry
+from kvchat.kv.memory import available
 from kvchat.kv.memory.eight_bit_pool import EightBitPool
 from kvchat.kv.memory.host_pool import HostPool
-from kvchat.kv.memory.side_stream import SideStream
+from kvchat.kv.memory.streams import SideStream
+from kvchat.units import size
+
+# Tokens of one prefill forward on a GPU. With fewer the matrices are too small to be busy; with more a person who
+# cancels waits too long, and earlier K/V is read only a little less often.
+CHUNKS = (512, 1024, 2048, 4096, 8192, 16384)
+
+
+def staging_bytes(geometry: Geometry, stored: int, new: int) -> int:
+    """Device bytes of ``StagedPrefill`` for ``new`` tokens after ``stored``."""
+    pages = geometry.pages(stored + new)
+    changed = pages - stored // geometry.page
+    page_bytes = geometry.kv_heads * 2 * geometry.page * geometry.row_bytes
+    return (pages + geometry.pages(stored) + changed) * page_bytes
+
+
+def prefill_bytes(geometry: Geometry, stored: int, new: int, token_bytes: int) -> int:
+    """Device bytes that one forward of ``new`` tokens after ``stored`` takes beside the weights and the mode's slots.
+
+    ``token_bytes`` is what the model's layers take per new token.
+    """
+    return staging_bytes(geometry, stored, new) + new * token_bytes + PREFILL_WORKSPACE
+
+
+def prefill_chunk(geometry: Geometry, stored: int, new: int, token_bytes: int, device: torch.device) -> int:
+    """Number of the ``new`` tokens after ``stored`` that one forward takes; ``token_bytes`` as above.
+
+    The largest that takes at most half of the free memory: the rest allows for fragmentation.
+
+    Raises:
+        DoesNotFitError: not even the fewest fit.
+    """
+    free = available.usable(available.free_bytes(device))
+
+    def needed(chunk: int) -> int:
+        last = min(chunk, new)
+        return prefill_bytes(geometry, stored + new - last, last, token_bytes)
+
+    least = CHUNKS[0]
+    if needed(least) > free:
+        raise DoesNotFitError(
+            "There is no room to read the prompt.",
+            f"{new:,} tokens after {stored:,} stored ones need {size(needed(least), 2)} on {device}, read {least} at a "
+            f"time: {size(staging_bytes(geometry, stored, new), 2)} for one layer's K/V on its way, the rest for the "
+            f"layers' intermediate results. {size(free, 2)} are free.",
+            "Take a mode with a budget (streaming, speculative), a smaller budget or a shorter prompt.",
+        )
+    return max((chunk for chunk in CHUNKS if needed(chunk) <= free // 2), default=least)
 
 
 class Prefill(Protocol):
@@ -92,7 +143,7 @@ class StagedPrefill:
     ``all [2, H, tokens, d]`` is what attention reads, from the page of the first token on that is read. ``earlier`` and
     ``new`` ``[page, H, 2, p, d]`` are the stored pages on their way from the host and the changed ones on their way to
     it; the first changed page is the one the new tokens begin in, so one page may be in both.
-    ``prefill_plan.staging_bytes`` predicts their size.
+    ``staging_bytes`` predicts their size.
     """
 
     def __init__(self, host: HostPool, tokens: int, first: int = 0) -> None:
