@@ -20,8 +20,7 @@ from kvchat.paths import bundled_recording
 from kvchat.protocol.messages import Load, Sampling
 from kvchat.protocol.recording import Recorder, read
 from kvchat.tui.app import KvchatApp
-from kvchat.tui.config import AppConfig
-from kvchat.tui.state import Phase
+from kvchat.tui.state import AppConfig, Phase
 
 TOLD = "My name is Maria and my cat is called Biscuit."
 STORIES = ("a whale", "a lighthouse", "a lost map", "an old clock")

@@ -19,8 +19,7 @@ from textual.pilot import Pilot
 
 from kvchat.protocol.messages import Load, Sampling
 from kvchat.tui.app import KvchatApp
-from kvchat.tui.config import AppConfig
-from kvchat.tui.state import Phase
+from kvchat.tui.state import AppConfig, Phase
 
 SIZE = (120, 40)
 TOLD = "My name is Maria and my cat is called Biscuit."

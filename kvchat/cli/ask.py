@@ -26,7 +26,7 @@ from kvchat.kv.memory.available import check_address_space
 from kvchat.models import checkpoint
 from kvchat.protocol.figures import Params, Stats
 from kvchat.protocol.messages import Finished, Load, Sampling, Text, Turn
-from kvchat.tui.prompt.words import resolve
+from kvchat.tui.prompt.arguments import resolve
 
 if TYPE_CHECKING:
     from kvchat import Session

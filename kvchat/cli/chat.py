@@ -28,7 +28,7 @@ from kvchat.protocol.messages import Keeping, Load, Turn
 from kvchat.units import count, size
 
 if TYPE_CHECKING:
-    from kvchat.tui.config import AppConfig
+    from kvchat.tui.state import AppConfig
 
 
 ENGINE = (sys.executable, "-m", "kvchat.replay.engine")
@@ -44,7 +44,7 @@ def chat(flags: SettingsSource, resume: bool, plain: bool, record: Path | None =
     resolved = load_settings(flags, problems.append)
     from kvchat.protocol.recording import Recorder
     from kvchat.tui.actions import is_command
-    from kvchat.tui.config import AppConfig
+    from kvchat.tui.state import AppConfig
 
     asked = typed(prompt)
     is_question = asked.strip() and not is_command(asked)
@@ -223,7 +223,7 @@ def replay(file: Path | None, plain: bool) -> int:
     """
     chosen = file or paths.bundled_recording()
     recording.read(chosen)  # refused here, not behind the screen
-    from kvchat.tui.config import AppConfig
+    from kvchat.tui.state import AppConfig
 
     resolved = sources.load()
     config = AppConfig(

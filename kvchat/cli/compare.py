@@ -40,7 +40,7 @@ from kvchat.protocol.messages import Compared, Comparing, Load, Prefilled, Sampl
 
 if TYPE_CHECKING:
     from kvchat import Session
-    from kvchat.tui.running_comparison import RunningComparison
+    from kvchat.tui.state import RunningComparison
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def compare_command(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead of lines")] = False,
 ) -> None:
     """Answer one prompt in several modes or budgets, with the same seed: where they part, and at what cost."""
-    from kvchat.tui.comparing.variants import completed, parse_variants, seeded
+    from kvchat.tui.comparisons import completed, parse_variants, seeded
 
     chosen = load_settings(options.flags(ctx.params)).settings
     named = completed(parse_variants(variants or ()), chosen.kv.mode)
@@ -126,7 +126,7 @@ def compare(asked: Asked) -> int:
 
 def _run(session: Session, asked: Asked, is_stopped: bool) -> RunningComparison:
     """Note what comes until the result; how far it is stands on stderr."""
-    from kvchat.tui.running_comparison import RunningComparison
+    from kvchat.tui.state import RunningComparison
 
     running = RunningComparison(asked.turns[-1].content, session.info.model, asked.variants, asked.sampling)
     events = session.compare(asked.turns, asked.variants, asked.sampling)

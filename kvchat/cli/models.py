@@ -19,11 +19,11 @@ from kvchat.errors import UsageError
 from kvchat.models import catalog
 from kvchat.models.catalog import FoundModel, Room, fit, room
 from kvchat.protocol.messages import Load
-from kvchat.tui.model_choice.plan_table import plan_lines
+from kvchat.tui.models import plan_lines
 from kvchat.units import size
 
 if TYPE_CHECKING:
-    from kvchat.tui.action import Action
+    from kvchat.tui.actions import Action
 
 
 # Tokens of a text, those decoded after it in each way, and how many texts the budget is chosen on.

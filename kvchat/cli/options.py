@@ -16,7 +16,7 @@ from kvchat.config.schema import KvSection, ModelSettings, SamplingSettings, UiS
 from kvchat.config.sources import Key, SettingsSource
 from kvchat.config.validation_errors import choices
 from kvchat.errors import UsageError, did_you_mean
-from kvchat.tui.prompt.words import resolve
+from kvchat.tui.prompt.arguments import resolve
 
 Section = type[schema.Section] | type[ModeParameters]
 # What each option sets: the setting of its name. Where those of a mode's parameters are set depends on the value.

@@ -1,19 +1,123 @@
-"""Everything the user can do, in one table, from which keys, slash commands, palette, key hints and help are made."""
+"""Everything the user can do, in one table, from which keys, slash commands, palette, key hints and help are made.
+
+An ``Action`` has its key binding, its slash command and its word in the line of key hints; its scope is the
+application, a screen, or a widget that has the focus.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
 
-from textual.binding import BindingType
+from textual.binding import Binding, BindingType
 
 from kvchat.errors import UsageError
-from kvchat.tui.action import Action
-from kvchat.tui.commands import chat, comparing, conversations, models, pins
-from kvchat.tui.prompt import arguments, words
+from kvchat.tui.commands import chat, conversations
+from kvchat.tui.commands.chat import Handler
+from kvchat.tui.prompt import arguments
+from kvchat.tui.prompt.arguments import Values
 from kvchat.tui.prompt.mentions import PUNCTUATION
-from kvchat.tui.scopes import Scope
+
+OFTEN = (
+    *("mode", "budget", "new", "model", "conversations", "regenerate", "edit", "file", "export", "compare", "needle"),
+    *("system", "set", "undo", "copy", "settings", "help", "stop", "quit"),
+)
+"""The ids of the commands used most, the most used first."""
+FIRST_KEYS = {
+    "prompt.send": "send",
+    "prompt.newline": "new line",
+    "stop": "stop the answer",
+    "mode.next": "next KV mode, also during an answer",
+    "regenerate": "answer the last question again",
+    "new": "new conversation",
+    "conversations": "saved conversations",
+    "focus": "explain the figures: at their first, then ↑ and ↓",
+}
+"""The eight keys to begin with: the ids of their actions, each with a few words."""
+_COMMAND = re.compile(r"/(\?|[^\W\d_][\w=,.;:!?-]*)?(?!\S)")
+MAX_DIGITS = 1000  # of a number that is a whole argument: Python reads none of 5,000
+REPLAY = "replay."  # begins the ids of what only a replay can do
+NO_KEY = "none:"  # begins a key that no terminal sends: Textual changes keys of bindings, and makes no binding for one
+Scope = Literal[
+    "app", "chat", "prompt", "transcript", "ribbon", "panels", "search", "conversations", "title", "models",
+    "settings", "compare", "details", "map", "help",
+]  # fmt: skip
+WIDGETS: tuple[Scope, ...] = (
+    "prompt", "transcript", "ribbon", "panels", "search", "conversations", "title", "models", "map",
+)  # fmt: skip
+"""A key of another scope goes before those of the focused widget."""
+LETTERS: tuple[Scope, ...] = ("transcript", "ribbon", "panels", "compare", "details", "map", "help")
+"""Nothing is typed here, so that a letter may be a key."""
+_AROUND: dict[Scope, tuple[Scope, ...]] = {
+    "app": ("chat", "search", "title", "settings", "compare", "details", "help"),
+    "chat": ("prompt", "transcript", "ribbon", "panels"),
+    "search": ("conversations", "models"),
+    "details": ("map",),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Action:
+    """One thing the user can do.
+
+    ``id`` is the id of its key binding, ``keys`` are its keys by default, separated by commas. ``command`` is its slash
+    command, ``usage`` the command's argument, ``values`` offers what that may be; ``aliases`` are other programs'
+    names of the command. ``run`` does the work; without it ``action`` names a Textual action of
+    the ``scope``, the screen or widget where the keys act. An action with neither is built into a widget: its keys are
+    listed, but cannot be changed.
+    ``needs_argument``: its command does nothing alone, so that a key types the command's beginning into the prompt.
+    ``waits`` says when it is queued while a model is being loaded, and when it is typed behind questions that wait:
+    always, or with an argument only; ``questions``: with an argument, behind questions only.
+    ``hint`` is its word in the line of key hints.
+    """
+
+    id: str
+    doc: str
+    keys: str = ""
+    command: str = ""
+    usage: str = ""
+    aliases: tuple[str, ...] = ()
+    values: Values | None = None
+    run: Handler | None = None
+    action: str = ""
+    scope: Scope = "chat"
+    needs_argument: bool = False
+    waits: Literal["", "always", "argument", "questions"] = ""
+    hint: str = ""
+
+    @property
+    def line(self) -> str:
+        """The slash command as it is typed."""
+        return f"/{self.command} {self.usage}".rstrip()
+
+    def needs_model(self, argument: str) -> bool:
+        """True if it is queued while a model is being loaded."""
+        return self.waits == "always" or (self.waits == "argument" and bool(argument))
+
+    def keeps_turn(self, argument: str) -> bool:
+        """True if it is queued behind questions that wait: it changes how they would be answered."""
+        return self.needs_model(argument) or (self.waits == "questions" and bool(argument))
+
+    @property
+    def is_bindable(self) -> bool:
+        """True if its keys can be changed."""
+        return bool(self.run or self.action)
+
+    @property
+    def hint_word(self) -> str:
+        """Its word in the line of key hints; without a key by default, that of a key that the user gives it."""
+        return self.hint or ("" if self.keys else self.command)
+
+    def binding(self) -> Binding:
+        """Make the key binding; a key of the application or of a screen goes before those of the focused widget."""
+        priority = self.scope not in WIDGETS and self.id != "stop"
+        action = self.action if self.action and not self.usage else f"run({self.id!r})"
+        keys = self.keys or f"{NO_KEY}{self.id}"
+        return Binding(keys, action, self.hint_word, show=bool(self.hint_word), priority=priority, id=self.id)
+
 
 ACTIONS = (
     Action(id="prompt.send", keys="enter", action="send", scope="prompt", hint="send", doc="send"),
@@ -41,7 +145,7 @@ ACTIONS = (
            hint="again", doc="on a chosen message: answer its question again"),
     Action(id="message.fork", keys="b", run=conversations.fork, scope="transcript", hint="fork",
            doc="on a chosen message: go on in a copy of the conversation up to it"),
-    Action(id="message.pin", keys="p", run=pins.pin, scope="transcript", hint="pin",
+    Action(id="message.pin", keys="p", run=chat.pin, scope="transcript", hint="pin",
            doc="on a chosen message: pin it, so that every mode attends to it, or unpin it"),
     Action(id="branch.previous", keys="[", run=conversations.previous_branch,
            scope="transcript", hint="branch", doc="on a chosen message: the branch before"),
@@ -75,10 +179,10 @@ ACTIONS = (
            doc="next KV mode, also during an answer"),
     Action(id="mode.previous", keys="shift+f6", command="previous", run=chat.previous_mode, waits="always",
            doc="previous KV mode, also during an answer"),
-    Action(id="compare", keys="f8", command="compare", usage="MODE key=value… MODE…", run=comparing.compare,
+    Action(id="compare", keys="f8", command="compare", usage="MODE key=value… MODE…", run=chat.compare,
            waits="always",
            doc="answer the last question in two modes from the same K/V; alone: full and the present mode"),
-    Action(id="needle", command="needle", usage="TOKENS", run=comparing.search_needle, waits="always",
+    Action(id="needle", command="needle", usage="TOKENS", run=chat.search_needle, waits="always",
            doc="hide a fact in a long text and ask every mode for it; your conversation stays as it is"),
     Action(id="budget", command="budget", usage="N", needs_argument=True, values=arguments.tokens("budget"),
            run=chat.set_tokens("budget"), waits="argument",
@@ -95,7 +199,7 @@ ACTIONS = (
     Action(id="system", command="system", usage="TEXT", values=arguments.one_of("none"), run=chat.set_system,
            waits="questions",
            doc="change the system prompt; none removes it; alone: show it"),
-    Action(id="pin", command="pin", usage="N", values=arguments.one_of("system", "none"), run=pins.pin,
+    Action(id="pin", command="pin", usage="N", values=arguments.one_of("system", "none"), run=chat.pin,
            doc="pin the N-th question: every mode attends to it, beyond the budget; again: unpin it; alone: the last "
                "one; system: the system prompt; none: unpin all"),
     Action(id="regenerate", keys="f5", command="regen", aliases=("retry", "again"),
@@ -110,19 +214,19 @@ ACTIONS = (
     Action(id="branch", command="branch", usage="previous", values=arguments.one_of("previous", "next"),
            run=conversations.show_branch,
            doc="show the branch before, or next, of the last message that has some; alone: the next"),
-    Action(id="model", keys="ctrl+o", command="model", usage="NAME key=value…", run=models.choose,
+    Action(id="model", keys="ctrl+o", command="model", usage="NAME key=value…", run=chat.choose,
            doc="load another model, which reads the conversation; alone: the models on this machine"),
-    Action(id="think", command="think", usage="on", run=models.think, waits="argument",
+    Action(id="think", command="think", usage="on", run=chat.think, waits="argument",
            values=arguments.one_of("on", "off", "low", "medium", "high", "auto"),
            doc="let the model think before it answers, or not, or so much; auto: as it likes; alone: what is set"),
-    Action(id="template", command="template", usage="KEY=VALUE…", values=arguments.one_of("own"), run=models.template,
+    Action(id="template", command="template", usage="KEY=VALUE…", values=arguments.one_of("own"), run=chat.template,
            waits="argument",
            doc="set variables of the chat template; a FILE: another template, own: the model's; alone: what is set"),
-    Action(id="unload", command="unload", run=models.unload,
+    Action(id="unload", command="unload", run=chat.unload,
            doc="free the memory that the model takes; the next question loads it again"),
-    Action(id="plan", command="plan", usage="NAME context=N", run=models.plan,
+    Action(id="plan", command="plan", usage="NAME context=N", run=chat.plan,
            doc="what a model takes in memory and what fits; alone: the one in use, with what was measured"),
-    Action(id="profile", command="profile", run=models.show_profile,
+    Action(id="profile", command="profile", run=chat.show_profile,
            doc="the profiles for this GPU that are in force"),
     Action(id="rebuild", command="rebuild", run=chat.rebuild, waits="always",
            doc="recompute exactly what was computed with less context"),
@@ -244,27 +348,8 @@ ACTIONS = (
 )  # fmt: skip
 BY_ID = {action.id: action for action in ACTIONS}
 COMMANDS = {action.command: action for action in ACTIONS if action.command}
-OFTEN = (
-    *("mode", "budget", "new", "model", "conversations", "regenerate", "edit", "file", "export", "compare", "needle"),
-    *("system", "set", "undo", "copy", "settings", "help", "stop", "quit"),
-)
-"""The ids of the commands used most, the most used first."""
-FIRST_KEYS = {
-    "prompt.send": "send",
-    "prompt.newline": "new line",
-    "stop": "stop the answer",
-    "mode.next": "next KV mode, also during an answer",
-    "regenerate": "answer the last question again",
-    "new": "new conversation",
-    "conversations": "saved conversations",
-    "focus": "explain the figures: at their first, then ↑ and ↓",
-}
-"""The eight keys to begin with: the ids of their actions, each with a few words."""
 KEYED = [action for action in ACTIONS if action.is_bindable and not action.command]  # what has a key only
 ALIASES = {alias: action for action in ACTIONS for alias in action.aliases}
-_COMMAND = re.compile(r"/(\?|[^\W\d_][\w=,.;:!?-]*)?(?!\S)")
-MAX_DIGITS = 1000  # of a number that is a whole argument: Python reads none of 5,000
-REPLAY = "replay."  # begins the ids of what only a replay can do
 HINTED = sorted(
     (action for action in ACTIONS if action.hint_word),
     key=lambda action: (not action.id.startswith(REPLAY), not action.hint),
@@ -318,11 +403,19 @@ def find_command(name: str) -> Action:
     is_alias = name in ALIASES or (not _is_begun(name, COMMANDS) and _is_begun(name, ALIASES))
     known = ALIASES if is_alias else COMMANDS
     if not name or not _is_begun(name, known):
-        near = " or ".join(f"/{word}" for word in words.nearest(name, COMMANDS))
+        near = " or ".join(f"/{word}" for word in arguments.nearest(name, COMMANDS))
         hint = f"Did you mean {near}? " if near else ""
         raise UsageError(f"There is no command /{name}.", hint=f"{hint}/help lists all.")
-    return known[words.resolve(name, known, "command")]
+    return known[arguments.resolve(name, known, "command")]
 
 
 def _is_begun(name: str, known: Iterable[str]) -> bool:
     return any(word.startswith(name) for word in known)
+
+
+def scopes_at(scope: Scope) -> Iterator[Scope]:
+    """The scopes whose keys act where ``scope`` is: its own and those around it."""
+    yield scope
+    for outer, inner in _AROUND.items():
+        if scope in inner:
+            yield from scopes_at(outer)

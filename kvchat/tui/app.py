@@ -1,59 +1,75 @@
-"""The application: themes, the engine client and the one screen."""
+"""The application: themes, the engine client and the one screen; its command palette, and its keys in their order.
+
+Keys act one after the other, each where those before it have led. While nothing happens garbage is collected in full:
+with a long answer on the screen a collection takes 0.2 s.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
 from rich.segment import Segments
 from textual import constants
 from textual.app import App
 from textual.binding import BindingType
 from textual.color import BLACK
+from textual.command import DiscoveryHit, Hit, Hits, Provider
 from textual.css.query import NoMatches
+from textual.dom import DOMNode
 from textual.driver import Driver
 from textual.errors import NoWidget
 from textual.events import Event, InputEvent, Key, MouseEvent, Paste
 from textual.filter import LineFilter, Monochrome, NoColor
-from textual.notifications import Notify, SeverityLevel
+from textual.markup import escape
+from textual.message_pump import MessagePump
+from textual.notifications import Notification, Notify, SeverityLevel
 from textual.timer import Timer, TimerCallback
 from textual.widget import MountError
 from textual.worker import WorkerFailed
 
-from kvchat.config.modes import registered
+from kvchat.config.modes import mode_names, registered
 from kvchat.errors import UsageError, did_you_mean
 from kvchat.foreign_text import visible
-from kvchat.tui import ARE_FRAMES_CHOSEN, FRAMES, garbage, themes
-from kvchat.tui.actions import bindings
+from kvchat.tui import ARE_FRAMES_CHOSEN, FRAMES, themes
+from kvchat.tui.actions import COMMANDS, KEYED, bindings
 from kvchat.tui.client import EngineClient
-from kvchat.tui.config import AppConfig
-from kvchat.tui.key_order import KeysInTurn
-from kvchat.tui.palette import CommandProvider
 from kvchat.tui.panel_rows import has_gpu
-from kvchat.tui.prompt.words import resolve
-from kvchat.tui.rebinding import check_keys
+from kvchat.tui.prompt.arguments import resolve
+from kvchat.tui.rebinding import check_keys, describe_keys
+from kvchat.tui.screens.base import Palette, open_once
 from kvchat.tui.screens.chat import ChatScreen
-from kvchat.tui.screens.closing import Palette, open_once
 from kvchat.tui.screens.help import HelpScreen
 from kvchat.tui.screens.settings import SettingsScreen
 from kvchat.tui.settings import SettingsEditor
+from kvchat.tui.state import AppConfig
 from kvchat.tui.terminal import ReadableDim, VisibleText, decode_leniently, has_vanished
-from kvchat.tui.timers import unskipped
-from kvchat.tui.toasts import Notice
-
-if not ARE_FRAMES_CHOSEN:
-    os.environ.pop(FRAMES, None)
+from kvchat.tui.widgets.base import unskipped
 
 # They would end the process at once; a crash inside a library (SIGSEGV and the like) cannot be left by a handler.
 ENDING = (
     *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2),
     *(signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGXCPU),
 )
+REACHED = ("chat", "prompt", "transcript", "ribbon", "panels")  # keys of other screens act there alone
+LONGEST_S = 5.0  # what a key began may take longer: the next ones do not wait for the end of it
+LATE = 200  # collections of the middle generation before a full one that does not wait for a pause; Python's rule: 10
+WORTHWHILE = 5
+PAUSE_S = 2.0
+LEAST_S = 0.1
+
+
+if not ARE_FRAMES_CHOSEN:
+    os.environ.pop(FRAMES, None)
 
 
 def run(config: AppConfig) -> int:
@@ -65,11 +81,208 @@ def run(config: AppConfig) -> int:
     themes.color_system()
     app = KvchatApp(config)
     try:
-        garbage.postpone_full_collections()
+        postpone_full_collections()
         app.run()
     finally:
         app.client.kill()
     return app.return_code or 0
+
+
+class PaletteScreen(Protocol):
+    """The part of the chat screen that the palette uses."""
+
+    def begin_command(self, line: str) -> None:
+        """Type the beginning of a command into the prompt."""
+
+    async def run_command(self, line: str) -> None:
+        """Run a slash command."""
+
+    async def run_keyed(self, id: str) -> None:
+        """Run an action that has no command."""
+
+    def run_worker(self, work: Callable[[], Coroutine[Any, Any, None]]) -> object:
+        """Run a coroutine function in the background."""
+
+
+class Choice(NamedTuple):
+    """One line of the palette."""
+
+    title: str
+    doc: str
+    run: Callable[[], object]
+
+
+class CommandProvider(Provider):
+    """Commands that need an argument are typed into the prompt; the others run at once.
+
+    Textual reads titles and descriptions as markup; those of themes and of other packages' modes are escaped.
+    """
+
+    async def discover(self) -> Hits:
+        """List all choices, before anything is typed."""
+        for choice in self._choices():
+            yield DiscoveryHit(escape(choice.title), choice.run, choice.title, escape(choice.doc))
+
+    async def search(self, query: str) -> Hits:
+        """Find the choices whose title or description matches."""
+        matcher = self.matcher(query)
+        for choice in self._choices():
+            score = max(matcher.match(choice.title), matcher.match(choice.doc) * 0.5)
+            if score > 0:
+                title = matcher.highlight(escape(choice.title))
+                yield Hit(score, title, choice.run, choice.title, escape(choice.doc))
+
+    def _choices(self) -> Iterator[Choice]:
+        app = cast("PaletteApp", self.app)
+        return choices(app.chat, app.keys, app.themes)
+
+
+def choices(chat: PaletteScreen, keys: Mapping[str, str], themes: Iterable[str]) -> Iterator[Choice]:
+    """All lines of the palette, with the keys in force."""
+
+    def run(line: str) -> None:
+        chat.run_worker(partial(chat.run_command, line))
+
+    for action in COMMANDS.values():
+        doc = f"{action.doc}  {describe_keys(action, keys)}".rstrip()
+        start = partial(chat.begin_command, f"/{action.command} ") if action.usage else partial(run, action.line)
+        yield Choice(action.line, doc, start)
+    commands = [action.run for action in COMMANDS.values() if action.run]
+    for action in KEYED:
+        if action.scope in REACHED and action.run not in commands:
+            doc = f"{action.doc}  {describe_keys(action, keys)}"
+            yield Choice(action.id.replace(".", " "), doc, partial(chat.run_worker, partial(chat.run_keyed, action.id)))
+    for name in mode_names():
+        yield Choice(f"mode {name}", registered()[name].title, partial(run, f"/mode {name}"))
+    for name in themes:
+        yield Choice(f"theme {name}", "colors", partial(run, f"/theme {name}"))
+
+
+class KeysInTurn:
+    """Has ``pass_on`` give the application one key or paste after the other.
+
+    Textual lets a widget insert a letter at once, while a key that is bound goes through all its parents first. What a
+    slow line delivers together would act in another order: ``teh``, Backspace twice and ``he`` would be ``teh`` again,
+    and what follows Esc would go to the screen that is just closing.
+    """
+
+    def __init__(self, app: App[None], pass_on: Callable[[Event], Awaitable[None]]) -> None:
+        self._app, self._pass_on = app, pass_on
+        self._waiting: deque[Event] = deque()
+        self._task: asyncio.Task[None] | None = None
+
+    def add(self, event: Event) -> None:
+        """Pass it on when all before it have acted."""
+        self._waiting.append(event)
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._work())
+
+    async def _work(self) -> None:
+        while self._waiting:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._act(), LONGEST_S)
+
+    async def _act(self) -> None:
+        """Pass on the next key and wait until the widgets on its way are done with it and what they sent each other."""
+        passed: list[tuple[Event, DOMNode]] = []
+        await _done(self._app, partial(self._forward, passed))
+        if not passed:
+            self._waiting.clear()  # the application closes
+        elif not _is_taken(*passed[-1]):
+            await self._handled(passed[-1][1])
+
+    async def _handled(self, target: DOMNode) -> None:
+        way = target.ancestors_with_self
+        for node in (
+            *way,
+            *way,
+        ):  # also where it is stopped: Textual stops it as well where the application's turn begins
+            await _done(node)
+        await _done(self._app.screen)  # it may have been opened just now
+
+    async def _forward(self, passed: list[tuple[Event, DOMNode]]) -> None:
+        """Letters together, and the key behind them: a line takes them in turn, and is drawn once."""
+        while self._waiting and (not passed or _is_taken(*passed[-1])):
+            event = self._waiting.popleft()
+            _focus(self._app)
+            passed.append((event, self._app.focused or self._app.screen))
+            await self._pass_on(event)
+
+
+def _focus(app: App[None]) -> None:
+    """Focus what the screen focuses when it opens, if nothing is.
+
+    Textual does not while the terminal lies behind others, and takes the focus away at a click beyond the edge of a
+    terminal that has just become smaller.
+    """
+    app.app_focus = True
+    app.screen._update_auto_focus()
+
+
+def _is_taken(event: Event, target: DOMNode) -> bool:
+    """True if it is a letter for a line: the next event acts after it."""
+    return isinstance(event, Key) and target.check_consume_key(event.key, event.character)
+
+
+async def _done(pump: MessagePump, work: Callable[[], Awaitable[None]] | None = None) -> None:
+    """Wait until ``pump`` has handled what it was sent so far, and ``work`` after it."""
+    done = asyncio.Event()
+
+    async def finish() -> None:
+        try:
+            if work is not None:
+                await work()
+        finally:
+            done.set()
+
+    if pump.call_later(finish):  # not while it closes
+        await done.wait()
+
+
+def postpone_full_collections() -> None:
+    """Let full collections come late, and look through what is there now, all modules for example, never again."""
+    young, middle, _ = gc.get_threshold()
+    gc.set_threshold(young, middle, LATE)
+    gc.freeze()
+
+
+class IdleCollector:
+    """Collects in pauses: nothing was done for ``PAUSE_S`` and ``is_busy`` is false."""
+
+    def __init__(self, is_busy: Callable[[], bool], clock: Callable[[], float] = time.monotonic) -> None:
+        self._is_busy = is_busy
+        self._clock = clock
+        self._used_at = clock()
+
+    def note_use(self) -> None:
+        """The user did something: the pause begins again."""
+        self._used_at = self._clock()
+
+    def look(self) -> None:
+        """Collect if there is a pause and enough was made since the last time; called every second."""
+        if self._is_busy():
+            self.note_use()
+        elif self._clock() - self._used_at >= PAUSE_S and gc.get_count()[2] >= WORTHWHILE:
+            gc.collect()
+
+
+class Notice(Notification):
+    """The text of a toast, which has time left while it is made.
+
+    Textual makes a toast for each screen that opens and asks the time twice: where the notification expires in between,
+    its timer has a negative length and turns without end, before anything else gets its turn. A timer shorter than the
+    process stands still may be left out, and the toast stays.
+    """
+
+    @property
+    def time_left(self) -> float:
+        """The time in seconds until it expires, or a little."""
+        return max(super().time_left, LEAST_S)
+
+    @property
+    def has_expired(self) -> bool:
+        """It is to be shown no more."""
+        return super().time_left <= 0
 
 
 class KvchatApp(App[None]):
@@ -96,7 +309,7 @@ class KvchatApp(App[None]):
         self.keys: dict[str, str] = {}
         self.chat = ChatScreen(config, self.client, self.keys, tuple(self.themes))
         self.controller = self.chat.controller
-        self._collector = garbage.IdleCollector(lambda: self.controller.state.phase.busy)
+        self._collector = IdleCollector(lambda: self.controller.state.phase.busy)
         self.settings = SettingsEditor(config, self.controller, self)
         self._keys_in_turn = KeysInTurn(self, super().on_event)
 
@@ -290,3 +503,11 @@ class KvchatApp(App[None]):
             own = "".join(f" Your own are files in {folder}." for folder in self.config.theme_dirs)
             raise UsageError(f'There is no theme "{name}".', f"{did_you_mean(name, self.themes)}{own}")
         self.theme = name
+
+
+class PaletteApp(Protocol):
+    """The part of the application that the palette uses."""
+
+    chat: PaletteScreen
+    keys: Mapping[str, str]
+    themes: Iterable[str]

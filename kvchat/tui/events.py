@@ -35,17 +35,15 @@ from kvchat.protocol.messages import (
     Text,
     Withdrawn,
 )
-from kvchat.tui.answering.answers import Answers
+from kvchat.tui.answers import Answers
+from kvchat.tui.archive import ModeOfConversation
+from kvchat.tui.branches import Pins
 from kvchat.tui.client import Crashed, Report
-from kvchat.tui.comparing.comparisons import Comparisons
-from kvchat.tui.details import DetailsWatch
-from kvchat.tui.kept.keeping import ModeOfConversation
-from kvchat.tui.model_choice.models import Models
-from kvchat.tui.pins import Pins
-from kvchat.tui.replay import Replay
+from kvchat.tui.comparisons import Comparisons
+from kvchat.tui.models import Models
+from kvchat.tui.replay import DetailsWatch, Replay
 from kvchat.tui.state import ENDINGS, ChatState, Phase, without_conversation
-from kvchat.tui.view import ChatView
-from kvchat.tui.ways_out import WayOut, ways_out
+from kvchat.tui.view import ChatView, WayOut, ways_out
 from kvchat.units import count, figure, percent, seconds
 
 CONTEXT_LEVELS = (0.95, 0.8)  # shares of the context, the highest first

@@ -1,14 +1,28 @@
-"""The keys in force: those of the table of actions, or the user's in their place."""
+"""The keys in force: those of the table of actions, or the user's in their place; as people read them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from textual.keys import Keys
+
 from kvchat.errors import UsageError, did_you_mean
-from kvchat.tui.action import Action
-from kvchat.tui.actions import ACTIONS, BY_ID
-from kvchat.tui.keys import describe_key, is_key, types_text
-from kvchat.tui.scopes import LETTERS, scopes_at
+from kvchat.tui.actions import ACTIONS, BY_ID, LETTERS, Action, scopes_at
+
+MODIFIERS = ("ctrl", "shift", "alt")
+NAMES = {
+    "escape": "Esc",
+    "pageup": "PgUp",
+    "pagedown": "PgDn",
+    "left": "←",
+    "right": "→",
+    "up": "↑",
+    "down": "↓",
+    "left_square_bracket": "[",
+    "right_square_bracket": "]",
+}
+HINTS = {"enter": "⏎", "escape": "esc"}
+KNOWN = {key.value for key in Keys}
 
 
 def keys_of(action: Action, rebound: Mapping[str, str]) -> list[str]:
@@ -58,3 +72,25 @@ def _check_names(action: Action, keys: list[str]) -> None:
         raise UsageError(given, hint="Keys are written as in f9, ctrl+n or shift+f6.")
     if action.scope not in LETTERS and any(map(types_text, keys)):
         raise UsageError(given, "It types text.", "Use a function key, or one with ctrl or alt.")
+
+
+def describe_key(key: str) -> str:
+    """Name a key for people: ``shift+f6`` -> ``Shift+F6``."""
+    *modifiers, last = key.split("+")
+    return "+".join([*(modifier.capitalize() for modifier in modifiers), NAMES.get(last, last.capitalize())])
+
+
+def hint_key(key: str) -> str:
+    """Name a key in as few cells as possible: ``ctrl+p`` -> ``^P``."""
+    return HINTS.get(key) or describe_key(key).replace("Ctrl+", "^")
+
+
+def is_key(key: str) -> bool:
+    """True if Textual knows the key; modifiers come first, joined by ``+``."""
+    *modifiers, last = key.split("+")
+    return all(modifier in MODIFIERS for modifier in modifiers) and (last in KNOWN or len(last) == 1)
+
+
+def types_text(key: str) -> bool:
+    """True if a key alone writes into the prompt."""
+    return len(key) == 1 or key == "space"

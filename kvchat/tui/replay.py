@@ -1,13 +1,14 @@
-"""A recording that the engine plays: its pace."""
+"""What the engine is asked for beside answers: a recording at its pace; details, which cost nothing while unseen."""
 
 from __future__ import annotations
 
 from kvchat.errors import UsageError
-from kvchat.protocol.messages import MAX_PACE, Pace
+from kvchat.protocol.messages import MAX_PACE, Pace, Watch
 from kvchat.tui.client import EngineClient
 from kvchat.tui.view import ChatView
 
 SLOWEST = 1 / 8
+RECORDING = "recording"
 
 
 class Replay:
@@ -79,3 +80,28 @@ class Replay:
         self.speed, self.is_paused = speed, is_paused
         self._client.send(Pace(self._pace))
         self._view.toast("Paused." if is_paused else f"{speed:g} times the speed of the recording.", title="Replay")
+
+
+class DetailsWatch:
+    """Knows by name who shows details; where ``is_recorded`` they come always, so that a replay can show them."""
+
+    def __init__(self, client: EngineClient, is_recorded: bool = False) -> None:
+        self._client = client
+        self._watching = {RECORDING} if is_recorded else set[str]()
+
+    def begin(self, who: str) -> None:
+        """``who`` shows details from now on, and wants them at once."""
+        self._watching.add(who)
+        self._client.send(Watch(True))
+
+    def end(self, who: str) -> None:
+        """``who`` shows them no longer."""
+        if who in self._watching:
+            self._watching.remove(who)
+            if not self._watching:
+                self._client.send(Watch(False))
+
+    def renew(self) -> None:
+        """Ask an engine that has just loaded a model: it may be a new process."""
+        if self._watching:
+            self._client.send(Watch(True))

@@ -16,10 +16,10 @@ from kvchat.config.sources import KEYS, Key
 from kvchat.config.validation_errors import choices, expected
 from kvchat.errors import UsageError
 from kvchat.tui.actions import ACTIONS
-from kvchat.tui.config import AppConfig
 from kvchat.tui.controller import ChatController
 from kvchat.tui.prompt import arguments
 from kvchat.tui.rebinding import keys_of
+from kvchat.tui.state import AppConfig
 
 HERE, SESSION, DEFAULT = "changed, not saved", "this session", "default"
 

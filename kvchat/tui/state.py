@@ -1,29 +1,30 @@
-"""The state of the chat: plain data, changed by the user's actions and the engine's events."""
+"""The state of the chat: plain data, changed by the user's actions and the engine's events, and what it begins with."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+import time
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from kvchat.config import sources
 from kvchat.config.modes import asked_for, registered
+from kvchat.config.sources import Resolved
 from kvchat.conversations import attachments
+from kvchat.conversations.comparison import Comparison, label
 from kvchat.conversations.conversation import CUT_OFF, Conversation, Message
 from kvchat.models.catalog import short_name
-from kvchat.protocol.figures import Params, Price, Snapshot, Stats
-from kvchat.protocol.messages import Details, Finished, Loaded, Sampling, Switched
-from kvchat.tui import visibility
-from kvchat.tui.gpu_history import GpuHistory
-from kvchat.tui.visibility import Mark
+from kvchat.protocol.figures import Gpu, Params, Price, Snapshot, Stats
+from kvchat.protocol.messages import Compared, Comparing, Details, Finished, Load, Loaded, Sampling, Switched, Variant
+from kvchat.protocol.recording import Recorder
 from kvchat.units import count, figure, percent, size
 
 Footed = tuple[Message, str]
 PINNED = "◆ pinned"
 ENDINGS = {"stopped": "stopped", "length": "token limit", "context": "context full", "stop": "stop string"}
-
-
 CORRECTED = "choices of heads replaced before attention because the query had turned, of all choices"
 RECEIPT = {
     "read": "stored tokens that a token attended to, as a share, in the mean over the answer, and how many were stored",
@@ -48,6 +49,13 @@ SUMS = {
     "corrected": CORRECTED,
 }
 """What the rows of ``/stats`` mean."""
+Ranges = dict[str, tuple[int, int]]
+LETTER_OF_PINNED = "P"  # the ribbon's letter
+UNFINISHED = ""  # in place of the id of an answer that is being made
+EVERY_S = 1.0
+POINTS = 240
+SETTLED_TOKENS = 64
+TIMED_S = 0.2  # text that waited comes all at once: over less time no speed can be told from it
 
 
 class Phase(Enum):
@@ -64,6 +72,42 @@ class Phase(Enum):
     def busy(self) -> bool:
         """True if an answer or a comparison is under way."""
         return self in (Phase.PREFILL, Phase.ANSWERING, Phase.COMPARING)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Memory in use and all there is, in bytes, use in percent, watts, and bytes per second over the PCIe link."""
+
+    used: int | None = None
+    total: int | None = None
+    utilization: int | None = None
+    power: float | None = None
+    pcie: int | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """NVML said nothing."""
+        return self == Moment()
+
+
+class GpuHistory:
+    """At most one moment a second, the oldest first; ``clock`` in seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.moments: deque[Moment] = deque(maxlen=POINTS)
+        self._clock = clock
+        self._noted = float("-inf")
+
+    def note(self, gpu: Gpu | None, details: Details | None) -> None:
+        """Add a reading; the PCIe traffic is known only while details are shown."""
+        if gpu is None or self._clock() - self._noted < EVERY_S:
+            return
+        directions = (details.pcie_to_device, details.pcie_to_host) if details else ()
+        known = [one for one in directions if one is not None]
+        moment = Moment(gpu.used, gpu.total, gpu.utilization, gpu.power, sum(known) if known else None)
+        if not moment.is_empty:
+            self.moments.append(moment)
+            self._noted = self._clock()
 
 
 @dataclass
@@ -120,19 +164,19 @@ class ChatState:
         """The mark of a message of the path by its id: how much of it the model reads, None where nothing is stored."""
         ranges, messages = self._ranges(snapshot.total), self.conversation.messages
 
-        def mark(id: str) -> Mark | None:
+        def mark_of(id: str) -> Mark | None:
             pinned = id in messages and messages[id].pinned
-            return visibility.mark(*ranges[id], snapshot, pinned) if id in ranges else None
+            return mark(*ranges[id], snapshot, pinned) if id in ranges else None
 
-        return mark
+        return mark_of
 
     def message_at(self, position: int) -> str | None:
         """The id of the message in which a stored token lies; None where it is not known."""
-        return visibility.message_at(self._ranges(self.snapshot.total), position) if self.snapshot else None
+        return message_at(self._ranges(self.snapshot.total), position) if self.snapshot else None
 
-    def _ranges(self, total: int) -> visibility.Ranges:
+    def _ranges(self, total: int) -> Ranges:
         in_progress = self.prompt_tokens if self.phase.busy else None
-        return visibility.message_ranges(self.conversation.path, in_progress, total)
+        return message_ranges(self.conversation.path, in_progress, total)
 
     @property
     def edits_answer(self) -> bool:
@@ -305,3 +349,181 @@ def _mean(values: Iterable[tuple[float | None, int]]) -> float | None:
     known = [(value, weight) for value, weight in values if value is not None]
     weights = sum(weight for _, weight in known)
     return sum(value * weight for value, weight in known) / weights if weights else None
+
+
+class Mark(NamedTuple):
+    """Most of a message is in the state ``letter`` of the ribbon; the mean ``share`` of it, 0 to 1, is read."""
+
+    letter: str
+    share: float
+
+
+def message_ranges(path: Iterable[Message], prompt_tokens: int | None, total: int) -> Ranges:
+    """The stored tokens of each message by its id, each with what its template writes before it.
+
+    Known from the counts of the answers. ``prompt_tokens`` precede the answer in progress, None without one; ``total``
+    are stored. A message without counts, as an answer cut off by a crash, has no range.
+    """
+    ranges: Ranges = {}
+    question, end = "", 0
+    for message in path:
+        if message.role == "user":
+            question = message.id
+        elif message.stats is not None:
+            begin = message.stats.prompt_tokens
+            ranges[question], ranges[message.id] = (end, begin), (begin, message.stats.total_tokens)
+            question, end = "", message.stats.total_tokens
+    if prompt_tokens is not None and question:
+        ranges[question], ranges[UNFINISHED] = (end, min(prompt_tokens, total)), (prompt_tokens, total)
+    return ranges
+
+
+def message_at(ranges: Ranges, position: int) -> str | None:
+    """The id of the message in which the stored token lies; None where it is not known."""
+    return next((id for id, (start, end) in ranges.items() if start <= position < end), None)
+
+
+def mark(start: int, end: int, s: Snapshot, pinned: bool = False) -> Mark | None:
+    """The mark of a message with the stored tokens ``start`` to ``end``; None where none is stored."""
+    cells = slice(start // s.cell_tokens, -(-min(end, s.total) // s.cell_tokens))
+    letters, digits = s.ribbon[cells], s.attended[cells]
+    if start >= end or not letters or len(digits) != len(letters):
+        return None
+    shares = [int(digit) / 9 for digit in digits if digit in "0123456789"]
+    letter = LETTER_OF_PINNED if pinned else Counter(letters).most_common(1)[0][0]
+    return Mark(letter, sum(shares) / len(letters))
+
+
+@dataclass
+class RunningComparison:
+    """``progress`` has what each variant has answered so far, ``result`` comes at the end.
+
+    ``stage`` says what is being done, ``error`` why there is no result. ``fact`` is what the answers are searched for,
+    empty until the engine has hidden it, None where nothing is hidden.
+    """
+
+    question: str
+    model: str
+    variants: tuple[Variant, ...]
+    sampling: Sampling
+    stage: str = "waiting for the engine …"
+    progress: dict[int, Comparing] = field(default_factory=dict)
+    result: Comparison | None = None
+    error: str = ""
+    fact: str | None = None
+    is_stopping: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        """True if nothing more will come."""
+        return self.result is not None or bool(self.error)
+
+    def read(self, done: int, total: int) -> None:
+        """Note that ``done`` of ``total`` tokens of the prompt have been read."""
+        self.stage = f"reading {count(done)} of {count(total)} tokens …"
+
+    def note(self, comparing: Comparing) -> None:
+        """A variant has come so far."""
+        self.progress[comparing.index] = comparing
+        name = label(self.variants[comparing.index])
+        if comparing.checked:
+            self.stage = f"{name} is given the first answer: {count(comparing.checked)} tok"
+        else:
+            self.stage = f"{name} answers: {count(comparing.tokens)} tok"
+
+    def finish(self, compared: Compared) -> None:
+        """All has come."""
+        self.result = Comparison(
+            self.question, self.model, self.sampling, compared.prompt_tokens, self.variants, compared.runs
+        )
+
+
+class SwitchLine:
+    """``full -> speculative · 14,203 tok · 41 -> 58 tok/s``; the second figure comes later.
+
+    ``speed`` before the switch and that after it are of tokens of one mode each, in tokens/s.
+    """
+
+    def __init__(self, switched: Switched, speed: float | None) -> None:
+        self.switched = switched
+        self.speed = speed
+        self.settled = False
+        self._after: float | None = None
+        self._tokens = 0
+        self._begun: float | None = None
+
+    @property
+    def line(self) -> str:
+        """The line as far as it is known."""
+        return describe_switch(self.switched, self.speed, self._after)
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no token has come after the switch."""
+        return self._begun is None
+
+    def count(self, tokens: int, now: float) -> None:
+        """Count tokens after the switch; ``now`` in seconds. The speed is final after ``SETTLED_TOKENS``."""
+        if self.settled:
+            return
+        if self._begun is None:
+            self._begun = now
+            return
+        self._tokens += tokens
+        if self._tokens >= SETTLED_TOKENS:
+            self.close(now)
+
+    def close(self, now: float) -> None:
+        """Show the speed of the tokens so far, if they are enough to tell one; those of another answer tell none."""
+        if self.settled or self._begun is None:
+            return
+        self.settled = True
+        if self._tokens and now - self._begun >= TIMED_S:
+            self._after = self._tokens / (now - self._begun)
+            self.show_line()
+
+    def show_line(self) -> None:
+        """Show the line with its second figure."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class AppConfig:
+    """Options of the application; paths are absolute and need not exist yet.
+
+    ``theme_dirs`` are the user's, beside the bundled themes. ``keys`` replaces keys by the id of their action.
+    ``history_file`` None keeps the prompt history in memory, ``database`` None the conversations; ``resume`` opens the
+    latest one. ``prompt`` is sent first, as if it were typed, with ``piped`` before it. ``model_folders`` are looked
+    into for models. ``engine_command`` and ``download_command`` None start the real ones. ``profile`` names the
+    profiles in force.
+    New conversations are kept on disk where it ``keeps_new``. ``asked_mode`` and ``asked_params``, by mode, were asked
+    for on the command line: they go before what the conversation gone on with was in.
+    ``recorder`` notes what the engine reports, ``replay`` is the name of the recording that the engine plays.
+    ``problems`` are shown once: settings that could not be used. ``resolved`` are all settings with their sources,
+    ``config_file`` is where changed ones are saved; None saves none.
+    """
+
+    log_file: Path
+    load: Load = field(default_factory=Load)
+    sampling: Sampling = field(default_factory=Sampling)
+    system: str | None = None
+    theme: str = "kvchat-dark"
+    theme_dirs: tuple[Path, ...] = ()
+    keys: dict[str, str] = field(default_factory=dict)
+    history_file: Path | None = None
+    database: Path | None = None
+    resume: bool = False
+    keeps_new: bool = True
+    asked_mode: str = ""
+    asked_params: dict[str, Params] = field(default_factory=dict)
+    prompt: str = ""
+    piped: str = ""
+    model_folders: tuple[Path, ...] = ()
+    engine_command: tuple[str, ...] | None = None
+    download_command: tuple[str, ...] | None = None
+    profile: str = ""
+    recorder: Recorder | None = None
+    replay: str = ""
+    problems: tuple[str, ...] = ()
+    resolved: Resolved = field(default_factory=sources.resolve)
+    config_file: Path | None = None

@@ -1,7 +1,12 @@
-"""Filters between the application and the terminal: any bytes come in, no control character of a text goes out."""
+"""Between the application and the terminal: any bytes come in, no control character of a text goes out; the clipboard.
+
+The terminal's own is set by OSC 52, which it may ignore without an answer, the system's where it is near: it needs
+pyperclip (the extra ``clipboard``), and over SSH it would be that of the machine far away.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import codecs
 import errno
 import math
@@ -10,8 +15,11 @@ import re
 import signal
 import sys
 import termios
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from importlib.util import find_spec
 
 from rich.segment import Segment
 from textual.color import Color
@@ -20,6 +28,7 @@ from textual.filter import LineFilter, dim_style
 
 from kvchat.foreign_text import MARKS, visible
 from kvchat.tui.actions import is_command
+from kvchat.units import count
 
 PASTE_START, PASTE_END = "\x1b[200~", "\x1b[201~"
 NEXT_READ_S = 0.02  # the parts of a paste follow each other faster than a person's keys
@@ -29,6 +38,10 @@ _ESC_KEY = "\x1b[27u"  # as terminals send it that can tell the key from the beg
 _ESC_BEFORE_TEXT = re.compile(r"\x1b(?=[^\x00-\x20\x7f\[\]NOPX^_\\][^\x00-\x1f\x7f])")
 _TEXT = re.compile(r"[^\x00-\x08\x0b\x0c\x0e-\x1f\x7f]+")
 _HALF_END = re.compile(r"\x1b(\[(2(0(1)?)?)?)?\Z")
+TERMINALS_TAKE = 74_994  # bytes: base64 makes 100,000 of them, where many terminals end
+PATIENCE_S = 5.0
+TO_FILE = "/copy FILE writes it into a file."
+REMOTE = ("SSH_CONNECTION", "SSH_CLIENT", "SSH_TTY")
 
 
 class VisibleText(LineFilter):
@@ -175,3 +188,51 @@ def decode_leniently(driver: type[Driver]) -> type[Driver]:
     if hasattr(module, "getincrementaldecoder"):  # a driver without a terminal decodes nothing
         vars(module)["getincrementaldecoder"] = lambda encoding: InputDecoder
     return driver
+
+
+def has_system(environ: Mapping[str, str] = os.environ) -> bool:
+    """True if the system's clipboard is that of the person, and can be written to."""
+    return not any(environ.get(name) for name in REMOTE) and find_spec("pyperclip") is not None
+
+
+async def copy_to_system(text: str, patience_s: float = PATIENCE_S) -> str:
+    """Copy a text to the system's clipboard; why it was refused, "" where it was not."""
+    try:
+        return await asyncio.wait_for(_beside(lambda: _copy(text)), patience_s)
+    except TimeoutError:
+        return "it does not answer"
+
+
+def describe(text: str, refusal: str | None) -> str:
+    """Say where a text was copied to; ``refusal`` is the system's, None where only OSC 52 was sent."""
+    if refusal == "":
+        return f"Copied {count(len(text))} characters."
+    sent = f"Sent {count(len(text))} characters to the terminal's clipboard (OSC 52)."
+    if refusal:
+        return f"The system's clipboard refused: {visible(refusal)}. {sent} It may ignore them: {TO_FILE}"
+    is_much = len(text.encode("utf-8", "replace")) > TERMINALS_TAKE
+    return f"{sent} Many terminals take less: {TO_FILE}" if is_much else sent
+
+
+def _copy(text: str) -> str:
+    import pyperclip
+
+    try:
+        pyperclip.copy(text)
+    except Exception as error:  # noqa: BLE001  # pyperclip's own class, or what a program that it starts leads to
+        return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    return ""
+
+
+async def _beside(work: Callable[[], str]) -> str:
+    """The result of ``work`` on a thread that ends with the application, however long it would take."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[str] = loop.create_future()
+
+    def run() -> None:
+        result = work()
+        with suppress(RuntimeError):  # the application has ended meanwhile
+            loop.call_soon_threadsafe(lambda: None if done.done() else done.set_result(result))
+
+    threading.Thread(target=run, daemon=True).start()
+    return await done

@@ -12,8 +12,8 @@ from kvchat import files, paths
 from kvchat.cli import chat
 from kvchat.config import sources
 from kvchat.tui import app
-from kvchat.tui.config import AppConfig
 from kvchat.tui.plain import chat as plain
+from kvchat.tui.state import AppConfig
 
 
 @pytest.mark.parametrize(

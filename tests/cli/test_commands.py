@@ -8,7 +8,7 @@ from support.hostile import forbidden_in, hostile
 
 from kvchat.cli import chat
 from kvchat.tui import app
-from kvchat.tui.config import AppConfig
+from kvchat.tui.state import AppConfig
 
 
 @pytest.fixture

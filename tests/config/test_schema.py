@@ -15,7 +15,7 @@ from kvchat.config.schema import ModelSettings, SamplingSettings, checked_sampli
 from kvchat.engine.sampler import Sampler
 from kvchat.errors import UsageError
 from kvchat.protocol.messages import Load, Sampling
-from kvchat.tui.sampling import change
+from kvchat.tui.prompt.arguments import change
 
 # Around each bound: what is refused and what is allowed.
 REFUSED = {

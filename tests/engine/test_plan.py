@@ -28,7 +28,7 @@ from kvchat.models.quantize import quantization
 from kvchat.models.recurrent import SNAPSHOTS
 from kvchat.protocol.figures import ModeNeed, Snapshot
 from kvchat.protocol.messages import Load, Sampling, Turn
-from kvchat.tui.model_choice.plan_table import plan_lines
+from kvchat.tui.models import plan_lines
 
 TOKENS = 300
 WITHIN = 0.02

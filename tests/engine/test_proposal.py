@@ -20,7 +20,7 @@ from kvchat.models.description import describe
 from kvchat.models.quantize import quantization
 from kvchat.protocol.figures import ModeNeed
 from kvchat.protocol.messages import Load
-from kvchat.tui.model_choice.plan_table import plan_lines
+from kvchat.tui.models import plan_lines
 
 GIB = 2**30
 TOKENS = 300

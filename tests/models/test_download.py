@@ -10,7 +10,7 @@ import pytest
 from support.environment import environ
 from support.patience import PATIENCE_S
 
-from kvchat.tui.model_choice.downloads import DOWNLOAD
+from kvchat.tui.models import DOWNLOAD
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux only")

@@ -24,7 +24,7 @@ from kvchat.models.probe import relative_error, selftest
 from kvchat.models.quantize import quantization
 from kvchat.models.quantize.rows import body
 from kvchat.protocol.messages import Load
-from kvchat.tui.model_choice.plan_table import plan_lines
+from kvchat.tui.models import plan_lines
 from kvchat.units import size
 
 GPU = torch.device("cuda")

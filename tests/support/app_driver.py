@@ -17,8 +17,8 @@ from textual.widgets import Static
 from kvchat.tui.app import KvchatApp
 from kvchat.tui.state import Phase
 from kvchat.tui.widgets.answer import Answer
+from kvchat.tui.widgets.composer import Prompt
 from kvchat.tui.widgets.messages import Note
-from kvchat.tui.widgets.prompt import Prompt
 from kvchat.tui.widgets.transcript import Transcript
 
 CHARACTERS = {"space": " ", "slash": "/", "at": "@", "full_stop": "."}

@@ -11,9 +11,8 @@ from kvchat.conversations.store import Summary
 from kvchat.errors import EngineError, KvchatError
 from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import Command, Details, Switched
-from kvchat.tui.running_comparison import RunningComparison
-from kvchat.tui.state import ChatState, Footed, Phase
-from kvchat.tui.ways_out import WayOut
+from kvchat.tui.state import ChatState, Footed, Phase, RunningComparison
+from kvchat.tui.view import WayOut
 
 Hook = Callable[[], Coroutine[Any, Any, None]]
 

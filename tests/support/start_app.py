@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvchat.tui.app import run
-from kvchat.tui.config import AppConfig
+from kvchat.tui.state import AppConfig
 
 FAKE_ENGINE = Path(__file__).with_name("fake_engine.py")
 READY = " ready "  # as a pty shows it when the engine is; a panel says "already there" before

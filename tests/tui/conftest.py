@@ -18,12 +18,11 @@ from textual.notifications import Notification
 from textual.pilot import Pilot
 
 from kvchat.protocol.messages import Loaded
-from kvchat.tui import key_order
+from kvchat.tui import app as app_module
 from kvchat.tui.app import KvchatApp
-from kvchat.tui.config import AppConfig
 from kvchat.tui.controller import ChatController
-from kvchat.tui.state import Phase
-from kvchat.tui.widgets.prompt import Prompt
+from kvchat.tui.state import AppConfig, Phase
+from kvchat.tui.widgets.composer import Prompt
 
 quick_stylesheets.install()
 FAKE_ENGINE = (sys.executable, str(start_app.FAKE_ENGINE))
@@ -97,7 +96,7 @@ def running(config: AppConfig, monkeypatch: pytest.MonkeyPatch) -> Running:
     What is told in passing stays: on a busy machine it would be gone before the test has looked. A key waits for those
     before it however long they take.
     """
-    monkeypatch.setattr(key_order, "LONGEST_S", PATIENCE_S)
+    monkeypatch.setattr(app_module, "LONGEST_S", PATIENCE_S)
     monkeypatch.setattr(Notification, "time_left", PATIENCE_S)
 
     @asynccontextmanager

@@ -24,7 +24,7 @@ from kvchat.foreign_text import visible
 from kvchat.protocol.messages import Load
 from kvchat.tui.app import KvchatApp, run
 from kvchat.tui.screens import chat
-from kvchat.tui.screens.closing import Palette
+from kvchat.tui.screens.base import Palette
 from kvchat.tui.screens.help import HelpScreen
 from kvchat.tui.screens.settings import SettingsScreen
 from kvchat.tui.state import Phase

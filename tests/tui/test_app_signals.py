@@ -26,7 +26,7 @@ from support.pty_run import PtyRun
 
 from kvchat.conversations.store import ConversationStore
 from kvchat.tui.app import ENDING
-from kvchat.tui.kept.keeping import CHECKPOINT_S
+from kvchat.tui.controller import CHECKPOINT_S
 
 SIGNALS = int(os.environ.get("KVCHAT_TEST_SIGNALS", "1"))
 F4 = b"\x1bOS"

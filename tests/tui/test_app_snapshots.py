@@ -40,10 +40,10 @@ from kvchat.protocol.messages import (
 )
 from kvchat.tui import app as application
 from kvchat.tui.app import KvchatApp
-from kvchat.tui.gpu_history import GpuHistory, Moment
-from kvchat.tui.screens import models
-from kvchat.tui.screens.conversations import ConversationsScreen
-from kvchat.tui.widgets import event_log
+from kvchat.tui.screens import choosing
+from kvchat.tui.screens.choosing import ConversationsScreen
+from kvchat.tui.state import GpuHistory, Moment
+from kvchat.tui.widgets import panels
 from kvchat.tui.widgets.bars import ModeBar
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
@@ -88,10 +88,10 @@ class StillEngine(FakeClient):
 def still(config, monkeypatch, request):
     """The settings of an application without an engine, on no real machine; whether screens are taken for right."""
     monkeypatch.setattr(application, "EngineClient", StillEngine)
-    monkeypatch.setattr(event_log, "time", SimpleNamespace(strftime=lambda form: "12:00:00"))
-    monkeypatch.setattr(models.catalog, "find", lambda folders: FOUND)
-    monkeypatch.setattr(models.catalog, "is_here", lambda name: True)
-    monkeypatch.setattr(models, "room", lambda device, released: Room("cuda:0", 8 * GiB))
+    monkeypatch.setattr(panels, "time", SimpleNamespace(strftime=lambda form: "12:00:00"))
+    monkeypatch.setattr(choosing.catalog, "find", lambda folders: FOUND)
+    monkeypatch.setattr(choosing.catalog, "is_here", lambda name: True)
+    monkeypatch.setattr(choosing, "room", lambda device, released: Room("cuda:0", 8 * GiB))
     return config, request.config.getoption("--update-snapshots")
 
 

@@ -10,8 +10,8 @@ from types import ModuleType
 import pytest
 from support.app_driver import finished, toasts, typed
 
-from kvchat.tui import clipboard
-from kvchat.tui.clipboard import REMOTE, TERMINALS_TAKE, copy_to_system, describe, has_system
+from kvchat.tui import terminal
+from kvchat.tui.terminal import REMOTE, TERMINALS_TAKE, copy_to_system, describe, has_system
 
 
 @pytest.fixture
@@ -73,5 +73,5 @@ async def test_a_refusal_is_a_toast_and_a_file_takes_its_place(running, pypercli
 
 
 def test_without_the_library_there_is_only_the_terminals(monkeypatch):
-    monkeypatch.setattr(clipboard, "find_spec", lambda name: None)
+    monkeypatch.setattr(terminal, "find_spec", lambda name: None)
     assert not has_system({})

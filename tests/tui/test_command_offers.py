@@ -6,22 +6,22 @@ import pytest
 
 from kvchat.conversations.conversation import Conversation
 from kvchat.protocol.messages import Sampling
-from kvchat.tui import command_offers
 from kvchat.tui.actions import COMMANDS
 from kvchat.tui.prompt.arguments import Surroundings
 from kvchat.tui.state import ChatState
+from kvchat.tui.widgets import composer
 
 STATE = ChatState(Conversation(), Sampling(temperature=0.5), "streaming", {"budget": 512, "sigma": 64})
 NOW = Surroundings(STATE, ("kvchat-dark", "kvchat-light"), "kvchat-light")
 
 
 def offered(before: str) -> list[str]:
-    offer = command_offers.offer(before, NOW)
+    offer = composer.offer(before, NOW)
     return [suggestion.text for suggestion in offer.suggestions] if offer else []
 
 
 def test_a_slash_lists_all_commands_with_their_use():
-    offer = command_offers.offer("/", NOW)
+    offer = composer.offer("/", NOW)
     assert {one.label for one in offer.suggestions} == {action.line for action in COMMANDS.values()}
     assert all(one.doc for one in offer.suggestions)
     assert [one.text.strip() for one in offer.suggestions][:4] == ["/mode", "/budget", "/new", "/model"]
@@ -32,7 +32,7 @@ def test_a_slash_lists_all_commands_with_their_use():
     ("typed", "takes"), [("/", True), ("/mo", True), ("/mode", False), ("/exi", False), ("/bud", False)]
 )
 def test_enter_takes_what_is_selected_where_no_one_command_is_named(typed, takes):
-    assert command_offers.offer(typed, NOW).takes_by_enter == takes
+    assert composer.offer(typed, NOW).takes_by_enter == takes
 
 
 @pytest.mark.parametrize(
@@ -61,13 +61,13 @@ def test_what_may_follow(before, texts):
 
 
 def test_present_values_are_marked_and_ranges_told():
-    modes = command_offers.offer("/mode ", NOW)
+    modes = composer.offer("/mode ", NOW)
     assert [one.label for one in modes.suggestions if one.is_present] == ["streaming"]
     assert modes.usage.startswith("/mode NAME")
-    rows = {one.label: one.doc for one in command_offers.offer("/set ", NOW).suggestions}
+    rows = {one.label: one.doc for one in composer.offer("/set ", NOW).suggestions}
     assert rows["temperature 0.5"].startswith("a number from 0 to 100: 0 always takes the likeliest token; unset ")
     assert rows["budget 512"].startswith("a whole number of at least 64: ")
-    assert [one.is_present for one in command_offers.offer("/theme ", NOW).suggestions] == [False, True]
+    assert [one.is_present for one in composer.offer("/theme ", NOW).suggestions] == [False, True]
 
 
 def test_paths_are_offered_to_commands_and_files_in_a_question(tmp_path):

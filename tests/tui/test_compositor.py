@@ -8,7 +8,7 @@ from support.app_driver import finished, typed
 from textual._compositor import Compositor
 from textual.widget import Widget
 
-from kvchat.tui.compositor import MOST_CHANGES, ChangesCompositor
+from kvchat.tui.widgets.base import MOST_CHANGES, ChangesCompositor
 from kvchat.tui.widgets.panels import KvColumn
 from kvchat.tui.widgets.ribbon import Ribbon
 

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from kvchat.tui import garbage
+from kvchat.tui import app as app_module
 
 
 @pytest.fixture
@@ -14,31 +14,31 @@ def collections(monkeypatch):
     """How often a full collection was asked for."""
     seen = []
     monkeypatch.setattr(gc, "collect", lambda: seen.append(1) or 0)
-    monkeypatch.setattr(gc, "get_count", lambda: (0, 0, garbage.WORTHWHILE))
+    monkeypatch.setattr(gc, "get_count", lambda: (0, 0, app_module.WORTHWHILE))
     return seen
 
 
 def test_garbage_is_collected_in_a_pause_only(collections):
     now, busy = [0.0], [True]
-    collector = garbage.IdleCollector(lambda: busy[0], lambda: now[0])
+    collector = app_module.IdleCollector(lambda: busy[0], lambda: now[0])
     now[0] = 10.0
     collector.look()
     busy[0] = False
-    now[0] += garbage.PAUSE_S / 2
+    now[0] += app_module.PAUSE_S / 2
     collector.look()
     assert not collections, "the answer ended just now"
     collector.note_use()
-    now[0] += garbage.PAUSE_S / 2
+    now[0] += app_module.PAUSE_S / 2
     collector.look()
     assert not collections, "a key was pressed just now"
-    now[0] += garbage.PAUSE_S
+    now[0] += app_module.PAUSE_S
     collector.look()
     assert collections == [1]
 
 
 def test_little_garbage_is_left(collections, monkeypatch):
-    monkeypatch.setattr(gc, "get_count", lambda: (699, 9, garbage.WORTHWHILE - 1))
-    collector = garbage.IdleCollector(lambda: False, iter([0.0, 100.0]).__next__)
+    monkeypatch.setattr(gc, "get_count", lambda: (699, 9, app_module.WORTHWHILE - 1))
+    collector = app_module.IdleCollector(lambda: False, iter([0.0, 100.0]).__next__)
     collector.look()
     assert not collections
 
@@ -47,8 +47,8 @@ def test_a_full_collection_comes_late_but_comes(monkeypatch):
     before = gc.get_threshold()
     monkeypatch.setattr(gc, "freeze", lambda: None)
     try:
-        garbage.postpone_full_collections()
-        assert gc.get_threshold() == (*before[:2], garbage.LATE)
+        app_module.postpone_full_collections()
+        assert gc.get_threshold() == (*before[:2], app_module.LATE)
     finally:
         gc.set_threshold(*before)
 

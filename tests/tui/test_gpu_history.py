@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvchat.protocol.figures import Gpu
 from kvchat.protocol.messages import Details
-from kvchat.tui.gpu_history import POINTS, GpuHistory, Moment
+from kvchat.tui.state import POINTS, GpuHistory, Moment
 
 
 def test_a_moment_a_second_is_kept_and_the_oldest_go():

@@ -12,9 +12,9 @@ from textual.message_pump import MessagePump
 from textual.screen import ModalScreen
 from textual.widgets import Input
 
-from kvchat.tui import key_order
+from kvchat.tui import app as app_module
 from kvchat.tui.app import KvchatApp
-from kvchat.tui.screens.conversations import ConversationsScreen
+from kvchat.tui.screens.choosing import ConversationsScreen
 from kvchat.tui.screens.settings import SettingsScreen
 
 TYPED = {
@@ -66,7 +66,7 @@ async def test_a_setting_is_found_changed_and_left_at_once(running):
 
 
 async def test_what_follows_a_key_waits_until_the_application_is_done_with_it(running, monkeypatch):
-    done, handle = key_order._done, KvchatApp.on_event
+    done, handle = app_module._done, KvchatApp.on_event
 
     async def done_late(pump: MessagePump, work: Callable[[], Awaitable[None]] | None = None) -> None:
         await done(pump, work)
@@ -78,7 +78,7 @@ async def test_what_follows_a_key_waits_until_the_application_is_done_with_it(ru
             await asyncio.sleep(0.1)
         await handle(app, event)
 
-    monkeypatch.setattr(key_order, "_done", done_late)
+    monkeypatch.setattr(app_module, "_done", done_late)
     monkeypatch.setattr(KvchatApp, "on_event", handle_late)
     async with running() as (app, _pilot, until):
         press(app, "f2", *"temperature", "enter", *"0.25", "enter", "escape", *"hello")
@@ -96,7 +96,7 @@ async def test_ctrl_d_deletes_in_a_value_and_sets_the_default_in_the_list(runnin
 
 
 async def test_a_key_whose_action_takes_long_does_not_hold_the_others_up(running, monkeypatch):
-    monkeypatch.setattr(key_order, "LONGEST_S", 0.01)
+    monkeypatch.setattr(app_module, "LONGEST_S", 0.01)
     async with running() as (app, _pilot, until):
         over = asyncio.Event()
         app.chat.call_later(over.wait)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvchat.tui.keys import describe_key, hint_key, is_key
+from kvchat.tui.rebinding import describe_key, hint_key, is_key
 
 
 @pytest.mark.parametrize(

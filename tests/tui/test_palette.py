@@ -9,7 +9,7 @@ from support.app_driver import finished, press, toasts, typed
 from textual.command import CommandInput, CommandList
 
 from kvchat.tui.actions import ACTIONS
-from kvchat.tui.palette import REACHED, choices
+from kvchat.tui.app import REACHED, choices
 from kvchat.tui.widgets.ribbon import Ribbon
 from kvchat.tui.widgets.transcript import Transcript
 

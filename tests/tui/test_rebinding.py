@@ -13,11 +13,10 @@ from support.app_driver import finished, notes, opened, press, prompt, toasts
 
 from kvchat import tui
 from kvchat.errors import UsageError
-from kvchat.tui.actions import ACTIONS, BY_ID
-from kvchat.tui.palette import choices
+from kvchat.tui.actions import ACTIONS, BY_ID, Scope, scopes_at
+from kvchat.tui.app import choices
 from kvchat.tui.rebinding import check_keys, describe_keys
-from kvchat.tui.scopes import Scope, scopes_at
-from kvchat.tui.screens.conversations import ConversationsScreen
+from kvchat.tui.screens.choosing import ConversationsScreen
 from kvchat.tui.screens.details import DetailsScreen
 from kvchat.tui.screens.help import HelpScreen, key_rows
 from kvchat.tui.screens.settings import SettingsScreen
@@ -28,7 +27,7 @@ from kvchat.tui.widgets.welcome import Welcome
 ROOT = Path(tui.__path__[0])
 FILES = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.rglob("*.py"))]
 KEY = re.compile(r"\b(Esc|Enter|Tab|PgUp|PgDn|F[1-9][0-2]?)\b|Ctrl\+|⏎|\^[A-Z]\b|[↑↓←→]{2}")
-NAMING = ("keys.py", "action.py", "actions.py")  # the names of keys, how a binding is made, and the table
+NAMING = ("rebinding.py", "actions.py")  # the names of keys, how a binding is made, and the table
 
 
 def hints(app):

@@ -15,7 +15,7 @@ from kvchat.protocol.messages import MAX_PACE, Pace
 from kvchat.tui.replay import SLOWEST, Replay
 from kvchat.tui.state import Phase
 from kvchat.tui.widgets.bars import KeyHints, ModeBar
-from kvchat.tui.widgets.prompt import Prompt
+from kvchat.tui.widgets.composer import Prompt
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvchat.protocol.figures import Run
 from kvchat.protocol.messages import Compared, Comparing, Sampling, Variant
-from kvchat.tui.running_comparison import RunningComparison
+from kvchat.tui.state import RunningComparison
 
 
 def test_the_stage_follows_the_engine_until_the_result_is_there():

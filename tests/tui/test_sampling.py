@@ -6,7 +6,7 @@ import pytest
 
 from kvchat.errors import UsageError
 from kvchat.protocol.messages import Sampling
-from kvchat.tui.sampling import change, describe
+from kvchat.tui.prompt.arguments import change, describe_sampling
 
 
 @pytest.mark.parametrize(
@@ -37,5 +37,5 @@ def test_refused_values_say_what_is_allowed(key, text):
 
 
 def test_only_what_differs_is_described():
-    assert describe(Sampling()) == "defaults"
-    assert describe(Sampling(top_k=40, seed=3)) == "top_k 40 · seed 3"
+    assert describe_sampling(Sampling()) == "defaults"
+    assert describe_sampling(Sampling(top_k=40, seed=3)) == "top_k 40 · seed 3"

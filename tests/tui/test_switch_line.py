@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvchat.protocol.messages import Switched
-from kvchat.tui.switch_line import SETTLED_TOKENS
+from kvchat.tui.state import SETTLED_TOKENS
 from kvchat.tui.widgets.messages import SwitchNote
 
 

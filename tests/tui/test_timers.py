@@ -7,7 +7,7 @@ import time
 import pytest
 from textual import _time
 
-from kvchat.tui.answering.pacing import Paced
+from kvchat.tui.widgets.base import Paced
 
 STILL_S = 0.009  # longer than Textual waits for more changes of the size, 1/120 s
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvchat.conversations.conversation import Conversation
 from kvchat.protocol.figures import Snapshot, Stats
-from kvchat.tui.visibility import UNFINISHED, Mark, mark, message_at, message_ranges
+from kvchat.tui.state import UNFINISHED, Mark, mark, message_at, message_ranges
 
 
 def talk() -> Conversation:

@@ -1,4 +1,4 @@
-"""The commands for modes, parameters, texts and replays; those of other rooms have their own files."""
+"""What slash commands do, but those for conversations; ``tui.actions`` lists the commands."""
 
 from __future__ import annotations
 
@@ -11,16 +11,22 @@ from kvchat import thoughts
 from kvchat.config.modes import mode_names, registered
 from kvchat.config.validation_errors import expected
 from kvchat.conversations import attachments, export
+from kvchat.conversations.conversation import Message
 from kvchat.errors import UsageError
-from kvchat.tui import sampling
-from kvchat.tui.answering.flush import lines
+from kvchat.protocol.messages import MAX_NEEDLE_TOKENS
+from kvchat.tui.comparisons import parse_variants
 from kvchat.tui.controller import ChatController
+from kvchat.tui.large_answers import lines
 from kvchat.tui.prompt import arguments, mentions
-from kvchat.tui.prompt.assignments import parse_assignments, parse_literal, split_words
-from kvchat.tui.prompt.words import resolve
+from kvchat.tui.prompt.arguments import parse_assignments, parse_literal, resolve, split_words
 from kvchat.tui.state import describe_modes, summarize
+from kvchat.units import count
 
 Handler = Callable[[ChatController, str], Awaitable[None]]
+NEEDLE_TOKENS = 2000  # four times the bundled model's budget; read in seconds on two cores
+MIN_NEEDLE_TOKENS = 256
+SWITCHES = ("enable_thinking", "thinking", "think")  # what templates call it
+EFFORT = "reasoning_effort"
 
 
 async def switch_mode(chat: ChatController, argument: str) -> None:
@@ -71,9 +77,9 @@ async def set_value(chat: ChatController, argument: str) -> None:
     if not value.strip():
         present = arguments.in_words(chat.state, name)
         chat.view.toast(f"{name} is {present}. It takes {expected(known[name])}.")
-    elif name in sampling.NAMES:
+    elif name in arguments.NAMES:
         chat.set_sampling(name, value.strip())
-        chat.view.add_note(f"Sampling: {sampling.describe(chat.state.sampling)}")
+        chat.view.add_note(f"Sampling: {arguments.describe_sampling(chat.state.sampling)}")
     else:
         chat.set_parameter(name, parse_literal(value.strip()))
 
@@ -193,3 +199,142 @@ def _chosen_text(chat: ChatController) -> str:
     if not text:
         raise UsageError("There is no answer to copy yet.", hint="Ask something first.")
     return text
+
+
+async def compare(chat: ChatController, argument: str) -> None:
+    """``/compare MODE key=value… MODE…``"""
+    chat.comparisons.begin(parse_variants(split_words(argument)))
+
+
+async def search_needle(chat: ChatController, argument: str) -> None:
+    """``/needle TOKENS``"""
+    if argument and not (argument.isdecimal() and MIN_NEEDLE_TOKENS <= int(argument) <= MAX_NEEDLE_TOKENS):
+        raise UsageError(
+            f'/needle "{argument}" is refused.',
+            hint=f"It takes the length of the text, {MIN_NEEDLE_TOKENS} to {MAX_NEEDLE_TOKENS:,} tokens.",
+        )
+    chat.comparisons.search_needle(int(argument or NEEDLE_TOKENS))
+
+
+async def choose(chat: ChatController, argument: str) -> None:
+    """``/model NAME key=value…``; alone it shows the models on this machine."""
+    if not argument:
+        chat.view.show_models()
+        return
+    name, *words = split_words(argument)
+    await chat.models.choose(name, parse_assignments(words))
+
+
+async def unload(chat: ChatController, argument: str) -> None:
+    """``/unload``"""
+    await chat.unload()
+
+
+async def plan(chat: ChatController, argument: str) -> None:
+    """``/plan NAME context=N``; alone for the model in use."""
+    words = split_words(argument)
+    name = words.pop(0) if words and "=" not in words[0] else ""
+    options = parse_assignments(words)
+    context = options.pop("context", None)
+    if options or not (context is None or (isinstance(context, int) and context > 0)):
+        raise UsageError(f'/plan "{argument}" is refused.', hint="It takes a model and context=N, a number of tokens.")
+    chat.models.plan(name, context)
+
+
+async def show_profile(chat: ChatController, argument: str) -> None:
+    """``/profile``"""
+    chat.view.add_note(
+        f"Profiles in force: {chat.models.profile or 'none'}   (kvchat profile match says what they set)"
+    )
+
+
+async def think(chat: ChatController, argument: str) -> None:
+    """``/think on``, ``off`` or an effort such as ``low``; ``auto`` leaves it to the model; alone: what is set."""
+    known = chat.state.info.template_variables if chat.state.info else ()
+    wanted = {"on": "true", "off": "false"}.get(argument.lower())
+    names = [name for name in (SWITCHES if wanted else (EFFORT,)) if name in known]
+    if argument and argument != "auto" and not names:
+        raise UsageError(
+            f"/think {argument} has no effect on this model.",
+            f"Its chat template looks at {', '.join(known) or 'no variable'}.",
+            "/template KEY=VALUE sets one.",
+        )
+    others = [one for one in chat.models.in_use.template_args if one.partition("=")[0] not in (*SWITCHES, EFFORT)]
+    if argument:
+        chat.models.set_template_args((*others, *(f"{name}={wanted or argument}" for name in names[:1])))
+    else:
+        _tell_template(chat)
+
+
+async def template(chat: ChatController, argument: str) -> None:
+    """``/template KEY=VALUE…``, where no value unsets one; a FILE in place of the model's own, or ``own``."""
+    words = split_words(argument)
+    if not words:
+        _tell_template(chat)
+    elif "=" in words[0]:
+        given = dict(one.partition("=")[::2] for one in (*chat.models.in_use.template_args, *words))
+        chat.models.set_template_args([f"{name}={value}" for name, value in given.items() if value])
+    elif len(words) == 1:
+        await chat.models.use_template("" if words[0] == "own" else os.path.abspath(os.path.expanduser(words[0])))
+    else:
+        raise UsageError(f'/template "{argument}" is refused.', hint="It takes KEY=VALUE, a FILE or own.")
+
+
+def _tell_template(chat: ChatController) -> None:
+    load, info = chat.models.in_use, chat.state.info
+    known = ", ".join(info.template_variables) if info else ""
+    source = load.chat_template or "the model's own"
+    chat.view.add_note(
+        f"Chat template: {source}, with {', '.join(load.template_args) or 'no variable'}"
+        f" set; it looks at {known or 'none'}."
+    )
+
+
+async def pin(chat: ChatController, argument: str) -> None:
+    """``/pin``: the message chosen in the transcript, else the last question; ``/pin N``, ``system`` or ``none``."""
+    if argument == "system":
+        _pin_system(chat)
+    elif argument == "none":
+        _unpin_all(chat)
+    else:
+        message = _question(chat, argument) if argument else _chosen(chat)
+        if message.pinned:
+            chat.pins.unpin(message)
+            chat.view.toast("Unpinned.")
+        else:
+            chat.pins.pin(message)
+            chat.view.toast("Pinned: every mode attends to it from now on, beyond its budget.")
+
+
+def _unpin_all(chat: ChatController) -> None:
+    pinned = [message for message in chat.state.conversation.path if message.pinned]
+    for message in pinned:
+        chat.pins.unpin(message)
+    if chat.state.params.get("pin_system", False):
+        _pin_system(chat)
+    chat.view.toast(f"{count(len(pinned))} unpinned." if pinned else "No message is pinned.")
+
+
+def _pin_system(chat: ChatController) -> None:
+    pinned = not chat.state.params.get("pin_system", False)
+    if pinned and not chat.state.conversation.system:
+        raise UsageError("There is no system prompt to pin.", hint="/system TEXT gives one.")
+    chat.set_parameter("pin_system", pinned)
+    chat.view.add_note(f"The system prompt is {'pinned: attended in every mode' if pinned else 'no longer pinned'}.")
+
+
+def _question(chat: ChatController, argument: str) -> Message:
+    questions = [message for message in chat.state.conversation.path if message.role == "user"]
+    if not (argument.isdecimal() and 1 <= int(argument) <= len(questions)):
+        raise UsageError(
+            f'/pin "{argument}" is refused.',
+            f"It takes the number of a question; {count(len(questions))} are asked.",
+            "/pin system pins the system prompt, /pin none unpins all.",
+        )
+    return questions[int(argument) - 1]
+
+
+def _chosen(chat: ChatController) -> Message:
+    conversation = chat.state.conversation
+    chosen = conversation.messages.get(chat.view.chosen or "")
+    return chosen or chat.branches.chosen("user")

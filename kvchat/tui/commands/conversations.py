@@ -10,7 +10,7 @@ from pathlib import Path
 from kvchat.conversations import export
 from kvchat.errors import KvchatError, UsageError
 from kvchat.tui.controller import ChatController
-from kvchat.tui.prompt import questions
+from kvchat.tui.prompt import arguments
 from kvchat.tui.prompt.mentions import Part
 
 STEPS = {"next": 1, "previous": -1}  # of ``/branch``
@@ -93,7 +93,7 @@ async def edit(chat: ChatController, argument: str) -> None:
         return
     chat.branches.begin_editing()
     try:
-        await chat.ask(questions.compose((Part(argument),), chat.state))
+        await chat.ask(arguments.compose((Part(argument),), chat.state))
     except KvchatError:
         chat.branches.stop_editing()
         raise

@@ -6,7 +6,7 @@ import asyncio
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from functools import partial
@@ -14,20 +14,30 @@ from functools import partial
 from kvchat.config.modes import registered
 from kvchat.config.sources import KEYS, dotted
 from kvchat.errors import KvchatError, UsageError
+from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import Details
 from kvchat.tui.actions import COMMANDS, is_command, parse_command
 from kvchat.tui.client import EngineClient
-from kvchat.tui.config import AppConfig
 from kvchat.tui.controller import ChatController
-from kvchat.tui.plain.figures import figure_lines
-from kvchat.tui.plain.lines import LineReader, LineWriter
-from kvchat.tui.plain.view import YOU, PlainView
-from kvchat.tui.prompt import external_editor, questions
+from kvchat.tui.panel_rows import (
+    FETCH_TIMES,
+    HELD_BY_HEAD,
+    READ_BY_HEAD,
+    Rows,
+    context_rows,
+    extra_rows,
+    memory_rows,
+    mode_rows,
+    recall_rows,
+)
+from kvchat.tui.plain.view import YOU, LineReader, LineWriter, PlainView
+from kvchat.tui.prompt import arguments, external_editor
 from kvchat.tui.prompt.mentions import Part
-from kvchat.tui.screens.conversations import describe_age
+from kvchat.tui.screens.choosing import describe_age
 from kvchat.tui.settings import SettingsEditor
-from kvchat.tui.state import Phase
-from kvchat.units import count
+from kvchat.tui.state import AppConfig, Moment, Phase
+from kvchat.tui.widgets.charts import label, occupied
+from kvchat.units import count, figure, size
 
 PROMPT = "> "
 NO_LINES = "Start kvchat in a terminal without --plain."
@@ -183,7 +193,7 @@ class PlainChat:
                 self._lines.problem("Nothing is asked: there is no model.")  # why is said; it would fail once more
                 self._left.set()
             else:
-                await self.chat.ask(questions.compose(_with_piped(line, piped, is_pasted), self.chat.state))
+                await self.chat.ask(arguments.compose(_with_piped(line, piped, is_pasted), self.chat.state))
         except KvchatError as error:
             self.view.add_error(error)
 
@@ -334,3 +344,56 @@ def _with_piped(line: str, piped: str, is_pasted: bool) -> tuple[Part, ...]:
     """A question in parts; what was piped in or pasted is literal."""
     asked = Part(line, is_typed=not is_pasted)
     return (Part(f"{piped}\n\n", is_typed=False), asked) if piped else (asked,)
+
+
+def figure_lines(s: Snapshot, details: Details, moments: Sequence[Moment], link_bytes_per_s: float | None) -> list[str]:
+    """All figures of the panels, a line for each row, then the details by layer, by time and of the GPU."""
+    blocks = {
+        "this answer": context_rows(s),
+        f"{s.mode} mode": [*mode_rows(s), *extra_rows(s.extras)],
+        "fetching": recall_rows(s, link_bytes_per_s),
+        "memory": memory_rows(s),
+    }
+    return [
+        *(line for title, rows in blocks.items() for line in _block(title, rows)),
+        *_block(f"{READ_BY_HEAD}, of {count(details.total)}", _by_layer(details.read)),
+        *_block(f"{HELD_BY_HEAD}, of {count(details.total)}", _by_layer(details.held)),
+        *_block(FETCH_TIMES, _times(details)),
+        *_block("GPU in the last minutes", _course(moments, details)),
+    ]
+
+
+def _block(title: str, rows: Rows) -> Iterator[str]:
+    if rows:
+        yield f"{title}:"
+        yield from (f"  {label} {value}".rstrip() for label, value in rows)
+
+
+def _by_layer(counts: Sequence[Sequence[int]]) -> Rows:
+    """The tokens of each KV head; one number where all heads have as many."""
+    return [
+        (f"layer {layer}", f"{count(heads[0])} in each head" if len(set(heads)) == 1 else ", ".join(map(count, heads)))
+        for layer, heads in enumerate(counts)
+        if heads
+    ]
+
+
+def _times(details: Details) -> Rows:
+    return [
+        (label(place).replace("–", " to "), f"{count(details.recall[place].steps)} tokens")
+        for place in occupied(details.recall)
+    ]
+
+
+def _course(moments: Iterable[Moment], details: Details) -> Rows:
+    """From the least to the most; the traffic as it is now."""
+    readings = list(moments)
+    load = [one.utilization for one in readings if one.utilization is not None]
+    power = [one.power for one in readings if one.power is not None]
+    rows = [
+        (name, f"{figure(min(values))} to {figure(max(values), unit)}")
+        for name, values, unit in (("load", load, "%"), ("power", power, "W"))
+        if values
+    ]
+    links = {"PCIe to the device": details.pcie_to_device, "PCIe to the host": details.pcie_to_host}
+    return [*rows, *((name, f"{size(rate)}/s") for name, rate in links.items() if rate is not None)]

@@ -1,19 +1,28 @@
-"""Values offered for the arguments of slash commands while they are typed, the present one marked."""
+"""Arguments of slash commands: as words and values, offered while they are typed, and what they change.
+
+A word need not be typed in full: a beginning that only one known word has stands for it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from kvchat.config.modes import registered
-from kvchat.config.schema import SamplingSettings
+from kvchat.config.schema import SamplingSettings, checked_sampling
 from kvchat.config.validation_errors import choices, expected
-from kvchat.tui import sampling
-from kvchat.tui.prompt import folders
-from kvchat.tui.prompt.folders import Entries
-from kvchat.tui.prompt.suggestions import Suggestion
+from kvchat.errors import UsageError, did_you_mean
+from kvchat.protocol.figures import Params
+from kvchat.protocol.messages import Sampling
+from kvchat.tui.prompt import mentions
+from kvchat.tui.prompt.mentions import Entries, Suggestion
 from kvchat.tui.state import ChatState
+
+NAMES = tuple(field.name for field in dataclasses.fields(Sampling))
 
 
 @dataclass(frozen=True)
@@ -23,7 +32,13 @@ class Surroundings:
     state: ChatState
     themes: Sequence[str]
     theme: str
-    entries: Entries = folders.read
+    entries: Entries = mentions.read
+
+
+def themes(now: Surroundings, words: Sequence[str]) -> Iterator[Suggestion]:
+    """``/theme``"""
+    if not words:
+        yield from (Suggestion(name, name, "", name == now.theme) for name in now.themes)
 
 
 Values = Callable[[Surroundings, Sequence[str]], Iterator[Suggestion]]
@@ -58,12 +73,6 @@ def values_to_set(now: Surroundings, words: Sequence[str]) -> Iterator[Suggestio
                 yield Suggestion(text, text, "", text == shown(value))
 
 
-def themes(now: Surroundings, words: Sequence[str]) -> Iterator[Suggestion]:
-    """``/theme``"""
-    if not words:
-        yield from (Suggestion(name, name, "", name == now.theme) for name in now.themes)
-
-
 def tokens(name: str) -> Values:
     """``/budget`` and its like: the present value."""
 
@@ -93,7 +102,7 @@ def parameters(state: ChatState) -> Iterator[tuple[str, Any]]:
 
 def present(state: ChatState, name: str) -> Any:
     """The value in force of a parameter of the sampling or the mode."""
-    return getattr(state.sampling, name) if name in sampling.NAMES else state.params.get(name)
+    return getattr(state.sampling, name) if name in NAMES else state.params.get(name)
 
 
 def shown(value: Any) -> str:
@@ -120,3 +129,103 @@ def describe(state: ChatState) -> str:
 
 def _parameter(text: str, name: str, value: Any, field: Any) -> Suggestion:
     return Suggestion(text, f"{name} {shown(value)}", f"{expected(field)}: {field.description}")
+
+
+def split_words(argument: str) -> list[str]:
+    """Split an argument as a shell does.
+
+    Raises:
+        UsageError: a quotation mark is not closed.
+    """
+    try:
+        return shlex.split(argument)
+    except ValueError as error:
+        raise UsageError(f"The argument {argument} cannot be read.", f"{error}.", "Close the quotation.") from None
+
+
+def parse_assignments(words: list[str]) -> Params:
+    """Parse ``["budget=512", "first_full=no"]``.
+
+    Raises:
+        UsageError: a word without ``=``.
+    """
+    params: Params = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals:
+            raise UsageError(
+                f'"{word}" is not a parameter.', hint="Parameters are written key=value, as in budget=512."
+            )
+        params[key] = parse_literal(text)
+    return params
+
+
+def parse_literal(text: str) -> int | float | bool | str:
+    """Parse a number or a truth value; any other text stays as it is."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return {"yes": True, "true": True, "on": True, "no": False, "false": False, "off": False}.get(text.lower(), text)
+
+
+def nearest(given: str, known: Iterable[str]) -> list[str]:
+    """The few known words that are most like ``given``."""
+    return get_close_matches(given, list(known), n=3, cutoff=0.5)
+
+
+def resolve(given: str, known: Iterable[str], kind: str) -> str:
+    """The known word that ``given`` is or begins; of ``mode`` and ``model`` the one that begins the other.
+
+    Raises:
+        UsageError: no known word begins so, or several do; ``kind`` says what is looked for.
+    """
+    words = list(known)
+    exact = [word for word in words if word == given] or [word for word in words if word.lower() == given.lower()]
+    found = exact or sorted((word for word in words if word.lower().startswith(given.lower())), key=len)
+    if not found or not given:
+        raise UsageError(f'There is no {kind} "{given}".', did_you_mean(given.lower(), words))
+    if not all(word.startswith(found[0]) for word in found):
+        raise UsageError(f'"{given}" is the beginning of several: {", ".join(sorted(found))}.', hint="Type more of it.")
+    return found[0]
+
+
+def change(sampling: Sampling, key: str, value: str) -> Sampling:
+    """``sampling`` with one parameter changed; ``none`` clears the seed, the stop strings and the temperature,
+    which is the model's own then.
+
+    Raises:
+        UsageError: an unknown name or a value out of range.
+    """
+    if key not in NAMES:
+        raise UsageError(f'There is no sampling parameter "{key}".', did_you_mean(key, NAMES))
+    return checked_sampling(sampling, **{key: _value(sampling, key, value)})
+
+
+def describe_sampling(sampling: Sampling) -> str:
+    """The values that differ from the defaults, on one line."""
+    default = Sampling()
+    changed = [
+        f"{name} {getattr(sampling, name)}" for name in NAMES if getattr(sampling, name) != getattr(default, name)
+    ]
+    return " · ".join(changed) or "defaults"
+
+
+def _value(sampling: Sampling, key: str, text: str) -> Any:
+    """A stop string is added to those there are; ``\\n`` in it is a newline."""
+    if key == "stop":
+        return () if text.lower() == "none" else (*sampling.stop, text.replace("\\n", "\n"))
+    return None if key in ("seed", "temperature") and text.lower() in ("none", "auto") else text
+
+
+def compose(parts: Iterable[mentions.Part], state: ChatState) -> str:
+    """The question with the files that it mentions; a text in place of an answer is taken as it is.
+
+    Raises:
+        KvchatError: a file cannot be sent.
+    """
+    parts = tuple(parts)
+    if state.edits_answer:
+        return "".join(part.text for part in parts)
+    return mentions.attach(parts, state.file_limit).text

@@ -16,32 +16,26 @@ from textual.containers import Horizontal
 from textual.widget import Widget
 
 from kvchat.errors import KvchatError, UsageError
-from kvchat.tui.action import Action
-from kvchat.tui.actions import BY_ID, REPLAY, bindings, is_command, parse_command
-from kvchat.tui.background import run_beside
+from kvchat.tui.actions import BY_ID, REPLAY, Action, Scope, bindings, is_command, parse_command
 from kvchat.tui.client import EngineClient
-from kvchat.tui.compositor import ChangesCompositor
-from kvchat.tui.config import AppConfig
 from kvchat.tui.controller import ChatController
-from kvchat.tui.prompt import external_editor, questions
+from kvchat.tui.prompt import arguments, external_editor
 from kvchat.tui.prompt.arguments import Surroundings
 from kvchat.tui.prompt.history import PromptHistory
 from kvchat.tui.rebinding import describe_keys
-from kvchat.tui.scopes import Scope
-from kvchat.tui.screens.closing import open_once
-from kvchat.tui.screens.conversations import ConversationsScreen
+from kvchat.tui.screens.base import open_once
+from kvchat.tui.screens.choosing import ConversationsScreen
 from kvchat.tui.screens.details import DetailsScreen
 from kvchat.tui.screens.shown_chat import ShownChat
+from kvchat.tui.state import AppConfig
 from kvchat.tui.widgets.answer import prepare as prepare_answers
 from kvchat.tui.widgets.bars import KeyHints, ModeBar, StatusBar, TooSmall
-from kvchat.tui.widgets.composer import Composer
-from kvchat.tui.widgets.conversation_column import ConversationColumn
-from kvchat.tui.widgets.event_log import EventLog
-from kvchat.tui.widgets.panels import DetailColumn, KvColumn
-from kvchat.tui.widgets.prompt import Prompt
+from kvchat.tui.widgets.base import ChangesCompositor, run_beside
+from kvchat.tui.widgets.composer import Composer, Prompt
+from kvchat.tui.widgets.panels import DetailColumn, EventLog, KvColumn
 from kvchat.tui.widgets.ribbon import Ribbon
 from kvchat.tui.widgets.transcript import Transcript, TranscriptPane
-from kvchat.tui.widgets.welcome import Welcome, example
+from kvchat.tui.widgets.welcome import ConversationColumn, Welcome, example
 from kvchat.units import count
 
 QUIT_WINDOW_S = 2.0
@@ -120,7 +114,7 @@ class ChatScreen(ShownChat):
             if asked := self._example(text):
                 await self._do_example(asked)
             elif text.strip():
-                await self.controller.ask(questions.compose(message.parts, self.controller.state))
+                await self.controller.ask(arguments.compose(message.parts, self.controller.state))
             else:
                 await self._send_nothing()
         except KvchatError as refused:

@@ -15,12 +15,10 @@ from textual.widgets import Static
 from kvchat.protocol.messages import Details
 from kvchat.tui.actions import bindings
 from kvchat.tui.controller import ChatController
-from kvchat.tui.screens.closing import ClosesOnce
+from kvchat.tui.screens.base import ClosesOnce
 from kvchat.tui.widgets.bars import KeyHints
-from kvchat.tui.widgets.event_log import EventLog
-from kvchat.tui.widgets.gpu_history import GpuHistoryPlot
-from kvchat.tui.widgets.head_map import HeadMap
-from kvchat.tui.widgets.recall_histogram import RecallHistogram
+from kvchat.tui.widgets.charts import GpuHistoryPlot, HeadMap, RecallHistogram
+from kvchat.tui.widgets.panels import EventLog
 
 WATCHER = "screen"
 LAST_EVENTS = 12  # as many as a screen of 24 lines holds

@@ -19,10 +19,10 @@ from kvchat.config.modes import ModeParameters
 from kvchat.conversations import comparison
 from kvchat.foreign_text import visible
 from kvchat.tui.actions import ACTIONS, BY_ID, COMMANDS, FIRST_KEYS, bindings
-from kvchat.tui.model_choice.plan_table import PLANNED
+from kvchat.tui.models import PLANNED
 from kvchat.tui.panel_rows import FIGURES
 from kvchat.tui.rebinding import describe_keys, keys_of
-from kvchat.tui.screens.closing import ClosesOnce
+from kvchat.tui.screens.base import ClosesOnce
 from kvchat.tui.state import RECEIPT, SUMS
 from kvchat.tui.widgets.bars import STATUS, KeyHints
 from kvchat.tui.widgets.panels import legend

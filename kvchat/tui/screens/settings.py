@@ -19,10 +19,10 @@ from kvchat.errors import KvchatError
 from kvchat.foreign_text import visible
 from kvchat.tui.actions import BY_ID, bindings
 from kvchat.tui.rebinding import describe_keys
-from kvchat.tui.screens.closing import ClosesOnce
+from kvchat.tui.screens.base import ClosesOnce
 from kvchat.tui.settings import DEFAULT, HERE, Setting, SettingsEditor
 from kvchat.tui.widgets.bars import KeyHints
-from kvchat.tui.widgets.options import Options
+from kvchat.tui.widgets.base import Options
 
 W = TypeVar("W", bound=Widget)
 REFRESH_S = 0.3  # the engine answers a change of the mode later

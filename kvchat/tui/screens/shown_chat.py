@@ -16,31 +16,23 @@ from kvchat.errors import KvchatError
 from kvchat.foreign_text import visible
 from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import Details, Switched
-from kvchat.tui import clipboard
-from kvchat.tui.background import run_beside
+from kvchat.tui import terminal
 from kvchat.tui.controller import ChatController
-from kvchat.tui.running_comparison import RunningComparison
-from kvchat.tui.screens import needle
-from kvchat.tui.screens.closing import open_once
+from kvchat.tui.screens import compare
+from kvchat.tui.screens.base import open_once
+from kvchat.tui.screens.choosing import ModelsScreen
 from kvchat.tui.screens.details import DetailsScreen
-from kvchat.tui.screens.models import ModelsScreen
-from kvchat.tui.state import ChatState, Footed
-from kvchat.tui.view import Severity, SwitchView
-from kvchat.tui.ways_out import WayOut
+from kvchat.tui.state import ChatState, Footed, RunningComparison
+from kvchat.tui.view import Severity, SwitchView, WayOut
 from kvchat.tui.widgets.answer import Answer
 from kvchat.tui.widgets.bars import ModeBar, StatusBar
-from kvchat.tui.widgets.chapter import past
-from kvchat.tui.widgets.composer import Composer
-from kvchat.tui.widgets.conversation_column import ConversationColumn
-from kvchat.tui.widgets.event_log import EventLog
-from kvchat.tui.widgets.gutter import Gutter
+from kvchat.tui.widgets.base import run_beside
+from kvchat.tui.widgets.composer import Composer, Prompt
 from kvchat.tui.widgets.messages import Note, Problem, Question, SwitchNote
-from kvchat.tui.widgets.panels import DetailColumn, KvColumn
-from kvchat.tui.widgets.prompt import Prompt
+from kvchat.tui.widgets.panels import DetailColumn, EventLog, KvColumn, Timeline
 from kvchat.tui.widgets.ribbon import Ribbon
-from kvchat.tui.widgets.timeline import Timeline
-from kvchat.tui.widgets.transcript import Transcript
-from kvchat.tui.widgets.welcome import Welcome
+from kvchat.tui.widgets.transcript import Gutter, Transcript, past
+from kvchat.tui.widgets.welcome import ConversationColumn, Welcome
 
 
 class ShownChat(Screen[None]):
@@ -126,7 +118,7 @@ class ShownChat(Screen[None]):
         self.query_one(Ribbon).show_text(start, text)
 
     def show_comparison(self, shown: RunningComparison) -> None:
-        needle.show(self.app, self.controller.comparisons, shown)
+        compare.show(self.app, self.controller.comparisons, shown)
 
     def show_conversations(self, kept: Sequence[Summary], present: str) -> None:
         self.query_one(ConversationColumn).show(kept, present)
@@ -142,10 +134,10 @@ class ShownChat(Screen[None]):
     def copy(self, text: str) -> None:
         """Copy to the terminal's clipboard, and to the system's where that is the person's."""
         self.app.copy_to_clipboard(text)
-        if clipboard.has_system():
+        if terminal.has_system():
             run_beside(self, partial(self._copy_to_system, text), group="clipboard")
         else:
-            self.toast(clipboard.describe(text, None), title="Copied")
+            self.toast(terminal.describe(text, None), title="Copied")
 
     # ---- helpers ---------------------------------------------------------------------------------
 
@@ -158,11 +150,11 @@ class ShownChat(Screen[None]):
         run_beside(self, partial(self._transcript.add, widget), group="messages")
 
     async def _copy_to_system(self, text: str) -> None:
-        refusal = await clipboard.copy_to_system(text)
+        refusal = await terminal.copy_to_system(text)
         if refusal:
-            self.toast(clipboard.describe(text, refusal), title="Clipboard", severity="warning", timeout=10)
+            self.toast(terminal.describe(text, refusal), title="Clipboard", severity="warning", timeout=10)
         else:
-            self.toast(clipboard.describe(text, refusal), title="Copied")
+            self.toast(terminal.describe(text, refusal), title="Copied")
 
     def _show_switches(self) -> None:
         positions = self.controller.answers.switch_positions

@@ -14,10 +14,9 @@ from kvchat import thoughts
 from kvchat.conversations.conversation import Message, ModeChange, notes, with_marks
 from kvchat.foreign_text import visible
 from kvchat.protocol.messages import Switched
-from kvchat.tui.answering.pacing import Paced
-from kvchat.tui.switch_line import SwitchLine
+from kvchat.tui.state import SwitchLine
+from kvchat.tui.widgets.base import Paced, PlainText
 from kvchat.tui.widgets.messages import Question
-from kvchat.tui.widgets.plain_text import PlainText
 
 if TYPE_CHECKING:
     from textual.css.query import DOMQuery

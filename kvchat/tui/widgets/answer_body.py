@@ -6,26 +6,140 @@ import asyncio
 import re
 from collections.abc import Iterator, MutableMapping
 from functools import cache, partial
+from threading import Lock
 from typing import Any
 
 from markdown_it import MarkdownIt
 from markdown_it.rules_core import StateCore
 from markdown_it.rules_inline import StateInline, newline
 from markdown_it.token import Token
+from rich.segment import Segment
+from textual.app import ComposeResult
 from textual.containers import Vertical
+from textual.content import Content
+from textual.css.styles import RulesMap
+from textual.selection import Selection
+from textual.strip import Strip
+from textual.style import Style
+from textual.visual import RenderOptions, Visual
 from textual.widgets import Markdown
+from textual.widgets._markdown import (
+    MarkdownBlock,
+    MarkdownFence,
+    MarkdownList,
+    MarkdownListItem,
+    MarkdownOrderedListItem,
+    MarkdownParagraph,
+)
 
 from kvchat.conversations.conversation import MARKED
 from kvchat.conversations.export import keep_as_written
-from kvchat.tui.answering import flush
-from kvchat.tui.answering.large_answers import MOST_NESTED, Part, definitions, parts
-from kvchat.tui.widgets.code_block import CodeBlock, prepare_languages
-from kvchat.tui.widgets.markdown_list import ItemList
-from kvchat.tui.widgets.plain_text import PlainText
+from kvchat.tui import large_answers
+from kvchat.tui.large_answers import MOST_NESTED, Part, definitions, parts
+from kvchat.tui.widgets.base import PlainText
 
 PAUSE_S = 0.03
 TAB, WIDEST = 4, 200  # cells
 _SPACES = re.compile(r"([ \t]*\t[ \t]*|[ ]{2,})")
+LEAST_WIDTH = 8  # of an item's text, however deep it is nested
+MOST_INDENT = 24  # of tables, code and quotes in items
+WITH_LARGE_TABLES = ("python", "javascript")  # of the letters of names: 30 ms and more each, once
+_HIGHLIGHTING = Lock()  # Pygments prepares a language at its first use, and not for two threads at once
+
+
+class Hanging(Visual):
+    """A text whose rows begin behind a bullet, which stands in the first one."""
+
+    def __init__(self, bullet: str, text: Content) -> None:
+        self.bullet = bullet
+        self.text = text
+
+    def render_strips(self, width: int, height: int | None, style: Style, options: RenderOptions) -> list[Strip]:
+        """Its rows; an item without words has one."""
+        indent = self._indent(width)
+        rows = self.text.render_strips(width - indent, height, style, options) or [Strip([])]
+        first = (style + options.get_style(".bullet")).rich_style
+        before = [Segment(self.bullet[len(self.bullet) - indent :], first), Segment(" " * indent, style.rich_style)]
+        return [Strip.join([Strip([before[bool(number)]]), row]) for number, row in enumerate(rows)]
+
+    def get_optimal_width(self, rules: RulesMap, container_width: int) -> int:
+        """Cells of its longest line with the bullet."""
+        return len(self.bullet) + self.text.get_optimal_width(rules, container_width)
+
+    def get_height(self, rules: RulesMap, width: int) -> int:
+        """Rows at a width in cells."""
+        return max(self.text.get_height(rules, width - self._indent(width)), 1)
+
+    def _indent(self, width: int) -> int:
+        return max(min(len(self.bullet), width - LEAST_WIDTH), 0)
+
+
+class ItemText(MarkdownBlock):
+    """A paragraph of an item behind its bullet, or behind blanks."""
+
+    COMPONENT_CLASSES = {"bullet"}  # noqa: RUF012 (as Textual declares it)
+    DEFAULT_CSS = """
+    ItemText > .bullet { color: $text-primary; }
+    ItemText:light > .bullet { color: $text-secondary; }
+    """
+
+    def __init__(self, block: MarkdownBlock, bullet: str) -> None:
+        super().__init__(block._markdown, block._token)
+        self._bullet = bullet
+        self._content = block._content
+        self.update(Hanging(bullet, block._content))
+
+    def get_selection(self, selection: Selection) -> tuple[str, str]:
+        """The selected text, with the bullet where it is selected from its beginning."""
+        chosen = selection.extract(self._content.plain)
+        is_whole = selection.start is None or not any(selection.start)
+        return (self._bullet if is_whole else "") + chosen, "\n"
+
+
+class ItemList(MarkdownList):
+    """A list, and the lists in its items, as one column."""
+
+    DEFAULT_CSS = "ItemList { margin: 0 0 1 0; }"
+
+    def compose(self) -> ComposeResult:
+        yield from self.column("")
+        self._blocks.clear()
+
+    def column(self, indent: str) -> Iterator[MarkdownBlock]:
+        """Its items' blocks, indented."""
+        items = [block for block in self._blocks if isinstance(block, MarkdownListItem)]
+        for item, symbol in zip(items, _bullets(items), strict=True):
+            bullet = indent + symbol
+            blanks = " " * len(bullet)
+            if not (item._blocks and isinstance(item._blocks[0], MarkdownParagraph)):
+                yield ItemText(item, bullet)
+                bullet = blanks
+            for block in item._blocks:
+                if isinstance(block, ItemList):
+                    yield from block.column(blanks)
+                elif isinstance(block, MarkdownParagraph):
+                    yield ItemText(block, bullet)
+                    bullet = blanks
+                else:
+                    block.styles.margin = (1, 0, 1, min(len(blanks), MOST_INDENT))
+                    yield block
+
+
+def _bullets(items: list[MarkdownListItem]) -> list[str]:
+    if not (items and isinstance(items[0], MarkdownOrderedListItem)):
+        return [item.bullet for item in items]
+    counted = enumerate(items, int(items[0].bullet))
+    numbers = [f"{item._token.attrGet('value') or number}{item._token.markup} " for number, item in counted]
+    return [number.rjust(max(map(len, numbers)) + 1) for number in numbers]
+
+
+class CodeBlock(MarkdownFence):
+    """Textual's own guesses a language that is not named: it imports all 250 that there are, which takes 0.2 s."""
+
+    @classmethod
+    def highlight(cls, code: str, language: str, ansi: bool = False, dark: bool = False) -> Content:
+        with _HIGHLIGHTING:
+            return super().highlight(code, language or "text", ansi, dark)
 
 
 class MarkdownPart(Markdown):
@@ -67,7 +181,11 @@ class MarkdownPart(Markdown):
             await self.update("")
             self._drawn, self._appended = "", 0
         new = text[len(self._drawn) :]
-        end = len(new) if is_closed else flush.closed_end(new, bool(self._drawn) and not self._drawn.endswith("\n"))
+        end = (
+            len(new)
+            if is_closed
+            else large_answers.closed_end(new, bool(self._drawn) and not self._drawn.endswith("\n"))
+        )
         self._drawn, self.tail = self._drawn + new[:end], new[end:]
         if end:
             self._appended += 1
@@ -197,3 +315,9 @@ def _apart(token: Token) -> Iterator[Token]:
         yield Token("code_inline", "code", 0, content=found[0])
         end = found.end()
     yield token.copy(content=token.content[end:]) if end else token
+
+
+def prepare_languages() -> None:
+    """Prepare those that take long, for which the first block of code would have to wait."""
+    for language in WITH_LARGE_TABLES:
+        CodeBlock.highlight("x", language)

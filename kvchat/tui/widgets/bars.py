@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from textual.content import Content
 from textual.reactive import reactive
@@ -13,17 +13,13 @@ from textual.widgets import Static
 from kvchat.models.catalog import short_name
 from kvchat.protocol.figures import Params, Snapshot
 from kvchat.protocol.messages import Loaded
-from kvchat.tui.action import NO_KEY, Action
-from kvchat.tui.actions import BY_ID, HINTED
-from kvchat.tui.keys import hint_key
+from kvchat.tui.actions import BY_ID, HINTED, NO_KEY, Action
+from kvchat.tui.rebinding import hint_key
 from kvchat.tui.state import Phase
-from kvchat.tui.widgets import badges
 from kvchat.units import bars, figure, percent, size
 
 SPARK_POINTS = 8
 FULL = (0.8, 0.95)  # shares of the context from which on its use is shown as a warning, and as an error
-
-
 # Dot, style and word of each phase: the dot's shape alone tells it without color.
 DOTS = {
     Phase.LOADING: ("◌", "$warning", "loading"),
@@ -33,8 +29,6 @@ DOTS = {
     Phase.COMPARING: ("◈", "$primary", "comparing"),
     Phase.DOWN: ("✖", "$error", "down"),
 }
-
-
 STATUS = {
     "tok/s": "tokens written a second, over the last 32 of this answer; the bars are the last readings",
     "TTFT": "time to first token: from the question to the first token of its answer",
@@ -43,6 +37,8 @@ STATUS = {
     "ctx": "stored tokens, as a share of what the model can attend to",
 }
 """What the words of the status bar mean that stand in no panel."""
+GLYPH = "⚠"
+STYLE = "bold $warning"
 
 
 def spread(left: Content, right: Content, width: int) -> Content:
@@ -137,7 +133,7 @@ class StatusBar(Widget):
         used = s.total / s.context if s.context else None
         style = ("$foreground", "bold $warning", "bold $error")[sum((used or 0) >= level for level in FULL)]
         right = Content.assemble((f" ctx {percent(used)} ", style))
-        right = badges.short(s.badges, self.size.width - speed.cell_length - right.cell_length) + right
+        right = short(s.badges, self.size.width - speed.cell_length - right.cell_length) + right
         line = speed
         for word in filter(None, words):
             spaced = f"   {word}" if line.plain.strip() else word
@@ -195,3 +191,24 @@ class TooSmall(Static):
         """Say what the terminal lacks."""
         size = self.app.size
         self.update(f"kvchat needs 40x12, this terminal has {size.width}x{size.height}: enlarge it")
+
+
+def short(badges: Sequence[str], room: int) -> Content:
+    """Return the badges without their reasons, or only their number where ``room`` cells are too few."""
+    words = f" {GLYPH} {' · '.join(badge.partition(':')[0] for badge in badges)} "
+    if len(words) > room:
+        words = f" {GLYPH} {len(badges)} "
+    return Content.assemble((words, STYLE)) if badges else Content("")
+
+
+class Badges(Static):
+    """All badges with their reasons, a paragraph each; hidden while there are none."""
+
+    DEFAULT_CSS = "Badges { display: none; height: auto; padding: 0 1; }"
+
+    badges: reactive[tuple[str, ...]] = reactive(())
+
+    def watch_badges(self, badges: tuple[str, ...]) -> None:
+        """Show the badges."""
+        self.display = bool(badges)
+        self.update(Content("\n").join(Content.assemble((f"{GLYPH} {badge}", STYLE)) for badge in badges))

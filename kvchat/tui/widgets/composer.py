@@ -1,26 +1,43 @@
-"""The prompt, and above it the list of suggestions."""
+"""The prompt, and above it the list of what may follow what is being typed.
+
+Enter sends, Ctrl+J is a newline, Up and Down walk the history at the edges, large pastes fold.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
+from textual import events
 from textual.app import ComposeResult
+from textual.binding import BindingType
 from textual.containers import Vertical
+from textual.content import Content
+from textual.geometry import Offset
+from textual.message import Message
+from textual.strip import Strip
 from textual.widgets import OptionList, TextArea
+from textual.widgets.option_list import Option
 
-from kvchat.tui import command_offers
-from kvchat.tui.actions import is_command
+from kvchat.conversations.attachments import pieces
+from kvchat.errors import UsageError
+from kvchat.foreign_text import typed, visible
+from kvchat.tui.actions import ACTIONS, ALIASES, COMMANDS, OFTEN, Action, bindings, find_command, is_command
+from kvchat.tui.prompt import mentions
 from kvchat.tui.prompt.arguments import Surroundings
-from kvchat.tui.prompt.folders import FolderReader
-from kvchat.tui.prompt.history import PromptHistory
-from kvchat.tui.prompt.token_count import bytes_per_token, estimate
-from kvchat.tui.widgets.prompt import Prompt
-from kvchat.tui.widgets.suggestions import SuggestionList
-from kvchat.units import count
+from kvchat.tui.prompt.history import PromptHistory, bytes_per_token, estimate
+from kvchat.tui.prompt.mentions import MENTION, FolderReader, Offer, Part, Suggestion
+from kvchat.tui.widgets.base import Options
+from kvchat.units import count, size
 
 COUNT_S = 0.2  # after a change the tokens are counted
+FOLD_CHARACTERS = 16 * 1024  # TextArea wraps every line it holds: 5 MB would block for many seconds
+FOLD_LINES = 24  # two prompts full: more cannot be looked over while writing
+STEPS = {"up": -1, "down": 1}
+MAX_LABEL = 34
+PATHS = ("FILE", "PATH")  # arguments that name a file
 
 
 class Composer(Vertical):
@@ -50,7 +67,7 @@ class Composer(Vertical):
         """Bring the list up to date with what is typed before the cursor."""
         begun = self._prompt.begun
         now = replace(self._surroundings(), entries=self._folders.entries)
-        self._list.show(command_offers.offer(begun, now) if begun else None)
+        self._list.show(offer(begun, now) if begun else None)
 
     def show_queue(self, waiting: int, is_held: bool) -> None:
         """Show how many questions wait, and whether the user has to release them."""
@@ -102,3 +119,375 @@ class Composer(Vertical):
         """A click takes a suggestion."""
         message.stop()
         self._prompt.take_suggestion()
+
+
+class Prompt(TextArea):
+    """A multi-line editor that posts ``Sent`` and is empty then: what is typed meanwhile belongs to the next text.
+
+    The receiver answers each ``Sent`` by ``remember`` or ``give_back``; one of white space stays as it is.
+    Control characters become visible marks before they are in the text: what is sent is what was shown.
+    ``has_queue`` says whether questions wait.
+    """
+
+    DEFAULT_CSS = """
+    Prompt { height: auto; min-height: 3; max-height: 10; border: round $foreground 25%; padding: 0 1;
+             background: transparent; scrollbar-size-vertical: 1; }
+    Prompt:focus { border: round $primary; background: transparent; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = bindings("prompt")
+
+    @dataclass
+    class Sent(Message):
+        """The user sends what was ``typed``; ``pastes`` holds what was pasted, by the words that stand for it."""
+
+        typed: str
+        pastes: dict[str, str] = field(default_factory=dict)
+
+        @property
+        def parts(self) -> tuple[Part, ...]:
+            """The typed and the pasted parts, in turn."""
+            return _parts(self.typed, self.pastes)
+
+        @property
+        def text(self) -> str:
+            """All parts as one text."""
+            return _expanded(self.typed, self.pastes)
+
+        @property
+        def is_command(self) -> bool:
+            """True if it is a slash command; what was pasted is none."""
+            return self.parts[0].is_typed and is_command(self.text)
+
+    class TookBack(Message):
+        """The user wants the question queued last back."""
+
+    def __init__(self, history: PromptHistory, suggestions: SuggestionList, suggest: Callable[[], None]) -> None:
+        """``suggest`` brings the list of suggestions up to date with the text."""
+        super().__init__(soft_wrap=True, show_line_numbers=False, tab_behavior="focus", highlight_cursor_line=False)
+        # A blinking cursor repaints twice a second: more than 1 % of a core while nothing happens.
+        self.set_reactive(TextArea.cursor_blink, False)
+        self.placeholder = "Ask something…   (/ commands, @ file)"
+        self.prompts = history
+        self._suggestions = suggestions
+        self._suggest = suggest
+        self._recalled = ""
+        self.has_queue = False
+        self._pastes: dict[str, str] = {}
+
+    def render_line(self, y: int) -> Strip:
+        """A line, where there is a column: Textual fails at a placeholder of none."""
+        return super().render_line(y) if self.content_size.width else Strip([])
+
+    def scroll_cursor_visible(self, center: bool = False, animate: bool = False) -> Offset:
+        """Scroll to the cursor, where there is a line: Textual undoes the text first, and moves the cursor then."""
+        if self.cursor_location[0] >= self.document.line_count:
+            return Offset()
+        return super().scroll_cursor_visible(center, animate)
+
+    def action_send(self) -> None:
+        """Post the text, folded pastes in full."""
+        self.post_message(self.Sent(self.text, self._pastes))
+        if self.text.strip():
+            self._pastes = {}
+            self.load_text("")
+
+    def on_text_area_changed(self) -> None:
+        """Forget what was pasted as it stands: typed again it may be a command."""
+        if not self.text:
+            self._pastes = {label: text for label, text in self._pastes.items() if label != text}
+
+    def action_newline(self) -> None:
+        """Insert a line break at the cursor."""
+        self._replace_via_keyboard("\n", *self.selection)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The typed and the pasted parts, in turn."""
+        return _parts(self.text, self._pastes)
+
+    def expanded(self) -> str:
+        """The text with every folded paste in full."""
+        return _expanded(self.text, self._pastes)
+
+    @property
+    def begun(self) -> str:
+        """The text before the cursor that can be completed; empty inside a line, and in a text of the history."""
+        row, column = self.cursor_location
+        if self.text == self._recalled or self.document[row][column:].strip():
+            return ""
+        if self.text.startswith(tuple(label for label in self._pastes if label.startswith("/"))):
+            return ""
+        return self.document.get_text_range((0, 0), (row, column))
+
+    def take_suggestion(self) -> None:
+        """Put the suggestion highlighted in place of what it completes."""
+        suggestion, offer = self._suggestions.suggestion, self._suggestions.offer
+        if suggestion and offer:
+            row, column = self.cursor_location
+            self.replace(suggestion.text, (row, column - len(offer.typed)), (row, column))
+
+    def remember(self, sent: Sent) -> None:
+        """Remember what was sent in the history.
+
+        Raises:
+            OSError: the history file cannot be written.
+        """
+        if sent.text.strip():
+            self.prompts.add(sent.text)
+
+    def put_aside(self) -> None:
+        """Empty the prompt; its text stays in the history.
+
+        Raises:
+            OSError: the history file cannot be written.
+        """
+        text = self.expanded()
+        self.load_text("")
+        if text.strip():
+            self.prompts.add(text)
+
+    def give_back(self, sent: Sent) -> None:
+        """Put what was sent back, before what has been typed since."""
+        if not sent.text.strip():
+            return
+        self._pastes |= sent.pastes
+        begun = f"\n{self.text}" if self.text else ""
+        self._show(sent.typed + begun)
+
+    def load_text(self, text: str) -> None:
+        """Replace the text; control characters become visible marks."""
+        super().load_text(typed(text))
+
+    def restore(self, text: str) -> bool:
+        """Put a text back into the prompt, unless another has been begun; whether it was."""
+        if self.text:
+            return False
+        self.load_text("")
+        self.insert(self._fold(typed(text)))
+        return True
+
+    def begin(self, text: str) -> None:
+        """Type the beginning of a text."""
+        self.load_text(text)
+        self.move_cursor(self.document.end)
+        self.focus()
+
+    def replace_all(self, text: str) -> None:
+        """Put another text in place of the one there is."""
+        self.load_text("")
+        self.restore(text)
+        self.move_cursor(self.document.end)
+
+    def action_cursor_up(self, select: bool = False) -> None:
+        """Up, or the older prompt at the first line; of an empty prompt first the question queued last."""
+        if select or not self.cursor_at_first_line:
+            super().action_cursor_up(select)
+        elif self.has_queue and not self.text:
+            self.post_message(self.TookBack())
+        elif (entry := self.prompts.older(self.text)) is not None:
+            self._show(entry)
+
+    def action_cursor_down(self, select: bool = False) -> None:
+        """Down, or the newer prompt at the last line."""
+        if select or not self.cursor_at_last_line:
+            super().action_cursor_down(select)
+        elif (entry := self.prompts.newer()) is not None:
+            self._show(entry)
+
+    async def _on_key(self, event: events.Key) -> None:
+        """Send and newline in the order of the keys; a binding would run after keys that were typed later."""
+        active = self.screen.active_bindings.get(event.key)
+        id = (active.binding.id or "") if active is not None else ""
+        if self._steer(event.key, id):
+            event.stop()
+            event.prevent_default()
+        elif active is not None and id.startswith("prompt."):
+            event.stop()
+            event.prevent_default()
+            await self.run_action(active.binding.action)
+
+    def _steer(self, key: str, id: str) -> bool:
+        """Give a key to the open list of suggestions; whether it was for it."""
+        if key not in ("tab", *STEPS) and id not in ("stop", "prompt.send"):
+            return False
+        self._suggest()
+        if not self._suggestions.display:
+            return False
+        if id == "stop":
+            self._suggestions.close()
+        elif key in STEPS and self._suggestions.is_open:
+            self._suggestions.move(STEPS[key])
+        elif (key == "tab" and self._suggestions.is_open) or (id == "prompt.send" and self._suggestions.takes_enter):
+            self.take_suggestion()
+        else:
+            return False
+        return True
+
+    async def _on_paste(self, event: events.Paste) -> None:
+        """Insert a paste literally; a large one as a placeholder that is expanded when sent."""
+        event.prevent_default()
+        event.stop()
+        text = typed(event.text.replace("\r\n", "\n").replace("\r", "\n"))  # terminals send a line's end as CR
+        shown = self._fold(text)
+        if shown == text and (MENTION.search(text) or (text.startswith("/") and self.selection.start == (0, 0))):
+            self._pastes[text] = text  # in what is typed it would mean a file or a command
+        self._replace_via_keyboard(shown, *self.selection)
+
+    def _fold(self, text: str) -> str:
+        """``text`` with labels for the files in it, and as one label where it is long."""
+        found = list(pieces(text))
+        if any(piece.name for piece in found):
+            return "".join(self._label(piece.label, piece.text) if piece.name else piece.text for piece in found)
+        lines = text.count("\n") + 1
+        if len(text) <= FOLD_CHARACTERS and lines <= FOLD_LINES:
+            return text
+        amount = size(len(text.encode("utf-8", "replace")))
+        return self._label(f"[pasted {amount}, {count(lines)} lines]" if lines > 1 else f"[pasted {amount}]", text)
+
+    def _label(self, label: str, text: str) -> str:
+        while self._pastes.get(label, text) != text:
+            label = label[:-1] + "+]"
+        self._pastes[label] = text
+        return label
+
+    def _show(self, text: str) -> None:
+        self._recalled = text
+        self.load_text(text)
+        self.move_cursor(self.document.end)
+
+
+def _parts(text: str, pastes: dict[str, str]) -> tuple[Part, ...]:
+    """The typed and the pasted parts of the text, in turn."""
+    parts = [Part(text)]
+    for label in sorted(pastes, key=len, reverse=True):
+        parts = [piece for part in parts for piece in _split(part, label, pastes[label])]
+    return tuple(part for part in parts if part.text) or (Part(text),)
+
+
+def _split(part: Part, label: str, paste: str) -> list[Part]:
+    """A typed part at each ``label``, which stands for a paste."""
+    if not part.is_typed:
+        return [part]
+    pieces = [piece for typed in part.text.split(label) for piece in (Part(typed), Part(paste, is_typed=False))]
+    return pieces[:-1]
+
+
+def _expanded(text: str, pastes: dict[str, str]) -> str:
+    return "".join(part.text for part in _parts(text, pastes))
+
+
+class SuggestionList(Options):
+    """Shows an ``Offer``; hidden without one. The prompt keeps the focus and moves the highlight."""
+
+    can_focus = False
+    DEFAULT_CSS = """
+    SuggestionList { display: none; height: auto; max-height: 10; margin: 0 1; padding: 0; border: none;
+                     text-wrap: nowrap; text-overflow: ellipsis;
+                     background: $surface; color: $text-muted; scrollbar-size-vertical: 1; }
+    SuggestionList > .option-list--option-highlighted { background: $boost; color: $foreground; text-style: bold; }
+    SuggestionList > .option-list--option-disabled { color: $text-disabled; text-style: italic; }
+    """
+
+    def __init__(self) -> None:
+        super().__init__(markup=False, compact=True)
+        self.offer: Offer | None = None
+        self._is_chosen = False
+
+    @property
+    def is_open(self) -> bool:
+        """True if there is a suggestion to take."""
+        return bool(self.display) and self.offer is not None and bool(self.offer.suggestions)
+
+    @property
+    def suggestion(self) -> Suggestion | None:
+        """The highlighted suggestion, else the first."""
+        if self.offer is None or not self.offer.suggestions:
+            return None
+        return self.offer.suggestions[max((self.highlighted or 0) - bool(self.offer.usage), 0)]
+
+    @property
+    def takes_enter(self) -> bool:
+        """True if Enter takes the suggestion instead of sending."""
+        return self.is_open and self.offer is not None and (self.offer.takes_by_enter or self._is_chosen)
+
+    def close(self) -> None:
+        """Hide the list until more is typed."""
+        self.display = False
+
+    def show(self, offer: Offer | None) -> None:
+        """Show an offer, or nothing; one that is shown stays as it is."""
+        if offer == self.offer:
+            return
+        self.offer, self._is_chosen = offer, False
+        self.display = offer is not None and bool(offer.suggestions or offer.usage)
+        self.clear_options()
+        if offer is None:
+            return
+        if offer.usage:
+            self.add_option(Option(Content(visible(offer.usage)), disabled=True))
+        width = min(max((len(visible(one.label)) for one in offer.suggestions), default=0), MAX_LABEL)
+        self.add_options([Option(_line(one, width)) for one in offer.suggestions])
+        is_selected = offer.takes_by_enter or not offer.usage  # alone, an argument that is left out means something
+        self.highlighted = int(bool(offer.usage)) if is_selected and offer.suggestions else None
+
+    def move(self, step: int) -> None:
+        """Highlight the suggestion ``step`` further on."""
+        self._is_chosen = True
+        if step > 0:
+            self.action_cursor_down()
+        else:
+            self.action_cursor_up()
+
+
+def _line(suggestion: Suggestion, width: int) -> Content:
+    mark = "●" if suggestion.is_present else " "
+    label = visible(suggestion.label)
+    return Content.assemble(f"{mark} ", (f"{label:<{width}}", "$foreground"), f"  {visible(suggestion.doc)}")
+
+
+def offer(before: str, now: Surroundings) -> Offer | None:
+    """The offer for the end of ``before``, the text before the cursor: a command, its argument or a file."""
+    if not is_command(before):
+        return mentions.offer(before, now.entries)
+    name, space, argument = before.removeprefix("/").partition(" ")
+    return _argument(name, argument, now) if space else _names(name)
+
+
+def _names(typed: str) -> Offer | None:
+    found = [action for name, action in COMMANDS.items() if name.startswith(typed.lower())]
+    found += [action for alias, action in ALIASES.items() if typed and alias.startswith(typed.lower())]
+    if not found and len(typed) > 1:
+        found = [action for name, action in COMMANDS.items() if typed.lower() in name]
+    rows = [_command(action) for action in sorted(ACTIONS, key=_rarity) if action in found]
+    is_begun = len(rows) > 1 and typed.lower() not in (*COMMANDS, *ALIASES)  # sent, it would name no one command
+    return Offer(f"/{typed}", tuple(rows), takes_by_enter=is_begun) if rows else None
+
+
+def _rarity(action: Action) -> int:
+    return OFTEN.index(action.id) if action.id in OFTEN else len(OFTEN)
+
+
+def _command(action: Action) -> Suggestion:
+    others = f"  (also {', '.join(f'/{alias}' for alias in action.aliases)})" if action.aliases else ""
+    return Suggestion(f"/{action.command}{' ' * bool(action.usage)}", action.line, action.doc + others)
+
+
+def _argument(name: str, argument: str, now: Surroundings) -> Offer | None:
+    try:
+        action = find_command(name.lower())
+    except UsageError:
+        return None
+    if not action.usage:
+        return None
+    typed, rows = _values(action, argument, now)
+    return Offer(typed, tuple(rows), f"{action.line}   {action.doc}")
+
+
+def _values(action: Action, argument: str, now: Surroundings) -> tuple[str, Sequence[Suggestion]]:
+    """The word of the argument that is being typed, and what may take its place."""
+    if action.usage in PATHS:
+        return argument, mentions.matching(argument, now.entries)
+    *words, typed = argument.split(" ")
+    found = list(action.values(now, list(filter(None, words)))) if action.values else []
+    begun = [one for one in found if one.text.lower().startswith(typed.lower())]
+    return typed, begun or [one for one in found if len(typed) > 1 and typed.lower() in one.text.lower()]

@@ -13,8 +13,8 @@ from kvchat.conversations.conversation import Message
 from kvchat.errors import KvchatError
 from kvchat.foreign_text import visible
 from kvchat.protocol.messages import Switched
-from kvchat.tui.switch_line import SwitchLine
-from kvchat.tui.ways_out import WayOut
+from kvchat.tui.state import SwitchLine
+from kvchat.tui.view import WayOut
 from kvchat.units import count, size
 
 SHOWN_CHARACTERS = 2000

@@ -2,33 +2,47 @@
 
 Every layout visits every mounted widget (25 answers with a table are 600 widgets and 90 ms), and there are up to 20
 layouts a second while an answer streams. So answers far from the reader are collapsed to one widget each, and what was
-said before the conversation was opened is in chapters, of which those far from the reader are folded.
+said before the conversation was opened is in chapters, a few messages to a widget, of which those far from the reader
+are folded.
+
+In its gutter stands beside each message how much of it the model still reads, in the ribbon's colors. It lies over the
+messages' margin and is drawn by the Line API: a new snapshot repaints one column and lays nothing out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
+from rich.segment import Segment
 from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import Vertical, VerticalScroll
 from textual.geometry import Region
 from textual.message import Message
+from textual.message import Message as WidgetMessage
+from textual.strip import Strip
 from textual.widget import Widget
 from textual.widgets import Static
 
+from kvchat.conversations.attachments import folded
+from kvchat.foreign_text import visible
 from kvchat.tui.actions import bindings
-from kvchat.tui.visibility import UNFINISHED
-from kvchat.tui.widgets.answer import Answer
-from kvchat.tui.widgets.chapter import Chapter
-from kvchat.tui.widgets.gutter import Gutter
+from kvchat.tui.state import UNFINISHED, Footed, Mark
+from kvchat.tui.widgets.answer import Answer, past_message
+from kvchat.tui.widgets.base import PlainText
 from kvchat.tui.widgets.messages import Question
+from kvchat.tui.widgets.ribbon import CLASSES, GLYPHS
 
 LIVE_ANSWERS = 30
 LIVE_WIDGETS = 120
 W = TypeVar("W", bound=Widget)
+LENGTH = 20  # messages of a chapter at most
+NEWEST = 10  # messages that are in none
+MarkOf = Callable[[str], Mark | None]
+SHADES = "░▒▓█"
+BLANK = " "
 
 
 class Transcript(VerticalScroll):
@@ -300,3 +314,145 @@ class TranscriptPane(Vertical):
     def on_new_lines_clicked(self) -> None:
         """Go there."""
         self.query_one(Transcript).jump_to_end()
+
+
+class Chapter(Vertical):
+    """Some messages: while it is ``folded`` one plain text, about as high as they are.
+
+    Its height ``is_held`` from then on until whoever hears ``Grew`` has moved along with it, and says so.
+    """
+
+    DEFAULT_CSS = """
+    Chapter { height: auto; }
+    Chapter > PlainText { padding: 0 2 0 3; color: $text-muted; }
+    """
+
+    @dataclass
+    class Grew(WidgetMessage):
+        """``chapter`` is so many rows higher than it was; what is below it has moved."""
+
+        chapter: Chapter
+        rows: int
+
+    def __init__(self, said: Sequence[Footed]) -> None:
+        super().__init__()
+        self.said = list(said)
+        self.folded = True
+        self.is_held = False
+
+    def compose(self) -> ComposeResult:
+        if self.folded:
+            yield PlainText("\n\n".join(["", *(visible(folded(message.text)) for message, _ in self.said)]))
+        else:
+            yield from (past_message(message, footer) for message, footer in self.said)
+
+    def widgets(self) -> Iterator[Question | Answer]:
+        """Those of its messages, none while it is folded."""
+        return (child for child in self.children if isinstance(child, Question | Answer))
+
+    def has(self, id: str) -> bool:
+        """True if the message is one of its own."""
+        return any(message.id == id for message, _ in self.said)
+
+    def up_to(self, id: str) -> Chapter:
+        """A chapter of its messages that ends with one of them."""
+        last = next(number for number, (message, _) in enumerate(self.said) if message.id == id)
+        return Chapter(self.said[: last + 1])
+
+    def show_footer(self, id: str, footer: str) -> None:
+        """Keep another footer of a message."""
+        self.said = [(message, footer if message.id == id else old) for message, old in self.said]
+
+    async def set_folded(self, folded: bool) -> bool:
+        """Fold or unfold it; whether that changed anything. One that no layout has seen stays as it is.
+
+        Its height stays until the next layout, in which the view can be moved along.
+        """
+        if folded == self.folded or not self.size.height:
+            return False
+        self.styles.height, self.is_held = self.size.height, True
+        self.folded = folded
+        await self.recompose()
+        self.call_after_refresh(self._let_go)
+        return True
+
+    def _let_go(self) -> None:
+        if not self.is_attached:
+            return
+        rows = max((child.virtual_region.bottom for child in self.children), default=0)
+        if not rows:  # no layout has placed them yet
+            self.call_after_refresh(self._let_go)
+            return
+        self.post_message(self.Grew(self, rows - self.size.height))
+        self.styles.height = "auto"
+
+
+def past(messages: Sequence[Footed]) -> list[Widget]:
+    """Widgets of messages said before: one for each of the newest, and chapters of those before, if they are many."""
+    rest = len(messages) - NEWEST if len(messages) > NEWEST + LENGTH else 0
+    chapters = [Chapter(messages[max(end - LENGTH, 0) : end]) for end in range(rest, 0, -LENGTH)]
+    return [*reversed(chapters), *(past_message(message, footer) for message, footer in messages[rest:])]
+
+
+def shade(mark: Mark) -> str:
+    """The glyph of a message: the fuller, the more of it is read."""
+    if mark.share <= 0:
+        return GLYPHS.get(mark.letter, GLYPHS["H"])
+    return SHADES[min(int(mark.share * len(SHADES)), len(SHADES) - 1)]
+
+
+class Gutter(Widget):
+    """One column at the left edge of a transcript, which says by ``places`` where its messages are."""
+
+    COMPONENT_CLASSES: ClassVar[set[str]] = {f"gutter--{name}" for name in CLASSES.values()}
+    DEFAULT_CSS = """
+    Gutter { width: 1; height: 1fr; dock: left; layer: above; background: $background; }
+    Gutter > .gutter--sink { color: $ribbon-sink; }
+    Gutter > .gutter--window { color: $ribbon-window; }
+    Gutter > .gutter--device { color: $ribbon-device; }
+    Gutter > .gutter--recalled { color: $ribbon-recalled; }
+    Gutter > .gutter--host { color: $ribbon-host; }
+    Gutter > .gutter--lost { color: $ribbon-lost; }
+    """
+
+    def __init__(
+        self, transcript: VerticalScroll, places: Callable[[], Iterable[tuple[Question | Answer, Region]]]
+    ) -> None:
+        super().__init__()
+        self._transcript, self._places = transcript, places
+        self._mark_of: MarkOf | None = None
+        self._rows: list[Mark | None] = []
+
+    def on_mount(self) -> None:
+        for name in ("scroll_y", "virtual_size"):
+            self.watch(self._transcript, name, self._draw, init=False)
+        # Messages of a transcript that is not full yet move without either of them.
+        self.screen.screen_layout_refresh_signal.subscribe(self, lambda _: self._draw())
+
+    def on_resize(self) -> None:
+        """As high as it is now: while a prompt is read no snapshot comes that would draw it again."""
+        self._draw()
+
+    def show(self, mark_of: MarkOf | None) -> None:
+        """Show what is read of each message, by its id; asked for those in sight, None for none."""
+        self._mark_of = mark_of
+        self._draw()
+
+    def _draw(self) -> None:
+        rows: list[Mark | None] = [None] * self.size.height
+        top, mark_of = round(self._transcript.scroll_y), self._mark_of
+        for message, place in self._places() if mark_of else ():
+            first, end = max(place.y - top, 0), min(place.bottom - top, len(rows))
+            if first < end and mark_of:
+                rows[first:end] = [mark_of(message.message)] * (end - first)
+        if rows != self._rows:
+            self._rows = rows
+            self.refresh()
+
+    def render_line(self, y: int) -> Strip:
+        mark = self._rows[y] if y < len(self._rows) else None
+        base = self.rich_style
+        if mark is None:
+            return Strip([Segment(BLANK, base)])
+        style = self.get_component_rich_style(f"gutter--{CLASSES.get(mark.letter, 'host')}", partial=True)
+        return Strip([Segment(shade(mark), base + style)])

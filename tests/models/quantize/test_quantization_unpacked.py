@@ -30,7 +30,7 @@ from kvchat.models.probe import relative_error
 from kvchat.models.quantize import packing, quantization
 from kvchat.models.quantize.packing import PACKINGS
 from kvchat.protocol.messages import Load
-from kvchat.tui.model_choice.plan_table import plan_lines
+from kvchat.tui.models import plan_lines
 from kvchat.units import size
 
 # Checkpoints by name: the model that they are of, their tensors and section, and in what they stay small.

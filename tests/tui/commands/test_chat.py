@@ -11,8 +11,7 @@ from support.app_driver import finished, notes, press, prompt, texts, toasts, ty
 from kvchat.config.modes import registered
 from kvchat.errors import UsageError
 from kvchat.protocol.messages import Switch, Turn
-from kvchat.tui.commands.chat import code_blocks, set_tokens, set_value, switch_mode
-from kvchat.tui.commands.pins import pin
+from kvchat.tui.commands.chat import code_blocks, pin, set_tokens, set_value, switch_mode
 from kvchat.tui.state import Phase
 from kvchat.tui.widgets.bars import ModeBar
 from kvchat.tui.widgets.messages import Note, Problem, SwitchNote

@@ -6,7 +6,7 @@ import pytest
 
 from kvchat.errors import UsageError
 from kvchat.protocol.messages import MAX_NEEDLE_TOKENS
-from kvchat.tui.commands.comparing import MIN_NEEDLE_TOKENS, search_needle
+from kvchat.tui.commands.chat import MIN_NEEDLE_TOKENS, search_needle
 
 
 @pytest.mark.parametrize("length", ["many", "-3", str(MIN_NEEDLE_TOKENS - 1), str(MAX_NEEDLE_TOKENS + 1), "9" * 30])

@@ -12,7 +12,7 @@ from kvchat.conversations.store import ConversationStore
 from kvchat.errors import TooMuchPinnedError, UsageError
 from kvchat.protocol.figures import Stats
 from kvchat.protocol.messages import Chat, Failed, Finished, Resume, Switch
-from kvchat.tui.commands.pins import pin
+from kvchat.tui.commands.chat import pin
 from kvchat.tui.widgets.messages import Question
 from kvchat.tui.widgets.transcript import Transcript
 

@@ -23,7 +23,7 @@ from kvchat.protocol.recording import Recorder
 from kvchat.tui.actions import COMMANDS
 from kvchat.tui.client import EngineClient
 from kvchat.tui.plain.chat import INTERRUPTED, PROMPT, REFUSED, PlainChat
-from kvchat.tui.plain.lines import LineReader, LineWriter
+from kvchat.tui.plain.view import LineReader, LineWriter
 from kvchat.tui.state import Phase
 
 

@@ -9,7 +9,7 @@ import os
 import pytest
 
 from kvchat.errors import UsageError
-from kvchat.tui.plain.lines import LineReader, LineWriter, spoken
+from kvchat.tui.plain.view import LineReader, LineWriter, spoken
 
 
 class Arriving(LineReader):

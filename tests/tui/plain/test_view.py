@@ -9,8 +9,7 @@ import pytest
 from kvchat.conversations.conversation import Message
 from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import Switched
-from kvchat.tui.plain.lines import LineWriter
-from kvchat.tui.plain.view import PlainAnswer, PlainView
+from kvchat.tui.plain.view import LineWriter, PlainAnswer, PlainView
 
 
 def message(text):

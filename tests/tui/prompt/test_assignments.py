@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvchat.errors import UsageError
-from kvchat.tui.prompt.assignments import parse_assignments, parse_literal, split_words
+from kvchat.tui.prompt.arguments import parse_assignments, parse_literal, split_words
 
 
 @pytest.mark.parametrize(

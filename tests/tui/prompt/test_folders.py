@@ -6,21 +6,21 @@ import threading
 
 from support.app_driver import wait_for
 
-from kvchat.tui.prompt import folders
-from kvchat.tui.prompt.folders import Entry, FolderReader
+from kvchat.tui.prompt import mentions
+from kvchat.tui.prompt.mentions import Entry, FolderReader
 
 
 def test_files_and_folders_with_their_sizes(tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "a.txt").write_text("abc")
     (tmp_path / "broken").symlink_to(tmp_path / "nowhere")
-    found = {entry.name: entry for entry in folders.read(f"{tmp_path}/")}
+    found = {entry.name: entry for entry in mentions.read(f"{tmp_path}/")}
     assert found == {
         "sub": Entry("sub", is_folder=True),
         "a.txt": Entry("a.txt", size=3),
         "broken": Entry("broken"),
     }
-    assert folders.read(f"{tmp_path}/nowhere/") == ()
+    assert mentions.read(f"{tmp_path}/nowhere/") == ()
 
 
 def test_what_lies_below_the_present_folder_comes_behind_it_and_ends(tmp_path, monkeypatch):
@@ -31,16 +31,16 @@ def test_what_lies_below_the_present_folder_comes_behind_it_and_ends(tmp_path, m
     (tmp_path / "loop").symlink_to(tmp_path)
 
     def names(folder: str) -> list[str]:
-        return [entry.name for entry in folders.read(folder)]
+        return [entry.name for entry in mentions.read(folder)]
 
     assert sorted(names("")[:5]) == [".git", "a", "loop", "node_modules", "top.py"]
     assert sorted(names("")[5:7]) == ["a/b", "a/near.py"]
     assert names("")[7:] == ["a/b/deep.py"]
     assert names("a/")[2:] == ["b/deep.py"]
     assert sorted(names(f"{tmp_path}/a/")) == ["b", "near.py"]
-    monkeypatch.setattr(folders, "MAX_WITH_BELOW", 6)
+    monkeypatch.setattr(mentions, "MAX_WITH_BELOW", 6)
     assert len(names("")) == 6
-    monkeypatch.setattr(folders, "WALK_S", -1)
+    monkeypatch.setattr(mentions, "WALK_S", -1)
     assert len(names("")) == 5
 
 
@@ -61,7 +61,7 @@ async def test_a_folder_that_does_not_answer_blocks_nobody_and_is_read_once_at_a
 
 
 async def test_what_is_read_again_is_told_only_where_it_has_changed(monkeypatch):
-    monkeypatch.setattr(folders, "FRESH_S", 0.0)
+    monkeypatch.setattr(mentions, "FRESH_S", 0.0)
     lies, asked, changes = [(Entry("a"),)], [], []
     reader = FolderReader(lambda: changes.append(1), lambda folder: asked.append(folder) or lies[0])
 
@@ -75,7 +75,7 @@ async def test_what_is_read_again_is_told_only_where_it_has_changed(monkeypatch)
     lies[0] = (Entry("a"), Entry("b"))
     await look()
     assert len(changes) == 2
-    for number in range(2 * folders.REMEMBERED):
+    for number in range(2 * mentions.REMEMBERED):
         reader.entries(f"{number}/")
         await wait_for(lambda: not reader._reading)
-    assert len(reader._known) == folders.REMEMBERED
+    assert len(reader._known) == mentions.REMEMBERED

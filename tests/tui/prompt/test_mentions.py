@@ -6,7 +6,7 @@ import pytest
 
 from kvchat.conversations.attachments import fenced
 from kvchat.errors import KvchatError, UsageError
-from kvchat.tui.prompt import folders, mentions
+from kvchat.tui.prompt import mentions
 from kvchat.tui.prompt.mentions import Part
 
 LIMIT = 1000
@@ -103,11 +103,11 @@ def test_the_limit_is_for_all_files_together():
     ],
 )
 def test_paths_are_offered_while_one_is_typed(before, texts):
-    offer = mentions.offer(before, folders.read)
+    offer = mentions.offer(before, mentions.read)
     assert [suggestion.text for suggestion in offer.suggestions] == texts
     assert before.endswith(offer.typed)
 
 
 @pytest.mark.parametrize("before", ["", "me@", "@notes.txt ", '@"a" b'])
 def test_nothing_is_offered_elsewhere(before):
-    assert mentions.offer(before, folders.read) is None
+    assert mentions.offer(before, mentions.read) is None

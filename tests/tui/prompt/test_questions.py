@@ -6,8 +6,8 @@ import pytest
 
 from kvchat.conversations.conversation import Conversation
 from kvchat.protocol.messages import Sampling
+from kvchat.tui.prompt.arguments import compose
 from kvchat.tui.prompt.mentions import Part
-from kvchat.tui.prompt.questions import compose
 from kvchat.tui.state import ChatState
 
 

@@ -7,8 +7,8 @@ from support.app_driver import prompt, typed
 
 from kvchat.conversations.conversation import Message
 from kvchat.protocol.figures import Stats
+from kvchat.tui.prompt.history import BYTES_PER_TOKEN, bytes_per_token, estimate
 from kvchat.tui.prompt.mentions import Part
-from kvchat.tui.prompt.token_count import BYTES_PER_TOKEN, bytes_per_token, estimate
 
 
 def answer(text, tokens):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvchat.errors import UsageError
-from kvchat.tui.prompt.words import nearest, resolve
+from kvchat.tui.prompt.arguments import nearest, resolve
 
 KNOWN = ("mode", "model", "K", "k", "stop", "stats")
 

@@ -14,11 +14,10 @@ from kvchat.tui.screens import chat
 from kvchat.tui.state import Phase
 from kvchat.tui.widgets.answer import Answer
 from kvchat.tui.widgets.bars import KeyHints, ModeBar, StatusBar
+from kvchat.tui.widgets.composer import Prompt
 from kvchat.tui.widgets.messages import Note, Problem, Question, SwitchNote
-from kvchat.tui.widgets.panels import DetailColumn, KvColumn, Rowed
-from kvchat.tui.widgets.prompt import Prompt
+from kvchat.tui.widgets.panels import DetailColumn, KvColumn, Rowed, Timeline
 from kvchat.tui.widgets.ribbon import Ribbon
-from kvchat.tui.widgets.timeline import Timeline
 from kvchat.tui.widgets.transcript import Transcript
 from kvchat.tui.widgets.welcome import Welcome
 

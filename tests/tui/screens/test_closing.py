@@ -7,7 +7,7 @@ from support.app_driver import finished, opened, press, typed
 from textual.command import CommandInput, CommandList
 from textual.events import Click
 
-from kvchat.tui.screens.closing import Palette
+from kvchat.tui.screens.base import Palette
 from kvchat.tui.screens.settings import SettingsScreen
 
 

@@ -11,9 +11,8 @@ from textual.widgets import Static
 
 from kvchat.protocol.figures import Run
 from kvchat.protocol.messages import Comparing, Sampling, Variant
-from kvchat.tui.running_comparison import RunningComparison
 from kvchat.tui.screens.compare import MARK, CompareScreen, answer_text
-from kvchat.tui.state import Phase
+from kvchat.tui.state import Phase, RunningComparison
 
 
 def shown(app, selector: str) -> str:

@@ -7,10 +7,8 @@ from textual.widgets import Static
 
 from kvchat.protocol.messages import Watch
 from kvchat.tui.screens.details import DetailsScreen
-from kvchat.tui.widgets.event_log import EventLog
-from kvchat.tui.widgets.gpu_history import GpuHistoryPlot
-from kvchat.tui.widgets.head_map import HeadMap
-from kvchat.tui.widgets.recall_histogram import RecallHistogram
+from kvchat.tui.widgets.charts import GpuHistoryPlot, HeadMap, RecallHistogram
+from kvchat.tui.widgets.panels import EventLog
 
 
 def watched(app, monkeypatch):

@@ -12,8 +12,8 @@ from textual.widgets import OptionList
 
 from kvchat.models.catalog import FoundModel, Room
 from kvchat.models.stored_tensors import Elements, Weights
-from kvchat.tui.screens import models
-from kvchat.tui.screens.models import ModelsScreen, describe, typed
+from kvchat.tui.screens import choosing
+from kvchat.tui.screens.choosing import ModelsScreen, describe_model, typed
 
 GiB = 2**30
 HERE = FoundModel("bundled", "bundled", Weights(2**24, 2**25, "bfloat16", plain=Elements(linear=2**24)))
@@ -22,9 +22,9 @@ OTHER = FoundModel("org/other", "hub", Weights(2**24, 2**25, "bfloat16", plain=E
 
 @pytest.fixture
 def machine(monkeypatch):
-    monkeypatch.setattr(models.catalog, "find", lambda folders: [HERE, OTHER])
-    monkeypatch.setattr(models.catalog, "is_here", lambda name: True)
-    monkeypatch.setattr(models, "room", lambda device, released: Room("cpu", 8 * GiB))
+    monkeypatch.setattr(choosing.catalog, "find", lambda folders: [HERE, OTHER])
+    monkeypatch.setattr(choosing.catalog, "is_here", lambda name: True)
+    monkeypatch.setattr(choosing, "room", lambda device, released: Room("cpu", 8 * GiB))
 
 
 def listed(app):
@@ -60,8 +60,8 @@ async def test_a_model_is_searched_for_and_loaded(running, machine, size):
 
 async def test_enter_before_the_models_are_found_loads_what_is_typed(running, machine, monkeypatch):
     looking, seeking = threading.Event(), threading.Event()
-    monkeypatch.setattr(models.catalog, "find", lambda folders: looking.wait(PATIENCE_S) and [HERE, OTHER])
-    monkeypatch.setattr(models.catalog, "is_here", lambda name: seeking.wait(PATIENCE_S))
+    monkeypatch.setattr(choosing.catalog, "find", lambda folders: looking.wait(PATIENCE_S) and [HERE, OTHER])
+    monkeypatch.setattr(choosing.catalog, "is_here", lambda name: seeking.wait(PATIENCE_S))
     async with running() as (app, _pilot, until):
         press(app, "ctrl+o", *"other", "enter")
         await until(lambda: opened(app, ModelsScreen) and app.screen._is_chosen)
@@ -96,7 +96,7 @@ def test_what_is_typed_may_be_a_model_of_its_own(tmp_path):
 
 
 def facts(model, free=8 * GiB):
-    return " ".join(str(describe(model, "auto", Room("cpu", free), 90)).split())
+    return " ".join(str(describe_model(model, "auto", Room("cpu", free), 90)).split())
 
 
 def test_a_line_says_whether_a_model_fits():
@@ -105,4 +105,4 @@ def test_a_line_says_whether_a_model_fits():
     assert facts(OTHER, 2**20).endswith("✖ too large, 64.0 MiB")
     assert facts(replace(OTHER, weights=None, problem="dam\x1baged")).endswith("✖ dam␛aged")
     assert facts(FoundModel("a/b", "download")).endswith("to be downloaded")
-    assert str(describe(replace(OTHER, name="n" * 200), "auto", Room("cpu", 1), 80)).count("…") == 1
+    assert str(describe_model(replace(OTHER, name="n" * 200), "auto", Room("cpu", 1), 80)).count("…") == 1

@@ -12,11 +12,10 @@ from textual.widgets import Static
 from kvchat.config import modes
 from kvchat.protocol.figures import Run, Stats
 from kvchat.protocol.messages import Compared, Sampling, Variant
-from kvchat.tui.comparing.needle_rows import verdict
-from kvchat.tui.running_comparison import RunningComparison
-from kvchat.tui.screens.compare import CompareScreen
-from kvchat.tui.screens.needle import NeedleScreen, needle_table
+from kvchat.tui.comparisons import verdict
+from kvchat.tui.screens.compare import CompareScreen, NeedleScreen, needle_table
 from kvchat.tui.screens.settings import SettingsScreen
+from kvchat.tui.state import RunningComparison
 
 
 @pytest.mark.parametrize("size", [(50, 20), (80, 24), (120, 40)])

@@ -6,7 +6,7 @@ import pytest
 from support.app_driver import opened, press
 from textual.widgets import Input, OptionList
 
-from kvchat.tui.screens.search import SearchScreen
+from kvchat.tui.screens.base import SearchScreen
 
 
 @pytest.mark.parametrize("key", ["ctrl+o", "f9"])

@@ -13,11 +13,11 @@ from textual.style import Style
 from textual.widgets._markdown import MarkdownBlock
 
 from kvchat.conversations.conversation import Message
-from kvchat.tui.answering.large_answers import MOST_WIDGETS
+from kvchat.tui.large_answers import MOST_WIDGETS
 from kvchat.tui.widgets import answer_body
 from kvchat.tui.widgets.answer import Answer
-from kvchat.tui.widgets.markdown_list import ItemText
-from kvchat.tui.widgets.plain_text import PlainText
+from kvchat.tui.widgets.answer_body import ItemText
+from kvchat.tui.widgets.base import PlainText
 from kvchat.tui.widgets.transcript import Transcript
 
 ROW = "| " + " | ".join(f"cell {column}" for column in range(60)) + " |\n"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from support.app_driver import typed
 
-from kvchat.tui.widgets.badges import GLYPH, STYLE, Badges, short
-from kvchat.tui.widgets.bars import StatusBar
+from kvchat.tui.widgets.bars import GLYPH, STYLE, Badges, StatusBar, short
 
 PAGEABLE = "pageable host memory: cudaHostRegister: out of memory (2)"
 EAGER = "no CUDA graph: RuntimeError: operation not permitted when stream is capturing"

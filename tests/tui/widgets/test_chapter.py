@@ -10,9 +10,8 @@ from kvchat.conversations.conversation import Message
 from kvchat.tui.app import KvchatApp
 from kvchat.tui.state import Footed
 from kvchat.tui.widgets.answer import Answer
-from kvchat.tui.widgets.chapter import LENGTH, NEWEST, Chapter, past
 from kvchat.tui.widgets.messages import Question
-from kvchat.tui.widgets.transcript import Transcript
+from kvchat.tui.widgets.transcript import LENGTH, NEWEST, Chapter, Transcript, past
 
 MANY = 120
 

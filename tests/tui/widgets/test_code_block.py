@@ -8,8 +8,7 @@ from support.app_driver import wait_for
 from textual import highlight
 from textual.app import App, ComposeResult
 
-from kvchat.tui.widgets.answer_body import MarkdownPart
-from kvchat.tui.widgets.code_block import CodeBlock, prepare_languages
+from kvchat.tui.widgets.answer_body import CodeBlock, MarkdownPart, prepare_languages
 
 
 class Page(App[None]):

@@ -6,8 +6,8 @@ from support.app_driver import CHARACTERS, finished, press, prompt, texts, toast
 
 from kvchat.conversations.attachments import fenced
 from kvchat.tui.state import Phase
+from kvchat.tui.widgets.composer import SuggestionList
 from kvchat.tui.widgets.messages import Question
-from kvchat.tui.widgets.suggestions import SuggestionList
 
 NAMES = {character: name for name, character in CHARACTERS.items()}
 

@@ -7,7 +7,7 @@ from textual.app import App
 from textual.pilot import Pilot
 
 from kvchat.conversations.store import Summary
-from kvchat.tui.widgets.conversation_column import ConversationColumn
+from kvchat.tui.widgets.welcome import ConversationColumn
 
 CAT = Summary(id="1", title="A cat", updated=2.0, messages=4)
 DOG = Summary(id="2", title="A [b]dog[/b] \x1b[31mwith a very, very long title", updated=1.0, messages=2)

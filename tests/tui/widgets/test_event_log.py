@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from textual.widgets import Static
 
-from kvchat.tui.widgets.event_log import EVENT_LENGTH
+from kvchat.tui.widgets.panels import EVENT_LENGTH
 
 
 async def test_an_event_of_any_length_is_a_line_of_the_log(running):

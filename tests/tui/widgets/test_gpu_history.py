@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvchat.tui.gpu_history import Moment
-from kvchat.tui.widgets.gpu_history import UNREAD, rows, spark
+from kvchat.tui.state import Moment
+from kvchat.tui.widgets.charts import UNREAD, rows, spark
 from kvchat.units import BARS
 
 GiB = 2**30

@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 from support.app_driver import answers, finished, typed
 
-from kvchat.tui.visibility import Mark
-from kvchat.tui.widgets.gutter import Gutter, shade
+from kvchat.tui.state import Mark
 from kvchat.tui.widgets.messages import Question
-from kvchat.tui.widgets.timeline import Timeline
-from kvchat.tui.widgets.transcript import Transcript
+from kvchat.tui.widgets.panels import Timeline
+from kvchat.tui.widgets.transcript import Gutter, Transcript, shade
 
 
 @pytest.mark.parametrize(

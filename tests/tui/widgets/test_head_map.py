@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from kvchat.protocol.messages import Details
-from kvchat.tui.widgets.head_map import NONE, HeadMap, arranged, glyph
+from kvchat.tui.widgets.charts import NONE, HeadMap, arranged, glyph
 from kvchat.units import BARS
 
 

@@ -9,8 +9,7 @@ from textual.geometry import Offset
 from textual.selection import SELECT_ALL, Selection
 from textual.widgets._markdown import MarkdownFence
 
-from kvchat.tui.widgets.answer_body import MarkdownPart
-from kvchat.tui.widgets.markdown_list import ItemList, ItemText
+from kvchat.tui.widgets.answer_body import ItemList, ItemText, MarkdownPart
 
 LISTS = {
     "bullets": ("- one\n- two\n", ["• one", "• two"]),

@@ -11,8 +11,7 @@ from textual.widgets import Static
 from kvchat.config.modes import registered
 from kvchat.tui.widgets.bars import STATUS, KeyHints, StatusBar
 from kvchat.tui.widgets.messages import Note
-from kvchat.tui.widgets.panels import DetailColumn, KvColumn, Rowed
-from kvchat.tui.widgets.timeline import Timeline
+from kvchat.tui.widgets.panels import DetailColumn, KvColumn, Rowed, Timeline
 
 ALL = "figures-all"
 

@@ -9,7 +9,7 @@ from textual.app import App
 from textual.geometry import Offset, Size
 from textual.selection import Selection
 
-from kvchat.tui.widgets.plain_text import PlainText
+from kvchat.tui.widgets.base import PlainText
 
 LONG = {
     "lines": "".join(f"- item {n}\n" for n in range(1500)),

@@ -10,7 +10,7 @@ from textual import events
 
 from kvchat.errors import UsageError
 from kvchat.tui.state import Phase
-from kvchat.tui.widgets.prompt import FOLD_CHARACTERS, FOLD_LINES, Prompt
+from kvchat.tui.widgets.composer import FOLD_CHARACTERS, FOLD_LINES, Prompt
 
 
 def paste(app, text: str) -> Prompt:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvchat.protocol.messages import RECALL_EDGES_MS, RecallBin
-from kvchat.tui.widgets.recall_histogram import EXPOSED, HIDDEN, bar, label, occupied
+from kvchat.tui.widgets.charts import EXPOSED, HIDDEN, bar, label, occupied
 
 
 def test_a_bar_is_as_long_as_there_are_steps_and_divided_by_their_time():

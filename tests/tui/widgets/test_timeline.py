@@ -5,7 +5,7 @@ from __future__ import annotations
 from textual.app import App, ComposeResult
 
 from kvchat.tui.themes import RIBBON_DEFAULTS
-from kvchat.tui.widgets.timeline import MARK, MAX_POINTS, STORED, Point, Timeline, by_tokens, column
+from kvchat.tui.widgets.panels import MARK, MAX_POINTS, STORED, Point, Timeline, by_tokens, column
 
 
 def test_a_column_shows_read_below_stored():

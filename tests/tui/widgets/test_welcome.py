@@ -6,7 +6,7 @@ import pytest
 from support.app_driver import drawn, finished, press, prompt, typed
 
 from kvchat.paths import BUNDLED
-from kvchat.tui.screens.needle import NeedleScreen
+from kvchat.tui.screens.compare import NeedleScreen
 from kvchat.tui.widgets.transcript import Transcript
 from kvchat.tui.widgets.welcome import ABOUT_BUNDLED, ABOUT_NEEDLE, EXAMPLES, NEEDLE, Welcome, example
 

@@ -1,0 +1,414 @@
+"""The answer in progress, and the questions and commands that wait for the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from time import monotonic
+
+from kvchat import thoughts
+from kvchat.conversations.conversation import CUT_OFF, Conversation, Message, ModeChange
+from kvchat.errors import UsageError
+from kvchat.protocol.messages import Finished, Started, Stop, Switched, Text
+from kvchat.tui.client import EngineClient
+from kvchat.tui.state import ChatState, Phase
+from kvchat.tui.view import AnswerView, ChatView, QuestionView, SwitchView
+
+NOTHING = Message(parent=None, role="assistant", text="")
+
+
+class Answers:
+    """At most one answer in progress, and the ``queue`` of questions behind it.
+
+    ``answer`` is None between answers, and after ``leave`` until the engine has finished the one that was left.
+    ``save`` writes the conversation to disk; speeds are measured only while it ``is_real_time``.
+    """
+
+    def __init__(
+        self,
+        state: ChatState,
+        client: EngineClient,
+        view: ChatView,
+        save: Callable[[], Awaitable[None]],
+        is_real_time: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.state = state
+        self.client = client
+        self.view = view
+        self._save = save
+        self._is_real_time = is_real_time
+        self._said = NOTHING
+        self._tags: tuple[str, ...] = ()
+        self.is_asking = self._is_stop_due = False
+        self.answer: AnswerView | None = None
+        self.queue = QuestionQueue(view)
+        self._question: QuestionView | None = None
+        self._switch: SwitchView | None = None
+        self._marks: list[tuple[int, SwitchView]] = []  # the switches since it began, behind so many characters
+        self._between: tuple[str, SwitchView] | None = None  # the last one, kept with the answer of this id before it
+
+    async def begin(self, said: Message = NOTHING) -> None:
+        """Ask for an answer to the last question, or for more of the last answer, which is ``said``."""
+        conversation = self.state.conversation
+        self._begin_asking()
+        self.state.note_mode()
+        self.state.first_mode, self.state.is_stored, self.state.prompt_tokens = "", True, None
+        self._said, self._marks = said, []
+        answer = await self.view.add_answer()
+        if self._is_left(conversation):
+            await answer.remove()
+            return
+        self.answer = answer
+        self.answer.resume(said)
+        self.is_asking = False
+        try:
+            self.client.send(conversation.command(self.state.sampling))
+            if self._is_stop_due:
+                self.client.send(Stop())
+        except UsageError as error:
+            await self.abandon()
+            self.view.add_error(error)
+            await self.ready()
+
+    async def ask(self, text: str) -> None:
+        """Ask at once, in place of the person: of a recording."""
+        await self.send(await self.view.add_question(text, queued=False))
+
+    def take_up(self) -> None:
+        """Let the engine take up what it keeps of the conversation, before the next question."""
+        if self.state.info is not None and self.state.phase is not Phase.DOWN and self.state.conversation.leaf:
+            with suppress(UsageError):  # the next question tells, and does it all the same
+                self.client.send(self.state.conversation.to_resume())
+
+    @property
+    def is_free(self) -> bool:
+        """True if the engine is ready, and no waiting question is sent before the next one."""
+        return self.state.phase is Phase.READY and not self.queue.goes_on
+
+    def expect(self) -> None:
+        """From now on a stop is meant for the answer to come, also before it can be asked for."""
+        if not self.is_asking:
+            self.is_asking, self._is_stop_due = True, False
+
+    def stop(self) -> None:
+        """Stop the answer; one that is only being asked for is stopped as soon as it is. What is queued is held."""
+        self.queue.hold()
+        if self.is_asking:
+            self._is_stop_due = True
+        else:
+            self.client.send(Stop())
+
+    def begun(self, started: Started) -> None:
+        """The prompt is being read; it may begin a thought, unless it ends with what was said of the answer already."""
+        self._tags = started.tags
+        if self.answer is not None and not self._said.text:
+            self.answer.thought = started.thought
+
+    def wait(self, words: str) -> None:
+        """Show what the engine does before the first word."""
+        if self.answer is not None:
+            self.answer.wait(words)
+
+    def feed(self, piece: Text) -> None:
+        """Append decoded text; text of a forgotten answer is dropped."""
+        if self.answer is None:
+            return
+        if self.state.phase is not Phase.ANSWERING:
+            self._show_phase(Phase.ANSWERING)
+        self.answer.feed(piece.text)
+        if not self.answer.thought and (tag := thoughts.begun_with(self.answer.text, self._tags)):
+            self.answer.thought = thoughts.end_of(tag)
+        if self._switch is not None and self._is_real_time():
+            self._switch.count(piece.tokens, monotonic())
+
+    async def withdraw(self, chars: int) -> None:
+        """Remove the end of the answer and keep it readable, struck through, in a note."""
+        if self.answer is not None and chars:
+            struck = await self.answer.withdraw(chars)
+            self.view.add_note("withdrawn: ", struck.strip())
+
+    async def add_switch(self, switched: Switched, speed: float | None) -> None:
+        """Add the line of a switch; it shows the speed after the switch once enough tokens have come.
+
+        Switches one after the other, without a token between them, are one.
+        """
+        self._close_switch()
+        last, self._switch = self._switch, None
+        if last is not None and last.is_idle and last.switched.total == switched.total:
+            await last.remove()
+            self._forget(last)
+            moved, speed = last.switched.moved_bytes + switched.moved_bytes, last.speed
+            if switched.mode == last.switched.before != last.switched.mode:
+                self.view.add_way_back(switched)
+                return
+            switched = replace(switched, before=last.switched.before, moved_bytes=moved)
+        self._switch = await self.view.add_switch(switched, speed)
+        if self.answer is not None:
+            self._marks.append((len(self.answer.text), self._switch))
+        elif (answer := self.state.conversation.leaf) is not None and answer.role == "assistant":
+            self._between = answer.id, self._switch
+            change = _change(len(answer.text), self._switch)
+            self.state.conversation.mark_switches(answer.id, (*answer.switch_lines, change))
+
+    @property
+    def switch_positions(self) -> tuple[int, ...]:
+        """How many tokens were stored at each switch to another mode on the path shown, that in progress included."""
+        path = self.state.conversation.path
+        changes = [change for message in path for change in message.switch_lines]
+        changes += [_change(place, switch) for place, switch in self._marks] if self.answer is not None else []
+        return tuple(dict.fromkeys(change.position for change in changes if change.mode and change.position))
+
+    def _forget(self, switch: SwitchView) -> None:
+        """Keep a switch no more, which another one goes on with."""
+        self._marks = [mark for mark in self._marks if mark[1] is not switch]
+        if self._between is not None and self._between[1] is switch:
+            id, messages = self._between[0], self.state.conversation.messages
+            if id in messages:
+                self.state.conversation.mark_switches(id, messages[id].switch_lines[:-1])
+
+    async def finish(self, finished: Finished) -> None:
+        """Complete the answer; one stopped before its first word gives the question back."""
+        answer, self.answer = self.answer, None
+        switch_lines = self._take_lines()
+        if answer is None:
+            return
+        if self._said.text or finished.text or finished.reason != "stopped":
+            receipt = self.state.receipt(finished)
+            message = self.state.conversation.answer(
+                self._said.text + finished.text,
+                finished.reason,
+                receipt,
+                finished.stats,
+                switch_lines,
+                self._model,
+                answer.thought,
+            )
+            await answer.finish(message, self.state.footer(message))
+            await self._save()
+        else:
+            await answer.remove()
+            await self._give_back()
+
+    def checkpoint(self) -> None:
+        """Put the text that has come so far into the conversation, to be saved with it."""
+        conversation = self.state.conversation
+        if self.answer is not None and self.answer.text and conversation.last_text() != self.answer.text:
+            self._keep(self.answer, "", self._lines())
+
+    async def abandon(self) -> bool:
+        """Close the answer in progress; whether it has text, which is kept. Else its question is given back."""
+        answer, self.answer = self.answer, None
+        if answer is None:
+            return False
+        self.queue.hold()
+        switch_lines = self._take_lines()
+        if answer.text:
+            message = self._keep(answer, CUT_OFF, switch_lines)
+            await answer.finish(message, self.state.footer(message))
+            await self._save()
+        else:
+            await answer.remove()
+            await self._give_back()
+        return bool(answer.text)
+
+    def leave(self) -> None:
+        """Go away from the answer in progress, keeping its text, and from queued questions: another conversation."""
+        if self.answer is not None and self.answer.text:
+            self._keep(self.answer, "stopped", self._lines())
+        if queued := self.queue.leave():
+            self._restore(queued, "What was queued")
+        self.answer = self._question = None
+        self._switch = None
+
+    async def ready(self) -> None:
+        """The engine is ready: run the commands that wait, up to the first question, and send that."""
+        self._show_phase(Phase.READY)
+        while self.state.phase is Phase.READY and (waiting := self.queue.take_next()) is not None:
+            await waiting.run()
+
+    def enqueue(self, question: QuestionView, pinned: bool) -> None:
+        """Let a question wait behind what is queued."""
+        self.queue.add(Waiting(question, partial(self.send, question, pinned)))
+
+    def defer(self, command: QuestionView, run: Callable[[], Awaitable[None]]) -> None:
+        """Let a command wait behind what is queued; it leaves the transcript when it is run."""
+
+        async def leave_and_run() -> None:
+            gone = command.remove()
+            await run()  # before anything else can be asked
+            await gone
+
+        self.queue.add(Waiting(command, leave_and_run, is_question=False))
+
+    async def send(self, question: QuestionView, pinned: bool = False) -> None:
+        """Put a question into the conversation and ask for its answer."""
+        self._question = question
+        conversation = self.state.conversation
+        message = conversation.ask(question.text, pinned)
+        question.send(message, self.state.footer(message))
+        self._begin_asking()
+        await self._save()
+        if not self._is_left(conversation):
+            await self.begin()
+
+    async def down(self) -> None:
+        """No engine runs: give a queued question back to the prompt; several are held."""
+        self._show_phase(Phase.DOWN)
+        self.queue.hold()
+        if len(self.queue) == 1:
+            self._restore(await self.queue.take_back(), "What was queued")
+
+    def _keep(self, answer: AnswerView, ending: str, switch_lines: tuple[ModeChange, ...]) -> Message:
+        """Put an answer as far as it has come into the conversation."""
+        return self.state.conversation.answer(
+            answer.text, ending, switch_lines=switch_lines, model=self._model, thought=answer.thought
+        )
+
+    async def _give_back(self) -> None:
+        """Put the question that got no answer back into the prompt; one with earlier answers shows the newest."""
+        conversation = self.state.conversation
+        if text := conversation.withdraw():
+            self._restore(text, "No word of the answer has come; the question")
+            if self._question is not None:
+                await self._question.remove()
+        elif conversation.leaf is not None:
+            await self.view.show_messages(self.state.footed()[-1:], below=conversation.leaf.parent)
+        self._question = None
+        await self._save()
+
+    def _restore(self, text: str, what: str) -> None:
+        """Put a text that was sent back into the prompt; beside another text it stays in the prompt history."""
+        place = "back in the prompt" if self.view.restore_prompt(text) else "in the prompt history"
+        self.view.toast(f"{what} is {place}.")
+
+    @property
+    def _model(self) -> str:
+        """What answers, "" before a model is loaded."""
+        return self.state.model_name
+
+    def _begin_asking(self) -> None:
+        self.expect()
+        self._show_phase(Phase.PREFILL)
+
+    def _is_left(self, conversation: Conversation) -> bool:
+        """True if the user went over to another conversation before the answer could be asked for: then it is not."""
+        if self.state.conversation is conversation:
+            return False
+        self.is_asking = False
+        self._show_phase(Phase.READY)
+        return True
+
+    def _lines(self) -> tuple[ModeChange, ...]:
+        """The switches in the answer."""
+        return (*self._said.switch_lines, *(_change(place, switch) for place, switch in self._marks))
+
+    def _take_lines(self) -> tuple[ModeChange, ...]:
+        """The switches as they stay from now on: the answer is over."""
+        self._close_switch()
+        if self._marks:
+            self._switch = None
+        return self._lines()
+
+    def _close_switch(self) -> None:
+        if self._switch is not None:
+            self._switch.close(monotonic())
+
+    def _show_phase(self, phase: Phase) -> None:
+        self.state.enter_phase(phase)
+        self.view.show_state(self.state)
+
+
+def _change(place: int, switch: SwitchView) -> ModeChange:
+    """A switch behind ``place`` characters of an answer."""
+    switched = switch.switched
+    mode = switched.mode if switched.mode != switched.before else ""
+    return ModeChange(place, switch.line, switched.total, mode)
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A question, or a command, as it stands in the transcript; ``run`` sends or does it."""
+
+    view: QuestionView
+    run: Callable[[], Awaitable[None]]
+    is_question: bool = True
+
+
+class QuestionQueue:
+    """They are sent one after the other as the engine gets ready; ``is_held`` they wait for the user too.
+
+    A stopped or failed answer holds them: what was queued behind it may not be meant any more.
+    """
+
+    def __init__(self, view: ChatView) -> None:
+        self._view = view
+        self._waiting: list[Waiting] = []
+        self.is_held = False
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def has_questions(self) -> bool:
+        """True if a question waits, not only commands."""
+        return any(one.is_question for one in self._waiting)
+
+    @property
+    def goes_on(self) -> bool:
+        """True if the first is sent by itself, once the engine is ready."""
+        return bool(self._waiting) and not self.is_held
+
+    @property
+    def last(self) -> str:
+        """The text of what was queued last, empty if nothing waits."""
+        return self._waiting[-1].view.text if self._waiting else ""
+
+    def add(self, waiting: Waiting) -> None:
+        """Let a question or a command wait behind the others."""
+        self._waiting.append(waiting)
+        self._show()
+
+    def take_next(self) -> Waiting | None:
+        """Remove the first; None if none waits or they are held."""
+        if not self.goes_on:
+            return None
+        waiting = self._waiting.pop(0)
+        self._show()
+        return waiting
+
+    async def take_back(self) -> str:
+        """Remove the last one, also from the transcript, and return its text; empty if none waits."""
+        if not self._waiting:
+            return ""
+        view = self._waiting.pop().view
+        self._show()
+        await view.remove()
+        return view.text
+
+    def hold(self) -> None:
+        """Send none of those that wait until they are released."""
+        self.is_held = True
+        self._show()
+
+    def release(self) -> None:
+        """Send them again."""
+        self.is_held = False
+        self._show()
+
+    def leave(self) -> str:
+        """Forget all, whose widgets go with the conversation; their texts."""
+        texts = "\n\n".join(one.view.text for one in self._waiting)
+        self._waiting.clear()
+        self._show()
+        return texts
+
+    async def clear(self) -> None:
+        """Remove all, also from the transcript."""
+        while self._waiting:
+            await self.take_back()
+
+    def _show(self) -> None:
+        self.is_held = self.is_held and bool(self._waiting)
+        self._view.show_queue(len(self._waiting), self.is_held)

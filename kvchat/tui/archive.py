@@ -1,0 +1,246 @@
+"""The conversations on disk, on a thread of their own, so that no disk stops the screen; the mode each was in."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic
+from typing import TypeVar
+
+from kvchat.config import modes
+from kvchat.conversations.conversation import Conversation
+from kvchat.conversations.store import BUSY_S, ConversationStore, StoreError, Summary
+from kvchat.errors import UsageError
+from kvchat.protocol.figures import Params
+from kvchat.protocol.messages import Switch
+from kvchat.tui.client import EngineClient
+from kvchat.tui.state import ChatState
+from kvchat.tui.view import ChatView
+
+T = TypeVar("T")
+RETRY_S = 1.0  # a locked database is tried so often
+
+
+class Archive:
+    """Saves conversations; what cannot be saved stays in memory and is tried again with the next ``save``.
+
+    ``path`` None, or one that cannot be used, keeps the conversations of this run in memory only; one that another
+    program has locked does so until it is free, which each ``save`` looks for. ``writes`` counts the changes of the
+    database.
+    """
+
+    def __init__(self, path: Path | None, view: ChatView) -> None:
+        self.writes = 0
+        self._path = path
+        self._view = view
+        self._thread = ThreadPoolExecutor(1, "conversations")
+        self._store: ConversationStore | None = None
+        self._unsaved: list[Conversation] = []
+        self._saving = asyncio.Lock()
+        self._is_problem_shown = self._is_closed = False
+        self._tried: float | None = None  # when a locked database was last tried; None where there is none
+
+    async def open(self) -> None:
+        """Open the database; a problem is shown, and the conversations are kept in memory."""
+        try:
+            await self._run(self._use, self._path)
+        except StoreError as error:
+            kept = "only" if not error.is_locked else "until then"
+            text = f"{error} The conversations of this run are kept in memory {kept}."
+            self._view.toast(text, title="Conversations", severity="warning", timeout=20)
+            await self._run(self._use, None)
+            self._tried = monotonic() if error.is_locked else None
+
+    async def close(self) -> None:
+        """Save what is not yet and close the database; nothing is saved afterwards.
+
+        One that is just being opened, or is locked, is waited for a last time.
+        """
+        async with self._saving:
+            if self._is_closed:
+                return
+            if self._store is None and any(one.changes() for one in self._unsaved):
+                try:
+                    await self._run(self._use_if_none)
+                except StoreError as error:
+                    self._show_problem(error)
+            if self._tried is not None:
+                self._tried = None
+                await self._run(self._leave_memory, BUSY_S)
+            await self._save_all()
+            await self._run(self._close)
+            self._is_closed = True
+        self._thread.shutdown()
+
+    async def save(self, conversation: Conversation) -> None:
+        """Write what changed in it, and in others that could not be written before; a problem is shown once."""
+        if conversation not in self._unsaved:
+            self._unsaved.append(conversation)
+        async with self._saving:
+            if self._tried is not None and monotonic() - self._tried > RETRY_S:
+                await self._open_again()
+            await self._save_all()
+
+    async def _save_all(self) -> None:
+        """Write what is not saved yet. It counts as saved once it is on disk: whoever waits may be canceled before."""
+        while self._store is not None and self._unsaved:
+            conversation = self._unsaved[0]
+            while (changes := conversation.changes()) is not None:  # it may be gone on with while it is written
+                try:
+                    await self._run(self._store.save, changes)
+                except StoreError as error:
+                    self._show_problem(error)
+                    return
+                conversation.mark_saved(changes)
+                self.writes += 1
+            self._unsaved.remove(conversation)
+            self._is_problem_shown = False
+
+    async def _open_again(self) -> None:
+        """Try a locked database; once it is free, all that was kept in memory is written there."""
+        if await self._run(self._leave_memory, 0.0):
+            self._tried = None
+            self.writes += 1
+            self._view.toast("The database is free again: what was kept in memory is saved.", title="Conversations")
+        else:
+            self._tried = monotonic()
+
+    def _leave_memory(self, busy_s: float) -> bool:
+        """Exchange the database in memory for that on disk; whether it is free."""
+        memory = self._opened()
+        if memory.path is not None:  # done already, for somebody who was canceled meanwhile
+            return True
+        try:
+            store = ConversationStore(self._path, busy_s)
+        except StoreError:
+            return False
+        try:
+            memory.copy_to(store)
+        except StoreError:
+            store.close()
+            return False
+        self._store = store
+        memory.close()
+        return True
+
+    async def search(self, text: str) -> list[Summary]:
+        """The conversations that say ``text``; for an empty text all, the one written to last first."""
+        return await self._ask(lambda store: store.search(text))
+
+    async def latest(self) -> Summary | None:
+        """The conversation written to last."""
+        return await self._ask(lambda store: store.latest())
+
+    async def load(self, id: str) -> Conversation:
+        """Read a conversation.
+
+        Raises:
+            KvchatError: there is none with this id, or it cannot be read.
+        """
+        return await self._ask(lambda store: store.load(id))
+
+    async def rename(self, id: str, title: str) -> None:
+        """Give a conversation another title."""
+        await self._ask(lambda store: store.rename(id, title))
+        self.writes += 1
+
+    async def delete(self, id: str) -> None:
+        """Delete a conversation; ``restore`` brings it back."""
+        await self._ask(lambda store: store.delete(id))
+        self.writes += 1
+
+    async def restore(self, id: str) -> None:
+        """Bring a deleted conversation back."""
+        await self._ask(lambda store: store.restore(id))
+        self.writes += 1
+
+    def _use(self, path: Path | None) -> None:
+        self._store = ConversationStore(path)
+
+    def _use_if_none(self) -> None:
+        """Open the database, unless whoever opened it was canceled while this thread did it."""
+        if self._store is None:
+            self._use(self._path)
+
+    def _close(self) -> None:
+        store, self._store = self._store, None
+        if store is not None:
+            store.close()
+
+    def _opened(self) -> ConversationStore:
+        if self._store is None:
+            raise StoreError("The conversations are not open yet.", hint="Try again in a moment.")
+        return self._store
+
+    async def _ask(self, work: Callable[[ConversationStore], T]) -> T:
+        """Work with the database that is there when the thread is free: meanwhile another may have taken its place."""
+        self._opened()
+        return await self._run(lambda: work(self._opened()))
+
+    async def _run(self, function: Callable[..., T], *arguments: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: function(*arguments))
+
+    def _show_problem(self, error: StoreError) -> None:
+        if not self._is_problem_shown:
+            self._is_problem_shown = True
+            text = f"{error} The conversation is kept in memory, and saving is tried again."
+            self._view.toast(text, title="Not saved", severity="error", timeout=20)
+
+
+class ModeOfConversation:
+    """Brings back the mode and the parameters that a conversation was in, and tells it once they are in force.
+
+    ``is_due``: they are not yet.
+    """
+
+    def __init__(self, state: ChatState, client: EngineClient, view: ChatView) -> None:
+        self._state = state
+        self._client = client
+        self._view = view
+        self.is_due = False
+
+    def restore(self, is_ready: bool) -> None:
+        """Switch to the mode that the conversation was in, unless it is in force; once a model ``is_ready``."""
+        kept, state = self._state.conversation, self._state
+        self.is_due = False
+        if not kept.mode:
+            return
+        try:
+            modes.parse(kept.mode, kept.params)
+        except UsageError as gone:
+            self._view.add_note(f"This conversation was in {_described(kept)}; it goes on in {state.mode}. {gone}")
+            return
+        changes = self._changes(kept)
+        self.is_due = bool(changes) or kept.mode != (state.wanted or state.mode)
+        if self.is_due and is_ready:
+            state.wanted = kept.mode
+            with suppress(UsageError):  # an engine that is gone: as soon as the next one is ready
+                self._client.send(Switch(kept.mode, changes))
+
+    def refused(self) -> None:
+        """A switch was refused, which is told."""
+        self.is_due = False
+
+    def told(self) -> bool:
+        """Something was switched to; whether it is told here, because it was this mode."""
+        is_told, self.is_due = self.is_due and self._state.mode == self._state.conversation.mode, False
+        if is_told:
+            self._view.add_note(f"Back in {_described(self._state.conversation)}, which this conversation was in.")
+        return is_told
+
+    def _changes(self, kept: Conversation) -> Params:
+        """What has to be asked for so that the mode has the conversation's parameters and no others."""
+        now = modes.asked_for(kept.mode, self._state.settings, self._state.given)
+        fields = modes.registered()[kept.mode].model_fields
+        unset = {name: fields[name].default for name in now}
+        wanted = {**unset, **kept.params}
+        return {name: value for name, value in wanted.items() if now.get(name, fields[name].default) != value}
+
+
+def _described(kept: Conversation) -> str:
+    """``speculative mode, budget 128``"""
+    chosen = [f"{name} {value}" for name, value in kept.params.items() if value is not None]
+    return ", ".join((f"{kept.mode} mode", *chosen))

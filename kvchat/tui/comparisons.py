@@ -1,0 +1,230 @@
+"""Modes side by side: a question answered in several, a fact looked for in each; the conversation stays as it is.
+
+People write variants as ``streaming budget=256 sync``.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kvchat.config import modes
+from kvchat.config.modes import REFERENCE
+from kvchat.conversations.comparison import label
+from kvchat.errors import UsageError
+from kvchat.foreign_text import visible
+from kvchat.protocol.figures import Run
+from kvchat.protocol.messages import (
+    MAX_VARIANTS,
+    Compare,
+    Compared,
+    Comparing,
+    HideNeedle,
+    NeedleHidden,
+    Prefilled,
+    Sampling,
+    Stop,
+    Turn,
+    Variant,
+)
+from kvchat.tui.branches import Branches
+from kvchat.tui.client import EngineClient
+from kvchat.tui.prompt.arguments import parse_assignments, resolve
+from kvchat.tui.state import ChatState, Phase, RunningComparison
+from kvchat.tui.view import ChatView
+from kvchat.units import figure, percent, size
+
+SEEDS = 2**31
+HEADINGS = ("", "answer", "", "read", "fetched", "tok/s")
+FOUND, MISSED, WAITING = "✓ found", "✗ missed", "…"
+
+
+class Comparisons:
+    """At most one at a time; ``running`` is None between them."""
+
+    def __init__(self, state: ChatState, client: EngineClient, branches: Branches, view: ChatView) -> None:
+        self.state = state
+        self.client = client
+        self.view = view
+        self._branches = branches
+        self.running: RunningComparison | None = None
+
+    def begin(self, variants: Sequence[Variant]) -> None:
+        """Compare modes on the question chosen in the transcript, else on the last one.
+
+        No variant: full and the present mode; one: full and that one.
+
+        Raises:
+            UsageError: the engine is busy, there is no question, a variant is unknown or named twice, or the
+                conversation is too long to send.
+        """
+        self._branches.require_ready()
+        question = self._branches.chosen("user")
+        chosen = completed(variants, self.state.mode)
+        conversation, sampling = self.state.conversation, seeded(self.state.sampling)
+        system = (Turn("system", conversation.system),) if conversation.system else ()
+        path = (message.turn for message in conversation.path_to(question.id))
+        self.client.send(Compare((*system, *path), chosen, sampling))
+        self._start(RunningComparison(question.text, self._model, chosen, sampling))
+
+    def search_needle(self, tokens: int) -> None:
+        """Ask every mode for a fact hidden in a text of about ``tokens`` tokens.
+
+        Raises:
+            UsageError: the engine is busy.
+        """
+        self._branches.require_ready()
+        sampling = seeded(Sampling(temperature=0.0))
+        self.client.send(HideNeedle(tokens, sampling.seed or 0))
+        variants = tuple(map(Variant, modes.mode_names()[:MAX_VARIANTS]))
+        stage = "writing a long text …"
+        self._start(RunningComparison("", self._model, variants, sampling, stage, fact=""))
+
+    def ask_for(self, hidden: NeedleHidden) -> bool:
+        """Ask the modes for the fact that has been hidden; False if it was stopped meanwhile."""
+        running = self.running
+        if running is None or running.is_stopping:
+            self.abandon("Stopped before a mode was asked.")
+            return False
+        running.question, running.fact = hidden.turns[-1].content, hidden.fact
+        running.sampling = replace(running.sampling, max_new_tokens=hidden.tokens)
+        self.client.send(Compare(hidden.turns, running.variants, running.sampling))
+        return True
+
+    def note(self, progress: Prefilled | Comparing) -> None:
+        """Show how far the comparison is."""
+        if self.running is not None:
+            if isinstance(progress, Prefilled):
+                self.running.read(progress.done, progress.total)
+            elif progress.index < len(self.running.variants):
+                self.running.note(progress)
+            self.view.show_comparison(self.running)
+
+    def finish(self, compared: Compared) -> None:
+        """Show the result."""
+        running, self.running = self.running, None
+        if running is not None:
+            running.finish(compared)
+            self.view.show_comparison(running)
+
+    def abandon(self, reason: str) -> None:
+        """No result will come."""
+        running, self.running = self.running, None
+        if running is not None:
+            running.error = reason
+            self.view.show_comparison(running)
+
+    def stop(self) -> None:
+        """End it early; what the variants have answered until then is the result."""
+        if self.running is not None:
+            self.client.send(Stop())
+            self.running.stage, self.running.is_stopping = "stopping …", True
+            self.view.show_comparison(self.running)
+
+    @property
+    def _model(self) -> str:
+        return self.state.model_name
+
+    def _start(self, running: RunningComparison) -> None:
+        self.running = running
+        self.state.enter_phase(Phase.COMPARING)
+        self.view.show_state(self.state)
+        self.view.show_comparison(running)
+
+
+def parse_variants(words: Sequence[str]) -> list[Variant]:
+    """Parse ``["streaming", "budget=256", "sync"]``: each mode is followed by its parameters.
+
+    Raises:
+        UsageError: it begins with a parameter, or names too many modes or an unknown one.
+    """
+    groups: list[list[str]] = []
+    for word in words:
+        if "=" not in word:
+            groups.append([word])
+        elif groups:
+            groups[-1].append(word)
+        else:
+            raise UsageError(f"{word} belongs to no mode.", hint="A mode comes first: full streaming budget=256")
+    if len(groups) > MAX_VARIANTS:
+        raise UsageError(
+            f"{len(groups)} modes are too many.", f"At most {MAX_VARIANTS} are compared at once.", "Leave some out."
+        )
+    known = modes.mode_names()
+    return [Variant(resolve(mode, known, "KV mode"), parse_assignments(words)) for mode, *words in groups]
+
+
+def completed(variants: Sequence[Variant], mode: str) -> tuple[Variant, ...]:
+    """At least two variants to compare, where ``mode`` is the present one.
+
+    Raises:
+        UsageError: one is unknown, has a parameter that is refused or stands there twice.
+    """
+    chosen, present = tuple(variants), Variant(mode if mode != modes.REFERENCE else modes.COMPARED)
+    if len(chosen) < 2:
+        first = Variant(modes.REFERENCE)
+        chosen = (first, *([one for one in chosen if one != first] or [present]))
+    for variant in chosen:
+        modes.parse(variant.mode, variant.params)
+    if len(set(map(label, chosen))) < len(chosen):
+        raise UsageError("A mode is named twice.", hint="Give one another budget: sync sync budget=256")
+    return chosen
+
+
+def seeded(sampling: Sampling) -> Sampling:
+    """The sampling with a seed, drawn where none is given: all variants have the same random numbers."""
+    return sampling if sampling.seed is not None else replace(sampling, seed=secrets.randbelow(SEEDS))
+
+
+def needle_rows(shown: RunningComparison) -> list[tuple[str, ...]]:
+    """Mode, answer, whether the fact is in it, share of the text read, bytes fetched and tokens per second."""
+    runs = dict(enumerate(shown.result.runs)) if shown.result else {}
+    rows = []
+    for index, variant in enumerate(shown.variants):
+        if run := runs.get(index):
+            rows.append((variant.mode, *_cells(run, shown.fact or "")))
+        else:
+            said = shown.progress[index].text if index in shown.progress else ""
+            rows.append((variant.mode, _line(said), "" if shown.is_over else WAITING, "", "", ""))
+    return rows
+
+
+def verdict(shown: RunningComparison) -> str:
+    """Who found it with the least read, and who did not; where full mode misses, what that means."""
+    if shown.result is None:
+        return shown.error
+    runs = [run for run in shown.result.runs if not run.refusal]
+    found = [run for run in runs if is_found(run, shown.fact)]
+    if runs and runs[0].mode == REFERENCE and runs[0] not in found:
+        return (
+            f"{REFERENCE} reads everything and misses it: this model cannot answer at this length, and the other modes"
+            " say nothing about it; try a shorter text, as in /needle 500."
+        )
+    missed = [run.mode for run in runs if run not in found]
+    sentences = [f"{', '.join(missed)} did not find it."] if missed else []
+    if found:
+        least = min(found, key=lambda run: 1.0 if run.stats.read_share is None else run.stats.read_share)
+        sentences.insert(
+            0, f"{least.mode} found it and read {percent(least.stats.read_share)} of the text at each token."
+        )
+    return " ".join(sentences) or "No mode has answered."
+
+
+def is_found(run: Run, fact: str | None) -> bool:
+    """True if the answer has the fact in it, in whatever case."""
+    return bool(fact) and (fact or "").lower() in run.text.lower()
+
+
+def _cells(run: Run, fact: str) -> tuple[str, ...]:
+    if run.refusal:
+        return (_line(run.refusal), "refused", "", "", "")
+    s = run.stats
+    found = FOUND if is_found(run, fact) else MISSED
+    return (
+        _line(run.text), found, percent(s.read_share), size(s.recalled_bytes), figure(s.decode_tokens_per_s, digits=1),
+    )  # fmt: skip
+
+
+def _line(text: str) -> str:
+    return visible(" ".join(text.split()))

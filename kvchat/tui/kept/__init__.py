@@ -1,1 +1,0 @@
-"""Conversations on disk, and their branches."""

@@ -1,0 +1,209 @@
+"""In which parts an answer is drawn: as Markdown, few widgets each, and as plain text.
+
+Textual makes a widget of every paragraph, list item and table cell, each costs a millisecond or two when it is new, and
+each layout visits all of them: as one Markdown a table of 150 x 60 blocks the screen for 20 s. So Markdown comes in
+parts that are mounted one after the other, for so many widgets in all; the rest is plain text.
+
+Textual re-parses the last block on every append: 5 ms in prose, but 49 ms in a fence of 300 tokens and 141 ms in a
+table of 60 rows. So an open fence or table stays plain text until it closes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import inf
+
+MOST_WIDGETS = 90  # of an answer
+MOST_OF_BLOCK = 64  # of a table or fence
+ENOUGH_OF_PART = 20  # a part ends at the next line where one may begin ...
+ENOUGH_FOR_GAP = 25  # ... or where it may begin with a larger gap above: headings, fences and quotes have a margin
+WIDGETS_OF_TABLE = 2  # around its cells
+WIDGETS_OF_FENCE = 3  # around its code; one of them scrolls
+LINES_OF_WIDGET = 8  # of code: one widget, but highlighted whole
+CHARACTERS_OF_WIDGET = 800
+OF_WIDE = 5  # as many others does a character take to wrap that may be wide, such as a Chinese one or an emoji
+# What is parsed as long as a widget takes, about 1.5 ms: marks of emphasis, code, links and such; addresses that become
+# links; marks behind a bracket that stays open, for each such bracket up to a depth; the product of the length of a
+# word and the addresses in it, each of which is tried to the word's end.
+MARKS = "*_~`<>&[]{}!\\$%+-:=@^#"  # where the parser stops in a line
+MARKS_OF_WIDGET = 50
+ADDRESSES_OF_WIDGET = 10
+MARKS_IN_BRACKETS_OF_WIDGET = 200
+DEEPEST_BRACKETS = 100
+ADDRESSES_IN_WORD_OF_WIDGET = 20_000
+DEEPEST_INDENT = 80  # what is nested deeper than ``MOST_NESTED`` is dropped by the parser
+MOST_NESTED = 100
+_ANYWHERE = re.compile(r"([-*+]|\d{1,9}[.)])\s")
+_AFTER_BLANK = re.compile(r"[^\s#>`~]")
+_DEFINITION = re.compile(r"(?m)^ {0,3}\[[^\]\n]{1,999}\]:[^\n]{1,2000}$")
+MOST_DEFINITIONS = 200  # of links
+MOST_OF_DEFINITION = 5
+_CLOSED = re.compile(r"\[[^][]*\]")
+_ADDRESS = re.compile(r"\w\.(?=\w)")
+_BEGINS_ADDRESS = re.compile(r"//|:|@|www\.")
+_WIDE = re.compile(r"[\u1100-\U0010ffff]")
+_WITH_GAP = re.compile(r"\S")
+_MARKS = re.compile(r"(\s*(>|([-*+]|\d{1,9}[.)])(?=\s)))*")
+_BEGINNING = re.compile(r"`{0,2}|~{0,2}|[-*+]|#{1,6}|\d{1,9}[.)]?")
+
+
+@dataclass
+class Part:
+    """A part of an answer's text."""
+
+    text: str
+    is_markdown: bool
+
+    @property
+    def begins_with_item(self) -> bool:
+        """A list begins the part, perhaps one that the part before began."""
+        return self.is_markdown and bool(_ANYWHERE.match(self.text))
+
+
+@dataclass
+class _Block:
+    """A line, a whole fence or a whole table; ``widgets`` is about how many it becomes.
+
+    It begins a part where the one before has ``begins_at`` widgets.
+    """
+
+    text: str
+    widgets: float
+    is_large: bool = False
+    begins_at: float = 0
+
+
+def parts(text: str) -> list[Part]:
+    """``text`` in parts, all but the last of which stay the same when more text follows.
+
+    A fence or table that would make too many widgets is plain from its first line on, and Markdown goes on after it;
+    where all others made too many the rest is plain.
+    """
+    made: list[Part] = []
+    spent = in_part = 0.0
+    for block in _blocks(text):
+        is_too_large = block.is_large and block.widgets > MOST_OF_BLOCK
+        widgets = WIDGETS_OF_TABLE if is_too_large else block.widgets
+        fits = spent + widgets <= MOST_WIDGETS
+        is_markdown = fits and not is_too_large
+        is_full = is_markdown and in_part >= block.begins_at
+        if not made or made[-1].is_markdown != is_markdown or is_full:
+            made.append(Part("", is_markdown))
+            in_part = 0
+        made[-1].text += block.text
+        spent = spent + widgets if fits else MOST_WIDGETS + 1
+        in_part += widgets
+    return made
+
+
+def definitions(text: str) -> str:
+    """The lines that say where reference links lead, ``[1]: https://...``, for all parts; not those in code."""
+    if not _DEFINITION.search(text):
+        return ""
+    # One that is none is parsed as text, and costs as much.
+    blocks = (block.text for block in _blocks(text) if not block.is_large and block.widgets < MOST_OF_DEFINITION)
+    found = [match[0] for match in map(_DEFINITION.match, blocks) if match]
+    return "\n".join(found[:MOST_DEFINITIONS])
+
+
+def _blocks(text: str) -> Iterator[_Block]:
+    """The text line by line, but fences and tables whole; the last one may go on."""
+    block, fence, was_blank, brackets = _Block("", 0), "", True, 0
+    for line in lines(text):
+        word = line.strip()
+        is_table = word.startswith("|") and not fence
+        goes_on = bool(fence) or (is_table and block.is_large and block.text.lstrip().startswith("|"))
+        if not goes_on:
+            if block.text:
+                yield block
+            block = _Block("", _around(word, is_table), begins_at=_begins_at(line, was_blank))
+        block.text += line
+        block.widgets += _widgets(line, word, bool(fence), is_table)
+        if not fence and block.widgets <= MOST_WIDGETS:  # no more than that is parsed
+            brackets = brackets + _CLOSED.sub("", line).count("[") if word else 0
+            block.widgets += _parsing(line, brackets)
+        if fence and word.startswith(fence) and not word.strip(fence[0]):
+            fence = ""
+        elif not fence and word.startswith(("```", "~~~")):
+            fence = word[: len(word) - len(word.lstrip(word[0]))]
+        block.is_large = block.is_large or bool(fence) or is_table
+        was_blank = not word
+    if block.text:
+        yield block
+
+
+def _begins_at(line: str, was_blank: bool) -> float:
+    """Number of widgets a part has before another one begins with this line."""
+    if (_AFTER_BLANK if was_blank else _ANYWHERE).match(line):
+        return ENOUGH_OF_PART
+    return ENOUGH_FOR_GAP if was_blank and _WITH_GAP.match(line) else inf
+
+
+def _around(word: str, is_table: bool) -> int:
+    """Number of widgets around the lines of a block, by the first ``word`` in it."""
+    if is_table:
+        return WIDGETS_OF_TABLE
+    return WIDGETS_OF_FENCE if word.startswith(("```", "~~~")) else 0
+
+
+def _widgets(line: str, word: str, is_code: bool, is_table: bool) -> float:
+    """About how many widgets a line becomes."""
+    if len(line) - len(line.lstrip(" ")) > DEEPEST_INDENT:
+        return MOST_WIDGETS + 1
+    size = (len(line) + (OF_WIDE - 1) * len(_WIDE.findall(line))) / CHARACTERS_OF_WIDGET
+    if is_code:
+        return size + 1 / LINES_OF_WIDGET
+    if is_table:
+        return size + max(word.count("|") - 1, 1)
+    marks = _MARKS.match(line)
+    assert marks is not None
+    quotes = marks[0].count(">")
+    items = len(marks[0].split()) - quotes
+    return size + bool(word) + max(items - 1, 0) + quotes * (quotes + 1) / 2  # in a quote layouts visit all twice
+
+
+def _parsing(line: str, brackets: int) -> float:
+    """About how many widgets are made in the time that the marks and addresses of a line are parsed.
+
+    ``brackets`` are open in its paragraph.
+    """
+    marks = sum(map(line.count, MARKS))
+    inside = min(brackets, DEEPEST_BRACKETS) * marks / MARKS_IN_BRACKETS_OF_WIDGET
+    addresses = len(_ADDRESS.findall(line)) + line.count("//")
+    tried = sum(len(word) * len(_BEGINS_ADDRESS.findall(word)) for word in line.split()) / ADDRESSES_IN_WORD_OF_WIDGET
+    # The first of them is that of the line's own widget.
+    return max(marks / MARKS_OF_WIDGET + inside + addresses / ADDRESSES_OF_WIDGET + tried - 1, 0)
+
+
+def closed_end(text: str, inside_line: bool) -> int:
+    """Index up to which ``text`` may be parsed; a fence or table still open at its end is behind it.
+
+    So is the last line while it may yet begin a fence, an item or a heading. ``inside_line``: it goes on with a line.
+    """
+    end = position = 0
+    fence = ""
+    for line in lines(text):
+        position += len(line)
+        word, complete = line.strip(), line.endswith("\n")
+        if inside_line:
+            inside_line = False
+        elif fence:
+            if not (complete and word.startswith(fence) and not word.strip(fence[0])):
+                continue
+            fence = ""
+        elif word.startswith(("```", "~~~")):
+            fence = word[: len(word) - len(word.lstrip(word[0]))]
+            continue
+        elif word.startswith("|") or (not complete and _BEGINNING.fullmatch(word)):
+            continue
+        end = position
+    return end
+
+
+def lines(text: str) -> list[str]:
+    """Lines with their newline, split at newlines only (``splitlines`` knows eight more separators)."""
+    found = [line + "\n" for line in text.split("\n")]
+    found[-1] = found[-1][:-1]
+    return [line for line in found if line]

@@ -1,1 +1,0 @@
-"""The model in use and another in its place: choosing, downloading, planning."""

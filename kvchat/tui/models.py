@@ -1,0 +1,415 @@
+"""The model in use, the one being loaded in its place, a download in a process of its own, and the table of a plan."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, NamedTuple, get_args
+
+from kvchat.config.schema import checked_model
+from kvchat.errors import EngineError, KvchatError, ModelError, UsageError
+from kvchat.foreign_text import visible
+from kvchat.models import catalog
+from kvchat.protocol.figures import MemoryPlan, Planned, Proposal, StoredNeed
+from kvchat.protocol.messages import HostDtype, KeepPages, Load, Plan, Quantize, SetTemplateArgs, Stop, parse_args
+from kvchat.tui.client import EngineClient
+from kvchat.tui.state import AppConfig, ChatState, Phase
+from kvchat.tui.view import ChatView, WayOut, load_anyway
+from kvchat.units import count, figure, size
+
+ANSWER_POLL_S = 0.2
+DOWNLOAD = (sys.executable, "-m", "kvchat.models.download", str(os.getpid()))
+# Values of --quantize that are worth naming; other names are those of checkpoints quantized already.
+CHOICES = {*get_args(Quantize)} - {"auto", "none"}
+FLOOR = (
+    "floor: reading the weights once, at the rate that kvchat bench decode --save-profile measured; no token is faster"
+)
+PLANNED = {
+    "weights": "the model's weights, by how they are quantized",
+    "K/V read": "what each mode holds beside the weights to read K/V, once the conversation is as long as planned",
+    "unpacked": "the weights, all of them in host memory while they are loaded, before they are packed again",
+    "over the link": "what full mode with resident reads from the host for every token, beside the weights named",
+    "recurrent state": "layers that keep a state of fixed size in place of K/V",
+    "workspace": "what computing takes for a moment: an estimate",
+    "K/V stored": "the K/V of all tokens in host memory, in every mode; on a CPU full mode reads it there",
+    "snapshots": "copies of the recurrent state to go back to, at most",
+    "free": "memory that nothing uses now",
+    "measured": "what the loaded model takes at this moment, beside what was planned; memory once taken for a longer "
+    "conversation is kept as room",
+}
+"""What the rows of ``/plan`` mean, by how their names begin."""
+
+
+class Models:
+    """``in_use`` is what a restart loads. ``restart`` replaces the engine by a fresh one."""
+
+    def __init__(
+        self,
+        config: AppConfig,
+        state: ChatState,
+        client: EngineClient,
+        view: ChatView,
+        restart: Callable[[], Awaitable[None]],
+    ) -> None:
+        self.in_use = config.load
+        self.folders = config.model_folders
+        self.profile = config.profile
+        self._base = config.load
+        self._state, self._client, self._view, self._restart = state, client, view, restart
+        self._asked: Load | None = None
+        self._is_kept = False
+        self._stops = 0
+        self._plans = 0  # asked for, and not told yet
+        self._download = Download(config.download_command)
+        self._downloading: asyncio.Task[None] | None = None
+
+    @property
+    def is_working(self) -> bool:
+        """True while a model is downloaded or planned for; the engine's phase shows neither."""
+        return self._downloading is not None or (self._plans > 0 and self._state.phase is not Phase.DOWN)
+
+    # ---- loading ---------------------------------------------------------------------------------
+
+    async def choose(self, name: str, options: dict[str, Any]) -> None:
+        """Load another model, which reads the conversation with the next question; from the hub after a download.
+
+        Raises:
+            UsageError: an unknown option or value, an answer is under way, or another model is being loaded.
+        """
+        load = self._load(name, options)
+        if await asyncio.to_thread(catalog.is_here, load.model):
+            self._require_idle()
+            await self._begin(load)
+        elif self._downloading is not None:
+            raise UsageError(
+                "Another model is being downloaded.", hint="/stop ends that; it can be gone on with later."
+            )
+        else:
+            self._downloading = asyncio.create_task(self._fetch(load))
+
+    def load_in_use(self) -> None:
+        """Have a fresh engine load the model in use, in the present mode; of plans it knows nothing."""
+        self._plans = 0
+        self._send(self.in_use)
+
+    def take(self) -> bool:
+        """A model has been loaded; whether it is the one asked for, not the old one that stays."""
+        if self._is_kept:
+            self._is_kept = False
+            return False
+        asked, self._asked = self._asked or self.in_use, None
+        if asked != self.in_use:
+            self._state.forget_engine()
+            self._view.show_snapshot(None)
+        self.in_use = asked
+        return True
+
+    def give_up(self, is_fatal: bool) -> bool:
+        """Something failed; whether the model in use reports itself next, because another one could not be loaded."""
+        was_loading, self._asked = self._asked is not None, None
+        self._is_kept = was_loading and not is_fatal
+        return self._is_kept
+
+    def ways_out(self) -> tuple[WayOut, ...]:
+        """The ways out where the model being loaded does not fit."""
+        return load_anyway(self._asked, self._base) if self._asked is not None else ()
+
+    async def stop(self) -> None:
+        """Stop what is being loaded or downloaded.
+
+        The first model of all stops when asked twice. An engine that does not stop is ended, and the model that was in
+        use loaded by a fresh one.
+        """
+        if self._asked is None or self._state.phase is not Phase.LOADING:
+            self.stop_download()
+            return
+        self._stops += 1
+        name, others = self._asked.model, self._state.info is not None
+        if self._stops == 2 - others:
+            self._client.send(Stop())
+            self._view.toast(f"Loading {name} is being stopped; /stop once more ends the engine.")
+        elif self._stops > 2 - others:
+            self._asked = None
+            await self._restart()
+        else:
+            self._view.toast(f"/stop once more ends loading {name}.")
+
+    def keep_pages(self, host_dtype: HostDtype) -> None:
+        """Keep pages of K/V that get full from now on exactly or in int8, also during an answer."""
+        self.in_use, self._base = (replace(load, host_dtype=host_dtype) for load in (self.in_use, self._base))
+        if self._state.info is not None and self._state.phase is not Phase.DOWN:
+            self._client.send(KeepPages(host_dtype))
+
+    async def use_template(self, file: str) -> None:
+        """Load the model in use again with the chat template in ``file``, "" for its own.
+
+        Raises:
+            UsageError: an answer is under way, or a model is being loaded.
+        """
+        self._require_idle()
+        await self._begin(replace(self.in_use, chat_template=file))
+
+    def set_template_args(self, args: Sequence[str]) -> None:
+        """Give the chat template these variables, from the next answer on.
+
+        Raises:
+            UsageError: one is not written as KEY=VALUE.
+        """
+        parse_args(args)
+        self.in_use, self._base = (replace(load, template_args=tuple(args)) for load in (self.in_use, self._base))
+        if self._state.info is not None and self._state.phase is not Phase.DOWN:
+            self._client.send(SetTemplateArgs(tuple(args)))
+
+    async def _begin(self, load: Load) -> None:
+        if self._state.phase is Phase.DOWN:
+            self.in_use = load
+            await self._restart()
+        else:
+            self._send(load)
+
+    def _send(self, load: Load) -> None:
+        self._asked, self._stops = load, 0
+        self._state.enter_phase(Phase.LOADING, f"loading {load.model}")
+        self._view.show_state(self._state)
+        self._client.send(replace(load, mode=self._state.mode, given=self._state.given))
+
+    def _load(self, name: str, options: dict[str, Any]) -> Load:
+        is_other = name != self._base.model  # whose template is another
+        base = replace(self._base, chat_template="", template_args=()) if is_other else self._base
+        return replace(base, **checked_model(name, options))
+
+    def _require_idle(self) -> None:
+        if self._state.phase.busy:
+            raise UsageError("An answer is under way.", hint="/stop ends it; then choose the model.")
+        if self._state.phase is Phase.LOADING:
+            raise UsageError("A model is being loaded.", hint="/stop ends that; then choose another one.")
+
+    # ---- downloading -----------------------------------------------------------------------------
+
+    def stop_download(self) -> None:
+        """Stop the download in progress; what has come is kept."""
+        self._download.stop()
+
+    async def _fetch(self, load: Load) -> None:
+        """Download a model, wait for the answer in progress, if there is one, and load it."""
+        self._show_download(f"Starting the download of {load.model}")
+        try:
+            if await self._download.run(load.model, self._show_download):
+                while self._state.phase.busy or self._state.phase is Phase.LOADING:
+                    await asyncio.sleep(ANSWER_POLL_S)
+                await self._begin(load)
+            else:
+                self._view.toast(f"The download is stopped; /model {load.model} goes on with it.", timeout=10)
+        except KvchatError as error:
+            self._view.add_error(error)
+        finally:
+            self._downloading = None
+            self._show_download("")
+
+    def _show_download(self, stage: str) -> None:
+        self._state.download = stage
+        self._view.show_state(self._state)
+
+    # ---- planning --------------------------------------------------------------------------------
+
+    def plan(self, name: str, context: int | None) -> None:
+        """Ask what a model would take, by default the one in use.
+
+        Raises:
+            UsageError: no engine runs.
+        """
+        if self._state.phase is Phase.DOWN or not self._client.alive:
+            raise UsageError("The engine is down.", hint="/restart or the next question starts it again.")
+        load = self._load(name, {}) if name else self.in_use
+        load = replace(load, given=self._state.given)
+        self._view.toast(f"What {load.model} takes is being worked out.")
+        self._client.send(Plan(load, context))
+        self._plans += 1
+
+    def show_plan(self, planned: Planned) -> None:
+        """Show a plan as a table, with what was measured beside it for the model in use."""
+        self._plans = max(0, self._plans - 1)  # a recording tells plans that nobody has asked for
+        if planned.plan is None:
+            self._view.add_error(UsageError(f"{planned.model} cannot be planned for.", planned.refusal))
+            return
+        measured = self._measured() if planned.model == self.in_use.model else {}
+        self._view.add_note("\n".join(plan_lines(planned.plan, measured)))
+
+    def _measured(self) -> dict[str, int]:
+        """Bytes of what is there once the model is loaded, by the keys of the table's rows."""
+        snapshot, info = self._state.snapshot, self._state.info
+        if not snapshot or not info:
+            return {}
+        loaded = {f"weights {info.weights or 'none'}": snapshot.weight_bytes}
+        if not snapshot.total:
+            return loaded
+        return loaded | {
+            "state": snapshot.state_bytes,
+            "snapshots": snapshot.snapshot_bytes,
+            "read now": snapshot.kv_device_bytes - snapshot.state_bytes,
+            "stored now": snapshot.kv_host_bytes - snapshot.snapshot_bytes,
+        }
+
+
+class Download:
+    """At most one at a time; ``command`` gets the model's name as its last word."""
+
+    def __init__(self, command: Sequence[str] | None) -> None:
+        self._command = tuple(command or DOWNLOAD)
+        self._process: asyncio.subprocess.Process | None = None
+        self._is_stopped = False
+
+    async def run(self, name: str, report: Callable[[str], None]) -> bool:
+        """Download the model ``name``; ``report`` is called with each stage. False if it was stopped.
+
+        Raises:
+            ModelError: it cannot be downloaded; EngineError: the process cannot be started, or ended by itself.
+        """
+        self._is_stopped = False
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command,
+                name,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise EngineError(
+                "The download cannot be started.", f"{self._command[0]}: {error.strerror}.", "Repair the installation."
+            ) from None
+        if self._is_stopped:  # while it was being started
+            self.stop()
+        try:
+            return await self._follow(self._process, name, report)
+        finally:
+            self.stop()
+            await self._process.communicate()  # an unread pipe would outlive the event loop
+            self._process = None
+
+    def stop(self) -> None:
+        """End the download; what has come stays in the cache."""
+        self._is_stopped = True
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+
+    async def _follow(self, process: asyncio.subprocess.Process, name: str, report: Callable[[str], None]) -> bool:
+        assert process.stdout is not None
+        async for line in process.stdout:
+            said = json.loads(line)
+            if "done" in said:
+                return True
+            if "error" in said:
+                raise ModelError(*map(visible, said["error"]))
+            report(visible(said["stage"]))
+        if self._is_stopped:
+            return False
+        raise EngineError(f"The download of {name} ended by itself.", hint=f"/model {name} goes on with it.")
+
+
+class Row(NamedTuple):
+    """One line of the table; ``key`` names what can be measured."""
+
+    key: str
+    name: str
+    place: str
+    amount: str
+
+
+def plan_lines(made: MemoryPlan, measured: Mapping[str, int] | None = None) -> Iterator[str]:
+    """The table as lines; ``measured`` holds bytes by the key of a row, where the model is loaded."""
+    yield f"{made.model} ({made.architecture}) in {made.dtype} on {made.device}, {count(made.context)} tokens"
+    yield ""
+    yield from _table("", list(_rows(made)), measured)
+    if made.floor_ms:
+        yield FLOOR
+    yield ""
+    if measured and (stored := made.stored) and stored.tokens:
+        yield from _table(f"{count(stored.tokens)} tokens now", list(_stored_rows(made, stored)), measured)
+        yield ""
+    yield from _proposed(made)
+
+
+def command_line(made: MemoryPlan, proposal: Proposal) -> str:
+    """The command that starts kvchat as planned and proposed."""
+    is_named = proposal.quantize in CHOICES or "quantize" in made.given  # "none" overrules the settings'
+    quantize = f" --quantize {proposal.quantize}" if is_named else ""
+    budget = "" if proposal.budget is None else f" --budget {proposal.budget}"
+    return f"{_started(made)} --mode {proposal.mode}{budget}{quantize}"
+
+
+def _started(made: MemoryPlan) -> str:
+    given = {name: value for name, value in made.given.items() if name != "quantize"}
+    options = (word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", value))
+    return shlex.join(["kvchat", "-m", made.model, *options])
+
+
+def _table(title: str, rows: list[Row], measured: Mapping[str, int] | None) -> Iterator[str]:
+    name, place = max(len(title), *(len(row.name) for row in rows)), max(len(row.place) for row in rows)
+    if measured:
+        yield f"{title:<{name}}  {'':<{place}}  {'planned':<10}  measured"
+    for row in rows:
+        found = size(measured[row.key], 2) if measured and row.key in measured else ""
+        yield f"{row.name:<{name}}  {row.place:<{place}}  {row.amount:<10}  {found}".rstrip()
+
+
+def _stored_rows(made: MemoryPlan, stored: StoredNeed) -> Iterator[Row]:
+    """The K/V of the tokens stored now, beside what they were measured to take."""
+    where = "host" if made.device == "cpu" else made.device
+    read = f"K/V read, {stored.mode}, up to {count(stored.device_room)}"
+    yield Row("read now", read, where, size(stored.device_bytes, 2))
+    yield Row("stored now", f"K/V stored, up to {count(stored.host_room)}", "host", size(stored.host_pool, 2))
+
+
+def _rows(made: MemoryPlan) -> Iterator[Row]:
+    where = "host" if made.device == "cpu" else made.device
+    for name, needed in made.weights.items():
+        chosen = ", by default" if name == made.by_default != "none" else ""
+        unpacked = f", unpacked from {size(made.packed, 2)}" if made.packed and name == "none" else ""
+        yield Row(f"weights {name}", f"weights, {name}{chosen}{unpacked}", where, size(needed, 2))
+        if name in made.floor_ms:
+            yield Row(f"floor {name}", "  floor, a token", where, figure(made.floor_ms[name], "ms", 1))
+    for name, need in made.modes.items():
+        given = [f", {key} {need.params[key]}" for key in ("budget", "resident") if need.params.get(key)]
+        yield Row(
+            f"read {name}", f"K/V read, {name}{''.join(given)}", where, need.refusal or size(need.device_bytes, 2)
+        )
+        if need.link_bytes:
+            yield Row(
+                f"link {name}",
+                f"  over the link, a token, beside weights, {made.beside}",
+                "host",
+                size(need.link_bytes, 2),
+            )
+    if made.unpacked:
+        yield Row("unpacked", "unpacked while it is loaded", "host", size(made.unpacked, 2))
+    if made.state:
+        yield Row("state", "recurrent state", where, size(made.state, 2))
+    yield Row("workspace", "workspace, estimated", where, size(made.workspace, 2))
+    yield Row("stored", "K/V stored", "host", size(made.host_pool, 2))
+    if made.snapshots:
+        yield Row("snapshots", "snapshots of the state", "host", size(made.snapshots, 2))
+    free = "free without the model in use" if made.stored else "free"
+    if made.device != "cpu":
+        yield Row("device free", free, made.device, size(made.device_free, 2))
+    yield Row("host free", free, "host", size(made.host_free, 2))
+
+
+def _proposed(made: MemoryPlan) -> Iterator[str]:
+    if made.proposal is None:
+        yield "Nothing fits: take a smaller model or a shorter context."
+        yield f"{_started(made)} --force loads it anyway."
+        return
+    if made.proposal.install:
+        yield made.proposal.install
+    yield command_line(made, made.proposal)
+    yield from (f"  gives up {each}" for each in made.proposal.gave_up or ("nothing",))

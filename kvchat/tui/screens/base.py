@@ -1,0 +1,114 @@
+"""Bases of the screens over the chat: one of a kind, each closes itself only; some search in a list."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeAlias, TypeVar
+
+from textual import work
+from textual.app import App, ComposeResult
+from textual.await_complete import AwaitComplete
+from textual.binding import BindingType
+from textual.command import Command, CommandList, CommandPalette
+from textual.events import Click
+from textual.screen import ModalScreen, Screen
+from textual.widgets import Input, OptionList
+
+from kvchat.tui.actions import bindings
+from kvchat.tui.widgets.base import Options, PaletteOptions
+
+Found = TypeVar("Found")
+
+
+def css_of(screen: str, width: int) -> str:
+    """The styles of the screen of that name: Textual applies a screen's ``CSS`` by the name of its own class only."""
+    return f"""
+    {screen} {{ align: center middle; }}
+    {screen} > Vertical {{
+        width: {width}; max-width: 100%; height: 90%; padding: 0 1; background: $surface; border: round $primary;
+    }}
+    {screen} Input {{ border: none; height: 1; margin: 0 0 1 0; background: $surface; }}
+    {screen} OptionList {{ height: 1fr; border: none; padding: 0; background: $surface; }}
+    {screen} Static {{ color: $text-muted; height: 1; }}
+    """
+
+
+class SearchField(Input):
+    """It alone takes the focus and no key has priority, so that all keys wait in one queue and act in their order.
+
+    The keys of the screen are its own, in place of those of a line that are the same.
+    """
+
+    BINDINGS: ClassVar[list[BindingType]] = bindings("search")
+
+
+class FoundList(Options, can_focus=False):
+    """The results; the keys that move in them come through the field."""
+
+
+if TYPE_CHECKING:
+    Closing: TypeAlias = Screen[None]
+else:
+    Closing = object  # Textual looks for a screen's styles in its first base only
+
+
+class ClosesOnce(Closing):
+    """Textual closes the screen on top, whichever asks; a key pressed twice reaches one twice before it is gone."""
+
+    def dismiss(self, result: None = None) -> AwaitComplete:
+        """Close, unless another screen is on top: this one has been closed, or lies below."""
+        return super().dismiss(result) if self.is_active else AwaitComplete()
+
+
+class SearchScreen(ClosesOnce, ModalScreen[None], Generic[Found]):
+    """``shown`` are the things in the list, by the ids of their options."""
+
+    AUTO_FOCUS = "SearchField"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shown: dict[str, Found] = {}
+
+    def action_move(self, move: str) -> None:
+        """Move in the list."""
+        getattr(self.query_one(OptionList), f"action_{move}")()
+
+    @property
+    def highlighted(self) -> Found | None:
+        """The result that Enter would take."""
+        option = self.query_one(OptionList).highlighted_option
+        return self.shown.get(option.id or "") if option else None
+
+
+def open_once(app: App[None], screen: Screen[None]) -> None:
+    """Open ``screen``, unless one of its kind is open already, perhaps below others.
+
+    Two keys in turn would pile up screens without end, and Textual draws each through all below it: at some 45 Python
+    allows no deeper call.
+    """
+    if not any(type(opened) is type(screen) for opened in app.screen_stack):
+        app.push_screen(screen)
+
+
+class Palette(ClosesOnce, CommandPalette):
+    """The command palette; what is found when it is closed already is shown nowhere."""
+
+    def compose(self) -> ComposeResult:
+        """Textual's widgets, with a list of ours."""
+        for widget in super().compose():
+            yield PaletteOptions() if isinstance(widget, CommandList) else widget
+
+    def on_click(self, event: Click) -> None:
+        """Ignore a click where there was a terminal when it was made: Textual fails at the place."""
+        if not self.region.contains_point(event.screen_offset):
+            event.prevent_default()
+
+    @work(exclusive=True, group=CommandPalette._GATHER_COMMANDS_GROUP)
+    async def _gather_commands(self, search_value: str) -> None:
+        """Textual's, which begins by asking for the list: it is no more, or not yet, where a palette closes at once."""
+        if self in self.app.screen_stack:
+            await inspect.unwrap(CommandPalette._gather_commands)(self, search_value)
+
+    def _refresh_command_list(self, command_list: CommandList, commands: list[Command], clear_current: bool) -> None:
+        if self in self.app.screen_stack:
+            super()._refresh_command_list(command_list, commands, clear_current)

@@ -1,0 +1,331 @@
+"""Screens to choose from: the conversations kept, and the models on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import time
+from collections.abc import Coroutine
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import BindingType
+from textual.containers import Vertical
+from textual.content import Content
+from textual.widgets import Input, OptionList, Static
+from textual.widgets.option_list import Option
+
+from kvchat.conversations.store import MARK, Summary
+from kvchat.errors import KvchatError
+from kvchat.foreign_text import visible
+from kvchat.models import catalog
+from kvchat.models.catalog import FoundModel, Room, fit, room
+from kvchat.tui.actions import bindings
+from kvchat.tui.controller import ChatController
+from kvchat.tui.screens.base import FoundList, SearchField, SearchScreen, css_of
+from kvchat.tui.widgets.bars import KeyHints
+from kvchat.tui.widgets.base import run_beside
+from kvchat.units import count, size
+
+FENCE = re.compile(r"(?m)^[ >]*(`{3,}|~{3,})[^\n`]*$|`{3,}|~{3,}")  # of code, also one that an excerpt cuts off
+PROBLEM_CELLS = 50
+DOWNLOADED = "download"  # the kind of a model that is not on this machine
+
+
+class ConversationField(SearchField):
+    """Words of a conversation."""
+
+    BINDINGS: ClassVar[list[BindingType]] = bindings("conversations")
+
+
+class TitleField(Input):
+    """A new title, shown while it is written."""
+
+    BINDINGS: ClassVar[list[BindingType]] = bindings("title")
+
+
+class ConversationsScreen(SearchScreen[Summary]):
+    """Search in all messages for the text being typed; the list below shows the conversations found."""
+
+    CSS = css_of("ConversationsScreen", width=100)
+
+    def __init__(self, controller: ChatController, text: str) -> None:
+        super().__init__()
+        self._controller = controller
+        self._text = text
+        self._renamed = ""
+
+    def compose(self) -> ComposeResult:
+        with Vertical() as box:
+            box.border_title = "conversations"
+            yield ConversationField(self._text, "Search in all messages…")
+            yield FoundList()
+            yield TitleField(placeholder="Another title…")
+            yield KeyHints()
+
+    async def on_mount(self) -> None:
+        self.action_leave_title()
+        await self._search(self._text)
+
+    @on(Input.Changed, "ConversationField")
+    def search(self, event: Input.Changed) -> None:
+        """Search for what is typed; the search before is given up."""
+        run_beside(self, partial(self._search, event.value), group="search", exclusive=True)
+
+    async def action_choose(self) -> None:
+        """Open the highlighted conversation."""
+        if (chosen := await self._chosen()) is not None:
+            await self._open(chosen)
+
+    @on(OptionList.OptionSelected)
+    async def open_selected(self, event: OptionList.OptionSelected) -> None:
+        """Open a conversation, at the message found."""
+        await self._open(self.shown[event.option.id or ""])
+
+    async def action_rename(self) -> None:
+        """Write another title for the highlighted conversation."""
+        if (chosen := await self._chosen()) is not None:
+            self._renamed = chosen.id
+            title = self.query_one(TitleField)
+            title.value, title.display = chosen.title, True
+            self.set_focus(title)  # at once: the next key is for it
+
+    @on(Input.Submitted, "TitleField")
+    async def take_title(self, event: Input.Submitted) -> None:
+        """Give the conversation the title written; none leaves it as it was."""
+        self.action_leave_title()
+        if event.value.strip():
+            await self._try(self._controller.rename(event.value, self._renamed))
+            if self._renamed in self.shown:
+                options = self.query_one(OptionList)
+                options.highlighted = options.get_option_index(self._renamed)
+
+    def action_leave_title(self) -> None:
+        """Go back to the search."""
+        self.query_one(TitleField).display = False
+        self.set_focus(self.query_one(ConversationField))
+
+    async def action_delete(self) -> None:
+        """Delete the highlighted conversation."""
+        if (chosen := await self._chosen()) is not None:
+            await self._try(self._controller.delete(chosen.id, visible(chosen.title)))
+
+    async def action_restore(self) -> None:
+        """Bring back the conversation deleted last."""
+        await self._try(self._controller.restore())
+
+    async def _chosen(self) -> Summary | None:
+        """The highlighted conversation, once the search for all that was typed before is done."""
+        text = self.query_one(ConversationField).value
+        if text != self._text:
+            await self._search(text)
+        return self.highlighted
+
+    async def _open(self, chosen: Summary) -> None:
+        self.dismiss()
+        try:
+            await self._controller.open(chosen.id, chosen.message)
+        except KvchatError as error:
+            self.app.notify(str(error), severity="warning")
+
+    async def _search(self, text: str) -> None:
+        try:
+            found = await self._controller.archive.search(text)
+        except KvchatError as error:
+            self.app.notify(str(error), severity="warning")
+            return
+        if not self.query(OptionList):
+            return  # the screen was closed meanwhile
+        self._text = text
+        self.shown = {summary.id: summary for summary in found}
+        options = self.query_one(OptionList)
+        options.clear_options()
+        now = time.time()
+        options.add_options(Option(describe_kept(summary, now), summary.id) for summary in found)
+        if found:
+            options.highlighted = 0
+        shown = "nothing found" if text else "none yet: the first question begins one"
+        self.query_one(Vertical).border_subtitle = f"{count(len(found))} found" if found else shown
+
+    async def _try(self, change: Coroutine[Any, Any, None]) -> None:
+        try:
+            await change
+        except KvchatError as error:
+            self.app.notify(str(error), severity="warning")
+        await self._search(self.query_one(ConversationField).value)
+
+
+def describe_kept(summary: Summary, now: float) -> Content:
+    """Title, age and size; below it the words found."""
+    age = describe_age(now - summary.updated)
+    line = Content.assemble(
+        visible(summary.title or "(no title)"), (f"   {age} · {count(summary.messages)} messages", "dim")
+    )
+    if not summary.excerpt:
+        return line
+    text = visible(" ".join(FENCE.sub(" ", summary.excerpt).split()))
+    parts: list[Content | tuple[str, str]] = [line, ("\n  ", "")]
+    for index, part in enumerate(text.replace(MARK[1], MARK[0]).split(MARK[0])):
+        parts.append((part, "bold $accent" if index % 2 else "dim"))
+    return Content.assemble(*parts)
+
+
+def describe_age(age_s: float) -> str:
+    """``125`` -> ``2 min ago``."""
+    for unit, seconds in (("d", 86400), ("h", 3600), ("min", 60)):
+        if age_s >= seconds:
+            return f"{age_s // seconds:.0f} {unit} ago"
+    return "just now"
+
+
+class ModelField(SearchField):
+    """A name, part of one, or a path."""
+
+    BINDINGS: ClassVar[list[BindingType]] = bindings("models")
+
+
+class ModelsScreen(SearchScreen[FoundModel]):
+    """Search in the names of models for the text being typed; it may also be a path or a name on the hub."""
+
+    CSS = css_of("ModelsScreen", width=110)
+
+    def __init__(self, controller: ChatController) -> None:
+        super().__init__()
+        self._controller = controller
+        self._models = controller.models
+        self._found: list[FoundModel] | None = None
+        self._room: Room | None = None
+        self._text = ""
+        self._is_chosen = False
+
+    def compose(self) -> ComposeResult:
+        with Vertical() as box:
+            box.border_title = "models"
+            box.border_subtitle = "looking…"
+            yield ModelField(placeholder="Type to search, or a path, or a name on the hub such as Qwen/Qwen3-4B…")
+            yield FoundList()
+            yield Static(id="room", markup=False)
+            yield KeyHints()
+
+    def on_mount(self) -> None:
+        run_beside(self, self._look)
+
+    @on(Input.Changed)
+    def search(self) -> None:
+        """Show the models whose names say what is typed."""
+        self._show_typed()
+
+    def action_choose(self) -> None:
+        """Load the highlighted model, once the models are found."""
+        self._is_chosen = self._found is None
+        self._show_typed()
+        if self.highlighted is not None:
+            self._choose(self.highlighted)
+
+    @on(OptionList.OptionSelected)
+    def load_selected(self, event: OptionList.OptionSelected) -> None:
+        """Load a model."""
+        self._choose(self.shown[event.option.id or ""])
+
+    def action_plan(self) -> None:
+        """Show what the highlighted model will take, in the transcript."""
+        self._show_typed()
+        if self.highlighted is not None:
+            self.dismiss()
+            try:
+                self._models.plan(self.highlighted.name, None)
+            except KvchatError as error:
+                self.app.notify(str(error), severity="warning")
+
+    def _choose(self, model: FoundModel) -> None:
+        self.dismiss()
+        run_beside(self.app, partial(self._load, model.name))  # this screen's own work ends with it
+
+    async def _load(self, name: str) -> None:
+        try:
+            await self._models.choose(name, {})
+        except KvchatError as error:
+            self.app.notify(str(error), severity="warning")
+
+    async def _look(self) -> None:
+        """Look for models beside the screen's work: folders may be large and disks slow."""
+        load, snapshot = self._models.in_use, self._controller.state.snapshot
+        released = snapshot.weight_bytes + snapshot.kv_device_bytes if snapshot else 0
+        self._room, self._found = await asyncio.gather(
+            asyncio.to_thread(room, load.device, released), asyncio.to_thread(catalog.find, self._models.folders)
+        )
+        if self.query(OptionList):
+            self._show()
+            if self._is_chosen:
+                self.action_choose()
+
+    def _show_typed(self) -> None:
+        """Show what is typed, unless the list shows it: keys may come before the field tells of a change."""
+        if self._text != self.query_one(Input).value.strip():
+            self._show()
+
+    def _show(self) -> None:
+        if self._found is None or self._room is None:
+            return
+        self._text = text = self.query_one(Input).value.strip()
+        models = [model for model in self._found if text.lower() in model.name.lower()]
+        models = [*models, *typed(text, models)]
+        self.shown = {model.name: model for model in models}
+        options = self.query_one(OptionList)
+        options.clear_options()
+        width = max(options.size.width - 3, 40)
+        in_use = self._models.in_use
+        options.add_options(
+            Option(describe_model(model, in_use.dtype, self._room, width, model.name == in_use.model), model.name)
+            for model in models
+        )
+        options.highlighted = 0 if models else None
+        self.query_one(Vertical).border_subtitle = f"{count(len(models))} found"
+        where = "of this machine's memory" if self._room.device == "cpu" else "on the GPU"
+        free = f"{size(self._room.free)} {where} are free, with what the model in use takes"
+        self.query_one("#room", Static).update(free)
+
+
+def typed(text: str, found: list[FoundModel]) -> list[FoundModel]:
+    """The model that ``text`` names by itself: a folder, a GGUF file, or a repository of the hub to be downloaded."""
+    if not text or any(model.name == text and not model.problem for model in found):
+        return []
+    if (there := catalog.at(Path(text))) is not None:
+        return [there]
+    return [FoundModel(text, DOWNLOADED)] if catalog.is_hub_name(text) else []
+
+
+def describe_model(model: FoundModel, dtype: str, there: Room, width: int, is_in_use: bool = False) -> Content:
+    """Name, kind, size on disk, type, and whether it fits, in ``width`` cells."""
+    home = os.path.expanduser("~")
+    name = visible(model.name.replace(home, "~", 1) if model.name.startswith(f"{home}/") else model.name)
+    facts = _facts(model, dtype, there)
+    longest = max(width - facts.cell_length - 3, 12)
+    name = name if len(name) <= longest else f"…{name[1 - longest :]}"  # paths differ at their ends
+    left = Content.assemble(("● " if is_in_use else "  ", "$primary"), name)
+    return left.truncate(longest + 2, ellipsis=True, pad=True) + " " + facts
+
+
+def _facts(model: FoundModel, dtype: str, there: Room) -> Content:
+    if model.kind == DOWNLOADED:
+        return Content.assemble(("↓ not here yet, to be downloaded", "$primary"))
+    if model.weights is None:
+        return Content.assemble((f"✖ {visible(model.problem)}"[:PROBLEM_CELLS], "$error"))
+    kind = model.quantization or model.weights.dtype
+    words = f"{visible(model.kind):<7} {size(model.weights.nbytes):>9}  {visible(kind):<9}"
+    return Content.assemble((words, "dim"), " ", _fit(model, dtype, there))
+
+
+def _fit(model: FoundModel, dtype: str, there: Room) -> tuple[str, Any]:
+    found = fit(model, dtype, there)
+    assert found is not None
+    needed = size(found.needed)
+    if found.quantize == "none":
+        return f"✓ fits, takes {needed:<9}", "$success"
+    if found.quantize:
+        return f"~ {found.quantize} fits, {needed:<8}", "$warning"
+    return f"✖ too large, {needed:<8}", "$error"

@@ -1,0 +1,232 @@
+"""What other widgets are made of: lists, long plain texts, frames of few lines, timers, texts that stream.
+
+A key that is typed while something is drawn waits for it. So most of the time nothing is: with 500 messages a layout
+and its drawing take tens of milliseconds.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from functools import lru_cache, partial
+from itertools import accumulate
+from time import thread_time
+from typing import TYPE_CHECKING, Any
+
+from rich.cells import cell_len
+from rich.segment import Segment
+
+# Textual's own draws all within one rectangle around all changes. Where a panel at the top and the ribbon at the bottom
+# change ten times a second, that is the whole screen: at 200x60 750 lines of widgets a frame, of which 30 are others.
+from textual._compositor import ChopsUpdate, Compositor
+from textual.command import CommandList
+from textual.dom import DOMNode
+from textual.events import Click
+from textual.geometry import Region, Size
+from textual.message_pump import MessagePump
+from textual.selection import Selection
+from textual.strip import Strip
+from textual.timer import Timer
+from textual.widget import Widget
+from textual.widgets import OptionList
+
+MOST_CHANGES = 16  # each is compared with each widget; more than those of a layout have one rectangle around them
+SHORTEST_S = 0.05
+LONGEST_S = 0.4
+
+
+if TYPE_CHECKING:
+    _List = OptionList
+else:
+    _List = object
+
+
+class _Steady(_List):
+    def on_click(self, event: Click) -> None:
+        """Ignore a click on a line that was there when it was drawn: Textual fails at its number."""
+        line = event.style.meta.get("option")
+        if line is not None and line >= self.option_count:
+            event.prevent_default()
+
+    def action_page_down(self) -> None:
+        """A page down, where there is a line: Textual fails at pages of none."""
+        if self.size:
+            super().action_page_down()  # type: ignore[no-untyped-call]
+
+    def action_page_up(self) -> None:
+        """A page up, where there is a line."""
+        if self.size:
+            super().action_page_up()  # type: ignore[no-untyped-call]
+
+
+class Options(_Steady, OptionList):
+    """An option list."""
+
+
+class PaletteOptions(_Steady, CommandList):
+    """The command palette's list."""
+
+
+class PlainText(Widget):
+    """Plain text, wrapped at words, which can be selected."""
+
+    DEFAULT_CSS = "PlainText { width: 1fr; height: auto; }"
+
+    def __init__(self, text: str = "") -> None:
+        super().__init__()
+        self._lines = _lines(text)
+        self._ends: list[int] = []  # of each line, in rows
+        self._width = 0
+
+    @property
+    def text(self) -> str:
+        """All of it, with spaces for tabs."""
+        return "\n".join(self._lines)
+
+    def show(self, text: str) -> None:
+        """Show another text."""
+        self._lines, self._width = _lines(text), 0
+        self.refresh(layout=True)
+
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
+        """Rows at a width in cells."""
+        self._wrap(width)
+        return self._ends[-1] if self._ends else 0
+
+    def get_content_width(self, container: Size, viewport: Size) -> int:
+        """Cells of the longest line."""
+        return max(map(cell_len, self._lines), default=0)
+
+    def render_line(self, y: int) -> Strip:
+        """A row; every character knows its place in the text, for the selection."""
+        width, style = self.size.width, self.rich_style
+        self._wrap(width)
+        number = bisect_right(self._ends, y)
+        if not width or number == len(self._lines):
+            return Strip.blank(width, style)
+        line = self._lines[number]
+        start, end = _rows(line, width)[y - (self._ends[number - 1] if number else 0)]
+        pieces = [(line[start:end], style)]
+        span = self.text_selection.get_span(number) if self.text_selection else None
+        if span is not None:
+            first, last = (min(max(place, start), end) for place in (span[0], span[1] if span[1] >= 0 else end))
+            chosen = style + self.screen.get_component_rich_style("screen--selection")
+            pieces = [(line[start:first], style), (line[first:last], chosen), (line[last:end], style)]
+        strip = Strip([Segment(text, style) for text, style in pieces if text])
+        return strip.apply_offsets(start, number).adjust_cell_length(width, style)
+
+    def get_selection(self, selection: Selection) -> tuple[str, str]:
+        """The selected text, and what follows it."""
+        return selection.extract(self.text), "\n"
+
+    def _wrap(self, width: int) -> None:
+        if width and width != self._width:
+            self._ends = list(accumulate(_height(line, width) for line in self._lines))
+            self._width = width
+
+
+def _lines(text: str) -> list[str]:
+    return text.expandtabs().split("\n") if text else []
+
+
+def _height(line: str, width: int) -> int:
+    return 1 if 2 * len(line) <= width else len(_rows(line, width))
+
+
+@lru_cache(maxsize=64)
+def _rows(line: str, width: int) -> list[tuple[int, int]]:
+    """First and last character of each row of a line; where some are not one cell wide, rows are half full."""
+    size = cell_len(line)
+    if size <= width:
+        return [(0, len(line))]
+    most = width if size == len(line) else max(width // 2, 1)
+    return [match.span(1) for match in _row_of(most).finditer(line)]
+
+
+@lru_cache
+def _row_of(most: int) -> re.Pattern[str]:
+    """The longest run of characters that ends at a space, or as many as there is room for."""
+    return re.compile(rf"(.{{1,{most}}}(?=\s|$)|.{{1,{most}}})\s*", re.DOTALL)
+
+
+class ChangesCompositor(Compositor):
+    """Asks the widgets under a change, for its lines."""
+
+    _changes: tuple[Region, ...] = ()
+
+    def render_partial_update(self) -> ChopsUpdate | None:
+        """The changes, each drawn by the widgets that are there."""
+        if len(self._dirty_regions) <= MOST_CHANGES:
+            self._changes = tuple(self._dirty_regions)
+        try:
+            return super().render_partial_update()
+        finally:
+            self._changes = ()
+
+    def _get_renders(self, crop: Region | None = None) -> Iterable[tuple[Region, Region, list[Strip]]]:
+        if not self._changes:
+            yield from super()._get_renders(crop)
+            return
+        for widget, (region, clip) in self.visible_widgets.items():
+            seen = region.intersection(clip)
+            parts = [part for change in self._changes if (part := seen.intersection(change))]
+            if parts:
+                rows = Region.from_union(parts)
+                shown = Region(seen.x, rows.y, seen.width, rows.height)
+                yield region, shown, widget.render_lines(shown.translate(-region.offset))
+
+
+def run_beside(
+    node: DOMNode, work: Callable[[], Coroutine[Any, Any, object]], group: str = "default", exclusive: bool = False
+) -> None:
+    """Run a coroutine function as a worker of ``node``; an ``exclusive`` one ends the others of its ``group``.
+
+    A function, because a worker that is ended before its first step would leave a coroutine that is never awaited.
+    """
+    node.run_worker(work, group=group, exclusive=exclusive)  # type: ignore[arg-type]  # Textual's type is too narrow
+
+
+def unskipped(timer: Timer) -> Timer:
+    """Let a timer that was just made come late, and not never.
+
+    Textual skips a turn that is over before it begins to wait for it. A timer of one turn is lost for good where the
+    process stands still for that long between two lines; what waits for it, a new size or a growing answer, is too.
+    """
+    timer._skip = False
+    return timer
+
+
+def interval(cost_s: float) -> float:
+    """Seconds after a drawing that computed for ``cost_s``: at most a fifth of the time is spent drawing."""
+    return min(max(4 * cost_s, SHORTEST_S), LONGEST_S)
+
+
+class Paced:
+    """Has ``draw`` called for all that was asked for since the last time, with rests between."""
+
+    def __init__(self, pump: MessagePump, draw: Callable[[], Awaitable[None]]) -> None:
+        self._pump, self._draw = pump, draw
+        self._is_asked = self._is_at_work = False
+
+    def ask(self) -> None:
+        """Draw soon."""
+        self._is_asked = True
+        if not self._is_at_work:
+            self._is_at_work = True
+            self._after(SHORTEST_S, self._work)
+
+    async def _work(self) -> None:
+        self._is_at_work = self._is_asked
+        if self._is_asked:
+            self._is_asked, begun = False, thread_time()
+            await self._draw()
+            # A layout and its drawing, which are done by then, cost more than what asked for them.
+            self._after(SHORTEST_S, partial(self._rest, begun))
+
+    def _rest(self, begun: float) -> None:
+        rest = interval(thread_time() - begun) - SHORTEST_S
+        self._after(max(rest, 0.001), self._work)
+
+    def _after(self, seconds: float, work: Callable[[], Awaitable[None] | None]) -> None:
+        unskipped(self._pump.set_timer(seconds, work))

@@ -1,0 +1,336 @@
+"""Charts: layers and KV heads as a map, the time that recall took a step, NVML's readings of the last minutes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import ClassVar
+
+from textual.binding import BindingType
+from textual.content import Content
+from textual.geometry import Size
+from textual.message import Message
+from textual.reactive import reactive
+from textual.widget import Widget
+
+from kvchat.protocol.figures import Snapshot
+from kvchat.protocol.messages import RECALL_EDGES_MS, Details, RecallBin
+from kvchat.tui.actions import bindings
+from kvchat.tui.panel_rows import (
+    EXPLANATIONS,
+    FETCH_TIMES,
+    GPU_HISTORY,
+    HELD_BY_HEAD,
+    READ_BY_HEAD,
+    has_gpu,
+    recall_times,
+)
+from kvchat.tui.state import GpuHistory, Moment
+from kvchat.units import BARS, MISSING, count, figure, percent, size
+
+Counts = Sequence[Sequence[int]]
+NONE = "·"
+HEAD_LABEL_WIDTH = 3
+MAX_COLUMN = 4
+NOTHING_STORED = "nothing stored yet"
+HIDDEN, EXPOSED = "░", "█"
+TIME_LABEL_WIDTH, COUNT_WIDTH = 10, 4
+NOTHING_FETCHED = "nothing was fetched for the last tokens"
+READING_LABEL_WIDTH, VALUE_WIDTH = 7, 20
+UNREAD = "·"  # the sign of a moment without a reading
+NO_GPU = "no GPU, so there is no history"
+NO_READING = "NVML gives no reading of this GPU"
+
+
+class HeadMap(Widget, can_focus=False):
+    """The tokens that each layer and KV head reads, or those it ``holds``; at most ``max_rows`` rows of heads.
+
+    Where it can be focused a cursor walks over layers and heads, and ``explanation`` tells the figures under it.
+    """
+
+    DEFAULT_CSS = """
+    HeadMap { height: auto; border-top: solid $foreground 15%; border-title-color: $primary; padding: 0 1;
+              color: $text-muted; }
+    HeadMap:focus { border-top: solid $primary; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = bindings("map")
+
+    details: reactive[Details] = reactive(Details(0))
+    cursor: reactive[tuple[int, int]] = reactive((0, 0))
+
+    class Moved(Message):
+        """The cursor is on another layer or head."""
+
+    def __init__(self, holds: bool = False, max_rows: int = 8, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self._title = HELD_BY_HEAD if holds else READ_BY_HEAD
+        self._holds = holds
+        self._max_rows = max_rows
+
+    def on_mount(self) -> None:
+        self.border_title = f" {self._title} "
+
+    @property
+    def counts(self) -> Counts:
+        """Tokens by layer and head."""
+        return self.details.held if self._holds else self.details.read
+
+    @property
+    def explanation(self) -> str:
+        """The meaning of the figures shown, and those under the cursor."""
+        layer, head = self.cursor
+        if not self._has(layer, head):
+            return EXPLANATIONS[self._title]
+        d = self.details
+        held = d.held[layer][head] if layer < len(d.held) and head < len(d.held[layer]) else 0
+        read = d.read[layer][head]
+        share = percent(read / d.total) if d.total else ""
+        return (
+            f"Layer {layer}, KV head {head} read {count(read)} of {count(d.total)} ({share}); {count(held)} in slots."
+        )
+
+    def watch_details(self, old: Details, new: Details) -> None:
+        """A new layout only where the shape changed."""
+        self.refresh(layout=_shape(old) != _shape(new))
+
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
+        return (min(_shape(self.details)[1], self._max_rows) + 1) if self.counts else 1
+
+    def action_move(self, layers: int, heads: int) -> None:
+        """Move the cursor to another layer or head."""
+        most_layers, most_heads = _shape(self.details)
+        layer, head = self.cursor
+        self.cursor = (_within(layer + layers, most_layers), _within(head + heads, most_heads))
+        self.post_message(self.Moved())
+
+    def render(self) -> Content:
+        """A line for each row of heads, and below them the least and the most of a head."""
+        d, counts = self.details, self.counts
+        layers, heads = _shape(d)
+        if not d.total or not counts:
+            return Content.assemble((NOTHING_STORED, "dim"))
+        grid = arranged(layers, heads, max((self.content_size.width or 34) - HEAD_LABEL_WIDTH, 1), self._max_rows)
+        lines = [self._row(grid, row) for row in range(len(grid.heads) - 1)]
+        every = [tokens for layer in counts for tokens in layer]
+        least, most = min(every), max(every)
+        span = count(least) if least == most else f"{count(least)} to {count(most)}"
+        return Content("\n").join(
+            [*lines, Content.assemble(f"{span} of {count(d.total)} tokens a head", (grid.note, "dim"))]
+        )
+
+    def _row(self, grid: Grid, row: int) -> Content:
+        first, last = grid.heads[row], grid.heads[row + 1]
+        cells: list[tuple[str, str]] = []
+        for start, end in pairwise(grid.layers):
+            group = [tokens for layer in self.counts[start:end] for tokens in layer[first:last]]
+            share = sum(group) / (len(group) * self.details.total) if group else 0.0
+            style = "$ribbon-device" if share else "$ribbon-host"
+            if self.has_focus and start <= self.cursor[0] < end and first <= self.cursor[1] < last:
+                style += " reverse"
+            cells.append((glyph(share) * grid.column, style))
+        return Content.assemble(f"{first:<{HEAD_LABEL_WIDTH}}", *cells)
+
+    def _has(self, layer: int, head: int) -> bool:
+        return layer < len(self.details.read) and head < len(self.details.read[layer])
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The layers of each column and the heads of each row: ``layers[i]`` to ``layers[i + 1]``.
+
+    A column is ``column`` cells wide; ``note`` says what a cell is, where it is more than one head.
+    """
+
+    layers: tuple[int, ...]
+    heads: tuple[int, ...]
+    column: int
+    note: str
+
+
+def arranged(layers: int, heads: int, width: int, height: int) -> Grid:
+    """Put so many layers and heads into ``width`` columns and ``height`` rows; those that do not fit share a cell."""
+    columns, rows = min(layers, width), min(heads, height)
+    edges = tuple(place * layers // columns for place in range(columns + 1)) if columns else (0,)
+    lines = tuple(place * heads // rows for place in range(rows + 1)) if rows else (0,)
+    together = (-(-layers // columns) if columns else 1, -(-heads // rows) if rows else 1)
+    note = f"  a cell: {together[0]} × {together[1]}" if together != (1, 1) else ""
+    return Grid(edges, lines, max(1, min(width // max(columns, 1), MAX_COLUMN)), note)
+
+
+def glyph(share: float) -> str:
+    """The block of a share of what is stored: a full one for all, each step lower for half of it.
+
+    Most heads read few of many tokens: by the share itself all of them would be alike.
+    """
+    return BARS[max(len(BARS) - 1 + round(math.log2(share)), 0)] if share else NONE
+
+
+def _shape(details: Details) -> tuple[int, int]:
+    return len(details.read), max(map(len, details.read), default=0)
+
+
+def _within(place: int, many: int) -> int:
+    return max(0, min(place, many - 1))
+
+
+class RecallHistogram(Widget, can_focus=False):
+    """A line for each range of times, from the shortest to the longest that occurred; the percentiles below."""
+
+    DEFAULT_CSS = """
+    RecallHistogram { height: auto; border-top: solid $foreground 15%; border-title-color: $primary; padding: 0 1;
+                      color: $text-muted; }
+    RecallHistogram:focus { border-top: solid $primary; }
+    """
+
+    bins: reactive[tuple[RecallBin, ...]] = reactive(())
+    times: reactive[tuple[tuple[str, str], ...]] = reactive(())
+
+    def on_mount(self) -> None:
+        self.border_title = f" {FETCH_TIMES} "
+
+    @property
+    def explanation(self) -> str:
+        """The meaning of the figures shown."""
+        return EXPLANATIONS[FETCH_TIMES]
+
+    def show(self, bins: Sequence[RecallBin], snapshot: Snapshot | None) -> None:
+        """Draw the bins, and the snapshot's percentiles."""
+        before = self.get_content_height(self.size, self.size, 0)
+        self.bins = tuple(bins)
+        self.times = tuple(recall_times(snapshot)) if snapshot else ()
+        if self.get_content_height(self.size, self.size, 0) != before:
+            self.refresh(layout=True)
+
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
+        return (len(occupied(self.bins)) + 1 + len(self.times)) if self.bins else 1
+
+    def render(self) -> Content:
+        """The lines, and below them which sign is which."""
+        if not self.bins:
+            return Content.assemble((NOTHING_FETCHED, "dim"))
+        width = self.content_size.width or 34
+        most = max(one.steps for one in self.bins)
+        lines = [
+            Content.assemble(
+                f"{label(place):>{TIME_LABEL_WIDTH}} ",
+                *bar(self.bins[place], most, max(width - TIME_LABEL_WIDTH - COUNT_WIDTH - 2, 4)),
+                f" {count(self.bins[place].steps):>{COUNT_WIDTH}}",
+            )
+            for place in occupied(self.bins)
+        ]
+        lines.append(
+            Content.assemble(" " * TIME_LABEL_WIDTH, (f" {HIDDEN}", "$ribbon-host"), " hidden  ",
+                             (EXPOSED, "$ribbon-device"), " waited for")
+        )  # fmt: skip
+        lines += [
+            Content.assemble(name, " " * max(width - len(name) - len(value), 1), (value, "$foreground"))
+            for name, value in self.times
+        ]
+        return Content("\n").join(lines)
+
+
+def occupied(bins: Sequence[RecallBin]) -> range:
+    """The places of the bins from the first to the last that has a step."""
+    places = [place for place, one in enumerate(bins) if one.steps]
+    return range(places[0], places[-1] + 1) if places else range(0)
+
+
+def label(place: int) -> str:
+    """The times of a bin: ``0.2–0.5 ms``."""
+    edges = RECALL_EDGES_MS
+    if place == 0:
+        return f"< {_edge(edges[0], 'ms')}"
+    if place >= len(edges):
+        return f"≥ {_edge(edges[-1], 'ms')}"
+    return f"{_edge(edges[place - 1])}–{_edge(edges[place], 'ms')}"
+
+
+def _edge(value: float, unit: str = "") -> str:
+    return figure(value, unit, digits=int(value < 1))
+
+
+def bar(one: RecallBin, most: int, width: int) -> tuple[tuple[str, str], ...]:
+    """As long as there are steps, ``width`` for ``most``; divided by what of their time was hidden."""
+    length = max(round(one.steps / most * width), 1) if one.steps else 0
+    took = one.hidden_ms + one.exposed_ms
+    hidden = round(length * one.hidden_ms / took) if took else 0
+    return (
+        (HIDDEN * hidden, "$ribbon-host"),
+        (EXPOSED * (length - hidden), "$ribbon-device"),
+        (" " * (width - length), ""),
+    )
+
+
+class GpuHistoryPlot(Widget, can_focus=False):
+    """Memory, load, power and PCIe traffic; one line that says why where there are none."""
+
+    DEFAULT_CSS = """
+    GpuHistoryPlot { height: auto; border-top: solid $foreground 15%; border-title-color: $primary; padding: 0 1;
+                     color: $text-muted; }
+    GpuHistoryPlot:focus { border-top: solid $primary; }
+    """
+
+    lines: reactive[tuple[tuple[str, tuple[float | None, ...], float, str], ...]] = reactive(())
+    absence: reactive[str] = reactive(NO_GPU)
+
+    def on_mount(self) -> None:
+        self.border_title = f" {GPU_HISTORY} "
+
+    @property
+    def explanation(self) -> str:
+        """The meaning of the figures shown."""
+        return EXPLANATIONS[GPU_HISTORY]
+
+    def show(self, history: GpuHistory, snapshot: Snapshot | None) -> None:
+        """Draw the history as it is now."""
+        before = len(self.lines)
+        self.absence = NO_READING if snapshot and has_gpu(snapshot) else NO_GPU
+        self.lines = rows(tuple(history.moments))
+        if len(self.lines) != before:
+            self.refresh(layout=True)
+
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
+        return len(self.lines) or 1
+
+    def render(self) -> Content:
+        """A line for each reading: its name, its course and its present value."""
+        if not self.lines:
+            return Content.assemble((self.absence, "dim"))
+        room = max(self.content_size.width - READING_LABEL_WIDTH - VALUE_WIDTH - 1, 4)
+        return Content("\n").join(
+            Content.assemble(
+                f"{name:<{READING_LABEL_WIDTH}}",
+                (spark(values[-room:], top).rjust(room), "$primary"),
+                (f" {value:>{VALUE_WIDTH}}", "dim" if value == MISSING else "$foreground"),
+            )
+            for name, values, top, value in self.lines
+        )
+
+
+def rows(moments: Sequence[Moment]) -> tuple[tuple[str, tuple[float | None, ...], float, str], ...]:
+    """Name, course, the value of a full bar and the present value of each reading; nothing without a moment."""
+    if not moments:
+        return ()
+    now = moments[-1]
+    power, pcie = tuple(one.power for one in moments), tuple(one.pcie for one in moments)
+    used = MISSING if now.used is None else f"{size(now.used)} / {size(now.total)}"
+    return (
+        ("memory", tuple(one.used for one in moments), float(now.total or 0), used),
+        ("load", tuple(one.utilization for one in moments), 100.0, figure(now.utilization, "%")),
+        ("power", power, _top(power), figure(now.power, "W")),
+        ("PCIe", pcie, _top(pcie), MISSING if now.pcie is None else f"{size(now.pcie)}/s"),
+    )
+
+
+def spark(values: Sequence[float | None], top: float) -> str:
+    """A block for each value, of which one of ``top`` is a full one."""
+    last = len(BARS) - 1
+    return "".join(
+        UNREAD if value is None else BARS[min(round(value / top * last), last)] if top else BARS[0] for value in values
+    )
+
+
+def _top(values: Sequence[float | None]) -> float:
+    return max((value for value in values if value is not None), default=0.0)

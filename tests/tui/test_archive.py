@@ -1,0 +1,242 @@
+"""The conversations on disk: saved as they are said, and never lost to a disk that fails."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import threading
+
+import pytest
+from support.fake_view import FakeView
+
+from kvchat.conversations import store
+from kvchat.conversations.conversation import Conversation
+from kvchat.conversations.store import ConversationStore, StoreError
+from kvchat.tui import archive as archives
+from kvchat.tui.archive import Archive
+
+
+@pytest.fixture
+def view():
+    return FakeView()
+
+
+@pytest.fixture
+async def archive(tmp_path, view):
+    archive = Archive(tmp_path / "chats.db", view)
+    yield archive
+    await archive.close()
+
+
+def asked(text):
+    conversation = Conversation()
+    conversation.ask(text)
+    return conversation
+
+
+async def test_saved_conversations_are_found_and_opened(archive):
+    await archive.open()
+    conversation = asked("one")
+    await archive.save(conversation)
+    assert (await archive.latest()).title == "one"
+    assert [summary.id for summary in await archive.search("one")] == [conversation.id]
+    assert (await archive.load(conversation.id)).turns == conversation.turns
+    await archive.delete(conversation.id)
+    assert await archive.latest() is None
+    await archive.restore(conversation.id)
+    assert (await archive.latest()).id == conversation.id
+
+
+async def test_what_was_said_before_it_is_open_is_saved_afterwards(archive):
+    conversation = asked("one")
+    await archive.save(conversation)
+    with pytest.raises(StoreError, match="not open yet"):
+        await archive.latest()
+    await archive.open()
+    await archive.save(Conversation())
+    assert (await archive.latest()).title == "one"
+
+
+async def test_what_cannot_be_saved_is_told_once_and_saved_later(archive, view, tmp_path):
+    await archive.open()
+    archive._store._db.execute("PRAGMA busy_timeout = 10")
+    other = sqlite3.connect(tmp_path / "chats.db", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    left, present = asked("left"), asked("present")
+    await archive.save(left)
+    await archive.save(present)
+    assert len(view.toasts) == 1
+    assert "kept in memory, and saving is tried again" in view.toasts[0]
+    other.execute("ROLLBACK")
+    other.close()
+    await archive.save(present)
+    assert {summary.title for summary in await archive.search("")} == {"left", "present"}
+
+
+async def test_saving_twice_at_once_saves_all(archive, view):
+    await archive.open()
+    first, second = asked("first"), asked("second")
+    await asyncio.gather(*(archive.save(one) for one in (first, second, first)))
+    assert {summary.title for summary in await archive.search("")} == {"first", "second"}
+    assert not view.toasts
+
+
+async def test_a_database_that_cannot_be_used_leaves_memory(tmp_path, view):
+    path = tmp_path / "chats.db"
+    path.write_text("no database " * 1000)
+    archive = Archive(path, view)
+    await archive.open()
+    assert "in memory only" in view.toasts[0]
+    await archive.save(asked("one"))
+    assert (await archive.latest()).title == "one"
+    await archive.close()
+    assert path.read_text() == "no database " * 1000
+
+
+@pytest.fixture
+def lock(tmp_path):
+    """Another program that writes to the database until it lets go."""
+    ConversationStore(tmp_path / "chats.db").close()
+    other = sqlite3.connect(tmp_path / "chats.db", isolation_level=None, check_same_thread=False)
+    other.execute("BEGIN EXCLUSIVE")
+    yield other
+    other.close()
+
+
+async def test_a_database_locked_at_the_start_takes_all_once_it_is_free(archive, view, lock, monkeypatch, tmp_path):
+    monkeypatch.setattr(store, "BUSY_S", 0.01)
+    monkeypatch.setattr(archives, "RETRY_S", 0.0)
+    await archive.open()
+    assert "it is tried again. The conversations of this run are kept in memory until then" in view.toasts[0]
+    first, deleted, second = asked("first"), asked("deleted"), asked("second")
+    for conversation in (first, deleted, second):
+        await archive.save(conversation)
+    await archive.delete(deleted.id)
+    first.answer("said", "eos")
+    await archive.save(first)
+    assert len(view.toasts) == 1
+    lock.execute("ROLLBACK")
+    await archive.save(second)
+    assert "free again" in view.toasts[1]
+    second.answer("also said", "eos")
+    await archive.save(second)
+    on_disk = ConversationStore(tmp_path / "chats.db")
+    assert [one.title for one in on_disk.search("")] == ["second", "first"]
+    assert [on_disk.load(one.id).last_text() for one in (first, second)] == ["said", "also said"]
+    on_disk.close()
+
+
+async def test_a_locked_database_is_waited_for_at_the_end(tmp_path, view, lock, monkeypatch):
+    monkeypatch.setattr(store, "BUSY_S", 0.01)
+    archive = Archive(tmp_path / "chats.db", view)
+    await archive.open()
+    await archive.save(asked("one"))
+    threading.Timer(0.1, lambda: lock.execute("ROLLBACK")).start()
+    await archive.close()
+    on_disk = ConversationStore(tmp_path / "chats.db")
+    assert on_disk.latest().title == "one"
+    on_disk.close()
+
+
+@pytest.fixture
+def busy(archive):
+    """Whatever keeps the archive's thread busy, until the event is set."""
+    free = threading.Event()
+    yield lambda: archive._thread.submit(free.wait, 60) and free
+    free.set()
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["waiting", "being written"])
+async def test_what_a_canceled_save_has_not_written_is_saved_at_the_end(archive, busy, tmp_path, monkeypatch, begun):
+    await archive.open()
+    conversation, left = asked("one"), asked("left")
+    await archive.save(conversation)
+    conversation.answer("1", "eos")
+    if begun:
+        free, entered, save = threading.Event(), threading.Event(), archive._store.save
+
+        def slowly(changes):
+            entered.set()
+            free.wait(60)
+            save(changes)
+
+        monkeypatch.setattr(archive._store, "save", slowly)
+    else:
+        free = busy()
+    saving = [asyncio.create_task(archive.save(one)) for one in (conversation, left)]
+    await asyncio.to_thread(entered.wait, 60) if begun else await asyncio.sleep(0.01)
+    for task in saving:
+        task.cancel()
+    await asyncio.gather(*saving, return_exceptions=True)
+    closing = asyncio.create_task(archive.close())
+    await asyncio.sleep(0.01)
+    free.set()
+    await closing
+    on_disk = ConversationStore(tmp_path / "chats.db")
+    assert on_disk.load(conversation.id).last_text() == "1"
+    assert on_disk.load(left.id).last_text() == "left"
+    on_disk.close()
+
+
+async def test_what_was_said_while_it_was_being_opened_is_saved_at_the_end(archive, busy, tmp_path):
+    free = busy()
+    opening = asyncio.create_task(archive.open())
+    await archive.save(asked("one"))
+    opening.cancel()
+    free.set()
+    await archive.close()
+    on_disk = ConversationStore(tmp_path / "chats.db")
+    assert on_disk.latest().title == "one"
+    on_disk.close()
+
+
+async def test_nothing_is_saved_after_closing(tmp_path, view):
+    archive = Archive(tmp_path / "chats.db", view)
+    await archive.open()
+    await archive.close()
+    await archive.save(asked("late"))
+    store = ConversationStore(tmp_path / "chats.db")
+    assert store.latest() is None
+    store.close()
+
+
+async def test_a_database_that_is_still_being_opened_is_closed_too(tmp_path, view, monkeypatch):
+    begun, go, closed = threading.Event(), threading.Event(), []
+
+    class Slow(ConversationStore):
+        def __init__(self, path):
+            begun.set()
+            go.wait()
+            super().__init__(path)
+
+        def close(self):
+            closed.append(self)
+            super().close()
+
+    monkeypatch.setattr(archives, "ConversationStore", Slow)
+    archive = Archive(tmp_path / "chats.db", view)
+    opening = asyncio.create_task(archive.open())
+    await asyncio.to_thread(begun.wait)
+    opening.cancel()
+    go.set()
+    await archive.close()
+    assert len(closed) == 1
+
+
+async def test_what_changes_while_it_is_written_is_written_too(archive, monkeypatch):
+    await archive.open()
+    conversation, written, save = asked("one"), threading.Event(), ConversationStore.save
+
+    def slow(store, changes):
+        written.wait()
+        save(store, changes)
+
+    monkeypatch.setattr(ConversationStore, "save", slow)
+    first = asyncio.ensure_future(archive.save(conversation))
+    await asyncio.sleep(0)  # it has taken the changes and waits for the disk
+    conversation.answer("the ", "stopped")
+    second = asyncio.ensure_future(archive.save(conversation))
+    await asyncio.sleep(0)
+    written.set()
+    await asyncio.gather(first, second)
+    assert (await archive.load(conversation.id)).leaf.ending == "stopped"

@@ -1,0 +1,199 @@
+"""Going from one conversation to another: what is saved, taken up and forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from support.patience import PATIENCE_S
+
+from kvchat.errors import UsageError
+from kvchat.protocol.figures import Stats
+from kvchat.protocol.messages import (
+    Finished,
+    Forget,
+    Resumed,
+    Stop,
+    Switch,
+    Switched,
+    Text,
+)
+from kvchat.tui import controller
+from kvchat.tui.state import Phase
+
+DONE = Finished("eos", "hi", Stats(generated_tokens=1))
+
+
+async def test_a_new_conversation_stops_and_forgets(chat):
+    await chat.load()
+    await chat.ask("one")
+    await chat.ask("queued")
+    await chat.controller.new()
+    assert chat.client.sent[-1] == Stop()
+    assert (chat.turns, chat.view.shown, chat.view.prompt) == ([], [([], [], None)], "queued")
+    await chat.controller.handle(Text("late", 1))
+    await chat.controller.handle(DONE)
+    assert (chat.turns, chat.controller.state.conversation.stats, chat.phase) == ([], [], Phase.READY)
+    assert chat.view.answers[0].text == ""
+
+
+async def test_what_is_said_is_saved_while_it_is_said(chat, monkeypatch):
+    monkeypatch.setattr(controller, "CHECKPOINT_S", 0.01)
+    assert await chat.controller.open_archive(resume=True) is None
+    assert "no earlier conversation" in chat.view.toasts[0]
+    await chat.load()
+    await chat.ask("one")
+    assert (await chat.controller.archive.latest()).title == "one"
+    await chat.controller.handle(Text("par", 1))
+    saving = asyncio.create_task(chat.controller.keep())
+    async with asyncio.timeout(PATIENCE_S):
+        while (await chat.controller.archive.load(chat.controller.state.conversation.id)).last_text() != "par":
+            await asyncio.sleep(0.01)
+    saving.cancel()
+    await chat.controller.close()
+
+
+async def test_another_conversation_is_opened_at_the_message_found(chat):
+    await chat.controller.open_archive()
+    await chat.load()
+    with pytest.raises(UsageError, match="no earlier"):
+        await chat.controller.open_last()
+    await chat.ask("one")
+    await chat.controller.handle(DONE)
+    first = chat.controller.state.conversation
+    await chat.controller.branches.regenerate()
+    await chat.controller.handle(Finished("eos", "hello", Stats(generated_tokens=1)))
+    await chat.controller.new()
+    assert chat.turns == []
+    await chat.controller.open_last()
+    assert chat.turns == ["one", "hello"]
+    assert chat.view.shown[-1][0] == ["one", "hello"]
+    hi = next(message for message in first.messages.values() if message.text == "hi")
+    await chat.controller.open(first.id, hi.id)
+    assert chat.turns == ["one", "hi"]
+    await chat.controller.fork()
+    assert chat.controller.state.conversation.id != first.id
+    await chat.controller.close()
+
+
+async def test_the_system_prompt_given_by_hand_goes_into_new_conversations(chat):
+    await chat.load()
+    chat.controller.set_system("be brief")
+    await chat.controller.new()
+    assert chat.controller.state.conversation.system == "be brief"
+
+
+async def test_going_to_a_conversation_takes_up_what_the_engine_keeps_of_it(chat, tmp_path):
+    await chat.controller.archive.open()
+    await chat.load()
+    await chat.controller.ask("hello")
+    first = chat.controller.state.conversation
+    await chat.controller.handle(Finished("eos", "Hello!", Stats()))
+    await chat.controller.new()
+    assert chat.client.sent[-1] != first.to_resume()  # nothing was said in the new one yet
+    await chat.controller.open(first.id)
+    assert chat.client.sent[-1] == first.to_resume()
+    await chat.controller.handle(Resumed("another", 9, 0.1, "disk"))
+    assert not chat.controller.state.is_stored
+    await chat.controller.handle(Resumed(first.id, 30_112, 0.4, "memory"))
+    assert chat.controller.state.is_stored
+    assert chat.view.notes[-1] == "30,112 tokens came back from memory in 400 ms."
+    await chat.controller.delete(first.id, first.title)
+    assert Forget(first.id) in chat.client.sent
+
+
+SPECULATIVE = Switched("full", "speculative", {"budget": 128}, 0, 0, 0.0, given={"speculative": {"budget": 128}})
+
+
+def switches(chat):
+    return [(one.mode, one.params) for one in chat.client.sent if isinstance(one, Switch)]
+
+
+async def in_speculative(chat):
+    """A conversation that is on disk and was in speculative mode with a budget of 128; its id."""
+    await chat.controller.open_archive()
+    await chat.load()
+    await chat.controller.handle(SPECULATIVE)
+    await chat.ask("one")
+    await chat.controller.handle(DONE)
+    return chat.controller.state.conversation.id
+
+
+async def test_a_conversation_opened_again_brings_back_its_mode_and_parameters_and_says_so(chat):
+    kept = await in_speculative(chat)
+    await chat.controller.new()
+    given = {"speculative": {"budget": 512, "tau": 0.5}}
+    await chat.controller.handle(Switched("speculative", "full", {}, 0, 0, 0.0, given=given))
+    await chat.ask("two")
+    await chat.controller.handle(DONE)
+    chat.client.sent.clear()
+    await chat.controller.open(kept)
+    assert switches(chat) == [("speculative", {"budget": 128, "tau": None})]
+    assert not chat.view.notes
+    lines = len(chat.view.switches)
+    await chat.controller.handle(SPECULATIVE)
+    assert "speculative" in chat.view.notes[-1]
+    assert "128" in chat.view.notes[-1]
+    assert len(chat.view.switches) == lines, "it is said once"
+    await chat.controller.open_last()
+    assert switches(chat)[1:] == [("full", {})]
+    await chat.controller.open(kept)
+    assert (await chat.controller.archive.load(kept)).mode == "speculative", "a switch on its way is of another one"
+
+
+@pytest.mark.parametrize(
+    ("flags", "sent"),
+    [
+        ({}, [("speculative", {"budget": 128})]),
+        ({"asked_mode": "sync"}, []),
+        ({"asked_mode": "speculative"}, [("speculative", {"budget": 128})]),
+        ({"asked_params": {"speculative": {"budget": 256}}}, [("speculative", {"budget": 256})]),
+    ],
+)
+async def test_the_latest_conversation_goes_on_in_its_mode_unless_another_is_asked_for(
+    config, chat_of, tmp_path, flags, sent
+):
+    config = replace(config, database=tmp_path / "chats.db")
+    first = chat_of(config)
+    await in_speculative(first)
+    await first.controller.close()
+    then = chat_of(replace(config, resume=True, **flags))
+    await then.controller.open_archive(resume=True)
+    assert switches(then) == [], "no model is ready"
+    await then.controller.start()
+    await then.load()
+    assert switches(then) == sent
+    await then.controller.close()
+
+
+async def test_a_mode_that_is_gone_is_said_and_the_conversation_goes_on(chat):
+    kept = await in_speculative(chat)
+    chat.controller.state.conversation.mode = "strided"
+    await chat.controller.new()
+    chat.client.sent.clear()
+    await chat.controller.open(kept)
+    assert switches(chat) == []
+    assert "strided" in chat.view.notes[-1]
+
+
+async def test_what_a_pipe_asks_is_not_kept_unless_the_conversation_is_on_disk(config, chat_of, tmp_path):
+    config = replace(config, database=tmp_path / "chats.db")
+    first = chat_of(config)
+    kept = await in_speculative(first)
+    await first.controller.close()
+    piped = chat_of(replace(config, keeps_new=False))
+    await piped.controller.open_archive()
+    await piped.load()
+    for begin in (piped.controller.new, piped.controller.new, piped.controller.fork):
+        await begin()
+        await piped.ask("two")
+        assert piped.client.sent[-1].conversation == ""
+        await piped.controller.handle(DONE)
+    assert [one.id for one in await piped.controller.archive.search("")] == [kept]
+    await piped.controller.open(kept)
+    await piped.ask("three")
+    assert piped.client.sent[-1].conversation == kept
+    await piped.controller.handle(DONE)
+    assert len((await piped.controller.archive.load(kept)).messages) == 4
+    await piped.controller.close()

@@ -1,0 +1,272 @@
+"""Another model: chosen, loaded in place of the one in use, refused, stopped, downloaded, planned for."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+from dataclasses import replace
+
+import pytest
+from support.app_driver import wait_for
+
+from kvchat.errors import EngineError, UsageError
+from kvchat.models import catalog
+from kvchat.protocol.figures import MemoryPlan, ModeNeed, Planned, Proposal, Snapshot, StoredNeed
+from kvchat.protocol.messages import Failed, Load, Loading, Plan, SetTemplateArgs, Stop
+from kvchat.tui.commands import chat as chat_module
+from kvchat.tui.state import Phase
+
+PLAN = MemoryPlan(
+    "bundled", "Fake", "cpu", "float32", 4096, {"none": 2**20}, {"full": ModeNeed(2**21, {})}, 0, 8, 2**21, 0, 99, 99,
+    proposal=Proposal("none", "full", None, ()),
+)  # fmt: skip
+FAILED = Failed("Too big.", kind="DoesNotFitError")
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Every model is on this machine."""
+    monkeypatch.setattr(catalog, "is_here", lambda name: True)
+
+
+async def choose(chat, line):
+    await chat_module.choose(chat.controller, line)
+
+
+async def test_another_model_is_loaded_in_the_present_mode_and_reads_the_conversation(chat, here):
+    await chat.load()
+    chat.controller.state.enter_mode("streaming", {})
+    await choose(chat, "./other quantize=int8")
+    assert chat.client.sent == [Load("./other", mode="streaming", quantize="int8")]
+    assert chat.phase is Phase.LOADING
+    chat.controller.state.is_stored = True
+    await chat.load(model="other", mode="streaming", notes=("read this",))
+    assert (chat.phase, chat.controller.state.is_stored, chat.view.notes) == (Phase.READY, False, ["read this"])
+    assert chat.controller.models.in_use.model == "./other"
+    await chat.controller.restart()
+    await chat.engine_ended()
+    assert chat.client.sent[-1].model == "./other"
+
+
+async def test_every_setting_of_a_model_is_an_option(chat, here):
+    await chat.load()
+    await choose(chat, "./other dtype=bfloat16 device=cpu fast=false")
+    assert chat.client.sent == [Load("./other", "cpu", "bfloat16", fast=False)]
+    chat.controller.state.enter_phase(Phase.READY)
+    with pytest.raises(UsageError, match='no option "folders"'):
+        await choose(chat, "./other folders=there")
+
+
+async def test_a_model_that_cannot_be_loaded_leaves_the_old_one_in_use(chat, here):
+    await chat.load()
+    await choose(chat, "other")
+    await chat.controller.handle(FAILED)
+    assert [error.title for error in chat.view.errors] == ["Too big."]
+    assert chat.phase is Phase.LOADING, "the old one reports itself next"
+    await chat.load(notes=("said before",))
+    assert (chat.phase, chat.view.notes) == (Phase.READY, [])
+    assert chat.controller.models.in_use.model == "bundled"
+
+
+async def test_nothing_is_loaded_when_the_old_model_does_not_come_back(chat, here):
+    await chat.load()
+    await choose(chat, "other")
+    await chat.controller.handle(FAILED)
+    await chat.controller.handle(replace(FAILED, fatal=True))
+    assert chat.phase is Phase.DOWN
+    await choose(chat, "third")
+    await chat.engine_ended()
+    assert (chat.client.starts, chat.client.sent[-1].model) == (1, "third")
+
+
+@pytest.mark.parametrize("line", ["other quantise=int8", "other dtype=float17", "other mode=full", '"'])
+async def test_wrong_options_are_refused_before_anything_is_unloaded(chat, here, line):
+    await chat.load()
+    with pytest.raises(UsageError):
+        await choose(chat, line)
+    assert chat.client.sent == []
+
+
+async def test_without_a_name_the_models_are_shown(chat):
+    await choose(chat, "")
+    assert chat.view.are_models_shown
+
+
+async def test_an_answer_is_not_interrupted(chat, here):
+    await chat.load()
+    await chat.ask("one")
+    with pytest.raises(UsageError, match="answer is under way"):
+        await choose(chat, "other")
+
+
+async def test_stopping_a_load_once_and_twice(chat, here):
+    await chat.load()
+    await choose(chat, "other")
+    with pytest.raises(UsageError, match="is being loaded"):
+        await choose(chat, "third")
+    await chat.controller.stop_work()
+    assert chat.client.sent[-1] == Stop()
+    await chat.controller.handle(Loading("still reading"))
+    await chat.controller.stop_work()
+    await chat.engine_ended()
+    assert (chat.client.starts, chat.client.sent[-1].model) == (1, "bundled")
+
+
+async def test_the_first_model_of_all_is_not_stopped_by_one_key(chat):
+    await chat.controller.start()
+    await chat.controller.stop_work()
+    assert Stop() not in chat.client.sent
+    await chat.controller.stop_work()
+    assert chat.client.sent[-1] == Stop()
+
+
+async def test_a_plan_shows_what_was_measured_of_the_model_in_use(chat):
+    await chat.load()
+    await chat_module.plan(chat.controller, "")
+    await chat_module.plan(chat.controller, "org/other context=1000")
+    assert chat.client.sent == [Plan(Load()), Plan(Load("org/other"), 1000)]
+    chat.controller.state.is_stored = True
+    held = {"state_bytes": 2**18, "snapshot_bytes": 2**19}
+    await chat.controller.handle(Snapshot("sync", {}, 7, 7, 4096, 2**20, 2**21, 2**20 + 2**19, **held))
+    in_use = StoredNeed("sync", 6, 2**20 - 2**18, 2**21, 128, 256)
+    await chat.controller.handle(Planned("bundled", replace(PLAN, state=2**18, stored=in_use)))
+    [table] = chat.view.notes
+    assert re.search(r"weights, none +host +1.00 MiB +1.50 MiB\n", table)
+    assert re.search(r"recurrent state +host +256 KiB +256 KiB\n", table)
+    assert re.search(r"6 tokens now +planned +measured\n", table)
+    assert re.search(r"K/V read, sync, up to 128 +host +768 KiB +768 KiB\n", table)
+    assert re.search(r"K/V stored, up to 256 +host +2.00 MiB +1.50 MiB\n", table)
+    assert table.endswith("kvchat -m bundled --mode full\n  gives up nothing")
+    await chat.controller.handle(Planned("org/other", None, "The hub has no model org/other."))
+    assert str(chat.view.errors[0]) == "org/other cannot be planned for. The hub has no model org/other."
+    for wrong in ("bundled context=no", "bundled tokens=1"):
+        with pytest.raises(UsageError):
+            await chat_module.plan(chat.controller, wrong)
+
+
+async def test_a_plan_is_being_made_until_it_is_told_or_its_engine_is_gone(chat):
+    await chat.load()
+    working = chat.controller.models
+    for end in (lambda: chat.controller.handle(Planned("bundled", None, "No.")), chat.controller.answers.down):
+        assert not working.is_working
+        await chat_module.plan(chat.controller, "")
+        assert working.is_working
+        await end()
+    assert not working.is_working
+    await chat.controller.start()
+    assert not working.is_working
+
+
+# ---- downloads -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def config(config):
+    """A download that says what the model's name tells it to: JSON lines, then it waits or ends."""
+    code = """
+import json, sys, time
+name = sys.argv[1].partition("/")[2]
+good, gated = [{"stage": "1 of 2"}, {"done": ""}], [{"error": ["g is gated.", "", ""]}]
+for said in {"good": good, "gated": gated}.get(name, [{"stage": "\x1b 1 of 9"}]):
+    print(json.dumps(said), flush=True)
+time.sleep(60 if name == "slow" else 0)
+"""
+    return replace(config, download_command=(sys.executable, "-c", code))
+
+
+async def test_a_model_that_is_not_here_is_downloaded_beside_the_chat_and_then_loaded(chat):
+    await chat.load()
+    await choose(chat, "org/good")
+    await chat.ask("one")
+    await wait_for(lambda: not chat.controller.models._download._process)
+    assert chat.phase is Phase.PREFILL
+    chat.controller.state.enter_phase(Phase.READY)
+    await wait_for(lambda: chat.phase is Phase.LOADING)
+    assert chat.client.sent[-1].model == "org/good"
+    assert chat.controller.state.download == ""
+
+
+@pytest.mark.parametrize(("name", "title"), [("gated", "g is gated."), ("dead", "The download of org/dead ended")])
+async def test_a_download_that_fails_says_why(chat, name, title):
+    await chat.load()
+    await choose(chat, f"org/{name}")
+    await wait_for(lambda: chat.view.errors)
+    assert chat.view.errors[0].title.startswith(title)
+    assert chat.phase is Phase.READY
+
+
+async def test_a_download_is_stopped_and_can_be_asked_for_again(chat):
+    await chat.load()
+    await choose(chat, "org/slow")
+    await wait_for(lambda: chat.controller.state.download == "␛ 1 of 9")
+    with pytest.raises(UsageError, match="Another model is being downloaded"):
+        await choose(chat, "org/good")
+    await chat.controller.stop_work()
+    await wait_for(lambda: not chat.controller.state.download)
+    assert chat.view.toasts == ["The download is stopped; /model org/slow goes on with it."]
+    await choose(chat, "org/good")
+    await wait_for(lambda: chat.phase is Phase.LOADING)
+
+
+async def test_a_download_is_stopped_before_its_process_has_started(chat):
+    await chat.load()
+    await choose(chat, "org/slow")
+    await asyncio.sleep(0)
+    assert chat.controller.state.download == "Starting the download of org/slow"
+    assert chat.controller.models._download._process is None
+    await chat.controller.stop_work()
+    await wait_for(lambda: not chat.controller.state.download)
+    assert chat.view.toasts == ["The download is stopped; /model org/slow goes on with it."]
+
+
+async def test_a_download_that_cannot_be_started(chat):
+    chat.controller.models._download._command = ("/not/there",)
+    with pytest.raises(EngineError, match="cannot be started"):
+        await chat.controller.models._download.run("org/good", print)
+
+
+def sent_args(chat):
+    return [one.args for one in chat.client.sent if isinstance(one, SetTemplateArgs)]
+
+
+@pytest.mark.parametrize(
+    ("known", "line", "args"),
+    [
+        (("enable_thinking",), "on", ("enable_thinking=true",)),
+        (("enable_thinking",), "off", ("enable_thinking=false",)),
+        (("reasoning_effort", "thinking"), "off", ("thinking=false",)),
+        (("reasoning_effort",), "low", ("reasoning_effort=low",)),
+        (("enable_thinking",), "auto", ()),
+    ],
+)
+async def test_thinking_is_switched_by_the_name_that_the_template_has_for_it(chat, known, line, args):
+    await chat.load(template_variables=known)
+    await chat_module.template(chat.controller, "other=1")
+    await chat_module.think(chat.controller, line)
+    assert sent_args(chat) == [("other=1",), ("other=1", *args)]
+    assert chat.controller.models.in_use.template_args == ("other=1", *args), "a restart has them too"
+
+
+@pytest.mark.parametrize(("known", "line"), [((), "on"), (("reasoning_effort",), "off"), (("thinking",), "high")])
+async def test_a_template_that_has_no_such_switch_is_said(chat, known, line):
+    await chat.load(template_variables=known)
+    with pytest.raises(UsageError, match="no effect on this model"):
+        await chat_module.think(chat.controller, line)
+    assert sent_args(chat) == []
+
+
+async def test_variables_are_set_and_unset_and_another_template_loads_the_model_again(chat, tmp_path):
+    await chat.load(template_variables=("a",))
+    for line in ("a=1 b=two", "a=", "b=3"):
+        await chat_module.template(chat.controller, line)
+    assert sent_args(chat) == [("a=1", "b=two"), ("b=two",), ("b=3",)]
+    await chat_module.template(chat.controller, "")
+    assert "b=3" in chat.view.notes[-1]
+    file = tmp_path / "own.jinja"
+    await chat_module.template(chat.controller, str(file))
+    assert (chat.client.sent[-1].chat_template, chat.client.sent[-1].template_args) == (str(file), ("b=3",))
+    for wrong in ("two files", "no-name=1", "messages=1"):
+        with pytest.raises(UsageError):
+            await chat_module.template(chat.controller, wrong)
+    assert chat.controller.models.in_use.template_args == ("b=3",), "a restart would fail"
