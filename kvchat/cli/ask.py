@@ -21,12 +21,11 @@ import kvchat
 from kvchat.cli.output import note, progress, report, write
 from kvchat.config import modes
 from kvchat.config.schema import Settings
-from kvchat.errors import KvchatError, UsageError
+from kvchat.errors import KvchatError, UsageError, resolve
 from kvchat.kv.memory.available import check_address_space
 from kvchat.models import checkpoint
 from kvchat.protocol.figures import Params, Stats
 from kvchat.protocol.messages import Finished, Load, Sampling, Text, Turn
-from kvchat.tui.prompt.arguments import resolve
 
 if TYPE_CHECKING:
     from kvchat import Session

@@ -25,7 +25,6 @@ from kvchat.cli import bench, chats, config, options, profile
 from kvchat.cli.ask import Question, SwitchAt, ask
 from kvchat.cli.chat import chat, load_of, turns
 from kvchat.cli.compare import compare_command
-from kvchat.cli.models import list_modes
 from kvchat.cli.options import (
     Budget,
     ChatTemplate,
@@ -299,6 +298,8 @@ def replay_command(
 @app.command("modes")
 def modes_command(as_json: Annotated[bool, typer.Option("--json", help="print a JSON list")] = False) -> None:
     """List the KV modes, their parameters and defaults."""
+    from kvchat.cli.models import list_modes
+
     list_modes(as_json)
 
 

@@ -19,7 +19,6 @@ from kvchat.errors import UsageError
 from kvchat.models import catalog
 from kvchat.models.catalog import FoundModel, Room, fit, room
 from kvchat.protocol.messages import Load
-from kvchat.tui.models import plan_lines
 from kvchat.units import size
 
 if TYPE_CHECKING:
@@ -89,6 +88,8 @@ def plan(load: Load, context: int | None, as_json: bool) -> int:
 
     made = memory_plan(load, context, progress)
     progress("")
+    from kvchat.tui.models import plan_lines
+
     echo(json.dumps(asdict(made), indent=2) if as_json else "\n".join(plan_lines(made)))
     return 0 if made.proposal else 3
 

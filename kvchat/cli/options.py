@@ -15,8 +15,7 @@ from kvchat.config.modes import SHARED, BudgetParameters, ModeParameters
 from kvchat.config.schema import KvSection, ModelSettings, SamplingSettings, UiSettings
 from kvchat.config.sources import Key, SettingsSource
 from kvchat.config.validation_errors import choices
-from kvchat.errors import UsageError, did_you_mean
-from kvchat.tui.prompt.arguments import resolve
+from kvchat.errors import UsageError, did_you_mean, resolve
 
 Section = type[schema.Section] | type[ModeParameters]
 # What each option sets: the setting of its name. Where those of a mode's parameters are set depends on the value.

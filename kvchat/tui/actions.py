@@ -14,7 +14,7 @@ from typing import Literal
 
 from textual.binding import Binding, BindingType
 
-from kvchat.errors import UsageError
+from kvchat.errors import UsageError, resolve
 from kvchat.tui.commands import chat, conversations
 from kvchat.tui.commands.chat import Handler
 from kvchat.tui.prompt import arguments
@@ -406,7 +406,7 @@ def find_command(name: str) -> Action:
         near = " or ".join(f"/{word}" for word in arguments.nearest(name, COMMANDS))
         hint = f"Did you mean {near}? " if near else ""
         raise UsageError(f"There is no command /{name}.", hint=f"{hint}/help lists all.")
-    return known[arguments.resolve(name, known, "command")]
+    return known[resolve(name, known, "command")]
 
 
 def _is_begun(name: str, known: Iterable[str]) -> bool:

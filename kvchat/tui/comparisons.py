@@ -12,7 +12,7 @@ from dataclasses import replace
 from kvchat.config import modes
 from kvchat.config.modes import REFERENCE
 from kvchat.conversations.comparison import label
-from kvchat.errors import UsageError
+from kvchat.errors import UsageError, resolve
 from kvchat.foreign_text import visible
 from kvchat.protocol.figures import Run
 from kvchat.protocol.messages import (
@@ -30,7 +30,7 @@ from kvchat.protocol.messages import (
 )
 from kvchat.tui.branches import Branches
 from kvchat.tui.client import EngineClient
-from kvchat.tui.prompt.arguments import parse_assignments, resolve
+from kvchat.tui.prompt.arguments import parse_assignments
 from kvchat.tui.state import ChatState, Phase, RunningComparison
 from kvchat.tui.view import ChatView
 from kvchat.units import figure, percent, size

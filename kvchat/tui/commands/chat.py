@@ -12,13 +12,13 @@ from kvchat.config.modes import mode_names, registered
 from kvchat.config.validation_errors import expected
 from kvchat.conversations import attachments, export
 from kvchat.conversations.conversation import Message
-from kvchat.errors import UsageError
+from kvchat.errors import UsageError, resolve
 from kvchat.protocol.messages import MAX_NEEDLE_TOKENS
 from kvchat.tui.comparisons import parse_variants
 from kvchat.tui.controller import ChatController
 from kvchat.tui.large_answers import lines
 from kvchat.tui.prompt import arguments, mentions
-from kvchat.tui.prompt.arguments import parse_assignments, parse_literal, resolve, split_words
+from kvchat.tui.prompt.arguments import parse_assignments, parse_literal, split_words
 from kvchat.tui.state import describe_modes, summarize
 from kvchat.units import count
 

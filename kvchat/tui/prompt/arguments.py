@@ -1,7 +1,4 @@
-"""Arguments of slash commands: as words and values, offered while they are typed, and what they change.
-
-A word need not be typed in full: a beginning that only one known word has stands for it.
-"""
+"""Arguments of slash commands: as words and values, offered while they are typed, and what they change."""
 
 from __future__ import annotations
 
@@ -170,27 +167,6 @@ def parse_literal(text: str) -> int | float | bool | str:
     return {"yes": True, "true": True, "on": True, "no": False, "false": False, "off": False}.get(text.lower(), text)
 
 
-def nearest(given: str, known: Iterable[str]) -> list[str]:
-    """The few known words that are most like ``given``."""
-    return get_close_matches(given, list(known), n=3, cutoff=0.5)
-
-
-def resolve(given: str, known: Iterable[str], kind: str) -> str:
-    """The known word that ``given`` is or begins; of ``mode`` and ``model`` the one that begins the other.
-
-    Raises:
-        UsageError: no known word begins so, or several do; ``kind`` says what is looked for.
-    """
-    words = list(known)
-    exact = [word for word in words if word == given] or [word for word in words if word.lower() == given.lower()]
-    found = exact or sorted((word for word in words if word.lower().startswith(given.lower())), key=len)
-    if not found or not given:
-        raise UsageError(f'There is no {kind} "{given}".', did_you_mean(given.lower(), words))
-    if not all(word.startswith(found[0]) for word in found):
-        raise UsageError(f'"{given}" is the beginning of several: {", ".join(sorted(found))}.', hint="Type more of it.")
-    return found[0]
-
-
 def change(sampling: Sampling, key: str, value: str) -> Sampling:
     """``sampling`` with one parameter changed; ``none`` clears the seed, the stop strings and the temperature,
     which is the model's own then.
@@ -229,3 +205,8 @@ def compose(parts: Iterable[mentions.Part], state: ChatState) -> str:
     if state.edits_answer:
         return "".join(part.text for part in parts)
     return mentions.attach(parts, state.file_limit).text
+
+
+def nearest(given: str, known: Iterable[str]) -> list[str]:
+    """The few known words that are most like ``given``."""
+    return get_close_matches(given, list(known), n=3, cutoff=0.5)

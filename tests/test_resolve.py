@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvchat.errors import UsageError
-from kvchat.tui.prompt.arguments import nearest, resolve
+from kvchat.errors import UsageError, resolve
+from kvchat.tui.prompt.arguments import nearest
 
 KNOWN = ("mode", "model", "K", "k", "stop", "stats")
 
