@@ -22,10 +22,9 @@ from pathlib import Path
 import torch
 from timed_screen import Taken, TimedScreen
 
-from kvchat.bench import other_load
-from kvchat.bench.environment import fingerprint
-from kvchat.bench.frame import Cell, Frame, Row
-from kvchat.bench.identity import Experiment, Result
+from kvchat.bench import timing
+from kvchat.bench.frame import Cell, Experiment, Frame, Result, Row
+from kvchat.bench.timing import fingerprint
 from kvchat.conversations.conversation import Conversation
 from kvchat.conversations.store import ConversationStore
 from kvchat.protocol.figures import Stats
@@ -170,9 +169,9 @@ def answer(chance: random.Random, words: int, number: int) -> str:
 
 
 def _others() -> float | None:
-    before = other_load.sample()
+    before = timing.sample()
     time.sleep(QUIET_S)
-    return next(iter(other_load.share(before, other_load.sample())), None)
+    return next(iter(timing.share(before, timing.sample())), None)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvchat import units
-from kvchat.bench.frame import load
-from kvchat.bench.identity import outdated
+from kvchat.bench.frame import load, outdated
 from kvchat.bench.report import rendered
 from kvchat.tui.actions import ACTIONS
 from kvchat.tui.rebinding import describe_keys

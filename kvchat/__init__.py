@@ -1,7 +1,7 @@
 """kvchat: chat with local models whose KV manager switches live.
 
 The Python API is ``kvchat.load``; torch and transformers are imported only when it is first used. Where torch was not
-imported before, its threads wait for each other as they do in the application (``threads.spin_briefly``).
+imported before, its threads wait for each other as they do in the application (``process.spin_briefly``).
 """
 
 from __future__ import annotations

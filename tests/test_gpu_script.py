@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from kvchat.bench.variant import parsed
+from kvchat.bench.frame import parsed
 from kvchat.cli.main import app
 
 SCRIPT = Path(__file__).parents[1] / ".ci" / "gpu"

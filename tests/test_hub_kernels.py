@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 
-from kvchat.hub_kernels import BITSANDBYTES_LOG, TRANSFORMERS, import_bitsandbytes, refuse_in_transformers
+from kvchat.libraries import BITSANDBYTES_LOG, TRANSFORMERS, import_bitsandbytes, refuse_in_transformers
 
 KERNELS = """
 from pathlib import Path
@@ -31,7 +31,7 @@ import kvchat.engine
 from transformers.integrations import hub_kernels
 for name in hub_kernels._HUB_KERNEL_MAPPING:
     hub_kernels.lazy_load_kernel(name)
-from kvchat.hub_kernels import import_bitsandbytes
+from kvchat.libraries import import_bitsandbytes
 try:
     import_bitsandbytes()
 except ImportError:

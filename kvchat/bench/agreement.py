@@ -14,13 +14,21 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from kvchat.bench.environment import fingerprint
-from kvchat.bench.frame import Frame, Row
-from kvchat.bench.identity import Experiment, Result, methods, model_identity
-from kvchat.bench.intervals import mean, quantile, wilson
-from kvchat.bench.model_choice import ModelChoice
+from kvchat.bench.frame import (
+    Experiment,
+    Frame,
+    ModelChoice,
+    Result,
+    Row,
+    mean,
+    methods,
+    model_identity,
+    parsed,
+    quantile,
+    wilson,
+)
 from kvchat.bench.texts import Passage, passages
-from kvchat.bench.variant import parsed
+from kvchat.bench.timing import fingerprint
 from kvchat.bench.walk import Walk
 from kvchat.config.modes import FullParameters, ModeParameters
 

@@ -1,24 +1,30 @@
 """Baselines: transformers' own caches and llama.cpp, decoding after the same context as kvchat's modes.
 
-transformers' caches are filled from the host pool, so that they need not read the prompt, and the model runs as
-transformers wrote it: sdpa attention, none of kvchat's fused forwards, and on a CPU weights in ordinary memory.
+llama.cpp reads a GGUF copy of the model's own weights, keeps all K/V, and decodes beside this process.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
+import json
+import re
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvchat.bench.llama_cpp import LlamaCpp
+from kvchat import libraries, process
 from kvchat.bench.timing import Timing, Variant, time_steps, warm_up
 from kvchat.errors import UsageError, did_you_mean
 from kvchat.kv.state import KVState
@@ -26,6 +32,9 @@ from kvchat.models import attention_hook
 from kvchat.models.load import LoadedModel
 
 DEFAULTS: dict[str, tuple[str, ...]] = {"cpu": ("generate",), "cuda": ("dynamic", "static", "compile", "offloaded")}
+Make = Callable[[LoadedModel, KVState, Sequence[int], int], Variant]
+PACKAGES = ("xllamacpp", "gguf")
+KINDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 def check(names: Sequence[str]) -> None:
@@ -274,5 +283,154 @@ class Generate(Baseline):
         return Timing(statistics.median(intervals), statistics.fmean(intervals))
 
 
-Make = Callable[[LoadedModel, KVState, Sequence[int], int], Variant]
+class LlamaCpp:
+    """A variant of the decode benchmark, with as many threads as torch has and K/V in the model's dtype."""
+
+    name = "llama.cpp"
+
+    def __init__(self, model: LoadedModel, _state: KVState, ids: Sequence[int], spare: int) -> None:
+        self.model = model
+        self.prompt = list(ids)
+        self.context = len(ids) + spare
+        self.prepare_s = 0.0
+        self.answer: list[int] = []
+        self._process: subprocess.Popen[str] | None = None
+
+    def measure(self, tokens: Sequence[int]) -> Timing:
+        if self._process is None:
+            began = time.perf_counter()
+            self._start()
+            self._decode(1)  # reads the prompt
+            self.prepare_s = time.perf_counter() - began
+        stamps = self._decode(len(tokens))[warm_up(self.model.device) - 1 :]
+        intervals = [1000 * (b - a) for a, b in itertools.pairwise(stamps)]
+        return Timing(statistics.median(intervals), statistics.fmean(intervals))
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        return {"prepare_s": self.prepare_s}
+
+    def _start(self) -> None:
+        """Start llama.cpp with a copy of the weights; it is loaded when this returns."""
+        if self.model.device.type != "cpu":
+            raise UsageError(
+                "llama.cpp is compared on a CPU only.", "The package brings it compiled for CPUs.", "Give --device cpu."
+            )
+        if absent := next((package for package in PACKAGES if find_spec(package) is None), ""):
+            raise UsageError(
+                "llama.cpp cannot be compared.",
+                f"The package {absent} is not installed.",
+                f"Run: {libraries.extra('baselines')}",
+            )
+        with tempfile.TemporaryDirectory(prefix="kvchat-") as folder:
+            file = Path(folder) / "copy.gguf"
+            write(self.model, file)
+            told = str(file), str(self.context), str(torch.get_num_threads()), KINDS[self.model.dtype]
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "kvchat.bench.llama_cpp_process", *told],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                env=process.as_the_user_left_it(),
+            )
+            self._answer()
+
+    def _decode(self, count: int) -> list[float]:
+        """Decode greedily; when each token came, in seconds."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        print(json.dumps({"prompt": self.prompt, "count": count}), file=self._process.stdin, flush=True)
+        answer = self._answer()
+        self.answer = [int(id) for id in re.findall(r"<(\d+)>", answer["text"])]
+        if len(self.answer) != count:
+            raise UsageError(
+                f"llama.cpp gave {len(self.answer)} tokens, {count} were asked for.",
+                hint="Take a smaller context, or leave llama.cpp out.",
+            )
+        return list(answer["stamps"][:count])
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise UsageError(
+                "llama.cpp ended.",
+                f"Its process ended with code {self._process.wait()}.",
+                "Take a smaller context, or leave llama.cpp out.",
+            )
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def write(model: LoadedModel, file: Path) -> None:
+    """Write the matrices in the model's dtype, vectors in float32, and the parameters of the architecture.
+
+    Raises:
+        UsageError: another architecture than Llama with plain rotary positions; ImportError: no package gguf.
+    """
+    import gguf
+
+    config = model.model.config
+    rotary = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if config.model_type != "llama" or rotary != "default" or config.attention_bias or config.mlp_bias:
+        raise UsageError(
+            f"{model.name} cannot be copied to GGUF.",
+            "Only Llama models with plain rotary positions are copied.",
+            "Take the bundled model, or leave llama.cpp out.",
+        )
+    writer = gguf.GGUFWriter(file, "llama")
+    describe(writer, config)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([f"<{id}>" for id in range(config.vocab_size)])
+    writer.add_token_merges(["< 0"])  # one at least must be there
+    kind = gguf.GGMLQuantizationType[KINDS[model.dtype]]
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for name, weight in model.model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        stored = kind if weight.ndim > 1 else gguf.GGMLQuantizationType.F32
+        values = rotated_in_pairs(name, weight, config).float().cpu().contiguous().numpy()
+        writer.add_tensor(
+            names.get_name(name, try_suffixes=(".weight",)), gguf.quants.quantize(values, stored), raw_dtype=stored
+        )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def describe(writer: Any, config: Any) -> None:
+    """Write the parameters of a Llama architecture; ``writer`` is gguf's, ``config`` transformers'."""
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+
+
+def rotated_in_pairs(name: str, weight: Tensor, config: Any) -> Tensor:
+    """The parameter ``name`` as GGUF has it: there neighbors rotate, in transformers a head's halves."""
+    heads = {"q_proj.weight": config.num_attention_heads, "k_proj.weight": config.num_key_value_heads}
+    count = next((heads[end] for end in heads if name.endswith(end)), None)
+    if count is None:
+        return weight
+    return weight.view(count, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+
+
 BASELINES: dict[str, Make] = {cls.name: cls for cls in (Dynamic, Static, Compiled, Offloaded, Generate, LlamaCpp)}

@@ -15,14 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvchat.bench.environment import fingerprint
-from kvchat.bench.frame import Cell, Frame, Row
-from kvchat.bench.identity import Experiment, Result, methods, model_identity
-from kvchat.bench.intervals import mean
-from kvchat.bench.model_choice import ModelChoice
+from kvchat.bench.frame import Cell, Experiment, Frame, ModelChoice, Result, Row, mean, methods, model_identity, parsed
 from kvchat.bench.recall_tasks import case
 from kvchat.bench.texts import passages
-from kvchat.bench.variant import parsed
+from kvchat.bench.timing import fingerprint
 from kvchat.bench.walk import Walk
 from kvchat.config.modes import FullParameters, ModeParameters, SpeculativeParameters, parse
 from kvchat.engine.prompt import PromptEncoder, Stored

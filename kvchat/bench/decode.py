@@ -1,42 +1,62 @@
 """Decode speed, memory and traffic of the modes against transformers' own caches in the same run.
 
-Readings on a shared machine scatter by a quarter, so nothing is compared across runs: in each round every variant
-decodes the same tokens after the same context, and ratios and differences are of one round's medians.
-
-A fixed change rate is the share of the selected pages that is new at each step. Exposed recall is the time by which
-such a step exceeds a step at rate 0; hidden recall is the rest of the time that the link needs for the bytes.
-
-Full mode with ``resident`` reads the rest over the link: its row has the time of one large copy of those bytes, which
-bounds it. Where memory is unified it reads the host pool itself, like full without it, and is left out.
+In rounds every variant decodes the same tokens after one context, quiet and beside busy processes. The roofline of the
+device stands beside: rates of its memory, of the link to the host, and of scattered pages of the host pool, each the
+best of several runs after a warm-up, over data larger than any cache. While another process uses the device the rates
+are too low, and a step can seem faster than its floor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from kvchat.bench import baselines, other_load, roofline
-from kvchat.bench.decoding import Decoding
-from kvchat.bench.environment import fingerprint
-from kvchat.bench.frame import Cell, Frame, Report, Row
-from kvchat.bench.identity import Experiment, Result, methods, model_identity
-from kvchat.bench.mode_run import ModeRun, spills
-from kvchat.bench.model_choice import ModelChoice
-from kvchat.bench.rounds import Rounds
-from kvchat.bench.rows import NATURAL, line
-from kvchat.bench.timing import Variant, current, warm_up
-from kvchat.bench.variant import parsed
+import kvchat
+from kvchat.bench import baselines, timing
+from kvchat.bench import timing as timing_module
+from kvchat.bench.decoding import Decoding, ModeRun, spills
+from kvchat.bench.frame import (
+    Cell,
+    Experiment,
+    Frame,
+    ModelChoice,
+    Report,
+    Result,
+    Row,
+    methods,
+    model_identity,
+    parsed,
+)
+from kvchat.bench.report import NATURAL, line
+from kvchat.bench.timing import Timing, Variant, current, fingerprint, warm_up
 from kvchat.config.modes import ModeParameters, SpeculativeParameters
 from kvchat.config.profiles import Measured
 from kvchat.engine.runner import ModelRunner, geometry_of
-from kvchat.errors import UsageError
+from kvchat.errors import KvchatError, UsageError
+from kvchat.kv.geometry import Geometry
+from kvchat.kv.memory.host_pool import HostPool
+from kvchat.kv.ops.choose import triton_refusal
 from kvchat.models.load import LoadedModel
+from kvchat.models.quantize.rows import LOOK_S
 from kvchat.models.quantize.weight_sizes import read_bytes
 
 # A variant's notation, its parameters and its fixed change rate, or None.
 Wanted = tuple[str, ModeParameters, float | None]
+SETTLED_S = 5 * LOOK_S
+Times = dict[Variant, list[Timing]]
+RUNS = 5
+COLUMNS = 4096  # of the matrix that is read: the width of an 8B model
+READ_BYTES = {"cuda": 2**30, "cpu": 2**27}
+LINK_BYTES = 2**28
+GATHER_TOKENS = {"cuda": 2**18, "cpu": 2**16}
+# One block of 16 KiB is K or V of a page of 32 tokens: (page, head) pairs of usual models are as large.
+GATHER_ROW = {torch.float32: 128, torch.bfloat16: 256, torch.float16: 256}
 
 
 @dataclass(frozen=True)
@@ -73,7 +93,7 @@ def run(settings: Settings, choice: ModelChoice = ModelChoice(), frame: Frame | 
 
 def _measured(settings: Settings, wanted: Sequence[Wanted], model: LoadedModel, frame: Frame) -> Result:
     chosen = _default_baselines(settings, model) if settings.baselines is None else settings.baselines
-    measured = roofline.measure(model.device, model.dtype)
+    measured = measure(model.device, model.dtype)
     floor = floor_ms(model, measured)
     frame.report(f"{model.name} on {model.device}" + (f": floor {floor:.3g} ms/token" if floor else ""))
     runner = ModelRunner(model, settings.smallest(model, 0))
@@ -102,7 +122,7 @@ def _measured(settings: Settings, wanted: Sequence[Wanted], model: LoadedModel, 
             "fast": model.fused,
             "roofline": measured.model_dump(),
             "floor_ms": floor,
-            "fair_share": other_load.fair_share(torch.get_num_threads(), settings.load) if settings.load else None,
+            "fair_share": timing.fair_share(torch.get_num_threads(), settings.load) if settings.load else None,
         },
     )
     result = frame.measure(experiment, [{"context": context} for context in settings.contexts], rows, line)
@@ -116,8 +136,6 @@ def floor_ms(model: LoadedModel, measured: Measured) -> float | None:
 
 
 # ---- settings --------------------------------------------------------------------------------------
-
-
 def _wanted(settings: Settings) -> list[Wanted]:
     return [(text, parsed(text, settings.budget), rate) for text in settings.modes for rate in _rates(settings, text)]
 
@@ -185,3 +203,233 @@ def _check_corrections(settings: Settings) -> None:
 
 def _default_baselines(settings: Settings, model: LoadedModel) -> tuple[str, ...]:
     return baselines.default_baselines(model.device, random_weights=bool(settings.shape))
+
+
+class Rounds:
+    """Measures ``variants`` in turns, so that a ratio is of one round's medians.
+
+    With ``load`` each has a second turn in a round, beside so many busy processes. ``floor`` in ms and the rates
+    ``measured`` of the device belong to the rows.
+    """
+
+    def __init__(
+        self,
+        variants: Sequence[Variant],
+        rounds: int,
+        load: int,
+        floor: float | None,
+        measured: Measured,
+        device: torch.device,
+    ) -> None:
+        self.variants = variants
+        self.rounds = rounds
+        self.load = load
+        self.floor = floor
+        self.measured = measured
+        self.device = device
+        self.times: Times = {variant: [] for variant in variants}
+        self.beside: Times = {variant: [] for variant in variants}
+        self.others: dict[Variant, list[float]] = {variant: [] for variant in variants}
+        self.failed: dict[Variant, str] = {}
+
+    def rows(self, tokens: Sequence[int]) -> list[Row]:
+        """Measure all rounds; a row for each variant."""
+        for number in range(self.rounds):
+            if self.load and number:
+                self._settle(tokens)
+            for variant in self.variants:
+                before = timing_module.sample()
+                self._measure(variant, tokens, self.times)
+                self.others[variant] += timing_module.share(before, timing_module.sample())
+            if self.load:
+                with timing_module.busy(self.load):
+                    self._settle(tokens)
+                    for variant in self.variants:
+                        self._measure(variant, tokens, self.beside)
+        rows = [self._row(variant) for variant in self.variants]
+        for variant in self.variants:
+            variant.close()
+        self._release()
+        return rows
+
+    def _measure(self, variant: Variant, tokens: Sequence[int], times: Times) -> None:
+        """Measure a turn; a variant that fails is left out of later ones."""
+        if variant in self.failed:
+            return
+        try:
+            times[variant].append(variant.measure(tokens))
+        except Exception as error:  # noqa: BLE001  # a compiler, a driver, a cache: anything may fail in its own way
+            reason = str(error) if isinstance(error, KvchatError) else f"{type(error).__name__}: {error}"
+            self.failed[variant] = reason.strip().splitlines()[0][:300]
+        if variant in self.failed:  # not before the error is gone: its frames hold tensors
+            variant.close()
+            self._release()
+
+    def _settle(self, tokens: Sequence[int]) -> None:
+        """Let the modes, which share a runner, see what else runs now: they take the threads that it leaves."""
+        shared = next((each for each in self.variants if isinstance(each, ModeRun) and each not in self.failed), None)
+        until = time.monotonic() + SETTLED_S
+        while shared is not None and shared not in self.failed and time.monotonic() < until:
+            self._measure(shared, tokens, {shared: []})
+
+    def _release(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    # ---- a row -----------------------------------------------------------------------------------
+
+    def _row(self, variant: Variant) -> Row:
+        row: Row = {"variant": variant.name}
+        if isinstance(variant, ModeRun):
+            row["change_rate"] = NATURAL if variant.change_rate is None else variant.change_rate
+            if variant.corrections is not None:
+                row["corrections_set"] = variant.corrections
+        if variant in self.failed:
+            return row | {"failed": self.failed[variant]}
+        ms = statistics.median(timing.ms for timing in self.times[variant])
+        row |= {
+            "ms": ms,
+            "wall_ms": statistics.median(timing.wall_ms for timing in self.times[variant]),
+            "ms_spread": [pick(timing.ms for timing in self.times[variant]) for pick in (min, max)],
+            "tokens_per_s": 1000 / ms,
+            "times_floor": ms / self.floor if self.floor else None,
+            "times_as_fast": self._ratios(variant),
+            "others": statistics.median(self.others[variant]) if self.others[variant] else None,
+        }
+        recall = self._recall(variant) if isinstance(variant, ModeRun) else {}
+        return row | self._kept(variant) | variant.figures | recall
+
+    def _ratios(self, variant: Variant) -> dict[str, float]:
+        """Times as fast as each baseline, the median of the rounds."""
+        others = [c for c in self.variants if not isinstance(c, ModeRun) and c not in self.failed]
+        return {
+            other.name: statistics.median(
+                theirs.ms / ours.ms for theirs, ours in zip(self.times[other], self.times[variant], strict=True)
+            )
+            for other in others
+        }
+
+    def _kept(self, variant: Variant) -> Row:
+        """The speed kept beside the busy processes; by wall clock, since a median step may never be interrupted."""
+        if not self.load:
+            return {}
+        pairs = list(zip(self.times[variant], self.beside[variant], strict=True))
+        return {
+            "wall_ms_beside": statistics.median(beside.wall_ms for _, beside in pairs),
+            "kept": statistics.median(quiet.wall_ms / beside.wall_ms for quiet, beside in pairs),
+        }
+
+    def _recall(self, variant: ModeRun) -> Row:
+        """Recall per step in ms: the time the link needs, its exposed and its hidden part.
+
+        Of what full mode reads over the link ``link_ms``, the time of one large copy: no step is faster.
+        """
+        if spills(variant.chosen):
+            rate = self.measured.to_device
+            return {"link_ms": variant.figures["moved_bytes"] / rate / 1e6 if rate else None}
+        link = self.measured.gather
+        link_ms = variant.figures["moved_bytes"] / link / 1e6 if link else None
+        if variant.change_rate == 0:
+            return {"recall_ms": link_ms, "exposed_ms": None, "hidden_ms": None}
+        still = next(
+            (c for c in self.times if isinstance(c, ModeRun) and c.name == variant.name and c.change_rate == 0), None
+        )
+        if still is None or still in self.failed or link_ms is None:
+            return {"recall_ms": link_ms, "exposed_ms": None, "hidden_ms": None}
+        pairs = zip(self.times[variant], self.times[still], strict=True)
+        exposed = statistics.median(moving.ms - resting.ms for moving, resting in pairs)
+        return {"recall_ms": link_ms, "exposed_ms": exposed, "hidden_ms": max(0.0, link_ms - max(0.0, exposed))}
+
+
+def measure(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Measured:
+    """Measure ``device``, the current one if CUDA, in GB/s; matrices and K/V are of ``dtype``.
+
+    A CPU has no link: those rates are None.
+    """
+    cuda = device.type == "cuda"
+    by_programs = kernel_gather(device, dtype) if cuda else {}
+    return Measured(
+        read=_rounded(read(device, dtype)),
+        to_device=_rounded(link(device, to_device=True)) if cuda else None,
+        to_host=_rounded(link(device, to_device=False)) if cuda else None,
+        gather=_rounded(max(by_programs.values()) / 1e9 if by_programs else gather(device, dtype)),
+        kvchat=kvchat.__version__,
+        torch=torch.__version__,
+    )
+
+
+def read(device: torch.device, dtype: torch.dtype) -> float:
+    """GB/s of the device's memory: the better of a matrix-vector product and a copy, which reads and writes."""
+    size = _affordable(device, READ_BYTES[device.type])
+    rows = size // (COLUMNS * dtype.itemsize)
+    matrix = torch.ones((rows, COLUMNS), dtype=dtype, device=device)
+    vector, other = matrix[:1].clone(), torch.empty_like(matrix)
+    product = matrix.nbytes / seconds(lambda: F.linear(vector, matrix), device)
+    copy = 2 * matrix.nbytes / seconds(lambda: other.copy_(matrix), device)
+    return max(product, copy) / 1e9
+
+
+def link(device: torch.device, to_device: bool) -> float:
+    """GB/s of one large copy between pinned host memory and the device."""
+    size = _affordable(device, LINK_BYTES)
+    here = torch.ones(size, dtype=torch.uint8, device=device)
+    there = torch.ones(size, dtype=torch.uint8, pin_memory=True)
+    source, target = (there, here) if to_device else (here, there)
+    return size / seconds(lambda: target.copy_(source, non_blocking=True), device) / 1e9
+
+
+def gather(device: torch.device, dtype: torch.dtype) -> float:
+    """GB/s of scattered pages read from the host pool by the device, as recall without kernels reads them."""
+    geometry = Geometry(1, 1, 1, GATHER_ROW[dtype], GATHER_ROW[dtype], dtype)
+    host = HostPool(geometry, device, context=GATHER_TOKENS[device.type])
+    host.reserve(GATHER_TOKENS[device.type])
+    blocks = host.blocks(0)
+    held = 2 * host.capacity // geometry.page  # the rest is address space without memory
+    some = torch.randperm(held, device=blocks.device)[: held // 4]
+    out = torch.empty((len(some), blocks.shape[1]), dtype=dtype, device=blocks.device)
+    return out.nbytes / seconds(lambda: torch.index_select(blocks, 0, some, out=out), device) / 1e9
+
+
+def kernel_gather(device: torch.device, dtype: torch.dtype) -> dict[int, float]:
+    """Bytes/s of pages of pinned host memory read by the recall kernel, by its number of programs; {} without kernels.
+
+    ``device`` is the current CUDA device.
+    """
+    geometry = Geometry(1, 1, 1, 128, 128, dtype)
+    if triton_refusal(geometry, device):
+        return {}
+    from kvchat.kv.ops.triton import recall
+
+    shape = recall.MEASURED_PAGES, 2, geometry.page, geometry.d
+    source = torch.zeros(shape, dtype=dtype, pin_memory=True)
+    target = torch.empty((2, shape[0], *shape[2:]), dtype=dtype, device=device)
+    return recall.recall_rates(source, target)
+
+
+def seconds(run: Callable[[], Tensor], device: torch.device) -> float:
+    """Seconds of one run, the best of several; timed by events on a GPU."""
+    with torch.inference_mode():
+        run()
+        return min(_timed(run, device) for _ in range(RUNS))
+
+
+def _timed(run: Callable[[], Tensor], device: torch.device) -> float:
+    if device.type != "cuda":
+        began = time.perf_counter()
+        run()
+        return time.perf_counter() - began
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in "be")  # type: ignore[no-untyped-call]
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1000
+
+
+def _affordable(device: torch.device, size: int) -> int:
+    """``size`` bytes, at most a quarter of the device's free memory: two such tensors are allocated."""
+    return min(size, torch.cuda.mem_get_info(device)[0] // 4) if device.type == "cuda" else size
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")

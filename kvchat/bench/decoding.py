@@ -1,26 +1,45 @@
-"""Decoding as it is measured: the modes, the model, and the conversation that they decode after."""
+"""Decoding as it is measured: the modes, the model, and the conversation before it.
+
+Speculative mode also with a fixed share of its choice new at each step, because random weights change nearly all of it:
+tokens or pages are scored and chosen at the usual cost, then a window that slides over all candidates in random order,
+from a different start for each KV head, takes the place of the choice. It is computed from the position on the device,
+so a CUDA graph can contain it.
+
+The corpus is Python's language reference, part of every Python, so there is nothing to download.
+"""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pydoc_data import topics
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from kvchat.bench import model_shapes
-from kvchat.bench.corpus import prose
-from kvchat.bench.frame import Report
-from kvchat.bench.model_choice import ModelChoice
-from kvchat.bench.timing import warm_up
-from kvchat.bench.variant import parsed
+from kvchat.bench.frame import ModelChoice, Report, parsed
+from kvchat.bench.timing import Timing, time_steps, warm_up
+from kvchat.config.modes import FullParameters, ModeParameters, SpeculativeParameters
 from kvchat.engine import calibration
 from kvchat.engine.runner import ModelRunner, geometry_of, traits_of
-from kvchat.errors import DoesNotFitError, KvchatError
+from kvchat.errors import DoesNotFitError, KvchatError, UsageError
+from kvchat.kv.geometry import Geometry
 from kvchat.kv.modes import build
-from kvchat.kv.modes.base import Mode
+from kvchat.kv.modes.base import Mode, ModelTraits
+from kvchat.kv.modes.freekv import FreeKV
+from kvchat.kv.modes.speculative import Speculative
 from kvchat.kv.modes.sync_heads import Calibration
+from kvchat.kv.ops.selection import Candidates
 from kvchat.models.load import LoadedModel
+
+if TYPE_CHECKING:
+    from kvchat.kv.state import KVState
+
+
+PERIOD = 64  # steps after which the same heads have their turn
 
 
 @dataclass(frozen=True)
@@ -103,3 +122,232 @@ class Decoding:
             draw = random.Random(0)
             return [draw.randrange(model.vocab) for _ in range(tokens)]
         return prose(model.tokenizer, tokens)
+
+
+def spills(chosen: ModeParameters) -> bool:
+    """The mode is to read over the link what is not resident."""
+    return isinstance(chosen, FullParameters) and chosen.resident is not None
+
+
+class ModeRun:
+    """A mode of kvchat with the parameters ``chosen``.
+
+    ``change_rate`` None leaves the selection to the mode, ``corrections`` None who is corrected.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        name: str,
+        chosen: ModeParameters,
+        change_rate: float | None,
+        calibration: Calibration | None,
+        corrections: float | None = None,
+    ) -> None:
+        self.name = name
+        self.change_rate = change_rate
+        self.corrections = corrections
+        self._figures: dict[str, Any] = {}
+        self._runner = runner
+        self.chosen = chosen
+        self._context = runner.kv.total
+        self._traits = traits_of(runner.model, calibration)
+
+    def measure(self, tokens: Sequence[int]) -> Timing:
+        """Decode ``tokens`` in the mode, as ``Variant.measure``; also record bytes on the device and bytes moved.
+
+        Raises:
+            KvchatError: the mode cannot be entered.
+        """
+        kv = self._runner.kv
+        with torch.inference_mode():
+            kv.truncate(self._context)
+            kv.switch(self._mode())
+        if kv.mode.needs_calibration:
+            raise UsageError(
+                "The model's heads are not calibrated.",
+                "The context is too short to calibrate them on.",
+                "Take a longer context, or run `kvchat calibrate` first.",
+            )
+        state, geometry = kv.state, kv.state.geometry
+        held, predicted = kv.device_bytes, kv.mode.plan(geometry.grown(kv.total + 1)).device_bytes(geometry)
+        before = state.transfer.totals
+        timing = time_steps(self._runner.step, tokens, state.device)
+        moved, wanted, corrected, moved_bytes = (b - a for a, b in zip(before, state.transfer.totals, strict=True))
+        self._figures = {
+            "kv_device_bytes": held,
+            "kv_predicted_bytes": predicted,
+            "kv_host_bytes": state.host.nbytes,
+            "moved_bytes": moved_bytes / len(tokens),
+            "changed": moved / wanted if wanted else None,
+            "corrections": corrected / len(tokens),
+            "corrected": self._corrected_share(corrected / len(tokens)),
+            "not_captured": self._runner.graphs.refusal,
+        }
+        return timing
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """Bytes on the device, bytes moved per token, share of selected K/V that was new, corrections per token."""
+        return self._figures
+
+    def _corrected_share(self, per_token: float) -> float | None:
+        """Of the KV heads of layers that retrieve; None in other modes."""
+        if not isinstance(self.chosen, SpeculativeParameters):
+            return None
+        g = self._runner.kv.state.geometry
+        return per_token / ((g.layers - self.chosen.first_full) * g.kv_heads)
+
+    def close(self) -> None:
+        """Do nothing: all memory belongs to the KV manager."""
+
+    def _mode(self) -> Mode:
+        geometry = geometry_of(self._runner.model)
+        if isinstance(self.chosen, SpeculativeParameters):
+            if self.change_rate is not None:
+                return fixed_change_rate(self.change_rate, self.chosen, geometry, self._traits)
+            if self.corrections is not None:
+                return FixedCorrections(self.corrections, self.chosen, geometry, self._traits)
+        return build(self.chosen, geometry, self._traits)
+
+
+def prose(tokenizer: Any, tokens: int) -> list[int]:
+    """Return the first ``tokens`` ids of the corpus in the tokenizer's vocabulary.
+
+    Raises:
+        ValueError: the corpus is shorter.
+    """
+    ids: list[int] = []
+    for name in sorted(topics.topics):
+        ids += tokenizer.encode(topics.topics[name], add_special_tokens=not ids)
+        if len(ids) >= tokens:
+            return ids[:tokens]
+    raise ValueError(f"The corpus has {len(ids):,} tokens; {tokens:,} were requested.")
+
+
+class Window:
+    """Of ``slots`` items of each KV head, ``round(rate * slots)`` are others at each position.
+
+    Raises:
+        UsageError: there are too few items from ``first`` to ``end`` for the rate.
+    """
+
+    def __init__(self, rate: float, slots: int, first: int, end: int, heads: int, device: torch.device) -> None:
+        changed = round(rate * slots)
+        if end - first < slots + changed:
+            raise UsageError(
+                f"A change rate of {rate:g} needs a longer context or a smaller budget.",
+                f"{slots} are selected per head, {changed} of them new; {max(0, end - first)} are stored.",
+                "Take a longer --context, a smaller budget or a smaller change rate.",
+            )
+        draw = torch.Generator().manual_seed(0)
+        self._order = (torch.randperm(end - first, generator=draw) + first).to(device)
+        self._changed = torch.tensor(changed, device=device)
+        self._slot = torch.arange(slots, device=device)
+        self._begins = (torch.arange(heads, device=device) * (len(self._order) // heads))[:, None]
+
+    def at(self, position: Tensor) -> Tensor:
+        """Return the item of each slot at ``position`` (0-d), ``[H, slots]``; one that stays keeps its slot."""
+        begin = position * self._changed
+        place = begin + (self._slot - begin) % max(1, len(self._slot))
+        return self._order[(self._begins + place) % len(self._order)]
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """What a graph reads."""
+        return [self._order, self._changed, self._slot, self._begins]
+
+
+class FixedTokens(Speculative):
+    """Of the k tokens of every layer and KV head on a GPU, ``round(rate * k)`` are others at each step."""
+
+    def __init__(self, rate: float, parameters: SpeculativeParameters, geometry: Geometry, traits: ModelTraits) -> None:
+        super().__init__(parameters, geometry, traits)
+        self.rate = rate
+
+    def attach(self, state: KVState) -> None:
+        super().attach(state)
+        k, page = min(self.k, self.slots.offset), self.geometry.page
+        end = min(state.total - self.window, state.total // page * page)
+        self._sliding = Window(self.rate, k, self.sink, end, self.geometry.kv_heads, state.device)
+
+    def graph_buffers(self) -> list[Tensor]:
+        return [*super().graph_buffers(), *self._sliding.buffers]
+
+    def fill(self, fresh: bool) -> None:
+        self._chosen_now = self._sliding.at(self.state.position)
+        super().fill(fresh)
+
+    def forward_begin(self, position: Tensor) -> None:
+        self._chosen_now = self._sliding.at(position)
+        super().forward_begin(position)
+
+    def choose(self, layer: int, query: Tensor, hidden: Tensor, held: Tensor) -> Tensor:
+        super().choose(layer, query, hidden, held)
+        return self._chosen_now.clone()
+
+
+class FixedPages(FreeKV):
+    """Of the k pages of every layer and KV head, ``round(rate * k)`` are others at each step."""
+
+    def __init__(self, rate: float, parameters: SpeculativeParameters, geometry: Geometry, traits: ModelTraits) -> None:
+        super().__init__(parameters.of_pages(), geometry, traits)
+        self.rate = rate
+
+    def attach(self, state: KVState) -> None:
+        super().attach(state)
+        p, pages = self.geometry.page, self.slots.layout.pages
+        first, end = -(-self.sink // p), (state.total - self.window) // p
+        self._sliding = Window(self.rate, pages, first, end, self.geometry.kv_heads, state.device)
+
+    def graph_buffers(self) -> list[Tensor]:
+        return [*super().graph_buffers(), *self._sliding.buffers]
+
+    def fill(self, fresh: bool) -> None:
+        self._chosen_now = self._chosen_next = self._sliding.at(self.state.position)
+        super().fill(fresh)
+
+    def forward_begin(self, position: Tensor) -> None:
+        super().forward_begin(position)
+        self._chosen_now, self._chosen_next = self._sliding.at(position), self._sliding.at(position + 1)
+
+    def choose(self, layer: int, scores: Tensor, candidates: Candidates, flagged: Tensor | None = None) -> Tensor:
+        chosen = super().choose(layer, scores, candidates, flagged)
+        if flagged is None:  # with tau > 1 nothing is chosen ahead
+            return (self._chosen_now if self.tau > 1 else self._chosen_next).to(chosen.dtype)
+        return torch.where(flagged[:, None], self._chosen_now, self.slots.pages_of(layer)).to(chosen.dtype)
+
+
+def fixed_change_rate(
+    rate: float, parameters: SpeculativeParameters, geometry: Geometry, traits: ModelTraits
+) -> Speculative | FreeKV:
+    """Speculative mode with this share of its selection new at each step; on a CPU tokens are read in place."""
+    by_tokens = parameters.unit == "token" and not geometry.unified
+    return (FixedTokens if by_tokens else FixedPages)(rate, parameters, geometry, traits)
+
+
+class FixedCorrections(FreeKV):
+    """In ``share`` of all steps a KV head is corrected, drawn for each layer and head.
+
+    Whether queries turned is found out at the usual cost; then the answer is replaced, by the position on the device,
+    so that a CUDA graph can contain it.
+    """
+
+    def __init__(
+        self, share: float, parameters: SpeculativeParameters, geometry: Geometry, traits: ModelTraits
+    ) -> None:
+        super().__init__(parameters.of_pages(tau=0.0), geometry, traits)  # some heads are corrected
+        self.share = share
+
+    def attach(self, state: KVState) -> None:
+        super().attach(state)
+        g = self.geometry
+        ranks = torch.rand((PERIOD, g.layers, g.kv_heads), generator=torch.Generator().manual_seed(0)).argsort(0)
+        self._drawn = (ranks < round(self.share * PERIOD)).to(state.device)
+
+    def graph_buffers(self) -> list[Tensor]:
+        return [*super().graph_buffers(), self._drawn]
+
+    def needs_correction(self, layer: int, query: Tensor) -> Tensor:
+        super().needs_correction(layer, query)
+        return self._drawn.index_select(0, (self.state.position % PERIOD).view(1))[0, layer]

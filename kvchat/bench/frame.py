@@ -2,24 +2,63 @@
 
 A cell is what is measured at once, named by its coordinates such as the variant and the case; it gives one or more
 rows, each with the cell's coordinates in it. The file holds whole cells, and of one in progress the pieces that it was
-measured in: whatever ends the program costs one cell, or one piece of it.
+measured in: whatever ends the program costs one cell, or one piece of it. A variant is written
+``MODE[:KEY=VALUE[,KEY=VALUE...]]``.
+
+By their identity two results are one measurement, may stand in one report, or are older than the code. Nothing of it
+depends on a commit. A mode's ``constants`` and parameters decide which tokens it reads; its ``version`` is raised when
+it reads others for any other reason, an experiment's in ``VERSIONS`` when its rows mean something else.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvchat import files, text_file, units
-from kvchat.bench.identity import Experiment, Result, difference
+from kvchat import files, units
+from kvchat.config.modes import BudgetParameters, ModeParameters, parse, registered
 from kvchat.errors import KvchatError, UsageError
+from kvchat.protocol.figures import Params
+from kvchat.protocol.messages import HostDtype, Load
+
+if TYPE_CHECKING:
+    from kvchat.engine.session import Session
+    from kvchat.models.load import LoadedModel
+
 
 Row = dict[str, Any]
 Cell = Mapping[str, Any]
 Report = Callable[[str], None]
+SCHEMA = 1
+VERSIONS = {
+    "agreement": 1,
+    "coverage": 1,
+    "data": 1,
+    "decode": 1,
+    "lengths": 1,
+    "long-chat": 1,
+    "long-run": 1,
+    "paper asr-kf-egr": 2,
+    "paper freekv": 3,
+    "paper lazy-pruning": 2,
+    "paper synckv": 3,
+    "passkey": 1,
+    "perplexity": 1,
+    "prefill": 1,
+    "recall": 1,
+    "resume": 1,
+    "switches": 1,
+    "turns": 1,
+}
+# Results may be set side by side when these are alike: each changes times, most change the last digits of logits.
+COMPARED = ("processor", "threads", "gpu", "cuda", "torch", "transformers")
+Result = dict[str, Any]
+NORMAL_95 = 1.959964  # standard deviations on both sides that hold 95 % of a normal distribution
 
 
 class Frame:
@@ -148,7 +187,7 @@ def load(file: Path) -> Result:
         UsageError: the file cannot be read, or is no result.
     """
     try:
-        result = json.loads(text_file.read(file))
+        result = json.loads(files.read_text(file))
     except (ValueError, RecursionError) as error:
         raise UsageError(
             f"{file} is no result of kvchat bench.", f"It is no JSON: {error}.", "Give a file that --out wrote."
@@ -195,3 +234,221 @@ def _finished(cell: Cell, rows: Sequence[Row]) -> bool:
 def _plain(value: Any) -> Any:
     """The value as JSON gives it back: lists for tuples."""
     return json.loads(json.dumps(value))
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A measurement, as plain data: ``settings`` of the command, ``methods`` by variant, the model.
+
+    ``found`` are facts of the run that belong to no row and are no part of what it is, such as rates of the device.
+    """
+
+    name: str
+    what: str
+    settings: Mapping[str, Any]
+    methods: Mapping[str, Any]
+    model: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    found: Mapping[str, Any] = field(default_factory=dict)
+
+    def head(self) -> Result:
+        """The result without rows."""
+        fields = asdict(self)
+        found = fields.pop("found")
+        return {"schema": SCHEMA, "experiment": fields.pop("name"), "version": VERSIONS[self.name], **fields, **found}
+
+
+def methods(variants: Sequence[str], budget: int | None = None) -> dict[str, Any]:
+    """Mode, its version, constants and all its parameters for each variant; ``budget`` is the experiment's own.
+
+    Raises:
+        UsageError: an unknown mode or parameter, a value out of range, or a mode that cannot be imported.
+    """
+    from kvchat.kv.modes import implementation  # imports torch, which the command line does without
+
+    found = {variant: parsed(variant, budget) for variant in variants}
+    return {
+        variant: {
+            "mode": chosen.name,
+            "version": chosen.version,
+            "constants": dict(implementation(chosen).constants),
+            "parameters": chosen.model_dump(),
+        }
+        for variant, chosen in found.items()
+    }
+
+
+def model_identity(model: LoadedModel) -> dict[str, Any]:
+    """The weights: name, revision, dtype and quantization, and the kind of device that they are on."""
+    return {
+        "name": model.name,
+        "revision": model.revision,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "weights": model.weights,
+        "device": model.device.type,
+    }
+
+
+def difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """The first thing by which two results are different measurements, as words; "" where they are one."""
+    for name in ("schema", "experiment", "version", "settings", "methods", "model", "environment"):
+        if found := _difference(name, one.get(name), other.get(name)):
+            return found
+    return ""
+
+
+def incompatible(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """The reason why two results must not stand side by side, as words; "" where they may."""
+    environments = [{key: result["environment"].get(key) for key in COMPARED} for result in (one, other)]
+    return _difference("environment", *environments) or _difference("model", one.get("model"), other.get("model"))
+
+
+def outdated(result: Mapping[str, Any]) -> str:
+    """The reason why a result is older than the code that it describes, as words; "" where it is not."""
+    if result.get("schema") != SCHEMA:
+        return f"its schema is {result.get('schema', 'none')}, today's is {SCHEMA}"
+    name = result["experiment"]
+    if result["version"] != VERSIONS.get(name):
+        return f"{name} has version {VERSIONS.get(name)} today, {result['version']} there"
+    try:
+        today = methods(list(result["methods"]), result["settings"].get("budget"))
+    except KvchatError as error:
+        return str(error)
+    for variant, method in today.items():
+        # A parameter that came later does not make a result older: were it felt, the mode's version would be another.
+        known = result["methods"][variant].get("parameters", {})
+        method["parameters"] = {name: value for name, value in method["parameters"].items() if name in known}
+    return _difference("methods", result["methods"], today)
+
+
+def _difference(name: str, one: Any, other: Any) -> str:
+    """The innermost difference, named by its place; keys that one side lacks count."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        for key in dict.fromkeys((*one, *other)):
+            if found := _difference(f"{name}.{key}", one.get(key), other.get(key)):
+                return found
+        return ""
+    return "" if one == other else f"{name} is {one!r} in one and {other!r} in the other"
+
+
+def enter(session: Session, variant: str) -> None:
+    """Enter the variant's mode with the parameters that it names and no others.
+
+    Raises:
+        KvchatError: an unknown mode or parameter, or the mode cannot be entered.
+    """
+    session.enter(parsed(variant))
+
+
+def parsed(variant: str, budget: int | None = None) -> ModeParameters:
+    """Parse the variant's parameters; ``budget`` is used where the mode works with one and the variant names none.
+
+    Raises:
+        UsageError: an unknown mode or parameter, or a value out of range.
+    """
+    mode, params = split(variant)
+    budgeted = budget is not None and mode in registered() and issubclass(registered()[mode], BudgetParameters)
+    return parse(mode, {**({"budget": budget} if budgeted else {}), **params})
+
+
+def split(variant: str) -> tuple[str, Params]:
+    """Split into the mode and its parameters, still strings.
+
+    Raises:
+        UsageError: a parameter is not KEY=VALUE.
+    """
+    mode, _, listed = variant.partition(":")
+    pairs = [pair.partition("=") for pair in listed.split(",") if pair]
+    if not all(equals for _, equals, _ in pairs):
+        raise UsageError(
+            f'The variant "{variant}" is not MODE:KEY=VALUE,KEY=VALUE.',
+            hint="For example: speculative:budget=512,tau=0.9",
+        )
+    return mode, {key: value for key, _, value in pairs}
+
+
+def with_budgets(variants: Sequence[str], budgets: Sequence[int]) -> tuple[str, ...]:
+    """Each variant at each budget in tokens; one that names a budget, or whose mode has none, stays as it is.
+
+    Raises:
+        UsageError: an unknown mode or parameter, or a budget out of range.
+    """
+    found = [at for variant in variants for at in _at_budgets(variant, budgets)]
+    for variant in found:
+        parsed(variant)
+    return tuple(dict.fromkeys(found))
+
+
+def _at_budgets(variant: str, budgets: Sequence[int]) -> Iterator[str]:
+    mode, params = split(variant)
+    budgeted = mode in registered() and issubclass(registered()[mode], BudgetParameters)
+    if not budgeted or not budgets or "budget" in params:
+        yield variant
+        return
+    for budget in budgets:
+        yield f"{variant}{',' if params else ':'}budget={budget}"
+
+
+@dataclass(frozen=True)
+class ModelChoice:
+    """A model, its device, dtype, quantization and what full pages are kept in, as the command line names them."""
+
+    model: str = "bundled"
+    device: str = "auto"
+    dtype: str = "auto"
+    quantize: str = "none"
+    host_dtype: HostDtype = "model"
+
+    def load(self, report: Callable[[str], None]) -> LoadedModel:
+        """Load the weights; ``report`` is called with each stage.
+
+        Raises:
+            KvchatError: as ``load_model``.
+        """
+        from kvchat.models.load import load_model  # imports torch
+
+        return load_model(self._asked, report)
+
+    def open(self, report: Callable[[str], None]) -> Session:
+        """A session with the weights.
+
+        Raises:
+            KvchatError: as ``load_model``.
+        """
+        from kvchat.engine.session import Session
+
+        return Session(self.load(report), self._asked)
+
+    def settings(self) -> dict[str, str]:
+        """The part of the choice that the model's identity does not say, as settings of an experiment."""
+        return {} if self.host_dtype == "model" else {"host_dtype": self.host_dtype}
+
+    @property
+    def _asked(self) -> Load:
+        return Load(**vars(self))
+
+
+def mean(values: Iterable[float]) -> float | None:
+    """The arithmetic mean; None of nothing."""
+    found = list(values)
+    return math.fsum(found) / len(found) if found else None
+
+
+def quantile(values: Sequence[float], share: float) -> float | None:
+    """The smallest value that at least ``share`` of all do not exceed.
+
+    None where fewer than one value lies beyond it: the 99.9 % quantile needs 1,000 values.
+    """
+    if not values or len(values) * min(share, 1 - share) < 1 - 1e-9:
+        return None
+    return sorted(values)[math.ceil(share * len(values) - 1e-9) - 1]
+
+
+def wilson(right: int, cases: int) -> tuple[float, float] | None:
+    """The 95 % Wilson score interval of a share; None without cases."""
+    if not cases:
+        return None
+    share, z2 = right / cases, NORMAL_95**2
+    middle = (share + z2 / (2 * cases)) / (1 + z2 / cases)
+    half = NORMAL_95 / (1 + z2 / cases) * math.sqrt(share * (1 - share) / cases + z2 / (4 * cases**2))
+    return max(0.0, middle - half), min(1.0, middle + half)

@@ -11,14 +11,20 @@ import statistics
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
-from kvchat.bench.decoding import Decoding
-from kvchat.bench.environment import fingerprint
-from kvchat.bench.frame import Cell, Frame, Report, Row
-from kvchat.bench.identity import Experiment, Result, methods, model_identity
-from kvchat.bench.mode_run import ModeRun
-from kvchat.bench.model_choice import ModelChoice
-from kvchat.bench.timing import current
-from kvchat.bench.variant import parsed
+from kvchat.bench.decoding import Decoding, ModeRun
+from kvchat.bench.frame import (
+    Cell,
+    Experiment,
+    Frame,
+    ModelChoice,
+    Report,
+    Result,
+    Row,
+    methods,
+    model_identity,
+    parsed,
+)
+from kvchat.bench.timing import current, fingerprint
 from kvchat.engine.runner import ModelRunner
 from kvchat.errors import UsageError
 from kvchat.models.load import LoadedModel

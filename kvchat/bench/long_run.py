@@ -8,12 +8,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from kvchat import units
-from kvchat.bench.corpus import prose
-from kvchat.bench.environment import fingerprint
-from kvchat.bench.frame import Frame, Row
-from kvchat.bench.identity import Experiment, Result, methods, model_identity
-from kvchat.bench.model_choice import ModelChoice
-from kvchat.bench.variant import parsed
+from kvchat.bench.decoding import prose
+from kvchat.bench.frame import Experiment, Frame, ModelChoice, Result, Row, methods, model_identity, parsed
+from kvchat.bench.timing import fingerprint
 from kvchat.engine.runner import geometry_of, traits_of
 from kvchat.engine.sampler import Sampler, read
 from kvchat.engine.session import Session

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kvchat.bench.model_choice import ModelChoice
+from kvchat.bench.frame import ModelChoice
 from kvchat.errors import DoesNotFitError, UsageError, did_you_mean
 from kvchat.kv.manager import KVManager, is_out_of_memory
 from kvchat.kv.modes.sync_heads import Calibration, default_clusters

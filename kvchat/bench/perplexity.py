@@ -14,13 +14,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from kvchat.bench.environment import fingerprint
-from kvchat.bench.frame import Frame, Row
-from kvchat.bench.identity import Experiment, Result, methods, model_identity
-from kvchat.bench.model_choice import ModelChoice
-from kvchat.bench.reading import tokens_read
+from kvchat.bench.frame import Experiment, Frame, ModelChoice, Result, Row, enter, methods, model_identity
 from kvchat.bench.texts import Passage, passages
-from kvchat.bench.variant import enter
+from kvchat.bench.timing import fingerprint
+from kvchat.bench.walk import tokens_read
 from kvchat.engine.session import Session
 
 PROMPT = 16

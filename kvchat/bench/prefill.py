@@ -14,13 +14,10 @@ from dataclasses import asdict, dataclass
 import torch
 
 from kvchat import units
-from kvchat.bench import host_peak, model_shapes
+from kvchat.bench import model_shapes, timing
 from kvchat.bench.baselines import as_written
-from kvchat.bench.environment import fingerprint
-from kvchat.bench.frame import Frame, Row
-from kvchat.bench.identity import Experiment, Result, methods, model_identity
-from kvchat.bench.model_choice import ModelChoice
-from kvchat.bench.variant import parsed
+from kvchat.bench.frame import Experiment, Frame, ModelChoice, Result, Row, methods, model_identity, parsed
+from kvchat.bench.timing import fingerprint
 from kvchat.engine.runner import ModelRunner, geometry_of, prefill_bytes_per_token, traits_of
 from kvchat.errors import UsageError
 from kvchat.kv.manager import is_out_of_memory
@@ -163,10 +160,10 @@ def _one_shot(model: LoadedModel, prompt: list[int]) -> Reading | None:
 def _measured(model: LoadedModel, work: Callable[[], object]) -> Reading:
     device = model.device
     if device.type != "cuda":
-        has_peak = host_peak.forget()
+        has_peak = timing.forget()
         began = time.perf_counter()
         work()
-        return Reading(time.perf_counter() - began, host_peak.read() if has_peak else None)
+        return Reading(time.perf_counter() - began, timing.read() if has_peak else None)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     torch.cuda.synchronize(device)

@@ -11,14 +11,22 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvchat.bench.environment import fingerprint
-from kvchat.bench.frame import Cell, Frame, Row
-from kvchat.bench.identity import Experiment, Result, methods, model_identity
-from kvchat.bench.intervals import mean, wilson
-from kvchat.bench.model_choice import ModelChoice
-from kvchat.bench.reading import answered
+from kvchat.bench.frame import (
+    Cell,
+    Experiment,
+    Frame,
+    ModelChoice,
+    Result,
+    Row,
+    enter,
+    mean,
+    methods,
+    model_identity,
+    wilson,
+)
 from kvchat.bench.recall_tasks import NAMES, TASKS, WITHOUT_DEPTH, Case, case
-from kvchat.bench.variant import enter
+from kvchat.bench.timing import fingerprint
+from kvchat.bench.walk import answered
 from kvchat.engine.session import Session
 from kvchat.errors import UsageError, did_you_mean
 

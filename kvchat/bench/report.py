@@ -1,18 +1,40 @@
-"""A report of several results: their tables in Markdown or LaTeX, and comparisons of two."""
+"""A report of several results: the tables of each experiment, in Markdown or LaTeX, and comparisons of two."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvchat.bench.frame import load
-from kvchat.bench.identity import Result, difference, incompatible
-from kvchat.bench.summaries import tables
-from kvchat.bench.table import Table
+from kvchat import units
+from kvchat.bench.frame import Result, difference, incompatible, load, outdated, wilson
 from kvchat.errors import UsageError
+from kvchat.foreign_text import visible
 
 Row = Mapping[str, Any]
+HEADS = ("row", "figure", "before", "after", "ratio")
+SAME = ("all rows", "all figures", "equal", "equal", "1.000")
+COORDINATES = (
+    *("part", "row", "variant", "told", "asked", "size", "action"),
+    *("task", "tokens", "depth", "turn", "context", "change_rate", "stored"),
+)
+LATEX = str.maketrans(
+    {
+        "\\": r"\textbackslash{}",
+        "&": r"\&",
+        "%": r"\%",
+        "$": r"\$",
+        "#": r"\#",
+        "_": r"\_",
+        "{": r"\{",
+        "}": r"\}",
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "|": r"\textbar{}",
+    }
+)
+NATURAL = "natural"
 
 
 def read(files: Sequence[Path]) -> list[Result]:
@@ -76,20 +98,10 @@ def _differences(before: Result, after: Result) -> tuple[str, ...]:
     return tuple(notes)
 
 
-HEADS = ("row", "figure", "before", "after", "ratio")
-SAME = ("all rows", "all figures", "equal", "equal", "1.000")
-
-
 def _pairs(before: Sequence[Row], after: Sequence[Row]) -> dict[str, tuple[Row, Row]]:
     """Rows of the same coordinates: the texts and whole numbers that a row is named by."""
     named = [{_place(row): row for row in rows} for rows in (before, after)]
     return {place: (row, named[1][place]) for place, row in named[0].items() if place in named[1]}
-
-
-COORDINATES = (
-    *("part", "row", "variant", "told", "asked", "size", "action"),
-    *("task", "tokens", "depth", "turn", "context", "change_rate", "stored"),
-)
 
 
 def _place(row: Row) -> str:
@@ -112,3 +124,368 @@ def _is_number(value: Any) -> bool:
 
 def _change(before: float, after: float) -> tuple[str, str, str]:
     return f"{before:.4g}", f"{after:.4g}", f"{after / before:.3f}" if before else "n/a"
+
+
+def _ratios(row: Row) -> str:
+    others = {name: ratio for name, ratio in row.get("times_as_fast", {}).items() if name != row["variant"]}
+    return ", ".join(f"{ratio:.2f} {name}" for name, ratio in others.items())
+
+
+@dataclass(frozen=True)
+class Column:
+    """A head, and how a row's cell is made."""
+
+    head: str
+    cell: Callable[[Mapping[str, Any]], str]
+
+
+def figure(name: str, digits: int = 0, unit: str = "") -> Callable[[Mapping[str, Any]], str]:
+    """A cell with the number ``name`` of a row."""
+    return lambda row: units.figure(row.get(name), unit, digits)
+
+
+def share(name: str, digits: int = 0) -> Callable[[Mapping[str, Any]], str]:
+    """A cell with the share ``name`` of a row in percent."""
+    return lambda row: units.MISSING if row.get(name) is None else f"{100 * row[name]:.{digits}f} %"
+
+
+def size(name: str) -> Callable[[Mapping[str, Any]], str]:
+    """A cell with the bytes ``name`` of a row."""
+    return lambda row: units.size(row.get(name))
+
+
+def interval(name: str) -> Callable[[Mapping[str, Any]], str]:
+    """A cell with the interval of shares ``name`` of a row in percent."""
+    return lambda row: units.MISSING if not row.get(name) else " – ".join(f"{100 * each:.0f}" for each in row[name])
+
+
+def variant(row: Mapping[str, Any]) -> str:
+    """A variant as words: ``sync:budget=512,m=5`` -> ``sync, budget=512, m=5``."""
+    return ", ".join(part for part in row["variant"].replace(":", ",").split(",") if part)
+
+
+COLUMNS: dict[str, tuple[Column, ...]] = {
+    "agreement": (
+        Column("mode", variant),
+        Column("KL mean", figure("kl_mean", 4)),
+        Column("median", figure("kl_median", 4)),
+        Column("99 %", figure("kl_99", 3)),
+        Column("99.9 %", figure("kl_999", 3)),
+        Column("same top token", share("same_top", 1)),
+        Column("95 %", interval("same_top_interval")),
+        Column("mass covered", share("covered", 1)),
+        Column("least of a head", share("covered_least", 1)),
+        Column("tokens read", figure("read_mean")),
+    ),
+    "coverage": (
+        Column("text", lambda row: row["kind"]),
+        Column("mode", variant),
+        Column("covered", share("covered", 1)),
+        Column("best pages", share("best_pages", 1)),
+        Column("best tokens", share("best_tokens", 1)),
+        Column("worst head", lambda row: row["worst_head"]),
+        Column("covered there", share("worst_covered", 1)),
+        Column("best tokens there", share("worst_best_tokens", 1)),
+        Column("tokens read", figure("read_mean")),
+    ),
+    "data": (
+        Column("task", lambda row: row["task"]),
+        Column("mode", variant),
+        Column("score", share("score", 1)),
+        Column("best of the samples", share("best_of_samples", 1)),
+        Column("rows", figure("cases")),
+        Column("cut to the context", figure("cut")),
+        Column("tokens read", figure("read_tokens")),
+    ),
+    "passkey": (
+        Column("mode", variant),
+        Column("recalled", lambda row: f"{row['right']} of {row['cases']}"),
+        Column("95 %", interval("interval")),
+        Column("tokens read", figure("read_tokens")),
+        Column("K/V on the device", size("kv_device_bytes")),
+    ),
+    "perplexity": (
+        Column("mode", variant),
+        Column("perplexity", figure("perplexity", 2)),
+        Column("over full", lambda row: f"{100 * (row['ratio'] - 1):+.1f} %" if "ratio" in row else units.MISSING),
+        Column("std. error", share("ratio_standard_error", 1)),
+        Column("tokens read", figure("read_mean")),
+        Column("fewer", lambda row: units.percent(1 - row["read_share"]) if "read_share" in row else units.MISSING),
+        Column("read at the end", figure("read_end")),
+        Column("times full's time", figure("wall_ratio", 2)),
+    ),
+    "decode": (
+        Column("mode", lambda row: variant(row) + changed(row)),
+        Column("context", figure("context")),
+        Column("ms", lambda row: row["failed"] if "failed" in row else units.figure(row["ms"], "", 2)),
+        Column("tokens/s", figure("tokens_per_s", 1)),
+        Column("times as fast", lambda row: _ratios(row)),
+        Column("kept beside a load", share("kept")),
+        Column("others' share", share("others")),
+        Column("K/V on the device", size("kv_device_bytes")),
+        Column("moved a token", size("moved_bytes")),
+    ),
+    "lengths": (
+        Column("mode", variant),
+        Column("context", figure("context")),
+        Column("ms", figure("ms", 2)),
+        Column("times the shortest", figure("times_shortest", 2)),
+        Column("K/V on the device", size("kv_device_bytes")),
+        Column("moved a token", size("moved_bytes")),
+    ),
+    "prefill": (
+        Column("tokens", figure("tokens")),
+        Column("seconds", figure("seconds", 3)),
+        Column("times one forward", figure("times_one_shot", 2)),
+        Column("peak", size("peak_bytes")),
+        Column("one forward's peak", size("one_shot_peak_bytes")),
+    ),
+    "long-chat": (
+        Column("what", lambda row: row["action"]),
+        Column("terminal", lambda row: row["size"]),
+        Column("times", figure("times")),
+        Column("median", figure("p50", 0, "ms")),
+        Column("95 %", figure("p95", 0, "ms")),
+        Column("longest", figure("longest", 0, "ms")),
+        Column("computed, median", figure("computed", 0, "ms")),
+        Column("95 %", figure("computed_p95", 0, "ms")),
+        Column("others' share", share("others")),
+        Column("memory at most", size("peak_bytes")),
+    ),
+    "long-run": (
+        Column("tokens stored", figure("stored")),
+        Column("step", figure("ms", 1, "ms")),
+        Column("K/V on the device", size("kv_device_bytes")),
+        Column("K/V on the host", size("kv_host_bytes")),
+    ),
+    "resume": (
+        Column("taken from", lambda row: row["way"]),
+        Column("tokens", figure("tokens")),
+        Column("seconds", figure("seconds", 3)),
+        Column("times as fast as reading", figure("times_read", 1)),
+        Column("K/V", size("kv_host_bytes")),
+    ),
+}
+
+
+def tables(result: Result) -> list[Table]:
+    """The tables of a result, with what it was measured on.
+
+    Raises:
+        UsageError: the experiment is unknown, its rows are not of today's kind, or cells are missing.
+    """
+    name = result["experiment"]
+    if "summary" not in result:
+        raise UsageError(
+            f"The result of {name} is not complete.",
+            f"{len(result['rows'])} rows of {result.get('cells', 'some')} cells were measured.",
+            "The command that began it measures the others.",
+        )
+    try:
+        return _noted(_tables(name, result), [_measured(result), *_older(result)])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UsageError(
+            f"The result of {name} cannot be read.", f"{type(error).__name__}: {error}.", "Measure it again."
+        ) from None
+
+
+def _noted(made: list[Table], notes: Sequence[str]) -> list[Table]:
+    """The tables, with ``notes`` that are true of all of them below the last."""
+    return [*made[:-1], replace(made[-1], notes=(*made[-1].notes, *notes))] if made else []
+
+
+def _tables(name: str, result: Result) -> list[Table]:
+    title, rows = f"{name}: {result['what']}", result["summary"]
+    if "parts" in result:
+        return _parts(result)
+    if name in PIVOTS:
+        return PIVOTS[name](title, rows)
+    if name not in COLUMNS:
+        raise UsageError(f'There is no table of "{name}".', hint="Give a result of another experiment.")
+    return [tabulated(title, COLUMNS[name], rows)]
+
+
+def _recall(title: str, rows: list[Row]) -> list[Table]:
+    """A table for each task: a line for each variant, a column for each length; depths are summed."""
+    found = []
+    for task in dict.fromkeys(row["task"] for row in rows):
+        mine = [row for row in rows if row["task"] == task]
+        lengths = sorted({row["tokens"] for row in mine})
+        lines = [
+            (variant({"variant": name}), *(_right_of(mine, variant=name, tokens=length) for length in lengths))
+            for name in dict.fromkeys(row["variant"] for row in mine)
+        ]
+        heads = ("mode", *(f"{length:,} tokens" for length in lengths))
+        found.append(Table(f"{title}: {task}", heads, tuple(lines)))
+    return found
+
+
+def _turns(title: str, rows: list[Row]) -> list[Table]:
+    return [_grid(title, rows, "variant", "turn")]
+
+
+def _switches(title: str, rows: list[Row]) -> list[Table]:
+    return [_grid(f"{title} (lines: told, columns: asked)", rows, "told", "asked")]
+
+
+def _parts(result: Result) -> list[Table]:
+    """A table for each part: the measured figures, and the published ones beside those that have any."""
+    found, taken = [], 0.0
+    for name, words in result["parts"].items():
+        rows = [row for row in result["summary"] if row["part"] == name]
+        taken += rows[0].get("part_seconds", 0) if rows else 0
+        if refused := [row["refused"] for row in rows if "refused" in row]:
+            found.append(Table(words["title"], ("",), ((refused[0],),)))
+            continue
+        measured, published = (
+            dict.fromkeys(key for row in rows for key in row[of]) for of in ("measured", "published")
+        )
+        columns = [Column("", lambda row: row["row"])]
+        for key in (*measured, *(key for key in published if key not in measured)):
+            columns += [Column(key, _of("measured", key))] if key in measured else []
+            columns += [Column(f"{key}, published", _of("published", key))] if key in published else []
+        found.append(tabulated(words["title"], columns, rows, words["differs"]))
+    return _noted(found, (f"All parts took {units.seconds(taken)}.",)) if taken else found
+
+
+def _of(side: str, key: str) -> Callable[[Row], str]:
+    """A cell with a figure of the one or the other side; an empty one where there is none."""
+
+    def cell(row: Row) -> str:
+        value = row[side].get(key)
+        return value if isinstance(value, str) else "" if value is None else f"{value:,.4g}"
+
+    return cell
+
+
+def _grid(title: str, rows: list[Row], line: str, column: str) -> Table:
+    """Right answers by two coordinates, and all of a line with their interval."""
+    columns = list(dict.fromkeys(row[column] for row in rows))
+    lines = []
+    for name in dict.fromkeys(row[line] for row in rows):
+        cells = (_right(rows, **{line: name, column: each}) for each in columns)
+        lines.append((variant({"variant": name}), *cells, _right_of(rows, **{line: name})))
+    heads = (line, *(variant({"variant": each}) if isinstance(each, str) else str(each) for each in columns))
+    return Table(title, (*heads, "all (95 %)"), tuple(lines))
+
+
+def _counts(rows: list[Row], place: dict[str, Any]) -> tuple[int, int]:
+    """Right answers at a place, and all."""
+    mine = [row for row in rows if place.items() <= row.items()]
+    return sum(row["right"] for row in mine), sum(row["cases"] for row in mine)
+
+
+def _right(rows: list[Row], **place: Any) -> str:
+    right, cases = _counts(rows, place)
+    return f"{right} of {cases}"
+
+
+def _right_of(rows: list[Row], **place: Any) -> str:
+    """``_right`` with the interval of the share in percent."""
+    found = wilson(*_counts(rows, place))
+    return _right(rows, **place) + ("" if found is None else f" ({100 * found[0]:.0f} – {100 * found[1]:.0f} %)")
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells of text under heads; the first column is left-aligned, the others right. ``notes`` stand below."""
+
+    title: str
+    heads: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...] = ()
+
+    def markdown(self) -> str:
+        """A heading, the table and its notes."""
+        ruler = ("---", *["---:"] * (len(self.heads) - 1))
+        lines = [f"| {' | '.join(_bar(cell) for cell in cells)} |" for cells in (self.heads, ruler, *self.rows)]
+        return "\n".join([f"### {visible(self.title)}", "", *lines, *(f"\n{visible(note)}" for note in self.notes)])
+
+    def latex(self) -> str:
+        """A floating table for the package booktabs."""
+        columns = "l" + "r" * (len(self.heads) - 1)
+        heads, *rows = (" & ".join(_escaped(cell) for cell in cells) + r" \\" for cells in (self.heads, *self.rows))
+        caption = " ".join(_escaped(text) for text in (f"{self.title}.", *self.notes))
+        body = [heads, r"\midrule", *rows]
+        return "\n".join(
+            [
+                r"\begin{table}",
+                r"\centering",
+                rf"\caption{{{caption}}}",
+                rf"\begin{{tabular}}{{{columns}}}",
+                r"\toprule",
+                *body,
+                r"\bottomrule",
+                r"\end{tabular}",
+                r"\end{table}",
+            ]
+        )
+
+
+def _bar(cell: str) -> str:
+    return visible(cell).replace("\n", " ").replace("|", "\\|")
+
+
+def _escaped(text: str) -> str:
+    return visible(text).replace("\n", " ").translate(LATEX)
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """Format a row as one line."""
+    start = f"{row['context']:>7} {named(row):<32} "
+    if "failed" in row:
+        return f"{start}{row['failed']}"
+    ratios = "".join(
+        f"  {ratio:5.2f} x {name}" for name, ratio in row["times_as_fast"].items() if name != row["variant"]
+    )
+    moved = f"  moves {units.size(row['moved_bytes'])}" if row.get("moved_bytes") else ""
+    exposed = row.get("exposed_ms")
+    recall = "" if exposed is None else f", exposed {exposed:.2f} of {row['recall_ms']:.2f} ms"
+    bound = f", at least {row['link_ms']:.2f} ms over the link" if row.get("link_ms") else ""
+    kept = f"  {100 * row['kept']:.0f} % of its speed beside the load" if "kept" in row else ""
+    return f"{start}{row['ms']:8.2f} ms {row['tokens_per_s']:7.1f} tok/s{ratios}{moved}{recall}{bound}{kept}"
+
+
+def named(row: Mapping[str, Any]) -> str:
+    """Return the variant's notation with its change rate and its share of corrections, where they were set."""
+    return str(row["variant"]) + changed(row)
+
+
+def changed(row: Mapping[str, Any]) -> str:
+    """Return the change rate and the share of corrections as text, where they were set."""
+    rate, share = row.get("change_rate", NATURAL), row.get("corrections_set")
+    new = "" if rate == NATURAL else f", {100 * rate:g} % new"
+    return new + ("" if share is None else f", {100 * share:g} % corrected")
+
+
+PIVOTS: dict[str, Callable[[str, list[Row]], list[Table]]] = {
+    "recall": _recall,
+    "turns": _turns,
+    "switches": _switches,
+}
+
+
+def _measured(result: Result) -> str:
+    """Command, model if there is one, and machine."""
+    model, e = result["model"], result["environment"]
+    command = f"`{result['command']}`; " if result.get("command") else ""
+    if not model:
+        return f"{command}{e['processor']}, {e['cores']} cores; Python {e['python']}, textual {e['textual']}."
+    weights = f"{model['name']} in {model['dtype']}" + (f", {model['weights']}" if model["weights"] else "")
+    device = e["gpu"] or f"{e['processor']}, {e['threads']} threads"
+    return f"{command}{weights}; {device}; torch {e['torch']}, transformers {e['transformers']}."
+
+
+def _older(result: Result) -> tuple[str, ...]:
+    return (f"Older than the code: {reason}.",) if (reason := outdated(result)) else ()
+
+
+def tabulated(title: str, columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], *notes: str) -> Table:
+    """A table with a line for each row; a row that was ``refused`` has its reason in the second cell."""
+    cells = tuple(
+        (columns[0].cell(row), row["refused"], *[""] * (len(columns) - 2))
+        if "refused" in row
+        else tuple(column.cell(row) for column in columns)
+        for row in rows
+    )
+    return Table(title, tuple(column.head for column in columns), cells, notes)

@@ -1,19 +1,45 @@
-"""Times of decoded tokens, and the protocol of a variant: anything that decodes."""
+"""Times of decoded tokens, and what they are measured beside: hardware and versions, host memory, the load of others.
+
+A variant is anything that decodes. A time says nothing without the load beside it: on a machine that does something
+else every figure is another one.
+"""
 
 from __future__ import annotations
 
+import os
+import platform
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+import kvchat
+from kvchat import nvml
+from kvchat import process as process_module
+from kvchat.process import PROCESSES, STAT
+
 # Steps before those that count: the first compile and allocate; on a GPU each kind of step (sync mode has five) runs
 # once before it is captured.
 WARM_UP = {"cpu": 3, "cuda": 12}
+OWN = Path("/proc/self")
+FORGET_PEAK = "5"
+# Ends by itself when its parent has ended, however that came.
+BUSY = """
+import os, sys
+while os.getppid() == int(sys.argv[1]):
+    for _ in range(100_000):
+        pass
+"""
+# Seconds of processor time since the machine's start: all there is, of it idle, of it this process and its children.
+Sample = tuple[float, float, float]
 
 
 @dataclass(frozen=True)
@@ -66,3 +92,102 @@ def time_steps(step: Callable[[int], object], tokens: Sequence[int], device: tor
         if number >= first:
             times.append(1000 * (time.perf_counter() - began))
     return Timing(statistics.median(times), statistics.fmean(times))
+
+
+def fingerprint(device: torch.device) -> dict[str, Any]:
+    """Return processor, GPU, threads and versions."""
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "driver": nvml.driver_version() if device.type == "cuda" else None,
+        "cuda": torch.version.cuda,
+        "triton": _version("triton"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "kvchat": kvchat.__version__,
+        "system": platform.system(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def forget(process: Path = OWN) -> bool:
+    """Let the peak begin with what is taken now; False where the system does not allow it."""
+    try:
+        (process / "clear_refs").write_text(FORGET_PEAK)
+    except OSError:
+        return False
+    return True
+
+
+def read(process: Path = OWN) -> int | None:
+    """Bytes in RAM at the peak; None where the system does not tell."""
+    try:
+        lines = (process / "status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+    except (OSError, ValueError, IndexError, StopIteration):
+        return None
+
+
+@contextmanager
+def busy(processes: int) -> Iterator[None]:
+    """Keep so many processes busy, with one thread each, inside the context."""
+    command = [sys.executable, "-c", BUSY, str(os.getpid())]
+    started = [subprocess.Popen(command, stdin=subprocess.DEVNULL) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for process in started:
+            process.kill()
+        for process in started:
+            process.wait()
+
+
+def fair_share(threads: int, load: int) -> float:
+    """The share of its quiet speed that a process with so many threads is due beside ``load`` busy ones."""
+    cores = len(os.sched_getaffinity(0))
+    return min(1.0, cores / (min(threads, cores) + load))
+
+
+def sample(stat: Path = STAT) -> Sample | None:
+    """Read the processor time used until now; None where the system does not tell."""
+    if (spent := process_module.processor_time(stat)) is None:
+        return None
+    return spent.total, spent.idle, time.process_time() + _of_children()
+
+
+def _of_children() -> float:
+    """Seconds of processor time of this process's children, also of those that have ended: llama.cpp runs in one."""
+    ended, running = os.times(), 0
+    for stat in PROCESSES.glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text(errors="replace").rpartition(")")[2].split()
+        except OSError:
+            continue  # it has just ended
+        if int(fields[1]) == os.getpid():
+            running += int(fields[11]) + int(fields[12])
+    return ended.children_user + ended.children_system + running / os.sysconf("SC_CLK_TCK")
+
+
+def share(before: Sample | None, after: Sample | None) -> list[float]:
+    """The share of all processors that other processes took between two samples; nothing where it is not known."""
+    if before is None or after is None or after[0] <= before[0]:
+        return []
+    total, idle, own = (late - early for early, late in zip(before, after, strict=True))
+    return [min(max((total - idle - own) / total, 0.0), 1.0)]

@@ -15,14 +15,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from kvchat.bench import passkey
-from kvchat.bench.environment import fingerprint
-from kvchat.bench.frame import Cell, Frame, Row
-from kvchat.bench.identity import Experiment, Result, methods, model_identity
-from kvchat.bench.intervals import mean, wilson
-from kvchat.bench.model_choice import ModelChoice
-from kvchat.bench.reading import answered, decode
+from kvchat.bench.frame import (
+    Cell,
+    Experiment,
+    Frame,
+    ModelChoice,
+    Result,
+    Row,
+    enter,
+    mean,
+    methods,
+    model_identity,
+    wilson,
+)
 from kvchat.bench.recall_tasks import NAMES, Draw
-from kvchat.bench.variant import enter
+from kvchat.bench.timing import fingerprint
+from kvchat.bench.walk import answered, decode
 from kvchat.engine import synthetic_text
 from kvchat.engine.prompt import PromptEncoder, Stored
 from kvchat.engine.session import Session

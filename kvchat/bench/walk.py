@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from torch import Tensor
 from kvchat.config.modes import FullParameters, ModeParameters
 from kvchat.engine import calibration
 from kvchat.engine.runner import ModelRunner, geometry_of, traits_of
+from kvchat.engine.session import Session
 from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv import inspect
 from kvchat.kv.manager import explained
@@ -18,6 +21,7 @@ from kvchat.kv.modes import build
 from kvchat.kv.modes.freeze_scores import Scores
 from kvchat.kv.modes.sync_heads import Calibration
 from kvchat.models.load import LoadedModel
+from kvchat.protocol.messages import Finished, Sampling, Turn
 
 WARM_UP = 2  # steps
 
@@ -161,3 +165,40 @@ class Walk:
         read = mask.sum(-1)
         pages = inspect.of_best_pages(shares, read, self._state.geometry.page)
         return torch.stack(((shares * mask).sum(-1), pages, inspect.of_best_tokens(shares, read)))
+
+
+def tokens_read(session: Session) -> float:
+    """Stored tokens that the last decoded token read, mean over layers and KV heads; waits for the device."""
+    layers = range(session.info.layers)
+    return statistics.fmean(session.attended(layer).float().sum(1).mean().item() for layer in layers)
+
+
+def answered(session: Session, turns: Sequence[Turn], tokens: int) -> Finished:
+    """The greedy answer of at most ``tokens`` tokens to the last turn, with its figures."""
+    *_, finished = session.answer(turns, Sampling(temperature=0, max_new_tokens=tokens))
+    assert isinstance(finished, Finished)
+    return finished
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A greedy answer, and the tokens that each of its steps and those before it read."""
+
+    text: str
+    read: tuple[float, ...]
+
+
+def decode(session: Session, given: Sequence[int], tokens: int) -> Answer:
+    """Decode the ids ``given`` one by one, then greedily up to ``tokens`` more, as the session's mode lets them read.
+
+    ``given`` has at least one id; the answer ends before one that ends the model's turns.
+    """
+    answer, read = list[int](), list[float]()
+    for token in given:
+        logits = session.step(token)
+        read.append(tokens_read(session))
+    while len(answer) < tokens and (token := int(logits.argmax())) not in session.model.eos_ids:
+        answer.append(token)
+        logits = session.step(token)
+        read.append(tokens_read(session))
+    return Answer(session.model.tokenizer.decode(answer), tuple(read))

@@ -18,14 +18,11 @@ from typing import Annotated, Any
 import typer
 
 from kvchat import paths
-from kvchat.bench import plot as plots
+from kvchat.bench import plots
 from kvchat.bench import report as reports
-from kvchat.bench.frame import Frame
-from kvchat.bench.identity import Result
-from kvchat.bench.model_choice import ModelChoice
-from kvchat.bench.summaries import tables
+from kvchat.bench.frame import Frame, ModelChoice, Result, with_budgets
+from kvchat.bench.report import tables
 from kvchat.bench.texts import check
-from kvchat.bench.variant import with_budgets
 from kvchat.cli.options import NamedDevice, complete_model, setting
 from kvchat.cli.output import echo, report
 from kvchat.config.schema import KvSection, ModelSettings
@@ -530,20 +527,20 @@ def data_command(
     out: Out = None,
 ) -> None:
     """Scores of a published data set, or perplexity of its texts, mode against full."""
-    from kvchat.bench import perplexity, recall
-    from kvchat.bench.datasets import answers, long_texts
+    from kvchat.bench import data_sets, perplexity, recall
+    from kvchat.bench import texts as texts_module
 
     modes = tuple(mode or ()) or standard_variants(recall.STANDARD, budget)
     choice = ModelChoice(model, device, dtype, quantize)
-    if name in long_texts.ENDINGS:
-        texts = long_texts.texts(name, folder)
+    if name in texts_module.ENDINGS:
+        texts = texts_module.texts(name, folder)
         of_texts = perplexity.Settings(modes, tokens or perplexity.Settings.tokens, rows, texts)
         run = Run("perplexity", of_texts, choice, out, as_json)
         run.done(perplexity.run(of_texts, run.choice, run.frame))
         return
-    settings = answers.Settings(name, str(folder), modes, rows, samples, tokens, seed)
+    settings = data_sets.Settings(name, str(folder), modes, rows, samples, tokens, seed)
     run = Run("data", settings, choice, out, as_json)
-    run.done(answers.run(settings, run.choice, run.frame))
+    run.done(data_sets.run(settings, run.choice, run.frame))
 
 
 def standard_variants(modes: Sequence[str], budgets: list[int] | None) -> tuple[str, ...]:

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import kvchat
-from kvchat import paths, text_file
+from kvchat import paths
 from kvchat.cli.profile import load_settings
 from kvchat.config import modes, profiles, sources
 from kvchat.config.schema import Settings
 from kvchat.config.sources import Key, Resolved, SettingsSource, unknown_variables
 from kvchat.conversations.attachments import BYTES_PER_TOKEN, MAX_BYTES, fenced
 from kvchat.errors import DoesNotFitError, UsageError
+from kvchat.files import for_a_model, unreadable
 from kvchat.protocol import recording
 from kvchat.protocol.figures import Params
 from kvchat.protocol.messages import Keeping, Load, Turn
@@ -64,7 +65,7 @@ def chat(flags: SettingsSource, resume: bool, plain: bool, record: Path | None =
         asked_mode=chosen.kv.mode if _is_asked_for(resolved, ("kv", "mode")) else "",
         asked_params=_asked_params(resolved),
         prompt=asked,
-        piped=as_file(text_file.for_a_model(piped(), "stdin")) if is_question else "",
+        piped=as_file(for_a_model(piped(), "stdin")) if is_question else "",
         recorder=Recorder(record, kvchat.__version__) if record else None,
         model_folders=tuple(map(Path, chosen.model.folders)),
         profile=profiles.find(chosen.model.device).describe(),
@@ -171,7 +172,7 @@ def compose(prompt: str | None, files: Sequence[Path], piped: bytes) -> str:
         DoesNotFitError: a file is larger than what a model could read.
     """
     parts = [fenced(str(path), _read(path)) for path in files]
-    written, context = typed(prompt or ""), text_file.for_a_model(piped, "stdin")
+    written, context = typed(prompt or ""), for_a_model(piped, "stdin")
     parts += [context, written] if not written.strip() else [as_file(context), written]
     text = "\n\n".join(part.rstrip("\n") for part in parts if part.strip())
     if not text:
@@ -185,7 +186,7 @@ def typed(prompt: str) -> str:
     Raises:
         UsageError: it has such bytes.
     """
-    return text_file.for_a_model(prompt.encode("utf-8", "surrogateescape"), "The prompt")
+    return for_a_model(prompt.encode("utf-8", "surrogateescape"), "The prompt")
 
 
 def as_file(piped: str) -> str:
@@ -200,9 +201,9 @@ def _read(path: Path) -> str:
         if stat.S_ISCHR(kind) or stat.S_ISBLK(kind):
             raise UsageError(f"{path} cannot be read.", "It is a device.", "Give a text file or a pipe.")
         with path.open("rb") as file:
-            return text_file.for_a_model(_limited(file, str(path)), str(path))
+            return for_a_model(_limited(file, str(path)), str(path))
     except OSError as error:
-        raise text_file.unreadable(str(path), error) from None
+        raise unreadable(str(path), error) from None
 
 
 def _limited(stream: BinaryIO, name: str) -> bytes:

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvchat import install, paths
-from kvchat.bench import plot as plots
+from kvchat import libraries, paths
+from kvchat.bench import plots
 from kvchat.cli.output import echo, note, progress
 from kvchat.config import modes
 from kvchat.config.modes import ModeParameters, SyncParameters, parse
@@ -83,7 +83,7 @@ def plan(load: Load, context: int | None, as_json: bool) -> int:
     Raises:
         KvchatError: the model or an option is refused.
     """
-    install.check(load.quantize, load.device)
+    libraries.check(load.quantize, load.device)
     from kvchat.engine.plan import memory_plan  # torch: seconds
 
     made = memory_plan(load, context, progress)

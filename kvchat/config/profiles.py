@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from kvchat import files, nvml, paths, text_file
+from kvchat import files, nvml, paths
 from kvchat.config import schema
 from kvchat.config.schema import Section, Texts
 from kvchat.config.sources import Key, SettingsSource, check, dotted, file_source, to_toml
@@ -252,9 +252,7 @@ def save(measured: Measured, device: str = "auto") -> Path:
     gpu = read_gpu(device)
     file = paths.user_profiles_dir() / f"{_slug(gpu)}.toml"
     try:
-        document = (
-            tomlkit.parse(text_file.decoded(files.read(file), str(file))) if file.exists() else tomlkit.document()
-        )
+        document = tomlkit.parse(files.decoded(files.read(file), str(file))) if file.exists() else tomlkit.document()
         document["match"] = {key: value for key, value in _match_of(gpu).items() if value is not None}
         document["measured"] = {key: value for key, value in measured.model_dump().items() if value not in (None, "")}
         files.write(file, tomlkit.dumps(document).encode())

@@ -19,8 +19,8 @@ from pydantic import (
 from kvchat.config.modes import Params, mode_names, registered
 from kvchat.config.validation_errors import advice, reason
 from kvchat.errors import UsageError, did_you_mean
+from kvchat.files import unmarked
 from kvchat.protocol.messages import HostDtype, Load, Quantize, Sampling, parse_args
-from kvchat.text_file import unmarked
 
 DEFAULTS = Sampling()
 DEVICES = r"^(auto|cpu|cuda(:\d+)?)$"

@@ -14,7 +14,7 @@ from typing import Any
 import tomli
 import tomlkit
 
-from kvchat import files, text_file
+from kvchat import files
 from kvchat.config.sources import KEYS, Key, check, file_source, flatten
 
 Table = MutableMapping[str, Any]
@@ -27,7 +27,7 @@ def save(path: Path, changes: Mapping[Key, Any]) -> None:
         UsageError: the file is not TOML, has a wrong value, or cannot be read or written; it is as it was.
     """
     check(file_source(path))
-    text = text_file.read(path) if path.exists() else ""
+    text = files.read_text(path) if path.exists() else ""
     for key, value in changes.items():
         text = _without(text, key) if value is None else _with(text, key, _plain(value))
     try:

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from kvchat import files, paths, text_file
+from kvchat import files, paths
 from kvchat.config.schema import Settings
 from kvchat.config.validation_errors import field_at, reason
 from kvchat.errors import UsageError, nearest
@@ -116,12 +116,12 @@ def file_source(path: Path, name: str = "") -> SettingsSource:
     """
     name = name or path.name
     try:
-        text = text_file.decoded(files.read(path), name)
+        text = files.decoded(files.read(path), name)
         values = flatten(tomli.loads(text))
     except (FileNotFoundError, NotADirectoryError):  # HOME=/dev/null is no folder
         return SettingsSource()
     except OSError as error:
-        raise text_file.unreadable(str(path), error) from None
+        raise files.unreadable(str(path), error) from None
     except tomli.TOMLDecodeError as error:
         line = text.split("\n")[error.lineno - 1] if error.lineno <= text.count("\n") + 1 else ""
         where = f"{name}:{error.lineno}: {error.msg}.\n  {path}"

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from kvchat import text_file
+from kvchat import files
 from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.units import size
 
@@ -48,13 +48,13 @@ def read(path: Path, limit: int = MAX_BYTES) -> str:
     try:
         raw = _read(path, limit + 1)
     except OSError as error:
-        raise text_file.unreadable(f"The file {path}", error) from None
+        raise files.unreadable(f"The file {path}", error) from None
     if len(raw) > limit:
         raise DoesNotFitError(f"The file {path} is too large.", f"At most {size(limit)} fit.", "Take a part of it.")
-    found = raw if not raw.startswith(text_file.WIDE) else text_file.decoded(raw, f"The file {path}").encode()
+    found = raw if not raw.startswith(files.WIDE) else files.decoded(raw, f"The file {path}").encode()
     if b"\0" in found:
         raise UsageError(f"The file {path} is no text.", f"Byte {found.index(0):,} is NUL.", "Only text can be sent.")
-    return text_file.for_a_model(found, f"The file {path}")
+    return files.for_a_model(found, f"The file {path}")
 
 
 def fenced(name: str, text: str) -> str:

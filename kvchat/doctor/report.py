@@ -9,8 +9,8 @@ import sys
 from collections.abc import Iterator
 
 from kvchat import nvml
-from kvchat.doctor import gpu, installation, libraries, machine
-from kvchat.doctor.check import Check
+from kvchat.doctor import installation, machine
+from kvchat.doctor.installation import Check
 from kvchat.foreign_text import visible
 
 GLYPHS = {"ok": "✓", "warning": "!", "problem": "✗"}
@@ -32,12 +32,12 @@ def doctor(as_json: bool) -> int:
     return 0 if usable else 1
 
 
-def checks(load: libraries.Importer = importlib.import_module) -> Iterator[Check]:
+def checks(load: installation.Importer = importlib.import_module) -> Iterator[Check]:
     """All checks, with the device in the settings."""
     _, device = installation.settings()
-    yield from libraries.checks(device, load)
-    torch = libraries.imported("torch", load)
-    yield from gpu.checks(device, torch, has_triton=libraries.imported("triton", load) is not None)
+    yield from installation.library_checks(device, load)
+    torch = installation.imported("torch", load)
+    yield from machine.gpu_checks(device, torch, has_triton=installation.imported("triton", load) is not None)
     buses = tuple(reader.info().bus_id or "" for reader in nvml.all_gpus())
     yield from machine.checks(buses, torch.get_num_threads() if torch else None)
     yield from installation.checks()

@@ -21,10 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvchat import files, paths, text_file
+from kvchat import files, paths
 from kvchat.config.modes import SpeculativeParameters, parse
 from kvchat.engine.synthetic_text import sentences
 from kvchat.errors import UsageError
+from kvchat.files import read_text
 from kvchat.kv.attention import AttentionSpec
 from kvchat.kv.modes.sync_heads import RULES, Calibration, TokenChoice, default_clusters, roles
 from kvchat.models import attention_hook
@@ -179,7 +180,7 @@ def file_samples(model: LoadedModel, files: Iterable[Path]) -> list[Sample]:
     """
     samples = []
     for file in files:
-        samples += samples_of(model.tokenizer.encode(text_file.read(file), add_special_tokens=False))
+        samples += samples_of(model.tokenizer.encode(read_text(file), add_special_tokens=False))
     return samples
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvchat import install
+from kvchat import libraries
 from kvchat.config import modes
 from kvchat.config.modes import MIN_BUDGET
 from kvchat.engine.runner import CHUNK
@@ -294,7 +294,7 @@ def propose(made: MemoryPlan, smaller: Sequence[ModeNeed] = ()) -> Proposal | No
         for quantize in weights:
             if not need.refusal and _fits(made, quantize, need, spills):
                 absent = quantization.absent_packages(quantize, torch.device(made.device))
-                command = install.extra(install.EXTRA_OF[quantize]) if absent else ""
+                command = libraries.extra(libraries.EXTRA_OF[quantize]) if absent else ""
                 bits = (*_lost_bits(made, quantize), *_lost_pages(made))
                 lost = (*bits, *_lost_reading(made, quantize, mode, need, spills))
                 return Proposal(quantize, mode, need.params.get("budget"), lost, command)

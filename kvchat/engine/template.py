@@ -27,9 +27,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.utils import chat_template_utils
 
 from kvchat import units
+from kvchat.files import unmarked
 from kvchat.process import resident_bytes
 from kvchat.protocol.messages import GIVEN
-from kvchat.text_file import unmarked
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, BinaryIO, Protocol
 
-from kvchat import files, install
+from kvchat import files, libraries
 from kvchat.errors import EngineError, KvchatError
 from kvchat.kv.memory.available import check_address_space
 from kvchat.process import spin_briefly, take_streams, use_physical_cores
@@ -407,7 +407,7 @@ class EngineLoader:
     def open_session(self, load: Load, progress: Progress) -> Session:
         """As ``kvchat.engine.session.open_session``."""
         check_address_space()
-        install.check(load.quantize, load.device)
+        libraries.check(load.quantize, load.device)
         from kvchat.engine.session import open_session
 
         return open_session(load, progress)

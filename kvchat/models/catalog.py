@@ -357,7 +357,7 @@ def _first(by_choice: dict[str, int], usable: int) -> Fit:
 
 
 def _dtype(found: FoundModel, weights: Weights, dtype: str, there: Room) -> str:
-    """The dtype of the arithmetic, for the setting ``dtype``; on a CPU as the engine's ``cpu_dtype`` chooses."""
+    """The dtype of the arithmetic, for the setting ``dtype``; on a CPU as the engine's ``description`` chooses."""
     own = weights.dtype if weights.dtype in ITEM_BYTES else "bfloat16"
     if dtype != "auto" or there.device != "cpu" or found.quantization in OWN_DTYPE_ONLY:
         return own if dtype == "auto" else dtype

@@ -23,8 +23,8 @@ from jinja2 import Environment, TemplateSyntaxError
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from kvchat import text_file
 from kvchat.errors import KvchatError, ModelError, UsageError
+from kvchat.files import read_text
 from kvchat.kv.manager import is_out_of_memory
 from kvchat.kv.ops.cpu_ops import compile_loops
 from kvchat.models import attention_hook, description, reading, repacking, support
@@ -253,7 +253,7 @@ def _own_template(file: str) -> str:
     Raises:
         UsageError: it cannot be read, is no text or no template.
     """
-    source = text_file.read(Path(file).expanduser()) if file else ""
+    source = read_text(Path(file).expanduser()) if file else ""
     try:
         Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
     except TemplateSyntaxError as error:

@@ -1,7 +1,7 @@
 """Reads a model's weights by transformers into memory that holds them, packs them and lays them out.
 
 On a CPU they lie one behind the other, in huge pages: a token reads all of them once. Small ones lie in small system
-pages wherever there was room; laid out they are read faster (``kv.memory.huge_pages``), and what is merged later
+pages wherever there was room; laid out they are read faster (``kv.memory.pinned``), and what is merged later
 (``fuse``) is one matrix already. Weights that do not fit are refused before minutes of reading them.
 """
 

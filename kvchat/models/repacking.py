@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvchat import install
+from kvchat import libraries
 from kvchat.errors import ModelError
 from kvchat.models import stored_tensors
 from kvchat.models.description import ModelDescription
@@ -73,7 +73,7 @@ def choose(quantize: str, described: ModelDescription) -> Choice:
         packages = " and ".join(absent)
         return Choice(
             "none",
-            f"With {packages} its weights would stay small, in {small}: {install.extra(install.EXTRA_OF[small])}",
+            f"With {packages} its weights would stay small, in {small}: {libraries.extra(libraries.EXTRA_OF[small])}",
         )
     stored = "GGUF file's" if described.location.gguf else quantization.own_method(described.config)
     return Choice(small, f"The {stored} weights are kept in {small}; --quantize none unpacks them.")

@@ -15,8 +15,8 @@ from textual.theme import BUILTIN_THEMES, Theme
 
 from kvchat import files
 from kvchat.errors import UsageError, did_you_mean
+from kvchat.files import unmarked
 from kvchat.paths import bundled_themes_dir
-from kvchat.text_file import unmarked
 
 DEFAULT = "kvchat-dark"
 ANSI = "kvchat-ansi"

@@ -7,7 +7,7 @@ import torch
 from support.shape_runner import filled
 
 from kvchat.bench import baselines
-from kvchat.bench.variant import parsed
+from kvchat.bench.frame import parsed
 from kvchat.engine.runner import geometry_of, traits_of
 from kvchat.kv.modes import build
 from kvchat.models.load import load_model

@@ -8,10 +8,8 @@ import pytest
 import torch
 
 from kvchat.bench import coverage
-from kvchat.bench.frame import Frame
-from kvchat.bench.model_choice import ModelChoice
-from kvchat.bench.summaries import tables
-from kvchat.bench.variant import parsed
+from kvchat.bench.frame import Frame, ModelChoice, parsed
+from kvchat.bench.report import tables
 from kvchat.bench.walk import Walk
 
 PROMPT = [token % 251 for token in range(7, 407)]

@@ -11,13 +11,11 @@ import torch
 from typer.testing import CliRunner
 
 from kvchat import paths
-from kvchat.bench import decode, other_load, roofline, rounds
-from kvchat.bench.frame import Frame
-from kvchat.bench.mode_run import ModeRun
-from kvchat.bench.model_choice import ModelChoice
-from kvchat.bench.rows import line
+from kvchat.bench import decode, timing
+from kvchat.bench.decoding import ModeRun
+from kvchat.bench.frame import Frame, ModelChoice, parsed
+from kvchat.bench.report import line
 from kvchat.bench.timing import Timing
-from kvchat.bench.variant import parsed
 from kvchat.cli.main import app
 from kvchat.config import profiles
 from kvchat.config.profiles import Measured
@@ -32,7 +30,7 @@ MODES = ("full", "streaming", "speculative", "freeze", "sync")
 def quick_roofline(monkeypatch):
     """Rates are tested by themselves; elsewhere their time is better spent."""
     found = Measured(read=10.0, gather=2.0, kvchat="x", torch="y")
-    monkeypatch.setattr(roofline, "measure", lambda device, dtype: found)
+    monkeypatch.setattr(decode, "measure", lambda device, dtype: found)
 
 
 def settings(**changes):
@@ -46,7 +44,7 @@ def settings(**changes):
 @pytest.fixture(scope="module")
 def result():
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(roofline, "measure", lambda device, dtype: Measured(read=10.0, gather=2.0))
+        patched.setattr(decode, "measure", lambda device, dtype: Measured(read=10.0, gather=2.0))
         return decode.run(settings(modes=MODES, contexts=(400, 700), change_rates=("natural", "0.5")))
 
 
@@ -103,7 +101,7 @@ def test_recall_is_hidden_as_far_as_the_link_needs_more_than_what_shows(tiny_sha
 
 def test_the_bound_of_full_with_resident_is_the_link(tiny_shape, monkeypatch):
     monkeypatch.setattr(decode, "_without_spilled", lambda settings, model, report: settings)
-    monkeypatch.setattr(roofline, "measure", lambda device, dtype: Measured(read=10.0, to_device=4.0))
+    monkeypatch.setattr(decode, "measure", lambda device, dtype: Measured(read=10.0, to_device=4.0))
     monkeypatch.setattr(
         ModeRun,
         "measure",
@@ -153,8 +151,8 @@ def test_modes_see_a_load_come_and_go_before_they_are_measured(monkeypatch):
         now["seen"], self._figures = now["load"], {"moved_bytes": 0}
         return Timing(1.0, (4.0 if now["load"] else 2.0) if settled else 100.0)
 
-    monkeypatch.setattr(other_load, "busy", busy)
-    monkeypatch.setattr(rounds, "SETTLED_S", 0.001)
+    monkeypatch.setattr(timing, "busy", busy)
+    monkeypatch.setattr(decode, "SETTLED_S", 0.001)
     monkeypatch.setattr(ModeRun, "measure", measure)
     rows = decode.run(settings(modes=("full", "streaming"), baselines=(), rounds=3, load=2))["rows"]
     assert [(row["wall_ms"], row["wall_ms_beside"], row["kept"]) for row in rows] == [(2.0, 4.0, 0.5)] * 2

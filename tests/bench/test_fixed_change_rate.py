@@ -6,8 +6,8 @@ import pytest
 import torch
 from support.shape_runner import filled
 
-from kvchat.bench.fixed_change_rate import FixedPages
-from kvchat.bench.variant import parsed
+from kvchat.bench.decoding import FixedPages
+from kvchat.bench.frame import parsed
 from kvchat.engine.runner import geometry_of, traits_of
 from kvchat.errors import UsageError
 from kvchat.kv.inspect import check_integrity

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from kvchat.bench import decode, roofline
-from kvchat.bench.rows import named
+from kvchat.bench import decode
+from kvchat.bench.report import named
 from kvchat.config.profiles import Measured
 
 
 def test_a_share_of_corrections_is_what_is_corrected(monkeypatch):
-    monkeypatch.setattr(roofline, "measure", lambda device, dtype: Measured())
+    monkeypatch.setattr(decode, "measure", lambda device, dtype: Measured())
     measured = {"shape": "tiny", "contexts": (900,), "budget": 256, "steps": 60, "rounds": 1, "baselines": ()}
     modes = ("full", "speculative")
     rows = decode.run(decode.Settings(**measured, modes=modes, corrections=(0, 0.25, 1)))["rows"]

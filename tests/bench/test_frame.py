@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from kvchat.bench.frame import Frame, load
-from kvchat.bench.identity import Experiment, methods
+from kvchat.bench.frame import Experiment, Frame, load, methods
 from kvchat.errors import DoesNotFitError, UsageError
 
 CELLS = [{"case": case, "variant": variant} for case in range(2) for variant in ("full", "sync")]

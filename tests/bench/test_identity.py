@@ -7,18 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.bench import identity
-from kvchat.bench.frame import load
-from kvchat.bench.identity import SCHEMA, VERSIONS, Experiment, difference, incompatible, methods, outdated
+from kvchat.bench import frame
+from kvchat.bench.frame import SCHEMA, VERSIONS, Experiment, difference, incompatible, load, methods, outdated
 from kvchat.config.modes import SyncParameters, parse
 from kvchat.kv.modes import implementation
 
-README = Path(identity.__file__).parent / "README.md"
-KEPT = sorted((Path(identity.__file__).parent / "results").glob("*.json"))
+README = Path(frame.__file__).parent / "README.md"
+KEPT = sorted((Path(frame.__file__).parent / "results").glob("*.json"))
 
 
 def result(**changes):
-    environment = dict.fromkeys(identity.COMPARED, "x") | {"python": "3.11"}
+    environment = dict.fromkeys(frame.COMPARED, "x") | {"python": "3.11"}
     made = Experiment("agreement", "KL", {"tokens": 4}, methods(["sync:m=7"]), {"name": "tiny"}, environment).head()
     return {**made, **changes}
 
@@ -88,7 +87,7 @@ def test_what_changes_logits_or_times_does_not_stand_side_by_side():
 
 
 def test_every_experiment_has_a_version():
-    room = Path(identity.__file__).parent
+    room = Path(frame.__file__).parent
     scripts = room.parents[1] / ".ci"
     named = {
         node.args[0].value

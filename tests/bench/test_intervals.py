@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvchat.bench.intervals import mean, quantile, wilson
+from kvchat.bench.frame import mean, quantile, wilson
 
 
 @pytest.mark.parametrize(

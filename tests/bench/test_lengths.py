@@ -7,11 +7,10 @@ from statistics import median
 
 import pytest
 
-from kvchat.bench import lengths, mode_run
-from kvchat.bench.frame import Frame
-from kvchat.bench.mode_run import ModeRun
-from kvchat.bench.model_choice import ModelChoice
-from kvchat.bench.summaries import tables
+from kvchat.bench import decoding, lengths
+from kvchat.bench.decoding import ModeRun
+from kvchat.bench.frame import Frame, ModelChoice
+from kvchat.bench.report import tables
 from kvchat.bench.timing import Timing
 from kvchat.errors import DoesNotFitError, UsageError
 
@@ -46,7 +45,7 @@ def test_every_mode_decodes_after_each_context_in_turns_and_reads_what_it_always
         stored.append((runner.kv.mode.name, before, runner.kv.total - before))
         return Timing(1.0, 1.0)
 
-    monkeypatch.setattr(mode_run, "time_steps", timed)
+    monkeypatch.setattr(decoding, "time_steps", timed)
     asked = settings(rounds=2)
     rows = lengths.run(asked, CPU)["summary"]
     turns = itertools.product(asked.modes, range(2), (SHORT, LONG))

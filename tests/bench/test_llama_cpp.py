@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvchat.bench import baselines, llama_cpp
-from kvchat.bench.corpus import prose
-from kvchat.bench.llama_cpp import LlamaCpp
+from kvchat.bench import baselines
+from kvchat.bench.baselines import LlamaCpp
+from kvchat.bench.decoding import prose
 from kvchat.errors import UsageError
 from kvchat.models.load import load_model
 from kvchat.protocol.messages import Load
@@ -31,15 +31,15 @@ def test_its_greedy_tokens_are_those_of_generate():
 
 @pytest.mark.parametrize("absent", ["xllamacpp", "gguf"])
 def test_without_its_packages_the_reason_is_told(tiny_shape, monkeypatch, absent):
-    monkeypatch.setattr(llama_cpp, "find_spec", lambda name: None if name == absent else object())
+    monkeypatch.setattr(baselines, "find_spec", lambda name: None if name == absent else object())
     with pytest.raises(UsageError, match=rf"package {absent} is not installed.*install .*xllamacpp"):
         baselines.build("llama.cpp", tiny_shape, None, [1, 2, 3], 4).measure([0] * 5)
 
 
 def test_a_process_that_ends_is_told(tiny_shape, monkeypatch):
-    monkeypatch.setattr(llama_cpp, "find_spec", lambda name: object())
-    monkeypatch.setattr(llama_cpp.gguf_copy, "write", lambda model, file: None)
-    monkeypatch.setattr(llama_cpp.sys, "executable", "false")
+    monkeypatch.setattr(baselines, "find_spec", lambda name: object())
+    monkeypatch.setattr(baselines, "write", lambda model, file: None)
+    monkeypatch.setattr(baselines.sys, "executable", "false")
     peer = baselines.build("llama.cpp", tiny_shape, None, [1, 2, 3], 4)
     with pytest.raises(UsageError, match=r"llama.cpp ended.*code 1"):
         peer.measure([0] * 5)

@@ -8,10 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from kvchat.bench import long_run
-from kvchat.bench.frame import Frame, load
+from kvchat.bench.frame import Frame, ModelChoice, load
 from kvchat.bench.long_run import Generation, Settings
-from kvchat.bench.model_choice import ModelChoice
-from kvchat.bench.summaries import tables
+from kvchat.bench.report import tables
 from kvchat.cli.main import app
 from kvchat.engine.session import Session
 from kvchat.errors import DoesNotFitError

@@ -10,8 +10,7 @@ from support.memory_faults import HostMemoryError
 from support.shape_runner import filled
 
 from kvchat.bench import model_shapes
-from kvchat.bench.model_choice import ModelChoice
-from kvchat.bench.variant import parsed
+from kvchat.bench.frame import ModelChoice, parsed
 from kvchat.engine.runner import geometry_of, traits_of
 from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.inspect import check_integrity

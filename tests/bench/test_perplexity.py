@@ -9,9 +9,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from kvchat.bench import perplexity, summaries
+from kvchat.bench import perplexity, report
 from kvchat.bench.baselines import as_written
-from kvchat.bench.model_choice import ModelChoice
+from kvchat.bench.frame import ModelChoice
 from kvchat.bench.texts import passages
 from kvchat.cli.main import app
 from kvchat.models.load import load_model
@@ -59,7 +59,7 @@ def test_where_full_cannot_go_the_others_are_measured_by_themselves():
     assert alone["passages"][0]["ratio"] is None
     assert "ratio" not in alone
     assert perplexity._summary([refused], [refused], "full") == {"variant": "full", "refused": "The context is full."}
-    assert summaries.COLUMNS["perplexity"][2].cell(alone) == summaries.COLUMNS["perplexity"][5].cell(alone) == "n/a"
+    assert report.COLUMNS["perplexity"][2].cell(alone) == report.COLUMNS["perplexity"][5].cell(alone) == "n/a"
 
 
 def test_the_command_reads_a_text_and_prints_one_json_object(tmp_path):

@@ -12,10 +12,8 @@ import torch
 from support.memory_faults import HostMemoryError
 from typer.testing import CliRunner
 
-from kvchat.bench import host_peak, prefill
-from kvchat.bench.frame import Frame
-from kvchat.bench.model_choice import ModelChoice
-from kvchat.bench.variant import parsed
+from kvchat.bench import prefill, timing
+from kvchat.bench.frame import Frame, ModelChoice, parsed
 from kvchat.cli.bench import app
 from kvchat.engine.runner import ModelRunner, geometry_of, traits_of
 from kvchat.errors import UsageError
@@ -61,7 +59,7 @@ sys.stdout.write(" ".join(str(peak(taken)) for taken in (1, int(sys.argv[1]), 1)
 @pytest.mark.slow("a process imports torch and transformers")
 def test_the_peak_is_that_of_one_reading():
     """In a process of its own: what other tests left would be freed meanwhile."""
-    if not host_peak.forget():
+    if not timing.forget():
         pytest.skip("the system does not let a process forget its peak")
     nbytes = 200 * 2**20
     command = [sys.executable, "-c", PEAKS, str(nbytes)]

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvchat.bench import report
-from kvchat.bench.identity import COMPARED, Experiment, methods
+from kvchat.bench.frame import COMPARED, Experiment, methods
 from kvchat.cli.main import app
 from kvchat.errors import UsageError
 

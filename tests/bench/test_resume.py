@@ -8,9 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from kvchat.bench import model_shapes, resume
-from kvchat.bench.model_choice import ModelChoice
+from kvchat.bench.frame import ModelChoice
+from kvchat.bench.report import tables
 from kvchat.bench.resume import Settings
-from kvchat.bench.summaries import tables
 from kvchat.cli.main import app
 from kvchat.errors import DoesNotFitError, UsageError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvchat.bench.table import Column, Table, figure, interval, share, tabulated, variant
+from kvchat.bench.report import Column, Table, figure, interval, share, tabulated, variant
 
 
 def test_markdown_and_latex_of_a_table():

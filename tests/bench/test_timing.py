@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 
 from kvchat.bench import timing
-from kvchat.bench.variant import parsed
+from kvchat.bench.frame import parsed
 
 
 def test_the_first_steps_do_not_count_and_the_median_of_the_others_does(monkeypatch):

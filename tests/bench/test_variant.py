@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import kvchat
-from kvchat.bench.variant import enter, parsed
+from kvchat.bench.frame import enter, parsed
 from kvchat.config.modes import ModeParameters
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvchat.bench.variant import parsed
+from kvchat.bench.frame import parsed
 from kvchat.bench.walk import Walk
 from kvchat.errors import DoesNotFitError, UsageError
 

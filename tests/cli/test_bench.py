@@ -19,7 +19,7 @@ from kvchat.bench import (
     resume,
     turns,
 )
-from kvchat.bench.model_choice import ModelChoice
+from kvchat.bench.frame import ModelChoice
 
 MODEL = "-m there --device cpu --dtype float16 --quantize int8"
 CHOICE = ModelChoice("there", "cpu", "float16", "int8")

@@ -9,8 +9,8 @@ from support.fake_libraries import torch_like
 from support.fake_nvml import FakeGpu, FakeNvml, GiB
 from support.memory import Pins
 
-from kvchat.doctor import gpu
-from kvchat.doctor.check import Check
+from kvchat.doctor import machine
+from kvchat.doctor.installation import Check
 from kvchat.kv.memory import available
 from kvchat.nvml import GpuInfo, PcieLink
 
@@ -25,17 +25,17 @@ def test_a_gpu_with_its_link_now_and_at_best():
     shown = (
         "NVIDIA GeForce RTX 4090, 23.0 GiB of 24.0 GiB free, compute capability 8.9, PCIe gen 1 x16, at best gen 4 x16"
     )
-    assert gpu.gpu(RTX) == Check("GPU", "ok", shown), "an idle link is slow, which is no fault"
-    assert "fewer lanes" in gpu.gpu(changed(link=PcieLink(4, 8))).advice
-    assert "float16" in gpu.gpu(changed(compute_capability=(7, 5))).advice
+    assert machine.gpu(RTX) == Check("GPU", "ok", shown), "an idle link is slow, which is no fault"
+    assert "fewer lanes" in machine.gpu(changed(link=PcieLink(4, 8))).advice
+    assert "float16" in machine.gpu(changed(compute_capability=(7, 5))).advice
     nothing = "n/a, memory n/a, compute capability n/a, PCIe n/a, at best n/a"
-    assert gpu.gpu(GpuInfo()) == Check("GPU", "ok", nothing)
+    assert machine.gpu(GpuInfo()) == Check("GPU", "ok", nothing)
 
 
 def found(monkeypatch: pytest.MonkeyPatch, *gpus: FakeGpu, missing: tuple[str, ...] = ()) -> list[Check]:
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(*gpus, missing=missing))
     monkeypatch.setattr(available, "host_free", lambda: 0)  # nothing is pinned here
-    return list(gpu.checks("auto", torch_like(), has_triton=True))
+    return list(machine.gpu_checks("auto", torch_like(), has_triton=True))
 
 
 def test_every_gpu_has_its_line(monkeypatch):
@@ -74,35 +74,35 @@ def test_without_nvml_the_gpu_that_torch_sees_is_used(monkeypatch, missing):
     ],
 )
 def test_the_driver_and_whether_torch_uses_it(version, torch, state, words):
-    check = gpu.driver(version, 1, torch)
+    check = machine.driver(version, 1, torch)
     assert (check.state, words in check.found) == (state, True)
     assert bool(check.advice) == (state == "warning")
 
 
 def test_a_device_that_is_set_and_not_there_is_a_problem():
-    assert gpu.chosen_device("cuda", torch_like(there=False)).state == "problem"
-    missing = gpu.chosen_device("cuda:1", torch_like())
+    assert machine.chosen_device("cuda", torch_like(there=False)).state == "problem"
+    missing = machine.chosen_device("cuda:1", torch_like())
     assert (missing.state, missing.found) == ("problem", "cuda:1 is set, torch sees 1 GPU")
     assert '"cuda:0"' in missing.advice
-    assert gpu.chosen_device("cuda:0", torch_like()).found == "cuda:0"
-    assert gpu.chosen_device("auto", torch_like(there=False)).found == "auto is set, cpu is used"
-    assert gpu.chosen_device("auto", torch_like()).found == "auto is set, cuda is used"
-    assert gpu.chosen_device("cpu", torch_like()).found == "cpu"
-    assert gpu.chosen_device("auto", None).found == "auto is set, cpu is used"
+    assert machine.chosen_device("cuda:0", torch_like()).found == "cuda:0"
+    assert machine.chosen_device("auto", torch_like(there=False)).found == "auto is set, cpu is used"
+    assert machine.chosen_device("auto", torch_like()).found == "auto is set, cuda is used"
+    assert machine.chosen_device("cpu", torch_like()).found == "cpu"
+    assert machine.chosen_device("auto", None).found == "auto is set, cpu is used"
 
 
 def test_pinning_is_tried_and_given_back(monkeypatch):
-    monkeypatch.setattr(gpu, "TRIAL_BYTES", 2**20)
+    monkeypatch.setattr(machine, "TRIAL_BYTES", 2**20)
     pins = Pins()
-    check = gpu.pinning(torch_like(), True, pins)
+    check = machine.pinning(torch_like(), True, pins)
     assert (check.state, check.found.startswith("1.0 MiB tried, ")) == ("ok", True)
     assert (pins.calls, pins.held) == (1, {})
-    refused = gpu.pinning(torch_like(), True, Pins(fails_at=1))
+    refused = machine.pinning(torch_like(), True, Pins(fails_at=1))
     assert (refused.state, refused.found) == ("warning", "no more memory may be pinned")
     assert "memlock" in refused.advice
-    assert gpu.pinning(None, False).state == "ok"
+    assert machine.pinning(None, False).state == "ok"
     monkeypatch.setattr(available, "host_free", lambda: 2**19)
-    assert gpu.pinning(torch_like(), True, pins).found == "n/a"
+    assert machine.pinning(torch_like(), True, pins).found == "n/a"
     assert pins.calls == 1
 
 
@@ -116,7 +116,7 @@ def test_pinning_is_tried_and_given_back(monkeypatch):
     ],
 )
 def test_the_way_a_step_takes(cuda, triton, pinned, words):
-    check = gpu.decode_steps(cuda, triton, pinned)
+    check = machine.decode_steps(cuda, triton, pinned)
     assert words in check.found
     assert (check.state == "ok") == ("Triton" in check.found or not cuda)
 
@@ -125,7 +125,7 @@ def test_the_way_a_step_takes(cuda, triton, pinned, words):
 def test_a_real_gpu():
     import torch
 
-    found = {check.name: check for check in gpu.checks("auto", torch, has_triton=True)}
+    found = {check.name: check for check in machine.gpu_checks("auto", torch, has_triton=True)}
     assert found["pinning"].state == "ok", found["pinning"]
     assert found["GPU"].found.startswith("NVIDIA")
     assert "PCIe gen" in found["GPU"].found

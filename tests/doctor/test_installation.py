@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 from kvchat import paths
 from kvchat.doctor import installation
-from kvchat.doctor.check import Check
+from kvchat.doctor.installation import Check
 
 
 def test_wrong_settings_are_a_problem_and_a_missing_file_is_none():

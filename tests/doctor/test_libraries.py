@@ -7,14 +7,14 @@ from typing import Any
 
 from support.fake_libraries import importing, torch_like
 
-from kvchat.doctor import libraries
-from kvchat.doctor.check import Check
+from kvchat.doctor import installation
+from kvchat.doctor.installation import Check
 
 PINS = ["torch<=2.13.0,>=2.9", "transformers<5.24,>=5.17", 'triton>=3.5; extra == "test"']
 
 
 def library(name: str, module: Any) -> Check:
-    return libraries.library(name, importing(**{name: module}), lambda _: PINS)
+    return installation.library(name, importing(**{name: module}), lambda _: PINS)
 
 
 def test_versions_inside_and_outside_the_pins():
@@ -27,45 +27,45 @@ def test_versions_inside_and_outside_the_pins():
 
 
 def test_a_library_that_is_missing_or_broken_keeps_kvchat_from_running():
-    assert libraries.library("torch", importing(), lambda _: PINS).state == "problem"
+    assert installation.library("torch", importing(), lambda _: PINS).state == "problem"
     broken = library("torch", OSError("libcudart.so.12: cannot open shared object file\nmore"))
     assert broken.found == "cannot be imported: OSError: libcudart.so.12: cannot open shared object file"
     assert library("transformers", RuntimeError()).state == "problem"
 
 
 def test_python():
-    assert libraries.python((3, 10, 4)).state == "problem"
-    assert libraries.python((3, 13, 0)) == Check("Python", "ok", "3.13.0")
+    assert installation.python((3, 10, 4)).state == "problem"
+    assert installation.python((3, 13, 0)) == Check("Python", "ok", "3.13.0")
 
 
 def test_triton_needs_a_compiler_where_it_is_used(monkeypatch):
     monkeypatch.delenv("CC", raising=False)
     load = importing(triton=SimpleNamespace(__version__="3.5.0"))
-    assert libraries.triton(load, True, lambda name: None).state == "warning"
-    assert libraries.triton(load, True, lambda name: "/usr/bin/gcc" if name == "gcc" else None).state == "ok"
-    assert libraries.triton(load, False, lambda name: None).state == "ok"
-    assert libraries.triton(importing(), False).state == "ok"
-    assert libraries.triton(importing(), True).state == "warning"
+    assert installation.triton(load, True, lambda name: None).state == "warning"
+    assert installation.triton(load, True, lambda name: "/usr/bin/gcc" if name == "gcc" else None).state == "ok"
+    assert installation.triton(load, False, lambda name: None).state == "ok"
+    assert installation.triton(importing(), False).state == "ok"
+    assert installation.triton(importing(), True).state == "warning"
     monkeypatch.setenv("CC", "clang-19")
-    assert libraries.triton(load, True, lambda name: None).state == "ok"
+    assert installation.triton(load, True, lambda name: None).state == "ok"
 
 
 def test_the_triton_that_a_gpu_needs_is_asked_for_where_torch_sees_one():
     def found(device: str, there: bool) -> Check:
         load = importing(torch=torch_like(there=there), transformers=SimpleNamespace(__version__="5.20"))
-        return {check.name: check for check in libraries.checks(device, load)}["Triton"]
+        return {check.name: check for check in installation.library_checks(device, load)}["Triton"]
 
     assert found("auto", True).state == "warning"
     assert found("auto", False).state == found("cpu", True).state == "ok"
 
 
 def test_a_numba_that_refuses_costs_time_only():
-    assert libraries.numba(importing(numba=SimpleNamespace(__version__="0.68.1"))) == Check("numba", "ok", "0.68.1")
-    check = libraries.numba(importing(numba=ImportError("Numba needs NumPy 2.5 or less.")))
+    assert installation.numba(importing(numba=SimpleNamespace(__version__="0.68.1"))) == Check("numba", "ok", "0.68.1")
+    check = installation.numba(importing(numba=ImportError("Numba needs NumPy 2.5 or less.")))
     assert (check.state, check.found) == ("warning", "cannot be imported: Numba needs NumPy 2.5 or less.")
 
 
 def test_nothing_at_all_is_reported_too():
-    found = {check.name: check for check in libraries.checks("auto", importing())}
+    found = {check.name: check for check in installation.library_checks("auto", importing())}
     assert [name for name, check in found.items() if check.state == "problem"] == ["torch", "transformers"]
     assert found["bitsandbytes"].found.startswith("not installed")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvchat.doctor import machine
-from kvchat.doctor.check import Check, guarded
+from kvchat.doctor.installation import Check, guarded
 from kvchat.doctor.machine import container, host_memory, memory_lock, numa, processors, terminal, wsl
 
 GiB = 2**30

@@ -13,7 +13,7 @@ from support.fake_nvml import FakeGpu, FakeNvml
 from support.hostile import forbidden_in, hostile
 
 from kvchat.doctor import report
-from kvchat.doctor.check import Check
+from kvchat.doctor.installation import Check
 from kvchat.kv.memory import available
 
 

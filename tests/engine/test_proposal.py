@@ -12,7 +12,7 @@ from support.progress import silent
 from transformers import LlamaConfig
 
 import kvchat
-from kvchat import install
+from kvchat import libraries
 from kvchat.engine import plan
 from kvchat.engine.plan import memory_plan, propose
 from kvchat.kv.memory import available
@@ -109,7 +109,7 @@ def test_a_proposal_that_needs_a_package_says_how_to_install_it(monkeypatch):
     made = replace(planned("bundled"), weights={"none": 1600, "nf4": 500}, host_pool=100, workspace=0, device="cuda:0")
     made = replace(made, modes={**made.modes, "full": ModeNeed(1000, {})}, device_free=1700, host_free=9999)
     assert propose(made).mode == "full"
-    for found, wanted in ((None, install.extra("bnb")), (object(), "")):
+    for found, wanted in ((None, libraries.extra("bnb")), (object(), "")):
         monkeypatch.setattr(quantization, "find_spec", lambda name, found=found: found)
         assert propose(made).install == wanted
         lines = list(plan_lines(replace(made, proposal=propose(made))))

@@ -8,10 +8,10 @@ from support.dense_attention import softmax
 from support.loads import entering
 from support.real_models import real_model
 
-from kvchat.bench.corpus import prose
-from kvchat.bench.reading import answered
+from kvchat.bench.decoding import prose
+from kvchat.bench.frame import enter
 from kvchat.bench.recall_tasks import case
-from kvchat.bench.variant import enter
+from kvchat.bench.walk import answered
 from kvchat.engine.session import Session
 from kvchat.kv import inspect
 from kvchat.protocol.messages import Finished, Sampling, Turn

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvchat.bench import model_shapes
-from kvchat.bench.variant import parsed
+from kvchat.bench.frame import parsed
 from kvchat.engine import runner as runner_module
 from kvchat.engine.runner import ModelRunner, geometry_of, traits_of
 from kvchat.kv.modes import build

@@ -12,7 +12,7 @@ from support import tiny_models
 from support.gguf_files import write_lfm2, write_model
 from support.progress import silent
 
-from kvchat import install
+from kvchat import libraries
 from kvchat.engine.plan import memory_plan, propose
 from kvchat.errors import ModelError
 from kvchat.models import repacking
@@ -146,7 +146,7 @@ def test_without_torchao_it_is_unpacked_and_the_package_is_named(read, file_of, 
     assert (loaded.weights, loaded.weight_bytes) == ("", pytest.approx(model.weight_bytes, rel=0.01))
     (note,) = [note for note in loaded.notes if "torchao" in note]
     assert "int8" in note
-    assert note.endswith(install.extra("ao"))
+    assert note.endswith(libraries.extra("ao"))
     asked_for, _ = read("Q8_0", "none")
     assert not any("torchao" in note for note in asked_for.notes)
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvchat.bench import host_peak
+from kvchat.bench import timing
 from kvchat.protocol import wire
 from kvchat.protocol.figures import Gpu, Snapshot, Stats
 from kvchat.protocol.messages import Chat, Command, Event, Failed, Finished, Load, Sampling, Stop, Switch, Text, Turn
@@ -144,11 +144,11 @@ MANY = {
 @pytest.mark.parametrize("body", MANY.values(), ids=MANY)
 def test_a_message_with_many_mistakes_costs_no_more_than_one(body: bytes) -> None:
     """In a process of its own, by its own peak: ``ru_maxrss`` begins with that of the process that started it."""
-    if host_peak.read() is None:
+    if timing.read() is None:
         pytest.skip("the system does not tell")
     code = (
         "import sys, time\n"
-        "from kvchat.bench import host_peak\n"
+        "from kvchat.bench import timing as host_peak\n"
         "from kvchat.protocol import wire\n"
         'wire.decode_command(b\'{"type": "Stop"}\')\n'
         "body = sys.stdin.buffer.read()\n"

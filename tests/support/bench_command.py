@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvchat.bench.model_choice import ModelChoice
+from kvchat.bench.frame import ModelChoice
 from kvchat.cli.main import app
 
 

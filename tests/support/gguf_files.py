@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvchat.bench import gguf_copy
+from kvchat.bench import baselines
 from kvchat.models import gguf_file
 from kvchat.models.load import LoadedModel
 from kvchat.paths import bundled_model_dir
@@ -74,13 +74,13 @@ def write_model(path: Path, model: LoadedModel, kind: str = "Q8_0", table_kind: 
     config = model.model.config
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name("bundled")
-    gguf_copy.describe(writer, config)
+    baselines.describe(writer, config)
     _add_vocabulary(writer, config)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     tensors = {}
     for name, parameter in model.model.named_parameters():
         theirs = names.get_name(name, try_suffixes=(".weight",))
-        tensors[theirs] = gguf_copy.rotated_in_pairs(name, parameter.detach(), config)
+        tensors[theirs] = baselines.rotated_in_pairs(name, parameter.detach(), config)
     _write(writer, tensors, kind, table_kind or kind)
 
 

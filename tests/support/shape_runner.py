@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvchat.bench import model_shapes
-from kvchat.bench.variant import parsed
+from kvchat.bench.frame import parsed
 from kvchat.engine.runner import ModelRunner, geometry_of, traits_of
 from kvchat.kv.modes import build
 

@@ -9,10 +9,8 @@ from dataclasses import dataclass
 
 from kvchat.bench import passkey
 from kvchat.bench.agreement import Forced
-from kvchat.bench.frame import Row
-from kvchat.bench.intervals import mean, wilson
+from kvchat.bench.frame import Row, mean, parsed, wilson
 from kvchat.bench.paper.study import Lab, Part, Study, agreement, forced, row
-from kvchat.bench.variant import parsed
 from kvchat.engine import synthetic_text
 from kvchat.engine.prompt import PromptEncoder, Stored
 from kvchat.engine.synthetic_text import sentences

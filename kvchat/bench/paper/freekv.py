@@ -3,18 +3,20 @@ ablations of its appendix: how a group's scores are pooled, and whose query retr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from kvchat.bench.frame import Row
-from kvchat.bench.paper.retrieval_ablations import AblatedParameters, Source
+from kvchat.bench.frame import Row, parsed
 from kvchat.bench.paper.study import Lab, Part, Study, agreement, forced, rounded, row
-from kvchat.bench.variant import parsed
-from kvchat.config.modes import FullParameters
+from kvchat.config.modes import FullParameters, SpeculativeParameters
+from kvchat.kv.attention import AttentionSpec
+from kvchat.kv.modes.freekv import FreeKV
+from kvchat.kv.ops.selection import Candidates
+from kvchat.kv.state import KVState
 from kvchat.protocol.messages import Sampling
 
 TAUS = (0.0, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
@@ -30,6 +32,8 @@ SOURCES: dict[str, tuple[float, Source, str]] = {
 }
 SHOWN = 4  # heads whose C is drawn over time
 CELLS = 40  # lines and columns of an attention map
+Pooling = Literal["MeanS", "MaxS", "MeanQK", "MaxQK"]
+Source = Literal["own", "layer below"]
 
 
 @dataclass(frozen=True)
@@ -147,8 +151,6 @@ def _accuracy(lab: Lab) -> list[Row]:
 
 
 # ---- ablations -------------------------------------------------------------------------------------
-
-
 def _pooling(lab: Lab) -> list[Row]:
     decoded = forced(lab)
     return lab.each(
@@ -173,6 +175,21 @@ def _ablated(lab: Lab, **changes: Any) -> AblatedParameters:
 
 def _said(words: str) -> dict[str, str]:
     return {"same top token": words} if words else {}
+
+
+class AblatedParameters(SpeculativeParameters):
+    """Of ``SpeculativeParameters``; the source "layer below" is asked at every step, so that it needs a tau above 1."""
+
+    implementation: ClassVar[str] = "kvchat.bench.paper.freekv:Ablated"
+
+    @property
+    def implemented_by(self) -> str:
+        return self.implementation
+
+    pooling: Pooling = "MeanS"
+    """how a KV head's query heads agree on pages: mean or maximum of their weights (S) or of their scores (QK)"""
+    source: Source = "own"
+    """the query that retrieves: the layer's own, or at the same step that of the layer below"""
 
 
 PARTS = {
@@ -223,3 +240,35 @@ PARTS = {
     ),
 }
 STUDY = Study("freekv", "similarity of adjacent queries and what is corrected", PARTS, _variants)
+
+
+def _max_of_weights(scores: Tensor, candidates: Candidates) -> Tensor:
+    # Logarithms keep the order of the weights through the softmax that follows.
+    return scores.float().masked_fill(candidates.masked, float("-inf")).log_softmax(-1).amax(1, keepdim=True)
+
+
+# Scores [H, G, page] pooled to [H, 1, page]: the softmax of one row that follows keeps their order.
+POOLED: dict[Pooling, Callable[[Tensor, Candidates], Tensor]] = {
+    "MeanS": lambda scores, candidates: scores,
+    "MaxS": _max_of_weights,
+    "MeanQK": lambda scores, candidates: scores.float().mean(1, keepdim=True),
+    "MaxQK": lambda scores, candidates: scores.amax(1, keepdim=True),
+}
+
+
+class Ablated(FreeKV):
+    """FreeKV with the pooling and the source of its parameters."""
+
+    parameters: AblatedParameters
+
+    def attach(self, state: KVState) -> None:
+        super().attach(state)
+        self._below = state.query[0]
+
+    def attention_begin(self, layer: int, query: Tensor, key: Tensor, spec: AttentionSpec) -> bool:
+        below, self._below = self._below, query
+        asked = below if self.parameters.source == "layer below" and layer else query
+        return super().attention_begin(layer, asked, key, spec)
+
+    def choose(self, layer: int, scores: Tensor, candidates: Candidates, flagged: Tensor | None = None) -> Tensor:
+        return super().choose(layer, POOLED[self.parameters.pooling](scores, candidates), candidates, flagged)

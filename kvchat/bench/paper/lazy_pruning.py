@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from kvchat.bench.baselines import as_written
-from kvchat.bench.frame import Row
+from kvchat.bench.frame import Row, parsed
 from kvchat.bench.paper.study import Lab, Part, Study, row
-from kvchat.bench.variant import parsed
 from kvchat.errors import UsageError
 
 PROMPT = 16

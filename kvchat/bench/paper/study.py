@@ -16,11 +16,9 @@ from torch import Tensor
 
 from kvchat.bench.agreement import Forced, summarized
 from kvchat.bench.agreement import Settings as AgreementSettings
-from kvchat.bench.environment import fingerprint
-from kvchat.bench.frame import Cell, Frame, Row
-from kvchat.bench.identity import Experiment, Result, methods, model_identity
-from kvchat.bench.model_choice import ModelChoice
+from kvchat.bench.frame import Cell, Experiment, Frame, ModelChoice, Result, Row, methods, model_identity
 from kvchat.bench.texts import passages
+from kvchat.bench.timing import fingerprint
 from kvchat.bench.walk import Walk
 from kvchat.config.modes import ModeParameters
 from kvchat.engine.sampler import Sampler, read

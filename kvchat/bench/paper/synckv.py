@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvchat.bench.agreement import Forced
-from kvchat.bench.frame import Row
-from kvchat.bench.paper.head_clusters import concordance, corpora
+from kvchat.bench.frame import Row, parsed
 from kvchat.bench.paper.study import Lab, Part, Study, agreement, forced, rounded, row
 from kvchat.bench.recall_tasks import case
-from kvchat.bench.variant import parsed
+from kvchat.bench.texts import BOOKS
 from kvchat.config.modes import FullParameters
+from kvchat.engine.calibration import calibrate, file_samples
 from kvchat.engine.prompt import PromptEncoder, Stored
 from kvchat.engine.synthetic_text import ANSWER_TOKENS
+from kvchat.errors import UsageError
+from kvchat.kv.modes.sync_heads import RULES, Calibration, kmeans, roles
+from kvchat.models.load import LoadedModel
 from kvchat.protocol.messages import Sampling
 
 TOP = 64
@@ -74,8 +79,6 @@ def _at_ratio(rho: float) -> str:
 
 
 # ---- Figure 2 --------------------------------------------------------------------------------------
-
-
 def _top_sets(lab: Lab) -> Tensor:
     """The most attended tokens of each step, layer and KV head as 0 and 1, ``[steps, layers, H, total]``."""
     walk, end = lab.walk, lab.settings.context + lab.settings.tokens
@@ -126,8 +129,6 @@ def _similarity(lab: Lab) -> list[Row]:
 
 
 # ---- Table 3 and Figure 6 --------------------------------------------------------------------------
-
-
 def _ablations(lab: Lab) -> list[Row]:
     decoded = forced(lab)
 
@@ -157,8 +158,6 @@ def _times(lab: Lab, variant: str) -> dict[str, float]:
 
 
 # ---- Figure 4 --------------------------------------------------------------------------------------
-
-
 def _needles(lab: Lab) -> list[Row]:
     """Shares of needles found by depth (lines) and length (columns), in full, by the paper's settings and ours."""
     variants = {
@@ -201,8 +200,6 @@ def _answers(lab: Lab, variants: dict[str, str], tokens: int, depth: float, numb
 
 
 # ---- appendix B.1 ----------------------------------------------------------------------------------
-
-
 def _clusters(lab: Lab) -> list[Row]:
     """Agreement of the heads' clusters between every two of the books, for each N_r that leaves a follower."""
     measured = corpora(lab.model, lab.settings.articles)
@@ -211,6 +208,51 @@ def _clusters(lab: Lab) -> list[Row]:
         for clusters in range(2, min(4, lab.model.kv_heads))
         for label, figures in concordance(measured, clusters)
     ]
+
+
+def corpora(model: LoadedModel, texts: int) -> dict[str, Calibration]:
+    """A calibration on the first ``texts`` texts of each shipped book, by the book's name.
+
+    Raises:
+        UsageError: the model has too few heads to compare clusters of.
+    """
+    if model.kv_heads < 3:
+        raise UsageError(
+            "Two heads make no clusters.",
+            f"A layer of {model.name} has {model.kv_heads} KV heads.",
+            "Take a model with more KV heads.",
+        )
+    books = sorted(BOOKS.glob("*.txt"))
+    return {book.stem: calibrate(model, file_samples(model, [book])[:texts], book.stem) for book in books}
+
+
+def concordance(measured: Mapping[str, Calibration], clusters: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """For every two corpora: shares of heads in the same cluster, and of the same representatives by each rule."""
+    for one, other in itertools.combinations(measured, 2):
+        pair = measured[one], measured[other]
+        labels = [[_labels(layer, clusters) for layer in each.similarity] for each in pair]
+        same = [matching(a, b) for a, b in zip(*labels, strict=True)]
+        figures: dict[str, Any] = {"same cluster": sum(same) / len(same)}
+        for rule in RULES:
+            led = [[set(layer.representatives) for layer in roles(each, clusters, rule)] for each in pair]
+            shared = [len(a & b) / clusters for a, b in zip(*led, strict=True)]
+            figures[f"same representatives, {rule}"] = sum(shared) / len(shared)
+        yield f"N_r={clusters}: {one} and {other}", figures
+
+
+def matching(one: Sequence[int], other: Sequence[int]) -> float:
+    """The share of heads in the same cluster of two clusterings, under the numbering that makes most of them so."""
+    names = range(max(*one, *other) + 1)
+    best = max(
+        sum(renamed[a] == b for a, b in zip(one, other, strict=True)) for renamed in itertools.permutations(names)
+    )
+    return best / len(one)
+
+
+def _labels(similarity: Sequence[Sequence[float]], clusters: int) -> list[int]:
+    scores: Tensor = torch.tensor(similarity, dtype=torch.float64)
+    found: list[int] = kmeans(scores.max() - scores, clusters)[0].tolist()
+    return found
 
 
 PARTS = {

@@ -17,9 +17,9 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from kvchat import install
+from kvchat import libraries
 from kvchat.errors import ModelError, UsageError, did_you_mean
-from kvchat.hub_kernels import import_bitsandbytes
+from kvchat.libraries import import_bitsandbytes
 from kvchat.models import stored_tensors
 from kvchat.models.quantize import int8_rows
 from kvchat.models.quantize.rows import all_rows, body, packs_head
@@ -92,8 +92,8 @@ def missing(name: str, quantized: Quantization, error: ImportError) -> ModelErro
     """The refusal of a model for which a package is missing; transformers' message names it."""
     message = " ".join(str(error).split())[:300]
     found = next((extra for method, extra in EXTRA_OF_METHOD.items() if method in quantized.method), "")
-    named = install.EXTRAS[found] if found else _named_in(message)
-    hint = f"Run: {install.command(*named)}" if named else "Install the package, then try again."
+    named = libraries.EXTRAS[found] if found else _named_in(message)
+    hint = f"Run: {libraries.command(*named)}" if named else "Install the package, then try again."
     return ModelError(f"{name} needs a package that is not installed.", f"transformers says: {message}", hint)
 
 
@@ -260,7 +260,7 @@ def _package(quantize: str, device: torch.device) -> str:
 def _check_installed(quantize: str, device: torch.device) -> None:
     absent = absent_packages(quantize, device)
     if absent:
-        raise install.missing(quantize, absent)
+        raise libraries.missing(quantize, absent)
 
 
 def _chosen(quantize: str, dtype: torch.dtype, device: torch.device) -> Any:

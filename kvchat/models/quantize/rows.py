@@ -157,7 +157,7 @@ def merge(parameters: Sequence[Tensor]) -> Tensor:
 
 
 def _one_behind_the_other(parameters: Sequence[Tensor]) -> Tensor | None:
-    """The parameters as one, where they lie in memory like that already (``weights_memory``)."""
+    """The parameters as one, where they lie in memory like that already (``reading``)."""
     first = parameters[0].data
     end = first.data_ptr()
     for parameter in parameters:

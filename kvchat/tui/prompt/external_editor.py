@@ -17,7 +17,7 @@ from types import FrameType
 from textual.app import App, SuspendNotSupported
 
 from kvchat.errors import UsageError
-from kvchat.text_file import unmarked
+from kvchat.files import unmarked
 
 DEFAULTS = ("nano", "vim", "vi", "emacs")
 

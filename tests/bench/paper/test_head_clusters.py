@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvchat.bench.paper.head_clusters import concordance, matching
+from kvchat.bench.paper.synckv import concordance, matching
 from kvchat.kv.modes.sync_heads import Calibration
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvchat.bench.paper.retrieval_ablations import POOLED, AblatedParameters
-from kvchat.bench.variant import parsed
+from kvchat.bench.frame import parsed
+from kvchat.bench.paper.freekv import POOLED, AblatedParameters
 from kvchat.bench.walk import Walk
 from kvchat.kv.ops.selection import Candidates, top_pages
 

@@ -7,14 +7,12 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from kvchat.bench.frame import Frame
-from kvchat.bench.identity import VERSIONS, outdated
-from kvchat.bench.model_choice import ModelChoice
+from kvchat.bench.frame import VERSIONS, Frame, ModelChoice, outdated
 from kvchat.bench.paper import asr_kf_egr, lazy_pruning
 from kvchat.bench.paper.studies import STUDIES, chosen
 from kvchat.bench.paper.study import Lab, forced
-from kvchat.bench.plot.paper import paper as draw
-from kvchat.bench.summaries import tables
+from kvchat.bench.plots import paper as draw
+from kvchat.bench.report import tables
 from kvchat.bench.walk import Walk
 from kvchat.cli.main import app
 from kvchat.errors import DoesNotFitError, UsageError

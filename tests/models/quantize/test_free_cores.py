@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from kvchat.bench.variant import parsed
+from kvchat.bench.frame import parsed
 from kvchat.engine.runner import ModelRunner, geometry_of, traits_of
 from kvchat.kv.modes import build
 from kvchat.models.quantize.rows import LOOK_S, PAUSE_S, FreeCores

@@ -8,8 +8,8 @@ from importlib.util import find_spec
 import pytest
 from support.plot_result import RESULT
 
-from kvchat.bench import plot
-from kvchat.bench.identity import VERSIONS
+from kvchat.bench import plots
+from kvchat.bench.frame import VERSIONS
 
 pytestmark = pytest.mark.skipif(find_spec("matplotlib") is None, reason="draws: needs matplotlib")
 
@@ -26,11 +26,11 @@ DRAWN = {
 @pytest.mark.parametrize("experiment", DRAWN)
 def test_answers_are_drawn_with_their_shares(tmp_path, experiment):
     summary, shown = DRAWN[experiment]
-    plot.draw({**RESULT, "experiment": experiment, "what": "what", "summary": summary}, tmp_path / "a.svg")
+    plots.draw({**RESULT, "experiment": experiment, "what": "what", "summary": summary}, tmp_path / "a.svg")
     texts = [text.strip() for text in ET.parse(tmp_path / "a.svg").getroot().itertext()]
     assert all(any(part in text for text in texts) for part in shown), texts
 
 
 def test_every_experiment_of_more_than_a_few_times_has_a_picture():
     few = {"resume", "long-chat", "coverage"}
-    assert {*plot.DRAWN} == {name for name in VERSIONS if not name.startswith("paper ")} - few
+    assert {*plots.DRAWN} == {name for name in VERSIONS if not name.startswith("paper ")} - few

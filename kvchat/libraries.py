@@ -1,16 +1,23 @@
-"""Commands that install a package where this kvchat is installed: into a virtual environment, by pipx or by uv.
+"""Libraries that may be missing or do too much: how they are installed, and that none runs code from a hub unasked.
 
-No package index has kvchat, so the packages of its extras are named themselves.
+A package is installed where this kvchat is: into a virtual environment, by pipx or by uv. No package index has kvchat,
+so the packages of its extras are named themselves. Where ``kernels`` is
+installed, other packages download and run compiled code.
 """
 
 from __future__ import annotations
 
+import importlib
+import logging
+import os
 import shlex
 import shutil
 import sys
 import sysconfig
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from kvchat.errors import ModelError
 
@@ -24,6 +31,8 @@ EXTRAS = {
 }
 # The extra that a quantization needs on a GPU, and nf4 on a CPU too.
 EXTRA_OF = {"int8": "ao", "int4": "ao", "nf4": "bnb"}
+TRANSFORMERS = "USE_HUB_KERNELS"  # transformers reads it when it is imported
+BITSANDBYTES_LOG = "bitsandbytes.backends.cpu.ops"
 
 
 def command(*packages: str, again: bool = False) -> str:
@@ -79,3 +88,26 @@ def _outside() -> str:
     in_environment = sys.prefix != sys.base_prefix
     managed = Path(sysconfig.get_path("stdlib"), "EXTERNALLY-MANAGED").is_file()
     return "" if in_environment or not managed else "--break-system-packages "
+
+
+def refuse_in_transformers() -> None:
+    """Let transformers take no kernels, as for mixtures of experts, from a hub, unless the environment says so."""
+    os.environ.setdefault(TRANSFORMERS, "NO")
+
+
+def import_bitsandbytes(load: Callable[[str], Any] = importlib.import_module) -> Any:
+    """Import bitsandbytes, which on a CPU that multiplies bfloat16 takes a kernel from a hub meanwhile, or warns.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    log = logging.getLogger(BITSANDBYTES_LOG)
+    level, before = log.level, {name: sys.modules[name] for name in ("kernels",) if name in sys.modules}
+    sys.modules["kernels"] = None  # type: ignore[assignment]  # an import of it fails
+    log.setLevel(logging.ERROR)
+    try:
+        return load("bitsandbytes")
+    finally:
+        log.setLevel(level)
+        del sys.modules["kernels"]
+        sys.modules.update(before)

@@ -8,11 +8,9 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from kvchat.bench.datasets import answers
-from kvchat.bench.frame import Frame
-from kvchat.bench.identity import outdated
-from kvchat.bench.model_choice import ModelChoice
-from kvchat.bench.summaries import tables
+from kvchat.bench import data_sets
+from kvchat.bench.frame import Frame, ModelChoice, outdated
+from kvchat.bench.report import tables
 from kvchat.cli.main import app
 from kvchat.errors import UsageError
 from kvchat.models.load import load_model
@@ -42,8 +40,8 @@ def folder(tmp_path, model, monkeypatch):
 
 
 def test_every_variant_answers_every_row_and_tasks_have_a_mean(folder, tmp_path):
-    settings = answers.Settings("ruler", str(folder), (STREAMING,), rows=1, tokens=8)
-    result = answers.run(settings, frame=Frame(tmp_path / "kept.json"))
+    settings = data_sets.Settings("ruler", str(folder), (STREAMING,), rows=1, tokens=8)
+    result = data_sets.run(settings, frame=Frame(tmp_path / "kept.json"))
     assert json.loads(json.dumps(result)) == result
     assert outdated(result) == ""
     places = [(row["task"], row["place"], row["variant"]) for row in result["rows"]]
@@ -55,13 +53,13 @@ def test_every_variant_answers_every_row_and_tasks_have_a_mean(folder, tmp_path)
     (table,) = tables(result)
     assert table.rows[0][:2] == ("niah_1", "full")
     kept = (tmp_path / "kept.json").read_text()
-    again = answers.run(settings, frame=Frame(tmp_path / "kept.json"))
+    again = data_sets.run(settings, frame=Frame(tmp_path / "kept.json"))
     assert again["rows"] == json.loads(kept)["rows"], "nothing is measured twice"
 
 
 def test_samples_differ_and_the_best_of_them_counts_beside_the_mean(folder):
-    settings = answers.Settings("ruler", str(folder), (), rows=1, samples=3, tokens=6)
-    result = answers.run(settings)
+    settings = data_sets.Settings("ruler", str(folder), (), rows=1, samples=3, tokens=6)
+    result = data_sets.run(settings)
     mine = [row for row in result["rows"] if row["task"] == "qa_1"]
     assert [row["sample"] for row in mine] == [0, 1, 2]
     assert len({row["text"] for row in mine}) > 1
@@ -73,8 +71,8 @@ def test_samples_differ_and_the_best_of_them_counts_beside_the_mean(folder):
 def test_a_prompt_beyond_the_context_is_cut_in_its_middle(folder, model, monkeypatch):
     short = dataclasses.replace(model, context=120)
     monkeypatch.setattr(ModelChoice, "load", lambda self, report: short)
-    settings = answers.Settings("ruler", str(folder), (), rows=1, tokens=6)
-    whole, cut = answers.run(settings)["rows"]
+    settings = data_sets.Settings("ruler", str(folder), (), rows=1, tokens=6)
+    whole, cut = data_sets.run(settings)["rows"]
     assert (whole["cut"], cut["prompt_tokens"] <= 114) == (0, True)
     assert cut["cut"] > 0
 

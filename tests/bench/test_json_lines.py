@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvchat.bench.datasets.json_lines import files, lines
+from kvchat.bench.texts import files, lines
 from kvchat.errors import UsageError
 
 

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 from support.plot_result import RESULT
 
-from kvchat.bench import plot
+from kvchat.bench import plots
 from kvchat.errors import UsageError
 
 pytestmark = pytest.mark.skipif(find_spec("matplotlib") is None, reason="draws: needs matplotlib")
@@ -34,7 +34,7 @@ def row(variant, passage, *nats):
 
 
 def draw(tmp_path, experiment, **result):
-    plot.draw({**RESULT, "experiment": experiment, "what": "what", **result}, tmp_path / "a.svg")
+    plots.draw({**RESULT, "experiment": experiment, "what": "what", **result}, tmp_path / "a.svg")
     return "".join(ET.parse(tmp_path / "a.svg").getroot().itertext())
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvchat.bench.datasets import scores
+from kvchat.bench import data_sets
 
 
 @pytest.mark.parametrize(
@@ -17,7 +17,7 @@ from kvchat.bench.datasets import scores
     ],
 )
 def test_f1_counts_words_without_case_articles_and_punctuation(answer, reference, f1):
-    assert scores.token_f1(answer, reference) == pytest.approx(f1)
+    assert data_sets.token_f1(answer, reference) == pytest.approx(f1)
 
 
 @pytest.mark.parametrize(
@@ -33,34 +33,34 @@ def test_f1_counts_words_without_case_articles_and_punctuation(answer, reference
     ],
 )
 def test_rouge_l_is_the_union_of_the_sentences_longest_subsequences(answer, reference, f1):
-    assert scores.rouge_l(answer, reference) == pytest.approx(f1)
+    assert data_sets.rouge_l(answer, reference) == pytest.approx(f1)
 
 
 def test_a_class_is_shared_by_all_that_are_named():
     classes = ("Food", "Food and drink", "Sport")
-    assert scores.class_share("It is Sport", "Sport", classes) == 1
-    assert scores.class_share("Sport or Food", "Sport", classes) == 0.5
-    assert scores.class_share("Food and drink", "Food and drink", classes) == 1, "Food is part of the right name"
-    assert scores.class_share("Weather", "Sport", classes) == 0
+    assert data_sets.class_share("It is Sport", "Sport", classes) == 1
+    assert data_sets.class_share("Sport or Food", "Sport", classes) == 0.5
+    assert data_sets.class_share("Food and drink", "Food and drink", classes) == 1, "Food is part of the right name"
+    assert data_sets.class_share("Weather", "Sport", classes) == 0
 
 
 def test_numbers_retrieved_and_counted():
-    assert scores.number_share("Paragraph 12", "Paragraph 12") == 1
-    assert scores.number_share("12 or 7, not 3", "Paragraph 12") == pytest.approx(1 / 3)
-    assert scores.number_share("none", "Paragraph 12") == 0
+    assert data_sets.number_share("Paragraph 12", "Paragraph 12") == 1
+    assert data_sets.number_share("12 or 7, not 3", "Paragraph 12") == pytest.approx(1 / 3)
+    assert data_sets.number_share("none", "Paragraph 12") == 0
 
 
 def test_code_is_the_first_line_that_is_no_comment():
     answer = "\n# add one\n```python\nreturn x + 1\nreturn None"
-    assert scores.code_similarity(answer, "return x + 1") == 1
-    assert scores.code_similarity("return x", "return x + 1") == pytest.approx(0.8)
-    assert scores.code_similarity("# nothing", "return x") == 0
+    assert data_sets.code_similarity(answer, "return x + 1") == 1
+    assert data_sets.code_similarity("return x", "return x + 1") == pytest.approx(0.8)
+    assert data_sets.code_similarity("# nothing", "return x") == 0
 
 
 def test_ruler_counts_contained_references_or_any():
-    assert scores.contained("The numbers are 12 and 34.", ("12", "34", "56")) == pytest.approx(2 / 3)
-    assert scores.any_contained("it was ANNE", ("Anne", "Emma")) == 1
-    assert scores.any_contained("it was Jane", ("Anne", "Emma")) == 0
+    assert data_sets.contained("The numbers are 12 and 34.", ("12", "34", "56")) == pytest.approx(2 / 3)
+    assert data_sets.any_contained("it was ANNE", ("Anne", "Emma")) == 1
+    assert data_sets.any_contained("it was Jane", ("Anne", "Emma")) == 0
 
 
 @pytest.mark.parametrize(
@@ -74,4 +74,4 @@ def test_ruler_counts_contained_references_or_any():
     ],
 )
 def test_the_integer_of_an_aime_answer(answer, found):
-    assert scores.final_integer(answer) == found
+    assert data_sets.final_integer(answer) == found

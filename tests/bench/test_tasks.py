@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from kvchat.bench.datasets.tasks import LONGBENCH, aime, longbench, ruler
+from kvchat.bench.data_sets import LONGBENCH, aime, longbench, ruler
 from kvchat.errors import UsageError
 
 

@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from kvchat.bench.datasets.long_texts import texts
-from kvchat.bench.texts import passages
+from kvchat.bench.texts import passages, texts
 from kvchat.errors import UsageError
 
 

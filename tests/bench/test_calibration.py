@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from kvchat.bench import plot
+from kvchat.bench import plots
 from kvchat.cli.main import app
 from kvchat.engine import calibration
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(find_spec("matplotlib") is None, reason="draws: 
 def test_the_heat_map_shows_every_pair_and_marks_the_representatives(tmp_path):
     (file,) = calibration.paths.bundled_calibration_dir().glob("*.json")
     shipped = calibration.load(file)
-    plot.calibration(shipped.similarity, calibration.representatives(shipped, "retrieval"), tmp_path / "heads.svg")
+    plots.calibration(shipped.similarity, calibration.representatives(shipped, "retrieval"), tmp_path / "heads.svg")
     texts = [text.strip() for text in ET.parse(tmp_path / "heads.svg").getroot().itertext() if text.strip()]
     shown = [text for text in texts if len(text) == 4 and text[1] == "."]
     assert shown == [f"{value:.2f}" for layer in shipped.similarity for row in layer for value in row]

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 from support.plot_result import RESULT
 
-from kvchat.bench.plot import canvas, speed
+from kvchat.bench import plots
 
 pytestmark = pytest.mark.skipif(find_spec("matplotlib") is None, reason="draws: needs matplotlib")
 
@@ -34,14 +34,14 @@ def bars(monkeypatch):
 
 
 def test_bars_are_times_and_their_orange_end_is_exposed_recall(tmp_path, bars):
-    speed.decode(RESULT, tmp_path / "times.svg")
+    plots.decode(RESULT, tmp_path / "times.svg")
     assert bars == [
-        (0.0, 4.0, canvas.BASELINE), (0.0, 8.0, canvas.MODE), (0.0, 5.0, canvas.MODE), (3.75, 5.0, canvas.EXPOSED),
+        (0.0, 4.0, plots.BASELINE), (0.0, 8.0, plots.MODE), (0.0, 5.0, plots.MODE), (3.75, 5.0, plots.EXPOSED),
     ]  # fmt: skip
 
 
 def test_an_svg_names_variants_contexts_reasons_and_the_floor(tmp_path):
-    speed.decode(RESULT, tmp_path / "times.svg")
+    plots.decode(RESULT, tmp_path / "times.svg")
     text = "".join(ET.parse(tmp_path / "times.svg").getroot().itertext())
     for shown in (
         "dynamic", "speculative, 50 % new", "512 tokens", "8,192 tokens", "The offloaded cache needs a GPU.",
@@ -52,14 +52,14 @@ def test_an_svg_names_variants_contexts_reasons_and_the_floor(tmp_path):
 
 def test_a_prompt_is_drawn_in_chunks_and_in_one_forward_where_that_was_measured(tmp_path, bars):
     rows = [{"tokens": 512, "seconds": 0.5, "one_shot_seconds": 0.25}, {"tokens": 8192, "seconds": 6.5}]
-    speed.prefill({**RESULT, "summary": rows}, tmp_path / "prompt.svg")
-    assert {(right, color) for _, right, color in bars} == {((0.5, 6.5), canvas.MODE), ((0.25,), canvas.BASELINE)}
+    plots.prefill({**RESULT, "summary": rows}, tmp_path / "prompt.svg")
+    assert {(right, color) for _, right, color in bars} == {((0.5, 6.5), plots.MODE), ((0.25,), plots.BASELINE)}
     assert all(shown in texts(tmp_path / "prompt.svg") for shown in ("8,192 tokens", "6.5 s", "0.25 s", "one forward"))
 
 
 def test_lengths_are_a_line_for_each_variant_that_could_be_measured(tmp_path):
     rows = [{"variant": name, "context": n, "ms": 4.0} for name in ("full", "sync:m=6") for n in (512, 8192)]
-    speed.lengths({**RESULT, "summary": [*rows, {"variant": "freeze", "refused": "No."}]}, tmp_path / "lengths.svg")
+    plots.lengths({**RESULT, "summary": [*rows, {"variant": "freeze", "refused": "No."}]}, tmp_path / "lengths.svg")
     shown = texts(tmp_path / "lengths.svg")
     assert all(text in shown for text in ("full", "sync:m=6", "ms a token", "tokens stored"))
     assert "freeze" not in shown
@@ -67,6 +67,6 @@ def test_lengths_are_a_line_for_each_variant_that_could_be_measured(tmp_path):
 
 def test_a_long_run_shows_times_and_bytes_by_what_is_stored(tmp_path):
     rows = [{"stored": n, "ms": 8.0, "kv_device_bytes": 2**20, "kv_host_bytes": n * 2**20} for n in (10, 20)]
-    speed.long_run({**RESULT, "what": "streaming, 20 tokens", "summary": rows}, tmp_path / "long.svg")
+    plots.long_run({**RESULT, "what": "streaming, 20 tokens", "summary": rows}, tmp_path / "long.svg")
     shown = texts(tmp_path / "long.svg")
     assert all(text in shown for text in ("streaming, 20 tokens", "ms a token", "K/V in MiB", "on the host"))

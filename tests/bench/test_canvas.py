@@ -9,7 +9,7 @@ import pytest
 from support.plot_result import RESULT
 from typer.testing import CliRunner
 
-from kvchat.bench.plot import canvas, speed
+from kvchat.bench import plots
 from kvchat.cli.main import app
 from kvchat.errors import UsageError
 
@@ -19,13 +19,13 @@ drawing = pytest.mark.skipif(find_spec("matplotlib") is None, reason="draws: nee
 @drawing
 def test_equal_data_gives_equal_files(tmp_path):
     for name in ("a.svg", "b.svg"):
-        speed.decode(RESULT, tmp_path / name)
+        plots.decode(RESULT, tmp_path / name)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
 
 
 @drawing
 def test_a_png_is_a_png(tmp_path):
-    speed.decode(RESULT, tmp_path / "times.png")
+    plots.decode(RESULT, tmp_path / "times.png")
     assert (tmp_path / "times.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -33,7 +33,7 @@ def test_a_png_is_a_png(tmp_path):
 def test_a_file_that_cannot_be_written_is_an_error_with_its_name(tmp_path):
     (tmp_path / "times.svg").mkdir()
     with pytest.raises(UsageError, match=r"times\.svg cannot be written"):
-        speed.decode(RESULT, tmp_path / "times.svg")
+        plots.decode(RESULT, tmp_path / "times.svg")
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_a_file_that_cannot_be_written_is_an_error_with_its_name(tmp_path):
 )
 def test_a_plot_that_cannot_be_drawn_is_refused(tmp_path, name, message):
     with pytest.raises(UsageError, match=message):
-        canvas.check(tmp_path / name)
+        plots.check(tmp_path / name)
 
 
 @drawing
@@ -55,7 +55,7 @@ def test_the_command_draws_what_it_measured(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("command", [["bench", "decode"], ["calibrate"]])
 def test_without_matplotlib_the_extra_is_named_before_anything_is_measured(command, tmp_path, monkeypatch):
-    monkeypatch.setattr(canvas, "find_spec", lambda name: None)
+    monkeypatch.setattr(plots, "find_spec", lambda name: None)
     monkeypatch.setattr("kvchat.models.load.load_model", lambda *args: pytest.fail("loaded"))
     monkeypatch.setattr("kvchat.bench.decode.run", lambda *args: pytest.fail("measured"))
     ran = CliRunner().invoke(app, [*command, "--plot", str(tmp_path / "x.svg")])
