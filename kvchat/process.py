@@ -57,19 +57,20 @@ def physical_cores(processors: Path = PROCESSORS) -> int | None:
         return None
     usable = (processors / f"cpu{number}" for number in os.sched_getaffinity(0))
     # Of one core all processors name the same ones; numbers of cores are unique within a package or a die only.
-    siblings = {_text(processor / "topology" / "thread_siblings_list") for processor in usable}
+    siblings = {system_text(processor / "topology" / "thread_siblings_list") for processor in usable}
     return None if "" in siblings else len(siblings)
 
 
 def processor_share(cgroups: Path = CGROUPS) -> float | None:
     """The processor time the container grants, in processors (cgroup v2 or v1); None without a limit."""
-    quota, _, period = _text(cgroups / "cpu.max").partition(" ")
+    quota, _, period = system_text(cgroups / "cpu.max").partition(" ")
     if not period:
-        quota, period = (_text(cgroups / "cpu" / f"cpu.cfs_{part}_us") for part in ("quota", "period"))
+        quota, period = (system_text(cgroups / "cpu" / f"cpu.cfs_{part}_us") for part in ("quota", "period"))
     return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) else None
 
 
-def _text(file: Path) -> str:
+def system_text(file: Path) -> str:
+    """What the system tells in a file of /proc or /sys, stripped; "" where it does not."""
     try:
         return file.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

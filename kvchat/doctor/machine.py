@@ -13,12 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvchat import nvml, units
+from kvchat import nvml
 from kvchat.doctor.installation import Check, guarded, sees_gpu
 from kvchat.kv.memory import available
 from kvchat.nvml import GpuInfo, PcieLink
-from kvchat.process import CGROUPS, processor_share
-from kvchat.units import MISSING, size
+from kvchat.process import CGROUPS, processor_share, system_text
+from kvchat.units import MISSING, count, figure, size
 
 SYS = Path("/sys")
 SMALLEST = (40, 12)  # columns and lines the chat needs
@@ -85,7 +85,7 @@ def memory_lock(limit: int | None = None) -> Check:
 
 def wsl(proc: Path = available.PROC) -> Check:
     """The Windows Subsystem for Linux, whose driver pins less memory."""
-    release = _text(proc / "sys" / "kernel" / "osrelease")
+    release = system_text(proc / "sys" / "kernel" / "osrelease")
     if "microsoft" not in release.lower():
         return Check("WSL", "ok", "no" if release else MISSING)
     advice = "Windows limits pinned memory, to about half of the machine's; beyond that recall is slow."
@@ -109,7 +109,7 @@ def numa(bus: str, sysfs: Path = SYS, proc: Path = available.PROC, allowed: froz
         return Check("NUMA", "ok", found)
     advice = f"K/V would cross between sockets: numactl --cpunodebind={near} --membind={near} kvchat"
     cpus = frozenset(os.sched_getaffinity(0)) if allowed is None else allowed
-    if not cpus & _numbers(_text(folder / f"node{near}" / "cpulist")):
+    if not cpus & _numbers(system_text(folder / f"node{near}" / "cpulist")):
         return Check("NUMA", "warning", f"{found}, this process runs on others' processors only", advice)
     if near not in _memory_nodes(proc, frozenset(nodes)):
         return Check("NUMA", "warning", f"{found}, this process may not take its memory", advice)
@@ -138,15 +138,15 @@ def _gpu_node(bus: str, sysfs: Path) -> int | None:
     """The NUMA node of a PCI device; None if the kernel knows none."""
     # NVML writes the domain with eight digits, the kernel with four.
     domain, _, rest = bus.lower().partition(":")
-    text = _text(sysfs / "bus" / "pci" / "devices" / f"{domain[-4:]}:{rest}" / "numa_node")
+    text = system_text(sysfs / "bus" / "pci" / "devices" / f"{domain[-4:]}:{rest}" / "numa_node")
     return int(text) if text.isdigit() else None
 
 
 def _memory_nodes(proc: Path, nodes: frozenset[int]) -> frozenset[int]:
     """The nodes this process may take memory from: its cpuset, narrowed by a policy such as numactl's."""
-    match = re.search(r"^Mems_allowed_list:\s*(\S+)", _text(proc / "self" / "status"), re.MULTILINE)
+    match = re.search(r"^Mems_allowed_list:\s*(\S+)", system_text(proc / "self" / "status"), re.MULTILINE)
     allowed = _numbers(match[1]) if match else nodes
-    policy = re.match(r"\S+ (?:bind|interleave)[^:]*:(\S+)", _text(proc / "self" / "numa_maps"))
+    policy = re.match(r"\S+ (?:bind|interleave)[^:]*:(\S+)", system_text(proc / "self" / "numa_maps"))
     return allowed & _numbers(policy[1]) if policy else allowed
 
 
@@ -157,13 +157,6 @@ def _numbers(text: str) -> frozenset[int]:
         first, _, last = part.partition("-")
         found.update(range(int(first), int(last or first) + 1))
     return frozenset(found)
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""
 
 
 def gpu_checks(device: str, torch: Any, has_triton: bool) -> Iterator[Check]:
@@ -218,7 +211,7 @@ def chosen_device(device: str, torch: Any) -> Check:
     number = int(device.partition(":")[2] or 0)
     if device.startswith("cuda") and number >= (gpus := torch.cuda.device_count()):
         advice = f'Set [model] device = "cuda:{gpus - 1}" or lower; CUDA counts from 0.'
-        return Check("device", "problem", f"{device} is set, torch sees {units.count(gpus)} GPU", advice)
+        return Check("device", "problem", f"{device} is set, torch sees {count(gpus)} GPU", advice)
     used = "cpu" if device == "cpu" or not there else "cuda" if device == "auto" else device
     return Check("device", "ok", f"{device} is set, {used} is used" if device == "auto" else used)
 
@@ -230,7 +223,7 @@ def pinning(torch: Any, cuda: bool, registrar: Any = None) -> Check:
     from kvchat.kv.memory import available, pinned  # they import torch
 
     if available.usable(available.host_free()) < TRIAL_BYTES:
-        advice = f"Less than {units.size(TRIAL_BYTES)} of host memory is free, too little to try it."
+        advice = f"Less than {size(TRIAL_BYTES)} of host memory is free, too little to try it."
         return Check("pinning", "warning", MISSING, advice)
     region = pinned.PinnedRegion(TRIAL_BYTES)
     segment = region.commit(TRIAL_BYTES)
@@ -242,7 +235,7 @@ def pinning(torch: Any, cuda: bool, registrar: Any = None) -> Check:
         return Check("pinning", "warning", str(error), PINNED_ADVICE)
     per_gib = (time.perf_counter() - began) / (TRIAL_BYTES / 2**30)
     region.unregister()
-    return Check("pinning", "ok", f"{units.size(TRIAL_BYTES)} tried, {units.figure(per_gib, 's/GiB', 2)}")
+    return Check("pinning", "ok", f"{size(TRIAL_BYTES)} tried, {figure(per_gib, 's/GiB', 2)}")
 
 
 def decode_steps(cuda: bool, has_triton: bool, pinned: bool) -> Check:
@@ -260,7 +253,7 @@ def decode_steps(cuda: bool, has_triton: bool, pinned: bool) -> Check:
 def _memory(info: GpuInfo) -> str:
     if info.memory is None or info.memory_used is None:
         return f"memory {MISSING}"
-    return f"{units.size(info.memory - info.memory_used)} of {units.size(info.memory)} free"
+    return f"{size(info.memory - info.memory_used)} of {size(info.memory)} free"
 
 
 def _link(link: PcieLink) -> str:

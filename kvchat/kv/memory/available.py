@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvchat.errors import DoesNotFitError
-from kvchat.process import CGROUPS
+from kvchat.process import CGROUPS, system_text
 from kvchat.units import size
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def _available(proc: Path) -> int:
 
 def _groups(proc: Path, cgroups: Path) -> Iterator[Path]:
     """Folders of the process' memory group and of all groups around it: each of them limits."""
-    for line in _text(proc / "self" / "cgroup").splitlines():
+    for line in system_text(proc / "self" / "cgroup").splitlines():
         _, _, entry = line.partition(":")
         controllers, colon, path = entry.partition(":")
         if not colon or controllers not in ("", "memory"):
@@ -97,7 +97,7 @@ def _limit(group: Path) -> Limit | None:
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
-        limit, used = _text(group / limit_file).strip(), _text(group / used_file).strip()
+        limit, used = system_text(group / limit_file), system_text(group / used_file)
         if limit.isdigit() and used.isdigit() and int(limit) < UNLIMITED:
             return Limit(int(limit), max(0, int(used) - _fields(group / "memory.stat").get(cache, 0)))
     return None
@@ -105,15 +105,8 @@ def _limit(group: Path) -> Limit | None:
 
 def _fields(file: Path) -> dict[str, int]:
     """The numbers of a file of ``name number`` lines; none where it cannot be read."""
-    pairs = (line.replace(":", " ").split()[:2] for line in _text(file).splitlines())
+    pairs = (line.replace(":", " ").split()[:2] for line in system_text(file).splitlines())
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return ""
 
 
 class SwitchCost(NamedTuple):
