@@ -169,9 +169,9 @@ def answer(chance: random.Random, words: int, number: int) -> str:
 
 
 def _others() -> float | None:
-    before = timing.sample()
+    before = timing.sample_processors()
     time.sleep(QUIET_S)
-    return next(iter(timing.share(before, timing.sample())), None)
+    return next(iter(timing.share_of_others(before, timing.sample_processors())), None)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from torch import Tensor
 
 import kvchat
 from kvchat.bench import baselines, timing
-from kvchat.bench import timing as timing_module
 from kvchat.bench.decoding import Decoding, ModeRun, spills
 from kvchat.bench.frame import (
     Cell,
@@ -238,11 +237,11 @@ class Rounds:
             if self.load and number:
                 self._settle(tokens)
             for variant in self.variants:
-                before = timing_module.sample()
+                before = timing.sample_processors()
                 self._measure(variant, tokens, self.times)
-                self.others[variant] += timing_module.share(before, timing_module.sample())
+                self.others[variant] += timing.share_of_others(before, timing.sample_processors())
             if self.load:
-                with timing_module.busy(self.load):
+                with timing.keep_busy(self.load):
                     self._settle(tokens)
                     for variant in self.variants:
                         self._measure(variant, tokens, self.beside)

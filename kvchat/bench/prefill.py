@@ -160,10 +160,10 @@ def _one_shot(model: LoadedModel, prompt: list[int]) -> Reading | None:
 def _measured(model: LoadedModel, work: Callable[[], object]) -> Reading:
     device = model.device
     if device.type != "cuda":
-        has_peak = timing.forget()
+        has_peak = timing.forget_peak()
         began = time.perf_counter()
         work()
-        return Reading(time.perf_counter() - began, timing.read() if has_peak else None)
+        return Reading(time.perf_counter() - began, timing.read_peak() if has_peak else None)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     torch.cuda.synchronize(device)

@@ -23,8 +23,7 @@ import torch
 
 import kvchat
 from kvchat import nvml
-from kvchat import process as process_module
-from kvchat.process import PROCESSES, STAT
+from kvchat.process import PROCESSES, STAT, processor_time
 
 # Steps before those that count: the first compile and allocate; on a GPU each kind of step (sync mode has five) runs
 # once before it is captured.
@@ -127,7 +126,7 @@ def _processor() -> str:
         return platform.processor() or platform.machine()
 
 
-def forget(process: Path = OWN) -> bool:
+def forget_peak(process: Path = OWN) -> bool:
     """Let the peak begin with what is taken now; False where the system does not allow it."""
     try:
         (process / "clear_refs").write_text(FORGET_PEAK)
@@ -136,7 +135,7 @@ def forget(process: Path = OWN) -> bool:
     return True
 
 
-def read(process: Path = OWN) -> int | None:
+def read_peak(process: Path = OWN) -> int | None:
     """Bytes in RAM at the peak; None where the system does not tell."""
     try:
         lines = (process / "status").read_text().splitlines()
@@ -146,7 +145,7 @@ def read(process: Path = OWN) -> int | None:
 
 
 @contextmanager
-def busy(processes: int) -> Iterator[None]:
+def keep_busy(processes: int) -> Iterator[None]:
     """Keep so many processes busy, with one thread each, inside the context."""
     command = [sys.executable, "-c", BUSY, str(os.getpid())]
     started = [subprocess.Popen(command, stdin=subprocess.DEVNULL) for _ in range(processes)]
@@ -165,9 +164,9 @@ def fair_share(threads: int, load: int) -> float:
     return min(1.0, cores / (min(threads, cores) + load))
 
 
-def sample(stat: Path = STAT) -> Sample | None:
+def sample_processors(stat: Path = STAT) -> Sample | None:
     """Read the processor time used until now; None where the system does not tell."""
-    if (spent := process_module.processor_time(stat)) is None:
+    if (spent := processor_time(stat)) is None:
         return None
     return spent.total, spent.idle, time.process_time() + _of_children()
 
@@ -185,7 +184,7 @@ def _of_children() -> float:
     return ended.children_user + ended.children_system + running / os.sysconf("SC_CLK_TCK")
 
 
-def share(before: Sample | None, after: Sample | None) -> list[float]:
+def share_of_others(before: Sample | None, after: Sample | None) -> list[float]:
     """The share of all processors that other processes took between two samples; nothing where it is not known."""
     if before is None or after is None or after[0] <= before[0]:
         return []

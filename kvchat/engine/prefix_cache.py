@@ -396,7 +396,7 @@ def identity(model: LoadedModel) -> dict[str, Any]:
         "number format": str(model.dtype).removeprefix("torch."),
         "quantization": model.weights,
         "training": model.fingerprint,
-        "tokenizer": load.of_tokenizer(model.tokenizer),
+        "tokenizer": load.digest_of_tokenizer(model.tokenizer),
         "chat template": _digest(getattr(model.tokenizer, "chat_template", None) or ""),
         **({"version of transformers": transformers.__version__} if recurrent else {}),  # its cache has the state
     }
@@ -412,7 +412,7 @@ def rows_of(stored: Stored, control: list[int], start: int) -> Rows:
     for ids, chars in stored.marks:
         if ids > start:
             rows[ids - 1 - start]["chars"] = chars
-            rows[ids - 1 - start]["digest"] = np.void(load.of_text(stored.text[:chars]))
+            rows[ids - 1 - start]["digest"] = np.void(load.digest_of_text(stored.text[:chars]))
     return rows
 
 
@@ -421,7 +421,7 @@ def stored_of(rows: Rows, text: str) -> Stored:
     stored = Stored(rows["id"].tolist(), reduced=((rows["flags"] & REDUCED) > 0).tolist())
     for index in np.flatnonzero(rows["chars"] >= 0).tolist():
         chars = int(rows["chars"][index])
-        if chars <= len(text) and rows["digest"][index].tobytes() == load.of_text(text[:chars]):
+        if chars <= len(text) and rows["digest"][index].tobytes() == load.digest_of_text(text[:chars]):
             stored.marks.append((index + 1, chars))
     stored.text = text[: stored.marks[-1][1]] if stored.marks else ""
     return stored
@@ -434,7 +434,7 @@ def control_positions(rows: Rows) -> list[int]:
 
 
 def _digest(value: str | dict[str, str]) -> str:
-    return load.of_text(str(value)).hex()
+    return load.digest_of_text(str(value)).hex()
 
 
 class SavedFolder:

@@ -160,7 +160,7 @@ def wrap(model: Any, tokenizer: Any, name: str, revision: str = "", fuse: bool =
     plain = modules.sample_logits(model)
     if model.dtype == torch.float16 and not plain.isfinite().all():
         raise overflows(name)
-    digest = of_weights(model)  # before any of them is merged
+    digest = digest_of_weights(model)  # before any of them is merged
     if model.device.type == "cpu":
         lay_out(model)
     fusion = modules.fuse(model, modules.kernels_for(model.device), plain) if fuse else modules.FusionReport()
@@ -410,7 +410,7 @@ def _compared(expected: Tensor, found: Tensor) -> tuple[float, float]:
     return float(divergence), float((expected.argmax(-1) == found.argmax(-1)).float().mean())
 
 
-def of_weights(model: Any) -> str:
+def digest_of_weights(model: Any) -> str:
     """A digest of names, shapes and bit patterns of all weights, at the memory's speed.
 
     The patterns of one tensor are added up: a change of any bit changes the sum, an exchange of values does not.
@@ -421,16 +421,16 @@ def of_weights(model: Any) -> str:
     return found.hexdigest()
 
 
-def of_tokenizer(tokenizer: Any) -> str:
+def digest_of_tokenizer(tokenizer: Any) -> str:
     """A digest of all that turns text into ids."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        return of_text(backend.to_str()).hex()
+        return digest_of_text(backend.to_str()).hex()
     vocabulary = sorted(getattr(tokenizer, "get_vocab", dict)().items())
-    return of_text(f"{type(tokenizer).__name__} {vocabulary}").hex()
+    return digest_of_text(f"{type(tokenizer).__name__} {vocabulary}").hex()
 
 
-def of_text(text: str) -> bytes:
+def digest_of_text(text: str) -> bytes:
     """A digest of ``text``, ``DIGEST_BYTES`` long."""
     return blake2b(text.encode("utf-8", "replace"), digest_size=DIGEST_BYTES).digest()
 

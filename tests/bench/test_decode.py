@@ -151,7 +151,7 @@ def test_modes_see_a_load_come_and_go_before_they_are_measured(monkeypatch):
         now["seen"], self._figures = now["load"], {"moved_bytes": 0}
         return Timing(1.0, (4.0 if now["load"] else 2.0) if settled else 100.0)
 
-    monkeypatch.setattr(timing, "busy", busy)
+    monkeypatch.setattr(timing, "keep_busy", busy)
     monkeypatch.setattr(decode, "SETTLED_S", 0.001)
     monkeypatch.setattr(ModeRun, "measure", measure)
     rows = decode.run(settings(modes=("full", "streaming"), baselines=(), rounds=3, load=2))["rows"]

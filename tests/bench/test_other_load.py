@@ -32,7 +32,7 @@ def test_busy_processes_are_gone_afterwards_also_when_the_measurement_fails():
     started = set()
 
     def measure() -> None:
-        with timing.busy(2):
+        with timing.keep_busy(2):
             started.update(set(children(os.getpid())) - before)
             raise KeyboardInterrupt
 
@@ -43,7 +43,7 @@ def test_busy_processes_are_gone_afterwards_also_when_the_measurement_fails():
 
 
 def test_they_end_by_themselves_when_the_measurement_was_killed():
-    script = "from kvchat.bench.timing import busy\nwith busy(1): print(flush=True); input()"
+    script = "from kvchat.bench.timing import keep_busy\nwith keep_busy(1): print(flush=True); input()"
     killed = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     with killed:
         assert killed.stdout
@@ -70,27 +70,27 @@ def test_what_others_took(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1})
     stat.write_text("cpu  9 9 9 9 9 9 9 9 9 9\ncpu1 100 0 0 100 0 0 0 0 50 0\n")
     monkeypatch.setattr(time, "process_time", lambda: 1.0)
-    before = timing.sample(stat)
+    before = timing.sample_processors(stat)
     stat.write_text(f"cpu1 {100 + 6 * ticks} 0 0 {100 + 3 * ticks} {ticks} 0 0 0 50 0\n")
     monkeypatch.setattr(time, "process_time", lambda: 5.0)
-    assert timing.share(before, timing.sample(stat)) == [pytest.approx(0.2)]
-    assert timing.share(before, before) == []
+    assert timing.share_of_others(before, timing.sample_processors(stat)) == [pytest.approx(0.2)]
+    assert timing.share_of_others(before, before) == []
 
 
 def test_a_child_is_none_of_the_others_while_it_runs_and_when_it_has_ended():
-    before = timing.sample()
+    before = timing.sample_processors()
     if before is None:
         pytest.skip("the system does not tell")
     own = time.process_time()
-    with timing.busy(1):
+    with timing.keep_busy(1):
         deadline = time.monotonic() + 60
-        while timing.sample()[2] - before[2] < 0.5 + time.process_time() - own:
+        while timing.sample_processors()[2] - before[2] < 0.5 + time.process_time() - own:
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        running = timing.sample()[2]
-    assert timing.sample()[2] >= running - 0.05
+        running = timing.sample_processors()[2]
+    assert timing.sample_processors()[2] >= running - 0.05
 
 
 def test_where_the_system_does_not_tell_nothing_is_claimed(tmp_path):
-    assert timing.sample(tmp_path / "none") is None
-    assert timing.share(None, (1.0, 1.0, 1.0)) == []
+    assert timing.sample_processors(tmp_path / "none") is None
+    assert timing.share_of_others(None, (1.0, 1.0, 1.0)) == []
