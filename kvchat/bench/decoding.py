@@ -284,7 +284,7 @@ class FixedTokens(Speculative):
 
     def choose(self, layer: int, query: Tensor, hidden: Tensor, held: Tensor) -> Tensor:
         super().choose(layer, query, hidden, held)
-        return self._chosen_now.clone()
+        return self._chosen_now
 
 
 class FixedPages(FreeKV):

@@ -6,7 +6,8 @@ import pytest
 import torch
 from support.shape_runner import filled
 
-from kvchat.bench.decoding import FixedPages
+from kvchat.bench import model_shapes
+from kvchat.bench.decoding import FixedPages, FixedTokens, fixed_change_rate
 from kvchat.bench.frame import parsed
 from kvchat.engine.runner import geometry_of, traits_of
 from kvchat.errors import UsageError
@@ -29,6 +30,27 @@ def test_exactly_the_fixed_share_of_pages_moves(tiny_shape, rate):
         assert kv.state.transfer.totals.moved - moved == changed * 3 * 2 * 32  # layers, heads, tokens of a page
         ordered = slots.pages.sort(-1).values
         assert (ordered[..., 1:] > ordered[..., :-1]).all(), "no page twice"
+        check_integrity(kv.state)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("rate", [0.0, 0.25])
+def test_on_a_gpu_exactly_the_fixed_share_of_tokens_moves(rate):
+    model = model_shapes.build("tiny", "cuda")
+    by_tokens = parsed("speculative:sink=4,window=32", 96)  # 60 chosen tokens
+    mode = fixed_change_rate(rate, by_tokens, geometry_of(model), traits_of(model))
+    assert isinstance(mode, FixedTokens)
+    runner = filled(model, mode, 300)
+    kv, slots = runner.kv, runner.kv.state.slots[-1]
+    changed = round(rate * 60)
+    runner.step(9)  # reads what was chosen when the mode was entered
+    for token in range(4):
+        before, moved = slots.table[..., :60].clone(), kv.state.transfer.totals.moved
+        runner.step(token)
+        assert ((slots.table[..., :60] != before).sum(-1) == changed).all()
+        assert kv.state.transfer.totals.moved - moved == changed * 3 * 2  # layers, heads
+        ordered = slots.table[..., :60].sort(-1).values
+        assert (ordered[..., 1:] > ordered[..., :-1]).all(), "no token twice"
         check_integrity(kv.state)
 
 

@@ -24,7 +24,8 @@ LONG = (
 GRAPHS, OTHERS = LONG if WHOLE else SHORT
 # As few as keep two workers busy to the end: each loads torch and transformers, and holds the kernels to the reference.
 PARTS = {
-    "fake device, host pool, prefill, sampling, faults": [
+    "fake device, host pool, prefill, sampling, faults, a fixed change rate": [
+        "tests/bench/test_fixed_change_rate.py",
         "tests/fake_cuda/test_fake_cuda.py",
         "tests/kv/memory/test_host_pool.py",
         "tests/kv/memory/test_pinned.py",
