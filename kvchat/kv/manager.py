@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvchat import units
 from kvchat.errors import DoesNotFitError, OutOfMemoryError
 from kvchat.kv.attention import AttentionSpec, attend_prefill
 from kvchat.kv.geometry import Geometry
@@ -415,7 +414,7 @@ def _check_room(state: KVState, start: int) -> None:
     if needed > free:
         raise DoesNotFitError(
             "There is not enough host memory to set the conversation aside.",
-            f"K/V of {tokens:,} tokens take {units.size(needed, 2)}; {units.size(free, 2)} are free.",
+            f"K/V of {tokens:,} tokens take {size(needed, 2)}; {size(free, 2)} are free.",
             "Free memory, or do it in a shorter conversation; what is stored is as it was.",
         )
 

@@ -182,7 +182,7 @@ class Answers:
                 receipt,
                 finished.stats,
                 switch_lines,
-                self._model,
+                self.state.model_name,
                 answer.thought,
             )
             await answer.finish(message, self.state.footer(message))
@@ -263,7 +263,7 @@ class Answers:
     def _keep(self, answer: AnswerView, ending: str, switch_lines: tuple[ModeChange, ...]) -> Message:
         """Put an answer as far as it has come into the conversation."""
         return self.state.conversation.answer(
-            answer.text, ending, switch_lines=switch_lines, model=self._model, thought=answer.thought
+            answer.text, ending, switch_lines=switch_lines, model=self.state.model_name, thought=answer.thought
         )
 
     async def _give_back(self) -> None:
@@ -282,11 +282,6 @@ class Answers:
         """Put a text that was sent back into the prompt; beside another text it stays in the prompt history."""
         place = "back in the prompt" if self.view.restore_prompt(text) else "in the prompt history"
         self.view.toast(f"{what} is {place}.")
-
-    @property
-    def _model(self) -> str:
-        """What answers, "" before a model is loaded."""
-        return self.state.model_name
 
     def _begin_asking(self) -> None:
         self.expect()

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvchat.config import modes
-from kvchat.config.modes import REFERENCE
 from kvchat.conversations.comparison import label
 from kvchat.errors import UsageError, resolve
 from kvchat.foreign_text import visible
@@ -66,7 +65,7 @@ class Comparisons:
         system = (Turn("system", conversation.system),) if conversation.system else ()
         path = (message.turn for message in conversation.path_to(question.id))
         self.client.send(Compare((*system, *path), chosen, sampling))
-        self._start(RunningComparison(question.text, self._model, chosen, sampling))
+        self._start(RunningComparison(question.text, self.state.model_name, chosen, sampling))
 
     def search_needle(self, tokens: int) -> None:
         """Ask every mode for a fact hidden in a text of about ``tokens`` tokens.
@@ -79,7 +78,7 @@ class Comparisons:
         self.client.send(HideNeedle(tokens, sampling.seed or 0))
         variants = tuple(map(Variant, modes.mode_names()[:MAX_VARIANTS]))
         stage = "writing a long text …"
-        self._start(RunningComparison("", self._model, variants, sampling, stage, fact=""))
+        self._start(RunningComparison("", self.state.model_name, variants, sampling, stage, fact=""))
 
     def ask_for(self, hidden: NeedleHidden) -> bool:
         """Ask the modes for the fact that has been hidden; False if it was stopped meanwhile."""
@@ -121,10 +120,6 @@ class Comparisons:
             self.client.send(Stop())
             self.running.stage, self.running.is_stopping = "stopping …", True
             self.view.show_comparison(self.running)
-
-    @property
-    def _model(self) -> str:
-        return self.state.model_name
 
     def _start(self, running: RunningComparison) -> None:
         self.running = running
@@ -196,10 +191,10 @@ def verdict(shown: RunningComparison) -> str:
         return shown.error
     runs = [run for run in shown.result.runs if not run.refusal]
     found = [run for run in runs if is_found(run, shown.fact)]
-    if runs and runs[0].mode == REFERENCE and runs[0] not in found:
+    if runs and runs[0].mode == modes.REFERENCE and runs[0] not in found:
         return (
-            f"{REFERENCE} reads everything and misses it: this model cannot answer at this length, and the other modes"
-            " say nothing about it; try a shorter text, as in /needle 500."
+            f"{modes.REFERENCE} reads everything and misses it: this model cannot answer at this length, and the other"
+            " modes say nothing about it; try a shorter text, as in /needle 500."
         )
     missed = [run.mode for run in runs if run not in found]
     sentences = [f"{', '.join(missed)} did not find it."] if missed else []

@@ -141,7 +141,7 @@ def _fuse_modules(model: Any, operations: Operations, swaps: Swaps) -> None:
         swaps.replace(head, partial(operations.project, weight=weight_of(head), bias=head.bias), LAYERS)
     if model.device.type == "cpu" and (rows.in_blocks() or rows.widens(model.dtype, model.device)):
         for module in filter(is_plain, model.modules()):
-            swaps.replace(module, partial(rows.linear, weight=weight_of(module), bias=module.bias))
+            swaps.replace(module, partial(linear, weight=weight_of(module), bias=module.bias))
 
 
 def _fuse_layer(
