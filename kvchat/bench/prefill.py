@@ -20,8 +20,8 @@ from kvchat.bench.frame import Experiment, Frame, ModelChoice, Result, Row, meth
 from kvchat.bench.timing import fingerprint
 from kvchat.engine.runner import ModelRunner, geometry_of, prefill_bytes_per_token, traits_of
 from kvchat.errors import UsageError
+from kvchat.kv import prefill
 from kvchat.kv.manager import is_out_of_memory
-from kvchat.kv.memory import prefill
 from kvchat.kv.modes import build
 from kvchat.models.load import LoadedModel
 

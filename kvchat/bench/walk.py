@@ -18,7 +18,7 @@ from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv import inspect
 from kvchat.kv.manager import explained
 from kvchat.kv.modes import build
-from kvchat.kv.modes.freeze_scores import Scores
+from kvchat.kv.modes.freeze_timers import Scores
 from kvchat.kv.modes.sync_heads import Calibration
 from kvchat.models.load import LoadedModel
 from kvchat.protocol.messages import Finished, Sampling, Turn

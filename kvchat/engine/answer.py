@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import copy
+import os
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from torch import Tensor
 
 from kvchat import thoughts
 from kvchat.engine.detokenizer import AnswerText
-from kvchat.engine.guards import Released, SessionLock
 from kvchat.engine.metrics import AnswerMetrics, MetricsCollector
 from kvchat.engine.mode_switcher import ModeSwitcher
 from kvchat.engine.prompt import Prompt, PromptEncoder, Stored, common_prefix
 from kvchat.engine.recovery import RecoveryMonitor, Trigger
 from kvchat.engine.runner import ModelRunner
 from kvchat.engine.sampler import Sampler
-from kvchat.errors import DoesNotFitError
+from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.manager import explained
 from kvchat.kv.modes.recovery_levels import Level
+from kvchat.models.tokenizer import explained_panics
 from kvchat.protocol.messages import (
     Event,
     Finished,
@@ -37,7 +39,118 @@ from kvchat.protocol.messages import (
     parse_args,
 )
 
+T = TypeVar("T")
 Between = Callable[[int], None]
+
+
+class Released:
+    """Lets go of what ``_held`` names by ``_release``; to use any of it afterwards raises ``UsageError``."""
+
+    _held: ClassVar[tuple[str, ...]] = ()
+
+    def _release(self) -> None:
+        """Let go; may be called again."""
+        for name in self._held:
+            self.__dict__.pop(name, None)
+
+    if not TYPE_CHECKING:  # a type checker would take every misspelled name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            if name in self._held:
+                raise _closed()
+            raise AttributeError(f"{type(self).__name__} has no {name}")
+
+
+class SessionLock:
+    """Only one answer or rebuild works on the stored tokens, in the process that loaded the model.
+
+    Whatever changes what is stored or read does so inside ``with``: a thread is there alone, and may enter again.
+    """
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+        self._working = threading.Lock()
+        self._inside = threading.RLock()
+        self._is_closed = False
+
+    def __enter__(self) -> None:
+        """Let no other thread in until the block ends.
+
+        Raises:
+            UsageError: another is inside, or this process is a fork.
+        """
+        self.check_process()
+        if not self._inside.acquire(blocking=False):
+            raise _at_once()
+
+    def __exit__(self, *_: object) -> None:
+        self._inside.release()
+
+    def close(self) -> None:
+        """Let nothing go on that is in progress."""
+        self._is_closed = True
+
+    @property
+    def is_forked(self) -> bool:
+        """True in a fork of the process that loaded the model, which has the same files open."""
+        return os.getpid() != self._process
+
+    def check_process(self) -> None:
+        """Refuse to work in a forked process: torch's threads are not there, and it would wait for them for ever.
+
+        Raises:
+            UsageError
+        """
+        if self.is_forked:
+            raise UsageError(
+                "A session cannot be used in a forked process.",
+                f"It was loaded by process {self._process}; this is process {os.getpid()}.",
+                "Start the process with the method spawn, and load the model there.",
+            )
+
+    def check_idle(self) -> None:
+        """Refuse to work while an answer is in progress.
+
+        Raises:
+            UsageError
+        """
+        with self:
+            if self._working.locked():
+                raise _busy()
+
+    def in_turn(self, events: Generator[T, None, None]) -> Iterator[T]:
+        """The events of something long, which is in progress until they end or are closed.
+
+        Between two of them, and only there, another thread may be inside.
+
+        Raises:
+            UsageError: something else is in progress, or another thread is inside when the next event is asked for;
+                then they end. So they do after ``close`` and in a forked process.
+        """
+        with self._in_progress():
+            with self:
+                event = next(events, None)
+            try:
+                while event is not None:
+                    yield event
+                    with self:
+                        if self._is_closed:
+                            raise _closed()
+                        event = next(events, None)
+            finally:
+                # What is put back at the end waits for whoever is inside; in a fork nobody would ever come out.
+                with nullcontext() if self.is_forked else self._inside:
+                    events.close()
+
+    @contextmanager
+    def _in_progress(self) -> Iterator[None]:
+        self.check_process()
+        if not self._working.acquire(blocking=False):
+            raise _busy()
+        try:
+            yield
+        finally:
+            self._working.release()
 
 
 class AnswerLoop(Released):
@@ -110,7 +223,7 @@ class AnswerLoop(Released):
 
     def answer(self, turns: Sequence[Turn], sampling: Sampling, between: Between) -> Iterator[Event]:
         """``Session.answer``, after ``ask``."""
-        with explained(self._kv, "answering"):
+        with explained(self._kv, "answering"), explained_panics():
             prompt, pinned = self.encoder.encode(turns, self.stored), self.pinned(turns)
             prompt = prompt._replace(reused=self._kv.state.reusable(prompt.reused))
             sampler = Sampler(sampling, self._model.vocab, self._model.device, self._model.advised)
@@ -171,7 +284,8 @@ class AnswerLoop(Released):
         with self._runner.free_cores:
             self._metrics.look()
         between(len(self.token_ids))
-        self._switcher.narrow(self._kv.total)
+        if self._kv.total >= self._switcher.narrow_at:
+            self._switcher.narrow()
         if self.is_canceled:
             return "stopped"
         if text.stopped:
@@ -325,3 +439,23 @@ class AnswerLoop(Released):
     def is_full(self) -> bool:
         """True if the mode can store no further token."""
         return self._kv.mode.context_end.is_final and self._kv.total >= self._model.context
+
+
+def _closed() -> UsageError:
+    return UsageError("The session is closed.", "Its model is no longer in memory.", "Load it again.")
+
+
+def _at_once() -> UsageError:
+    return UsageError(
+        "Another thread is using the session.",
+        "A session is for one thread at a time; only cancel may be called from any thread at any moment.",
+        "Call it from one thread, or hold a lock while you do.",
+    )
+
+
+def _busy() -> UsageError:
+    return UsageError(
+        "An answer is in progress.",
+        "A session does one thing at a time; between two tokens only switch and cancel may be called.",
+        "Read the answer to its end, or close its generator.",
+    )

@@ -23,7 +23,6 @@ from torch import Tensor
 from kvchat.config.modes import ModeParameters
 from kvchat.engine.answer import AnswerLoop
 from kvchat.engine.detokenizer import AnswerText
-from kvchat.engine.guards import kind_of
 from kvchat.engine.metrics import MetricsCollector
 from kvchat.engine.mode_switcher import ModeSwitcher
 from kvchat.engine.prompt import Stored
@@ -199,7 +198,6 @@ class Comparison:
         return Sampler(sampling, model.vocab, model.device, model.advised)
 
     def _without_recovery(self, variant: Variant) -> ModeParameters:
-        kind_of(variant, Variant, "a Variant")
         return self._switcher.merged(variant.mode, variant.params).model_copy(update={"recovery": False})
 
     @contextmanager

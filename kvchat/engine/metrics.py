@@ -18,9 +18,9 @@ from torch import Tensor
 
 from kvchat.kv.inspect import ENOUGH_COVERED, CoverageWatch, attended_counts, held_per_head, read_per_head, read_tokens
 from kvchat.kv.manager import KVManager, is_out_of_memory
-from kvchat.kv.memory.streams import RecallTime
 from kvchat.kv.modes.base import Mode, ModeReport, TokenState
 from kvchat.kv.state import KVState
+from kvchat.kv.transfer import RecallTime
 from kvchat.models.recurrent import RecurrentState
 from kvchat.nvml import GpuReader, PcieTraffic
 from kvchat.process import resident_bytes

@@ -48,7 +48,8 @@ class ModeSwitcher:
         self.preamble = 0
         self._prices: tuple[Price, ...] = ()
         self._priced_at = float("-inf")
-        self._widened: tuple[Mode, ModeParameters, int] | None = None
+        self._widened: tuple[Mode, ModeParameters] | None = None
+        self.narrow_at = sys.maxsize  # tokens stored when ``narrow`` is due
         self.calibration_problems: list[UsageError] = []
         self.calibration = calibration.find(model.revision, self.calibration_problems.append)
         self.choice: TokenChoice | None = None
@@ -195,13 +196,13 @@ class ModeSwitcher:
             budget = mode.report().params["budget"] * WIDER[level]
             with suppress(DoesNotFitError):
                 self.enter(narrow.model_copy(update=(mode.choice.params if mode.choice else {}) | {"budget": budget}))
-                self._widened = (self._kv.mode, narrow, self._kv.total + RECENT)
+                self._widened, self.narrow_at = (self._kv.mode, narrow), self._kv.total + RECENT
 
-    def narrow(self, total: int = sys.maxsize) -> None:
-        """Go back to the budget asked for, once ``total`` tokens are stored; a mode entered since then stays."""
-        if self._widened and total >= self._widened[2]:
-            mode, narrow, _ = self._widened
-            self._widened = None
+    def narrow(self) -> None:
+        """Go back to the budget asked for; a mode entered since then stays."""
+        if self._widened:
+            mode, narrow = self._widened
+            self._widened, self.narrow_at = None, sys.maxsize
             if self._kv.mode is mode:
                 self.enter(narrow)
 

@@ -25,10 +25,10 @@ from kvchat.kv.attention import PREFILL_WORKSPACE
 from kvchat.kv.geometry import GROWTH_HEADROOM, Geometry
 from kvchat.kv.memory import available, rounding
 from kvchat.kv.memory.host_pool import layer_bytes, pool_bytes
-from kvchat.kv.memory.prefill import staging_bytes
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import AUTO_BUDGET, ModelTraits
 from kvchat.kv.modes.sync_heads import Calibration, default_clusters
+from kvchat.kv.prefill import staging_bytes
 from kvchat.models import repacking
 from kvchat.models.description import ModelDescription, describe, quiet
 from kvchat.models.hub import Progress

@@ -16,20 +16,19 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 import transformers
 
 from kvchat import paths
-from kvchat.engine.answer import AnswerLoop
-from kvchat.engine.guards import Released
+from kvchat.engine.answer import AnswerLoop, Released
 from kvchat.engine.prompt import Stored, common_prefix
 from kvchat.engine.runner import ModelRunner
 from kvchat.engine.template import CheckedThread
@@ -47,7 +46,6 @@ from kvchat.units import size
 
 LAST_WRITES_S = 1.0  # what the end of a session may wait for pages to be written
 LOOKED_AT = 64  # files of other conversations whose beginning is compared
-T = TypeVar("T")
 States = Mapping[int, Callable[[], Snapshot | None]]  # by the tokens they have read; None where one is damaged
 REDUCED, CONTROL = 1, 2  # flags
 DISK_SHARE = 2  # of what is free on the disk at most one part in so many is taken
@@ -107,19 +105,6 @@ class Keeper(Released):
         self._parked.clear()
         self._release()
 
-    def kept(self, conversation: str, turns: Sequence[Turn], answer: Iterator[Event]) -> Generator[Event, None, None]:
-        """The events of an answer in ``conversation``, which is opened before and saved afterwards."""
-        with self.changing():
-            if turns:  # without any the answer is refused, and nothing was changed
-                yield from self.resume(conversation, turns)
-            yield from self._problem()
-            yield from answer
-
-    def saving(self, work: Iterator[T]) -> Generator[T, None, None]:
-        """The events of ``work``, which changes what is stored; that is saved afterwards."""
-        with self.changing():
-            yield from work
-
     @contextmanager
     def changing(self) -> Iterator[None]:
         """Stop writing for the block, in which what is stored changes; that is saved afterwards."""
@@ -167,6 +152,15 @@ class Keeper(Released):
             yield from self._adopt(best, began)
         else:  # what was said in the conversation before this one is not to be saved as this one's
             self._truncate(present)
+
+    def open(self, conversation: str, turns: Sequence[Turn]) -> Iterator[Event]:
+        """``resume`` for an answer to ``turns``; ``Noted`` where saving failed since it worked last."""
+        if turns:  # without any the answer is refused, and nothing was changed
+            yield from self.resume(conversation, turns)
+        problem = self._writer.problem
+        if problem and not self._is_problem_told:
+            yield Noted(f"K/V cannot be saved: {problem}. The conversation goes on; after a restart it is read again.")
+        self._is_problem_told = bool(problem)
 
     def forget(self, conversation: str) -> None:
         """Keep nothing of a deleted conversation, whose file was set aside; nor what was written since."""
@@ -303,13 +297,6 @@ class Keeper(Released):
             recurrent.keep()
             jobs.insert(0, self._job(self._present, self._loop.stored, self._control(), recurrent.worth_saving, None))
         self._writer.begin([job for job in jobs if job.saved < len(job.stored.ids)])
-
-    def _problem(self) -> Iterator[Event]:
-        """``Noted`` where saving failed since it worked last."""
-        problem = self._writer.problem
-        if problem and not self._is_problem_told:
-            yield Noted(f"K/V cannot be saved: {problem}. The conversation goes on; after a restart it is read again.")
-        self._is_problem_told = bool(problem)
 
     @property
     def _is_closed(self) -> bool:

@@ -26,9 +26,9 @@ from kvchat.errors import UsageError
 from kvchat.kv.attention import AttentionSpec
 from kvchat.kv.geometry import GROWTH_HEADROOM, Geometry
 from kvchat.kv.manager import KVManager, SetAside, explained, is_out_of_memory
-from kvchat.kv.memory.prefill import CHUNKS, prefill_chunk
 from kvchat.kv.modes.base import Mode, ModelTraits
 from kvchat.kv.modes.sync_heads import Calibration, TokenChoice
+from kvchat.kv.prefill import CHUNKS, prefill_chunk
 from kvchat.models import attention_hook
 from kvchat.models.load import LoadedModel
 from kvchat.models.quantize.rows import FreeCores, without_onednn
@@ -107,7 +107,8 @@ class ModelRunner:
                 self._token.fill_(token)
                 logits = self.graphs.run(self._forward)
                 self.kv.commit_step()
-                self.recurrent.commit([token])
+                if self.recurrent.exists:
+                    self.recurrent.commit([token])
             except BaseException:
                 self.recurrent.rollback()
                 self.kv.rollback_step()
@@ -197,6 +198,8 @@ class ModelRunner:
 
     def _reread(self) -> None:
         """Let the recurrent state of a hybrid model be that after all stored tokens, whose K/V stay as they are."""
+        if not self.recurrent.exists:
+            return
         self.recurrent.restore(self.model.device)
         while unread := self.recurrent.unread:
             start, tokens = self.recurrent.position, self.recurrent.chunk(len(unread), self.chunk or CHUNKS[0])

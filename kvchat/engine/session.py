@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,10 +17,9 @@ from torch import Tensor
 from kvchat.config import modes
 from kvchat.config.modes import ModeParameters
 from kvchat.engine import calibration, synthetic_text
-from kvchat.engine.answer import AnswerLoop
+from kvchat.engine.answer import AnswerLoop, Released
 from kvchat.engine.compare import Comparison
 from kvchat.engine.detokenizer import hold_back
-from kvchat.engine.guards import Released, check_loading, function, kind_of, token_ids, whole_number
 from kvchat.engine.metrics import MetricsCollector
 from kvchat.engine.mode_switcher import ModeSwitcher, is_rounded, keep_pages
 from kvchat.engine.prefix_cache import LAST_WRITES_S, Keeper
@@ -46,7 +46,9 @@ from kvchat.protocol.messages import (
     Variant,
 )
 
+T = TypeVar("T")
 LOOKING = "looking at what is stored"
+_loaded_by: list[int] = []  # the process that loaded the first model; its forks inherit it
 
 
 def load(
@@ -90,7 +92,6 @@ def load(
         UsageError: an unknown mode or parameter, device or dtype.
         DoesNotFitError: there is not enough memory.
     """
-    kind_of(mode_params or {}, Mapping, "a mapping from modes to their parameters")
     asked = Load(
         model=str(model),
         device=device,
@@ -116,8 +117,7 @@ def open_session(
     Raises:
         KvchatError: as ``load``.
     """
-    check_loading()
-    function(progress, "progress")
+    _check_loading()
     is_rounded(asked.host_dtype)
     for name, params in ((asked.mode, {}), *asked.mode_params.items(), *asked.given.items()):
         modes.parse(name, params)
@@ -160,7 +160,7 @@ class Session(Released):
             DoesNotFitError: the conversation is longer than the model's context, or memory is short.
         """
         self._loop.ask()
-        return self._loop.lock.in_turn(self._keeper.saving(self._chat(text, sampling)))
+        return self._loop.lock.in_turn(self._saving(self._chat(text, sampling)))
 
     def _chat(self, text: str, sampling: Sampling) -> Generator[str, None, None]:
         turns = (*self._turns, Turn("user", text))
@@ -193,8 +193,14 @@ class Session(Released):
             DoesNotFitError: the conversation is longer than the model's context, or memory is short.
         """
         self._loop.ask()
-        answer = self._loop.answer(turns, sampling, function(between or _nothing, "between"))
-        return self._loop.lock.in_turn(self._keeper.kept(conversation, turns, answer))
+        answer = self._loop.answer(turns, sampling, between or _nothing)
+        return self._loop.lock.in_turn(self._saving(self._keeper.open(conversation, turns), answer))
+
+    def _saving(self, *works: Iterator[T]) -> Generator[T, None, None]:
+        """The events of ``works``, one after the other, which change what is stored; that is saved afterwards."""
+        with self._keeper.changing():
+            for work in works:
+                yield from work
 
     def resume(self, conversation: str, turns: Sequence[Turn]) -> Iterator[Event]:
         """Go over to another conversation, parking the present one: ``Noted``*, ``Resumed`` where K/V of it are kept.
@@ -204,12 +210,11 @@ class Session(Released):
         Raises:
             UsageError: the model's template refuses the turns, or too much is pinned.
         """
-        kind_of(turns, Sequence, "a list of turns")
         self._loop.ask()
         return self._loop.lock.in_turn(self._resume(conversation, turns))
 
     def _resume(self, conversation: str, turns: Sequence[Turn]) -> Generator[Event, None, None]:
-        yield from self._keeper.saving(self._keeper.resume(conversation, turns))
+        yield from self._saving(self._keeper.resume(conversation, turns))
         self._loop.pin(turns)
 
     def forget(self, conversation: str) -> None:
@@ -247,18 +252,16 @@ class Session(Released):
             DoesNotFitError: as ``answer``, or there is no memory to set aside what is stored or to put it back; where
                 that failed the next question reads it again, and the mode may be a variant's.
         """
-        kind_of(variants, Sequence, "a list of variants")
         self._loop.ask()
         comparison = Comparison(self._loop, self._runner, self._switcher, self._metrics)
-        return self._loop.lock.in_turn(self._keeper.saving(comparison.run(turns, variants, sampling)))
+        return self._loop.lock.in_turn(self._saving(comparison.run(turns, variants, sampling)))
 
     def hide_needle(self, tokens: int, seed: int) -> NeedleHidden:
         """A conversation of about ``tokens`` tokens that asks for a fact told early; nothing stored changes.
 
         Raises:
-            UsageError: no whole numbers; DoesNotFitError: the model's context is shorter.
+            DoesNotFitError: the model's context is shorter.
         """
-        tokens, seed = whole_number(tokens, "The number of tokens"), whole_number(seed, "A seed")
         self._switcher.check_context(tokens)
         case = synthetic_text.in_one_text(str(seed), tokens, self._runner.model.tokenizer)
         return NeedleHidden(case.turns, case.answer, synthetic_text.ANSWER_TOKENS)
@@ -272,7 +275,8 @@ class Session(Released):
             UsageError: no ids, or one that is no token; DoesNotFitError: longer than the model's context, or memory is
                 short.
         """
-        ids = token_ids(ids)
+        if not len(ids):
+            raise UsageError("There is nothing to prefill.", "No ids were given.", "Give at least one token id.")
         with self._loop.lock:
             self._loop.ask()
             with self._keeper.changing():
@@ -291,15 +295,14 @@ class Session(Released):
         with self._loop.lock:
             self._loop.lock.check_idle()
             with self._keeper.adding():
-                return self._loop.step(whole_number(token, "A token id"))
+                return self._loop.step(token)
 
     def truncate(self, tokens: int) -> None:
         """Forget all but the first ``tokens`` stored tokens; with all that are stored nothing happens.
 
         Raises:
-            UsageError: no whole number, a negative one, or more than are stored.
+            UsageError: a negative number, or more than are stored.
         """
-        tokens = whole_number(tokens, "The number of tokens")
         with self._loop.lock:
             total = self._kv.total
             if not 0 <= tokens <= total:
@@ -321,7 +324,6 @@ class Session(Released):
         Raises:
             UsageError: an unknown mode or parameter; DoesNotFitError: it cannot be entered. The old mode goes on.
         """
-        kind_of(mode, str, "the name of a mode")
         return self._switched(lambda: self._switcher.switch(mode or self._kv.mode.name, params))
 
     def enter(self, parameters: ModeParameters) -> Switched:
@@ -330,7 +332,6 @@ class Session(Released):
         Raises:
             UsageError: parameters contradict each other; DoesNotFitError: it cannot be entered. The old mode goes on.
         """
-        kind_of(parameters, ModeParameters, "a mode's ModeParameters")
         return self._switched(lambda: self._switcher.enter(parameters))
 
     def _switched(self, switch: Callable[[], int]) -> Switched:
@@ -352,7 +353,7 @@ class Session(Released):
             DoesNotFitError: the conversation is longer than the model's context, or memory is short.
         """
         self._loop.ask()
-        return self._loop.lock.in_turn(self._keeper.saving(self._loop.rebuild()))
+        return self._loop.lock.in_turn(self._saving(self._loop.rebuild()))
 
     def keep_pages(self, host_dtype: HostDtype) -> str:
         """Keep pages that get full from now on in the model's number format or in int8; what that means now.
@@ -445,7 +446,7 @@ class Session(Released):
         Raises:
             UsageError: the model has no such layer; DoesNotFitError: memory ran out.
         """
-        if not 0 <= whole_number(layer, "A layer") < self._model.layers:
+        if not 0 <= layer < self._model.layers:
             raise UsageError(
                 f"There is no layer {layer}.",
                 f"The model has layers 0 to {self._model.layers - 1}.",
@@ -465,7 +466,7 @@ class Session(Released):
 
     def text(self, start: int, end: int) -> str:
         """The text of the stored tokens ``start`` to ``end``, control tokens included."""
-        ids = self._loop.stored.ids[whole_number(start, "A position") : whole_number(end, "A position")]
+        ids = self._loop.stored.ids[start:end]
         text: str = self._model.tokenizer.decode(ids)
         return text
 
@@ -487,3 +488,18 @@ class Session(Released):
 
 def _nothing(_generated: int) -> None:
     """Nothing to do between two tokens."""
+
+
+def _check_loading() -> None:
+    """Refuse to load a model in a fork of a process that loaded one, as ``SessionLock.check_process``.
+
+    Raises:
+        UsageError
+    """
+    _loaded_by[:] = _loaded_by or [os.getpid()]
+    if os.getpid() not in _loaded_by:
+        raise UsageError(
+            "No model can be loaded in this process.",
+            f"It is a fork of process {_loaded_by[0]}, which loaded one.",
+            "Start it with the method spawn.",
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -31,22 +32,22 @@ class Geometry:
     headroom: int = GROWTH_HEADROOM["cpu"]
     unified: bool = False
 
-    @property
+    @cached_property
     def group(self) -> int:
         """Query heads per KV head."""
         return self.q_heads // self.kv_heads
 
-    @property
+    @cached_property
     def d(self) -> int:
         """Elements of one stored row, K or V."""
         return max(self.d_k, self.d_v)
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Bytes of one row: K or V of one token and KV head in one layer."""
         return self.d * self.dtype.itemsize
 
-    @property
+    @cached_property
     def token_bytes(self) -> int:
         """Bytes of one token's K and V over all KV heads and layers."""
         return self.layers * self.kv_heads * 2 * self.row_bytes

@@ -58,7 +58,8 @@ class Snapshot(NamedTuple):
 class RecurrentState:
     """The state of one conversation with a model of transformers' ``config``.
 
-    ``reads_chunks`` is False for a model whose forward of several tokens starts empty instead of going on from a state.
+    ``reads_chunks`` is False for a model whose forward of several tokens starts empty instead of going on from a state;
+    ``exists`` says that the model has a state, ``arguments`` are those of its forward besides its tokens.
     """
 
     def __init__(self, config: Any, reads_chunks: bool = True) -> None:
@@ -71,16 +72,10 @@ class RecurrentState:
         self._cache = _cache_of(config) if is_recurrent(config) else None
         layers = self._cache.layers if self._cache else []
         self._layers = [layer for layer in layers if hasattr(layer, "recurrent_states")]
-
-    @property
-    def exists(self) -> bool:
-        """The model has a recurrent state."""
-        return self._cache is not None
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """The arguments of the model's forward besides its tokens."""
-        return {"past_key_values": self._cache, "use_cache": True} if self.exists else {"use_cache": False}
+        self.exists = self._cache is not None
+        self.arguments: dict[str, Any] = (
+            {"past_key_values": self._cache, "use_cache": True} if self.exists else {"use_cache": False}
+        )
 
     @property
     def nbytes(self) -> int:

@@ -10,7 +10,7 @@ from support.fake_nvml import FakeGpu, FakeNvml
 from kvchat.config.modes import mode_names
 from kvchat.engine.metrics import PcieReading, histogram
 from kvchat.engine.session import Session
-from kvchat.kv.memory.streams import RecallTime
+from kvchat.kv.transfer import RecallTime
 from kvchat.nvml import GpuReader, PcieTraffic
 from kvchat.protocol.messages import RECALL_EDGES_MS, RecallBin
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvchat.config.modes import mode_names
-from kvchat.engine import guards
+from kvchat.engine import answer as answers
 from kvchat.engine.session import Session
 from kvchat.errors import UsageError
 from kvchat.kv.inspect import check_integrity
@@ -151,8 +151,8 @@ def test_a_comparison_refused_while_another_thread_switches_puts_back_what_it_di
     thread = threading.Thread(target=session.switch, args=("streaming",), kwargs={"budget": 128})
     thread.start()
     switching.wait()
-    at_once = guards._at_once
-    monkeypatch.setattr(guards, "_at_once", lambda: refused.set() or at_once())
+    at_once = answers._at_once
+    monkeypatch.setattr(answers, "_at_once", lambda: refused.set() or at_once())
     comparing = threading.Thread(target=run_at_once, args=(lambda: list(compared),))
     comparing.start()
     refused.wait()

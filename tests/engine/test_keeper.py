@@ -164,7 +164,8 @@ def test_a_full_disk_is_told_once(tmp_path, monkeypatch):
 
     monkeypatch.setattr("kvchat.kv.memory.page_file._write", full)
     for text, told in ((TALE, 0), (TALE + "a", 1), (TALE + "ab", 0)):
-        assert len(list(chat.keeper.kept("a", (), iter(())))) == told
+        with chat.keeper.changing():
+            assert len(list(chat.keeper.open("a", ()))) == told
         chat.say("a", text)
         chat.written()
     assert (tmp_path / "kv" / "a.kv").stat().st_size == 0
@@ -210,8 +211,8 @@ def test_what_was_said_before_is_not_saved_as_a_conversation_that_was_only_opene
     chat = Chat(tmp_path)
     chat.say("a", TALE)
     chat.written()
-    with pytest.raises(ZeroDivisionError):
-        list(chat.keeper.kept("b", (Turn("user", OTHER),), (1 // 0 for _ in "x")))
+    with chat.keeper.changing():
+        list(chat.keeper.open("b", (Turn("user", OTHER),)))
     chat.written()
     assert not (tmp_path / "kv" / "b.kv").exists() or len(chat.keeper._file(tmp_path / "kv" / "b.kv").rows()) <= 1
     assert chat.runner.kv.total == len(chat.stored.ids) <= 1
@@ -222,7 +223,8 @@ def test_going_away_does_not_end_the_writing_of_what_was_said(tmp_path, monkeypa
     monkeypatch.setattr(WriteBehind, "begin", lambda writer, jobs: None)  # interrupted before the first page
     chat.say("a", TALE)
     monkeypatch.undo()
-    list(chat.keeper.saving(chat.keeper.resume("b", (Turn("user", OTHER),))))
+    with chat.keeper.changing():
+        list(chat.keeper.resume("b", (Turn("user", OTHER),)))
     chat.written()
     assert len(chat.keeper._file(tmp_path / "kv" / "a.kv").rows()) == 1 + len(TALE)
 

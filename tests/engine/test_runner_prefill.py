@@ -10,8 +10,9 @@ from kvchat.bench.baselines import as_written
 from kvchat.engine import runner
 from kvchat.engine.runner import prefill_bytes_per_token
 from kvchat.errors import DoesNotFitError
+from kvchat.kv import prefill
 from kvchat.kv.inspect import check_integrity
-from kvchat.kv.memory import available, prefill
+from kvchat.kv.memory import available
 from kvchat.models.load import load_model
 from kvchat.protocol.messages import Load
 

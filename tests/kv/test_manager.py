@@ -18,10 +18,9 @@ from kvchat.errors import DoesNotFitError
 from kvchat.kv.inspect import attended, check_integrity
 from kvchat.kv.memory import available
 from kvchat.kv.memory.device_slots import DeviceSlots
-from kvchat.kv.memory.streams import StepTimer
 from kvchat.kv.ops.cpu_ops import CpuOps
 from kvchat.kv.ops.torch_ops import TorchOps
-from kvchat.kv.transfer import Transfer
+from kvchat.kv.transfer import StepTimer, Transfer
 
 PLAIN = ("plain", "plain")
 

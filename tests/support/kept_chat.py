@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from support.tiny_runner import loaded, mode_of, prefilled, token_ids
 
-from kvchat.engine.guards import SessionLock
+from kvchat.engine.answer import SessionLock
 from kvchat.engine.prefix_cache import Keeper
 from kvchat.engine.prompt import Stored, common_prefix
 from kvchat.engine.runner import ModelRunner

@@ -35,6 +35,9 @@ STEP_BYTES = 256 * 2**20
 class HostPool:
     """Pages of all layers. ``total`` tokens are stored; memory grows in place up to ``context`` tokens.
 
+    ``capacity`` is the number of tokens that every layer has memory for (where it ran out while the pool grew, some
+    have more), ``reserved`` the number that fit the address space: with more the pool moves.
+
     ``arrangement`` is by default the one that the geometry asks for. ``pageable_reason`` says why the device cannot
     address the pool; empty where it does.
 
@@ -64,16 +67,6 @@ class HostPool:
         self._look()
 
     # ---- room
-
-    @property
-    def capacity(self) -> int:
-        """Tokens there is memory for in every layer: where memory ran out while it grew, some have more."""
-        return self._lies.tokens(min(region.committed for region in self._regions))
-
-    @property
-    def reserved(self) -> int:
-        """Tokens that fit the reserved address space: with more the pool moves."""
-        return self._lies.tokens(min(region.size for region in self._regions))
 
     @property
     def room(self) -> int:
@@ -272,6 +265,7 @@ class HostPool:
         for region in self._regions:
             if region.committed < size:
                 self._commit(region, size)
+        self.capacity = self._lies.tokens(min(region.committed for region in self._regions))
 
     def _move(self, least: int, wanted: int) -> None:
         """Move to twice the address space, which costs a copy; what lies by page is copied a layer at a time.
@@ -308,7 +302,9 @@ class HostPool:
             self._look()
 
     def _look(self) -> None:
-        """Make the views of the regions."""
+        """Make the views of the regions, and measure them."""
+        self.capacity = self._lies.tokens(min(region.committed for region in self._regions))
+        self.reserved = self._lies.tokens(min(region.size for region in self._regions))
         self._tables = [self._table(region) for region in self._regions]
         self._rows = [self._lies.rows(table) for table in self._tables]
 

@@ -94,8 +94,8 @@ class PinnedRegion:
     """Address space of ``size`` bytes (rounded up to system pages); the first ``committed`` are in use.
 
     Where it has several equal ``parts`` (of whole system pages) each is used from its front, and none can be pinned.
-    ``bytes`` is all of it, uint8 in host memory, zero where nothing was written. Memory that was registered is
-    unregistered when the region goes, before its address space does.
+    ``bytes`` is all of it, ``size`` of them, uint8 in host memory, zero where nothing was written. Memory that was
+    registered is unregistered when the region goes, before its address space does.
 
     Raises:
         OSError: the system does not give so much address space.
@@ -106,6 +106,7 @@ class PinnedRegion:
         mapped = mmap.mmap(-1, in_system_pages(size), flags)
         with torch.inference_mode(False):  # written to in and out of it
             self.bytes = torch.frombuffer(mapped, dtype=torch.uint8)
+        self.size = len(self.bytes)
         self.committed = 0
         self._parts = self.bytes.view(parts, -1)
         self._starts: list[int] = []
@@ -113,11 +114,6 @@ class PinnedRegion:
         self._registered: list[tuple[Registrar, int]] = []
         # The mapping is an argument so that it outlives the call. At exit the driver frees everything by itself.
         weakref.finalize(self, _unregister, self._registered, mapped).atexit = False
-
-    @property
-    def size(self) -> int:
-        """Bytes of address space."""
-        return len(self.bytes)
 
     def commit(self, size: int) -> tuple[int, int]:
         """Take memory for the first ``size`` bytes (whole system pages); the new segment: its address and size."""

@@ -5,6 +5,7 @@ A mode owns nothing that must survive a switch: the host pool holds every token,
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -18,7 +19,6 @@ from kvchat.errors import UsageError
 from kvchat.kv.attention import AttentionSpec, Weights
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
-from kvchat.kv.modes.context_end import ContextEnd
 from kvchat.kv.modes.recovery_levels import Level
 from kvchat.kv.modes.sync_heads import Calibration, TokenChoice
 from kvchat.kv.rope import Rotation
@@ -41,6 +41,49 @@ class ModelTraits:
     realign_refusal: str | None = None
     calibration: Calibration | None = None
     choice: TokenChoice | None = None
+
+
+class ContextEnd:
+    """The end of the model's context: a conversation ends there. A prompt reads everything stored.
+
+    ``is_final`` is true of an end that no token is stored beyond.
+    """
+
+    is_final: ClassVar[bool] = True
+
+    def base_of(self, position: int) -> int:
+        """The number subtracted from a token's position before its query and key are rotated; 0 within the context."""
+        return 0
+
+    def model_position(self, position: Tensor) -> Tensor:
+        """``position`` (0-d int64) of a step's token as the model rotates it: less its base."""
+        return position
+
+    def unbased(self, layer: int, keys: Tensor) -> Tensor:
+        """The layer's stored ``keys [H, n, d_k]`` of the first n tokens at their own positions."""
+        return keys
+
+    def prompt_tokens(self, total: int) -> int:
+        """The most tokens of a prompt that one forward may take after ``total`` stored ones."""
+        return sys.maxsize
+
+    def bounds_prompt(self, tokens: int) -> bool:
+        """Return whether a prompt's forward that ends with token number ``tokens`` reads less than everything."""
+        return False
+
+    def first_read(self, tokens: int) -> int:
+        """The first stored token, sinks aside, that a prompt's forward reads which ends with token number ``tokens``.
+
+        If it is bounded, the slots were filled for its first token.
+        """
+        return 0
+
+    def bounded(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values that a bounded forward reads in a layer, ``[H, n, d]`` each, the new tokens last.
+
+        Given are the layer's keys and values of the tokens from ``first_read`` on.
+        """
+        return keys, values
 
 
 @dataclass(frozen=True)

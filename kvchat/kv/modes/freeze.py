@@ -58,18 +58,19 @@ from kvchat.kv.attention import AttentionSpec, Weights
 from kvchat.kv.geometry import PAGE, Geometry
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
 from kvchat.kv.modes.base import Mode, ModelTraits, ModeReport, Plan, Step, TokenState
-from kvchat.kv.modes.freeze_scores import Scores
 from kvchat.kv.modes.freeze_timers import (
     FOLLOWING,
     MIN_RETURN_SCORE,
     NAMED_SCORE,
     RULES,
     SOUGHT,
+    CpuTimers,
+    Scores,
     Timers,
+    freeze_loops,
     rule_of,
     state_bytes,
 )
-from kvchat.kv.modes.freeze_timers_cpu import CpuTimers, freeze_loops
 from kvchat.kv.modes.page_index import PageBounds
 from kvchat.kv.modes.recovery_levels import LEVELS, RECENT, Level
 from kvchat.kv.ops.cpu_ops import loops_over, numbers
@@ -205,13 +206,14 @@ class Freeze(Mode):
         """Have slots for ``needed`` tokens, and fewer where fewer were needed lately."""
         self._peak = max(self._peak, needed)
         n, steps, in_place = self.slots.n, self.state.steps, self.slots.layout.in_place
+        due = steps - self._looked_at >= (RESIZE_INTERVAL_IN_PLACE if in_place else RESIZE_INTERVAL)
+        if needed <= n and not due:
+            return
         spare = self._peak // (SPARE_IN_PLACE if in_place else SPARE)
         size = self.geometry.round_up(self._peak + max(MIN_ROOM, spare, self.geometry.headroom // ROOM_SHARE))
-        interval = RESIZE_INTERVAL_IN_PLACE if in_place else RESIZE_INTERVAL
-        due = steps - self._looked_at >= interval
         if due:
             self._peak, self._looked_at = needed, steps
-        if needed > n or (due and size < SHRINK * n):
+        if needed > n or size < SHRINK * n:
             self._size = size
             self.state.resize(self.plan(self.state.capacity).layouts, self.state.capacity)
 

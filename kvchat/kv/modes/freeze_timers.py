@@ -1,18 +1,24 @@
 """Freeze timers: per token how often it was found irrelevant, and for how long it stays away (ASR-KF-EGR, Eq. 3).
 
-Everything is a tensor by position or by slot, of fixed shape within a step, and nothing is read back.
+Everything is a tensor by position or by slot, of fixed shape within a step, and nothing is read back. On a CPU one pass
+that numba compiles takes the place of many operations. ``Scores`` gathers how relevant each token is (Eq. 2).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvchat.config.modes import FreezeParameters
+from kvchat.kv.attention import AttentionSpec, Weights
 from kvchat.kv.geometry import GROWTH_HEADROOM, grown
 from kvchat.kv.memory.device_slots import EMPTY
+from kvchat.kv.ops import cpu_ops
 
 # What a score of 0 counts for a token that waits under a budget, so that it is not forgotten.
 MIN_RETURN_SCORE = 0.01
@@ -296,3 +302,102 @@ class Timers:
         self._kept = kept
         self.index = torch.arange(capacity + 1, device=self.device)
         self.capacity = capacity
+
+
+NONE = torch.zeros(1, dtype=torch.bool)  # of the tokens
+
+
+class CpuTimers(Timers):
+    """``Timers`` on a CPU, where reading back costs no wait; without numba the operations are torch's."""
+
+    def _flag(self, position: Tensor, table: Tensor, score: Tensor, control: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if not (loops := freeze_loops()):
+            return super()._flag(position, table, score, control)
+        p, rule, end = self.parameters, self.rule, position + 1 - self.parameters.K
+        counts, away, sought = torch.empty_like(table), torch.empty_like(table), torch.empty(len(table)).bool()
+        masks = NONE if self._pin_mask is None else self._pin_mask, control if rule.protects else NONE
+        limits = rule.sink, int(end), p.tau, self.sought_above, p.k
+        how = rule.recalls, rule.same_step, bool(self.hold > 0)
+        loops.flag(*_shared((table, score, self.detections, *masks)), *limits, *how, *_shared((counts, away, sought)))
+        return counts, away, sought
+
+    def _above_floor(self, leaves: Tensor, score: Tensor, awake: Tensor) -> Tensor:
+        return leaves if leaves.sum() <= awake - self.rule.floor else super()._above_floor(leaves, score, awake)
+
+    def _store_step(self, position: Tensor, table: Tensor, score: Tensor, counts: Tensor, away: Tensor) -> Tensor:
+        if not (loops := freeze_loops()):
+            return super()._store_step(position, table, score, counts, away)
+        waiting = torch.empty_like(self.frozen)
+        states = self.detections, self.timer, self.since, self.score, self.frozen, waiting
+        loops.store_step(int(position), *_shared((table, score, counts, away, *states)))
+        return waiting
+
+    def name(self, tokens: Tensor) -> None:
+        if tokens.any():
+            super().name(tokens)
+
+    def _followed(self, table: Tensor, sought: Tensor, position: Tensor, named: Tensor) -> Tensor:
+        if not (loops := freeze_loops()):
+            return super()._followed(table, sought, position, named)
+        loops.follow(*_shared((table, sought)), int(position), FOLLOWING, named.numpy())
+        return named
+
+
+def freeze_loops() -> ModuleType | None:
+    """The compiled loops of this mode; None where numba does not run."""
+    if not (loops := cpu_ops.compiled_loops()):
+        return None
+    from kvchat.kv.ops.numba import freeze
+
+    loops.use_threads(torch.get_num_threads())
+    return freeze
+
+
+def _shared(tensors: Iterable[Tensor]) -> list[Any]:
+    """Tensors as numpy's arrays of the same memory."""
+    return [tensor.numpy() for tensor in tensors]
+
+
+class Scores:
+    """Relevance of the tokens in ``table [n]`` (-1 empty) to the one being decoded, gathered layer by layer.
+
+    ``kind`` is a parameter of the freeze mode; of ``prob_rel`` the first ``sink`` tokens have no share.
+    """
+
+    def __init__(self, kind: str, sink: int, table: Tensor) -> None:
+        self.kind = kind
+        self.table = table
+        self.sum = torch.zeros(len(table), device=table.device)
+        self.layers = 0
+        self.windowed: Tensor | int = 0
+        self._counted = (table >= sink).float()
+        self._number = self._counted.sum()
+
+    def add_shares(self, weights: Weights, spec: AttentionSpec, position: Tensor) -> None:
+        """Count a layer by its weights."""
+        seen = self._seen(spec, position)
+        number = self._number if seen is None else (self._counted * seen).sum()
+        weights.add_shares(self.sum, self._counted, number)
+
+    def add_products(self, query: Tensor, keys: Tensor, spec: AttentionSpec, position: Tensor) -> None:
+        """Count a layer by ``query [q_heads, d_k]`` and ``keys [H, n, d_k]``, but for a score that takes nothing."""
+        if self.kind == "always":
+            return
+        seen = self._seen(spec, position)
+        grouped = query.view(len(keys), -1, query.shape[-1])
+        products = torch.bmm(grouped, keys.transpose(1, 2)).float().abs().mean((0, 1))
+        self.sum += products if seen is None else products * seen
+
+    def _seen(self, spec: AttentionSpec, position: Tensor) -> Tensor | None:
+        """The tokens that the layer sees, which counts for them; float32 ``[n]``, None for all."""
+        if spec.window is None:
+            self.layers += 1
+            return None
+        seen = (self.table > position - spec.window).float()
+        self.windowed = self.windowed + seen
+        return seen
+
+    def result(self) -> Tensor:
+        """``[n]``, the mean over the layers; 0 for a token that no layer can see."""
+        layers = self.layers + self.windowed
+        return self.sum / (layers.clamp(min=1) if isinstance(layers, Tensor) else max(1, layers))

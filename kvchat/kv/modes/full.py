@@ -22,8 +22,8 @@ from kvchat.config.modes import MIN_BUDGET, FullParameters
 from kvchat.kv.attention import PREFILL_WORKSPACE
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import Layout
-from kvchat.kv.memory.prefill import CHUNKS, staging_bytes
 from kvchat.kv.modes.base import Mode, ModelTraits, ModeReport, Plan, Step, everything
+from kvchat.kv.prefill import CHUNKS, staging_bytes
 
 
 class Full(Mode):

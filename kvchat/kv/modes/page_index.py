@@ -58,10 +58,11 @@ class PageIndex:
 
     def reserve(self, tokens: int) -> None:
         """Make room for the pages of ``tokens``; new ones are empty."""
-        if self.geometry.pages(tokens) > self.pages:
-            shape = (*self.data.shape[:2], self.geometry.pages(tokens) - self.pages, self.width)
-            more = torch.full(shape, self.empty, dtype=self.dtype, device=self.data.device)
-            self.data = torch.cat((self.data, more), 2)
+        if tokens <= self.pages * self.geometry.page:
+            return
+        shape = (*self.data.shape[:2], self.geometry.pages(tokens) - self.pages, self.width)
+        more = torch.full(shape, self.empty, dtype=self.dtype, device=self.data.device)
+        self.data = torch.cat((self.data, more), 2)
 
     def of(self, layer: int) -> Tensor:
         """``[H, page, width]``"""

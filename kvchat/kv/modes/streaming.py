@@ -57,7 +57,7 @@ from kvchat.kv.modes.base import (
     budget_of,
     refuse_small_budget,
 )
-from kvchat.kv.modes.context_end import MovingBase
+from kvchat.kv.modes.moving_base import MovingBase
 from kvchat.kv.rope import Rotation, cos_sin, rotate
 from kvchat.kv.state import KVState
 

@@ -12,6 +12,8 @@ one token, then the lowest and the highest keys ``[2, width]``, in the model's d
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -19,6 +21,7 @@ from torch.nn.functional import pad
 WORD = 32  # bits
 
 
+@cache
 def width_of(d_k: int, bits: int) -> int:
     """Channels of a page's rows: d_k, and what fills up a word."""
     per = WORD // bits

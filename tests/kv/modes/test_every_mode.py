@@ -32,8 +32,8 @@ GEOMETRIES = {
 LARGE = [*product(GROUPS, WIDTHS)] if WHOLE else [(7, 64), (8, 96), (7, 128), (8, 256)]
 # Where the numbers stand by which a mode decides, and which of them decide speed and memory alone.
 MODULES = {
-    "freeze": ("freeze", "freeze_timers", "freeze_scores", "freeze_timers_cpu"),
-    "streaming": ("streaming", "context_end"),
+    "freeze": ("freeze", "freeze_timers"),
+    "streaming": ("streaming", "moving_base"),
     "sync": ("sync", "sync_budget"),
     "speculative": ("speculative",),
     "freekv": ("freekv", "page_index"),

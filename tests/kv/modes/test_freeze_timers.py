@@ -13,7 +13,7 @@ from support.memory_faults import NO_MEMORY, MemoryRunsOut
 from kvchat.config.modes import FreezeParameters, parse
 from kvchat.kv.inspect import attended
 from kvchat.kv.memory.device_slots import EMPTY
-from kvchat.kv.modes import freeze, freeze_timers_cpu
+from kvchat.kv.modes import freeze, freeze_timers
 from kvchat.kv.modes.freeze_timers import Timers
 from kvchat.kv.modes.recovery_levels import LEVELS
 
@@ -151,7 +151,7 @@ def fails(run: FreezeRun, place: int) -> bool:
 def test_a_step_that_failed_anywhere_leaves_the_timers_as_they_were(params, compiled, monkeypatch, count):
     """It counted twice when asked for again, and named pages by a query whose token is not stored."""
     if not compiled:
-        for module in (freeze, freeze_timers_cpu):
+        for module in (freeze, freeze_timers):
             monkeypatch.setattr(module, "freeze_loops", lambda: None)
     with ruled(**EARLY):
         run, other = (FreezeRun(strength=1.0, **params) for _ in range(2))

@@ -9,8 +9,7 @@ import torch
 
 from kvchat.config.modes import FreezeParameters
 from kvchat.kv.memory.device_slots import EMPTY
-from kvchat.kv.modes.freeze_timers import Timers
-from kvchat.kv.modes.freeze_timers_cpu import CpuTimers
+from kvchat.kv.modes.freeze_timers import CpuTimers, Timers
 
 
 @pytest.mark.parametrize("profile", ["default", "paper"])

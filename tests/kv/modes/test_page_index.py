@@ -14,9 +14,9 @@ from support.toy_model import toy
 from kvchat.kv import manager as store_module
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.host_pool import HostPool
-from kvchat.kv.memory.prefill import StagedPrefill
 from kvchat.kv.modes.page_index import KeyCodes, PageBounds
 from kvchat.kv.ops import key_codes
+from kvchat.kv.prefill import StagedPrefill
 
 CPU = torch.device("cpu")
 

@@ -20,7 +20,7 @@ from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory import available
 from kvchat.kv.memory.eight_bit_pool import EightBitPool
 from kvchat.kv.memory.host_pool import HostPool
-from kvchat.kv.memory.streams import SideStream
+from kvchat.kv.transfer import SideStream
 from kvchat.units import size
 
 # Tokens of one prefill forward on a GPU. With fewer the matrices are too small to be busy; with more a person who

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvchat.kv.modes.context_end import ContextEnd, MovingBase
+from kvchat.kv.modes.base import ContextEnd
+from kvchat.kv.modes.moving_base import MovingBase
 
 CONTEXT, CHUNK = 100, 30
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from kvchat.kv import prefill as prefill_module
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.memory import prefill as prefill_module
 from kvchat.kv.memory.eight_bit_pool import EightBitPool
 from kvchat.kv.memory.host_pool import HostPool
-from kvchat.kv.memory.prefill import DirectPrefill, RoundingPrefill, StagedPrefill, prefill_over
+from kvchat.kv.prefill import DirectPrefill, RoundingPrefill, StagedPrefill, prefill_over
 from kvchat.kv.transfer import SideStream
 
 CPU = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""The end of the model's context: a conversation stops there, or its mode moves the base.
+"""Beyond the model's context: the conversation goes on, because its mode moves the base of positions.
 
 Positions beyond the context go on from its middle: a token's base, a multiple of half the context, is subtracted before
 the model rotates its query and key. So no position is beyond the context, and float32 angles lose no precision. Keys
@@ -7,58 +7,14 @@ are stored as rotated; of those kept on the device the difference of bases is tu
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from kvchat.kv.modes.base import ContextEnd
 from kvchat.kv.rope import Rotation, cos_sin, rotate
 from kvchat.kv.state import KVState
-
-
-class ContextEnd:
-    """The conversation ends there: every token has its own position, and a prompt reads everything stored.
-
-    ``is_final`` is true of an end that no token is stored beyond.
-    """
-
-    is_final: ClassVar[bool] = True
-
-    def base_of(self, position: int) -> int:
-        """The number subtracted from a token's position before its query and key are rotated; 0 within the context."""
-        return 0
-
-    def model_position(self, position: Tensor) -> Tensor:
-        """``position`` (0-d int64) of a step's token as the model rotates it: less its base."""
-        return position
-
-    def unbased(self, layer: int, keys: Tensor) -> Tensor:
-        """The layer's stored ``keys [H, n, d_k]`` of the first n tokens at their own positions."""
-        return keys
-
-    def prompt_tokens(self, total: int) -> int:
-        """The most tokens of a prompt that one forward may take after ``total`` stored ones."""
-        return sys.maxsize
-
-    def bounds_prompt(self, tokens: int) -> bool:
-        """Return whether a prompt's forward that ends with token number ``tokens`` reads less than everything."""
-        return False
-
-    def first_read(self, tokens: int) -> int:
-        """The first stored token, sinks aside, that a prompt's forward reads which ends with token number ``tokens``.
-
-        If it is bounded, the slots were filled for its first token.
-        """
-        return 0
-
-    def bounded(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values that a bounded forward reads in a layer, ``[H, n, d]`` each, the new tokens last.
-
-        Given are the layer's keys and values of the tokens from ``first_read`` on.
-        """
-        return keys, values
 
 
 class MovingBase(ContextEnd):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvchat.kv.memory.streams import EVERY, RecallTime, StepTimer
+from kvchat.kv.transfer import EVERY, RecallTime, StepTimer
 
 
 class Clock:

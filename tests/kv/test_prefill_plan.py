@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvchat.errors import DoesNotFitError
+from kvchat.kv import prefill
 from kvchat.kv.attention import PREFILL_WORKSPACE
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.memory import available, prefill
+from kvchat.kv.memory import available
 
 CPU = torch.device("cpu")
 
