@@ -67,6 +67,11 @@ def log_file() -> Path:
     return state_dir() / "kvchat.log"
 
 
+def tested_file() -> Path:
+    """The models that passed their tests on this machine."""
+    return state_dir() / "tested.json"
+
+
 def database() -> Path:
     """The conversations."""
     return data_dir() / "chats.db"

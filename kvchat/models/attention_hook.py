@@ -14,7 +14,7 @@ far as its attention, and hands the query to the backend of the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
@@ -299,13 +299,19 @@ class _Trial(DenseManager):
         return super().attention(layer, query, key, value, spec)
 
 
-def install(model: Any) -> frozenset[int]:
+def install(model: Any, known: Collection[int] | None = None) -> frozenset[int]:
     """Let ``model``, loaded and on its device, estimate queries; return the attention layers that it can do it for.
 
     Left out are those whose estimates are far from their queries (as of the first layers), whose positions are rotated
-    otherwise than the layer before's, and those that take more than the layer before is given.
+    otherwise than the layer before's, and those that take more than the layer before is given. With those ``known``
+    nothing is tried.
     """
     pairs = _neighbors(model)
+    if known is not None:
+        for before, after, number in pairs:
+            if number in known:
+                before.register_forward_pre_hook(_estimator(after, number), with_kwargs=True)
+        return frozenset(known)
     given: dict[nn.Module, Any] = {}
     watches = [
         layer.register_forward_pre_hook(_watcher(given), with_kwargs=True) for pair in pairs for layer in pair[:2]
@@ -326,10 +332,10 @@ def install(model: Any) -> frozenset[int]:
         trial.close.clear()
     for watch in watches:
         watch.remove()
-    known = {number for before, after, number in pairs if number in trial.close and given[before] is given[after]}
-    for number in hooks.keys() - known:
+    close = {number for before, after, number in pairs if number in trial.close and given[before] is given[after]}
+    for number in hooks.keys() - close:
         hooks[number].remove()
-    return frozenset(known)
+    return frozenset(close)
 
 
 def _neighbors(model: Any) -> list[tuple[nn.Module, nn.Module, int]]:

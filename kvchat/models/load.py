@@ -1,7 +1,8 @@
 """Loads a model and its tokenizer: locates, refuses or reads it, then probes, tests and fuses it.
 
 A model that kvchat cannot run correctly is refused: before the weights are read if the configuration tells, else by the
-probe or the numerical self-test. Only safetensors and GGUF are read, and no code of a model is run. Digests of weights
+probe or the numerical self-test. What passed is noted, and not tested again on this machine as long as weights, kvchat
+and the libraries are the same. Only safetensors and GGUF are read, and no code of a model is run. Digests of weights
 and tokenizer are kept, so that what was computed by others is not taken for theirs: a checkpoint's revision tells
 trainings apart by the sizes and ends of their files, and a model that was tuned in place may have both alike.
 """
@@ -9,10 +10,13 @@ trainings apart by the sizes and ends of their files, and a model that was tuned
 from __future__ import annotations
 
 import contextlib
+import json
 import math
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -23,6 +27,7 @@ from jinja2 import Environment, TemplateSyntaxError
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from kvchat import files, paths
 from kvchat.errors import KvchatError, ModelError, UsageError
 from kvchat.files import read_text
 from kvchat.kv.manager import is_out_of_memory
@@ -46,6 +51,8 @@ from kvchat.models.tokenizer import explained_panics, guarded
 from kvchat.protocol.messages import TEMPERATURE, Load, Sampling
 from kvchat.units import size
 
+MOST_TESTED = 100  # models that are noted to have passed their tests
+LIBRARIES = ("torch", "transformers", "numba", "triton")
 NAMED_SHARE = 0.05
 ONE_BY_ONE = "Further turns are read token by token: transformers' code of this model reads a text only from its start."
 MOST = 0.005  # nats: a loss below that is not told
@@ -133,44 +140,106 @@ def load_model(asked: Load, progress: Progress) -> LoadedModel:
                 model = reading.read(described, checkpoint, quantized)
                 with cores:
                     model = reading.finished(model, described, quantized)
-            progress("Testing the model")
+            progress("Preparing the model")
             with cores:
                 support.check_values(model, checkpoint.folder)
                 rows = model.get_input_embeddings().weight.shape[0]
                 reading_notes = (*reading_notes, *tokenizers.check(tokenizer, rows, checkpoint.name))
-                lost = note(model, tokenizer, described, checkpoint)
-                loaded = wrap(model, tokenizer, checkpoint.name, checkpoint.revision, asked.fast)
+                loss = partial(note, model, tokenizer, described, checkpoint)
+                loaded = wrap(model, tokenizer, checkpoint.name, checkpoint.revision, asked.fast, loss)
     if described.device.type == "cpu":
         compile_loops(model.dtype, lambda: progress("Compiling for this CPU, once on this machine"))
     give_back()
-    notes = (*loaded.notes, *reading_notes, *_notes_on(described, asked.dtype, chosen), *filter(None, [lost]))
+    notes = (*loaded.notes, *reading_notes, *_notes_on(described, asked.dtype, chosen))
     return replace(loaded, notes=notes)
 
 
-def wrap(model: Any, tokenizer: Any, name: str, revision: str = "", fuse: bool = True) -> LoadedModel:
+def wrap(
+    model: Any,
+    tokenizer: Any,
+    name: str,
+    revision: str = "",
+    fuse: bool = True,
+    loss: Callable[[], str] = str,
+) -> LoadedModel:
     """Probe, test and fuse a transformers ``model`` that is on its device, with kvchat's attention.
+
+    ``loss`` measures what its packed weights lose. Neither that nor the tests are done again of what passed before.
 
     Raises:
         ModelError: kvchat cannot run it correctly.
     """
     pinned = pin_frequencies(model)
     seen = probe(model)
-    chunked = reads_chunks(model)
-    selftest(model, chunked=chunked)
-    plain = modules.sample_logits(model)
-    if model.dtype == torch.float16 and not plain.isfinite().all():
-        raise overflows(name)
     digest = digest_of_weights(model)  # before any of them is merged
+    before = find_tested(key := tested_by(digest, model, fuse))
+    chunked, lost = (before.chunked, before.lost) if before else (_test(model, name), loss())
+    plain = modules.sample_logits(model) if fuse and not before else None
     if model.device.type == "cpu":
         lay_out(model)
-    fusion = modules.fuse(model, modules.kernels_for(model.device), plain) if fuse else modules.FusionReport()
+    kernels = modules.kernels_for(model.device)
+    fusion = modules.fuse(model, kernels, plain, before is not None) if fuse else modules.FusionReport()
     if model.device.type == "cuda":
         torch.cuda.empty_cache()  # merging frees as much as it merged, in blocks too small for the next
+    ahead: Collection[int] = ()
     if not RecurrentState(model.config).exists:  # whose state a layer that is run early would change
-        attention_hook.install(model)
+        ahead = attention_hook.install(model, before.ahead if before else None)
+    if not (before or fusion.note):
+        keep_tested(key, Tested(chunked, lost, sorted(ahead)))
     loaded = _loaded(name, revision, model, tokenizer, seen, pinned)
-    notes = (*loaded.notes, *filter(None, [fusion.note]), *([] if chunked else [ONE_BY_ONE]))
+    notes = (*loaded.notes, *filter(None, [fusion.note, lost, "" if chunked else ONE_BY_ONE]))
     return replace(loaded, notes=notes, fingerprint=digest, fused=fusion.fused, reads_chunks=chunked)
+
+
+def _test(model: Any, name: str) -> bool:
+    """Compare the model with transformers' own forward; return whether it reads chunks."""
+    chunked = reads_chunks(model)
+    selftest(model, chunked=chunked)
+    if model.dtype == torch.float16 and not modules.sample_logits(model).isfinite().all():
+        raise overflows(name)
+    return chunked
+
+
+# ---- what passed its tests -------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Tested:
+    """What the tests of a model found: ``LoadedModel.reads_chunks``, the ``note`` about what packing loses, and the
+    layers whose query is estimated ``ahead``.
+    """
+
+    chunked: bool
+    lost: str
+    ahead: list[int]
+
+
+def tested_by(digest: str, model: Any, fuse: bool) -> str:
+    """A digest of all that the tests of ``model`` depend on: weights, config, device, kvchat's code, libraries."""
+    files_of = (paths.PACKAGE / part for part in ("kv", "models"))
+    code = [(str(file), file.stat().st_mtime_ns) for folder in files_of for file in folder.rglob("*.py")]
+    libraries = [getattr(sys.modules.get(name), "__version__", "") for name in LIBRARIES]
+    device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else torch.get_num_threads()
+    config = {name: value for name, value in model.config.to_dict().items() if not name.startswith("_")}
+    told = digest, config, str(model.dtype), device, fuse, sorted(code), libraries
+    return digest_of_text(repr(told)).hex()
+
+
+def find_tested(key: str) -> Tested | None:
+    """What the tests of a model found that passed; None if it was not tested so."""
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):  # as if nothing was tested
+        return Tested(**_all_tested()[key]) if key in _all_tested() else None
+    return None
+
+
+def keep_tested(key: str, tested: Tested) -> None:
+    """Keep that a model passed its tests; where it cannot be kept it is tested again."""
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+        kept = dict([*_all_tested().items(), (key, asdict(tested))][-MOST_TESTED:])
+        files.write(paths.tested_file(), json.dumps(kept, indent=1).encode())
+
+
+def _all_tested() -> dict[str, dict[str, Any]]:
+    file = paths.tested_file()
+    return dict(json.loads(files.read(file))) if file.exists() else {}
 
 
 # ---- stages ----------------------------------------------------------------------------------------

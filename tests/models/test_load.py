@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 
 import huggingface_hub
 import pytest
@@ -13,8 +14,10 @@ from support.memory_faults import HostMemoryError
 from support.model_folders import edit_json
 from support.progress import silent
 
+from kvchat import paths
 from kvchat.errors import DoesNotFitError, ModelError, UsageError
-from kvchat.models import checkpoint, hub, load, support
+from kvchat.models import attention_hook, checkpoint, hub, load, support
+from kvchat.models.fuse import modules
 from kvchat.models.hub import ByteProgress
 from kvchat.models.load import load_model
 from kvchat.models.quantize import int8_rows
@@ -41,7 +44,7 @@ def test_the_bundled_model(no_network, capfd):
     assert not loaded.model.training
     # Compiling is said the first time on a machine, and the bytes read at most once a second.
     said = [stage for stage in stages if not stage.startswith(("Compiling", "Loading the weights ·"))]
-    assert said == ["Loading the tokenizer", "Loading the weights", "Testing the model"]
+    assert said == ["Loading the tokenizer", "Loading the weights", "Preparing the model"]
     assert capfd.readouterr() == ("", "")
 
 
@@ -51,6 +54,38 @@ def test_a_local_folder(folder, no_network, dtype, expected):
     assert loaded.dtype == loaded.model.dtype == expected
     assert loaded.context == tiny_models.CONTEXT
     assert loaded.vocab == tiny_models.VOCAB
+
+
+def test_a_model_is_tested_once_on_a_machine(folder, monkeypatch, tmp_path):
+    """Again where its weights, its config or kvchat's code are others, or where the note of it is damaged."""
+    tested, layers = [], []
+
+    def passes(model, chunked):
+        tested.append(model)
+        return selftest(model, chunked=chunked)
+
+    def installs(model, known=None):
+        layers.append(install(model, known))
+        return layers[-1]
+
+    selftest, install = load.selftest, attention_hook.install
+    monkeypatch.setattr(load, "selftest", passes)
+    monkeypatch.setattr(attention_hook, "install", installs)
+    asked = Load(str(folder), "cpu", "float32")
+    first, second = load_model(asked, silent), load_model(asked, silent)
+    assert len(tested) == 1
+    assert layers[0] == layers[1]
+    assert (first.fused, first.notes, first.reads_chunks) == (second.fused, second.notes, second.reads_chunks)
+    assert torch.equal(*(modules.sample_logits(loaded.model) for loaded in (first, second)))
+    paths.tested_file().write_text('{"damaged')
+    load_model(asked, silent)
+    other = shutil.copytree(folder, tmp_path / "other")
+    edit_json(other / "config.json", rms_norm_eps=1e-3)
+    load_model(replace(asked, model=str(other)), silent)
+    assert len(tested) == 3
+    monkeypatch.setattr(load, "LIBRARIES", ())
+    load_model(asked, silent)
+    assert len(tested) == 4
 
 
 def test_weights_are_taken_in_and_tested_on_free_cores(folder, monkeypatch):

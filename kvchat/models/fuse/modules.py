@@ -55,20 +55,24 @@ class FusionReport:
     note: str = ""
 
 
-def fuse(model: Any, kernels: ModuleType | None, plain: Tensor | None = None) -> FusionReport:
-    """Fuse the modules of ``model`` that are recognized, and check the result.
+def fuse(
+    model: Any, kernels: ModuleType | None, plain: Tensor | None = None, passed_before: bool = False
+) -> FusionReport:
+    """Fuse the modules of ``model`` that are recognized, and check the result unless it ``passed_before``.
 
     ``model`` is loaded, on its device, with kvchat's attention. If the fused model fails with ``kernels``
     (``kernels_for``), it is fused without them; if it fails without them too, it is restored. ``plain`` are its
     ``sample_logits``, if they are there.
     """
-    plain = sample_logits(model) if plain is None else plain
+    if plain is None and not passed_before:
+        plain = sample_logits(model)
     failure = ""
     for chosen in dict.fromkeys((kernels, None)):
         swaps = Swaps()
         try:
             _fuse_modules(model, Operations(chosen), swaps)
-            _check(model, plain)
+            if plain is not None:
+                _check(model, plain)
         except Exception as error:  # noqa: BLE001  # whatever a kernel or a module raises, the plain model is right
             swaps.undo()
             failure = failure or f"{type(error).__name__}: {error}".split("\n", 1)[0][:200]
