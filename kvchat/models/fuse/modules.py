@@ -37,7 +37,7 @@ from kvchat.models import attention_hook, probe
 from kvchat.models.attention_hook import DenseManager
 from kvchat.models.probe import logits_error, logits_tolerance
 from kvchat.models.quantize import rows
-from kvchat.models.quantize.rows import PackedRows, Weight, is_one_row, linear, merge, weight_of
+from kvchat.models.quantize.rows import PackedRows, Weight, is_one_row, linear, merge, product_loops, weight_of
 
 NORMS, MERGED, ROPE, LAYERS = "norms", "merged projections", "rope", "fused layers"
 CHECKED_PROMPT, CHECKED_STEPS = 7, 3
@@ -440,8 +440,10 @@ class Operations:
 
     def __init__(self, kernels: ModuleType | None) -> None:
         self._kernels = kernels
+        # Of the last rotation's sines: all layers of a forward get the same.
         self._sin: Tensor | None = None
         self._signed_sin: Tensor | None = None
+        self._angles: tuple[Tensor | None, Any, Any] = (None, None, None)
 
     def normed(self, x: Tensor, norm: Norm) -> Tensor:
         """RMSNorm of ``x [..., K]``."""
@@ -465,6 +467,10 @@ class Operations:
             scale, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
             result: Tensor = self._kernels.project(x, weight, bias, scale, eps, residual)
             return result
+        if isinstance(weight, PackedRows) and is_one_row(x):
+            scale, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+            if (found := weight.one_token(x, bias, scale, eps, residual)) is not None:
+                return found
         projected = linear(x if norm is None else self.normed(x, norm), weight, bias)
         return projected if residual is None else projected.add_(residual)
 
@@ -474,6 +480,10 @@ class Operations:
             gate_weight, up_weight = weight.chunk(2)
             result: Tensor = self._kernels.gated(x, gate_weight, up_weight, norm.weight, norm.eps)
             return result
+        if isinstance(weight, PackedRows) and is_one_row(x):
+            found = weight.one_token(x, None, norm.weight, norm.eps, gated=True)
+            if found is not None:
+                return found
         gate, up = linear(self.normed(x, norm), weight).chunk(2, -1)
         return F.silu(gate).mul_(up)
 
@@ -485,19 +495,29 @@ class Operations:
         return self._rotated(query, cos, sin), self._rotated(key, cos, sin)
 
     def rotate_together(self, heads: Tensor, queries: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """``rotate`` of ``heads [1, H_q + H, n, d]``, of which the first ``queries`` are the query's."""
+        """``rotate`` of ``heads [1, H_q + H, n, d]``, the first ``queries`` are the query's; may change them."""
         if self._kernels:
             return self.rotate(heads[:, :queries], heads[:, queries:], cos, sin)
+        if heads.shape[2] == 1 and _are_numbers(heads, cos, sin) and (loops := product_loops()):
+            if sin is not self._angles[0]:
+                self._angles = sin, cos.view(-1).numpy(), sin.view(-1).numpy()
+            loops.rotate(heads[0, :, 0].numpy(), *self._angles[1:])
+            return heads[:, :queries], heads[:, queries:]
         rotated = self._rotated(heads, cos, sin)
         return rotated[:, :queries], rotated[:, queries:]
 
     def _rotated(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         half = sin.shape[-1] // 2
-        if sin is not self._sin:  # all layers of a forward get the same
+        if sin is not self._sin:
             self._sin, self._signed_sin = sin, torch.cat((-sin[..., :half], sin[..., half:]), -1)[:, None]
         assert self._signed_sin is not None
         rotated = torch.addcmul(heads * cos[:, None], heads.roll(half, -1), self._signed_sin)
         return rotated.to(heads.dtype)  # some models' angles are float32 whatever they run in
+
+
+def _are_numbers(*tensors: Tensor) -> bool:
+    """True if numpy sees them as they are."""
+    return all(tensor.dtype == torch.float32 and tensor.device.type == "cpu" for tensor in tensors)
 
 
 class MergedLinear:

@@ -15,12 +15,8 @@ from typing import Any
 import numba
 import numpy as np
 import torch
-from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
 
-from kvchat.kv.ops.numba.loops import HAS_THREADS, compiled
+from kvchat.kv.ops.numba.loops import compiled
 
 FEWEST = 4096  # blocks that are worth a thread
 Array = np.ndarray[Any, Any]
@@ -154,67 +150,3 @@ def levels(groups: Array, scale: Array, zero: Array, middle: np.float32, most: n
         for i in range(32):
             level = np.rint((groups[group, i] - z) / d + middle)
             out[group, i] = np.int32(min(max(level, np.float32(0)), most))
-
-
-# ---- products --------------------------------------------------------------------------------------
-
-
-def _products(rows: int) -> Any:
-    """The product of ``rows`` rows with one vector, a group of 32 at once, which LLVM makes of no loop.
-
-    Several rows are read at a time: a processor fetches ahead in each.
-    """
-
-    @intrinsic  # type: ignore[untyped-decorator]
-    def product(_context: Any, data: Any, scale: Any, x: Any, out: Any, first: Any) -> Any:
-        return types.void(data, scale, x, out, first), generate
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        data, scale, x, out = (
-            context.make_array(kind)(context, builder, argument)
-            for kind, argument in zip(signature.args[:4], arguments[:4], strict=True)
-        )
-        floats, bytes_ = ir.VectorType(ir.FloatType(), 32), ir.VectorType(ir.IntType(8), 32)
-        word, size = ir.IntType(32), ir.IntType(64)
-        groups, vector = builder.extract_value(scale.shape, 1), builder.bitcast(x.data, floats.as_pointer())
-        at = [builder.mul(builder.add(arguments[4], size(row)), groups) for row in range(rows)]
-        levels = [builder.gep(data.data, [builder.mul(each, size(32))]) for each in at]
-        levels = [builder.bitcast(each, bytes_.as_pointer()) for each in levels]
-        halves = [builder.gep(scale.data, [each]) for each in at]
-        sums = [cgutils.alloca_once_value(builder, ir.Constant(floats, [0.0] * 32)) for _ in range(rows)]
-        shape = ir.FunctionType(floats, [floats] * 3)
-        multiply_add = cgutils.get_or_insert_function(builder.module, shape, "llvm.fma.v32f32")
-        nothing, same = ir.Constant(floats, ir.Undefined), ir.Constant(ir.VectorType(word, 32), [0] * 32)
-        with cgutils.for_range(builder, groups) as loop:
-            values = builder.load(builder.gep(vector, [loop.index]), align=4)
-            for levels_of, halves_of, sum_of in zip(levels, halves, sums, strict=True):
-                products = builder.fmul(
-                    builder.sitofp(builder.load(builder.gep(levels_of, [loop.index]), align=1), floats), values
-                )
-                # A float16 that is not negative is this float32 in 13 bits fewer, and an exponent smaller by 112.
-                half = builder.zext(builder.load(builder.gep(halves_of, [loop.index])), word)
-                small = builder.bitcast(builder.shl(half, word(13)), ir.FloatType())
-                one = builder.insert_element(nothing, builder.fmul(small, ir.FloatType()(2.0**112)), word(0))
-                scales = builder.shuffle_vector(one, nothing, same)
-                builder.store(builder.call(multiply_add, [products, scales, builder.load(sum_of)]), sum_of)
-        shape = ir.FunctionType(ir.FloatType(), [ir.FloatType(), floats])
-        total = cgutils.get_or_insert_function(builder.module, shape, "llvm.vector.reduce.fadd.v32f32")
-        for row, sum_of in enumerate(sums):
-            found = builder.call(total, [ir.FloatType()(0.0), builder.load(sum_of)], fastmath=("reassoc",))
-            builder.store(found, builder.gep(out.data, [builder.add(arguments[4], size(row))]))
-        return context.get_dummy_value()
-
-    return product
-
-
-_FOUR_ROWS, _ONE_ROW = _products(4), _products(1)
-
-
-@compiled("void(i1[:, ::1], u2[:, ::1], f4[::1], f4[::1])", parallel=HAS_THREADS)
-def eight_bit_product(data: Array, scale: Array, x: Array, out: Array) -> None:
-    """``out [N]``: ``x [K]`` through ``data [N, K]``; ``scale [N, K / 32]`` are of its groups, as bits of float16."""
-    fours = len(data) // 4
-    for four in numba.prange(fours):
-        _FOUR_ROWS(data, scale, x, out, 4 * four)
-    for row in range(4 * fours, len(data)):
-        _ONE_ROW(data, scale, x, out, row)

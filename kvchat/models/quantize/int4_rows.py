@@ -1,4 +1,4 @@
-"""Weights of 4 bits on a CPU, multiplied by torch's own int4 kernel.
+"""Weights of 4 bits on a CPU, packed as torch's int4 kernel reads them: it multiplies several tokens, a loop one.
 
 Every 32 weights of a row share a scale and a zero point in bfloat16: 5 bits a weight. Measured on the bundled model
 (1,200 tokens of a novel, KL to the unquantized model): 0.48 with 32, 0.65 with 64 at 4.5 bits, 0.69 with 128 at 4.25;
@@ -7,13 +7,27 @@ scales in float32 make it 0.47 and 6 bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from typing import Any, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvchat.models.quantize.rows import BLOCK, ROWS, PackedRows, all_rows, attach, block_loops, body, in_chunks, merge
+from kvchat.kv.ops.cpu_ops import use_threads
+from kvchat.models.quantize.rows import (
+    BLOCK,
+    ROWS,
+    PackedRows,
+    all_rows,
+    attach,
+    block_loops,
+    body,
+    in_chunks,
+    merge,
+    product_loops,
+)
 
 METHOD = "int4"  # transformers' name of it
 GROUP = 32
@@ -21,6 +35,9 @@ WEIGHT_BYTES = 0.5 + 4 / GROUP
 MULTIPLE = 16  # the kernel's: of rows
 LEVELS = 15  # and 0
 CHUNK = 2**21  # weights that are quantized at once: as 32-bit levels they take four times what they had
+NARROW = 16  # bytes of a column where torch's kernel has AVX2 alone, and takes twice as long as float32 for many tokens
+MANY = 48  # tokens from which on unpacking a matrix takes less than that
+UNPACKED = 2**22  # weights that are unpacked at once
 FEWEST_LEVELS = 8  # that 32 weights of a 4-bit file span
 NEAR_LEVEL = 0.1  # of a step: what bfloat16 rounds. 30 values lie so near to one by chance never
 
@@ -36,11 +53,37 @@ class Int4Rows(PackedRows):
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x [..., K]`` through the matrix, plus ``bias [N]``: ``[..., N]``."""
+        if x.numel() == x.shape[-1] and (found := self.one_token(x.contiguous(), bias)) is not None:
+            return found
+        if x.numel() >= MANY * x.shape[-1] and column_bytes() == NARROW and len(self.data) % (2 * NARROW) == 0:
+            products = [F.linear(x.float(), rows) for rows in self._unpacked()]
+            whole = (torch.cat(products, -1) if len(products) > 1 else products[0]).to(x.dtype)
+            return whole if bias is None else whole + bias
         # In bfloat16: float32 and float16 take the kernel 10 to 40 times as long, and 4 bits of weight round more.
         rows, scales = x.reshape(-1, x.shape[-1]).bfloat16().contiguous(), self.scales.contiguous()
         product: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.data, GROUP, scales)
         product = product.to(x.dtype).view(*x.shape[:-1], len(self.data))
         return product if bias is None else product + bias
+
+    def _product(self, loops: Any) -> Callable[..., None] | None:
+        width = column_bytes()
+        if not width or len(self.data) % (2 * width):
+            return None
+        data = self.data.detach().view(torch.uint8).numpy()
+        scales = self.scales.detach().contiguous().view(torch.int32).squeeze(-1).numpy()
+        return partial(loops.four_bit_product, data, scales, width)
+
+    def _unpacked(self) -> Iterator[Tensor]:
+        """Runs of rows in float32."""
+        loops, columns = product_loops(), 2 * self.data.shape[1]
+        assert loops is not None
+        use_threads(torch.get_num_threads())
+        many = max(1, UNPACKED // (BLOCK * columns)) * BLOCK
+        for data, scales in zip(torch.split(self.data, many), torch.split(self.scales, many, 1), strict=True):
+            rows = torch.empty(len(data), columns)
+            arrays = data.detach().view(torch.uint8).numpy(), scales.detach().float().contiguous().numpy()
+            loops.unpack_four_bits(*arrays, NARROW, rows.numpy())
+            yield rows
 
     def matrix(self, index: int) -> Self:
         """One matrix of a stack, whose scales are ``[E, K / 32, N, 2]``, in the same memory."""
@@ -65,6 +108,20 @@ class Int4Rows(PackedRows):
         for part, view in zip(parts, views, strict=True):
             part.scales = view
         return merged
+
+
+@cache
+def column_bytes() -> int:
+    """Bytes of a column of the blocks that torch packs here; 0 where ``product_loops`` does not read them."""
+    if product_loops() is None:
+        return 0
+    levels = torch.randint(LEVELS + 1, (BLOCK, GROUP), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1).view(torch.uint8).flatten()
+    for width in (16, 32):
+        lower, upper = levels.view(-1, 2, width, GROUP).transpose(2, 3).unbind(1)
+        if torch.equal(packed, (lower | upper << 4).to(torch.uint8).flatten()):
+            return width
+    return 0
 
 
 def chosen(model: Any) -> Iterator[nn.Linear]:

@@ -1,20 +1,20 @@
 """Weights of 8 bits on a CPU: every 32 of a row share a scale in float16, as in GGUF's Q8_0, and have no zero point.
 
-One token is multiplied by a loop in float32, as fast as by torch's own int8 kernel, whose scale is that of a whole row:
-on Gemma 3 270M's Q4_K_M that cost a KL of 0.020. Rows that are no groups of 32, and those of torchao's checkpoints,
+One token is multiplied by a loop; torch's own int8 kernel has one scale for a whole row: on Gemma 3 270M's Q4_K_M that
+cost a KL of 0.020. Rows that are no groups of 32, and those of torchao's checkpoints,
 have one scale each and go through that kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvchat.kv.ops.cpu_ops import use_threads
 from kvchat.models.quantize.rows import CHUNK, ROWS, PackedRows, attach, block_loops, in_chunks, merge
 
 METHOD = "int8"  # transformers' name of it
@@ -37,7 +37,6 @@ class Int8Rows(PackedRows):
     def __init__(self, data: Tensor, scale: Tensor, bias: Tensor | None = None, rounded: Tensor | None = None) -> None:
         self.data, self.scale, self.bias = data, scale, bias
         self._rounded = scale.bfloat16() if rounded is None and not self._in_groups else rounded
-        self._arrays: tuple[int, Any, Any] = (0, None, None)
 
     @property
     def _in_groups(self) -> bool:
@@ -45,9 +44,8 @@ class Int8Rows(PackedRows):
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x [..., K]`` through the matrix, plus ``bias [N]``: ``[..., N]``."""
-        if x.numel() == x.shape[-1] and self._in_groups:
-            product = self._one_token(x.reshape(-1)).to(x.dtype).view(*x.shape[:-1], -1)
-            return product if bias is None else product + bias
+        if x.numel() == x.shape[-1] and (found := self.one_token(x.contiguous(), bias)) is not None:
+            return found
         if x.numel() == x.shape[-1] and x.shape[-1] % MULTIPLE == 0:
             # In bfloat16: the kernel's float32 variant is several times slower, and 8 bits of weight round more.
             row = x.reshape(1, -1).bfloat16().contiguous()
@@ -58,18 +56,10 @@ class Int8Rows(PackedRows):
         products = [F.linear(x, *rows) for rows in self._unpacked(x.dtype, bias)]
         return torch.cat(products, -1) if len(products) > 1 else products[0]
 
-    def _one_token(self, x: Tensor) -> Tensor:
-        """``x [K]`` through a matrix in groups: ``[N]`` in float32."""
-        loops = block_loops()
-        assert loops is not None
-        place, data, scale = self._arrays
-        if place != self.data.data_ptr():  # where they lie is changed while a model is loaded
-            place, data, scale = self.data.data_ptr(), self.data.detach().numpy(), self.scale.view(torch.uint16).numpy()
-            self._arrays = place, data, scale
-        product = torch.empty(len(data))
-        use_threads(torch.get_num_threads())
-        loops.eight_bit_product(data, scale, x.detach().float().contiguous().numpy(), product.numpy())
-        return product
+    def _product(self, loops: Any) -> Callable[..., None] | None:
+        if not self._in_groups:
+            return None
+        return partial(loops.eight_bit_product, self.data.detach().numpy(), self.scale.view(torch.uint16).numpy())
 
     def _unpacked(self, dtype: torch.dtype, bias: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Runs of rows in ``dtype``, each with its part of ``bias [N]``."""

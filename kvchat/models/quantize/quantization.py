@@ -221,7 +221,7 @@ def multiply_on_cpu(model: Any) -> None:
             int8_rows.install(linear, weight.qdata, weight.scale.flatten().float())
     head = model.get_output_embeddings()
     packed_here = kind == "int8" or own_method(model.config) == "int4"
-    if packed_here and type(head) is nn.Linear and type(head.weight) is nn.Parameter and packs_head(model, kind):
+    if packed_here and type(head) is nn.Linear and type(head.weight) is nn.Parameter and packs_head(kind):
         int8_rows.pack(head)
 
 

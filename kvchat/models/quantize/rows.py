@@ -29,12 +29,13 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, Self
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvchat import process
-from kvchat.kv.ops.cpu_ops import compiled_loops
+from kvchat.kv.ops.cpu_ops import compiled_loops, use_threads
 
 ROWS, STACKS = "packed_rows", "packed_stacks"  # the attributes of a Linear, and of a layer's experts
 CHUNK = 2**18  # weights that are quantized at once: in float32 they stay in a processor's cache
@@ -58,6 +59,7 @@ class PackedRows(ABC):
 
     data: Tensor
     bias: Tensor | None
+    _operands: tuple[int, Any] = (0, None)
 
     def forward(self, x: Tensor) -> Tensor:
         """In place of its Linear's own."""
@@ -66,6 +68,36 @@ class PackedRows(ABC):
     @abstractmethod
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x [..., K]`` through the matrix, plus ``bias [N]``: ``[..., N]``."""
+
+    def _product(self, loops: Any) -> Callable[..., None] | None:
+        """The loop of ``product_loops`` over this matrix; None where there is none for it."""
+        return None
+
+    def one_token(
+        self,
+        x: Tensor,
+        bias: Tensor | None = None,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        residual: Tensor | None = None,
+        gated: bool = False,
+    ) -> Tensor | None:
+        """One token's row ``x [..., K]`` through the matrix: ``[..., N]``; None where no loop multiplies this matrix.
+
+        The row is normalized by ``norm [K]`` first, if it is given; ``bias [N]`` and ``residual [..., N]`` are added.
+        If ``gated`` it is ``silu`` of the result's first half times the second, ``[..., N / 2]``.
+        """
+        place, product = self._operands
+        if place != self.data.data_ptr():  # where the weights lie is changed while a model is loaded
+            product = self._product(loops) if (loops := product_loops()) else None
+            self._operands = self.data.data_ptr(), product
+        if product is None:
+            return None
+        use_threads(torch.get_num_threads())
+        out = torch.empty(*x.shape[:-1], len(self.data) // 2 if gated else len(self.data))
+        before, after = (_numbers(x), _numbers(bias), _numbers(norm)), _numbers(residual)
+        product(*before, eps, after, gated, out.view(-1).numpy())
+        return out if x.dtype == torch.float32 else out.to(x.dtype)
 
     @abstractmethod
     def matrix(self, index: int) -> Self:
@@ -88,6 +120,22 @@ class PackedRows(ABC):
 
 
 Weight = Tensor | PackedRows
+NOTHING = np.empty(0, np.float32)
+
+
+def _numbers(row: Tensor | None) -> Any:
+    """The numbers of a contiguous row in float32, as numpy sees them; none of None."""
+    return NOTHING if row is None else row.detach().float().view(-1).numpy()
+
+
+@cache
+def product_loops() -> ModuleType | None:
+    """The loops that multiply packed weights with one token; None where numba does not run."""
+    if compiled_loops() is None:
+        return None
+    from kvchat.models.quantize import product_loops
+
+    return product_loops
 
 
 @cache
@@ -135,12 +183,12 @@ def is_tied(model: Any) -> bool:
     return model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
-def packs_head(model: Any, quantize: str) -> bool:
-    """True if the head of ``model`` has 8 bits beside layers in ``quantize``: with 4 where its weights are its own.
+def packs_head(quantize: str) -> bool:
+    """True if the head has 8 bits beside layers in ``quantize``.
 
-    Those that it shares with the embeddings stay beside it, so packing them takes memory.
+    Weights that it shares with the embeddings stay beside it: it takes memory, and a token reads a quarter of it.
     """
-    return quantize == "int8" or (quantize == "int4" and not is_tied(model))
+    return quantize in ("int8", "int4")
 
 
 def merge(parameters: Sequence[Tensor]) -> Tensor:

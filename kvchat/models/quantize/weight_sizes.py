@@ -47,7 +47,7 @@ def weight_bytes(model: Any, quantize: str, device: torch.device) -> int:
     for linear in linears(model):
         if linear is not head:
             total += _packed_bytes(linear.weight, quantize, device) - linear.weight.nbytes
-        elif device.type == "cpu" and packs_head(model, quantize):
+        elif device.type == "cpu" and packs_head(quantize):
             total += _packed_bytes(linear.weight, "int8", device) - (0 if is_tied(model) else linear.weight.nbytes)
     stacks = _stacks(model, quantize, device)
     return total + sum(_packed_bytes(matrices, quantize, device) - matrices.nbytes for matrices in stacks)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import math
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -55,6 +56,7 @@ def _has_threads() -> bool:
 
 
 HAS_THREADS = _has_threads()
+_used = threading.local()
 _in_float32_only: list[tuple[Any, str]] = []  # loops over stored numbers, and their signatures
 
 
@@ -120,8 +122,9 @@ def prefetch(_context: Any, array: Any, index: Any) -> Any:
 
 def use_threads(threads: int) -> None:
     """Set the number of threads of this thread's parallel loops; numba's own number is the most."""
-    if HAS_THREADS:
+    if HAS_THREADS and getattr(_used, "threads", 0) != threads:  # numba takes 5 us to set what is set
         numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+        _used.threads = threads
 
 
 def _start_threads() -> None:

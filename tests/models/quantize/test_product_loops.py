@@ -1,0 +1,104 @@
+"""The product of packed weights with one token, against float64; with what a layer does before and after it."""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kvchat.models.quantize import product_loops
+
+K, EPS = 96, 1e-5
+NOTHING = np.empty(0, np.float32)
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    """``x [K]`` in 16 bits, float64."""
+    groups = x.double().view(-1, 32)
+    steps = groups.abs().amax(1, keepdim=True) / (127 * 256)
+    return (torch.where(steps > 0, groups / steps, 0).round() * steps).flatten()
+
+
+def four_bits(width: int, rows: int) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
+    """``rows`` rows as torch packs them, and the weights that they stand for ``[N, K]``, float64."""
+    draw = torch.Generator().manual_seed(width + rows)
+    levels = torch.randint(16, (rows, K), generator=draw)
+    scales = torch.randn(K // 32, rows, 2, generator=draw).bfloat16()
+    low, high = levels.view(-1, 2, width, K).transpose(2, 3).unbind(1)
+    data = (low | high << 4).to(torch.uint8).reshape(rows, K // 2)
+    scale, zero = (each.T.double().repeat_interleave(32, 1) for each in scales.unbind(-1))
+    return data.numpy(), scales.view(torch.int32).squeeze(-1).numpy(), (levels - 8) * scale + zero
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(9))
+
+
+@pytest.mark.parametrize("width", [16, 32])
+@pytest.mark.parametrize("x", [normal(K), torch.full((K,), 3.0), -torch.full((K,), 3.0), torch.zeros(K)])
+def test_four_bits(width, x):
+    data, scales, weights = four_bits(width, 4 * width)
+    out = np.empty(len(data), np.float32)
+    product_loops.four_bit_product(data, scales, width, x.numpy(), NOTHING, NOTHING, 0.0, NOTHING, False, out)
+    torch.testing.assert_close(torch.from_numpy(out).double(), weights @ rounded(x), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("width", [16, 32])
+def test_on_a_processor_without_those_instructions(width, monkeypatch):
+    monkeypatch.setattr(product_loops, "PAIRS", False)
+    four, eight, halves = product_loops._four_bit_rows(width), product_loops._eight_bit_rows(1), product_loops._halves
+
+    @numba.njit
+    def both(data, scales, bytes_, scale, levels, steps, sums, out):
+        upper, lower = halves(levels)
+        four(data, scales, upper, lower, steps, sums, out[0], 0)
+        for row in range(len(bytes_)):
+            eight(bytes_, scale, levels, steps, out[1], row)
+
+    x = normal(K)
+    data, scales, weights = four_bits(width, 2 * width)
+    bytes_ = torch.randint(-127, 128, (2 * width, K), dtype=torch.int8, generator=torch.Generator().manual_seed(1))
+    scale = torch.rand(2 * width, K // 32, generator=torch.Generator().manual_seed(2)).half()
+    steps = x.view(-1, 32).abs().amax(1) / (127 * 256)
+    levels = (x.view(-1, 32) / steps[:, None]).round().to(torch.int16)
+    sums, out = levels.sum(1, dtype=torch.int32).numpy(), np.empty((2, 2 * width), np.float32)
+    stored = scale.view(torch.uint16).numpy()
+    both(data, scales, bytes_.numpy(), stored, levels.flatten().numpy(), steps.numpy(), sums, out)
+    expected = bytes_.double() * scale.double().repeat_interleave(32, 1) @ rounded(x)
+    torch.testing.assert_close(torch.from_numpy(out[0]).double(), weights @ rounded(x), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(torch.from_numpy(out[1]).double(), expected, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_what_a_layer_does_before_and_after(gated):
+    data, scales, weights = four_bits(16, 64)
+    x, norm, bias, residual = normal(K), normal(2, K)[1], normal(64), normal(2, 64)[1]
+    out = np.empty(32 if gated else 64, np.float32)
+    given = [each.numpy() for each in (x, bias, norm, residual)]
+    product_loops.four_bit_product(data, scales, 16, *given[:3], EPS, given[3], gated, out)
+    row = rounded(F.rms_norm(x, (K,), norm, EPS))
+    expected = weights @ row + bias.double() + residual.double()
+    if gated:
+        gate, up = expected.chunk(2)
+        expected = F.silu(gate) * up
+    # A row that was normalized in another order differs at its last bit, and a level with it.
+    torch.testing.assert_close(torch.from_numpy(out).double(), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("width", [16, 32])
+def test_weights_of_four_bits_are_unpacked(width):
+    data, scales, weights = four_bits(width, 4 * width)
+    out = np.empty((4 * width, K), np.float32)
+    pairs = torch.from_numpy(scales.copy()).unsqueeze(-1).view(torch.bfloat16).float().numpy()
+    product_loops.unpack_four_bits(data, pairs, width, out)
+    torch.testing.assert_close(torch.from_numpy(out).double(), weights, rtol=1e-6, atol=1e-6)
+
+
+def test_heads_are_turned():
+    heads, cos, sin = normal(3, 8), normal(2, 8)[0], normal(2, 8)[1]
+    turned = heads.clone()
+    product_loops.rotate(turned.numpy(), cos.numpy(), sin.numpy())
+    low, high = heads.chunk(2, 1)
+    torch.testing.assert_close(turned, heads * cos + torch.cat((-high, low), 1) * sin)
