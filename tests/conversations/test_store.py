@@ -378,7 +378,7 @@ def test_a_locked_database_is_waited_for_and_then_refused(store, path, monkeypat
     other.execute("BEGIN IMMEDIATE")
     made = conversation("one")
     changes = made.changes()
-    with pytest.raises(StoreError, match="Another program uses it"):
+    with pytest.raises(StoreError, match="Another program"):
         store.save(changes)
     other.execute("ROLLBACK")
     other.close()
