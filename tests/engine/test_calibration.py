@@ -222,17 +222,17 @@ def attending(monkeypatch, tokens: int) -> None:
     """Let every head attend to its last ``tokens`` alike, and to nothing else."""
 
     def of_tokens(state, layer):
-        shares = torch.zeros(4, state.total)
+        shares = torch.zeros(state.geometry.kv_heads, state.total)
         shares[:, -tokens:] = 1 / tokens
         return shares
 
     monkeypatch.setattr(inspect, "of_tokens", of_tokens)
 
 
-def test_speculative_mode_measures_how_many_tokens_the_attention_needs(model, monkeypatch):
+def test_speculative_mode_measures_how_many_tokens_the_attention_needs(small_model, monkeypatch):
     """At the first 1,024 tokens and at each doubling; the budget is only raised, and one that is given stays."""
     monkeypatch.setattr(paths, "bundled_calibration_dir", lambda: Path("nowhere"))
-    session = Session(model, entering("speculative"))
+    session = Session(small_model, entering("speculative"))
     attending(monkeypatch, 100)
     session.prefill([7, 8, 9] * 300)
     assert "measured on" not in session.snapshot().extras
@@ -253,9 +253,9 @@ def test_speculative_mode_measures_how_many_tokens_the_attention_needs(model, mo
 
 
 @pytest.mark.parametrize("given", [{"window": 300}, {"sink": 300}, {"index": "bits4"}])
-def test_where_a_part_is_given_nothing_of_what_was_measured_counts(model, monkeypatch, given):
+def test_where_a_part_is_given_nothing_of_what_was_measured_counts(small_model, monkeypatch, given):
     monkeypatch.setattr(paths, "bundled_calibration_dir", lambda: Path("nowhere"))
-    asked = replace(model, context=32_768)
+    asked = replace(small_model, context=32_768)
     session = Session(asked, entering("speculative", given))
     attending(monkeypatch, 10)
     session.prefill([7, 8, 9] * 400)
@@ -271,9 +271,9 @@ def test_layers_that_see_everything_are_looked_at_at_all_depths(windows, looked_
     assert inspect._looked_at(state) == looked_at
 
 
-def test_no_budget_is_enough_for_attention_to_everything(model, monkeypatch):
+def test_no_budget_is_enough_for_attention_to_everything(small_model, monkeypatch):
     monkeypatch.setattr(paths, "bundled_calibration_dir", lambda: Path("nowhere"))
-    session = Session(model, entering("speculative"))
+    session = Session(small_model, entering("speculative"))
     attending(monkeypatch, 3000)
     session.prefill([7, 8, 9] * 1000)
     assert session.info.params["budget"] == 2048
