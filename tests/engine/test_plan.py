@@ -87,8 +87,7 @@ def test_what_one_forward_shows_is_refused_as_by_loading(tmp_path, name, reason)
         *(("sync", params) for params in ({}, {"mem": 0.3}, {"clusters": 2}, {"budget": 400}, {"offload": False})),
     ],
 )
-@pytest.mark.parametrize("tokens", [TOKENS, 1091])
-@pytest.mark.parametrize("prompt", [1, 0.95, 0.3])
+@pytest.mark.parametrize(("tokens", "prompt"), [(TOKENS, 1), (TOKENS, 0.95), (1091, 0.3)])
 def test_every_modes_bytes(model, mode, params, tokens, prompt):
     """They are the same, whether a conversation came at once or in parts."""
     made, session = planned("bundled", tokens, **{mode: params}), Session(model, entering(mode, params))
