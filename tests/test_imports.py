@@ -7,6 +7,7 @@ Every import statement counts, also one inside a function and one for type check
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 
 import kvchat
+from kvchat.config import modes
 
 PACKAGE = Path(kvchat.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -166,6 +168,22 @@ def test_no_file_is_too_long() -> None:
 def test_no_package_has_too_many_files() -> None:
     files = Counter(path.parent.relative_to(PACKAGE).as_posix() for path in FILES if path.name != "__init__.py")
     assert not {room: number for room, number in files.items() if number > CROWDED.get(room, MAX_FILES)}
+
+
+# Who names a mode: the registry, what is measured, and the mode that a session starts in.
+NAMING_MODES = re.compile(r"config/modes\.py|bench/.*|cli/bench.*|protocol/messages\.py")
+
+
+def test_only_the_registry_knows_modes_by_their_names() -> None:
+    built_in = {cls.name for cls in modes.BUILT_IN}
+    named = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Constant) and node.value in built_in
+    }
+    assert "config/modes.py" in named
+    assert not sorted(name for name in named if not NAMING_MODES.fullmatch(name))
 
 
 def borrowed(tree: ast.AST) -> Iterator[str]:

@@ -44,10 +44,10 @@ def test_what_is_no_text_is_refused_by_name_and_never_waited_for(tmp_path):
     latin, pipe = tmp_path / "latin.txt", tmp_path / "pipe"
     latin.write_bytes(b"Sch\xf6n.")
     os.mkfifo(pipe)
-    with pytest.raises(UsageError, match=r"latin\.txt is not UTF-8\. Byte 3 is 0xf6\."):
+    with pytest.raises(UsageError, match=r"latin\.txt.*UTF-8.*Byte 3.*0xf6"):
         read_text(latin)
     for place in (pipe, tmp_path):
-        with pytest.raises(UsageError, match=f"{place.name} cannot be read. It is no regular file"):
+        with pytest.raises(UsageError, match=f"{place.name}.*no regular file"):
             read_text(place)
     with pytest.raises(UsageError, match="No such file"):
         read_text(tmp_path / "none.txt")

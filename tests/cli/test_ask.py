@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shlex
@@ -17,6 +18,7 @@ import pytest
 from support.command_line import Run
 from support.environment import environ
 from support.fake_session import PIECES, FakeSession
+from support.message import lacks
 from support.patience import PATIENCE_S
 
 from kvchat import paths
@@ -48,18 +50,17 @@ def test_ask_hands_on_every_setting_of_the_model(run: Run, session: FakeSession)
 
 
 def test_what_there_is_to_know_of_the_model_is_said_on_stderr(run: Run, session: FakeSession) -> None:
-    session.notes = ("It has no chat template.",)
-    assert run("ask", "hello") == (0, ANSWER + "\n", "kvchat: It has no chat template.\n")
+    session.notes = ("No template.",)
+    assert run("ask", "hello") == (0, ANSWER + "\n", "kvchat: No template.\n")
 
 
 def test_a_full_disk_under_stdout_is_said_in_one_line() -> None:
     command = [sys.executable, "-m", "kvchat", "modes"]
     with open("/dev/full", "w") as full:
         outcome = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=600)
-    assert (outcome.returncode, outcome.stderr) == (
-        1,
-        "kvchat: The output cannot be written. No space left on device. Free space on the disk, or write elsewhere.\n",
-    )
+    assert outcome.returncode == 1
+    assert os.strerror(errno.ENOSPC) in outcome.stderr
+    assert outcome.stderr.count("\n") == 1
 
 
 def test_flags_reach_the_session(run: Run, session: FakeSession) -> None:
@@ -132,11 +133,9 @@ def test_files_come_before_the_prompt_with_their_names(run: Run, session: FakeSe
 
 @pytest.mark.parametrize("stdin", [None, b"", b" \n"])
 def test_an_empty_prompt_is_refused_before_anything_is_loaded(run: Run, session: FakeSession, stdin: bytes) -> None:
-    assert run("ask", stdin=stdin) == (
-        2,
-        "",
-        "kvchat: The prompt is empty. Write it behind the command or pipe it in.\n",
-    )
+    outcome = run("ask", stdin=stdin)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "prompt" in outcome.err
     assert run("ask", "  ", stdin=stdin).code == 2
     assert session.loaded is None
 
@@ -144,45 +143,44 @@ def test_an_empty_prompt_is_refused_before_anything_is_loaded(run: Run, session:
 def test_bytes_that_are_not_utf8_are_refused_by_place(run: Run, session: FakeSession, tmp_path: Path) -> None:
     file = tmp_path / "latin1.txt"
     file.write_bytes(b"gr\xfc\xdf")
-    assert run("ask", stdin=b"ab\xff").err.startswith("kvchat: stdin is not UTF-8. Byte 2 is 0xff.")
-    assert run("ask", "x", "-f", str(file)).err.startswith(f"kvchat: {file} is not UTF-8. Byte 2 is 0xfc.")
-    assert run("ask", os.fsdecode(b"abc\xff")).err.startswith("kvchat: The prompt is not UTF-8. Byte 3")
-    assert run("ask", "x", "-f", str(tmp_path / "no")).err.startswith(
-        f"kvchat: {tmp_path / 'no'} cannot be read. No such file or directory."
-    )
+    assert not lacks(run("ask", stdin=b"ab\xff").err, "stdin", "Byte 2", "0xff")
+    assert not lacks(run("ask", "x", "-f", str(file)).err, str(file), "Byte 2", "0xfc")
+    assert not lacks(run("ask", os.fsdecode(b"abc\xff")).err, "prompt", "Byte 3")
+    missing = tmp_path / "no"
+    assert not lacks(run("ask", "x", "-f", str(missing)).err, str(missing), os.strerror(errno.ENOENT))
     assert session.loaded is None
 
 
 @pytest.mark.parametrize(
-    ("args", "message"),
+    ("args", "facts"),
     [
-        (["--mode", "frezee"], '--mode: "frezee" is not one of full, freeze'),
-        (["--param", "tua=1"], 'No mode has a parameter "tua". Did you mean "tau"?'),
-        (["--param", "tau"], '--param "tau" is not KEY=VALUE.'),
-        (["--mode", "freeze", "--param", "tau=x"], '--param tau: "x" is refused'),
-        (["--param", "tau=1"], "--param tau is a parameter of freeze and speculative. Write --param freeze.tau= or "),
-        (["--param", "fronze.tau=1"], 'There is no KV mode "fronze". Did you mean "freeze"?'),
-        (["--param", "sync.tau=1"], 'The sync mode has no parameter "tau".'),
-        (["--budget", "3"], "--budget: 3 is refused: it must be a whole number of at least 64."),
-        (["--budget", "0"], "--budget: 0 is refused"),
-        (["--budget", "abc"], '--budget: "abc" is refused: it must be a whole number of at least 64.'),
-        (["--seed", "1.5"], "--seed: 1.5 is refused: it must be a whole number from 0"),
-        (["--temperature", "abc"], '--temperature: "abc" is refused: it must be a number from 0 to 100.'),
-        (["--temperature", "-1"], "--temperature: -1 is refused"),
-        (["--temperature", "nan"], "--temperature: NaN is refused"),
-        (["--device", "tpu"], '--device: "tpu" is refused'),
-        (["--switch-at", "x:full"], '--switch-at "x:full" is not N:MODE.'),
-        (["--mode", "s"], '"s" is the beginning of several: speculative, streaming, sync.'),
-        (["--switch-at", "3:fulll"], 'There is no KV mode "fulll". Did you mean "full"?'),
-        (["--switch-at", "3:streaming,tau=1"], 'The streaming mode has no parameter "tau".'),
+        (["--mode", "frezee"], ("--mode", '"frezee"', "full, freeze")),
+        (["--param", "tua=1"], ('"tua"', '"tau"')),
+        (["--param", "tau"], ('--param "tau"', "KEY=VALUE")),
+        (["--mode", "freeze", "--param", "tau=x"], ("--param tau", '"x"')),
+        (["--param", "tau=1"], ("--param freeze.tau=", "--param speculative.tau=")),
+        (["--param", "fronze.tau=1"], ('"fronze"', '"freeze"')),
+        (["--param", "sync.tau=1"], ("sync", '"tau"')),
+        (["--budget", "3"], ("--budget: 3", "64")),
+        (["--budget", "0"], ("--budget: 0",)),
+        (["--budget", "abc"], ('--budget: "abc"', "64")),
+        (["--seed", "1.5"], ("--seed: 1.5",)),
+        (["--temperature", "abc"], ('--temperature: "abc"', "100")),
+        (["--temperature", "-1"], ("--temperature: -1",)),
+        (["--temperature", "nan"], ("--temperature: NaN",)),
+        (["--device", "tpu"], ('--device: "tpu"',)),
+        (["--switch-at", "x:full"], ('--switch-at "x:full"', "N:MODE")),
+        (["--mode", "s"], ('"s"', "speculative, streaming, sync")),
+        (["--switch-at", "3:fulll"], ('"fulll"', '"full"')),
+        (["--switch-at", "3:streaming,tau=1"], ("streaming", '"tau"')),
     ],
 )
 def test_wrong_flags_are_refused_before_anything_is_loaded(
-    run: Run, session: FakeSession, args: list[str], message: str
+    run: Run, session: FakeSession, args: list[str], facts: tuple[str, ...]
 ) -> None:
     outcome = run("ask", "hello", *args)
     assert (outcome.code, outcome.out, session.loaded) == (2, "", None)
-    assert outcome.err.startswith(f"kvchat: {message}")
+    assert not lacks(outcome.err, *facts)
 
 
 def test_unknown_options_and_wrong_numbers_are_usage_errors(run: Run) -> None:
@@ -206,10 +204,7 @@ def test_what_kvchat_chooses_by_itself_can_be_left_to_it_in_words(run: Run, sess
 
 def test_a_parameter_without_effect_is_said(run: Run, session: FakeSession) -> None:
     outcome = run("ask", "hello", "--budget", "512")
-    assert (
-        outcome.err == "kvchat: --budget has no effect in the full mode, only in speculative, streaming, sync."
-        " What full keeps on a GPU is --param resident=N.\n"
-    )
+    assert not lacks(outcome.err, "--budget", "full", "speculative, streaming, sync", "--param resident=")
     assert outcome.code == 0
     assert run("ask", "hello", "--budget", "512", "--switch-at", "1:streaming").err == ""
 
@@ -245,28 +240,22 @@ def test_switches_happen_after_the_tokens_named(run: Run, session: FakeSession) 
 
 
 def test_a_refused_switch_is_said_and_the_answer_goes_on(run: Run, session: FakeSession) -> None:
-    session.failure = DoesNotFitError("Budget 64 is too small.", "It needs 96.")
-    assert run("ask", "hello", "--switch-at", "2:streaming,budget=64") == (
-        3,
-        ANSWER + "\n",
-        "kvchat: Budget 64 is too small. It needs 96.\n",
-    )
+    session.failure = DoesNotFitError("Too small.", "It needs 96.")
+    expected = (3, ANSWER + "\n", f"kvchat: {session.failure}\n")
+    assert run("ask", "hello", "--switch-at", "2:streaming,budget=64") == expected
 
 
 def test_a_switch_that_never_came_is_said(run: Run, session: FakeSession) -> None:
     outcome = run("ask", "hello", "--switch-at", "99:streaming")
-    assert outcome == (
-        0,
-        ANSWER + "\n",
-        "kvchat: the answer ended before the switch to streaming after 99 tokens.\n",
-    )
+    assert (outcome.code, outcome.out) == (0, ANSWER + "\n")
+    assert not lacks(outcome.err, "streaming", "99 tokens")
 
 
 def test_what_does_not_fit_exits_with_3(run: Run, session: FakeSession) -> None:
-    session.error = DoesNotFitError("The prompt is too long.", "It has 9 tokens, the context 8.", "Shorten it.")
+    session.error = DoesNotFitError("Too long.", "9 tokens, the context 8.", "Shorten it.")
     outcome = run("ask", "hello")
     assert outcome.code == 3
-    assert outcome.err == "kvchat: The prompt is too long. It has 9 tokens, the context 8. Shorten it.\n"
+    assert outcome.err == f"kvchat: {session.error}\n"
     session.error = EngineError("Broken.")
     assert run("ask", "hello").code == 1
 
@@ -276,7 +265,8 @@ def test_an_unexpected_error_names_the_log_that_has_the_traceback(run: Run, sess
     outcome = run("ask", "hello")
     assert outcome.code == 1
     log = paths.log_file()
-    assert outcome.err == f"kvchat: unexpected ZeroDivisionError: one (the traceback is in {log})\n"
+    assert not lacks(outcome.err, "ZeroDivisionError: one", str(log))
+    assert outcome.err.count("\n") == 1
     assert "Traceback" in log.read_text()
 
 
@@ -286,7 +276,7 @@ def test_without_a_log_the_traceback_is_shown(run: Run, session: FakeSession) ->
     outcome = run("ask", "hello")
     assert outcome.code == 1
     assert "Traceback" in outcome.err
-    assert "cannot be written" in outcome.err
+    assert str(paths.data_dir()) in outcome.err
 
 
 def test_interrupting_keeps_the_text_and_exits_with_130(run: Run, session: FakeSession) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from support.command_line import Run
 from support.hostile import forbidden_in, hostile
+from support.message import lacks
 
 from kvchat.cli import chat
 from kvchat.tui import app
@@ -47,28 +48,30 @@ def test_a_question_in_place_of_a_command_opens_the_chat(
 def test_a_slip_in_a_command_is_no_question(run: Run, started: list[AppConfig], word: str, meant: str) -> None:
     outcome = run(word)
     assert outcome.code == 2
-    assert f'There is no command "{word}". Did you mean {meant}? As a question: kvchat chat "{word}"' in outcome.err
+    assert not lacks(outcome.err, f'"{word}"', f" {meant}?", f'kvchat chat "{word}"')
     assert not started
 
 
 @pytest.mark.parametrize(
-    ("arguments", "refused"),
+    ("arguments", "facts"),
     [
-        (["bench", "recall", "--length", "3"], '--length "3" is refused. It must be at least 16.'),
-        (["bench", "recall", "--depth", "x"], '--depth "x" is refused. It must be a number.'),
-        (["bench", "decode", "--rounds", "1.5"], '--rounds "1.5" is refused. It must be a whole number.'),
-        (["calibrate", "--coverage", "3"], '--coverage "3" is refused. It must be at most 1.'),
-        (["plan", "--context", "x"], '--context "x" is refused. It must be a whole number.'),
+        (["bench", "recall", "--length", "3"], ('--length "3"', "16")),
+        (["bench", "recall", "--depth", "x"], ('--depth "x"', "number")),
+        (["bench", "decode", "--rounds", "1.5"], ('--rounds "1.5"', "whole")),
+        (["calibrate", "--coverage", "3"], ('--coverage "3"', "1")),
+        (["plan", "--context", "x"], ('--context "x"', "whole")),
     ],
 )
-def test_an_option_is_refused_in_kvchats_words(run: Run, arguments: list[str], refused: str) -> None:
+def test_an_option_is_refused_in_a_line(run: Run, arguments: list[str], facts: tuple[str, ...]) -> None:
     outcome = run(*arguments)
     assert outcome.code == 2
-    assert outcome.err == f"kvchat: {refused} `-h` describes the options.\n"
+    assert outcome.err.startswith("kvchat: ")
+    assert outcome.err.count("\n") == 1
+    assert not lacks(outcome.err, *facts, "`-h`")
 
 
 def test_bytes_that_are_not_utf8_are_refused(run: Run, started: list[AppConfig]) -> None:
-    assert run("Sch\udcf6n ist das").err.startswith("kvchat: The prompt is not UTF-8. Byte 3 is 0xf6.")
+    assert not lacks(run("Sch\udcf6n ist das").err, "UTF-8", "Byte 3", "0xf6")
 
 
 @pytest.mark.parametrize(

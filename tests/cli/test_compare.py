@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 import pytest
@@ -56,27 +57,25 @@ def test_the_answers_their_table_and_the_files_have_the_same_numbers(compare, se
 
 
 def test_a_mode_that_cannot_be_entered_is_told_and_one_that_was_stopped_early_is_an_error(compare, session):
-    refused = Run("sync", {}, refusal="It needs more memory.")
+    refused = Run("sync", {}, refusal="The reason.")
     session.compare = lambda turns, variants, sampling: iter([Compared((Run("full", {}, ("a",)), refused), 7)])
     code, printed, _ = compare("hello", "sync")
     assert code == 3
-    assert "sync is refused: It needs more memory." in printed
+    assert re.search("sync.*The reason", printed)
     session.compare = lambda turns, variants, sampling: iter([Comparing(0, "a", 1), Compared((), 7)])
-    assert compare("hello")[::2] == (
-        1,
-        "kvchat: Stopped before a mode has answered. Run it again and let a mode end.\n",
-    )
+    code, _, told = compare("hello")
+    assert (code, told.count("\n")) == (1, 1)
 
 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("hello frezee", 'Did you mean "freeze"?'),
-        ("hello budget=256", "belongs to no mode"),
-        ("hello sync sync", "named twice"),
-        ("hello full --out it.txt", "names no format"),
-        ("hello full --out no/such/folder/it.md", "There is no folder"),
-        ("-", "The prompt is empty"),
+        ("hello frezee", '"freeze"'),
+        ("hello budget=256", "budget=256"),
+        ("hello sync sync", "sync"),
+        ("hello full --out it.txt", "it.txt"),
+        ("hello full --out no/such/folder/it.md", "no/such/folder"),
+        ("-", "prompt"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_before_a_model_is_loaded(compare, session, line, said):

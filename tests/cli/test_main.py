@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 from support.command_line import Run
 from support.fake_session import FakeSession
+from support.message import lacks
 
 import kvchat
 from kvchat import paths
@@ -31,7 +34,7 @@ def test_locate_creates_nothing(run: Run, tmp_path: Path) -> None:
 def test_a_full_disk_leaves_no_settings_file_behind(run: Run, full_disk: None) -> None:
     outcome = run("config", "init")
     assert outcome.code == 2
-    assert "cannot be written. No space left on device. Free space" in outcome.err
+    assert not lacks(outcome.err, str(paths.config_file()), os.strerror(errno.ENOSPC))
     assert not list(paths.config_dir().iterdir())
 
 
@@ -48,11 +51,11 @@ def test_config_init_show_validate_schema(run: Run) -> None:
 def test_a_wrong_config_is_refused_with_its_line(run: Run, session: FakeSession, tmp_path: Path) -> None:
     other = tmp_path / "other.toml"
     other.write_text("[kv]\nmod = 1\n")
-    assert run("config", "validate", str(other)).err.startswith("kvchat: other.toml:2: kv.mod: there is no such")
+    assert run("config", "validate", str(other)).err.startswith("kvchat: other.toml:2: kv.mod: ")
     assert run("config", "validate", str(tmp_path / "no")).code == 2
     assert run("config", "validate", str(paths.bundled_profiles_dir() / "8gb.toml")).code == 0
     other.write_text("[match]\nmemory = [7]\n")
-    assert "match.memory.1: [7] is refused" in run("config", "validate", str(other)).err
+    assert "match.memory.1: [7]" in run("config", "validate", str(other)).err
     for text, words in (
         ('[ui]\ntheme = "kvchat-drak"\n', 'other.toml:2: there is no theme "kvchat-drak". Did you mean "kvchat-dark"?'),
         ('[keys]\nmode.next = "ctrl+n"\n', 'other.toml:2: [keys]: The key "ctrl+n" would do two things'),

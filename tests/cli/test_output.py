@@ -101,6 +101,6 @@ def test_a_wrong_model_is_refused_before_torch_is_imported() -> None:
     command = [sys.executable, "-X", "importtime", "-m", "kvchat", "ask", "hi", "-m", "./no-such-model"]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert result.returncode == 2
-    assert 'There is no file or folder "./no-such-model".' in result.stderr
+    assert '"./no-such-model"' in result.stderr
     assert " kvchat.cli.ask" in result.stderr
     assert " torch" not in result.stderr

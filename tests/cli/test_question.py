@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.command_line import Run
+from support.message import lacks
 
 from kvchat.cli import chat
 from kvchat.cli.chat import compose
@@ -15,7 +16,7 @@ from kvchat.errors import DoesNotFitError, UsageError
 
 
 def test_a_file_without_an_end_is_refused_as_a_device() -> None:
-    with pytest.raises(UsageError, match=r"^/dev/zero cannot be read\. It is a device\. Give a text file or a pipe\."):
+    with pytest.raises(UsageError, match=r"/dev/zero.*device"):
         compose("what is this?", [Path("/dev/zero")], b"")
 
 
@@ -27,7 +28,7 @@ def test_a_pipe_is_read_and_one_that_does_not_end_refused(tmp_path: Path, monkey
     monkeypatch.setattr(chat, "MAX_BYTES", 2**20)
     endless = threading.Thread(target=_write_until_closed, args=(pipe,), daemon=True)
     endless.start()
-    with pytest.raises(DoesNotFitError, match=r"pipe is too large\. At most 1\.0 MiB are read: about 131,072 tokens"):
+    with pytest.raises(DoesNotFitError, match=r"1\.0 MiB.*131,072 tokens"):
         compose("", [pipe], b"")
     endless.join()
 
@@ -36,7 +37,7 @@ def test_stdin_without_an_end_is_refused(run: Run, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(chat, "MAX_BYTES", 100)
     outcome = run("ask", stdin=b"x" * 101)
     assert (outcome.code, outcome.out) == (3, "")
-    assert outcome.err.startswith("kvchat: stdin is too large. At most 100 B are read: about 12 tokens")
+    assert not lacks(outcome.err, "stdin", "100 B", "12 tokens")
 
 
 def _write_until_closed(pipe: Path) -> None:

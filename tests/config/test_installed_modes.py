@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import pytest
+from support.message import lacks
 
 from kvchat.config import modes
 
@@ -61,15 +62,15 @@ def test_a_mode_of_another_package_comes_behind_the_built_in_ones(monkeypatch: p
     [
         (ImportError("No module named 'x'"), "No module named 'x'"),
         (RuntimeError(), "RuntimeError"),
-        (Point, "its value is not a subclass of kvchat.config.modes.ModeParameters"),
-        (Unnamed, "Unnamed has no name"),
-        (Needing, "its parameter needed has no default"),
-        (extra(name="full"), 'there is a mode "full" already'),
-        (extra(name="mode"), '"mode" is no name for a mode'),
-        (extra(name="copy"), '"copy" is no name for a mode'),
-        (extra(name="A-b"), '"A-b" is no name for a mode'),
-        (extra(figures={"kept": 1}), "its figures are no labels"),
-        (extra(implementation="package.Extra"), 'its implementation "package.Extra" is not package.module:Class'),
+        (Point, "kvchat.config.modes.ModeParameters"),
+        (Unnamed, "Unnamed"),
+        (Needing, "needed"),
+        (extra(name="full"), '"full"'),
+        (extra(name="mode"), '"mode"'),
+        (extra(name="copy"), '"copy"'),
+        (extra(name="A-b"), '"A-b"'),
+        (extra(figures={"kept": 1}), "figures"),
+        (extra(implementation="package.Extra"), '"package.Extra"'),
     ],
     ids=str,
 )
@@ -78,11 +79,11 @@ def test_a_mode_that_cannot_be_used_is_left_out_and_named(
 ) -> None:
     classes, (problem,) = registry(monkeypatch, loaded, Extra)
     assert list(classes) == [*(cls.name for cls in modes.BUILT_IN), "extra"]
-    assert problem.startswith(f'The mode "point" of an unknown package is left out: {reason}')
+    assert not lacks(problem, '"point"', reason)
 
 
 def test_of_two_modes_of_one_name_the_first_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     other = extra(title="another")
     classes, (problem,) = registry(monkeypatch, Extra, other)
     assert classes["extra"] is Extra
-    assert problem.endswith('there is a mode "extra" already.')
+    assert '"extra"' in problem

@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 import pytest
+from support.message import lacks
 
 import kvchat
 from kvchat import paths
@@ -74,7 +75,7 @@ def test_settings_command_and_engine_judge_a_value_alike(name: str, text: str, a
     if allowed:
         assert getattr(judge(name, text), name) == value_of(text)
     else:
-        with pytest.raises(UsageError, match=f"(?i){name}.* it must be a (whole )?number "):
+        with pytest.raises(UsageError, match=f"(?i){name}.*number"):
             judge(name, text)
 
 
@@ -100,11 +101,9 @@ def test_the_bounds_are_in_one_place() -> None:
 def test_a_refusal_names_parameter_value_and_range() -> None:
     with pytest.raises(UsageError) as caught:
         checked_sampling(Sampling(), min_p="1")
-    assert (caught.value.title, caught.value.detail, caught.value.hint) == (
-        "min_p is out of range.",
-        "Given: '1'; it must be a number of at least 0 and below 1.",
-        "Give such a value, or keep the default, 0.0.",
-    )
+    assert "min_p" in caught.value.title
+    assert not lacks(caught.value.detail, "'1'", "0 and below 1")
+    assert "0.0" in caught.value.hint
 
 
 def test_every_mode_with_parameters_has_its_table() -> None:

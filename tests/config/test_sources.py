@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import tomli
+from support.message import lacks
 
 from kvchat import paths
 from kvchat.config import schema, sources
@@ -69,93 +70,66 @@ def test_only_parameters_somebody_set_are_handed_on(config: Path) -> None:
 
 
 def test_a_wrong_word_is_shown_with_line_caret_and_the_nearest_word(config: Path) -> None:
-    assert refusal(config, '# first\n[kv]\n  mode = "frezee"\n') == (
-        'config.toml:3: kv.mode: "frezee" is not one of full, freeze, streaming, sync, speculative. '
-        'Did you mean "freeze"?\n'
-        f"  {config}\n"
-        '    mode = "frezee"\n'
-        "           ^"
-    )
+    told, place = refusal(config, '# first\n[kv]\n  mode = "frezee"\n').split("\n", 1)
+    assert told.startswith('config.toml:3: kv.mode: "frezee"')
+    assert not lacks(told, "full, freeze, streaming, sync, speculative", '"freeze"')
+    assert place == f'  {config}\n    mode = "frezee"\n           ^'
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "facts"),
     [
-        ("[kv]\nmod = 1", 'config.toml:2: kv.mod: there is no such setting. Did you mean "mode"?'),
-        ("[kvs]\nx = 1", 'config.toml:1: kvs: there is no such setting. Did you mean "kv"?'),
-        ("kv = 3", "config.toml:1: kv: a table [kv] is expected, not 3."),
-        (
-            "[kv]\nmode = 'spec'",
-            'config.toml:2: kv.mode: "spec" is not one of full, freeze, streaming, sync, speculative. '
-            'Did you mean "speculative"?',
-        ),
-        ("[kv]\nmode = 1", "config.toml:2: kv.mode: 1 is not one of full, freeze, streaming, sync, speculative."),
-        (
-            "[kv.streaming]\nsigm = 1",
-            'config.toml:2: kv.streaming.sigm: there is no such setting. Did you mean "sigma"?',
-        ),
-        ("[kv]\nstreaming = 1", "config.toml:2: kv.streaming: a table [kv.streaming] is expected, not 1."),
-        ("[kv.stream]\nR = 1", 'config.toml:1: kv.stream: there is no such setting. Did you mean "streaming"?'),
-        (
-            "[sampling]\ntop_p = 2",
-            "config.toml:2: sampling.top_p: 2 is refused: it must be a number from 0.000001 to 1.",
-        ),
-        (
-            "[sampling]\nmin_p = 1",
-            "config.toml:2: sampling.min_p: 1 is refused: it must be a number of at least 0 and below 1.",
-        ),
-        (
-            "[sampling]\nseed = 'x'",
-            'config.toml:2: sampling.seed: "x" is refused: it must be a whole number from 0 to 92233',
-        ),
-        (
-            "[sampling]\nstop = [\n'a',\n1]",
-            "config.toml:2: sampling.stop.1: 1 is refused: it must be a list of texts, none of them empty.",
-        ),
-        ("[sampling]\nstop = ''", 'config.toml:2: sampling.stop.0: "" is refused: it must be a list of texts, none of'),
-        ("[ui]\nhistory = 'maybe'", 'config.toml:2: ui.history: "maybe" is refused: it must be true or false.'),
-        ("[ui]\ntheme = 1", "config.toml:2: ui.theme: 1 is refused: it must be a text."),
-        ("[model]\nname = ''", 'config.toml:2: model.name: "" is refused: it must be a text that is not empty.'),
-        ("[sampling]\nseed = 1\nseed = 2", "config.toml:3: "),
-        ("[kv]\n\nmode = ", "config.toml:3: Invalid value."),
-        (
-            "[kv.streaming]\nbudget = 3",
-            "config.toml:2: kv.streaming.budget: 3 is refused: it must be a whole number of at",
-        ),
-        (
-            '[model]\ndevice = "gpu"',
-            'config.toml:2: model.device: "gpu" is refused: it must be auto, cpu, cuda or cuda:N.',
-        ),
+        ("[kv]\nmod = 1", ("config.toml:2: kv.mod: ", '"mode"')),
+        ("[kvs]\nx = 1", ("config.toml:1: kvs: ", '"kv"')),
+        ("kv = 3", ("config.toml:1: kv: ", "[kv]", "3")),
+        ("[kv]\nmode = 'spec'", ('config.toml:2: kv.mode: "spec"', "full, freeze", '"speculative"')),
+        ("[kv]\nmode = 1", ("config.toml:2: kv.mode: 1", "full, freeze, streaming, sync, speculative")),
+        ("[kv.streaming]\nsigm = 1", ("config.toml:2: kv.streaming.sigm: ", '"sigma"')),
+        ("[kv]\nstreaming = 1", ("config.toml:2: kv.streaming: ", "[kv.streaming]", "1")),
+        ("[kv.stream]\nR = 1", ("config.toml:1: kv.stream: ", '"streaming"')),
+        ("[sampling]\ntop_p = 2", ("config.toml:2: sampling.top_p: 2", "0.000001", "1")),
+        ("[sampling]\nmin_p = 1", ("config.toml:2: sampling.min_p: 1", "0 and below 1")),
+        ("[sampling]\nseed = 'x'", ('config.toml:2: sampling.seed: "x"', "whole number", "92233")),
+        ("[sampling]\nstop = [\n'a',\n1]", ("config.toml:2: sampling.stop.1: 1", "list")),
+        ("[sampling]\nstop = ''", ('config.toml:2: sampling.stop.0: ""', "list")),
+        ("[ui]\nhistory = 'maybe'", ('config.toml:2: ui.history: "maybe"', "true", "false")),
+        ("[ui]\ntheme = 1", ("config.toml:2: ui.theme: 1", "text")),
+        ("[model]\nname = ''", ('config.toml:2: model.name: ""', "empty")),
+        ("[sampling]\nseed = 1\nseed = 2", ("config.toml:3: ",)),
+        ("[kv]\n\nmode = ", ("config.toml:3: ",)),
+        ("[kv.streaming]\nbudget = 3", ("config.toml:2: kv.streaming.budget: 3", "whole number")),
+        ('[model]\ndevice = "gpu"', ('config.toml:2: model.device: "gpu"', "auto, cpu, cuda", "cuda:N")),
     ],
 )
-def test_bad_files_are_refused_by_line(config: Path, text: str, message: str) -> None:
-    assert refusal(config, text).startswith(message)
+def test_bad_files_are_refused_by_line(config: Path, text: str, facts: tuple[str, ...]) -> None:
+    told = refusal(config, text)
+    assert told.startswith(facts[0])
+    assert not lacks(told, *facts)
 
 
 @pytest.mark.parametrize(
-    ("text", "place"),
+    ("text", "start", "shown"),
     [
-        ("[zork]\na = 1", "config.toml:1: zork: there is no such setting.\n  {path}\n  [zork]\n   ^"),
-        (
-            "[zork.deep]  # here\na = 1",
-            "config.toml:1: zork: there is no such setting.\n  {path}\n  [zork.deep]  # here\n   ^",
-        ),
+        ("[zork]\na = 1", "config.toml:1: zork: ", "  [zork]\n   ^"),
+        ("[zork.deep]  # here\na = 1", "config.toml:1: zork: ", "  [zork.deep]  # here\n   ^"),
         (
             "[kv]\nmode = 'full'\n\n[kv . stream]\n# of tokens\nR = 1",
-            'config.toml:4: kv.stream: there is no such setting. Did you mean "streaming"?\n'
-            "  {path}\n  [kv . stream]\n        ^",
+            "config.toml:4: kv.stream: ",
+            "  [kv . stream]\n        ^",
         ),
-        ("zork.a = 1", "config.toml:1: zork: there is no such setting.\n  {path}\n  zork.a = 1\n           ^"),
+        ("zork.a = 1", "config.toml:1: zork: ", "  zork.a = 1\n           ^"),
     ],
 )
-def test_an_unknown_table_is_shown_where_its_name_stands(config: Path, text: str, place: str) -> None:
-    assert refusal(config, text) == place.format(path=config)
+def test_an_unknown_table_is_shown_where_its_name_stands(config: Path, text: str, start: str, shown: str) -> None:
+    told, place = refusal(config, text).split("\n", 1)
+    assert told.startswith(start)
+    assert place == f"  {config}\n{shown}"
 
 
 def test_a_source_that_is_wrong_hides_no_other(config: Path) -> None:
     config.write_text("[kv]\nmode = 'frezee'\n")
     flags = sources.flag_source({"--seed": ([("sampling", "seed")], -1)})
-    with pytest.raises(UsageError, match=r"(?s)config\.toml:2.*KVCHAT_SAMPLING_TOP_K: .*--seed: -1 is refused"):
+    with pytest.raises(UsageError, match=r"(?s)config\.toml:2.*KVCHAT_SAMPLING_TOP_K: .*--seed: -1"):
         sources.load(flags, {"KVCHAT_SAMPLING_TOP_K": "many"})
 
 
@@ -177,7 +151,7 @@ def test_below_what_is_no_folder_there_is_no_file() -> None:
 
 def test_unreadable_files_are_refused(config: Path) -> None:
     config.write_bytes(b"[kv]\n\xff")
-    with pytest.raises(UsageError, match=r"config.toml is not UTF-8\. Byte 5 is 0x"):
+    with pytest.raises(UsageError, match=r"config.toml.*UTF-8.*Byte 5.*0xff"):
         sources.load(environ={})
     for make in (Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
         config.unlink()
@@ -195,16 +169,18 @@ def test_a_file_that_no_parser_takes_is_refused_by_name(config: Path, text: str)
 
 
 def test_variables_that_look_like_settings_must_be_some() -> None:
-    with pytest.raises(UsageError, match=r'KVCHAT_KV_MOD: there is no such setting\. Did you mean "KVCHAT_KV_MODE"'):
+    with pytest.raises(UsageError, match=r'KVCHAT_KV_MOD: .*"KVCHAT_KV_MODE"'):
         sources.load(environ={"KVCHAT_KV_MOD": "full"})
-    with pytest.raises(UsageError, match=r'^KVCHAT_SAMPLING_TOP_K: "many" is refused'):
+    with pytest.raises(UsageError, match=r'^KVCHAT_SAMPLING_TOP_K: "many"'):
         sources.load(environ={"KVCHAT_SAMPLING_TOP_K": "many"})
     assert sources.load(environ={"KVCHAT_KV_MODE": "", "KVCHAT_OTHER": "x"}).origins == {}
 
 
 def test_variables_without_effect_are_told_with_the_nearest_name() -> None:
-    told = sources.unknown_variables({"KVCHAT_DATADIR": "x", "KVCHAT_CONFIG": "y", "KVCHAT_KV_MODE": "", "HOME": "/"})
-    assert told == ['KVCHAT_DATADIR has no effect: kvchat has no such variable. Did you mean "KVCHAT_DATA_DIR"?']
+    (told,) = sources.unknown_variables(
+        {"KVCHAT_DATADIR": "x", "KVCHAT_CONFIG": "y", "KVCHAT_KV_MODE": "", "HOME": "/"}
+    )
+    assert not lacks(told, "KVCHAT_DATADIR", '"KVCHAT_DATA_DIR"')
     assert sources.unknown_variables({"KVCHAT_KV_MOD": "full"}) == [], "it is refused"
 
 
@@ -212,7 +188,7 @@ def test_what_a_flag_sets_in_several_places_is_refused_once() -> None:
     flags = {"--budget": ([("kv", "streaming", "budget"), ("kv", "speculative", "budget")], 3)}
     with pytest.raises(UsageError) as caught:
         sources.load(sources.flag_source(flags), {})
-    assert str(caught.value) == "--budget: 3 is refused: it must be a whole number of at least 64."
+    assert str(caught.value).count("--budget: 3") == 1
 
 
 def test_the_template_sets_nothing_describes_everything_and_shows_the_defaults(config: Path) -> None:

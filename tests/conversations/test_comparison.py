@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from support.message import lacks
 
 from kvchat.conversations import comparison
 from kvchat.conversations.comparison import COLUMNS, Comparison, first_difference, rows, verdicts
@@ -36,12 +37,8 @@ def test_the_table_has_a_dash_where_nothing_can_be_measured():
 
 def test_the_verdict_says_where_each_leaves_the_first_and_how_far_it_is():
     speculative, sync, freeze = verdicts(DONE)
-    assert speculative == (
-        "speculative budget=256 goes its own way from token 2 on; given full's text it finds the same next token "
-        "likeliest in 88 % of 1,000 (KL 0.040 nats in the mean, 1.500 at most)."
-    )
-    assert sync.startswith("sync draws the same tokens as full;")
-    assert sync.endswith("It read everything: a smaller budget would tell them apart.")
+    assert not lacks(speculative, "speculative budget=256", "token 2", "88 % of 1,000", "KL 0.040", "1.500")
+    assert not lacks(sync, "sync draws the same tokens as full", "a smaller budget")
     assert "It does not fit." in freeze
     assert first_difference(RUNS) == 1
     assert first_difference(RUNS[:1]) is None

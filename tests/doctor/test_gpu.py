@@ -8,6 +8,7 @@ import pytest
 from support.fake_libraries import torch_like
 from support.fake_nvml import FakeGpu, FakeNvml, GiB
 from support.memory import Pins
+from support.message import lacks
 
 from kvchat.doctor import machine
 from kvchat.doctor.installation import Check
@@ -59,15 +60,15 @@ def test_a_missing_reading_is_not_the_end(monkeypatch, missing):
 def test_without_nvml_the_gpu_that_torch_sees_is_used(monkeypatch, missing):
     checks = {check.name: check for check in found(monkeypatch, FakeGpu(), missing=(missing,))}
     assert "GPU" not in checks
-    assert checks["device"].found == "auto is set, cuda is used"
+    assert not lacks(checks["device"].found, "auto", "cuda")
 
 
 @pytest.mark.parametrize(
     ("version", "torch", "state", "words"),
     [
-        (None, torch_like(there=False), "ok", "no NVML; kvchat runs on the CPU"),
-        (None, torch_like(), "ok", "no NVML; torch sees 1 GPU"),
-        (None, None, "ok", "runs on the CPU"),
+        (None, torch_like(there=False), "ok", "CPU"),
+        (None, torch_like(), "ok", "1 GPU"),
+        (None, None, "ok", "CPU"),
         ("570.1", torch_like(cuda=None, there=False), "warning", "570.1, 1 GPU"),
         ("570.1", torch_like(there=False), "warning", "570.1, 1 GPU"),
         ("570.1", torch_like(), "ok", "570.1, 1 GPU"),
@@ -82,13 +83,13 @@ def test_the_driver_and_whether_torch_uses_it(version, torch, state, words):
 def test_a_device_that_is_set_and_not_there_is_a_problem():
     assert machine.chosen_device("cuda", torch_like(there=False)).state == "problem"
     missing = machine.chosen_device("cuda:1", torch_like())
-    assert (missing.state, missing.found) == ("problem", "cuda:1 is set, torch sees 1 GPU")
+    assert (missing.state, "cuda:1" in missing.found) == ("problem", True)
     assert '"cuda:0"' in missing.advice
     assert machine.chosen_device("cuda:0", torch_like()).found == "cuda:0"
-    assert machine.chosen_device("auto", torch_like(there=False)).found == "auto is set, cpu is used"
-    assert machine.chosen_device("auto", torch_like()).found == "auto is set, cuda is used"
+    assert not lacks(machine.chosen_device("auto", torch_like(there=False)).found, "auto", "cpu")
+    assert not lacks(machine.chosen_device("auto", torch_like()).found, "auto", "cuda")
     assert machine.chosen_device("cpu", torch_like()).found == "cpu"
-    assert machine.chosen_device("auto", None).found == "auto is set, cpu is used"
+    assert not lacks(machine.chosen_device("auto", None).found, "auto", "cpu")
 
 
 def test_pinning_is_tried_and_given_back(monkeypatch):

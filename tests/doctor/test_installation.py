@@ -15,7 +15,7 @@ from kvchat.doctor.installation import Check
 def test_wrong_settings_are_a_problem_and_a_missing_file_is_none():
     check, device = installation.settings()
     assert (check.state, device) == ("ok", "auto")
-    assert check.found == f"{paths.config_file()} (not there; the defaults hold)"
+    assert check.found.startswith(str(paths.config_file()))
     paths.config_file().parent.mkdir(parents=True)
     paths.config_file().write_text('[model]\ndevice = "cpu"\n')
     assert installation.settings()[1] == "cpu"

@@ -92,8 +92,8 @@ def test_more_threads_than_the_container_gives_processors(tmp_path, monkeypatch,
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: set(range(8)))
     check = processors(threads, tree(tmp_path, files))
     assert check.state == state
-    assert ("the container grants the time of 0.5" in check.found) == ("50000" in "".join(files.values()))
-    assert ("torch computes with n/a" in check.found) == (threads is None)
+    assert (" 0.5" in check.found) == ("50000" in "".join(files.values()))
+    assert ("n/a" in check.found) == (threads is None)
 
 
 def test_wsl_is_known_by_its_kernel(tmp_path):
@@ -110,7 +110,7 @@ def test_the_memory_lock_is_a_reading_only():
 
 def test_a_check_that_fails_is_a_reading_that_is_missing():
     check = guarded("NUMA", lambda: 1 // 0)
-    assert check == Check("NUMA", "warning", "n/a", "It could not be read: ZeroDivisionError: " + check.advice[41:])
+    assert (check.name, check.state, "ZeroDivisionError" in check.advice) == ("NUMA", "warning", True)
 
 
 def test_this_machine_has_an_answer_to_everything():

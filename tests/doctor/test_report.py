@@ -29,16 +29,13 @@ def test_a_line_a_check_with_what_to_do(found, capsys):
     found += [Check("torch", "ok", "2.9"), Check("pinning", "warning", "refused", "ulimit -l unlimited")]
     assert report.doctor(as_json=False) == 0
     out = capsys.readouterr().out
-    assert out.splitlines() == [
-        "✓ ok       torch         2.9",
-        "! warning  pinning       refused",
-        "                         → ulimit -l unlimited",
-        "",
-        "kvchat can run; 1 to look at.",
-    ]
+    rows = [line.split() for line in out.splitlines()]
+    assert rows[:2] == [["✓", "ok", "torch", "2.9"], ["!", "warning", "pinning", "refused"]]
+    assert rows[2] == ["→", "ulimit", "-l", "unlimited"]
+    assert "can run; 1 " in out
     found.append(Check("torch", "problem", "gone"))
     assert report.doctor(as_json=False) == 1
-    assert "kvchat cannot run: 1 to solve first." in capsys.readouterr().out
+    assert "cannot run: 1" in capsys.readouterr().out
 
 
 def test_names_of_drivers_and_gpus_are_harmless(found, capsys):
@@ -52,11 +49,11 @@ def test_names_of_drivers_and_gpus_are_harmless(found, capsys):
 
 
 def test_as_json(found, capsys):
-    found += [Check("device", "problem", "cuda is set, torch sees no GPU", "…")]
+    found += [Check("device", "problem", "no GPU", "…")]
     assert report.doctor(as_json=True) == 1
     assert json.loads(capsys.readouterr().out) == {
         "usable": False,
-        "checks": [{"name": "device", "state": "problem", "found": "cuda is set, torch sees no GPU", "advice": "…"}],
+        "checks": [{"name": "device", "state": "problem", "found": "no GPU", "advice": "…"}],
     }
 
 
@@ -78,11 +75,11 @@ def test_a_gpu_goes_through_all_checks(monkeypatch):
     names = [check.name for check in found]
     assert all(check.state != "problem" for check in found)
     assert (names.count("GPU"), names.count("NUMA")) == (2, 2)
-    assert "torch computes with 8 threads" in found[names.index("processors")].found
+    assert "8 threads" in found[names.index("processors")].found
 
 
 def test_without_any_library_there_is_a_report():
     found = {check.name: check for check in report.checks(importing())}
-    assert found["processors"].found.endswith("torch computes with n/a threads")
-    assert found["decode steps"].found == "CPU: stock torch operations"
+    assert "n/a threads" in found["processors"].found
+    assert "CPU" in found["decode steps"].found
     assert "terminal" in found

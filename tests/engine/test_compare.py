@@ -215,7 +215,7 @@ def test_where_memory_runs_out_for_putting_back_the_conversation_is_read_again(n
         list(session.answer((Turn("user", "The sea was calm."),), short))
     with monkeypatch.context() as patch:
         patch.setattr(one._kv.state.host, "put", Mock(side_effect=torch.OutOfMemoryError("no memory")))
-        with pytest.raises(DoesNotFitError, match="Memory ran out while putting the conversation back"):
+        with pytest.raises(DoesNotFitError, match="putting the conversation back"):
             list(one.compare((Turn("user", "The whale went on."),), VARIANTS[:1], short))
     ids = other._loop.stored.ids
     assert one.total < len(ids)

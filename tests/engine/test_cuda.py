@@ -19,7 +19,6 @@ from support.tiny_runner import PARAMS, loaded, mode_of, prefilled, same_steps, 
 
 from kvchat.engine.runner import GraphRunner, ModelRunner
 from kvchat.kv import inspect
-from kvchat.kv.geometry import GROWTH_HEADROOM
 from kvchat.kv.inspect import attended, check_integrity
 from kvchat.kv.transfer import SideStream
 from kvchat.models import attention_hook
@@ -42,13 +41,6 @@ def later_ids(steps: int, seed: int = 1) -> list[int]:
 def llama(dtype: torch.dtype) -> LoadedModel:
     """Return the model to decode with; in Triton's interpreter one layer that may read everything and one behind it."""
     return loaded("llama", "cuda", dtype, **({"num_hidden_layers": 2} if INTERPRETED else {}))
-
-
-@pytest.fixture(autouse=True)
-def small_growth(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In Triton's interpreter every slot that there is room for costs time."""
-    if INTERPRETED:
-        monkeypatch.setitem(GROWTH_HEADROOM, "cuda", 128)
 
 
 def eager(runner: ModelRunner) -> ModelRunner:

@@ -33,7 +33,7 @@ def test_a_look_without_memory_is_explained(monkeypatch, look):
         ):
             short.setattr(part, name, no_memory)
         short.setattr(session_module, "attended", no_memory)
-        with pytest.raises(OutOfMemoryError, match="looking at what is stored"):
+        with pytest.raises(OutOfMemoryError, match="stored"):
             LOOKS[look](session)
     LOOKS[look](session)
     session.close()

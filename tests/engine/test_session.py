@@ -255,7 +255,7 @@ def test_the_api_takes_tensors_and_refuses_what_makes_no_sense(model):
     assert session._loop.stored.ids == [5, 6, 7, 8]
     assert all(type(token) is int for token in session._loop.stored.ids)
     for tokens in (-1, 5, 10**9):
-        with pytest.raises(UsageError, match=r"4 tokens cannot be truncated to .* Give 0 to 4"):
+        with pytest.raises(UsageError, match=r"4 tokens .* 0 to 4"):
             session.truncate(tokens)
     assert session.total == 4
     session.truncate(4)

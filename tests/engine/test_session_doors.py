@@ -49,7 +49,7 @@ LARGEST = [(mode, name) for mode in modes.mode_names() for name in modes.registe
 )
 def test_a_closed_session_says_so(session, use):
     session.close()
-    with pytest.raises(UsageError, match="The session is closed"):
+    with pytest.raises(UsageError, match="closed"):
         use(session)
     assert session.token_ids == []
 
@@ -61,13 +61,13 @@ def test_what_goes_on_after_close_says_so(model, begin):
     going_on = begin(session)
     next(going_on)
     session.close()
-    with pytest.raises(UsageError, match="The session is closed"):
+    with pytest.raises(UsageError, match="closed"):
         list(going_on)
 
 
 def test_an_answer_that_closes_its_session_says_so(model):
     session = Session(model)
-    with pytest.raises(UsageError, match="The session is closed"):
+    with pytest.raises(UsageError, match="closed"):
         list(session.answer(HELLO, GREEDY, lambda generated: session.close() if generated == 2 else None))
 
 
@@ -89,7 +89,7 @@ def test_nothing_else_begins_while_this_is_in_progress(session, begin):
         lambda: list(session.resume("other", HELLO)),
         lambda: list(session.compare(HELLO, BOTH, GREEDY)),
     ):
-        with pytest.raises(UsageError, match="An answer is in progress"):
+        with pytest.raises(UsageError, match="answer"):
             use()
     going_on.close()
     assert 0 < session.total <= before

@@ -26,6 +26,7 @@ GRAPHS, OTHERS = LONG if WHOLE else SHORT
 PARTS = {
     "fake device, host pool, prefill, sampling, faults, a fixed change rate": [
         "tests/bench/test_fixed_change_rate.py",
+        "--deselect=tests/bench/test_fixed_change_rate.py::test_on_a_gpu_exactly_the_fixed_share_of_tokens_moves[0.0]",
         "tests/fake_cuda/test_fake_cuda.py",
         "tests/kv/memory/test_host_pool.py",
         "tests/kv/memory/test_pinned.py",

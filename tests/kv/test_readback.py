@@ -116,6 +116,6 @@ def test_a_step_reads_no_host_memory_beyond_what_is_stored(row, monkeypatch):
         return host_pool.gather(view, index)
 
     monkeypatch.setattr(torch_ops, "gather", within)
-    run.step(20)
+    run.step(10)
     assert all(gathered)
     assert gathered or mode != "freeze"

@@ -8,24 +8,23 @@ import pytest
 import torch
 from support.kv_run import Run
 from support.kv_steps import as_on_a_gpu
-from support.mode_rows import ROWS
+from support.mode_rows import MET, ROWS
 from support.toy_model import toy
 
 from kvchat.kv.ops.torch_ops import TorchOps
 
 PLAIN = ("plain", "plain")
 NEVER_RECALL = {row for row, (mode, _) in ROWS.items() if mode in ("full", "streaming")}
-NEVER_RECALL |= {"sync-resident", "speculative-no-tokens", "freekv-no-pages"}
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row not in NEVER_RECALL])
+@pytest.mark.parametrize("row", [row for row in MET if row not in NEVER_RECALL])
 def test_delays_and_the_order_of_recall_change_nothing(row, monkeypatch):
     plain, run = (Run.of_row(row, toy(PLAIN, page=8, kv_heads=4)) for _ in range(2))
     for one in (plain, run):
         as_on_a_gpu(one.kv)
         one.kv.state.host.pageable_reason = "so that copies are picked"
     plain.prefill(150)
-    expected = [plain.step() for _ in range(40)]
+    expected = [plain.step() for _ in range(20)]
     copy, dice = TorchOps._copy, torch.Generator().manual_seed(0)
 
     def shuffled(self, host, slots, source, v_source, target, v_target):

@@ -61,7 +61,7 @@ def test_refused_before_a_weight_is_read(name, reason):
 
 @pytest.mark.parametrize("name", ["llama4", "jamba"])
 def test_the_selftest_catches_what_the_configuration_would_not_tell(name):
-    with pytest.raises(ModelError, match=r"differ from transformers' own by"):
+    with pytest.raises(ModelError, match=r"differ"):
         selftest(tiny_models.model(name))
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 
+from support.message import lacks
+
 from kvchat.models.hub import ByteProgress
 
 
@@ -13,9 +15,11 @@ def test_speed_and_time_left_are_of_the_last_seconds() -> None:
     for done in (100, 150, 200, 250, 400):
         with contextlib.suppress(StopIteration):
             progress.tell(done * 2**20, 400 * 2**20)
-    assert said == [
-        "Downloading 100 MiB of 400 MiB",
-        "Downloading 200 MiB of 400 MiB · 50.0 MiB/s · 4.0 s left",
-        "Downloading 250 MiB of 400 MiB · 50.0 MiB/s · 3.0 s left",
-        "Downloading 400 MiB of 400 MiB · 75.0 MiB/s · 0 ms left",
-    ]
+    first, *others = said
+    assert first == "Downloading 100 MiB of 400 MiB"
+    expected = (
+        ("200 MiB of 400 MiB", "50.0 MiB/s", "4.0 s"),
+        ("250 MiB of 400 MiB", "50.0 MiB/s", "3.0 s"),
+        ("400 MiB of 400 MiB", "75.0 MiB/s", "0 ms"),
+    )
+    assert not [lacks(line, *facts) for line, facts in zip(others, expected, strict=True) if lacks(line, *facts)]

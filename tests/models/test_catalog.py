@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 from support.gguf_files import gguf_header, number
+from support.message import lacks
 
 from kvchat import paths
 from kvchat.errors import ModelError
@@ -67,7 +68,7 @@ def test_folders_gguf_files_and_the_hubs_cache(cache: Path, tmp_path: Path) -> N
     assert [model.kind for model in found.values()] == ["bundled", "GGUF", "folder", "hub", "hub"]
     assert found[file].weights == Weights(4096, (tmp_path / "mine/publisher/q4.gguf").stat().st_size, "Q4_K")
     assert found[folder].weights == found["org/whole"].weights == found["bundled"].weights
-    assert found["org/begun"].problem == "All of its weight files are missing. Download the model again."
+    assert "missing" in found["org/begun"].problem
 
 
 def test_a_fetched_model_is_listed_by_its_short_name(cache: Path) -> None:
@@ -86,14 +87,15 @@ def test_a_damaged_model_is_listed_with_what_is_wrong(cache: Path, tmp_path: Pat
     (copy_bundled(tmp_path / "c") / catalog.INDEX).write_text('{"weight_map": {"x": "model-1.safetensors"}}')
     (tmp_path / "m-00001-of-00002.gguf").write_bytes(gguf_header(("a", (4,), 0), values=[number("split.count", 2)]))
     problems = [model.problem for model in find([tmp_path])]
-    assert problems == [
-        "",
-        "m-00001-of-00002.gguf is damaged. 1 of its 2 parts are missing, the first is m-00002-of-00002.gguf. Download "
-        "the model again.",
-        "model.safetensors is damaged. Its header cannot be read. Download the model again.",
-        "Its config.json cannot be read. Download the model again.",
-        "1 of its weight files are missing. Download the model again.",
-    ]
+    expected = (
+        (),
+        ("m-00001-of-00002.gguf", "1 of its 2 parts", "m-00002-of-00002.gguf"),
+        ("model.safetensors", "header"),
+        ("config.json",),
+        ("1 of its weight files",),
+    )
+    assert [bool(problem) for problem in problems] == [bool(facts) for facts in expected]
+    assert not [problem for problem, facts in zip(problems, expected, strict=True) if lacks(problem, *facts)]
 
 
 def test_a_quantized_checkpoint_says_so(cache: Path, tmp_path: Path) -> None:
@@ -218,7 +220,7 @@ def test_other_programs_models(cache: Path, tmp_path: Path) -> None:
     ]
     assert all(model.weights for model in found)
     assert checkpoint.locate("ollama:me/mine", print).folder == ollama / "blobs"
-    with pytest.raises(ModelError, match=r"no model smol:1.*Did you mean"):
+    with pytest.raises(ModelError, match=r"smol:1.*smol:135m"):
         checkpoint.locate("ollama:smol:1", print)
 
 

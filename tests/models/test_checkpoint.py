@@ -63,7 +63,7 @@ def test_an_index_that_transformers_cannot_read_is_refused(llama_folder, absent,
     index = {"metadata": {}, "weight_map": {"model.norm.weight": "model.safetensors"}}
     del index[absent]
     (llama_folder / INDEX).write_text(json.dumps(index))
-    with pytest.raises(ModelError, match=f'{INDEX} is damaged.*no object "{absent}".*{hint}'):
+    with pytest.raises(ModelError, match=f'{INDEX}.*"{absent}".*{hint}'):
         load_model(Load(str(llama_folder), "cpu"), silent)
 
 

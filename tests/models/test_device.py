@@ -12,9 +12,7 @@ from kvchat.errors import UsageError
 from kvchat.models.description import resolve_device, resolve_dtype
 
 
-@pytest.mark.parametrize(
-    ("device", "message"), [("gpu", 'no device "gpu"'), ("meta", 'not run on "meta"'), ("cuda:x", 'no device "cuda:x"')]
-)
+@pytest.mark.parametrize(("device", "message"), [("gpu", '"gpu"'), ("meta", '"meta"'), ("cuda:x", '"cuda:x"')])
 def test_a_device_that_is_not(device, message):
     with pytest.raises(UsageError, match=message):
         resolve_device(device)

@@ -30,7 +30,7 @@ def test_weights_are_refused_where_one_byte_is_missing(case, tmp_path, monkeypat
     needed = load_model(asked, silent).weight_bytes
     monkeypatch.setattr(available, "host_free", lambda: needed - 1)
     described = description.describe(str(tmp_path), "cpu", dtype, silent)
-    with pytest.raises(DoesNotFitError, match=r"does not fit this machine's memory\. Its weights take .* are free"):
+    with pytest.raises(DoesNotFitError, match=r"this machine's memory.* take"):
         reading.check(described, quantize)
     monkeypatch.setattr(available, "host_free", lambda: needed)
     reading.check(described, quantize)
@@ -54,7 +54,7 @@ def test_a_quantization_is_named_that_fits(folder, monkeypatch, quantize, free, 
 
 def test_what_is_larger_than_the_free_memory_of_the_machine_is_loaded_by_force_only(folder, monkeypatch):
     monkeypatch.setattr(available, "host_free", lambda: 1000)
-    with pytest.raises(DoesNotFitError, match=r"memory.*take 582 KiB, and 1000 B are free.*--force loads it anyway"):
+    with pytest.raises(DoesNotFitError, match=r"memory.* 582 KiB.* 1000 B.*--force"):
         load_model(Load(str(folder), "cpu", "float32"), silent)
     assert load_model(Load(str(folder), "cpu", "float32", force=True), silent).layers
 
@@ -62,5 +62,5 @@ def test_what_is_larger_than_the_free_memory_of_the_machine_is_loaded_by_force_o
 @pytest.mark.parametrize(("quantize", "taken"), [("none", "33.01"), ("int8", "19.66")])
 def test_weights_larger_than_the_free_memory_of_a_gpu_are_refused_unread(small_gpu, quantize, taken):
     described = description.describe("bundled", "cuda", "auto", silent)
-    with pytest.raises(DoesNotFitError, match=rf"bundled does not fit GPU X.*take {taken}.*, and 1.91 MiB of 22.35"):
+    with pytest.raises(DoesNotFitError, match=rf"bundled.*GPU X.* {taken}.* 1.91 MiB of 22.35"):
         reading.check(described, quantize)

@@ -58,7 +58,7 @@ def test_control_tokens_and_those_users_defined_are_one_id_each_in_any_spelling(
 
 
 def test_more_tokens_than_embeddings_are_refused_with_the_numbers():
-    with pytest.raises(ModelError, match=r"256 tokens and embeddings for 255"):
+    with pytest.raises(ModelError, match=r"256 tokens.* 255"):
         build(*bytes_and(), rows=255)
 
 
@@ -177,5 +177,5 @@ def test_usual_steps_are_not_refused(tmp_path):
 def test_a_tokenizer_that_takes_long_for_a_short_text_is_refused(monkeypatch):
     tokenizer = build(*bytes_and()).tokenizer
     monkeypatch.setattr(tokenizer_module, "SLOW_S", -1.0)
-    with pytest.raises(ModelError, match="for a text of 1 characters"):
+    with pytest.raises(ModelError, match="1 characters"):
         tokenizer_module.check(tokenizer, 256, "m")

@@ -39,7 +39,7 @@ def test_a_gguf_file_is_the_model_it_was_made_of(file, model, of, capfd):
     text = "Biscuit's third lighthouse."
     assert loaded.tokenizer(text)["input_ids"][-5:] == model.tokenizer(text)["input_ids"][-5:]
     assert (loaded.fused, loaded.weights) == (model.fused, "")
-    assert "The gguf weights were unpacked to float32." in loaded.notes
+    assert any("unpacked to float32" in note for note in loaded.notes)
     assert capfd.readouterr() == ("", "")
 
 
@@ -60,7 +60,7 @@ def test_a_damaged_file_is_refused(file, tmp_path):
 @pytest.mark.parametrize("left", [500_000, -1])
 def test_a_file_that_was_not_downloaded_to_its_end_is_called_so(file, tmp_path, left):
     (tmp_path / "cut.gguf").write_bytes(file.read_bytes().rstrip(b"\0")[:left])
-    with pytest.raises(ModelError, match=r"is damaged or incomplete\. .* bytes behind its end\. Download"):
+    with pytest.raises(ModelError, match=r"damaged.* bytes"):
         load_model(Load(str(tmp_path / "cut.gguf"), "cpu"), silent)
 
 
@@ -68,7 +68,7 @@ def test_layers_that_the_file_does_not_hold_are_refused_before_they_are_listed(f
     path, key = tmp_path / "deep.gguf", b"llama.block_count" + struct.pack("<I", 4)
     before, after = file.read_bytes().split(key)
     path.write_bytes(before + key + struct.pack("<I", 2**31 - 1) + after[4:])
-    with pytest.raises(ModelError, match=r"names 2,147,483,647 layers, and there are \d+ tensors"):
+    with pytest.raises(ModelError, match=r"2,147,483,647 layers.* \d+ tensors"):
         load_model(Load(str(path), "cpu"), silent)
 
 
@@ -80,7 +80,7 @@ def test_no_gguf_file_at_all(tmp_path):
 
 
 def test_a_gguf_file_is_packed_in_int8_and_int4_only(file):
-    with pytest.raises(ModelError, match=r"GGUF file\. Its weights cannot be made nf4\. Give --quantize none, int"):
+    with pytest.raises(ModelError, match=r"GGUF.*nf4.*--quantize none"):
         load_model(Load(str(file), "cpu", quantize="nf4"), silent)
     with pytest.raises(UsageError, match="no quantization"):
         load_model(Load(str(file), "cpu", quantize="nf5"), silent)
@@ -102,7 +102,7 @@ def test_what_is_no_file_is_refused_at_once(tmp_path, monkeypatch, make, of):
 def test_of_several_files_one_must_be_given(tmp_path):
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / name).write_bytes(b"GGUF")
-    with pytest.raises(ModelError, match="several GGUF files: give one"):
+    with pytest.raises(ModelError, match="several GGUF files"):
         load_model(Load(str(tmp_path), "cpu"), silent)
     assert checkpoint.locate(str(tmp_path / "b.gguf"), silent).gguf == "b.gguf"
 
@@ -124,7 +124,7 @@ def test_a_file_of_a_repository(tmp_path, monkeypatch):
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    with pytest.raises(ModelError, match=r"has no file q4\.gguf"):
+    with pytest.raises(ModelError, match=r"q4\.gguf"):
         checkpoint.locate("org/model:q4.gguf", silent)
     assert asked == [("org/model", ["q4.gguf"])]
     (tmp_path / "q4.gguf").write_bytes(content := gguf_header(("a", (256, 4), 12)))

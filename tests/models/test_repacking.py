@@ -10,6 +10,7 @@ import pytest
 import torch
 from support import tiny_models
 from support.gguf_files import write_lfm2, write_model
+from support.message import lacks
 from support.progress import silent
 
 from kvchat import libraries
@@ -107,7 +108,7 @@ def test_a_small_file_is_kept_small_and_both_sizes_are_said_before(read, file_of
     said = next(stage for stage in stages if stage.startswith("Loading the weights"))
     sizes = file_of(kind).stat().st_size, model.weight_bytes, loaded.weight_bytes
     assert said.endswith("{} in the file, {} unpacked, {} in {}".format(*map(size, sizes), packed))
-    assert f"The GGUF file's weights are kept in {packed}; --quantize none unpacks them." in loaded.notes
+    assert any(not lacks(note, packed, "--quantize none") for note in loaded.notes)
     assert not any("were unpacked" in note for note in loaded.notes)
     assert selftest(loaded.model) < 0.02
     assert relative_error(sample_logits(loaded.model), sample_logits(unpacked.model)) < error
@@ -137,7 +138,7 @@ def test_a_plan_gives_up_only_bits_that_the_file_has(file_of):
         return propose(replace(made, weights={quantize: 1}, by_default=quantize)).gave_up
 
     assert given_up("Q4_0", "int4") == given_up("Q4_0", "int8") == given_up("Q8_0", "int8") == ()
-    assert given_up("Q8_0", "int4") == ("precision of the weights: 4 bits instead of the file's 8.5",)
+    assert not lacks(given_up("Q8_0", "int4")[0], "weights", "4 bits", "8.5")
 
 
 def test_without_torchao_it_is_unpacked_and_the_package_is_named(read, file_of, model, monkeypatch):
@@ -154,7 +155,7 @@ def test_without_torchao_it_is_unpacked_and_the_package_is_named(read, file_of, 
 def test_a_large_file_is_unpacked_as_before(read):
     loaded, _ = read("F16")
     assert loaded.weights == ""
-    assert "The gguf weights were unpacked to float32." in loaded.notes
+    assert any("unpacked to float32" in note for note in loaded.notes)
 
 
 @pytest.mark.parametrize(("kind", "quantize"), [("Q8_0", "int8"), ("Q4_0", "int4")])

@@ -56,7 +56,7 @@ class NotANumber(DenseManager):
     ],
 )
 def test_a_backend_that_attends_wrongly_is_refused(name, backend):
-    with pytest.raises(ModelError, match="In the self-test its logits differ"):
+    with pytest.raises(ModelError, match="logits differ"):
         selftest(tiny_models.model(name), backend)
 
 
@@ -79,5 +79,5 @@ def test_a_model_that_begins_to_count_positions_at_2_is_refused():
         return forward(input_ids, position_ids=own if position_ids is None else position_ids, **kwargs)
 
     model.transformer.forward = counting
-    with pytest.raises(ModelError, match="differ from transformers' own"):
+    with pytest.raises(ModelError, match="differ"):
         selftest(model)

@@ -33,7 +33,7 @@ def folder(tmp_path):
 def test_a_text_at_which_a_tokenizer_panics_is_refused_and_the_session_goes_on(folder):
     session = load(folder, device="cpu")
     sampling = Sampling(max_new_tokens=2)
-    with pytest.raises(ModelError, match="tokenizer fails at this text") as caught:
+    with pytest.raises(ModelError, match="tokenizer") as caught:
         list(session.answer([Turn("user", TEXT)], sampling))
     assert caught.value.hint
     assert list(session.answer([Turn("user", "Hello")], sampling))
@@ -44,10 +44,10 @@ def test_a_tokenizer_that_panics_while_it_decodes_is_refused():
     tokenizer = guarded(AutoTokenizer.from_pretrained(bundled_model_dir()))
     ids = tokenizer.encode(TEXT, add_special_tokens=False)
     tokenizer.backend_tokenizer.decoder = decoders.Sequence([decoders.Fuse(), decoders.Replace(Regex(ENDLESS), "b")])
-    with pytest.raises(ModelError, match="fails at this text"):
+    with pytest.raises(ModelError, match="tokenizer"):
         tokenizer.decode(ids)
     detokenizer = Detokenizer(tokenizer)
-    with pytest.raises(ModelError, match="fails at this text"):
+    with pytest.raises(ModelError, match="tokenizer"):
         list(map(detokenizer.step, ids))
 
 

@@ -50,4 +50,6 @@ CORE = [
     "sync-two",
     "freeze-budget",
 ]
+# The core, and every index, unit and query that speculative may have.
+MET = [*CORE, "speculative-last", "freekv-blocks", "freekv-bits"]
 MIXED = ("plain", "window", "softcap", "sinks", "unrotated")

@@ -5,13 +5,7 @@ from __future__ import annotations
 from typing import BinaryIO
 
 from kvchat.protocol import wire
-from kvchat.protocol.messages import Command, Event
-
-
-def read_command(stream: BinaryIO) -> Command | None:
-    """The next command, None at the end."""
-    body = wire.read(stream)
-    return None if body is None else wire.decode_command(body)
+from kvchat.protocol.messages import Event
 
 
 def read_event(stream: BinaryIO) -> Event | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.app_driver import press, toasts, typed
+from support.message import lacks
 
 from kvchat.errors import UsageError
 from kvchat.tui.actions import (
@@ -34,18 +35,18 @@ def test_every_action_has_a_description_and_a_way_to_reach_it():
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "facts"),
     [
-        ("compair", "There is no command /compair. Did you mean /compare or /"),
-        ("zzz", "There is no command /zzz. /help lists all."),
-        ("", "There is no command /."),
-        ("re", '"re" is the beginning of several'),
+        ("compair", ("/compair", "/compare")),
+        ("zzz", ("/zzz", "/help")),
+        ("", ("/",)),
+        ("re", ('"re"', "several")),
     ],
 )
-def test_an_unknown_command_names_the_nearest_few(name, said):
+def test_an_unknown_command_names_the_nearest_few(name, facts):
     with pytest.raises(UsageError) as refused:
         find_command(name)
-    assert str(refused.value).startswith(said)
+    assert not lacks(refused.value, *facts)
     assert len(str(refused.value)) < 160
 
 
@@ -83,13 +84,13 @@ def test_what_is_a_command(text, command):
 
 def test_commands_are_split_from_their_arguments():
     assert parse_command("/MODE  streaming budget=512 ") == (BY_ID["mode"], "streaming budget=512")
-    with pytest.raises(UsageError, match="Did you mean /budget"):
+    with pytest.raises(UsageError, match="/budget"):
         parse_command("/buget 5")
 
 
 @pytest.mark.parametrize("command", ["budget", "pin", "chats", "needle"])
 def test_a_number_that_python_does_not_read_is_refused(command):
-    with pytest.raises(UsageError, match="has 5,000 digits"):
+    with pytest.raises(UsageError, match="5,000 digits"):
         parse_command(f"/{command} {'9' * 5000}")
 
 
@@ -104,12 +105,12 @@ def test_the_beginning_of_a_name_or_an_alias_will_do(typed, id):
 
 @pytest.mark.parametrize("line", ["/new foo", "/undo 3", "/retry x", "/rebuild y", "/panels off"])
 def test_a_command_that_takes_no_argument_refuses_one(line):
-    with pytest.raises(UsageError, match=r'^/\w+ "\w+" is refused\. It takes no argument\. Send /\w+ alone\.$'):
+    with pytest.raises(UsageError, match=r'^/\w+ "\w+".*no argument'):
         parse_command(line)
 
 
 def test_a_beginning_of_several_names_them():
-    with pytest.raises(UsageError, match=r'"re" is the beginning of several: rebuild, regen, restart, restore\.'):
+    with pytest.raises(UsageError, match=r'"re".*rebuild, regen, restart, restore'):
         parse_command("/re")
 
 

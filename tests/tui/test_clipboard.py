@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 from support.app_driver import finished, toasts, typed
+from support.message import lacks
 
 from kvchat.tui import terminal
 from kvchat.tui.terminal import REMOTE, TERMINALS_TAKE, copy_to_system, describe, has_system
@@ -36,24 +37,23 @@ async def test_the_systems_clipboard_is_used_where_it_is_the_persons(pyperclip):
     assert not has_system({"SSH_CONNECTION": "10.0.0.1 5 10.0.0.2 22"})
     assert await copy_to_system("hé") == ""
     assert pyperclip == ["hé"]
-    pyperclip.append(RuntimeError("\nThere is no copy program.\nInstall one."))
-    assert await copy_to_system("x") == "There is no copy program"
+    pyperclip.append(RuntimeError("\nNo program.\nInstall one."))
+    assert await copy_to_system("x") == "No program"
 
 
 async def test_a_clipboard_that_does_not_answer_is_given_up(pyperclip, monkeypatch):
     may_end = threading.Event()
     monkeypatch.setattr(sys.modules["pyperclip"], "copy", lambda text: may_end.wait(60))
-    assert await copy_to_system("x", patience_s=0.01) == "it does not answer"
+    assert await copy_to_system("x", patience_s=0.01)
     may_end.set()
 
 
 def test_what_became_of_a_text_is_said():
-    assert describe("abc", "") == "Copied 3 characters."
-    assert describe("abc", None) == "Sent 3 characters to the terminal's clipboard (OSC 52)."
+    assert "3 characters" in describe("abc", "")
+    assert not lacks(describe("abc", None), "3 characters", "OSC 52")
     assert "/copy FILE" in describe("é" * TERMINALS_TAKE, None)
     refused = describe("abc", "no \x1b[c program")
-    assert refused.startswith("The system's clipboard refused: no ␛[c program. Sent 3 characters")
-    assert refused.endswith("/copy FILE writes it into a file.")
+    assert not lacks(refused, "no ␛[c program", "3 characters", "/copy FILE")
 
 
 async def test_a_refusal_is_a_toast_and_a_file_takes_its_place(running, pyperclip, tmp_path):

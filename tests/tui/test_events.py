@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import get_args
 
 import pytest
+from support.message import lacks
 
 from kvchat.protocol import messages
 from kvchat.protocol.figures import Snapshot, Stats
@@ -79,12 +80,11 @@ async def test_notes_of_the_engine(chat):
     await chat.load()
     await chat.controller.handle(Recovered("RR", "entropy", 3.42, 1200))
     await chat.controller.handle(Rebuilt(1200, 0.25, 34))
-    assert chat.view.notes == [
-        "── recovery RR at 1,200 tok: entropy 3.4 ──",
-        "Recomputed 1,200 tokens in 250 ms; 34 are left.",
-    ]
+    recovered, rebuilt = chat.view.notes
+    assert not lacks(recovered, "RR", "1,200 tok", "entropy 3.4")
+    assert not lacks(rebuilt, "1,200 tokens", "250 ms", "34")
     await chat.controller.handle(Preparing("sync"))
-    assert "preparing the sync mode" in chat.view.events[-1]
+    assert "sync mode" in chat.view.events[-1]
     await chat.controller.handle(Peeked(32, 64, "text"))
     assert chat.view.page_texts == [(32, "text")]
 
@@ -120,7 +120,8 @@ async def test_a_crash_restarts_once_until_an_answer_is_finished(chat):
     await chat.controller.handle(Text("half", 1))
     await chat.controller.handle(Crashed(3, ("last words",)))
     error = chat.view.errors[0]
-    assert (error.title, error.detail) == ("The engine stopped: exit code 3.", "last words")
+    assert "exit code 3" in error.title
+    assert error.detail == "last words"
     await chat.engine_ended()
     assert (chat.client.starts, chat.phase, chat.turns) == (1, Phase.LOADING, ["one", "half"])
     await chat.controller.handle(Crashed(3, ()))

@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+from support.message import lacks
 from support.patience import PATIENCE_S
 
 from kvchat.errors import UsageError
@@ -98,7 +99,7 @@ async def test_going_to_a_conversation_takes_up_what_the_engine_keeps_of_it(chat
     assert not chat.controller.state.is_stored
     await chat.controller.handle(Resumed(first.id, 30_112, 0.4, "memory"))
     assert chat.controller.state.is_stored
-    assert chat.view.notes[-1] == "30,112 tokens came back from memory in 400 ms."
+    assert not lacks(chat.view.notes[-1], "30,112 tokens", "memory", "400 ms")
     await chat.controller.delete(first.id, first.title)
     assert Forget(first.id) in chat.client.sent
 

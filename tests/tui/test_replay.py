@@ -55,13 +55,13 @@ def test_speeds_are_true_until_the_pace_is_changed(replay):
 
 
 def test_only_a_recording_refuses_questions(replay):
-    with pytest.raises(UsageError, match=r"This is a recording.*`kvchat` alone starts a chat"):
+    with pytest.raises(UsageError, match=r"recording.*`kvchat`"):
         replay.refuse_question()
     Replay("", FakeClient(), FakeView()).refuse_question()
 
 
 def test_without_a_recording_there_is_nothing_to_pause():
-    with pytest.raises(UsageError, match="Nothing is being replayed"):
+    with pytest.raises(UsageError, match="replayed"):
         Replay("", FakeClient(), FakeView()).pause()
 
 

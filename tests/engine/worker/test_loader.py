@@ -75,7 +75,7 @@ def test_without_room_for_both_the_old_model_is_unloaded_and_comes_back(clock: C
     old, again = FakeSession(), FakeSession()
     child = replaced(old, DoesNotFitError("Too big."), again, clock=clock, has_room=False)
     child.send(OTHER)
-    assert stages(child.until(Failed))[-1] == "unloading fake: both do not fit"
+    assert stages(child.until(Failed))[-1].startswith("unloading fake")
     assert old.closed
     assert stages(child.until(Loaded)) == ["loading first again"]
     assert again.loaded == FIRST
@@ -101,7 +101,9 @@ def test_a_load_is_stopped_at_its_next_stage(clock: Clock) -> None:
 
     child.server._loader.while_loading = loading
     child.send(OTHER)
-    assert child.until(Failed)[-1] == Failed("Loading other was stopped.", hint="/model loads one.")
+    stopped = child.until(Failed)[-1]
+    assert "other" in stopped.title
+    assert not stopped.fatal
     assert child.until(Loaded)[-1] == old.info
     child.close()
 

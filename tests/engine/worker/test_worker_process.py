@@ -114,7 +114,8 @@ def test_a_stop_reaches_a_load_that_reports_nothing() -> None:
         send(process, FIRST)
         receive(process, Loading)
         send(process, Stop())
-        assert receive(process, Failed) == Failed("Loading first was stopped.", hint="/model loads one.", fatal=True)
+        stopped = receive(process, Failed)
+        assert ("first" in stopped.title, stopped.fatal) == (True, True)
         assert process.stdin
         process.stdin.close()
         assert process.wait(PATIENCE_S) == 0
@@ -142,7 +143,7 @@ def test_a_stop_while_torch_is_imported_leaves_an_engine_that_can_load(tmp_path:
         wait_until(begun.exists)
         send(process, Stop())
         stopped = receive(process, (Loaded, Failed))
-        assert stopped == Failed("Loading first was stopped.", hint="/model loads one.", fatal=True)
+        assert ("first" in stopped.title, stopped.fatal) == (True, True)
         send(process, FIRST)
         assert isinstance(receive(process, (Loaded, Failed)), Loaded)
         assert process.stdin

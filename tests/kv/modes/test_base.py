@@ -31,7 +31,7 @@ def assert_pinned_is_read(run: Run) -> None:
 def test_pinned_tokens_are_read_at_every_step(row):
     run = pinned_run(row)
     run.prefill(150)
-    for _ in range(30):
+    for _ in range(15):
         run.step()
         assert_pinned_is_read(run)
     run.truncate(120)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.kv_run import Run
 from support.kv_steps import as_on_a_gpu
-from support.mode_rows import CORE, MIXED, ROWS
+from support.mode_rows import MET, MIXED, ROWS
 from support.toy_model import toy
 
 from kvchat.errors import DoesNotFitError
@@ -16,7 +16,6 @@ from kvchat.kv.memory import available
 
 # In the sinks, across a page's end, a page and more, and in every window at first.
 FIRST, SECOND = [*range(2, 10), *range(30, 35)], [*range(60, 85), *range(146, 150)]
-ALL_ROWS = [*CORE, *(row for row in ROWS if row not in CORE and row not in ("streaming-off", "freekv-reuse"))]
 
 
 def run_of(row: str, on_a_gpu: bool = False) -> Run:
@@ -26,21 +25,21 @@ def run_of(row: str, on_a_gpu: bool = False) -> Run:
     return run
 
 
-@pytest.mark.parametrize("row", ALL_ROWS)
+@pytest.mark.parametrize("row", MET)
 def test_the_modes_own_set_and_what_is_pinned_are_read_once_each(row):
     run = run_of(row)
     run.prefill(150)
     run.step(3)
     run.pin(FIRST + SECOND)
-    run.step(25)
+    run.step(10)
     run.check()
     run.pin(SECOND)
-    run.step(5)
+    run.step(4)
     run.prefill(20)
-    run.step(12)
+    run.step(6)
     run.truncate(64)  # also a part of what is pinned
     run.prefill(50)
-    run.step(9)
+    run.step(5)
     assert run.kv.state.pins == tuple(range(60, 64))
     run.pin([])
     run.step(5)
@@ -60,7 +59,7 @@ def test_they_stay_through_every_switch_and_what_is_set_aside():
     run = run_of("full")
     run.prefill(170)
     run.pin(SECOND)
-    for row in ALL_ROWS:
+    for row in MET:
         mode, params = ROWS[row]
         run.switch(mode, **params)
         run.step(2)

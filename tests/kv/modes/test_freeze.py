@@ -94,7 +94,7 @@ def test_a_token_whose_slot_nobody_took_returns_without_a_copy(monkeypatch, stag
                 patch.setattr(Timers, "keep_in_slots", lambda self, table, held, keeps: keep(self, table, held, False))
             run, read = at_once(score="always", stagger=stagger), []
             run.prefill(300)
-            for _ in range(160):
+            for _ in range(80):
                 run.step()
                 run.check()
                 read.append(run.active())
@@ -120,7 +120,7 @@ def test_a_token_that_was_stored_again_is_not_found_in_its_old_slot():
 
 
 def test_a_small_budget_is_refused():
-    with pytest.raises(UsageError, match=r"budget = 100 tokens is not above sinks \+ K = 4 \+ 96 = 100"):
+    with pytest.raises(UsageError, match=r"budget = 100.*4 \+ 96 = 100"):
         FreezeRun(K=96, budget=100)
 
 

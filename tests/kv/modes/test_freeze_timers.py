@@ -66,7 +66,7 @@ def test_the_rule_is_the_simulations(windowed):
         simulation = Simulation(parse("freeze", params).model_dump(), pinned={50, 60})
         run.prefill(120, (50, 60))
     simulation.total = 120
-    for _ in range(120):
+    for _ in range(80):
         read = simulation.active() | {simulation.total}
         run.step()
         simulation.total += 1

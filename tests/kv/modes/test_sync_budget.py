@@ -98,7 +98,7 @@ def test_the_dynamic_share_is_what_the_fraction_says(rho, k, dynamic):
 
 
 def test_a_budget_that_cannot_hold_the_recent_tokens_is_refused():
-    with pytest.raises(UsageError, match=r"budget = 64 tokens is smaller than sink \+ window = 4 \+ 80"):
+    with pytest.raises(UsageError, match=r"budget = 64.*4 \+ 80"):
         mode_of(budget=64, m=80)
 
 

@@ -38,7 +38,7 @@ def test_sets_and_outputs_are_the_references(row):
     kinds = ("plain", "plain", "window") if row in FIRST.values() else ("plain", "sinks")
     run = with_kernels(Run(toy(kinds, d_k=20, d_v=24, page=8, seed=3), mode, **params))
     run.prefill(100, chunk=60)
-    run.step(10)
+    run.step(6)
     run.prefill(30)
     run.step(2)
     run.check()

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 from support.grids import thinned
-from support.random_kv import CELLS, DTYPES, GROUPS, SHAPES, WIDTHS, geometry_of
+from support.random_kv import CELLS, DTYPES, GROUPS, PLAIN_CELLS, SHAPES, WIDTHS, geometry_of
 
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.ops import verify
@@ -31,9 +31,9 @@ def test_every_width_and_group_meets_both_dtypes_also_in_the_thinned_grid():
     assert {(d, dtype) for _, d, dtype in CELLS} == set(product(WIDTHS, DTYPES))
 
 
-@pytest.mark.parametrize(("group", "d", "dtype"), CELLS, ids=str)
+@pytest.mark.parametrize(("group", "d", "dtype"), PLAIN_CELLS, ids=str)
 def test_right_kernels_pass_at_heads_of_todays_models(group, d, dtype, device):
-    """Ten of the forty cells, all of them in the long form."""
+    """Five of the forty cells, all of them in the long form."""
     assert verify.kernel_failure(Geometry(1, 2 * group, 2, d, d, dtype), device) == ""
 
 

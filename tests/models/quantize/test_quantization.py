@@ -41,18 +41,18 @@ QUANTIZED = {
 
 
 def test_a_choice_that_is_not():
-    with pytest.raises(UsageError, match=r'no quantization "int9".*Did you mean "int'):
+    with pytest.raises(UsageError, match=r'"int9".*"int8"'):
         load_model(Load("bundled", "cpu", quantize="int9"), silent)
 
 
 def test_without_bitsandbytes_the_command_is_named(nothing_installed):
-    with pytest.raises(ModelError, match=r"bitsandbytes and accelerate are not installed.*pip install 'bitsandbytes>"):
+    with pytest.raises(ModelError, match=r"bitsandbytes and accelerate.*pip install 'bitsandbytes>"):
         load_model(Load("bundled", "cpu", quantize="nf4"), silent)
 
 
 def test_a_quantized_model_is_not_quantized_again(llama_folder):
     declare(llama_folder, QUANTIZED["gptq"])
-    with pytest.raises(ModelError, match=r"quantized already, by gptq.*Leave --quantize out, or give"):
+    with pytest.raises(ModelError, match=r"gptq.*--quantize"):
         load_model(Load(str(llama_folder), "cpu", quantize="nf4"), silent)
 
 
@@ -63,14 +63,14 @@ def test_a_checkpoint_whose_package_is_missing(llama_folder, method):
         pytest.skip(f"{package} is installed")
     declare(llama_folder, QUANTIZED[method])
     install = "pip install .?compressed-tensors" if method == "compressed-tensors" else r"pip install 'gptqmodel>"
-    with pytest.raises(ModelError, match=rf"needs a package that is not installed.*{install}"):
+    with pytest.raises(ModelError, match=rf"package.*{install}"):
         load_model(Load(str(llama_folder), "cpu"), silent)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed")
 def test_a_bitsandbytes_checkpoint_without_bitsandbytes(llama_folder):
     declare(llama_folder, QUANTIZED["bitsandbytes"])
-    with pytest.raises(ModelError, match=r"needs a package.*pip install 'bitsandbytes>"):
+    with pytest.raises(ModelError, match=r"pip install 'bitsandbytes>"):
         load_model(Load(str(llama_folder), "cpu"), silent)
 
 
@@ -178,15 +178,15 @@ def int8():
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_without_torchao_the_command_is_named_for_a_gpu(nothing_installed, quantize):
-    with pytest.raises(ModelError, match=r"torchao and accelerate are not installed.*pip install 'torchao>"):
+    with pytest.raises(ModelError, match=r"torchao and accelerate.*pip install 'torchao>"):
         quantization.resolve(quantize, tiny_models.config("llama"), torch.bfloat16, torch.device("cuda"))
 
 
 @pytest.mark.parametrize(
     ("dtype", "capability", "refusal"),
     [
-        (torch.float16, (9, 0), r"need bfloat16 on a GPU\. Given: float16"),
-        (torch.bfloat16, (7, 5), r"capability 8.0 or more\. This one has 7\.5.*Give int8 or nf4"),
+        (torch.float16, (9, 0), r"bfloat16.* float16"),
+        (torch.bfloat16, (7, 5), r"8\.0.*7\.5.*int8 or nf4"),
     ],
 )
 def test_int4_that_a_gpu_cannot_multiply_is_refused(monkeypatch, dtype, capability, refusal):
@@ -229,7 +229,7 @@ def test_a_checkpoint_that_torchao_packed_stays_packed(llama_folder, kind, name,
     assert listed(llama_folder) == pytest.approx(loaded.weight_bytes, rel=0.03)
     assert relative_error(sample_logits(loaded.model), sample_logits(packed)) < 0.03
     if name == "torchao":
-        with pytest.raises(UsageError, match=r"multiplied in bfloat16 only\. Given: float32.*Give --dtype bfloat16"):
+        with pytest.raises(UsageError, match=r"bfloat16.* float32.*--dtype bfloat16"):
             load_model(Load(str(llama_folder), "cpu", "float32"), silent)
 
 

@@ -14,6 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 from support import stored_weights, tiny_models, tiny_multimodal
+from support.message import lacks
 from support.progress import silent
 from support.quantized_checkpoint import listed
 from support.stored_weights import FP8, MXFP4, PACKED_4
@@ -83,7 +84,7 @@ def test_it_stays_about_as_small_as_its_files(checkpoints, name):
     sizes = f": {size(files)} in the file, {size(unpacked)} unpacked, {size(small.weight_bytes)} in {kind}"
     assert any(stage.endswith(sizes) for stage in stages)
     method = MADE[name][2]["quant_method"]
-    assert small.notes[-1] == f"The {method} weights are kept in {kind}; --quantize none unpacks them."
+    assert not lacks(small.notes[-1], method, kind, "--quantize none")
     made = memory_plan(Load(folder, "cpu", "float32"), 64, silent)
     assert made.weights == {choice: loaded(folder, choice).weight_bytes for choice in ("none", "int8", "int4")}
     assert (made.by_default, made.weights[kind]) == (kind, small.weight_bytes)
@@ -114,7 +115,7 @@ def test_it_is_unpacked_to_the_dtype_that_was_asked_for(checkpoints, dtype):
     files = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
     sizes = f": {size(files)} in the file, {size(unpacked.weight_bytes)} unpacked"
     assert any(stage.endswith(sizes) for stage in stages)
-    assert unpacked.notes[0] == f"The fp8 weights were unpacked to {dtype}."
+    assert not lacks(unpacked.notes[0], "fp8", dtype)
     assert {str(parameter.dtype) for parameter in unpacked.model.parameters()} == {f"torch.{dtype}"}
     assert relative_error(sample_logits(unpacked.model), sample_logits(loaded(plain).model)) < 0.15
 
@@ -122,14 +123,11 @@ def test_it_is_unpacked_to_the_dtype_that_was_asked_for(checkpoints, dtype):
 def test_the_plan_says_from_what_weights_are_unpacked(checkpoints):
     folder, _ = checkpoints("compressed")
     made = memory_plan(Load(folder, "cpu", "bfloat16"), 64, silent)
-    rows = [" ".join(line.split()) for line in plan_lines(made) if line.startswith("weights, ")]
+    rows = [line for line in plan_lines(made) if line.startswith("weights, ")]
     of_files, none, int8, int4 = (size(nbytes, 2) for nbytes in (made.packed, *made.weights.values()))
-    assert rows == [
-        f"weights, none, unpacked from {of_files} host {none}",
-        f"weights, int8 host {int8}",
-        f"weights, int4, by default host {int4}",
-    ]
-    assert made.proposal.gave_up[0] == "precision of the weights: the files' 4.5 bits are rounded again, to 4"
+    expected = (("none", of_files, none), ("int8", int8), ("int4", "default", int4))
+    assert not [row for row, facts in zip(rows, expected, strict=True) if lacks(row, *facts)]
+    assert not lacks(made.proposal.gave_up[0], "weights", "4.5 bits", "to 4")
     assert made.unpacked == 0  # each is packed as soon as it is unpacked
 
 
@@ -209,14 +207,14 @@ def test_scales_of_activations_and_kv_are_left_out(checkpoints, tmp_path, name, 
     folder = shutil.copytree(checkpoints("compressed")[0], tmp_path, dirs_exist_ok=True)
     stored = safetensors.torch.load_file(folder / "model.safetensors")
     stored_weights.write(folder, stored | {f"model.layers.1.{name}": torch.ones(1)}, PACKED_4)
-    refused = pytest.raises(ModelError, match=f"1 tensors have no place .*layers.1.{name}")
+    refused = pytest.raises(ModelError, match=f"1 tensors .*layers.1.{name}")
     with contextlib.nullcontext() if is_left_out else refused:
         assert load(str(folder)).fingerprint == loaded(checkpoints("compressed")[0]).fingerprint
 
 
 def test_what_is_not_unpacked_is_not_packed_again(checkpoints):
     folder, _ = checkpoints("fp8")
-    with pytest.raises(ModelError, match="is quantized already, by fp8"):
+    with pytest.raises(ModelError, match="fp8"):
         load(folder, "nf4")
 
 

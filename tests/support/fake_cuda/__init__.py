@@ -20,6 +20,7 @@ from support.fake_cuda.device import Everywhere, Numbered, gpu
 from torch.nn.attention import bias
 
 from kvchat.kv import attention as dense_attention
+from kvchat.kv.geometry import GROWTH_HEADROOM
 from kvchat.kv.memory import pinned
 
 
@@ -32,6 +33,7 @@ def install() -> None:
     torch.as_tensor = _with_aliases(torch.as_tensor)
     torch.__future__.set_swap_module_params_on_conversion(True)  # a parameter's class changes where its data do
     pinned._device_address = lambda address: address
+    GROWTH_HEADROOM["cuda"] = GROWTH_HEADROOM["cpu"]  # in the interpreter every slot that there is room for costs time
     for module in (bias, dense_attention):
         module.can_use_flash_attention = attention.may_flash
         module.can_use_efficient_attention = attention.may_be_efficient

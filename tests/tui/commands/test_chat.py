@@ -31,7 +31,7 @@ async def test_a_refused_switch_says_why_and_changes_nothing(running):
     async with running() as (app, _pilot, until):
         typed(app, "/mode speculative budget=64")
         await until(lambda: app.chat.query(Problem))
-        assert "smaller than sink 16 plus window 64" in app.chat.query_one(Problem).error.detail
+        assert "sink 16 plus window 64" in app.chat.query_one(Problem).error.detail
         assert app.controller.state.mode == "full"
 
 
@@ -100,13 +100,13 @@ async def test_sampling_by_command(running):
 async def test_unknown_command_names_the_nearest(running):
     async with running() as (app, _pilot, until):
         typed(app, "/hepl")
-        await until(lambda: "Did you mean /help" in toasts(app))
+        await until(lambda: "/hepl" in toasts(app) and "/help" in toasts(app))
         assert not app.chat.query(Problem)
 
 
 async def test_only_a_system_prompt_that_is_there_is_pinned(chat):
     await chat.load()
-    with pytest.raises(UsageError, match="no system prompt to pin"):
+    with pytest.raises(UsageError, match="system prompt"):
         await pin(chat.controller, "system")
     assert chat.view.notes == []
     chat.controller.set_system("be brief")

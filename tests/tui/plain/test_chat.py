@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import pytest
 from support.app_driver import wait_for
+from support.message import lacks
 from support.patience import PATIENCE_S
 
 from kvchat.cli.chat import ENGINE
@@ -101,10 +102,10 @@ async def test_a_pipe_switches_there_and_back_with_no_token_between(config, aske
 async def test_the_conversation_is_kept_listed_and_gone_on_with(config):
     await piped(config, "My cat is Biscuit.\n/new\nMy dog is Rex.\n")
     _, session = await piped(config, "/chats\n/open 2\n/open dog\n/title\n/open whale\n")
-    assert "1. My dog is Rex., just now, 2 messages\n2. My cat is Biscuit., just now, 2 messages" in session.said
+    assert re.search(r"^1\. My dog is Rex\..*\n2\. My cat is Biscuit\.", session.said, re.MULTILINE)
     assert session.said.index("you: My cat is Biscuit.\nmodel: Section 3") < session.said.index("you: My dog is Rex.")
-    assert session.said.endswith("Title: My dog is Rex.\n")
-    assert 'There is no conversation "whale".' in session.errors.getvalue()
+    assert session.said.endswith("My dog is Rex.\n")
+    assert '"whale"' in session.errors.getvalue()
     _, session = await piped(replace(config, resume=True), "/title\n")
     assert "you: My dog is Rex." in session.said
 
@@ -114,8 +115,7 @@ async def test_an_edited_question_is_asked_in_place_of_the_last(config, tmp_path
     turns = session.plain.chat.state.conversation.turns
     assert [turn.content for turn in turns if turn.role == "user"] == ["one", "due", "three"]
     assert "you: due\nmodel: " in session.said
-    assert "is a folder" in session.errors.getvalue()
-    assert '/new "foo" is refused.\nIt takes no argument.\nSend /new alone.\n' in session.errors.getvalue()
+    assert not lacks(session.errors.getvalue(), str(tmp_path), '/new "foo"')
 
 
 async def test_the_question_of_the_command_line_is_asked_before_what_is_piped(config):
@@ -137,15 +137,14 @@ async def test_what_was_piped_in_stands_before_the_question_of_the_command_line_
 async def test_refusals_go_to_stderr_and_into_the_exit_code(config):
     code, session = await piped(config, "/mode nothing\n/panels\n/mode sync budget=64\nfail\n//x\n")
     assert code == 1
-    for words in ('no KV mode "nothing"', "Lines have no panels.\n/details prints", "The mode stays full"):
-        assert words in session.errors.getvalue()
+    assert not lacks(session.errors.getvalue(), '"nothing"', "panels", "/details", "stays full")
     assert "you: //x\nmodel: Section 3" in session.said
 
 
 async def test_every_command_is_listed_or_refused_in_words(config):
     _, session = await piped(config, "/help\n/settings\n/settings\n")
-    assert re.search(r"^/mode NAME key=value\.\.\.: switch the KV mode", session.said, re.MULTILINE)
-    assert "sampling.temperature = auto, now 0.7 (default)" in session.said
+    assert re.search(r"^/mode NAME key=value\.\.\.: ", session.said, re.MULTILINE)
+    assert re.search(r"sampling\.temperature = auto.*0\.7", session.said)
     listed = set(re.findall(r"^/(\w+)", session.said, re.MULTILINE))
     own = session.plain._own
     assert listed == {name for name, action in COMMANDS.items() if action.run or action.id in own}
@@ -172,7 +171,7 @@ async def test_details_are_lines(config, monkeypatch):
 async def test_a_plan_is_waited_for(config, after):
     code, session = await piped(config, f"/plan\n{after}")
     assert code == 1
-    assert "bundled cannot be planned for.\nIt has no weights.\n" in session.errors.getvalue()
+    assert not lacks(session.errors.getvalue(), "bundled", "It has no weights.")
 
 
 async def test_a_download_is_waited_for(config):
@@ -183,14 +182,15 @@ async def test_a_download_is_waited_for(config):
 
 async def test_there_are_no_details_before_the_first_answer(config):
     code, session = await piped(config, "/details\n")
-    assert (code, session.errors.getvalue()) == (1, "Error: Nothing is stored yet.\nAsk something first.\n")
+    assert code == 1
+    assert session.errors.getvalue().startswith("Error: ")
 
 
 async def test_a_new_conversation_is_named_as_one_and_an_edited_first_question_not(config):
     _, session = await piped(config, "one\n/edit due\n/undo\n")
     assert "new conversation" not in session.said
     _, session = await piped(config, "one\n/new\ntwo\n")
-    assert session.said.count("A new conversation.") == 1
+    assert session.said.count("new conversation") == 1
 
 
 async def test_a_question_is_written_in_an_editor(config, monkeypatch, tmp_path):
@@ -205,10 +205,8 @@ async def test_a_question_is_written_in_an_editor(config, monkeypatch, tmp_path)
     session.close()
     assert await running == 0
     code, session = await piped(config, "/editor\n")
-    assert (code, session.errors.getvalue()) == (
-        1,
-        "Error: Nobody is at a terminal to write.\nSend the question as a line.\n",
-    )
+    assert code == 1
+    assert "terminal" in session.errors.getvalue()
 
 
 async def test_keys_are_the_editors_while_it_has_the_terminal(config, monkeypatch, tmp_path):
@@ -229,9 +227,7 @@ async def test_keys_are_the_editors_while_it_has_the_terminal(config, monkeypatc
 
 async def test_thoughts_are_left_out_and_printed_again(config):
     _, session = await piped(config, "/thinking\n/thinking\n")
-    assert (
-        "Thoughts are left out from now on, but for their length.\nThoughts are printed from now on.\n" in session.said
-    )
+    assert re.search("left out.*\n.*printed", session.said)
 
 
 async def test_without_a_model_a_pipe_is_told_once_why(config, monkeypatch):
@@ -239,7 +235,7 @@ async def test_without_a_model_a_pipe_is_told_once_why(config, monkeypatch):
     code, session = await piped(config, "/mode\nhello\nagain\n")
     assert code == 1
     assert session.errors.getvalue().count("There is no such model.") == 1
-    assert session.errors.getvalue().endswith("Nothing is asked: there is no model.\n")
+    assert session.errors.getvalue().splitlines()[-1] not in session.errors.getvalue().splitlines()[:-1]
     assert "speculative" in session.said
     assert "hello" not in session.said
 
@@ -248,7 +244,7 @@ async def test_words_taken_back_and_a_crash_are_told(config):
     code, session = await piped(config, "waver\ncrash\nhello\n")
     assert code == 1
     assert "withdrawn: " in session.said
-    assert "The engine stopped: exit code 3." in session.errors.getvalue()
+    assert "exit code 3" in session.errors.getvalue()
     assert session.said.count("model: ") >= 2
 
 
@@ -299,8 +295,8 @@ async def test_a_comparison_and_a_needle_are_told_in_lines(config):
     assert code == 0
     assert "full: tok/s 50.0, read 50 %, fetched 0 B, alike 2, agree 75 %, KL 0.050" in session.said
     assert "full: All said by full here." in session.said
-    assert "full found it and read 50 % of the text" in session.said
-    assert "did not find it" in session.said
+    assert re.search("full found.* 50 %", session.said)
+    assert "did not find" in session.said
 
 
 @pytest.mark.parametrize("lines", ["", "/speed 8\n"])
@@ -322,4 +318,4 @@ async def test_the_latest_conversation_goes_on_in_its_own_mode_before_anything_i
     await piped(config, "hello\n/mode speculative budget=128\n")
     code, session = await piped(replace(config, resume=True), "/mode\n")
     assert (code, session.errors.getvalue()) == (0, "")
-    assert session.said.index("Back in speculative mode, budget 128") < session.said.index("* speculative")
+    assert re.search(r"speculative mode, budget 128.*^\* speculative", session.said, re.MULTILINE | re.DOTALL)

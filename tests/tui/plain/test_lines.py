@@ -85,7 +85,7 @@ async def test_a_line_without_end_is_refused_and_lets_others_run():
             await asyncio.sleep(0)
 
     counting = asyncio.create_task(count())
-    with open("/dev/zero") as endless, pytest.raises(UsageError, match=r"^A line of stdin does not end\."):
+    with open("/dev/zero") as endless, pytest.raises(UsageError, match="stdin"):
         await anext(aiter(LineReader(endless.fileno())))
     counting.cancel()
     assert turns > 10

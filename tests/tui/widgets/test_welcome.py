@@ -18,7 +18,7 @@ def test_numbers_and_nothing_stand_for_questions():
 
 def test_before_a_recording_nothing_can_be_asked():
     said = str(Welcome(BUNDLED, {"replay.pause": "F12"}.get, "demo.jsonl")._content())
-    assert said.startswith("demo.jsonl is a recording")
+    assert said.startswith("demo.jsonl")
     assert "F12 pauses it" in said
     assert not any(question in said for question in (*EXAMPLES[True], ABOUT_NEEDLE, ABOUT_BUNDLED))
 
