@@ -1,4 +1,7 @@
-"""Questions of LongBench, RULER and AIME, and the scores of answers as each defines them: mode against mode."""
+"""Questions of LongBench, RULER and AIME, and the scores of answers as each defines them: mode against mode.
+
+Of PG19 and WikiText, which are texts, the agreement with full is measured.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from kvchat.bench import agreement
 from kvchat.bench.frame import Cell, Experiment, Frame, ModelChoice, Result, Row, mean, methods, model_identity, parsed
 from kvchat.bench.texts import ENDINGS, Line, files, lines
 from kvchat.bench.timing import fingerprint
@@ -22,6 +26,7 @@ from kvchat.files import read_text
 from kvchat.protocol.messages import Sampling, Turn
 
 FULL = "full"
+PROMPT, TEXT_TOKENS = 16, 1000  # of a text's passages
 Score = Callable[[str], float]
 PROMPTS = "dataset2prompt.json"
 # Few-shot tasks and code go on with the text instead of answering a turn.
@@ -63,6 +68,8 @@ def run(settings: Settings, choice: ModelChoice = ModelChoice(), frame: Frame | 
         UsageError: an unknown data set, or a bad row of it, before anything is measured; KvchatError: the model cannot
             be loaded, or all modes refuse.
     """
+    if settings.name in ENDINGS:
+        return _agreement(settings, choice, frame)
     frame, items = frame or Frame(), chosen(settings)
     variants = tuple(dict.fromkeys((FULL, *settings.modes)))
     found = methods(variants)
@@ -80,6 +87,13 @@ def run(settings: Settings, choice: ModelChoice = ModelChoice(), frame: Frame | 
     by_place = {item.place: item for item in items}
     result = frame.measure(experiment, cells, lambda cell: asker.rows(by_place[cell["place"]], cell), _line)
     return frame.finish(result, _summary(result["rows"], variants))
+
+
+def _agreement(settings: Settings, choice: ModelChoice, frame: Frame | None) -> Result:
+    """Of texts: only a short prompt is read exactly, so that tokens that a mode does not read count from the start."""
+    found = tuple(map(str, files(Path(settings.folder), ENDINGS[settings.name])))
+    tokens, passages = settings.tokens or TEXT_TOKENS, settings.rows
+    return agreement.run(agreement.Settings(settings.modes, PROMPT, tokens, passages, found, False), choice, frame)
 
 
 def chosen(settings: Settings) -> list[Item]:

@@ -27,7 +27,6 @@ MODE, BASELINE, EXPOSED, FAINT = "#2b7bba", "#a9b4c0", "#e08a2e", "#6b7785"
 # Of reading a prompt: a label, the figure, the place of the bar in its line, its color.
 WAYS = (("in chunks", "seconds", -0.2, MODE), ("one forward", "one_shot_seconds", 0.2, BASELINE))
 COLUMNS = 4  # of the panels of heads
-PERPLEXITY_OVER = 64  # tokens
 HEAD_COLUMNS = 4  # of panels
 FORMATS = (".svg", ".png")
 # Texts of an SVG stay texts; a fixed salt gives equal files for equal data.
@@ -60,23 +59,6 @@ def decode(result: Mapping[str, Any], file: Path) -> None:
     save(figure, file, result, "ms per decoded token")
 
 
-def lengths(result: Mapping[str, Any], file: Path) -> None:
-    """Draw ms per decoded token by the context, a line per variant.
-
-    Raises:
-        UsageError: the file cannot be written.
-    """
-    rows = [row for row in result["summary"] if "refused" not in row]
-    figure = empty(7, 4.5)
-    panel = figure.subplots()
-    for variant in dict.fromkeys(row["variant"] for row in rows):
-        mine = [row for row in rows if row["variant"] == variant]
-        panel.plot([row["context"] for row in mine], [row["ms"] for row in mine], marker="o", label=variant)
-    panel.set(xlabel="tokens stored", ylabel="ms a token", ylim=(0, None))
-    figure.legend(loc="outside lower center", ncols=3, frameon=False)
-    save(figure, file, result, "ms per decoded token by the length of the conversation")
-
-
 def prefill(result: Mapping[str, Any], file: Path) -> None:
     """Draw the seconds of a prompt by its length, in chunks and, where that was measured, in one forward.
 
@@ -97,24 +79,6 @@ def prefill(result: Mapping[str, Any], file: Path) -> None:
     panel.margins(x=0.15)  # room for the figures
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
     save(figure, file, result, "reading a prompt")
-
-
-def long_run(result: Mapping[str, Any], file: Path) -> None:
-    """Draw the time of a step, and K/V on device and host, by what is stored.
-
-    Raises:
-        UsageError: the file cannot be written.
-    """
-    figure, rows = empty(7, 6), result["summary"]
-    above, below = figure.subplots(2, sharex=True)
-    stored = [row["stored"] for row in rows]
-    above.plot(stored, [row["ms"] for row in rows], marker="o", color=MODE)
-    above.set(ylabel="ms a token", ylim=(0, None))
-    for label, key in (("on the device", "kv_device_bytes"), ("on the host", "kv_host_bytes")):
-        below.plot(stored, [row[key] / 2**20 for row in rows], marker="o", label=label)
-    below.set(xlabel="tokens stored", ylabel="K/V in MiB", ylim=(0, None))
-    below.legend(frameon=False, fontsize=8)
-    save(figure, file, result, result["what"])
 
 
 def _bars(panel: Axes, rows: Sequence[Row]) -> None:
@@ -158,38 +122,6 @@ def agreement(result: Mapping[str, Any], file: Path) -> None:
     save(figure, file, result, "agreement with full")
 
 
-def perplexity(result: Mapping[str, Any], file: Path) -> None:
-    """Draw what each mode's tokens cost in nats beyond full's, along the passage; in nats where full cannot read it.
-
-    Raises:
-        UsageError: the file cannot be written.
-    """
-    rows = [row for row in result["rows"] if "refused" not in row]
-    full = {row["passage"]: row["nats"] for row in rows if row["variant"] == "full"}
-    figure = empty(10, 4)
-    panel = figure.subplots()
-    for variant in dict.fromkeys(row["variant"] for row in rows if not full or row["variant"] != "full"):
-        mine = [row for row in rows if row["variant"] == variant and (not full or row["passage"] in full)]
-        panel.plot(smooth(_beyond(mine, full), PERPLEXITY_OVER), label=variant, linewidth=1)
-    panel.axhline(0, color=FAINT, linewidth=0.8) if full else None
-    of = f"nats {'beyond full' if full else 'a token'}, mean of {PERPLEXITY_OVER}"
-    panel.set(xlabel="decoded token", ylabel=of)
-    panel.legend(frameon=False, fontsize=8)
-    save(figure, file, result, "perplexity along the passage")
-
-
-def _beyond(rows: Sequence[Row], full: Mapping[int, Sequence[float]]) -> list[float]:
-    """Each token's nats, less full's where there are any: the mean of the passages."""
-    costs = [
-        [
-            nats - other
-            for nats, other in zip(row["nats"], full.get(row["passage"], [0.0] * len(row["nats"])), strict=True)
-        ]
-        for row in rows
-    ]
-    return [sum(token) / len(token) for token in zip(*costs, strict=False)]  # the last passage may be shorter
-
-
 def _heads(panel: Axes, title: str, matrix: Sequence[Sequence[float]]) -> None:
     panel.set_title(title, fontsize=8)
     panel.imshow(matrix, cmap="Blues", vmin=0, vmax=1, aspect="auto")
@@ -213,45 +145,6 @@ def recall(result: Mapping[str, Any], file: Path) -> None:
             panel.set_title(variant if task == tasks[0] else "", fontsize=8)
         line[0].set_ylabel(f"{task}\ndepth")
     save(figure, file, result, "facts found, by length and depth")
-
-
-def passkey(result: Mapping[str, Any], file: Path) -> None:
-    """Draw the share recalled, a bar per variant with its interval at 95 %.
-
-    Raises:
-        UsageError: the file cannot be written.
-    """
-    rows = [row for row in result["summary"] if row["cases"]]
-    figure = empty(8, 0.4 * len(rows) + 1.6)
-    panel = figure.subplots()
-    panel.set_yticks(range(len(rows)), [row["variant"] for row in rows])
-    panel.set(xlim=(0, 1.3), xticks=(0, 0.5, 1), ylim=(len(rows) - 0.4, -0.6), xlabel="recalled")
-    for y, row in enumerate(rows):
-        share, (low, high) = row["right"] / row["cases"], row["interval"]
-        panel.barh(y, share, color=MODE)
-        panel.errorbar(share, y, xerr=[[max(0.0, share - low)], [max(0.0, high - share)]], color="black", capsize=3)
-        panel.text(
-            1.02, y, f"{row['right']} of {row['cases']}, {row['read_tokens']:,.0f} read", va="center", fontsize=8
-        )
-    save(figure, file, result, result["what"])
-
-
-def turns(result: Mapping[str, Any], file: Path) -> None:
-    """Draw the share right by variant (down) and turn (across).
-
-    Raises:
-        UsageError: the file cannot be written.
-    """
-    _table(result, file, ("variant", "turn"), "right by turn")
-
-
-def switches(result: Mapping[str, Any], file: Path) -> None:
-    """Draw the share right by the mode that was told (down) and the mode that was asked (across).
-
-    Raises:
-        UsageError: the file cannot be written.
-    """
-    _table(result, file, ("told", "asked"), "right by the mode that was told and the mode that was asked")
 
 
 def data(result: Mapping[str, Any], file: Path) -> None:
@@ -350,14 +243,8 @@ DRAWN: dict[str, Callable[[Mapping[str, Any], Path], None]] = {
     "agreement": agreement,
     "data": data,
     "decode": decode,
-    "lengths": lengths,
-    "long-run": long_run,
-    "passkey": passkey,
-    "perplexity": perplexity,
     "prefill": prefill,
     "recall": recall,
-    "switches": switches,
-    "turns": turns,
 }
 
 

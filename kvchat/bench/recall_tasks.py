@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvchat.bench.texts import BOOKS, BREAK
-from kvchat.engine.synthetic_text import sentences
+from kvchat.engine.synthetic_text import hide, sentences
 from kvchat.protocol.messages import Turn
 
 NAMES = ("Bija", "Koto", "Luma", "Tiso", "Rade", "Vano", "Sefi", "Nuro", "Pela", "Garo", "Hiva", "Modu")
 CHAIN = 3  # variables
+QUESTIONS = 10  # of turns
 FILLER_TURNS = 4  # between what is told at the beginning and the question about it
 RULE = "tulip"
 # What is told, what is asked, and what the answer has to contain.
@@ -46,10 +47,14 @@ FACTS = (
 
 @dataclass(frozen=True)
 class Case:
-    """A conversation that ends with the question, and everything that the answer must contain."""
+    """A conversation that ends with the question, and everything that the answer must contain.
+
+    ``later`` are further questions with their answers, each asked in a turn of its own after the answer before it.
+    """
 
     turns: tuple[Turn, ...]
     answers: tuple[str, ...]
+    later: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -164,6 +169,23 @@ def _pinned(draw: Draw) -> Case:
     return _told(draw, pinned=True)
 
 
+def _turns(draw: Draw) -> Case:
+    """Keys stand anywhere in one text, and each is asked for in a turn of its own."""
+    told = {name: draw.number() for name in draw.random_.sample(NAMES, QUESTIONS)}
+    text = draw.filler(draw.tokens)
+    for name, number in told.items():
+        text.insert(draw.random_.randrange(len(text) + 1), _value(name, number))
+    (asked, answer), *later = ((f"What is the value of {name}?", number) for name, number in told.items())
+    turns = (Turn("user", " ".join(text)), Turn("assistant", "I see."), Turn("user", asked))
+    return Case(turns, (answer,), tuple(later))
+
+
+def _switches(draw: Draw) -> Case:
+    """A passkey is told in an early turn, and asked for in another mode."""
+    hidden = hide(draw.number(), draw.tokens, draw.tokenizer)
+    return Case(hidden.turns, (hidden.answer,))
+
+
 TASKS: dict[str, Callable[[Draw], Case]] = {
     "passkey": _passkey,
     "keys": _keys,
@@ -176,8 +198,11 @@ TASKS: dict[str, Callable[[Draw], Case]] = {
     "system": _system,
     "told": _told,
     "pinned": _pinned,
+    "turns": _turns,
+    "switches": _switches,
 }
-WITHOUT_DEPTH = ("name", "rule", "system", "told", "pinned")  # what they tell stands at the beginning
+# What they tell stands at the beginning, or anywhere.
+WITHOUT_DEPTH = ("name", "rule", "system", "told", "pinned", "turns", "switches")
 
 
 def _pairs(draw: Draw) -> tuple[list[str], tuple[str, ...]]:

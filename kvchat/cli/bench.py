@@ -1,23 +1,19 @@
 """``kvchat bench WHAT``: measurements. Progress goes to stderr, results to stdout.
 
-Each keeps its finished rows in a file, that of ``--out`` or one of its own until it is complete, and goes on from
-there. Imports no torch: every command imports what it runs.
+Imports no torch: every command imports what it runs.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shlex
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from kvchat import paths
 from kvchat.bench import plots
 from kvchat.bench import report as reports
 from kvchat.bench.frame import Frame, ModelChoice, Result, with_budgets
@@ -50,7 +46,7 @@ Seed = Annotated[int, typer.Option(help="the same seed gives the same cases")]
 Cases = Annotated[int, typer.Option(min=1, help="conversations")]
 Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="draw it to .svg or .png (needs matplotlib)")]
 Out = Annotated[
-    Path | None, typer.Option(help="keep the rows in this file, as JSON; one that is there is gone on with")
+    Path | None, typer.Option(help="keep the rows in this file as they come, as JSON; one that is there is replaced")
 ]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object, with what was run on")]
 # Of bench paper alone.
@@ -105,7 +101,7 @@ def agreement_command(
 
     chosen = variants or standard_variants(agreement.STANDARD, budget)
     settings = agreement.Settings(chosen, context, tokens, passages, file_names(text))
-    run = Run("agreement", settings, ModelChoice(model, device, dtype, quantize, host_dtype), out, as_json, plot)
+    run = Run(ModelChoice(model, device, dtype, quantize, host_dtype), out, as_json, plot)
     run.done(agreement.run(settings, run.choice, run.frame))
 
 
@@ -132,7 +128,7 @@ def coverage_command(
 
     chosen = variants or with_budgets(coverage.STANDARD, budget or coverage.BUDGETS)
     settings = coverage.Settings(chosen, context, tokens, passages, facts, file_names(text), seed)
-    run = Run("coverage", settings, ModelChoice(model, device, dtype, quantize), out, as_json)
+    run = Run(ModelChoice(model, device, dtype, quantize), out, as_json)
     run.done(coverage.run(settings, run.choice, run.frame))
 
 
@@ -141,12 +137,14 @@ def recall_command(
     mode: Variants = None,
     budget: Budgets = None,
     task: Annotated[
-        list[str] | None, typer.Option(help="passkey keys values all chain name rule system told pinned; repeatable")
+        list[str] | None,
+        typer.Option(help="passkey keys values all chain fact name rule system told pinned turns switches; repeatable"),
     ] = None,
     length: Annotated[list[int] | None, typer.Option(min=16, help="tokens of a text, about; repeatable")] = None,
     depth: Annotated[list[float] | None, typer.Option(help="where the fact stands, 0 to 1; repeatable")] = None,
     cases: Annotated[int, typer.Option(min=1, help="conversations of each length and depth")] = 4,
     keys: Annotated[int, typer.Option(help="facts told where several are")] = 4,
+    inside: Annotated[int, typer.Option(min=0, help="tokens of an answer before the question, in the same turn")] = 0,
     seed: Seed = 0,
     model: Model = "bundled",
     device: Device = "auto",
@@ -168,101 +166,11 @@ def recall_command(
         tuple(depth or standard.depths),
         cases,
         keys,
+        inside,
         seed,
     )
-    run = Run("recall", settings, ModelChoice(model, device, dtype, quantize), out, as_json, plot)
+    run = Run(ModelChoice(model, device, dtype, quantize), out, as_json, plot)
     run.done(recall.run(settings, run.choice, run.frame))
-
-
-@app.command("turns")
-def turns_command(
-    mode: Variants = None,
-    budget: Budgets = None,
-    cases: Cases = 4,
-    tokens: Annotated[int, typer.Option(min=64, help="tokens of a text, about")] = 3000,
-    seed: Seed = 0,
-    model: Model = "bundled",
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    quantize: Quantize = "none",
-    as_json: Json = False,
-    out: Out = None,
-) -> None:
-    """Ten questions over one text, scored by turn."""
-    variants = with_budgets(mode or (), budget or ())  # refused before torch is imported
-    from kvchat.bench import turns
-
-    settings = turns.Settings(variants or standard_variants(turns.STANDARD, budget), cases, tokens, seed)
-    run = Run("turns", settings, ModelChoice(model, device, dtype, quantize), out, as_json)
-    run.done(turns.run(settings, run.choice, run.frame))
-
-
-@app.command("switches")
-def switches_command(
-    mode: Variants = None,
-    budget: Budgets = None,
-    cases: Cases = 4,
-    tokens: Annotated[int, typer.Option(min=64, help="tokens of a conversation, about")] = 1400,
-    inside: Annotated[int, typer.Option(min=1, help="tokens decoded in the mode in which the fact is told")] = 128,
-    seed: Seed = 0,
-    model: Model = "bundled",
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    quantize: Quantize = "none",
-    as_json: Json = False,
-    out: Out = None,
-) -> None:
-    """Told in one mode, asked in another, all pairs."""
-    variants = with_budgets(mode or (), budget or ())  # refused before torch is imported
-    from kvchat.bench import turns
-
-    settings = turns.SwitchSettings(variants or standard_variants(turns.STANDARD, budget), cases, tokens, seed, inside)
-    run = Run("switches", settings, ModelChoice(model, device, dtype, quantize), out, as_json)
-    run.done(turns.switches(settings, run.choice, run.frame))
-
-
-@app.command("passkey")
-def passkey_command(
-    mode: Variants = None,
-    cases: Cases = 40,
-    tokens: Annotated[int, typer.Option(min=64, help="tokens of a conversation, about")] = 3000,
-    inside: Annotated[int, typer.Option(min=0, help="tokens of an answer before the question, in the same turn")] = 0,
-    seed: Seed = 0,
-    model: Model = "bundled",
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    quantize: Quantize = "none",
-    as_json: Json = False,
-    out: Out = None,
-) -> None:
-    """Recall of a number told in an earlier turn, mode against mode."""
-    from kvchat.bench import passkey
-
-    settings = passkey.Settings(tuple(mode or passkey.STANDARD), cases, tokens, inside, seed)
-    run = Run("passkey", settings, ModelChoice(model, device, dtype, quantize), out, as_json)
-    run.done(passkey.run(settings, run.choice, run.frame))
-
-
-@app.command("perplexity")
-def perplexity_command(
-    mode: Variants = None,
-    text: Texts = None,
-    tokens: Annotated[int, typer.Option(min=16, help="decoded tokens of a passage")] = 1000,
-    passages: Annotated[int | None, typer.Option(min=1, help="passages at most (default: all)")] = None,
-    model: Model = "bundled",
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    quantize: Quantize = "none",
-    host_dtype: HostPages = "model",
-    as_json: Json = False,
-    out: Out = None,
-) -> None:
-    """Perplexity of book text, tokens read and time, mode against full."""
-    from kvchat.bench import perplexity
-
-    settings = perplexity.Settings(tuple(mode or perplexity.STANDARD), tokens, passages, file_names(text))
-    run = Run("perplexity", settings, ModelChoice(model, device, dtype, quantize, host_dtype), out, as_json)
-    run.done(perplexity.run(settings, run.choice, run.frame))
 
 
 @app.command("paper")
@@ -284,8 +192,7 @@ def paper_command(
 
     study, settings = studies.chosen(paper, set_ or ())
     study.check(part or (), drawn=plot is not None)
-    named = {"settings": settings, "part": part or [], "text": file_names(text)}
-    run = Run(f"paper {paper}", named, ModelChoice(model, device, dtype, quantize), out, as_json, plot)
+    run = Run(ModelChoice(model, device, dtype, quantize), out, as_json, plot)
     run.done(study.run(settings, run.choice, run.frame, part or (), file_names(text)))
 
 
@@ -327,7 +234,7 @@ def decode_command(
         prefill=prefill,
         load=load,
     )
-    run = Run("decode", settings, ModelChoice(model, device, dtype, quantize), out, as_json, plot)
+    run = Run(ModelChoice(model, device, dtype, quantize), out, as_json, plot)
     result = run.done(decode.run(settings, run.choice, run.frame))
     if save_profile:
         report(f"profile {profiles.save(profiles.Measured(**result['roofline']), device)}")
@@ -336,17 +243,12 @@ def decode_command(
 class Run:
     """One measurement of the command line: what is wrong with its files is said before it begins.
 
-    ``settings`` are the experiment's. Without ``out`` the rows lie in kvchat's own folder, by settings and
-    model, until the result is printed.
-
     Raises:
         UsageError: on making, the folder of ``out`` or the plot's file is wrong.
     """
 
     def __init__(
         self,
-        name: str,
-        settings: Any,
         choice: ModelChoice,
         out: Path | None = None,
         as_json: bool = False,
@@ -359,7 +261,7 @@ class Run:
         if plot:
             plots.check(plot)
         self.choice = choice
-        self.frame = Frame(out or _own_file(name, settings, choice), report, command=_command(sys.argv[1:]))
+        self.frame = Frame(out, report, command=_command(sys.argv[1:]), drawn=plot is not None)
         self._out, self._as_json, self._plot = out, as_json, plot
 
     def done(self, result: Result) -> Result:
@@ -373,9 +275,6 @@ class Run:
             report(str(self._plot))
         if self._out:
             report(str(self._out))
-        elif self.frame.file:
-            with suppress(OSError):
-                self.frame.file.unlink()
         return result
 
 
@@ -389,52 +288,12 @@ def _command(arguments: Sequence[str]) -> str:
     return shlex.join(words)
 
 
-def _own_file(name: str, settings: Any, choice: ModelChoice) -> Path:
-    key = hashlib.sha256(repr((settings, choice)).encode()).hexdigest()[:12]
-    return paths.state_dir() / "bench" / f"{name.replace(' ', '-')}-{key}.json"
-
-
 def baseline_names(baselines: str | None) -> tuple[str, ...] | None:
     """The baselines named, by commas; None where nothing was said."""
     return None if baselines is None else tuple(name for name in baselines.split(",") if name not in ("", "none"))
 
 
 app.command("decode")(decode_command)
-
-
-def lengths_command(
-    mode: Variants = None,
-    context: Contexts = None,
-    budget: Budget = 512,
-    steps: Steps = 64,
-    rounds: Rounds = 9,
-    model: Model = "bundled",
-    shape: Shape = "",
-    prefill: ReadsPrompt = False,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    quantize: Quantize = "none",
-    as_json: Json = False,
-    out: Out = None,
-    plot: Plot = None,
-) -> None:
-    """Time per decoded token after conversations of several lengths, in turns."""
-    from kvchat.bench import lengths
-
-    settings = lengths.Settings(
-        shape=shape,
-        contexts=tuple(context or lengths.Settings.contexts),
-        modes=tuple(mode or lengths.Settings.modes),
-        budget=budget,
-        steps=steps,
-        rounds=rounds,
-        prefill=prefill,
-    )
-    run = Run("lengths", settings, ModelChoice(model, device, dtype, quantize), out, as_json, plot)
-    run.done(lengths.run(settings, run.choice, run.frame))
-
-
-app.command("lengths")(lengths_command)
 
 
 def prefill_command(
@@ -454,58 +313,11 @@ def prefill_command(
     from kvchat.bench import prefill
 
     settings = prefill.Settings(shape, tuple(length or prefill.Settings().lengths), turn, mode, rounds)
-    run = Run("prefill", settings, ModelChoice(model, device, dtype, quantize), out, as_json)
+    run = Run(ModelChoice(model, device, dtype, quantize), out, as_json)
     run.done(prefill.run(settings, run.choice, run.frame))
 
 
 app.command("prefill")(prefill_command)
-
-
-def long_run_command(
-    tokens: Annotated[int, typer.Option(min=10, help="tokens to generate")] = 20_000,
-    mode: Mode = "streaming",
-    budget: Budget = 512,
-    model: Model = "bundled",
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    quantize: Quantize = "none",
-    as_json: Json = False,
-    out: Out = None,
-) -> None:
-    """Device memory and time per step over a long generation."""
-    from kvchat.bench import long_run
-
-    settings = long_run.Settings(mode, budget, tokens)
-    run = Run("long-run", settings, ModelChoice(model, device, dtype, quantize), out, as_json)
-    run.done(long_run.run(settings, run.choice, run.frame))
-
-
-app.command("long-run")(long_run_command)
-
-
-def resume_command(
-    tokens: Annotated[int, typer.Option(min=64, help="tokens of the conversation, about")] = 8000,
-    rounds: Annotated[int, typer.Option(min=1, help="times that each is measured")] = 3,
-    mode: Mode = "full",
-    budget: Budget = 512,
-    shape: Shape = "",
-    model: Model = "bundled",
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    quantize: Quantize = "none",
-    host_dtype: HostPages = "model",
-    as_json: Json = False,
-    out: Out = None,
-) -> None:
-    """Time to take up a conversation again, from memory and from disk, against reading its prompt."""
-    from kvchat.bench import resume
-
-    settings = resume.Settings(tokens, rounds, mode, budget, shape)
-    run = Run("resume", settings, ModelChoice(model, device, dtype, quantize, host_dtype), out, as_json)
-    run.done(resume.run(settings, run.choice, run.frame))
-
-
-app.command("resume")(resume_command)
 
 
 def data_command(
@@ -526,20 +338,13 @@ def data_command(
     as_json: Json = False,
     out: Out = None,
 ) -> None:
-    """Scores of a published data set, or perplexity of its texts, mode against full."""
-    from kvchat.bench import data_sets, perplexity, recall
-    from kvchat.bench import texts as texts_module
+    """Scores of a published data set, or agreement on its texts, mode against full."""
+    from kvchat.bench import data_sets, recall
 
     modes = tuple(mode or ()) or standard_variants(recall.STANDARD, budget)
     choice = ModelChoice(model, device, dtype, quantize)
-    if name in texts_module.ENDINGS:
-        texts = texts_module.texts(name, folder)
-        of_texts = perplexity.Settings(modes, tokens or perplexity.Settings.tokens, rows, texts)
-        run = Run("perplexity", of_texts, choice, out, as_json)
-        run.done(perplexity.run(of_texts, run.choice, run.frame))
-        return
     settings = data_sets.Settings(name, str(folder), modes, rows, samples, tokens, seed)
-    run = Run("data", settings, choice, out, as_json)
+    run = Run(choice, out, as_json)
     run.done(data_sets.run(settings, run.choice, run.frame))
 
 

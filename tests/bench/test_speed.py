@@ -55,18 +55,3 @@ def test_a_prompt_is_drawn_in_chunks_and_in_one_forward_where_that_was_measured(
     plots.prefill({**RESULT, "summary": rows}, tmp_path / "prompt.svg")
     assert {(right, color) for _, right, color in bars} == {((0.5, 6.5), plots.MODE), ((0.25,), plots.BASELINE)}
     assert all(shown in texts(tmp_path / "prompt.svg") for shown in ("8,192 tokens", "6.5 s", "0.25 s", "one forward"))
-
-
-def test_lengths_are_a_line_for_each_variant_that_could_be_measured(tmp_path):
-    rows = [{"variant": name, "context": n, "ms": 4.0} for name in ("full", "sync:m=6") for n in (512, 8192)]
-    plots.lengths({**RESULT, "summary": [*rows, {"variant": "freeze", "refused": "No."}]}, tmp_path / "lengths.svg")
-    shown = texts(tmp_path / "lengths.svg")
-    assert all(text in shown for text in ("full", "sync:m=6", "ms a token", "tokens stored"))
-    assert "freeze" not in shown
-
-
-def test_a_long_run_shows_times_and_bytes_by_what_is_stored(tmp_path):
-    rows = [{"stored": n, "ms": 8.0, "kv_device_bytes": 2**20, "kv_host_bytes": n * 2**20} for n in (10, 20)]
-    plots.long_run({**RESULT, "what": "streaming, 20 tokens", "summary": rows}, tmp_path / "long.svg")
-    shown = texts(tmp_path / "long.svg")
-    assert all(text in shown for text in ("streaming, 20 tokens", "ms a token", "K/V in MiB", "on the host"))

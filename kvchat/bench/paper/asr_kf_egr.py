@@ -7,13 +7,12 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvchat.bench import passkey
 from kvchat.bench.agreement import Forced
 from kvchat.bench.frame import Row, mean, parsed, wilson
 from kvchat.bench.paper.study import Lab, Part, Study, agreement, forced, row
 from kvchat.engine import synthetic_text
 from kvchat.engine.prompt import PromptEncoder, Stored
-from kvchat.engine.synthetic_text import sentences
+from kvchat.engine.synthetic_text import hide, sentences
 from kvchat.protocol.messages import Sampling, Turn
 
 PAPER = "freeze:profile=paper,K=32,k=2"
@@ -138,7 +137,8 @@ def _retrieved(lab: Lab, label: str, variant: str, inside: int) -> Row:
 def _recalled(lab: Lab, variant: str, inside: int) -> Iterator[bool]:
     """Each case: the passkey in the prompt, ``inside`` tokens of a story decoded, the question, a greedy answer."""
     tokenizer, encoder = lab.model.tokenizer, PromptEncoder(lab.model.tokenizer)
-    for case in passkey.cases(0, lab.settings.cases, lab.settings.prompt_tokens, tokenizer):
+    for number in range(lab.settings.cases):
+        case = hide(f"0/{number}", lab.settings.prompt_tokens, tokenizer)
         begun = (*case.turns[:-1], Turn("user", "Tell me a story."))
         story = Turn("assistant", synthetic_text.passage(sentences(int(case.answer)), max(inside, 1), tokenizer))
         asked = (*begun, story, case.turns[-1]) if inside else case.turns
