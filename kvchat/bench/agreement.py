@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import torch
 from torch import Tensor
@@ -28,30 +28,14 @@ from kvchat.bench.frame import (
     quantile,
     wilson,
 )
+from kvchat.bench.settings import Agreement
 from kvchat.bench.texts import Passage, passages
 from kvchat.bench.timing import fingerprint
 from kvchat.bench.walk import Walk
 from kvchat.config.modes import FullParameters, ModeParameters
 
-STANDARD = ("streaming", "speculative", "freeze", "sync")
 
-
-@dataclass(frozen=True)
-class Settings:
-    """The measurement: ``tokens`` decoded tokens after ``context``, on ``passages`` passages of ``texts``.
-
-    No texts are the shipped books; a passage goes beyond the end of a part where parts are ``joined``.
-    """
-
-    modes: tuple[str, ...]
-    context: int = 2048
-    tokens: int = 400
-    passages: int | None = None
-    texts: tuple[str, ...] = ()
-    joined: bool = True
-
-
-def run(settings: Settings, choice: ModelChoice = ModelChoice(), frame: Frame | None = None) -> Result:
+def run(settings: Agreement, choice: ModelChoice = ModelChoice(), frame: Frame | None = None) -> Result:
     """Measure and return plain data, ready for JSON: a row for each passage and variant, ``summary`` for each variant.
 
     Raises:
@@ -82,7 +66,7 @@ def run(settings: Settings, choice: ModelChoice = ModelChoice(), frame: Frame | 
 class Forced:
     """Decodes passages in full, once each, and in the variants; only these over 8-bit pages, where it ``rounds``."""
 
-    def __init__(self, walk: Walk, settings: Settings, texts: Sequence[Passage], rounds: bool = False) -> None:
+    def __init__(self, walk: Walk, settings: Agreement, texts: Sequence[Passage], rounds: bool = False) -> None:
         self._walk = walk
         self._rounds = rounds
         self._settings = settings

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from kvchat.bench import agreement
 from kvchat.bench.frame import Cell, Experiment, Frame, ModelChoice, Result, Row, mean, methods, model_identity, parsed
+from kvchat.bench.settings import Agreement, Data
 from kvchat.bench.texts import ENDINGS, Line, files, lines
 from kvchat.bench.timing import fingerprint
 from kvchat.bench.walk import Walk
@@ -42,24 +43,7 @@ NOT_CODE = ("`", "#", "//")
 HIGHEST = 999  # answer of an AIME problem
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The measurement: at most ``rows`` rows of each task of the data set in ``folder``, ``samples`` answers to each.
-
-    One answer is greedy; several are sampled as reasoning models are, at temperature 0.6 and top-p 0.95. ``tokens``
-    limits an answer where the data set's own limit is not wanted.
-    """
-
-    name: str
-    folder: str
-    modes: tuple[str, ...]
-    rows: int | None = None
-    samples: int = 1
-    tokens: int | None = None
-    seed: int = 0
-
-
-def run(settings: Settings, choice: ModelChoice = ModelChoice(), frame: Frame | None = None) -> Result:
+def run(settings: Data, choice: ModelChoice = ModelChoice(), frame: Frame | None = None) -> Result:
     """Measure and return plain data, ready for JSON: a row for each row of the data set, sample and variant.
 
     ``summary`` has a row for each task and variant, and one for the mean of all tasks.
@@ -89,14 +73,14 @@ def run(settings: Settings, choice: ModelChoice = ModelChoice(), frame: Frame | 
     return frame.finish(result, _summary(result["rows"], variants))
 
 
-def _agreement(settings: Settings, choice: ModelChoice, frame: Frame | None) -> Result:
+def _agreement(settings: Data, choice: ModelChoice, frame: Frame | None) -> Result:
     """Of texts: only a short prompt is read exactly, so that tokens that a mode does not read count from the start."""
     found = tuple(map(str, files(Path(settings.folder), ENDINGS[settings.name])))
-    tokens, passages = settings.tokens or TEXT_TOKENS, settings.rows
-    return agreement.run(agreement.Settings(settings.modes, PROMPT, tokens, passages, found, False), choice, frame)
+    asked = Agreement(settings.modes, PROMPT, settings.tokens or TEXT_TOKENS, settings.rows, found, joined=False)
+    return agreement.run(asked, choice, frame)
 
 
-def chosen(settings: Settings) -> list[Item]:
+def chosen(settings: Data) -> list[Item]:
     """The rows that are measured, all of them read and checked.
 
     Raises:
@@ -116,7 +100,7 @@ def chosen(settings: Settings) -> list[Item]:
 class _Asker:
     """Asks one model every item in every variant."""
 
-    def __init__(self, walk: Walk, settings: Settings) -> None:
+    def __init__(self, walk: Walk, settings: Data) -> None:
         self._walk = walk
         self._settings = settings
 

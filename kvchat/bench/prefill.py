@@ -17,6 +17,7 @@ from kvchat import units
 from kvchat.bench import model_shapes, timing
 from kvchat.bench.baselines import as_written
 from kvchat.bench.frame import Experiment, Frame, ModelChoice, Result, Row, methods, model_identity, parsed
+from kvchat.bench.settings import Prefill
 from kvchat.bench.timing import fingerprint
 from kvchat.engine.runner import ModelRunner, geometry_of, prefill_bytes_per_token, traits_of
 from kvchat.errors import UsageError
@@ -27,20 +28,6 @@ from kvchat.models.load import LoadedModel
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The measurement: prompts of ``lengths`` tokens, each followed by a second prompt of ``turn`` tokens.
-
-    ``shape`` names a model shape with random weights instead of the chosen model.
-    """
-
-    shape: str = ""
-    lengths: tuple[int, ...] = (512, 2048)
-    turn: int = 64
-    mode: str = "streaming"
-    rounds: int = 3
-
-
-@dataclass(frozen=True)
 class Reading:
     """Seconds, and peak bytes: allocated on a GPU, else of the process in RAM; None where the system does not tell."""
 
@@ -48,7 +35,7 @@ class Reading:
     peak_bytes: int | None
 
 
-def run(settings: Settings, choice: ModelChoice = ModelChoice(), frame: Frame | None = None) -> Result:
+def run(settings: Prefill, choice: ModelChoice = ModelChoice(), frame: Frame | None = None) -> Result:
     """Measure and return plain data, ready for JSON: a row for each length.
 
     Raises:
@@ -73,7 +60,7 @@ def run(settings: Settings, choice: ModelChoice = ModelChoice(), frame: Frame | 
     return frame.finish(result, result["rows"])
 
 
-def _check_lengths(settings: Settings, model: LoadedModel) -> None:
+def _check_lengths(settings: Prefill, model: LoadedModel) -> None:
     longest = max(settings.lengths) + settings.turn
     if longest > model.context:
         raise UsageError(
@@ -84,7 +71,7 @@ def _check_lengths(settings: Settings, model: LoadedModel) -> None:
         )
 
 
-def _row(settings: Settings, runner: ModelRunner, length: int, token_bytes: int | None) -> Row:
+def _row(settings: Prefill, runner: ModelRunner, length: int, token_bytes: int | None) -> Row:
     model = runner.model
     draw = torch.Generator().manual_seed(length)
     ids = torch.randint(model.vocab, (length + settings.turn,), generator=draw).tolist()

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from kvchat.bench.frame import (
@@ -32,6 +32,7 @@ from kvchat.bench.frame import (
     wilson,
 )
 from kvchat.bench.recall_tasks import NAMES, TASKS, WITHOUT_DEPTH, Case, case
+from kvchat.bench.settings import Recall
 from kvchat.bench.timing import fingerprint
 from kvchat.bench.walk import answered, decode
 from kvchat.engine.prompt import PromptEncoder, Stored
@@ -41,32 +42,13 @@ from kvchat.errors import UsageError, did_you_mean
 from kvchat.protocol.messages import Turn
 
 FULL = "full"
-STANDARD = (FULL, "streaming", "speculative", "freeze", "sync")
 ANSWER_TOKENS = 48
 TURNS, SWITCHES = "turns", "switches"
 INSIDE = 128  # tokens of the story in switches
 COORDINATES = ("task", "tokens", "depth", "variant", "turn", "asked")
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The measurement: ``cases`` of each task at each of ``lengths`` in tokens and ``depths`` from 0 to 1.
-
-    ``keys`` is how many facts are told where several are. ``inside`` tokens of an answer are decoded before the
-    question; 0 is a question that is a turn of its own, and in ``switches`` means ``INSIDE``.
-    """
-
-    modes: tuple[str, ...]
-    tasks: tuple[str, ...] = ("passkey", "keys", "chain", "name")
-    lengths: tuple[int, ...] = (1000, 3000)
-    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
-    cases: int = 4
-    keys: int = 4
-    inside: int = 0
-    seed: int = 0
-
-
-def run(settings: Settings, choice: ModelChoice = ModelChoice(), frame: Frame | None = None) -> Result:
+def run(settings: Recall, choice: ModelChoice = ModelChoice(), frame: Frame | None = None) -> Result:
     """Measure and return plain data, ready for JSON: a row for each case and variant.
 
     ``summary`` has a row for each task, length, depth and variant; of ``turns`` for each turn, of ``switches`` for each
@@ -98,7 +80,7 @@ def run(settings: Settings, choice: ModelChoice = ModelChoice(), frame: Frame | 
     return frame.finish(result, _summary(result["rows"]))
 
 
-def _check(settings: Settings) -> None:
+def _check(settings: Recall) -> None:
     for task in settings.tasks:
         if task not in TASKS:
             raise UsageError(f'There is no task "{task}".', did_you_mean(task, TASKS))
@@ -111,7 +93,7 @@ def _check(settings: Settings) -> None:
         raise UsageError("The questions of turns are turns of their own.", hint="Leave out --inside, or that task.")
 
 
-def _places(settings: Settings) -> list[Row]:
+def _places(settings: Recall) -> list[Row]:
     """Task, length, depth and number of every case; the same prompt's variants follow each other."""
     return [
         {"task": task, "tokens": tokens, "depth": depth, "case": number}
@@ -125,7 +107,7 @@ def _places(settings: Settings) -> list[Row]:
 class _Drawn:
     """The cases; the last one is kept for the variants that follow."""
 
-    def __init__(self, settings: Settings, tokenizer: Any) -> None:
+    def __init__(self, settings: Recall, tokenizer: Any) -> None:
         self._settings = settings
         self._tokenizer = tokenizer
         self._last: tuple[tuple[Any, ...], Case] | None = None
@@ -139,7 +121,7 @@ class _Drawn:
         return self._last[1]
 
 
-def _rows(session: Session, asked: Case, cell: Cell, settings: Settings, variants: Sequence[str]) -> Iterator[Row]:
+def _rows(session: Session, asked: Case, cell: Cell, settings: Recall, variants: Sequence[str]) -> Iterator[Row]:
     """A row for each question of the case, or for each mode that is asked in."""
     enter(session, cell["variant"])
     if cell["task"] == SWITCHES:

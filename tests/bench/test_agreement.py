@@ -12,6 +12,7 @@ from kvchat.bench import agreement
 from kvchat.bench.agreement import divergence
 from kvchat.bench.baselines import as_written
 from kvchat.bench.frame import ModelChoice
+from kvchat.bench.settings import Agreement
 from kvchat.bench.texts import passages
 from kvchat.cli.main import app
 from kvchat.models.load import load_model
@@ -27,7 +28,7 @@ def test_divergence_is_zero_of_equal_distributions_and_known_of_others():
 
 def test_full_agrees_with_itself_and_less_reading_covers_less():
     modes = ("full", "streaming:budget=64,sink=4")
-    settings = agreement.Settings(modes, context=200, tokens=12, passages=1)
+    settings = Agreement(modes, context=200, tokens=12, passages=1)
     result = agreement.run(settings)
     assert json.loads(json.dumps(result)) == result
     full, streaming = result["summary"]
@@ -42,7 +43,7 @@ def test_full_agrees_with_itself_and_less_reading_covers_less():
 
 
 def test_perplexity_of_full_is_the_models_own_and_less_reading_costs_some():
-    settings = agreement.Settings(("full", "streaming:budget=64,sink=4"), 16, 150, 2, joined=False)
+    settings = Agreement(("full", "streaming:budget=64,sink=4"), 16, 150, 2, joined=False)
     result = agreement.run(settings, ModelChoice(device="cpu"))
     full, streaming = result["summary"]
     assert full["perplexity"] == pytest.approx(full["perplexity_full"], rel=1e-4)

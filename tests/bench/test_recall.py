@@ -9,9 +9,9 @@ from typer.testing import CliRunner
 
 from kvchat.bench import recall
 from kvchat.bench.frame import ModelChoice
-from kvchat.bench.recall import Settings
 from kvchat.bench.recall_tasks import QUESTIONS, TASKS
 from kvchat.bench.report import tables
+from kvchat.bench.settings import Recall
 from kvchat.cli.main import app
 from kvchat.errors import UsageError
 
@@ -35,7 +35,7 @@ def test_what_full_finds_streaming_loses(tmp_path):
 
 
 def test_every_turn_asks_for_another_fact():
-    result = recall.run(Settings((), tasks=("turns",), lengths=(300,), cases=1))
+    result = recall.run(Recall(("full",), tasks=("turns",), lengths=(300,), cases=1))
     assert json.loads(json.dumps(result)) == result
     assert [row["turn"] for row in result["summary"]] == list(range(1, QUESTIONS + 1))
     assert sum(row["right"] for row in result["summary"]) >= QUESTIONS - 2
@@ -45,7 +45,7 @@ def test_every_turn_asks_for_another_fact():
 
 
 def test_what_streaming_dropped_is_found_after_leaving_it():
-    result = recall.run(Settings((STREAMING,), tasks=("switches",), lengths=(300,), cases=1, inside=50))
+    result = recall.run(Recall((STREAMING,), tasks=("switches",), lengths=(300,), cases=1, inside=50))
     right = {(row["variant"], row["asked"]): row["right"] for row in result["summary"]}
     assert set(right) == {(told, asked) for told in ("full", STREAMING) for asked in ("full", STREAMING)}
     assert right["full", "full"] == right[STREAMING, "full"] == 1
@@ -55,7 +55,7 @@ def test_what_streaming_dropped_is_found_after_leaving_it():
 
 
 def test_a_question_may_come_inside_an_answer_whose_steps_count():
-    result = recall.run(Settings((STREAMING,), ("passkey",), (300,), (0.2,), cases=1, inside=100))
+    result = recall.run(Recall((STREAMING,), ("passkey",), (300,), (0.2,), cases=1, inside=100))
     full, streaming = result["summary"]
     (prompt, _) = (row["prompt_tokens"] for row in result["rows"])
     assert result["settings"]["inside"] == 100
@@ -66,7 +66,7 @@ def test_a_question_may_come_inside_an_answer_whose_steps_count():
 
 @pytest.mark.slow("six conversations of the bundled model")
 def test_sync_recalls_at_half_the_memory_and_streaming_does_not():
-    settings = Settings(("sync", "streaming:budget=512"), ("passkey",), (2000,), (0.3,), cases=2)
+    settings = Recall(("sync", "streaming:budget=512"), ("passkey",), (2000,), (0.3,), cases=2)
     rows = recall.run(settings, ModelChoice(device="cpu"))["summary"]
     assert [row["right"] for row in rows] == [2, 2, 0]
     stored = rows[0]["read_tokens"] * TOKEN_BYTES  # on a CPU full holds nothing beside what is stored
@@ -76,16 +76,15 @@ def test_sync_recalls_at_half_the_memory_and_streaming_does_not():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (Settings((), tasks=("passkeys",)), 'Did you mean "passkey"'),
-        (Settings((), depths=(1.5,)), "depth 1.5 is refused"),
-        (Settings((), keys=1), "1 keys are refused"),
-        (Settings((), tasks=("turns",), inside=5), "are turns of their own"),
-        (Settings(("fulll",)), 'no KV mode "fulll"'),
+        ({"tasks": ("passkeys",)}, 'Did you mean "passkey"'),
+        ({"depths": (1.5,)}, "depth 1.5 is refused"),
+        ({"keys": 1}, "1 keys are refused"),
+        ({"tasks": ("turns",), "inside": 5}, "are turns of their own"),
     ],
 )
 def test_bad_input_is_refused_before_the_model_is_loaded(settings, message):
     with pytest.raises(UsageError, match=message):
-        recall.run(settings)
+        recall.run(Recall(("full",), **settings))
 
 
 def test_the_help_names_every_task():

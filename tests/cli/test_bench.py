@@ -6,9 +6,13 @@ from dataclasses import fields, replace
 
 import pytest
 from support.bench_command import asked
+from typer.testing import CliRunner
 
 from kvchat.bench import agreement, decode, prefill, recall
 from kvchat.bench.frame import ModelChoice
+from kvchat.cli import bench
+from kvchat.cli.main import app
+from kvchat.errors import UsageError
 
 MODEL = "-m there --device cpu --dtype float16 --quantize int8"
 CHOICE = ModelChoice("there", "cpu", "float16", "int8")
@@ -68,9 +72,8 @@ def test_every_option_arrives(monkeypatch, line, measurement, settings):
 
 @pytest.mark.parametrize(("line", "measurement"), [command[:2] for command in COMMANDS], ids=NAMES)
 def test_without_options_the_settings_are_the_measurements_own(monkeypatch, line, measurement):
-    """Commands write numbers again, for their help, because the measurements import torch."""
     given, choice = asked(monkeypatch, line.split()[0], *measurement)
-    own = {field.name: field.default for field in fields(given) if isinstance(field.default, int | str)}
+    own = {field.name: field.default for field in fields(given) if field.name != "modes"}
     assert {name: getattr(given, name) for name in own} == own
     assert choice == ModelChoice()
 
@@ -78,3 +81,18 @@ def test_without_options_the_settings_are_the_measurements_own(monkeypatch, line
 def test_a_budget_is_that_of_modes_that_name_none(monkeypatch):
     given, _ = asked(monkeypatch, "recall --mode sync --mode sync:budget=64 --budget 99 --budget 128", recall)
     assert given.modes == ("sync:budget=99", "sync:budget=128", "sync:budget=64")
+
+
+def test_without_modes_the_standard_ones_have_the_budgets(monkeypatch):
+    given, _ = asked(monkeypatch, "recall --budget 99", recall)
+    assert given.modes == ("streaming:budget=99", "speculative:budget=99", "freeze", "sync:budget=99")
+    given, _ = asked(monkeypatch, "agreement", agreement)
+    assert given.modes == ("streaming:budget=512", "speculative:budget=512", "freeze", "sync:budget=512")
+
+
+@pytest.mark.parametrize("command", ["agreement", "coverage", "recall", "data aime --folder ."])
+@pytest.mark.parametrize("options", ["--mode fulll", "--mode sync --budget 1", "--mode sync:m"])
+def test_a_variant_is_refused_before_torch_is_imported(monkeypatch, command, options):
+    monkeypatch.setattr(bench, "import_module", lambda name: pytest.fail("imported"))
+    ran = CliRunner().invoke(app, ["bench", *command.split(), *options.split()])
+    assert isinstance(ran.exception, UsageError)

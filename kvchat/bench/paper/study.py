@@ -15,8 +15,8 @@ from torch import Tensor
 
 from kvchat import units
 from kvchat.bench.agreement import Forced, summarized
-from kvchat.bench.agreement import Settings as AgreementSettings
 from kvchat.bench.frame import Experiment, Frame, ModelChoice, Result, Row, methods, model_identity
+from kvchat.bench.settings import Agreement
 from kvchat.bench.texts import passages
 from kvchat.bench.timing import fingerprint
 from kvchat.bench.walk import Walk
@@ -173,7 +173,7 @@ def _words(part: Part) -> dict[str, str]:
 
 def forced(lab: Lab) -> Forced:
     """Decodes ``forced`` tokens of the text after ``context`` tokens, as the study's settings say."""
-    settings = AgreementSettings((), lab.settings.context, lab.settings.forced)
+    settings = Agreement(context=lab.settings.context, tokens=lab.settings.forced)
     size = settings.context + settings.tokens
     return Forced(lab.walk, settings, passages(lab.texts, size, lab.model.tokenizer, joined=True)[:1])
 
