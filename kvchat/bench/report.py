@@ -1,4 +1,4 @@
-"""A report of several results: the tables of each experiment, in Markdown or LaTeX, and comparisons of two."""
+"""A report of several results: the tables of each experiment, and comparisons of two."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from kvchat import units
 from kvchat.bench.frame import Result, difference, incompatible, load, wilson
+from kvchat.bench.settings import NATURAL
 from kvchat.errors import UsageError
 from kvchat.foreign_text import visible
 
@@ -19,22 +20,6 @@ COORDINATES = (
     *("part", "row", "variant", "asked", "size", "action"),
     *("task", "tokens", "depth", "turn", "context", "change_rate", "stored"),
 )
-LATEX = str.maketrans(
-    {
-        "\\": r"\textbackslash{}",
-        "&": r"\&",
-        "%": r"\%",
-        "$": r"\$",
-        "#": r"\#",
-        "_": r"\_",
-        "{": r"\{",
-        "}": r"\}",
-        "~": r"\textasciitilde{}",
-        "^": r"\textasciicircum{}",
-        "|": r"\textbar{}",
-    }
-)
-NATURAL = "natural"
 
 
 def read(files: Sequence[Path]) -> list[Result]:
@@ -54,14 +39,13 @@ def read(files: Sequence[Path]) -> list[Result]:
     return results
 
 
-def rendered(results: Sequence[Result], latex: bool = False) -> str:
-    """All tables of the results.
+def rendered(results: Sequence[Result]) -> str:
+    """All tables of the results, in Markdown.
 
     Raises:
         UsageError: a result is not complete, or not readable.
     """
-    made = [table for result in results for table in tables(result)]
-    return "\n\n".join(table.latex() if latex else table.markdown() for table in made)
+    return "\n\n".join(table.markdown() for result in results for table in tables(result))
 
 
 def compared(one: Path, other: Path) -> Table:
@@ -360,33 +344,9 @@ class Table:
         lines = [f"| {' | '.join(_bar(cell) for cell in cells)} |" for cells in (self.heads, ruler, *self.rows)]
         return "\n".join([f"### {visible(self.title)}", "", *lines, *(f"\n{visible(note)}" for note in self.notes)])
 
-    def latex(self) -> str:
-        """A floating table for the package booktabs."""
-        columns = "l" + "r" * (len(self.heads) - 1)
-        heads, *rows = (" & ".join(_escaped(cell) for cell in cells) + r" \\" for cells in (self.heads, *self.rows))
-        caption = " ".join(_escaped(text) for text in (f"{self.title}.", *self.notes))
-        body = [heads, r"\midrule", *rows]
-        return "\n".join(
-            [
-                r"\begin{table}",
-                r"\centering",
-                rf"\caption{{{caption}}}",
-                rf"\begin{{tabular}}{{{columns}}}",
-                r"\toprule",
-                *body,
-                r"\bottomrule",
-                r"\end{tabular}",
-                r"\end{table}",
-            ]
-        )
-
 
 def _bar(cell: str) -> str:
     return visible(cell).replace("\n", " ").replace("|", "\\|")
-
-
-def _escaped(text: str) -> str:
-    return visible(text).replace("\n", " ").translate(LATEX)
 
 
 def line(row: Mapping[str, Any]) -> str:
@@ -429,11 +389,17 @@ def _measured(result: Result) -> str:
 
 
 def tabulated(title: str, columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], *notes: str) -> Table:
-    """A table with a line for each row; a row that was ``refused`` has its reason in the second cell."""
+    """A table with a line for each row; a row that was ``refused`` has its reason in the second cell.
+
+    A column of which nothing was measured is left out.
+    """
+    measured = [row for row in rows if "refused" not in row]
+    absent = {"", units.MISSING}
+    shown = [each for at, each in enumerate(columns) if at < 2 or {each.cell(row) for row in measured} - absent]
     cells = tuple(
-        (columns[0].cell(row), row["refused"], *[""] * (len(columns) - 2))
+        (shown[0].cell(row), row["refused"], *[""] * (len(shown) - 2))
         if "refused" in row
-        else tuple(column.cell(row) for column in columns)
+        else tuple(column.cell(row) for column in shown)
         for row in rows
     )
-    return Table(title, tuple(column.head for column in columns), cells, notes)
+    return Table(title, tuple(column.head for column in shown), cells, notes)
