@@ -7,7 +7,6 @@ in a file of another name is the table of that name.
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -16,13 +15,21 @@ from pathlib import Path
 from typing import Any
 
 from kvchat.bench.frame import load
-from kvchat.bench.report import rendered
+from kvchat.bench.report import made_by, rendered
 from kvchat.tui.actions import ACTIONS
 from kvchat.tui.rebinding import describe_keys
 
 ROOT = Path(__file__).parents[1]
 READMES = tuple(ROOT / name for name in ("README.md", "kvchat/bench/README.md", "kvchat/tui/README.md"))
 RESULTS = ROOT / "kvchat" / "bench" / "results"
+BUDGET = "budget=256"  # of several the one that stands there
+# Of a paper the table that stands in the README.
+SHOWN = {
+    "paper-asr-kf-egr": "table-1",
+    "paper-freekv": "query-source",
+    "paper-lazy-pruning": "table-1",
+    "paper-synckv": "table-3",
+}
 PLACE = re.compile(r"(?<=<!-- )(?!end)([\w-]+)( -->\n\n).*?(?=\n\n<!-- end -->)", re.DOTALL)
 
 
@@ -55,19 +62,14 @@ def decode(name: str = "decode") -> str:
     return _times(name, lambda row: f"{row['times_as_fast']['generate']:.2f}", "times as fast")
 
 
-def int8() -> str:
-    """Time per token with int8 weights."""
-    return _times("decode-int8", lambda row: f"{row['tokens_per_s']:.0f}", "tokens/s")
-
-
-def beside(name: str = "decode-load") -> str:
+def beside() -> str:
     """Time per token, and what is kept of the speed beside busy processes."""
-    return _times(name, lambda row: f"{100 * row['kept']:.0f} %", "kept")
+    return _times("decode-load", lambda row: f"{100 * row['kept']:.0f} %", "kept")
 
 
 def _times(name: str, figure: Callable[[dict[str, Any]], str], head: str) -> str:
-    result = _read(name)
-    cells = {(row["variant"], row["context"]): row for row in _rows(result)}
+    result = load(RESULTS / f"{name}.json")
+    cells = {(row["variant"], row["context"]): row for row in result["rows"]}
     contexts = sorted({context for _, context in cells})
     rows = []
     for variant in dict.fromkeys(variant for variant, _ in cells):
@@ -77,24 +79,17 @@ def _times(name: str, figure: Callable[[dict[str, Any]], str], head: str) -> str
             row += [f"{found['ms']:.1f} ms", figure(found)]
         rows.append(row)
     heads = [text for context in contexts for text in (f"{context:,} tokens", head)]
-    return _table(["mode", *heads], rows) + "\n\n" + _environment(result)
+    return _table(["mode", *heads], rows) + "\n\n" + made_by(result)
 
 
 def report(name: str) -> str:
     """The tables of a result as ``kvchat bench report`` prints them."""
-    file = RESULTS / f"{name}.json"
-    return rendered([load(file)]) if file.exists() else "*Not measured yet.*"
-
-
-def _read(name: str) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-    return result
-
-
-def _rows(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row for each variant."""
-    rows: list[dict[str, Any]] = result.get("summary", result["rows"])
-    return rows
+    result = load(RESULTS / f"{name}.json")
+    if name in SHOWN:
+        result["parts"] = {SHOWN[name]: result["parts"][SHOWN[name]]}
+    if result["experiment"] == "coverage":
+        result["summary"] = [row for row in result["summary"] if row["variant"].endswith(BUDGET)]
+    return rendered([result])
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], others: str = "---:") -> str:
@@ -102,19 +97,11 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], others: str = "-
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ruler, *rows))
 
 
-def _environment(result: dict[str, Any]) -> str:
-    e = result["environment"]
-    device = e["gpu"] or f"{e['processor']}, {e['threads']} threads"
-    return f"{device}; torch {e['torch']}, transformers {e['transformers']}."
-
-
 TABLES = {
     "keys": keys,
     "decode": decode,
     "decode-bfloat16": partial(decode, "decode-bfloat16"),
-    "decode-int8": int8,
     "decode-load": beside,
-    "decode-load-1": partial(beside, "decode-load-1"),
 }
 
 if __name__ == "__main__":

@@ -230,7 +230,7 @@ def tables(result: Result) -> list[Table]:
             "Measure it again.",
         )
     try:
-        return _noted(_tables(name, result), [_measured(result)])
+        return _noted(_tables(name, result), [made_by(result)])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UsageError(
             f"The result of {name} cannot be read.", f"{type(error).__name__}: {error}.", "Measure it again."
@@ -288,7 +288,7 @@ def _parts(result: Result) -> list[Table]:
             columns += [Column(key, _of("measured", key))] if key in measured else []
             columns += [Column(f"{key}, published", _of("published", key))] if key in published else []
         found.append(tabulated(words["title"], columns, rows, words["differs"]))
-    return _noted(found, (f"All parts took {units.seconds(taken)}.",)) if taken else found
+    return _noted(found, (f"Measured in {units.seconds(taken)}.",)) if taken else found
 
 
 def _of(side: str, key: str) -> Callable[[Row], str]:
@@ -377,7 +377,7 @@ def changed(row: Mapping[str, Any]) -> str:
     return new + ("" if share is None else f", {100 * share:g} % corrected")
 
 
-def _measured(result: Result) -> str:
+def made_by(result: Result) -> str:
     """Command, model if there is one, and machine."""
     model, e = result["model"], result["environment"]
     command = f"`{result['command']}`; " if result.get("command") else ""
