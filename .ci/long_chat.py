@@ -54,8 +54,7 @@ def measure(settings: Settings, file: Path) -> Result:
     experiment = Experiment("long-chat", what, asdict(settings), {}, {}, environment)
     cells = [{"size": size} for size in settings.sizes]
     frame = Frame(file, lambda text: print(text, file=sys.stderr), command=".ci/long_chat.py")
-    result = frame.measure(experiment, cells, lambda cell: measure_size(settings, cell), line)
-    return frame.finish(result, result["rows"])
+    return frame.measure(experiment, cells, lambda cell: measure_size(settings, cell), line)
 
 
 def line(row: Row) -> str:

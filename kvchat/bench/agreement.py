@@ -23,14 +23,12 @@ from kvchat.bench.frame import (
     Row,
     mean,
     methods,
-    model_identity,
     parsed,
     quantile,
     wilson,
 )
 from kvchat.bench.settings import Agreement
 from kvchat.bench.texts import Passage, passages
-from kvchat.bench.timing import fingerprint
 from kvchat.bench.walk import Walk
 from kvchat.config.modes import FullParameters, ModeParameters
 
@@ -45,22 +43,21 @@ def run(settings: Agreement, choice: ModelChoice = ModelChoice(), frame: Frame |
     model = choice.load(frame.report)
     size = settings.context + settings.tokens
     texts = passages(settings.texts, size, model.tokenizer, settings.joined)[: settings.passages]
-    experiment = Experiment(
+    experiment = Experiment.of(
         "agreement",
         "KL divergence from full attention in nats, top-1 agreement and attention mass covered, token by token",
         asdict(settings) | choice.settings(),
         found,
-        model_identity(model),
-        fingerprint(model.device),
+        model,
     )
     forced = Forced(Walk(model), settings, texts, choice.host_dtype == "int8")
-    result = frame.measure(
+    return frame.measure(
         experiment,
         [{"passage": number, "variant": variant} for number in range(len(texts)) for variant in settings.modes],
         lambda cell: [forced.row(cell["passage"], parsed(cell["variant"]))],
         lambda row: f"{row['text']}: {row['variant']:<48} KL {mean(row['kl']):.4f}",
+        lambda rows: [summarized(rows, variant) for variant in dict.fromkeys(settings.modes)],
     )
-    return frame.finish(result, [summarized(result["rows"], variant) for variant in dict.fromkeys(settings.modes)])
 
 
 class Forced:

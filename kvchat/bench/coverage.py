@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvchat.bench.frame import Cell, Experiment, Frame, ModelChoice, Result, Row, mean, methods, model_identity, parsed
+from kvchat.bench.frame import Cell, Experiment, Frame, ModelChoice, Result, Row, mean, methods, parsed
 from kvchat.bench.recall_tasks import case
 from kvchat.bench.settings import Coverage
 from kvchat.bench.texts import passages
-from kvchat.bench.timing import fingerprint
 from kvchat.bench.walk import Walk
 from kvchat.config.modes import FullParameters, ModeParameters, SpeculativeParameters, parse
 from kvchat.engine.prompt import PromptEncoder, Stored
@@ -51,13 +50,12 @@ def run(settings: Coverage, choice: ModelChoice = ModelChoice(), frame: Frame | 
     frame, found = frame or Frame(), methods(settings.modes)
     model = choice.load(frame.report)
     walk, texts = Walk(model), list(_texts(settings, model.tokenizer))
-    experiment = Experiment(
+    experiment = Experiment.of(
         "coverage",
         "share of the full softmax mass on what is read, and on the best pages and tokens of the same number",
         asdict(settings) | choice.settings(),
         found,
-        model_identity(model),
-        fingerprint(model.device),
+        model,
     )
 
     def rows(cell: Cell) -> list[Row]:
@@ -65,15 +63,14 @@ def run(settings: Coverage, choice: ModelChoice = ModelChoice(), frame: Frame | 
         texts[number] = text = _with_tokens(walk, texts[number])
         return [row(walk, text, parsed(cell["variant"]))]
 
-    result = frame.measure(
+    kinds, variants = dict.fromkeys(text.kind for text in texts), dict.fromkeys(settings.modes)
+    return frame.measure(
         experiment,
         [{"text": number, "variant": variant} for number in range(len(texts)) for variant in settings.modes],
         rows,
         lambda row: f"{row['kind']}: {row['variant']:<48} {mean(_flat(row['covered'])):.1%}",
+        lambda rows: [summarized(rows, kind, each) for kind in kinds for each in variants],
     )
-    kinds = dict.fromkeys(text.kind for text in texts)
-    variants = dict.fromkeys(settings.modes)
-    return frame.finish(result, [summarized(result["rows"], kind, each) for kind in kinds for each in variants])
 
 
 def row(walk: Walk, text: Forced, parameters: ModeParameters) -> Row:

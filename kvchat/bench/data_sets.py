@@ -15,10 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kvchat.bench import agreement
-from kvchat.bench.frame import Cell, Experiment, Frame, ModelChoice, Result, Row, mean, methods, model_identity, parsed
+from kvchat.bench.frame import Cell, Experiment, Frame, ModelChoice, Result, Row, mean, methods, parsed
 from kvchat.bench.settings import Agreement, Data
 from kvchat.bench.texts import ENDINGS, Line, files, lines
-from kvchat.bench.timing import fingerprint
 from kvchat.bench.walk import Walk
 from kvchat.engine.prompt import PromptEncoder, Stored
 from kvchat.engine.sampler import Sampler, read
@@ -58,19 +57,23 @@ def run(settings: Data, choice: ModelChoice = ModelChoice(), frame: Frame | None
     variants = tuple(dict.fromkeys((FULL, *settings.modes)))
     found = methods(variants)
     model = choice.load(frame.report)
-    experiment = Experiment(
+    experiment = Experiment.of(
         "data",
         f"{settings.name}: mean scores in percent",
         asdict(settings),
         found,
-        model_identity(model),
-        fingerprint(model.device),
+        model,
     )
     asker = _Asker(Walk(model), settings)
     cells = [{"task": item.task, "place": item.place, "variant": variant} for item in items for variant in variants]
     by_place = {item.place: item for item in items}
-    result = frame.measure(experiment, cells, lambda cell: asker.rows(by_place[cell["place"]], cell), _line)
-    return frame.finish(result, _summary(result["rows"], variants))
+    return frame.measure(
+        experiment,
+        cells,
+        lambda cell: asker.rows(by_place[cell["place"]], cell),
+        _line,
+        lambda rows: _summary(rows, variants),
+    )
 
 
 def _agreement(settings: Data, choice: ModelChoice, frame: Frame | None) -> Result:

@@ -29,12 +29,11 @@ from kvchat.bench.frame import (
     Result,
     Row,
     methods,
-    model_identity,
     parsed,
 )
 from kvchat.bench.report import line
 from kvchat.bench.settings import NATURAL, Decode
-from kvchat.bench.timing import Timing, Variant, current, fingerprint, warm_up
+from kvchat.bench.timing import Timing, Variant, current, warm_up
 from kvchat.config.modes import ModeParameters, SpeculativeParameters
 from kvchat.config.profiles import Measured
 from kvchat.engine.runner import ModelRunner, geometry_of
@@ -76,7 +75,9 @@ def run(settings: Decode, choice: ModelChoice = ModelChoice(), frame: Frame | No
 
 
 def _measured(settings: Decode, wanted: Sequence[Wanted], model: LoadedModel, frame: Frame) -> Result:
-    chosen = _default_baselines(settings, model) if settings.baselines is None else settings.baselines
+    chosen = settings.baselines
+    if chosen is None:
+        chosen = baselines.default_baselines(model.device, random_weights=bool(settings.shape))
     measured = measure(model.device, model.dtype)
     floor = floor_ms(model, measured)
     frame.report(f"{model.name} on {model.device}" + (f": floor {floor:.3g} ms/token" if floor else ""))
@@ -94,23 +95,19 @@ def _measured(settings: Decode, wanted: Sequence[Wanted], model: LoadedModel, fr
         rounds = Rounds([*others, *mode_runs], settings.rounds, settings.load, floor, measured, model.device)
         return rounds.rows(decoding.decoded(settings, model, context))
 
-    experiment = Experiment(
+    experiment = Experiment.of(
         "decode",
         "median ms per decoded token",
         asdict(settings) | {"baselines": chosen},
         methods(settings.modes, settings.budget),
-        model_identity(model),
-        fingerprint(model.device),
-        {
-            "ops": runner.kv.state.ops.name,
-            "fast": model.fused,
-            "roofline": measured.model_dump(),
-            "floor_ms": floor,
-            "fair_share": timing.fair_share(torch.get_num_threads(), settings.load) if settings.load else None,
-        },
+        model,
+        ops=runner.kv.state.ops.name,
+        fast=model.fused,
+        roofline=measured.model_dump(),
+        floor_ms=floor,
+        fair_share=timing.fair_share(torch.get_num_threads(), settings.load) if settings.load else None,
     )
-    result = frame.measure(experiment, [{"context": context} for context in settings.contexts], rows, line)
-    return frame.finish(result, result["rows"])
+    return frame.measure(experiment, [{"context": context} for context in settings.contexts], rows, line)
 
 
 def floor_ms(model: LoadedModel, measured: Measured) -> float | None:
@@ -183,10 +180,6 @@ def _check_corrections(settings: Decode) -> None:
             raise UsageError(f"A share of corrections of {share:g} is refused.", hint="Give a number between 0 and 1.")
     if settings.corrections and not _corrected(settings):
         raise UsageError("Only speculative mode corrects.", hint="Take --mode speculative, or no --corrections.")
-
-
-def _default_baselines(settings: Decode, model: LoadedModel) -> tuple[str, ...]:
-    return baselines.default_baselines(model.device, random_weights=bool(settings.shape))
 
 
 class Rounds:

@@ -64,10 +64,11 @@ class Frame:
         cells: Sequence[Cell],
         measure: Callable[[Cell], Sequence[Row]],
         line: Callable[[Row], str],
+        summary: Callable[[list[Row]], Sequence[Row]] = list,
     ) -> Result:
-        """Measure the cells; return the result with their rows. What is measured so far is always in the file.
+        """Measure the cells; return the result with their rows and their ``summary``, which is plain data.
 
-        A cell that is refused becomes a row with the reason in ``refused``.
+        What is measured so far is always in the file. A refused cell becomes a row with the reason in ``refused``.
 
         Raises:
             UsageError: the file cannot be written.
@@ -86,13 +87,9 @@ class Frame:
                 self.report(f"[{ahead}] {row['refused'] if 'refused' in row else line(row)}")
         if refused and len(refused) == len(cells):
             raise refused[0]
+        result["summary"] = _plain(summary(result["rows"]))
+        self._keep(result)
         return result
-
-    def finish(self, result: Result, summary: Sequence[Row]) -> Result:
-        """Keep the ``summary`` of all rows beside them; the result with it."""
-        complete: Result = _plain({**result, "summary": list(summary)})
-        self._keep(complete)
-        return complete
 
     def _keep(self, result: Result) -> None:
         if self.file is None:
@@ -160,6 +157,21 @@ class Experiment:
     model: Mapping[str, Any]
     environment: Mapping[str, Any]
     found: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        what: str,
+        settings: Mapping[str, Any],
+        methods: Mapping[str, Any],
+        model: LoadedModel,
+        **found: Any,
+    ) -> Experiment:
+        """The experiment on a model that is loaded here."""
+        from kvchat.bench.timing import fingerprint  # imports torch
+
+        return cls(name, what, settings, methods, model_identity(model), fingerprint(model.device), found)
 
     def head(self) -> Result:
         """The result without rows."""

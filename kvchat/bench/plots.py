@@ -71,12 +71,12 @@ def agreement(result: Mapping[str, Any], file: Path) -> None:
 
 
 def recall(result: Mapping[str, Any], file: Path) -> None:
-    """Draw the share right by the tokens read: a panel per task, a line per mode and a point per budget.
+    """Draw the share right by the tokens read: a panel per task, a line per mode asked in and a point per budget.
 
     Raises:
         UsageError: the file cannot be written.
     """
-    rows = [row for row in result["summary"] if row["cases"]]
+    rows = [{**row, "variant": row.get("asked", row["variant"])} for row in result["summary"] if row["cases"]]
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     figure = empty(7, 2.6 * len(tasks) + 1.2)
     panels = figure.subplots(len(tasks), squeeze=False)[:, 0]
@@ -104,7 +104,7 @@ def _by_tokens_read(panel: Axes, points: Sequence[tuple[str, float, float]]) -> 
         lines.setdefault(BUDGET.sub("", variant).rstrip(":,"), []).append((read, value))
     for name, found in lines.items():
         panel.plot(*zip(*sorted(found), strict=True), marker="o", label=name)
-    panel.set_xlabel("tokens read")
+    panel.set(xlabel="tokens read", xlim=(0, None))
 
 
 def empty(width: float, height: float) -> Figure:

@@ -16,9 +16,8 @@ import torch
 from kvchat import units
 from kvchat.bench import model_shapes, timing
 from kvchat.bench.baselines import as_written
-from kvchat.bench.frame import Experiment, Frame, ModelChoice, Result, Row, methods, model_identity, parsed
+from kvchat.bench.frame import Experiment, Frame, ModelChoice, Result, Row, methods, parsed
 from kvchat.bench.settings import Prefill
-from kvchat.bench.timing import fingerprint
 from kvchat.engine.runner import ModelRunner, geometry_of, prefill_bytes_per_token, traits_of
 from kvchat.errors import UsageError
 from kvchat.kv.manager import is_out_of_memory
@@ -46,18 +45,16 @@ def run(settings: Prefill, choice: ModelChoice = ModelChoice(), frame: Frame | N
     _check_lengths(settings, model)
     runner = ModelRunner(model, build(parsed(settings.mode), geometry_of(model), traits_of(model)))
     token_bytes = prefill_bytes_per_token(model) if model.device.type == "cuda" else None
-    experiment = Experiment(
+    experiment = Experiment.of(
         "prefill",
         "seconds and peak bytes of reading a prompt",
         asdict(settings),
         found,
-        model_identity(model),
-        fingerprint(model.device),
-        {"weight_bytes": model.weight_bytes},
+        model,
+        weight_bytes=model.weight_bytes,
     )
     cells = [{"tokens": length} for length in settings.lengths]
-    result = frame.measure(experiment, cells, lambda cell: [_row(settings, runner, cell["tokens"], token_bytes)], _line)
-    return frame.finish(result, result["rows"])
+    return frame.measure(experiment, cells, lambda cell: [_row(settings, runner, cell["tokens"], token_bytes)], _line)
 
 
 def _check_lengths(settings: Prefill, model: LoadedModel) -> None:

@@ -12,11 +12,10 @@ each of them: the K/V of the story are those that the first mode computed.
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
+from functools import lru_cache
 
 from kvchat.bench.frame import (
     Cell,
@@ -28,16 +27,12 @@ from kvchat.bench.frame import (
     enter,
     mean,
     methods,
-    model_identity,
     wilson,
 )
-from kvchat.bench.recall_tasks import NAMES, TASKS, WITHOUT_DEPTH, Case, case
+from kvchat.bench.recall_tasks import NAMES, TASKS, WITHOUT_DEPTH, Case, case, inside_answer
 from kvchat.bench.settings import Recall
-from kvchat.bench.timing import fingerprint
 from kvchat.bench.walk import answered, decode
-from kvchat.engine.prompt import PromptEncoder, Stored
 from kvchat.engine.session import Session
-from kvchat.engine.synthetic_text import passage, sentences
 from kvchat.errors import UsageError, did_you_mean
 from kvchat.protocol.messages import Turn
 
@@ -62,22 +57,24 @@ def run(settings: Recall, choice: ModelChoice = ModelChoice(), frame: Frame | No
     frame, variants = frame or Frame(), tuple(dict.fromkeys((FULL, *settings.modes)))
     found = methods(variants)
     session = choice.open(frame.report)
-    experiment = Experiment(
+    experiment = Experiment.of(
         "recall",
         "facts found in a long text; right is every part of the answer",
         asdict(settings),
         found,
-        model_identity(session.model),
-        fingerprint(session.model.device),
+        session.model,
     )
-    drawn = _Drawn(settings, session.model.tokenizer)
     cells = [{**place, "variant": variant} for place in _places(settings) for variant in variants]
 
-    def rows(cell: Cell) -> list[Row]:
-        return list(_rows(session, drawn.case(cell), cell, settings, variants))
+    @lru_cache(maxsize=1)  # the variants of a case follow each other
+    def drawn(task: str, tokens: int, depth: float, number: int) -> Case:
+        return case(task, tokens, depth, settings.keys, f"{settings.seed}/{number}", session.model.tokenizer)
 
-    result = frame.measure(experiment, cells, rows, _line)
-    return frame.finish(result, _summary(result["rows"]))
+    def rows(cell: Cell) -> list[Row]:
+        asked = drawn(cell["task"], cell["tokens"], cell["depth"], cell["case"])
+        return list(_rows(session, asked, cell, settings, variants))
+
+    return frame.measure(experiment, cells, rows, _line, _summary)
 
 
 def _check(settings: Recall) -> None:
@@ -104,30 +101,13 @@ def _places(settings: Recall) -> list[Row]:
     ]
 
 
-class _Drawn:
-    """The cases; the last one is kept for the variants that follow."""
-
-    def __init__(self, settings: Recall, tokenizer: Any) -> None:
-        self._settings = settings
-        self._tokenizer = tokenizer
-        self._last: tuple[tuple[Any, ...], Case] | None = None
-
-    def case(self, cell: Cell) -> Case:
-        place = cell["task"], cell["tokens"], cell["depth"], cell["case"]
-        if self._last is None or self._last[0] != place:
-            task, tokens, depth, number = place
-            seed = f"{self._settings.seed}/{number}"
-            self._last = place, case(task, tokens, depth, self._settings.keys, seed, self._tokenizer)
-        return self._last[1]
-
-
 def _rows(session: Session, asked: Case, cell: Cell, settings: Recall, variants: Sequence[str]) -> Iterator[Row]:
     """A row for each question of the case, or for each mode that is asked in."""
     enter(session, cell["variant"])
     if cell["task"] == SWITCHES:
         yield from _switched(session, asked, cell, settings.inside or INSIDE, variants)
     elif settings.inside:
-        prompt, story, question = _parts(session, asked, settings.inside, cell["case"])
+        prompt, story, question = inside_answer(asked.turns, settings.inside, cell["case"], session.model.tokenizer)
         session.truncate(0)
         session.prefill(prompt)
         answer = decode(session, [*story, *question], ANSWER_TOKENS)
@@ -155,7 +135,7 @@ def _asked(session: Session, asked: Case) -> Iterator[Row]:
 
 def _switched(session: Session, asked: Case, cell: Cell, inside: int, variants: Sequence[str]) -> Iterator[Row]:
     """Decode the story in the cell's variant, then ask in every one."""
-    prompt, story, question = _parts(session, asked, inside, cell["case"])
+    prompt, story, question = inside_answer(asked.turns, inside, cell["case"], session.model.tokenizer)
     session.truncate(0)
     session.prefill(prompt)
     for token in story:
@@ -179,19 +159,6 @@ def _row(session: Session, text: str, answers: Sequence[str]) -> Row:
         "text": text,
         "kv_device_bytes": session.snapshot().kv_device_bytes,
     }
-
-
-def _parts(session: Session, asked: Case, inside: int, number: int) -> tuple[list[int], list[int], list[int]]:
-    """The ids of a prompt that asks for a story, of ``inside`` tokens of one, and of the case's question after it."""
-    tokenizer = session.model.tokenizer
-    begun = (*asked.turns[:-1], Turn("user", "Tell me a story."))
-    told = (*begun, Turn("assistant", passage(sentences(number), inside, tokenizer)))
-    encoder = PromptEncoder(tokenizer)
-    prompt, story, whole = (
-        list(encoder.encode(turns, Stored()).ids) for turns in (begun, told, (*told, asked.turns[-1]))
-    )
-    end = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(story, whole, strict=False)))
-    return prompt, whole[len(prompt) : end], whole[end:]
 
 
 def _summary(rows: Sequence[Row]) -> list[Row]:

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvchat.bench.texts import BOOKS, BREAK
-from kvchat.engine.synthetic_text import hide, sentences
+from kvchat.engine.prompt import PromptEncoder, Stored
+from kvchat.engine.synthetic_text import hide, passage, sentences
 from kvchat.protocol.messages import Turn
 
 NAMES = ("Bija", "Koto", "Luma", "Tiso", "Rade", "Vano", "Sefi", "Nuro", "Pela", "Garo", "Hiva", "Modu")
@@ -93,6 +94,18 @@ class Draw:
 def case(task: str, tokens: int, depth: float, keys: int, seed: str, tokenizer: Any) -> Case:
     """The case of a task; the same for the same ``seed``."""
     return TASKS[task](Draw(tokens, depth, keys, random.Random(f"{seed}/{task}/{tokens}/{depth}"), tokenizer))
+
+
+def inside_answer(
+    turns: Sequence[Turn], tokens: int, seed: int, tokenizer: Any
+) -> tuple[list[int], list[int], list[int]]:
+    """The ids of a prompt that asks for a story, of ``tokens`` tokens of one, and of the last turn, asked after it."""
+    begun = (*turns[:-1], Turn("user", "Tell me a story."))
+    told = (*begun, Turn("assistant", passage(sentences(seed), tokens, tokenizer)))
+    encoder = PromptEncoder(tokenizer)
+    prompt, story, whole = (list(encoder.encode(each, Stored()).ids) for each in (begun, told, (*told, turns[-1])))
+    end = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(story, whole, strict=False)))
+    return prompt, whole[len(prompt) : end], whole[end:]
 
 
 def _passkey(draw: Draw) -> Case:

@@ -17,7 +17,7 @@ Row = Mapping[str, Any]
 HEADS = ("row", "figure", "before", "after", "ratio")
 SAME = ("all rows", "all figures", "equal", "equal", "1.000")
 COORDINATES = (
-    *("part", "row", "variant", "asked", "size", "action"),
+    *("part", "row", "kind", "variant", "asked", "size", "action"),
     *("task", "tokens", "depth", "turn", "context", "change_rate", "stored"),
 )
 

@@ -54,6 +54,9 @@ def test_facts_found_are_drawn_by_what_is_read_all_lengths_and_depths_together(t
     summary = [row, {**row, "right": 2, "read_tokens": 500.0}, {**row, "variant": "sync:budget=64", "cases": 0}]
     assert "keys" in draw(tmp_path, "recall", summary=summary)
     assert lines == {"sync": [(550.0, 0.75)]}
+    lines.clear()
+    draw(tmp_path, "recall", summary=[{**row, "task": "switches", "asked": "freeze"}])
+    assert lines == {"freeze": [(600.0, 1.0)]}, "it is asked in another mode than it was told in"
 
 
 def test_a_result_without_what_is_drawn_and_one_without_a_picture_are_refused(tmp_path):

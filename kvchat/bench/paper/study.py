@@ -15,10 +15,9 @@ from torch import Tensor
 
 from kvchat import units
 from kvchat.bench.agreement import Forced, summarized
-from kvchat.bench.frame import Experiment, Frame, ModelChoice, Result, Row, methods, model_identity
+from kvchat.bench.frame import Experiment, Frame, ModelChoice, Result, Row, methods
 from kvchat.bench.settings import Agreement
 from kvchat.bench.texts import passages
-from kvchat.bench.timing import fingerprint
 from kvchat.bench.walk import Walk
 from kvchat.config.modes import ModeParameters
 from kvchat.engine.sampler import Sampler, read
@@ -132,19 +131,17 @@ class Study:
         model = choice.load(frame.report)
         _refuse_beyond_context(settings, model)
         lab = Lab(Walk(model), settings, tuple(texts), frame.report)
-        chosen = [name for name in self.parts if not only or name in only]
-        experiment = Experiment(
+        shown = {name: part for name, part in self.parts.items() if not only or name in only}
+        experiment = Experiment.of(
             f"paper {self.name}",
             self.title,
-            asdict(settings) | {"parts": chosen, "texts": list(texts)},
+            asdict(settings) | {"parts": list(shown), "texts": list(texts)},
             found,
-            model_identity(model),
-            fingerprint(model.device),
-            {"parts": {name: _words(self.parts[name]) for name in chosen}},
+            model,
+            parts={name: {"title": part.title, "differs": part.differs} for name, part in shown.items()},
         )
-        cells = [{"part": name} for name in chosen]
-        result = frame.measure(experiment, cells, lambda cell: _timed(self.parts[cell["part"]], lab), _line)
-        return frame.finish(result, result["rows"])
+        cells = [{"part": name} for name in shown]
+        return frame.measure(experiment, cells, lambda cell: _timed(self.parts[cell["part"]], lab), _line)
 
 
 def _refuse_beyond_context(settings: Any, model: LoadedModel) -> None:
@@ -165,10 +162,6 @@ def _timed(part: Part, lab: Lab) -> list[Row]:
     rows = part.measure(lab)
     seconds = round(time.monotonic() - began, 1)
     return [{**each, "part_seconds": seconds} for each in rows]
-
-
-def _words(part: Part) -> dict[str, str]:
-    return {"title": part.title, "differs": part.differs}
 
 
 def forced(lab: Lab) -> Forced:
