@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar
 
 from typer import Argument, Option
 
-from kvchat.bench.frame import with_budgets
+from kvchat.bench.frame import parsed, with_budgets
 
 VARIANT = "MODE[:KEY=VALUE,...]"
 NATURAL = "natural"
@@ -142,6 +142,9 @@ class Decode:
 
     ``change_rates`` are "natural" or shares of 1. For each of ``corrections`` every speculative mode is measured once
     more. ``baselines`` None takes those that suit the device.
+
+    Raises:
+        UsageError: an unknown mode or parameter, or a value out of range.
     """
 
     shape: Shape = ""
@@ -171,13 +174,24 @@ class Decode:
     prefill: Annotated[bool, Option("--prefill", help="read a prompt with random weights too")] = False
     load: Annotated[int, Option(min=0, help="busy processes beside which all is measured once more")] = 0
 
+    def __post_init__(self) -> None:
+        for mode in self.modes:
+            parsed(mode, self.budget)
+
 
 @dataclass(frozen=True)
 class Prefill:
-    """Time and peak memory of reading a prompt, against transformers' one forward in the same run."""
+    """Time and peak memory of reading a prompt, against transformers' one forward in the same run.
+
+    Raises:
+        UsageError: as ``Decode``.
+    """
 
     shape: Shape = ""
     lengths: Annotated[tuple[int, ...], Option("--length", min=1, help="tokens of a prompt; repeatable")] = (512, 2048)
     turn: Annotated[int, Option(min=1, help="tokens of a second prompt after it")] = 64
     mode: Annotated[str, Option(metavar=VARIANT, help="the KV mode")] = "streaming"
     rounds: Annotated[int, Option(min=1, help="rounds in which both have their turn")] = 3
+
+    def __post_init__(self) -> None:
+        parsed(self.mode)
