@@ -15,18 +15,7 @@ from dataclasses import asdict
 import torch
 from torch import Tensor
 
-from kvchat.bench.frame import (
-    Experiment,
-    Frame,
-    ModelChoice,
-    Result,
-    Row,
-    mean,
-    methods,
-    parsed,
-    quantile,
-    wilson,
-)
+from kvchat.bench.frame import Experiment, Frame, ModelChoice, Result, Row, mean, methods, parsed, quantile, wilson
 from kvchat.bench.settings import Agreement
 from kvchat.bench.texts import Passage, passages
 from kvchat.bench.walk import Walk

@@ -20,17 +20,7 @@ from torch import Tensor
 import kvchat
 from kvchat.bench import baselines, decoding, timing
 from kvchat.bench.decoding import ModeRun, spills
-from kvchat.bench.frame import (
-    Cell,
-    Experiment,
-    Frame,
-    ModelChoice,
-    Report,
-    Result,
-    Row,
-    methods,
-    parsed,
-)
+from kvchat.bench.frame import Cell, Experiment, Frame, ModelChoice, Report, Result, Row, methods, parsed
 from kvchat.bench.report import line
 from kvchat.bench.settings import NATURAL, Decode
 from kvchat.bench.timing import Timing, Variant, current, warm_up

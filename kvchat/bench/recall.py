@@ -17,18 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 
-from kvchat.bench.frame import (
-    Cell,
-    Experiment,
-    Frame,
-    ModelChoice,
-    Result,
-    Row,
-    enter,
-    mean,
-    methods,
-    wilson,
-)
+from kvchat.bench.frame import Cell, Experiment, Frame, ModelChoice, Result, Row, enter, mean, methods, wilson
 from kvchat.bench.recall_tasks import NAMES, TASKS, WITHOUT_DEPTH, Case, case, inside_answer
 from kvchat.bench.settings import Recall
 from kvchat.bench.walk import answered, decode
@@ -118,6 +107,8 @@ def _rows(session: Session, asked: Case, cell: Cell, settings: Recall, variants:
 
 
 def _asked(session: Session, asked: Case) -> Iterator[Row]:
+    if asked.later:  # answers that another mode decoded are not this one's, though their text is the same
+        session.truncate(0)
     turns = list(asked.turns)
     for turn, (question, answers) in enumerate([("", asked.answers), *((q, (a,)) for q, a in asked.later)], 1):
         turns += [Turn("user", question)] if question else []
