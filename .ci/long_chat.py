@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure the screen with a long conversation: .ci/long_chat.py [--out FILE.json] [--messages N --tokens N --rounds N].
+"""Measure the screen with a long conversation: .ci/long_chat.py --out FILE.json [--messages N --tokens N --rounds N].
 
 The real application goes on with a conversation of its database, over an engine that has no model and whose tokens
 are words. A time ends when the terminal was sent what was waited for; beside it stands what the application's process
@@ -29,7 +29,6 @@ from kvchat.conversations.conversation import Conversation
 from kvchat.conversations.store import ConversationStore
 from kvchat.protocol.figures import Stats
 
-RESULT = Path(__file__).parents[1] / "kvchat" / "bench" / "results" / "long-chat.json"
 LETTERS = [chr(code) for code in range(0x100, 0x164)]  # none is in the conversation
 LAST, RARE = "halcyon", "lighthouse"  # the last word said, and one of a few messages
 PAUSE_S = 0.05  # between two keys
@@ -48,15 +47,14 @@ class Settings:
     sizes: tuple[str, ...] = ("80x24", "120x40", "200x60")
 
 
-def measure(settings: Settings, file: Path | None) -> Result:
+def measure(settings: Settings, file: Path) -> Result:
     """Measure at every size; the result, kept in ``file``."""
     environment = fingerprint(torch.device("cpu")) | {"textual": version("textual")}
     what = "ms until the terminal shows it, over an engine without a model"
     experiment = Experiment("long-chat", what, asdict(settings), {}, {}, environment)
     cells = [{"size": size} for size in settings.sizes]
     frame = Frame(file, lambda text: print(text, file=sys.stderr), command=".ci/long_chat.py")
-    result = frame.measure(experiment, cells, lambda cell: measure_size(settings, cell), line)
-    return frame.finish(result, result["rows"])
+    return frame.measure(experiment, cells, lambda cell: measure_size(settings, cell), line)
 
 
 def line(row: Row) -> str:
@@ -176,7 +174,7 @@ def _others() -> float | None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--out", type=Path, required=True)
     for name in ("messages", "tokens", "rounds", "keys"):
         parser.add_argument(f"--{name}", type=int, default=getattr(Settings, name))
     parser.add_argument("--sizes", nargs="+", default=Settings.sizes)

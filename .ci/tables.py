@@ -7,7 +7,6 @@ in a file of another name is the table of that name.
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -15,15 +14,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvchat import units
-from kvchat.bench.frame import load, outdated
-from kvchat.bench.report import rendered
+from kvchat.bench.frame import load
+from kvchat.bench.report import made_by, rendered
 from kvchat.tui.actions import ACTIONS
 from kvchat.tui.rebinding import describe_keys
 
 ROOT = Path(__file__).parents[1]
 READMES = tuple(ROOT / name for name in ("README.md", "kvchat/bench/README.md", "kvchat/tui/README.md"))
 RESULTS = ROOT / "kvchat" / "bench" / "results"
+BUDGET = "budget=256"  # of several the one that stands there
+# Of a paper the table that stands in the README.
+SHOWN = {
+    "paper-asr-kf-egr": "table-1",
+    "paper-freekv": "query-source",
+    "paper-lazy-pruning": "table-1",
+    "paper-synckv": "table-3",
+}
 PLACE = re.compile(r"(?<=<!-- )(?!end)([\w-]+)( -->\n\n).*?(?=\n\n<!-- end -->)", re.DOTALL)
 
 
@@ -48,8 +54,7 @@ def table(name: str) -> str:
     """The table of this name: one of ``TABLES``, or the report of a result."""
     if name not in TABLES:
         return report(name)
-    older = outdated(_read(name)) if (RESULTS / f"{name}.json").exists() else ""
-    return TABLES[name]() + (f"\n\nOlder than the code: {older}." if older else "")
+    return TABLES[name]()
 
 
 def decode(name: str = "decode") -> str:
@@ -57,24 +62,14 @@ def decode(name: str = "decode") -> str:
     return _times(name, lambda row: f"{row['times_as_fast']['generate']:.2f}", "times as fast")
 
 
-def int8() -> str:
-    """Time per token with int8 weights."""
-    return _times("decode-int8", lambda row: f"{row['tokens_per_s']:.0f}", "tokens/s")
-
-
-def beside(name: str = "decode-load") -> str:
+def beside() -> str:
     """Time per token, and what is kept of the speed beside busy processes."""
-    return _times(name, lambda row: f"{100 * row['kept']:.0f} %", "kept")
-
-
-def lengths(name: str = "lengths") -> str:
-    """Time per token by the length of the conversation, and how many times that after the shortest."""
-    return _times(name, lambda row: f"{row['times_shortest']:.2f}", "times as long")
+    return _times("decode-load", lambda row: f"{100 * row['kept']:.0f} %", "kept")
 
 
 def _times(name: str, figure: Callable[[dict[str, Any]], str], head: str) -> str:
-    result = _read(name)
-    cells = {(row["variant"], row["context"]): row for row in _rows(result)}
+    result = load(RESULTS / f"{name}.json")
+    cells = {(row["variant"], row["context"]): row for row in result["rows"]}
     contexts = sorted({context for _, context in cells})
     rows = []
     for variant in dict.fromkeys(variant for variant, _ in cells):
@@ -84,97 +79,17 @@ def _times(name: str, figure: Callable[[dict[str, Any]], str], head: str) -> str
             row += [f"{found['ms']:.1f} ms", figure(found)]
         rows.append(row)
     heads = [text for context in contexts for text in (f"{context:,} tokens", head)]
-    return _table(["mode", *heads], rows) + "\n\n" + _environment(result)
+    return _table(["mode", *heads], rows) + "\n\n" + made_by(result)
 
 
 def report(name: str) -> str:
     """The tables of a result as ``kvchat bench report`` prints them."""
-    file = RESULTS / f"{name}.json"
-    return rendered([load(file)]) if file.exists() else "*Not measured yet.*"
-
-
-def inside() -> str:
-    """Recall of what is asked inside a long answer, a row per variant."""
-    return passkey("passkey-inside")
-
-
-def passkey(name: str = "passkey") -> str:
-    """Recall and what it cost, a row per variant."""
-    result = _read(name)
-    cases = result["settings"]["cases"]
-    rows = [
-        [
-            row["variant"].replace(":", ", ", 1).replace(",", ", ").replace(",  ", ", "),
-            f"{row['right']} of {cases}",
-            f"{row['read_tokens']:,.0f}",
-            _copied(row),
-        ]
-        for row in _rows(result)
-    ]
-    heads = ["mode", "recalled", "tokens read", "K/V on the device"]
-    return _table(heads, rows) + "\n\n" + _environment(result)
-
-
-def long_run() -> str:
-    """The first, middle and last tenth of a long generation."""
-    result = _read("long-run")
-    chosen = [result["rows"][i] for i in (0, len(result["rows"]) // 2, -1)]
-    rows = [
-        [
-            f"{r['stored']:,}",
-            f"{r['ms']:.1f} ms",
-            units.size(r["kv_device_bytes"]),
-            units.size(r["kv_host_bytes"]),
-        ]
-        for r in chosen
-    ]
-    heads = ["tokens stored", "step", "K/V on the device", "K/V on the host"]
-    return _table(heads, rows)
-
-
-def perplexity() -> str:
-    """Perplexity, tokens read and time against full's, a row per variant."""
-    result = _read("perplexity")
-    rows = [
-        [
-            ", ".join(re.split("[:,]", row["variant"])),
-            f"{row['perplexity']:.2f}",
-            f"{100 * (row['ratio'] - 1):+.1f} %",
-            f"{100 * row['ratio_standard_error']:.1f} %",
-            f"{row['read_mean']:,.0f}",
-            f"{100 * (1 - row['read_share']):.0f} %",
-            f"{row['read_end']:,.0f}",
-            f"{row['wall_ratio']:.2f}",
-        ]
-        for row in _rows(result)
-    ]
-    heads = [
-        "mode",
-        "perplexity",
-        "over full",
-        "std. error",
-        "tokens read",
-        "fewer",
-        "read at the end",
-        "times full's time",
-    ]
-    return _table(heads, rows) + "\n\n" + _environment(result)
-
-
-def _read(name: str) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-    return result
-
-
-def _rows(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row for each variant."""
-    rows: list[dict[str, Any]] = result.get("summary", result["rows"])
-    return rows
-
-
-def _copied(row: dict[str, Any]) -> str:
-    """K/V on the device; full reads what is stored where that is the same memory."""
-    return units.size(row["kv_device_bytes"]) if row["kv_device_bytes"] else "none"
+    result = load(RESULTS / f"{name}.json")
+    if name in SHOWN:
+        result["parts"] = {SHOWN[name]: result["parts"][SHOWN[name]]}
+    if result["experiment"] == "coverage":
+        result["summary"] = [row for row in result["summary"] if row["variant"].endswith(BUDGET)]
+    return rendered([result])
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], others: str = "---:") -> str:
@@ -182,25 +97,11 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], others: str = "-
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ruler, *rows))
 
 
-def _environment(result: dict[str, Any]) -> str:
-    e = result["environment"]
-    device = e["gpu"] or f"{e['processor']}, {e['threads']} threads"
-    return f"{device}; torch {e['torch']}, transformers {e['transformers']}."
-
-
 TABLES = {
     "keys": keys,
     "decode": decode,
     "decode-bfloat16": partial(decode, "decode-bfloat16"),
-    "decode-int8": int8,
     "decode-load": beside,
-    "decode-load-1": partial(beside, "decode-load-1"),
-    "lengths": lengths,
-    "lengths-bfloat16": partial(lengths, "lengths-bfloat16"),
-    "passkey": passkey,
-    "passkey-inside": inside,
-    "long-run": long_run,
-    "perplexity": perplexity,
 }
 
 if __name__ == "__main__":

@@ -3,53 +3,26 @@
 Teacher-forced: after an exactly read context every token of the text is decoded by a step in the mode, so that what
 differs is what the steps read. KL divergence is that of the mode's distribution from full's, in nats. The attention
 mass covered is the share of the attention over all stored tokens, with the mode's own queries, that falls on those the
-mode read.
+mode read. Perplexity is that of the same tokens, each predicted from the step before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 
 import torch
 from torch import Tensor
 
-from kvchat.bench.frame import (
-    Experiment,
-    Frame,
-    ModelChoice,
-    Result,
-    Row,
-    mean,
-    methods,
-    model_identity,
-    parsed,
-    quantile,
-    wilson,
-)
+from kvchat.bench.frame import Experiment, Frame, ModelChoice, Result, Row, mean, methods, parsed, quantile, wilson
+from kvchat.bench.settings import Agreement
 from kvchat.bench.texts import Passage, passages
-from kvchat.bench.timing import fingerprint
 from kvchat.bench.walk import Walk
 from kvchat.config.modes import FullParameters, ModeParameters
 
-STANDARD = ("streaming", "speculative", "freeze", "sync")
 
-
-@dataclass(frozen=True)
-class Settings:
-    """The measurement: ``tokens`` decoded tokens after ``context``, on ``passages`` passages of ``texts``.
-
-    No texts are the shipped books; the parts of a text are joined.
-    """
-
-    modes: tuple[str, ...]
-    context: int = 2048
-    tokens: int = 400
-    passages: int | None = None
-    texts: tuple[str, ...] = ()
-
-
-def run(settings: Settings, choice: ModelChoice = ModelChoice(), frame: Frame | None = None) -> Result:
+def run(settings: Agreement, choice: ModelChoice = ModelChoice(), frame: Frame | None = None) -> Result:
     """Measure and return plain data, ready for JSON: a row for each passage and variant, ``summary`` for each variant.
 
     Raises:
@@ -58,29 +31,28 @@ def run(settings: Settings, choice: ModelChoice = ModelChoice(), frame: Frame | 
     frame, found = frame or Frame(), methods(settings.modes)
     model = choice.load(frame.report)
     size = settings.context + settings.tokens
-    texts = passages(settings.texts, size, model.tokenizer, joined=True)[: settings.passages]
-    experiment = Experiment(
+    texts = passages(settings.texts, size, model.tokenizer, settings.joined)[: settings.passages]
+    experiment = Experiment.of(
         "agreement",
         "KL divergence from full attention in nats, top-1 agreement and attention mass covered, token by token",
         asdict(settings) | choice.settings(),
         found,
-        model_identity(model),
-        fingerprint(model.device),
+        model,
     )
     forced = Forced(Walk(model), settings, texts, choice.host_dtype == "int8")
-    result = frame.measure(
+    return frame.measure(
         experiment,
         [{"passage": number, "variant": variant} for number in range(len(texts)) for variant in settings.modes],
         lambda cell: [forced.row(cell["passage"], parsed(cell["variant"]))],
         lambda row: f"{row['text']}: {row['variant']:<48} KL {mean(row['kl']):.4f}",
+        lambda rows: [summarized(rows, variant) for variant in dict.fromkeys(settings.modes)],
     )
-    return frame.finish(result, [summarized(result["rows"], variant) for variant in dict.fromkeys(settings.modes)])
 
 
 class Forced:
     """Decodes passages in full, once each, and in the variants; only these over 8-bit pages, where it ``rounds``."""
 
-    def __init__(self, walk: Walk, settings: Settings, texts: Sequence[Passage], rounds: bool = False) -> None:
+    def __init__(self, walk: Walk, settings: Agreement, texts: Sequence[Passage], rounds: bool = False) -> None:
         self._walk = walk
         self._rounds = rounds
         self._settings = settings
@@ -99,9 +71,10 @@ class Forced:
         """
         text, walk, exact = self._texts[number], self._walk, self._of_full(number)
         context = self._settings.context
-        walk.begin(text.ids[:context], parameters, self._settings.tokens, self._rounds)
-        divergences, same, read, covered = [], [], [], []
-        for token, its in zip(text.ids[context:], exact, strict=True):
+        logits = walk.begin(text.ids[:context], parameters, self._settings.tokens, self._rounds)
+        divergences, same, read, covered, nats = [], [], [], [], []
+        for token, its in zip(text.ids[context:], exact[1:], strict=True):
+            nats.append(_nats(logits, token))
             logits = walk.step(token)
             divergences.append(divergence(its, logits))
             same.append(bool(its.argmax() == logits.argmax()))
@@ -112,18 +85,25 @@ class Forced:
             "text": text.text,
             "kl": [round(each, 6) for each in divergences],
             "same_top": same,
+            "nats_mean": mean(nats),
+            "nats_mean_full": mean(map(_nats, exact, text.ids[context:])),
             "read_mean": mean(read),
             "covered": [[round(share, 4) for share in layer] for layer in shares.mean(0).tolist()],
             "covered_along": [round(share, 4) for share in shares.mean((1, 2)).tolist()],
         }
 
     def _of_full(self, number: int) -> Tensor:
-        """Full's logits after each decoded token, ``[tokens, vocab]``; the last passage's are kept."""
+        """Full's logits before and after each decoded token, ``[tokens + 1, vocab]``; the last passage's are kept."""
         if self._exact is None or self._exact[0] != number:
             ids, context = self._texts[number].ids, self._settings.context
-            self._walk.begin(ids[:context], FullParameters(), self._settings.tokens)
-            self._exact = number, torch.stack([self._walk.step(token) for token in ids[context:]])
+            logits = self._walk.begin(ids[:context], FullParameters(), self._settings.tokens)
+            self._exact = number, torch.stack([logits, *(self._walk.step(token) for token in ids[context:])])
         return self._exact[1]
+
+
+def _nats(logits: Tensor, token: int) -> float:
+    """What the token costs by the logits ``[vocab]`` of the step before it."""
+    return -float(logits.float().log_softmax(-1)[token])
 
 
 def divergence(exact: Tensor, approximate: Tensor) -> float:
@@ -149,8 +129,14 @@ def summarized(rows: Sequence[Row], variant: str) -> Row:
         "kl_999": quantile(divergences, 0.999),
         "same_top": mean(same),
         "same_top_interval": wilson(sum(same), len(same)),
+        "perplexity": _perplexity(row["nats_mean"] for row in mine),
+        "perplexity_full": _perplexity(row["nats_mean_full"] for row in mine),
         "read_mean": mean(row["read_mean"] for row in mine),
         "covered": float(layers.mean()),
         "covered_least": float(layers.min()),
         "covered_heads": [[round(share, 4) for share in layer] for layer in layers.tolist()],
     }
+
+
+def _perplexity(nats: Iterable[float]) -> float:
+    return math.exp(mean(nats) or 0.0)

@@ -9,16 +9,16 @@ chosen by their true mass, in whole pages and one by one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvchat.bench.frame import Cell, Experiment, Frame, ModelChoice, Result, Row, mean, methods, model_identity, parsed
+from kvchat.bench.frame import Cell, Experiment, Frame, ModelChoice, Result, Row, mean, methods, parsed
 from kvchat.bench.recall_tasks import case
+from kvchat.bench.settings import Coverage
 from kvchat.bench.texts import passages
-from kvchat.bench.timing import fingerprint
 from kvchat.bench.walk import Walk
 from kvchat.config.modes import FullParameters, ModeParameters, SpeculativeParameters, parse
 from kvchat.engine.prompt import PromptEncoder, Stored
@@ -27,26 +27,10 @@ from kvchat.kv.inspect import seeing_all
 from kvchat.kv.modes.sync_heads import TokenChoice
 from kvchat.models.load import LoadedModel
 
-STANDARD = ("streaming", "speculative", "freeze", "sync")
-BUDGETS = (128, 256, 512, 1024, 2048)
 DEPTHS = (0.1, 0.5, 0.9)  # of what is told, in turn
 KEYS = 4  # told, of which one is asked for
 ANSWER_TOKENS = 16
 WORTH = 0.005  # of the attention: what other sinks or another window have to cover more
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The measurement: ``tokens`` decoded tokens after ``context``, on ``passages`` of ``texts`` (none: the shipped
-    books); and the answers to ``facts`` questions about texts of ``context`` tokens."""
-
-    modes: tuple[str, ...]
-    context: int = 3072
-    tokens: int = 32
-    passages: int = 3
-    facts: int = 6
-    texts: tuple[str, ...] = ()
-    seed: int = 0
 
 
 class Forced(NamedTuple):
@@ -57,7 +41,7 @@ class Forced(NamedTuple):
     tokens: Sequence[int]
 
 
-def run(settings: Settings, choice: ModelChoice = ModelChoice(), frame: Frame | None = None) -> Result:
+def run(settings: Coverage, choice: ModelChoice = ModelChoice(), frame: Frame | None = None) -> Result:
     """Measure and return plain data, ready for JSON: a row for each text and variant, ``summary`` for kind and variant.
 
     Raises:
@@ -66,13 +50,12 @@ def run(settings: Settings, choice: ModelChoice = ModelChoice(), frame: Frame | 
     frame, found = frame or Frame(), methods(settings.modes)
     model = choice.load(frame.report)
     walk, texts = Walk(model), list(_texts(settings, model.tokenizer))
-    experiment = Experiment(
+    experiment = Experiment.of(
         "coverage",
         "share of the full softmax mass on what is read, and on the best pages and tokens of the same number",
         asdict(settings) | choice.settings(),
         found,
-        model_identity(model),
-        fingerprint(model.device),
+        model,
     )
 
     def rows(cell: Cell) -> list[Row]:
@@ -80,15 +63,14 @@ def run(settings: Settings, choice: ModelChoice = ModelChoice(), frame: Frame | 
         texts[number] = text = _with_tokens(walk, texts[number])
         return [row(walk, text, parsed(cell["variant"]))]
 
-    result = frame.measure(
+    kinds, variants = dict.fromkeys(text.kind for text in texts), dict.fromkeys(settings.modes)
+    return frame.measure(
         experiment,
         [{"text": number, "variant": variant} for number in range(len(texts)) for variant in settings.modes],
         rows,
         lambda row: f"{row['kind']}: {row['variant']:<48} {mean(_flat(row['covered'])):.1%}",
+        lambda rows: [summarized(rows, kind, each) for kind in kinds for each in variants],
     )
-    kinds = dict.fromkeys(text.kind for text in texts)
-    variants = dict.fromkeys(settings.modes)
-    return frame.finish(result, [summarized(result["rows"], kind, each) for kind in kinds for each in variants])
 
 
 def row(walk: Walk, text: Forced, parameters: ModeParameters) -> Row:
@@ -118,7 +100,7 @@ def row(walk: Walk, text: Forced, parameters: ModeParameters) -> Row:
     }
 
 
-def choose(model: LoadedModel, settings: Settings, enough: float, report: Callable[[str], object]) -> TokenChoice:
+def choose(model: LoadedModel, settings: Coverage, enough: float, report: Callable[[str], object]) -> TokenChoice:
     """The fewest tokens by which speculative mode covers ``enough`` of the attention in books and in told facts.
 
     Four bits come before more tokens; other sinks and windows are taken where they cover ``WORTH`` more. Where nothing
@@ -175,7 +157,7 @@ def summarized(rows: Sequence[Row], kind: str, variant: str) -> Row:
     }
 
 
-def _texts(settings: Settings, tokenizer: Any) -> Iterator[Forced]:
+def _texts(settings: Coverage, tokenizer: Any) -> Iterator[Forced]:
     books = settings.passages and passages(settings.texts, settings.context + settings.tokens, tokenizer, joined=True)
     for book in (books or [])[: settings.passages]:
         yield Forced("books", book.ids[: settings.context], book.ids[settings.context :])

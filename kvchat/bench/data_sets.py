@@ -1,4 +1,7 @@
-"""Questions of LongBench, RULER and AIME, and the scores of answers as each defines them: mode against mode."""
+"""Questions of LongBench, RULER and AIME, and the scores of answers as each defines them: mode against mode.
+
+Of PG19 and WikiText, which are texts, the agreement with full is measured.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from kvchat.bench.frame import Cell, Experiment, Frame, ModelChoice, Result, Row, mean, methods, model_identity, parsed
+from kvchat.bench import agreement
+from kvchat.bench.frame import Cell, Experiment, Frame, ModelChoice, Result, Row, mean, methods, parsed
+from kvchat.bench.settings import Agreement, Data
 from kvchat.bench.texts import ENDINGS, Line, files, lines
-from kvchat.bench.timing import fingerprint
 from kvchat.bench.walk import Walk
 from kvchat.engine.prompt import PromptEncoder, Stored
 from kvchat.engine.sampler import Sampler, read
@@ -22,6 +26,7 @@ from kvchat.files import read_text
 from kvchat.protocol.messages import Sampling, Turn
 
 FULL = "full"
+PROMPT, TEXT_TOKENS = 16, 1000  # of a text's passages
 Score = Callable[[str], float]
 PROMPTS = "dataset2prompt.json"
 # Few-shot tasks and code go on with the text instead of answering a turn.
@@ -37,24 +42,7 @@ NOT_CODE = ("`", "#", "//")
 HIGHEST = 999  # answer of an AIME problem
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The measurement: at most ``rows`` rows of each task of the data set in ``folder``, ``samples`` answers to each.
-
-    One answer is greedy; several are sampled as reasoning models are, at temperature 0.6 and top-p 0.95. ``tokens``
-    limits an answer where the data set's own limit is not wanted.
-    """
-
-    name: str
-    folder: str
-    modes: tuple[str, ...]
-    rows: int | None = None
-    samples: int = 1
-    tokens: int | None = None
-    seed: int = 0
-
-
-def run(settings: Settings, choice: ModelChoice = ModelChoice(), frame: Frame | None = None) -> Result:
+def run(settings: Data, choice: ModelChoice = ModelChoice(), frame: Frame | None = None) -> Result:
     """Measure and return plain data, ready for JSON: a row for each row of the data set, sample and variant.
 
     ``summary`` has a row for each task and variant, and one for the mean of all tasks.
@@ -63,26 +51,39 @@ def run(settings: Settings, choice: ModelChoice = ModelChoice(), frame: Frame | 
         UsageError: an unknown data set, or a bad row of it, before anything is measured; KvchatError: the model cannot
             be loaded, or all modes refuse.
     """
+    if settings.name in ENDINGS:
+        return _agreement(settings, choice, frame)
     frame, items = frame or Frame(), chosen(settings)
     variants = tuple(dict.fromkeys((FULL, *settings.modes)))
     found = methods(variants)
     model = choice.load(frame.report)
-    experiment = Experiment(
+    experiment = Experiment.of(
         "data",
         f"{settings.name}: mean scores in percent",
         asdict(settings),
         found,
-        model_identity(model),
-        fingerprint(model.device),
+        model,
     )
     asker = _Asker(Walk(model), settings)
     cells = [{"task": item.task, "place": item.place, "variant": variant} for item in items for variant in variants]
     by_place = {item.place: item for item in items}
-    result = frame.measure(experiment, cells, lambda cell: asker.rows(by_place[cell["place"]], cell), _line)
-    return frame.finish(result, _summary(result["rows"], variants))
+    return frame.measure(
+        experiment,
+        cells,
+        lambda cell: asker.rows(by_place[cell["place"]], cell),
+        _line,
+        lambda rows: _summary(rows, variants),
+    )
 
 
-def chosen(settings: Settings) -> list[Item]:
+def _agreement(settings: Data, choice: ModelChoice, frame: Frame | None) -> Result:
+    """Of texts: only a short prompt is read exactly, so that tokens that a mode does not read count from the start."""
+    found = tuple(map(str, files(Path(settings.folder), ENDINGS[settings.name])))
+    asked = Agreement(settings.modes, PROMPT, settings.tokens or TEXT_TOKENS, settings.rows, found, joined=False)
+    return agreement.run(asked, choice, frame)
+
+
+def chosen(settings: Data) -> list[Item]:
     """The rows that are measured, all of them read and checked.
 
     Raises:
@@ -102,7 +103,7 @@ def chosen(settings: Settings) -> list[Item]:
 class _Asker:
     """Asks one model every item in every variant."""
 
-    def __init__(self, walk: Walk, settings: Settings) -> None:
+    def __init__(self, walk: Walk, settings: Data) -> None:
         self._walk = walk
         self._settings = settings
 

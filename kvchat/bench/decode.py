@@ -11,29 +11,19 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import kvchat
-from kvchat.bench import baselines, timing
-from kvchat.bench.decoding import Decoding, ModeRun, spills
-from kvchat.bench.frame import (
-    Cell,
-    Experiment,
-    Frame,
-    ModelChoice,
-    Report,
-    Result,
-    Row,
-    methods,
-    model_identity,
-    parsed,
-)
-from kvchat.bench.report import NATURAL, line
-from kvchat.bench.timing import Timing, Variant, current, fingerprint, warm_up
+from kvchat.bench import baselines, decoding, timing
+from kvchat.bench.decoding import ModeRun, spills
+from kvchat.bench.frame import Cell, Experiment, Frame, ModelChoice, Report, Result, Row, methods, parsed
+from kvchat.bench.report import line
+from kvchat.bench.settings import NATURAL, Decode
+from kvchat.bench.timing import Timing, Variant, current, warm_up
 from kvchat.config.modes import ModeParameters, SpeculativeParameters
 from kvchat.config.profiles import Measured
 from kvchat.engine.runner import ModelRunner, geometry_of
@@ -58,23 +48,7 @@ GATHER_TOKENS = {"cuda": 2**18, "cpu": 2**16}
 GATHER_ROW = {torch.float32: 128, torch.bfloat16: 256, torch.float16: 256}
 
 
-@dataclass(frozen=True)
-class Settings(Decoding):
-    """The measurement.
-
-    ``change_rates`` are "natural" or shares of 1. For each of ``corrections``, shares of 1, every speculative mode is
-    measured once more, with that share of heads corrected. ``baselines`` None takes those that suit the device.
-    ``load`` is the number of busy processes beside which everything is measured a second time.
-    """
-
-    modes: tuple[str, ...] = ("full", "full:resident=512", "streaming", "speculative", "freeze", "sync")
-    change_rates: tuple[str, ...] = (NATURAL,)
-    corrections: tuple[float, ...] = ()
-    baselines: tuple[str, ...] | None = None
-    load: int = 0
-
-
-def run(settings: Settings, choice: ModelChoice = ModelChoice(), frame: Frame | None = None) -> Result:
+def run(settings: Decode, choice: ModelChoice = ModelChoice(), frame: Frame | None = None) -> Result:
     """Measure and return plain data, ready for JSON: a row for each context and variant.
 
     Raises:
@@ -84,48 +58,46 @@ def run(settings: Settings, choice: ModelChoice = ModelChoice(), frame: Frame | 
     _check_corrections(settings)
     baselines.check(settings.baselines or ())
     frame = frame or Frame()
-    model = settings.open(choice, frame.report)
+    model = decoding.open_model(settings, choice, frame.report)
     settings = _without_spilled(settings, model, frame.report)
     with current(model.device):
         return _measured(settings, _wanted(settings), model, frame)
 
 
-def _measured(settings: Settings, wanted: Sequence[Wanted], model: LoadedModel, frame: Frame) -> Result:
-    chosen = _default_baselines(settings, model) if settings.baselines is None else settings.baselines
+def _measured(settings: Decode, wanted: Sequence[Wanted], model: LoadedModel, frame: Frame) -> Result:
+    chosen = settings.baselines
+    if chosen is None:
+        chosen = baselines.default_baselines(model.device, random_weights=bool(settings.shape))
     measured = measure(model.device, model.dtype)
     floor = floor_ms(model, measured)
     frame.report(f"{model.name} on {model.device}" + (f": floor {floor:.3g} ms/token" if floor else ""))
-    runner = ModelRunner(model, settings.smallest(model, 0))
+    runner = ModelRunner(model, decoding.smallest(settings, model, 0))
     plain = baselines.in_ordinary_memory(model) if chosen else model
 
     def rows(cell: Cell) -> list[Row]:
         context = cell["context"]
-        ids = settings.store(runner, context)
-        heads = settings.calibration(model, ids)
+        ids = decoding.store(settings, runner, context)
+        heads = decoding.calibrated(settings, model, ids)
         mode_runs: list[Variant] = [ModeRun(runner, *each, heads) for each in wanted]
         mode_runs += [ModeRun(runner, text, chosen, None, heads, share) for text, chosen, share in _corrected(settings)]
         spare = settings.steps + warm_up(model.device) + 1
         others = [baselines.build(name, plain, runner.kv.state, ids, spare) for name in chosen]
         rounds = Rounds([*others, *mode_runs], settings.rounds, settings.load, floor, measured, model.device)
-        return rounds.rows(settings.decoded(model, context))
+        return rounds.rows(decoding.decoded(settings, model, context))
 
-    experiment = Experiment(
+    experiment = Experiment.of(
         "decode",
         "median ms per decoded token",
         asdict(settings) | {"baselines": chosen},
         methods(settings.modes, settings.budget),
-        model_identity(model),
-        fingerprint(model.device),
-        {
-            "ops": runner.kv.state.ops.name,
-            "fast": model.fused,
-            "roofline": measured.model_dump(),
-            "floor_ms": floor,
-            "fair_share": timing.fair_share(torch.get_num_threads(), settings.load) if settings.load else None,
-        },
+        model,
+        ops=runner.kv.state.ops.name,
+        fast=model.fused,
+        roofline=measured.model_dump(),
+        floor_ms=floor,
+        fair_share=timing.fair_share(torch.get_num_threads(), settings.load) if settings.load else None,
     )
-    result = frame.measure(experiment, [{"context": context} for context in settings.contexts], rows, line)
-    return frame.finish(result, result["rows"])
+    return frame.measure(experiment, [{"context": context} for context in settings.contexts], rows, line)
 
 
 def floor_ms(model: LoadedModel, measured: Measured) -> float | None:
@@ -135,11 +107,11 @@ def floor_ms(model: LoadedModel, measured: Measured) -> float | None:
 
 
 # ---- settings --------------------------------------------------------------------------------------
-def _wanted(settings: Settings) -> list[Wanted]:
+def _wanted(settings: Decode) -> list[Wanted]:
     return [(text, parsed(text, settings.budget), rate) for text in settings.modes for rate in _rates(settings, text)]
 
 
-def _without_spilled(settings: Settings, model: LoadedModel, report: Report) -> Settings:
+def _without_spilled(settings: Decode, model: LoadedModel, report: Report) -> Decode:
     """Leave out what is to be read over the link where there is none.
 
     Raises:
@@ -156,7 +128,7 @@ def _without_spilled(settings: Settings, model: LoadedModel, report: Report) -> 
     return replace(settings, modes=rest)
 
 
-def _rates(settings: Settings, mode: str) -> list[float | None]:
+def _rates(settings: Decode, mode: str) -> list[float | None]:
     """Return the change rates of a mode; a fixed rate adds rate 0, which it is compared with."""
     rates = [_rate(text) for text in settings.change_rates]
     if mode.partition(":")[0] != "speculative" or rates == [None]:
@@ -176,7 +148,7 @@ def _rate(text: str) -> float | None:
     return rate
 
 
-def _corrected(settings: Settings) -> list[tuple[str, ModeParameters, float]]:
+def _corrected(settings: Decode) -> list[tuple[str, ModeParameters, float]]:
     """Each speculative variant with each share of corrections."""
     parameters = [(text, parsed(text, settings.budget)) for text in settings.modes]
     return [
@@ -187,7 +159,7 @@ def _corrected(settings: Settings) -> list[tuple[str, ModeParameters, float]]:
     ]
 
 
-def _check_corrections(settings: Settings) -> None:
+def _check_corrections(settings: Decode) -> None:
     """Refuse shares that are none, and those of no speculative mode.
 
     Raises:
@@ -198,10 +170,6 @@ def _check_corrections(settings: Settings) -> None:
             raise UsageError(f"A share of corrections of {share:g} is refused.", hint="Give a number between 0 and 1.")
     if settings.corrections and not _corrected(settings):
         raise UsageError("Only speculative mode corrects.", hint="Take --mode speculative, or no --corrections.")
-
-
-def _default_baselines(settings: Settings, model: LoadedModel) -> tuple[str, ...]:
-    return baselines.default_baselines(model.device, random_weights=bool(settings.shape))
 
 
 class Rounds:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pydoc_data import topics
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from kvchat.bench import model_shapes
 from kvchat.bench.frame import ModelChoice, Report, parsed
+from kvchat.bench.settings import Decode
 from kvchat.bench.timing import Timing, time_steps, warm_up
 from kvchat.config.modes import FullParameters, ModeParameters, SpeculativeParameters
 from kvchat.engine import calibration
@@ -42,86 +42,74 @@ if TYPE_CHECKING:
 PERIOD = 64  # steps after which the same heads have their turn
 
 
-@dataclass(frozen=True)
-class Decoding:
-    """Variants that decode after ``contexts``.
+def open_model(settings: Decode, choice: ModelChoice, report: Report) -> LoadedModel:
+    """Load the model.
 
-    ``modes`` are ``MODE[:KEY=VALUE,...]``, ``budget`` and ``contexts`` in tokens, ``steps`` those that count per round.
-    ``shape`` names a model shape with random weights instead of the chosen model; ``prefill`` reads a prompt there
-    instead of drawing K/V.
+    Raises:
+        KvchatError: it is refused, or shorter than the longest context and what is decoded after it.
     """
+    model = model_shapes.choose(settings.shape, choice, report)
+    needed = max(settings.contexts) + settings.steps + warm_up(model.device)
+    if needed > model.context:
+        raise DoesNotFitError(
+            "The contexts do not fit the model.",
+            f"{needed:,} tokens are needed; the model reads {model.context:,}.",
+            "Take a smaller --context.",
+        )
+    return model
 
-    shape: str = ""
-    contexts: tuple[int, ...] = (512, 8192)
-    modes: tuple[str, ...] = ("full", "streaming", "speculative", "freeze", "sync")
-    budget: int = 512
-    steps: int = 64
-    rounds: int = 5
-    prefill: bool = False
 
-    def open(self, choice: ModelChoice, report: Report) -> LoadedModel:
-        """Load the model.
+def smallest(settings: Decode, model: LoadedModel, context: int) -> Mode:
+    """Return the mode with the fewest bytes on the device: the context is stored in it.
 
-        Raises:
-            KvchatError: it is refused, or shorter than the longest context and what is decoded after it.
-        """
-        model = model_shapes.choose(self.shape, choice, report)
-        needed = max(self.contexts) + self.steps + warm_up(model.device)
-        if needed > model.context:
-            raise DoesNotFitError(
-                "The contexts do not fit the model.",
-                f"{needed:,} tokens are needed; the model reads {model.context:,}.",
-                "Take a smaller --context.",
-            )
-        return model
+    Raises:
+        KvchatError: the model can run in none of the modes.
+    """
+    geometry, modes, refused = geometry_of(model), [], None
+    for text in settings.modes:
+        try:
+            modes.append(build(parsed(text, settings.budget), geometry, traits_of(model)))
+        except KvchatError as error:
+            refused = error
+    if refused is not None and not modes:
+        raise refused
+    return min(modes, key=lambda mode: mode.plan(geometry.grown(context)).device_bytes(geometry))
 
-    def smallest(self, model: LoadedModel, context: int) -> Mode:
-        """Return the mode with the fewest bytes on the device: the context is stored in it.
 
-        Raises:
-            KvchatError: the model can run in none of the modes.
-        """
-        geometry, modes, refused = geometry_of(model), [], None
-        for text in self.modes:
-            try:
-                modes.append(build(parsed(text, self.budget), geometry, traits_of(model)))
-            except KvchatError as error:
-                refused = error
-        if refused is not None and not modes:
-            raise refused
-        return min(modes, key=lambda mode: mode.plan(geometry.grown(context)).device_bytes(geometry))
+def store(settings: Decode, runner: ModelRunner, context: int) -> list[int]:
+    """Store exactly ``context`` tokens; return their ids."""
+    ids = _ids(settings, runner.model, context)
+    with torch.inference_mode():
+        runner.kv.truncate(0)
+        runner.kv.switch(smallest(settings, runner.model, context))
+    if settings.shape and not settings.prefill:
+        model_shapes.fill(runner.kv, context)
+    else:
+        for _ in runner.prefill(ids):
+            pass
+    return ids
 
-    def store(self, runner: ModelRunner, context: int) -> list[int]:
-        """Store exactly ``context`` tokens; return their ids."""
-        ids = self._ids(runner.model, context)
-        with torch.inference_mode():
-            runner.kv.truncate(0)
-            runner.kv.switch(self.smallest(runner.model, context))
-        if self.shape and not self.prefill:
-            model_shapes.fill(runner.kv, context)
-        else:
-            for _ in runner.prefill(ids):
-                pass
-        return ids
 
-    def decoded(self, model: LoadedModel, context: int) -> list[int]:
-        """Return the tokens of a round after ``context`` tokens."""
-        return self._ids(model, context + self.steps + warm_up(model.device))[context:]
+def decoded(settings: Decode, model: LoadedModel, context: int) -> list[int]:
+    """Return the tokens of a round after ``context`` tokens."""
+    return _ids(settings, model, context + settings.steps + warm_up(model.device))[context:]
 
-    def calibration(self, model: LoadedModel, ids: Sequence[int]) -> Calibration | None:
-        """Return the calibration that sync mode needs; None without sync mode or for too short a context."""
-        if not any(text.partition(":")[0] == "sync" for text in self.modes):
-            return None
-        if self.shape:
-            return model_shapes.calibration(model)
-        return calibration.find(model.revision) or calibration.on_prompt(model, list(ids))
 
-    def _ids(self, model: LoadedModel, tokens: int) -> list[int]:
-        """The first tokens of the corpus, or drawn for random weights."""
-        if self.shape:
-            draw = random.Random(0)
-            return [draw.randrange(model.vocab) for _ in range(tokens)]
-        return prose(model.tokenizer, tokens)
+def calibrated(settings: Decode, model: LoadedModel, ids: Sequence[int]) -> Calibration | None:
+    """Return the calibration that sync mode needs; None without sync mode or for too short a context."""
+    if not any(text.partition(":")[0] == "sync" for text in settings.modes):
+        return None
+    if settings.shape:
+        return model_shapes.calibration(model)
+    return calibration.find(model.revision) or calibration.on_prompt(model, list(ids))
+
+
+def _ids(settings: Decode, model: LoadedModel, tokens: int) -> list[int]:
+    """The first tokens of the corpus, or drawn for random weights."""
+    if settings.shape:
+        draw = random.Random(0)
+        return [draw.randrange(model.vocab) for _ in range(tokens)]
+    return prose(model.tokenizer, tokens)
 
 
 def spills(chosen: ModeParameters) -> bool:

@@ -1,13 +1,10 @@
-"""The frame of every measurement: cell after cell, kept in a file as they finish, continued by the same command.
+"""The frame of every measurement: cell after cell, kept in a file as they finish.
 
 A cell is what is measured at once, named by its coordinates such as the variant and the case; it gives one or more
-rows, each with the cell's coordinates in it. The file holds whole cells, and of one in progress the pieces that it was
-measured in: whatever ends the program costs one cell, or one piece of it. A variant is written
-``MODE[:KEY=VALUE[,KEY=VALUE...]]``.
+rows, each with the cell's coordinates in it. A variant is written ``MODE[:KEY=VALUE[,KEY=VALUE...]]``.
 
-By their identity two results are one measurement, may stand in one report, or are older than the code. Nothing of it
-depends on a commit. A mode's ``constants`` and parameters decide which tokens it reads; its ``version`` is raised when
-it reads others for any other reason, an experiment's in ``VERSIONS`` when its rows mean something else.
+A result says what was measured: its settings, the modes with their versions, constants and parameters, the model and
+the environment. By these two results are one measurement, or may stand in one report.
 """
 
 from __future__ import annotations
@@ -34,27 +31,6 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 Cell = Mapping[str, Any]
 Report = Callable[[str], None]
-SCHEMA = 1
-VERSIONS = {
-    "agreement": 1,
-    "coverage": 1,
-    "data": 1,
-    "decode": 1,
-    "lengths": 1,
-    "long-chat": 1,
-    "long-run": 1,
-    "paper asr-kf-egr": 2,
-    "paper freekv": 3,
-    "paper lazy-pruning": 2,
-    "paper synckv": 3,
-    "passkey": 1,
-    "perplexity": 1,
-    "prefill": 1,
-    "recall": 1,
-    "resume": 1,
-    "switches": 1,
-    "turns": 1,
-}
 # Results may be set side by side when these are alike: each changes times, most change the last digits of logits.
 COMPARED = ("processor", "threads", "gpu", "cuda", "torch", "transformers")
 Result = dict[str, Any]
@@ -64,8 +40,8 @@ NORMAL_95 = 1.959964  # standard deviations on both sides that hold 95 % of a no
 class Frame:
     """Keeps a measurement's rows, and tells of them.
 
-    ``file`` None keeps them in memory only; ``report`` gets lines for a person; ``command`` is noted in the result.
-    ``rows`` are those measured so far, also by a run before this one.
+    ``file`` None keeps them in memory only; one that is there is replaced. ``report`` gets lines for a person;
+    ``command`` is noted in the result; ``drawn`` says that the result is to be drawn.
     """
 
     def __init__(
@@ -74,13 +50,13 @@ class Frame:
         report: Report = lambda line: None,
         clock: Callable[[], float] = time.monotonic,
         command: str = "",
+        drawn: bool = False,
     ) -> None:
         self.file = file
         self.command = command
         self.report = report
-        self.rows: list[Row] = []
+        self.drawn = drawn
         self._clock = clock
-        self._result: Result = {"pieces": {}}
 
     def measure(
         self,
@@ -88,79 +64,32 @@ class Frame:
         cells: Sequence[Cell],
         measure: Callable[[Cell], Sequence[Row]],
         line: Callable[[Row], str],
+        summary: Callable[[list[Row]], Sequence[Row]] = list,
     ) -> Result:
-        """Measure the cells that are not in the file yet; return the result with the rows of all, in the cells' order.
+        """Measure the cells; return the result with their rows and their ``summary``, which is plain data.
 
-        A cell that is refused becomes a row with the reason in ``refused``, and is tried again by the next run.
+        What is measured so far is always in the file. A refused cell becomes a row with the reason in ``refused``.
 
         Raises:
-            UsageError: the file holds another measurement, or cannot be read or written.
+            UsageError: the file cannot be written.
             KvchatError: no cell could be measured; the first one's reason.
-            KeyboardInterrupt: as it came; finished cells are kept.
         """
-        result = self._result = self._begin(experiment, len(cells))
-        todo = [cell for cell in cells if not _finished(cell, result["rows"])]
-        if len(todo) < len(cells):
-            self.report(f"{len(cells) - len(todo)} of {len(cells)} measured before, kept in {self.file}")
+        result: Result = _plain({**experiment.head(), "command": self.command, "cells": len(cells), "rows": []})
         began, refused = self._clock(), list[KvchatError]()
-        self.rows = result["rows"]
-        try:
-            for done, cell in enumerate(todo, 1):
-                rows, error = _measured(cell, measure)
-                if error:
-                    refused.append(error)
-                else:
-                    result["pieces"].pop(_named(cell), None)
-                self.rows = result["rows"] = [*(row for row in self.rows if not _of(cell, row)), *rows]
-                self._keep(result)
-                left = (self._clock() - began) / done * (len(todo) - done)
-                ahead = f"{len(cells) - len(todo) + done}/{len(cells)}"
-                ahead += f", {units.seconds(left)} left" if left else ""
-                for row in rows:
-                    self.report(f"[{ahead}] {row['refused'] if 'refused' in row else line(row)}")
-        except KeyboardInterrupt:
-            self._tell_kept(result, cells)
-            raise
-        if refused and all("refused" in row for row in result["rows"]):
+        for done, cell in enumerate(cells, 1):
+            rows, error = _measured(cell, measure)
+            refused += [error] if error else []
+            result["rows"] += rows
+            self._keep(result)
+            left = (self._clock() - began) / done * (len(cells) - done)
+            ahead = f"{done}/{len(cells)}" + (f", {units.seconds(left)} left" if left else "")
+            for row in rows:
+                self.report(f"[{ahead}] {row['refused'] if 'refused' in row else line(row)}")
+        if refused and len(refused) == len(cells):
             raise refused[0]
-        result["rows"] = [row for cell in cells for row in result["rows"] if _of(cell, row)]
+        result["summary"] = _plain(summary(result["rows"]))
+        self._keep(result)
         return result
-
-    def piece(self, cell: Cell, name: str, measure: Callable[[], Any]) -> Any:
-        """A piece of a cell, as JSON gives it back: kept at once, and not measured by the next run."""
-        pieces = self._result["pieces"].setdefault(_named(cell), {})
-        if name not in pieces:
-            began = self._clock()
-            value = _plain(measure())
-            pieces[name] = {"value": value, "seconds": self._clock() - began}
-            self._keep(self._result)
-            self.report(f"{_named(cell)}: {name}, {units.seconds(pieces[name]['seconds'])}")
-        return pieces[name]["value"]
-
-    def spent(self, cell: Cell) -> float:
-        """Seconds that the pieces took that are kept of a cell."""
-        pieces: Mapping[str, Mapping[str, float]] = self._result["pieces"].get(_named(cell), {})
-        return sum(piece["seconds"] for piece in pieces.values())
-
-    def finish(self, result: Result, summary: Sequence[Row]) -> Result:
-        """Keep the ``summary`` of all rows beside them, without pieces; the result with it."""
-        complete: Result = _plain({**result, "summary": list(summary)})
-        complete.pop("pieces", None)
-        self._keep(complete)
-        return complete
-
-    def _begin(self, experiment: Experiment, cells: int) -> Result:
-        fresh: Result = _plain({**experiment.head(), "command": self.command, "cells": cells, "rows": [], "pieces": {}})
-        if self.file is None or not self.file.is_file() or not self.file.stat().st_size:
-            return fresh
-        kept = load(self.file)
-        if other := difference(kept, fresh):
-            raise UsageError(
-                f"{self.file} holds another measurement.",
-                f"They differ: {other}.",
-                "Give another --out, or delete the file.",
-            )
-        return {**fresh, **kept, "cells": cells}
 
     def _keep(self, result: Result) -> None:
         if self.file is None:
@@ -169,15 +98,6 @@ class Frame:
             files.write(self.file, (json.dumps(result) + "\n").encode())
         except OSError as error:
             raise files.unwritable(self.file, error, "Give another --out.") from None
-
-    def _tell_kept(self, result: Result, cells: Sequence[Cell]) -> None:
-        if self.file is not None:
-            finished = sum(_finished(cell, result["rows"]) for cell in cells)
-            pieces = sum(map(len, result["pieces"].values()))
-            more = f", and {pieces} pieces of others" if pieces else ""
-            self.report(
-                f"{finished} of {len(cells)} are kept in {self.file}{more}; the same command measures what is missing."
-            )
 
 
 def load(file: Path) -> Result:
@@ -218,19 +138,6 @@ def _measured(cell: Cell, measure: Callable[[Cell], Sequence[Row]]) -> tuple[lis
         return [_plain({**cell, "refused": str(error)})], error
 
 
-def _named(cell: Cell) -> str:
-    return " ".join(map(str, cell.values()))
-
-
-def _of(cell: Cell, row: Row) -> bool:
-    return all(row.get(name) == value for name, value in cell.items())
-
-
-def _finished(cell: Cell, rows: Sequence[Row]) -> bool:
-    """A cell all of whose rows failed is not finished."""
-    return any(_of(cell, row) and "refused" not in row for row in rows)
-
-
 def _plain(value: Any) -> Any:
     """The value as JSON gives it back: lists for tuples."""
     return json.loads(json.dumps(value))
@@ -251,11 +158,26 @@ class Experiment:
     environment: Mapping[str, Any]
     found: Mapping[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        what: str,
+        settings: Mapping[str, Any],
+        methods: Mapping[str, Any],
+        model: LoadedModel,
+        **found: Any,
+    ) -> Experiment:
+        """The experiment on a model that is loaded here."""
+        from kvchat.bench.timing import fingerprint  # imports torch
+
+        return cls(name, what, settings, methods, model_identity(model), fingerprint(model.device), found)
+
     def head(self) -> Result:
         """The result without rows."""
         fields = asdict(self)
         found = fields.pop("found")
-        return {"schema": SCHEMA, "experiment": fields.pop("name"), "version": VERSIONS[self.name], **fields, **found}
+        return {"experiment": fields.pop("name"), **fields, **found}
 
 
 def methods(variants: Sequence[str], budget: int | None = None) -> dict[str, Any]:
@@ -291,7 +213,7 @@ def model_identity(model: LoadedModel) -> dict[str, Any]:
 
 def difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """The first thing by which two results are different measurements, as words; "" where they are one."""
-    for name in ("schema", "experiment", "version", "settings", "methods", "model", "environment"):
+    for name in ("experiment", "settings", "methods", "model", "environment"):
         if found := _difference(name, one.get(name), other.get(name)):
             return found
     return ""
@@ -301,24 +223,6 @@ def incompatible(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """The reason why two results must not stand side by side, as words; "" where they may."""
     environments = [{key: result["environment"].get(key) for key in COMPARED} for result in (one, other)]
     return _difference("environment", *environments) or _difference("model", one.get("model"), other.get("model"))
-
-
-def outdated(result: Mapping[str, Any]) -> str:
-    """The reason why a result is older than the code that it describes, as words; "" where it is not."""
-    if result.get("schema") != SCHEMA:
-        return f"its schema is {result.get('schema', 'none')}, today's is {SCHEMA}"
-    name = result["experiment"]
-    if result["version"] != VERSIONS.get(name):
-        return f"{name} has version {VERSIONS.get(name)} today, {result['version']} there"
-    try:
-        today = methods(list(result["methods"]), result["settings"].get("budget"))
-    except KvchatError as error:
-        return str(error)
-    for variant, method in today.items():
-        # A parameter that came later does not make a result older: were it felt, the mode's version would be another.
-        known = result["methods"][variant].get("parameters", {})
-        method["parameters"] = {name: value for name, value in method["parameters"].items() if name in known}
-    return _difference("methods", result["methods"], today)
 
 
 def _difference(name: str, one: Any, other: Any) -> str:

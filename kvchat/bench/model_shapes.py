@@ -6,7 +6,7 @@ The shapes are those published with the models; nothing is downloaded, and weigh
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,10 +18,8 @@ from kvchat.kv.modes.sync_heads import Calibration, default_clusters
 from kvchat.models import attention_hook
 from kvchat.models.description import DTYPES, resolve_device
 from kvchat.models.load import LoadedModel, wrap
-from kvchat.paths import bundled_model_dir
 
 FILL_TOKENS = 4096  # K/V drawn at once
-DRAWN = "drawn-from-seed-0"  # without a revision no K/V is saved
 
 
 def _llama3(factor: float, **shape: Any) -> dict[str, Any]:
@@ -122,26 +120,6 @@ def choose(shape: str, choice: ModelChoice, report: Callable[[str], None]) -> Lo
             "Random weights are not quantized.", f"Given: --quantize {choice.quantize}.", "Give a --model."
         )
     return build(shape, choice.device, choice.dtype)
-
-
-def with_tokenizer(model: LoadedModel) -> LoadedModel:
-    """The model with the bundled tokenizer, where a conversation is measured; one that has its own keeps it.
-
-    Raises:
-        UsageError: the shape has fewer tokens than that tokenizer.
-    """
-    from transformers import AutoTokenizer
-
-    if not isinstance(model.tokenizer, NoTokenizer):
-        return model
-    tokenizer = AutoTokenizer.from_pretrained(bundled_model_dir(), local_files_only=True)
-    if len(tokenizer) > model.vocab:
-        raise UsageError(
-            f"{model.name} reads no text.",
-            f"It has {model.vocab:,} tokens, the bundled tokenizer {len(tokenizer):,}.",
-            "Take another --shape, such as bundled-128k.",
-        )
-    return replace(model, tokenizer=tokenizer, revision=DRAWN)
 
 
 def build(name: str, device: str = "auto", dtype: str = "auto") -> LoadedModel:

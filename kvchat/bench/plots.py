@@ -5,10 +5,10 @@ They are made without a display, and of one style.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from io import BytesIO
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +23,8 @@ if TYPE_CHECKING:
 
 
 __all__ = ["calibration", "check", "draw"]
-MODE, BASELINE, EXPOSED, FAINT = "#2b7bba", "#a9b4c0", "#e08a2e", "#6b7785"
-# Of reading a prompt: a label, the figure, the place of the bar in its line, its color.
-WAYS = (("in chunks", "seconds", -0.2, MODE), ("one forward", "one_shot_seconds", 0.2, BASELINE))
-COLUMNS = 4  # of the panels of heads
-PERPLEXITY_OVER = 64  # tokens
 HEAD_COLUMNS = 4  # of panels
+BUDGET = re.compile(r"budget=\w+,?")  # of a variant
 FORMATS = (".svg", ".png")
 # Texts of an SVG stay texts; a fixed salt gives equal files for equal data.
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "kvchat"}
@@ -36,257 +32,79 @@ Row = Mapping[str, Any]
 
 
 def decode(result: Mapping[str, Any], file: Path) -> None:
-    """Draw ms per decoded token: a panel per context, a bar per variant, a dashed line at the floor.
-
-    Exposed recall is the orange end of a bar. A variant that failed has its reason instead of a bar.
+    """Draw ms per decoded token by the tokens stored: a line per variant, dashed those of transformers; the floor.
 
     Raises:
         UsageError: the file cannot be written.
     """
-    groups = [(context, list(rows)) for context, rows in groupby(result["rows"], key=lambda row: row["context"])]
-    heights = [len(rows) + 1.5 for _, rows in groups]
-    figure = empty(10, 0.28 * sum(heights) + 1.2)
-    panels = figure.subplots(len(groups), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    for panel, (context, rows) in zip(panels, groups, strict=True):
-        panel.set_title(f"{context:,} tokens", loc="left")
-        _bars(panel, rows)
-        if floor := result["floor_ms"]:
-            panel.axvline(floor, color="black", linestyle="--", linewidth=1, label=f"floor {floor:.3g} ms")
-    panels[-1].set_xlabel("ms per decoded token")
-    handles = {
-        label: handle for panel in panels for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
-    }
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False)
+    rows = [row for row in result["rows"] if not row.keys() & {"failed", "refused"}]
+    figure = empty(8, 5)
+    panel = figure.subplots()
+    for name in dict.fromkeys(map(named, rows)):
+        mine = [row for row in rows if named(row) == name]
+        style = "-" if "change_rate" in mine[0] else "--"
+        panel.plot([row["context"] for row in mine], [row["ms"] for row in mine], style, marker="o", label=name)
+    if floor := result["floor_ms"]:
+        panel.axhline(floor, color="black", linestyle=":", linewidth=1, label=f"floor {floor:.3g} ms")
+    panel.set(xlabel="tokens stored", ylabel="ms per decoded token", ylim=(0, None))
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
     save(figure, file, result, "ms per decoded token")
 
 
-def lengths(result: Mapping[str, Any], file: Path) -> None:
-    """Draw ms per decoded token by the context, a line per variant.
+def agreement(result: Mapping[str, Any], file: Path) -> None:
+    """Draw the KL divergence by the tokens read, a line per mode and a point per budget.
 
     Raises:
         UsageError: the file cannot be written.
     """
-    rows = [row for row in result["summary"] if "refused" not in row]
     figure = empty(7, 4.5)
     panel = figure.subplots()
-    for variant in dict.fromkeys(row["variant"] for row in rows):
-        mine = [row for row in rows if row["variant"] == variant]
-        panel.plot([row["context"] for row in mine], [row["ms"] for row in mine], marker="o", label=variant)
-    panel.set(xlabel="tokens stored", ylabel="ms a token", ylim=(0, None))
-    figure.legend(loc="outside lower center", ncols=3, frameon=False)
-    save(figure, file, result, "ms per decoded token by the length of the conversation")
-
-
-def prefill(result: Mapping[str, Any], file: Path) -> None:
-    """Draw the seconds of a prompt by its length, in chunks and, where that was measured, in one forward.
-
-    Raises:
-        UsageError: the file cannot be written.
-    """
-    rows = result["summary"]
-    figure = empty(7, 0.6 * len(rows) + 1.8)
-    panel = figure.subplots()
-    panel.set_yticks(range(len(rows)), [f"{row['tokens']:,} tokens" for row in rows])
-    for label, key, place, color in WAYS:
-        bars = [(y + place, row[key]) for y, row in enumerate(rows) if row.get(key) is not None]
-        if bars:
-            places, seconds = zip(*bars, strict=True)
-            drawn = panel.barh(places, seconds, height=0.38, color=color, label=label)
-            panel.bar_label(drawn, fmt=" %.3g s")
-    panel.set(xlabel="seconds", ylim=(len(rows) - 0.4, -0.6))
-    panel.margins(x=0.15)  # room for the figures
-    figure.legend(loc="outside lower center", ncols=2, frameon=False)
-    save(figure, file, result, "reading a prompt")
-
-
-def long_run(result: Mapping[str, Any], file: Path) -> None:
-    """Draw the time of a step, and K/V on device and host, by what is stored.
-
-    Raises:
-        UsageError: the file cannot be written.
-    """
-    figure, rows = empty(7, 6), result["summary"]
-    above, below = figure.subplots(2, sharex=True)
-    stored = [row["stored"] for row in rows]
-    above.plot(stored, [row["ms"] for row in rows], marker="o", color=MODE)
-    above.set(ylabel="ms a token", ylim=(0, None))
-    for label, key in (("on the device", "kv_device_bytes"), ("on the host", "kv_host_bytes")):
-        below.plot(stored, [row[key] / 2**20 for row in rows], marker="o", label=label)
-    below.set(xlabel="tokens stored", ylabel="K/V in MiB", ylim=(0, None))
-    below.legend(frameon=False, fontsize=8)
-    save(figure, file, result, result["what"])
-
-
-def _bars(panel: Axes, rows: Sequence[Row]) -> None:
-    panel.set_yticks(range(len(rows)), [named(row) for row in rows])
-    panel.set_ylim(len(rows) - 0.4, -0.6)
-    panel.margins(x=0.3)  # room for the figures beside the bars
-    panel.spines[["top", "right"]].set_visible(False)
-    for y, row in enumerate(rows):
-        if "failed" in row:
-            panel.text(0, y, f" {row['failed'][:90]}", va="center", color=FAINT)
-            continue
-        of_mode = "change_rate" in row
-        panel.barh(y, row["ms"], color=MODE if of_mode else BASELINE, label="kvchat" if of_mode else "transformers")
-        exposed = min(row["ms"], row.get("exposed_ms") or 0.0)
-        if exposed > 0:
-            panel.barh(y, exposed, left=row["ms"] - exposed, color=EXPOSED, label="exposed recall")
-        panel.text(row["ms"], y, f" {row['ms']:.3g} ms · {row['tokens_per_s']:.0f} tok/s", va="center")
-
-
-def agreement(result: Mapping[str, Any], file: Path) -> None:
-    """Draw the KL divergence along the passage, a line per variant, and the attention mass each head covers.
-
-    Raises:
-        UsageError: the file cannot be written.
-    """
-    summary = [row for row in result["summary"] if "refused" not in row]
-    figure = empty(10, 3.2 + 2.2 * -(-len(summary) // COLUMNS))
-    along, below = figure.subfigures(2, 1, squeeze=False, height_ratios=[3, 2.2 * -(-len(summary) // COLUMNS)])[:, 0]
-    panel = along.subplots()
-    for row in summary:
-        runs = [each["kl"] for each in result["rows"] if each["variant"] == row["variant"] and "kl" in each]
-        panel.plot(smooth([sum(step) / len(step) for step in zip(*runs, strict=True)]), label=row["variant"])
-    panel.set(xlabel="decoded token", ylabel="KL in nats, mean of 16", yscale="log")
-    panel.legend(frameon=False, fontsize=8)
-    panels = below.subplots(-(-len(summary) // COLUMNS), COLUMNS, squeeze=False).flat
-    for number, each in enumerate(panels):
-        if number < len(summary):
-            _heads(each, summary[number]["variant"], summary[number]["covered_heads"])
-        else:
-            each.remove()
-    save(figure, file, result, "agreement with full")
-
-
-def perplexity(result: Mapping[str, Any], file: Path) -> None:
-    """Draw what each mode's tokens cost in nats beyond full's, along the passage; in nats where full cannot read it.
-
-    Raises:
-        UsageError: the file cannot be written.
-    """
-    rows = [row for row in result["rows"] if "refused" not in row]
-    full = {row["passage"]: row["nats"] for row in rows if row["variant"] == "full"}
-    figure = empty(10, 4)
-    panel = figure.subplots()
-    for variant in dict.fromkeys(row["variant"] for row in rows if not full or row["variant"] != "full"):
-        mine = [row for row in rows if row["variant"] == variant and (not full or row["passage"] in full)]
-        panel.plot(smooth(_beyond(mine, full), PERPLEXITY_OVER), label=variant, linewidth=1)
-    panel.axhline(0, color=FAINT, linewidth=0.8) if full else None
-    of = f"nats {'beyond full' if full else 'a token'}, mean of {PERPLEXITY_OVER}"
-    panel.set(xlabel="decoded token", ylabel=of)
-    panel.legend(frameon=False, fontsize=8)
-    save(figure, file, result, "perplexity along the passage")
-
-
-def _beyond(rows: Sequence[Row], full: Mapping[int, Sequence[float]]) -> list[float]:
-    """Each token's nats, less full's where there are any: the mean of the passages."""
-    costs = [
-        [
-            nats - other
-            for nats, other in zip(row["nats"], full.get(row["passage"], [0.0] * len(row["nats"])), strict=True)
-        ]
-        for row in rows
+    points = [
+        (row["variant"], row["read_mean"], row["kl_mean"])
+        for row in result["summary"]
+        if "refused" not in row and row["kl_mean"] > 0  # the scale is logarithmic
     ]
-    return [sum(token) / len(token) for token in zip(*costs, strict=False)]  # the last passage may be shorter
-
-
-def _heads(panel: Axes, title: str, matrix: Sequence[Sequence[float]]) -> None:
-    panel.set_title(title, fontsize=8)
-    panel.imshow(matrix, cmap="Blues", vmin=0, vmax=1, aspect="auto")
-    panel.set_xlabel("KV head", fontsize=8)
-    panel.set_ylabel("layer", fontsize=8)
+    _by_tokens_read(panel, points)
+    panel.set(ylabel="KL divergence from full in nats", yscale="log")
+    panel.legend(frameon=False, fontsize=8)
+    save(figure, file, result, "agreement with full by what is read")
 
 
 def recall(result: Mapping[str, Any], file: Path) -> None:
-    """Draw a heat-map of the share right for each task (down) and variant (across): depths by lengths.
+    """Draw the share right by the tokens read: a panel per task, a line per mode asked in and a point per budget.
 
     Raises:
         UsageError: the file cannot be written.
     """
-    summary = result["summary"]
-    tasks, variants = (list(dict.fromkeys(row[name] for row in summary)) for name in ("task", "variant"))
-    figure = empty(2.2 * len(variants) + 0.8, 1.9 * len(tasks) + 0.8)
-    panels = figure.subplots(len(tasks), len(variants), squeeze=False)
-    for task, line in zip(tasks, panels, strict=True):
-        for variant, panel in zip(variants, line, strict=True):
-            _recalled(panel, [row for row in summary if (row["task"], row["variant"]) == (task, variant)])
-            panel.set_title(variant if task == tasks[0] else "", fontsize=8)
-        line[0].set_ylabel(f"{task}\ndepth")
-    save(figure, file, result, "facts found, by length and depth")
+    rows = [{**row, "variant": row.get("asked", row["variant"])} for row in result["summary"] if row["cases"]]
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    figure = empty(7, 2.6 * len(tasks) + 1.2)
+    panels = figure.subplots(len(tasks), squeeze=False)[:, 0]
+    for task, panel in zip(tasks, panels, strict=True):
+        mine = [row for row in rows if row["task"] == task]
+        _by_tokens_read(panel, [_recalled(mine, variant) for variant in dict.fromkeys(row["variant"] for row in mine)])
+        panel.set_title(task, loc="left", fontsize=9)
+        panel.set(ylabel="share right", ylim=(-0.05, 1.05))
+    panels[0].legend(frameon=False, fontsize=8)
+    save(figure, file, result, "facts found by what is read")
 
 
-def passkey(result: Mapping[str, Any], file: Path) -> None:
-    """Draw the share recalled, a bar per variant with its interval at 95 %.
-
-    Raises:
-        UsageError: the file cannot be written.
-    """
-    rows = [row for row in result["summary"] if row["cases"]]
-    figure = empty(8, 0.4 * len(rows) + 1.6)
-    panel = figure.subplots()
-    panel.set_yticks(range(len(rows)), [row["variant"] for row in rows])
-    panel.set(xlim=(0, 1.3), xticks=(0, 0.5, 1), ylim=(len(rows) - 0.4, -0.6), xlabel="recalled")
-    for y, row in enumerate(rows):
-        share, (low, high) = row["right"] / row["cases"], row["interval"]
-        panel.barh(y, share, color=MODE)
-        panel.errorbar(share, y, xerr=[[max(0.0, share - low)], [max(0.0, high - share)]], color="black", capsize=3)
-        panel.text(
-            1.02, y, f"{row['right']} of {row['cases']}, {row['read_tokens']:,.0f} read", va="center", fontsize=8
-        )
-    save(figure, file, result, result["what"])
+def _recalled(rows: Sequence[Row], variant: str) -> tuple[str, float, float]:
+    """The tokens that a variant read, and its share right, of all lengths and depths."""
+    mine = [row for row in rows if row["variant"] == variant]
+    cases = sum(row["cases"] for row in mine)
+    read = sum(row["read_tokens"] * row["cases"] for row in mine) / cases
+    return variant, read, sum(row["right"] for row in mine) / cases
 
 
-def turns(result: Mapping[str, Any], file: Path) -> None:
-    """Draw the share right by variant (down) and turn (across).
-
-    Raises:
-        UsageError: the file cannot be written.
-    """
-    _table(result, file, ("variant", "turn"), "right by turn")
-
-
-def switches(result: Mapping[str, Any], file: Path) -> None:
-    """Draw the share right by the mode that was told (down) and the mode that was asked (across).
-
-    Raises:
-        UsageError: the file cannot be written.
-    """
-    _table(result, file, ("told", "asked"), "right by the mode that was told and the mode that was asked")
-
-
-def data(result: Mapping[str, Any], file: Path) -> None:
-    """Draw the mean scores by task (down) and variant (across).
-
-    Raises:
-        UsageError: the file cannot be written.
-    """
-    _table(result, file, ("task", "variant"), result["what"])
-
-
-def _table(result: Mapping[str, Any], file: Path, axes: tuple[str, str], title: str) -> None:
-    rows = result["summary"]
-    lines, columns = (list(dict.fromkeys(row[name] for row in rows)) for name in axes)
-    by_place = {tuple(row[name] for name in axes): _share(row) for row in rows}
-    figure = empty((1.3 if axes[1] != "turn" else 0.6) * len(columns) + 2.5, 0.5 * len(lines) + 1.6)
-    panel = figure.subplots()
-    matrix = [[by_place.get((line, column)) for column in columns] for line in lines]
-    shares(panel, list(map(str, lines)), list(map(str, columns)), matrix)
-    panel.set(xlabel=axes[1], ylabel=axes[0])
-    save(figure, file, result, title)
-
-
-def _share(row: Row) -> float | None:
-    """The score of a row, or the share of its cases that were right."""
-    if "score" in row:
-        return None if row["score"] is None else float(row["score"])
-    return row["right"] / row["cases"] if row["cases"] else None
-
-
-def _recalled(panel: Axes, rows: Sequence[Row]) -> None:
-    lengths, depths = (sorted({row[name] for row in rows}) for name in ("tokens", "depth"))
-    right = {(row["depth"], row["tokens"]): _share(row) for row in rows}
-    matrix = [[right.get((depth, length)) for length in lengths] for depth in depths]
-    shares(panel, [f"{depth:g}" for depth in depths], [f"{length:,}" for length in lengths], matrix)
+def _by_tokens_read(panel: Axes, points: Sequence[tuple[str, float, float]]) -> None:
+    """Draw points of variant, tokens read and a figure: a line for all budgets of what else is the same."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for variant, read, value in points:
+        lines.setdefault(BUDGET.sub("", variant).rstrip(":,"), []).append((read, value))
+    for name, found in lines.items():
+        panel.plot(*zip(*sorted(found), strict=True), marker="o", label=name)
+    panel.set(xlabel="tokens read", xlim=(0, None))
 
 
 def empty(width: float, height: float) -> Figure:
@@ -323,23 +141,6 @@ def write(figure: Figure, file: Path) -> None:
         raise files.unwritable(file, error, "Give another --plot.") from None
 
 
-def shares(panel: Axes, lines: Sequence[str], columns: Sequence[str], matrix: Sequence[Sequence[float | None]]) -> None:
-    """Draw shares from red to green with their percents; None is an empty cell."""
-    drawn = [[float("nan") if value is None else value for value in line] for line in matrix]
-    panel.imshow(drawn, cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
-    panel.set_xticks(range(len(columns)), columns, fontsize=7)
-    panel.set_yticks(range(len(lines)), lines, fontsize=7)
-    for i, line in enumerate(matrix):
-        for j, value in enumerate(line):
-            if value is not None:
-                panel.text(j, i, f"{100 * value:.0f}", ha="center", va="center", fontsize=7)
-
-
-def smooth(values: Sequence[float], over: int = 16) -> list[float]:
-    """The mean of each value and those before it, at most ``over``."""
-    return [sum(part) / len(part) for part in (values[max(0, i + 1 - over) : i + 1] for i in range(len(values)))]
-
-
 def _environment(result: Mapping[str, Any]) -> str:
     e = result["environment"]
     device = e["gpu"] or f"{e['processor']}, {e['threads']} threads"
@@ -348,16 +149,8 @@ def _environment(result: Mapping[str, Any]) -> str:
 
 DRAWN: dict[str, Callable[[Mapping[str, Any], Path], None]] = {
     "agreement": agreement,
-    "data": data,
     "decode": decode,
-    "lengths": lengths,
-    "long-run": long_run,
-    "passkey": passkey,
-    "perplexity": perplexity,
-    "prefill": prefill,
     "recall": recall,
-    "switches": switches,
-    "turns": turns,
 }
 
 

@@ -16,28 +16,14 @@ import torch
 from kvchat import units
 from kvchat.bench import model_shapes, timing
 from kvchat.bench.baselines import as_written
-from kvchat.bench.frame import Experiment, Frame, ModelChoice, Result, Row, methods, model_identity, parsed
-from kvchat.bench.timing import fingerprint
+from kvchat.bench.frame import Experiment, Frame, ModelChoice, Result, Row, methods, parsed
+from kvchat.bench.settings import Prefill
 from kvchat.engine.runner import ModelRunner, geometry_of, prefill_bytes_per_token, traits_of
 from kvchat.errors import UsageError
 from kvchat.kv import prefill
 from kvchat.kv.manager import is_out_of_memory
 from kvchat.kv.modes import build
 from kvchat.models.load import LoadedModel
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The measurement: prompts of ``lengths`` tokens, each followed by a second prompt of ``turn`` tokens.
-
-    ``shape`` names a model shape with random weights instead of the chosen model.
-    """
-
-    shape: str = ""
-    lengths: tuple[int, ...] = (512, 2048)
-    turn: int = 64
-    mode: str = "streaming"
-    rounds: int = 3
 
 
 @dataclass(frozen=True)
@@ -48,7 +34,7 @@ class Reading:
     peak_bytes: int | None
 
 
-def run(settings: Settings, choice: ModelChoice = ModelChoice(), frame: Frame | None = None) -> Result:
+def run(settings: Prefill, choice: ModelChoice = ModelChoice(), frame: Frame | None = None) -> Result:
     """Measure and return plain data, ready for JSON: a row for each length.
 
     Raises:
@@ -59,21 +45,19 @@ def run(settings: Settings, choice: ModelChoice = ModelChoice(), frame: Frame | 
     _check_lengths(settings, model)
     runner = ModelRunner(model, build(parsed(settings.mode), geometry_of(model), traits_of(model)))
     token_bytes = prefill_bytes_per_token(model) if model.device.type == "cuda" else None
-    experiment = Experiment(
+    experiment = Experiment.of(
         "prefill",
         "seconds and peak bytes of reading a prompt",
         asdict(settings),
         found,
-        model_identity(model),
-        fingerprint(model.device),
-        {"weight_bytes": model.weight_bytes},
+        model,
+        weight_bytes=model.weight_bytes,
     )
     cells = [{"tokens": length} for length in settings.lengths]
-    result = frame.measure(experiment, cells, lambda cell: [_row(settings, runner, cell["tokens"], token_bytes)], _line)
-    return frame.finish(result, result["rows"])
+    return frame.measure(experiment, cells, lambda cell: [_row(settings, runner, cell["tokens"], token_bytes)], _line)
 
 
-def _check_lengths(settings: Settings, model: LoadedModel) -> None:
+def _check_lengths(settings: Prefill, model: LoadedModel) -> None:
     longest = max(settings.lengths) + settings.turn
     if longest > model.context:
         raise UsageError(
@@ -84,7 +68,7 @@ def _check_lengths(settings: Settings, model: LoadedModel) -> None:
         )
 
 
-def _row(settings: Settings, runner: ModelRunner, length: int, token_bytes: int | None) -> Row:
+def _row(settings: Prefill, runner: ModelRunner, length: int, token_bytes: int | None) -> Row:
     model = runner.model
     draw = torch.Generator().manual_seed(length)
     ids = torch.randint(model.vocab, (length + settings.turn,), generator=draw).tolist()

@@ -2,59 +2,41 @@
 
 The prompt of a case is read once, exactly; every variant answers greedily from it, so that variants differ only in the
 tokens that their decode steps read. What full attention cannot answer is beyond the model, not lost by a mode: full is
-always among the variants.
+always among the variants. Asked ``inside`` an answer, the question comes after so many tokens of a story that are
+decoded in the variant's mode as the question is: what left by then must be found again.
+
+Two tasks differ. ``turns`` asks for one fact after the other, and the model's own answers stay in the conversation:
+what a mode lost or got wrong is part of later turns. ``switches`` decodes the story in one mode and the question in
+each of them: the K/V of the story are those that the first mode computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from functools import lru_cache
 
-from kvchat.bench.frame import (
-    Cell,
-    Experiment,
-    Frame,
-    ModelChoice,
-    Result,
-    Row,
-    enter,
-    mean,
-    methods,
-    model_identity,
-    wilson,
-)
-from kvchat.bench.recall_tasks import NAMES, TASKS, WITHOUT_DEPTH, Case, case
-from kvchat.bench.timing import fingerprint
-from kvchat.bench.walk import answered
+from kvchat.bench.frame import Cell, Experiment, Frame, ModelChoice, Result, Row, enter, mean, methods, wilson
+from kvchat.bench.recall_tasks import NAMES, TASKS, WITHOUT_DEPTH, Case, case, inside_answer
+from kvchat.bench.settings import Recall
+from kvchat.bench.walk import answered, decode
 from kvchat.engine.session import Session
 from kvchat.errors import UsageError, did_you_mean
+from kvchat.protocol.messages import Turn
 
 FULL = "full"
-STANDARD = (FULL, "streaming", "speculative", "freeze", "sync")
 ANSWER_TOKENS = 48
+TURNS, SWITCHES = "turns", "switches"
+INSIDE = 128  # tokens of the story in switches
+COORDINATES = ("task", "tokens", "depth", "variant", "turn", "asked")
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The measurement: ``cases`` of each task at each of ``lengths`` in tokens and ``depths`` from 0 to 1.
-
-    ``keys`` is how many facts are told where several are.
-    """
-
-    modes: tuple[str, ...]
-    tasks: tuple[str, ...] = ("passkey", "keys", "chain", "name")
-    lengths: tuple[int, ...] = (1000, 3000)
-    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
-    cases: int = 4
-    keys: int = 4
-    seed: int = 0
-
-
-def run(settings: Settings, choice: ModelChoice = ModelChoice(), frame: Frame | None = None) -> Result:
+def run(settings: Recall, choice: ModelChoice = ModelChoice(), frame: Frame | None = None) -> Result:
     """Measure and return plain data, ready for JSON: a row for each case and variant.
 
-    ``summary`` has a row for each task, length, depth and variant.
+    ``summary`` has a row for each task, length, depth and variant; of ``turns`` for each turn, of ``switches`` for each
+    mode ``asked`` in after the variant.
 
     Raises:
         UsageError: an unknown task, or a depth or number of keys out of range; KvchatError: the model cannot be
@@ -64,21 +46,27 @@ def run(settings: Settings, choice: ModelChoice = ModelChoice(), frame: Frame | 
     frame, variants = frame or Frame(), tuple(dict.fromkeys((FULL, *settings.modes)))
     found = methods(variants)
     session = choice.open(frame.report)
-    experiment = Experiment(
+    experiment = Experiment.of(
         "recall",
         "facts found in a long text; right is every part of the answer",
         asdict(settings),
         found,
-        model_identity(session.model),
-        fingerprint(session.model.device),
+        session.model,
     )
-    drawn = _Drawn(settings, session.model.tokenizer)
     cells = [{**place, "variant": variant} for place in _places(settings) for variant in variants]
-    result = frame.measure(experiment, cells, lambda cell: [_answer(session, drawn.case(cell), cell["variant"])], _line)
-    return frame.finish(result, _summary(result["rows"]))
+
+    @lru_cache(maxsize=1)  # the variants of a case follow each other
+    def drawn(task: str, tokens: int, depth: float, number: int) -> Case:
+        return case(task, tokens, depth, settings.keys, f"{settings.seed}/{number}", session.model.tokenizer)
+
+    def rows(cell: Cell) -> list[Row]:
+        asked = drawn(cell["task"], cell["tokens"], cell["depth"], cell["case"])
+        return list(_rows(session, asked, cell, settings, variants))
+
+    return frame.measure(experiment, cells, rows, _line, _summary)
 
 
-def _check(settings: Settings) -> None:
+def _check(settings: Recall) -> None:
     for task in settings.tasks:
         if task not in TASKS:
             raise UsageError(f'There is no task "{task}".', did_you_mean(task, TASKS))
@@ -87,9 +75,11 @@ def _check(settings: Settings) -> None:
             raise UsageError(f"The depth {depth:g} is refused.", hint="0 is the beginning of the text, 1 its end.")
     if not 2 <= settings.keys <= len(NAMES):
         raise UsageError(f"{settings.keys} keys are refused.", hint=f"Give 2 to {len(NAMES)}.")
+    if settings.inside and TURNS in settings.tasks:
+        raise UsageError("The questions of turns are turns of their own.", hint="Leave out --inside, or that task.")
 
 
-def _places(settings: Settings) -> list[Row]:
+def _places(settings: Recall) -> list[Row]:
     """Task, length, depth and number of every case; the same prompt's variants follow each other."""
     return [
         {"task": task, "tokens": tokens, "depth": depth, "case": number}
@@ -100,44 +90,76 @@ def _places(settings: Settings) -> list[Row]:
     ]
 
 
-class _Drawn:
-    """The cases; the last one is kept for the variants that follow."""
+def _rows(session: Session, asked: Case, cell: Cell, settings: Recall, variants: Sequence[str]) -> Iterator[Row]:
+    """A row for each question of the case, or for each mode that is asked in."""
+    enter(session, cell["variant"])
+    if cell["task"] == SWITCHES:
+        yield from _switched(session, asked, cell, settings.inside or INSIDE, variants)
+    elif settings.inside:
+        prompt, story, question = inside_answer(asked.turns, settings.inside, cell["case"], session.model.tokenizer)
+        session.truncate(0)
+        session.prefill(prompt)
+        answer = decode(session, [*story, *question], ANSWER_TOKENS)
+        read = {"prompt_tokens": len(prompt), "read_tokens": statistics.fmean(answer.read)}
+        yield _row(session, answer.text, asked.answers) | read
+    else:
+        yield from _asked(session, asked)
 
-    def __init__(self, settings: Settings, tokenizer: Any) -> None:
-        self._settings = settings
-        self._tokenizer = tokenizer
-        self._last: tuple[tuple[Any, ...], Case] | None = None
 
-    def case(self, cell: Cell) -> Case:
-        place = cell["task"], cell["tokens"], cell["depth"], cell["case"]
-        if self._last is None or self._last[0] != place:
-            task, tokens, depth, number = place
-            seed = f"{self._settings.seed}/{number}"
-            self._last = place, case(task, tokens, depth, self._settings.keys, seed, self._tokenizer)
-        return self._last[1]
+def _asked(session: Session, asked: Case) -> Iterator[Row]:
+    if asked.later:  # answers that another mode decoded are not this one's, though their text is the same
+        session.truncate(0)
+    turns = list(asked.turns)
+    for turn, (question, answers) in enumerate([("", asked.answers), *((q, (a,)) for q, a in asked.later)], 1):
+        turns += [Turn("user", question)] if question else []
+        finished = answered(session, turns, ANSWER_TOKENS)
+        turns.append(Turn("assistant", finished.text))
+        stats = finished.stats
+        yield {
+            **({"turn": turn} if asked.later else {}),
+            **_row(session, finished.text, answers),
+            "prompt_tokens": stats.prompt_tokens,
+            "read_tokens": stats.active_tokens,
+            "coverage": stats.coverage,
+        }
 
 
-def _answer(session: Session, asked: Case, variant: str) -> Row:
-    enter(session, variant)
-    finished = answered(session, asked.turns, ANSWER_TOKENS)
-    hits = sum(part in finished.text for part in asked.answers)
+def _switched(session: Session, asked: Case, cell: Cell, inside: int, variants: Sequence[str]) -> Iterator[Row]:
+    """Decode the story in the cell's variant, then ask in every one."""
+    prompt, story, question = inside_answer(asked.turns, inside, cell["case"], session.model.tokenizer)
+    session.truncate(0)
+    session.prefill(prompt)
+    for token in story:
+        session.step(token)
+    for mode in variants:
+        # The last token again: what the mode asked in finds is what the first one left.
+        enter(session, cell["variant"])
+        session.truncate(len(prompt) + len(story) - 1)
+        session.step(story[-1])
+        enter(session, mode)
+        answer = decode(session, question, ANSWER_TOKENS)
+        read = {"prompt_tokens": len(prompt), "read_tokens": statistics.fmean(answer.read)}
+        yield {"asked": mode} | _row(session, answer.text, asked.answers) | read
+
+
+def _row(session: Session, text: str, answers: Sequence[str]) -> Row:
+    hits = sum(part in text for part in answers)
     return {
-        "right": hits == len(asked.answers),
-        "found": hits / len(asked.answers),
-        "prompt_tokens": finished.stats.prompt_tokens,
-        "read_tokens": finished.stats.active_tokens,
-        "coverage": finished.stats.coverage,
-        "text": finished.text,
+        "right": hits == len(answers),
+        "found": hits / len(answers),
+        "text": text,
+        "kv_device_bytes": session.snapshot().kv_device_bytes,
     }
 
 
 def _summary(rows: Sequence[Row]) -> list[Row]:
-    places = dict.fromkeys((row["task"], row["tokens"], row["depth"], row["variant"]) for row in rows)
-    return [_of_place(rows, *place) for place in places]
+    """Of ``turns`` and ``switches`` a refused cell has no place, which has a coordinate more than the cell."""
+    placed = [row for row in rows if "refused" not in row or row["task"] not in (TURNS, SWITCHES)]
+    places = [{name: row[name] for name in COORDINATES if name in row} for row in placed]
+    return [_of_place(rows, dict(place)) for place in dict.fromkeys(tuple(place.items()) for place in places)]
 
 
-def _of_place(rows: Sequence[Row], task: str, tokens: int, depth: float, variant: str) -> Row:
-    place = {"task": task, "tokens": tokens, "depth": depth, "variant": variant}
+def _of_place(rows: Sequence[Row], place: Row) -> Row:
     mine = [row for row in rows if place.items() <= row.items() and "refused" not in row]
     right = sum(row["right"] for row in mine)
     return place | {
@@ -147,9 +169,12 @@ def _of_place(rows: Sequence[Row], task: str, tokens: int, depth: float, variant
         "found": mean(row["found"] for row in mine),
         "read_tokens": mean(row["read_tokens"] or 0 for row in mine),
         "coverage": mean(row["coverage"] for row in mine if row.get("coverage") is not None),
+        "kv_device_bytes": max((row["kv_device_bytes"] for row in mine), default=None),
     }
 
 
 def _line(row: Row) -> str:
     place = f"{row['task']:<8} {row['tokens']:>6,} tokens, depth {row['depth']:.2f}"
-    return f"{place}  {row['variant']:<40} {'right' if row['right'] else 'wrong: ' + row['text']}"
+    place += f", turn {row['turn']:>2}" if "turn" in row else ""
+    asked = f", asked in {row['asked']}" if "asked" in row else ""
+    return f"{place}  {row['variant'] + asked:<40} {'right' if row['right'] else 'wrong: ' + row['text']}"

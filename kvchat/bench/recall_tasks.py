@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvchat.bench.texts import BOOKS, BREAK
-from kvchat.engine.synthetic_text import sentences
+from kvchat.engine.prompt import PromptEncoder, Stored
+from kvchat.engine.synthetic_text import hide, passage, sentences
 from kvchat.protocol.messages import Turn
 
 NAMES = ("Bija", "Koto", "Luma", "Tiso", "Rade", "Vano", "Sefi", "Nuro", "Pela", "Garo", "Hiva", "Modu")
 CHAIN = 3  # variables
+QUESTIONS = 10  # of turns
 FILLER_TURNS = 4  # between what is told at the beginning and the question about it
 RULE = "tulip"
 # What is told, what is asked, and what the answer has to contain.
@@ -46,10 +48,14 @@ FACTS = (
 
 @dataclass(frozen=True)
 class Case:
-    """A conversation that ends with the question, and everything that the answer must contain."""
+    """A conversation that ends with the question, and everything that the answer must contain.
+
+    ``later`` are further questions with their answers, each asked in a turn of its own after the answer before it.
+    """
 
     turns: tuple[Turn, ...]
     answers: tuple[str, ...]
+    later: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -88,6 +94,18 @@ class Draw:
 def case(task: str, tokens: int, depth: float, keys: int, seed: str, tokenizer: Any) -> Case:
     """The case of a task; the same for the same ``seed``."""
     return TASKS[task](Draw(tokens, depth, keys, random.Random(f"{seed}/{task}/{tokens}/{depth}"), tokenizer))
+
+
+def inside_answer(
+    turns: Sequence[Turn], tokens: int, seed: int, tokenizer: Any
+) -> tuple[list[int], list[int], list[int]]:
+    """The ids of a prompt that asks for a story, of ``tokens`` tokens of one, and of the last turn, asked after it."""
+    begun = (*turns[:-1], Turn("user", "Tell me a story."))
+    told = (*begun, Turn("assistant", passage(sentences(seed), tokens, tokenizer)))
+    encoder = PromptEncoder(tokenizer)
+    prompt, story, whole = (list(encoder.encode(each, Stored()).ids) for each in (begun, told, (*told, turns[-1])))
+    end = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(story, whole, strict=False)))
+    return prompt, whole[len(prompt) : end], whole[end:]
 
 
 def _passkey(draw: Draw) -> Case:
@@ -164,6 +182,23 @@ def _pinned(draw: Draw) -> Case:
     return _told(draw, pinned=True)
 
 
+def _turns(draw: Draw) -> Case:
+    """Keys stand anywhere in one text, and each is asked for in a turn of its own."""
+    told = {name: draw.number() for name in draw.random_.sample(NAMES, QUESTIONS)}
+    text = draw.filler(draw.tokens)
+    for name, number in told.items():
+        text.insert(draw.random_.randrange(len(text) + 1), _value(name, number))
+    (asked, answer), *later = ((f"What is the value of {name}?", number) for name, number in told.items())
+    turns = (Turn("user", " ".join(text)), Turn("assistant", "I see."), Turn("user", asked))
+    return Case(turns, (answer,), tuple(later))
+
+
+def _switches(draw: Draw) -> Case:
+    """A passkey is told in an early turn, and asked for in another mode."""
+    hidden = hide(draw.number(), draw.tokens, draw.tokenizer)
+    return Case(hidden.turns, (hidden.answer,))
+
+
 TASKS: dict[str, Callable[[Draw], Case]] = {
     "passkey": _passkey,
     "keys": _keys,
@@ -176,8 +211,11 @@ TASKS: dict[str, Callable[[Draw], Case]] = {
     "system": _system,
     "told": _told,
     "pinned": _pinned,
+    "turns": _turns,
+    "switches": _switches,
 }
-WITHOUT_DEPTH = ("name", "rule", "system", "told", "pinned")  # what they tell stands at the beginning
+# What they tell stands at the beginning, or anywhere.
+WITHOUT_DEPTH = ("name", "rule", "system", "told", "pinned", "turns", "switches")
 
 
 def _pairs(draw: Draw) -> tuple[list[str], tuple[str, ...]]:

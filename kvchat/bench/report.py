@@ -1,4 +1,4 @@
-"""A report of several results: the tables of each experiment, in Markdown or LaTeX, and comparisons of two."""
+"""A report of several results: the tables of each experiment, and comparisons of two."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from kvchat import units
-from kvchat.bench.frame import Result, difference, incompatible, load, outdated, wilson
+from kvchat.bench.frame import Result, difference, incompatible, load, wilson
+from kvchat.bench.settings import NATURAL
 from kvchat.errors import UsageError
 from kvchat.foreign_text import visible
 
@@ -16,25 +17,9 @@ Row = Mapping[str, Any]
 HEADS = ("row", "figure", "before", "after", "ratio")
 SAME = ("all rows", "all figures", "equal", "equal", "1.000")
 COORDINATES = (
-    *("part", "row", "variant", "told", "asked", "size", "action"),
+    *("part", "row", "kind", "variant", "asked", "size", "action"),
     *("task", "tokens", "depth", "turn", "context", "change_rate", "stored"),
 )
-LATEX = str.maketrans(
-    {
-        "\\": r"\textbackslash{}",
-        "&": r"\&",
-        "%": r"\%",
-        "$": r"\$",
-        "#": r"\#",
-        "_": r"\_",
-        "{": r"\{",
-        "}": r"\}",
-        "~": r"\textasciitilde{}",
-        "^": r"\textasciicircum{}",
-        "|": r"\textbar{}",
-    }
-)
-NATURAL = "natural"
 
 
 def read(files: Sequence[Path]) -> list[Result]:
@@ -54,14 +39,13 @@ def read(files: Sequence[Path]) -> list[Result]:
     return results
 
 
-def rendered(results: Sequence[Result], latex: bool = False) -> str:
-    """All tables of the results.
+def rendered(results: Sequence[Result]) -> str:
+    """All tables of the results, in Markdown.
 
     Raises:
         UsageError: a result is not complete, or not readable.
     """
-    made = [table for result in results for table in tables(result)]
-    return "\n\n".join(table.latex() if latex else table.markdown() for table in made)
+    return "\n\n".join(table.markdown() for result in results for table in tables(result))
 
 
 def compared(one: Path, other: Path) -> Table:
@@ -79,7 +63,7 @@ def compared(one: Path, other: Path) -> Table:
         )
     for file, result in ((one, before), (other, after)):
         if "summary" not in result:
-            raise UsageError(f"{file} is not complete.", "", "The command that began it measures the rest.")
+            raise UsageError(f"{file} is not complete.", "", "Measure it again.")
     pairs = _pairs(before["summary"], after["summary"])
     if not pairs:
         raise UsageError(f"{one} and {other} have no row in common.", hint="Measure both with the same settings.")
@@ -171,6 +155,8 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("median", figure("kl_median", 4)),
         Column("99 %", figure("kl_99", 3)),
         Column("99.9 %", figure("kl_999", 3)),
+        Column("perplexity", figure("perplexity", 2)),
+        Column("perplexity of full", figure("perplexity_full", 2)),
         Column("same top token", share("same_top", 1)),
         Column("95 %", interval("same_top_interval")),
         Column("mass covered", share("covered", 1)),
@@ -197,23 +183,6 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("cut to the context", figure("cut")),
         Column("tokens read", figure("read_tokens")),
     ),
-    "passkey": (
-        Column("mode", variant),
-        Column("recalled", lambda row: f"{row['right']} of {row['cases']}"),
-        Column("95 %", interval("interval")),
-        Column("tokens read", figure("read_tokens")),
-        Column("K/V on the device", size("kv_device_bytes")),
-    ),
-    "perplexity": (
-        Column("mode", variant),
-        Column("perplexity", figure("perplexity", 2)),
-        Column("over full", lambda row: f"{100 * (row['ratio'] - 1):+.1f} %" if "ratio" in row else units.MISSING),
-        Column("std. error", share("ratio_standard_error", 1)),
-        Column("tokens read", figure("read_mean")),
-        Column("fewer", lambda row: units.percent(1 - row["read_share"]) if "read_share" in row else units.MISSING),
-        Column("read at the end", figure("read_end")),
-        Column("times full's time", figure("wall_ratio", 2)),
-    ),
     "decode": (
         Column("mode", lambda row: variant(row) + changed(row)),
         Column("context", figure("context")),
@@ -222,14 +191,6 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("times as fast", lambda row: _ratios(row)),
         Column("kept beside a load", share("kept")),
         Column("others' share", share("others")),
-        Column("K/V on the device", size("kv_device_bytes")),
-        Column("moved a token", size("moved_bytes")),
-    ),
-    "lengths": (
-        Column("mode", variant),
-        Column("context", figure("context")),
-        Column("ms", figure("ms", 2)),
-        Column("times the shortest", figure("times_shortest", 2)),
         Column("K/V on the device", size("kv_device_bytes")),
         Column("moved a token", size("moved_bytes")),
     ),
@@ -252,19 +213,6 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("others' share", share("others")),
         Column("memory at most", size("peak_bytes")),
     ),
-    "long-run": (
-        Column("tokens stored", figure("stored")),
-        Column("step", figure("ms", 1, "ms")),
-        Column("K/V on the device", size("kv_device_bytes")),
-        Column("K/V on the host", size("kv_host_bytes")),
-    ),
-    "resume": (
-        Column("taken from", lambda row: row["way"]),
-        Column("tokens", figure("tokens")),
-        Column("seconds", figure("seconds", 3)),
-        Column("times as fast as reading", figure("times_read", 1)),
-        Column("K/V", size("kv_host_bytes")),
-    ),
 }
 
 
@@ -279,10 +227,10 @@ def tables(result: Result) -> list[Table]:
         raise UsageError(
             f"The result of {name} is not complete.",
             f"{len(result['rows'])} rows of {result.get('cells', 'some')} cells were measured.",
-            "The command that began it measures the others.",
+            "Measure it again.",
         )
     try:
-        return _noted(_tables(name, result), [_measured(result), *_older(result)])
+        return _noted(_tables(name, result), [made_by(result)])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UsageError(
             f"The result of {name} cannot be read.", f"{type(error).__name__}: {error}.", "Measure it again."
@@ -298,34 +246,29 @@ def _tables(name: str, result: Result) -> list[Table]:
     title, rows = f"{name}: {result['what']}", result["summary"]
     if "parts" in result:
         return _parts(result)
-    if name in PIVOTS:
-        return PIVOTS[name](title, rows)
+    if name == "recall":
+        return _recall(title, rows)
     if name not in COLUMNS:
         raise UsageError(f'There is no table of "{name}".', hint="Give a result of another experiment.")
     return [tabulated(title, COLUMNS[name], rows)]
 
 
 def _recall(title: str, rows: list[Row]) -> list[Table]:
-    """A table for each task: a line for each variant, a column for each length; depths are summed."""
+    """A line for each variant, a column for each task and length, depths summed; grids of turns and of switches."""
     found = []
-    for task in dict.fromkeys(row["task"] for row in rows):
-        mine = [row for row in rows if row["task"] == task]
-        lengths = sorted({row["tokens"] for row in mine})
+    plain = [row for row in rows if not row.keys() & {"turn", "asked"}]
+    if plain:
+        places = list(dict.fromkeys((row["task"], row["tokens"]) for row in plain))
         lines = [
-            (variant({"variant": name}), *(_right_of(mine, variant=name, tokens=length) for length in lengths))
-            for name in dict.fromkeys(row["variant"] for row in mine)
+            (variant({"variant": name}), *(_right_of(plain, variant=name, task=t, tokens=n) for t, n in places))
+            for name in dict.fromkeys(row["variant"] for row in plain)
         ]
-        heads = ("mode", *(f"{length:,} tokens" for length in lengths))
-        found.append(Table(f"{title}: {task}", heads, tuple(lines)))
+        heads = ("mode", *(f"{task}, {length:,} tokens" for task, length in places))
+        found.append(Table(title, heads, tuple(lines)))
+    for column in ("turn", "asked"):
+        if mine := [row for row in rows if column in row]:
+            found.append(_grid(f"{title}: {mine[0]['task']}, by {column}", mine, column))
     return found
-
-
-def _turns(title: str, rows: list[Row]) -> list[Table]:
-    return [_grid(title, rows, "variant", "turn")]
-
-
-def _switches(title: str, rows: list[Row]) -> list[Table]:
-    return [_grid(f"{title} (lines: told, columns: asked)", rows, "told", "asked")]
 
 
 def _parts(result: Result) -> list[Table]:
@@ -345,7 +288,7 @@ def _parts(result: Result) -> list[Table]:
             columns += [Column(key, _of("measured", key))] if key in measured else []
             columns += [Column(f"{key}, published", _of("published", key))] if key in published else []
         found.append(tabulated(words["title"], columns, rows, words["differs"]))
-    return _noted(found, (f"All parts took {units.seconds(taken)}.",)) if taken else found
+    return _noted(found, (f"Measured in {units.seconds(taken)}.",)) if taken else found
 
 
 def _of(side: str, key: str) -> Callable[[Row], str]:
@@ -358,14 +301,14 @@ def _of(side: str, key: str) -> Callable[[Row], str]:
     return cell
 
 
-def _grid(title: str, rows: list[Row], line: str, column: str) -> Table:
-    """Right answers by two coordinates, and all of a line with their interval."""
+def _grid(title: str, rows: list[Row], column: str) -> Table:
+    """Right answers by variant and another coordinate, and all of a line with their interval."""
     columns = list(dict.fromkeys(row[column] for row in rows))
     lines = []
-    for name in dict.fromkeys(row[line] for row in rows):
-        cells = (_right(rows, **{line: name, column: each}) for each in columns)
-        lines.append((variant({"variant": name}), *cells, _right_of(rows, **{line: name})))
-    heads = (line, *(variant({"variant": each}) if isinstance(each, str) else str(each) for each in columns))
+    for name in dict.fromkeys(row["variant"] for row in rows):
+        cells = (_right(rows, variant=name, **{column: each}) for each in columns)
+        lines.append((variant({"variant": name}), *cells, _right_of(rows, variant=name)))
+    heads = ("mode", *(variant({"variant": str(each)}) for each in columns))
     return Table(title, (*heads, "all (95 %)"), tuple(lines))
 
 
@@ -401,33 +344,9 @@ class Table:
         lines = [f"| {' | '.join(_bar(cell) for cell in cells)} |" for cells in (self.heads, ruler, *self.rows)]
         return "\n".join([f"### {visible(self.title)}", "", *lines, *(f"\n{visible(note)}" for note in self.notes)])
 
-    def latex(self) -> str:
-        """A floating table for the package booktabs."""
-        columns = "l" + "r" * (len(self.heads) - 1)
-        heads, *rows = (" & ".join(_escaped(cell) for cell in cells) + r" \\" for cells in (self.heads, *self.rows))
-        caption = " ".join(_escaped(text) for text in (f"{self.title}.", *self.notes))
-        body = [heads, r"\midrule", *rows]
-        return "\n".join(
-            [
-                r"\begin{table}",
-                r"\centering",
-                rf"\caption{{{caption}}}",
-                rf"\begin{{tabular}}{{{columns}}}",
-                r"\toprule",
-                *body,
-                r"\bottomrule",
-                r"\end{tabular}",
-                r"\end{table}",
-            ]
-        )
-
 
 def _bar(cell: str) -> str:
     return visible(cell).replace("\n", " ").replace("|", "\\|")
-
-
-def _escaped(text: str) -> str:
-    return visible(text).replace("\n", " ").translate(LATEX)
 
 
 def line(row: Mapping[str, Any]) -> str:
@@ -458,14 +377,7 @@ def changed(row: Mapping[str, Any]) -> str:
     return new + ("" if share is None else f", {100 * share:g} % corrected")
 
 
-PIVOTS: dict[str, Callable[[str, list[Row]], list[Table]]] = {
-    "recall": _recall,
-    "turns": _turns,
-    "switches": _switches,
-}
-
-
-def _measured(result: Result) -> str:
+def made_by(result: Result) -> str:
     """Command, model if there is one, and machine."""
     model, e = result["model"], result["environment"]
     command = f"`{result['command']}`; " if result.get("command") else ""
@@ -476,16 +388,18 @@ def _measured(result: Result) -> str:
     return f"{command}{weights}; {device}; torch {e['torch']}, transformers {e['transformers']}."
 
 
-def _older(result: Result) -> tuple[str, ...]:
-    return (f"Older than the code: {reason}.",) if (reason := outdated(result)) else ()
-
-
 def tabulated(title: str, columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], *notes: str) -> Table:
-    """A table with a line for each row; a row that was ``refused`` has its reason in the second cell."""
+    """A table with a line for each row; a row that was ``refused`` has its reason in the second cell.
+
+    A column of which nothing was measured is left out.
+    """
+    measured = [row for row in rows if "refused" not in row]
+    absent = {"", units.MISSING}
+    shown = [each for at, each in enumerate(columns) if at < 2 or {each.cell(row) for row in measured} - absent]
     cells = tuple(
-        (columns[0].cell(row), row["refused"], *[""] * (len(columns) - 2))
+        (shown[0].cell(row), row["refused"], *[""] * (len(shown) - 2))
         if "refused" in row
-        else tuple(column.cell(row) for column in columns)
+        else tuple(column.cell(row) for column in shown)
         for row in rows
     )
-    return Table(title, tuple(column.head for column in columns), cells, notes)
+    return Table(title, tuple(column.head for column in shown), cells, notes)

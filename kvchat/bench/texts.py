@@ -166,12 +166,3 @@ def _object(file: Path, number: int, text: str) -> Mapping[str, Any]:
     if not isinstance(fields, dict):
         raise UsageError(f"{file}, line {number} is refused.", "It is JSON, but no object.", "Download the file again.")
     return fields
-
-
-def texts(name: str, folder: Path) -> tuple[str, ...]:
-    """The files of the data set ``name`` in ``folder``, for ``perplexity.Settings.texts``.
-
-    Raises:
-        UsageError: there is no such folder, or none of its files is one of the data set.
-    """
-    return tuple(str(file) for file in files(folder, ENDINGS[name]))

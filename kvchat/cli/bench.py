@@ -1,368 +1,135 @@
 """``kvchat bench WHAT``: measurements. Progress goes to stderr, results to stdout.
 
-Each keeps its finished rows in a file, that of ``--out`` or one of its own until it is complete, and goes on from
-there. Imports no torch: every command imports what it runs.
+Imports no torch: every command imports what it runs.
 """
 
 from __future__ import annotations
 
-import hashlib
+import inspect
 import json
 import shlex
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, Field, fields
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
-from kvchat import paths
-from kvchat.bench import plots
+from kvchat.bench import plots, settings
 from kvchat.bench import report as reports
-from kvchat.bench.frame import Frame, ModelChoice, Result, with_budgets
+from kvchat.bench.frame import Frame, ModelChoice, Result
 from kvchat.bench.report import tables
 from kvchat.bench.texts import check
 from kvchat.cli.options import NamedDevice, complete_model, setting
 from kvchat.cli.output import echo, report
+from kvchat.config import profiles
 from kvchat.config.schema import KvSection, ModelSettings
 from kvchat.errors import UsageError
-from kvchat.protocol.messages import HostDtype
 
 app = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="Measure speed, memory and quality of the modes.")
-BUDGET = 512  # of modes where neither they nor it are named
-Model = Annotated[str, setting(ModelSettings, "name", "-m", "--model", complete=complete_model)]
-Device = NamedDevice
-Dtype = Annotated[str, setting(ModelSettings, "dtype")]
-HostPages = Annotated[HostDtype, setting(KvSection, "host_dtype")]
-Quantize = Annotated[str, setting(ModelSettings, "quantize")]
-Shape = Annotated[
-    str, typer.Option(help="random weights in the shape of llama-3.1-8b, qwen2.5-7b, ... instead of a model")
-]
-Variants = Annotated[list[str] | None, typer.Option(metavar="MODE[:KEY=VALUE,...]", help="a variant; repeatable")]
-Mode = Annotated[str, typer.Option(metavar="MODE[:KEY=VALUE,...]", help="the KV mode")]
-Budget = Annotated[int, typer.Option(help="tokens per KV head")]
-Budgets = Annotated[
-    list[int] | None, typer.Option(help="tokens per KV head, for modes that name no budget; repeatable")
-]
-Texts = Annotated[list[Path] | None, typer.Option(exists=True, dir_okay=False, help="a text file, UTF-8; repeatable")]
-Seed = Annotated[int, typer.Option(help="the same seed gives the same cases")]
-Cases = Annotated[int, typer.Option(min=1, help="conversations")]
+MODEL: dict[str, Any] = {
+    "model": Annotated[str, setting(ModelSettings, "name", "-m", "--model", complete=complete_model)],
+    "device": NamedDevice,
+    "dtype": Annotated[str, setting(ModelSettings, "dtype")],
+    "quantize": Annotated[str, setting(ModelSettings, "quantize")],
+    "host_dtype": Annotated[str, setting(KvSection, "host_dtype")],
+}
 Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="draw it to .svg or .png (needs matplotlib)")]
-Out = Annotated[
-    Path | None, typer.Option(help="keep the rows in this file, as JSON; one that is there is gone on with")
-]
+Out = Annotated[Path | None, typer.Option(help="keep the rows in this file as they come, as JSON; it is replaced")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object, with what was run on")]
-# Of bench paper alone.
-Parts = Annotated[list[str] | None, typer.Option(help="only this table or figure, as table-1; repeatable")]
-StudySizes = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="one of the study's sizes; repeatable")
-]
-# Of bench decode alone.
-Contexts = Annotated[list[int] | None, typer.Option(min=1, help="tokens before the measured ones; repeatable")]
-ChangeRates = Annotated[
-    list[str] | None,
-    typer.Option(help="share of speculative's pages that is new at each step, or natural; repeatable"),
-]
-Corrections = Annotated[
-    list[float] | None,
-    typer.Option(
-        min=0, max=1, help="share of heads that speculative corrects at each step, as one row more; repeatable"
-    ),
-]
-Steps = Annotated[int, typer.Option(min=1, help="tokens of a round that count")]
-Rounds = Annotated[int, typer.Option(min=1, help="rounds in which every variant has its turn")]
-Baselines = Annotated[
-    str | None, typer.Option(help="dynamic, static, compile, offloaded, generate, llama.cpp; by commas, or none")
-]
-ReadsPrompt = Annotated[bool, typer.Option("--prefill", help="read a prompt with random weights too")]
-OtherLoad = Annotated[int, typer.Option(min=0, help="busy processes beside which all is measured once more")]
 SaveProfile = Annotated[
     bool, typer.Option("--save-profile", help="keep the device's measured roofline as your GPU profile")
 ]
 
 
-@app.command("agreement")
-def agreement_command(
-    mode: Variants = None,
-    budget: Budgets = None,
-    context: Annotated[int, typer.Option(min=1, help="tokens before the decoded ones")] = 2048,
-    tokens: Annotated[int, typer.Option(min=1, help="decoded tokens of a passage")] = 400,
-    passages: Annotated[int | None, typer.Option(min=1, help="passages at most (default: all)")] = None,
-    text: Texts = None,
-    model: Model = "bundled",
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    quantize: Quantize = "none",
-    host_dtype: HostPages = "model",
-    as_json: Json = False,
-    out: Out = None,
-    plot: Plot = None,
+def experiment(
+    name: str,
+    module: str,
+    kind: type,
+    plot: bool = False,
+    host_dtype: bool = False,
+    also: Mapping[str, Any] = {},
+    after: Callable[..., None] | None = None,
 ) -> None:
-    """KL divergence from full attention, top-1 agreement and attention mass covered, token by token."""
-    variants = with_budgets(mode or (), budget or ())  # refused before torch is imported
-    from kvchat.bench import agreement
+    """Make the command ``name`` of ``run`` in ``kvchat.bench.MODULE``, with the options that ``kind`` has as fields.
 
-    chosen = variants or standard_variants(agreement.STANDARD, budget)
-    settings = agreement.Settings(chosen, context, tokens, passages, file_names(text))
-    run = Run("agreement", settings, ModelChoice(model, device, dtype, quantize, host_dtype), out, as_json, plot)
-    run.done(agreement.run(settings, run.choice, run.frame))
+    ``also`` are flags that ``after`` takes, which is called with the result and the model.
+    """
+    hints = get_type_hints(kind, include_extras=True)
+    own = {_parameter(each, hints[each.name]): each for each in fields(kind) if get_args(hints[each.name])[1:]}
+    model = {option: hint for option, hint in MODEL.items() if host_dtype or option != "host_dtype"}
+    parameters = [
+        *(_option(option, each, hints[each.name]) for option, each in own.items()),
+        *(_keyword(option, hint, getattr(ModelChoice, option)) for option, hint in model.items()),
+        _keyword("as_json", Json, False),
+        _keyword("out", Out, None),
+        *([_keyword("plot", Plot, None)] if plot else []),
+        *(_keyword(option, hint, False) for option, hint in also.items()),
+    ]
 
+    def command(**given: Any) -> None:
+        chosen = kind(**{each.name: _value(each, given[option]) for option, each in own.items()})
+        check(getattr(chosen, "texts", ()))
+        choice = ModelChoice(**{option: given[option] for option in model})
+        made = Measurement(given["out"], given["as_json"], given.get("plot"))
+        result = import_module(f"kvchat.bench.{module}").run(chosen, choice, made.frame)
+        made.show(result)
+        if after:
+            after(result, choice, **{option: given[option] for option in also})
 
-@app.command("coverage")
-def coverage_command(
-    mode: Variants = None,
-    budget: Budgets = None,
-    context: Annotated[int, typer.Option(min=1, help="tokens before the decoded ones")] = 3072,
-    tokens: Annotated[int, typer.Option(min=1, help="decoded tokens of a passage")] = 32,
-    passages: Annotated[int, typer.Option(min=0, help="passages of books at most")] = 3,
-    facts: Annotated[int, typer.Option(min=0, help="questions about what such a text tells")] = 6,
-    text: Texts = None,
-    seed: Seed = 0,
-    model: Model = "bundled",
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    quantize: Quantize = "none",
-    as_json: Json = False,
-    out: Out = None,
-) -> None:
-    """Share of the full softmax mass on what each mode reads, beside the best pages and tokens; the worst head."""
-    variants = with_budgets(mode or (), budget or ())  # refused before torch is imported
-    from kvchat.bench import coverage
-
-    chosen = variants or with_budgets(coverage.STANDARD, budget or coverage.BUDGETS)
-    settings = coverage.Settings(chosen, context, tokens, passages, facts, file_names(text), seed)
-    run = Run("coverage", settings, ModelChoice(model, device, dtype, quantize), out, as_json)
-    run.done(coverage.run(settings, run.choice, run.frame))
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in parameters}
+    app.command(name, help=(kind.__doc__ or "").partition("\n")[0])(command)
 
 
-@app.command("recall")
-def recall_command(
-    mode: Variants = None,
-    budget: Budgets = None,
-    task: Annotated[
-        list[str] | None, typer.Option(help="passkey keys values all chain name rule system told pinned; repeatable")
-    ] = None,
-    length: Annotated[list[int] | None, typer.Option(min=16, help="tokens of a text, about; repeatable")] = None,
-    depth: Annotated[list[float] | None, typer.Option(help="where the fact stands, 0 to 1; repeatable")] = None,
-    cases: Annotated[int, typer.Option(min=1, help="conversations of each length and depth")] = 4,
-    keys: Annotated[int, typer.Option(help="facts told where several are")] = 4,
-    seed: Seed = 0,
-    model: Model = "bundled",
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    quantize: Quantize = "none",
-    as_json: Json = False,
-    out: Out = None,
-    plot: Plot = None,
-) -> None:
-    """Facts found in long texts: tasks by lengths, depths, modes and budgets."""
-    variants = with_budgets(mode or (), budget or ())  # refused before torch is imported
-    from kvchat.bench import recall
-
-    standard = recall.Settings(())
-    settings = recall.Settings(
-        variants or standard_variants(recall.STANDARD, budget),
-        tuple(task or standard.tasks),
-        tuple(length or standard.lengths),
-        tuple(depth or standard.depths),
-        cases,
-        keys,
-        seed,
-    )
-    run = Run("recall", settings, ModelChoice(model, device, dtype, quantize), out, as_json, plot)
-    run.done(recall.run(settings, run.choice, run.frame))
+def _parameter(each: Field[Any], hint: Any) -> str:
+    """The parameter of a field: named as its option is, where that has another name."""
+    flag = getattr(get_args(hint)[1], "default", ...)
+    return flag.lstrip("-").replace("-", "_") if isinstance(flag, str) else each.name
 
 
-@app.command("turns")
-def turns_command(
-    mode: Variants = None,
-    budget: Budgets = None,
-    cases: Cases = 4,
-    tokens: Annotated[int, typer.Option(min=64, help="tokens of a text, about")] = 3000,
-    seed: Seed = 0,
-    model: Model = "bundled",
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    quantize: Quantize = "none",
-    as_json: Json = False,
-    out: Out = None,
-) -> None:
-    """Ten questions over one text, scored by turn."""
-    variants = with_budgets(mode or (), budget or ())  # refused before torch is imported
-    from kvchat.bench import turns
-
-    settings = turns.Settings(variants or standard_variants(turns.STANDARD, budget), cases, tokens, seed)
-    run = Run("turns", settings, ModelChoice(model, device, dtype, quantize), out, as_json)
-    run.done(turns.run(settings, run.choice, run.frame))
+def _option(name: str, each: Field[Any], hint: Any) -> inspect.Parameter:
+    """A tuple of any length is an option that may be repeated."""
+    kind, option = get_args(hint)
+    default = inspect.Parameter.empty if each.default is MISSING else each.default
+    if getattr(option, "parser", None):
+        return _keyword(name, Annotated[str | None, option], default)
+    if get_origin(kind) is tuple:
+        return _keyword(name, Annotated[list[get_args(kind)[0]] | None, option], None)  # type: ignore[misc]
+    return _keyword(name, hint, default)
 
 
-@app.command("switches")
-def switches_command(
-    mode: Variants = None,
-    budget: Budgets = None,
-    cases: Cases = 4,
-    tokens: Annotated[int, typer.Option(min=64, help="tokens of a conversation, about")] = 1400,
-    inside: Annotated[int, typer.Option(min=1, help="tokens decoded in the mode in which the fact is told")] = 128,
-    seed: Seed = 0,
-    model: Model = "bundled",
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    quantize: Quantize = "none",
-    as_json: Json = False,
-    out: Out = None,
-) -> None:
-    """Told in one mode, asked in another, all pairs."""
-    variants = with_budgets(mode or (), budget or ())  # refused before torch is imported
-    from kvchat.bench import turns
-
-    settings = turns.SwitchSettings(variants or standard_variants(turns.STANDARD, budget), cases, tokens, seed, inside)
-    run = Run("switches", settings, ModelChoice(model, device, dtype, quantize), out, as_json)
-    run.done(turns.switches(settings, run.choice, run.frame))
+def _keyword(name: str, hint: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
 
-@app.command("passkey")
-def passkey_command(
-    mode: Variants = None,
-    cases: Cases = 40,
-    tokens: Annotated[int, typer.Option(min=64, help="tokens of a conversation, about")] = 3000,
-    inside: Annotated[int, typer.Option(min=0, help="tokens of an answer before the question, in the same turn")] = 0,
-    seed: Seed = 0,
-    model: Model = "bundled",
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    quantize: Quantize = "none",
-    as_json: Json = False,
-    out: Out = None,
-) -> None:
-    """Recall of a number told in an earlier turn, mode against mode."""
-    from kvchat.bench import passkey
-
-    settings = passkey.Settings(tuple(mode or passkey.STANDARD), cases, tokens, inside, seed)
-    run = Run("passkey", settings, ModelChoice(model, device, dtype, quantize), out, as_json)
-    run.done(passkey.run(settings, run.choice, run.frame))
+def _value(each: Field[Any], given: Any) -> Any:
+    """What a field is given: its default for an option that may be repeated and was not given."""
+    if isinstance(each.default, tuple) and not given:
+        return each.default
+    return tuple(given) if isinstance(given, list) else given
 
 
-@app.command("perplexity")
-def perplexity_command(
-    mode: Variants = None,
-    text: Texts = None,
-    tokens: Annotated[int, typer.Option(min=16, help="decoded tokens of a passage")] = 1000,
-    passages: Annotated[int | None, typer.Option(min=1, help="passages at most (default: all)")] = None,
-    model: Model = "bundled",
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    quantize: Quantize = "none",
-    host_dtype: HostPages = "model",
-    as_json: Json = False,
-    out: Out = None,
-) -> None:
-    """Perplexity of book text, tokens read and time, mode against full."""
-    from kvchat.bench import perplexity
-
-    settings = perplexity.Settings(tuple(mode or perplexity.STANDARD), tokens, passages, file_names(text))
-    run = Run("perplexity", settings, ModelChoice(model, device, dtype, quantize, host_dtype), out, as_json)
-    run.done(perplexity.run(settings, run.choice, run.frame))
-
-
-@app.command("paper")
-def paper_command(
-    paper: Annotated[str, typer.Argument(metavar="PAPER", help="asr-kf-egr, lazy-pruning, synckv or freekv")],
-    part: Parts = None,
-    set_: StudySizes = None,
-    text: Texts = None,
-    model: Model = "bundled",
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    quantize: Quantize = "none",
-    as_json: Json = False,
-    out: Out = None,
-    plot: Plot = None,
-) -> None:
-    """The tables and figures of a mode's paper, published beside measured."""
-    from kvchat.bench.paper import studies
-
-    study, settings = studies.chosen(paper, set_ or ())
-    study.check(part or (), drawn=plot is not None)
-    named = {"settings": settings, "part": part or [], "text": file_names(text)}
-    run = Run(f"paper {paper}", named, ModelChoice(model, device, dtype, quantize), out, as_json, plot)
-    run.done(study.run(settings, run.choice, run.frame, part or (), file_names(text)))
-
-
-def decode_command(
-    mode: Variants = None,
-    context: Contexts = None,
-    budget: Budget = 512,
-    change_rate: ChangeRates = None,
-    corrections: Corrections = None,
-    steps: Steps = 64,
-    rounds: Rounds = 5,
-    baselines: Baselines = None,
-    model: Model = "bundled",
-    shape: Shape = "",
-    prefill: ReadsPrompt = False,
-    load: OtherLoad = 0,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    quantize: Quantize = "none",
-    as_json: Json = False,
-    out: Out = None,
-    plot: Plot = None,
-    save_profile: SaveProfile = False,
-) -> None:
-    """Time per decoded token, memory and traffic, against transformers' caches in the same run."""
-    from kvchat.bench import decode
-    from kvchat.config import profiles
-
-    settings = decode.Settings(
-        shape=shape,
-        contexts=tuple(context or decode.Settings.contexts),
-        modes=tuple(mode or decode.Settings.modes),
-        budget=budget,
-        change_rates=tuple(change_rate or decode.Settings.change_rates),
-        corrections=tuple(corrections or ()),
-        steps=steps,
-        rounds=rounds,
-        baselines=baseline_names(baselines),
-        prefill=prefill,
-        load=load,
-    )
-    run = Run("decode", settings, ModelChoice(model, device, dtype, quantize), out, as_json, plot)
-    result = run.done(decode.run(settings, run.choice, run.frame))
-    if save_profile:
-        report(f"profile {profiles.save(profiles.Measured(**result['roofline']), device)}")
-
-
-class Run:
+class Measurement:
     """One measurement of the command line: what is wrong with its files is said before it begins.
-
-    ``settings`` are the experiment's. Without ``out`` the rows lie in kvchat's own folder, by settings and
-    model, until the result is printed.
 
     Raises:
         UsageError: on making, the folder of ``out`` or the plot's file is wrong.
     """
 
-    def __init__(
-        self,
-        name: str,
-        settings: Any,
-        choice: ModelChoice,
-        out: Path | None = None,
-        as_json: bool = False,
-        plot: Path | None = None,
-    ) -> None:
+    def __init__(self, out: Path | None, as_json: bool, plot: Path | None) -> None:
         if out and not out.absolute().parent.is_dir():
             raise UsageError(f"There is no folder {out.absolute().parent}.", hint="Make it first.")
         if out and out.is_dir():
             raise UsageError(f"{out} is a folder.", "", "Give --out the name of a file.")
         if plot:
             plots.check(plot)
-        self.choice = choice
-        self.frame = Frame(out or _own_file(name, settings, choice), report, command=_command(sys.argv[1:]))
+        self.frame = Frame(out, report, command=_command(sys.argv[1:]), drawn=plot is not None)
         self._out, self._as_json, self._plot = out, as_json, plot
 
-    def done(self, result: Result) -> Result:
+    def show(self, result: Result) -> None:
         """Print the complete result, and draw it where that was asked for."""
         if self._as_json:
             echo(json.dumps(result, indent=2))
@@ -373,10 +140,6 @@ class Run:
             report(str(self._plot))
         if self._out:
             report(str(self._out))
-        elif self.frame.file:
-            with suppress(OSError):
-                self.frame.file.unlink()
-        return result
 
 
 def _command(arguments: Sequence[str]) -> str:
@@ -389,178 +152,30 @@ def _command(arguments: Sequence[str]) -> str:
     return shlex.join(words)
 
 
-def _own_file(name: str, settings: Any, choice: ModelChoice) -> Path:
-    key = hashlib.sha256(repr((settings, choice)).encode()).hexdigest()[:12]
-    return paths.state_dir() / "bench" / f"{name.replace(' ', '-')}-{key}.json"
+def _save_profile(result: Result, choice: ModelChoice, save_profile: bool) -> None:
+    if save_profile:
+        report(f"profile {profiles.save(profiles.Measured(**result['roofline']), choice.device)}")
 
 
-def baseline_names(baselines: str | None) -> tuple[str, ...] | None:
-    """The baselines named, by commas; None where nothing was said."""
-    return None if baselines is None else tuple(name for name in baselines.split(",") if name not in ("", "none"))
+experiment("decode", "decode", settings.Decode, plot=True, also={"save_profile": SaveProfile}, after=_save_profile)
+experiment("prefill", "prefill", settings.Prefill)
+experiment("agreement", "agreement", settings.Agreement, plot=True, host_dtype=True)
+experiment("coverage", "coverage", settings.Coverage)
+experiment("recall", "recall", settings.Recall, plot=True)
+experiment("data", "data_sets", settings.Data)
+experiment("paper", "paper.studies", settings.Paper, plot=True)
 
 
-app.command("decode")(decode_command)
-
-
-def lengths_command(
-    mode: Variants = None,
-    context: Contexts = None,
-    budget: Budget = 512,
-    steps: Steps = 64,
-    rounds: Rounds = 9,
-    model: Model = "bundled",
-    shape: Shape = "",
-    prefill: ReadsPrompt = False,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    quantize: Quantize = "none",
-    as_json: Json = False,
-    out: Out = None,
-    plot: Plot = None,
-) -> None:
-    """Time per decoded token after conversations of several lengths, in turns."""
-    from kvchat.bench import lengths
-
-    settings = lengths.Settings(
-        shape=shape,
-        contexts=tuple(context or lengths.Settings.contexts),
-        modes=tuple(mode or lengths.Settings.modes),
-        budget=budget,
-        steps=steps,
-        rounds=rounds,
-        prefill=prefill,
-    )
-    run = Run("lengths", settings, ModelChoice(model, device, dtype, quantize), out, as_json, plot)
-    run.done(lengths.run(settings, run.choice, run.frame))
-
-
-app.command("lengths")(lengths_command)
-
-
-def prefill_command(
-    length: Annotated[list[int] | None, typer.Option(min=1, help="tokens of a prompt; repeatable")] = None,
-    turn: Annotated[int, typer.Option(min=1, help="tokens of a second prompt after it")] = 64,
-    mode: Mode = "streaming",
-    rounds: Annotated[int, typer.Option(min=1, help="rounds in which both have their turn")] = 3,
-    model: Model = "bundled",
-    shape: Shape = "",
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    quantize: Quantize = "none",
-    as_json: Json = False,
-    out: Out = None,
-) -> None:
-    """Time and peak memory of reading a prompt, against transformers' one forward in the same run."""
-    from kvchat.bench import prefill
-
-    settings = prefill.Settings(shape, tuple(length or prefill.Settings().lengths), turn, mode, rounds)
-    run = Run("prefill", settings, ModelChoice(model, device, dtype, quantize), out, as_json)
-    run.done(prefill.run(settings, run.choice, run.frame))
-
-
-app.command("prefill")(prefill_command)
-
-
-def long_run_command(
-    tokens: Annotated[int, typer.Option(min=10, help="tokens to generate")] = 20_000,
-    mode: Mode = "streaming",
-    budget: Budget = 512,
-    model: Model = "bundled",
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    quantize: Quantize = "none",
-    as_json: Json = False,
-    out: Out = None,
-) -> None:
-    """Device memory and time per step over a long generation."""
-    from kvchat.bench import long_run
-
-    settings = long_run.Settings(mode, budget, tokens)
-    run = Run("long-run", settings, ModelChoice(model, device, dtype, quantize), out, as_json)
-    run.done(long_run.run(settings, run.choice, run.frame))
-
-
-app.command("long-run")(long_run_command)
-
-
-def resume_command(
-    tokens: Annotated[int, typer.Option(min=64, help="tokens of the conversation, about")] = 8000,
-    rounds: Annotated[int, typer.Option(min=1, help="times that each is measured")] = 3,
-    mode: Mode = "full",
-    budget: Budget = 512,
-    shape: Shape = "",
-    model: Model = "bundled",
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    quantize: Quantize = "none",
-    host_dtype: HostPages = "model",
-    as_json: Json = False,
-    out: Out = None,
-) -> None:
-    """Time to take up a conversation again, from memory and from disk, against reading its prompt."""
-    from kvchat.bench import resume
-
-    settings = resume.Settings(tokens, rounds, mode, budget, shape)
-    run = Run("resume", settings, ModelChoice(model, device, dtype, quantize, host_dtype), out, as_json)
-    run.done(resume.run(settings, run.choice, run.frame))
-
-
-app.command("resume")(resume_command)
-
-
-def data_command(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="longbench, ruler, aime, pg19 or wikitext")],
-    folder: Annotated[Path, typer.Option(help="the folder with its files")],
-    mode: Variants = None,
-    budget: Budgets = None,
-    rows: Annotated[int | None, typer.Option(min=1, help="rows of a task, passages of texts (default: all)")] = None,
-    samples: Annotated[int, typer.Option(min=1, help="answers to each row, sampled where there are several")] = 1,
-    tokens: Annotated[
-        int | None, typer.Option(min=1, help="tokens of an answer or a passage (default: the data set's; 1000)")
-    ] = None,
-    seed: Seed = 0,
-    model: Model = "bundled",
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    quantize: Quantize = "none",
-    as_json: Json = False,
-    out: Out = None,
-) -> None:
-    """Scores of a published data set, or perplexity of its texts, mode against full."""
-    from kvchat.bench import data_sets, perplexity, recall
-    from kvchat.bench import texts as texts_module
-
-    modes = tuple(mode or ()) or standard_variants(recall.STANDARD, budget)
-    choice = ModelChoice(model, device, dtype, quantize)
-    if name in texts_module.ENDINGS:
-        texts = texts_module.texts(name, folder)
-        of_texts = perplexity.Settings(modes, tokens or perplexity.Settings.tokens, rows, texts)
-        run = Run("perplexity", of_texts, choice, out, as_json)
-        run.done(perplexity.run(of_texts, run.choice, run.frame))
-        return
-    settings = data_sets.Settings(name, str(folder), modes, rows, samples, tokens, seed)
-    run = Run("data", settings, choice, out, as_json)
-    run.done(data_sets.run(settings, run.choice, run.frame))
-
-
-def standard_variants(modes: Sequence[str], budgets: list[int] | None) -> tuple[str, ...]:
-    """The modes that are measured where none is named."""
-    return with_budgets(modes, budgets or (BUDGET,))
-
-
-app.command("data")(data_command)
-
-
+@app.command("report")
 def report_results(
     results: Annotated[list[Path], typer.Argument(metavar="RESULTS...", help="files that --out wrote")],
-    latex: Annotated[bool, typer.Option("--latex", help="LaTeX instead of Markdown")] = False,
     plot: Plot = None,
 ) -> None:
     """The tables of results, and with --plot their pictures; refuses to mix environments or models."""
     if plot:
         plots.check(plot)
     read = reports.read(results)
-    echo(reports.rendered(read, latex))
+    echo(reports.rendered(read))
     if plot:
         for result, file in zip(read, _numbered(plot, len(read)), strict=True):
             plots.draw(result, file)
@@ -572,26 +187,10 @@ def _numbered(file: Path, count: int) -> list[Path]:
     return [file, *(file.with_stem(f"{file.stem}-{number}") for number in range(2, count + 1))]
 
 
-app.command("report")(report_results)
-
-
+@app.command("compare")
 def compare_results(
     before: Annotated[Path, typer.Argument(metavar="A.json")],
     after: Annotated[Path, typer.Argument(metavar="B.json")],
 ) -> None:
     """Print the changes from one result to another of the same experiment, and possible reasons for them."""
     echo(reports.compared(before, after).markdown())
-
-
-app.command("compare")(compare_results)
-
-
-def file_names(texts: list[Path] | None) -> tuple[str, ...]:
-    """Files as a result names them.
-
-    Raises:
-        UsageError: one cannot be read, or is empty.
-    """
-    names = tuple(str(path) for path in texts or ())
-    check(names)
-    return names

@@ -179,7 +179,8 @@ def calibrate(
     if plot:
         plots.check(plot)
     # Imports torch, so after the checks.
-    from kvchat.bench.coverage import Settings, choose
+    from kvchat.bench.coverage import choose
+    from kvchat.bench.settings import Coverage
     from kvchat.engine import calibration as engine
     from kvchat.kv.inspect import BUDGETS
     from kvchat.models.load import load_model
@@ -191,7 +192,8 @@ def calibrate(
         loaded, samples, read, clusters, lambda done, total: progress(f"Reading text {done} of {total}")
     )
     file = engine.save(measured, out)
-    choice = choose(loaded, Settings((), min(CONTEXT, loaded.context // 2), STEPS, BOOKS, FACTS), coverage, progress)
+    read_in = Coverage((), min(CONTEXT, loaded.context // 2), STEPS, BOOKS, FACTS)
+    choice = choose(loaded, read_in, coverage, progress)
     measured = replace(measured, choice=choice)
     progress("")
     chosen = engine.representatives(measured, rule)

@@ -10,7 +10,13 @@ from typer.testing import CliRunner
 
 from kvchat.bench import agreement
 from kvchat.bench.agreement import divergence
+from kvchat.bench.baselines import as_written
+from kvchat.bench.frame import ModelChoice
+from kvchat.bench.settings import Agreement
+from kvchat.bench.texts import passages
 from kvchat.cli.main import app
+from kvchat.models.load import load_model
+from kvchat.protocol.messages import Load
 
 
 def test_divergence_is_zero_of_equal_distributions_and_known_of_others():
@@ -22,7 +28,7 @@ def test_divergence_is_zero_of_equal_distributions_and_known_of_others():
 
 def test_full_agrees_with_itself_and_less_reading_covers_less():
     modes = ("full", "streaming:budget=64,sink=4")
-    settings = agreement.Settings(modes, context=200, tokens=12, passages=1)
+    settings = Agreement(modes, context=200, tokens=12, passages=1)
     result = agreement.run(settings)
     assert json.loads(json.dumps(result)) == result
     full, streaming = result["summary"]
@@ -34,6 +40,22 @@ def test_full_agrees_with_itself_and_less_reading_covers_less():
     assert streaming["read_mean"] <= 128
     assert full["kl_99"] is None, "12 tokens say nothing of 1 %"
     assert (len(result["rows"][0]["covered"]), len(result["rows"][1]["kl"])) == (8, 12)
+
+
+def test_perplexity_of_full_is_the_models_own_and_less_reading_costs_some():
+    settings = Agreement(("full", "streaming:budget=64,sink=4"), 16, 150, 2, joined=False)
+    result = agreement.run(settings, ModelChoice(device="cpu"))
+    full, streaming = result["summary"]
+    assert full["perplexity"] == pytest.approx(full["perplexity_full"], rel=1e-4)
+    assert streaming["perplexity_full"] == full["perplexity_full"]
+    assert streaming["perplexity"] > full["perplexity"]
+    assert streaming["read_mean"] < 0.95 * full["read_mean"]
+    model = load_model(Load("bundled", "cpu"), lambda stage: None)
+    ids = torch.tensor([passages((), 166, model.tokenizer)[0].ids])
+    with as_written(model.model):
+        logits = model.model(ids, use_cache=False).logits[0, 15:-1].float()
+    nats = torch.nn.functional.cross_entropy(logits, ids[0, 16:])
+    assert result["rows"][0]["nats_mean"] == pytest.approx(float(nats), rel=1e-3)
 
 
 def test_a_text_that_is_too_short_is_refused_by_the_command(tmp_path):

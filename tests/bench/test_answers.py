@@ -1,4 +1,4 @@
-"""A data set is answered by every variant, cut to the context, and goes on from finished rows."""
+"""A data set is answered by every variant and cut to the context; texts are measured by agreement."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from kvchat.bench import data_sets
-from kvchat.bench.frame import Frame, ModelChoice, outdated
+from kvchat.bench.frame import Frame, ModelChoice
 from kvchat.bench.report import tables
+from kvchat.bench.settings import Data
 from kvchat.cli.main import app
 from kvchat.errors import UsageError
 from kvchat.models.load import load_model
@@ -40,10 +41,9 @@ def folder(tmp_path, model, monkeypatch):
 
 
 def test_every_variant_answers_every_row_and_tasks_have_a_mean(folder, tmp_path):
-    settings = data_sets.Settings("ruler", str(folder), (STREAMING,), rows=1, tokens=8)
+    settings = Data((STREAMING,), name="ruler", folder=str(folder), rows=1, tokens=8)
     result = data_sets.run(settings, frame=Frame(tmp_path / "kept.json"))
     assert json.loads(json.dumps(result)) == result
-    assert outdated(result) == ""
     places = [(row["task"], row["place"], row["variant"]) for row in result["rows"]]
     assert places[:2] == [("niah_1", "niah_1/validation.jsonl:1", variant) for variant in ("full", STREAMING)]
     scores = {(row["task"], row["variant"]): row["score"] for row in result["summary"]}
@@ -52,13 +52,11 @@ def test_every_variant_answers_every_row_and_tasks_have_a_mean(folder, tmp_path)
     assert [row["cases"] for row in result["summary"]] == [1, 1, 1, 1, 2, 2]
     (table,) = tables(result)
     assert table.rows[0][:2] == ("niah_1", "full")
-    kept = (tmp_path / "kept.json").read_text()
-    again = data_sets.run(settings, frame=Frame(tmp_path / "kept.json"))
-    assert again["rows"] == json.loads(kept)["rows"], "nothing is measured twice"
+    assert json.loads((tmp_path / "kept.json").read_text()) == result
 
 
 def test_samples_differ_and_the_best_of_them_counts_beside_the_mean(folder):
-    settings = data_sets.Settings("ruler", str(folder), (), rows=1, samples=3, tokens=6)
+    settings = Data(("full",), name="ruler", folder=str(folder), rows=1, samples=3, tokens=6)
     result = data_sets.run(settings)
     mine = [row for row in result["rows"] if row["task"] == "qa_1"]
     assert [row["sample"] for row in mine] == [0, 1, 2]
@@ -71,10 +69,22 @@ def test_samples_differ_and_the_best_of_them_counts_beside_the_mean(folder):
 def test_a_prompt_beyond_the_context_is_cut_in_its_middle(folder, model, monkeypatch):
     short = dataclasses.replace(model, context=120)
     monkeypatch.setattr(ModelChoice, "load", lambda self, report: short)
-    settings = data_sets.Settings("ruler", str(folder), (), rows=1, tokens=6)
+    settings = Data(("full",), name="ruler", folder=str(folder), rows=1, tokens=6)
     whole, cut = data_sets.run(settings)["rows"]
     assert (whole["cut"], cut["prompt_tokens"] <= 114) == (0, True)
     assert cut["cut"] > 0
+
+
+def test_of_texts_the_agreement_is_measured_from_their_beginning(tmp_path, model, monkeypatch):
+    monkeypatch.setattr(ModelChoice, "load", lambda self, report: model)
+    (tmp_path / "mine.txt").write_text("The sea was calm, and the ship went on. " * 20, "utf-8")
+    result = data_sets.run(Data(("full", "sync"), name="pg19", folder=str(tmp_path), rows=1, tokens=40))
+    assert result["experiment"] == "agreement"
+    assert [(row["text"], row["variant"]) for row in result["rows"]] == [("mine", "full"), ("mine", "sync")]
+    full, sync = result["summary"]
+    assert full["decoded"] == 40
+    assert full["read_mean"] == pytest.approx(data_sets.PROMPT + 41 / 2)
+    assert full["perplexity"] == pytest.approx(sync["perplexity_full"], rel=1e-4)
 
 
 def test_bad_input_is_refused_before_a_model_is_loaded(folder, monkeypatch):

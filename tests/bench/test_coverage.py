@@ -10,10 +10,11 @@ import torch
 from kvchat.bench import coverage
 from kvchat.bench.frame import Frame, ModelChoice, parsed
 from kvchat.bench.report import tables
+from kvchat.bench.settings import Coverage
 from kvchat.bench.walk import Walk
 
 PROMPT = [token % 251 for token in range(7, 407)]
-BOTH = coverage.Settings(("streaming:budget=128", "full", "speculative:budget=128"), 300, 3, passages=1, facts=1)
+BOTH = Coverage(("streaming:budget=128", "full", "speculative:budget=128"), 300, 3, passages=1, facts=1)
 
 
 def test_shares_of_a_row_are_the_means_of_the_steps(tiny_shape):

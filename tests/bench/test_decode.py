@@ -15,6 +15,7 @@ from kvchat.bench import decode, timing
 from kvchat.bench.decoding import ModeRun
 from kvchat.bench.frame import Frame, ModelChoice, parsed
 from kvchat.bench.report import line
+from kvchat.bench.settings import Decode
 from kvchat.bench.timing import Timing
 from kvchat.cli.main import app
 from kvchat.config import profiles
@@ -35,7 +36,7 @@ def quick_roofline(monkeypatch):
 
 def settings(**changes):
     standard = {"shape": "tiny", "contexts": (700,), "budget": 256, "steps": 4, "rounds": 2, "baselines": ("dynamic",)}
-    return decode.Settings(**{**standard, **changes})
+    return Decode(**{**standard, **changes})
 
 
 # ---- rows ------------------------------------------------------------------------------------------

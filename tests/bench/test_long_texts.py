@@ -1,4 +1,4 @@
-"""Files of PG19 and WikiText are what perplexity is measured on."""
+"""Files of PG19 and WikiText are found and cut into passages."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import json
 
 import pytest
 
-from kvchat.bench.texts import passages, texts
+from kvchat.bench.texts import ENDINGS, files, passages
 from kvchat.errors import UsageError
+
+
+def texts(name, folder):
+    return tuple(map(str, files(folder, ENDINGS[name])))
 
 
 class Words:

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from kvchat.bench import prefill, timing
 from kvchat.bench.frame import Frame, ModelChoice, parsed
+from kvchat.bench.settings import Prefill
 from kvchat.cli.bench import app
 from kvchat.engine.runner import ModelRunner, geometry_of, traits_of
 from kvchat.errors import UsageError
@@ -29,7 +30,7 @@ def test_rows_tell_the_ratio_to_one_forward_of_the_same_tokens(monkeypatch):
     monkeypatch.setattr(prefill, "_read", lambda runner, ids: read.append(ids) or plain_read(runner, ids))
     monkeypatch.setattr(prefill, "_one_shot", lambda model, ids: one_shot.append(ids) or plain_shot(model, ids))
     lines = []
-    settings = prefill.Settings(shape="tiny", lengths=(40, 600), turn=5, rounds=2)
+    settings = Prefill(shape="tiny", lengths=(40, 600), turn=5, rounds=2)
     result = prefill.run(settings, CPU, Frame(report=lines.append))
     assert [(row["tokens"], row["chunk"]) for row in result["rows"]] == [(40, 40), (600, 512)]
     for row in result["rows"]:
@@ -81,7 +82,7 @@ def test_the_peak_of_one_forward_is_without_the_pool_that_lies_beside_it(tiny_sh
 def test_a_one_shot_that_does_not_fit_is_a_row_without_a_ratio(monkeypatch):
     monkeypatch.setattr(prefill, "_one_shot", lambda model, ids: None)
     lines = []
-    settings = prefill.Settings(shape="tiny", lengths=(40,), rounds=1)
+    settings = Prefill(shape="tiny", lengths=(40,), rounds=1)
     (row,) = prefill.run(settings, CPU, Frame(report=lines.append))["rows"]
     assert (row["times_one_shot"], row["one_shot_seconds"], row["ratios"]) == (None, None, [])
     assert "does not fit" in lines[0]
@@ -95,7 +96,7 @@ def test_a_one_shot_for_which_memory_ran_out_is_none(tiny_shape, monkeypatch, er
 
 def test_a_prompt_beyond_the_context_is_refused():
     with pytest.raises(UsageError, match=r"4,000 tokens and a turn of 200 after them are 4,200.*reads 4,096"):
-        prefill.run(prefill.Settings(shape="tiny", lengths=(4000,), turn=200), CPU)
+        prefill.run(Prefill(shape="tiny", lengths=(4000,), turn=200), CPU)
 
 
 def test_the_command_gives_json():
@@ -107,7 +108,7 @@ def test_the_command_gives_json():
 
 @pytest.mark.cuda
 def test_a_gpu_reads_within_the_predicted_memory():
-    result = prefill.run(prefill.Settings(shape="llama-3.2-1b", lengths=(4096, 30_000), rounds=1))
+    result = prefill.run(Prefill(shape="llama-3.2-1b", lengths=(4096, 30_000), rounds=1))
     for row in result["rows"]:
         assert row["peak_bytes"] <= row["predicted_peak_bytes"]
     assert result["rows"][1]["peak_bytes"] < result["rows"][1]["one_shot_peak_bytes"]

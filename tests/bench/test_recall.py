@@ -1,4 +1,4 @@
-"""The recall benchmark: full is always beside the variants, places add up, and bad input is refused."""
+"""The recall benchmark: full is always beside the variants, places add up, and what a mode lost stays its own."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ import pytest
 from typer.testing import CliRunner
 
 from kvchat.bench import recall
-from kvchat.bench.recall import Settings
-from kvchat.bench.recall_tasks import TASKS
+from kvchat.bench.frame import ModelChoice
+from kvchat.bench.recall_tasks import QUESTIONS, TASKS
+from kvchat.bench.report import tables
+from kvchat.bench.settings import Recall
 from kvchat.cli.main import app
 from kvchat.errors import UsageError
 
+STREAMING = "streaming:budget=64,sink=4"
+TOKEN_BYTES = 8 * 4 * 2 * 64 * 4  # of the bundled model: layers, KV heads, K and V, size of a head, float32
 
-def test_what_full_finds_streaming_loses_and_the_command_goes_on(tmp_path):
+
+def test_what_full_finds_streaming_loses(tmp_path):
     out = tmp_path / "recall.json"
     words = "--task passkey --task name --length 300 --depth 0.2 --cases 1 --mode streaming:sink=4 --budget 64"
     arguments = ["bench", "recall", *words.split(), "--out", str(out)]
@@ -27,23 +32,59 @@ def test_what_full_finds_streaming_loses_and_the_command_goes_on(tmp_path):
         ("passkey", "streaming:sink=4,budget=64", 0, 1),
     ]
     assert {row["depth"] for row in result["rows"] if row["task"] == "name"} == {0.0}
-    again = CliRunner().invoke(app, [*arguments, "--json"])
-    assert json.loads(again.stdout) == result
-    assert "4 of 4 measured before" in again.stderr
+
+
+def test_every_turn_asks_for_another_fact():
+    result = recall.run(Recall(("full",), tasks=("turns",), lengths=(300,), cases=1))
+    assert json.loads(json.dumps(result)) == result
+    assert [row["turn"] for row in result["summary"]] == list(range(1, QUESTIONS + 1))
+    assert sum(row["right"] for row in result["summary"]) >= QUESTIONS - 2
+    assert len({row["text"] for row in result["rows"]}) >= QUESTIONS - 2
+    (table,) = tables(result)
+    assert table.heads[-2:] == ("10", "all (95 %)")
+
+
+def test_what_streaming_dropped_is_found_after_leaving_it():
+    result = recall.run(Recall((STREAMING,), tasks=("switches",), lengths=(300,), cases=1, inside=50))
+    right = {(row["variant"], row["asked"]): row["right"] for row in result["summary"]}
+    assert set(right) == {(told, asked) for told in ("full", STREAMING) for asked in ("full", STREAMING)}
+    assert right["full", "full"] == right[STREAMING, "full"] == 1
+    assert right["full", STREAMING] == right[STREAMING, STREAMING] == 0
+    (table,) = tables(result)
+    assert table.rows[1] == ("streaming, budget=64, sink=4", "1 of 1", "0 of 1", "1 of 2 (9 – 91 %)")
+
+
+def test_a_question_may_come_inside_an_answer_whose_steps_count():
+    result = recall.run(Recall((STREAMING,), ("passkey",), (300,), (0.2,), cases=1, inside=100))
+    full, streaming = result["summary"]
+    (prompt, _) = (row["prompt_tokens"] for row in result["rows"])
+    assert result["settings"]["inside"] == 100
+    assert (full["right"], streaming["right"]) == (1, 0)
+    assert prompt + 40 < full["read_tokens"] < prompt + 120
+    assert streaming["read_tokens"] <= 64 + 64
+
+
+@pytest.mark.slow("six conversations of the bundled model")
+def test_sync_recalls_at_half_the_memory_and_streaming_does_not():
+    settings = Recall(("sync", "streaming:budget=512"), ("passkey",), (2000,), (0.3,), cases=2)
+    rows = recall.run(settings, ModelChoice(device="cpu"))["summary"]
+    assert [row["right"] for row in rows] == [2, 2, 0]
+    stored = rows[0]["read_tokens"] * TOKEN_BYTES  # on a CPU full holds nothing beside what is stored
+    assert rows[1]["kv_device_bytes"] < 0.54 * stored
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (Settings((), tasks=("passkeys",)), 'Did you mean "passkey"'),
-        (Settings((), depths=(1.5,)), "depth 1.5 is refused"),
-        (Settings((), keys=1), "1 keys are refused"),
-        (Settings(("fulll",)), 'no KV mode "fulll"'),
+        ({"tasks": ("passkeys",)}, 'Did you mean "passkey"'),
+        ({"depths": (1.5,)}, "depth 1.5 is refused"),
+        ({"keys": 1}, "1 keys are refused"),
+        ({"tasks": ("turns",), "inside": 5}, "are turns of their own"),
     ],
 )
 def test_bad_input_is_refused_before_the_model_is_loaded(settings, message):
     with pytest.raises(UsageError, match=message):
-        recall.run(settings)
+        recall.run(Recall(("full",), **settings))
 
 
 def test_the_help_names_every_task():

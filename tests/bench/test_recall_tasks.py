@@ -25,6 +25,8 @@ def test_the_same_seed_gives_the_same_case_which_tells_its_answers(task, tokeniz
     assert all(told.count(answer) == 1 for answer in made.answers)
     assert not any(answer in made.turns[-1].content for answer in made.answers)
     assert made.turns[-1].role == "user"
+    assert len({answer for _, answer in made.later} | {*made.answers}) == len(made.later) + len(made.answers)
+    assert all(told.count(answer) == 1 for _, answer in made.later)
     assert 0.95 * LENGTH < len(tokenizer.encode(told)) < 1.35 * LENGTH
 
 
@@ -50,3 +52,13 @@ def test_several_keys_and_values_are_told_and_the_chain_has_its_order(tokenizer)
     assert text.count("Let ") == CHAIN
     assert text.index(chain.answers[0]) < text.rindex("Let ")
     assert text[text.rindex("Let ") + 4 :].split()[0] in chain.turns[-1].content
+
+
+def test_what_another_mode_is_asked_for_is_told_once_and_early(tokenizer):
+    for number in range(12):
+        made = case("switches", 3000, 0.0, 4, f"0/{number}", tokenizer)
+        told = [i for i, turn in enumerate(made.turns) if made.answers[0] in turn.content]
+        assert len(told) == 1
+        assert told[0] < len(made.turns) - 5
+        assert made.turns[-1].content == "What is the passkey?"
+        assert 2900 < sum(len(tokenizer.encode(turn.content)) for turn in made.turns) < 3300

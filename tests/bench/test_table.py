@@ -1,4 +1,4 @@
-"""Tables in Markdown and LaTeX: nothing in a cell breaks out of it."""
+"""Tables in Markdown: nothing in a cell breaks out of it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from kvchat.bench.report import Column, Table, figure, interval, share, tabulated, variant
 
 
-def test_markdown_and_latex_of_a_table():
+def test_the_markdown_of_a_table():
     columns = (Column("mode", variant), Column("share", share("share", 1)), Column("95 %", interval("interval")))
     rows = [
         {"variant": "sync:budget=512,m=5", "share": 0.5, "interval": (0.25, 0.75)},
@@ -18,10 +18,6 @@ def test_markdown_and_latex_of_a_table():
         "### A title", "", "| mode | share | 95 % |", "| --- | ---: | ---: |",
         "| sync, budget=512, m=5 | 50.0 % | 25 – 75 |", "| x | No. |  |", "", "A note.",
     ]  # fmt: skip
-    latex = table.latex()
-    assert r"sync, budget=512, m=5 & 50.0 \% & 25 – 75 \\" in latex
-    assert r"\caption{A title. A note.}" in latex
-    assert latex.count(r"\begin") == latex.count(r"\end") == 2
 
 
 @pytest.mark.parametrize(("text", "escaped"), [("a|b", "a\\|b"), ("a\nb", "a b"), ("\x1b[2J", "␛[2J")])
@@ -29,10 +25,11 @@ def test_a_cell_stays_a_cell(text, escaped):
     assert f"| {escaped} |" in Table("t", ("h",), ((text,),)).markdown()
 
 
-def test_every_special_character_of_latex_is_escaped():
-    latex = Table("t", ("h",), (("a_b & c% $#{}~^\\",),)).latex()
-    assert r"a\_b \& c\% \$\#\{\}\textasciitilde{}\textasciicircum{}\textbackslash{} \\" in latex
-
-
 def test_a_missing_figure_is_not_zero():
     assert (figure("x", 2)({}), share("x")({"x": None}), interval("x")({})) == ("n/a", "n/a", "n/a")
+
+
+def test_a_column_of_which_nothing_was_measured_is_left_out():
+    columns = (Column("mode", variant), Column("a", figure("a")), Column("b", figure("b")), Column("c", figure("c")))
+    table = tabulated("t", columns, [{"variant": "full", "c": 3}, {"variant": "x", "refused": "No."}])
+    assert (table.heads, table.rows) == (("mode", "a", "c"), (("full", "n/a", "3"), ("x", "No.", "")))

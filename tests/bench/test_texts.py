@@ -59,7 +59,7 @@ def test_what_cannot_be_cut_is_refused(tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize(("content", "message"), [(b" \n", "is empty"), (b"\xff\xff", "is not UTF-8")])
-@pytest.mark.parametrize("command", [["agreement"], ["perplexity"], ["paper", "freekv"]])
+@pytest.mark.parametrize("command", [["agreement"], ["coverage"], ["paper", "freekv"]])
 def test_a_file_without_text_is_refused_before_a_model_is_loaded(command, content, message, tmp_path):
     text = tmp_path / "text.txt"
     text.write_bytes(content)

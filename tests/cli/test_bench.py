@@ -6,20 +6,13 @@ from dataclasses import fields, replace
 
 import pytest
 from support.bench_command import asked
+from typer.testing import CliRunner
 
-from kvchat.bench import (
-    agreement,
-    decode,
-    lengths,
-    long_run,
-    passkey,
-    perplexity,
-    prefill,
-    recall,
-    resume,
-    turns,
-)
+from kvchat.bench import agreement, decode, prefill, recall
 from kvchat.bench.frame import ModelChoice
+from kvchat.cli import bench
+from kvchat.cli.main import app
+from kvchat.errors import UsageError
 
 MODEL = "-m there --device cpu --dtype float16 --quantize int8"
 CHOICE = ModelChoice("there", "cpu", "float16", "int8")
@@ -30,29 +23,18 @@ COMMANDS = [
         {"modes": ("full",), "context": 300, "tokens": 7, "passages": 2},
     ),
     (
-        "recall --mode full --task all --length 99 --depth 0.3 --cases 5 --keys 6 --seed 7",
+        "recall --mode full --task all --length 99 --depth 0.3 --cases 5 --keys 6 --inside 8 --seed 7",
         (recall, "run"),
-        {"modes": ("full",), "tasks": ("all",), "lengths": (99,), "depths": (0.3,), "cases": 5, "keys": 6, "seed": 7},
-    ),
-    (
-        "turns --mode full --cases 5 --tokens 99 --seed 7",
-        (turns, "run"),
-        {"modes": ("full",), "cases": 5, "tokens": 99, "seed": 7},
-    ),
-    (
-        "switches --mode full --cases 5 --tokens 99 --inside 6 --seed 7",
-        (turns, "switches"),
-        {"modes": ("full",), "cases": 5, "tokens": 99, "inside": 6, "seed": 7},
-    ),
-    (
-        "passkey --mode full --cases 5 --tokens 99 --inside 6 --seed 7",
-        (passkey, "run"),
-        {"modes": ("full",), "cases": 5, "tokens": 99, "inside": 6, "seed": 7},
-    ),
-    (
-        "perplexity --mode full --tokens 99 --passages 2 --host-dtype int8",
-        (perplexity, "run"),
-        {"modes": ("full",), "tokens": 99, "passages": 2},
+        {
+            "modes": ("full",),
+            "tasks": ("all",),
+            "lengths": (99,),
+            "depths": (0.3,),
+            "cases": 5,
+            "keys": 6,
+            "inside": 8,
+            "seed": 7,
+        },
     ),
     (
         "decode --mode full --context 99 --budget 88 --change-rate 0.5 --corrections 0.25 --steps 3 --rounds 2"
@@ -73,32 +55,9 @@ COMMANDS = [
         },
     ),
     (
-        "lengths --mode full --context 99 --context 9 --budget 88 --steps 3 --rounds 2 --shape tiny --prefill",
-        (lengths, "run"),
-        {
-            "modes": ("full",),
-            "contexts": (99, 9),
-            "budget": 88,
-            "steps": 3,
-            "rounds": 2,
-            "shape": "tiny",
-            "prefill": True,
-        },
-    ),
-    (
         "prefill --length 99 --turn 8 --mode full --rounds 2 --shape tiny",
         (prefill, "run"),
         {"lengths": (99,), "turn": 8, "mode": "full", "rounds": 2, "shape": "tiny"},
-    ),
-    (
-        "long-run --tokens 99 --mode full --budget 88",
-        (long_run, "run"),
-        {"tokens": 99, "mode": "full", "budget": 88},
-    ),
-    (
-        "resume --tokens 99 --rounds 2 --mode sync --budget 88 --shape tiny --host-dtype int8",
-        (resume, "run"),
-        {"tokens": 99, "rounds": 2, "mode": "sync", "budget": 88, "shape": "tiny"},
     ),
 ]
 NAMES = [line.split()[0] for line, _, _ in COMMANDS]
@@ -113,13 +72,27 @@ def test_every_option_arrives(monkeypatch, line, measurement, settings):
 
 @pytest.mark.parametrize(("line", "measurement"), [command[:2] for command in COMMANDS], ids=NAMES)
 def test_without_options_the_settings_are_the_measurements_own(monkeypatch, line, measurement):
-    """Commands write numbers again, for their help, because the measurements import torch."""
     given, choice = asked(monkeypatch, line.split()[0], *measurement)
-    own = {field.name: field.default for field in fields(given) if isinstance(field.default, int | str)}
+    own = {field.name: field.default for field in fields(given) if field.name != "modes"}
     assert {name: getattr(given, name) for name in own} == own
     assert choice == ModelChoice()
 
 
 def test_a_budget_is_that_of_modes_that_name_none(monkeypatch):
-    given, _ = asked(monkeypatch, "turns --mode sync --mode sync:budget=64 --budget 99 --budget 128", turns)
+    given, _ = asked(monkeypatch, "recall --mode sync --mode sync:budget=64 --budget 99 --budget 128", recall)
     assert given.modes == ("sync:budget=99", "sync:budget=128", "sync:budget=64")
+
+
+def test_without_modes_the_standard_ones_have_the_budgets(monkeypatch):
+    given, _ = asked(monkeypatch, "recall --budget 99", recall)
+    assert given.modes == ("streaming:budget=99", "speculative:budget=99", "freeze", "sync:budget=99")
+    given, _ = asked(monkeypatch, "agreement", agreement)
+    assert given.modes == ("streaming:budget=512", "speculative:budget=512", "freeze", "sync:budget=512")
+
+
+@pytest.mark.parametrize("command", ["agreement", "coverage", "recall", "data aime --folder .", "decode", "prefill"])
+@pytest.mark.parametrize("options", ["--mode fulll", "--mode sync:budget=1", "--mode sync:m"])
+def test_a_variant_is_refused_before_torch_is_imported(monkeypatch, command, options):
+    monkeypatch.setattr(bench, "import_module", lambda name: pytest.fail("imported"))
+    ran = CliRunner().invoke(app, ["bench", *command.split(), *options.split()])
+    assert isinstance(ran.exception, UsageError)

@@ -7,13 +7,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvchat.bench import passkey
 from kvchat.bench.agreement import Forced
 from kvchat.bench.frame import Row, mean, parsed, wilson
 from kvchat.bench.paper.study import Lab, Part, Study, agreement, forced, row
+from kvchat.bench.recall_tasks import inside_answer
 from kvchat.engine import synthetic_text
 from kvchat.engine.prompt import PromptEncoder, Stored
-from kvchat.engine.synthetic_text import sentences
+from kvchat.engine.synthetic_text import hide, sentences
 from kvchat.protocol.messages import Sampling, Turn
 
 PAPER = "freeze:profile=paper,K=32,k=2"
@@ -137,13 +137,13 @@ def _retrieved(lab: Lab, label: str, variant: str, inside: int) -> Row:
 
 def _recalled(lab: Lab, variant: str, inside: int) -> Iterator[bool]:
     """Each case: the passkey in the prompt, ``inside`` tokens of a story decoded, the question, a greedy answer."""
-    tokenizer, encoder = lab.model.tokenizer, PromptEncoder(lab.model.tokenizer)
-    for case in passkey.cases(0, lab.settings.cases, lab.settings.prompt_tokens, tokenizer):
-        begun = (*case.turns[:-1], Turn("user", "Tell me a story."))
-        story = Turn("assistant", synthetic_text.passage(sentences(int(case.answer)), max(inside, 1), tokenizer))
-        asked = (*begun, story, case.turns[-1]) if inside else case.turns
-        prompt, whole = (encoder.encode(turns, Stored()).ids for turns in (begun if inside else asked, asked))
-        given = whole[len(prompt) :]
+    tokenizer = lab.model.tokenizer
+    for number in range(lab.settings.cases):
+        case = hide(f"0/{number}", lab.settings.prompt_tokens, tokenizer)
+        prompt, given = PromptEncoder(tokenizer).encode(case.turns, Stored()).ids, list[int]()
+        if inside:
+            prompt, story, question = inside_answer(case.turns, inside, int(case.answer), tokenizer)
+            given = [*story, *question]
         logits = lab.walk.begin(prompt, parsed(variant), len(given) + synthetic_text.ANSWER_TOKENS)
         for token in given:
             logits = lab.walk.step(token)

@@ -6,14 +6,27 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
+from kvchat.bench.frame import Frame, ModelChoice, Result
 from kvchat.bench.paper import asr_kf_egr, freekv, lazy_pruning, synckv
 from kvchat.bench.paper.study import Study
+from kvchat.bench.settings import Paper
 from kvchat.errors import UsageError, did_you_mean
 
 STUDIES: dict[str, tuple[Study, type]] = {
     module.STUDY.name: (module.STUDY, module.Settings) for module in (asr_kf_egr, lazy_pruning, synckv, freekv)
 }
 DIGITS = 12  # of a size: Python reads no number of thousands
+
+
+def run(settings: Paper, choice: ModelChoice, frame: Frame) -> Result:
+    """Measure the paper's parts, as ``Study.run``.
+
+    Raises:
+        UsageError: an unknown paper, part or size, or parts to be drawn that have no picture; KvchatError: as there.
+    """
+    study, sizes = chosen(settings.paper, settings.sizes)
+    study.check(settings.parts, frame.drawn)
+    return study.run(sizes, choice, frame, settings.parts, settings.texts)
 
 
 def chosen(paper: str, given: Sequence[str]) -> tuple[Study, Any]:

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
-from functools import partial
+from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
 from torch import Tensor
 
+from kvchat import units
 from kvchat.bench.agreement import Forced, summarized
-from kvchat.bench.agreement import Settings as AgreementSettings
-from kvchat.bench.frame import Cell, Experiment, Frame, ModelChoice, Result, Row, methods, model_identity
+from kvchat.bench.frame import Experiment, Frame, ModelChoice, Result, Row, methods
+from kvchat.bench.settings import Agreement
 from kvchat.bench.texts import passages
-from kvchat.bench.timing import fingerprint
 from kvchat.bench.walk import Walk
 from kvchat.config.modes import ModeParameters
 from kvchat.engine.sampler import Sampler, read
@@ -50,14 +49,13 @@ class Part:
 class Lab:
     """A part's tools; ``settings`` are those of the paper's study, ``texts`` files instead of the books.
 
-    ``frame`` keeps what is measured of the ``cell``, the part.
+    ``report`` is told what of a part was measured.
     """
 
     walk: Walk
     settings: Any
     texts: tuple[str, ...] = ()
-    frame: Frame = field(default_factory=Frame)
-    cell: Cell = field(default_factory=dict)
+    report: Callable[[str], None] = lambda line: None
 
     @property
     def model(self) -> LoadedModel:
@@ -65,8 +63,13 @@ class Lab:
         return self.walk.model
 
     def each(self, labels: Iterable[str], measure: Callable[[str], T]) -> list[T]:
-        """Measure each label and keep it at once: a run after Ctrl+C measures those that are missing."""
-        return [self.frame.piece(self.cell, label, partial(measure, label)) for label in labels]
+        """Measure each label, and tell of it: a part may take minutes."""
+        found = []
+        for label in labels:
+            began = time.monotonic()
+            found.append(measure(label))
+            self.report(f"{label}, {units.seconds(time.monotonic() - began)}")
+        return found
 
     def passage(self, size: int) -> Sequence[int]:
         """The first ``size`` ids of the text.
@@ -127,22 +130,18 @@ class Study:
         frame, found = frame or Frame(), methods(list(dict.fromkeys(self.variants(settings))))
         model = choice.load(frame.report)
         _refuse_beyond_context(settings, model)
-        lab = Lab(Walk(model), settings, tuple(texts), frame)
-        chosen = [name for name in self.parts if not only or name in only]
-        experiment = Experiment(
+        lab = Lab(Walk(model), settings, tuple(texts), frame.report)
+        shown = {name: part for name, part in self.parts.items() if not only or name in only}
+        experiment = Experiment.of(
             f"paper {self.name}",
             self.title,
-            asdict(settings) | {"parts": chosen, "texts": list(texts)},
+            asdict(settings) | {"parts": list(shown), "texts": list(texts)},
             found,
-            model_identity(model),
-            fingerprint(model.device),
-            {"parts": {name: _words(self.parts[name]) for name in chosen}},
+            model,
+            parts={name: {"title": part.title, "differs": part.differs} for name, part in shown.items()},
         )
-        cells = [{"part": name} for name in chosen]
-        result = frame.measure(
-            experiment, cells, lambda cell: _timed(self.parts[cell["part"]], replace(lab, cell=cell)), _line
-        )
-        return frame.finish(result, result["rows"])
+        cells = [{"part": name} for name in shown]
+        return frame.measure(experiment, cells, lambda cell: _timed(self.parts[cell["part"]], lab), _line)
 
 
 def _refuse_beyond_context(settings: Any, model: LoadedModel) -> None:
@@ -159,19 +158,15 @@ def _refuse_beyond_context(settings: Any, model: LoadedModel) -> None:
 
 def _timed(part: Part, lab: Lab) -> list[Row]:
     """The rows of a part, each with the seconds that all of them took."""
-    before, began = lab.frame.spent(lab.cell), time.monotonic()
+    began = time.monotonic()
     rows = part.measure(lab)
-    seconds = round(before + time.monotonic() - began, 1)
+    seconds = round(time.monotonic() - began, 1)
     return [{**each, "part_seconds": seconds} for each in rows]
-
-
-def _words(part: Part) -> dict[str, str]:
-    return {"title": part.title, "differs": part.differs}
 
 
 def forced(lab: Lab) -> Forced:
     """Decodes ``forced`` tokens of the text after ``context`` tokens, as the study's settings say."""
-    settings = AgreementSettings((), lab.settings.context, lab.settings.forced)
+    settings = Agreement(context=lab.settings.context, tokens=lab.settings.forced)
     size = settings.context + settings.tokens
     return Forced(lab.walk, settings, passages(lab.texts, size, lab.model.tokenizer, joined=True)[:1])
 

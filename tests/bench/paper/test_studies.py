@@ -7,7 +7,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from kvchat.bench.frame import VERSIONS, Frame, ModelChoice, outdated
+from kvchat.bench.frame import ModelChoice
 from kvchat.bench.paper import asr_kf_egr, lazy_pruning
 from kvchat.bench.paper.studies import STUDIES, chosen
 from kvchat.bench.paper.study import Lab, forced
@@ -44,10 +44,6 @@ def results(model):
         patched.setattr(asr_kf_egr, "EXPLANATION_TOKENS", EXPLANATION_TOKENS)
         made = {name: chosen(name, sizes) for name, (sizes, _) in SIZES.items()}
         return {name: study.run(settings, only=SIZES[name][1]) for name, (study, settings) in made.items()}
-
-
-def test_every_paper_has_a_version():
-    assert {f"paper {name}" for name in STUDIES} == {name for name in VERSIONS if name.startswith("paper ")}
 
 
 def measured(result, part):
@@ -139,10 +135,6 @@ def test_needles_are_shares_by_depth_and_length_and_drawn_apart(results, tmp_pat
     assert all(f"by depth and length: {label}" in drawn for label in found)
 
 
-def test_nothing_of_a_study_is_older_than_the_code(results):
-    assert [outdated(result) for result in results.values()] == [""] * len(results)
-
-
 def test_pages_are_chosen_otherwise_by_each_ablation(results):
     pooled, sources = (measured(results["freekv"], part) for part in ("pooling", "query-source"))
     assert list(pooled) == ["MeanS", "MaxS", "MeanQK", "MaxQK"]
@@ -164,38 +156,6 @@ def test_a_short_warm_up_of_every_way_comes_before_the_trials(model, monkeypatch
     monkeypatch.setattr(lazy_pruning, "_decoded", lambda lab, ids, p: (read.append(len(ids)), decoded(lab, ids, p))[1])
     study.run(settings, only=["table-1"])
     assert read == 3 * [lazy_pruning.PROMPT + lazy_pruning.WARM_UP] + 2 * 3 * [lazy_pruning.PROMPT + 48]
-
-
-@pytest.mark.parametrize(
-    ("paper", "part", "rows"),
-    [
-        ("lazy-pruning", "table-1", 3),
-        ("asr-kf-egr", "table-1", 3),
-        ("freekv", "accuracy", 5),
-        ("synckv", "figure-4", 2),
-    ],
-)
-def test_a_part_that_is_ended_goes_on_behind_its_last_row(model, monkeypatch, tmp_path, paper, part, rows):
-    study, settings = chosen(paper, SIZES[paper][0])
-    monkeypatch.setattr(ModelChoice, "load", lambda self, report: model)
-    told = []
-
-    def ended_after_two(line):
-        told.append(line)
-        if len(told) == 2:
-            raise KeyboardInterrupt
-
-    def run(report):
-        return study.run(settings, frame=Frame(tmp_path / "rows.json", report), only=[part])
-
-    with pytest.raises(KeyboardInterrupt):
-        run(ended_after_two)
-    assert told[2].startswith("0 of 1 are kept")
-    assert "and 2 pieces" in told[2]
-    result = run(told.append)
-    measured = [line for line in told if line.startswith(f"{part}: ")]
-    assert len(measured) == len(set(measured)) == rows
-    assert {row["part"] for row in result["rows"]} == {part}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,197 @@
+"""What each measurement can be asked for: a setting is a field, with the option of the command line that gives it.
+
+Imports no torch: the command line refuses what is wrong, and helps, before torch is imported.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar
+
+from typer import Argument, Option
+
+from kvchat.bench.frame import parsed, with_budgets
+
+VARIANT = "MODE[:KEY=VALUE,...]"
+NATURAL = "natural"
+Modes = Annotated[tuple[str, ...], Option("--mode", metavar=VARIANT, help="a variant; repeatable")]
+Texts = Annotated[tuple[str, ...], Option("--text", metavar="FILE", help="a text file, UTF-8; repeatable")]
+Seed = Annotated[int, Option(help="the same seed gives the same cases")]
+Shape = Annotated[str, Option(help="random weights in the shape of llama-3.1-8b, qwen2.5-7b, ... instead of a model")]
+
+
+def named(names: str) -> tuple[str, ...]:
+    """The names between commas; nothing for ``none``."""
+    return tuple(name for name in names.split(",") if name not in ("", "none"))
+
+
+@dataclass(frozen=True)
+class Variants:
+    """Measured in ``modes``, each at each of ``budgets`` if it names none; in the standard ones without modes.
+
+    Raises:
+        UsageError: an unknown mode or parameter, or a value out of range.
+    """
+
+    STANDARD: ClassVar[tuple[str, ...]] = ("streaming", "speculative", "freeze", "sync")
+    STANDARD_BUDGETS: ClassVar[tuple[int, ...]] = (512,)
+
+    modes: Modes = ()
+    budgets: Annotated[
+        tuple[int, ...], Option("--budget", help="tokens per KV head, for modes that name no budget; repeatable")
+    ] = field(default=(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        budgets = self.budgets if self.modes else self.budgets or self.STANDARD_BUDGETS
+        object.__setattr__(self, "modes", with_budgets(self.modes or self.STANDARD, budgets))
+
+
+@dataclass(frozen=True)
+class Agreement(Variants):
+    """KL divergence from full attention, top-1 agreement, perplexity and attention mass covered, token by token.
+
+    No ``texts`` are the shipped books; a passage goes beyond the end of a part where parts are ``joined``.
+    """
+
+    context: Annotated[int, Option(min=1, help="tokens before the decoded ones")] = 2048
+    tokens: Annotated[int, Option(min=1, help="decoded tokens of a passage")] = 400
+    passages: Annotated[int | None, Option(min=1, help="passages at most (default: all)")] = None
+    texts: Texts = ()
+    joined: bool = True
+
+
+@dataclass(frozen=True)
+class Coverage(Variants):
+    """Share of the full softmax mass on what each mode reads, beside the best pages and tokens; the worst head.
+
+    No ``texts`` are the shipped books.
+    """
+
+    STANDARD_BUDGETS = (128, 256, 512, 1024, 2048)
+
+    context: Annotated[int, Option(min=1, help="tokens before the decoded ones")] = 3072
+    tokens: Annotated[int, Option(min=1, help="decoded tokens of a passage")] = 32
+    passages: Annotated[int, Option(min=0, help="passages of books at most")] = 3
+    facts: Annotated[int, Option(min=0, help="questions about what such a text tells")] = 6
+    texts: Texts = ()
+    seed: Seed = 0
+
+
+@dataclass(frozen=True)
+class Recall(Variants):
+    """Facts found in long texts: tasks by lengths, depths, modes and budgets.
+
+    ``inside`` 0 is a question that is a turn of its own; in the task switches it is the measurement's own number.
+    """
+
+    tasks: Annotated[
+        tuple[str, ...],
+        Option(
+            "--task", help="passkey keys values all chain fact name rule system told pinned turns switches; repeatable"
+        ),
+    ] = ("passkey", "keys", "chain", "name")
+    lengths: Annotated[tuple[int, ...], Option("--length", min=16, help="tokens of a text, about; repeatable")] = (
+        1000,
+        3000,
+    )
+    depths: Annotated[tuple[float, ...], Option("--depth", help="where the fact stands, from 0 to 1; repeatable")] = (
+        0.0,
+        0.25,
+        0.5,
+        0.75,
+        1.0,
+    )
+    cases: Annotated[int, Option(min=1, help="conversations of each length and depth")] = 4
+    keys: Annotated[int, Option(help="facts told where several are")] = 4
+    inside: Annotated[int, Option(min=0, help="tokens of an answer before the question, in the same turn")] = 0
+    seed: Seed = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data(Variants):
+    """Scores of a published data set, or agreement on its texts, mode against full.
+
+    One answer is greedy; several are sampled as reasoning models are, at temperature 0.6 and top-p 0.95.
+    """
+
+    name: Annotated[str, Argument(metavar="NAME", help="longbench, ruler, aime, pg19 or wikitext")]
+    folder: Annotated[str, Option(help="the folder with its files")]
+    rows: Annotated[int | None, Option(min=1, help="rows of a task, passages of texts (default: all)")] = None
+    samples: Annotated[int, Option(min=1, help="answers to each row, sampled where there are several")] = 1
+    tokens: Annotated[
+        int | None, Option(min=1, help="tokens of an answer or a passage (default: the data set's; 1000)")
+    ] = None
+    seed: Seed = 0
+
+
+@dataclass(frozen=True)
+class Paper:
+    """The tables and figures of a mode's paper, published beside measured."""
+
+    paper: Annotated[str, Argument(metavar="PAPER", help="asr-kf-egr, lazy-pruning, synckv or freekv")]
+    parts: Annotated[tuple[str, ...], Option("--part", help="only this table or figure, as table-1; repeatable")] = ()
+    sizes: Annotated[
+        tuple[str, ...], Option("--set", metavar="KEY=VALUE", help="one of the study's sizes; repeatable")
+    ] = ()
+    texts: Texts = ()
+
+
+@dataclass(frozen=True)
+class Decode:
+    """Time per decoded token, memory and traffic, against transformers' caches in the same run.
+
+    ``change_rates`` are "natural" or shares of 1. For each of ``corrections`` every speculative mode is measured once
+    more. ``baselines`` None takes those that suit the device.
+
+    Raises:
+        UsageError: an unknown mode or parameter, or a value out of range.
+    """
+
+    shape: Shape = ""
+    contexts: Annotated[
+        tuple[int, ...], Option("--context", min=1, help="tokens before the measured ones; repeatable")
+    ] = (512, 8192)
+    modes: Modes = ("full", "full:resident=512", "streaming", "speculative", "freeze", "sync")
+    budget: Annotated[int, Option(help="tokens per KV head")] = 512
+    change_rates: Annotated[
+        tuple[str, ...],
+        Option("--change-rate", help="share of speculative's pages that is new at each step, or natural; repeatable"),
+    ] = (NATURAL,)
+    corrections: Annotated[
+        tuple[float, ...],
+        Option(min=0, max=1, help="share of heads that speculative corrects at each step, as one row more; repeatable"),
+    ] = ()
+    steps: Annotated[int, Option(min=1, help="tokens of a round that count")] = 64
+    rounds: Annotated[int, Option(min=1, help="rounds in which every variant has its turn")] = 5
+    baselines: Annotated[
+        tuple[str, ...] | None,
+        Option(
+            parser=named,
+            metavar="NAMES",
+            help="dynamic, static, compile, offloaded, generate, llama.cpp; by commas, or none",
+        ),
+    ] = None
+    prefill: Annotated[bool, Option("--prefill", help="read a prompt with random weights too")] = False
+    load: Annotated[int, Option(min=0, help="busy processes beside which all is measured once more")] = 0
+
+    def __post_init__(self) -> None:
+        for mode in self.modes:
+            parsed(mode, self.budget)
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Time and peak memory of reading a prompt, against transformers' one forward in the same run.
+
+    Raises:
+        UsageError: as ``Decode``.
+    """
+
+    shape: Shape = ""
+    lengths: Annotated[tuple[int, ...], Option("--length", min=1, help="tokens of a prompt; repeatable")] = (512, 2048)
+    turn: Annotated[int, Option(min=1, help="tokens of a second prompt after it")] = 64
+    mode: Annotated[str, Option(metavar=VARIANT, help="the KV mode")] = "streaming"
+    rounds: Annotated[int, Option(min=1, help="rounds in which both have their turn")] = 3
+
+    def __post_init__(self) -> None:
+        parsed(self.mode)
