@@ -33,11 +33,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kvchat.kv.ops.cpu_ops import compiled_loops
 from kvchat.models import attention_hook, probe
 from kvchat.models.attention_hook import DenseManager
 from kvchat.models.probe import logits_error, logits_tolerance
 from kvchat.models.quantize import rows
-from kvchat.models.quantize.rows import PackedRows, Weight, is_one_row, linear, merge, product_loops, weight_of
+from kvchat.models.quantize.rows import PackedRows, Weight, is_one_row, linear, merge, weight_of
 
 NORMS, MERGED, ROPE, LAYERS = "norms", "merged projections", "rope", "fused layers"
 CHECKED_PROMPT, CHECKED_STEPS = 7, 3
@@ -498,7 +499,7 @@ class Operations:
         """``rotate`` of ``heads [1, H_q + H, n, d]``, the first ``queries`` are the query's; may change them."""
         if self._kernels:
             return self.rotate(heads[:, :queries], heads[:, queries:], cos, sin)
-        if heads.shape[2] == 1 and _are_numbers(heads, cos, sin) and (loops := product_loops()):
+        if heads.shape[2] == 1 and _are_numbers(heads, cos, sin) and (loops := compiled_loops()):
             if sin is not self._angles[0]:
                 self._angles = sin, cos.view(-1).numpy(), sin.view(-1).numpy()
             loops.rotate(heads[0, :, 0].numpy(), *self._angles[1:])

@@ -90,17 +90,6 @@ def _finish(rows: Array, bias: Array, residual: Array, gated: bool, out: Array) 
             out[i] = rows[i] * sigmoid * rows[half + i]
 
 
-@compiled("void(f4[:, ::1], f4[::1], f4[::1])")
-def rotate(heads: Array, cos: Array, sin: Array) -> None:
-    """Turn the ``heads [n, d]`` of one token by ``cos`` and ``sin [d]``, first half against second half."""
-    half = heads.shape[1] // 2
-    for head in range(len(heads)):
-        for i in range(half):
-            low, high = heads[head, i], heads[head, half + i]
-            heads[head, i] = low * cos[i] - high * sin[i]
-            heads[head, half + i] = high * cos[half + i] + low * sin[half + i]
-
-
 # ---- LLVM's instructions ---------------------------------------------------------------------------
 def _vector(kind: ir.Type, width: int) -> ir.VectorType:
     return ir.VectorType(kind, width)

@@ -94,11 +94,3 @@ def test_weights_of_four_bits_are_unpacked(width):
     pairs = torch.from_numpy(scales.copy()).unsqueeze(-1).view(torch.bfloat16).float().numpy()
     product_loops.unpack_four_bits(data, pairs, width, out)
     torch.testing.assert_close(torch.from_numpy(out).double(), weights, rtol=1e-6, atol=1e-6)
-
-
-def test_heads_are_turned():
-    heads, cos, sin = normal(3, 8), normal(2, 8)[0], normal(2, 8)[1]
-    turned = heads.clone()
-    product_loops.rotate(turned.numpy(), cos.numpy(), sin.numpy())
-    low, high = heads.chunk(2, 1)
-    torch.testing.assert_close(turned, heads * cos + torch.cat((-high, low), 1) * sin)

@@ -318,3 +318,14 @@ def move_rows(
                     row, into = rows[head, slot] + kind * value_rows, to[head, slot] + kind * value_to
                     for i in range(source.shape[1]):
                         target[into, i] = source[row, i]
+
+
+@compiled("void(f4[:, ::1], f4[::1], f4[::1])")
+def rotate(heads: Array, cos: Array, sin: Array) -> None:
+    """Turn the ``heads [n, d]`` of one token by ``cos`` and ``sin [d]``, first half against second half."""
+    half = heads.shape[1] // 2
+    for head in range(len(heads)):
+        for i in range(half):
+            low, high = heads[head, i], heads[head, half + i]
+            heads[head, i] = low * cos[i] - high * sin[i]
+            heads[head, half + i] = high * cos[half + i] + low * sin[half + i]
