@@ -23,7 +23,6 @@ from kvchat.engine.sampler import Sampler
 from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.manager import explained
 from kvchat.kv.modes.recovery_levels import Level
-from kvchat.models.tokenizer import explained_panics
 from kvchat.protocol.messages import (
     Event,
     Finished,
@@ -223,7 +222,7 @@ class AnswerLoop(Released):
 
     def answer(self, turns: Sequence[Turn], sampling: Sampling, between: Between) -> Iterator[Event]:
         """``Session.answer``, after ``ask``."""
-        with explained(self._kv, "answering"), explained_panics():
+        with explained(self._kv, "answering"):
             prompt, pinned = self.encoder.encode(turns, self.stored), self.pinned(turns)
             prompt = prompt._replace(reused=self._kv.state.reusable(prompt.reused))
             sampler = Sampler(sampling, self._model.vocab, self._model.device, self._model.advised)

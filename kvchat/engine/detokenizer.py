@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from kvchat import thoughts
+from kvchat.models.tokenizer import explained_panics
 from kvchat.protocol.messages import Event, Finished, Text, Withdrawn
 
 if TYPE_CHECKING:
@@ -64,7 +65,11 @@ class Detokenizer:
 
     def _decode(self, ids: list[int]) -> str:
         if self._tokenizer.is_fast:
-            return str(self._tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=True))
+            try:
+                return str(self._tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=True))
+            except BaseException:
+                with explained_panics():
+                    raise
         return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 

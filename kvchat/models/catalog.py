@@ -303,7 +303,7 @@ def _packed_bytes(weights: Weights, quantize: str, item: int, there: Room) -> in
     packed, head = linear, 0
     if there.device == "cpu" and quantize != "nf4":
         packed += experts
-        head = _packed_head(plain, item) if quantize == "int8" or plain.head is not None else 0
+        head = _packed_head(plain, item)
     return (weights.elements - packed) * item + int(packed * each) + head
 
 

@@ -12,12 +12,12 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from hashlib import blake2b
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,9 @@ from kvchat.models.tokenizer import explained_panics, guarded
 from kvchat.protocol.messages import TEMPERATURE, Load, Sampling
 from kvchat.units import size
 
+UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
 MOST_TESTED = 100  # models that are noted to have passed their tests
-LIBRARIES = ("torch", "transformers", "numba", "triton")
+LIBRARIES = ("kvchat", "torch", "transformers", "numba", "triton")
 NAMED_SHARE = 0.05
 ONE_BY_ONE = "Further turns are read token by token: transformers' code of this model reads a text only from its start."
 MOST = 0.005  # nats: a loss below that is not told
@@ -216,23 +217,32 @@ def tested_by(digest: str, model: Any, fuse: bool) -> str:
     """A digest of all that the tests of ``model`` depend on: weights, config, device, kvchat's code, libraries."""
     files_of = (paths.PACKAGE / part for part in ("kv", "models"))
     code = [(str(file), file.stat().st_mtime_ns) for folder in files_of for file in folder.rglob("*.py")]
-    libraries = [getattr(sys.modules.get(name), "__version__", "") for name in LIBRARIES]
+    libraries = [_version(name) for name in LIBRARIES]
     device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else torch.get_num_threads()
+    processor = torch.backends.cpu.get_cpu_capability()
     config = {name: value for name, value in model.config.to_dict().items() if not name.startswith("_")}
-    told = digest, config, str(model.dtype), device, fuse, sorted(code), libraries
+    told = digest, config, str(model.dtype), device, processor, fuse, sorted(code), libraries
     return digest_of_text(repr(told)).hex()
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def find_tested(key: str) -> Tested | None:
     """What the tests of a model found that passed; None if it was not tested so."""
-    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):  # as if nothing was tested
-        return Tested(**_all_tested()[key]) if key in _all_tested() else None
+    with contextlib.suppress(*UNREADABLE):  # as if nothing was tested
+        kept = _all_tested()[key]
+        return Tested(bool(kept["chunked"]), str(kept["lost"]), [int(layer) for layer in kept["ahead"]])
     return None
 
 
 def keep_tested(key: str, tested: Tested) -> None:
     """Keep that a model passed its tests; where it cannot be kept it is tested again."""
-    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+    with contextlib.suppress(*UNREADABLE):
         kept = dict([*_all_tested().items(), (key, asdict(tested))][-MOST_TESTED:])
         files.write(paths.tested_file(), json.dumps(kept, indent=1).encode())
 

@@ -33,6 +33,7 @@ from kvchat.models.hub import ByteProgress
 from kvchat.models.quantize import quantization
 from kvchat.models.quantize.int8_rows import ALIGNED
 from kvchat.models.quantize.quantization import Quantization
+from kvchat.models.quantize.rows import all_rows
 from kvchat.models.quantize.weight_sizes import weight_bytes
 from kvchat.models.repacking import by_quantization, loaded_bytes
 from kvchat.units import size
@@ -166,6 +167,8 @@ def lay_out(model: Any) -> None:
             place = memory[at : at + weight.nbytes].view(weight.dtype).view(weight.shape)
             weight.data = place.copy_(weight.data)
             at += _room(weight)
+    for _, rows in all_rows(model):
+        rows.forget_operands()
 
 
 @contextlib.contextmanager

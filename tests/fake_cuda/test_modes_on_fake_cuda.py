@@ -30,7 +30,7 @@ PARTS = {
         "tests/fake_cuda/test_fake_cuda.py",
         "tests/kv/memory/test_host_pool.py",
         "tests/kv/memory/test_pinned.py",
-        "tests/kv/memory/test_prefill_staging.py",
+        "tests/kv/test_prefill_staging.py",
         "tests/engine/test_sampler.py",
         "tests/engine/test_session_faults.py",
     ],

@@ -444,7 +444,8 @@ class Operations:
         # Of the last rotation's sines: all layers of a forward get the same.
         self._sin: Tensor | None = None
         self._signed_sin: Tensor | None = None
-        self._angles: tuple[Tensor | None, Any, Any] = (None, None, None)
+        self._turned_by: tuple[Tensor | None, Tensor | None] = (None, None)
+        self._angles: tuple[Any, Any] = (None, None)
 
     def normed(self, x: Tensor, norm: Norm) -> Tensor:
         """RMSNorm of ``x [..., K]``."""
@@ -500,9 +501,9 @@ class Operations:
         if self._kernels:
             return self.rotate(heads[:, :queries], heads[:, queries:], cos, sin)
         if heads.shape[2] == 1 and _are_numbers(heads, cos, sin) and (loops := compiled_loops()):
-            if sin is not self._angles[0]:
-                self._angles = sin, cos.view(-1).numpy(), sin.view(-1).numpy()
-            loops.rotate(heads[0, :, 0].numpy(), *self._angles[1:])
+            if not (cos is self._turned_by[0] and sin is self._turned_by[1]):
+                self._turned_by, self._angles = (cos, sin), (cos.view(-1).numpy(), sin.view(-1).numpy())
+            loops.rotate(heads[0, :, 0].numpy(), *self._angles)
             return heads[:, :queries], heads[:, queries:]
         rotated = self._rotated(heads, cos, sin)
         return rotated[:, :queries], rotated[:, queries:]

@@ -107,6 +107,7 @@ class Int4Rows(PackedRows):
         views = torch.split(merged.scales, [len(part.data) for part in parts], 1)
         for part, view in zip(parts, views, strict=True):
             part.scales = view
+            part.forget_operands()
         return merged
 
 

@@ -93,6 +93,7 @@ class Int8Rows(PackedRows):
         sizes = [len(part.data) for part in parts]
         for part, scale in zip(parts, torch.split(merged.scale, sizes), strict=True):
             part.scale = scale
+            part.forget_operands()
         if merged._rounded is not None:
             for part, rounded in zip(parts, torch.split(merged._rounded, sizes), strict=True):
                 part._rounded = rounded

@@ -28,7 +28,8 @@ MOST = 127 * 256  # of 16 bits, so that the upper half is at most 127
 HALF = 16  # products of 4 bits and of 8 that 16 bits hold the sum of
 ZERO = 8  # the level of 4 bits that stands for the group's zero point
 ROW = "f4[::1], f4[::1], f4[::1], f4, f4[::1], b1, f4[::1]"  # the arguments of a product after its matrix
-PAIRS = llvm.get_host_cpu_features().get("avx2", False)  # the processor adds pairs of products
+# The processor adds pairs of products; numba compiles for another one where it is told to.
+PAIRS = llvm.get_host_cpu_features().get("avx2", False) and not numba.config.CPU_NAME
 BYTE, SHORT, WORD, SIZE, FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 
 
@@ -51,16 +52,18 @@ def _rounded(x: Array, norm: Array, eps: np.float32) -> tuple[Array, Array, Arra
         for i in range(size):
             row[i] = x[i] * scale * norm[i]
     for group in range(groups):
-        most = np.float32(0)
+        most, unknown = np.float32(0), np.float32(0)
         for i in range(GROUP):
-            most = max(most, abs(row[GROUP * group + i]))
+            value = row[GROUP * group + i]
+            most = max(most, abs(value))
+            unknown += value * np.float32(0)  # NaN of what is not finite, as it must be in the product too
         inverse = np.float32(MOST) / most if most > 0 else np.float32(0)
         total = np.int32(0)
         for i in range(GROUP):
             level = np.int32(np.rint(row[GROUP * group + i] * inverse))
             levels[GROUP * group + i] = level
             total += level
-        steps[group], sums[group] = most / np.float32(MOST), total
+        steps[group], sums[group] = most / np.float32(MOST) + unknown, total
     return levels, steps, sums
 
 

@@ -69,6 +69,10 @@ class PackedRows(ABC):
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x [..., K]`` through the matrix, plus ``bias [N]``: ``[..., N]``."""
 
+    def forget_operands(self) -> None:
+        """Let go of where the weights were before they were moved."""
+        self._operands = 0, None
+
     def _product(self, loops: Any) -> Callable[..., None] | None:
         """The loop of ``product_loops`` over this matrix; None where there is none for it."""
         return None

@@ -94,3 +94,19 @@ def test_weights_of_four_bits_are_unpacked(width):
     pairs = torch.from_numpy(scales.copy()).unsqueeze(-1).view(torch.bfloat16).float().numpy()
     product_loops.unpack_four_bits(data, pairs, width, out)
     torch.testing.assert_close(torch.from_numpy(out).double(), weights, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_what_is_not_finite_stays_so(wrong, with_norm):
+    """Else the answer would go on with numbers that mean nothing."""
+    data, scales, _ = four_bits(16, 32)
+    x = normal(K)
+    x[40] = wrong
+    out, norm = np.empty(32, np.float32), np.ones(K, np.float32) if with_norm else NOTHING
+    product_loops.four_bit_product(data, scales, 16, x.numpy(), NOTHING, norm, EPS, NOTHING, False, out)
+    assert not np.isfinite(out).any()
+    bytes_, scale = np.ones((5, K), np.int8), np.full((5, K // 32), 1.0, np.float16).view(np.uint16)
+    out = np.empty(5, np.float32)
+    product_loops.eight_bit_product(bytes_, scale, x.numpy(), NOTHING, norm, EPS, NOTHING, False, out)
+    assert not np.isfinite(out).any()
