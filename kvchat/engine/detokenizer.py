@@ -67,7 +67,7 @@ class Detokenizer:
         if self._tokenizer.is_fast:
             try:
                 return str(self._tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=True))
-            except BaseException:
+            except BaseException:  # only now: each token would pay for entering it
                 with explained_panics():
                     raise
         return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))

@@ -174,8 +174,11 @@ def wrap(
     seen = probe(model)
     digest = digest_of_weights(model)  # before any of them is merged
     before = find_tested(key := tested_by(digest, model, fuse))
-    chunked, lost = (before.chunked, before.lost) if before else (_test(model, name), loss())
-    plain = modules.sample_logits(model) if fuse and not before else None
+    if before:
+        chunked, plain, lost = before.chunked, None, before.lost
+    else:
+        chunked, plain = _test(model, name)
+        lost = loss()
     if model.device.type == "cpu":
         lay_out(model)
     kernels = modules.kernels_for(model.device)
@@ -192,13 +195,14 @@ def wrap(
     return replace(loaded, notes=notes, fingerprint=digest, fused=fusion.fused, reads_chunks=chunked)
 
 
-def _test(model: Any, name: str) -> bool:
-    """Compare the model with transformers' own forward; return whether it reads chunks."""
+def _test(model: Any, name: str) -> tuple[bool, Tensor]:
+    """Compare the model with transformers' own forward; whether it reads chunks, and its ``sample_logits``."""
     chunked = reads_chunks(model)
     selftest(model, chunked=chunked)
-    if model.dtype == torch.float16 and not modules.sample_logits(model).isfinite().all():
+    plain = modules.sample_logits(model)
+    if model.dtype == torch.float16 and not plain.isfinite().all():
         raise overflows(name)
-    return chunked
+    return chunked, plain
 
 
 # ---- what passed its tests -------------------------------------------------------------------------

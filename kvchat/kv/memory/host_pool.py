@@ -265,7 +265,7 @@ class HostPool:
         for region in self._regions:
             if region.committed < size:
                 self._commit(region, size)
-        self.capacity = self._lies.tokens(min(region.committed for region in self._regions))
+        self._measure()
 
     def _move(self, least: int, wanted: int) -> None:
         """Move to twice the address space, which costs a copy; what lies by page is copied a layer at a time.
@@ -303,10 +303,13 @@ class HostPool:
 
     def _look(self) -> None:
         """Make the views of the regions, and measure them."""
-        self.capacity = self._lies.tokens(min(region.committed for region in self._regions))
-        self.reserved = self._lies.tokens(min(region.size for region in self._regions))
+        self._measure()
         self._tables = [self._table(region) for region in self._regions]
         self._rows = [self._lies.rows(table) for table in self._tables]
+
+    def _measure(self) -> None:
+        self.capacity = self._lies.tokens(min(region.committed for region in self._regions))
+        self.reserved = self._lies.tokens(min(region.size for region in self._regions))
 
     def _table(self, region: PinnedRegion) -> Tensor:
         """The region as the device sees it, ``[page, H, 2, p, d]``; as the CPU does where it is pageable."""

@@ -111,10 +111,10 @@ def _splat(builder: Any, number: Any, width: int) -> Any:
     return builder.shuffle_vector(one, nothing, ir.Constant(_vector(WORD, width), [0] * width))
 
 
-def _call(builder: Any, name: str, result: ir.Type, *arguments: Any) -> Any:
+def _call(builder: Any, name: str, result: ir.Type, *arguments: Any, fastmath: tuple[str, ...] = ()) -> Any:
     """One of LLVM's intrinsics."""
     shape = ir.FunctionType(result, [argument.type for argument in arguments])
-    return builder.call(cgutils.get_or_insert_function(builder.module, shape, name), arguments)
+    return builder.call(cgutils.get_or_insert_function(builder.module, shape, name), arguments, fastmath=fastmath)
 
 
 def _multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
@@ -306,9 +306,8 @@ def _eight_bit_rows(rows: int) -> Any:
                 total = _multiply_add(builder, products, _splat(builder, scaled, 8), builder.load(sum_of))
                 builder.store(total, sum_of)
         for row, sum_of in enumerate(found):
-            shape = ir.FunctionType(FLOAT, [FLOAT, floats])
-            add_up = cgutils.get_or_insert_function(builder.module, shape, "llvm.vector.reduce.fadd.v8f32")
-            total = builder.call(add_up, [FLOAT(0.0), builder.load(sum_of)], fastmath=("reassoc",))
+            added = FLOAT(0.0), builder.load(sum_of)
+            total = _call(builder, "llvm.vector.reduce.fadd.v8f32", FLOAT, *added, fastmath=("reassoc",))
             builder.store(total, builder.gep(out.data, [builder.add(arguments[5], SIZE(row))]))
         return context.get_dummy_value()
 
