@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from operator import index
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -268,14 +269,14 @@ class Session(Released):
 
     # ---- tokens, for whoever draws them
 
-    def prefill(self, ids: Sequence[int]) -> Tensor:
-        """Store ``ids`` after what is stored, exactly, in any mode; the next token's logits ``[vocab]``.
+    def prefill(self, ids: Iterable[int] | Tensor) -> Tensor:
+        """Store ``ids`` ``[n]`` after what is stored, exactly, in any mode; the next token's logits ``[vocab]``.
 
         Raises:
             UsageError: no ids, or one that is no token; DoesNotFitError: longer than the model's context, or memory is
                 short.
         """
-        if not len(ids):
+        if not (ids := _whole(ids)):
             raise UsageError("There is nothing to prefill.", "No ids were given.", "Give at least one token id.")
         with self._loop.lock:
             self._loop.ask()
@@ -285,13 +286,14 @@ class Session(Released):
                 self._switcher.calibrate()
         return logits
 
-    def step(self, token: int) -> Tensor:
+    def step(self, token: int | Tensor) -> Tensor:
         """Store ``token``, reading what the mode lets it read; the next token's logits ``[vocab]``.
 
         Raises:
             UsageError: the model has no such token.
             DoesNotFitError: the model's context is full, or memory is short. Nothing is stored then.
         """
+        (token,) = _whole((token,))
         with self._loop.lock:
             self._loop.lock.check_idle()
             with self._keeper.adding():
@@ -488,6 +490,22 @@ class Session(Released):
 
 def _nothing(_generated: int) -> None:
     """Nothing to do between two tokens."""
+
+
+def _whole(ids: Iterable[int | Tensor] | Tensor) -> list[int]:
+    """Token ids as plain numbers, also of a tensor ``[n]`` or an array.
+
+    Raises:
+        UsageError: one is not a whole number.
+    """
+    try:
+        return [index(token) for token in (ids.tolist() if hasattr(ids, "tolist") else ids)]
+    except TypeError as error:
+        raise UsageError(
+            "Token ids are whole numbers.",
+            f"Given was a {type(ids).__name__}: {error}.",
+            "Give a list of ids, or a tensor of one dimension.",
+        ) from error
 
 
 def _check_loading() -> None:

@@ -20,7 +20,7 @@ from kvchat.config import modes
 from kvchat.config.modes import MAX_COUNT
 from kvchat.engine import session as sessions
 from kvchat.engine.session import Session, load, open_session
-from kvchat.errors import KvchatError, ModelError, UsageError
+from kvchat.errors import KvchatError, UsageError
 from kvchat.kv.inspect import check_integrity
 from kvchat.paths import bundled_model_dir
 from kvchat.protocol.messages import Finished, Keeping, Load, Sampling, Turn, Variant
@@ -29,7 +29,6 @@ GREEDY = Sampling(temperature=0, max_new_tokens=6)
 HELLO = (Turn("user", "Hello! My name is Maria."),)
 LONG = (Turn("user", "The sea was calm and the whale went on. " * 30),)
 BOTH = (Variant("full"), Variant("streaming", {"budget": 128}))
-FAR = 10**5000  # Python refuses to write it
 LARGEST = [(mode, name) for mode in modes.mode_names() for name in modes.registered()[mode].model_fields]
 
 
@@ -100,35 +99,28 @@ def test_nothing_else_begins_while_this_is_in_progress(session, begin):
 # ---- arguments
 
 
-NO_WHOLE_NUMBERS = {
-    "far": FAR,
-    "far below": -FAR,
-    "numpy's true": np.bool_(True),
-    "torch's true": torch.tensor(True),
-    "a float": 1e300,
-    "bytes": b"5",
-}
-
-
-@pytest.mark.parametrize("value", NO_WHOLE_NUMBERS.values(), ids=NO_WHOLE_NUMBERS)
-def test_what_is_no_whole_number_that_can_be_written_is_refused(session, value):
+@pytest.mark.parametrize("value", [5.0, "5", None])
+def test_what_is_no_whole_number_is_refused(session, value):
     session.prefill([5, 6, 7])
-    for use in (session.step, session.truncate, session.attended, lambda it: session.prefill([5, it])):
-        with pytest.raises(UsageError, match="whole number"):
+    for use in (session.step, lambda it: session.prefill([5, it])):
+        with pytest.raises(UsageError):
             use(value)
     assert session.total == 3
 
 
-@pytest.mark.parametrize("ids", [torch.tensor(5), np.array(5), torch.empty(0), iter(()), "", {}])
-def test_no_ids_are_refused(session, ids):
-    with pytest.raises(UsageError, match="nothing to prefill"):
+@pytest.mark.parametrize("ids", [torch.tensor([[5, 6]]), torch.tensor(5), np.array(5), torch.empty(0), iter(()), 5])
+def test_what_gives_no_ids_is_refused(session, ids):
+    with pytest.raises(UsageError):
         session.prefill(ids)
+    assert session.total == 0
 
 
 def test_ids_may_come_from_anything_that_gives_them(session):
     for ids in (np.array([5, 6]), torch.tensor([5, 6]), range(5, 7), iter([5, 6])):
         session.prefill(ids)
-    assert session._loop.stored.ids == [5, 6] * 4
+    session.step(np.int64(5))
+    session.step(torch.tensor(6))
+    assert session._loop.stored.ids == [5, 6] * 5
 
 
 def test_ids_that_cannot_be_read_to_their_end_store_nothing(session):
@@ -139,42 +131,18 @@ def test_ids_that_cannot_be_read_to_their_end_store_nothing(session):
     assert session.total == 0
 
 
-@pytest.mark.parametrize("turns", [None, 5, (turn for turn in HELLO)])
-def test_a_conversation_that_is_no_list_is_refused(session, turns):
+def test_names_that_nothing_has_are_refused(session):
     for use in (
-        lambda: session.answer(turns, GREEDY),
-        lambda: session.resume("other", turns),
-        lambda: session.compare(turns, BOTH, GREEDY),
+        lambda: session.keep_pages("int4"),
+        lambda: load(device="cpu", host_dtype="int4"),
+        lambda: load(device="cpu", mode_params={"ful": {}}),
+        lambda: load(device="tpu"),
+        lambda: load(device="cpu", dtype="int5"),
+        lambda: load(device="cpu", quantize="int5"),
+        lambda: load("~nobody-has-this-name/model", device="cpu"),
     ):
-        with pytest.raises(UsageError, match="list of turns"):
-            list(use())
-
-
-def test_other_arguments_of_wrong_kinds_are_refused(session):
-    for use, said in (
-        (lambda: session.keep_pages("int4"), 'cannot be kept in "int4"'),
-        (lambda: list(session.compare(HELLO, ["full"], GREEDY)), "not a Variant"),
-        (lambda: session.compare(HELLO, 5, GREEDY), "not a list of variants"),
-        (lambda: session.answer(HELLO, GREEDY, 5), "between must be a function"),
-        (lambda: session.enter(5), "not a mode's ModeParameters"),
-        (lambda: session.enter(None), "not a mode's ModeParameters"),
-        (lambda: session.hide_needle(FAR, 0), "whole number"),
-        (lambda: session.hide_needle(300, 0.5), "whole number"),
-        (lambda: load(device="cpu", host_dtype="int4"), 'cannot be kept in "int4"'),
-        (lambda: load(device="cpu", mode_params={"ful": {}}), 'no KV mode "ful"'),
-        (lambda: load(device="cpu", mode_params=5), "not a mapping from modes"),
-        (lambda: load(device="cpu", mode_params=[1]), "not a mapping from modes"),
-        (lambda: load(device="cpu", progress=None), "progress must be a function"),
-        (lambda: load(device="cpu", progress=5), "progress must be a function"),
-        (lambda: load(device=None), 'no device "None"'),
-        (lambda: load(device="cpu", dtype=5), 'no dtype "5"'),
-        (lambda: load(device="cpu", quantize=5), 'no quantization "5"'),
-        (lambda: load("~nobody-has-this-name/model", device="cpu"), "no file or folder"),
-    ):
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError):
             use()
-    with pytest.raises(ModelError):
-        load(None, device="cpu")
     assert session.info.mode == "full"
 
 

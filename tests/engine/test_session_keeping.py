@@ -83,8 +83,6 @@ def test_what_is_read_or_forgotten_is_written_at_once(session, held, use):
 @pytest.mark.parametrize(
     "use",
     [
-        lambda s: s.answer(LONG, GREEDY, 5, "one"),
-        lambda s: s.compare(LONG, 5, GREEDY),
         lambda s: s.prefill([-1]),
         lambda s: list(s.answer((Turn("user", " "),), GREEDY, None, "one")),
         lambda s: list(s.answer((Turn("user", " "),), GREEDY, None, "two")),
