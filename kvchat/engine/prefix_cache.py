@@ -31,7 +31,6 @@ from kvchat import paths
 from kvchat.engine.answer import AnswerLoop, Released
 from kvchat.engine.prompt import Stored, common_prefix
 from kvchat.engine.runner import ModelRunner
-from kvchat.engine.template import CheckedThread
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.manager import explained
 from kvchat.kv.memory import available
@@ -517,17 +516,21 @@ class WriteBehind:
         self._page = page
         self._copying = threading.Lock()
         self._interrupted = threading.Event()
-        self._thread: CheckedThread | None = None
+        self._thread: threading.Thread | None = None
         self._jobs: Sequence[Job] = ()
 
     def begin(self, jobs: Sequence[Job]) -> None:
         """Write these, after ``interrupt``."""
         before, self._jobs = self._thread, jobs
         self._interrupted = threading.Event()
+        # Not a daemon: torch aborts a process that exits while a thread copies.
+        thread = threading.Thread(target=self._work, args=(jobs, self._interrupted, before), daemon=False)
         try:
-            self._thread = CheckedThread(partial(self._work, jobs, self._interrupted, before))
-        except MemoryError:
-            self.problem = "there is no memory to write them with"
+            thread.start()
+        except RuntimeError as error:  # the system has no more
+            self.problem = str(error)
+        else:
+            self._thread = thread
 
     def interrupt(self) -> None:
         """Take nothing more from the jobs' pages from now on, and note what was saved of them."""
@@ -546,7 +549,7 @@ class WriteBehind:
     @property
     def is_writing(self) -> bool:
         """True until all jobs are written or given up."""
-        return self._thread is not None and not self._thread.is_over
+        return self._thread is not None and self._thread.is_alive()
 
     def finish(self, seconds: float) -> None:
         """Let it write for so long at most, then end."""
@@ -556,7 +559,7 @@ class WriteBehind:
             self.interrupt()
             thread.join()
 
-    def _work(self, jobs: Sequence[Job], interrupted: threading.Event, before: CheckedThread | None) -> None:
+    def _work(self, jobs: Sequence[Job], interrupted: threading.Event, before: threading.Thread | None) -> None:
         if before is not None:
             before.join()  # it may be writing its last page, to the same file
         for job in jobs:

@@ -1,4 +1,4 @@
-"""Templates of others: what is genuine comes out as transformers renders it, what is hostile is refused at once."""
+"""Templates of others come out as transformers renders them."""
 
 from __future__ import annotations
 
@@ -79,17 +79,11 @@ def test_a_mark_of_byte_order_before_a_template_is_not_rendered(tokenizer) -> No
     assert ChatTemplate(tokenizer).render(MESSAGES, datetime.now()).startswith("<|system|>")
 
 
-def test_many_turns_are_no_attack(tokenizer) -> None:
+def test_many_turns_are_within_the_limits(tokenizer) -> None:
     tokenizer.chat_template = GENUINE["thinking"]
     messages = [MESSAGES[1], MESSAGES[2]] * 500
     expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert ChatTemplate(tokenizer).render(messages, datetime.now()) == expected
-
-
-def test_a_template_that_is_no_text_says_so(tokenizer) -> None:
-    tokenizer.chat_template = 5
-    with pytest.raises(TypeError, match="no text but int"):
-        ChatTemplate(tokenizer).render(MESSAGES, datetime.now())
 
 
 THINKS = (
