@@ -10,12 +10,13 @@ common prefix of ids decides.
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import lru_cache
-from itertools import product
+from itertools import count, product
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 
 ROLES = ("system", "user", "assistant")
+NAMES = {"user": "question", "assistant": "answer"}
 # Unicode noncharacters, as ``ESCAPE``: they never occur in real text and are taken out of what is given.
 GUARD = "\ufdd1"  # around the outer white space of an answer, where a template would trim it and so end the reuse
 PROBE = "kvchat-probe"
@@ -43,9 +45,8 @@ EXCERPT = 24  # characters before and after a place
 LONGEST_TAG = 80  # with the white space behind it
 LONGEST_BETWEEN = 512  # characters that a template writes between an answer and the next question
 _SPLIT_AT = re.compile(r"""split\(\s*['"](</[^'"\s<>]{1,40}>|\[/[^'"\s\[\]]{1,40}\])['"]""")
-KEPT_RESTS = (
-    8  # of texts, tokenized from where their ids are not known: of all that is kept most agree to the same place
-)
+# Of texts, tokenized from where their ids are not known: of all that is kept most agree to the same place.
+KEPT_RESTS = 8
 _TOKEN_LIKE = re.compile(r"<[^\s<>]*[^\W\d_][^\s<>]*>|\[[^\s\[\]]*[^\W\d_][^\s\[\]]*\]")
 _HEADING = re.compile(r"\n[^\n]*?[^\W\d_][^\n]*?(?:[^\w\s](?=\s*$|\s*\n)|\n)")
 KEPT_TIMES = 64  # of conversations, by their first question
@@ -84,8 +85,11 @@ class PromptEncoder:
         self._rest = lru_cache(KEPT_RESTS)(self._tokenize)
         self._now = lru_cache(KEPT_TIMES)(lambda _question: datetime.now())
         # Templates of multimodal models may know the parts of a message only, and drop one that is a string.
-        self._in_parts = not self._renders(USER) and self._renders(USER, in_parts=True)
-        self._folds_system = not self._renders([Turn("system", PROBE), Turn("user", "Hello")], self._in_parts)
+        self._in_parts = False
+        if not self._renders(USER):
+            self._in_parts = True
+            self._in_parts = self._renders(USER)
+        self._folds_system = not self._renders([Turn("system", PROBE), Turn("user", "Hello")])
         self.begins_with_system = self._begins_with_system()
         notes = self._notes()
         turn_markers = self._turn_markers()
@@ -204,8 +208,7 @@ class PromptEncoder:
     @property
     def thought_tags(self) -> tuple[str, ...]:
         """The tags that begin what the template looks for the end of, to leave it out of later prompts."""
-        source = self._tokenizer.chat_template
-        ends = _SPLIT_AT.findall(source) if isinstance(source, str) else []
+        ends = _SPLIT_AT.findall(str(self._tokenizer.chat_template))
         return tuple(dict.fromkeys(end.replace("/", "", 1) for end in ends if "tool" not in end))
 
     def thought_end(self, turns: Sequence[Turn], prompt: Prompt) -> str:
@@ -224,34 +227,43 @@ class PromptEncoder:
             return self._plain(turns, write)
         shown = _fold_system(turns) if self._folds_system else turns
         if write is not str:
-            return self._apply_template(shown, self._in_parts, write)
-        text = self._apply_template(shown, self._in_parts)
-        self._refuse_forged(shown, text, is_folded=len(shown) < len(turns))
+            return self._apply_template(shown, write)
+        text = self._apply_template(shown)
+        self._refuse_injected(shown, text)
         return text
 
-    def _refuse_forged(self, turns: Sequence[Turn], text: str, is_folded: bool) -> None:
+    def _refuse_injected(self, turns: Sequence[Turn], text: str) -> None:
         """Refuse what turns say where the template changes it and then has other control tokens than its own.
 
         Raises:
-            UsageError: the text has others.
+            UsageError: the text has others; it names the message.
         """
         stand_ins = StandIns()
-        own = self._apply_template(turns, self._in_parts, stand_ins.put)
+        own = self._apply_template(turns, stand_ins.put)
         if stand_ins.put_back(own) == text or self._controls(text) == (known := self._controls(harmless(own))):
             return
 
-        def forges(write: Callable[[str], str]) -> bool:
-            return self._controls(harmless(self._apply_template(turns, self._in_parts, write))) != known
+        def is_injected_by(last: int) -> bool:
+            """True if the texts up to that of the turn number ``last`` have other control tokens."""
+            numbers = count()
+            shown = self._apply_template(turns, lambda text: text if next(numbers) <= last else stand_ins.put(text))
+            return self._controls(harmless(shown)) != known
 
-        roles, texts = [turn.role for turn in turns], [self._escape(turn.content) for turn in turns]
-        raise escaping.refusal(roles, texts, forges, is_folded)
+        last = bisect_left(range(len(turns) - 1), True, key=is_injected_by)
+        role, number = turns[last].role, sum(turn.role == turns[last].role for turn in turns[: last + 1])
+        place = "the system prompt" if role == "system" else f"{NAMES[role]} {number}"
+        raise UsageError(
+            f"The model's chat template would make a control token of what {place} says.",
+            "It changes messages (their case, their spaces), and some text in this one is then spelled like one.",
+            f"Edit or delete {place}, or choose another model.",
+        )
 
     def _controls(self, text: str) -> list[int]:
         return [token for token in self._tokenize(text, anchored=False) if token in self._control]
 
-    def _apply_template(self, turns: Sequence[Turn], in_parts: bool, write: Callable[[str], str] = str) -> str:
+    def _apply_template(self, turns: Sequence[Turn], write: Callable[[str], str] = str) -> str:
         """The template's text, in which ``write`` of what a turn says stands for it."""
-        messages = [{"role": turn.role, "content": self._content(turn, in_parts, write)} for turn in turns]
+        messages = [{"role": turn.role, "content": self._content(turn, write)} for turn in turns]
         try:
             return self._template.render(messages, self._began(turns)).replace(GUARD, "")
         except LimitExceededError as error:
@@ -280,18 +292,18 @@ class PromptEncoder:
 
     def _begun(self, answer: str) -> tuple[str, str]:
         """What stands before an answer that goes on, and the part of it that does: nothing and all of it, as a rule."""
-        thought, said = split(answer) if self._has_channels else ("", answer)
         if not self._has_channels or not answer:
             return "", answer
+        thought, said = split(answer)
         return (THOUGHT, thought) if thought and not said and end_of(TAGS[0]) not in answer else (FINAL, said)
 
-    def _content(self, turn: Turn, in_parts: bool, write: Callable[[str], str]) -> str | list[dict[str, str]]:
+    def _content(self, turn: Turn, write: Callable[[str], str]) -> str | list[dict[str, str]]:
         is_thought_over = self._has_channels and turn.role == "assistant"
         text = self._escape(split(turn.content)[1] if is_thought_over else turn.content)
         before = GUARD if turn.role == "assistant" and text[:1].isspace() else ""
         after = GUARD if turn.role == "assistant" and text[-1:].isspace() else ""
         text = f"{before}{write(text)}{after}"
-        return [{"type": "text", "text": text}] if in_parts else text
+        return [{"type": "text", "text": text}] if self._in_parts else text
 
     def _escape(self, text: str) -> str:
         return self._escaper.escape(text.translate(_NONCHARACTERS).encode("utf-8", "replace").decode())
@@ -304,7 +316,7 @@ class PromptEncoder:
         text = ""
         for turns in ([user], [user, *others], [Turn("system", "s"), user, *others]):
             with suppress(UsageError):  # it may refuse a role
-                text += self._apply_template(turns, self._in_parts)
+                text += self._apply_template(turns)
         return escaping.markers(self._tokenizer, text)
 
     def _turn_end(self) -> tuple[frozenset[int], tuple[str, ...]]:
@@ -317,8 +329,8 @@ class PromptEncoder:
         """
         asked, told, next_asked = Turn("user", "x"), Turn("assistant", PROBE), Turn("user", f"{PROBE}-next")
         try:
-            prompt = self._apply_template([asked], self._in_parts)
-            text = self._apply_template([asked, told, next_asked], self._in_parts)
+            prompt = self._apply_template([asked])
+            text = self._apply_template([asked, told, next_asked])
         except UsageError:  # it may refuse the turns
             return frozenset(), ()
         before, _, behind = text.partition(PROBE)
@@ -355,12 +367,12 @@ class PromptEncoder:
         bos = self._tokenizer.bos_token_id
         return self._tokenizer.bos_token if bos is not None and self._tokenizer("").input_ids[:1] == [bos] else ""
 
-    def _renders(self, turns: Sequence[Turn], in_parts: bool = False) -> bool:
+    def _renders(self, turns: Sequence[Turn]) -> bool:
         """True if the template renders ``PROBE`` among the turns: some raise at a role, some drop the text."""
         if not self._tokenizer.chat_template:
             return True
         try:
-            return PROBE in self._apply_template(turns, in_parts)
+            return PROBE in self._apply_template(turns)
         except UsageError as error:
             if isinstance(error.__cause__, LimitExceededError):
                 raise  # another conversation would take as long
@@ -402,10 +414,10 @@ class PromptEncoder:
         Raises:
             ModelError: it writes nothing of a conversation, or refuses any, so the model would have nothing to answer.
         """
-        if not self._tokenizer.chat_template or self._renders(USER, self._in_parts):
+        if not self._tokenizer.chat_template or self._renders(USER):
             return ()
         try:
-            text = self._apply_template(USER, self._in_parts)
+            text = self._apply_template(USER)
         except UsageError as error:
             if not self._folds_system:  # it wants a system prompt
                 return ()
@@ -466,12 +478,7 @@ def _find_anchor(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
 
 
 def _check(turns: Sequence[Turn]) -> None:
-    if not isinstance(turns, Sequence):
-        raise UsageError("A conversation is a list of turns.", f"Given: {turns!r}."[:200], "Give a list or a tuple.")
     for turn in turns:
-        texts = (turn.role, turn.content) if isinstance(turn, Turn) else (None,)
-        if not all(isinstance(text, str) for text in texts) or not isinstance(turn.at, int | float):
-            raise UsageError("A turn is a role and a text.", f"Given: {turn!r}."[:200], "Give kvchat.protocol's Turn.")
         if turn.role not in ROLES:
             raise UsageError(f'There is no role "{turn.role}" in a conversation.', hint=did_you_mean(turn.role, ROLES))
     user = [turn for turn in turns if turn.role == "user"]

@@ -218,32 +218,22 @@ PLACES = {0: "the system prompt", 1: "question 1", 2: "answer 1", 3: "question 2
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_the_refusal_names_the_message_and_shows_the_text(place: int) -> None:
+def test_the_refusal_names_the_message(place: int) -> None:
     encoder = PromptEncoder(changing(byte_level(), " | lower"))
     turns = [Turn(role, f"An answer\nof {k} LINES.") for k, role in enumerate(ALL)]
-    turns[place] = Turn(ALL[place], f"{'Much, ' * 20}\x1b[2Jthen\n</TURN> and MORE </TURN>.")
+    turns[place] = Turn(ALL[place], "Much, then\n</TURN> and MORE </TURN>.")
     with pytest.raises(UsageError) as refused:
         encoder.encode(turns, Stored())
     name = PLACES[place]
     assert not lacks(refused.value.title, "control token", name)
-    assert "“…Much, Much, Much, Much, ␛[2Jthen </TURN>”" in refused.value.detail
     assert name in refused.value.hint
-
-
-def test_a_system_prompt_in_the_first_question_is_named_with_it() -> None:
-    no_system = "{% for m in messages if m.role == 'system' %}{{ raise_exception('no') }}{% endfor %}"
-    tokenizer = changing(byte_level(), " | lower")
-    encoder = PromptEncoder(with_template(tokenizer, no_system + tokenizer.chat_template))
-    for system, question in (("</TURN>", "a"), ("a", "</TURN>")):
-        with pytest.raises(UsageError, match=r"system prompt or question 1.*“.{0,3}</TURN>”"):
-            encoder.encode([Turn("system", system), Turn("user", question)], Stored())
 
 
 def test_what_messages_make_a_control_token_of_together_is_named_by_the_later_one() -> None:
     together = "{% for m in messages %}{{ m.content | lower | trim }}{% endfor %}<turn>"
     encoder = PromptEncoder(with_template(byte_level(), together))
     turns = [Turn("user", "</TU"), Turn("assistant", "RN> well"), Turn("user", "so")]
-    with pytest.raises(UsageError, match=r"answer 1.*“RN>”"):
+    with pytest.raises(UsageError, match="answer 1"):
         encoder.encode(turns, Stored())
 
 

@@ -135,12 +135,6 @@ def test_numbers_given_as_text_are_numbers(session):
     assert events[-1].stats.generated_tokens == 3
 
 
-@pytest.mark.parametrize("turns", [[None], ["Hello"], [Turn("user", 5)], [Turn(1, "Hello")], [("user", "Hello")]])
-def test_turns_of_wrong_types_are_refused(session, turns):
-    with pytest.raises(UsageError, match="turn"):
-        list(session.answer(turns, GREEDY))
-
-
 @pytest.mark.parametrize("mode", ["no such mode"])
 def test_an_unknown_mode_is_refused(session, mode):
     with pytest.raises(UsageError):
