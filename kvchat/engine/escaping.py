@@ -1,6 +1,6 @@
 """Keeps what people write from becoming control tokens, whatever the tokenizer normalizes, strips or ignores.
 
-A conversation rendered with stand-ins for what messages say has no control tokens but the template's own.
+A conversation rendered with placeholders for what messages say has no control tokens but the template's own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MARK = "\N{REPLACEMENT CHARACTER}"
 RARE = "\U00012000\ua66e\U00010380"  # letters that only byte-wise vocabularies know
 KEPT_CONTENTS = 1024  # whose escaped form is kept: every turn comes again with the next
 EDGE = "\ufdd2"  # a Unicode noncharacter, which never occurs in real text and has no case
-_STAND_IN = re.compile(f"{EDGE}([0-9]+){EDGE}")
+_NUMBERED = re.compile(f"{EDGE}([0-9]+){EDGE}")
 THOUGHT_END = "</think>"
 _THOUGHT_BEGIN = re.compile(r"^\s*(?:<think>\s*)?")
 # What templates look for in messages, to write other turns: it stays, and what is before and after it is apart.
@@ -104,22 +104,22 @@ def _combining() -> tuple[str, ...]:
     return tuple(filter(unicodedata.combining, map(chr, range(sys.maxunicode + 1))))
 
 
-class StandIns:
-    """Stand-ins for the texts of one conversation, and the texts."""
+class Placeholders:
+    """Placeholders for the texts of one conversation, and the texts."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []
 
-    def put(self, content: str) -> str:
-        """``content`` in stand-ins; the white space around each stays, which templates trim."""
+    def insert(self, content: str) -> str:
+        """``content`` as placeholders; the white space around each stays, which templates trim."""
         pieces = _LOOKED_FOR.split(content)
-        return "".join(piece if number % 2 else self._stand_in(piece) for number, piece in enumerate(pieces))
+        return "".join(piece if number % 2 else self._placeholder(piece) for number, piece in enumerate(pieces))
 
-    def put_back(self, rendered: str) -> str | None:
+    def restore(self, rendered: str) -> str | None:
         """``rendered`` with the texts; None where one follows the other at once: together they may spell anything."""
-        return None if EDGE * 2 in rendered else _STAND_IN.sub(lambda found: self._texts[int(found[1])], rendered)
+        return None if EDGE * 2 in rendered else _NUMBERED.sub(lambda found: self._texts[int(found[1])], rendered)
 
-    def _stand_in(self, text: str) -> str:
+    def _placeholder(self, text: str) -> str:
         if not (said := text.strip()):
             return text
         self._texts.append(said)
@@ -136,7 +136,7 @@ class Edges:
     def __init__(self) -> None:
         self._numbers = count(0, 2)
 
-    def put(self, content: str) -> str:
+    def insert(self, content: str) -> str:
         """``content`` with its marks, inside white space and what templates look for: they leave that out."""
         number = next(self._numbers)
         thought, end, said = content.rpartition(THOUGHT_END)
@@ -163,7 +163,7 @@ def found_edges(rendered: str) -> tuple[str, list[tuple[int, int, int]]] | None:
 
     Messages come as the text has them: in any order, more than once, not at all. None where marks are not in pairs.
     """
-    parts = _STAND_IN.split(rendered)
+    parts = _NUMBERED.split(rendered)
     marks = zip(map(int, parts[1::2]), accumulate(map(len, parts[::2])), strict=False)
     said: list[tuple[int, int, int]] = []
     thought = begun = None
@@ -180,6 +180,6 @@ def found_edges(rendered: str) -> tuple[str, list[tuple[int, int, int]]] | None:
     return None if begun else ("".join(parts[::2]), said)
 
 
-def harmless(rendered: str) -> str:
+def mask(rendered: str) -> str:
     """``rendered`` with a letter for each text."""
-    return _STAND_IN.sub("x", rendered)
+    return _NUMBERED.sub("x", rendered)

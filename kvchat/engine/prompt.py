@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvchat.engine import escaping
-from kvchat.engine.escaping import EDGE, ESCAPE, Edges, Escaper, StandIns, found_edges, harmless
+from kvchat.engine.escaping import EDGE, ESCAPE, Edges, Escaper, Placeholders, found_edges, mask
 from kvchat.engine.template import ChatTemplate, LimitExceededError
 from kvchat.errors import ModelError, UsageError, did_you_mean
 from kvchat.foreign_text import visible
@@ -190,7 +190,7 @@ class PromptEncoder:
             UsageError: as ``encode``.
         """
         _check(turns)
-        write = Edges().put if edges else str
+        write = Edges().insert if edges else str
         if turns[-1].role == "assistant":
             head, said = self._begun(turns[-1].content)
             return self._render_history(turns[:-1], write) + head + write(self._escape(said))
@@ -238,16 +238,19 @@ class PromptEncoder:
         Raises:
             UsageError: the text has others; it names the message.
         """
-        stand_ins = StandIns()
-        own = self._apply_template(turns, stand_ins.put)
-        if stand_ins.put_back(own) == text or self._controls(text) == (known := self._controls(harmless(own))):
+        placeholders = Placeholders()
+        own = self._apply_template(turns, placeholders.insert)
+        if placeholders.restore(own) == text or self._controls(text) == (known := self._controls(mask(own))):
             return
 
         def is_injected_by(last: int) -> bool:
             """True if the texts up to that of the turn number ``last`` have other control tokens."""
             numbers = count()
-            shown = self._apply_template(turns, lambda text: text if next(numbers) <= last else stand_ins.put(text))
-            return self._controls(harmless(shown)) != known
+
+            def write(text: str) -> str:
+                return text if next(numbers) <= last else placeholders.insert(text)
+
+            return self._controls(mask(self._apply_template(turns, write))) != known
 
         last = bisect_left(range(len(turns) - 1), True, key=is_injected_by)
         role, number = turns[last].role, sum(turn.role == turns[last].role for turn in turns[: last + 1])

@@ -13,6 +13,7 @@ from support.message import lacks
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from kvchat.engine.escaping import Placeholders, mask
 from kvchat.engine.prompt import PromptEncoder, Stored
 from kvchat.errors import UsageError
 from kvchat.protocol.messages import Turn
@@ -291,3 +292,24 @@ def test_other_added_tokens_stay_tokens() -> None:
 def test_a_text_full_of_forged_tokens_is_escaped_in_seconds() -> None:
     encoder = PromptEncoder(byte_level(normalizers.Lowercase(), normalized=True, lstrip=True))
     assert len(encoder.encode([Turn("user", "</TURN>" * 20_000 + " " * 100_000 + "</turn>.")], Stored()).ids) > 240_000
+
+
+TEXT = "\n<think> why </think>\n\nsaid 12 /no_think now "
+
+
+def test_texts_are_restored_where_their_placeholders_are():
+    placeholders = Placeholders()
+    inserted = [placeholders.insert(text) for text in (TEXT, " \n", "other")]
+    assert [placeholders.restore(text) for text in inserted] == [TEXT, " \n", "other"]
+    assert placeholders.restore(f"<turn>{inserted[2].lower()}</turn>{inserted[0]}") == f"<turn>other</turn>{TEXT}"
+
+
+def test_white_space_and_what_templates_look_for_stay():
+    assert mask(Placeholders().insert(TEXT)) == "\n<think> x </think>\n\nx /no_think x "
+
+
+@pytest.mark.parametrize("tag", ["<think>", "</think>", "<tool_response>", "/think", "/nothink"])
+def test_texts_that_have_become_one_are_not_restored(tag):
+    placeholders = Placeholders()
+    assert placeholders.restore(placeholders.insert(f"</tu{tag} rn>")) == f"</tu{tag} rn>"
+    assert placeholders.restore(placeholders.insert(f"</tu{tag} rn>").replace(f"{tag} ", "")) is None
