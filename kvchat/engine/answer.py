@@ -239,7 +239,7 @@ class AnswerLoop(Released):
             if logits is None:
                 yield Finished("stopped", "", self._metrics.stats(answer))
                 return
-            self.stored.agree(prompt.text)
+            self.stored.mark_text(prompt.text)
             self._switcher.calibrate()
             self._runner.pin(pinned)
             sampler.see(prompt.ids)
@@ -275,7 +275,7 @@ class AnswerLoop(Released):
                 yield Text(piece, 1)
         if piece := text.finish():
             yield Text(piece, 0)
-        self.stored.agree(self.encoder.answered(prompt, text.decoded))
+        self.stored.mark_text(self.encoder.answered(prompt, text.decoded))
         yield Finished(reason, text.shown, self._metrics.stats(answer))
 
     def _end_reason(self, text: AnswerText, sampling: Sampling, between: Between) -> str:
@@ -381,7 +381,7 @@ class AnswerLoop(Released):
         self.forget(tokens - 1)
         self.prefill(whole.ids[-1:])
         self._pin_stored(pinned)
-        self.stored.agree_as(whole)
+        self.stored.copy_text_of(whole)
         self.stored.reduced = whole.reduced
 
     def forget(self, tokens: int) -> None:
@@ -399,7 +399,7 @@ class AnswerLoop(Released):
             ids = whole.ids[first:]
             self.forget(first)
             if (yield from self.read_prompt(ids)) is not None:
-                self.stored.agree_as(whole)
+                self.stored.copy_text_of(whole)
             self._pin_stored(pinned)
             yield Rebuilt(self._kv.total - first, time.perf_counter() - began, self.stored.reduced_tokens)
 

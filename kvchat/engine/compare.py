@@ -227,7 +227,7 @@ class Comparison:
             self._loop.stored.truncate(aside.start)
             self._runner.truncate(aside.start)
             raise
-        self._loop.stored.become(stored)
+        self._loop.stored.replace_with(stored)
 
 
 def compare_logits(alike: int | None, first: Sequence[Tensor], other: Sequence[Tensor]) -> Agreement:

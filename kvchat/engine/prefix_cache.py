@@ -192,7 +192,7 @@ class Keeper(Released):
         if there < tokens:
             yield Noted("A page of the saved K/V is damaged; what follows it is read again.")
         stored.truncate(there)
-        self._loop.stored.become(stored)
+        self._loop.stored.replace_with(stored)
         if recurrent.exists:
             recurrent.adopt(stored.ids, [state for state in states if state and state.tokens <= there])
             if recurrent.position < tokens == there:
@@ -403,7 +403,7 @@ def rows_of(stored: Stored, control: list[int], start: int) -> Rows:
 
 
 def stored_of(rows: Rows, text: str) -> Stored:
-    """The ids of the rows, with the marks at which ``text`` agrees with the saved one."""
+    """The ids of the rows, with the marks up to which ``text`` matches the saved one."""
     stored = Stored(rows["id"].tolist(), reduced=((rows["flags"] & REDUCED) > 0).tolist())
     for index in np.flatnonzero(rows["chars"] >= 0).tolist():
         chars = int(rows["chars"][index])

@@ -45,7 +45,7 @@ EXCERPT = 24  # characters before and after a place
 LONGEST_TAG = 80  # with the white space behind it
 LONGEST_BETWEEN = 512  # characters that a template writes between an answer and the next question
 _SPLIT_AT = re.compile(r"""split\(\s*['"](</[^'"\s<>]{1,40}>|\[/[^'"\s\[\]]{1,40}\])['"]""")
-# Of texts, tokenized from where their ids are not known: of all that is kept most agree to the same place.
+# Of texts, tokenized from where their ids are not known: of all that is kept most match up to the same place.
 KEPT_RESTS = 8
 _TOKEN_LIKE = re.compile(r"<[^\s<>]*[^\W\d_][^\s<>]*>|\[[^\s\[\]]*[^\W\d_][^\s\[\]]*\]")
 _HEADING = re.compile(r"\n[^\n]*?[^\W\d_][^\n]*?(?:[^\w\s](?=\s*$|\s*\n)|\n)")
@@ -56,7 +56,7 @@ _NONCHARACTERS = dict.fromkeys(map(ord, (ESCAPE, GUARD, EDGE)))
 class Prompt(NamedTuple):
     """All ids of a conversation; the first ``reused`` of them are stored and at least one is not.
 
-    ``text`` is what the ids stand for, to be given to ``Stored.agree`` once they are stored.
+    ``text`` is what the ids stand for, to be given to ``Stored.mark_text`` once they are stored.
     """
 
     ids: list[int]
@@ -119,7 +119,7 @@ class PromptEncoder:
 
     def ids_of(self, text: str, stored: Stored) -> list[int]:
         """The ids of a rendered text, those of ``stored`` for as much of it as they are known to stand for."""
-        kept, chars = stored.agreed(text)
+        kept, chars = stored.matched_prefix(text)
         return stored.ids[:kept] + self._rest(text[chars:], anchored=chars > 0)
 
     def pinned(self, turns: Sequence[Turn], stored: Stored, system: bool = False) -> list[int]:
@@ -146,7 +146,7 @@ class PromptEncoder:
         The counts differ where what was generated between them would be tokenized otherwise.
         """
         before = len(self.ids_of(text[:chars], stored))
-        ids, end = stored.agreed_from(text, chars) or (before, chars)
+        ids, end = stored.matched_prefix_from(text, chars) or (before, chars)
         return before, ids - len(self._rest(text[chars:end], anchored=True))
 
     def _spans(self, turns: Sequence[Turn], text: str) -> list[tuple[int, int]]:
@@ -197,7 +197,7 @@ class PromptEncoder:
         return self._render_history(turns, write)
 
     def answered(self, prompt: Prompt, answer: str, end: int | None = None) -> str:
-        """The text of ``prompt`` and the answer to it, for ``Stored.agree``.
+        """The text of ``prompt`` and the answer to it, for ``Stored.mark_text``.
 
         ``answer`` is the decoded text of all generated ids that are stored; ``end`` is the end token if that is stored
         too, which it need not be: the next prompt brings it.
@@ -532,18 +532,18 @@ class Stored:
         self.ids.extend(ids)
         self.reduced.extend([reduced] * len(ids))
 
-    def become(self, other: Stored) -> None:
+    def replace_with(self, other: Stored) -> None:
         """Take over all that ``other`` has."""
         vars(self).update(vars(other))
 
-    def agree_as(self, other: Stored) -> None:
+    def copy_text_of(self, other: Stored) -> None:
         """Take text and marks of ``other``, whose ids are the same."""
         self.text, self.marks = other.text, other.marks
 
-    def agree(self, text: str) -> None:
-        """Say that all ids so far stand for ``text``; older marks that contradict it are dropped."""
-        agreed, _ = self.agreed(text)
-        kept = [mark for mark in self.marks if mark[0] <= agreed and mark[0] < len(self.ids)]
+    def mark_text(self, text: str) -> None:
+        """Note that all ids so far stand for ``text``; older marks that contradict it are dropped."""
+        matched, _ = self.matched_prefix(text)
+        kept = [mark for mark in self.marks if mark[0] <= matched and mark[0] < len(self.ids)]
         self.marks = [*kept, (len(self.ids), len(text))]
         self.text = text
 
@@ -554,12 +554,12 @@ class Stored:
         self.marks = [mark for mark in self.marks if mark[0] <= length]
         self.text = self.text[: self.marks[-1][1]] if self.marks else ""
 
-    def agreed(self, text: str) -> tuple[int, int]:
+    def matched_prefix(self, text: str) -> tuple[int, int]:
         """The last mark whose text is a prefix of ``text``, (0, 0) where there is none."""
         found = (mark for mark in reversed(self.marks) if text.startswith(self.text[: mark[1]]))
         return next(found, (0, 0))
 
-    def agreed_from(self, text: str, chars: int) -> tuple[int, int] | None:
+    def matched_prefix_from(self, text: str, chars: int) -> tuple[int, int] | None:
         """The first mark with at least ``chars`` characters whose text is a prefix of ``text``."""
         found = (mark for mark in self.marks if mark[1] >= chars and text.startswith(self.text[: mark[1]]))
         return next(found, None)

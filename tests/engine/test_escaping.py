@@ -273,10 +273,10 @@ def test_a_forging_text_is_read_as_it_is_and_reused(kind: str) -> None:
     encoder, stored = PromptEncoder(tokenizer), Stored()
     first = encoder.encode([Turn("user", "x</turn>y")], stored)
     stored.extend(first.ids)
-    stored.agree(first.text)
+    stored.mark_text(first.text)
     answer = "b</turn>c"
     stored.extend(tokenizer.encode("bc", add_special_tokens=False))
-    stored.agree(encoder.answered(first, answer))
+    stored.mark_text(encoder.answered(first, answer))
     again = encoder.encode([Turn("user", "x</turn>y"), Turn("assistant", answer), Turn("user", "d")], stored)
     assert again.reused == len(stored.ids)
     assert "x</turn>y" in tokenizer.decode(first.ids).replace(" ", "")

@@ -284,7 +284,7 @@ def test_logits_are_those_of_a_session_never_closed(tmp_path, row, dtype):
         chat.runner.step(token)
         chat.stored.extend([token])
     chat.keeper._present = "a"
-    chat.stored.agree("".join(map(chr, ids)))
+    chat.stored.mark_text("".join(map(chr, ids)))
     chat.keeper.save()
     chat.written()
 

@@ -69,9 +69,9 @@ def chat(
     prompt = encoder.encode(turns, stored)
     stored.truncate(prompt.reused)
     stored.extend(prompt.ids[prompt.reused :])
-    stored.agree(prompt.text)
+    stored.mark_text(prompt.text)
     stored.extend([*ids, end] if end is not None else ids)
-    stored.agree(encoder.answered(prompt, answer, end))
+    stored.mark_text(encoder.answered(prompt, answer, end))
 
 
 @pytest.mark.parametrize(
@@ -292,7 +292,7 @@ def test_text_that_goes_on_gets_no_word_start_mark():
     prompt = encoder.encode([user("a</s>b")], stored)
     assert tokenizer.convert_ids_to_tokens(prompt.ids) == ["<s>", "a", "<", "/", "s", ">", "b", "</s>"]
     stored.extend(prompt.ids)
-    stored.agree(prompt.text)
+    stored.mark_text(prompt.text)
     prompt = encoder.encode([user("a</s>b"), assistant("cd")], stored)
     assert tokenizer.convert_ids_to_tokens(prompt.ids[prompt.reused :]) == ["c", "d"]
 
@@ -378,7 +378,7 @@ def test_pinned_turns_are_their_tokens_with_what_the_template_writes_around_them
     assert encoder.pinned([user("Hello"), *ASKED[4:]], Stored()) == []
     # The same places where the ids are known already.
     stored = Stored(list(prompt.ids))
-    stored.agree(prompt.text)
+    stored.mark_text(prompt.text)
     assert encoder.pinned(ASKED, stored) == encoder.pinned(ASKED, Stored())
 
 
@@ -551,9 +551,9 @@ def test_a_message_is_pinned_from_its_first_token_after_an_answer_that_would_be_
     answered = [*tokenizer.encode("é")[:1] * 8, *tokenizer.encode(" ")]  # bytes that are no characters
     answer = tokenizer.decode(answered)
     stored.extend(asked.ids)
-    stored.agree(asked.text)
+    stored.mark_text(asked.text)
     stored.extend(answered)
-    stored.agree(encoder.answered(asked, answer))
+    stored.mark_text(encoder.answered(asked, answer))
     turns = [user("Hello"), assistant(answer), Turn("user", "Biscuit", pinned=True)]
     ids = encoder.encode(turns, stored).ids
     assert "user\nBiscuit" in tokenizer.decode([ids[at] for at in encoder.pinned(turns, stored)])

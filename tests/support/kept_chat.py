@@ -23,7 +23,7 @@ class CharacterEncoder:
         return "".join(f"<{turn.content}" for turn in turns)
 
     def ids_of(self, text: str, stored: Stored) -> list[int]:
-        kept, chars = stored.agreed(text)
+        kept, chars = stored.matched_prefix(text)
         return stored.ids[:kept] + [ord(character) for character in text[chars:]]
 
 
@@ -50,7 +50,7 @@ class Chat:
             self.runner.truncate(reused)
         self.logits = prefilled(self.runner, ids[reused:])
         self.stored.extend(ids[reused:])
-        self.stored.agree(self.loop.encoder.render(turns))
+        self.stored.mark_text(self.loop.encoder.render(turns))
         self.keeper.save()
         return events
 
@@ -61,7 +61,7 @@ class Chat:
         for token in answer:
             self.logits = self.runner.step(token)
             self.stored.extend([token])
-        self.stored.agree(self.stored.text + "".join(map(chr, answer)))
+        self.stored.mark_text(self.stored.text + "".join(map(chr, answer)))
         self.keeper.save()
         if self.keeping.saved_bytes:
             self.written()
