@@ -54,9 +54,9 @@ class Escaper:
         if self._control.isdisjoint(encoded.input_ids):
             return text
         spans = encoded.offset_mapping if self._tokenizer.is_fast else [(0, len(text))] * len(encoded.input_ids)
-        forged = {span for span, token in zip(spans, encoded.input_ids, strict=True) if token in self._control}
+        control = {span for span, token in zip(spans, encoded.input_ids, strict=True) if token in self._control}
         parts, end = [], 0
-        for start, stop in sorted(forged):
+        for start, stop in sorted(control):
             middle = (start + stop) // 2
             alone = middle == start  # what is one character long cannot be written in another way
             parts += [text[end:start], *([self._mark] if alone else [text[start:middle], text[middle:stop]])]

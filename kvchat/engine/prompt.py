@@ -109,7 +109,7 @@ class PromptEncoder:
         """The ids of a conversation, reusing what is stored; ``stored`` is not modified.
 
         Raises:
-            UsageError: an unknown role, nothing to answer, the template refuses the conversation or forges turns in it.
+            UsageError: an unknown role, nothing to answer, the template refuses it or makes control tokens of it.
         """
         text = self.render(turns)
         ids = self.ids_of(text, stored)
