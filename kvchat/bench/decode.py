@@ -32,8 +32,8 @@ from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.ops.choose import triton_refusal
 from kvchat.models.load import LoadedModel
-from kvchat.models.quantize.rows import LOOK_S
-from kvchat.models.quantize.weight_sizes import read_bytes
+from kvchat.models.probe import has_experts
+from kvchat.models.quantize.rows import LOOK_S, is_tied
 
 # A variant's notation, its parameters and its fixed change rate, or None.
 Wanted = tuple[str, ModeParameters, float | None]
@@ -102,8 +102,10 @@ def _measured(settings: Decode, wanted: Sequence[Wanted], model: LoadedModel, fr
 
 def floor_ms(model: LoadedModel, measured: Measured) -> float | None:
     """Milliseconds to read the weights of one token at the measured rate; None for mixtures of experts."""
-    size = read_bytes(model.model, model.weight_bytes)
-    return None if size is None or measured.read is None else size / measured.read / 1e6
+    if has_experts(model.model) or measured.read is None:
+        return None
+    table = 0 if is_tied(model.model) else model.model.get_input_embeddings().weight.nbytes  # of which a row is read
+    return (model.weight_bytes - table) / measured.read / 1e6
 
 
 # ---- settings --------------------------------------------------------------------------------------

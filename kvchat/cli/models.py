@@ -61,8 +61,7 @@ def _row(found: FoundModel, dtype: str, there: Room) -> Row:
     weights, fitting = found.weights, fit(found, dtype, there)
     if weights is None or fitting is None:
         return Row(found.name, found.kind, problem=found.problem)
-    kind = found.quantization or weights.dtype
-    return Row(found.name, found.kind, weights.nbytes, kind, fitting.needed, fitting.quantize)
+    return Row(found.name, found.kind, weights.nbytes, weights.type, fitting.needed, fitting.quantize)
 
 
 def _lines(rows: list[Row]) -> Iterator[str]:

@@ -10,11 +10,12 @@ the device, gigabytes in a long conversation; last comes a window alone, which f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from kvchat import libraries
 from kvchat.config import modes
@@ -34,10 +35,9 @@ from kvchat.models.description import ModelDescription, describe, quiet
 from kvchat.models.hub import Progress
 from kvchat.models.probe import observe_shape
 from kvchat.models.quantize import quantization
-from kvchat.models.quantize.weight_sizes import linears, read_bytes
 from kvchat.models.recurrent import SNAPSHOTS, RecurrentState, attending_layers
-from kvchat.models.repacking import by_quantization
 from kvchat.models.support import unreadable
+from kvchat.models.weights import AT_MOST
 from kvchat.protocol.figures import MemoryPlan, ModeNeed, Proposal, Snapshot, StoredNeed
 from kvchat.protocol.messages import Load
 from kvchat.units import size
@@ -81,7 +81,7 @@ def fits_beside(load: Load, progress: Progress) -> bool:
 def _taken(load: Load, seen: _Observed, tokens: int, in_use: Snapshot | None) -> MemoryPlan:
     """The plan before anything is proposed: the bytes of each choice, and those that are free."""
     described, geometry = seen.described, seen.geometry
-    weights, by_default = by_quantization(described), repacking.by_default(described) or "none"
+    weights, by_default = described.by_quantization(), repacking.by_default(described)
     asked = by_default if load.quantize == "auto" else load.quantize
     is_rounded = load.host_dtype == "int8"
     share = _host_share(geometry) if is_rounded else 1.0
@@ -90,7 +90,7 @@ def _taken(load: Load, seen: _Observed, tokens: int, in_use: Snapshot | None) ->
         model=load.model,
         architecture=described.model_class.__name__,
         device=str(described.device),
-        dtype=str(described.dtype).removeprefix("torch."),
+        dtype=described.dtype_name,
         context=tokens,
         weights=weights,
         modes={name: mode_need(name, load, seen, tokens, share) for name in modes.mode_names()},
@@ -103,10 +103,10 @@ def _taken(load: Load, seen: _Observed, tokens: int, in_use: Snapshot | None) ->
         token_bytes=geometry.token_bytes,
         host_share=share,
         by_default=by_default,
-        file_bits=repacking.bits(described),
+        file_bits=described.weights.layer_bits,
         unpacked=weights["none"] if repacking.lie_unpacked(described, asked) else 0,
         packed=_packed_files(described),
-        floor_ms=_floors(seen, weights, load.read_bytes_per_s),
+        floor_ms=_floors(described, weights, load.read_bytes_per_s),
         given=_given(load),
     )
 
@@ -187,7 +187,7 @@ def _packed_files(described: ModelDescription) -> int:
     """Bytes in the files of a quantized checkpoint whose weights loading unpacks; 0 for others and for GGUF files."""
     if not quantization.is_unpacked(described.config, described.device):
         return 0
-    return sum(tensor.nbytes for tensor in described.stored)
+    return described.weights.nbytes
 
 
 def _stored_need(made: MemoryPlan, in_use: Snapshot, load: Load, seen: _Observed) -> StoredNeed:
@@ -211,13 +211,9 @@ def _given_back(in_use: Snapshot | None, device: torch.device) -> tuple[int, int
     return (in_use.kv_host_bytes if device.type == "cpu" else computed_with), in_use.kv_host_bytes
 
 
-def _floors(seen: _Observed, weights: dict[str, int], rate: float | None) -> dict[str, float]:
+def _floors(described: ModelDescription, choices: Iterable[str], rate: float | None) -> dict[str, float]:
     """Milliseconds to read the weights of one token by quantization; nothing without a ``rate`` or with experts."""
-    read = {name: read_bytes(seen.described.shapes, nbytes) for name, nbytes in weights.items()}
-    if rate and "int8" in read and seen.described.device.type == "cpu":
-        # The head is packed apart from the embeddings there, of which a row is read.
-        table = seen.described.shapes.get_input_embeddings().weight.nbytes
-        read["int8"] = read["int8"] and weights["int8"] - table
+    read = {name: described.weights.read_bytes(name, described.dtype_name, described.place) for name in choices}
     return {name: 1000 * nbytes / rate for name, nbytes in read.items() if nbytes and rate}
 
 
@@ -274,7 +270,8 @@ def mode_need(
 def _activations(seen: _Observed) -> int:
     """Bytes of the outputs of one layer's Linears in one prefill forward."""
     layers: int = seen.described.shapes.config.get_text_config(decoder=True).num_hidden_layers
-    widths = sum(linear.out_features for linear in linears(seen.described.shapes.get_decoder())) // layers
+    modules = seen.described.shapes.get_decoder().modules()
+    widths = sum(module.out_features for module in modules if type(module) is nn.Linear) // layers
     return CHUNK * widths * seen.geometry.dtype.itemsize
 
 
@@ -340,7 +337,7 @@ def _lost_bits(made: MemoryPlan, quantize: str) -> Iterator[str]:
     bits = quantization.BITS.get(quantize)
     if not bits:
         return
-    if 0 < made.file_bits <= repacking.AT_MOST.get(quantize, 0):
+    if 0 < made.file_bits <= AT_MOST.get(quantize, 0):
         if made.packed:  # in other steps than these
             yield f"precision of the weights: the files' {made.file_bits:.1f} bits are rounded again, to {bits}"
     else:

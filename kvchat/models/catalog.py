@@ -12,41 +12,27 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from kvchat import nvml, paths
 from kvchat.config import profiles
 from kvchat.errors import ModelError
 from kvchat.kv.memory import available
-from kvchat.models import gguf_file, stored_tensors
-from kvchat.models.stored_tensors import ITEM_BYTES, Elements, Weights, read_gguf, read_safetensors
-from kvchat.paths import BUNDLED, INDEX
+from kvchat.models import gguf_file, weights
+from kvchat.models.stored_tensors import read_headers, read_json
+from kvchat.models.weights import ITEM_BYTES, Place, Weights
+from kvchat.paths import BUNDLED
 
-PARTS = {"text_config", "vision_config", "audio_config"}  # a multimodal model's sections of its configuration
-WITHOUT_LINEARS = {"gpt2", "openai-gpt"}  # whose matrices are Conv1Ds, which nothing packs
-OWN_EXPERTS = {"dbrx", "llama4", "llama4_text", "longcat_flash"}  # run in a way of their own, and never packed
 CONFIG, WEIGHTS, GGUF = "config.json", "model*.safetensors", ".gguf"
-MAX_CONFIG_BYTES, MAX_INDEX_BYTES = 2**22, 2**26
-MOST_COUNTED = 2**31  # of what a configuration counts
 MAX_SAID = 200  # characters of an error that nobody expected
 MAX_DEPTH = 3  # the folder given, its publishers, their models
 MAX_FOLDERS = 2000
 HUB_NAME = re.compile(r"(?![.~])[\w.-]+/(?![.])[\w.-]+(:[\w.-]+\.(?:gguf|GGUF))?")
 TOWER = "mmproj"  # begins the name of a GGUF file that is part of a multimodal model
-# Bytes an element of quantized weights takes, with their constants.
-NF4 = 0.5 + 4 / 64
-QUANTIZED = {
-    "cpu": {"int8": 1 + 2 / 32, "nf4": NF4, "int4": 0.5 + 4 / 32},
-    "cuda": {"int8": 1.0, "nf4": NF4, "int4": 0.5 + 4 / 128},
-}
-# In what weights that loading unpacks are packed again by default, by their bits an element of the layers in the files:
-# as in the engine's ``repacking``.
-AT_MOST = {"int4": 5.0, "int8": 9.0}
-# As in the engine: of a GPU that multiplies int4, and of the smallest matrix that is faster in bfloat16.
-INT4_CAPABILITY, BFLOAT16_FROM = (8, 0), 2**24
+BFLOAT16_FROM = 2**24  # bytes in float32 of the smallest matrix that is faster in bfloat16
 OWN_DTYPE_ONLY = ("torchao", "int4")  # kinds of checkpoints that are multiplied in no other
 OLLAMA = "ollama:"  # begins the names of Ollama's models
 MODEL_LAYER = "application/vnd.ollama.image.model"
@@ -58,15 +44,12 @@ MAX_MANIFEST_BYTES, MAX_MANIFESTS = 2**20, 2000
 class FoundModel:
     """A model on this machine. ``name`` is what loads it, ``kind`` is bundled, folder, GGUF or hub.
 
-    ``quantization`` is the kind by which the checkpoint is quantized, and ``weights.dtype`` then that of its
-    arithmetic; of a GGUF file ``weights.dtype`` names both.
     ``weights`` is None where there is a ``problem``.
     """
 
     name: str
     kind: str
     weights: Weights | None = None
-    quantization: str = ""
     problem: str = ""
 
 
@@ -174,80 +157,26 @@ def _whatever_it_leads_to(look: Callable[[str, str, Path], FoundModel]) -> Calla
 
 @_whatever_it_leads_to
 def _of_folder(name: str, kind: str, folder: Path) -> FoundModel:
-    config = _config(folder)
-    own = config.get("quantization_config")
-    quantized = own if isinstance(own, dict) else {}
-    weights = read_safetensors(_files(folder), quantized, is_multimodal=not PARTS.isdisjoint(config))
-    weights = replace(weights, mlp=_count(config, "intermediate_size") * _count(config, "hidden_size"))
-    if config.get("model_type") in WITHOUT_LINEARS:
-        weights = replace(weights, plain=replace(weights.plain, linear=0))
-    if config.get("model_type") in OWN_EXPERTS:
-        weights = replace(weights, plain=replace(weights.plain, experts=0))
-    if quantized:
-        weights = replace(weights, dtype=_own_dtype(config))
-    return FoundModel(name, kind, weights, stored_tensors.kind_of(quantized))
+    return FoundModel(name, kind, weights.of_checkpoint(read_json(folder / CONFIG), read_headers(folder, "It")))
 
 
 @_whatever_it_leads_to
 def _of_gguf(name: str, kind: str, file: Path) -> FoundModel:
-    return FoundModel(name, kind, read_gguf(file))
-
-
-def _own_dtype(config: dict[str, Any]) -> str:
-    """The dtype in which a quantized checkpoint computes, of a multimodal one its text; the engine takes it too."""
-    named = (section.get(key) for section in (_text(config), config) for key in ("dtype", "torch_dtype"))
-    return next((name for name in named if isinstance(name, str) and name in ITEM_BYTES), "float32")
-
-
-def _count(config: dict[str, Any], key: str) -> int:
-    found = _text(config).get(key)
-    return found if isinstance(found, int) and 0 < found < MOST_COUNTED else 0
-
-
-def _text(config: dict[str, Any]) -> dict[str, Any]:
-    """The text's section of a multimodal model's configuration; that of others, and of older ones, is all there is."""
-    section = config.get("text_config")
-    return section if isinstance(section, dict) else config
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    file = folder / CONFIG
-    try:
-        if not file.is_file() or file.stat().st_size > MAX_CONFIG_BYTES:
-            raise ValueError(CONFIG)
-        config = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError("Its config.json cannot be read.", hint="Download the model again.") from error
-    return config if isinstance(config, dict) else {}
-
-
-def _files(folder: Path) -> list[Path]:
-    """The weight files, all of those that an index names.
-
-    Raises:
-        ModelError: some are missing.
-    """
-    try:
-        index = folder / INDEX
-        if index.is_file() and index.stat().st_size > MAX_INDEX_BYTES:
-            raise ValueError(INDEX)
-        named = json.loads(index.read_bytes())["weight_map"].values() if index.is_file() else ()
-        files = sorted({folder / Path(str(name)).name for name in named}) or sorted(folder.glob(WEIGHTS))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ModelError(f"Its {INDEX} cannot be read.", hint="Download the model again.") from error
-    missing = [file for file in files if not file.exists()]
-    if missing or not files:
-        raise ModelError(f"{len(missing) or 'All'} of its weight files are missing.", hint="Download the model again.")
-    return files
+    return FoundModel(name, kind, weights.of_gguf(gguf_file.read_model(file)))
 
 
 @dataclass(frozen=True)
 class Room:
-    """Free memory in bytes of the device that the settings name, "cpu" or "cuda", and the GPU's compute capability."""
+    """Free memory in bytes of the device that the settings name, and the GPU's compute capability."""
 
     device: Literal["cpu", "cuda"]
     free: int
     capability: tuple[int, int] | None = None
+
+    @property
+    def place(self) -> Place:
+        """The device."""
+        return Place(self.device, self.capability)
 
 
 @dataclass(frozen=True)
@@ -272,97 +201,28 @@ def fit(found: FoundModel, dtype: str, there: Room) -> Fit | None:
     """The fit of the weights, loaded in ``dtype`` (as in the settings); None where their headers could not be read."""
     if found.weights is None:
         return None
-    usable, by_choice = available.usable(there.free), needs(found, found.weights, dtype, there)
-    if not _is_unpacked(found, there):
-        return _first(by_choice, usable)
-    return _unpacked_fit(_default(found.weights, by_choice, there), by_choice, usable)
+    usable, by_choice = available.usable(there.free), needs(found.weights, dtype, there)
+    default = found.weights.by_default(dtype_of(found.weights, dtype, there), there.place)
+    first = next(iter(by_choice)) if default == "none" else default
+    needed = by_choice[first]
+    if needed <= usable:
+        return Fit(needed, "none")
+    smaller = (name for name, nbytes in by_choice.items() if nbytes < needed and nbytes <= usable)
+    return Fit(needed, next(smaller, None))
 
 
-def needs(found: FoundModel, weights: Weights, dtype: str, there: Room) -> dict[str, int]:
-    """Bytes that the weights take once loaded in ``dtype``, by quantization; "none" leaves them as they are."""
-    chosen = _dtype(found, weights, dtype, there)
-    item = ITEM_BYTES.get(chosen, 2)  # what is unpacked becomes bfloat16
-    is_unpacked = _is_unpacked(found, there)
-    if found.quantization and not is_unpacked:
-        return {"none": _own_bytes(weights, found.quantization, item, there)}
-    no_int4 = there.device != "cpu" and (
-        chosen != "bfloat16" or (there.capability or INT4_CAPABILITY) < INT4_CAPABILITY
-    )
-    refused = {"int4"} if no_int4 else set()
-    if is_unpacked:
-        refused.add("nf4")  # is not made of what was packed
-    chosen_from = [name for name in _quantized(there) if name not in refused]
-    packed = {name: _packed_bytes(weights, name, item, there) for name in chosen_from}
-    return {"none": weights.elements * item, **packed}
+def needs(found: Weights, dtype: str, there: Room) -> dict[str, int]:
+    """Bytes that the weights take once loaded in ``dtype`` (as in the settings), by quantization."""
+    return found.by_quantization(dtype_of(found, dtype, there), there.place)
 
 
-def _packed_bytes(weights: Weights, quantize: str, item: int, there: Room) -> int:
-    """Bytes of weights whose Linears are packed; on a CPU experts too, and the head, which may be the embedding."""
-    plain, each = weights.plain, _quantized(there)[quantize]
-    linear, experts = _linear_and_experts(weights)
-    packed, head = linear, 0
-    if there.device == "cpu" and quantize != "nf4":
-        packed += experts
-        head = _packed_head(plain, item)
-    return (weights.elements - packed) * item + int(packed * each) + head
-
-
-def _quantized(there: Room) -> dict[str, float]:
-    return QUANTIZED[there.device.partition(":")[0]]
-
-
-def _packed_head(plain: Elements, item: int) -> int:
-    """Bytes that a head in int8 adds."""
-    each = QUANTIZED["cpu"]["int8"]
-    return int(plain.embedding * each if plain.head is None else plain.head * (each - item))
-
-
-def _own_bytes(weights: Weights, method: str, item: int, there: Room) -> int:
-    """Bytes of a checkpoint that stays as it is quantized; what is not packed takes ``item`` bytes an element."""
-    head = _packed_head(weights.plain, item) if method == "int8" and there.device == "cpu" else 0
-    return weights.packed_bytes + (weights.elements - weights.packed_elements) * item + head
-
-
-def _is_unpacked(found: FoundModel, there: Room) -> bool:
-    """True if loading unpacks the weights, which are packed again."""
-    return found.kind == "GGUF" or stored_tensors.is_unpacked(found.quantization, there.capability)
-
-
-def _linear_and_experts(weights: Weights) -> tuple[int, int]:
-    """Elements of the Linears but the head, and of a mixture's experts; what is packed in the files is of either."""
-    experts = weights.plain.experts + weights.packed_experts
-    return weights.plain.linear + weights.packed_elements - weights.packed_experts, experts
-
-
-def _default(weights: Weights, by_choice: dict[str, int], there: Room) -> str:
-    """In what small weights are packed again by default: not where most are experts, which a GPU's packers leave."""
-    linear, experts = _linear_and_experts(weights)
-    if there.device != "cpu" and experts >= linear:
-        return "none"
-    bits = weights.layer_bits
-    return next((name for name, most in AT_MOST.items() if 0 < bits <= most and name in by_choice), "none")
-
-
-def _unpacked_fit(default: str, by_choice: dict[str, int], usable: int) -> Fit:
-    """The fit of weights that loading unpacks, and packs again in ``default``."""
-    needed = by_choice[default]
-    found = _first({default: needed} | {name: size for name, size in by_choice.items() if size < needed}, usable)
-    return Fit(found.needed, "none") if found.quantize == default else found
-
-
-def _first(by_choice: dict[str, int], usable: int) -> Fit:
-    """The first that fits; the first of all is what is needed."""
-    needed = next(iter(by_choice.values()))
-    return Fit(needed, next((name for name, bytes_ in by_choice.items() if bytes_ <= usable), None))
-
-
-def _dtype(found: FoundModel, weights: Weights, dtype: str, there: Room) -> str:
+def dtype_of(found: Weights, dtype: str, there: Room) -> str:
     """The dtype of the arithmetic, for the setting ``dtype``; on a CPU as the engine's ``description`` chooses."""
-    own = weights.dtype if weights.dtype in ITEM_BYTES else "bfloat16"
+    own = found.dtype if found.dtype in ITEM_BYTES else "bfloat16"
     if dtype != "auto" or there.device != "cpu" or found.quantization in OWN_DTYPE_ONLY:
         return own if dtype == "auto" else dtype
-    packed = found.quantization and not _is_unpacked(found, there)
-    return "float32" if packed or own != "bfloat16" or 4 * weights.mlp < BFLOAT16_FROM else "bfloat16"
+    is_slow = own != "bfloat16" or 4 * found.mlp < BFLOAT16_FROM
+    return "float32" if is_slow or found.stays_packed(there.place) else "bfloat16"
 
 
 def folders_of_others() -> list[Path]:

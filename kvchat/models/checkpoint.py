@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,30 +17,19 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from kvchat import files, units
 from kvchat.errors import ModelError, did_you_mean
 from kvchat.models import catalog, gguf_file, stored_tensors
-from kvchat.models.gguf_file import GgufFile
 from kvchat.models.hub import Progress, download, remote_headers
-from kvchat.models.stored_tensors import StoredTensor
-from kvchat.paths import BUNDLED, INDEX, NAMED, bundled_model_dir, models_dir, named_model
+from kvchat.models.stored_tensors import StoredTensor, format_hint, weight_files
+from kvchat.paths import BUNDLED, NAMED, bundled_model_dir, models_dir, named_model
 from kvchat.protocol.messages import TEMPERATURE, Sampling
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
 CONFIGURATION = ["config.json"]
-CONFIGURATIONS = (*CONFIGURATION, "generation_config.json")
 GGUF = ".gguf"
 DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-TEXTS = (".json", ".jinja", ".txt", ".model", ".py")
-# The objects in an index of several files of weights, and what to do where one is absent.
-INDEXED = {
-    "weight_map": "Download the model again.",
-    "metadata": 'Download the model again, or add "metadata": {} to the file.',
-}
 P = ParamSpec("P")
 T = TypeVar("T")
-MAX_TEXT_BYTES = 2**28  # the largest tokenizers have a tenth of it
-MAX_CONFIGURATION_BYTES = 2**23  # parsed twice, to ten times its size; the longest in use have a hundredth of that
 TAIL_BYTES = 2**16
 MAX_TEMPERATURE = 2.0  # more is a mistake in its file
 # What each field may be; transformers' names of them are kvchat's.
@@ -81,7 +69,7 @@ class ModelLocation:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder with all files of a model; ``revision`` changes with them, ``tensors`` counts those of safetensors."""
+    """A folder with all files of a model; ``revision`` changes with them."""
 
     name: str
     folder: Path
@@ -89,7 +77,6 @@ class Checkpoint:
     weights: tuple[Path, ...]
     weight_bytes: int
     gguf: str = ""
-    tensors: int | None = None
 
 
 def _read_to_the_end(look: Callable[P, T]) -> Callable[P, T]:
@@ -121,7 +108,7 @@ def locate(name: str, progress: Progress) -> ModelLocation:
         why = f"The repository has no file {location.gguf}." if location.on_hub else f"{location.gguf} is no file."
         raise ModelError(f"{name} is not there.", why, "Check the spelling.")
     if not location.gguf and not (location.folder / "config.json").is_file():
-        raise ModelError(f"{_where(location)} is no model.", "It has no config.json.", _format_hint(location.folder))
+        raise ModelError(f"{_where(location)} is no model.", "It has no config.json.", format_hint(location.folder))
     return location
 
 
@@ -140,21 +127,20 @@ def complete(location: ModelLocation, progress: Progress) -> Checkpoint:
     if location.gguf:
         return _complete_gguf(location)
     folder = download(location.name, DOWNLOADED, progress) if location.on_hub else location.folder
-    _check_kinds(folder)
-    weights = _weights(folder, _where(location))
+    weights = weight_files(folder, _where(location))
     if not any((folder / tokenizer).is_file() for tokenizer in TOKENIZERS):
         raise ModelError(
             f"{_where(location)} has no tokenizer.",
             f"None of {', '.join(TOKENIZERS)} is there.",
             "Download the model again, with its tokenizer.",
         )
-    tensors = sum(map(_count_tensors, weights))
+    for file in weights:
+        stored_tensors.tensors(file)  # which also shows that one is truncated
     revision = folder.name if location.on_hub else _digest(folder, weights)
     weight_bytes = sum(file.stat().st_size for file in weights)
-    return Checkpoint(location.name, folder, revision, weights, weight_bytes, tensors=tensors)
+    return Checkpoint(location.name, folder, revision, weights, weight_bytes)
 
 
-@_read_to_the_end
 def read_headers(location: ModelLocation) -> list[StoredTensor]:
     """The tensors of a safetensors model by its headers, of which the hub is asked where no weights are in its cache.
 
@@ -162,50 +148,12 @@ def read_headers(location: ModelLocation) -> list[StoredTensor]:
         ModelError: a file is missing or damaged, or the hub cannot be reached.
     """
     try:
-        weights = _weights(location.folder, _where(location))
+        files = weight_files(location.folder, _where(location))
     except ModelError:
         if location.on_hub:
             return remote_headers(location.name, location.folder.name)
         raise
-    try:
-        return [tensor for file in weights for tensor in stored_tensors.tensors(file)]
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{_where(location)} is damaged.", f"{error}.", "Download the model again.") from error
-
-
-def read_gguf(path: Path) -> GgufFile:
-    """Read a GGUF file's header.
-
-    Raises:
-        ModelError: it is damaged or incomplete, or is no language model.
-    """
-    try:
-        found = gguf_file.read(path)
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"{path} is damaged or incomplete.",
-            f"The GGUF file cannot be read: {error}."[:400],
-            "Download the model again.",
-        ) from error
-    if found.no_model:
-        raise ModelError(f"{path} is not a chat model.", found.no_model, "Choose a chat model.")
-    return found
-
-
-def read_json(file: Path, most: int = MAX_CONFIGURATION_BYTES) -> dict[str, Any]:
-    """The object in a JSON file of at most so many bytes.
-
-    Raises:
-        ModelError: it is no JSON object, or too large.
-    """
-    try:
-        _check_size(file, most)
-        content = json.loads(files.read(file))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{file.name} cannot be read.", f"{file}: {error}.", "Download the model again.") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{file.name} cannot be read.", f"{file} holds no JSON object.", "Download the model again.")
-    return content
+    return [tensor for file in files for tensor in stored_tensors.tensors(file)]
 
 
 def _locate(name: str, progress: Progress) -> ModelLocation:
@@ -255,99 +203,18 @@ def _of_ollama(name: str) -> ModelLocation:
     return ModelLocation(name, file.parent, gguf=file.name)
 
 
-def _weights(folder: Path, where: str) -> tuple[Path, ...]:
-    index = folder / INDEX
-    if not index.is_file():
-        files = tuple(sorted(folder.glob("model*.safetensors")))
-        if not files:
-            raise ModelError(f"{where} has no weights.", "There is no model.safetensors.", _format_hint(folder))
-        return files
-    shards = sorted({str(shard) for shard in _weight_map(index).values()})
-    if outside := [shard for shard in shards if Path(shard).name != shard]:
-        raise ModelError(
-            f"{where} names weights outside of it.",
-            f"{outside[0]!r}."[:200],
-            "Choose another model: this one reads files that are not its own.",
-        )
-    missing = [shard for shard in shards if not (folder / shard).is_file()]
-    if missing:
-        raise ModelError(
-            f"{where} is incomplete.",
-            f"{len(missing)} of {len(shards)} weight files are missing: {', '.join(missing[:3])}.",
-            "Download the model again.",
-        )
-    return tuple(folder / shard for shard in shards)
-
-
-def _weight_map(index: Path) -> dict[str, Any]:
-    """The names of a sharded model's files by those of its tensors."""
-    content = read_json(index, MAX_TEXT_BYTES)
-    for key, hint in INDEXED.items():
-        if not isinstance(content.get(key), dict):
-            raise ModelError(f"{INDEX} is damaged.", f'{index} has no object "{key}", which transformers reads.', hint)
-    weight_map: dict[str, Any] = content["weight_map"]
-    return weight_map
-
-
-def _check_kinds(folder: Path) -> None:
-    """Refuse what a reader would wait for or never come to the end of: pipes, devices, files of absurd size."""
-    for entry in folder.iterdir():
-        if not entry.exists() or entry.is_dir():
-            continue
-        if not entry.is_file():
-            raise ModelError(f"{entry.name} is no file.", f"{entry} is a pipe, a socket or a device.", "Remove it.")
-        if entry.suffix in TEXTS:
-            _check_size(entry, MAX_CONFIGURATION_BYTES if entry.name in CONFIGURATIONS else MAX_TEXT_BYTES)
-
-
-def _check_size(file: Path, most: int) -> None:
-    if file.stat().st_size > most:
-        size = f"{file} has {units.size(file.stat().st_size)}; at most {units.size(most)} are read."
-        raise ModelError(f"{file.name} is too large.", size, "Download the model again.")
-
-
 def _only_gguf(folder: Path) -> str:
     """The name of a folder's GGUF file if it is the only one and there is no config.json, else empty."""
-    files = _gguf_files(folder)
+    files = gguf_file.models_in(folder)
     return files[0].name if len(files) == 1 and not (folder / "config.json").is_file() else ""
-
-
-def _gguf_files(folder: Path) -> list[Path]:
-    """The models in GGUF files of a folder, of a split one its first part; projectors and adapters lie beside them."""
-    found = sorted(one for one in folder.iterdir() if one.suffix.lower() == GGUF and gguf_file.part(one) < 2)
-    return [one for one in found if _is_language_model(one)] if len(found) > 1 else found
-
-
-def _is_language_model(file: Path) -> bool:
-    try:
-        return not gguf_file.read(file).no_model
-    except (OSError, ValueError):
-        return True  # told where it is given
 
 
 def _complete_gguf(location: ModelLocation) -> Checkpoint:
     file = location.folder / location.gguf
-    parts = read_gguf(file).paths
+    parts = gguf_file.read_model(file).paths
     revision = location.folder.name if location.on_hub else _digest(location.folder, parts)
     nbytes = sum(one.stat().st_size for one in parts)
     return Checkpoint(location.name, location.folder, revision, parts, nbytes, location.gguf)
-
-
-def _format_hint(folder: Path) -> str:
-    if _gguf_files(folder):
-        return "It has several GGUF files: give one of them."
-    return "kvchat reads safetensors and GGUF, not .bin files." if any(folder.glob("*.bin")) else ""
-
-
-def _count_tensors(file: Path) -> int:
-    """Read the header, which also shows that a file is truncated; the number of tensors."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, framework="pt") as opened:
-            return len(opened.keys())
-    except (SafetensorError, OSError, ValueError) as error:
-        raise ModelError(f"{file.name} is damaged.", f"{file}: {error}.", "Download the model again.") from error
 
 
 def _digest(folder: Path, weights: tuple[Path, ...]) -> str:

@@ -10,6 +10,7 @@ import contextlib
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from logging import CRITICAL, getLogger
@@ -20,16 +21,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvchat.errors import KvchatError, UsageError, did_you_mean
+from kvchat.models import attention_hook, support, weights
 from kvchat.models import gguf as ggufs
-from kvchat.models import support
-from kvchat.models.checkpoint import ModelLocation, locate, read_gguf, read_headers, read_json
-from kvchat.models.gguf_file import GgufFile
+from kvchat.models.catalog import BFLOAT16_FROM
+from kvchat.models.checkpoint import ModelLocation, locate, read_headers
+from kvchat.models.gguf_file import GgufFile, read_model
 from kvchat.models.hub import Progress
 from kvchat.models.quantize import quantization
 from kvchat.models.quantize.rows import linear as one_product
 from kvchat.models.quantize.rows import without_onednn
-from kvchat.models.quantize.weight_sizes import without_memory
-from kvchat.models.stored_tensors import StoredTensor
+from kvchat.models.stored_tensors import StoredTensor, read_json
+from kvchat.models.weights import Place, Weights
 from kvchat.units import figure
 
 LOUD = (
@@ -40,9 +42,8 @@ LOUD = (
 OVERFLOWING = "gemma3"  # begins the kinds of models whose numbers are too large for float16, as their makers say
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 CPU = torch.device("cpu")
-# Bytes of a matrix in float32: a smaller one may lie in a cache (bfloat16 on an AMD EPYC with AVX-512 BF16: 2 MB as
+# A matrix smaller than BFLOAT16_FROM may lie in a cache (bfloat16 on an AMD EPYC with AVX-512 BF16: 2 MB as
 # fast, 17 MB 1.8 times, 67 MB 1.9 times, 180 MB 2.2 times as fast).
-MEASURED_FROM = 2**24
 ROUNDS = 5
 # It must win clearly: what K/V was stored in decides whether a saved conversation goes on without being read again.
 CLEARLY = 0.85
@@ -70,7 +71,7 @@ class ModelDescription:
     @cached_property
     def gguf(self) -> GgufFile:
         """The header of a model that is a GGUF file."""
-        return read_gguf(self.location.folder / self.location.gguf)
+        return read_model(self.location.folder / self.location.gguf)
 
     @cached_property
     def gguf_weights(self) -> dict[str, ggufs.Unpacked]:
@@ -81,6 +82,48 @@ class ModelDescription:
     def stored(self) -> list[StoredTensor]:
         """The tensors in safetensors files; for weights that are not downloaded the hub is asked, file by file."""
         return read_headers(self.location)
+
+    @cached_property
+    def weights(self) -> Weights:
+        """The weights by the headers of their files."""
+        if self.location.gguf:
+            return weights.of_gguf(self.gguf)
+        return weights.of_checkpoint(read_json(self.location.folder / "config.json"), self.stored)
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype as in the settings."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def place(self) -> Place:
+        """The device with its capability."""
+        if self.device.type == "cpu":
+            return Place("cpu")
+        return Place("cuda", torch.cuda.get_device_capability(self.device))
+
+    def loaded_bytes(self, quantize: str) -> int:
+        """Bytes of the weights once they are loaded."""
+        return self.weights.loaded_bytes(quantize, self.dtype_name, self.place)
+
+    def by_quantization(self) -> dict[str, int]:
+        """Bytes of the weights by quantization; a checkpoint that stays as it is quantized has only its own.
+
+        Raises:
+            ModelError: a file is missing or damaged.
+        """
+        return self.weights.by_quantization(self.dtype_name, self.place)
+
+
+def without_memory(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
+    """The model on torch's meta device, where tensors have shapes and no memory."""
+    attention_hook.register()
+    own = deepcopy(config)  # transformers writes into it how the experts are run, and reads that when it loads
+    with torch.device("meta"):
+        # Of transformers' ways to run experts this one asks no tensor for its values, which have none.
+        return model_class._from_config(
+            own, dtype=dtype, attn_implementation=attention_hook.NAME, experts_implementation="batched_mm"
+        ).eval()
 
 
 def describe(name: str, device: str, dtype: str, progress: Progress) -> ModelDescription:
@@ -214,7 +257,7 @@ def auto_dtype(own: torch.dtype | None, config: Any) -> torch.dtype:
     if only := quantization.own_dtype(config, CPU):
         return only
     packed = quantization.own_method(config) and not quantization.is_unpacked(config, CPU)
-    if packed or own != torch.bfloat16 or 4 * rows * columns < MEASURED_FROM:
+    if packed or own != torch.bfloat16 or 4 * rows * columns < BFLOAT16_FROM:
         return torch.float32
     exact, half = milliseconds(rows, columns)
     return torch.bfloat16 if half < CLEARLY * exact else torch.float32

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from kvchat.errors import ModelError
 from kvchat.models import gguf_file
-from kvchat.models.checkpoint import read_gguf
-from kvchat.models.gguf_file import EMBEDDINGS, GgufFile
+from kvchat.models.gguf_file import EMBEDDINGS, GgufFile, read_model
 from kvchat.models.quantize.rows import block_loops
 from kvchat.models.support import unreadable
 
@@ -47,7 +46,7 @@ def of_file(path: Path, name: str) -> Any:
     Raises:
         ModelError: it is damaged, no language model, or of an architecture that transformers does not read.
     """
-    file = read_gguf(path)
+    file = read_model(path)
     try:
         found = _by_transformers(file)
         from transformers import CONFIG_MAPPING

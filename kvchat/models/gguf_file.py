@@ -16,7 +16,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-MAGIC = b"GGUF"
+from kvchat.errors import ModelError
+
+MAGIC, SUFFIX = b"GGUF", ".gguf"
 VERSIONS = (2, 3)  # version 1 had lengths of 32 bits
 MAX_ENTRIES = 2**22  # of all tables and lists: three times those of the largest vocabulary, with its merges
 MAX_DIMENSIONS = 8
@@ -161,6 +163,38 @@ def read(path: Path) -> GgufFile:
     """
     found = path.stat()
     return _read(path, found.st_size, found.st_mtime_ns)
+
+
+def read_model(path: Path) -> GgufFile:
+    """Read the header of a language model.
+
+    Raises:
+        ModelError: it is damaged or incomplete, or is no language model.
+    """
+    try:
+        found = read(path)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{path} is damaged or incomplete.",
+            f"The GGUF file cannot be read: {error}."[:400],
+            "Download the model again.",
+        ) from error
+    if found.no_model:
+        raise ModelError(f"{path} is not a chat model.", found.no_model, "Choose a chat model.")
+    return found
+
+
+def models_in(folder: Path) -> list[Path]:
+    """The models in GGUF files of a folder, of a split one its first part; projectors and adapters lie beside them."""
+    found = sorted(one for one in folder.iterdir() if one.suffix.lower() == SUFFIX and part(one) < 2)
+    return [one for one in found if _is_language_model(one)] if len(found) > 1 else found
+
+
+def _is_language_model(file: Path) -> bool:
+    try:
+        return not read(file).no_model
+    except (OSError, ValueError):
+        return True  # told where it is given
 
 
 def part(path: Path) -> int:

@@ -62,7 +62,7 @@ def remote_headers(name: str, revision: str) -> list[StoredTensor]:
     with _explained(name):
         found = huggingface_hub.get_safetensors_metadata(name, revision=revision)
     return [
-        StoredTensor(tensor, str(entry.dtype), entry.parameter_count, entry.data_offsets[1] - entry.data_offsets[0])
+        StoredTensor(tensor, str(entry.dtype), tuple(entry.shape), entry.data_offsets[1] - entry.data_offsets[0])
         for file in found.files_metadata.values()
         for tensor, entry in file.tensors.items()
     ]

@@ -28,7 +28,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from kvchat import files, paths
-from kvchat.errors import KvchatError, ModelError, UsageError
+from kvchat.errors import KvchatError, UsageError
 from kvchat.files import read_text
 from kvchat.kv.manager import is_out_of_memory
 from kvchat.kv.ops.cpu_ops import compile_loops
@@ -36,7 +36,7 @@ from kvchat.models import attention_hook, description, reading, repacking, suppo
 from kvchat.models import checkpoint as checkpoints
 from kvchat.models import tokenizer as tokenizers
 from kvchat.models.attention_hook import DenseManager
-from kvchat.models.checkpoint import Checkpoint, complete, read_json
+from kvchat.models.checkpoint import Checkpoint, complete
 from kvchat.models.description import ModelDescription, describe, overflows, quiet
 from kvchat.models.fuse import modules
 from kvchat.models.hub import Progress
@@ -44,9 +44,9 @@ from kvchat.models.probe import Probe, pin_frequencies, probe, reads_chunks, sel
 from kvchat.models.quantize import quantization
 from kvchat.models.quantize.quantization import weights
 from kvchat.models.quantize.rows import ROWS, STACKS, FreeCores, PackedRows
-from kvchat.models.quantize.weight_sizes import stored_sizes, unpackable_share, weight_bytes
 from kvchat.models.reading import freed_at_once, give_back, lay_out
 from kvchat.models.recurrent import RecurrentState
+from kvchat.models.stored_tensors import read_json
 from kvchat.models.tokenizer import explained_panics, guarded
 from kvchat.protocol.messages import TEMPERATURE, Load, Sampling
 from kvchat.units import size
@@ -127,7 +127,6 @@ def load_model(asked: Load, progress: Progress) -> LoadedModel:
         chosen = repacking.choose(asked.quantize, described)
         quantized = quantization.resolve(chosen.quantize, described.config, described.dtype, described.device)
         checkpoint = complete(described.location, progress)
-        _check_layers(described.config, checkpoint)
         with _explained(described, chosen.quantize):
             if not asked.force:
                 reading.check(described, chosen.quantize)
@@ -261,18 +260,17 @@ def _sizes(described: ModelDescription, checkpoint: Checkpoint) -> dict[str, int
     """The bytes of the weights in the files, by the names that transformers reads them by."""
     if checkpoint.gguf:
         return {name: weight.nbytes for name, weight in described.gguf_weights.items()}
-    return stored_sizes(checkpoint)
+    return {tensor.name: tensor.nbytes for tensor in described.stored}
 
 
 def _loading_weights(quantize: str, described: ModelDescription, found: Checkpoint) -> str:
     """The name of the stage; of what is unpacked with the sizes of its files and of its weights once loaded."""
-    device, stage = described.device, "Loading the weights"
+    stage = "Loading the weights"
     if not repacking.is_unpacked(described):
         return stage
-    shapes = described.shapes
     files = f"{size(found.weight_bytes)} in the {'file' if len(found.weights) == 1 else 'files'}"
-    unpacked = f"{size(weight_bytes(shapes, 'none', device))} unpacked"
-    packed = "" if quantize == "none" else f", {size(weight_bytes(shapes, quantize, device))} in {quantize}"
+    unpacked = f"{size(described.loaded_bytes('none'))} unpacked"
+    packed = "" if quantize == "none" else f", {size(described.loaded_bytes(quantize))} in {quantize}"
     return f"{stage}: {files}, {unpacked}{packed}"
 
 
@@ -286,13 +284,12 @@ def _notes_on(described: ModelDescription, dtype: str, chosen: repacking.Choice)
 
 def _stays_plain(described: ModelDescription, quantize: str) -> str:
     """A sentence about the weights that cannot be packed, where they are many."""
-    share = unpackable_share(described.shapes, quantize, described.device)
+    share = described.weights.unpackable_share(quantize, described.place)
     if share < NAMED_SHARE:
         return ""
-    dtype = str(described.dtype).removeprefix("torch.")
     return (
-        f"{share:.0%} of its layers' weights stay in {dtype}: {quantize} packs no convolutions, no matrices of odd "
-        f"sizes{'' if described.device.type == 'cpu' and quantize != 'nf4' else ' and no experts'}."
+        f"{share:.0%} of its layers' weights stay in {described.dtype_name}: {quantize} packs no convolutions, no "
+        f"matrices of odd sizes{'' if described.device.type == 'cpu' and quantize != 'nf4' else ' and no experts'}."
     )
 
 
@@ -406,17 +403,6 @@ def _notes(model: Any, tokenizer: Any, seen: Probe, pinned: bool) -> tuple[str, 
 
 
 # ---- refusals --------------------------------------------------------------------------------------
-def _check_layers(config: Any, found: Checkpoint) -> None:
-    """Building a model of 100,000 layers takes for ever, even if there are no weights for them."""
-    layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0)
-    if found.tensors is not None and isinstance(layers, int) and layers > found.tensors:
-        raise ModelError(
-            f"The weights of {found.name} do not belong to its config.json.",
-            f"It names {layers:,} layers, and there are {found.tensors:,} tensors.",
-            "Download the model again; config.json has to be that of these weights.",
-        )
-
-
 def note(model: Any, tokenizer: Any, described: ModelDescription, checkpoint: Checkpoint) -> str:
     """A sentence where the packed weights of ``model``, which is not fused yet, lose more than ``MOST``; else empty.
 

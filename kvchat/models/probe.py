@@ -31,7 +31,6 @@ from kvchat.kv.rope import Rotation, cos_sin, rotate
 from kvchat.models import attention_hook
 from kvchat.models.attention_hook import AttentionBackend, DenseManager, Shape
 from kvchat.models.quantize.quantization import is_packed
-from kvchat.models.quantize.weight_sizes import has_experts
 from kvchat.models.recurrent import RecurrentState, attending_layers
 from kvchat.models.support import cannot_run, keeping_state
 
@@ -40,6 +39,8 @@ NEAR = (3, 34)
 PREFILL = (19, 14)
 DECODE = 5
 SECOND_TURN = 10
+# What configurations call the number of experts.
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 EXPERTS_AGREE = 0.25  # of the tokens of a mixture: attending wrongly spoils more of them
 # Logits of the self-test and of fused modules, relative L2 error. Right models measure below 1e-5 in float32 and about
 # 0.02 in bfloat16; wrong ones (bloom, llama4, gemma3n under an attention that ignores their rules) 0.2 to 1.1.
@@ -356,6 +357,13 @@ def logits_error(model: Any, measured: Tensor, reference: Tensor, share: float) 
         return relative_error(measured, reference)
     pairs = zip(measured, reference, strict=True)
     return float(torch.tensor([relative_error(*pair) for pair in pairs]).quantile(share))
+
+
+def has_experts(model: Any) -> bool:
+    """True for a mixture of experts, of which a token goes through some."""
+    config = model.config.get_text_config(decoder=True)
+    sections = (config, *(getattr(config, name, None) for name in config.sub_configs))  # DBRX's of its MLP has them
+    return any(getattr(section, name, None) for section in sections for name in EXPERTS)
 
 
 def relative_error(measured: Tensor, reference: Tensor) -> float:

@@ -34,8 +34,6 @@ from kvchat.models.quantize import quantization
 from kvchat.models.quantize.int8_rows import ALIGNED
 from kvchat.models.quantize.quantization import Quantization
 from kvchat.models.quantize.rows import all_rows
-from kvchat.models.quantize.weight_sizes import weight_bytes
-from kvchat.models.repacking import by_quantization, loaded_bytes
 from kvchat.units import size
 
 # Bytes that are there twice while they are laid out. Weights of more fill huge pages where they are.
@@ -241,7 +239,7 @@ def check(described: ModelDescription, quantize: str) -> None:
     Raises:
         DoesNotFitError; ModelError: a file is missing or damaged.
     """
-    if loaded_bytes(described, quantize) > free_bytes(described.device):
+    if described.loaded_bytes(quantize) > free_bytes(described.device):
         raise does_not_fit(described, quantize)
     if repacking.lie_unpacked(described, quantize):
         _check_unpacked(described)
@@ -249,7 +247,7 @@ def check(described: ModelDescription, quantize: str) -> None:
 
 def does_not_fit(described: ModelDescription, quantize: str) -> DoesNotFitError:
     """The refusal of weights that do not fit their device, with how they would."""
-    device, free, needed = described.device, free_bytes(described.device), loaded_bytes(described, quantize)
+    device, free, needed = described.device, free_bytes(described.device), described.loaded_bytes(quantize)
     where, total = "this machine's memory", ""
     if device.type == "cuda":
         where, total = torch.cuda.get_device_name(device), f" of {size(torch.cuda.mem_get_info(device)[1], 2)}"
@@ -263,13 +261,13 @@ def does_not_fit(described: ModelDescription, quantize: str) -> DoesNotFitError:
 
 def _packed(described: ModelDescription, room: int) -> str:
     """`` or --quantize int8 (5.1 GiB)`` for the first quantization whose weights have room; else nothing."""
-    fitting = ((name, nbytes) for name, nbytes in by_quantization(described).items() if nbytes <= room)
+    fitting = ((name, nbytes) for name, nbytes in described.by_quantization().items() if nbytes <= room)
     return next((f" or --quantize {name} ({size(nbytes)})" for name, nbytes in fitting), "")
 
 
 def _check_unpacked(described: ModelDescription) -> None:
     """Refuse weights that do not fit this machine's memory, unpacked, before they are packed again."""
-    unpacked, free = weight_bytes(described.shapes, "none", described.device), available.host_free()
+    unpacked, free = described.loaded_bytes("none"), available.host_free()
     if unpacked > free:
         raise DoesNotFitError(
             f"{described.location.name} does not fit this machine's memory while it is read.",

@@ -23,11 +23,8 @@ from kvchat.models.quantize import packing as packings
 from kvchat.models.quantize import quantization
 from kvchat.models.quantize.packing import PACKINGS
 from kvchat.models.quantize.rows import body
-from kvchat.models.quantize.weight_sizes import packed_bytes, unpackable_share, weight_bytes
+from kvchat.models.weights import AT_MOST, OF_UNPACKED
 
-AT_MOST = {"int4": 5.0, "int8": 9.0}  # bits a weight of the layers, with its constants: those of Q4_K_M, of Q8_0
-CHOICES = ("none", *AT_MOST)
-MOSTLY = 0.5  # of the layers' weights: where fewer are packed, they lose bits for hardly any memory
 READING = "Loading weights"  # transformers' name of the bar
 
 
@@ -58,16 +55,16 @@ def choose(quantize: str, described: ModelDescription) -> Choice:
     Raises:
         ModelError: a file is damaged, or its weights cannot be packed so.
     """
-    if described.location.gguf and quantize in {*quantization.CHOICES} - {"auto", *CHOICES}:
+    if described.location.gguf and quantize in {*quantization.CHOICES} - {"auto", *OF_UNPACKED}:
         raise ModelError(
             f"{described.location.name} is a GGUF file.",
             f"Its weights cannot be made {quantize}.",
-            f"Give --quantize {', '.join(CHOICES[:-1])} or {CHOICES[-1]}, or leave it out.",
+            f"Give --quantize {', '.join(OF_UNPACKED[:-1])} or {OF_UNPACKED[-1]}, or leave it out.",
         )
     if quantize != "auto":
         return Choice(quantize, _against(quantize, described))
     small = by_default(described)
-    if not small:
+    if small == "none":
         return Choice("none")
     if absent := quantization.absent_packages(small, described.device):
         packages = " and ".join(absent)
@@ -81,43 +78,24 @@ def choose(quantize: str, described: ModelDescription) -> Choice:
 
 def _against(quantize: str, described: ModelDescription) -> str:
     """A sentence about a quantization that was asked for, where the one by default is closer to the files."""
-    small = by_default(described) if quantize in AT_MOST and is_unpacked(described) else ""
-    if small in ("", quantize):
+    small = by_default(described) if quantize in AT_MOST else "none"
+    if small in ("none", quantize):
         return ""
-    of_file = f"the files' {bits(described):.1f} bits a weight"
+    of_file = f"the files' {described.weights.layer_bits:.1f} bits a weight"
     if quantize == "int8":
         return f"int8 takes more memory than {small} and is no closer to {of_file}: auto keeps them in {small}."
     return f"{quantize} is less than {of_file}, and answers change: auto keeps them in {small}."
 
 
 def by_default(described: ModelDescription) -> str:
-    """The quantization that keeps weights about as small as in the files; empty for large ones and what stays as it is.
-
-    Also for mixtures on a GPU, where experts are not packed.
+    """The quantization that keeps what loading unpacks about as small as its files; else "none".
 
     Raises:
         ModelError: a file is damaged.
     """
-    if not is_unpacked(described):
-        return ""
-    of_file, there = bits(described), quantization.possible(described.device, described.dtype)
-    small = (name for name, most in AT_MOST.items() if 0 < of_file <= most and name in there)
-    fitting = (name for name in small if unpackable_share(described.shapes, name, described.device) < MOSTLY)
-    return next(fitting, "")
-
-
-def bits(described: ModelDescription) -> float:
-    """Bits that a weight of the layers' matrices takes in the files; 0 for what is not unpacked.
-
-    Raises:
-        ModelError: a file is damaged.
-    """
-    if described.location.gguf:
-        return described.gguf.layer_bits
-    if not is_unpacked(described):
-        return 0.0
-    section = quantization.own_section(described.config)
-    return stored_tensors.bits(stored_tensors.packed(described.stored, section).values())
+    if not is_unpacked(described):  # of other weights on the hub no header is read
+        return "none"
+    return described.weights.by_default(described.dtype_name, described.place)
 
 
 @contextmanager
@@ -215,31 +193,3 @@ def passed_through(change: Callable[[list[Any]], Iterable[Any]]) -> Iterator[Non
         yield
     finally:
         logging.set_tqdm_hook(outer)
-
-
-def by_quantization(described: ModelDescription) -> dict[str, int]:
-    """Bytes of the weights by quantization; a checkpoint that stays as it is quantized has only its own.
-
-    Raises:
-        ModelError: a file is missing or damaged.
-    """
-    own, unpacked = quantization.own_method(described.config), is_unpacked(described)
-    if own and not unpacked:
-        return {own: loaded_bytes(described, own)}
-    possible = quantization.possible(described.device, described.dtype)
-    return {name: loaded_bytes(described, name) for name in possible if name in CHOICES or not unpacked}
-
-
-def loaded_bytes(described: ModelDescription, quantize: str) -> int:
-    """Bytes of the weights that ``quantize`` leaves, of a checkpoint that stays as it is quantized its own.
-
-    Raises:
-        ModelError: as ``by_quantization``.
-    """
-    config, shapes, device = described.config, described.shapes, described.device
-    if is_unpacked(described) or not quantization.own_method(config):
-        return weight_bytes(shapes, quantize, device)
-    if device.type == "cpu" and quantization.kind_of(config) == "int8":
-        return weight_bytes(shapes, "int8", device)  # and its head is packed too
-    packed = stored_tensors.packed(described.stored, quantization.own_section(config))
-    return packed_bytes(shapes, packed)

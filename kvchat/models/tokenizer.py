@@ -14,8 +14,8 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from kvchat.errors import ModelError
-from kvchat.models.checkpoint import MAX_TEXT_BYTES, read_json
 from kvchat.models.gguf_file import EMBEDDINGS, GgufFile
+from kvchat.models.stored_tensors import read_json
 from kvchat.units import seconds
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6  # llama.cpp's types of tokens
@@ -334,7 +334,7 @@ def check_steps(folder: Path) -> None:
     """
     if not (file := folder / "tokenizer.json").is_file():
         return
-    content = read_json(file, MAX_TEXT_BYTES)
+    content = read_json(file)
     try:
         for section in STEPS:
             steps = list(_steps(content.get(section)))

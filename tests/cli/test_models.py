@@ -7,17 +7,17 @@ import re
 
 import pytest
 from support.command_line import Run
+from support.weights import linears
 
 from kvchat.cli import models
 from kvchat.models import catalog
 from kvchat.models.catalog import FoundModel, Room
-from kvchat.models.stored_tensors import Elements, Weights
 
 GiB = 2**30
 FOUND = [
-    FoundModel("bundled", "bundled", Weights(2**24, 2**25, "bfloat16", plain=Elements(linear=2**24))),
-    FoundModel("org/large", "hub", Weights(3 * GiB, 6 * GiB, "bfloat16", plain=Elements(linear=3 * GiB))),
-    FoundModel("/m/huge.gguf", "GGUF", Weights(99 * GiB, 50 * GiB, "Q4_K", plain=Elements(99 * GiB), layer_bits=4.6)),
+    FoundModel("bundled", "bundled", linears(2**24)),
+    FoundModel("org/large", "hub", linears(3 * GiB)),
+    FoundModel("/m/huge.gguf", "GGUF", linears(99 * GiB, "Q4_K", 50 * GiB, method="gguf", layer_bits=4.6)),
     FoundModel("/m/broken", "folder", problem="Unreadable."),
 ]
 

@@ -19,7 +19,6 @@ from kvchat import paths
 from kvchat.errors import ModelError
 from kvchat.models import catalog, checkpoint
 from kvchat.models.catalog import find, short_name
-from kvchat.models.stored_tensors import Weights
 from kvchat.paths import bundled_model_dir
 
 
@@ -51,8 +50,7 @@ def downloaded(cache: Path, repository: str) -> Path:
 
 def test_without_anything_else_there_is_the_bundled_model(cache: Path, tmp_path: Path) -> None:
     (only,) = find([tmp_path / "not there"])
-    assert (only.name, only.kind, only.quantization, only.problem) == ("bundled", "bundled", "", "")
-    assert only.weights
+    assert (only.name, only.kind, only.weights.quantization, only.problem) == ("bundled", "bundled", "", "")
     assert only.weights.dtype == "bfloat16"
 
 
@@ -66,9 +64,10 @@ def test_folders_gguf_files_and_the_hubs_cache(cache: Path, tmp_path: Path) -> N
     folder, file = (str(tmp_path / "mine" / "publisher" / name) for name in ("model", "q4.gguf"))
     assert list(found) == ["bundled", file, folder, "org/begun", "org/whole"]
     assert [model.kind for model in found.values()] == ["bundled", "GGUF", "folder", "hub", "hub"]
-    assert found[file].weights == Weights(4096, (tmp_path / "mine/publisher/q4.gguf").stat().st_size, "Q4_K")
+    size = (tmp_path / "mine/publisher/q4.gguf").stat().st_size
+    assert (found[file].weights.type, found[file].weights.nbytes) == ("Q4_K", size)
     assert found[folder].weights == found["org/whole"].weights == found["bundled"].weights
-    assert "missing" in found["org/begun"].problem
+    assert "no weights" in found["org/begun"].problem
 
 
 def test_a_fetched_model_is_listed_by_its_short_name(cache: Path) -> None:
@@ -84,15 +83,17 @@ def test_a_damaged_model_is_listed_with_what_is_wrong(cache: Path, tmp_path: Pat
     damaged = copy_bundled(tmp_path / "a")
     (damaged / "model.safetensors").write_bytes(b"no")
     (copy_bundled(tmp_path / "b") / "config.json").write_text("[")
-    (copy_bundled(tmp_path / "c") / catalog.INDEX).write_text('{"weight_map": {"x": "model-1.safetensors"}}')
+    (copy_bundled(tmp_path / "c") / paths.INDEX).write_text(
+        '{"metadata": {}, "weight_map": {"x": "model-1.safetensors"}}'
+    )
     (tmp_path / "m-00001-of-00002.gguf").write_bytes(gguf_header(("a", (4,), 0), values=[number("split.count", 2)]))
     problems = [model.problem for model in find([tmp_path])]
     expected = (
         (),
         ("m-00001-of-00002.gguf", "1 of its 2 parts", "m-00002-of-00002.gguf"),
-        ("model.safetensors", "header"),
+        ("model.safetensors",),
         ("config.json",),
-        ("1 of its weight files",),
+        ("1 of 1 weight files",),
     )
     assert [bool(problem) for problem in problems] == [bool(facts) for facts in expected]
     assert not [problem for problem, facts in zip(problems, expected, strict=True) if lacks(problem, *facts)]
@@ -110,7 +111,7 @@ def test_a_quantized_checkpoint_says_so(cache: Path, tmp_path: Path) -> None:
         (folder / "config.json").write_text(json.dumps(quantized))
         (found,) = find([tmp_path])[1:]
         assert found.weights
-        assert (found.quantization, found.weights.dtype) == ("gptq", dtype)
+        assert (found.weights.quantization, found.weights.dtype) == ("gptq", dtype)
 
 
 def test_what_was_typed(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +125,7 @@ def test_what_was_typed(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def with_index(folder: Path, index: str) -> None:
-    (folder / catalog.INDEX).write_text(index)
+    (folder / paths.INDEX).write_text(index)
 
 
 def with_config(folder: Path, **values: Any) -> None:
@@ -136,7 +137,6 @@ def with_header(folder: Path, header: str) -> None:
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header.encode() + bytes(64))
 
 
-NINES = "9" * 4000
 HOSTILE = {
     "a name of 300 characters": lambda at: with_index(at, json.dumps({"weight_map": {"a": "x" * 300}})),
     "a name with a null": lambda at: with_index(at, json.dumps({"weight_map": {"a": "x\0"}})),
@@ -144,18 +144,6 @@ HOSTILE = {
     "a list of files": lambda at: with_index(at, json.dumps({"weight_map": ["a"]})),
     "a kind that is a list": lambda at: with_config(at, model_type=["llama"]),
     "a kind that is an object": lambda at: with_config(at, model_type={"a": 1}),
-    "2,000 numbers of 4,000 digits": lambda at: with_header(
-        at, f'{{"a": {{"dtype": "F32", "shape": [{",".join([NINES] * 2000)}], "data_offsets": [0, 4]}}}}'
-    ),
-    "an infinite number": lambda at: with_header(
-        at, '{"a": {"dtype": "F32", "shape": [1e999], "data_offsets": [0, 4]}}'
-    ),
-    "100,000 dimensions": lambda at: with_header(
-        at, json.dumps({"a": {"dtype": "F32", "shape": [1] * 100_000, "data_offsets": [0, 4]}})
-    ),
-    "offsets of 4,000 digits": lambda at: with_header(
-        at, f'{{"a": {{"dtype": "F32", "shape": [1], "data_offsets": [0, {NINES}]}}}}'
-    ),
     "a deep header": lambda at: with_header(at, '{"a":' * 50_000),
 }
 
@@ -171,13 +159,6 @@ def test_whatever_one_model_leads_to_stands_in_its_row(
     assert time.process_time() - began < 2
     assert (hostile.weights, whole.problem) == (None, "")
     assert hostile.problem
-
-
-def test_numbers_that_no_configuration_counts_change_nothing(cache: Path, tmp_path: Path) -> None:
-    with_config(copy_bundled(tmp_path / "all" / "a"), hidden_size=10**4000, intermediate_size=2**40)
-    (found,) = find([tmp_path / "all"])[1:]
-    assert found.weights
-    assert found.weights.mlp == 0
 
 
 def test_files_are_known_by_their_first_bytes(cache: Path, tmp_path: Path) -> None:

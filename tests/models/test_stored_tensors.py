@@ -1,4 +1,4 @@
-"""Packed weights of checkpoints that are quantized already, by the names and dtypes of their tensors."""
+"""How a configuration says that a checkpoint is quantized, and what of that loading unpacks."""
 
 from __future__ import annotations
 
@@ -7,28 +7,7 @@ from typing import Any
 import pytest
 
 from kvchat.models import stored_tensors
-from kvchat.models.stored_tensors import Packed, StoredTensor, is_unpacked, packed
-
-Stored = list[tuple[str, str, int, int]]
-
-
-@pytest.mark.parametrize(
-    ("stored", "expected"),
-    [
-        ([("a.q.weight", "F8_E4M3", 64, 64), ("a.q.weight_scale_inv", "F32", 1, 4)], {"a.q": Packed(68, 64)}),
-        ([("a.q.weight_packed", "I32", 8, 32), ("a.q.weight_scale", "BF16", 2, 4)], {"a.q": Packed(36, 64)}),
-        ([("a.q.weight", "U8", 32, 32), ("a.q.weight.absmax", "F32", 1, 4)], {"a.q": Packed(36, 32)}),
-        ([("a.q._weight_qdata", "I8", 64, 64), ("a.q._weight_scale", "F32", 8, 32)], {"a.q": Packed(96, 0)}),
-        ([("a.q.qweight", "I32", 8, 32), ("a.q.scales", "F16", 2, 4)], {"a.q": Packed(36, 0)}),
-        ([("e.up_blocks", "U8", 32, 32), ("e.up_scales", "U8", 2, 2), ("e.up_bias", "BF16", 8, 16)],
-         {"e.up": Packed(34, 64)}),
-        ([("a.q.weight", "BF16", 64, 128), ("norm.weight", "F32", 8, 32)], {}),
-        ([("a.q.weight", "I8", 64, 64), ("a.q.bias", "BF16", 8, 16), ("top", "F32", 1, 4)], {"a.q": Packed(64, 64)}),
-    ],
-    ids=["fp8", "compressed-tensors", "bitsandbytes", "torchao", "gptq", "mxfp4", "plain", "a bias"],
-)  # fmt: skip
-def test_what_is_packed(stored: Stored, expected: dict[str, Packed]) -> None:
-    assert packed([StoredTensor(*tensor) for tensor in stored], {}) == expected
+from kvchat.models.stored_tensors import is_unpacked
 
 
 @pytest.mark.parametrize(
@@ -47,20 +26,6 @@ def test_what_is_packed(stored: Stored, expected: dict[str, Packed]) -> None:
 )
 def test_the_kind_of_a_quantized_checkpoint(config: dict[str, Any], kind: str) -> None:
     assert stored_tensors.kind_of(config) == kind
-
-
-@pytest.mark.parametrize(
-    ("config", "elements"),
-    [
-        ({"config_groups": {"a": {"weights": {"num_bits": 8}}}}, 32),
-        ({"config_groups": {"a": {"weights": {"num_bits": 8}}, "b": {"weights": {"num_bits": 4}}}}, 64),
-        ({"config_groups": {"a": {"weights": {"num_bits": 0}}}}, 64),
-        ({"config_groups": {"a": {"weights": None}}}, 64),
-        ({"config_groups": []}, 64),
-    ],
-)
-def test_the_bits_of_packed_weights(config: dict[str, Any], elements: int) -> None:
-    assert packed([StoredTensor("q.weight_packed", "I32", 8, 32)], config)["q"].elements == elements
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ from support.fake_engine import ANSWER, ribbon
 from support.fake_view import FakeClient
 from support.patience import PATIENCE_S
 from support.screen_text import SETTLED_S, difference
+from support.weights import linears
 
 from kvchat.conversations.store import MARK, Summary
 from kvchat.models.catalog import FoundModel, Room
-from kvchat.models.stored_tensors import Elements, Weights
 from kvchat.protocol.figures import Agreement, Gpu, Price, Run, Snapshot, Stats
 from kvchat.protocol.messages import (
     Compared,
@@ -91,13 +91,13 @@ def still(config, monkeypatch, request):
     monkeypatch.setattr(panels, "time", SimpleNamespace(strftime=lambda form: "12:00:00"))
     monkeypatch.setattr(choosing.catalog, "find", lambda folders: FOUND)
     monkeypatch.setattr(choosing.catalog, "is_here", lambda name: True)
-    monkeypatch.setattr(choosing, "room", lambda device, released: Room("cuda:0", 8 * GiB))
+    monkeypatch.setattr(choosing, "room", lambda device, released: Room("cuda", 8 * GiB))
     return config, request.config.getoption("--update-snapshots")
 
 
 FOUND = [
-    FoundModel("bundled", "bundled", Weights(2**24, 2**25, "bfloat16", plain=Elements(linear=2**24))),
-    FoundModel("org/large", "hub", Weights(2**34, 2**35, "bfloat16", plain=Elements(linear=2**34))),
+    FoundModel("bundled", "bundled", linears(2**24)),
+    FoundModel("org/large", "hub", linears(2**34)),
 ]
 
 

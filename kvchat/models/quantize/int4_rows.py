@@ -31,7 +31,6 @@ from kvchat.models.quantize.rows import (
 
 METHOD = "int4"  # transformers' name of it
 GROUP = 32
-WEIGHT_BYTES = 0.5 + 4 / GROUP
 MULTIPLE = 16  # the kernel's: of rows
 LEVELS = 15  # and 0
 CHUNK = 2**21  # weights that are quantized at once: as 32-bit levels they take four times what they had

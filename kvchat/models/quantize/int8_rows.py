@@ -19,8 +19,6 @@ from kvchat.models.quantize.rows import CHUNK, ROWS, PackedRows, attach, block_l
 
 METHOD = "int8"  # transformers' name of it
 GROUP = 32
-SCALE_BYTES = 4 + 2  # of a row with one scale: in float32, and in bfloat16 for the kernel
-GROUP_BYTES = 2
 MOST = 127
 LEAST_SCALE = 2.0**-24  # float16's least
 MULTIPLE = 32  # of columns: on some processors the kernel reads so many at once, and past the end of a row
@@ -129,11 +127,6 @@ def install(linear: nn.Linear, data: Tensor, scale: Tensor) -> None:
 def in_groups(columns: int) -> bool:
     """True if rows of so many ``columns`` have a scale for every 32."""
     return columns % GROUP == 0 and block_loops() is not None
-
-
-def packed_bytes(rows: int, columns: int) -> int:
-    """Bytes of a matrix, its scales included."""
-    return rows * columns + rows * (columns // GROUP * GROUP_BYTES if in_groups(columns) else SCALE_BYTES)
 
 
 def _quantize(weight: Tensor, data: Tensor) -> Tensor:

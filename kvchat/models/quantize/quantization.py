@@ -23,13 +23,13 @@ from kvchat.libraries import import_bitsandbytes
 from kvchat.models import stored_tensors
 from kvchat.models.quantize import int8_rows
 from kvchat.models.quantize.rows import all_rows, body, packs_head
+from kvchat.models.weights import INT4_CAPABILITY
 from kvchat.protocol.messages import Quantize
 
 PLAIN = (torch.float32, torch.float16, torch.bfloat16)
 CHOICES: tuple[str, ...] = get_args(Quantize)
 BITS = {"int8": 8, "int4": 4, "nf4": 4}
 PACKAGES = {"int8": "torchao", "int4": "torchao", "nf4": "bitsandbytes"}
-INT4_CAPABILITY = (8, 0)  # of a GPU: tensor cores with bfloat16
 PACKED_HERE = ("int8", "int4")  # on a CPU
 WARNS_AT_EVERY_PRODUCT = "bitsandbytes.autograd._functions"  # of 8 bits, in any dtype but float16
 # The extra whose packages read a checkpoint of a method.
@@ -223,11 +223,6 @@ def multiply_on_cpu(model: Any) -> None:
     packed_here = kind == "int8" or own_method(model.config) == "int4"
     if packed_here and type(head) is nn.Linear and type(head.weight) is nn.Parameter and packs_head(kind):
         int8_rows.pack(head)
-
-
-def possible(device: torch.device, dtype: torch.dtype) -> list[str]:
-    """The choices that this device can multiply in ``dtype``, whatever is installed."""
-    return [name for name in CHOICES if name != "auto" and (name != "int4" or not _no_int4(device, dtype))]
 
 
 def absent_packages(quantize: str, device: torch.device) -> list[str]:

@@ -315,8 +315,7 @@ def _facts(model: FoundModel, dtype: str, there: Room) -> Content:
         return Content.assemble(("↓ not here yet, to be downloaded", "$primary"))
     if model.weights is None:
         return Content.assemble((f"✖ {visible(model.problem)}"[:PROBLEM_CELLS], "$error"))
-    kind = model.quantization or model.weights.dtype
-    words = f"{visible(model.kind):<7} {size(model.weights.nbytes):>9}  {visible(kind):<9}"
+    words = f"{visible(model.kind):<7} {size(model.weights.nbytes):>9}  {visible(model.weights.type):<9}"
     return Content.assemble((words, "dim"), " ", _fit(model, dtype, there))
 
 

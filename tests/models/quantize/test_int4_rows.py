@@ -14,9 +14,8 @@ from torch import nn
 
 from kvchat.models.fuse.modules import is_attention, merge_weights, sample_logits
 from kvchat.models.probe import relative_error
-from kvchat.models.quantize import int4_rows, int8_rows, quantization
+from kvchat.models.quantize import int4_rows
 from kvchat.models.quantize.rows import weight_of
-from kvchat.models.quantize.weight_sizes import weight_bytes
 
 BFLOAT16 = torch.finfo(torch.bfloat16).eps  # in which the kernel multiplies
 
@@ -154,17 +153,14 @@ def test_only_whole_blocks_of_rows_are_merged(rows, mergeable):
     assert is_attention(attention) == mergeable
 
 
-def test_a_linear_that_does_not_fit_stays_and_its_bytes_are_counted():
+def test_a_linear_that_does_not_fit_stays():
     model = tiny_models.fresh("llama")
     layer = model.model.layers[0]
     layer.mlp.up_proj = nn.Linear(64, 24, bias=False)
     layer.mlp.down_proj = nn.Linear(24, 64, bias=False)
-    expected = weight_bytes(model, "int4", torch.device("cpu"))
     for linear in int4_rows.chosen(model):
         int4_rows.pack(linear)
-    int8_rows.pack(model.get_output_embeddings())
     assert layer.mlp.up_proj.weight.dtype == layer.mlp.down_proj.weight.dtype == torch.float32
-    assert quantization.weight_bytes(model) == expected
 
 
 def test_a_packed_model_computes_what_one_of_the_same_weights_does():

@@ -271,7 +271,9 @@ def test_the_bundled_model_in_int4(int4, model):
     embedding = model.model.get_input_embeddings().weight.nbytes
     layers = sum(p.numel() for p in model.model.model.layers.parameters() if p.dim() == 2)
     assert int4.weight_bytes == pytest.approx(embedding * (1 + 34 / 128) + layers * 5 / 8, rel=0.002)
-    assert memory_plan(Load("bundled", "cpu"), 64, silent).weights["int4"] == int4.weight_bytes
+    assert memory_plan(Load("bundled", "cpu"), 64, silent).weights["int4"] == pytest.approx(
+        int4.weight_bytes, rel=0.001
+    )
     assert selftest(int4.model) < 0.01
 
 

@@ -8,16 +8,16 @@ from dataclasses import replace
 import pytest
 from support.app_driver import opened, press
 from support.patience import PATIENCE_S
+from support.weights import linears
 from textual.widgets import OptionList
 
 from kvchat.models.catalog import FoundModel, Room
-from kvchat.models.stored_tensors import Elements, Weights
 from kvchat.tui.screens import choosing
 from kvchat.tui.screens.choosing import ModelsScreen, describe_model, typed
 
 GiB = 2**30
-HERE = FoundModel("bundled", "bundled", Weights(2**24, 2**25, "bfloat16", plain=Elements(linear=2**24)))
-OTHER = FoundModel("org/other", "hub", Weights(2**24, 2**25, "bfloat16", plain=Elements(linear=2**24)))
+HERE = FoundModel("bundled", "bundled", linears(2**24))
+OTHER = FoundModel("org/other", "hub", linears(2**24))
 
 
 @pytest.fixture

@@ -1,0 +1,359 @@
+"""What a model's weights take once they are loaded, by the headers of its files.
+
+The list of models, the plan and the check before loading all ask here; neither torch nor a model's class is needed.
+Tensors that no file has, such as rotary frequencies, are not counted: a few hundred bytes a model.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from kvchat.errors import ModelError
+from kvchat.models import gguf_file
+from kvchat.models.gguf_file import GgufFile
+from kvchat.models.stored_tensors import GGUF, StoredTensor, is_unpacked, kind_of, method_of, owner
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+SAFETENSORS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I8": "int8", "U8": "uint8"}
+PLAIN = ("F64", "F32", "F16", "BF16")  # others are packed, with what is beside them in a module
+LINEAR, EXPERT, EMBEDDING, HEAD, UNPACKABLE, REST = "linear", "expert", "embedding", "head", "unpackable", ""
+IN_FILE = "in the file"  # a packing that is no quantization of kvchat's
+# By the names of a module's tensors. Those of 99 multimodal classes of transformers 5.23 were looked at.
+DRAFTING = re.compile(r"(?:^|\.)mtp\.")  # layers that draft further tokens
+MASKS = re.compile(r"(?:^|\.)(?:attn|attention)\.(?:masked_)?bias$")  # causal ones, which GPT-2 and its kin once stored
+TOWERS = re.compile(  # and what leads from them to the text
+    r"(?:^|[._])(?:vision|visual|image|img|video|audio|speech|sound|vqmodel|\w*projector|aligner|connector|resampler"
+    r"|merger|qformer|mlp1|talker|token2wav|code2wav)(?:[._]|$)"
+)
+EMBEDDINGS = re.compile(r"(?:^|\.)(?:embed_tokens|word_embeddings|embed_in|wte|token_embd)$")
+HEADS = re.compile(r"(?:^|\.)(?:lm_head|embed_out|output)$")
+TABLES = re.compile(r"(?<!un)emb|(?:^|\.)w[tp]e$")  # also of positions and layers, which nothing packs
+EXPERTS = re.compile(r"\.experts(?:\.|$)|_exps$|\.block_sparse_moe\.\w+_linear$")  # no Linears once they are loaded
+PARTS = {"text_config", "vision_config", "audio_config"}  # a multimodal model's sections of its configuration
+WITHOUT_LINEARS = {"gpt2", "openai-gpt"}  # whose matrices are Conv1Ds, which nothing packs
+OWN_EXPERTS = {"dbrx", "jetmoe", "llama4", "llama4_text", "longcat_flash"}  # run otherwise, and never packed
+GGUF_MLP = "blk.0.ffn_up.weight"
+PACKED_BITS = 4  # of compressed-tensors' packed weights where the configuration names none
+
+# The quantizations, the best first of those that fit: on a CPU int4 needs no package, on a GPU nf4 is closer.
+CHOICES = {"cpu": ("none", "int8", "int4", "nf4"), "cuda": ("none", "int8", "nf4", "int4")}
+OF_UNPACKED = ("none", "int8", "int4")  # nf4 is not made of what was packed
+# In what weights that loading unpacks are packed again by default, by their bits an element of the layers in the files:
+# those of Q4_K_M, of Q8_0.
+AT_MOST = {"int4": 5.0, "int8": 9.0}
+MOSTLY = 0.5  # of the layers' weights: where fewer are packed, they lose bits for hardly any memory
+NF4_BYTES = 0.5 + 4 / 64  # a weight, with bitsandbytes' scale of 64
+# On a CPU 32 weights of a row share constants; of a row that is no such groups int8 has one scale, kept twice.
+GROUP, INT8_GROUP_BYTES, INT8_ROW_BYTES, INT4_GROUP_BYTES = 32, 2, 6, 4
+INT4_ROWS, STACKED = 16, 64  # multiples that fit: int4's rows, and the elements of an expert in a stack of int8
+# On a GPU: torchao's scale and zero point of a row, and of 128 weights in int4, which is padded.
+GPU_ROW_BYTES, GPU_GROUP, GPU_GROUP_BYTES, GPU_PADDED = 5, 128, 4, (8, 1024)
+INT4_CAPABILITY = (8, 0)  # of a GPU: tensor cores with bfloat16
+
+
+class Place(NamedTuple):
+    """Where weights are multiplied: "cpu" or "cuda", and a GPU's compute capability, where that is known."""
+
+    device: str
+    capability: tuple[int, int] | None = None
+
+
+class Part(NamedTuple):
+    """A matrix ``[rows, columns]`` of a model, or a tensor of another shape as one column.
+
+    ``kind`` is one of those above; ``packed`` are the bytes that it takes in the files with its constants, if it is
+    packed there. Of formats that nothing unpacks its elements are unknown, and 0.
+    """
+
+    kind: str
+    rows: int
+    columns: int
+    packed: int = 0
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of the text part of a model in files of ``nbytes``; ``parts`` has how many there are of each.
+
+    ``dtype`` is that of most elements, of a quantized checkpoint that of its arithmetic. ``method`` is transformers'
+    name of its quantization, "gguf" for a GGUF file, and ``quantization`` kvchat's where it has one.
+    ``mlp`` are the elements of the MLP's first matrix, 0 where that is not known; ``layer_bits`` the bits that an
+    element of the layers' matrices takes in a GGUF file, in others an element of the packed weights.
+    """
+
+    nbytes: int
+    dtype: str
+    parts: Mapping[Part, int]
+    method: str = ""
+    quantization: str = ""
+    mlp: int = 0
+    layer_bits: float = 0.0
+    packs_experts: bool = True
+
+    @property
+    def type(self) -> str:
+        """What people are told that the weights are: a quantization or a dtype."""
+        return self.quantization or self.dtype
+
+    def is_unpacked(self, place: Place) -> bool:
+        """True if loading unpacks them: nothing multiplies them there as they are stored."""
+        return is_unpacked(self.method, place.capability)
+
+    def stays_packed(self, place: Place) -> bool:
+        """True if they are multiplied there as they are stored."""
+        return bool(self.method) and not self.is_unpacked(place)
+
+    def loaded_bytes(self, quantize: str, dtype: str, place: Place) -> int:
+        """Bytes once they are loaded, what is not packed in ``dtype``; those that stay packed take what they do."""
+        item, total = ITEM_BYTES[dtype], 0
+        for part, count in self.parts.items():
+            total += count * _bytes(part, self._packing(part, quantize, place), item, place)
+        if self._packs_head(quantize, place) and not self._of(HEAD):  # the embeddings stay beside it
+            total += sum(_bytes(part, "int8", item, place) for part in self._of(EMBEDDING))
+        return total
+
+    def by_quantization(self, dtype: str, place: Place) -> dict[str, int]:
+        """Bytes once they are loaded, by quantization; those that stay packed have only their own."""
+        if self.stays_packed(place):
+            return {self.method: self.loaded_bytes("none", dtype, place)}
+        possible = [name for name in CHOICES[place.device] if name != "int4" or _multiplies_int4(dtype, place)]
+        if self.is_unpacked(place):
+            possible = [name for name in possible if name in OF_UNPACKED]
+        return {name: self.loaded_bytes(name, dtype, place) for name in possible}
+
+    def by_default(self, dtype: str, place: Place) -> str:
+        """The quantization that keeps what loading unpacks about as small as its files; else "none".
+
+        Also where too few of them would be packed: a mixture's experts are not on a GPU.
+        """
+        if not self.is_unpacked(place):
+            return "none"
+        possible = self.by_quantization(dtype, place)
+        small = (name for name, most in AT_MOST.items() if 0 < self.layer_bits <= most and name in possible)
+        return next((name for name in small if self.unpackable_share(name, place) < MOSTLY), "none")
+
+    def unpackable_share(self, quantize: str, place: Place) -> float:
+        """The share of the layers' weights that stays as it is where the others are packed."""
+        packed = total = 0
+        for part, count in self.parts.items():
+            if part.kind in (LINEAR, EXPERT, UNPACKABLE):
+                elements = count * part.rows * part.columns
+                total += elements
+                packed += elements if self._packing(part, quantize, place) != "none" else 0
+        return 1 - packed / max(1, total)
+
+    def read_bytes(self, quantize: str, dtype: str, place: Place) -> int | None:
+        """Bytes that one token reads; None for a mixture of experts, of which it reads some."""
+        if self._of(EXPERT):
+            return None
+        reads_table = not (self._of(HEAD) or self._packs_head(quantize, place))
+        tables = [] if reads_table else self._of(EMBEDDING)  # of which a row is read
+        item = ITEM_BYTES[dtype]
+        return self.loaded_bytes(quantize, dtype, place) - sum(_bytes(table, "none", item, place) for table in tables)
+
+    def _of(self, kind: str) -> list[Part]:
+        return [part for part in self.parts if part.kind == kind]
+
+    def _packing(self, part: Part, quantize: str, place: Place) -> str:
+        """The quantization in which a part is kept; ``IN_FILE`` where that is its file's."""
+        stays = self.stays_packed(place)
+        if stays and part.packed:
+            return IN_FILE
+        if part.kind == HEAD:
+            return "int8" if self._packs_head(quantize, place) else "none"
+        is_packed = part.kind == LINEAR or (
+            part.kind == EXPERT and self.packs_experts and place.device == "cpu" and quantize != "nf4"
+        )
+        return quantize if is_packed and not stays and _fits(part, quantize, place) else "none"
+
+    def _packs_head(self, quantize: str, place: Place) -> bool:
+        """True if the head has 8 bits beside layers in ``quantize``."""
+        if place.device != "cpu":
+            return False
+        return self.quantization == "int8" if self.stays_packed(place) else quantize in ("int8", "int4")
+
+
+def _fits(part: Part, quantize: str, place: Place) -> bool:
+    if quantize == "int4":
+        on_cpu = part.rows % INT4_ROWS == part.columns % GROUP == 0
+        return on_cpu if place.device == "cpu" else part.columns % GPU_GROUP == 0
+    return part.kind == LINEAR or part.rows * part.columns % STACKED == 0
+
+
+def _multiplies_int4(dtype: str, place: Place) -> bool:
+    return place.device == "cpu" or (dtype == "bfloat16" and (place.capability or INT4_CAPABILITY) >= INT4_CAPABILITY)
+
+
+def _bytes(part: Part, packing: str, item: int, place: Place) -> int:
+    """Bytes of a part that is kept in ``packing``, of which a plain element has ``item``."""
+    rows, columns = part.rows, part.columns
+    if packing == IN_FILE:
+        return part.packed
+    if packing == "none":
+        return rows * columns * item
+    if packing == "nf4":
+        return int(rows * columns * NF4_BYTES)
+    if place.device == "cpu":
+        groups = columns // GROUP
+        if packing == "int4":
+            return rows * (columns // 2 + groups * INT4_GROUP_BYTES)
+        return rows * (columns + (INT8_ROW_BYTES if columns % GROUP else groups * INT8_GROUP_BYTES))
+    if packing == "int8":
+        return rows * (columns + GPU_ROW_BYTES)
+    rows, columns = (-(-size // to) * to for size, to in zip((rows, columns), GPU_PADDED, strict=True))
+    return rows * (columns // 2 + columns // GPU_GROUP * GPU_GROUP_BYTES)
+
+
+def of_checkpoint(config: Mapping[str, Any], stored: Iterable[StoredTensor]) -> Weights:
+    """The weights of a safetensors model by the ``config`` in its config.json and all ``stored`` tensors.
+
+    Raises:
+        ModelError: there are no tensors.
+    """
+    stored = list(stored)
+    text = _text(config)
+    is_multimodal, is_tied = not PARTS.isdisjoint(config), _is_tied(config)
+    section = config.get("quantization_config")
+    section = section if isinstance(section, dict) else {}
+    owned: defaultdict[str, list[StoredTensor]] = defaultdict(list)
+    for tensor in stored:
+        if is_loaded(tensor.name, is_multimodal) and not (is_tied and HEADS.search(owner(tensor.name))):
+            owned[owner(tensor.name)].append(tensor)
+    bits = _bits(section)
+    parts: Counter[Part] = Counter()
+    dtypes: Counter[str] = Counter()
+    for module, tensors in owned.items():
+        if section and any(one.dtype not in PLAIN for one in tensors):
+            parts.update(_packed(module, tensors, bits))
+            continue
+        for one in tensors:
+            parts.update(_plain(one.name, one.shape))
+            dtypes[SAFETENSORS.get(one.dtype, one.dtype)] += one.elements
+    if not parts:
+        raise ModelError("The weights are damaged.", "There are no tensors.", "Download the model again.")
+    if config.get("model_type") in WITHOUT_LINEARS:
+        parts = _without_linears(parts)
+    packed = [(part, count) for part, count in parts.items() if part.packed]
+    elements = sum(count * part.rows * part.columns for part, count in packed)
+    return Weights(
+        nbytes=sum(tensor.nbytes for tensor in stored),
+        dtype=_own_dtype(config) if section else max(dtypes, key=dtypes.__getitem__),
+        parts=parts,
+        method=method_of(section),
+        quantization=kind_of(section),
+        mlp=_count(text, "intermediate_size") * _count(text, "hidden_size"),
+        layer_bits=8 * sum(count * part.packed for part, count in packed) / elements if elements else 0.0,
+        packs_experts=config.get("model_type") not in OWN_EXPERTS,
+    )
+
+
+def of_gguf(file: GgufFile) -> Weights:
+    """The weights in a GGUF file.
+
+    Raises:
+        ModelError: it is no language model.
+    """
+    if file.no_model:
+        raise ModelError(f"{file.path.name} is not a chat model.", file.no_model, "Choose a chat model.")
+    parts: Counter[Part] = Counter()
+    types: Counter[str] = Counter()
+    for one in file.tensors:
+        parts.update(_plain(one.name, one.shape))
+        types[gguf_file.type_of(one.kind)[0]] += math.prod(one.shape)
+    return Weights(
+        nbytes=sum(one.stat().st_size for one in file.paths),
+        dtype=max(types, key=types.__getitem__),
+        parts=parts,
+        method=GGUF,
+        mlp=sum(math.prod(one.shape) for one in file.tensors if one.name == GGUF_MLP),
+        layer_bits=file.layer_bits,
+    )
+
+
+def is_loaded(name: str, is_multimodal: bool) -> bool:
+    """True if a tensor is a weight of the text part of a model."""
+    return not (DRAFTING.search(name) or MASKS.search(name) or (is_multimodal and TOWERS.search(name)))
+
+
+def _plain(name: str, shape: tuple[int, ...]) -> dict[Part, int]:
+    kind = _kind(owner(name), name, shape)
+    if kind == REST:
+        return {Part(REST, math.prod(shape), 1): 1}
+    if kind == UNPACKABLE:
+        return {Part(UNPACKABLE, shape[0], math.prod(shape[1:])): 1}
+    return {Part(kind, *shape[-2:]): math.prod(shape[:-2])}
+
+
+def _packed(module: str, tensors: list[StoredTensor], bits: int) -> dict[Part, int]:
+    """The parts of a module that is packed in the files; a stack of experts is several."""
+    nbytes = sum(one.nbytes for one in tensors)
+    kind = EXPERT if EXPERTS.search(module) else HEAD if HEADS.search(module) else LINEAR
+    stacked, rows, columns = next(filter(None, (_unpacked_shape(one, bits) for one in tensors)), (1, 0, 0))
+    return {Part(kind, rows, columns, nbytes // max(1, stacked)): stacked}
+
+
+def _kind(module: str, name: str, shape: tuple[int, ...]) -> str:
+    if len(shape) < 2 or name.endswith("bias"):
+        return REST
+    if EMBEDDINGS.search(module):
+        return EMBEDDING
+    if HEADS.search(module):
+        return HEAD
+    if EXPERTS.search(module):
+        return EXPERT
+    if TABLES.search(module):
+        return REST
+    return LINEAR if name.endswith(".weight") and len(shape) == 2 else UNPACKABLE
+
+
+def _without_linears(parts: Mapping[Part, int]) -> Counter[Part]:
+    return Counter({part._replace(kind=UNPACKABLE) if part.kind == LINEAR else part: n for part, n in parts.items()})
+
+
+def _unpacked_shape(tensor: StoredTensor, bits: int) -> tuple[int, int, int] | None:
+    """How many matrices a tensor of a packed module holds, their rows and columns; None for constants."""
+    *stacked, rows, columns = (1, 1, *tensor.shape)
+    if tensor.name.endswith("_blocks"):  # of mxfp4: [experts, rows, groups, 16 bytes]
+        *stacked, rows, groups, columns = (1, 1, *tensor.shape)
+        columns *= 2 * groups
+    elif tensor.name.endswith(".weight_packed"):
+        columns = 8 * tensor.nbytes // bits // max(1, rows * math.prod(stacked))
+    elif not tensor.name.endswith(".weight"):
+        return None
+    return math.prod(stacked), rows, columns
+
+
+def _bits(config: Mapping[str, Any]) -> int:
+    """Bits of a packed weight; of several kinds the fewest, so that no size is understated."""
+    try:
+        found = [group["weights"]["num_bits"] for group in config["config_groups"].values()]
+        return min((bits for bits in found if isinstance(bits, int) and bits > 0), default=PACKED_BITS)
+    except (AttributeError, KeyError, TypeError):
+        return PACKED_BITS
+
+
+def _own_dtype(config: Mapping[str, Any]) -> str:
+    """The dtype in which a quantized checkpoint computes, of a multimodal one its text; the engine takes it too."""
+    named = (section.get(key) for section in (_text(config), config) for key in ("dtype", "torch_dtype"))
+    return next((name for name in named if isinstance(name, str) and name in ITEM_BYTES), "float32")
+
+
+def _is_tied(config: Mapping[str, Any]) -> bool:
+    """True if a head in the files is not loaded, because the configuration says that it is the embeddings."""
+    return any(section.get("tie_word_embeddings") is True for section in (config, _text(config)))
+
+
+def _count(config: Mapping[str, Any], key: str) -> int:
+    found = config.get(key)
+    return found if isinstance(found, int) else 0
+
+
+def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The text's section of a multimodal model's configuration; that of others, and of older ones, is all there is."""
+    section = config.get("text_config")
+    return section if isinstance(section, dict) else config
