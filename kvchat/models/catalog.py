@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -37,7 +36,6 @@ OWN_DTYPE_ONLY = ("torchao", "int4")  # kinds of checkpoints that are multiplied
 OLLAMA = "ollama:"  # begins the names of Ollama's models
 MODEL_LAYER = "application/vnd.ollama.image.model"
 DEFAULT_HOST, DEFAULT_OWNER = "registry.ollama.ai", "library"  # which its names leave out
-MAX_MANIFEST_BYTES, MAX_MANIFESTS = 2**20, 2000
 
 
 @dataclass(frozen=True)
@@ -241,7 +239,7 @@ def ollama() -> Iterator[tuple[str, Path]]:
     given = os.environ.get("OLLAMA_MODELS")
     for folder in map(_expanded, [given] if given else ["~/.ollama/models", "/usr/share/ollama/.ollama/models"]):
         manifests = folder / "manifests"
-        for place in islice(sorted(_files_below(manifests)), MAX_MANIFESTS):
+        for place in sorted(_files_below(manifests)):
             with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 yield _name(place.relative_to(manifests)), _blob(folder, place)
 
@@ -271,8 +269,6 @@ def _blob(folder: Path, manifest: Path) -> Path:
     Raises:
         OSError: one of them cannot be read; ValueError, KeyError, TypeError, AttributeError: it is no manifest.
     """
-    if not manifest.is_file() or manifest.stat().st_size > MAX_MANIFEST_BYTES:
-        raise ValueError(manifest)
     layers = json.loads(manifest.read_bytes())["layers"]
     digest = next((str(layer["digest"]) for layer in layers if layer["mediaType"] == MODEL_LAYER), "")
     blob = folder / "blobs" / Path(digest.replace(":", "-")).name

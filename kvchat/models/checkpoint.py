@@ -11,11 +11,9 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from kvchat.errors import ModelError, did_you_mean
 from kvchat.models import catalog, gguf_file, stored_tensors
@@ -28,8 +26,6 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "t
 CONFIGURATION = ["config.json"]
 GGUF = ".gguf"
 DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-P = ParamSpec("P")
-T = TypeVar("T")
 TAIL_BYTES = 2**16
 MAX_TEMPERATURE = 2.0  # more is a mistake in its file
 # What each field may be; transformers' names of them are kvchat's.
@@ -79,21 +75,6 @@ class Checkpoint:
     gguf: str = ""
 
 
-def _read_to_the_end(look: Callable[P, T]) -> Callable[P, T]:
-    """``look``, whose first argument is a location: whatever its files lead to is an error of that model."""
-
-    @wraps(look)
-    def looked(*args: P.args, **options: P.kwargs) -> T:
-        try:
-            return look(*args, **options)
-        except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
-            said = f"{type(error).__name__}: {error}"[:300]
-            location: Any = args[0]
-            raise ModelError(f"{_where(location)} is damaged.", f"{said}.", "Download the model again.") from error
-
-    return looked
-
-
 def locate(name: str, progress: Progress) -> ModelLocation:
     """Locate the model ``name``; of a hub repository this downloads the configuration, not the weights.
 
@@ -117,7 +98,6 @@ def _where(location: ModelLocation) -> str:
     return location.name if location.on_hub else str(location.folder)
 
 
-@_read_to_the_end
 def complete(location: ModelLocation, progress: Progress) -> Checkpoint:
     """Download the missing files of a located model and check all of them by their headers.
 
@@ -169,10 +149,6 @@ def _locate(name: str, progress: Progress) -> ModelLocation:
     if folder.is_file():
         raise ModelError(
             f"{name} is a file.", hint="A model is a folder with config.json, weights and tokenizer, or GGUF."
-        )
-    if name and os.path.lexists(folder):
-        raise ModelError(
-            f"{name} is no file.", "It is a pipe, a socket, a device or a link to nothing.", "Give a file."
         )
     if name in NAMED:
         return _named(name)

@@ -315,7 +315,6 @@ def _tokenizer(described: ModelDescription, checkpoint: Checkpoint) -> tuple[Any
             if checkpoint.gguf:
                 built = tokenizers.build(described.gguf, checkpoint.name)
                 return guarded(built.tokenizer), built.notes
-            tokenizers.check_steps(checkpoint.folder)
             tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder, local_files_only=True, trust_remote_code=False)
     except KvchatError:
         raise
@@ -339,8 +338,6 @@ def _own_template(file: str) -> str:
     except TemplateSyntaxError as error:
         detail = f"Line {error.lineno}: {error.message}."
         raise UsageError(f"{file} is no chat template.", detail, "Give one in Jinja.") from None
-    except RecursionError:
-        raise UsageError(f"{file} is no chat template.", "It is nested too deeply.", "Give a simpler one.") from None
     return source
 
 

@@ -99,7 +99,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """
     try:
         content = json.loads(files.read(file))
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise ModelError(f"{file.name} cannot be read.", f"{file}: {error}.", "Download the model again.") from error
     if not isinstance(content, dict):
         raise ModelError(f"{file.name} cannot be read.", f"{file} holds no JSON object.", "Download the model again.")
@@ -122,13 +122,15 @@ def tensors(file: Path) -> list[StoredTensor]:
     try:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
-            header = json.loads(stream.read(length) if length <= MAX_HEADER_BYTES else b"")
+            if length > MAX_HEADER_BYTES:  # as the text that Git LFS leaves in its place begins
+                raise ValueError("it is no safetensors file")
+            header = json.loads(stream.read(length))
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
         end = 8 + length + max(entry["data_offsets"][1] for entry in entries.values())
         if (absent := end - file.stat().st_size) > 0:
             raise ValueError(f"its last {absent:,} bytes are missing")
         return [_tensor(name, **entry) for name, entry in entries.items()]
-    except (OSError, ValueError, struct.error, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, struct.error, LookupError, TypeError, AttributeError) as error:
         said = f"{file}: {error}."[:400]
         raise ModelError(f"{file.name} is damaged.", said, "Download the model again.") from error
 

@@ -33,12 +33,6 @@ from kvchat.models.stored_tensors import COMPRESSED
 
 IN_LAYERS = "It keeps recurrent state in its layers, not in a cache"
 KNOWN_LAYERS = ATTENTION | RECURRENT | BOTH | {"mlp", "moe"}
-MOST_COUNTED, MOST_TOKENS = 10_000, 2**31 - 1  # far above any model's; positions are int32
-# Beside keys with "layer" in them: what transformers makes as many entries for, of any kind of model, when it reads a
-# config.json. Found by giving every integer of its 800 configurations a value of millions, and in its code. A
-# ``vocab_size_per_layer_input`` is no such count, and 262,144 in Gemma 3n and 4.
-COUNTED = {"num_labels", "first_k_dense_replace", "attention_types", "out_indices", "stage_num_blocks"}
-SIZES = ("_size", "_dim", "_heads")  # in the keys of sizes of tensors
 ROWS_AT_ONCE = 64
 # Tensors of compressed-tensors' checkpoints for fewer bits of what is no weight: activations and K/V.
 BESIDE_WEIGHTS = (
@@ -89,10 +83,8 @@ def refusal(config: Any, model_class: Any) -> str | None:
         return f"It has layers of the kind {', '.join(others)}; kvchat knows full, sliding and linear attention"
     if not attending_layers(config):
         return "No layer of it attends, so there are no K/V to keep"
-    if not (context := getattr(text, "max_position_embeddings", None)):
+    if not getattr(text, "max_position_embeddings", None):
         return "Its configuration does not tell how many tokens it can read"
-    if context > MOST_TOKENS:
-        return f"Its configuration tells that it can read {context:,} tokens; kvchat counts to {MOST_TOKENS:,}"
     return None
 
 
@@ -148,34 +140,6 @@ def _has_several_schemes(section: dict[str, Any]) -> bool:
             weights = group["weights"]
             schemes[of_experts].add(str([group.get("format"), *(weights.get(key) for key in WEIGHT_KEYS)]))
     return any(len(found) > 1 for found in schemes.values())
-
-
-def check_counts(config: dict[str, Any], name: str) -> None:
-    """Refuse a config.json that counts more than there can be of something that transformers makes a list of.
-
-    Raises:
-        ModelError: it does.
-    """
-    for key, value in config.items():
-        if isinstance(value, dict):
-            check_counts(value, name)
-        elif key in COUNTED or (isinstance(value, int) and "layer" in key and "vocab_size" not in key):
-            _check_count(key, value, name, MOST_COUNTED)
-        elif any(part in key for part in SIZES):
-            _check_count(key, value, name, MOST_TOKENS)
-
-
-def _check_count(key: str, value: Any, name: str, most: int) -> None:
-    if isinstance(value, list):
-        for each in value:
-            _check_count(key, each, name, most)
-    elif isinstance(value, int) and value > most:
-        given = f"{value:,}" if value < 10**30 else "a number of more than 30 digits"
-        raise ModelError(
-            f"{name} cannot be loaded.",
-            f"Its config.json says {key} = {given}, and no model has more than {most:,}.",
-            "Download the model again.",
-        )
 
 
 def check_tensors(model: Any, folder: Path, loading_info: dict[str, Any]) -> None:

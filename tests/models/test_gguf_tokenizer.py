@@ -12,7 +12,6 @@ from support.real_models import FILES
 from kvchat.errors import ModelError
 from kvchat.models import tokenizer as tokenizer_module
 from kvchat.models.gguf_file import GgufFile, Tensor, read
-from kvchat.paths import bundled_model_dir
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 DEEPSEEK = ["<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"]
@@ -142,40 +141,3 @@ def test_ids_are_those_of_llama_cpp(name):
         if tokenizer.encode(text, add_special_tokens=False) != theirs:
             unlike.append(text)
     assert unlike == []
-
-
-def replace(pattern, content):
-    return {"type": "Replace", "pattern": pattern, "content": content}
-
-
-@pytest.mark.parametrize(
-    ("section", "steps"),
-    [
-        ("normalizer", [replace({"String": "a"}, "aa")] * 40),
-        ("normalizer", [replace({"Regex": "."}, "ab")] * 8),
-        ("normalizer", [replace({"String": ""}, "a" * 100)]),
-        ("normalizer", [{"type": "Prepend", "prepend": "a" * 10_000}]),
-        ("decoder", [replace({"String": "a"}, "aa")] * 40),
-        ("pre_tokenizer", [{"type": "Digits", "individual_digits": True}] * 1000),
-    ],
-)
-def test_steps_that_let_a_text_grow_without_bounds_are_refused_before_they_run(tmp_path, section, steps):
-    content = json.loads((bundled_model_dir() / "tokenizer.json").read_text())
-    content[section] = {"type": "Sequence", f"{section}s": [{"type": "Sequence", "normalizers": steps}]}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(ModelError, match=f"steps of its {section}"):
-        tokenizer_module.check_steps(tmp_path)
-
-
-def test_usual_steps_are_not_refused(tmp_path):
-    tokenizer_module.check_steps(bundled_model_dir())
-    content = {"normalizer": {"type": "Sequence", "normalizers": [replace({"String": " "}, "▁"), {"type": "NFKC"}]}}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    tokenizer_module.check_steps(tmp_path)
-
-
-def test_a_tokenizer_that_takes_long_for_a_short_text_is_refused(monkeypatch):
-    tokenizer = build(*bytes_and()).tokenizer
-    monkeypatch.setattr(tokenizer_module, "SLOW_S", -1.0)
-    with pytest.raises(ModelError, match="1 characters"):
-        tokenizer_module.check(tokenizer, 256, "m")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import struct
 import time
@@ -40,11 +38,6 @@ def edit_tensor(folder, name: str, change) -> None:
     save_file(tensors, folder / WEIGHTS, {"format": "pt"})
 
 
-def pipe(folder, name: str) -> None:
-    (folder / name).unlink(missing_ok=True)
-    os.mkfifo(folder / name)
-
-
 def link(folder, name: str, target: str) -> None:
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to(target)
@@ -71,43 +64,15 @@ def with_row_of(value: float):
 
 
 DAMAGES = {
-    "tokenizer config is a pipe": lambda it: pipe(it, "tokenizer_config.json"),
-    "template is a pipe": lambda it: pipe(it, "chat_template.jinja"),
-    "generation config is a device": lambda it: link(it, "generation_config.json", "/dev/zero"),
-    "config is a pipe": lambda it: pipe(it, CONFIG),
-    "weights are a pipe": lambda it: pipe(it, WEIGHTS),
     "weights link to themselves": lambda it: link(it, WEIGHTS, WEIGHTS),
-    "config links to itself": lambda it: link(it, CONFIG, CONFIG),
-    "a tokenizer of 100 GB": lambda it: sparse(it, "tokenizer.json", 10**11),
     "weights of zeros": lambda it: sparse(it, WEIGHTS, 10**11),
     "a header that lies": lambda it: lying_header(it, 2**40),
-    "an endless header": lambda it: lying_header(it, 2**64 - 1),
     "an index of lists": lambda it: (it / INDEX).write_text('{"weight_map": []}'),
     "an index that leaves": lambda it: (it / INDEX).write_text('{"metadata": {}, "weight_map": {"a": "../x"}}'),
-    "a config of 20 MB": lambda it: edit_json(it / CONFIG, a=[0] * 7_000_000),
-    "a generation config of 20 MB": lambda it: (it / "generation_config.json").write_text(
-        json.dumps({"a": [0] * 7_000_000})
-    ),
-    "deep json": lambda it: (it / CONFIG).write_text('{"a":' * 100_000),
-    "100,000 layers": lambda it: edit_json(it / CONFIG, num_hidden_layers=100_000),
-    "10**9 layers": lambda it: edit_json(it / CONFIG, num_hidden_layers=10**9),
-    "10**9 layers inside": lambda it: edit_json(it / CONFIG, text_config={"n_layer": 10**9}),
-    "2,000,000 labels": lambda it: edit_json(it / CONFIG, num_labels=2_000_000),
-    "2,000,000 labels inside": lambda it: edit_json(it / CONFIG, text_config={"num_labels": 2_000_000}),
-    "10**9 dense layers": lambda it: edit_json(
-        it / CONFIG, model_type="cohere2_moe", first_k_dense_replace=10**9, prefix_dense_sliding_window_pattern=1
-    ),
-    "10**9 kinds of attention": lambda it: edit_json(
-        it / CONFIG, model_type="gpt_neo", attention_types=[[["global"], 10**9]]
-    ),
-    "10**9 stages": lambda it: edit_json(it / CONFIG, model_type="rf_detr_dinov2", out_indices=[10**9]),
-    "10**9 blocks of a stage": lambda it: edit_json(it / CONFIG, model_type="efficientloftr", stage_num_blocks=[10**9]),
-    "a context of 10**18": lambda it: edit_json(it / CONFIG, max_position_embeddings=10**18),
     "layers of text": lambda it: edit_json(it / CONFIG, num_hidden_layers="four"),
     "no heads": lambda it: edit_json(it / CONFIG, num_attention_heads=0),
     "negative heads": lambda it: edit_json(it / CONFIG, num_key_value_heads=-2),
     "odd rope": lambda it: edit_json(it / CONFIG, rope_parameters={"rope_type": "no such"}),
-    "huge hidden size": lambda it: edit_json(it / CONFIG, hidden_size=2**40),
     "another vocabulary": lambda it: edit_json(it / CONFIG, vocab_size=100),
     "a list for a number": lambda it: edit_json(it / CONFIG, hidden_size=[64]),
     "an odd activation": lambda it: edit_json(it / CONFIG, hidden_act="no such"),
@@ -130,18 +95,11 @@ def test_a_damaged_model_is_refused_in_seconds(folder, damage) -> None:
     assert len(str(caught.value)) < 1000
 
 
-@pytest.mark.parametrize("name", ["x" * 5000, "/" + "y/" * 3000, "a\0b", "./a\0b", "/dev/zero", "\ud800"])
+@pytest.mark.parametrize("name", ["x" * 5000, "/dev/zero"])
 def test_a_name_that_is_no_path_is_refused(name: str) -> None:
     with pytest.raises(ModelError) as caught:
         load_model(Load(name, "cpu"), lambda stage: None)
     assert len(str(caught.value)) < 12_000
-
-
-def test_a_folder_in_a_loop_of_links_is_refused(tmp_path) -> None:
-    (tmp_path / "a").symlink_to("b")
-    (tmp_path / "b").symlink_to("a")
-    with pytest.raises(ModelError):
-        load_model(Load(str(tmp_path / "a"), "cpu"), lambda stage: None)
 
 
 # ---- templates
