@@ -34,6 +34,7 @@ EMBEDDINGS = re.compile(r"(?:^|\.)(?:embed_tokens|word_embeddings|embed_in|wte|t
 HEADS = re.compile(r"(?:^|\.)(?:lm_head|embed_out|output)$")
 TABLES = re.compile(r"(?<!un)emb|(?:^|\.)w[tp]e$")  # also of positions and layers, which nothing packs
 EXPERTS = re.compile(r"\.experts(?:\.|$)|_exps$|\.block_sparse_moe\.\w+_linear$")  # no Linears once they are loaded
+EXPERT_NUMBER = re.compile(r"\.experts\.(\d+)\.")
 PARTS = {"text_config", "vision_config", "audio_config"}  # a multimodal model's sections of its configuration
 WITHOUT_LINEARS = {"gpt2", "openai-gpt"}  # whose matrices are Conv1Ds, which nothing packs
 OWN_EXPERTS = {"dbrx", "jetmoe", "llama4", "llama4_text", "longcat_flash"}  # run otherwise, and never packed
@@ -217,12 +218,11 @@ def of_checkpoint(config: Mapping[str, Any], stored: Iterable[StoredTensor]) -> 
     """
     stored = list(stored)
     text = _text(config)
-    is_multimodal, is_tied = not PARTS.isdisjoint(config), _is_tied(config)
     section = config.get("quantization_config")
     section = section if isinstance(section, dict) else {}
     owned: defaultdict[str, list[StoredTensor]] = defaultdict(list)
     for tensor in stored:
-        if is_loaded(tensor.name, is_multimodal) and not (is_tied and HEADS.search(owner(tensor.name))):
+        if _is_of_text(tensor.name, config):
             owned[owner(tensor.name)].append(tensor)
     bits = _bits(section)
     parts: Counter[Part] = Counter()
@@ -278,6 +278,20 @@ def of_gguf(file: GgufFile) -> Weights:
 def is_loaded(name: str, is_multimodal: bool) -> bool:
     """True if a tensor is a weight of the text part of a model."""
     return not (DRAFTING.search(name) or MASKS.search(name) or (is_multimodal and TOWERS.search(name)))
+
+
+def _is_of_text(name: str, config: Mapping[str, Any]) -> bool:
+    """True if a tensor is loaded from a checkpoint with this ``config``: a head that is tied is not."""
+    if not is_loaded(name, is_multimodal=not PARTS.isdisjoint(config)):
+        return False
+    text = _text(config)
+    if HEADS.search(owner(name)):
+        return not any(section.get("tie_word_embeddings") is True for section in (config, text))
+    number = EXPERT_NUMBER.search(name)
+    if number and isinstance(text.get("moe_intermediate_size"), list):  # ERNIE 4.5 VL has those of vision behind others
+        experts = text.get("moe_num_experts")
+        return int(number[1]) < (experts[0] if isinstance(experts, list) else _count(text, "moe_num_experts"))
+    return True
 
 
 def _plain(name: str, shape: tuple[int, ...]) -> dict[Part, int]:
@@ -341,11 +355,6 @@ def _own_dtype(config: Mapping[str, Any]) -> str:
     """The dtype in which a quantized checkpoint computes, of a multimodal one its text; the engine takes it too."""
     named = (section.get(key) for section in (_text(config), config) for key in ("dtype", "torch_dtype"))
     return next((name for name in named if isinstance(name, str) and name in ITEM_BYTES), "float32")
-
-
-def _is_tied(config: Mapping[str, Any]) -> bool:
-    """True if a head in the files is not loaded, because the configuration says that it is the embeddings."""
-    return any(section.get("tie_word_embeddings") is True for section in (config, _text(config)))
 
 
 def _count(config: Mapping[str, Any], key: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -142,10 +143,12 @@ def test_a_head_of_its_own_is_quantized_too(folder, quantize):
 
 
 @pytest.mark.parametrize("folder", ["qwen3_next"], indirect=True)
-def test_no_weight_file_is_read(folder):
+def test_of_weight_files_only_the_headers_are_read(folder):
     before = planned(folder)
     for file in folder.glob("*.safetensors"):
-        file.unlink()
+        size, content = file.stat().st_size, file.read_bytes()
+        file.write_bytes(content[: 8 + int.from_bytes(content[:8], "little")])
+        os.truncate(file, size)
     assert replace(planned(folder), host_free=0, device_free=0) == replace(before, host_free=0, device_free=0)
 
 
@@ -167,7 +170,7 @@ def test_on_a_small_card_full_takes_what_is_left_and_reads_the_rest_over_the_lin
         return replace(describe(name, "cpu", dtype, progress), device=torch.device("cuda"))
 
     monkeypatch.setattr(plan, "describe", card)
-    monkeypatch.setattr(quantization, "possible", lambda device, dtype: ["none", "int8"])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     free = 10 * 2**30
 
     def made(**asked):

@@ -187,7 +187,7 @@ def test_they_are_the_tensors_of_the_model(name: str, tmp_path: Path) -> None:
     assert found.loaded_bytes("none", "bfloat16", CPU) == pytest.approx(expected, rel=0.002)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "qwen3_vl", "qwen3_5", "llava"])
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_vl", "qwen3_5", "ernie4_5_vl_moe"])
 def test_of_a_multimodal_model_they_are_those_of_its_text(name: str, tmp_path: Path) -> None:
     model = tiny_multimodal.fresh(name)
     model.save_pretrained(tmp_path)
