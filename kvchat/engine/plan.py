@@ -1,7 +1,7 @@
 """Predicts a model's memory before it is loaded, and proposes weights and a mode: the first that fit, the best first.
 
 The model is built on torch's meta device, where tensors have shapes and no memory, and one token runs through it: so
-the shapes of its K/V and of its state are observed as the probe does, and no weight file is read.
+the shapes of its K/V and of its state are observed as the probe does. Of the weight files the headers are read.
 
 In each mode bits of the weights are given up before the mode is. First all K/V is read, then what a mode retrieves,
 then less of that: none of these reads over the link. Then full mode does, and reads for every token what has no room on

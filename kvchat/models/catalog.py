@@ -1,7 +1,7 @@
 """The models on this machine, and by the headers of their files whether their weights fit it.
 
 They are the bundled one, folders, GGUF files, the cache of the Hugging Face hub, and what Ollama, LM Studio and
-llama.cpp keep. The estimate needs neither torch nor a model's class; ``kvchat plan`` is exact.
+llama.cpp keep. What weights take is what ``kvchat plan`` says of them, and needs no torch.
 """
 
 from __future__ import annotations

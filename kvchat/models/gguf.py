@@ -21,14 +21,13 @@ from torch import Tensor
 
 from kvchat.errors import ModelError
 from kvchat.models import gguf_file
-from kvchat.models.gguf_file import EMBEDDINGS, GgufFile, read_model
+from kvchat.models.gguf_file import EMBEDDINGS, ENDS, GgufFile, read_model
 from kvchat.models.quantize.rows import block_loops
 from kvchat.models.support import unreadable
 
 # Layers of the models whose scores are scaled otherwise than by the size of a head; llama.cpp, too, tells them by that.
 GEMMA_27B = {"gemma2": 46, "gemma3_text": 62}
 LISTS = "tokenizer.ggml."  # of which transformers is given no list: it would look at each entry
-ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")  # tokens that end an answer
 DIVISORS, LONG_DIVISORS = "rope_freqs.weight", "rope_factors_"  # of each frequency, tensors that are no weights
 # What Llama 3.1, 3.2 and 3.3 have beside a factor, by which llama.cpp's converter makes the divisors.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

@@ -20,7 +20,8 @@ from kvchat.errors import ModelError
 MAGIC, SUFFIX = b"GGUF", ".gguf"
 VERSIONS = (2, 3)  # version 1 had lengths of 32 bits
 LAYER = "blk."  # begins the names of what is in a layer, and is packed; a vocabulary's table and head are not
-EMBEDDINGS, HEAD = "token_embd.weight", "output.weight"
+EMBEDDINGS = "token_embd.weight"
+ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")  # tokens that end an answer
 # ggml's types by their numbers: name, elements and bytes of a block.
 TYPES: dict[int, tuple[str, int, int]] = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),

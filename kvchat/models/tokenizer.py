@@ -11,7 +11,7 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from kvchat.errors import ModelError
-from kvchat.models.gguf_file import EMBEDDINGS, GgufFile
+from kvchat.models.gguf_file import EMBEDDINGS, ENDS, GgufFile
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6  # llama.cpp's types of tokens
 SPM, BYTE_LEVEL, GEMMA4 = "llama", "gpt2", "gemma4"  # its names of the kinds of tokenizers
@@ -25,7 +25,6 @@ SPECIAL = {
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
 }
-ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")  # of an answer
 # Of a vocabulary of the kind "llama" that names none.
 SPM_SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
 # ---- pre-tokenizers --------------------------------------------------------------------------------
@@ -162,10 +161,9 @@ class GgufTokenizer(PreTrainedTokenizerFast):  # type: ignore[misc]
 
 
 class Built(NamedTuple):
-    """A tokenizer for transformers, the ids of the tokens that end an answer, and notes for people."""
+    """A tokenizer for transformers, and notes for people."""
 
     tokenizer: Any
-    ends: tuple[int, ...]
     notes: tuple[str, ...]
 
 
@@ -179,7 +177,7 @@ def build(file: GgufFile, name: str) -> Built:
     built, notes = vocabulary.tokenizer()
     named = {key: vocabulary.tokens[id] for key, id in vocabulary.special.items()}
     wrapped = GgufTokenizer(built, chat_template=_template(file) or None, **named)
-    return Built(wrapped, tuple(vocabulary.ends), tuple(notes))
+    return Built(wrapped, tuple(notes))
 
 
 def _template(file: GgufFile) -> str:

@@ -253,13 +253,7 @@ def of_checkpoint(config: Mapping[str, Any], stored: Iterable[StoredTensor]) -> 
 
 
 def of_gguf(file: GgufFile) -> Weights:
-    """The weights in a GGUF file.
-
-    Raises:
-        ModelError: it is no language model.
-    """
-    if file.no_model:
-        raise ModelError(f"{file.path.name} is not a chat model.", file.no_model, "Choose a chat model.")
+    """The weights in a language model's GGUF file."""
     parts: Counter[Part] = Counter()
     types: Counter[str] = Counter()
     for one in file.tensors:
