@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.message import lacks
 from support.progress import silent
+from support.weights import save_headers
 from transformers import LlamaConfig
 
 import kvchat
@@ -138,12 +139,12 @@ def on_a_card(monkeypatch, tmp_path):
         return replace(describe(name, "cpu", dtype, progress), device=torch.device("cuda"))
 
     monkeypatch.setattr(plan, "describe", card)
-    monkeypatch.setattr(quantization, "possible", lambda device, dtype: ["none", "int8", "nf4"])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))  # which has no int4
     monkeypatch.setattr(available, "host_free", lambda: 28 * GIB)
 
     def made(billions, gib, context, **asked):
         shape = {**heads, **BILLIONS[billions], "max_position_embeddings": 131072}
-        LlamaConfig(architectures=["LlamaForCausalLM"], dtype="bfloat16", **shape).save_pretrained(tmp_path)
+        save_headers(LlamaConfig(architectures=["LlamaForCausalLM"], dtype="bfloat16", **shape), tmp_path)
         monkeypatch.setattr(available, "free_bytes", lambda device: int((gib - 0.4) * GIB))
         return memory_plan(Load(str(tmp_path), "cuda", "bfloat16", **asked), context, silent)
 

@@ -1,8 +1,13 @@
-"""Weights of a model that nobody has."""
+"""Weights of models that nobody has."""
 
 from __future__ import annotations
 
+import json
+import struct
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from kvchat.models.weights import LINEAR, Part, Weights
 
@@ -11,3 +16,20 @@ def linears(elements: int, dtype: str = "bfloat16", nbytes: int = 0, **fields: A
     """So many elements of square matrices."""
     size = 4096
     return Weights(nbytes or 2 * elements, dtype, {Part(LINEAR, size, size): elements // size**2}, **fields)
+
+
+def save_headers(config: Any, folder: Path) -> None:
+    """Save a causal language model of transformers' ``config`` in bfloat16, of whose weights there are only headers."""
+    from transformers import AutoModelForCausalLM
+
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    header, end = {}, 0
+    for name, tensor in model.named_parameters():
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    encoded = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(encoded)) + encoded)
+        file.truncate(8 + len(encoded) + end)
