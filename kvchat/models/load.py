@@ -31,12 +31,12 @@ from kvchat import files, paths
 from kvchat.errors import KvchatError, UsageError
 from kvchat.files import read_text
 from kvchat.kv.manager import is_out_of_memory
-from kvchat.kv.ops.cpu_ops import compile_loops
 from kvchat.models import attention_hook, description, reading, repacking, support
 from kvchat.models import checkpoint as checkpoints
 from kvchat.models import tokenizer as tokenizers
 from kvchat.models.attention_hook import DenseManager
 from kvchat.models.checkpoint import Checkpoint, complete
+from kvchat.models.compile_ahead import compile_ahead
 from kvchat.models.description import ModelDescription, describe, overflows, quiet
 from kvchat.models.fuse import modules
 from kvchat.models.hub import Progress
@@ -130,6 +130,8 @@ def load_model(asked: Load, progress: Progress) -> LoadedModel:
         with _explained(described, chosen.quantize):
             if not asked.force:
                 reading.check(described, chosen.quantize)
+            if described.device.type == "cpu":
+                compile_ahead(described.dtype, progress)  # packing weights asks for some
             progress("Loading the tokenizer")
             tokenizer, reading_notes = _tokenizer(described, checkpoint)
             tokenizer.chat_template = template or tokenizer.chat_template
@@ -147,8 +149,6 @@ def load_model(asked: Load, progress: Progress) -> LoadedModel:
                 reading_notes = (*reading_notes, *tokenizers.check(tokenizer, rows, checkpoint.name))
                 loss = partial(note, model, tokenizer, described, checkpoint)
                 loaded = wrap(model, tokenizer, checkpoint.name, checkpoint.revision, asked.fast, loss)
-    if described.device.type == "cpu":
-        compile_loops(model.dtype, lambda: progress("Compiling for this CPU, once on this machine"))
     give_back()
     notes = (*loaded.notes, *reading_notes, *_notes_on(described, asked.dtype, chosen))
     return replace(loaded, notes=notes)

@@ -345,11 +345,11 @@ class CpuTimers(Timers):
 
 def freeze_loops() -> ModuleType | None:
     """The compiled loops of this mode; None where numba does not run."""
-    if not (loops := cpu_ops.compiled_loops()):
+    if not cpu_ops.compiled_loops():
         return None
     from kvchat.kv.ops.numba import freeze
 
-    loops.use_threads(torch.get_num_threads())
+    cpu_ops.use_threads(torch.get_num_threads())
     return freeze
 
 

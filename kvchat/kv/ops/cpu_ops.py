@@ -1,26 +1,19 @@
 """The operations of a decode step on a CPU, where nothing runs beside the model and reading back costs no wait.
 
 What does not change is skipped. Choosing and moving a layer's pages and the two products of attention, wherever K and V
-lie in the host pool, are loops that numba compiles (``numba``): the first time on a machine that takes seconds, which a
-model's loading asks for ahead. Over few tokens in float32, in float16 or without numba they are torch's, which needs 3
+lie in the host pool, are loops that numba compiles (``numba``), once on a machine, which a model's loading asks for
+ahead. Over few tokens in float32, in float16 or without numba they are torch's, which needs 3
 to 10 times as long for bfloat16. Tensors are shared with numpy, not copied.
 """
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import cache
-from itertools import chain
-from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from platformdirs import user_cache_path
 from torch import Tensor
 
 from kvchat.kv.attention import AttentionSpec, Products, Weights, attend, products
@@ -36,7 +29,6 @@ KNOWN = (torch.float32, torch.bfloat16)  # to the loops
 NO_SINKS = np.empty((0, 0), np.float32)
 Arguments = tuple[Any, ...]
 Numbers = np.ndarray[Any, Any]
-FILE, LOOP = Path(__file__).parent / "numba" / "scattered.py", "sums"  # what is compiled last
 
 
 class CpuOps(TorchOps):
@@ -211,26 +203,33 @@ def _by_head(query: Tensor, bounds: Tensor) -> tuple[np.ndarray[Any, Any], Tenso
 
 @cache
 def compiled_loops() -> ModuleType | None:
-    """The compiled loops; None where numba does not run. Asked for only where they are used: it takes 0.5 s."""
+    """The loops over pages, with which all others are there; None where numba does not run.
+
+    Asked for only where loops are used: it takes 0.5 s.
+    """
     try:
-        from kvchat.kv.ops.numba import loops
+        from kvchat.kv.ops.numba import pages
     except (ImportError, OSError, MemoryError):  # numpy or Python is unknown to numba; no memory for its library
         return None
-    return loops
+    return pages
 
 
 def use_threads(threads: int) -> None:
     """Let the compiled loops that this thread asks for run on so many threads."""
-    if loops := compiled_loops():
+    if compiled_loops():
+        from kvchat.kv.ops.numba import loops
+
         loops.use_threads(threads)
 
 
 def loops_over(dtype: torch.dtype) -> ModuleType | None:
     """``compiled_loops``, which then take stored numbers of ``dtype``; None where there are none for it."""
-    loops = compiled_loops() if dtype in KNOWN else None
-    if loops and dtype == torch.bfloat16:
+    pages = compiled_loops() if dtype in KNOWN else None
+    if pages and dtype == torch.bfloat16:
+        from kvchat.kv.ops.numba import loops
+
         loops.compile_for_bfloat16()
-    return loops
+    return pages
 
 
 def numbers(stored: Tensor) -> Numbers:
@@ -326,9 +325,9 @@ def attended(
 # ---- inside
 def _threaded(dtype: torch.dtype) -> bool:
     """True if there are compiled loops over numbers of ``dtype``; they know then how many threads to run on."""
-    if not (loops := loops_over(dtype)):
+    if not loops_over(dtype):
         return False
-    loops.use_threads(torch.get_num_threads())
+    use_threads(torch.get_num_threads())
     return True
 
 
@@ -357,32 +356,3 @@ def _rows(rows: Tensor) -> Arguments:
     """The numbers from the first to the last of ``rows [H, n, d]``, one behind the other, and the strides in them."""
     last = sum((size - 1) * stride for size, stride in zip(rows.shape, rows.stride(), strict=True))
     return numbers(rows.as_strided((last + 1,), (1,))), *rows.stride()[:2]
-
-
-def compile_loops(dtype: torch.dtype, tell: Callable[[], None]) -> None:
-    """Compile the loops for K/V of ``dtype`` that are in no cache of numba's; ``tell`` is called before, if any.
-
-    An answer that asks for them first, or that is switched to a mode with loops of its own, would stand still so long.
-    """
-    written, kinds = FILE.stat().st_mtime, 2 if dtype == torch.bfloat16 else 1  # they are compiled for float32 too
-    if any(len([path for path in kept if path.stat().st_mtime >= written]) >= kinds for kept in _kept()):
-        return
-    tell()
-    if compiled_loops():
-        from kvchat.kv.ops.numba import eight_bit, freeze, in_a_row, scattered  # noqa: F401  # importing them compiles
-
-        loops_over(dtype)
-        for path in chain(*_kept()):
-            with suppress(OSError):
-                path.touch()  # numba goes by what is written in a file, and keeps this of one that was touched
-
-
-def _kept() -> Iterator[list[Path]]:
-    """The files that numba keeps of the last loop, folder by folder: beside the source, in the user's cache."""
-    name = f"{FILE.stem}.{LOOP}-*.py{sys.version_info.major}{sys.version_info.minor}.*.nbc"
-    if chosen := os.environ.get("NUMBA_CACHE_DIR"):
-        folders = [*Path(chosen).glob("*")]
-    else:
-        folders = [FILE.parent / "__pycache__", *user_cache_path("numba", appauthor=False).glob("*")]
-    for folder in folders:
-        yield [*folder.glob(name)]

@@ -10,13 +10,13 @@ import pytest
 
 from kvchat.kv.memory.device_slots import EMPTY
 from kvchat.kv.ops import cpu_ops
-from kvchat.kv.ops.numba import loops, tokens
+from kvchat.kv.ops.numba import loops, pages, tokens
 
 NONE = np.zeros(0, np.bool_)
 
 
 def test_they_are_what_a_cpu_uses():
-    assert cpu_ops.compiled_loops() is loops
+    assert cpu_ops.compiled_loops() is pages
 
 
 @pytest.mark.parametrize("error", [ImportError, OSError, MemoryError])
@@ -24,12 +24,12 @@ def test_torch_does_it_where_numba_cannot_be_loaded(error, monkeypatch):
     class Refusing:
         @staticmethod
         def find_spec(name, *_):
-            if name == "kvchat.kv.ops.numba.loops":
+            if name == "kvchat.kv.ops.numba.pages":
                 raise error("no such library, or no memory for it")
 
     monkeypatch.setattr(sys, "meta_path", [Refusing, *sys.meta_path])
-    monkeypatch.delitem(sys.modules, "kvchat.kv.ops.numba.loops")
-    monkeypatch.delattr("kvchat.kv.ops.numba.loops")
+    monkeypatch.delitem(sys.modules, "kvchat.kv.ops.numba.pages")
+    monkeypatch.delattr("kvchat.kv.ops.numba.pages")
     assert cpu_ops.compiled_loops.__wrapped__() is None
 
 
@@ -50,7 +50,7 @@ def test_what_cannot_be_kept_is_compiled_all_the_same(folder, monkeypatch):
 def test_pages_of_equal_weight_are_taken_in_order_and_what_stays_keeps_its_slot():
     scores = np.zeros((1, 2, 9), np.float32)
     resident, placed = np.array([[7, 4, EMPTY, 3]]), np.zeros((1, 4), np.int64)
-    loops.choose(scores, 3, 8, resident, placed)
+    pages.choose(scores, 3, 8, resident, placed)
     assert placed.tolist() == [[5, 4, 6, 3]]
 
 
@@ -58,7 +58,7 @@ def test_shares_are_those_of_a_softmax_to_the_last_place_and_nothing_fails_far_b
     spread = np.linspace(-85, 0, 4001, dtype=np.float32)
     scores = np.concatenate([spread, np.float32([-300, -1e30, -np.inf])])
     weights, powers = np.ones(len(scores), np.float32), np.empty(len(scores), np.float32)
-    loops.add_softmax(scores, weights, powers)
+    pages.add_softmax(scores, weights, powers)
     exact = np.exp(scores.astype(np.float64))
     assert np.allclose(powers, exact, rtol=2**-23, atol=2e-38)
     assert np.allclose(weights - 1, exact / exact.sum(), atol=2**-23)
@@ -67,7 +67,7 @@ def test_shares_are_those_of_a_softmax_to_the_last_place_and_nothing_fails_far_b
 @pytest.mark.parametrize("scores", [[np.nan, np.inf, np.inf], [np.inf, np.inf], [-np.inf, -np.inf], [np.nan] * 20])
 def test_numbers_that_are_none_end_nothing(scores):
     weights = np.zeros(len(scores), np.float32)
-    loops.add_softmax(np.float32(scores), weights, np.empty_like(weights))
+    pages.add_softmax(np.float32(scores), weights, np.empty_like(weights))
     query = np.full((1, 2, 4), scores[0], np.float32)
     words = np.ones((1, 3, 32 + 16), np.uint32)
     table, result = np.zeros((1, 40), np.int32), np.zeros((1, 2, 4), np.float32)
@@ -96,7 +96,7 @@ def test_a_page_moves_only_where_another_one_lies():
     source = np.arange(12).reshape(6, 2)  # K of three pages, then V
     target = np.full((2, 1, 3, 2), 99)
     placed, resident, counters = np.array([[2, 0, EMPTY]]), np.array([[2, 1, 1]]), np.zeros(2, np.int64)
-    loops.move_pages(source, target, 1, 3, 3, np.array([0]), placed, resident, 32, counters)
+    pages.move_pages(source, target, 1, 3, 3, np.array([0]), placed, resident, 32, counters)
     assert counters.tolist() == [32, 64]
     assert target[:, 0].tolist() == [[[99, 99], [0, 1], [99, 99]], [[99, 99], [6, 7], [99, 99]]]
 
@@ -105,7 +105,7 @@ def test_rows_move_only_where_they_changed():
     source = np.arange(12, dtype=np.uint8).reshape(6, 2)  # K of three tokens, then V
     target = np.full((8, 2), 99, np.uint8)
     rows, to, changed = np.array([[2, 0, 1]]), np.array([[1, 2, 3]]), np.array([[False, True, False]])
-    loops.move_rows(source, target, rows, 3, to, 4, changed)
+    pages.move_rows(source, target, rows, 3, to, 4, changed)
     assert target.reshape(2, 4, 2).tolist() == [
         [[99, 99], [99, 99], [0, 1], [99, 99]],
         [[99, 99], [99, 99], [6, 7], [99, 99]],

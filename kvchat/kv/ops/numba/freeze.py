@@ -8,7 +8,8 @@ import numba
 import numpy as np
 
 from kvchat.kv.memory.device_slots import EMPTY
-from kvchat.kv.ops.numba.loops import HAS_THREADS, Array, add_softmax, compiled, score_pages
+from kvchat.kv.ops.numba.loops import HAS_THREADS, Array, compiled
+from kvchat.kv.ops.numba.pages import add_softmax, score_pages
 
 
 @numba.njit  # type: ignore[untyped-decorator]

@@ -1,8 +1,7 @@
-"""The loops behind ``cpu_ops``, compiled by numba.
+"""What all loops have in common that numba compiles: how they are compiled and shared among threads, and ``exp``.
 
-Choosing, moving and opening a layer's pages is some forty operations on a few hundred numbers: in torch and in numpy
-their number is what they cost, in one loop the numbers are. The first process of a machine compiles them, for some
-seconds; later ones read numba's cache, beside this file or in the user's cache folder.
+The first process of a machine compiles them, for some seconds (``compile_ahead``); later ones read numba's cache,
+beside these files or in the user's cache folder.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ import torch
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
-
-from kvchat.kv.memory.device_slots import EMPTY
 
 Array = np.ndarray[Any, Any]
 Loop = Callable[..., Any]
@@ -56,6 +53,9 @@ def _has_threads() -> bool:
 
 
 HAS_THREADS = _has_threads()
+# What numba would share among threads beside ``prange``: array expressions, each compiled as a loop of its own. Here they
+# are of a few numbers.
+NOT_SHARED = ("comprehension", "reduction", "inplace_binop", "setitem", "numpy", "stencil", "fusion")
 _used = threading.local()
 _in_float32_only: list[tuple[Any, str]] = []  # loops over stored numbers, and their signatures
 
@@ -65,7 +65,8 @@ def compiled(signature: str, fastmath: bool | set[str] = False, parallel: bool =
 
     ``number`` in a signature is what K and V are stored in: float32, and bfloat16 after ``compile_for_bfloat16``.
     """
-    options = {"nogil": True, "fastmath": fastmath, "parallel": parallel}
+    shared = dict.fromkeys(NOT_SHARED, False) if parallel else False
+    options = {"nogil": True, "fastmath": fastmath, "parallel": shared}
     exact = signature.replace("number", FLOAT32)
 
     def compile_loop(loop: Loop) -> Loop:
@@ -137,45 +138,6 @@ def _start_threads() -> None:
 _start_threads()
 
 
-@compiled("i8(i4[:, ::1], i4[:, ::1], i8, f4[:, ::1])")
-def open_slots(table: Array, attended: Array, first: int, bias: Array) -> int:
-    """``DeviceSlots.bias`` of ``table [H, n]``, from token ``first`` on; how many are read."""
-    heads, n = table.shape
-    read = 0
-    for head in range(heads):
-        for slot in range(n):
-            attended[head, slot] = table[head, slot]
-            opened = table[head, slot] >= first
-            read += opened
-            bias[head, slot] = 0 if opened else -np.inf
-    return read
-
-
-@numba.njit(fastmath=True)  # type: ignore[untyped-decorator]
-def score_pages(query: Array, bounds: Array, scaling: float, scores: Array) -> None:
-    """One head's ``query [G, d_k]`` and ``bounds [page, 2 * d_k]`` into ``scores [G, page]``."""
-    group, d = query.shape
-    parts = np.empty((group, 2 * d), np.float32)
-    for g in range(group):
-        for i in range(d):
-            x = query[g, i] * scaling
-            parts[g, i] = max(x, np.float32(0))
-            parts[g, d + i] = max(-x, np.float32(0))
-    for page in range(len(bounds)):
-        for g in range(group):
-            score = np.float32(0)
-            for i in range(2 * d):
-                score += parts[g, i] * widened(bounds[page, i])
-            scores[g, page] = score
-
-
-@compiled("void(f4[:, :, ::1], number[:, :, ::1], f4, f4[:, :, ::1])")
-def page_scores(query: Array, bounds: Array, scaling: float, scores: Array) -> None:
-    """``selection.page_scores`` into ``scores [H, G, page]``: ``query [H, G, d_k]``, ``bounds [H, page, 2 * d_k]``."""
-    for head in range(len(query)):
-        score_pages(query[head], bounds[head], scaling, scores[head])
-
-
 @numba.njit(fastmath={"contract"})  # type: ignore[untyped-decorator]  # no more, or the two parts of ln 2 become one
 def exp(x: Any) -> Any:
     """e to the power of ``x <= 0`` in float32, right to its last place; below the smallest normal number that one.
@@ -190,142 +152,3 @@ def exp(x: Any) -> Any:
     for coefficient in SERIES[1:]:
         series = series * x + coefficient
     return (series * x * x + x + np.float32(1)) * widened(np.uint16((np.int32(twos) + 127) << 7))
-
-
-@numba.njit(fastmath=FINITE_OR_NOT)  # type: ignore[untyped-decorator]
-def add_softmax(scores: Array, weights: Array, powers: Array) -> None:
-    """Add the softmax over ``scores`` to ``weights``; ``powers``, as long, is overwritten."""
-    highest, total = scores[0], np.float32(0)
-    for score in scores:
-        highest = max(highest, score)
-    for i in range(len(scores)):
-        powers[i] = exp(scores[i] - highest)
-        total += powers[i]
-    for i in range(len(scores)):
-        weights[i] += powers[i] / total
-
-
-@numba.njit  # type: ignore[untyped-decorator]
-def find_best(weights: Array, first: int, wanted: Array, best: Array) -> None:
-    """The numbers, counted from ``first``, of the highest ``weights`` and these; EMPTY where there are no more."""
-    found = 0
-    for i in range(len(weights)):
-        if found < len(wanted):
-            found += 1
-        elif weights[i] <= best[-1]:
-            continue
-        rank = found - 1
-        while rank > 0 and weights[i] > best[rank - 1]:
-            wanted[rank], best[rank] = wanted[rank - 1], best[rank - 1]
-            rank -= 1
-        wanted[rank], best[rank] = first + i, weights[i]
-    wanted[found:] = EMPTY
-
-
-@numba.njit  # type: ignore[untyped-decorator]
-def _place(wanted: Array, resident: Array, kept: Array, placed: Array) -> None:
-    """``selection.assign_slots`` of one head; ``wanted`` is used up."""
-    for slot in range(len(resident)):
-        kept[slot], placed[slot] = False, EMPTY
-    for i in range(len(wanted)):
-        for slot in range(len(resident)):
-            if resident[slot] == wanted[i] != EMPTY:
-                kept[slot], placed[slot], wanted[i] = True, wanted[i], EMPTY
-                break
-    slot = 0
-    for page in wanted:
-        if page != EMPTY:
-            while kept[slot]:
-                slot += 1
-            placed[slot] = page
-            slot += 1
-
-
-@compiled("void(f4[:, :, ::1], i8, i8, i8[:, ::1], i8[:, ::1])")
-def choose(scores: Array, first: int, last: int, resident: Array, placed: Array) -> None:
-    """``TorchOps.choose`` among the pages ``first`` to ``last`` (at least one), all heads, into ``placed [H, k]``."""
-    heads, group, _ = scores.shape
-    k, pages = resident.shape[1], last - first + 1
-    weights, powers, best = np.empty(pages, np.float32), np.empty(pages, np.float32), np.empty(k, np.float32)
-    wanted, kept = np.empty(k, np.int64), np.empty(k, np.bool_)
-    for head in range(heads):
-        weights[:] = 0
-        for g in range(group):
-            add_softmax(scores[head, g, first : last + 1], weights, powers)
-        find_best(weights, first, wanted, best)
-        _place(wanted, resident[head], kept, placed[head])
-
-
-@compiled("void(i8[:, :, ::1], i4[:, :, ::1], i8, i8, i8)")
-def open_pages(pages: Array, table: Array, page_size: int, first: int, last: int) -> None:
-    """``DeviceSlots.open_pages`` of ``pages [layers, H, k]`` in ``table [layers, H, n]``."""
-    layers, heads, k = pages.shape
-    for layer in range(layers):
-        for head in range(heads):
-            for slot in range(k):
-                start = pages[layer, head, slot] * page_size  # of an empty slot below first
-                for i in range(page_size):
-                    token = start + i
-                    table[layer, head, slot * page_size + i] = token if first <= token <= last else EMPTY
-
-
-@compiled("void(i8[:, ::1], i8[:, :, :, ::1], i8, i8, i8, i8[::1], i8[:, :], i8[:, ::1], i8, i8[::1])")
-def move_pages(
-    source: Array,
-    target: Array,
-    page_stride: int,
-    head_stride: int,
-    value_stride: int,
-    heads: Array,
-    placed: Array,
-    resident: Array,
-    tokens: int,
-    counters: Array,
-) -> None:
-    """Copy the pages ``placed [H, k]`` of KV ``heads [H]`` that are not ``resident [H, k]``, of ``tokens`` tokens each.
-
-    From ``source [block, word]``, by its strides in blocks, to ``target [2, H, slot, word]``; a word is 8 bytes. The
-    K/V pairs moved and wanted are added to ``counters [2]``.
-    """
-    size = source.shape[1]
-    for head in range(len(heads)):
-        for slot in range(placed.shape[1]):
-            page = placed[head, slot]
-            if page == EMPTY:
-                continue
-            counters[1] += tokens
-            if page == resident[head, slot]:
-                continue
-            counters[0] += tokens
-            for kind in range(2):
-                block = page * page_stride + heads[head] * head_stride + kind * value_stride
-                for i in range(size):
-                    target[kind, head, slot, i] = source[block, i]
-
-
-@compiled("void(u1[:, ::1], u1[:, ::1], i8[:, :], i8, i8[:, :], i8, b1[:, :])")
-def move_rows(
-    source: Array, target: Array, rows: Array, value_rows: int, to: Array, value_to: int, changed: Array
-) -> None:
-    """Copy keys from ``rows [H, n]`` of ``source [row, byte]`` to rows ``to [H, n]`` of ``target``, where ``changed``.
-
-    The values lie ``value_rows`` and ``value_to`` rows further.
-    """
-    for head in range(len(changed)):
-        for slot in range(changed.shape[1]):
-            if changed[head, slot]:
-                for kind in range(2):
-                    row, into = rows[head, slot] + kind * value_rows, to[head, slot] + kind * value_to
-                    for i in range(source.shape[1]):
-                        target[into, i] = source[row, i]
-
-
-@compiled("void(f4[:, ::1], f4[::1], f4[::1])")
-def rotate(heads: Array, cos: Array, sin: Array) -> None:
-    """Turn the ``heads [n, d]`` of one token by ``cos`` and ``sin [d]``, first half against second half."""
-    half = heads.shape[1] // 2
-    for head in range(len(heads)):
-        for i in range(half):
-            low, high = heads[head, i], heads[head, half + i]
-            heads[head, i] = low * cos[i] - high * sin[i]
-            heads[head, half + i] = high * cos[half + i] + low * sin[half + i]
