@@ -178,7 +178,7 @@ def large_files(name: str, patterns: list[str], ignored: list[str]) -> Iterator[
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, model_info
     from huggingface_hub.file_download import repo_folder_name
-    from huggingface_hub.utils._paths import filter_repo_objects
+    from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]  # by name alone
 
     info = model_info(name, files_metadata=True)
     sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or ()}
@@ -194,7 +194,7 @@ def large_files(name: str, patterns: list[str], ignored: list[str]) -> Iterator[
 def _fetch(file: RemoteFile, before: int, total: int, progress: ByteProgress) -> None:
     from huggingface_hub import constants
     from huggingface_hub.file_download import http_get
-    from huggingface_hub.utils._headers import build_hf_headers
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # by name alone
 
     file.blob.parent.mkdir(parents=True, exist_ok=True)
     with file.partial.open("ab") as partial:

@@ -238,7 +238,7 @@ def _ignored(model: Any, unexpected: Iterable[str]) -> Iterator[str]:
     prefix = _layer_prefix(model, layers)
     layer_of = {key: _layer_of(key, prefix) for key in unexpected}
     drafting = {layer for key, layer in layer_of.items() if key.endswith(".eh_proj.weight")}
-    owners = {name for name, module in model.named_modules() if module._parameters}
+    owners = {name for name, module in model.named_modules() if [*module.parameters(recurse=False)]}
     known = dict(model.named_buffers())
     quantized = bool(own_method(model.config))
     for key, layer in layer_of.items():

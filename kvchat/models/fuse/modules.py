@@ -215,7 +215,12 @@ def _check(model: Any, plain: Tensor) -> None:
 def rms_norm(module: Any) -> Norm | None:
     """The RMSNorm that ``module`` computes: ``weight * x / rms(x)``, neither Gemma's ``(1 + weight)`` nor LayerNorm."""
     weight, eps = getattr(module, "weight", None), _epsilon(module)
-    if not isinstance(weight, Tensor) or weight.dim() != 1 or eps is None or len(module._parameters) != 1:
+    if (
+        not isinstance(weight, Tensor)
+        or weight.dim() != 1
+        or eps is None
+        or len([*module.parameters(recurse=False)]) != 1
+    ):
         return None
     if len(inspect.signature(module.forward).parameters) != 1:  # a gated norm is one only without its gate
         return None
@@ -240,13 +245,13 @@ def projections(module: Any) -> list[Any]:
 
 def is_layer(module: Any, norms: Collection[nn.Module], attentions: Collection[nn.Module]) -> bool:
     """``module`` is norm -> attention -> + -> norm -> gated MLP -> +, with all of its parts recognized too."""
-    if module._modules.keys() != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
+    if _children(module) != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
         return False
     if module.self_attn not in attentions:
         return False
     if module.input_layernorm not in norms or module.post_attention_layernorm not in norms:
         return False
-    only_merged_read = module.self_attn._modules.keys() <= ATTENTION
+    only_merged_read = _children(module.self_attn) <= ATTENTION
     return (
         only_merged_read
         and is_plain(module.self_attn.o_proj)
@@ -316,6 +321,10 @@ def is_plain(module: Any) -> bool:
         return bool(forward == weight.forward)
     # A quantizer's own tensors say they are floating point; they can be sliced, and often not put together again.
     return type(weight) is nn.Parameter and weight.is_floating_point() and forward is None
+
+
+def _children(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_children()}
 
 
 def _has(module: Any, *names: str) -> bool:
@@ -401,7 +410,7 @@ def fused_attention(
     module: Any, merged: MergedLinear, operations: Operations, dtype: torch.dtype
 ) -> FusedAttention | None:
     """The same as one function, checked with states in ``dtype``; None where the module computes something else."""
-    if module._modules.keys() != CHILDREN or not isinstance(getattr(module, "head_dim", None), int):
+    if _children(module) != CHILDREN or not isinstance(getattr(module, "head_dim", None), int):
         return None
     fused = FusedAttention(module, merged, operations)
     return fused if _agrees(module, fused, dtype) else None

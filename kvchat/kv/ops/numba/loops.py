@@ -53,8 +53,8 @@ def _has_threads() -> bool:
 
 
 HAS_THREADS = _has_threads()
-# What numba would share among threads beside ``prange``: array expressions, each compiled as a loop of its own. Here they
-# are of a few numbers: after 4,096 tokens one of SmolLM2 in speculative mode took 67 ms with them, 58 without.
+# What numba would share among threads beside ``prange``: array expressions, each compiled as a loop of its own.
+# For a few numbers that costs: after 4,096 tokens one of SmolLM2 in speculative mode took 67 ms with it, 58 without.
 NOT_SHARED = ("comprehension", "reduction", "inplace_binop", "setitem", "numpy", "stencil", "fusion")
 _used = threading.local()
 _in_float32_only: list[tuple[Any, str]] = []  # loops over stored numbers, and their signatures

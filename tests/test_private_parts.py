@@ -1,0 +1,63 @@
+"""Private parts of other libraries stand in the list of kvchat/README.md, and nothing else does."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from kvchat.paths import PACKAGE
+
+PUBLIC = {"_asdict", "_replace", "_fields", "_exit"}  # of named tuples and of os, which are documented
+# Of theirs too, which are overridden, or have a name that some code of ours has.
+ALSO_OURS = {
+    "_get_renders",
+    "_gather_commands",
+    "_refresh_command_list",
+    "_handle_exception",
+    "_print_error_renderables",
+}
+TREES = [ast.parse(file.read_text(encoding="utf-8")) for file in PACKAGE.rglob("*.py")]
+LISTED = re.compile(r"^\| (`_.*?) \|", re.MULTILINE)
+
+
+def nodes() -> Iterator[ast.AST]:
+    for tree in TREES:
+        yield from ast.walk(tree)
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name != "_"
+
+
+def defined_here() -> set[str]:
+    """The names that kvchat's own code makes."""
+    names = set()
+    for node in nodes():
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                names.add(name)
+            case ast.Name(id=name, ctx=ast.Store()):
+                names.add(name)
+            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                names.add(name)
+    return names
+
+
+def asked_of_others() -> set[str]:
+    """The private names that are looked up in what others made."""
+    here, names = defined_here() - ALSO_OURS, set()
+    for node in nodes():
+        match node:
+            case ast.Attribute(attr=name) if is_private(name) and name not in here:
+                names.add(name)
+            case ast.ImportFrom(module=str(module)) if not module.startswith("kvchat"):
+                names |= {part for part in module.split(".") if is_private(part)}
+                names |= {alias.name for alias in node.names if is_private(alias.name)}
+    return names - PUBLIC
+
+
+def test_each_private_part_of_another_library_is_listed():
+    text = (PACKAGE / "README.md").read_text(encoding="utf-8")
+    listed = {name for row in LISTED.findall(text) for name in re.findall(r"`(\w+)`", row)}
+    assert asked_of_others() == listed
