@@ -1,4 +1,4 @@
-"""llama.cpp in a process of its own: ``python -m kvchat.bench.llama_cpp_process FILE CONTEXT THREADS CACHE_TYPE``.
+"""llama.cpp in a process of its own: ``python -m kvchat.bench.llama_cpp_process FILE CONTEXT THREADS``.
 
 Loads a GGUF file, then answers each line ``{"prompt": [ids], "count": n}`` on its input with a line ``{"stamps":
 [seconds], "text": ...}``; the first line says that it is loaded. Apart because llama.cpp's threads and torch's would
@@ -19,14 +19,14 @@ def main() -> None:
     # What llama.cpp prints goes elsewhere; only answers go to the caller.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    file, context, threads, cache_type = sys.argv[1:]
-    server = _load(file, int(context), int(threads), cache_type)
+    file, context, threads = sys.argv[1:]
+    server = _load(file, int(context), int(threads))
     print("{}", file=answers, flush=True)
     for line in sys.stdin:
         print(json.dumps(_decode(server, **json.loads(line))), file=answers, flush=True)
 
 
-def _load(file: str, context: int, threads: int, cache_type: str) -> Any:
+def _load(file: str, context: int, threads: int) -> Any:
     import xllamacpp
 
     parameters = xllamacpp.CommonParams()
@@ -39,7 +39,6 @@ def _load(file: str, context: int, threads: int, cache_type: str) -> Any:
     parameters.verbosity = -1
     for group in (parameters.cpuparams, parameters.cpuparams_batch):
         group.n_threads = threads
-    parameters.cache_type_k = parameters.cache_type_v = xllamacpp.ggml_type[f"GGML_TYPE_{cache_type}"]
     return xllamacpp.Server(parameters)
 
 

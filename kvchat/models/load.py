@@ -76,7 +76,8 @@ class LoadedModel:
 
     ``context`` is in tokens; ``layers`` are those that attend; ``weights`` names their quantization,
     ``fingerprint`` is a digest of them, ``fused`` the kinds of modules that are fused. ``reads_chunks`` is that of
-    ``RecurrentState``. Answers are drawn as ``advised`` where no temperature is given.
+    ``RecurrentState``. Answers are drawn as ``advised`` where no temperature is given. ``gguf`` is the file with the
+    weights, where they are in one.
     """
 
     model: Any
@@ -101,6 +102,7 @@ class LoadedModel:
     fused: str = ""
     reads_chunks: bool = True
     advised: Sampling = Sampling(temperature=TEMPERATURE)
+    gguf: Path | None = None
 
 
 def load_model(asked: Load, progress: Progress) -> LoadedModel:
@@ -151,7 +153,7 @@ def load_model(asked: Load, progress: Progress) -> LoadedModel:
                 loaded = wrap(model, tokenizer, checkpoint.name, checkpoint.revision, asked.fast, loss)
     give_back()
     notes = (*loaded.notes, *reading_notes, *_notes_on(described, asked.dtype, chosen))
-    return replace(loaded, notes=notes)
+    return replace(loaded, notes=notes, gguf=checkpoint.weights[0] if checkpoint.gguf else None)
 
 
 def wrap(

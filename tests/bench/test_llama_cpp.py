@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -24,7 +26,7 @@ def test_its_greedy_tokens_are_those_of_generate():
     try:
         for _ in range(2):  # the second time its K/V is there
             assert peer.measure([0] * 12).ms > 0
-            assert peer.answer == expected[0, 100:].tolist()
+            assert re.findall(r"<(\d+)>", peer.answer) == [str(token) for token in expected[0, 100:].tolist()]
     finally:
         peer.close()
 
