@@ -166,7 +166,7 @@ def lay_out(model: Any) -> None:
             weight.data = place.copy_(weight.data)
             at += _room(weight)
     for _, rows in all_rows(model):
-        rows.forget_operands()
+        rows.forget_arrays()
 
 
 @contextlib.contextmanager

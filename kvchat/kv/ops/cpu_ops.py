@@ -8,6 +8,7 @@ to 10 times as long for bfloat16. Tensors are shared with numpy, not copied.
 
 from __future__ import annotations
 
+import threading
 from functools import cache
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from kvchat.kv.ops.torch_ops import TorchOps
 
 MANY = 2048  # tokens in float32 from which on loops are faster on two threads; fewer never ask for numba
 KNOWN = (torch.float32, torch.bfloat16)  # to the loops
+_used = threading.local()
 NO_SINKS = np.empty((0, 0), np.float32)
 Arguments = tuple[Any, ...]
 Numbers = np.ndarray[Any, Any]
@@ -216,10 +218,11 @@ def compiled_loops() -> ModuleType | None:
 
 def use_threads(threads: int) -> None:
     """Let the compiled loops that this thread asks for run on so many threads."""
-    if compiled_loops():
+    if getattr(_used, "threads", 0) != threads and compiled_loops():  # numba takes 5 us to set what is set
         from kvchat.kv.ops.numba import loops
 
         loops.use_threads(threads)
+        _used.threads = threads
 
 
 def loops_over(dtype: torch.dtype) -> ModuleType | None:

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from kvchat.kv.ops.cpu_ops import compiled_loops
 from kvchat.models import attention_hook, probe
 from kvchat.models.attention_hook import DenseManager
+from kvchat.models.fuse.one_token import OneTokenLayer
 from kvchat.models.probe import logits_error, logits_tolerance
 from kvchat.models.quantize import rows
 from kvchat.models.quantize.rows import PackedRows, Weight, is_one_row, linear, merge, weight_of
@@ -162,9 +163,12 @@ def _fuse_layer(
     output = Output(attention.o_proj, operations)
     gate_up = merge_weights([mlp.gate_proj, mlp.up_proj])
     down = mlp.down_proj
+    one_token = _one_token_layer(fused, first, second, gate_up, weight_of(down), down.bias) if fused else None
 
     def forward(hidden_states: Tensor, **kwargs: Any) -> Tensor:
         if fused and fused.suits(hidden_states, kwargs):
+            if one_token and is_one_row(hidden_states) and _are_numbers(hidden_states, *kwargs["position_embeddings"]):
+                return one_token(hidden_states, *kwargs["position_embeddings"])
             attended = fused(hidden_states, kwargs["position_embeddings"], first, hidden_states)
         else:
             merged.norm, output.residual = first, hidden_states
@@ -174,6 +178,23 @@ def _fuse_layer(
 
     swaps.replace(attention.o_proj, output, LAYERS)
     swaps.replace(layer, forward, LAYERS)
+
+
+def _one_token_layer(
+    fused: FusedAttention, first: Norm, second: Norm, gate_up: Weight, down: Weight, down_bias: Tensor | None
+) -> OneTokenLayer | None:
+    """The layer as one loop before attention and one after; None unless loops multiply all of it, packed alike."""
+    output = fused.module.o_proj
+    matrices = fused.merged.weight, weight_of(output), gate_up, down
+    found = [matrix.arrays for matrix in matrices if isinstance(matrix, PackedRows)]
+    arrays = [each for each in found if each is not None]
+    if len(arrays) < len(matrices) or len(set(map(len, arrays))) > 1:
+        return None
+    qkv, out, up, last = arrays
+    before = qkv, fused.merged.bias, first.weight, first.eps
+    return OneTokenLayer(
+        fused.module, fused.heads, before, (out, output.bias), (up, second.weight, second.eps), (last, down_bias)
+    )
 
 
 def _rebound(forward: FunctionType, operations: Operations) -> FunctionType:
@@ -376,11 +397,11 @@ class FusedAttention:
     """The attention ``module``, whose projections are ``merged``."""
 
     def __init__(self, module: Any, merged: MergedLinear, operations: Operations) -> None:
-        self._module = module
-        self._merged = merged
+        self.module = module
+        self.merged = merged
         self._operations = operations
         self._size: int = module.head_dim
-        self._queries, self._keys, _ = (size // self._size for size in merged.sizes)
+        self.heads = [size // self._size for size in merged.sizes]  # of queries, keys and values
 
     def suits(self, hidden: Tensor, arguments: dict[str, Any]) -> bool:
         """True if the fused forward computes this call: no mask, no cache of transformers, angles of its size."""
@@ -396,13 +417,12 @@ class FusedAttention:
 
         ``angles`` are the cosines and sines ``[1, n, d]`` of its positions.
         """
-        merged, output, tokens = self._merged, self._module.o_proj, hidden.shape[1]
+        merged, output, tokens = self.merged, self.module.o_proj, hidden.shape[1]
         product = self._operations.project(hidden, merged.weight, merged.bias, norm)
         heads = product.view(1, tokens, -1, self._size).transpose(1, 2)
-        rotates = self._queries + self._keys
-        query, key = self._operations.rotate_together(heads[:, :rotates], self._queries, *angles)
-        value = heads[:, rotates:]
-        attended, _ = attention_hook.attention(self._module, query, key, value, None)
+        queries, keys, _ = self.heads
+        query, key = self._operations.rotate_together(heads[:, : queries + keys], queries, *angles)
+        attended, _ = attention_hook.attention(self.module, query, key, heads[:, queries + keys :], None)
         return self._operations.project(attended.flatten(2), weight_of(output), output.bias, None, residual)
 
 

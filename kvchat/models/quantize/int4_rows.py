@@ -7,8 +7,8 @@ scales in float32 make it 0.47 and 6 bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any, Self
 
 import torch
@@ -19,6 +19,7 @@ from kvchat.kv.ops.cpu_ops import use_threads
 from kvchat.models.quantize.rows import (
     BLOCK,
     ROWS,
+    Arrays,
     PackedRows,
     all_rows,
     attach,
@@ -64,13 +65,12 @@ class Int4Rows(PackedRows):
         product = product.to(x.dtype).view(*x.shape[:-1], len(self.data))
         return product if bias is None else product + bias
 
-    def _product(self, loops: Any) -> Callable[..., None] | None:
+    def _arrays(self) -> Arrays | None:
         width = column_bytes()
         if not width or len(self.data) % (2 * width):
             return None
         data = self.data.detach().view(torch.uint8).numpy()
-        scales = self.scales.detach().contiguous().view(torch.int32).squeeze(-1).numpy()
-        return partial(loops.four_bit_product, data, scales, width)
+        return data, self.scales.detach().contiguous().view(torch.int32).squeeze(-1).numpy(), width
 
     def _unpacked(self) -> Iterator[Tensor]:
         """Runs of rows in float32."""
@@ -106,7 +106,7 @@ class Int4Rows(PackedRows):
         views = torch.split(merged.scales, [len(part.data) for part in parts], 1)
         for part, view in zip(parts, views, strict=True):
             part.scales = view
-            part.forget_operands()
+            part.forget_arrays()
         return merged
 
 

@@ -7,15 +7,14 @@ have one scale each and go through that kernel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvchat.models.quantize.rows import CHUNK, ROWS, PackedRows, attach, block_loops, in_chunks, merge
+from kvchat.models.quantize.rows import CHUNK, ROWS, Arrays, PackedRows, attach, block_loops, in_chunks, merge
 
 METHOD = "int8"  # transformers' name of it
 GROUP = 32
@@ -54,10 +53,10 @@ class Int8Rows(PackedRows):
         products = [F.linear(x, *rows) for rows in self._unpacked(x.dtype, bias)]
         return torch.cat(products, -1) if len(products) > 1 else products[0]
 
-    def _product(self, loops: Any) -> Callable[..., None] | None:
+    def _arrays(self) -> Arrays | None:
         if not self._in_groups:
             return None
-        return partial(loops.eight_bit_product, self.data.detach().numpy(), self.scale.view(torch.uint16).numpy())
+        return self.data.detach().numpy(), self.scale.view(torch.uint16).numpy()
 
     def _unpacked(self, dtype: torch.dtype, bias: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Runs of rows in ``dtype``, each with its part of ``bias [N]``."""
@@ -91,7 +90,7 @@ class Int8Rows(PackedRows):
         sizes = [len(part.data) for part in parts]
         for part, scale in zip(parts, torch.split(merged.scale, sizes), strict=True):
             part.scale = scale
-            part.forget_operands()
+            part.forget_arrays()
         if merged._rounded is not None:
             for part, rounded in zip(parts, torch.split(merged._rounded, sizes), strict=True):
                 part._rounded = rounded

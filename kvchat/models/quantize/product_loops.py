@@ -10,6 +10,7 @@ is done in the same call, which takes torch a dozen.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -18,9 +19,10 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
 
 from kvchat.kv.ops.numba.loops import FINITE_OR_NOT, HAS_THREADS, compiled, exp
+from kvchat.kv.ops.numba.pages import rotate
 
 Array = np.ndarray[Any, Any]
 GROUP = 32  # numbers of the row, and weights of a row of the matrix, that share a step
@@ -28,6 +30,7 @@ MOST = 127 * 256  # of 16 bits, so that the upper half is at most 127
 HALF = 16  # products of 4 bits and of 8 that 16 bits hold the sum of
 ZERO = 8  # the level of 4 bits that stands for the group's zero point
 ROW = "f4[::1], f4[::1], f4[::1], f4, f4[::1], b1, f4[::1]"  # the arguments of a product after its matrix
+MATRICES = "Tuple((u1[:, ::1], i4[:, ::1], i8))", "Tuple((i1[:, ::1], u2[:, ::1]))"  # of 4 bits, of 8
 # The processor adds pairs of products; numba compiles for another one where it is told to.
 PAIRS = llvm.get_host_cpu_features().get("avx2", False) and not numba.config.CPU_NAME
 BYTE, SHORT, WORD, SIZE, FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
@@ -338,3 +341,71 @@ def eight_bit_product(
     for row in range(4 * fours, len(data)):
         _ONE_ROW(data, scale, levels, steps, rows, row)
     _finish(rows, bias, residual, gated, out)
+
+
+# ---- a layer, but its attention --------------------------------------------------------------------
+def multiply(
+    matrix: Any, x: Array, bias: Array, norm: Array, eps: Any, residual: Array, gated: bool, out: Array
+) -> None:
+    """The product of a ``matrix`` as ``PackedRows.arrays`` gives it; the other arguments are those of both products."""
+
+
+@overload(multiply)  # type: ignore[untyped-decorator]
+def _multiply(
+    matrix: Any, x: Any, bias: Any, norm: Any, eps: Any, residual: Any, gated: Any, out: Any
+) -> Callable[..., None]:
+    def of_four_bits(matrix: Any, x: Any, bias: Any, norm: Any, eps: Any, residual: Any, gated: Any, out: Any) -> None:
+        four_bit_product(matrix[0], matrix[1], matrix[2], x, bias, norm, eps, residual, gated, out)
+
+    def of_eight_bits(matrix: Any, x: Any, bias: Any, norm: Any, eps: Any, residual: Any, gated: Any, out: Any) -> None:
+        eight_bit_product(matrix[0], matrix[1], x, bias, norm, eps, residual, gated, out)
+
+    return of_four_bits if len(matrix) == 3 else of_eight_bits
+
+
+@compiled(*(f"void({kind}, f4[::1], f4[::1], f4, f4[::1], f4[::1], f4[::1], i8, f4[:, ::1])" for kind in MATRICES))
+def begin_layer(
+    matrix: Any,
+    bias: Array,
+    norm: Array,
+    eps: np.float32,
+    hidden: Array,
+    cos: Array,
+    sin: Array,
+    rotated: int,
+    heads: Array,
+) -> None:
+    """One token's queries, keys and values ``heads [n, d]`` of ``hidden [K]``, which is normalized by ``norm [K]``.
+
+    ``matrix`` and ``bias`` are those of all three, one after the other. The first ``rotated`` heads, which are queries
+    and keys, are turned by ``cos`` and ``sin [d]``.
+    """
+    multiply(matrix, hidden, bias, norm, eps, np.empty(0, np.float32), False, heads.reshape(-1))
+    rotate(heads[:rotated], cos, sin)
+
+
+@compiled(
+    *(f"void({kind}, f4[::1], {kind}, f4[::1], f4, {kind}, f4[::1], f4[::1], f4[::1], f4[::1])" for kind in MATRICES)
+)
+def end_layer(
+    output: Any,
+    output_bias: Array,
+    gate_up: Any,
+    norm: Array,
+    eps: np.float32,
+    down: Any,
+    down_bias: Array,
+    attended: Array,
+    hidden: Array,
+    out: Array,
+) -> None:
+    """What one token's layer makes ``out [K]`` of ``attended``, and of the ``hidden [K]`` that it was given.
+
+    ``output`` projects what its attention found, ``gate_up`` and ``down`` are the matrices of its MLP, before which the
+    state is normalized by ``norm [K]``.
+    """
+    none, after = np.empty(0, np.float32), np.empty_like(hidden)
+    multiply(output, attended, output_bias, none, eps, hidden, False, after)
+    active = np.empty(len(gate_up[0]) // 2, np.float32)
+    multiply(gate_up, after, none, norm, eps, none, True, active)
+    multiply(down, active, down_bias, none, eps, after, False, out)

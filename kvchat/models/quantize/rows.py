@@ -54,12 +54,15 @@ SHARED = 0.6
 FIXED = "OMP_DYNAMIC"
 
 
+Arrays = tuple[Any, ...]
+
+
 class PackedRows(ABC):
     """The packed rows of a Linear's matrix ``[N, K]``, or of a stack of such; ``bias [N]`` is the Linear's."""
 
     data: Tensor
     bias: Tensor | None
-    _operands: tuple[int, Any] = (0, None)
+    _known: tuple[int, Arrays | None] = (0, None)
 
     def forward(self, x: Tensor) -> Tensor:
         """In place of its Linear's own."""
@@ -69,13 +72,19 @@ class PackedRows(ABC):
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x [..., K]`` through the matrix, plus ``bias [N]``: ``[..., N]``."""
 
-    def forget_operands(self) -> None:
-        """Let go of where the weights were before they were moved."""
-        self._operands = 0, None
+    @property
+    def arrays(self) -> Arrays | None:
+        """The matrix as ``product_loops`` takes it; None where no loop multiplies it."""
+        if self._known[0] != self.data.data_ptr():  # where the weights are is changed while a model is loaded
+            self._known = self.data.data_ptr(), self._arrays() if product_loops() else None
+        return self._known[1]
 
-    def _product(self, loops: Any) -> Callable[..., None] | None:
-        """The loop of ``product_loops`` over this matrix; None where there is none for it."""
+    def _arrays(self) -> Arrays | None:
         return None
+
+    def forget_arrays(self) -> None:
+        """Let go of where the weights were before they were moved."""
+        self._known = 0, None
 
     def one_token(
         self,
@@ -91,16 +100,15 @@ class PackedRows(ABC):
         The row is normalized by ``norm [K]`` first, if it is given; ``bias [N]`` and ``residual [..., N]`` are added.
         If ``gated`` it is ``silu`` of the result's first half times the second, ``[..., N / 2]``.
         """
-        place, product = self._operands
-        if place != self.data.data_ptr():  # where the weights lie is changed while a model is loaded
-            product = self._product(loops) if (loops := product_loops()) else None
-            self._operands = self.data.data_ptr(), product
-        if product is None:
+        if (arrays := self.arrays) is None:
             return None
+        loops = product_loops()
+        assert loops is not None
         use_threads(torch.get_num_threads())
         out = torch.empty(*x.shape[:-1], len(self.data) // 2 if gated else len(self.data))
-        before, after = (_numbers(x), _numbers(bias), _numbers(norm)), _numbers(residual)
-        product(*before, eps, after, gated, out.view(-1).numpy())
+        product = loops.four_bit_product if len(arrays) == 3 else loops.eight_bit_product
+        before, after = (numbers(x), numbers(bias), numbers(norm)), numbers(residual)
+        product(*arrays, *before, eps, after, gated, out.view(-1).numpy())
         return out if x.dtype == torch.float32 else out.to(x.dtype)
 
     @abstractmethod
@@ -127,7 +135,7 @@ Weight = Tensor | PackedRows
 NOTHING = np.empty(0, np.float32)
 
 
-def _numbers(row: Tensor | None) -> Any:
+def numbers(row: Tensor | None) -> Any:
     """The numbers of a contiguous row in float32, as numpy sees them; none of None."""
     return NOTHING if row is None else row.detach().float().view(-1).numpy()
 

@@ -110,3 +110,40 @@ def test_what_is_not_finite_stays_so(wrong, with_norm):
     out = np.empty(5, np.float32)
     product_loops.eight_bit_product(bytes_, scale, x.numpy(), NOTHING, norm, EPS, NOTHING, False, out)
     assert not np.isfinite(out).any()
+
+
+def eight_bits(rows: int, columns: int) -> tuple[tuple[np.ndarray, np.ndarray], torch.Tensor]:
+    """A matrix as the loops take it, and its weights, float64."""
+    draw = torch.Generator().manual_seed(rows)
+    levels = torch.randint(-127, 128, (rows, columns), dtype=torch.int8, generator=draw)
+    scale = (torch.rand(rows, columns // 32, generator=draw) / 500).half()
+    weights = levels.double() * scale.double().repeat_interleave(32, 1)
+    return (levels.numpy(), scale.view(torch.uint16).numpy()), weights
+
+
+def test_what_a_layer_computes_but_its_attention():
+    size, heads, inner = 32, 3, 64
+    qkv, qkv_weights = eight_bits(heads * size, K)
+    out, out_weights = eight_bits(K, size)
+    up, up_weights = eight_bits(2 * inner, K)
+    down, down_weights = eight_bits(K, inner)
+    hidden, attended, angle = normal(K), normal(size), normal(size // 2).repeat(2)
+    first, second, bias = normal(3, K)
+    cos, sin = angle.cos(), angle.sin()
+    found = np.empty((heads, size), np.float32)
+    qkv_bias = normal(heads * size)
+    before = [each.numpy() for each in (qkv_bias, first)]
+    product_loops.begin_layer(qkv, *before, EPS, hidden.numpy(), cos.numpy(), sin.numpy(), 2, found)
+    row = F.rms_norm(hidden, (K,), first, EPS).double()
+    expected = (qkv_weights @ row + qkv_bias.double()).view(heads, size)
+    turned = torch.cat((-expected[:2, size // 2 :], expected[:2, : size // 2]), 1)
+    expected[:2] = expected[:2] * cos.double() + turned * sin.double()
+    torch.testing.assert_close(torch.from_numpy(found).double(), expected, rtol=1e-3, atol=1e-3)
+
+    made = np.empty(K, np.float32)
+    after = out, NOTHING, up, second.numpy(), EPS, down, bias.numpy()
+    product_loops.end_layer(*after, attended.numpy(), hidden.numpy(), made)
+    state = out_weights @ attended.double() + hidden.double()
+    gate, up_half = (up_weights @ F.rms_norm(state.float(), (K,), second, EPS).double()).chunk(2)
+    expected = down_weights @ (F.silu(gate) * up_half) + bias.double() + state
+    torch.testing.assert_close(torch.from_numpy(made).double(), expected, rtol=1e-3, atol=1e-3)

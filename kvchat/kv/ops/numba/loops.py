@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import math
 import sys
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -56,26 +55,24 @@ HAS_THREADS = _has_threads()
 # What numba would share among threads beside ``prange``: array expressions, each compiled as a loop of its own.
 # For a few numbers that costs: after 4,096 tokens one of SmolLM2 in speculative mode took 67 ms with it, 58 without.
 NOT_SHARED = ("comprehension", "reduction", "inplace_binop", "setitem", "numpy", "stencil", "fusion")
-_used = threading.local()
 _in_float32_only: list[tuple[Any, str]] = []  # loops over stored numbers, and their signatures
 
 
-def compiled(signature: str, fastmath: bool | set[str] = False, parallel: bool = False) -> Callable[[Loop], Loop]:
-    """Compile a loop for ``signature``, once for all processes where there is room for it on disk.
+def compiled(*signatures: str, fastmath: bool | set[str] = False, parallel: bool = False) -> Callable[[Loop], Loop]:
+    """Compile a loop for each of ``signatures``, once for all processes where there is room for it on disk.
 
     ``number`` in a signature is what K and V are stored in: float32, and bfloat16 after ``compile_for_bfloat16``.
     """
     shared = dict.fromkeys(NOT_SHARED, False) if parallel else False
     options = {"nogil": True, "fastmath": fastmath, "parallel": shared}
-    exact = signature.replace("number", FLOAT32)
+    exact = [signature.replace("number", FLOAT32) for signature in signatures]
 
     def compile_loop(loop: Loop) -> Loop:
         try:
             compiled: Loop = numba.njit(exact, cache=True, **options)(loop)
         except (OSError, RuntimeError):  # a full disk; no folder that may be written
             compiled = numba.njit(exact, **options)(loop)
-        if exact != signature:
-            _in_float32_only.append((compiled, signature))
+        _in_float32_only.extend((compiled, one) for one in signatures if "number" in one)
         return compiled
 
     return compile_loop
@@ -123,9 +120,8 @@ def prefetch(_context: Any, array: Any, index: Any) -> Any:
 
 def use_threads(threads: int) -> None:
     """Set the number of threads of this thread's parallel loops; numba's own number is the most."""
-    if HAS_THREADS and getattr(_used, "threads", 0) != threads:  # numba takes 5 us to set what is set
+    if HAS_THREADS:
         numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
-        _used.threads = threads
 
 
 def _start_threads() -> None:

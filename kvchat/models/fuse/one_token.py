@@ -1,0 +1,60 @@
+"""One decoded token's layer on a CPU whose weights are packed: one compiled loop before its attention, and one after.
+
+Its operations one by one are some 60 calls of torch and numpy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvchat.kv.ops.cpu_ops import use_threads
+from kvchat.models import attention_hook
+from kvchat.models.quantize.rows import Arrays, numbers, product_loops
+
+
+class OneTokenLayer:
+    """A layer with the attention module ``attention`` and these weights.
+
+    Args:
+        attention: the module.
+        heads: numbers of query, key and value heads.
+        qkv: the merged matrix of queries, keys and values, its bias, and the norm before it with its epsilon.
+        output: the matrix behind attention and its bias.
+        gate_up: the merged matrix of gate and up, and the norm before it with its epsilon.
+        down: the last matrix and its bias.
+    """
+
+    def __init__(
+        self,
+        attention: Any,
+        heads: list[int],
+        qkv: tuple[Arrays, Tensor | None, Tensor, float],
+        output: tuple[Arrays, Tensor | None],
+        gate_up: tuple[Arrays, Tensor, float],
+        down: tuple[Arrays, Tensor | None],
+    ) -> None:
+        self._attention, self._heads = attention, heads
+        self._room = sum(heads), attention.head_dim
+        self._before = qkv[0], numbers(qkv[1]), numbers(qkv[2]), qkv[3]
+        after = output[0], numbers(output[1]), gate_up[0], numbers(gate_up[1]), gate_up[2]
+        self._after = *after, down[0], numbers(down[1])
+        self._angles: tuple[Tensor | None, Tensor | None] = None, None  # all layers of a token get the same
+        self._turns: Arrays = ()
+
+    def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """The layer's output ``[1, 1, K]`` for ``hidden [1, 1, K]``, ``cos`` and ``sin [1, 1, d]``, all in float32."""
+        loops = product_loops()
+        assert loops is not None
+        use_threads(torch.get_num_threads())
+        if not (cos is self._angles[0] and sin is self._angles[1]):
+            self._angles, self._turns = (cos, sin), (cos.view(-1).numpy(), sin.view(-1).numpy())
+        given, heads = hidden.view(-1).numpy(), torch.empty(self._room)
+        loops.begin_layer(*self._before, given, *self._turns, self._heads[0] + self._heads[1], heads.numpy())
+        query, key, value = torch.split(heads[None, :, None], self._heads, 1)
+        attended, _ = attention_hook.attention(self._attention, query, key, value, None)
+        out = torch.empty(hidden.shape)
+        loops.end_layer(*self._after, attended.view(-1).numpy(), given, out.view(-1).numpy())
+        return out
