@@ -49,7 +49,7 @@ class ModelSettings(Section):
     device: str = Field(Load.device, pattern=DEVICES)
     """auto, cpu, cuda or cuda:N"""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """number format of weights and K/V (auto: the model's own on a GPU, on a CPU the faster of that and float32)"""
+    """number format of weights and K/V (auto: the model's own if a GPU has it, on a CPU the faster of it and float32)"""
     quantize: Quantize = "auto"
     """int8, int4 (on a GPU with torchao) or nf4 (bitsandbytes): weights in 8 or 4 bits; auto: small files stay small"""
     fast: bool = Load.fast

@@ -195,7 +195,7 @@ def gpu(info: GpuInfo) -> Check:
         f"PCIe {_link(info.link)}, at best {_link(info.link_max)}"
     )
     if capability and capability < FIRST_BFLOAT16:
-        return Check("GPU", "warning", found, "It has no bfloat16: give --dtype float16.")
+        return Check("GPU", "warning", found, "It has no bfloat16: models run in float16 here.")
     if info.link.width and info.link_max.width and info.link.width < info.link_max.width:
         advice = "The link has fewer lanes than it could: another slot or a riser may share them. Recall is as slow."
         return Check("GPU", "warning", found, advice)

@@ -39,6 +39,7 @@ LOUD = (
     "torchao",
     "torch.utils._pytree",
 )  # say which kernels they lack, and what they are going to drop
+BFLOAT16_CAPABILITY = (8, 0)  # Turing and older GPUs compute in float16, and emulate bfloat16 slowly
 OVERFLOWING = "gemma3"  # begins the kinds of models whose numbers are too large for float16, as their makers say
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 CPU = torch.device("cpu")
@@ -211,7 +212,8 @@ def overflows(name: str) -> UsageError:
 
 
 def resolve_dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:
-    """The torch dtype of a setting; "auto" is the dtype of transformers' ``config`` on CUDA, on a CPU the faster one.
+    """The torch dtype of a setting; "auto" is the faster one on a CPU, on CUDA the dtype of transformers' ``config``,
+    or float16 instead of a bfloat16 that the GPU does not compute in.
 
     Raises:
         UsageError: there is no such dtype, or the model's numbers are too large for it.
@@ -225,6 +227,8 @@ def resolve_dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:
     own = config.get_text_config(decoder=True).dtype or config.dtype
     if device.type == "cpu":
         return auto_dtype(own, config)
+    if own == torch.bfloat16 and torch.cuda.get_device_capability(device) < BFLOAT16_CAPABILITY:
+        own = torch.float16
     if own == torch.float16 and _overflows(config):
         return torch.float32
     return own if own in DTYPES.values() else torch.float32

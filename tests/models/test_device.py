@@ -36,16 +36,18 @@ def test_a_gpu_that_is_not(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("device", "own", "expected"),
+    ("device", "capability", "own", "expected"),
     [
-        ("cuda", torch.bfloat16, torch.bfloat16),
-        ("cuda", torch.float32, torch.float32),
-        ("cuda", None, torch.float32),
-        ("cpu", torch.bfloat16, torch.float32),
+        ("cuda", (8, 0), torch.bfloat16, torch.bfloat16),
+        ("cuda", (7, 5), torch.bfloat16, torch.float16),
+        ("cuda", (7, 5), torch.float32, torch.float32),
+        ("cuda", (8, 0), None, torch.float32),
+        ("cpu", None, torch.bfloat16, torch.float32),
     ],
 )
-def test_auto_dtype(device, own, expected):
-    config = SimpleNamespace(dtype=own)
+def test_auto_dtype(monkeypatch, device, capability, own, expected):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    config = SimpleNamespace(dtype=own, model_type="llama")
     config.get_text_config = lambda decoder: config
     assert resolve_dtype("auto", config, torch.device(device)) == expected
 
