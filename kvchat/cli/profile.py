@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -13,10 +13,11 @@ from kvchat import paths
 from kvchat.cli.options import NamedDevice, complete_profile
 from kvchat.cli.output import echo, note
 from kvchat.config import profiles, sources
-from kvchat.config.profiles import ProfileFile
+from kvchat.config.profiles import Match
 from kvchat.config.sources import Resolved, SettingsSource
 from kvchat.errors import UsageError, did_you_mean
-from kvchat.units import size
+from kvchat.nvml import GpuInfo
+from kvchat.units import MISSING, size
 
 app = typer.Typer(rich_markup_mode=None, help="Settings for a kind of GPU.", no_args_is_help=True)
 
@@ -37,10 +38,12 @@ def load_settings(flags: SettingsSource | None = None, problem: Callable[[str], 
 def list_profiles(device: NamedDevice = "auto") -> None:
     """List all profiles; those in force are marked."""
     _read_gpu(device)
-    in_force = profiles.find(device).in_force
-    for file in profiles.all_files(device, lambda error: note(str(error))):
-        used = any(file.path == one.path for one in in_force)
-        echo(f"{'●' if used else ' '} {file.name:<24} {_whose(file):<8} {_wanted(file)}")
+    found = profiles.find(device)
+    for problem in found.problems:
+        note(problem)
+    for file in sorted(found.files, key=lambda file: (file.is_own, file.name)):
+        whose = "own" if file.is_own else "bundled"
+        echo(f"{'●' if file.matches else ' '} {file.name:<24} {whose:<8} {_wanted(file.profile.match)}")
 
 
 @app.command()
@@ -52,6 +55,8 @@ def show(
 ) -> None:
     """Print a profile as it is written, without NAME those in force."""
     files = [_named(name)] if name else [file.path for file in profiles.find("auto").in_force]
+    if not files:
+        note("No profile is in force: the defaults hold.")
     for file in files:
         echo(f"# {file}\n{file.read_text('utf-8', 'replace').rstrip()}\n")
 
@@ -60,9 +65,8 @@ def show(
 def match(device: NamedDevice = "auto") -> None:
     """Say which profiles are in force for this device and why, and where each value they give comes from."""
     gpu, found = _read_gpu(device), profiles.find(device)
-    echo("no GPU" if gpu is None else ", ".join(_readings(vars(gpu))))
-    for file in found.in_force:
-        echo(f"{file.name} ({file.why}){_without_settings(file)}")
+    echo("no GPU" if gpu is None else f"{gpu.name or MISSING}, {size(gpu.memory)}")
+    echo("\n".join(f"{file.name} ({file.why})" for file in found.in_force) or "no profile: the defaults hold")
     set_here = (line for line in load_settings(problem=note).lines() if "# profiles/" in line)
     for line in (*set_here, *found.measured_lines()):
         echo(f"  {line}")
@@ -72,8 +76,6 @@ def match(device: NamedDevice = "auto") -> None:
 def validate(files: Annotated[list[Path] | None, typer.Argument(help="instead of your own profiles")] = None) -> None:
     """Check profiles and tell of each what is wrong; exit code 2 if one is."""
     check_files(files or own_files())
-    if not files and (problems := profiles.find("auto").problems):
-        note("\n".join(problems))
 
 
 def own_files() -> list[Path]:
@@ -97,12 +99,13 @@ def _check(file: Path) -> None:
     echo(f"{file}: good")
 
 
-def _read_gpu(device: str) -> profiles.Device | None:
+def _read_gpu(device: str) -> GpuInfo | None:
     """The GPU of ``device``, None for a CPU.
 
     Raises:
         UsageError: there is no such device.
     """
+    sources.typed(sources.DEVICE, device)
     gpu = profiles.read_gpu(device)
     if gpu is None and device.startswith("cuda"):
         why = "No GPU has this number." if profiles.read_gpu() else "There is no GPU that torch uses."
@@ -110,30 +113,11 @@ def _read_gpu(device: str) -> profiles.Device | None:
     return gpu
 
 
-def _whose(file: ProfileFile) -> str:
-    return "bundled" if file.path.parent == paths.bundled_profiles_dir() else "own"
-
-
-def _wanted(file: ProfileFile) -> str:
-    given = file.profile.match.model_dump(exclude_unset=True, exclude_none=True)
-    return ", ".join(_readings(given)) or "any GPU"
-
-
-def _readings(values: dict[str, object]) -> Iterator[str]:
-    for name, value in values.items():
-        if isinstance(value, float):
-            value = size(value * 2**30)
-        elif name == "memory" and isinstance(value, tuple):
-            value = " to ".join(size(gib * 2**30) for gib in value)
-        elif isinstance(value, tuple):
-            value = " | ".join(map(str, value))
-        yield f"{name.replace('_', ' ')} {'n/a' if value is None else value}"
-
-
-def _without_settings(file: ProfileFile) -> str:
-    if file.settings.values:
-        return ""
-    return ": sets nothing, was measured" if file.figures.values else ": sets nothing"
+def _wanted(match: Match) -> str:
+    """``name RTX 40* | RTX 50*, memory 7.0 GiB to 9.0 GiB``"""
+    names = f"name {' | '.join(match.name)}" if match.name else ""
+    memory = f"memory {' to '.join(size(gib * 2**30) for gib in match.memory)}" if match.memory else ""
+    return ", ".join(filter(None, (names, memory))) or "any GPU"
 
 
 def _named(name: str) -> Path:

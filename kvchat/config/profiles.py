@@ -1,86 +1,66 @@
 """GPU profiles: settings and measured speeds for a kind of GPU, one TOML file each.
 
-A file has a table ``[match]``, settings as in config.toml, and ``[measured]``, which ``kvchat bench decode
---save-profile`` writes. A profile matches if every key of its ``[match]`` holds. All that match are in force, so that
-one of measurements takes no settings away: the user's override the bundled ones, and among either those with more keys
-the others, value by value. The measured speeds are those of one profile, the strongest that has any. Where torch uses
-no GPU, profiles with ``device = "cpu"`` match. A wrong file of the user's is left out, whatever asks, and everybody
-says so in the same words. The GPU is read through NVML, because importing torch takes seconds.
+A file has a table ``[match]`` with names of GPUs, a range of memory or both; settings as in config.toml; and
+``[measured]``, which ``kvchat bench decode --save-profile`` writes. A machine without a GPU is named cpu. All profiles
+that match are in force, so that one of measurements takes no settings away: value by value the user's override the
+bundled ones, and among either a name overrides memory, and both together override a name. Of equals the first by its
+file's name is the strongest. The measured speeds are those of one profile, the strongest that has any. A wrong file is
+left out, whatever asks, and everybody says so in the same words. The GPU is read through NVML, because importing torch
+takes seconds.
 """
 
 from __future__ import annotations
 
-import fnmatch
-import os
-import platform
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from importlib.metadata import PackageNotFoundError, version
-from itertools import combinations
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, field_validator
 
 from kvchat import files, nvml, paths
 from kvchat.config import schema
 from kvchat.config.schema import Section, Texts
 from kvchat.config.sources import Key, SettingsSource, check, dotted, file_source, to_toml
 from kvchat.errors import UsageError
+from kvchat.nvml import GpuInfo
 
 HEAD = ("match", "measured")
-
-
-@dataclass(frozen=True)
-class Device:
-    """A GPU in the terms of ``Match``, None for a missing reading. ``memory`` in GiB.
-
-    The PCIe figures are the highest of GPU and slot: an idle GPU runs its link slower.
-    """
-
-    name: str | None = None
-    memory: float | None = None
-    compute_capability: str | None = None
-    pcie_generation: int | None = None
-    pcie_width: int | None = None
+CPU = "cpu"  # the name of a machine without a GPU
 
 
 class Match(Section):
-    """The devices that a profile is for."""
+    """The devices that a profile is for; without a name any GPU of that memory."""
 
-    device: Literal["gpu", "cpu"] = "gpu"
-    """gpu, or cpu for machines without one"""
     name: Texts | None = None
-    """name of the GPU or a list of names, without NVIDIA and GeForce; * and ? stand for anything"""
+    """name of the GPU or a list of names, without NVIDIA and GeForce; * and ? stand for anything; cpu without a GPU"""
     memory: tuple[float, float] | None = None
     """GiB of memory: at least the first, less than the second"""
-    compute_capability: str | None = None
-    """such as "8.9" """
-    pcie_generation: int | None = None
-    """highest PCIe generation of GPU and slot"""
-    pcie_width: int | None = None
-    """most PCIe lanes of GPU and slot"""
-    os: Literal["linux", "windows", "darwin"] | None = None
-    """operating system"""
 
-    @field_validator("name", "memory", "compute_capability", "pcie_generation", "pcie_width")
+    @field_validator("memory")
     @classmethod
-    def _can_hold(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse what holds for no device: nobody would notice that the profile is never in force."""
-        if info.data.get("device") == "cpu":
-            raise ValueError('machines without a GPU, device = "cpu", have no such reading')
-        if info.field_name == "name" and not value:
-            raise ValueError("an empty list matches no GPU")
-        if info.field_name == "memory" and max(value[0], 0) >= value[1]:
+    def _in_order(cls, value: tuple[float, float] | None) -> tuple[float, float] | None:
+        if value and value[0] >= value[1]:
             raise ValueError("no GPU has at least the first and less than the second")
-        if info.field_name == "compute_capability" and not re.fullmatch(r"\d+\.\d+", value):
-            raise ValueError('it must be two numbers, such as "8.9"')
         return value
 
+    def holds(self, gpu: GpuInfo | None) -> bool:
+        """Whether the profile is for ``gpu``, None for a machine without one."""
+        if gpu is None:
+            return CPU in (self.name or ())
+        found, names = _short(gpu.name or ""), self.name or ("*",)
+        if not any(fnmatchcase(found, _short(name)) for name in names):
+            return False
+        if self.memory is None:
+            return True
+        low, high = self.memory
+        return gpu.memory is not None and low <= gpu.memory / 2**30 < high
 
-# Slower than any link to faster than any memory: with 1e-300 a plan prints times of hundreds of digits.
-Rate = Annotated[float | None, Field(ge=0.01, le=100_000)]
+
+Rate = Annotated[float | None, Field(gt=0)]
 
 
 class Measured(Section):
@@ -122,41 +102,58 @@ class Profile(schema.Settings):
 
 @dataclass(frozen=True)
 class ProfileFile:
-    """A profile, the name of its file, its settings, and the keys of its ``[match]`` if all hold here, else None."""
+    """A profile, the name of its file, where each value is set, and whether it is for this device."""
 
     name: str
     path: Path
     profile: Profile
     source: SettingsSource
-    matched: tuple[str, ...] | None
+    matches: bool
+
+    @property
+    def is_own(self) -> bool:
+        """The user's, not a bundled one."""
+        return self.path.parent == paths.user_profiles_dir()
+
+    @property
+    def strength(self) -> tuple[bool, bool, bool]:
+        """The stronger of two profiles has the larger one."""
+        match = self.profile.match
+        return self.is_own, match.name is not None, match.memory is not None
 
     @property
     def why(self) -> str:
         """The reason why it is in force."""
-        return f"matched: {', '.join(self.matched or ()) or 'any GPU'}"
+        given = self.profile.match.model_dump(exclude_none=True)
+        return f"matched: {', '.join(given) or 'any GPU'}"
 
     @property
     def settings(self) -> SettingsSource:
         """The settings alone, each with the reason beside its place."""
-        return self._part(lambda key: key[0] not in HEAD)
+        values = {key: value for key, value in self.source.values.items() if key[0] not in HEAD}
+        return replace(self.source, values=values, origins={key: self._origin(key) for key in values})
 
-    @property
-    def figures(self) -> SettingsSource:
-        """The measured speeds alone, as the settings."""
-        return self._part(lambda key: key[0] == "measured")
+    def measured_lines(self) -> Iterator[str]:
+        """The measured speeds as lines of TOML, each with its place as a comment."""
+        for key, value in self.source.values.items():
+            if key[0] == "measured":
+                yield f"{dotted(key)} = {to_toml(value)}   # {self._origin(key)}"
 
-    def _part(self, belongs: Callable[[Key], bool]) -> SettingsSource:
-        kept = {key: value for key, value in self.source.values.items() if belongs(key)}
-        origins = {key: f"{self.source.origins[key]} ({self.why})" for key in kept}
-        return replace(self.source, values=kept, origins=origins)
+    def _origin(self, key: Key) -> str:
+        return f"{self.source.origins[key]} ({self.why})"
 
 
 @dataclass(frozen=True)
 class Found:
-    """The profiles in force, weakest first; sentences about what is wrong with the user's files."""
+    """All profiles, weakest first; sentences about what is wrong with files that are left out."""
 
-    in_force: tuple[ProfileFile, ...] = ()
-    problems: tuple[str, ...] = ()
+    files: tuple[ProfileFile, ...]
+    problems: tuple[str, ...]
+
+    @property
+    def in_force(self) -> tuple[ProfileFile, ...]:
+        """Those that match this device, weakest first."""
+        return tuple(file for file in self.files if file.matches)
 
     @property
     def sources(self) -> tuple[SettingsSource, ...]:
@@ -165,14 +162,12 @@ class Found:
 
     @property
     def measured(self) -> Measured:
-        """The values measured on this device, by the strongest that says so."""
+        """The speeds measured on this device, by the strongest profile that has any."""
         return self._measuring.profile.measured if self._measuring else Measured()
 
     def measured_lines(self) -> Iterator[str]:
-        """The values measured on this device as lines of TOML, each with its place as a comment."""
-        figures = self._measuring.figures if self._measuring else SettingsSource()
-        for key, value in figures.values.items():
-            yield f"{dotted(key)} = {to_toml(value)}   # {figures.origins[key]}"
+        """These speeds as lines of TOML, each with its place as a comment."""
+        return self._measuring.measured_lines() if self._measuring else iter(())
 
     @property
     def _measuring(self) -> ProfileFile | None:
@@ -184,32 +179,20 @@ class Found:
 
 
 def find(device: str) -> Found:
-    """The profiles in force for ``device`` ("auto", "cpu", "cuda" or "cuda:N")."""
-    refused: list[UsageError] = []
-    matching = [file for file in all_files(device, refused.append) if file.matched is not None]
-    own = [file for file in matching if file.path.parent == paths.user_profiles_dir()]
-    bundled = sorted((file for file in matching if file not in own), key=_keys)
-    own = sorted(own, key=_keys, reverse=True)[::-1]  # of equal ones the first by name is the strongest
-    return Found((*bundled, *own), (*map(_left_out, refused), *_undecided(own)))
-
-
-def _left_out(refusal: UsageError) -> str:
-    said = str(refusal)
-    return f"{said}\nIt is left out." if "\n" in said else f"{said} It is left out."
-
-
-def all_files(device: str, problem: Callable[[UsageError], None]) -> Iterator[ProfileFile]:
-    """Every profile, the bundled ones first; ``problem`` is called with the refusal of a wrong one of the user's."""
+    """The profiles, and which are in force for ``device`` ("auto", "cpu", "cuda" or "cuda:N")."""
     gpu = read_gpu(device)
-    for folder, refuse in ((paths.bundled_profiles_dir(), _raise), (paths.user_profiles_dir(), problem)):
-        for file in sorted(folder.glob("*.toml")):
+    found, problems = [], []
+    for folder in (paths.bundled_profiles_dir(), paths.user_profiles_dir()):
+        for path in sorted(folder.glob("*.toml"), reverse=True):
             try:
-                yield read_file(file, gpu)
-            except UsageError as error:
-                refuse(error)
+                found.append(read_file(path, gpu))
+            except UsageError as refusal:
+                end = "\n" if "\n" in str(refusal) else " "
+                problems.append(f"{refusal}{end}It is left out.")
+    return Found(tuple(sorted(found, key=lambda file: file.strength)), tuple(reversed(problems)))
 
 
-def read_file(file: Path, gpu: Device | None) -> ProfileFile:
+def read_file(file: Path, gpu: GpuInfo | None) -> ProfileFile:
     """A profile, and whether it matches ``gpu``.
 
     Raises:
@@ -218,8 +201,7 @@ def read_file(file: Path, gpu: Device | None) -> ProfileFile:
     name = f"profiles/{file.name}"
     source = file_source(file, name)
     profile = check(source, Profile)
-    matched = _matched(profile.match, gpu)
-    return ProfileFile(name, file, profile, source, None if matched is None else tuple(matched))
+    return ProfileFile(name, file, profile, source, profile.match.holds(gpu))
 
 
 def is_profile(source: SettingsSource) -> bool:
@@ -227,18 +209,12 @@ def is_profile(source: SettingsSource) -> bool:
     return any(key[0] in HEAD for key in source.values)
 
 
-def read_gpu(device: str = "auto", environ: Mapping[str, str] = os.environ) -> Device | None:
-    """The GPU that torch would use for ``device`` ("auto", "cpu", "cuda" or "cuda:N"), None for a CPU.
-
-    Raises:
-        UsageError: it is none of these.
-    """
-    if not re.fullmatch(schema.DEVICES, device):
-        raise UsageError(f'There is no device "{device}".', hint="Give auto, cpu, cuda or cuda:N.")
+def read_gpu(device: str = "auto") -> GpuInfo | None:
+    """The GPU that torch would use for ``device`` ("auto", "cpu", "cuda" or "cuda:N"), None for a CPU."""
     if device == "cpu" or _torch_without_cuda():
         return None
-    gpu = nvml.visible_gpu(int(device.partition(":")[2] or 0), environ)
-    return None if gpu is None else _device(gpu.info())
+    gpu = nvml.visible_gpu(int(device.partition(":")[2] or 0))
+    return None if gpu is None else gpu.info()
 
 
 def save(measured: Measured, device: str = "auto") -> Path:
@@ -250,96 +226,35 @@ def save(measured: Measured, device: str = "auto") -> Path:
     import tomlkit
 
     gpu = read_gpu(device)
-    file = paths.user_profiles_dir() / f"{_slug(gpu)}.toml"
+    match = _match_of(gpu)
+    memory = f"-{gpu.memory / 2**30:.0f}gb" if gpu and gpu.memory else ""
+    slug = re.sub(r"[^a-z0-9]+", "-", str(match.get("name", "gpu"))).strip("-")
+    file = paths.user_profiles_dir() / f"{slug}{memory}.toml"
     try:
         document = tomlkit.parse(files.decoded(files.read(file), str(file))) if file.exists() else tomlkit.document()
-        document["match"] = {key: value for key, value in _match_of(gpu).items() if value is not None}
+        document["match"] = match
         document["measured"] = {key: value for key, value in measured.model_dump().items() if value not in (None, "")}
         files.write(file, tomlkit.dumps(document).encode())
     except OSError as error:
         raise files.unwritable(file, error, "Check the folder's permissions.") from None
-    except (ValueError, RecursionError) as error:  # of TOML, UTF-8 and numbers of thousands of digits
+    except ValueError as error:
         raise UsageError(f"The profile {file} cannot be changed.", f"{error}.", "Repair or remove it.") from None
     return file
 
 
-# ---- matching --------------------------------------------------------------------------------------
-
-
-def _keys(file: ProfileFile) -> int:
-    return len(file.matched or ())
-
-
-def _undecided(own: Sequence[ProfileFile]) -> Iterator[str]:
-    """Sentences about profiles, weakest first, of which nothing but the name decides a value."""
-    for weaker, stronger in combinations(own, 2):
-        both = sorted(_given(weaker) & _given(stronger))
-        if both and _keys(weaker) == _keys(stronger):
-            yield (
-                f"{stronger.name} and {weaker.name} match this device equally and both give {', '.join(both)}; "
-                f"{stronger.name} is used. Give one of them another key."
-            )
-
-
-def _given(file: ProfileFile) -> set[str]:
-    return {*map(dotted, file.settings.values), *(["[measured]"] if file.figures.values else [])}
-
-
-def _matched(match: Match, gpu: Device | None) -> list[str] | None:
-    """The keys of ``match``, all of which hold for the device; None if one does not."""
-    if (gpu is None) != (match.device == "cpu"):
-        return None
-    given = match.model_dump(exclude_unset=True, exclude_none=True)
-    here = {"os": platform.system().lower(), "device": match.device, **(vars(gpu) if gpu else {})}
-    holds = {key: _holds(key, wanted, here.get(key)) for key, wanted in given.items()}
-    return list(holds) if all(holds.values()) else None
-
-
-def _holds(key: str, wanted: Any, found: Any) -> bool:
-    if found is None:
-        return False
-    if key == "name":
-        return any(fnmatch.fnmatchcase(_short(found), _short(name)) for name in wanted)
-    if key == "memory":
-        low, high = wanted
-        return bool(low <= found < high)
-    return bool(wanted == found)
+def _match_of(gpu: GpuInfo | None) -> dict[str, Any]:
+    """The ``[match]`` of exactly this device."""
+    if gpu is None:
+        return {"name": CPU}
+    match: dict[str, Any] = {"name": _short(gpu.name)} if gpu.name else {}
+    if gpu.memory is not None:
+        gib = gpu.memory / 2**30
+        match["memory"] = [round(gib - 0.5, 1), round(gib + 0.5, 1)]
+    return match
 
 
 def _short(name: str) -> str:
     return re.sub(r"\s+", " ", re.sub(r"\b(nvidia|geforce)\b", "", name.lower())).strip()
-
-
-def _match_of(gpu: Device | None) -> dict[str, Any]:
-    if gpu is None:
-        return {"device": "cpu", "os": platform.system().lower()}
-    memory = None if gpu.memory is None else [round(gpu.memory - 0.5, 1), round(gpu.memory + 0.5, 1)]
-    return {**vars(gpu), "name": gpu.name and _short(gpu.name), "memory": memory, "os": platform.system().lower()}
-
-
-def _slug(gpu: Device | None) -> str:
-    if gpu is None:
-        return "cpu"
-    size = "" if gpu.memory is None else f"-{gpu.memory:.0f}gb"
-    return re.sub(r"[^a-z0-9]+", "-", _short(gpu.name or "gpu")).strip("-") + size
-
-
-def _raise(error: UsageError) -> None:
-    raise error
-
-
-# ---- the GPU ---------------------------------------------------------------------------------------
-
-
-def _device(info: nvml.GpuInfo) -> Device:
-    capability = info.compute_capability
-    return Device(
-        name=info.name,
-        memory=None if info.memory is None else info.memory / 2**30,
-        compute_capability=None if capability is None else ".".join(map(str, capability)),
-        pcie_generation=info.link_max.generation,
-        pcie_width=info.link_max.width,
-    )
 
 
 def _torch_without_cuda() -> bool:

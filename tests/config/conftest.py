@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import pytest
-from support.fake_nvml import FakeGpu, FakeNvml, GiB
+from support.fake_nvml import FakeGpu, FakeNvml
 from support.gpu_profiles import Install
 
 from kvchat.config import profiles
-from kvchat.config.profiles import Device
 
 
 @pytest.fixture(autouse=True)
@@ -22,15 +22,9 @@ def torch_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 def nvml(monkeypatch: pytest.MonkeyPatch) -> Install:
     """Makes these the GPUs that NVML knows; readings in ``missing`` raise, as NVML does."""
 
-    def install(*gpus: Device, missing: tuple[str, ...] = ()) -> None:
-        fakes = (_fake(gpu, f"GPU-{number}") for number, gpu in enumerate(gpus))
-        monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(*fakes, missing=missing))
+    def install(*gpus: FakeGpu, missing: tuple[str, ...] = ()) -> None:
+        numbered = (replace(gpu, uuid=f"GPU-{number}") for number, gpu in enumerate(gpus))
+        monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(*numbered, missing=missing))
 
     install()
     return install
-
-
-def _fake(gpu: Device, uuid: str) -> FakeGpu:
-    major, minor = map(int, gpu.compute_capability.split("."))
-    link = (gpu.pcie_generation, gpu.pcie_width)
-    return FakeGpu(gpu.name, gpu.memory * GiB, capability=(major, minor), link_max=link, uuid=uuid)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.gpu_profiles import RTX, Install, in_force, own, resolved, shown
+from support.gpu_profiles import RTX, Install, gpu, in_force, own, resolved, shown
 from support.message import lacks
 from typer.testing import CliRunner
 
@@ -13,7 +13,7 @@ from kvchat import paths
 from kvchat.cli import chat, main
 from kvchat.cli.profile import load_settings
 from kvchat.config import profiles, sources
-from kvchat.config.profiles import Device, Measured, Profile
+from kvchat.config.profiles import Measured, Profile
 from kvchat.doctor import installation
 from kvchat.errors import UsageError
 from kvchat.tui import app as application
@@ -24,36 +24,26 @@ SIZES = (4, 6, 8, 12, 16, 24, 48, 80)
 # ---- what there is ---------------------------------------------------------------------------------
 
 
-def test_every_reading_comes_from_nvml(nvml: Install) -> None:
-    nvml(RTX)
-    found = profiles.read_gpu()
-    assert found is not None
-    assert found.memory == pytest.approx(RTX.memory, abs=1e-6)
-    assert vars(found) | {"memory": RTX.memory} == vars(RTX)
-
-
 def test_every_reading_may_be_missing(nvml: Install) -> None:
-    readings = ("Name", "MemoryInfo", "CudaComputeCapability", "MaxPcieLinkGeneration", "MaxPcieLinkWidth")
-    nvml(RTX, missing=tuple(f"nvmlDeviceGet{name}" for name in readings))
-    assert profiles.read_gpu() == Device()
+    nvml(RTX, missing=("nvmlDeviceGetName", "nvmlDeviceGetMemoryInfo"))
+    assert in_force("auto") == ()
+    own("by-name.toml", '[match]\nname = "rtx 4060*"\n[sampling]\nseed = 1\n')
     assert in_force("auto") == ()
     nvml(RTX, missing=("nvmlDeviceGetMemoryInfo",))
-    own("by-name.toml", '[match]\nname = "rtx 4060*"\n[sampling]\nseed = 1\n')
     assert shown("sampling.seed").endswith("(matched: name)")
 
 
-def test_the_gpu_is_the_one_that_is_visible(nvml: Install) -> None:
-    big = Device("H100", 79.6, "9.0", 5, 16)
-    nvml(RTX, big)
-    names = {
-        (device, visible): gpu and gpu.name
-        for device, visible in [
-            ("auto", "1"), ("cuda:1", "1,0"), ("cuda", "GPU-1"), ("cuda:1", None), ("cpu", None), ("auto", ""),
-            ("auto", "-1"), ("cuda:5", "0"),
-        ]
-        for gpu in [profiles.read_gpu(device, {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})]
-    }  # fmt: skip
-    assert list(names.values()) == ["H100", RTX.name, "H100", "H100", None, None, None, None]
+def test_the_gpu_is_the_one_that_is_visible(nvml: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml(RTX, gpu("H100", 79.6))
+
+    def name(device: str) -> str | None:
+        found = profiles.read_gpu(device)
+        return found and found.name
+
+    assert [name(device) for device in ("auto", "cuda:0", "cuda:1")] == [RTX.name, RTX.name, "H100"]
+    assert name("cuda:5") is name("cpu") is None
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    assert [name(device) for device in ("auto", "cuda:1", "cpu")] == ["H100", RTX.name, None]
 
 
 def test_a_torch_without_cuda_uses_no_gpu(nvml: Install, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,8 +60,7 @@ def test_a_real_gpu_is_read() -> None:
     found = profiles.read_gpu()
     assert found is not None
     assert found.name == torch.cuda.get_device_name(0)
-    assert found.memory == pytest.approx(torch.cuda.get_device_properties(0).total_memory / 2**30, rel=0.1)
-    assert found.compute_capability == ".".join(map(str, torch.cuda.get_device_capability(0)))
+    assert found.memory == pytest.approx(torch.cuda.get_device_properties(0).total_memory, rel=0.1)
 
 
 # ---- which profile ---------------------------------------------------------------------------------
@@ -97,7 +86,7 @@ def test_a_real_gpu_is_read() -> None:
     ],
 )
 def test_the_bundled_profile_goes_by_memory(nvml: Install, memory: float, name: str) -> None:
-    nvml(Device("Some GPU", memory, "8.6", 4, 16))
+    nvml(gpu("Some GPU", memory))
     origins = set(resolved().origins.values())
     assert origins
     assert all(o.startswith(f"profiles/{name}.toml:") and o.endswith("(matched: memory)") for o in origins)
@@ -106,7 +95,7 @@ def test_the_bundled_profile_goes_by_memory(nvml: Install, memory: float, name: 
 @pytest.mark.parametrize("memory", [2.0, 4.99, 5.99])
 def test_the_smallest_gpus_have_a_bound_in_every_mode_that_leaves_full(nvml: Install, memory: float) -> None:
     """After a prompt freeze held as much as full, and below 5 GiB nothing matched (audit, 11)."""
-    nvml(Device("Some GPU", memory, "8.6", 4, 16))
+    nvml(gpu("Some GPU", memory))
     kv = resolved().settings.kv
     assert kv.mode == "speculative"
     budgets = {mode: getattr(kv, mode).budget for mode in ("speculative", "streaming", "freeze")}
@@ -115,7 +104,7 @@ def test_the_smallest_gpus_have_a_bound_in_every_mode_that_leaves_full(nvml: Ins
 
 @pytest.mark.parametrize("memory", [1.0, 5.0, 7.0, 10.0, 14.0, 20.0])
 def test_freeze_is_bounded_wherever_full_does_not_fit(nvml: Install, memory: float) -> None:
-    nvml(Device("Some GPU", memory, "8.6", 4, 16))
+    nvml(gpu("Some GPU", memory))
     kv = resolved().settings.kv
     assert kv.mode != "full"
     assert kv.freeze.budget
@@ -133,11 +122,7 @@ def test_without_a_gpu_the_defaults_hold(nvml: Install) -> None:
 
 def test_bundled_profiles_are_good_and_claim_no_measurement() -> None:
     files = sorted(paths.bundled_profiles_dir().glob("*.toml"))
-    assert {f.stem for f in files} == {
-        "cpu",
-        *(f"{size}gb" for size in SIZES),
-        *(f"rtx{generation}" for generation in (20, 30, 40, 50)),
-    }
+    assert {f.stem for f in files} == {f"{size}gb" for size in SIZES}
     for file in files:
         source = sources.file_source(file)
         assert sources.check(source, Profile).measured == Measured()
@@ -156,11 +141,9 @@ def test_bundled_profiles_are_good_and_claim_no_measurement() -> None:
         ('name = "RTX 4070"', False),
         ("memory = [7.5, 8.5]", True),
         ("memory = [8, 9]", False),
-        ('compute_capability = "8.9"', True),
-        ('compute_capability = "9.0"', False),
-        ("pcie_generation = 4\npcie_width = 8", True),
-        ("pcie_generation = 4\npcie_width = 16", False),
-        ('device = "cpu"', False),
+        ('name = ["RTX 4060", "RTX 4070"]\nmemory = [7.5, 8.5]', True),
+        ('name = "RTX 4060"\nmemory = [8, 9]', False),
+        ('name = "cpu"', False),
         ("", True),
     ],
 )
@@ -170,29 +153,34 @@ def test_every_key_of_match_must_hold(nvml: Install, match: str, holds: bool) ->
     assert (resolved().settings.sampling.seed == 7) == holds
 
 
-def test_the_operating_system_is_compared(nvml: Install, monkeypatch: pytest.MonkeyPatch) -> None:
-    nvml(RTX)
-    own("mine.toml", '[match]\nos = "windows"\n[sampling]\nseed = 7\n')
-    assert resolved().settings.sampling.seed is None
-    monkeypatch.setattr(profiles.platform, "system", lambda: "Windows")
-    assert resolved().settings.sampling.seed == 7
+def test_a_machine_without_a_gpu_is_named_cpu(nvml: Install) -> None:
+    own("any.toml", "[sampling]\nseed = 7\n")
+    assert resolved().settings.sampling.seed is None, "without a name any GPU is meant"
+    own("mine.toml", '[match]\nname = "cpu"\n[sampling]\nseed = 8\n')
+    assert shown("sampling.seed") == "sampling.seed = 8   # profiles/mine.toml:4 (matched: name)"
 
 
-def test_most_keys_win_and_the_order_of_sources_holds(nvml: Install, monkeypatch: pytest.MonkeyPatch) -> None:
-    nvml(Device("NVIDIA GeForce RTX 3060 Laptop GPU", 5.99, "8.6", 4, 8))
+def test_a_name_wins_over_memory_and_the_order_of_sources_holds(nvml: Install) -> None:
+    nvml(gpu("NVIDIA GeForce RTX 3060 Laptop GPU", 5.99))
     own("a.toml", "[match]\nmemory = [5, 7]\n[sampling]\ntop_k = 1\nseed = 5\n")
-    own(
-        "b.toml",
-        '[match]\nmemory = [5, 7]\nname = "RTX 3060*"\n[sampling]\ntop_k = 2\n[kv.speculative]\nbudget = 512\n',
-    )
-    assert shown("sampling.top_k") == "sampling.top_k = 2   # profiles/b.toml:5 (matched: name, memory)"
+    own("b.toml", '[match]\nname = "RTX 3060*"\n[sampling]\ntop_k = 2\nmin_p = 0.5\n[kv.speculative]\nbudget = 512\n')
+    own("c.toml", '[match]\nmemory = [5, 7]\nname = "RTX 3060*"\n[sampling]\nmin_p = 0.25\n')
+    assert shown("sampling.min_p") == "sampling.min_p = 0.25   # profiles/c.toml:5 (matched: name, memory)"
+    assert shown("sampling.top_k") == "sampling.top_k = 2   # profiles/b.toml:4 (matched: name)"
     assert shown("sampling.seed") == "sampling.seed = 5   # profiles/a.toml:5 (matched: memory)"
-    assert shown("kv.speculative.budget") == "kv.speculative.budget = 512   # profiles/b.toml:7 (matched: name, memory)"
+    assert shown("kv.speculative.budget") == "kv.speculative.budget = 512   # profiles/b.toml:7 (matched: name)"
     assert shown("kv.streaming.budget").startswith("kv.streaming.budget = 1024   # profiles/6gb.toml:")
     paths.config_file().write_text("[sampling]\ntop_k = 3\n")
     assert shown("sampling.top_k") == "sampling.top_k = 3   # config.toml:2"
     in_variable = sources.load(environ={"KVCHAT_SAMPLING_TOP_K": "4"}, profiles=in_force)
     assert in_variable.origins["sampling", "top_k"] == "KVCHAT_SAMPLING_TOP_K"
+
+
+def test_of_equals_the_first_by_name_is_used(nvml: Install) -> None:
+    nvml(RTX)
+    own("b.toml", "[match]\nmemory = [7, 9]\n[sampling]\nseed = 2\ntop_k = 2\n")
+    own("a.toml", "[match]\nmemory = [6, 9]\n[sampling]\nseed = 1\n")
+    assert (resolved().settings.sampling.seed, resolved().settings.sampling.top_k) == (1, 2)
 
 
 # ---- refusals --------------------------------------------------------------------------------------
@@ -238,7 +226,7 @@ def test_one_answer_to_a_wrong_profile(nvml: Install, monkeypatch: pytest.Monkey
     assert CliRunner().invoke(main.app, []).exit_code == 0
     assert (started[0].sampling.seed, started[0].load.mode) == (3, "speculative")
     assert started[0].problems == tuple(said)
-    assert started[0].profile.startswith("profiles/8gb.toml (matched: memory), profiles/rtx40.toml (matched: name")
+    assert started[0].profile.startswith("profiles/8gb.toml (matched: memory), profiles/good.toml (matched: any GPU)")
     assert said[0].startswith(TOLD)
     for command in (["config", "validate"], ["profile", "validate"]):
         refused = CliRunner().invoke(main.app, command).exception
@@ -255,57 +243,7 @@ def test_a_profile_is_validated_as_one(nvml: Install, tmp_path: Path) -> None:
             assert CliRunner().invoke(main.app, [group, "validate", str(file)]).stdout == f"{file}: good\n"
 
 
-def test_profiles_that_match_equally_are_named(nvml: Install) -> None:
-    nvml(RTX)
-    own("b.toml", "[match]\nmemory = [7, 9]\n[sampling]\nseed = 2\n")
-    own("a.toml", '[match]\nname = ["RTX 4060", "RTX 4070"]\n[sampling]\nseed = 1\n')
-    found = profiles.find("auto")
-    (told,) = found.problems
-    assert not lacks(told, "profiles/a.toml", "profiles/b.toml", "sampling.seed", "profiles/a.toml is used")
-    assert resolved().settings.sampling.seed == 1
-    own("b.toml", "[match]\nmemory = [7, 9]\n[sampling]\ntop_k = 2\n")
-    assert not profiles.find("auto").problems
-    assert (resolved().settings.sampling.seed, resolved().settings.sampling.top_k) == (1, 2)
-
-
 # ---- kvchat profile --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "capability", "generation"),
-    [
-        ("NVIDIA GeForce GTX 1650", "7.5", "rtx20"),
-        ("NVIDIA GeForce RTX 2060 SUPER", "7.5", "rtx20"),
-        ("NVIDIA GeForce RTX 3070 Laptop GPU", "8.6", "rtx30"),
-        ("NVIDIA GeForce RTX 4060 Ti", "8.9", "rtx40"),
-        ("NVIDIA GeForce RTX 2050", "8.6", "rtx30"),
-        ("NVIDIA GeForce MX570", "8.6", "rtx30"),
-        ("NVIDIA RTX A2000 12GB", "8.6", None),
-        ("NVIDIA GeForce RTX 5090", "12.0", "rtx50"),
-        ("NVIDIA RTX 4000 Ada Generation", "8.9", None),
-        ("NVIDIA GeForce GTX 1080", "6.1", None),
-    ],
-)
-def test_consumer_cards_of_four_generations_are_known(
-    nvml: Install, name: str, capability: str, generation: str | None
-) -> None:
-    nvml(Device(name, 7.9, capability, 4, 8))
-    names = [file.name for file in profiles.find("auto").in_force]
-    assert names == ["profiles/8gb.toml", *([f"profiles/{generation}.toml"] if generation else [])]
-    assert resolved().settings.model.dtype == ("float16" if generation == "rtx20" else "auto")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("GeForce GTX 1630", "GeForce MX450", "GeForce MX550", "TITAN RTX", "T400", "T600", "T1000", "T1200"),
-        *("Quadro RTX 3000", "Quadro RTX 4000", "Quadro RTX 5000 with Max-Q Design", "Quadro RTX 8000", "Tesla T4"),
-    ],
-)
-def test_whatever_cannot_compute_in_bfloat16_does_in_float16(nvml: Install, name: str) -> None:
-    """The reason is the compute capability, and the profile went by names too (audit, 12)."""
-    nvml(Device(f"NVIDIA {name}", 7.9, "7.5", 3, 16))
-    assert shown("model.dtype") == 'model.dtype = "float16"   # profiles/rtx20.toml:6 (matched: compute_capability)'
 
 
 def run(*words: str) -> list[str]:
@@ -318,14 +256,13 @@ def test_the_commands_say_which_profiles_there_are_and_what_they_set(nvml: Insta
     nvml(RTX)
     own("mine.toml", "[match]\n[sampling]\nseed = 3\n")
     marked = [line.split()[1] for line in run("list") if line.startswith("●")]
-    assert marked == ["profiles/8gb.toml", "profiles/rtx40.toml", "profiles/mine.toml"]
+    assert marked == ["profiles/8gb.toml", "profiles/mine.toml"]
     matched = run("match")
-    assert not lacks(matched[0], "NVIDIA GeForce RTX 4060", "8.0 GiB", "8.9")
-    assert any(line.startswith("profiles/rtx40.toml (matched: name, compute_capability)") for line in matched)
+    assert matched[:2] == ["NVIDIA GeForce RTX 4060, 8.0 GiB", "profiles/8gb.toml (matched: memory)"]
     assert '  kv.mode = "speculative"   # profiles/8gb.toml:6 (matched: memory)' in matched
     assert any("sampling.seed = 3   # profiles/mine.toml:3 (matched: any GPU)" in line for line in matched)
     assert 'mode = "speculative"' in "\n".join(run("show", "8gb"))
-    assert len([line for line in run("show") if line.startswith("# /")]) == 3
+    assert len([line for line in run("show") if line.startswith("# /")]) == 2
     assert "8gb" in str(CliRunner().invoke(main.app, ["profile", "show", "8bg"]).exception)
 
 

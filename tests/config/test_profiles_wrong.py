@@ -30,39 +30,11 @@ def test_a_file_that_is_not_there_keeps_no_other_from_being_checked() -> None:
     assert not lacks(ran.exception, str(wrong.with_name("none.toml")), "profiles/a.toml:2")
 
 
-@pytest.mark.parametrize(
-    ("match", "key"),
-    [
-        ("memory = [10, 5]", "memory: [10, 5]"),
-        ("memory = [8, 8]", "memory: [8, 8]"),
-        ("memory = [-2, 0]", "memory: [-2, 0]"),
-        ("name = []", "name: []"),
-        ('compute_capability = "8"', 'compute_capability: "8"'),
-        ('device = "cpu"\nname = "RTX*"', 'name: "RTX*"'),
-        ('name = "RTX*"\ndevice = "cpu"', 'name: "RTX*"'),
-        ('device = "cpu"\npcie_width = 8', "pcie_width: 8"),
-    ],
-)
-def test_a_profile_that_can_match_nothing_is_refused(match: str, key: str) -> None:
-    """Each was called good (audit, 12)."""
-    file = own("bad.toml", f"[match]\n{match}\n")
-    with pytest.raises(UsageError) as caught:
+def test_a_range_of_memory_that_can_match_nothing_is_refused() -> None:
+    """It was called good (audit, 12)."""
+    file = own("bad.toml", "[match]\nmemory = [10, 5]\n")
+    with pytest.raises(UsageError, match=r"profiles/bad\.toml:2: match\.memory: \[10, 5\]"):
         profiles.read_file(file, None)
-    assert f": match.{key}" in str(caught.value)
-
-
-@pytest.mark.parametrize("rate", ["read", "to_device", "to_host", "gather"])
-@pytest.mark.parametrize("value", ["1e-300", "0.009", "100001", "1e300"])
-def test_a_rate_that_no_device_has_is_refused(rate: str, value: str) -> None:
-    """A plan printed floors of hundreds of digits (audit, 12)."""
-    file = own("bad.toml", f"[measured]\n{rate} = {value}\n")
-    with pytest.raises(UsageError, match=rf"measured\.{rate}: .*0\.01.*100000"):
-        profiles.read_file(file, None)
-
-
-def test_the_slowest_and_the_fastest_rate_are_taken() -> None:
-    file = own("good.toml", "[measured]\nread = 100000\nto_device = 0.01\n")
-    assert profiles.read_file(file, None).profile.measured.to_device == 0.01
 
 
 @pytest.mark.parametrize("text", ["[kv", '[kv]\nmode = "frezee"\n'])

@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from support.fake_nvml import FakeGpu, GiB
+
 from kvchat import paths
 from kvchat.config import profiles, sources
-from kvchat.config.profiles import Device
 from kvchat.config.sources import SettingsSource
 
-RTX = Device("NVIDIA GeForce RTX 4060", 7.996, "8.9", 4, 8)
-
 Install = Callable[..., None]
+
+
+def gpu(name: str, gib: float) -> FakeGpu:
+    return FakeGpu(name, gib * GiB)
+
+
+RTX = gpu("NVIDIA GeForce RTX 4060", 7.996)
 
 
 def own(name: str, text: str) -> Path:
