@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -24,6 +24,7 @@ from kvchat.protocol.messages import HostDtype, Load, Quantize, Sampling, parse_
 
 DEFAULTS = Sampling()
 DEVICES = r"^(auto|cpu|cuda(:\d+)?)$"
+S = TypeVar("S", bound="Section")
 
 
 class Section(BaseModel):
@@ -49,7 +50,7 @@ class ModelSettings(Section):
     device: str = Field(Load.device, pattern=DEVICES)
     """auto, cpu, cuda or cuda:N"""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """number format of weights and K/V (auto: the model's own if a GPU has it, on a CPU the faster of it and float32)"""
+    """number format of weights and K/V (auto: the model's own if a GPU has it; CPU: the faster of it and float32)"""
     quantize: Quantize = "auto"
     """int8, int4 (on a GPU with torchao) or nf4 (bitsandbytes): weights in 8 or 4 bits; auto: small files stay small"""
     fast: bool = Load.fast
@@ -142,16 +143,7 @@ def checked_sampling(sampling: Sampling, **changes: Any) -> Sampling:
     Raises:
         UsageError: a value is out of range; with its name and range.
     """
-    if not isinstance(sampling, Sampling):
-        raise UsageError("These are no sampling settings.", f"Given: {sampling!r}."[:200], "Give a Sampling.")
-    values = {**vars(sampling), **changes}
-    try:
-        return SamplingSettings.model_validate(values).sampling()
-    except ValidationError as error:
-        details = error.errors()[0]
-    name = str(details["loc"][0])
-    sentence = f"Given: {values[name]!r}; {reason(SamplingSettings, details)}."
-    raise UsageError(f"{name} is out of range.", sentence, advice(SamplingSettings.model_fields[name]))
+    return _checked(SamplingSettings, {**vars(sampling), **changes}, "{} is out of range.").sampling()
 
 
 def checked_model(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,14 +155,17 @@ def checked_model(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     known = [key for key in ModelSettings.model_fields if key not in ("name", *ModelSettings.OF_APPLICATION)]
     for unknown in options.keys() - {*known}:
         raise UsageError(f'There is no option "{unknown}" for a model.', did_you_mean(unknown, known))
-    values = {"name": name, **options}
+    return _checked(ModelSettings, {"name": name, **options}, "The {} of a model is refused.").of_load(only_set=True)
+
+
+def _checked(section: type[S], values: Mapping[str, Any], title: str) -> S:
     try:
-        return ModelSettings.model_validate(values).of_load(only_set=True)
+        return section.model_validate(values)
     except ValidationError as error:
         details = error.errors()[0]
     key = str(details["loc"][0])
-    sentence = f"Given: {values[key]!r}; {reason(ModelSettings, details)}."
-    raise UsageError(f"The {key} of a model is refused.", sentence, advice(ModelSettings.model_fields[key]))
+    sentence = f"Given: {values[key]!r}; {reason(section, details)}."
+    raise UsageError(title.format(key), sentence, advice(section.model_fields[key]))
 
 
 class UiSettings(Section):

@@ -33,15 +33,11 @@ RESERVED = {"KVCHAT_CONFIG", "KVCHAT_DATA_DIR"}
 
 @dataclass(frozen=True)
 class SettingsSource:
-    """The values one source sets, the places where it says so, and the lines to show when it is wrong.
-
-    ``tables`` has the place and the line of each table's header.
-    """
+    """The values one source sets; the places of these, and of a file's tables; the lines to show when one is wrong."""
 
     values: dict[Key, Any] = field(default_factory=dict)
     origins: dict[Key, str] = field(default_factory=dict)
     excerpts: dict[Key, str] = field(default_factory=dict)
-    tables: dict[Key, tuple[str, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -104,7 +100,7 @@ def _check_all(sources: Iterable[SettingsSource]) -> None:
 
 def _merged(sources: Sequence[SettingsSource]) -> Resolved:
     values = {key: value for source in sources for key, value in source.values.items()}
-    origins = {key: origin for source in sources for key, origin in source.origins.items()}
+    origins = {key: source.origins[key] for source in sources for key in source.values}
     return Resolved(Settings.model_validate(_nest(values)), origins)
 
 
@@ -123,21 +119,14 @@ def file_source(path: Path, name: str = "") -> SettingsSource:
     except OSError as error:
         raise files.unreadable(str(path), error) from None
     except tomli.TOMLDecodeError as error:
-        line = text.split("\n")[error.lineno - 1] if error.lineno <= text.count("\n") + 1 else ""
         where = f"{name}:{error.lineno}: {error.msg}.\n  {path}"
-        raise UsageError(where, _excerpt(line, error.colno - 1)) from None
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, hundreds of brackets
-        raise UsageError(f"{name}: {error}.\n  {path}", hint="Correct the file, or delete it.") from None
+        raise UsageError(where, _excerpt(text.split("\n")[error.lineno - 1], error.colno - 1)) from None
     lines = text.split("\n")
-    numbers = _line_numbers(lines)
+    places = _places(lines, values)
     return SettingsSource(
         values,
-        {key: f"{name}:{numbers[key]}" for key in values},
-        {key: f"\n  {path}{_excerpt(lines[numbers[key] - 1])}" for key in values},
-        {
-            key: (f"{name}:{number}", f"\n  {path}{_excerpt(lines[number - 1], column)}")
-            for key, (number, column) in _headers(lines).items()
-        },
+        {key: f"{name}:{number}" for key, (number, _) in places.items()},
+        {key: f"\n  {path}{_excerpt(lines[number - 1], column)}" for key, (number, column) in places.items()},
     )
 
 
@@ -243,10 +232,11 @@ def check(source: SettingsSource, model: type[S] = Settings) -> S:  # type: igno
 
 def _refusal(source: SettingsSource, details: ErrorDetails, model: type[BaseModel]) -> str:
     key = tuple(str(part) for part in details["loc"])
-    set_by = next(known for known in source.origins if known[: len(key)] == key or key[: len(known)] == known)
-    origin, excerpt = source.tables.get(key) or (source.origins[set_by], source.excerpts.get(set_by))
-    named = f"{origin}: {'.'.join(key)}: " if excerpt else f"{origin}: "
-    return named + _reason(key, details, model) + (excerpt or "")
+    near = [known for known in source.origins if known[: len(key)] == key or key[: len(known)] == known]
+    set_by = min(near, key=lambda known: abs(len(known) - len(key)))
+    excerpt = source.excerpts.get(set_by, "")
+    named = f"{'.'.join(key)}: " if excerpt else ""
+    return f"{source.origins[set_by]}: {named}{_reason(key, details, model)}{excerpt}"
 
 
 def _reason(key: Key, details: ErrorDetails, model: type[BaseModel]) -> str:
@@ -283,30 +273,24 @@ def _excerpt(line: str, column: int | None = None) -> str:
 # ---- trees -----------------------------------------------------------------------------------------
 
 
-def _line_numbers(lines: list[str]) -> dict[Key, int]:
-    """The line on which the statement of each key begins: the first prefix of the file that has the key ends it."""
-    numbers: dict[Key, int] = {}
-    start = 1
-    for end in range(1, len(lines) + 1):
-        try:
-            keys = flatten(tomli.loads("\n".join(lines[:end])))
-        except tomli.TOMLDecodeError:
-            continue
-        for key in keys:
-            numbers.setdefault(key, start)
-        start = end + 1
-    return numbers
-
-
-def _headers(lines: list[str]) -> dict[Key, tuple[int, int]]:
-    """The line, and the column in it, where a header first names each table."""
-    places: dict[Key, tuple[int, int]] = {}
+def _places(lines: list[str], keys: Iterable[Key]) -> dict[Key, tuple[int, int | None]]:
+    """The line of each table and key, a key inside a value its line; for a header also the column of the name."""
+    places: dict[Key, tuple[int, int | None]] = {}
+    table: Key = ()
+    is_text = False  # of several lines, between three quotation marks
     for number, line in enumerate(lines, 1):
-        header = re.match(r"\s*\[([^][]+)\]\s*(#|$)", line)
-        key: Key = ()
-        for name in re.finditer(r"[^\s.\"']+", header[1]) if header else ():
-            key += (name[0],)
-            places.setdefault(key, (number, header.start(1) + name.start()))  # type: ignore[union-attr]
+        header = re.match(r"\s*\[([^],[]+)\]\s*(#|$)", line)
+        named = header or re.match(r"\s*([^#=]+)=", line)
+        if named and not is_text:
+            key: Key = () if header else table
+            for name in re.finditer(r"""[^\s."']+|"[^"]*"|'[^']*'""", named[1]):
+                key = _leaf((*key, name[0].strip("\"'")))
+                places.setdefault(key, (number, named.start(1) + name.start() if header else None))
+            table = key if header else table
+        is_text ^= (line.count('"""') + line.count("'''")) % 2 == 1
+    for key in keys:
+        outer = (key[:length] for length in range(len(key), 0, -1))
+        places[key] = next((places[known] for known in outer if known in places), (1, None))
     return places
 
 

@@ -112,7 +112,7 @@ def _range(field: FieldInfo) -> str:
     }
     if bounds.keys() == {"ge", "le"}:
         return f" from {bounds['ge']} to {bounds['le']}"
-    words = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below"}
+    words = BOUNDS | {"ge": "of at least"}
     return "".join(f" and {words[name]} {bounds[name]}" for name in words if name in bounds).removeprefix(" and")
 
 

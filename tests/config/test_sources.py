@@ -163,9 +163,20 @@ def test_unreadable_files_are_refused(config: Path) -> None:
             config.touch()
 
 
-@pytest.mark.parametrize("text", [f"a = {'[' * 5000}", f"a = 1{'0' * 5000}", f"a{'.a' * 5000} = 1"])
-def test_a_file_that_no_parser_takes_is_refused_by_name(config: Path, text: str) -> None:
-    assert refusal(config, text).startswith("config.toml: ")
+@pytest.mark.parametrize(
+    ("text", "key", "line"),
+    [
+        ('[model]\nsystem = """\nfast = no\n[ui]\n"""\nfast = true\n', ("model", "fast"), 6),
+        ("[sampling]\nstop = [\n  'a = 1',\n]\nseed = 1\n", ("sampling", "seed"), 5),
+        ("ui = {theme = 'x', history = true}\n", ("ui", "history"), 1),
+        ('kv.mode = "full"\n"kv"."sync".m = 3\n', ("kv", "sync", "m"), 2),
+        ("[keys]\nmode.next = 'f8'\n\"theme\" = 'f9'\n", ("keys", "mode.next"), 2),
+        ("\n  [kv.streaming]   # mine\n\tR = 8 # = 9\n", ("kv", "streaming", "R"), 3),
+    ],
+)
+def test_each_value_has_the_line_on_which_it_begins(config: Path, text: str, key: sources.Key, line: int) -> None:
+    config.write_text(text)
+    assert sources.file_source(config).origins[key] == f"config.toml:{line}"
 
 
 def test_variables_that_look_like_settings_must_be_some() -> None:
