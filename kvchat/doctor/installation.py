@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
 import json
 import os
+import platform
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,15 +20,11 @@ from kvchat.libraries import import_bitsandbytes
 from kvchat.units import MISSING, size
 
 LITTLE_DISK = 2**30
-MAX_HEADER_BYTES = 2**24  # of a safetensors file; a broken file may claim any length
-Importer = Callable[[str], Any]
-OLDEST_PYTHON = (3, 11)
+MAX_HEADER_BYTES = 2**24  # a pointer of Git LFS in the weights' place claims exabytes
 
 
-def checks() -> Iterator[Check]:
-    """All checks of kvchat's own files."""
-    checked, device = settings()
-    yield checked
+def checks(device: str) -> Iterator[Check]:
+    """All checks of kvchat's own files but the settings; ``device`` is the one in these."""
     yield guarded("environment", environment)
     yield guarded("profiles", lambda: profiles_in_force(device))
     yield guarded("bundled model", bundled_model)
@@ -65,14 +60,14 @@ def profiles_in_force(device: str) -> Check:
     return Check("profiles", "ok", found.describe())
 
 
-def bundled_model(folder: Path | None = None) -> Check:
+def bundled_model() -> Check:
     """The model that comes with kvchat: its configuration and the header of its weights."""
-    place = folder or paths.bundled_model_dir()
+    place = paths.bundled_model_dir()
     try:
         json.loads((place / "config.json").read_text("utf-8"))
         with (place / "model.safetensors").open("rb") as file:
-            header = file.read(min(int.from_bytes(file.read(8), "little"), MAX_HEADER_BYTES))
-        tensors = len(json.loads(header))
+            length = int.from_bytes(file.read(8), "little")
+            tensors = len(json.loads(file.read(min(length, MAX_HEADER_BYTES))))
     except (OSError, ValueError) as error:
         return Check("bundled model", "problem", f"{place} cannot be read: {error}", "Install kvchat again.")
     return Check("bundled model", "ok", f"{place}, {tensors} tensors")
@@ -85,9 +80,9 @@ def kv_modes() -> Check:
     return Check("modes", "ok", ", ".join(modes.mode_names()))
 
 
-def data_folder(folder: Path | None = None) -> Check:
+def data_folder() -> Check:
     """The folder of logs, calibrations and models: free space and write access."""
-    place = folder or paths.data_dir()
+    place = paths.data_dir()
     there = next((parent for parent in (place, *place.parents) if parent.exists()), Path("/"))
     free = shutil.disk_usage(there).free
     found = f"{place}, {size(free)} free"
@@ -98,20 +93,20 @@ def data_folder(folder: Path | None = None) -> Check:
     return Check("data folder", "ok", found)
 
 
-def library_checks(device: str, load: Importer = importlib.import_module) -> Iterator[Check]:
+def library_checks(device: str) -> Iterator[Check]:
     """Python and every library; ``device`` is the one in the settings: only a GPU needs Triton."""
-    yield guarded("Python", python)
-    yield guarded("torch", partial(library, "torch", load))
-    yield guarded("transformers", partial(library, "transformers", load))
-    yield guarded("numba", partial(numba, load))
-    yield guarded("Triton", lambda: triton(load, device != "cpu" and sees_gpu(imported("torch", load))))
-    yield guarded("bitsandbytes", partial(bitsandbytes, load))
+    yield Check("Python", "ok", platform.python_version())
+    yield guarded("torch", partial(library, "torch"))
+    yield guarded("transformers", partial(library, "transformers"))
+    yield guarded("numba", numba)
+    yield guarded("Triton", lambda: triton(device != "cpu" and sees_gpu(imported("torch"))))
+    yield guarded("bitsandbytes", bitsandbytes)
 
 
-def imported(name: str, load: Importer = importlib.import_module) -> Any:
+def imported(name: str) -> Any:
     """Import a module; None if that fails."""
     try:
-        return load(name)
+        return import_module(name)
     except Exception:  # noqa: BLE001  # a broken installation raises anything
         return None
 
@@ -124,29 +119,17 @@ def sees_gpu(torch: Any) -> bool:
         return False
 
 
-def python(version: tuple[int, ...] = sys.version_info[:3]) -> Check:
-    """The interpreter."""
-    found = ".".join(map(str, version))
-    if version < OLDEST_PYTHON:
-        return Check("Python", "problem", found, "kvchat needs Python 3.11 or newer.")
-    return Check("Python", "ok", found)
-
-
-def library(
-    name: str,
-    load: Importer = importlib.import_module,
-    requires: Callable[[str], list[str] | None] = importlib.metadata.requires,
-) -> Check:
+def library(name: str) -> Check:
     """A library that kvchat needs: whether it can be imported, in a version kvchat was tested with."""
     try:
-        module = load(name)
+        module = import_module(name)
     except Exception as error:  # noqa: BLE001  # a broken installation raises anything
         reason = f"cannot be imported: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return Check(name, "problem", reason, libraries.command(name, again=True))
     build = ""
     if name == "torch":
         build = f", CUDA {module.version.cuda}" if module.version.cuda else ", without CUDA"
-    wanted = _specifier(name, requires)
+    wanted = _specifier(name)
     # CUDA builds append a local version (2.9.0+cu128), which is no part of the comparison.
     if wanted is not None and not wanted.contains(module.__version__.partition("+")[0], prereleases=True):
         advice = f"kvchat was tested with {name}{wanted}; another may fail or be wrong."
@@ -154,47 +137,45 @@ def library(
     return Check(name, "ok", f"{module.__version__}{build}")
 
 
-def triton(load: Importer, cuda: bool, find: Callable[[str], str | None] = shutil.which) -> Check:
+def triton(cuda: bool) -> Check:
     """The compiler of the kernels, which calls a C compiler."""
     try:
-        version = load("triton").__version__
+        version = import_module("triton").__version__
     except ImportError:
         if not cuda:
             return Check("Triton", "ok", "not installed; only a GPU needs it")
-        return Check(
-            "Triton", "warning", "not installed", f"{libraries.command('triton')}; without it decoding is slower."
-        )
-    if cuda and not os.environ.get("CC") and not any(map(find, ("cc", "gcc", "clang"))):
-        return Check(
-            "Triton", "warning", f"{version}, but no C compiler", "Install gcc or clang: kernels are built with it."
-        )
+        advice = f"{libraries.command('triton')}; without it decoding is slower."
+        return Check("Triton", "warning", "not installed", advice)
+    if cuda and not os.environ.get("CC") and not any(map(shutil.which, ("cc", "gcc", "clang"))):
+        advice = "Install gcc or clang: kernels are built with it."
+        return Check("Triton", "warning", f"{version}, but no C compiler", advice)
     return Check("Triton", "ok", version)
 
 
-def numba(load: Importer) -> Check:
+def numba() -> Check:
     """The compiler of a CPU's loops."""
     try:
-        return Check("numba", "ok", str(load("numba").__version__))
+        return Check("numba", "ok", str(import_module("numba").__version__))
     except ImportError as error:
         advice = f"{libraries.command('numba')}; without it a CPU takes longer to choose pages."
         return Check("numba", "warning", f"cannot be imported: {error}", advice)
 
 
-def bitsandbytes(load: Importer) -> Check:
+def bitsandbytes() -> Check:
     """Weights in 4 or 8 bits."""
     try:
-        return Check("bitsandbytes", "ok", str(import_bitsandbytes(load).__version__))
+        return Check("bitsandbytes", "ok", str(import_bitsandbytes(import_module).__version__))
     except ImportError:
         return Check("bitsandbytes", "ok", "not installed; only nf4 weights need it")
 
 
-def _specifier(name: str, requires: Callable[[str], list[str] | None]) -> Any:
+def _specifier(name: str) -> Any:
     """The versions of a library that kvchat's metadata requires; None if it requires none."""
     from packaging.requirements import Requirement
 
     try:
-        wanted = [Requirement(text) for text in requires("kvchat") or ()]
-    except importlib.metadata.PackageNotFoundError:
+        wanted = [Requirement(text) for text in metadata.requires("kvchat") or ()]
+    except metadata.PackageNotFoundError:
         return None
     return next((one.specifier for one in wanted if one.name == name), None)
 

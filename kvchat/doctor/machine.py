@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
-import resource
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,22 +22,20 @@ SYS = Path("/sys")
 SMALLEST = (40, 12)  # columns and lines the chat needs
 LITTLE_MEMORY = 2 * 2**30  # a small model's weights and some thousand tokens
 TRIAL_BYTES = 256 * 2**20
-FIRST_BFLOAT16 = (8, 0)
 PINNED_ADVICE = (
     "It works, but recall goes over the processor and steps are not captured. In a container: --ulimit memlock=-1 and "
     "enough memory."
 )
 
 
-def checks(gpu_buses: tuple[str, ...], threads: int | None) -> Iterator[Check]:
-    """All checks of the host; ``gpu_buses`` are the PCI addresses of the GPUs, ``threads`` the number torch uses."""
+def checks(threads: int | None) -> Iterator[Check]:
+    """All checks of the host; ``threads`` is the number torch uses."""
     yield guarded("processors", lambda: processors(threads))
     yield guarded("host memory", host_memory)
     yield guarded("container", container)
-    yield guarded("memory lock", memory_lock)
     yield guarded("WSL", wsl)
-    for bus in gpu_buses or ("",):
-        yield guarded("NUMA", partial(numa, bus))
+    for reader in nvml.all_gpus():
+        yield guarded("NUMA", partial(numa, reader.info().bus_id or ""))
     yield guarded("terminal", terminal)
 
 
@@ -77,12 +73,6 @@ def container(proc: Path = available.PROC, cgroups: Path = CGROUPS) -> Check:
     return Check("container", "ok", found)
 
 
-def memory_lock(limit: int | None = None) -> Check:
-    """``RLIMIT_MEMLOCK``. Most drivers ignore it, so the check that pins memory decides."""
-    soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit
-    return Check("memory lock", "ok", "unlimited" if soft == resource.RLIM_INFINITY else size(soft))
-
-
 def wsl(proc: Path = available.PROC) -> Check:
     """The Windows Subsystem for Linux, whose driver pins less memory."""
     release = system_text(proc / "sys" / "kernel" / "osrelease")
@@ -92,38 +82,29 @@ def wsl(proc: Path = available.PROC) -> Check:
     return Check("WSL", "warning", release, advice)
 
 
-def numa(bus: str, sysfs: Path = SYS, proc: Path = available.PROC, allowed: frozenset[int] | None = None) -> Check:
-    """The NUMA node of the GPU at PCI address ``bus`` ("" for none), and whether this process may use that node.
-
-    ``allowed`` are the processors this process may use, by default those of its affinity mask.
-    """
-    folder = sysfs / "devices" / "system" / "node"
-    nodes = sorted(int(node.name[4:]) for node in folder.glob("node[0-9]*"))
-    if not nodes:
-        return Check("NUMA", "ok", MISSING)
-    near = _gpu_node(bus, sysfs)
-    found = f"{len(nodes)} node{'s' * (len(nodes) > 1)}"
-    if bus:
-        found += f", {bus} at {MISSING if near is None else f'node {near}'}"
-    if len(nodes) == 1 or near is None:
-        return Check("NUMA", "ok", found)
-    advice = f"K/V would cross between sockets: numactl --cpunodebind={near} --membind={near} kvchat"
-    cpus = frozenset(os.sched_getaffinity(0)) if allowed is None else allowed
-    if not cpus & _numbers(system_text(folder / f"node{near}" / "cpulist")):
+def numa(bus: str, sysfs: Path = SYS) -> Check:
+    """The NUMA node of the GPU at PCI address ``bus``, and whether this process runs on processors of that node."""
+    # NVML writes the domain with eight digits, the kernel with four.
+    domain, _, rest = bus.lower().partition(":")
+    near = system_text(sysfs / "bus" / "pci" / "devices" / f"{domain[-4:]}:{rest}" / "numa_node")
+    if not near.isdigit():
+        return Check("NUMA", "ok", f"{bus} at {MISSING}")
+    found, cpus = (
+        f"{bus} at node {near}",
+        system_text(sysfs / "devices" / "system" / "node" / f"node{near}" / "cpulist"),
+    )
+    if cpus and not os.sched_getaffinity(0) & _numbers(cpus):
+        advice = f"K/V would cross between sockets: numactl --cpunodebind={near} --membind={near} kvchat"
         return Check("NUMA", "warning", f"{found}, this process runs on others' processors only", advice)
-    if near not in _memory_nodes(proc, frozenset(nodes)):
-        return Check("NUMA", "warning", f"{found}, this process may not take its memory", advice)
     return Check("NUMA", "ok", found)
 
 
-def terminal(
-    environ: Mapping[str, str] = os.environ, is_terminal: bool | None = None, window: tuple[int, int] | None = None
-) -> Check:
+def terminal() -> Check:
     """Colors, size and characters of the terminal."""
-    if not (sys.stdout.isatty() if is_terminal is None else is_terminal):
+    if not sys.stdout.isatty():
         return Check("terminal", "ok", f"{MISSING}: the output is no terminal")
-    columns, lines = window or shutil.get_terminal_size()
-    term, colors = environ.get("TERM", ""), environ.get("COLORTERM", "")
+    columns, lines = shutil.get_terminal_size()
+    term, colors = os.environ.get("TERM", ""), os.environ.get("COLORTERM", "")
     found = f"TERM={term or MISSING} COLORTERM={colors or MISSING}, {columns}x{lines}"
     if term in ("", "dumb"):
         return Check("terminal", "warning", found, "The chat needs a terminal that can move its cursor; ask works.")
@@ -132,22 +113,6 @@ def terminal(
     if colors not in ("truecolor", "24bit") and "direct" not in term:
         return Check("terminal", "ok", f"{found}; colors are approximated")
     return Check("terminal", "ok", found)
-
-
-def _gpu_node(bus: str, sysfs: Path) -> int | None:
-    """The NUMA node of a PCI device; None if the kernel knows none."""
-    # NVML writes the domain with eight digits, the kernel with four.
-    domain, _, rest = bus.lower().partition(":")
-    text = system_text(sysfs / "bus" / "pci" / "devices" / f"{domain[-4:]}:{rest}" / "numa_node")
-    return int(text) if text.isdigit() else None
-
-
-def _memory_nodes(proc: Path, nodes: frozenset[int]) -> frozenset[int]:
-    """The nodes this process may take memory from: its cpuset, narrowed by a policy such as numactl's."""
-    match = re.search(r"^Mems_allowed_list:\s*(\S+)", system_text(proc / "self" / "status"), re.MULTILINE)
-    allowed = _numbers(match[1]) if match else nodes
-    policy = re.match(r"\S+ (?:bind|interleave)[^:]*:(\S+)", system_text(proc / "self" / "numa_maps"))
-    return allowed & _numbers(policy[1]) if policy else allowed
 
 
 def _numbers(text: str) -> frozenset[int]:
@@ -190,12 +155,15 @@ def gpu(info: GpuInfo) -> Check:
     """One GPU: memory, compute capability, PCIe link now and at best."""
     capability = info.compute_capability
     version = "{}.{}".format(*capability) if capability else MISSING
+    if capability and capability < (8, 0):
+        version += " (no bfloat16: models run in float16)"
+    memory = f"memory {MISSING}"
+    if info.memory is not None and info.memory_used is not None:
+        memory = f"{size(info.memory - info.memory_used)} of {size(info.memory)} free"
     found = (
-        f"{info.name or MISSING}, {_memory(info)}, compute capability {version}, "
+        f"{info.name or MISSING}, {memory}, compute capability {version}, "
         f"PCIe {_link(info.link)}, at best {_link(info.link_max)}"
     )
-    if capability and capability < FIRST_BFLOAT16:
-        return Check("GPU", "warning", found, "It has no bfloat16: models run in float16 here.")
     if info.link.width and info.link_max.width and info.link.width < info.link_max.width:
         advice = "The link has fewer lanes than it could: another slot or a riser may share them. Recall is as slow."
         return Check("GPU", "warning", found, advice)
@@ -248,12 +216,6 @@ def decode_steps(cuda: bool, has_triton: bool, pinned: bool) -> Check:
     if not has_triton:
         return Check(name, "warning", "CUDA graph with stock torch operations", "Triton is not there: see above.")
     return Check(name, "ok", "CUDA graph with Triton kernels (stock torch operations for float32 models)")
-
-
-def _memory(info: GpuInfo) -> str:
-    if info.memory is None or info.memory_used is None:
-        return f"memory {MISSING}"
-    return f"{size(info.memory - info.memory_used)} of {size(info.memory)} free"
 
 
 def _link(link: PcieLink) -> str:

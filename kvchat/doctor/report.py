@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import sys
 from collections.abc import Iterator
 
-from kvchat import nvml
 from kvchat.doctor import installation, machine
 from kvchat.doctor.installation import Check
 from kvchat.foreign_text import visible
@@ -32,15 +30,15 @@ def doctor(as_json: bool) -> int:
     return 0 if usable else 1
 
 
-def checks(load: installation.Importer = importlib.import_module) -> Iterator[Check]:
+def checks() -> Iterator[Check]:
     """All checks, with the device in the settings."""
-    _, device = installation.settings()
-    yield from installation.library_checks(device, load)
-    torch = installation.imported("torch", load)
-    yield from machine.gpu_checks(device, torch, has_triton=installation.imported("triton", load) is not None)
-    buses = tuple(reader.info().bus_id or "" for reader in nvml.all_gpus())
-    yield from machine.checks(buses, torch.get_num_threads() if torch else None)
-    yield from installation.checks()
+    settings, device = installation.settings()
+    yield from installation.library_checks(device)
+    torch = installation.imported("torch")
+    yield from machine.gpu_checks(device, torch, has_triton=installation.imported("triton") is not None)
+    yield from machine.checks(torch.get_num_threads() if torch else None)
+    yield settings
+    yield from installation.checks(device)
 
 
 def _line(check: Check) -> str:

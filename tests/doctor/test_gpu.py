@@ -28,7 +28,7 @@ def test_a_gpu_with_its_link_now_and_at_best():
     )
     assert machine.gpu(RTX) == Check("GPU", "ok", shown), "an idle link is slow, which is no fault"
     assert "fewer lanes" in machine.gpu(changed(link=PcieLink(4, 8))).advice
-    assert "float16" in machine.gpu(changed(compute_capability=(7, 5))).advice
+    assert "7.5 (no bfloat16" in machine.gpu(changed(compute_capability=(7, 5))).found
     nothing = "n/a, memory n/a, compute capability n/a, PCIe n/a, at best n/a"
     assert machine.gpu(GpuInfo()) == Check("GPU", "ok", nothing)
 

@@ -31,22 +31,24 @@ def test_a_variable_without_effect_is_looked_at(monkeypatch):
     assert (check.state, "KVCHAT_DATADIR" in check.found, "KVCHAT_DATA_DIR" in check.advice) == ("warning", True, True)
 
 
-def test_the_bundled_model_is_opened(tmp_path):
+def test_the_bundled_model_is_opened(tmp_path, monkeypatch):
     assert installation.bundled_model() == Check("bundled model", "ok", f"{paths.bundled_model_dir()}, 75 tensors")
-    assert installation.bundled_model(tmp_path).state == "problem"
+    monkeypatch.setattr(paths, "bundled_model_dir", lambda: tmp_path)
+    assert installation.bundled_model().state == "problem"
     (tmp_path / "config.json").write_text("{}")
-    for content in (b"", struct.pack("<Q", 100) + b"{", b"\xff" * 50):
+    for content in (b"", struct.pack("<Q", 100) + b"{", b"version https://git-lfs.github.com/spec/v1"):
         (tmp_path / "model.safetensors").write_bytes(content)
-        assert installation.bundled_model(tmp_path).state == "problem"
+        assert installation.bundled_model().state == "problem"
 
 
 def test_a_full_disk_and_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
-    assert installation.data_folder(tmp_path / "not" / "yet").state == "ok"
-    assert "KVCHAT_DATA_DIR" in installation.data_folder(Path("/dev/null/kvchat")).advice
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
-    assert "Make room" in installation.data_folder(tmp_path).advice
-    monkeypatch.setattr(installation.os, "access", lambda path, mode: False)
-    assert "KVCHAT_DATA_DIR" in installation.data_folder(tmp_path).advice
+    monkeypatch.setattr(paths, "data_dir", lambda: tmp_path / "not" / "yet")
+    assert installation.data_folder().state == "ok"
+    with monkeypatch.context() as full:
+        full.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
+        assert "Make room" in installation.data_folder().advice
+    monkeypatch.setattr(paths, "data_dir", lambda: Path("/dev/null/kvchat"))
+    assert "KVCHAT_DATA_DIR" in installation.data_folder().advice
 
 
 def test_the_package_is_found_where_it_lies():

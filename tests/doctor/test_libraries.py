@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from support.fake_libraries import importing, torch_like
 
 from kvchat.doctor import installation
@@ -13,11 +15,28 @@ from kvchat.doctor.installation import Check
 PINS = ["torch<=2.13.0,>=2.9", "transformers<5.24,>=5.17", 'triton>=3.5; extra == "test"']
 
 
-def library(name: str, module: Any) -> Check:
-    return installation.library(name, importing(**{name: module}), lambda _: PINS)
+@pytest.fixture
+def installed(monkeypatch) -> Callable[..., None]:
+    """These modules, or the errors of importing them, are all that there is."""
+
+    def install(**modules: Any) -> None:
+        monkeypatch.setattr(installation, "import_module", importing(**modules))
+
+    monkeypatch.setattr(installation.metadata, "requires", lambda _: PINS)
+    install()
+    return install
 
 
-def test_versions_inside_and_outside_the_pins():
+@pytest.fixture
+def library(installed) -> Callable[[str, Any], Check]:
+    def check(name: str, module: Any) -> Check:
+        installed(**{name: module})
+        return installation.library(name)
+
+    return check
+
+
+def test_versions_inside_and_outside_the_pins(library):
     assert library("torch", torch_like()) == Check("torch", "ok", "2.9.1+cu128, CUDA 12.8")
     assert library("torch", torch_like(cuda=None, version="2.13.0+cpu")).found == "2.13.0+cpu, without CUDA"
     for version in ("2.14.0", "2.8.0+cu126"):
@@ -26,46 +45,45 @@ def test_versions_inside_and_outside_the_pins():
     assert library("transformers", SimpleNamespace(__version__="5.30.1")).state == "warning"
 
 
-def test_a_library_that_is_missing_or_broken_keeps_kvchat_from_running():
-    assert installation.library("torch", importing(), lambda _: PINS).state == "problem"
+def test_a_library_that_is_missing_or_broken_keeps_kvchat_from_running(library):
+    assert installation.library("torch").state == "problem"
     broken = library("torch", OSError("libcudart.so.12: cannot open shared object file\nmore"))
     assert broken.found.endswith("OSError: libcudart.so.12: cannot open shared object file")
     assert library("transformers", RuntimeError()).state == "problem"
 
 
-def test_python():
-    assert installation.python((3, 10, 4)).state == "problem"
-    assert installation.python((3, 13, 0)) == Check("Python", "ok", "3.13.0")
-
-
-def test_triton_needs_a_compiler_where_it_is_used(monkeypatch):
+def test_triton_needs_a_compiler_where_it_is_used(monkeypatch, installed):
     monkeypatch.delenv("CC", raising=False)
-    load = importing(triton=SimpleNamespace(__version__="3.5.0"))
-    assert installation.triton(load, True, lambda name: None).state == "warning"
-    assert installation.triton(load, True, lambda name: "/usr/bin/gcc" if name == "gcc" else None).state == "ok"
-    assert installation.triton(load, False, lambda name: None).state == "ok"
-    assert installation.triton(importing(), False).state == "ok"
-    assert installation.triton(importing(), True).state == "warning"
+    compilers: list[str] = []
+    monkeypatch.setattr(installation.shutil, "which", lambda name: name if name in compilers else None)
+    assert (installation.triton(False).state, installation.triton(True).state) == ("ok", "warning")
+    installed(triton=SimpleNamespace(__version__="3.5.0"))
+    assert (installation.triton(False).state, installation.triton(True).state) == ("ok", "warning")
+    compilers.append("gcc")
+    assert installation.triton(True).state == "ok"
+    compilers.clear()
     monkeypatch.setenv("CC", "clang-19")
-    assert installation.triton(load, True, lambda name: None).state == "ok"
+    assert installation.triton(True).state == "ok"
 
 
-def test_the_triton_that_a_gpu_needs_is_asked_for_where_torch_sees_one():
+def test_the_triton_that_a_gpu_needs_is_asked_for_where_torch_sees_one(installed):
     def found(device: str, there: bool) -> Check:
-        load = importing(torch=torch_like(there=there), transformers=SimpleNamespace(__version__="5.20"))
-        return {check.name: check for check in installation.library_checks(device, load)}["Triton"]
+        installed(torch=torch_like(there=there), transformers=SimpleNamespace(__version__="5.20"))
+        return {check.name: check for check in installation.library_checks(device)}["Triton"]
 
     assert found("auto", True).state == "warning"
     assert found("auto", False).state == found("cpu", True).state == "ok"
 
 
-def test_a_numba_that_refuses_costs_time_only():
-    assert installation.numba(importing(numba=SimpleNamespace(__version__="0.68.1"))) == Check("numba", "ok", "0.68.1")
-    check = installation.numba(importing(numba=ImportError("Numba needs NumPy 2.5 or less.")))
+def test_a_numba_that_refuses_costs_time_only(installed):
+    installed(numba=SimpleNamespace(__version__="0.68.1"))
+    assert installation.numba() == Check("numba", "ok", "0.68.1")
+    installed(numba=ImportError("Numba needs NumPy 2.5 or less."))
+    check = installation.numba()
     assert (check.state, check.found) == ("warning", "cannot be imported: Numba needs NumPy 2.5 or less.")
 
 
-def test_nothing_at_all_is_reported_too():
-    found = {check.name: check for check in installation.library_checks("auto", importing())}
+def test_nothing_at_all_is_reported_too(installed):
+    found = {check.name: check for check in installation.library_checks("auto")}
     assert [name for name, check in found.items() if check.state == "problem"] == ["torch", "transformers"]
     assert found["bitsandbytes"].found.startswith("not installed")

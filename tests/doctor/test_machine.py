@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from kvchat.doctor import machine
 from kvchat.doctor.installation import Check, guarded
-from kvchat.doctor.machine import container, host_memory, memory_lock, numa, processors, terminal, wsl
+from kvchat.doctor.machine import container, host_memory, numa, processors, terminal, wsl
 
 GiB = 2**30
 BUS = "00000000:65:00.0"
@@ -22,45 +23,19 @@ def tree(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-def sysfs(root: Path, gpu_node: str, nodes: int = 2) -> Path:
-    files = {f"devices/system/node/node{i}/cpulist": f"{8 * i}-{8 * i + 7}\n" for i in range(nodes)}
-    return tree(root, files | {"devices/system/node/online": "0-1", "bus/pci/devices/0000:65:00.0/numa_node": gpu_node})
-
-
-def proc_of(root: Path, mems: str = "0-1", policy: str = "default") -> Path:
-    status = f"Name:\tx\nMems_allowed:\t3\nMems_allowed_list:\t{mems}\n"
-    return tree(root, {"self/status": status, "self/numa_maps": f"55d0 {policy} file=/x mapped=2 N0=2\n"})
-
-
-@pytest.mark.parametrize(
-    ("cpus", "mems", "policy", "warns"),
-    [
-        ({1, 9}, "0-1", "default", ""),
-        ({8, 9}, "1", "bind:1", ""),
-        ({8, 9}, "0-1", "bind=static:1", ""),
-        ({8, 9}, "0-1", "prefer:0", ""),
-        ({0, 7}, "0-1", "default", "processors only"),
-        ({8, 9}, "0", "default", "may not take its memory"),
-        ({8, 9}, "0-1", "bind:0", "may not take its memory"),
-        ({8, 9}, "0-1", "interleave:0-1", ""),
-    ],
-)
-def test_a_process_bound_away_from_its_gpu_is_warned(tmp_path, cpus, mems, policy, warns):
-    sys, proc = sysfs(tmp_path / "sys", "1\n"), proc_of(tmp_path / "proc", mems, policy)
-    check = numa(BUS, sys, proc, frozenset(cpus))
-    assert check.found.startswith("2 nodes, 00000000:65:00.0 at node 1")
+@pytest.mark.parametrize(("cpus", "warns"), [({1, 9}, False), ({8, 9}, False), ({0, 7}, True)])
+def test_a_process_bound_away_from_its_gpu_is_warned(tmp_path, monkeypatch, cpus, warns):
+    files = {"devices/system/node/node1/cpulist": "8-15,24\n", "bus/pci/devices/0000:65:00.0/numa_node": "1\n"}
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: cpus)
+    check = numa(BUS, tree(tmp_path, files))
+    assert check.found.startswith("00000000:65:00.0 at node 1")
     assert check.state == ("warning" if warns else "ok")
-    assert warns in check.found
-    assert ("--cpunodebind=1 --membind=1" in check.advice) == bool(warns)
+    assert ("--cpunodebind=1 --membind=1" in check.advice) == warns
 
 
-def test_numa_where_there_is_none_or_it_does_not_tell(tmp_path):
-    assert numa(BUS, tmp_path) == Check("NUMA", "ok", "n/a")
-    sys = sysfs(tmp_path / "sys", "-1\n")
-    assert numa(BUS, sys, tmp_path).found == f"2 nodes, {BUS} at n/a"
-    assert numa("0001:00:00.0", sys, tmp_path).found.endswith("at n/a")
-    assert numa("", sys, tmp_path) == Check("NUMA", "ok", "2 nodes")
-    assert numa(BUS, sysfs(tmp_path / "one", "0", nodes=1), tmp_path, frozenset({99})).state == "ok"
+@pytest.mark.parametrize("told", [{}, {"bus/pci/devices/0000:65:00.0/numa_node": "-1\n"}])
+def test_numa_where_there_is_none_or_it_does_not_tell(tmp_path, told):
+    assert numa(BUS, tree(tmp_path, told)) == Check("NUMA", "ok", f"{BUS} at n/a")
 
 
 def limited(root: Path, limit: int, used: int) -> tuple[Path, Path]:
@@ -103,20 +78,13 @@ def test_wsl_is_known_by_its_kernel(tmp_path):
     assert wsl(tmp_path / "y").found == "n/a"
 
 
-def test_the_memory_lock_is_a_reading_only():
-    assert memory_lock(8 * 2**20) == Check("memory lock", "ok", "8.0 MiB")
-    assert memory_lock(machine.resource.RLIM_INFINITY).found == "unlimited"
-
-
 def test_a_check_that_fails_is_a_reading_that_is_missing():
     check = guarded("NUMA", lambda: 1 // 0)
     assert (check.name, check.state, "ZeroDivisionError" in check.advice) == ("NUMA", "warning", True)
 
 
 def test_this_machine_has_an_answer_to_everything():
-    found = list(machine.checks((BUS, "nonsense"), 4))
-    assert [check.name for check in found].count("NUMA") == 2
-    assert not [check for check in found if check.found == "n/a" and check.advice]
+    assert not [check for check in machine.checks(4) if check.found == "n/a" and check.advice]
 
 
 @pytest.mark.parametrize(
@@ -130,10 +98,14 @@ def test_this_machine_has_an_answer_to_everything():
         ({"TERM": "screen"}, (80, 24), "ok", "approximated"),
     ],
 )
-def test_the_terminal(environ, size, state, words):
-    check = terminal(environ, True, size)
+def test_the_terminal(monkeypatch, environ, size, state, words):
+    monkeypatch.setattr(machine.os, "environ", environ)
+    monkeypatch.setattr(machine.sys, "stdout", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr(machine.shutil, "get_terminal_size", lambda: size)
+    check = terminal()
     assert (check.state, words in check.found) == (state, True)
 
 
-def test_without_a_terminal():
-    assert terminal(COLORS, False).found.startswith("n/a")
+def test_without_a_terminal(monkeypatch):
+    monkeypatch.setattr(machine.sys, "stdout", SimpleNamespace(isatty=lambda: False))
+    assert terminal().found.startswith("n/a")
