@@ -11,7 +11,7 @@ import typer
 
 from kvchat import files, paths
 from kvchat.cli.output import echo, note
-from kvchat.cli.profile import check_all, check_files, load_settings, own_files
+from kvchat.cli.profile import check_files, load_settings, own_files
 from kvchat.config import profiles, schema, sources
 from kvchat.config.sources import Key, SettingsSource
 from kvchat.errors import UsageError, did_you_mean
@@ -40,7 +40,7 @@ def validate(file: Annotated[Path | None, typer.Argument(help="instead of the se
     if file and (profiles.is_profile(source) or _is_among_profiles(file)):
         profiles.read_file(file, None)
     else:
-        check_all(lambda: sources.resolve(source), lambda: _check_theme(source), lambda: _check_keys(source))
+        sources.check_all(lambda: sources.resolve(source), lambda: _check_theme(source), lambda: _check_keys(source))
     echo(f"{path}: {'good' if path.exists() else 'not there; the defaults hold'}")
     if not file:
         check_files(own_files())

@@ -89,7 +89,7 @@ def check_files(files: Iterable[Path]) -> None:
     Raises:
         UsageError: what is wrong with any of the others.
     """
-    check_all(*(partial(_check, file) for file in files))
+    sources.check_all(*(partial(_check, file) for file in files))
 
 
 def _check(file: Path) -> None:
@@ -133,19 +133,3 @@ def _named(name: str) -> Path:
     if stem not in known:
         raise UsageError(f'There is no profile "{name}".', did_you_mean(stem, known))
     return known[stem]
-
-
-def check_all(*checks: Callable[[], object]) -> None:
-    """Run all checks.
-
-    Raises:
-        UsageError: what any of them refused.
-    """
-    refusals = []
-    for check in checks:
-        try:
-            check()
-        except UsageError as refused:
-            refusals.append(str(refused))
-    if refusals:
-        raise UsageError("\n".join(refusals))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
@@ -392,37 +392,28 @@ def _registry() -> tuple[dict[str, type[ModeParameters]], tuple[str, ...]]:
     """All parameter classes by name, and a sentence for each entry point that was left out."""
     classes = {cls.name: cls for cls in BUILT_IN}
     problems = []
-    for entry in entries():
+    for entry in sorted(entry_points(group=GROUP), key=lambda entry: (entry.name, entry.value)):
         try:
             cls = entry.load()
-            check(cls, ModeParameters)
+            _check(cls)
             if cls.name in classes:
                 raise ValueError(f'there is a mode "{cls.name}" already')
             classes[cls.name] = cls
         except Exception as error:  # noqa: BLE001  # another package's code may raise anything
             detail = str(error).partition("\n")[0] or type(error).__name__
-            problems.append(f'The mode "{entry.name}" of {package(entry)} is left out: {detail}.')
+            package = f"{entry.dist.name} {entry.dist.version}" if entry.dist else "an unknown package"
+            problems.append(f'The mode "{entry.name}" of {package} is left out: {detail}.')
     return classes, tuple(problems)
 
 
-def entries() -> list[EntryPoint]:
-    """The entry points there are, in an order that does not depend on the installation."""
-    return sorted(entry_points(group=GROUP), key=lambda entry: (entry.name, entry.value))
-
-
-def package(entry: EntryPoint) -> str:
-    """The package of an entry point, with its version."""
-    return f"{entry.dist.name} {entry.dist.version}" if entry.dist else "an unknown package"
-
-
-def check(cls: Any, base: type[BaseModel]) -> None:
-    """Check the value of an entry point: whether it is the parameter class of a mode, a subclass of ``base``.
+def _check(cls: Any) -> None:
+    """Check the value of an entry point: whether it is the parameter class of a mode.
 
     Raises:
-        ValueError: it is none, or lacks a name, a title, an implementation, a default or the meaning of a figure.
+        ValueError: it is none, or lacks a name, a title, an implementation or a default.
     """
-    if not _is_subclass(cls, base):
-        raise ValueError(f"its value is not a subclass of {base.__module__}.{base.__name__}")
+    if not (isinstance(cls, type) and issubclass(cls, ModeParameters)):
+        raise ValueError(f"its value is not a subclass of {__name__}.{ModeParameters.__name__}")
     for attribute in ("name", "title", "implementation"):
         if not isinstance(getattr(cls, attribute, None), str):
             raise ValueError(f"{cls.__name__} has no {attribute}")
@@ -430,18 +421,10 @@ def check(cls: Any, base: type[BaseModel]) -> None:
         raise ValueError(f'"{cls.name}" is no name for a mode: lower-case letters, digits and _ make one')
     if not re.fullmatch(r"[\w.]+:\w+", cls.implementation):
         raise ValueError(f'its implementation "{cls.implementation}" is not package.module:Class')
-    if not isinstance(cls.figures, Mapping) or not all(
-        isinstance(part, str) for row in cls.figures.items() for part in row
-    ):
-        raise ValueError("its figures are no labels with what each means")
     missing = [name for name, field in cls.model_fields.items() if field.is_required()]
     if missing:
         raise ValueError(f"its parameter {missing[0]} has no default")
     cls()  # a validator of its own may refuse the defaults
-
-
-def _is_subclass(cls: Any, base: type) -> bool:
-    return isinstance(cls, type) and issubclass(cls, base)
 
 
 def refuse_too_much(model: str, context: int, messages: int, system: int = 0) -> None:

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -72,7 +73,7 @@ def load(
         UsageError: a source has an unknown key or a wrong value, or config.toml is not TOML.
     """
     own = (file_source(paths.config_file()), environment_source(environ), flags or SettingsSource())
-    _check_all(own)
+    check_all(*(partial(check, source) for source in own))
     devices = [source.values[DEVICE] for source in own if DEVICE in source.values]
     return _merged([*profiles(devices[-1] if devices else at(Settings(), DEVICE)), *own])
 
@@ -83,19 +84,8 @@ def resolve(*sources: SettingsSource) -> Resolved:
     Raises:
         UsageError: what is wrong in any of them.
     """
-    _check_all(sources)
+    check_all(*(partial(check, source) for source in sources))
     return _merged(sources)
-
-
-def _check_all(sources: Iterable[SettingsSource]) -> None:
-    refusals = []
-    for source in sources:
-        try:
-            check(source)
-        except UsageError as refused:
-            refusals.append(refused.title)
-    if refusals:
-        raise UsageError("\n".join(refusals))
 
 
 def _merged(sources: Sequence[SettingsSource]) -> Resolved:
@@ -228,6 +218,22 @@ def check(source: SettingsSource, model: type[S] = Settings) -> S:  # type: igno
         # One flag may set several keys; its refusal is listed once.
         messages = dict.fromkeys(_refusal(source, details, model) for details in error.errors())
         raise UsageError("\n".join(messages)) from None
+
+
+def check_all(*checks: Callable[[], object]) -> None:
+    """Run all checks.
+
+    Raises:
+        UsageError: what any of them refused.
+    """
+    refusals = []
+    for each in checks:
+        try:
+            each()
+        except UsageError as refused:
+            refusals.append(str(refused))
+    if refusals:
+        raise UsageError("\n".join(refusals))
 
 
 def _refusal(source: SettingsSource, details: ErrorDetails, model: type[BaseModel]) -> str:

@@ -69,7 +69,6 @@ def test_a_mode_of_another_package_comes_behind_the_built_in_ones(monkeypatch: p
         (extra(name="mode"), '"mode"'),
         (extra(name="copy"), '"copy"'),
         (extra(name="A-b"), '"A-b"'),
-        (extra(figures={"kept": 1}), "figures"),
         (extra(implementation="package.Extra"), '"package.Extra"'),
     ],
     ids=str,
