@@ -50,7 +50,7 @@ class Match(Section):
     def holds(self, gpu: GpuInfo | None) -> bool:
         """Whether the profile is for ``gpu``, None for a machine without one."""
         if gpu is None:
-            return CPU in (self.name or ())
+            return CPU in map(_short, self.name or ())
         found, names = _short(gpu.name or ""), self.name or ("*",)
         if not any(fnmatchcase(found, _short(name)) for name in names):
             return False
