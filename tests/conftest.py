@@ -36,7 +36,7 @@ settings.load_profile("kvchat")
 
 
 # After the environment is set, and before tests have directories of their own.
-from support import real_models  # noqa: E402
+from support import real_models, tested_models  # noqa: E402
 
 MANY = 300  # modules, of which transformers imports two thousand with the first model
 seen_modules = [0]
@@ -95,6 +95,14 @@ def own_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
     monkeypatch.setenv("KVCHAT_CONFIG", str(tmp_path / "config" / "config.toml"))
     monkeypatch.setenv("KVCHAT_DATA_DIR", str(tmp_path / "data"))
+    if loads := sys.modules.get("kvchat.models.load"):
+        tested_models.share(loads, monkeypatch)
+
+
+@pytest.fixture
+def untested(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a model passed in another test does not count."""
+    monkeypatch.setattr(tested_models, "passed", tested_models.Forgetful())
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

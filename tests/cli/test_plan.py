@@ -24,7 +24,7 @@ def test_the_table_names_what_fits(capsys):
 def test_json(capsys):
     assert plan(ASKED, 1000, as_json=True) == 0
     made = json.loads(capsys.readouterr().out)
-    assert made["weights"]["none"] == 69_232_384
+    assert made["weights"]["none"] == 69_232_128
     assert made["modes"]["full"]["device_bytes"] == 0, "on a CPU it reads the host pool itself"
     assert made["modes"]["speculative"]["device_bytes"] > 0
     assert made["proposal"] == {"quantize": "none", "mode": "full", "budget": None, "gave_up": [], "install": ""}

@@ -56,6 +56,7 @@ def test_a_local_folder(folder, no_network, dtype, expected):
     assert loaded.vocab == tiny_models.VOCAB
 
 
+@pytest.mark.usefixtures("untested")
 def test_a_model_is_tested_once_on_a_machine(folder, monkeypatch, tmp_path):
     """Again where its weights, its config or kvchat's code are others, or where the note of it is damaged."""
     tested, layers = [], []

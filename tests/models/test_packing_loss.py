@@ -14,6 +14,8 @@ from kvchat.models import load
 from kvchat.models.load import LoadedModel, load_model
 from kvchat.protocol.messages import Load
 
+pytestmark = pytest.mark.usefixtures("untested")
+
 
 def loaded(quantize: str) -> LoadedModel:
     return load_model(Load(quantize=quantize), lambda stage: None)
