@@ -35,7 +35,7 @@ PEERS = ["llama", "qwen2-window"]
 
 def later_ids(steps: int, seed: int = 1) -> list[int]:
     """Return tokens to decode: fewer in Triton's interpreter."""
-    return token_ids(max(4, steps // 60) if INTERPRETED else steps, seed=seed)
+    return token_ids(max(2, steps // 100) if INTERPRETED else steps, seed=seed)
 
 
 def llama(dtype: torch.dtype) -> LoadedModel:

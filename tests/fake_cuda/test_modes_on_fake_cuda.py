@@ -14,14 +14,12 @@ from support.memory_faults import PLACES
 ROOT = Path(__file__).parents[2]
 # In the long form freeze by the paper's rules, which differ in numbers, and pinned messages in every mode are read too.
 SHORT = (
-    "change_no_bit and dtype0 and not (paper or reuse)",
-    "(8_bit or pinned) and speculative or switches and reuse or resident and bfloat16",
+    "change_no_bit and dtype0 and not (paper or reuse)"
+    " or (8_bit or pinned) and speculative or switches and reuse or resident and bfloat16"
 )
 LONG = (
-    "change_no_bit and dtype0",
-    "8_bit and speculative or switches and (reuse or freeze-paper) or pinned or is_resident",
+    "change_no_bit and dtype0 or 8_bit and speculative or switches and (reuse or freeze-paper) or pinned or is_resident"
 )
-GRAPHS, OTHERS = LONG if WHOLE else SHORT
 # As few as keep two workers busy to the end: each loads torch and transformers, and holds the kernels to the reference.
 PARTS = {
     "fake device, host pool, prefill, sampling, faults, a fixed change rate": [
@@ -34,8 +32,11 @@ PARTS = {
         "tests/engine/test_sampler.py",
         "tests/engine/test_session_faults.py",
     ],
-    "graphs": ["tests/engine/test_cuda.py", "-k", GRAPHS],
-    "8-bit pages, switches, pinned messages, tokens read over the link": ["tests/engine/test_cuda.py", "-k", OTHERS],
+    "graphs, 8-bit pages, switches, pinned messages, tokens read over the link": [
+        "tests/engine/test_cuda.py",
+        "-k",
+        LONG if WHOLE else SHORT,
+    ],
 }
 
 
