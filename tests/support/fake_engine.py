@@ -4,7 +4,7 @@
 stopped, ``prose`` the same in paragraphs, ``hold`` answers one word and waits for a command, ``waver`` takes some
 words back; any other prompt gets ``ANSWER``. Budget 64 is refused.
 ``FAKE_LOAD=crash`` crashes while loading, ``refuse`` has no model, ``wait`` loads until stdin closes; ``FAKE_GPU`` adds
-a GPU and ``FAKE_REPEAT=100`` stores every prompt a hundred times;
+a GPU and ``FAKE_REPEAT=100`` stores every prompt a hundred times; ``FAKE_WORDS`` ends ``slow`` after so many words;
 ``FAKE_BADGES`` are its badges, with ``|`` between them; into the file ``FAKE_LEDGER`` it writes when it said each word.
 """
 
@@ -299,7 +299,9 @@ def pieces(prompt: str) -> Iterator[str]:
     """The answer's tokens."""
     if prompt in ("slow", "hold", "prose"):
         ends = {PARAGRAPH - 1: "\n\n"} if prompt == "prose" else {}
-        yield from (f"{WORDS[i % 10]}{ends.get(i % PARAGRAPH, ' ')}" for i in range(10_000))
+        yield from (
+            f"{WORDS[i % 10]}{ends.get(i % PARAGRAPH, ' ')}" for i in range(int(os.environ.get("FAKE_WORDS", 10_000)))
+        )
     else:
         yield from re.findall(r"\s*\S+", ANSWER)
 

@@ -34,20 +34,16 @@ async def test_keys_in_the_prompt_act_in_their_order(running, keys):
 
 
 @pytest.mark.parametrize("key", SCREENS)
-async def test_what_follows_esc_reaches_the_prompt(running, key):
+async def test_what_follows_esc_reaches_the_prompt_also_where_a_screen_is_searched_at_once(running, key):
     async with running() as (app, _pilot, until):
+        press(app, key, *"cat", "escape", *"dog")
+        await until(lambda: app.screen is app.chat and prompt(app).text == "dog")
+        prompt(app).load_text("")
         press(app, key)
         await until(lambda: isinstance(app.screen, ModalScreen))
         press(app, "escape", *"hello", "enter")
         await until(lambda: finished(app))
         assert app.controller.state.conversation.turns[0].content == "hello"
-
-
-@pytest.mark.parametrize("key", SCREENS)
-async def test_a_screen_is_opened_searched_and_closed_at_once(running, key):
-    async with running() as (app, _pilot, until):
-        press(app, key, *"cat", "escape", *"dog")
-        await until(lambda: app.screen is app.chat and prompt(app).text == "dog")
 
 
 async def test_a_paste_waits_for_the_keys_before_it(running):

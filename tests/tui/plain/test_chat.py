@@ -300,7 +300,8 @@ async def test_ctrl_c_stops_the_answer_then_leaves(config):
     assert "you: " not in session.said
 
 
-async def test_a_person_switches_during_an_answer_and_leaves_by_the_end_of_the_input(config):
+async def test_a_person_switches_during_an_answer_and_leaves_by_the_end_of_the_input(config, monkeypatch):
+    monkeypatch.setenv("FAKE_WORDS", "200")
     session = Session(config, is_typed=True)
     running = asyncio.create_task(session.run())
     session.send("slow\n")
