@@ -47,19 +47,13 @@ def reread(chat: Chat) -> int:
 
 
 @pytest.mark.parametrize("name", tiny_models.HYBRID)
-def test_logits_are_those_of_a_session_never_closed(tmp_path, name):
+def test_logits_are_those_of_a_session_never_closed_also_where_the_last_question_is_answered_again(tmp_path, name):
     chat = spoken(tmp_path, name)
     later, events = resumed(chat, tmp_path)
     assert came_back(events) == (ASKED + 9, "disk")
     assert later.stored.ids == chat.stored.ids
     assert reread(later) == 0
     goes_on_alike(later, chat)
-
-
-@pytest.mark.parametrize("name", tiny_models.HYBRID)
-def test_the_last_question_is_answered_again_as_in_a_session_never_closed(tmp_path, name):
-    chat = spoken(tmp_path, name)
-    later, _ = resumed(chat, tmp_path)
     for one in (chat, later):
         one.runner.truncate(ASKED - 1)
         assert 0 < len(one.runner.recurrent.unread) < TAIL

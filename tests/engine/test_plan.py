@@ -35,6 +35,7 @@ from kvchat.tui.models import plan_lines
 TOKENS = 300
 WITHIN = 0.02
 TEXT_MODELS = ("llama", "gemma2", "qwen3_moe", "deepseek_v3", "gpt_oss", "gpt2", "dbrx", "jetmoe", *tiny_models.HYBRID)
+SYNC = ({"mem": 0.3}, {"clusters": 2}, {"budget": 400}, {"offload": False})
 
 
 def planned(model, context=TOKENS, **params):
@@ -79,16 +80,16 @@ def test_what_one_forward_shows_is_refused_as_by_loading(tmp_path, name, reason)
 
 
 @pytest.mark.parametrize(
-    ("mode", "params"),
+    ("mode", "params", "tokens", "prompt"),
     [
-        ("full", {}),
-        ("freeze", {}),
-        ("streaming", {"budget": 128}),
-        ("speculative", {"budget": 128}),
-        *(("sync", params) for params in ({}, {"mem": 0.3}, {"clusters": 2}, {"budget": 400}, {"offload": False})),
+        ("full", {}, 1091, 0.3),
+        ("streaming", {"budget": 128}, 1091, 0.3),
+        *(("freeze", {}, *came) for came in ((TOKENS, 1), (1091, 0.3))),
+        *(("speculative", {"budget": 128}, *came) for came in ((TOKENS, 1), (1091, 0.3))),
+        *(("sync", {}, *came) for came in ((TOKENS, 1), (TOKENS, 0.95), (1091, 0.3))),
+        *(("sync", params, TOKENS, 0.95) for params in SYNC),
     ],
 )
-@pytest.mark.parametrize(("tokens", "prompt"), [(TOKENS, 1), (TOKENS, 0.95), (1091, 0.3)])
 def test_every_modes_bytes(model, mode, params, tokens, prompt):
     """They are the same, whether a conversation came at once or in parts."""
     made, session = planned("bundled", tokens, **{mode: params}), Session(model, entering(mode, params))
@@ -107,8 +108,9 @@ def test_sync_is_planned_for_as_the_first_long_prompt_leaves_it(folder):
     assert planned(folder).modes["sync"].device_bytes == pytest.approx(session._kv.device_bytes, rel=WITHIN)
 
 
-@pytest.mark.parametrize("host_dtype", ["model", "int8"])
-@pytest.mark.parametrize("tokens", [454, 1111, 3033, 4096])
+@pytest.mark.parametrize(
+    ("host_dtype", "tokens"), [("model", 454), ("int8", 1111), ("int8", 3033), ("model", 4096), ("int8", 4096)]
+)
 def test_what_is_stored_is_planned_at_every_length(tmp_path, host_dtype, tokens):
     context = 4096  # a whole one has no room ahead
     tiny_multimodal.save(tiny_models.fresh("llama", max_position_embeddings=context), tmp_path)
@@ -209,8 +211,7 @@ def test_experts_have_no_floor(folder):
     assert memory_plan(Load(str(folder), "cpu", "float32", read_bytes_per_s=2e9), TOKENS, silent).floor_ms == {}
 
 
-@pytest.mark.parametrize("folder", ["llama", "qwen3_next"], indirect=True)
-@pytest.mark.parametrize("mode", ["full", "streaming"])
+@pytest.mark.parametrize(("folder", "mode"), [("llama", "streaming"), ("qwen3_next", "full")], indirect=["folder"])
 def test_what_is_stored_now_is_planned_beside_what_it_takes(folder, mode, monkeypatch):
     asked = Load(str(folder), "cpu", "float32", mode=mode, mode_params={"streaming": {"budget": 128}})
     session = Session(load_model(asked, silent), asked)
@@ -244,8 +245,10 @@ def test_what_was_taken_for_a_longer_conversation_and_for_other_pages_is_planned
     assert made.host_room > 2000
 
 
-@pytest.mark.parametrize("mode", ["freeze", "streaming", "sync", "speculative"])
-@pytest.mark.parametrize("pin_system", [False, True])
+@pytest.mark.parametrize(
+    ("mode", "pin_system"),
+    [("freeze", False), ("streaming", True), ("streaming", False), ("sync", True), ("speculative", False)],
+)
 def test_what_is_pinned_is_planned_with_what_is_stored(model, mode, pin_system):
     budget = {"budget": 300} if mode == "freeze" else {"budget": 64} if mode != "sync" else {}
     asked = entering(mode, {"pin_system": pin_system, **budget})
