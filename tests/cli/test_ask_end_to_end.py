@@ -67,13 +67,6 @@ def test_what_cannot_be_done_is_said_in_one_line(run: Run, args: list[str], stdi
     assert result.err.count("\n") == 1
 
 
-def test_a_process_that_refuses_says_one_line_and_has_the_exit_code() -> None:
-    result = ask("hi", "-m", "/no/such/model")
-    assert (result.returncode, result.stdout) == (2, b"")
-    assert result.stderr.startswith(b"kvchat: ")
-    assert result.stderr.count(b"\n") == 1
-
-
 def test_ctrl_c_keeps_what_is_there() -> None:
     command = [sys.executable, "-m", "kvchat", "ask", "Count to a thousand.", "--max-new-tokens", "4000", "--stop", "~"]
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:

@@ -75,29 +75,23 @@ def test_an_answer_needs_no_locale_no_home_no_terminal_and_no_connection(tried: 
     assert not tried.exists()
 
 
-def test_a_chat_and_its_engine_connect_to_nothing(tried: Path, tmp_path: Path) -> None:
-    asked = b"Hello!\n/mode sync\n/plan bundled\n/models\n"
-    result = run("chat", "--plain", given=asked, folder=tmp_path)
-    assert b"\nmodel: " in result.stdout
-    assert not tried.exists(), tried.read_text()
-
-
 def test_what_connects_is_noted(tried: Path) -> None:
     command = [sys.executable, "-c", "import socket; socket.getaddrinfo('localhost', 1)"]
     subprocess.run(command, env=environ(), check=True)
     assert tried.read_text().startswith("socket.getaddrinfo")
 
 
-def test_the_chat_without_a_terminal_is_lines_also_in_an_ascii_locale() -> None:
-    result = run("chat", given=b"Hello!\n/mode streaming\n", **PLAIN)
+def test_the_chat_without_a_terminal_is_lines_also_in_an_ascii_locale_and_connects_to_nothing(tried: Path) -> None:
+    result = run("chat", given=b"Hello!\n/mode sync\n", **PLAIN)
     assert (result.returncode, result.stderr) == (0, b"")
     assert result.stdout.isascii()
     said = [line.split(b" ")[0] for line in result.stdout.splitlines()[1:]]
     assert said[:2] == [b"you:", b"model:"]
     assert said[-1] == b"[full"
+    assert not tried.exists(), tried.read_text()
 
 
-@pytest.mark.parametrize("mebibytes", [100, 400, 700, 1100])
+@pytest.mark.parametrize("mebibytes", [100, 700])
 def test_too_little_memory_is_said_in_a_line(mebibytes: int) -> None:
     result = run("ask", "Hello!", limit=mebibytes * 2**20)
     assert (result.returncode, result.stdout) == (3, b"")
@@ -114,7 +108,6 @@ def test_too_little_memory_for_the_engine_is_said_in_the_chat() -> None:
 @pytest.mark.parametrize(
     ("command", "code", "said"),
     [
-        (["ask", "Hello!", "--max-new-tokens", "3"], 0, ""),
         (["config", "init"], 2, "config.toml"),
         (["chats", "list"], 1, "chats.db"),
         (["compare", "Hi!", "full", "--max-new-tokens", "3", "--out", "told.md"], 2, "told.md"),
@@ -127,7 +120,7 @@ def test_where_no_file_can_be_written_one_line_says_so(
 ) -> None:
     result = run(*command, file_limit=0, folder=tmp_path)
     told = result.stderr.decode()
-    assert (result.returncode, told.count("\n")) == (code, min(code, 1)), told
+    assert (result.returncode, told.count("\n")) == (code, 1), told
     assert said in told
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size]
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.in_turn import run_in_turn
 
 import kvchat
 
@@ -24,21 +25,25 @@ print(*kvchat.load("bundled").chat("Hi", Sampling(max_new_tokens=3)))
 """
 
 
-def run(folder: Path, *arguments: str, home: str | None = None) -> subprocess.CompletedProcess[str]:
+def homeless(folder: Path, home: str | None = None) -> dict[str, str]:
+    """The environment of a process without a home, that begins in the folder ``here``."""
     (folder / "sitecustomize.py").write_text(NOBODY)
+    (folder / "here").mkdir()
     source = str(Path(kvchat.__file__).parent.parent)
-    environment = {
+    return {
         "PATH": os.environ["PATH"],
         "PYTHONPATH": os.pathsep.join((str(folder), source)),
         "OMP_NUM_THREADS": "1",
         "LANG": "C.UTF-8",
         **({} if home is None else {"HOME": home}),
     }
-    (folder / "here").mkdir(exist_ok=True)
+
+
+def run(folder: Path, *arguments: str, home: str | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=folder / "here",
-        env=environment,
+        env=homeless(folder, home),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -47,7 +52,8 @@ def run(folder: Path, *arguments: str, home: str | None = None) -> subprocess.Co
     )
 
 
-@pytest.mark.parametrize("home", [None, "", "relative"])
+@pytest.mark.slow("a process imports torch and answers")
+@pytest.mark.parametrize("home", [None, "relative"])
 def test_an_answer_needs_no_home(tmp_path, home):
     asked = run(tmp_path, "-m", "kvchat", "ask", "Hi", "--max-new-tokens", "3", home=home)
     assert asked.returncode == 0, asked.stderr
@@ -56,23 +62,24 @@ def test_an_answer_needs_no_home(tmp_path, home):
     assert list((tmp_path / "here").iterdir()) == []
 
 
+@pytest.mark.slow("a process imports torch and answers")
 def test_the_python_api_needs_no_home(tmp_path):
-    asked = run(tmp_path, "-c", ASK)
+    asked = run(tmp_path, "-c", ASK, home="")
     assert asked.returncode == 0, asked.stderr
     assert asked.stdout.strip()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code"),
-    [
-        *((("doctor",), 0), (("models",), 0), (("config", "show"), 0), (("keys",), 0), (("plan",), 0)),
-        *((("profile", "show"), 0), (("chats", "list"), 1), (("config", "init"), 2)),
-    ],
-    ids=str,
-)
-def test_no_command_fails_in_a_traceback(tmp_path, arguments, code):
-    done = run(tmp_path, "-m", "kvchat", *arguments)
-    assert done.returncode == code, done.stderr
-    assert "Traceback" not in done.stderr
-    assert not code or len(done.stderr.strip().split("\n")) == 1
+CODES = {
+    **dict.fromkeys(("doctor", "models", "config show", "keys", "plan", "profile show"), 0),
+    "chats list": 1,
+    "config init": 2,
+}
+
+
+@pytest.mark.slow("a process imports torch")
+def test_no_command_fails_in_a_traceback(tmp_path):
+    done = run_in_turn([command.split() for command in CODES], homeless(tmp_path), tmp_path / "here")
+    assert {command: one.code for command, one in zip(CODES, done, strict=True)} == CODES
+    assert not any("Traceback" in one.err for one in done)
+    assert [len(one.err.splitlines()) for one in done if one.code] == [1, 1]
     assert list((tmp_path / "here").iterdir()) == []
