@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.command_line import Outcome
+from support.in_turn import run_in_turn
 from support.kv_run import REFERENCES, Run
 from support.message import lacks
 from support.reference import FullReference
@@ -46,32 +47,10 @@ def kvchat(installed: Path, *args: str, **environ: str) -> subprocess.CompletedP
     )
 
 
-# Several commands in one process, which imports torch and transformers once.
-IN_TURN = """
-import io, json, sys
-from contextlib import redirect_stderr, redirect_stdout
-from kvchat.cli.main import main
-done = []
-for arguments in json.loads(sys.stdin.read()):
-    sys.argv[1:] = arguments
-    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
-    with redirect_stdout(out), redirect_stderr(err):
-        try:
-            main()
-        except SystemExit as left:
-            code = left.code or 0
-    done.append([code, out.buffer.getvalue().decode(), err.buffer.getvalue().decode()])
-json.dump(done, sys.stdout)
-"""
-
-
 def in_turn(installed: Path, *commands: list[str], **environ: str) -> list[Outcome]:
     """What each of the commands gives."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(installed), str(ROOT))), **environ}
-    given, command = json.dumps(commands), [sys.executable, "-c", IN_TURN]
-    ran = subprocess.run(command, input=given, capture_output=True, text=True, timeout=600, env=env, check=False)
-    assert ran.returncode == 0, ran.stderr
-    return [Outcome(*done) for done in json.loads(ran.stdout)]
+    path = os.pathsep.join((str(installed), str(ROOT)))
+    return run_in_turn(commands, {**os.environ, "PYTHONPATH": path, **environ})
 
 
 @pytest.fixture(scope="module")
@@ -214,25 +193,20 @@ def test_wrong_parameters_are_refused(installed: Path) -> None:
     assert result.returncode == 2
 
 
-def test_a_broken_package_is_named_and_stops_nothing(tmp_path: Path) -> None:
+def test_a_broken_package_is_named_and_stops_nothing_but_its_own_mode(installed: Path, tmp_path: Path) -> None:
     folder = tmp_path / "site"
+    shutil.copytree(installed, folder)
+    (folder / "kvchat_strided" / "mode.py").write_text("import nothing_like_it\n")
     (folder / "broken-1.2.dist-info").mkdir(parents=True)
     (folder / "broken-1.2.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.2\n")
     (folder / "broken-1.2.dist-info" / "entry_points.txt").write_text("[kvchat.modes]\nworse = broken:Parameters\n")
     (folder / "broken.py").write_text("raise RuntimeError('It is\\nbroken')")
-    result = kvchat(folder, "modes")
-    assert result.returncode == 0
-    assert result.stdout.startswith("full ")
-    assert not lacks(result.stderr, '"worse" of broken 1.2', "It is")
-    checks = {check["name"]: check for check in json.loads(kvchat(folder, "doctor", "--json").stdout)["checks"]}
+    listed, looked, asked = in_turn(folder, ["modes"], ["doctor", "--json"], ["ask", "Hello", "--mode", "strided"])
+    assert listed.code == 0
+    assert listed.out.startswith("full ")
+    assert not lacks(listed.err, '"worse" of broken 1.2', "It is")
+    checks = {check["name"]: check for check in json.loads(looked.out)["checks"]}
     assert (checks["modes"]["state"], "broken 1.2" in checks["modes"]["found"]) == ("warning", True)
-
-
-def test_a_mode_whose_implementation_cannot_be_imported_is_refused(installed: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "site"
-    shutil.copytree(installed, copy)
-    (copy / "kvchat_strided" / "mode.py").write_text("import nothing_like_it\n")
-    result = kvchat(copy, "ask", "Hello", "--mode", "strided")
-    assert (result.returncode, result.stdout) == (2, "")
-    assert not lacks(result.stderr, "kvchat_strided.mode:Strided", "ModuleNotFoundError", "'nothing_like_it'")
-    assert result.stderr.count("\n") == 1
+    assert (asked.code, asked.out) == (2, "")
+    refusal = asked.err.splitlines()[-1]
+    assert not lacks(refusal, "kvchat_strided.mode:Strided", "ModuleNotFoundError", "'nothing_like_it'")
