@@ -141,10 +141,10 @@ def test_the_system_prompt_and_messages_share_one_limit(model, system, pinned, n
 def test_streaming_never_reads_more_than_the_context(model, budget, pinned, in_force):
     session = Session(replace(model, context=500), entering("streaming", {"budget": budget}))
     told = Turn("user", f"Hello. {LINE * pinned}", pinned=bool(pinned))
-    finished(session, (told, Turn("assistant", "Yes."), Turn("user", LINE * 10)))
+    finished(session, (told, Turn("assistant", "Yes."), Turn("user", LINE * (23 - pinned))))
     assert session.snapshot().params["budget"] in in_force
     most = 0
-    for token in range(3, 353):
+    for token in range(3, 153):
         session.step(token)
         most = max(most, int(session.attended(0)[0].sum()))
     assert session.total > 500

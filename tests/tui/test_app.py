@@ -180,7 +180,7 @@ async def test_a_terminal_without_a_column_for_a_list_ends_nothing(running, key)
     async with running() as (app, pilot, until):
         press(app, key)
         await until(lambda: any(shown.display for shown in app.screen.query(OptionList)))
-        for width in (12, 8, 5, 4, 3, 2, 1):
+        for width in (5, 3, 1):
             await pilot.resize_terminal(width, 24)
             await pilot.pause()
         assert app._exception is None
