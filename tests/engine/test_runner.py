@@ -22,8 +22,6 @@ MODES = {
 }
 PROMPTS = [
     "My name is Maria and I live in a small house by the sea. Tell me a short story about my grandmother and her boat.",
-    "It was a dark and stormy night, and the captain had not slept since the storm began. He looked at the black water",
-    "What does the streaming mode do, and what does it forget? Please say it slowly, with all you know, and again.",
     "one two three four five six seven eight nine ten eleven twelve, and then backwards from twelve, and once more",
 ]
 
@@ -68,9 +66,9 @@ def test_full_mode_is_the_ordinary_cache_on_every_kind_of_layer(name):
 def test_full_mode_is_generate_on_the_bundled_model(model):
     prompts = [model.tokenizer(text)["input_ids"][:20] for text in PROMPTS]
     assert {len(ids) for ids in prompts} == {20}
-    expected = generate(model.model, prompts, 100, "sdpa")
+    expected = generate(model.model, prompts, 60, "sdpa")
     for ids, tokens in zip(prompts, expected, strict=True):
-        assert greedy(runner_of(model), ids, 100) == tokens
+        assert greedy(runner_of(model), ids, 60) == tokens
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "cohere2"])

@@ -56,8 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow("a process imports torch and loads two models")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("quantize", ["int8", "int4"])
+@pytest.mark.parametrize(("quantize", "dtype"), [("int8", "bfloat16"), ("int4", "float32")])
 def test_weights_are_packed_one_after_the_other(folder: Path, dtype: str, quantize: str) -> None:
     if not Path("/proc/self/status").exists():
         pytest.skip("the system does not tell")
