@@ -73,9 +73,9 @@ def test_the_weights_are_packed_without_a_loss_that_is_told(name: str) -> None:
 def test_coverage_is_that_of_dense_attention_in_float64(name: str, mode: str) -> None:
     model = real_model(name)
     session = Session(model, entering(mode, {"budget": 128}))
-    ids = prose(model.tokenizer, 700)
-    session.prefill(ids[:696])
-    for token in ids[696:]:
+    ids = prose(model.tokenizer, 400)
+    session.prefill(ids[:396])
+    for token in ids[396:]:
         session.step(token)
     state = session._kv.state
     for layer, spec in enumerate(model.probe.specs):
