@@ -6,6 +6,7 @@ import errno
 import gc
 import os
 import shutil
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -47,7 +48,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-snapshots", action="store_true", help="take the screens as they are now for right")
 
 
+COMPILE = """
+import torch
+from kvchat.models.compile_ahead import compile_ahead
+for dtype in (torch.bfloat16, torch.float32):
+    compile_ahead(dtype, lambda stage: None)
+"""
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        subprocess.run([sys.executable, "-c", COMPILE])  # or each worker would compile the same loops at once
     if config.getoption("--fake-cuda"):
         from support import fake_cuda
 
