@@ -1,8 +1,8 @@
 """The host pool: every token's K and V, in every mode, always complete.
 
 One array ``[page, H, 2, p, d]`` per layer, cut into rows (a token's K or V of one head) and blocks (a page's K or V of
-one head). ``Arrangement`` says what is next to what: by page for a GPU, which fetches pages, by head for a CPU; 8-bit
-pages lie by page in either case. A new token's K/V is written through as soon as it is computed; leaving the device
+one head). A layout says what is next to what: ``ByPage`` for a GPU, which fetches pages, ``ByHead`` for a CPU; 8-bit
+pages are by page in either case. A new token's K/V is written through as soon as it is computed; leaving the device
 then costs nothing. Pages of a conversation that is not the present one are parked in plain host memory.
 
 Each layer lies in one ``PinnedRegion``: its address space is reserved for the model's context and its memory committed
@@ -38,7 +38,7 @@ class HostPool:
     ``capacity`` is the number of tokens that every layer has memory for (where it ran out while the pool grew, some
     have more), ``reserved`` the number that fit the address space: with more the pool moves.
 
-    ``arrangement`` is by default the one that the geometry asks for. ``pageable_reason`` says why the device cannot
+    ``layout`` is by default the one that the geometry asks for. ``pageable_reason`` says why the device cannot
     address the pool; empty where it does.
 
     Raises:
@@ -51,15 +51,15 @@ class HostPool:
         device: torch.device,
         context: int = 0,
         registrar: Registrar | None = None,
-        arrangement: ByPage | None = None,
+        layout: ByPage | None = None,
     ) -> None:
         self.geometry = geometry
         self.device = device
         self.total = 0
         self.pageable_reason = ""
         self.registrar = CudaRegistrar(device) if registrar is None and device.type == "cuda" else registrar
-        self._lies = arrangement or arrangement_of(geometry)
-        self._step = step_tokens(geometry, self._lies.page_bytes) if self.registrar else 0
+        self._layout = layout or layout_of(geometry)
+        self._step = step_tokens(geometry, self._layout.page_bytes) if self.registrar else 0
         least = geometry.grown(0)
         # One more than the context: a full one still makes room for the next token.
         self._regions = self._reserved(max(least, context + 1), least)
@@ -119,7 +119,7 @@ class HostPool:
     def layers(self) -> list[Tensor]:
         """The pages that have memory, in host memory: ``[page, H, 2, p, d]`` a layer."""
         pages = self.capacity // self.geometry.page
-        return [self._lies.table(region.bytes)[:pages] for region in self._regions]
+        return [self._layout.table(region.bytes)[:pages] for region in self._regions]
 
     def table(self, layer: int) -> Tensor:
         """The layer's address space, ``[page, H, 2, p, d]``; of 8-bit pages ``[page, H, block_bytes]``."""
@@ -139,11 +139,11 @@ class HostPool:
 
     def segments(self, layer: int, first: int, last: int) -> list[Tensor]:
         """Pages ``first`` up to ``last`` in host memory, uint8, cut where a ``cudaMemcpy`` may not go across."""
-        return self._regions[layer].segments(first * self._lies.page_bytes, last * self._lies.page_bytes)
+        return self._regions[layer].segments(first * self._layout.page_bytes, last * self._layout.page_bytes)
 
     def row_index(self, positions: Tensor, heads: Tensor) -> Tensor:
         """Rows of K of tokens ``positions`` and KV ``heads`` (broadcast, int64); V lies ``value_rows`` further."""
-        return self._lies.row_index(positions, heads, self.reserved)
+        return self._layout.row_index(positions, heads, self.reserved)
 
     def by_head(self, layer: int) -> Tensor:
         """In unified memory the layer's address space, ``[2, H, token, d]``."""
@@ -152,12 +152,12 @@ class HostPool:
     @property
     def value_rows(self) -> int:
         """Number of rows from a token's K to its V."""
-        return self._lies.value_rows(self.reserved)
+        return self._layout.value_rows(self.reserved)
 
     @property
     def block_strides(self) -> tuple[int, int, int]:
         """Number of ``blocks`` from one page to the next, from one KV head to the next and from K to V."""
-        return self._lies.block_strides(self.reserved)
+        return self._layout.block_strides(self.reserved)
 
     def rounded_at(self, positions: Tensor) -> Tensor | None:
         """True for each of ``positions`` whose token lies in an 8-bit page; None if there are no 8-bit pages."""
@@ -238,7 +238,7 @@ class HostPool:
         """
         free, taken = available.usable(available.host_free()), self._committed
         for tokens in (wanted, least):
-            size = self._lies.nbytes(tokens)
+            size = self._layout.nbytes(tokens)
             if size * self.geometry.layers - taken + beside <= free:
                 return size
         raise self._does_not_fit(
@@ -253,9 +253,9 @@ class HostPool:
         """
         reason = ""
         for tokens in (wanted, least):
-            size = self._lies.reserved_bytes(tokens)
+            size = self._layout.reserved_bytes(tokens)
             try:
-                return [PinnedRegion(size, self._lies.parts) for _ in range(self.geometry.layers)]
+                return [PinnedRegion(size, self._layout.parts) for _ in range(self.geometry.layers)]
             except OSError as error:
                 reason = f"the system gives no address space for it: {error.strerror}."
         raise self._does_not_fit(least, reason)
@@ -276,11 +276,11 @@ class HostPool:
         size = self._affordable(least, wanted, beside=self._committed if unified else self._regions[0].committed)
         used = self._used
         self.synchronize()
-        tokens = self._lies.tokens(size)
+        tokens = self._layout.tokens(size)
         moved = self._reserved(2 * tokens, tokens)
         for layer, region in enumerate(moved):
             self._commit(region, size)
-            self._lies.table(region.bytes)[:used] = self._lies.table(self._regions[layer].bytes)[:used]
+            self._layout.table(region.bytes)[:used] = self._layout.table(self._regions[layer].bytes)[:used]
             if not unified:
                 self._regions[layer] = region
                 self._look()
@@ -305,22 +305,22 @@ class HostPool:
         """Make the views of the regions, and measure them."""
         self._measure()
         self._tables = [self._table(region) for region in self._regions]
-        self._rows = [self._lies.rows(table) for table in self._tables]
+        self._rows = [self._layout.rows(table) for table in self._tables]
 
     def _measure(self) -> None:
-        self.capacity = self._lies.tokens(min(region.committed for region in self._regions))
-        self.reserved = self._lies.tokens(min(region.size for region in self._regions))
+        self.capacity = self._layout.tokens(min(region.committed for region in self._regions))
+        self.reserved = self._layout.tokens(min(region.size for region in self._regions))
 
     def _table(self, region: PinnedRegion) -> Tensor:
         """The region as the device sees it, ``[page, H, 2, p, d]``; as the CPU does where it is pageable."""
         if self.device.type != "cuda" or self.pageable_reason:
-            return self._lies.table(region.bytes)
+            return self._layout.table(region.bytes)
         with torch.inference_mode(False):
             seen = torch.as_tensor(CudaArray(region), device=self.device)
-        return self._lies.table(seen)
+        return self._layout.table(seen)
 
     def _does_not_fit(self, tokens: int, reason: str) -> DoesNotFitError:
-        taken = self._lies.nbytes(tokens) * self.geometry.layers
+        taken = self._layout.nbytes(tokens) * self.geometry.layers
         return DoesNotFitError(
             "There is not enough host memory for the conversation.",
             f"K/V of {self.geometry.round_up(tokens):,} tokens take {units.size(taken, 2)}; {reason}",
@@ -438,14 +438,14 @@ class RoundedByPage(ByPage):
         return table
 
 
-def arrangement_of(geometry: Geometry) -> ByPage:
-    """The arrangement that a host pool of this geometry uses."""
+def layout_of(geometry: Geometry) -> ByPage:
+    """The layout that a host pool of this geometry uses."""
     return ByHead(geometry) if geometry.unified else ByPage(geometry)
 
 
 def layer_bytes(geometry: Geometry, tokens: int, rounded: int = 0) -> int:
     """Bytes of host memory that one layer of the pool takes with room for ``tokens`` and ``rounded`` in 8-bit pages."""
-    return arrangement_of(geometry).nbytes(tokens) + RoundedByPage(geometry).nbytes(rounded)
+    return layout_of(geometry).nbytes(tokens) + RoundedByPage(geometry).nbytes(rounded)
 
 
 def pool_bytes(geometry: Geometry, tokens: int, context: int, rounds: bool = False) -> int:
@@ -453,8 +453,8 @@ def pool_bytes(geometry: Geometry, tokens: int, context: int, rounds: bool = Fal
 
     For more than the ``context`` and its next token room is made only where a conversation goes beyond it.
     """
-    lies = RoundedByPage(geometry) if rounds else arrangement_of(geometry)
-    room = pool_tokens(geometry, tokens, 0 if geometry.unified else step_tokens(geometry, lies.page_bytes))
+    layout = RoundedByPage(geometry) if rounds else layout_of(geometry)
+    room = pool_tokens(geometry, tokens, 0 if geometry.unified else step_tokens(geometry, layout.page_bytes))
     if tokens <= context + 1:
         room = min(room, max(context + 1, geometry.grown(0)))
     # Beside 8-bit pages the exact pool is as large as an empty conversation's.

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.memory.host_pool import ByPage, RoundedByPage, arrangement_of
+from kvchat.kv.memory.host_pool import ByPage, RoundedByPage, layout_of
 
 PAGES, HEADS, PAGE, D = 6, 3, 8, 16
 
@@ -19,8 +19,8 @@ def geometry(unified: bool, d: int = D) -> Geometry:
 
 @pytest.fixture(params=[False, True], ids=["by page", "by head"])
 def arranged(request) -> tuple[ByPage, torch.Tensor, int]:
-    """An arrangement, a table whose elements all differ, and the tokens there is room for."""
-    found = arrangement_of(geometry(request.param))
+    """A layout, a table whose elements all differ, and the tokens there is room for."""
+    found = layout_of(geometry(request.param))
     nbytes = found.reserved_bytes(PAGES * PAGE)
     table = found.table(torch.arange(nbytes // 4, dtype=torch.float32).view(torch.uint8))
     return found, table, table.shape[0] * PAGE
@@ -51,7 +51,7 @@ def test_rows_and_blocks_are_views(arranged):
 @pytest.mark.parametrize("unified", [False, True])
 @pytest.mark.parametrize("d", [4, 6, 128])
 def test_there_is_room_for_what_was_asked_for(unified, d):
-    found = arrangement_of(geometry(unified, d))
+    found = layout_of(geometry(unified, d))
     for tokens in (1, 8, 9, 500, 20_000):
         assert found.table(torch.empty(found.reserved_bytes(tokens), dtype=torch.uint8)).shape[0] * PAGE >= tokens
         needed = tokens * HEADS * 2 * d * 4
