@@ -64,7 +64,7 @@ class HostPool:
         # One more than the context: a full one still makes room for the next token.
         self._regions = self._reserved(max(least, context + 1), least)
         self._extend(self._affordable(least, least))
-        self._look()
+        self._rebuild_views()
 
     # ---- room
 
@@ -283,10 +283,10 @@ class HostPool:
             self._layout.table(region.bytes)[:used] = self._layout.table(self._regions[layer].bytes)[:used]
             if not unified:
                 self._regions[layer] = region
-                self._look()
+                self._rebuild_views()
         if unified:
             self._regions = moved
-            self._look()
+            self._rebuild_views()
 
     def _commit(self, region: PinnedRegion, size: int) -> None:
         """Take memory for the first ``size`` bytes of a region and pin it; where that fails all becomes pageable."""
@@ -299,9 +299,9 @@ class HostPool:
             self.pageable_reason = str(error)
             for each in self._regions:
                 each.unregister()
-            self._look()
+            self._rebuild_views()
 
-    def _look(self) -> None:
+    def _rebuild_views(self) -> None:
         """Make the views of the regions, and measure them."""
         self._measure()
         self._tables = [self._table(region) for region in self._regions]
