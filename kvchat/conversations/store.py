@@ -232,14 +232,14 @@ class ConversationStore:
         with self._errors("written"):
             self._db.execute("UPDATE conversation SET deleted = ? WHERE id = ?", (time.time(), id))
         if self._saved_kv:
-            self._saved_kv.set_aside(id)
+            self._saved_kv.delete(id)
 
     def restore(self, id: str) -> None:
         """Bring a deleted conversation back."""
         with self._errors("written"):
             self._db.execute("UPDATE conversation SET deleted = NULL WHERE id = ?", (id,))
         if self._saved_kv:
-            self._saved_kv.bring_back(id)
+            self._saved_kv.restore(id)
 
     # ---- finding one -----------------------------------------------------------------------------
 
@@ -525,21 +525,21 @@ class SavedKv:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def set_aside(self, conversation: str) -> None:
+    def delete(self, conversation: str) -> None:
         """The conversation is deleted; its file can be brought back until ``purge``."""
         path = paths.saved_kv(self._folder, conversation)
         with suppress(OSError):
             os.utime(path)
             path.rename(_aside(path))
 
-    def bring_back(self, conversation: str) -> None:
+    def restore(self, conversation: str) -> None:
         """The conversation is restored."""
         path = paths.saved_kv(self._folder, conversation)
         with suppress(OSError):
             _aside(path).rename(path)
 
     def purge(self, after_s: float) -> None:
-        """Delete what was set aside longer ago than that."""
+        """Delete what was deleted longer ago than that."""
         for path in self._folder.glob(f"*{paths.SAVED_KV}{ASIDE}"):
             with suppress(OSError):
                 if time.time() - path.stat().st_mtime > after_s:

@@ -4,7 +4,7 @@ The prompt is read once, exactly: what an earlier answer computed with less cont
 then goes back to the prompt's last token, reads it again and answers with the same random numbers, so that variants
 differ only in what their decode steps read. A variant that drew other tokens than the first is given the first one's
 tokens in a second pass, so that the two distributions can be compared at every one of them. What all this displaces is
-set aside before and put back byte for byte, also when it is stopped or fails.
+checkpointed before and restored byte for byte, also when it is stopped or fails.
 
 Decision: recovery is off, because it would rewrite an answer by the answer's own course.
 """
@@ -29,7 +29,7 @@ from kvchat.engine.prompt import Stored
 from kvchat.engine.runner import ModelRunner
 from kvchat.engine.sampler import Sampler, read
 from kvchat.errors import DoesNotFitError, KvchatError
-from kvchat.kv.manager import SetAside, explained, set_aside
+from kvchat.kv.manager import Checkpoint, explained, take_checkpoint
 from kvchat.protocol.figures import Agreement, Run, Stats
 from kvchat.protocol.messages import Compared, Comparing, Event, Sampling, Started, Turn, Variant
 
@@ -205,7 +205,7 @@ class Comparison:
         """Put the tokens from ``start`` on, their ids and the mode back at the end of the block."""
         loop, switcher = self._loop, self._switcher
         switcher.narrow()
-        aside, stored = set_aside(self._runner.kv.state, start), copy.deepcopy(loop.stored)
+        checkpoint, stored = take_checkpoint(self._runner.kv.state, start), copy.deepcopy(loop.stored)
         parameters, preamble = switcher.parameters, switcher.preamble
         with self._metrics.beside():
             try:
@@ -213,19 +213,19 @@ class Comparison:
             finally:
                 loop.lock.check_process()
                 try:
-                    self._put_back(aside, stored)
+                    self._restore(checkpoint, stored)
                 finally:
                     switcher.preamble = preamble
                     switcher.enter(parameters)
 
-    def _put_back(self, aside: SetAside, stored: Stored) -> None:
-        """Store again what was set aside; where memory runs out the next question reads it again."""
+    def _restore(self, checkpoint: Checkpoint, stored: Stored) -> None:
+        """Restore what was stored; where memory runs out the next question reads it again."""
         try:
             with explained(self._runner.kv, "putting the conversation back"):
-                self._runner.put_back(aside, stored.ids[aside.start :])
+                self._runner.restore(checkpoint, stored.ids[checkpoint.start :])
         except DoesNotFitError:
-            self._loop.stored.truncate(aside.start)
-            self._runner.truncate(aside.start)
+            self._loop.stored.truncate(checkpoint.start)
+            self._runner.truncate(checkpoint.start)
             raise
         self._loop.stored.replace_with(stored)
 

@@ -162,7 +162,7 @@ class Keeper(Released):
         self._is_problem_told = bool(problem)
 
     def forget(self, conversation: str) -> None:
-        """Keep nothing of a deleted conversation, whose file was set aside; nor what was written since."""
+        """Keep nothing of a deleted conversation, whose file was moved away; nor what was written since."""
         self._writer.finish(0)
         self._parked.pop(conversation, None)
         if conversation == self._present:

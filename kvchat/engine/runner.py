@@ -25,7 +25,7 @@ from kvchat.engine.escaping import control_ids
 from kvchat.errors import UsageError
 from kvchat.kv.attention import AttentionSpec
 from kvchat.kv.geometry import GROWTH_HEADROOM, Geometry
-from kvchat.kv.manager import KVManager, SetAside, explained, is_out_of_memory
+from kvchat.kv.manager import Checkpoint, KVManager, explained, is_out_of_memory
 from kvchat.kv.modes.base import Mode, ModelTraits
 from kvchat.kv.modes.sync_heads import Calibration, TokenChoice
 from kvchat.kv.prefill import CHUNKS, prefill_chunk
@@ -233,11 +233,11 @@ class ModelRunner:
         with torch.inference_mode(), explained(self.kv, "pinning"):
             self.kv.pin(positions)
 
-    def put_back(self, aside: SetAside, ids: Sequence[int]) -> None:
-        """Store again, after the first ``aside.start`` tokens, those that were set aside, which are ``ids``."""
-        self.recurrent.truncate(aside.start)
-        self.kv.put_back(aside)
-        self.recurrent.put_back(ids)
+    def restore(self, checkpoint: Checkpoint, ids: Sequence[int]) -> None:
+        """Store the tokens of ``checkpoint`` again after its first ``start``; they are ``ids``."""
+        self.recurrent.truncate(checkpoint.start)
+        self.kv.restore(checkpoint)
+        self.recurrent.append_unread(ids)
 
     # ---- refusals
 

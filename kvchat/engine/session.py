@@ -219,7 +219,7 @@ class Session(Released):
         self._loop.pin(turns)
 
     def forget(self, conversation: str) -> None:
-        """Keep nothing of a conversation that was deleted; call it once its file was set aside."""
+        """Keep nothing of a conversation that was deleted; call it once its file was moved away."""
         with self._loop.lock:
             self._loop.lock.check_idle()
             self._keeper.forget(conversation)
@@ -250,7 +250,7 @@ class Session(Released):
 
         Raises:
             UsageError: as ``answer``, or a variant's mode or parameter is unknown.
-            DoesNotFitError: as ``answer``, or there is no memory to set aside what is stored or to put it back; where
+            DoesNotFitError: as ``answer``, or there is no memory to checkpoint what is stored or to restore it; where
                 that failed the next question reads it again, and the mode may be a variant's.
         """
         self._loop.ask()

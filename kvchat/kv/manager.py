@@ -3,7 +3,7 @@
 A prefill writes to the host pool and attends to everything in it; then the mode fills the slots. A decode step writes
 the new token through to the host pool, attends to the slots, and lets the mode fetch what the next step wants. Nothing
 in ``attention`` depends on which mode it is, and a decode step reads nothing back from the device. The last tokens can
-be set aside in host memory and put back byte for byte; memory that runs out is recognized and explained to a person.
+be checkpointed in host memory and restored byte for byte; memory that runs out is recognized and explained.
 """
 
 from __future__ import annotations
@@ -267,12 +267,12 @@ class KVManager:
             self._dirty = self._fresh = True
             raise
 
-    def put_back(self, aside: SetAside) -> None:
-        """Store tokens again that were set aside; the mode fills its slots at the next switch or step."""
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Store the tokens of ``checkpoint`` again; the mode fills its slots at the next switch or step."""
         self._end_prefill()
         self._dirty = self._fresh = True
-        put_back(self.state, aside)
-        self._set_pins(aside.pins)
+        restore(self.state, checkpoint)
+        self._set_pins(checkpoint.pins)
 
     def adopt(self, kept: KeptTokens) -> int:
         """Replace what is stored by ``kept`` tokens; return how many are stored then.
@@ -362,7 +362,7 @@ class KVManager:
 
 
 @dataclass(frozen=True)
-class SetAside:
+class Checkpoint:
     """Tokens ``start`` to ``total``: whole ``pages``, from that of ``start`` on.
 
     ``control`` marks the chat's control tokens; ``pins``, ``query`` and ``after_step`` are the state's.
@@ -378,7 +378,7 @@ class SetAside:
 
 
 @torch.inference_mode()
-def set_aside(state: KVState, start: int) -> SetAside:
+def take_checkpoint(state: KVState, start: int) -> Checkpoint:
     """Copy the tokens from ``start`` on; nothing changes.
 
     Raises:
@@ -388,23 +388,23 @@ def set_aside(state: KVState, start: int) -> SetAside:
     _wait_for_device(state)
     pages = state.host.copied(start // state.geometry.page)
     control, query = state.control[start : state.total].clone(), state.query.clone()
-    return SetAside(start, state.total, pages, control, state.pins, query, state.after_step)
+    return Checkpoint(start, state.total, pages, control, state.pins, query, state.after_step)
 
 
 @torch.inference_mode()
-def put_back(state: KVState, aside: SetAside) -> None:
-    """Store ``aside`` after the first ``aside.start`` tokens, in place of all that follow them.
+def restore(state: KVState, checkpoint: Checkpoint) -> None:
+    """Store ``checkpoint`` after the first ``checkpoint.start`` tokens, in place of all that follow them.
 
     Those first tokens must not have changed. The slots are left as they are: a refill is due.
     """
     _wait_for_device(state)
-    state.prepare_rounded(has_rounded(aside.pages))
-    state.host.put(aside.start // state.geometry.page, aside.pages)
-    state.host.total = aside.total
-    state.control[aside.start :] = False
-    state.control[aside.start : aside.total] = aside.control
-    state.query.copy_(aside.query)
-    state.after_step = aside.after_step
+    state.prepare_rounded(has_rounded(checkpoint.pages))
+    state.host.put(checkpoint.start // state.geometry.page, checkpoint.pages)
+    state.host.total = checkpoint.total
+    state.control[checkpoint.start :] = False
+    state.control[checkpoint.start : checkpoint.total] = checkpoint.control
+    state.query.copy_(checkpoint.query)
+    state.after_step = checkpoint.after_step
 
 
 def _check_room(state: KVState, start: int) -> None:
@@ -413,7 +413,7 @@ def _check_room(state: KVState, start: int) -> None:
     needed, free = sum(map(state.host.page_bytes, kinds)), available.usable(available.host_free())
     if needed > free:
         raise DoesNotFitError(
-            "There is not enough host memory to set the conversation aside.",
+            "There is not enough host memory to keep a copy of the conversation.",
             f"K/V of {tokens:,} tokens take {size(needed, 2)}; {size(free, 2)} are free.",
             "Free memory, or do it in a shorter conversation; what is stored is as it was.",
         )

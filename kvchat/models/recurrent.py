@@ -133,7 +133,7 @@ class RecurrentState:
         """Note that a forward has read the first ``tokens`` of ``unread``."""
         self._read += tokens
 
-    def put_back(self, ids: Sequence[int]) -> None:
+    def append_unread(self, ids: Sequence[int]) -> None:
         """Note that the tokens ``ids`` are stored again; the state has not read them yet."""
         self._ids.extend(ids if self.exists else ())
 

@@ -365,7 +365,7 @@ class ChatController:
             await self.new()
         await self.archive.delete(id)
         if self.state.info is not None:
-            self._send(Forget(id))  # after its file was set aside: what the engine wrote since is deleted
+            self._send(Forget(id))  # after its file was moved away: what the engine wrote since is deleted
         self._deleted.append(id)
         self.view.toast(f"“{title}” is deleted; /restore brings it back within a day.", timeout=10)
 

@@ -190,7 +190,7 @@ def test_a_mode_that_cannot_be_entered_is_a_row_and_unknown_ones_are_refused(ses
     with pytest.raises(UsageError):
         list(session.compare(STORY, VARIANTS, replace(SAMPLING, top_p=7.0)))
     monkeypatch.setattr(available, "host_free", lambda: 1000)
-    with pytest.raises(DoesNotFitError, match="set the conversation aside"):
+    with pytest.raises(DoesNotFitError):
         list(session.compare((Turn("user", "Hi"),), VARIANTS, SAMPLING))
     assert same(state_of(session), before)
 

@@ -11,7 +11,7 @@ from support.toy_model import toy
 
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.inspect import attended
-from kvchat.kv.manager import set_aside
+from kvchat.kv.manager import take_checkpoint
 from kvchat.kv.memory import available
 
 # In the sinks, across a page's end, a page and more, and in every window at first.
@@ -55,7 +55,7 @@ def test_on_a_gpus_path_too(row):
     run.check()
 
 
-def test_they_stay_through_every_switch_and_what_is_set_aside():
+def test_they_stay_through_every_switch_and_a_checkpoint():
     run = run_of("full")
     run.prefill(170)
     run.pin(SECOND)
@@ -64,10 +64,10 @@ def test_they_stay_through_every_switch_and_what_is_set_aside():
         run.switch(mode, **params)
         run.step(2)
     run.check()
-    aside = set_aside(run.kv.state, 70)
+    checkpoint = take_checkpoint(run.kv.state, 70)
     run.kv.truncate(70)
     assert run.kv.state.pins == tuple(range(60, 70))
-    run.kv.put_back(aside)
+    run.kv.restore(checkpoint)
     run.step(2)
     assert run.kv.state.pins == tuple(SECOND)
     run.check()

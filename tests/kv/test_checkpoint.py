@@ -1,4 +1,4 @@
-"""Tokens set aside and put back: the same bytes, and a mode that goes on with them as before."""
+"""Tokens checkpointed and restored: the same bytes, and a mode that goes on with them as before."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.mode_rows import FIRST, ROWS
 from support.toy_model import toy
 
 from kvchat.kv.inspect import check_integrity
-from kvchat.kv.manager import set_aside
+from kvchat.kv.manager import take_checkpoint
 
 
 @pytest.mark.parametrize("row", FIRST.values())
@@ -23,11 +23,11 @@ def test_what_was_put_back_is_what_was_stored(row):
     kv, start = run.kv, 117  # inside a page
     stored = [torch.stack(kv.state.host.dense(layer, kv.total)).clone() for layer in range(kv.state.geometry.layers)]
     query, pinned = kv.state.query.clone(), kv.state.control.clone()
-    aside = set_aside(kv.state, start)
+    checkpoint = take_checkpoint(kv.state, start)
     kv.truncate(start)
     for layer in kv.state.host.layers:
         layer[start // kv.state.geometry.page + 1 :] = 7.0
-    kv.put_back(aside)
+    kv.restore(checkpoint)
     kv.switch(run.mode(mode, **params))
     assert kv.total == 305
     for layer, before in enumerate(stored):
@@ -44,7 +44,7 @@ def test_pages_of_both_kinds_are_put_back_where_they_were_cut_off():
     run.step(50)
     kv, start = run.kv, 77  # inside an 8-bit page
     stored, kinds = [kv.state.host.dense(layer, kv.total) for layer in range(3)], kv.state.host.kinds
-    aside = set_aside(kv.state, start)
+    checkpoint = take_checkpoint(kv.state, start)
     kv.truncate(start)
     run.set(False)
     with prefill(kv, 30):
@@ -55,7 +55,7 @@ def test_pages_of_both_kinds_are_put_back_where_they_were_cut_off():
     with prefill(kv, start):
         for layer in range(3):
             kv.attention(layer, *run.toy.qkv(layer, run.ids[:start], 0), run.toy.specs[layer])
-    kv.put_back(aside)
+    kv.restore(checkpoint)
     kv.refill()
     assert kv.state.host.kinds[start // 8 :] == kinds[start // 8 :]
     for layer, parts in enumerate(stored):
