@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from enum import IntEnum
 
 import torch
 from torch import Tensor
@@ -36,6 +37,19 @@ NO_MEMORY = re.compile(
 ASKED_FOR = re.compile(r"tried to allocate (\d+) bytes")
 
 
+class SlotsState(IntEnum):
+    """What the slots lack before the next step can read them. Filling them again mends the worst and what is before.
+
+    STALE ones lack what was prefilled. Tables of DIRTY ones may name tokens whose K/V never arrived: a step or a refill
+    was cut short. MISSING ones are to be made: memory ran out while the mode was entered, or other tokens are pinned.
+    """
+
+    FILLED = 0
+    STALE = 1
+    DIRTY = 2
+    MISSING = 3
+
+
 class KVManager:
     """Owns the ``state`` of one conversation and the ``mode`` that works on it.
 
@@ -52,11 +66,8 @@ class KVManager:
         self._prefill: Prefill | None = None
         self._reread_from: int | None = None
         self._queries: list[Tensor] = []
-        self._stale = False  # what was prefilled since the mode last filled its slots is not in them
-        self._dirty = False  # tables may name tokens whose K/V never arrived: a step or a refill was cut short
         self._fresh = False  # the next refill may read everything again
-        # Slots are to be made again: memory ran out while the mode was entered, or it keeps other tokens for good.
-        self.mode, self._half_entered = mode, True
+        self.mode, self._slots = mode, SlotsState.MISSING
         self.step = Step()
         self.refill(fresh=True)
         self.in_force = mode.report().params
@@ -81,10 +92,10 @@ class KVManager:
                 is due.
         """
         self._end_prefill()
-        if self._stale or self._dirty or self._half_entered:
+        if self._slots is not SlotsState.FILLED:
             self.refill()
         self._make_room(self.total + 1)
-        self._dirty = True
+        self._slots = SlotsState.DIRTY
         self.state.control.index_fill_(0, self.state.position.view(1), control)
         self.step = self.mode.prepare_step()
         self.state.transfer.timer.begin_step(self.step.kind)
@@ -121,14 +132,14 @@ class KVManager:
         """Count the step's token as stored."""
         self.state.transfer.timer.end_step(self.step.kind)
         self.state.host.total += 1
-        self._dirty = False
+        self._slots = SlotsState.FILLED
         self.state.steps += 1
         self.state.after_step = True
 
     def rollback_step(self) -> None:
         """Undo a step that raised: its token is not stored, and the slots are filled again from the host pool."""
         self.state.transfer.side_stream.join()
-        if self._dirty:
+        if self._slots is SlotsState.DIRTY:
             self._forget(self.total)
             self.refill()
 
@@ -143,7 +154,7 @@ class KVManager:
         self.state.reserve(self.total + tokens)
         if self.mode.context_end.bounds_prompt(self.total + tokens):
             self.refill()
-        self._stale = True
+        self._slots = max(self._slots, SlotsState.STALE)
         self._prefill = prefill_over(self.state.host, tokens, self.mode.context_end.first_read(self.total + tokens))
 
     def commit_prefill(self, tokens: int, control: Sequence[int] = ()) -> None:
@@ -182,18 +193,18 @@ class KVManager:
             fresh: everything stored may be read again, also what the mode had dropped for good.
         """
         state = self.state
-        if self._half_entered:
+        if self._slots is SlotsState.MISSING:
             self._allocate()
-        elif self._dirty:
+        elif self._slots is SlotsState.DIRTY:
             for slots in state.slots:
                 slots.truncate(0)
-        self._dirty, self._fresh = True, fresh or self._fresh
+        self._slots, self._fresh = SlotsState.DIRTY, fresh or self._fresh
         state.position.fill_(self.total)
         self._make_room(self.total + 1)
         self.mode.fill(self._fresh)
         for slots in state.slots:
             slots.attended.copy_(slots.table)
-        self._stale = self._dirty = self._fresh = False
+        self._slots, self._fresh = SlotsState.FILLED, False
 
     # ---- modes
 
@@ -225,12 +236,12 @@ class KVManager:
         self.check_switch(mode)
         before, old = self.state.transfer.moved_bytes(), self.mode
         try:
-            self.mode, self._half_entered = mode, True
+            self.mode, self._slots = mode, SlotsState.MISSING
             self.refill(fresh=True)
             moved, self.in_force = self.state.transfer.moved_bytes() - before, mode.report().params
             return moved
         except BaseException:
-            self.mode, self._half_entered = old, True
+            self.mode, self._slots = old, SlotsState.MISSING
             with suppress(Exception):  # what made the switch fail is what matters; the next step tries again
                 self.state.release_slots()
                 self.refill(fresh=True)
@@ -238,9 +249,10 @@ class KVManager:
 
     def recover(self, level: Level) -> None:
         """Let the mode read more for a while, because the text may have gone wrong."""
-        self._stale = True  # if memory runs out inside, the next step fills the slots first
+        # If memory runs out inside, the next step fills the slots first.
+        before, self._slots = self._slots, max(self._slots, SlotsState.STALE)
         self.mode.recover(level)
-        self._stale = False
+        self._slots = before
 
     def pin(self, positions: Sequence[int]) -> None:
         """Attend to the stored tokens at ``positions`` in every mode and at every step, in place of those before.
@@ -251,7 +263,7 @@ class KVManager:
         before = self.state.pins
         self._set_pins(tuple(sorted(set(positions))))
         try:
-            if self._half_entered:
+            if self._slots is SlotsState.MISSING:
                 self.check_switch(self.mode)
                 self.refill(fresh=True)
         except BaseException:
@@ -264,13 +276,13 @@ class KVManager:
             self._forget(tokens)
             self.refill(fresh=True)
         except BaseException:
-            self._dirty = self._fresh = True
+            self._slots, self._fresh = max(self._slots, SlotsState.DIRTY), True
             raise
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Store the tokens of ``checkpoint`` again; the mode fills its slots at the next switch or step."""
         self._end_prefill()
-        self._dirty = self._fresh = True
+        self._slots, self._fresh = max(self._slots, SlotsState.DIRTY), True
         restore(self.state, checkpoint)
         self._set_pins(checkpoint.pins)
 
@@ -286,7 +298,7 @@ class KVManager:
             self.refill(fresh=True)
         except BaseException:
             self._forget(0)
-            self._dirty = self._fresh = True
+            self._slots, self._fresh = max(self._slots, SlotsState.DIRTY), True
             raise
         return self.total
 
@@ -337,7 +349,6 @@ class KVManager:
         self._limit(self.mode, capacity, released=self.state.slot_bytes)
         self.state.allocate(self.mode.plan(capacity).layouts, capacity)
         self.mode.attach(self.state)
-        self._half_entered = False
 
     def _forget(self, tokens: int) -> None:
         self._set_pins(tuple(position for position in self.state.pins if position < tokens))
@@ -346,7 +357,8 @@ class KVManager:
     def _set_pins(self, pins: tuple[int, ...]) -> None:
         before, self.state.pins = self.mode.pins, pins
         self.mode.pin(pins)
-        self._half_entered |= self.mode.pins != before
+        if self.mode.pins != before:
+            self._slots = SlotsState.MISSING
 
     def _make_room(self, tokens: int) -> None:
         """Grow the host pool, and the slots that hold everything."""

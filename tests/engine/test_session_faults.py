@@ -26,6 +26,7 @@ from kvchat.engine.session import Session
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.geometry import GROWTH_HEADROOM
 from kvchat.kv.inspect import check_integrity
+from kvchat.kv.manager import SlotsState
 from kvchat.models.load import LoadedModel
 
 TWO_LAYERS = {"num_hidden_layers": 2}
@@ -67,7 +68,7 @@ class Asked(NamedTuple):
 
     def fill(self) -> None:
         """The step after a prompt that was left before the mode filled its slots."""
-        self.session._kv._stale = True
+        self.session._kv._slots = SlotsState.STALE
         self.session.step(7)
 
     def prefill(self) -> None:
