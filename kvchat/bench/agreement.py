@@ -50,11 +50,11 @@ def run(settings: Agreement, choice: ModelChoice = ModelChoice(), frame: Frame |
 
 
 class Forced:
-    """Decodes passages in full, once each, and in the variants; only these over 8-bit pages, where it ``rounds``."""
+    """Decodes passages in full, once each, and in the variants; only these over 8-bit pages, where it ``quantizes``."""
 
-    def __init__(self, walk: Walk, settings: Agreement, texts: Sequence[Passage], rounds: bool = False) -> None:
+    def __init__(self, walk: Walk, settings: Agreement, texts: Sequence[Passage], quantizes: bool = False) -> None:
         self._walk = walk
-        self._rounds = rounds
+        self._quantizes = quantizes
         self._settings = settings
         self._texts = texts
         self._exact: tuple[int, Tensor] | None = None
@@ -71,7 +71,7 @@ class Forced:
         """
         text, walk, exact = self._texts[number], self._walk, self._of_full(number)
         context = self._settings.context
-        logits = walk.begin(text.ids[:context], parameters, self._settings.tokens, self._rounds)
+        logits = walk.begin(text.ids[:context], parameters, self._settings.tokens, self._quantizes)
         divergences, same, read, covered, nats = [], [], [], [], []
         for token, its in zip(text.ids[context:], exact[1:], strict=True):
             nats.append(_nats(logits, token))

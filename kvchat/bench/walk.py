@@ -46,10 +46,12 @@ class Walk:
         """K/V on the device."""
         return self.runner.kv.device_bytes
 
-    def begin(self, prompt: Sequence[int], parameters: ModeParameters, more: int = 0, rounds: bool = False) -> Tensor:
+    def begin(
+        self, prompt: Sequence[int], parameters: ModeParameters, more: int = 0, quantizes: bool = False
+    ) -> Tensor:
         """Store the prompt and nothing else, then enter a mode; the next token's logits ``[vocab]``.
 
-        It is stored exactly, or where it ``rounds`` in 8-bit pages, of which later tokens of the prompt read.
+        It is stored exactly, or where it ``quantizes`` in 8-bit pages, of which later tokens of the prompt read.
 
         Raises:
             DoesNotFitError: the prompt is longer than the model's context, or ``more`` tokens after it in a mode that
@@ -58,10 +60,10 @@ class Walk:
         """
         self._refuse_beyond_context(len(prompt))
         # The K/V of a prompt are exact in every mode: of one that is stored only the last token is read again.
-        kept = len(prompt) - 1 if self._prompt == list(prompt) and self._state.rounds == rounds else 0
+        kept = len(prompt) - 1 if self._prompt == list(prompt) and self._state.quantizes == quantizes else 0
         self._prompt = []
         self.runner.truncate(kept)
-        self._state.round_pages(rounds)
+        self._state.quantize_pages(quantizes)
         logits = [made for _, made in self.runner.prefill(prompt[kept:])][-1]
         assert logits is not None
         self.enter(parameters, prompt)

@@ -394,7 +394,7 @@ class AnswerLoop(Released):
         """``Session.rebuild``, after ``ask``."""
         with explained(self._kv, "reading again"):
             self._switcher.check_context(self._kv.total)
-            first = min(self.stored.first_reduced, self._kv.state.first_rounded)
+            first = min(self.stored.first_reduced, self._kv.state.first_quantized)
             whole, pinned, began = copy.deepcopy(self.stored), self._kv.state.pins, time.perf_counter()
             ids = whole.ids[first:]
             self.forget(first)

@@ -216,7 +216,7 @@ class ModeSwitcher:
             return Price(mode, refusal=str(error))
 
 
-def is_rounded(host_dtype: HostDtype) -> bool:
+def is_quantized(host_dtype: HostDtype) -> bool:
     """True if pages of this format are 8-bit ones.
 
     Raises:
@@ -233,12 +233,12 @@ def keep_pages(state: KVState, host_dtype: HostDtype) -> str:
     Raises:
         UsageError: no such format; DoesNotFitError: no host memory for the first page. Nothing changed.
     """
-    state.round_pages(is_rounded(host_dtype))
-    if state.rounds:
-        full = state.host.kinds[: state.total // state.geometry.page]
+    state.quantize_pages(is_quantized(host_dtype))
+    if state.quantizes:
+        full = state.host.quantized[: state.total // state.geometry.page]
         exact, pages = full.count(False), len(full)
         before = f" {exact:,} of {pages:,} pages stay exact." if pages else ""
         return f"Pages of K/V that get full are kept in 8 bits from now on.{before}"
-    rounded, pages = len(state.left_rounded), state.geometry.pages(state.total)
-    stay = f" {rounded:,} of {pages:,} pages are in 8 bits: /rebuild makes them exact." if rounded else ""
+    quantized, pages = len(state.left_quantized), state.geometry.pages(state.total)
+    stay = f" {quantized:,} of {pages:,} pages are in 8 bits: /rebuild makes them exact." if quantized else ""
     return f"Pages of K/V that get full are kept exactly from now on.{stay}"

@@ -24,7 +24,7 @@ from kvchat.engine.runner import CHUNK
 from kvchat.errors import KvchatError, UsageError
 from kvchat.kv.attention import PREFILL_WORKSPACE
 from kvchat.kv.geometry import GROWTH_HEADROOM, Geometry
-from kvchat.kv.memory import available, rounding
+from kvchat.kv.memory import available, eight_bit_pages
 from kvchat.kv.memory.host_pool import layer_bytes, pool_bytes
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import AUTO_BUDGET, ModelTraits
@@ -83,8 +83,8 @@ def _taken(load: Load, seen: _Observed, tokens: int, in_use: Snapshot | None) ->
     described, geometry = seen.described, seen.geometry
     weights, by_default = described.by_quantization(), repacking.by_default(described)
     asked = by_default if load.quantize == "auto" else load.quantize
-    is_rounded = load.host_dtype == "int8"
-    share = _host_share(geometry) if is_rounded else 1.0
+    is_quantized = load.host_dtype == "int8"
+    share = _host_share(geometry) if is_quantized else 1.0
     device_given, host_given = _given_back(in_use, described.device)
     return MemoryPlan(
         model=load.model,
@@ -96,7 +96,7 @@ def _taken(load: Load, seen: _Observed, tokens: int, in_use: Snapshot | None) ->
         modes={name: mode_need(name, load, seen, tokens, share) for name in modes.mode_names()},
         state=seen.state.nbytes,
         workspace=_workspace(seen, tokens),
-        host_pool=pool_bytes(geometry, tokens + 1, seen.traits.context, is_rounded),
+        host_pool=pool_bytes(geometry, tokens + 1, seen.traits.context, is_quantized),
         snapshots=SNAPSHOTS * seen.state.nbytes,
         device_free=available.free_bytes(described.device) + device_given,
         host_free=available.host_free() + host_given,
@@ -225,7 +225,7 @@ def _asked_weights(made: MemoryPlan, load: Load) -> str:
 
 def _host_share(geometry: Geometry) -> float:
     """Bytes of an 8-bit page for each of an exact one."""
-    return rounding.page_bytes(geometry) * geometry.layers / (geometry.page * geometry.token_bytes)
+    return eight_bit_pages.page_bytes(geometry) * geometry.layers / (geometry.page * geometry.token_bytes)
 
 
 def _smaller_budgets(made: MemoryPlan, load: Load, seen: _Observed) -> Iterator[ModeNeed]:
@@ -339,7 +339,7 @@ def _lost_bits(made: MemoryPlan, quantize: str) -> Iterator[str]:
         return
     if 0 < made.file_bits <= AT_MOST.get(quantize, 0):
         if made.packed:  # in other steps than these
-            yield f"precision of the weights: the files' {made.file_bits:.1f} bits are rounded again, to {bits}"
+            yield f"precision of the weights: the files' {made.file_bits:.1f} bits are quantized again, to {bits}"
     else:
         instead = f"the file's {made.file_bits:.1f}" if made.file_bits else made.dtype
         yield f"precision of the weights: {bits} bits instead of {instead}"

@@ -36,7 +36,7 @@ from kvchat.kv.manager import explained
 from kvchat.kv.memory import available
 from kvchat.kv.memory.host_pool import KeptTokens, ParkedPages, parked_bytes
 from kvchat.kv.memory.page_file import HEADER_BYTES, TOKEN, DamagedFileError, PageFile, Rows, SavedState, blocks_of
-from kvchat.kv.memory.pages import StoredPages, exact_pages
+from kvchat.kv.memory.pages import StoredPages, full_precision_pages
 from kvchat.models import load
 from kvchat.models.load import LoadedModel
 from kvchat.models.recurrent import Snapshot, is_recurrent
@@ -135,7 +135,7 @@ class Keeper(Released):
             return
         self.interrupt()
         text, began = self._loop.encoder.render(turns) if turns else "", time.perf_counter()
-        present = min(self._common(self._loop.stored, text), self._kv.state.first_rounded)
+        present = min(self._common(self._loop.stored, text), self._kv.state.first_quantized)
         sources = list(self._parked_sources(conversation, text)) if conversation else []
         self._parked.pop(conversation, None)  # its room is that of the one which goes
         self._park()
@@ -206,8 +206,8 @@ class Keeper(Released):
     def _parked_sources(self, conversation: str, text: str) -> Iterator[Source]:
         for name, parked in self._parked.items():
             pages, states = parked.pages, {one.tokens: partial(itself, one) for one in parked.snapshots}
-            exact = exact_pages(pages) * self._kv.state.geometry.page
-            kept = KeptTokens(len(parked.stored.ids), pages.read, exact, parked.control, pages.query)
+            full_precision = full_precision_pages(pages) * self._kv.state.geometry.page
+            kept = KeptTokens(len(parked.stored.ids), pages.read, full_precision, parked.control, pages.query)
             source, own = Source(parked.stored, "memory", kept, states), name == conversation
             yield self._usable(source if own else of_another(source), text, own)
 
@@ -242,19 +242,19 @@ class Keeper(Released):
         rows, end = file.rows(), file.end()
         stored = stored_of(rows, text)
         stored.links = file.links
-        exact = file.exact_pages * self._kv.state.geometry.page
-        kept = KeptTokens(len(stored.ids), file.read, exact, control_positions(rows), end.query)
+        full_precision = file.full_precision_pages * self._kv.state.geometry.page
+        kept = KeptTokens(len(stored.ids), file.read, full_precision, control_positions(rows), end.query)
         states = {one.tokens: partial(read_state, file, one) for one in end.states}
         return self._usable(Source(stored, "disk", kept, states), text, own)
 
     def _usable(self, source: Source, text: str, own: bool) -> Source:
         """``source`` with as many tokens as ``text`` begins with and the model can go on from.
 
-        Rounded ones are of use to their ``own`` conversation, and to others while pages are to be rounded.
+        Quantized ones are of use to their ``own`` conversation, and to others while pages are to be quantized.
         """
         tokens = self._common(source.stored, text)
-        if not (own or self._kv.state.rounds):
-            tokens = min(tokens, source.kept.exact)
+        if not (own or self._kv.state.quantizes):
+            tokens = min(tokens, source.kept.full_precision)
         if self._runner.recurrent.exists:
             tokens = max((at for at in source.states if at <= tokens), default=0)
         return replace(source, kept=source.kept.beginning(tokens))
@@ -573,7 +573,7 @@ class WriteBehind:
     def _write(self, job: Job, interrupted: threading.Event) -> None:
         end = before = job.file.links[-1].end if job.file.links else HEADER_BYTES
         pages = slice(job.first, job.first - (-len(job.rows) // self._page))
-        end += sum(job.file.record_bytes(kind) for kind in job.pages().kinds[pages])
+        end += sum(job.file.record_bytes(quantized) for quantized in job.pages().quantized[pages])
         end += sum(snapshot.nbytes for snapshot in job.snapshots)
         allowed = self._folder.make_room(job.file.path, end)
         if allowed < end:
@@ -585,15 +585,15 @@ class WriteBehind:
                 if interrupted.is_set():
                     return
                 holder = job.pages()
-                before += job.file.record_bytes(holder.kinds[page])
+                before += job.file.record_bytes(holder.quantized[page])
                 if before > allowed:
                     return
-                blocks, cut_off = blocks_of(holder.stored(page)), page in holder.cut_off
+                blocks, dequantized = blocks_of(holder.stored(page)), page in holder.dequantized
             rows = job.rows[start : start + self._page]
             is_last = start + self._page >= len(job.rows)
             query = job.query if is_last else b""
             states = [(one.tokens, one.encoded()) for one in job.snapshots] if is_last and allowed >= end else []
-            job.file.write(page, rows, blocks, cut_off, query, states)
+            job.file.write(page, rows, blocks, dequantized, query, states)
             job.saved = page * self._page + len(rows)
             if allowed >= end:
                 self.problem = ""

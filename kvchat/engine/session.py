@@ -22,7 +22,7 @@ from kvchat.engine.answer import AnswerLoop, Released
 from kvchat.engine.compare import Comparison
 from kvchat.engine.detokenizer import hold_back
 from kvchat.engine.metrics import MetricsCollector
-from kvchat.engine.mode_switcher import ModeSwitcher, is_rounded, keep_pages
+from kvchat.engine.mode_switcher import ModeSwitcher, is_quantized, keep_pages
 from kvchat.engine.prefix_cache import LAST_WRITES_S, Keeper
 from kvchat.engine.prompt import Stored
 from kvchat.engine.recovery import REWALK
@@ -119,7 +119,7 @@ def open_session(
         KvchatError: as ``load``.
     """
     _check_loading()
-    is_rounded(asked.host_dtype)
+    is_quantized(asked.host_dtype)
     for name, params in ((asked.mode, {}), *asked.mode_params.items(), *asked.given.items()):
         modes.parse(name, params)
     return Session(load_model(asked, progress), asked, system)
@@ -144,7 +144,7 @@ class Session(Released):
         self._switcher = ModeSwitcher(model, asked, stored)
         self._runner = ModelRunner(model, self._switcher.build(self._switcher.parameters))
         self._kv = self._runner.kv
-        self._kv.state.round_pages(is_rounded(asked.host_dtype))
+        self._kv.state.quantize_pages(is_quantized(asked.host_dtype))
         self._switcher.attach(self._kv)
         self._metrics = MetricsCollector(self._kv, self._runner.recurrent, model.weight_bytes, model.context)
         self._loop = AnswerLoop(self._runner, self._switcher, self._metrics, stored, asked.template_args)

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from kvchat.kv.attention import AttentionSpec
 from kvchat.kv.memory.device_slots import DeviceSlots
+from kvchat.kv.memory.eight_bit_pages import LARGEST
 from kvchat.kv.memory.eight_bit_pool import EightBitPool
 from kvchat.kv.memory.host_pool import HostPool
-from kvchat.kv.memory.rounding import LARGEST
 from kvchat.kv.modes.sync_heads import TokenChoice
 from kvchat.kv.state import KVState
 

@@ -23,7 +23,7 @@ from kvchat.kv.attention import AttentionSpec, attend_prefill
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory import available
 from kvchat.kv.memory.host_pool import KeptTokens
-from kvchat.kv.memory.pages import Pages, has_rounded
+from kvchat.kv.memory.pages import Pages, has_quantized
 from kvchat.kv.modes.base import Mode, Step
 from kvchat.kv.modes.recovery_levels import Level
 from kvchat.kv.prefill import Prefill, prefill_over
@@ -410,7 +410,7 @@ def restore(state: KVState, checkpoint: Checkpoint) -> None:
     Those first tokens must not have changed. The slots are left as they are: a refill is due.
     """
     _wait_for_device(state)
-    state.prepare_rounded(has_rounded(checkpoint.pages))
+    state.prepare_quantized(has_quantized(checkpoint.pages))
     state.host.put(checkpoint.start // state.geometry.page, checkpoint.pages)
     state.host.total = checkpoint.total
     state.control[checkpoint.start :] = False
@@ -421,8 +421,8 @@ def restore(state: KVState, checkpoint: Checkpoint) -> None:
 
 def _check_room(state: KVState, start: int) -> None:
     tokens = state.total - start
-    kinds = state.host.kinds[start // state.geometry.page :]
-    needed, free = sum(map(state.host.page_bytes, kinds)), available.usable(available.host_free())
+    quantized = state.host.quantized[start // state.geometry.page :]
+    needed, free = sum(map(state.host.page_bytes, quantized)), available.usable(available.host_free())
     if needed > free:
         raise DoesNotFitError(
             "There is not enough host memory to keep a copy of the conversation.",

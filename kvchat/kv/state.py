@@ -12,7 +12,7 @@ from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import DeviceSlots, Layout
 from kvchat.kv.memory.eight_bit_pool import EightBitPool
 from kvchat.kv.memory.host_pool import HostPool, KeptTokens
-from kvchat.kv.memory.pages import has_rounded
+from kvchat.kv.memory.pages import has_quantized
 from kvchat.kv.ops.choose import choose_ops
 from kvchat.kv.transfer import Transfer
 
@@ -32,7 +32,7 @@ class KVState:
         pins: positions of the pinned messages' tokens, which every mode reads; ascending.
         specs: each layer's attention rule, None until it is known; of all layers at once, ``[layers]`` on the device,
             ``scales`` (1/sqrt(d_k) until then) and ``sight``, the most recent tokens that it sees.
-        rounds: pages that get full are stored in 8 bits.
+        quantizes: pages that get full are stored in 8 bits.
         steps: decode steps so far; ``after_step`` is true while the last forward was one.
         ops: what a step's operations run on; ``transfer`` copies host to slots and counts.
     """
@@ -53,7 +53,7 @@ class KVState:
         self.sight = torch.full((g.layers,), SEES_ALL, device=device)
         self.slots: list[DeviceSlots] = []
         self.slots_of: list[list[DeviceSlots]] = []
-        self.rounds = False
+        self.quantizes = False
         self.head_orders: dict[int, Tensor] = {}
         self.capacity = 0
         self.steps = 0
@@ -123,7 +123,7 @@ class KVState:
     def adopt(self, kept: KeptTokens) -> None:
         """Store ``kept`` tokens, of which ``total`` could be read; nothing is stored before."""
         self.reserve(kept.tokens)
-        self.prepare_rounded(kept.rounded)
+        self.prepare_quantized(kept.has_quantized)
         self.host.synchronize()
         self.host.total = kept.read(self.host, kept.tokens)
         self.control[torch.tensor([at for at in kept.control if at < self.total], dtype=torch.int64)] = True
@@ -137,53 +137,53 @@ class KVState:
         Raises:
             DoesNotFitError: the host has no memory for them; what is stored is unchanged.
         """
-        self._leave_rounded()
+        self._leave_quantized()
         if self.host.reserve(tokens) and not self.host.pinned:
             self._use_pool(self.host)
         if tokens > len(self.control):
             more = max(self.host.reserved, self.geometry.grown(tokens)) - len(self.control)
             self.control = torch.nn.functional.pad(self.control, (0, more))
 
-    def round_pages(self, rounds: bool) -> None:
-        """Let pages that get full from now on be 8-bit ones, or exact; those that are full stay what they are.
+    def quantize_pages(self, quantizes: bool) -> None:
+        """Let pages that get full from now on be 8-bit ones, or not; those that are full stay what they are.
 
         Raises:
             DoesNotFitError: the host has no memory for the first of them; nothing changed.
         """
-        self.prepare_rounded(rounds)
-        self.rounds = rounds
+        self.prepare_quantized(quantizes)
+        self.quantizes = quantizes
         if isinstance(self.host, EightBitPool):
-            self.host.rounds = rounds
-        self._leave_rounded()
+            self.host.quantizes = quantizes
+        self._leave_quantized()
 
     @property
-    def left_rounded(self) -> list[int]:
-        """The pages of rounded tokens, where rounding is not asked for any more."""
-        return self.host.rounded_pages if isinstance(self.host, EightBitPool) and not self.rounds else []
+    def left_quantized(self) -> list[int]:
+        """The pages of quantized tokens, where 8 bits are not asked for any more."""
+        return self.host.quantized_pages if isinstance(self.host, EightBitPool) and not self.quantizes else []
 
     @property
-    def first_rounded(self) -> int:
-        """Tokens before those of ``left_rounded``; all where there are none."""
-        return min((page * self.geometry.page for page in self.left_rounded), default=self.total)
+    def first_quantized(self) -> int:
+        """Tokens before those of ``left_quantized``; all where there are none."""
+        return min((page * self.geometry.page for page in self.left_quantized), default=self.total)
 
     def reusable(self, tokens: int) -> int:
-        """``tokens``, less those in a page of ``left_rounded`` that ends after them: it would stay one."""
+        """``tokens``, less those in a page of ``left_quantized`` that ends after them: it would stay one."""
         page, inside = divmod(tokens, self.geometry.page)
-        return tokens - inside if page in self.left_rounded else tokens
+        return tokens - inside if page in self.left_quantized else tokens
 
-    def prepare_rounded(self, rounded: bool) -> None:
-        """Make the host pool one that holds 8-bit pages, if some of the pages to come are or were such (``rounded``).
+    def prepare_quantized(self, quantized: bool) -> None:
+        """Make the host pool one that holds 8-bit pages, if some of the pages to come are or were such (``quantized``).
 
         Raises:
             DoesNotFitError: the host has no memory for the first 8-bit one; nothing changed.
         """
-        if rounded and not isinstance(self.host, EightBitPool):
-            self._use_pool(EightBitPool(self.host, self.rounds))
+        if quantized and not isinstance(self.host, EightBitPool):
+            self._use_pool(EightBitPool(self.host, self.quantizes))
 
-    def _leave_rounded(self) -> None:
-        """Make the host pool an exact one, once none of its pages is or was in 8 bits and none will be."""
-        if isinstance(self.host, EightBitPool) and not (self.rounds or has_rounded(self.host)):
-            self._use_pool(self.host.exact_pool())
+    def _leave_quantized(self) -> None:
+        """Make the host pool a full-precision one, once none of its pages is or was in 8 bits and none will be."""
+        if isinstance(self.host, EightBitPool) and not (self.quantizes or has_quantized(self.host)):
+            self._use_pool(self.host.full_precision_pool())
 
     def _use_pool(self, pool: HostPool) -> None:
         self.ops = self.transfer.ops = choose_ops(self.geometry, pool, self.device)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import DeviceSlots
-from kvchat.kv.memory.rounding import block_bytes
+from kvchat.kv.memory.eight_bit_pages import block_bytes
 from kvchat.kv.ops.torch_ops import TorchOps
 
 STEPS = 256
@@ -198,7 +198,7 @@ class Transfer:
 
     @property
     def pair_bytes(self) -> int:
-        """Bytes of K and V of one token in one layer and KV head, of an exact page."""
+        """Bytes of K and V of one token in one layer and KV head, of a full-precision page."""
         return 2 * self.geometry.row_bytes
 
     def load_pages(self, slots: DeviceSlots, layer: int, placed: Tensor, resident: Tensor, again: bool = False) -> None:
@@ -233,8 +233,8 @@ class Transfer:
             head, slot = changed[t].expand(width, -1).nonzero(as_tuple=True)
             position = wanted[t].expand(width, -1)[head, slot].long()
             self.ops.move_picked(slots, layer, head, position, slot)
-            rounded = 0 if (kinds := self.ops.host.rounded_at(position)) is None else int(kinds.sum())
-            filled += self._bytes(position.numel(), rounded)
+            quantized = 0 if (which := self.ops.host.quantized_at(position)) is None else int(which.sum())
+            filled += self._bytes(position.numel(), quantized)
         slots.table.copy_(wanted)
         if slots.table.is_cuda:  # else the launches alone would be timed
             torch.cuda.current_stream().synchronize()
@@ -245,8 +245,8 @@ class Transfer:
         """Bring tokens ``positions [m]`` into slots ``targets [m]`` of an unordered layout where ``taken``."""
         layers = slots.layout.last - slots.layout.first
         self.counters[0, 0].add_(taken.sum(), alpha=layers * self.geometry.kv_heads)
-        if (rounded := self.ops.host.rounded_at(positions * taken)) is not None:
-            self.counters[0, 2].add_((rounded & taken).sum(), alpha=layers * self.geometry.kv_heads)
+        if (quantized := self.ops.host.quantized_at(positions * taken)) is not None:
+            self.counters[0, 2].add_((quantized & taken).sum(), alpha=layers * self.geometry.kv_heads)
         table = slots.table[0, 0]
         entries = torch.where(taken, positions.to(torch.int32), table.index_select(0, targets))
         slots.table.index_copy_(2, targets, entries.expand(1, 1, -1))
@@ -260,7 +260,7 @@ class Transfer:
     def count_fetched(self, pairs: Tensor) -> None:
         """Add K/V pairs that attention read over the link without their being moved anywhere (0-d)."""
         self.counters[0, 0].add_(pairs)
-        if (share := self.ops.host.rounded_share) is not None:  # what spills is read from first to last
+        if (share := self.ops.host.quantized_share) is not None:  # what spills is read from first to last
             self.counters[0, 2].add_((pairs * share).long())
 
     def count_corrections(self, heads: Tensor) -> None:
@@ -271,9 +271,9 @@ class Transfer:
         """Bytes copied to the device or read over the link so far; waits for the device."""
         return self.filled_bytes + self.totals.moved_bytes
 
-    def _bytes(self, pairs: int, rounded: int) -> int:
+    def _bytes(self, pairs: int, quantized: int) -> int:
         """Bytes of K/V pairs, some of them of 8-bit pages, whose scales count with each of their tokens."""
-        return (pairs - rounded) * self.pair_bytes + rounded * block_bytes(self.geometry) // self.geometry.page
+        return (pairs - quantized) * self.pair_bytes + quantized * block_bytes(self.geometry) // self.geometry.page
 
     @property
     def fill_rate(self) -> float:
@@ -284,8 +284,8 @@ class Transfer:
     def totals(self) -> Totals:
         """The counts of all steps so far; waits for the device, and takes no memory on it."""
         rows = self.counters.tolist()
-        moved, _, rounded, corrections = (sum(column) for column in zip(*rows, strict=True))
-        return Totals(moved, rows[0][1] + rows[1][1], corrections, self._bytes(moved, rounded))
+        moved, _, quantized, corrections = (sum(column) for column in zip(*rows, strict=True))
+        return Totals(moved, rows[0][1] + rows[1][1], corrections, self._bytes(moved, quantized))
 
     def join(self) -> None:
         """Make the current stream wait for the copies beside it."""

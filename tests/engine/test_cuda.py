@@ -126,11 +126,11 @@ def test_graphs_over_8_bit_pages_change_no_bit(row):
     other = eager(ModelRunner(model, mode_of(model, row)))
     for each in (one, other):
         with torch.inference_mode():
-            each.kv.state.round_pages(True)
+            each.kv.state.quantize_pages(True)
         prefilled(each, token_ids(156))  # the fourth step fills a page
     same_steps(one, other, token_ids(6, seed=1))
     assert type(one.kv.state.ops).__name__ == "EightBitTritonOps"
-    assert sum(one.kv.state.host.kinds) == one.kv.total // one.kv.state.geometry.page
+    assert sum(one.kv.state.host.quantized) == one.kv.total // one.kv.state.geometry.page
     assert not one.graphs.refusal
 
 

@@ -17,14 +17,14 @@ def test_pages_are_in_8_bits_from_the_next_one_on_and_exact_again_after_a_rebuil
     for token in ids[100:140]:
         session.step(token)
     session.prefill(ids[140:170])
-    assert session._kv.state.host.kinds == [False] * 3 + [True, True, False]
+    assert session._kv.state.host.quantized == [False] * 3 + [True, True, False]
     session.truncate(150)  # inside an 8-bit page
     session.prefill(ids[150:])
     note = session.keep_pages("model")
     assert "3 of 7 pages" in note
     assert "/rebuild" in note
     list(session.rebuild())
-    assert not any(session._kv.state.host.kinds)
+    assert not any(session._kv.state.host.quantized)
     fresh.prefill(ids)
     for layer in range(model.layers):
         for found, expected in zip(*(each._kv.state.host.dense(layer, 200) for each in (session, fresh)), strict=True):
@@ -50,11 +50,11 @@ def test_a_page_cut_off_inside_stays_while_8_bits_are_wanted(model):
 
 
 def test_a_session_in_8_bits_says_nearly_what_an_exact_one_does(model):
-    exact, rounded = Session(model), Session(model, Load(host_dtype="int8"))
+    exact, quantized = Session(model), Session(model, Load(host_dtype="int8"))
     ids = torch.randint(300, 2000, (300,), generator=torch.Generator().manual_seed(0)).tolist()
-    logits = [session.prefill(ids) for session in (exact, rounded)]
+    logits = [session.prefill(ids) for session in (exact, quantized)]
     for token in ids[:10]:
-        logits = [session.step(token).log_softmax(0) for session in (exact, rounded)]
+        logits = [session.step(token).log_softmax(0) for session in (exact, quantized)]
     divergence = (logits[0].exp() * (logits[0] - logits[1])).sum()
     assert 0 < divergence < 0.01
-    assert rounded.snapshot().kv_host_bytes < exact.snapshot().kv_host_bytes
+    assert quantized.snapshot().kv_host_bytes < exact.snapshot().kv_host_bytes

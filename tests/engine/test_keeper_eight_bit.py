@@ -18,7 +18,7 @@ def pair(tmp_path, name: str, row: str = "full") -> tuple[Chat, Chat]:
     """A session in which ``TALE`` was answered, never closed, and one that is yet to open that conversation."""
     chat, later = (Chat(tmp_path, loaded(name), row) for _ in range(2))
     for one in (chat, later):
-        one.runner.kv.state.round_pages(True)
+        one.runner.kv.state.quantize_pages(True)
     chat.say("a", TALE)
     chat.answer()
     return chat, later
@@ -44,39 +44,39 @@ def test_what_was_cut_off_inside_an_8_bit_page_is_still_known_to_be_rounded(tmp_
     chat = Chat(tmp_path, saved=saved)
     state = chat.runner.kv.state
     chat.say("a", TALE[:40])
-    state.round_pages(True)
+    state.quantize_pages(True)
     chat.say("a", TALE)
-    state.round_pages(False)
-    chat.say("a", TALE[:50])  # the second page is an exact one again, of rounded tokens
-    assert (list(state.host.cut_off), any(state.host.kinds), state.first_rounded) == ([1], False, 32)
+    state.quantize_pages(False)
+    chat.say("a", TALE[:50])  # the second page is a full-precision one again, of quantized tokens
+    assert (list(state.host.dequantized), any(state.host.quantized), state.first_quantized) == ([1], False, 32)
     if saved:
         chat = chat.restarted(tmp_path)
     else:
         chat.say("b", OTHER)
-        assert chat.runner.kv.state.first_rounded == chat.runner.kv.total
+        assert chat.runner.kv.state.first_quantized == chat.runner.kv.total
     assert came_back(chat.keeper.resume("a", (Turn("user", TALE[:50]),)))[0] == 51
-    assert chat.runner.kv.state.first_rounded == 32
+    assert chat.runner.kv.state.first_quantized == 32
 
 
 @pytest.mark.parametrize("where", ["present", "memory", "disk"])
 def test_another_conversation_takes_rounded_tokens_only_while_they_are_wanted(tmp_path, where):
     chat = Chat(tmp_path)
     chat.say("a", TALE[:40])
-    chat.runner.kv.state.round_pages(True)
+    chat.runner.kv.state.quantize_pages(True)
     chat.say("a", TALE)
     if where == "memory":
         chat.say("b", OTHER)
     if where == "disk":
         chat = chat.restarted(tmp_path)
-    for rounds, taken in ((True, 1 + len(TALE)), (False, 32)):
-        chat.runner.kv.state.round_pages(rounds)
-        list(chat.keeper.resume(f"after {rounds}", (Turn("user", f"{TALE}and then"),)))
+    for quantizes, taken in ((True, 1 + len(TALE)), (False, 32)):
+        chat.runner.kv.state.quantize_pages(quantizes)
+        list(chat.keeper.resume(f"after {quantizes}", (Turn("user", f"{TALE}and then"),)))
         assert chat.runner.kv.total == taken
 
 
 @pytest.mark.parametrize("row", PARAMS)
 def test_logits_are_those_of_a_session_that_entered_its_mode_anew(tmp_path, row):
-    """Also in sync mode, whose slots hold exactly what the host pool has rounded since."""
+    """Also in sync mode, whose slots hold exactly what the host pool has quantized since."""
     chat, later = pair(tmp_path, "llama", row)
     assert came_back(opened(chat, later)) == (SAID + 9, "disk")
     for layer in range(chat.runner.kv.state.geometry.layers):
@@ -100,6 +100,6 @@ def test_what_a_hybrid_reads_again_is_exact_where_a_session_never_closed_has_it_
     page = chat.runner.kv.state.geometry.page
     whole = (SAID - TAIL) // page * page  # the next one gets full again, with other scales
     for layer in range(chat.runner.kv.state.geometry.layers):
-        rounded, exact = stored(chat, layer), stored(later, layer)
-        assert torch.equal(rounded[:, :, :whole], exact[:, :, :whole])
-        assert 0 < (rounded - exact).abs().max() < 0.01 * rounded.abs().max()
+        quantized, exact = stored(chat, layer), stored(later, layer)
+        assert torch.equal(quantized[:, :, :whole], exact[:, :, :whole])
+        assert 0 < (quantized - exact).abs().max() < 0.01 * quantized.abs().max()

@@ -49,11 +49,11 @@ def test_over_8_bit_pages_nearly_the_same_is_said_beyond_the_context(model):
     short = dataclasses.replace(model, context=CONTEXT)
     sessions = [Session(short, entering("streaming", {"budget": 64}, host_dtype=kept)) for kept in ("model", "int8")]
     ids = torch.randint(300, 2000, (640,), generator=torch.Generator().manual_seed(0)).tolist()
-    exact, rounded = ([session.prefill(ids)] for session in sessions)
+    exact, quantized = ([session.prefill(ids)] for session in sessions)
     for token in ids[:60]:  # also over the next half of the context
-        for session, logits in zip(sessions, (exact, rounded), strict=True):
+        for session, logits in zip(sessions, (exact, quantized), strict=True):
             logits.append(session.step(token))
-    for one, other in zip(exact, rounded, strict=True):
+    for one, other in zip(exact, quantized, strict=True):
         one, other = one.log_softmax(0), other.log_softmax(0)
         assert (one.exp() * (one - other)).sum() < 0.02
-    assert all(sessions[1]._kv.state.host.kinds[:-1])
+    assert all(sessions[1]._kv.state.host.quantized[:-1])

@@ -169,7 +169,7 @@ def test_what_is_asked_for_reaches_the_model_and_the_session_whole(monkeypatch, 
     session = load("there", device="cpu", mode="streaming", fast=False, host_dtype="int8", system="Short.", budget=64)
     assert seen == [entering("streaming", {"budget": 64}, model="there", device="cpu", fast=False, host_dtype="int8")]
     assert (session.info.mode, session.info.params["budget"]) == ("streaming", 64)
-    assert session._kv.state.rounds
+    assert session._kv.state.quantizes
     assert session._turns == (Turn("system", "Short."),)
 
 

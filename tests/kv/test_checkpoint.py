@@ -38,12 +38,12 @@ def test_what_was_put_back_is_what_was_stored(row):
 
 
 def test_pages_of_both_kinds_are_put_back_where_they_were_cut_off():
-    run = EightBitRun(toy(page=8, unified=True), "full", rounds=False)
+    run = EightBitRun(toy(page=8, unified=True), "full", quantizes=False)
     run.prefill(60)
     run.set(True)
     run.step(50)
     kv, start = run.kv, 77  # inside an 8-bit page
-    stored, kinds = [kv.state.host.dense(layer, kv.total) for layer in range(3)], kv.state.host.kinds
+    stored, quantized = [kv.state.host.dense(layer, kv.total) for layer in range(3)], kv.state.host.quantized
     checkpoint = take_checkpoint(kv.state, start)
     kv.truncate(start)
     run.set(False)
@@ -57,7 +57,7 @@ def test_pages_of_both_kinds_are_put_back_where_they_were_cut_off():
             kv.attention(layer, *run.toy.qkv(layer, run.ids[:start], 0), run.toy.specs[layer])
     kv.restore(checkpoint)
     kv.refill()
-    assert kv.state.host.kinds[start // 8 :] == kinds[start // 8 :]
+    assert kv.state.host.quantized[start // 8 :] == quantized[start // 8 :]
     for layer, parts in enumerate(stored):
         for found, before in zip(kv.state.host.dense(layer, kv.total), parts, strict=True):
             assert torch.equal(found[:, start // 8 * 8 :], before[:, start // 8 * 8 :])

@@ -26,21 +26,21 @@ def in_8_bits(x: Tensor, tokens_share: bool) -> Tensor:
 
 
 class EightBitRun(Run):
-    """``Run`` with ``rounds``: pages that get full while it is set are stored in 8 bits.
+    """``Run`` with ``quantizes``: pages that get full while it is set are stored in 8 bits.
 
     ``stored_keys`` and ``stored_values`` are what the host pool holds; ``keys`` and ``values`` stay exact.
     """
 
-    def __init__(self, made: Toy, mode: str, rounds: bool = True, **params: Any) -> None:
+    def __init__(self, made: Toy, mode: str, quantizes: bool = True, **params: Any) -> None:
         super().__init__(made, mode, **params)
         self.exact = False  # bounds may be of exact keys or of stored ones: the sets are the manager's own
         self.stored = [(keys.clone(), values.clone()) for keys, values in zip(self.keys, self.values, strict=True)]
         self.full = 0
-        self.set(rounds)
+        self.set(quantizes)
 
-    def set(self, rounds: bool) -> None:
-        self.rounds = rounds
-        self.kv.state.round_pages(rounds)
+    def set(self, quantizes: bool) -> None:
+        self.quantizes = quantizes
+        self.kv.state.quantize_pages(quantizes)
 
     def prefill(self, n: int, chunk: int = 1000) -> None:
         for low in range(0, n, chunk):
@@ -131,7 +131,7 @@ class EightBitRun(Run):
             )
             for page in range(self.full, len(self.ids) // p):
                 at = slice(page * p, (page + 1) * p)
-                if self.rounds:
+                if self.quantizes:
                     keys[:, at], values[:, at] = in_8_bits(keys[:, at], True), in_8_bits(values[:, at], False)
             self.stored[layer] = keys, values
         self.full = len(self.ids) // p

@@ -1,9 +1,9 @@
 """The host pool of a conversation whose full pages are kept in 8 bits.
 
-A page is written exactly, token by token, and rounded when it is full. So pages lie in two pools: in the exact one that
-which is not full, and those that got full before 8 bits were asked for or when they no longer were; in ``rounded`` all
-others. Any mixture is a conversation. ``places [page]`` (int64, on the device) says where each page lies: its index in
-the exact pool or, as ``~index``, in ``rounded``.
+A page is written in full precision, token by token, and quantized when it is full. So pages are in two pools: the
+full-precision one has that which is not full, and those that got full before 8 bits were asked for or when they no
+longer were; ``eight_bit`` has all others. Any mixture is a conversation. ``places [page]`` (int64, on the device) says
+where each page is: its index in the full-precision pool or, as ``~index``, in ``eight_bit``.
 
 What is truncated inside an 8-bit page goes on from the values that its codes stand for.
 """
@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterable, Set
 import torch
 from torch import Tensor
 
-from kvchat.kv.memory import rounding
-from kvchat.kv.memory.host_pool import HostPool, RoundedByPage, gather, scatter
+from kvchat.kv.memory import eight_bit_pages
+from kvchat.kv.memory.host_pool import HostPool, QuantizedByPage, gather, scatter
 from kvchat.kv.memory.pages import Pages, copied, side_by_side
 
 
 class EightBitPool(HostPool):
-    """Takes over what ``pool`` holds, between two steps; while it ``rounds``, pages that get full become 8-bit ones.
+    """Takes over what ``pool`` holds, between two steps; while it ``quantizes``, pages that get full become 8-bit ones.
 
     ``reserve(tokens)`` also chooses the places of the pages that a forward up to ``tokens`` writes; setting ``total``
     to so many then makes them the conversation's. Until then nothing stored is overwritten.
@@ -31,20 +31,20 @@ class EightBitPool(HostPool):
         DoesNotFitError: the host has no memory for the first of them.
     """
 
-    def __init__(self, pool: HostPool, rounds: bool = True) -> None:
+    def __init__(self, pool: HostPool, quantizes: bool = True) -> None:
         g = pool.geometry
-        self.rounded = HostPool(g, pool.device, pool.reserved - 1, pool.registrar, RoundedByPage(g))
-        self.rounds = rounds
+        self.eight_bit = HostPool(g, pool.device, pool.reserved - 1, pool.registrar, QuantizedByPage(g))
+        self.quantizes = quantizes
         self._total = pool.total
         self._taken_over = tuple(name for name in vars(pool) if name != "total")
         vars(self).update({name: getattr(pool, name) for name in self._taken_over})
         self._pages = list(range(g.pages(pool.total)))
-        self._cut_off: set[int] = set()
+        self._dequantized: set[int] = set()
         self._free = FreeList(len(self._pages))
-        self._free_rounded = FreeList(0)
+        self._free_quantized = FreeList(0)
         with torch.inference_mode(False):  # written to in and out of it
             self.places = torch.zeros(g.pages(self.reserved), dtype=torch.int64, device=self.device)
-            self.next_rounded = torch.zeros(1, dtype=torch.int64, device=self.device)
+            self.next_quantized = torch.zeros(1, dtype=torch.int64, device=self.device)
             self._share = torch.zeros((), dtype=torch.float64, device=self.device)
         self._published: list[int] = []
         self._published_next = 0
@@ -78,87 +78,88 @@ class EightBitPool(HostPool):
     def _keep(self, pages: int) -> None:
         self._give_back(self._pages[pages:])
         del self._pages[pages:]
-        self._cut_off = {page for page in self._cut_off if page < pages}
+        self._dequantized = {page for page in self._dequantized if page < pages}
 
     @property
-    def kinds(self) -> list[bool]:
+    def quantized(self) -> list[bool]:
         """Of each page, whether it is an 8-bit one."""
         return [place < 0 for place in self._pages]
 
-    def exact_pool(self) -> HostPool:
-        """A pool of what is stored, none of it in 8 bits, in this one's memory, where exact pages begin in order."""
+    def full_precision_pool(self) -> HostPool:
+        """A pool of what is stored, none of it in 8 bits, in this one's memory; its pages begin in order."""
         pool = object.__new__(HostPool)
         vars(pool).update({name: getattr(self, name) for name in self._taken_over})
         pool.total = self._total
         return pool
 
     @property
-    def cut_off(self) -> Set[int]:
-        return self._cut_off
+    def dequantized(self) -> Set[int]:
+        return self._dequantized
 
     @property
-    def rounded_pages(self) -> list[int]:
+    def quantized_pages(self) -> list[int]:
         """The pages that are 8-bit ones, or were before they were cut off."""
-        return [page for page, place in enumerate(self._pages) if place < 0 or page in self._cut_off]
+        return [page for page, place in enumerate(self._pages) if place < 0 or page in self._dequantized]
 
     @property
     def room(self) -> int:
-        return self.capacity + self.rounded.capacity
+        return self.capacity + self.eight_bit.capacity
 
     @property
     def nbytes(self) -> int:
-        return self._committed + self.rounded.nbytes
+        return self._committed + self.eight_bit.nbytes
 
     @property
     def pinned(self) -> bool:
-        return super().pinned and self.rounded.pinned
+        return super().pinned and self.eight_bit.pinned
 
     @property
     def badges(self) -> tuple[str, ...]:
-        return super().badges or self.rounded.badges
+        return super().badges or self.eight_bit.badges
 
     def graph_buffers(self) -> list[Tensor]:
-        return [*super().graph_buffers(), *self.rounded.graph_buffers(), self.places, self.next_rounded, self._share]
+        own = [self.places, self.next_quantized, self._share]
+        return [*super().graph_buffers(), *self.eight_bit.graph_buffers(), *own]
 
     # ---- room
 
     def reserve(self, tokens: int) -> bool:
         new = self.geometry.pages(tokens) - len(self._pages) + 2  # one that is opened again, and one being written
         full = max(0, tokens // self.geometry.page - self._total // self.geometry.page)
-        moved = super().reserve(self._free.after(new if not self.rounds else 2) * self.geometry.page)
+        moved = super().reserve(self._free.after(new if not self.quantizes else 2) * self.geometry.page)
         # One more: a step writes the 8-bit page of a full one wherever it will lie.
-        moved |= self._reserve_rounded((full if self.rounds else 0) + 1)
+        moved |= self._reserve_quantized((full if self.quantizes else 0) + 1)
         if tokens > self._total and self._total % self.geometry.page and self._pages[-1] < 0:
-            self._open_again()
+            self._dequantize_last()
         self._publish(self._planned(tokens))
         return moved
 
-    def _reserve_rounded(self, pages: int) -> bool:
+    def _reserve_quantized(self, pages: int) -> bool:
         """Make room for ``pages`` more 8-bit pages; True if their views changed."""
         p = self.geometry.page
-        self.rounded.total = self._free_rounded.after(0) * p  # so much goes along if it moves, beyond the context
-        return self.rounded.reserve(self._free_rounded.after(pages) * p)
+        self.eight_bit.total = self._free_quantized.after(0) * p  # so much goes along if it moves, beyond the context
+        return self.eight_bit.reserve(self._free_quantized.after(pages) * p)
 
     def _planned(self, tokens: int) -> list[int]:
         """The places of the pages from that of the next token on, once ``tokens`` are stored."""
         p = self.geometry.page
         first, full = self._total // p, tokens // p - self._total // p
         opened = self._pages[first:]
-        if not self.rounds or full <= 0:
+        if not self.quantizes or full <= 0:
             new = self.geometry.pages(tokens) - first - len(opened)
             return opened + self._free.lowest(max(0, new))
-        return [~index for index in self._free_rounded.lowest(full)] + self._free.lowest(1 if tokens % p else 0)
+        return [~index for index in self._free_quantized.lowest(full)] + self._free.lowest(1 if tokens % p else 0)
 
-    def _open_again(self) -> None:
-        """Move the last page, an 8-bit one cut off inside, to the exact pool, so that tokens can be appended."""
+    def _dequantize_last(self) -> None:
+        """Dequantize the last page, an 8-bit one truncated inside, so that tokens can be appended."""
         index, (place,) = self._pages[-1], self._free.lowest(1)
         for layer in range(self.geometry.layers):
-            page = rounding.exact(self.rounded.table(layer)[~index], self.geometry)
+            page = eight_bit_pages.dequantize(self.eight_bit.table(layer)[~index], self.geometry)
             self.table(layer)[place] = page
         self._pages[-1] = place
-        self._cut_off.add(len(self._pages) - 1)
+        self._dequantized.add(len(self._pages) - 1)
         self._free.take([place])
-        self._free_rounded.give_back([~index])
+        self._free_quantized.give_back([~index])
 
     def _publish(self, coming: list[int]) -> None:
         """Let the device know where the pages lie, also the one that the next token opens."""
@@ -174,10 +175,10 @@ class EightBitPool(HostPool):
             self._share.fill_(sum(place < 0 for place in places) / len(places))
             self.places[same : len(places)] = torch.tensor(places[same:], device=self.device)
         self._published = places
-        (next_rounded,) = self._free_rounded.lowest(1)
-        if next_rounded != self._published_next:
-            self.next_rounded.fill_(next_rounded)
-            self._published_next = next_rounded
+        (next_quantized,) = self._free_quantized.lowest(1)
+        if next_quantized != self._published_next:
+            self.next_quantized.fill_(next_quantized)
+            self._published_next = next_quantized
 
     @property
     def _used(self) -> int:
@@ -186,12 +187,12 @@ class EightBitPool(HostPool):
     def _take(self, places: Iterable[int]) -> None:
         places = list(places)
         self._free.take(place for place in places if place >= 0)
-        self._free_rounded.take(~place for place in places if place < 0)
+        self._free_quantized.take(~place for place in places if place < 0)
 
     def _give_back(self, places: Iterable[int]) -> None:
         places = list(places)
         self._free.give_back(place for place in places if place >= 0)
-        self._free_rounded.give_back(~place for place in places if place < 0)
+        self._free_quantized.give_back(~place for place in places if place < 0)
 
     # ---- reading and writing between steps
 
@@ -208,7 +209,7 @@ class EightBitPool(HostPool):
         coming = self._planned(start + k.shape[1])
         places = torch.tensor(coming[:full], dtype=torch.int64, device=k.device)
         if full and coming[0] < 0:
-            scatter(self.rounded.table(layer), ~places, rounding.rounded(pages, g))
+            scatter(self.eight_bit.table(layer), ~places, eight_bit_pages.quantize(pages, g))
         elif full:
             scatter(self.table(layer), places, pages)
         if rest := tokens % p:
@@ -216,7 +217,7 @@ class EightBitPool(HostPool):
 
     def stored(self, page: int) -> list[Tensor]:
         place = self._pages[page]
-        layers, index = (self.layers, place) if place >= 0 else (self.rounded.layers, ~place)
+        layers, index = (self.layers, place) if place >= 0 else (self.eight_bit.layers, ~place)
         return [layer[index] for layer in layers]
 
     def copied(self, first: int) -> Pages:
@@ -224,8 +225,8 @@ class EightBitPool(HostPool):
         return Pages(
             [place < 0 for place in places],
             copied(self.layers, [place for place in places if place >= 0]),
-            copied(self.rounded.layers, [~place for place in places if place < 0]),
-            {page - first for page in self._cut_off if page >= first},
+            copied(self.eight_bit.layers, [~place for place in places if place < 0]),
+            {page - first for page in self._dequantized if page >= first},
         )
 
     def put(self, first: int, pages: Pages) -> None:
@@ -236,23 +237,23 @@ class EightBitPool(HostPool):
         """
         self._keep(first)
         self._total = min(self._total, first * self.geometry.page)
-        rounded = sum(pages.kinds)
-        exact = len(pages.kinds) - rounded
-        super().reserve(self._free.after(exact) * self.geometry.page)
-        self._reserve_rounded(rounded)
-        of_exact, of_rounded = self._free.lowest(exact), self._free_rounded.lowest(rounded)
+        quantized = sum(pages.quantized)
+        full_precision = len(pages.quantized) - quantized
+        super().reserve(self._free.after(full_precision) * self.geometry.page)
+        self._reserve_quantized(quantized)
+        of_full_precision, of_quantized = self._free.lowest(full_precision), self._free_quantized.lowest(quantized)
         for layers, index, kept in (
-            (self.layers, of_exact, pages.exact),
-            (self.rounded.layers, of_rounded, pages.rounded),
+            (self.layers, of_full_precision, pages.full_precision),
+            (self.eight_bit.layers, of_quantized, pages.eight_bit),
         ):
             where = torch.tensor(index, dtype=torch.int64)
             for layer, blocks in zip(layers, kept, strict=True) if index else ():
                 layer.index_copy_(0, where, blocks)
-        places = iter(of_exact), (~index for index in of_rounded)
-        new = [next(places[kind]) for kind in pages.kinds]
+        places = iter(of_full_precision), (~index for index in of_quantized)
+        new = [next(places[kind]) for kind in pages.quantized]
         self._take(new)
         self._pages += new
-        self._cut_off |= {first + page for page in pages.cut_off}
+        self._dequantized |= {first + page for page in pages.dequantized}
 
     def dense(self, layer: int, tokens: int, page: int = 0) -> tuple[Tensor, Tensor]:
         """``HostPool.dense`` of stored tokens: a copy, with what the codes stand for."""
@@ -262,7 +263,7 @@ class EightBitPool(HostPool):
         pages = whole.permute(2, 1, 0, 3, 4)
         for at, table, read in (
             (places >= 0, self.table(layer), _as_it_is),
-            (places < 0, self.rounded.table(layer), rounding.exact),
+            (places < 0, self.eight_bit.table(layer), eight_bit_pages.dequantize),
         ):
             where = at.nonzero().flatten()
             if len(where):
@@ -280,17 +281,17 @@ class EightBitPool(HostPool):
 
     # ---- where tokens lie
 
-    def rounded_at(self, positions: Tensor) -> Tensor:
+    def quantized_at(self, positions: Tensor) -> Tensor:
         return self._looked_up(positions)[0] < 0
 
     @property
-    def rounded_share(self) -> Tensor:
+    def quantized_share(self) -> Tensor:
         return self._share
 
     # ---- reading in a step: of fixed shape on a GPU
 
     def row_index(self, positions: Tensor, heads: Tensor) -> Tensor:
-        """``HostPool.row_index`` of tokens in exact pages."""
+        """``HostPool.row_index`` of tokens in full-precision pages."""
         place, offset = self._looked_up(positions)
         return super().row_index(place.clamp(min=0) * self.geometry.page + offset, heads)
 
@@ -298,28 +299,28 @@ class EightBitPool(HostPool):
         """K and V ``[2, m, p, d]`` of ``pages [m]`` of KV ``heads [m]``, on the device."""
         places = self.places[pages]
 
-        def exact(place: Tensor, head: Tensor) -> Tensor:
+        def full_precision(place: Tensor, head: Tensor) -> Tensor:
             return self.table(layer)[place, head]
 
-        def rounded(place: Tensor, head: Tensor) -> Tensor:
-            return rounding.exact(self.rounded.table(layer)[place, head], self.geometry)
+        def quantized(place: Tensor, head: Tensor) -> Tensor:
+            return eight_bit_pages.dequantize(self.eight_bit.table(layer)[place, head], self.geometry)
 
-        return self._of_either(places, exact, rounded, heads).transpose(0, 1)
+        return self._of_either(places, full_precision, quantized, heads).transpose(0, 1)
 
     def read_tokens(self, layer: int, positions: Tensor, heads: Tensor) -> Tensor:
         """K and V ``[2, m, d]`` of tokens ``positions [m]`` of KV ``heads [m]``, on the device."""
         places, offsets = self._looked_up(positions)
 
-        def exact(place: Tensor, head: Tensor, offset: Tensor) -> Tensor:
+        def full_precision(place: Tensor, head: Tensor, offset: Tensor) -> Tensor:
             return self.table(layer)[place, head, :, offset]
 
-        def rounded(place: Tensor, head: Tensor, offset: Tensor) -> Tensor:
-            codes, of_keys, of_values = rounding.parts(self.rounded.table(layer), self.geometry)
+        def quantized(place: Tensor, head: Tensor, offset: Tensor) -> Tensor:
+            codes, of_keys, of_values = eight_bit_pages.parts(self.eight_bit.table(layer), self.geometry)
             scale_v = of_values[place, head, offset].unsqueeze(-1)
             scales = torch.stack((of_keys[place, head], scale_v.expand(-1, self.geometry.d)), 1)
-            return rounding.scaled(codes[place, head, :, offset], scales)
+            return eight_bit_pages.scaled(codes[place, head, :, offset], scales)
 
-        return self._of_either(places, exact, rounded, heads, offsets).transpose(0, 1)
+        return self._of_either(places, full_precision, quantized, heads, offsets).transpose(0, 1)
 
     def _looked_up(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The entries in ``places`` of the pages of ``positions``, and the offsets of the tokens within their pages."""
@@ -327,20 +328,20 @@ class EightBitPool(HostPool):
         return self.places[page], positions % self.geometry.page
 
     def _of_either(
-        self, places: Tensor, exact: Callable[..., Tensor], rounded: Callable[..., Tensor], *where: Tensor
+        self, places: Tensor, full_precision: Callable[..., Tensor], quantized: Callable[..., Tensor], *where: Tensor
     ) -> Tensor:
-        """Read ``places [m]`` by ``exact`` or ``rounded``; on a GPU run both and choose, as reading back would wait."""
-        is_exact, held = places >= 0, self.table(0).device
-        index, where = torch.where(is_exact, places, ~places).to(held), tuple(x.to(held) for x in where)
-        if self.device.type == "cpu" and bool(is_exact.all()):
-            return exact(index, *where)
-        if self.device.type == "cpu" and not bool(is_exact.any()):
-            return rounded(index, *where)
-        is_exact = is_exact.to(held)
+        """Read ``places [m]`` by one of both; on a GPU run both and choose, as reading back would wait."""
+        is_full_precision, held = places >= 0, self.table(0).device
+        index, where = torch.where(is_full_precision, places, ~places).to(held), tuple(x.to(held) for x in where)
+        if self.device.type == "cpu" and bool(is_full_precision.all()):
+            return full_precision(index, *where)
+        if self.device.type == "cpu" and not bool(is_full_precision.any()):
+            return quantized(index, *where)
+        is_full_precision = is_full_precision.to(held)
         zero = torch.zeros_like(index)
-        one = exact(torch.where(is_exact, index, zero), *where)
-        other = rounded(torch.where(is_exact, zero, index), *where)
-        chosen = torch.where(is_exact.view(-1, *[1] * (one.dim() - 1)), one, other)
+        one = full_precision(torch.where(is_full_precision, index, zero), *where)
+        other = quantized(torch.where(is_full_precision, zero, index), *where)
+        chosen = torch.where(is_full_precision.view(-1, *[1] * (one.dim() - 1)), one, other)
         return chosen.to(self.device)
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from kvchat import units
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.memory import available, rounding
+from kvchat.kv.memory import available, eight_bit_pages
 from kvchat.kv.memory.pages import Pages
 from kvchat.kv.memory.pinned import HUGE_PAGE, CudaArray, CudaRegistrar, PinnedRegion, Registrar, in_system_pages
 
@@ -159,12 +159,12 @@ class HostPool:
         """Number of ``blocks`` from one page to the next, from one KV head to the next and from K to V."""
         return self._layout.block_strides(self.reserved)
 
-    def rounded_at(self, positions: Tensor) -> Tensor | None:
+    def quantized_at(self, positions: Tensor) -> Tensor | None:
         """True for each of ``positions`` whose token lies in an 8-bit page; None if there are no 8-bit pages."""
         return None
 
     @property
-    def rounded_share(self) -> Tensor | None:
+    def quantized_share(self) -> Tensor | None:
         """The share of tokens that lie in 8-bit pages (0-d, on the device); None where there is none."""
         return None
 
@@ -190,33 +190,33 @@ class HostPool:
     # ---- pages that come and go, between steps
 
     @property
-    def kinds(self) -> Sequence[bool]:
-        """``StoredPages.kinds``"""
+    def quantized(self) -> Sequence[bool]:
+        """``StoredPages.quantized``"""
         return [False] * self.geometry.pages(self.total)
 
     @property
-    def cut_off(self) -> Set[int]:
-        """``StoredPages.cut_off``"""
+    def dequantized(self) -> Set[int]:
+        """``StoredPages.dequantized``"""
         return frozenset()
 
     def stored(self, page: int) -> list[Tensor]:
         """``StoredPages.stored``, not copied."""
         return [layer[page] for layer in self.layers]
 
-    def page_bytes(self, kind: bool) -> int:
-        """Bytes of a page of all layers, of an 8-bit one or an exact one."""
+    def page_bytes(self, quantized: bool) -> int:
+        """Bytes of a page of all layers, of an 8-bit one or a full-precision one."""
         g = self.geometry
-        return g.layers * (rounding.page_bytes(g) if kind else g.page * g.token_bytes // g.layers)
+        return g.layers * (eight_bit_pages.page_bytes(g) if quantized else g.page * g.token_bytes // g.layers)
 
     def copied(self, first: int) -> Pages:
         """Copies of the pages from ``first`` on."""
         part = slice(first, self.geometry.pages(self.total))
         layers = [layer[part].clone(memory_format=torch.contiguous_format) for layer in self.layers]
-        return Pages(self.kinds[part], layers, [])
+        return Pages(self.quantized[part], layers, [])
 
     def put(self, first: int, pages: Pages) -> None:
-        """Write ``pages``, exact ones, from page ``first`` on; there is room for them. ``total`` is then due."""
-        for layer, kept in zip(self.layers, pages.exact, strict=True):
+        """Write full-precision ``pages`` from page ``first`` on; there is room for them. ``total`` is then due."""
+        for layer, kept in zip(self.layers, pages.full_precision, strict=True):
             layer[first : first + len(kept)] = kept
 
     # ---- inside
@@ -423,12 +423,12 @@ class ByHead(ByPage):
         return 1, pages, self.geometry.kv_heads * pages
 
 
-class RoundedByPage(ByPage):
+class QuantizedByPage(ByPage):
     """8-bit pages, ``[page, H, block_bytes]`` (uint8); they have no rows."""
 
     def __init__(self, geometry: Geometry) -> None:
         super().__init__(geometry)
-        self.page_bytes = rounding.page_bytes(geometry)
+        self.page_bytes = eight_bit_pages.page_bytes(geometry)
 
     def table(self, region: Tensor) -> Tensor:
         pages, heads = len(region) // self.page_bytes, self.geometry.kv_heads
@@ -443,22 +443,23 @@ def layout_of(geometry: Geometry) -> ByPage:
     return ByHead(geometry) if geometry.unified else ByPage(geometry)
 
 
-def layer_bytes(geometry: Geometry, tokens: int, rounded: int = 0) -> int:
-    """Bytes of host memory that one layer of the pool takes with room for ``tokens`` and ``rounded`` in 8-bit pages."""
-    return layout_of(geometry).nbytes(tokens) + RoundedByPage(geometry).nbytes(rounded)
+def layer_bytes(geometry: Geometry, tokens: int, quantized: int = 0) -> int:
+    """Bytes of host memory of one layer of the pool with room for ``tokens``, and ``quantized`` ones in 8-bit pages."""
+    return layout_of(geometry).nbytes(tokens) + QuantizedByPage(geometry).nbytes(quantized)
 
 
-def pool_bytes(geometry: Geometry, tokens: int, context: int, rounds: bool = False) -> int:
-    """Bytes that a model's pool takes once it holds ``tokens``, in 8-bit pages where it ``rounds``.
+def pool_bytes(geometry: Geometry, tokens: int, context: int, quantizes: bool = False) -> int:
+    """Bytes that a model's pool takes once it holds ``tokens``, in 8-bit pages where it ``quantizes``.
 
     For more than the ``context`` and its next token room is made only where a conversation goes beyond it.
     """
-    layout = RoundedByPage(geometry) if rounds else layout_of(geometry)
+    layout = QuantizedByPage(geometry) if quantizes else layout_of(geometry)
     room = pool_tokens(geometry, tokens, 0 if geometry.unified else step_tokens(geometry, layout.page_bytes))
     if tokens <= context + 1:
         room = min(room, max(context + 1, geometry.grown(0)))
-    # Beside 8-bit pages the exact pool is as large as an empty conversation's.
-    return geometry.layers * (layer_bytes(geometry, geometry.grown(0), room) if rounds else layer_bytes(geometry, room))
+    # Beside 8-bit pages the full-precision pool is as large as an empty conversation's.
+    one_layer = layer_bytes(geometry, geometry.grown(0), room) if quantizes else layer_bytes(geometry, room)
+    return geometry.layers * one_layer
 
 
 def pool_tokens(geometry: Geometry, tokens: int, step: int) -> int:
@@ -479,20 +480,20 @@ class KeptTokens:
     """The first ``tokens`` of a conversation, as another session or an earlier moment of this one stored them.
 
     ``read`` puts the pages of so many tokens into an empty host pool and returns how many of them are whole;
-    the first ``exact`` tokens lie in pages before those that are or were 8-bit ones. ``control`` are the positions of
-    control tokens, ``query`` is the last token's in bytes, empty if unknown.
+    the first ``full_precision`` tokens are in pages before those that are or were 8-bit ones. ``control`` are the
+    positions of control tokens, ``query`` is the last token's in bytes, empty if unknown.
     """
 
     tokens: int
     read: Callable[[HostPool, int], int]
-    exact: int
+    full_precision: int
     control: Sequence[int]
     query: bytes = b""
 
     @property
-    def rounded(self) -> bool:
+    def has_quantized(self) -> bool:
         """True if some of the tokens are in pages that are or were 8-bit ones."""
-        return self.exact < self.tokens
+        return self.full_precision < self.tokens
 
     def beginning(self, tokens: int) -> KeptTokens:
         """The first ``tokens`` of them."""
@@ -511,14 +512,14 @@ class ParkedPages:
             self._pages = pool.copied(0)
 
     @property
-    def kinds(self) -> Sequence[bool]:
-        """``StoredPages.kinds``"""
-        return self._pages.kinds
+    def quantized(self) -> Sequence[bool]:
+        """``StoredPages.quantized``"""
+        return self._pages.quantized
 
     @property
-    def cut_off(self) -> Set[int]:
-        """``StoredPages.cut_off``"""
-        return self._pages.cut_off
+    def dequantized(self) -> Set[int]:
+        """``StoredPages.dequantized``"""
+        return self._pages.dequantized
 
     def stored(self, page: int) -> list[Tensor]:
         """``StoredPages.stored``"""
@@ -537,4 +538,4 @@ class ParkedPages:
 
 def parked_bytes(pool: HostPool) -> int:
     """Bytes that parking what a host pool holds takes."""
-    return sum(map(pool.page_bytes, pool.kinds))
+    return sum(map(pool.page_bytes, pool.quantized))

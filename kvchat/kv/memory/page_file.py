@@ -2,9 +2,9 @@
 
 =========  ========================================================================================================
 header     ``KVCHATKV``, length of the JSON as u32, the JSON (whose K/V these are), zeros up to ``HEADER_BYTES``
-record     one for each page: link (16 bytes), tokens in it u16, its kind u16 (1: in 8 bits, 2: exact, but cut off
-           inside one in 8 bits), CRC-32 of the blocks u32, ``page`` rows of ``TOKEN``, and the page's block of every
-           layer: ``[H, 2, p, d]`` in the model's number format, or ``[H, block_bytes]`` of ``rounding``
+record     one for each page: link (16 bytes), tokens in it u16, its kind u16 (1: in 8 bits, 2: was in 8 bits,
+           but is truncated inside), CRC-32 of the blocks u32, ``page`` rows of ``TOKEN``, and the page's block of every
+           layer: ``[H, 2, p, d]`` in the model's number format, or ``[H, block_bytes]`` of ``eight_bit_pages``
 end        link (16 bytes), the queries of the last token, which some modes choose pages by, and ``STATES`` times what
            is kept of a hybrid model's recurrent state: after how many tokens u64, its bytes u64 (0: there is none) and
            their CRC-32 u32; then these bytes
@@ -38,13 +38,13 @@ from torch import Tensor
 
 from kvchat import files
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.memory import rounding
+from kvchat.kv.memory import eight_bit_pages
 from kvchat.kv.memory.pages import Pages
 
 MAGIC = b"KVCHATKV"
 HEADER_BYTES = 4096
 LINK_BYTES = 16
-EXACT, ROUNDED, CUT_OFF = range(3)  # the kinds of a page
+FULL_PRECISION, QUANTIZED, DEQUANTIZED = range(3)  # the kinds of a page
 NUMBERS = struct.Struct("<HHI")
 STATES = 2  # kept at most
 STATE = struct.Struct("<QQI")
@@ -99,11 +99,11 @@ class PageFile:
         self.path = path
         self.links: list[Link] = []
         self._page = geometry.page
-        exact = geometry.kv_heads * 2 * geometry.page * geometry.row_bytes
-        self._page_bytes = [geometry.layers * size for size in (exact, rounding.page_bytes(geometry))]
+        full_precision = geometry.kv_heads * 2 * geometry.page * geometry.row_bytes
+        self._page_bytes = [geometry.layers * size for size in (full_precision, eight_bit_pages.page_bytes(geometry))]
         self._shapes = (
             ((geometry.kv_heads, 2, geometry.page, geometry.d), geometry.dtype),
-            ((geometry.kv_heads, rounding.block_bytes(geometry)), torch.uint8),
+            ((geometry.kv_heads, eight_bit_pages.block_bytes(geometry)), torch.uint8),
         )
         self._layers = geometry.layers
         self._query_bytes = geometry.layers * geometry.q_heads * geometry.d_k * geometry.dtype.itemsize
@@ -143,7 +143,7 @@ class PageFile:
                 if len(head) < self._head_bytes or head[:LINK_BYTES] != _link(link, head[LINK_BYTES:]):
                     break
                 tokens, kind, _ = NUMBERS.unpack_from(head, LINK_BYTES)
-                link, end = head[:LINK_BYTES], start + self.record_bytes(kind == ROUNDED)
+                link, end = head[:LINK_BYTES], start + self.record_bytes(kind == QUANTIZED)
                 if end > size:
                     break
                 self.links.append(Link(link, end, kind))
@@ -155,9 +155,9 @@ class PageFile:
         return np.concatenate(found) if found else np.empty(0, TOKEN)
 
     @property
-    def exact_pages(self) -> int:
+    def full_precision_pages(self) -> int:
         """The pages in ``links`` before the first that is an 8-bit one or was."""
-        return next((page for page, link in enumerate(self.links) if link.kind != EXACT), len(self.links))
+        return next((page for page, link in enumerate(self.links) if link.kind != FULL_PRECISION), len(self.links))
 
     def read(self, pool: TakesPages, tokens: int) -> int:
         """Read the pages of the first ``tokens`` into ``pool``.
@@ -173,16 +173,17 @@ class PageFile:
                 file.seek(self._at(record))
                 head = file.read(LINK_BYTES + NUMBERS.size)
                 digest, _, kind = self.links[record]
-                rounded = kind == ROUNDED
+                quantized = kind == QUANTIZED
                 if head[:LINK_BYTES] != digest:
                     return record * self._page
-                into = buffers[rounded].view(torch.uint8).numpy().data.cast("B")
+                into = buffers[quantized].view(torch.uint8).numpy().data.cast("B")
                 file.seek(self._at(record) + self._head_bytes)
                 whole = file.readinto(into) == len(into)
                 if not whole or zlib.crc32(into) != NUMBERS.unpack_from(head, LINK_BYTES)[2]:
                     return record * self._page
-                blocks, cut_off = list(buffers[rounded]), {0} if kind == CUT_OFF else set()
-                pool.put(record, Pages([rounded], [] if rounded else blocks, blocks if rounded else [], cut_off))
+                blocks, dequantized = list(buffers[quantized]), {0} if kind == DEQUANTIZED else set()
+                eight_bit, full_precision = (blocks, []) if quantized else ([], blocks)
+                pool.put(record, Pages([quantized], full_precision, eight_bit, dequantized))
         return tokens
 
     def end(self) -> End:
@@ -224,13 +225,13 @@ class PageFile:
         page: int,
         rows: Rows,
         blocks: bytes,
-        cut_off: bool = False,
+        dequantized: bool = False,
         query: bytes = b"",
         states: Sequence[tuple[int, bytes]] = (),
     ) -> None:
         """Write a page after those of ``links`` before it and cut off what follows; ``rows`` are its tokens'.
 
-        Whether it is an 8-bit one tells the length of ``blocks``; ``cut_off`` says that it was one.
+        Whether it is an 8-bit one tells the length of ``blocks``; ``dequantized`` says that it was one.
 
         With the last page come the last token's ``query`` and the recurrent ``states`` after so many tokens each.
 
@@ -245,8 +246,8 @@ class PageFile:
             file.truncate(self._at(page))
             padded = np.zeros(self._page, TOKEN)
             padded[: len(rows)] = rows
-            rounded = len(blocks) == self._page_bytes[True]
-            kind = ROUNDED if rounded else CUT_OFF if cut_off else EXACT
+            quantized = len(blocks) == self._page_bytes[True]
+            kind = QUANTIZED if quantized else DEQUANTIZED if dequantized else FULL_PRECISION
             body = NUMBERS.pack(len(rows), kind, zlib.crc32(blocks)) + padded.tobytes()
             file.seek(self._at(page))
             try:
@@ -259,7 +260,7 @@ class PageFile:
             except OSError:
                 file.truncate(self._at(page))
                 raise
-        self.links[page:] = [Link(link, self._at(page) + self.record_bytes(rounded), kind)]
+        self.links[page:] = [Link(link, self._at(page) + self.record_bytes(quantized), kind)]
 
     def _opened(self, page: int) -> FileIO:
         files.make_folder(self.path.parent)
@@ -304,9 +305,9 @@ class PageFile:
         except (ValueError, RecursionError, struct.error, AttributeError, StopIteration):
             return "the file is damaged"
 
-    def record_bytes(self, rounded: bool) -> int:
-        """Bytes of a record, of an 8-bit page or of an exact one."""
-        return self._head_bytes + self._page_bytes[rounded]
+    def record_bytes(self, quantized: bool) -> int:
+        """Bytes of a record, of an 8-bit page or of a full-precision one."""
+        return self._head_bytes + self._page_bytes[quantized]
 
     def _at(self, record: int) -> int:
         return self.links[record - 1].end if record else HEADER_BYTES

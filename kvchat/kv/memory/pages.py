@@ -1,4 +1,4 @@
-"""Copies of a host pool's pages in plain host memory, exact and 8-bit ones."""
+"""Copies of a host pool's pages in plain host memory, full-precision and 8-bit ones."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class StoredPages(Protocol):
     """A holder of a conversation's pages in host memory: a pool or a copy."""
 
     @property
-    def kinds(self) -> Sequence[bool]:
+    def quantized(self) -> Sequence[bool]:
         """Of each page, whether it is an 8-bit one."""
 
     @property
-    def cut_off(self) -> Set[int]:
-        """The pages that were 8-bit ones before they were cut off inside: their tokens are rounded."""
+    def dequantized(self) -> Set[int]:
+        """The full-precision pages that were 8-bit ones, until truncated inside: they hold quantized tokens."""
 
     def stored(self, page: int) -> list[Tensor]:
         """A page of every layer: ``[H, 2, p, d]``, or ``[H, block_bytes]`` (uint8) of an 8-bit one."""
@@ -27,47 +27,49 @@ class StoredPages(Protocol):
 
 @dataclass(frozen=True)
 class Pages:
-    """Consecutive pages; ``kinds`` and ``cut_off`` say which are 8-bit ones, or were, as in ``StoredPages``.
+    """Consecutive pages; ``quantized`` and ``dequantized`` are as in ``StoredPages``.
 
-    Of each layer the ``exact`` ones ``[n, H, 2, p, d]`` and the 8-bit ones ``[m, H, block_bytes]``.
+    Of each layer the ``full_precision`` ones ``[n, H, 2, p, d]`` and the ``eight_bit`` ones ``[m, H, block_bytes]``.
     """
 
-    kinds: Sequence[bool]
-    exact: Sequence[Tensor]
-    rounded: Sequence[Tensor]
-    cut_off: Set[int] = frozenset()
+    quantized: Sequence[bool]
+    full_precision: Sequence[Tensor]
+    eight_bit: Sequence[Tensor]
+    dequantized: Set[int] = frozenset()
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory."""
-        return sum(layer.nbytes for layer in (*self.exact, *self.rounded))
+        return sum(layer.nbytes for layer in (*self.full_precision, *self.eight_bit))
 
     def stored(self, page: int) -> list[Tensor]:
         """``StoredPages.stored``"""
-        kind = self.kinds[page]
-        index = sum(each is kind for each in self.kinds[:page])
-        return [layer[index] for layer in (self.rounded if kind else self.exact)]
+        is_quantized = self.quantized[page]
+        index = sum(each is is_quantized for each in self.quantized[:page])
+        return [layer[index] for layer in (self.eight_bit if is_quantized else self.full_precision)]
 
     def beginning(self, pages: int) -> Pages:
         """The first ``pages`` of them, not copied."""
-        kinds = self.kinds[:pages]
-        rounded = sum(kinds)
+        quantized = self.quantized[:pages]
+        number = sum(quantized)
         return Pages(
-            kinds,
-            [layer[: len(kinds) - rounded] for layer in self.exact],
-            [layer[:rounded] for layer in self.rounded],
-            {page for page in self.cut_off if page < pages},
+            quantized,
+            [layer[: len(quantized) - number] for layer in self.full_precision],
+            [layer[:number] for layer in self.eight_bit],
+            {page for page in self.dequantized if page < pages},
         )
 
 
-def exact_pages(pages: StoredPages) -> int:
-    """The pages before the first of rounded tokens: an 8-bit one, or one that was before it was cut off."""
-    return next((page for page, kind in enumerate(pages.kinds) if kind or page in pages.cut_off), len(pages.kinds))
+def full_precision_pages(pages: StoredPages) -> int:
+    """The number of pages before the first with quantized tokens."""
+    flags = enumerate(pages.quantized)
+    affected = (page for page, is_quantized in flags if is_quantized or page in pages.dequantized)
+    return next(affected, len(pages.quantized))
 
 
-def has_rounded(pages: StoredPages) -> bool:
-    """True if some tokens are rounded."""
-    return exact_pages(pages) < len(pages.kinds)
+def has_quantized(pages: StoredPages) -> bool:
+    """True if some tokens are quantized."""
+    return full_precision_pages(pages) < len(pages.quantized)
 
 
 def side_by_side(places: Sequence[int], longest: int) -> list[tuple[int, int]]:

@@ -253,8 +253,8 @@ class Freeze(Mode):
             self._widen_bounds(position)
             named = self._named(position)
         timers.observe(position, table, self._scores.result(), self.state.control, named)
-        if not self.slots.layout.in_place:  # rounded pages come from the host
-            timers.keep_in_slots(table, self.slots.held, keeps=self.state.host.rounded_share is None)
+        if not self.slots.layout.in_place:  # quantized pages come from the host
+            timers.keep_in_slots(table, self.slots.held, keeps=self.state.host.quantized_share is None)
         timers.close(table)
 
     def _return(self, position: Tensor) -> None:

@@ -16,24 +16,24 @@ from kvchat.kv.ops.torch_ops import TorchOps
 
 def choose_ops(geometry: Geometry, host: HostPool, device: torch.device) -> TorchOps:
     """Return Triton's operations where they run, else stock torch; only the latter take a pageable pool."""
-    rounds = isinstance(host, EightBitPool)
+    quantizes = isinstance(host, EightBitPool)
     if device.type == "cpu":
-        return (EightBitCpuOps if rounds else CpuOps)(geometry, host, device)
-    in_torch = EightBitOps if rounds else TorchOps
+        return (EightBitCpuOps if quantizes else CpuOps)(geometry, host, device)
+    in_torch = EightBitOps if quantizes else TorchOps
     if not host.pinned:
         return in_torch(geometry, host, device)
-    refusal = triton_refusal(geometry, device, rounds)
+    refusal = triton_refusal(geometry, device, quantizes)
     if refusal:
         return in_torch(geometry, host, device, refusal)
     from kvchat.kv.ops.triton_ops import EightBitTritonOps, TritonOps  # triton is not installed everywhere
 
-    return (EightBitTritonOps if rounds else TritonOps)(geometry, host, device)
+    return (EightBitTritonOps if quantizes else TritonOps)(geometry, host, device)
 
 
-def triton_refusal(geometry: Geometry, device: torch.device, rounds: bool = False) -> str:
+def triton_refusal(geometry: Geometry, device: torch.device, quantizes: bool = False) -> str:
     """Say why the Triton kernels cannot serve this geometry on a CUDA device; empty if they can.
 
-    Where it ``rounds`` that is over a host pool with 8-bit pages. The first call runs every kernel once (``verify``).
+    ``quantizes``: over a host pool with 8-bit pages. The first call runs every kernel once (``verify``).
     """
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
@@ -41,4 +41,4 @@ def triton_refusal(geometry: Geometry, device: torch.device, rounds: bool = Fals
         return f"the kernels are for bfloat16 and float16, not {str(geometry.dtype).removeprefix('torch.')}"
     from kvchat.kv.ops.verify import kernel_failure  # imports triton
 
-    return kernel_failure(geometry, device, rounds)
+    return kernel_failure(geometry, device, quantizes)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvchat.kv.attention import AttentionSpec, Products, Weights, attend, products
 from kvchat.kv.geometry import PAGE, Geometry
-from kvchat.kv.memory import rounding
+from kvchat.kv.memory import eight_bit_pages
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots
 from kvchat.kv.ops import key_codes
 from kvchat.kv.ops.selection import Candidates, Places
@@ -267,13 +267,15 @@ def scattered(keys: Tensor, values: Tensor, table: Tensor, first: int) -> Produc
 
 # ---- over pages of which some are kept in 8 bits
 class MixedPages(NamedTuple):
-    """A layer's pages: ``exact [2, H, token, d]`` and ``rounded [page, H, block_bytes]``; ``places [page]`` says which.
+    """A layer's pages, in one of two pools; ``places [page]`` says in which.
+
+    They are ``full_precision [2, H, token, d]`` and ``eight_bit [page, H, block_bytes]``.
 
     Of the tokens in ``table [H or 1, n]``, ascending, those from ``first`` on are read.
     """
 
-    exact: Tensor
-    rounded: Tensor
+    full_precision: Tensor
+    eight_bit: Tensor
     places: Tensor
     table: Tensor
     first: int
@@ -282,15 +284,15 @@ class MixedPages(NamedTuple):
 def mixed(pages: MixedPages, g: Geometry) -> Products | None:
     """Over the tokens of ``pages``; None where there is no loop for it."""
     size = g.dtype.itemsize
-    whole = 2 * g.page * g.d % size == rounding.block_bytes(g) % size == 0
+    whole = 2 * g.page * g.d % size == eight_bit_pages.block_bytes(g) % size == 0
     if not whole or not _threaded(g.dtype):
         return None
     from kvchat.kv.ops.numba import eight_bit as loops
 
-    blocks = pages.rounded.view(-1)
-    codes = blocks.view(torch.int8).numpy(), numbers(blocks.view(g.dtype)), rounding.block_bytes(g), g.page
+    blocks = pages.eight_bit.view(-1)
+    codes = blocks.view(torch.int8).numpy(), numbers(blocks.view(g.dtype)), eight_bit_pages.block_bytes(g), g.page
     named = pages.table.numpy(), pages.first, pages.places.numpy()
-    keys, values = pages.exact[0, ..., : g.d_k], pages.exact[1, ..., : g.d_v]
+    keys, values = pages.full_precision[0, ..., : g.d_k], pages.full_precision[1, ..., : g.d_v]
     stored = ((*named, *_rows(rows), *codes) for rows in (keys, values))
     return _compiled(loops, pages.table.shape[1], values, *stored)
 

@@ -1,8 +1,8 @@
 """The operations of a decode step over a host pool with 8-bit pages, in stock torch.
 
-The token that fills a page rounds it. What attention reads of the slots is exact where its own step wrote it there, and
-what the codes stand for where it was recalled. On a CPU full and freeze mode read the codes where they lie: of the
-bundled model at 8,018 stored tokens a step of full mode then takes 1.3 times the CPU time of one over exact pages, one
+The token that fills a page quantizes it. What attention reads of the slots is in full precision where its own step
+wrote it there, and dequantized where it was recalled. On a CPU full and freeze mode read the codes in place: of the bundled
+model at 8,018 stored tokens a step of full mode then takes 1.3 times the CPU time of one over full-precision pages, one
 of freeze mode 1.2 to 1.3 times, on one thread. Without numba torch unpacks a run of pages at a time, which stays in the
 processor's cache; that took 1.9 times, and speculative mode (budget 512), which recalls them, 1.3 times.
 """
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvchat.kv.attention import AttentionSpec, Part, Products, attend, products, products_in_parts
-from kvchat.kv.memory import rounding
+from kvchat.kv.memory import eight_bit_pages
 from kvchat.kv.memory.device_slots import DeviceSlots
 from kvchat.kv.memory.eight_bit_pool import EightBitPool
 from kvchat.kv.memory.host_pool import gather, scatter
@@ -44,8 +44,8 @@ class EightBitOps(TorchOps):
         super().append(held, layer, key, value)
         if self._fills_page():
             page = gather(self.host.table(layer), self._open_page)
-            blocks = rounding.rounded(page, self.geometry)
-            scatter(self.host.rounded.table(layer), self.host.next_rounded, blocks)
+            blocks = eight_bit_pages.quantize(page, self.geometry)
+            scatter(self.host.eight_bit.table(layer), self.host.next_quantized, blocks)
 
     def _fills_page(self) -> bool:
         """True if the token may have filled its page. If it did not, the 8-bit page written is never read."""
@@ -62,7 +62,7 @@ class EightBitOps(TorchOps):
         g, heads = self.geometry, slots.heads_of(layer)[:, None]
         changed = (placed != resident) & (placed >= 0)
         count(counters, changed, placed, g.page)
-        self._count_rounded(counters, placed * g.page, changed, g.page)
+        self._count_quantized(counters, placed * g.page, changed, g.page)
         to = slots.blocks(layer), slots.page_blocks, len(placed) * slots.n // g.page
         self._bring(self.host.read_pages, layer, placed.clamp(min=0), heads, *to, changed)
 
@@ -71,7 +71,7 @@ class EightBitOps(TorchOps):
     ) -> None:
         changed = (placed != resident) & (placed >= 0)
         count(counters, changed, placed)
-        self._count_rounded(counters, placed, changed, 1)
+        self._count_quantized(counters, placed, changed, 1)
         width, n = placed.shape
         target = torch.arange(width, device=placed.device)[:, None] * slots.n
         target = target + first + torch.arange(n, device=placed.device)
@@ -91,9 +91,9 @@ class EightBitOps(TorchOps):
         to = slots.rows(layer), rows * slots.n + targets, len(heads) * slots.n
         self._bring(self.host.read_tokens, layer, positions, heads[rows], *to, torch.ones_like(rows, dtype=torch.bool))
 
-    def _count_rounded(self, counters: Tensor, positions: Tensor, changed: Tensor, pairs: int) -> None:
-        rounded = self.host.rounded_at(positions.clamp(min=0)) & changed
-        counters[2:].add_(rounded.sum(), alpha=pairs)
+    def _count_quantized(self, counters: Tensor, positions: Tensor, changed: Tensor, pairs: int) -> None:
+        quantized = self.host.quantized_at(positions.clamp(min=0)) & changed
+        counters[2:].add_(quantized.sum(), alpha=pairs)
 
     def _bring(
         self,
@@ -149,7 +149,7 @@ class EightBitCpuOps(EightBitOps, CpuOps):
         return attend(query, self._products_of_some(layer, table, 0), None, spec, sinks)[0]
 
     def _mixed(self, layer: int, table: Tensor, first: int) -> Products | None:
-        stored = self.host.by_head(layer), self.host.rounded.table(layer)
+        stored = self.host.by_head(layer), self.host.eight_bit.table(layer)
         return mixed(MixedPages(*stored, self._places, table, first), self.geometry)
 
     def _parts(self, layer: int, first: int, end: int) -> Iterator[Part]:
@@ -168,6 +168,6 @@ class EightBitCpuOps(EightBitOps, CpuOps):
         d = (g.d_k, g.d_v)[kind]
         if place >= 0:
             return pool.by_head(layer)[kind, :, place * g.page + low : place * g.page + high, :d]
-        codes, *scales = rounding.parts(pool.rounded.table(layer)[~place : ~place + length].transpose(0, 1), g)
+        codes, *scales = eight_bit_pages.parts(pool.eight_bit.table(layer)[~place : ~place + length].transpose(0, 1), g)
         scale = scales[kind].unsqueeze(-1 if kind else -2)
-        return rounding.scaled(codes[:, :, kind], scale).flatten(1, 2)[:, low:high, :d]
+        return eight_bit_pages.scaled(codes[:, :, kind], scale).flatten(1, 2)[:, low:high, :d]

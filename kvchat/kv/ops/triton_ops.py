@@ -63,10 +63,10 @@ class TritonOps(TorchOps):
             super().append(held, layer, key, value)
             return
         host = host_tensors(self.host, layer)
-        next_rounded = self.host.next_rounded if isinstance(self.host, EightBitPool) else self.position
+        next_quantized = self.host.next_quantized if isinstance(self.host, EightBitPool) else self.position
         with self._on:
             for slots in held:
-                append.append(slots, host, next_rounded, layer, self.position, key, value, self.geometry)
+                append.append(slots, host, next_quantized, layer, self.position, key, value, self.geometry)
 
     def update_bounds(self, bounds: Tensor, page: Tensor, keys: Tensor) -> None:
         with self._on:

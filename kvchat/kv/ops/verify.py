@@ -29,15 +29,15 @@ TOLERANCE = 0.05
 
 
 @functools.cache
-def kernel_failure(geometry: Geometry, device: torch.device, rounds: bool = False) -> str:
+def kernel_failure(geometry: Geometry, device: torch.device, quantizes: bool = False) -> str:
     """Return why the kernels cannot be used for this geometry on ``device``, empty if they can.
 
-    Where it ``rounds``, over a host pool with 8-bit pages.
+    Where it ``quantizes``, over a host pool with 8-bit pages.
     """
     g = replace(geometry, layers=1, headroom=geometry.page)
     try:
         with torch.inference_mode():
-            kinds = (EightBitOps, EightBitTritonOps) if rounds else (TorchOps, TritonOps)
+            kinds = (EightBitOps, EightBitTritonOps) if quantizes else (TorchOps, TritonOps)
             expected, measured = (outcomes(kind, g, device) for kind in kinds)
             wrong = [name for name in expected if not error(measured[name], expected[name]) <= TOLERANCE]
     except Exception as raised:  # noqa: BLE001  # Triton raises whatever its compiler, a C compiler or the driver does

@@ -14,7 +14,7 @@ from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory import available
 from kvchat.kv.memory.eight_bit_pool import EightBitPool
 from kvchat.kv.memory.host_pool import HostPool, layer_bytes, pool_tokens
-from kvchat.kv.memory.pages import has_rounded
+from kvchat.kv.memory.pages import has_quantized
 from kvchat.kv.state import KVState
 
 G = Geometry(layers=2, q_heads=4, kv_heads=2, d_k=24, d_v=16, dtype=torch.float32, page=8, unified=True)
@@ -37,11 +37,11 @@ def test_no_page_lies_where_another_does_whatever_comes_and_goes():
     kept = [torch.zeros(2, 0, 24) for _ in range(2)]
     exact_again = 0
     for turn in range(300):
-        if not (pool.rounds or has_rounded(pool)):
+        if not (pool.quantizes or has_quantized(pool)):
             exact_again += pool.total > 8
-            pool = EightBitPool(pool.exact_pool())
+            pool = EightBitPool(pool.full_precision_pool())
         if dice.random() < 0.7 or not pool.total:
-            pool.rounds = dice.random() < 0.6
+            pool.quantizes = dice.random() < 0.6
             count, first = dice.choice([1, 1, 3, 8, 21]), pool.total // 8
             kept = [
                 torch.cat((keys[:, : pool.total], noise(count, 2 * turn + layer)[0]), 1)
@@ -49,13 +49,13 @@ def test_no_page_lies_where_another_does_whatever_comes_and_goes():
             ]
             store(pool, count, 2 * turn)
             for page in range(first, pool.total // 8):
-                if pool.rounds:
+                if pool.quantizes:
                     for keys in kept:
                         keys[:, page * 8 : page * 8 + 8] = in_8_bits(keys[:, page * 8 : page * 8 + 8], True)
         else:
             pool.truncate(dice.randrange(pool.total))
         assert len(set(pool._pages)) == len(pool._pages) == G.pages(pool.total)
-        assert has_rounded(pool) == bool(pool.rounded_pages)
+        assert has_quantized(pool) == bool(pool.quantized_pages)
         for layer in range(2):
             assert torch.equal(pool.dense(layer, pool.total)[0], kept[layer][:, : pool.total])
     assert exact_again > 5
@@ -81,12 +81,12 @@ def test_the_pool_is_an_exact_one_again_once_its_last_8_bit_page_is_gone():
 
 def test_pages_stay_where_more_is_stored_than_the_context():
     pool = EightBitPool(HostPool(G, torch.device("cpu"), 40))
-    reserved = pool.rounded.reserved
+    reserved = pool.eight_bit.reserved
     store(pool, 40, 0)
     before = pool.dense(0, 40)
     for turn in range(10):
         store(pool, reserved // 4, turn)
-    assert pool.rounded.reserved > reserved
+    assert pool.eight_bit.reserved > reserved
     for found, stored in zip(pool.dense(0, 40), before, strict=True):
         assert torch.equal(found, stored)
 
@@ -100,7 +100,7 @@ def test_8_bit_pages_take_a_quarter_of_float32_and_half_of_bfloat16():
         exact.reserve(8192)
         planned = g.layers * layer_bytes(g, g.grown(0), pool_tokens(g, 8192, 0))
         assert pool.nbytes == pytest.approx(planned, rel=0.01)
-        held = g.layers * layer_bytes(g, g.grown(0))  # of the exact pool, whatever the length
+        held = g.layers * layer_bytes(g, g.grown(0))  # of the full-precision pool, whatever the length
         assert pool.nbytes - held < share * exact.nbytes
 
 
@@ -110,8 +110,8 @@ def test_a_host_without_memory_refuses_and_goes_on_exactly(monkeypatch):
     state = KVState(G, torch.device("cpu"), 400)
     monkeypatch.setattr(available, "host_free", lambda: 0)
     with pytest.raises(DoesNotFitError):
-        state.round_pages(True)
-    assert not state.rounds
+        state.quantize_pages(True)
+    assert not state.quantizes
     assert type(state.host) is HostPool
 
 
@@ -121,8 +121,8 @@ def test_memory_that_runs_out_anywhere_in_a_step_a_prefill_or_a_truncation_loses
     run = EightBitRun(toy(("plain", "plain"), page=8, unified=True), mode, **params)
     run.prefill(93)
     run.step(2)
-    rounds = random.Random(0)
-    for place in rounds.sample(range(1, 60), 6):
+    dice = random.Random(0)
+    for place in dice.sample(range(1, 60), 6):
         _with_a_fault(run, place, lambda: run.step(1))
         _with_a_fault(run, place, lambda: run.truncate(len(run.ids) - 3))
         _with_a_fault(run, place, lambda: run.prefill(9))

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from kvchat.kv.geometry import Geometry
+from kvchat.kv.memory.eight_bit_pages import quantize
 from kvchat.kv.memory.eight_bit_pool import EightBitPool
 from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.memory.page_file import HEADER_BYTES, TOKEN, DamagedFileError, End, PageFile, blocks_of
 from kvchat.kv.memory.pages import Pages
-from kvchat.kv.memory.rounding import rounded
 
 PAGE = 4
 TOKENS = 14
@@ -38,7 +38,7 @@ class Into:
         self.layers = layers
 
     def put(self, first: int, pages: Pages) -> None:
-        for layer, kept in zip(self.layers, pages.exact, strict=True):
+        for layer, kept in zip(self.layers, pages.full_precision, strict=True):
             layer[first : first + len(kept)] = kept
 
 
@@ -225,17 +225,17 @@ def test_a_page_that_was_cut_off_inside_an_8_bit_one_stays_marked(tmp_path):
     g, path = geometry(), tmp_path / "a.kv"
     file, rows = PageFile(path, g, {"model": "a"}), rows_of(TOKENS)
     for page in range(4):
-        file.write(page, rows[page * PAGE : (page + 1) * PAGE], page_of(pages_of(TOKENS), page), cut_off=page == 2)
+        file.write(page, rows[page * PAGE : (page + 1) * PAGE], page_of(pages_of(TOKENS), page), dequantized=page == 2)
     reader, pool = PageFile(path, g, {"model": "a"}), EightBitPool(HostPool(g, torch.device("cpu")))
     reader.rows()
-    assert reader.exact_pages == 2
+    assert reader.full_precision_pages == 2
     assert reader.read(pool, TOKENS) == TOKENS
     pool.total = TOKENS
-    assert (pool.cut_off, any(pool.kinds), pool.rounded_pages) == ({2}, False, [2])
+    assert (pool.dequantized, any(pool.quantized), pool.quantized_pages) == ({2}, False, [2])
     written(tmp_path / "b.kv")
     exact = PageFile(tmp_path / "b.kv", g, {"model": "a"})
     exact.rows()
-    assert exact.exact_pages == len(exact.links)
+    assert exact.full_precision_pages == len(exact.links)
 
 
 STATES = [(9, b"older state"), (TOKENS, b"the newest one")]
@@ -279,17 +279,17 @@ def test_exact_and_8_bit_pages_are_in_one_file(tmp_path):
     g, path = Geometry(2, 2, 2, 4, 4, torch.bfloat16, PAGE), tmp_path / "a.kv"
     noise = torch.Generator().manual_seed(1)
     exact = [torch.randn((4, 2, 2, PAGE, 4), generator=noise).bfloat16() for _ in range(2)]
-    pages = Pages([False, True, True, False], [x[[0, 3]] for x in exact], [rounded(x[1:3], g) for x in exact])
+    pages = Pages([False, True, True, False], [x[[0, 3]] for x in exact], [quantize(x[1:3], g) for x in exact])
     file, rows = PageFile(path, g, {"model": "a"}), rows_of(TOKENS)
     for page in range(4):
         file.write(page, rows[page * PAGE : (page + 1) * PAGE], blocks_of(pages.stored(page)))
     assert path.stat().st_size == HEADER_BYTES + 2 * (file.record_bytes(False) + file.record_bytes(True))
     reader, pool = PageFile(path, g, {"model": "a"}), EightBitPool(HostPool(g, torch.device("cpu")))
     assert len(reader.rows()) == TOKENS
-    assert reader.exact_pages == 1
+    assert reader.full_precision_pages == 1
     assert reader.read(pool, TOKENS) == TOKENS
     pool.total = TOKENS
-    assert pool.kinds == pages.kinds
+    assert pool.quantized == pages.quantized
     for page in range(4):
         assert blocks_of(pool.stored(page)) == blocks_of(pages.stored(page))
     data = bytearray(path.read_bytes())

@@ -6,40 +6,40 @@ import random
 
 import torch
 
-from kvchat.kv.memory.pages import Pages, copied, exact_pages, has_rounded
+from kvchat.kv.memory.pages import Pages, copied, full_precision_pages, has_quantized
 
 LAYERS = 2
 
 
-def mixed(kinds: list[bool], cut_off: set[int] = frozenset()) -> Pages:
+def mixed(quantized: list[bool], dequantized: set[int] = frozenset()) -> Pages:
     """Pages whose elements are their number."""
-    of = {kind: torch.tensor([page for page, each in enumerate(kinds) if each is kind]) for kind in (False, True)}
-    exact, rounded = ([of[kind].to(dtype)[:, None].clone() for _ in range(LAYERS)] for kind, dtype in
+    of = {kind: torch.tensor([page for page, each in enumerate(quantized) if each is kind]) for kind in (False, True)}
+    full_precision, eight_bit = ([of[kind].to(dtype)[:, None].clone() for _ in range(LAYERS)] for kind, dtype in
                       ((False, torch.float32), (True, torch.uint8)))  # fmt: skip
-    return Pages(kinds, exact, rounded, cut_off)
+    return Pages(quantized, full_precision, eight_bit, dequantized)
 
 
 def test_each_page_is_found_among_those_of_its_kind():
     dice = random.Random(0)
     for pages in range(9):
-        kinds = [dice.random() < 0.4 for _ in range(pages)]
-        kept = mixed(kinds)
+        quantized = [dice.random() < 0.4 for _ in range(pages)]
+        kept = mixed(quantized)
         for count in range(pages + 1):
             begun = kept.beginning(count)
-            assert list(begun.kinds) == kinds[:count]
-            assert begun.nbytes == LAYERS * sum(1 if is_rounded else 4 for is_rounded in kinds[:count])
+            assert list(begun.quantized) == quantized[:count]
+            assert begun.nbytes == LAYERS * sum(1 if is_quantized else 4 for is_quantized in quantized[:count])
             for page in range(count):
                 found = begun.stored(page)
                 assert [int(layer) for layer in found] == [page] * LAYERS
-                assert (found[0].dtype is torch.uint8) is kinds[page]
+                assert (found[0].dtype is torch.uint8) is quantized[page]
 
 
-def test_tokens_of_a_page_that_was_cut_off_stay_rounded():
+def test_tokens_of_a_page_that_was_dequantized_stay_quantized():
     kept = mixed([False, False, False], {1})
-    assert has_rounded(kept)
-    assert not has_rounded(kept.beginning(1))
-    assert has_rounded(mixed([False, True]))
-    assert exact_pages(mixed([False, True])) == 1
+    assert has_quantized(kept)
+    assert not has_quantized(kept.beginning(1))
+    assert has_quantized(mixed([False, True]))
+    assert full_precision_pages(mixed([False, True])) == 1
 
 
 def test_a_copy_has_memory_of_its_own():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.memory.host_pool import ByPage, RoundedByPage, layout_of
+from kvchat.kv.memory.host_pool import ByPage, QuantizedByPage, layout_of
 
 PAGES, HEADS, PAGE, D = 6, 3, 8, 16
 
@@ -61,7 +61,7 @@ def test_there_is_room_for_what_was_asked_for(unified, d):
 
 
 def test_8_bit_pages_lie_one_after_another():
-    found = RoundedByPage(geometry(True))
+    found = QuantizedByPage(geometry(True))
     table = found.table(torch.arange(3 * found.page_bytes, dtype=torch.int64).to(torch.uint8))
     assert (table.shape[:2], table.is_contiguous()) == ((3, HEADS), True)
     assert table[0].numel() == found.page_bytes

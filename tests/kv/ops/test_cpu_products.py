@@ -11,15 +11,15 @@ import torch
 
 from kvchat.kv.attention import AttentionSpec, attend, products
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.memory import rounding
+from kvchat.kv.memory import eight_bit_pages
 from kvchat.kv.memory.device_slots import EMPTY
 from kvchat.kv.ops import cpu_ops
 from kvchat.kv.ops.cpu_ops import MixedPages
 
 
 def unrounded(blocks, g):
-    """``rounding.exact``, in float32 whatever the dtype."""
-    codes, *scales = (part.float() for part in rounding.parts(blocks, g))
+    """``eight_bit_pages.dequantize``, in float32 whatever the dtype."""
+    codes, *scales = (part.float() for part in eight_bit_pages.parts(blocks, g))
     return torch.stack(
         (codes[..., 0, :, :] * scales[0].unsqueeze(-2), codes[..., 1, :, :] * scales[1].unsqueeze(-1)), -3
     )
@@ -94,14 +94,14 @@ def test_over_pages_of_which_some_are_kept_in_8_bits(heads, group, d_k, d_v, pag
     draw, pages = torch.Generator().manual_seed(page), -(-last // page)
     exact = torch.randn(2, heads, (pages + 3) * page, d_k, generator=draw).to(dtype)
     by_page = exact.view(2, heads, -1, page, d_k).permute(2, 1, 0, 3, 4)
-    rounded = rounding.rounded(by_page.flip(0), g)
+    quantized = eight_bit_pages.quantize(by_page.flip(0), g)
     # Every other page lies in the exact pool, from the third on; the others in 8 bits, from the last on.
     places = torch.tensor([at + 2 if at % 2 else ~(at + 1) for at in range(pages)])
-    held = torch.stack([by_page[at] if at >= 0 else unrounded(rounded[~at], g) for at in places.tolist()])
+    held = torch.stack([by_page[at] if at >= 0 else unrounded(quantized[~at], g) for at in places.tolist()])
     keys, values = held.permute(2, 1, 0, 3, 4).reshape(2, heads, -1, d_k)
     some = (torch.rand(last, generator=draw) < 0.7).nonzero().flatten()
     table = torch.nn.functional.pad(some, (0, 9), value=EMPTY).to(torch.int32)
-    made = cpu_ops.mixed(MixedPages(exact, rounded, places, table[None], first), g)
+    made = cpu_ops.mixed(MixedPages(exact, quantized, places, table[None], first), g)
     assert made.sums(torch.ones(heads, group, len(table))).dtype == dtype
     query, weights = (torch.randn((heads, group, size), generator=draw) for size in (d_k, len(table)))
     read = (table >= first)[:, None]
@@ -112,8 +112,10 @@ def test_over_pages_of_which_some_are_kept_in_8_bits(heads, group, d_k, d_v, pag
 def test_what_loops_cannot_read_is_left_to_torch(monkeypatch):
     g = Geometry(1, 4, 2, 5, 5, torch.float32, page=5, unified=True)
     table = torch.zeros(1, 3, dtype=torch.int32)
-    pages = MixedPages(torch.zeros(2, 2, 10, 5), torch.zeros(2, 2, rounding.block_bytes(g)), torch.zeros(2), table, 0)
-    assert rounding.block_bytes(g) % 4
+    pages = MixedPages(
+        torch.zeros(2, 2, 10, 5), torch.zeros(2, 2, eight_bit_pages.block_bytes(g)), torch.zeros(2), table, 0
+    )
+    assert eight_bit_pages.block_bytes(g) % 4
     assert cpu_ops.mixed(pages, g) is None  # scales would lie across two numbers
     rows = torch.zeros(2, 9, 4)
     assert cpu_ops.scattered(rows.half(), rows.half(), table, 0) is None

@@ -1,4 +1,4 @@
-"""Every mode over 8-bit pages is dense attention over K/V that numpy rounded."""
+"""Every mode over 8-bit pages is dense attention over K/V that numpy quantized."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def test_every_mode_is_dense_attention_over_rounded_pages(row, unified):
     run.prefill(19)
     run.step(9)
     run.check()
-    assert all(run.kv.state.host.kinds[:-1])
+    assert all(run.kv.state.host.quantized[:-1])
 
 
 @pytest.mark.parametrize("row", ["full", "streaming", "speculative", "sync", "freeze-budget"])
 def test_pinned_messages_are_read_from_pages_of_both_kinds(row):
     mode, params = ROWS[row]
-    run = EightBitRun(toy(("plain", "plain"), page=8, unified=True), mode, rounds=False, **params)
+    run = EightBitRun(toy(("plain", "plain"), page=8, unified=True), mode, quantizes=False, **params)
     run.prefill(60)
     run.set(True)
     run.prefill(90)
@@ -55,7 +55,7 @@ def test_half_precision_windows_caps_and_learned_sinks(row, dtype):
 
 @pytest.mark.parametrize("row", ["full", "streaming", "freeze", "sync", "speculative"])
 def test_pages_of_both_kinds_are_one_conversation_through_every_switch(row):
-    run = EightBitRun(toy(("plain", "plain"), page=8, unified=True), "full", rounds=False)
+    run = EightBitRun(toy(("plain", "plain"), page=8, unified=True), "full", quantizes=False)
     mode, params = ROWS[row]
     run.prefill(70)
     run.set(True)
@@ -66,9 +66,9 @@ def test_pages_of_both_kinds_are_one_conversation_through_every_switch(row):
     run.set(False)
     run.step(20)
     run.check()
-    kinds = run.kv.state.host.kinds
-    assert kinds[:14] == [False] * 8 + [True] * 6
-    assert kinds[-2:] == [False] * 2
+    quantized = run.kv.state.host.quantized
+    assert quantized[:14] == [False] * 8 + [True] * 6
+    assert quantized[-2:] == [False] * 2
     run.switch("full")
     run.step(9)
     run.check()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import DeviceSlots
-from kvchat.kv.ops.triton.language import HostTensors, host_row, padded, rounded_code
+from kvchat.kv.ops.triton.language import HostTensors, host_row, padded, quantized_code
 
 
 @triton.jit(do_not_specialize_on_alignment=["heads"])
@@ -23,7 +23,7 @@ def _append(
     codes,
     scales,
     places,
-    next_rounded,
+    next_quantized,
     heads,
     current_slot,
     position,
@@ -58,7 +58,7 @@ def _append(
     if ITEM > 0:  # noqa: SIM102  # decided when it is compiled, the next one when it runs
         if now % PAGE == PAGE - 1:
             page = host + host_row(at - now % PAGE, head, KV_HEADS, PAGE) * D
-            goal = tl.load(next_rounded) * KV_HEADS + head
+            goal = tl.load(next_quantized) * KV_HEADS + head
             _round_page(page, codes, scales, goal, k, v, is_key, is_value, PAGE, D, COLS, PAGE_ROWS, ITEM)
 
 
@@ -92,8 +92,8 @@ def _round_page(
     of_values = (tl.max(tl.abs(values), 1) / 127.0).to(scales.dtype.element_ty)
     size: tl.constexpr = 2 * PAGE * D + (D + PAGE) * ITEM
     block = codes + goal * size
-    tl.store(block + at, rounded_code(keys, of_keys.to(tl.float32)[None, :]), mask=inside)
-    tl.store(block + PAGE * D + at, rounded_code(values, of_values.to(tl.float32)[:, None]), mask=inside)
+    tl.store(block + at, quantized_code(keys, of_keys.to(tl.float32)[None, :]), mask=inside)
+    tl.store(block + PAGE * D + at, quantized_code(values, of_values.to(tl.float32)[:, None]), mask=inside)
     scale = scales + goal * (size // ITEM) + 2 * PAGE * D // ITEM
     tl.store(scale + col, of_keys, mask=col < D)
     tl.store(scale + D + line, of_values, mask=line < PAGE)
@@ -116,7 +116,7 @@ def _update_bounds(bounds, page, key, pages, key_stride, D_K: tl.constexpr, COLS
 def append(
     slots: DeviceSlots,
     host: HostTensors,
-    next_rounded: Tensor,
+    next_quantized: Tensor,
     layer: int,
     position: Tensor,
     key: Tensor,
@@ -125,7 +125,7 @@ def append(
 ) -> None:
     """``TorchOps.append`` for the heads of ``slots``; columns that pad a narrower K or V stay as they are.
 
-    The token that fills a page of a pool with 8-bit pages also writes block ``next_rounded`` (1-element int64).
+    The token that fills a page of a pool with 8-bit pages also writes block ``next_quantized`` (1-element int64).
     """
     key, value = with_dense_rows(key), with_dense_rows(value)
     heads = slots.heads_of(layer)
@@ -137,7 +137,7 @@ def append(
         value,
         kv,
         *host[:4],
-        next_rounded,
+        next_quantized,
         heads,
         slots.current_slot,
         position,

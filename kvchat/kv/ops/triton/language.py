@@ -26,8 +26,8 @@ SMALLEST_DOT = 16
 class HostTensors(NamedTuple):
     """One layer of a host pool as the kernels take it.
 
-    ``rows`` of exact pages; of 8-bit ones ``codes``, and the same memory as ``scales``; ``places`` of all pages; and
-    the ``item`` size of a scale: 0 where all pages are exact, and the others stand for nothing.
+    ``rows`` of full-precision pages; of 8-bit ones ``codes``, and the same memory as ``scales``; ``places`` of all
+    pages; and the ``item`` size of a scale: 0 where no page is an 8-bit one, and the others stand for nothing.
     """
 
     rows: Tensor
@@ -42,7 +42,7 @@ def host_tensors(host: HostPool, layer: int) -> HostTensors:
     rows = host.rows(layer)
     if not isinstance(host, EightBitPool):
         return HostTensors(rows, rows, rows, rows, 0)
-    blocks, dtype = host.rounded.table(layer), host.geometry.dtype
+    blocks, dtype = host.eight_bit.table(layer), host.geometry.dtype
     return HostTensors(rows, blocks.view(torch.int8), blocks.view(dtype), host.places, dtype.itemsize)
 
 
@@ -91,10 +91,10 @@ def host_kv(
         asked = tl.max(mask_k.to(tl.int32), 1) > 0
         place = tl.load(places + position // PAGE, mask=asked, other=0)
         offset = position % PAGE
-        is_exact = (place >= 0)[:, None]
+        is_full_precision = (place >= 0)[:, None]
         start = ((place * KV_HEADS + head) * (2 * PAGE) + offset)[:, None] * D
-        exact_k = tl.load(rows + start + col_k[None, :], mask=mask_k & is_exact, other=0.0)
-        exact_v = tl.load(rows + start + PAGE * D + col_v[None, :], mask=mask_v & is_exact, other=0.0)
+        full_k = tl.load(rows + start + col_k[None, :], mask=mask_k & is_full_precision, other=0.0)
+        full_v = tl.load(rows + start + PAGE * D + col_v[None, :], mask=mask_v & is_full_precision, other=0.0)
         in_k, in_v = mask_k & (place < 0)[:, None], mask_v & (place < 0)[:, None]
         block = (-1 - place) * KV_HEADS + head
         size: tl.constexpr = 2 * PAGE * D + (D + PAGE) * ITEM
@@ -104,13 +104,13 @@ def host_kv(
         scale = scales + block * (size // ITEM) + 2 * PAGE * D // ITEM
         of_keys = tl.load(scale[:, None] + col_k[None, :], mask=in_k, other=0.0).to(tl.float32)
         of_values = tl.load(scale + D + offset, mask=asked & (place < 0), other=0.0).to(tl.float32)
-        k = tl.where(is_exact, exact_k, (k * of_keys).to(exact_k.dtype))
-        v = tl.where(is_exact, exact_v, (v * of_values[:, None]).to(exact_v.dtype))
+        k = tl.where(is_full_precision, full_k, (k * of_keys).to(full_k.dtype))
+        v = tl.where(is_full_precision, full_v, (v * of_values[:, None]).to(full_v.dtype))
     return k, v
 
 
 @triton.jit
-def rounded_code(x, scale):
-    """``rounding.rounded``'s code (int8) of ``x`` under ``scale``, both float32."""
+def quantized_code(x, scale):
+    """``eight_bit_pages.quantize``'s code (int8) of ``x`` under ``scale``, both float32."""
     code = tl.floor(x / tl.where(scale > 0, scale, 1.0) + 0.5)
     return tl.minimum(tl.maximum(code, -127.0), 127.0).to(tl.int8)

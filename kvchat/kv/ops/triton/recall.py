@@ -85,7 +85,7 @@ def _move_pages(
 
 @triton.jit
 def _count_pages(counters, places, new, changed, moved, PAGE: tl.constexpr, ITEM: tl.constexpr):
-    """Count the tokens of the pages that move, of those wanted, and of those that come rounded."""
+    """Count the tokens of the pages that move, of those wanted, and of those that come quantized."""
     wanted = tl.sum((new >= 0).to(tl.int32), 0)
     tl.atomic_add(counters, (moved * PAGE).to(tl.int64), sem="relaxed")
     tl.atomic_add(counters + 1, (wanted * PAGE).to(tl.int64), sem="relaxed")
@@ -104,7 +104,7 @@ def _moved_pair(upto, number, heads, k, PICKED: tl.constexpr):
 
 @triton.jit
 def _copy_piece(page, keys, values, piece, SIZE: tl.constexpr, PIECE: tl.constexpr):
-    """Copy one piece of an exact page, whose ``SIZE`` elements of K lie before as many of V."""
+    """Copy one piece of a full-precision page, whose ``SIZE`` elements of K lie before as many of V."""
     at = piece * PIECE + tl.arange(0, PIECE)
     inside = at < SIZE
     k, v = tl.load(page + at, mask=inside), tl.load(page + SIZE + at, mask=inside)
@@ -168,7 +168,7 @@ def _move_tokens(
 ):
     moved = tl.zeros((TOKENS,), tl.int32)
     wanted = tl.zeros((TOKENS,), tl.int32)
-    rounded = tl.zeros((TOKENS,), tl.int32)
+    quantized = tl.zeros((TOKENS,), tl.int32)
     tiles = tl.cdiv(length, TOKENS)
     for tile in range(tl.program_id(0), width * tiles, tl.num_programs(0)):
         row = (tile // tiles).to(tl.int64)
@@ -184,12 +184,12 @@ def _move_tokens(
         )
         moved += moves.to(tl.int32)
         if ITEM > 0:
-            rounded += (tl.load(places + new // PAGE, mask=moves, other=0) < 0).to(tl.int32)
+            quantized += (tl.load(places + new // PAGE, mask=moves, other=0) < 0).to(tl.int32)
         wanted += (new >= 0).to(tl.int32)
     tl.atomic_add(counters, tl.sum(moved, 0).to(tl.int64), sem="relaxed")
     tl.atomic_add(counters + 1, tl.sum(wanted, 0).to(tl.int64), sem="relaxed")
     if ITEM > 0:
-        tl.atomic_add(counters + 2, tl.sum(rounded, 0).to(tl.int64), sem="relaxed")
+        tl.atomic_add(counters + 2, tl.sum(quantized, 0).to(tl.int64), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["m", "n"], do_not_specialize_on_alignment=["heads"])

@@ -1,4 +1,4 @@
-"""8-bit pages: keys rounded per channel of a page, values per token.
+"""8-bit pages: keys quantized per channel of a page, values per token.
 
 A few channels of the keys are large in all tokens, no channel of the values is (KIVI, arXiv 2402.02750): a scale for
 each would waste the codes of the other. A scale is the largest magnitude over 127, in the model's dtype; codes are made
@@ -42,8 +42,8 @@ def parts(blocks: Tensor, g: Geometry) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def rounded(pages: Tensor, g: Geometry) -> Tensor:
-    """Blocks ``[..., block_bytes]`` (uint8) of exact ``pages [..., 2, p, d]``."""
+def quantize(pages: Tensor, g: Geometry) -> Tensor:
+    """Blocks ``[..., block_bytes]`` (uint8) of full-precision ``pages [..., 2, p, d]``."""
     keys, values = pages.float().unbind(-3)
     of_keys, of_values = ((x.abs().amax(dim) / LARGEST).to(g.dtype) for x, dim in ((keys, -2), (values, -1)))
     codes = torch.stack((_codes(keys, of_keys.unsqueeze(-2)), _codes(values, of_values.unsqueeze(-1))), -3)
@@ -51,7 +51,7 @@ def rounded(pages: Tensor, g: Geometry) -> Tensor:
     return torch.cat((codes.flatten(-3).view(torch.uint8), scales.view(torch.uint8)), -1)
 
 
-def exact(blocks: Tensor, g: Geometry) -> Tensor:
+def dequantize(blocks: Tensor, g: Geometry) -> Tensor:
     """The K/V ``[..., 2, p, d]`` that ``blocks [..., block_bytes]`` stand for, in the model's dtype."""
     codes, of_keys, of_values = parts(blocks, g)
     keys, values = codes.unbind(-3)

@@ -29,4 +29,4 @@ def test_every_kernel_is_stock_torch_at_heads_of_todays_models(group, d, dtype, 
 def test_rows_that_are_narrower_and_small_pages(device):
     g = Geometry(1, 6, 3, 24, 16, torch.float16, page=8, headroom=8)
     with torch.inference_mode():
-        assert verify.kernel_failure(g, device, rounds=True) == ""
+        assert verify.kernel_failure(g, device, quantizes=True) == ""
