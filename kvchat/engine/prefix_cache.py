@@ -34,7 +34,7 @@ from kvchat.engine.runner import ModelRunner
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.manager import explained
 from kvchat.kv.memory import available
-from kvchat.kv.memory.host_pool import KeptTokens, ParkedPages, parked_bytes
+from kvchat.kv.memory.host_pool import CachedPrefix, ParkedPages, parked_bytes
 from kvchat.kv.memory.page_file import HEADER_BYTES, TOKEN, DamagedFileError, PageFile, Rows, SavedState, blocks_of
 from kvchat.kv.memory.pages import StoredPages, full_precision_pages
 from kvchat.models import load
@@ -69,8 +69,8 @@ class Parked:
         return self.pages.nbytes + sum(snapshot.nbytes for snapshot in self.snapshots)
 
 
-class Keeper(Released):
-    """Keeps conversations as ``keeping`` says, of the model of ``runner``; ``loop.stored`` is the present one's."""
+class PrefixCache(Released):
+    """Keeps the K/V of conversations as ``keeping`` says, of the model of ``runner``; ``loop.stored`` is the present one's."""
 
     _held = ("_runner", "_kv", "_writer")
 
@@ -146,8 +146,8 @@ class Keeper(Released):
             except (DamagedFileError, OSError) as error:
                 reason = error.strerror if isinstance(error, OSError) else str(error)
                 yield Noted(f"This conversation is read again; its saved K/V cannot be used: {reason}.")
-        best = max(sources, key=lambda source: source.kept.tokens, default=None)
-        if best and best.kept.tokens >= present + self._kv.state.geometry.page:
+        best = max(sources, key=lambda source: source.prefix.tokens, default=None)
+        if best and best.prefix.tokens >= present + self._kv.state.geometry.page:
             yield from self._adopt(best, began)
         else:  # what was said in the conversation before this one is not to be saved as this one's
             self._truncate(present)
@@ -178,14 +178,14 @@ class Keeper(Released):
             self._runner.truncate(tokens)
 
     def _adopt(self, source: Source, began: float) -> Iterator[Event]:
-        stored, recurrent, tokens = copy.deepcopy(source.stored), self._runner.recurrent, source.kept.tokens
+        stored, recurrent, tokens = copy.deepcopy(source.stored), self._runner.recurrent, source.prefix.tokens
         stored.truncate(tokens)
         self._loop.stored.truncate(0)
         recurrent.truncate(0)
         try:
             states = [source.states[at]() for at in sorted(source.states) if at <= tokens]
             with torch.inference_mode(), explained(self._kv, "taking up the conversation again"):
-                there = self._kv.adopt(source.kept)
+                there = self._kv.adopt(source.prefix)
         except (DoesNotFitError, OSError) as error:
             yield Noted(f"This conversation is read again: {error}")
             return
@@ -207,8 +207,8 @@ class Keeper(Released):
         for name, parked in self._parked.items():
             pages, states = parked.pages, {one.tokens: partial(itself, one) for one in parked.snapshots}
             full_precision = full_precision_pages(pages) * self._kv.state.geometry.page
-            kept = KeptTokens(len(parked.stored.ids), pages.read, full_precision, parked.control, pages.query)
-            source, own = Source(parked.stored, "memory", kept, states), name == conversation
+            prefix = CachedPrefix(len(parked.stored.ids), pages.read, full_precision, parked.control, pages.query)
+            source, own = Source(parked.stored, "memory", prefix, states), name == conversation
             yield self._usable(source if own else of_another(source), text, own)
 
     def _saved_sources(self, conversation: str, text: str) -> Iterator[Source]:
@@ -243,9 +243,9 @@ class Keeper(Released):
         stored = stored_of(rows, text)
         stored.links = file.links
         full_precision = file.full_precision_pages * self._kv.state.geometry.page
-        kept = KeptTokens(len(stored.ids), file.read, full_precision, control_positions(rows), end.query)
+        prefix = CachedPrefix(len(stored.ids), file.read, full_precision, control_positions(rows), end.query)
         states = {one.tokens: partial(read_state, file, one) for one in end.states}
-        return self._usable(Source(stored, "disk", kept, states), text, own)
+        return self._usable(Source(stored, "disk", prefix, states), text, own)
 
     def _usable(self, source: Source, text: str, own: bool) -> Source:
         """``source`` with as many tokens as ``text`` begins with and the model can go on from.
@@ -254,10 +254,10 @@ class Keeper(Released):
         """
         tokens = self._common(source.stored, text)
         if not (own or self._kv.state.quantizes):
-            tokens = min(tokens, source.kept.full_precision)
+            tokens = min(tokens, source.prefix.full_precision)
         if self._runner.recurrent.exists:
             tokens = max((at for at in source.states if at <= tokens), default=0)
-        return replace(source, kept=source.kept.beginning(tokens))
+        return replace(source, prefix=source.prefix.beginning(tokens))
 
     def _common(self, stored: Stored, text: str) -> int:
         """Number of the stored tokens that ``text`` begins with."""
@@ -346,13 +346,13 @@ class Keeper(Released):
 class Source:
     """Kept K/V of a conversation that begins as the one to open; ``where`` it is: memory or disk.
 
-    ``stored`` is all that is there, of which the ``kept`` tokens are of use. A hybrid model can go on only from one of
+    ``stored`` is all that is there, of which the tokens of ``prefix`` are of use. A hybrid model can go on only from one of
     its ``states``.
     """
 
     stored: Stored
     where: str
-    kept: KeptTokens
+    prefix: CachedPrefix
     states: States
 
 

@@ -23,7 +23,7 @@ from kvchat.engine.compare import Comparison
 from kvchat.engine.detokenizer import hold_back
 from kvchat.engine.metrics import MetricsCollector
 from kvchat.engine.mode_switcher import ModeSwitcher, is_quantized, keep_pages
-from kvchat.engine.prefix_cache import LAST_WRITES_S, Keeper
+from kvchat.engine.prefix_cache import LAST_WRITES_S, PrefixCache
 from kvchat.engine.prompt import Stored
 from kvchat.engine.recovery import REWALK
 from kvchat.engine.runner import ModelRunner
@@ -136,7 +136,7 @@ class Session(Released):
     ``asked`` is what ``model`` was loaded by; ``system`` is the system prompt of ``chat``.
     """
 
-    _held = ("_runner", "_kv", "_metrics", "_switcher", "_model", "_keeper")
+    _held = ("_runner", "_kv", "_metrics", "_switcher", "_model", "_prefix_cache")
 
     def __init__(self, model: LoadedModel, asked: Load = Load(), system: str | None = None) -> None:
         stored = Stored()
@@ -148,7 +148,7 @@ class Session(Released):
         self._switcher.attach(self._kv)
         self._metrics = MetricsCollector(self._kv, self._runner.recurrent, model.weight_bytes, model.context)
         self._loop = AnswerLoop(self._runner, self._switcher, self._metrics, stored, asked.template_args)
-        self._keeper = Keeper(self._runner, self._loop, asked.keeping)
+        self._prefix_cache = PrefixCache(self._runner, self._loop, asked.keeping)
         self._turns = (Turn("system", system),) if system else ()
 
     # ---- talking
@@ -195,11 +195,11 @@ class Session(Released):
         """
         self._loop.ask()
         answer = self._loop.answer(turns, sampling, between or _nothing)
-        return self._loop.lock.in_turn(self._saving(self._keeper.open(conversation, turns), answer))
+        return self._loop.lock.in_turn(self._saving(self._prefix_cache.open(conversation, turns), answer))
 
     def _saving(self, *works: Iterator[T]) -> Generator[T, None, None]:
         """The events of ``works``, one after the other, which change what is stored; that is saved afterwards."""
-        with self._keeper.changing():
+        with self._prefix_cache.changing():
             for work in works:
                 yield from work
 
@@ -215,14 +215,14 @@ class Session(Released):
         return self._loop.lock.in_turn(self._resume(conversation, turns))
 
     def _resume(self, conversation: str, turns: Sequence[Turn]) -> Generator[Event, None, None]:
-        yield from self._saving(self._keeper.resume(conversation, turns))
+        yield from self._saving(self._prefix_cache.resume(conversation, turns))
         self._loop.pin(turns)
 
     def forget(self, conversation: str) -> None:
         """Keep nothing of a conversation that was deleted; call it once its file was moved away."""
         with self._loop.lock:
             self._loop.lock.check_idle()
-            self._keeper.forget(conversation)
+            self._prefix_cache.forget(conversation)
 
     def cancel(self) -> None:
         """End the answer after the current token or chunk of the prompt; callable from any thread at any moment.
@@ -280,7 +280,7 @@ class Session(Released):
             raise UsageError("There is nothing to prefill.", "No ids were given.", "Give at least one token id.")
         with self._loop.lock:
             self._loop.ask()
-            with self._keeper.changing():
+            with self._prefix_cache.changing():
                 self._switcher.check_prompt(self._kv.total + len(ids))
                 logits = self._loop.prefill(ids)
                 self._switcher.calibrate()
@@ -296,7 +296,7 @@ class Session(Released):
         (token,) = _whole((token,))
         with self._loop.lock:
             self._loop.lock.check_idle()
-            with self._keeper.adding():
+            with self._prefix_cache.adding():
                 return self._loop.step(token)
 
     def truncate(self, tokens: int) -> None:
@@ -313,7 +313,7 @@ class Session(Released):
                     hint=f"Give 0 to {total:,}, the number of tokens to keep.",
                 )
             self._loop.ask()
-            with self._keeper.changing():
+            with self._prefix_cache.changing():
                 self._loop.truncate(tokens)
 
     # ---- the KV manager
@@ -430,7 +430,7 @@ class Session(Released):
         with explained(self._kv, LOOKING):
             snapshot = self._metrics.snapshot(self._loop.stored.reduced_tokens)
             badges = *snapshot.badges, *self._runner.badges
-            prices, parked = self._switcher.recent_prices(), self._keeper.parked_bytes
+            prices, parked = self._switcher.recent_prices(), self._prefix_cache.parked_bytes
         return replace(snapshot, prices=prices, badges=badges, kv_parked_bytes=parked)
 
     def details(self) -> Details:
@@ -479,8 +479,8 @@ class Session(Released):
 
         The session is of no use afterwards. May be called again.
         """
-        if "_keeper" in vars(self):
-            self._keeper.close(writing_s)
+        if "_prefix_cache" in vars(self):
+            self._prefix_cache.close(writing_s)
         self._loop.close()
         self._release()
         gc.collect()  # a model's layers and what was fused in them refer to each other

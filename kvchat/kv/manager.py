@@ -22,7 +22,7 @@ from kvchat.errors import DoesNotFitError, OutOfMemoryError
 from kvchat.kv.attention import AttentionSpec, attend_prefill
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory import available
-from kvchat.kv.memory.host_pool import KeptTokens
+from kvchat.kv.memory.host_pool import CachedPrefix
 from kvchat.kv.memory.pages import Pages, has_quantized
 from kvchat.kv.modes.base import Mode, Step
 from kvchat.kv.modes.recovery_levels import Level
@@ -286,15 +286,15 @@ class KVManager:
         restore(self.state, checkpoint)
         self._set_pins(checkpoint.pins)
 
-    def adopt(self, kept: KeptTokens) -> int:
-        """Replace what is stored by ``kept`` tokens; return how many are stored then.
+    def adopt(self, prefix: CachedPrefix) -> int:
+        """Replace what is stored by the tokens of ``prefix``; return how many are stored then.
 
         Raises:
-            DoesNotFitError: there is no memory for them. Then, and after any error of ``kept.read``, nothing is stored.
+            DoesNotFitError: there is no memory for them. Then, as after any error of ``prefix.read``, nothing is stored.
         """
         self.truncate(0)
         try:
-            self.state.adopt(kept)
+            self.state.adopt(prefix)
             self.refill(fresh=True)
         except BaseException:
             self._forget(0)

@@ -11,7 +11,7 @@ from kvchat.kv.attention import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import DeviceSlots, Layout
 from kvchat.kv.memory.eight_bit_pool import EightBitPool
-from kvchat.kv.memory.host_pool import HostPool, KeptTokens
+from kvchat.kv.memory.host_pool import HostPool, CachedPrefix
 from kvchat.kv.memory.pages import has_quantized
 from kvchat.kv.ops.choose import choose_ops
 from kvchat.kv.transfer import Transfer
@@ -120,14 +120,14 @@ class KVState:
         for slots in self.slots:
             slots.truncate(tokens)
 
-    def adopt(self, kept: KeptTokens) -> None:
-        """Store ``kept`` tokens, of which ``total`` could be read; nothing is stored before."""
-        self.reserve(kept.tokens)
-        self.prepare_quantized(kept.has_quantized)
+    def adopt(self, prefix: CachedPrefix) -> None:
+        """Store the tokens of ``prefix``, of which ``total`` could be read; nothing is stored before."""
+        self.reserve(prefix.tokens)
+        self.prepare_quantized(prefix.has_quantized)
         self.host.synchronize()
-        self.host.total = kept.read(self.host, kept.tokens)
-        self.control[torch.tensor([at for at in kept.control if at < self.total], dtype=torch.int64)] = True
-        self.query_bytes = kept.query
+        self.host.total = prefix.read(self.host, prefix.tokens)
+        self.control[torch.tensor([at for at in prefix.control if at < self.total], dtype=torch.int64)] = True
+        self.query_bytes = prefix.query
 
     # ---- room, between steps only
 

@@ -167,8 +167,8 @@ def test_what_a_comparison_kept_from_being_written_is_written_after_it(model, tm
     monkeypatch.undo()
     list(session.compare(STORY, VARIANTS[:1], SAMPLING))
     ids = list(session._loop.stored.ids)
-    file = session._keeper._file(tmp_path / "a.kv")
-    session._keeper.close(60)
+    file = session._prefix_cache._file(tmp_path / "a.kv")
+    session._prefix_cache.close(60)
     assert file.rows()["id"].tolist() == ids
 
 

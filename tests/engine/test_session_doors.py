@@ -251,9 +251,9 @@ def outcome(use) -> str:
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
 def test_a_fork_ends_what_is_in_progress_and_writes_nothing(model, tmp_path, monkeypatch):
     session = Session(model, Load(keeping=Keeping(0, 2**30, str(tmp_path))))
-    monkeypatch.setattr(session._keeper._writer, "begin", lambda jobs: pytest.fail("it writes"))
+    monkeypatch.setattr(session._prefix_cache._writer, "begin", lambda jobs: pytest.fail("it writes"))
     with monkeypatch.context() as patch:
-        patch.setattr(session._keeper, "save", lambda: None)
+        patch.setattr(session._prefix_cache, "save", lambda: None)
         answer = session.answer(LONG, GREEDY, None, "one")
         next(answer)
         assert "forked process" in outcome(lambda: list(answer))

@@ -47,19 +47,19 @@ def told(session: Session) -> list[int]:
 
 def written(session: Session, name: str = "one") -> list[int]:
     """The ids that are on disk once nothing more is written."""
-    session._keeper._writer._thread.join(60)
-    keeper = session._keeper
-    return keeper._file(keeper._folder.path(name)).rows()["id"].tolist()
+    session._prefix_cache._writer._thread.join(60)
+    cache = session._prefix_cache
+    return cache._file(cache._folder.path(name)).rows()["id"].tolist()
 
 
 def test_steps_end_no_writing_and_their_tokens_are_written_at_the_end(session, held):
     ids = told(session)
     for token in (5, 6, 7):
         session.step(token)
-    assert session._keeper._writer.is_writing
+    assert session._prefix_cache._writer.is_writing
     held()
     assert written(session) == ids
-    file = session._keeper._file(session._keeper._folder.path("one"))
+    file = session._prefix_cache._file(session._prefix_cache._folder.path("one"))
     session.close(60)
     assert file.rows()["id"].tolist() == [*ids, 5, 6, 7]
 
@@ -136,7 +136,7 @@ def test_a_conversation_without_turns_is_a_new_one(model, tmp_path, kept_in):
     ids, pins = list(session._loop.stored.ids), session._kv.state.pins
     assert pins
     if kept_in == "disk":
-        session._keeper._writer._thread.join(60)
+        session._prefix_cache._writer._thread.join(60)
     assert list(session.resume("two", ())) == []
     assert (session.total, session._loop.stored.ids, session._kv.state.pins) == (0, [], ())
     session.prefill([5, 6, 7])

@@ -1,4 +1,4 @@
-"""A tiny model's runner and keeper, used as a session uses them; its tokens are the characters of what is said."""
+"""A tiny model's runner and cache, used as a session uses them; its tokens are the characters of what is said."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from support.tiny_runner import loaded, mode_of, prefilled, token_ids
 
 from kvchat.engine.answer import SessionLock
-from kvchat.engine.prefix_cache import Keeper
+from kvchat.engine.prefix_cache import PrefixCache
 from kvchat.engine.prompt import Stored, common_prefix
 from kvchat.engine.runner import ModelRunner
 from kvchat.protocol.messages import Keeping, Noted, Resumed, Turn
@@ -28,7 +28,7 @@ class CharacterEncoder:
 
 
 class Chat:
-    """A runner and its keeper, used as a session uses them."""
+    """A runner and its cache, used as a session uses them."""
 
     def __init__(self, tmp_path, model=None, row="full", parked=2**30, saved=2**30) -> None:
         model = model or loaded("llama")
@@ -36,13 +36,13 @@ class Chat:
         self.stored = Stored()
         self.keeping = Keeping(parked, saved, str(tmp_path / "kv"))
         self.loop = SimpleNamespace(stored=self.stored, encoder=CharacterEncoder(), lock=SessionLock())
-        self.keeper = Keeper(self.runner, self.loop, self.keeping)
+        self.cache = PrefixCache(self.runner, self.loop, self.keeping)
 
     def say(self, conversation: str, text: str) -> list:
-        """Go to a conversation and read what is not stored of ``text``; the keeper's events."""
+        """Go to a conversation and read what is not stored of ``text``; the cache's events."""
         turns = (Turn("user", text),)
-        events = list(self.keeper.resume(conversation, turns))
-        self.keeper.interrupt()
+        events = list(self.cache.resume(conversation, turns))
+        self.cache.interrupt()
         ids = self.loop.encoder.ids_of(self.loop.encoder.render(turns), self.stored)
         reused = min(common_prefix(self.stored.ids, ids), len(ids) - 1)
         if reused < self.runner.kv.total:
@@ -51,28 +51,28 @@ class Chat:
         self.logits = prefilled(self.runner, ids[reused:])
         self.stored.extend(ids[reused:])
         self.stored.mark_text(self.loop.encoder.render(turns))
-        self.keeper.save()
+        self.cache.save()
         return events
 
     def answer(self, tokens: int = 9) -> None:
         """Decode an answer, and let it be saved."""
-        self.keeper.interrupt()
+        self.cache.interrupt()
         answer = token_ids(tokens, seed=5)
         for token in answer:
             self.logits = self.runner.step(token)
             self.stored.extend([token])
         self.stored.mark_text(self.stored.text + "".join(map(chr, answer)))
-        self.keeper.save()
+        self.cache.save()
         if self.keeping.saved_bytes:
             self.written()
 
     def written(self) -> None:
-        if thread := self.keeper._writer._thread:
+        if thread := self.cache._writer._thread:
             thread.join()
 
     def restarted(self, tmp_path, **changes) -> Chat:
         self.written()  # on a busy machine it takes longer than ``close`` waits
-        self.keeper.close()
+        self.cache.close()
         return Chat(tmp_path, **{"model": self.runner.model, **changes})
 
 

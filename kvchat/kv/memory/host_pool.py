@@ -476,7 +476,7 @@ def step_tokens(geometry: Geometry, page_bytes: int) -> int:
 
 
 @dataclass(frozen=True)
-class KeptTokens:
+class CachedPrefix:
     """The first ``tokens`` of a conversation, as another session or an earlier moment of this one stored them.
 
     ``read`` puts the pages of so many tokens into an empty host pool and returns how many of them are whole;
@@ -495,7 +495,7 @@ class KeptTokens:
         """True if some of the tokens are in pages that are or were 8-bit ones."""
         return self.full_precision < self.tokens
 
-    def beginning(self, tokens: int) -> KeptTokens:
+    def beginning(self, tokens: int) -> CachedPrefix:
         """The first ``tokens`` of them."""
         control = [position for position in self.control if position < tokens]
         return replace(self, tokens=tokens, control=control, query=self.query if tokens == self.tokens else b"")

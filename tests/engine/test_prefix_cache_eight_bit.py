@@ -36,7 +36,7 @@ def stored(chat: Chat, layer: int) -> torch.Tensor:
 
 
 def opened(chat: Chat, later: Chat) -> list:
-    return list(later.keeper.resume("a", (Turn("user", chat.stored.text[1:]),)))
+    return list(later.cache.resume("a", (Turn("user", chat.stored.text[1:]),)))
 
 
 @pytest.mark.parametrize("saved", [0, 2**30])
@@ -54,7 +54,7 @@ def test_what_was_cut_off_inside_an_8_bit_page_is_still_known_to_be_rounded(tmp_
     else:
         chat.say("b", OTHER)
         assert chat.runner.kv.state.first_quantized == chat.runner.kv.total
-    assert came_back(chat.keeper.resume("a", (Turn("user", TALE[:50]),)))[0] == 51
+    assert came_back(chat.cache.resume("a", (Turn("user", TALE[:50]),)))[0] == 51
     assert chat.runner.kv.state.first_quantized == 32
 
 
@@ -70,7 +70,7 @@ def test_another_conversation_takes_rounded_tokens_only_while_they_are_wanted(tm
         chat = chat.restarted(tmp_path)
     for quantizes, taken in ((True, 1 + len(TALE)), (False, 32)):
         chat.runner.kv.state.quantize_pages(quantizes)
-        list(chat.keeper.resume(f"after {quantizes}", (Turn("user", f"{TALE}and then"),)))
+        list(chat.cache.resume(f"after {quantizes}", (Turn("user", f"{TALE}and then"),)))
         assert chat.runner.kv.total == taken
 
 

@@ -27,7 +27,7 @@ def spoken(tmp_path, name: str, **settings) -> Chat:
 def resumed(chat: Chat, tmp_path, **settings) -> tuple[Chat, list]:
     """The conversation in a later session, and the events of its opening."""
     later = Chat(tmp_path, loaded(chat.runner.model.name), **settings)
-    return later, list(later.keeper.resume("a", (Turn("user", chat.stored.text[1:]),)))
+    return later, list(later.cache.resume("a", (Turn("user", chat.stored.text[1:]),)))
 
 
 def goes_on_alike(one: Chat, other: Chat) -> None:
@@ -86,9 +86,9 @@ def test_gone_back_to_in_one_session_it_comes_from_memory(tmp_path):
     chat = spoken(tmp_path, "lfm2", saved=0)
     never_left = spoken(tmp_path, "lfm2", saved=0)
     chat.say("b", OTHER)
-    snapshots = sum(one.nbytes for one in chat.keeper._parked["a"].snapshots)
-    assert chat.keeper.parked_bytes == chat.keeper._parked["a"].pages.nbytes + snapshots > snapshots > 0
-    back = list(chat.keeper.resume("a", (Turn("user", never_left.stored.text[1:]),)))
+    snapshots = sum(one.nbytes for one in chat.cache._parked["a"].snapshots)
+    assert chat.cache.parked_bytes == chat.cache._parked["a"].pages.nbytes + snapshots > snapshots > 0
+    back = list(chat.cache.resume("a", (Turn("user", never_left.stored.text[1:]),)))
     assert came_back(back) == (ASKED + 9, "memory")
     goes_on_alike(chat, never_left)
 
@@ -105,7 +105,7 @@ def test_another_that_begins_alike_goes_on_from_a_state_on_the_way(tmp_path):
 
 def damage(chat: Chat, tmp_path, *which: int) -> None:
     path = tmp_path / "kv" / "a.kv"
-    file = chat.keeper._file(path)
+    file = chat.cache._file(path)
     file.rows()
     states, data = file.end().states, bytearray(path.read_bytes())
     assert [state.tokens for state in states] == [ASKED - TAIL, ASKED + 9]
@@ -139,7 +139,7 @@ def test_without_any_good_state_it_is_read_anew(tmp_path):
 def test_a_file_that_ends_within_its_states_is_read_anew_as_far_as_they_are_missing(tmp_path, left):
     chat = spoken(tmp_path, "lfm2")
     path = tmp_path / "kv" / "a.kv"
-    file = chat.keeper._file(path)
+    file = chat.cache._file(path)
     file.rows()
     end = file.links[-1].end
     path.write_bytes(path.read_bytes()[: end + left])
@@ -161,7 +161,7 @@ def test_a_damaged_page_takes_the_states_behind_it_along(tmp_path):
     chat = spoken(tmp_path, "lfm2")
     path = tmp_path / "kv" / "a.kv"
     data = bytearray(path.read_bytes())
-    data[4096 + 3 * chat.keeper._file(path).record_bytes(False) - 1] ^= 1
+    data[4096 + 3 * chat.cache._file(path).record_bytes(False) - 1] ^= 1
     path.write_bytes(data)
     later, events = resumed(chat, tmp_path)
     assert "damaged" in notes(events)[0]
@@ -170,10 +170,10 @@ def test_a_damaged_page_takes_the_states_behind_it_along(tmp_path):
 
 def test_what_has_no_room_beside_the_pages_is_left_out(tmp_path):
     chat = spoken(tmp_path, "qwen3_5")
-    file = chat.keeper._file(tmp_path / "kv" / "a.kv")
+    file = chat.cache._file(tmp_path / "kv" / "a.kv")
     file.rows()
     small = spoken(tmp_path / "small", "qwen3_5", saved=file.links[-1].end + 500)
-    assert "room for" in small.keeper._writer.problem
+    assert "room for" in small.cache._writer.problem
     assert (tmp_path / "small" / "kv" / "a.kv").stat().st_size < file.links[-1].end + 2000
     _, events = resumed(small, tmp_path / "small")
     assert events == []

@@ -26,8 +26,8 @@ def test_a_conversation_gone_back_to_comes_from_memory_bit_by_bit(tmp_path):
     before = [tensor.clone() for tensor in one]
     total = len(chat.stored.ids)
     assert chat.say("b", OTHER) == []
-    assert chat.keeper.parked_bytes > 0
-    assert came_back(chat.keeper.resume("a", (Turn("user", TALE),))) == (total, "memory")
+    assert chat.cache.parked_bytes > 0
+    assert came_back(chat.cache.resume("a", (Turn("user", TALE),))) == (total, "memory")
     assert chat.stored.ids == [ord(c) for c in f"<{TALE}"]
     after = chat.runner.kv.state.host.dense(0, chat.runner.kv.total)
     assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
@@ -37,26 +37,22 @@ def test_a_conversation_gone_back_to_comes_from_memory_bit_by_bit(tmp_path):
 def test_the_least_recently_used_is_dropped_beyond_the_limit(tmp_path):
     chat = Chat(tmp_path, saved=0)
     chat.say("a", TALE)
-    chat.keeper._keeping = replace(
-        chat.keeping, parked_bytes=int(2.5 * chat.runner.kv.state.geometry.token_bytes * 320)
-    )
+    chat.cache._keeping = replace(chat.keeping, parked_bytes=int(2.5 * chat.runner.kv.state.geometry.token_bytes * 320))
     for name, text in (("b", "2" + TALE), ("c", "3" + TALE), ("d", "4" + TALE)):
         chat.say(name, text)
-    assert chat.keeper.parked_bytes <= chat.keeper._keeping.parked_bytes
-    assert list(chat.keeper._parked) == ["b", "c"]
+    assert chat.cache.parked_bytes <= chat.cache._keeping.parked_bytes
+    assert list(chat.cache._parked) == ["b", "c"]
 
 
 def test_with_room_for_one_the_one_that_comes_next_is_there(tmp_path):
     chat = Chat(tmp_path, saved=0)
-    chat.keeper._keeping = replace(
-        chat.keeping, parked_bytes=int(1.5 * chat.runner.kv.state.geometry.token_bytes * 320)
-    )
+    chat.cache._keeping = replace(chat.keeping, parked_bytes=int(1.5 * chat.runner.kv.state.geometry.token_bytes * 320))
     chat.say("one", TALE)
     for conversation, text in (("two", OTHER), ("one", TALE), ("two", OTHER)):
         events = chat.say(conversation, text)
     assert came_back(events)[1] == "memory"
-    assert list(chat.keeper._parked) == ["one"]
-    assert chat.keeper.parked_bytes <= chat.keeper._keeping.parked_bytes
+    assert list(chat.cache._parked) == ["one"]
+    assert chat.cache.parked_bytes <= chat.cache._keeping.parked_bytes
 
 
 def test_a_shared_beginning_is_taken_from_another_conversation(tmp_path):
@@ -79,23 +75,23 @@ def test_what_is_on_disk_is_not_written_again(tmp_path):
     chat.written()
     path = tmp_path / "kv" / "a.kv"
     before = path.read_bytes()
-    record = chat.keeper._file(path).record_bytes(False)
+    record = chat.cache._file(path).record_bytes(False)
     chat = chat.restarted(tmp_path)
     chat.say("a", TALE + OTHER)
-    (job,) = chat.keeper._writer._jobs
+    (job,) = chat.cache._writer._jobs
     assert job.first == (1 + len(TALE)) // 32
     chat.written()
     assert path.read_bytes()[: 4096 + job.first * record] == before[: 4096 + job.first * record]
-    assert len(chat.keeper._file(path).rows()) == 1 + len(TALE + OTHER)
+    assert len(chat.cache._file(path).rows()) == 1 + len(TALE + OTHER)
 
 
 def test_tokens_computed_with_less_context_keep_their_marks(tmp_path):
     chat = Chat(tmp_path)
     chat.say("a", TALE)
-    chat.keeper.interrupt()
+    chat.cache.interrupt()
     chat.runner.step(65)
     chat.stored.extend([65], reduced=True)
-    chat.keeper.save()
+    chat.cache.save()
     chat = chat.restarted(tmp_path)
     chat.say("a", TALE + "A!")
     assert chat.stored.first_reduced == 1 + len(TALE)
@@ -140,7 +136,7 @@ def after_damage(tmp_path, records, at):
     chat.written()
     path = tmp_path / "kv" / "a.kv"
     data = bytearray(path.read_bytes())
-    data[HEADER_BYTES + records * chat.keeper._file(path).record_bytes(False) + at] ^= 1
+    data[HEADER_BYTES + records * chat.cache._file(path).record_bytes(False) + at] ^= 1
     path.write_bytes(data)
     return chat.restarted(tmp_path).say("a", TALE)
 
@@ -164,8 +160,8 @@ def test_a_full_disk_is_told_once(tmp_path, monkeypatch):
 
     monkeypatch.setattr("kvchat.kv.memory.page_file._write", full)
     for text, told in ((TALE, 0), (TALE + "a", 1), (TALE + "ab", 0)):
-        with chat.keeper.changing():
-            assert len(list(chat.keeper.open("a", ()))) == told
+        with chat.cache.changing():
+            assert len(list(chat.cache.open("a", ()))) == told
         chat.say("a", text)
         chat.written()
     assert (tmp_path / "kv" / "a.kv").stat().st_size == 0
@@ -175,20 +171,20 @@ def test_what_was_said_in_a_deleted_conversation_is_kept_nowhere(tmp_path):
     chat = Chat(tmp_path, saved=0)
     chat.say("a", TALE)
     chat.say("b", OTHER)
-    chat.keeper.forget("a")
-    chat.keeper.forget("b")
+    chat.cache.forget("a")
+    chat.cache.forget("b")
     chat.say("c", "x")
-    assert chat.keeper.parked_bytes == 0
+    assert chat.cache.parked_bytes == 0
 
 
 def test_a_file_written_while_its_conversation_was_deleted_goes_with_it(tmp_path):
     chat = Chat(tmp_path)
     chat.say("b", OTHER)
     chat.say("a", TALE)
-    chat.keeper.forget("a")  # the application had set its file aside before there was one
+    chat.cache.forget("a")  # the application had set its file aside before there was one
     chat.written()
     assert [path.name for path in (tmp_path / "kv").iterdir()] == ["b.kv"]
-    chat.keeper.save()
+    chat.cache.save()
     chat.say("c", "x")
     chat.written()
     assert not (tmp_path / "kv" / "a.kv").exists()
@@ -203,18 +199,18 @@ def test_a_file_that_cannot_be_deleted_is_no_failure(tmp_path, monkeypatch):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
 
     monkeypatch.setattr(Path, "unlink", refuse)
-    chat.keeper.forget("a")
-    assert chat.keeper.parked_bytes == 0
+    chat.cache.forget("a")
+    assert chat.cache.parked_bytes == 0
 
 
 def test_what_was_said_before_is_not_saved_as_a_conversation_that_was_only_opened(tmp_path):
     chat = Chat(tmp_path)
     chat.say("a", TALE)
     chat.written()
-    with chat.keeper.changing():
-        list(chat.keeper.open("b", (Turn("user", OTHER),)))
+    with chat.cache.changing():
+        list(chat.cache.open("b", (Turn("user", OTHER),)))
     chat.written()
-    assert not (tmp_path / "kv" / "b.kv").exists() or len(chat.keeper._file(tmp_path / "kv" / "b.kv").rows()) <= 1
+    assert not (tmp_path / "kv" / "b.kv").exists() or len(chat.cache._file(tmp_path / "kv" / "b.kv").rows()) <= 1
     assert chat.runner.kv.total == len(chat.stored.ids) <= 1
 
 
@@ -223,10 +219,10 @@ def test_going_away_does_not_end_the_writing_of_what_was_said(tmp_path, monkeypa
     monkeypatch.setattr(WriteBehind, "begin", lambda writer, jobs: None)  # interrupted before the first page
     chat.say("a", TALE)
     monkeypatch.undo()
-    with chat.keeper.changing():
-        list(chat.keeper.resume("b", (Turn("user", OTHER),)))
+    with chat.cache.changing():
+        list(chat.cache.resume("b", (Turn("user", OTHER),)))
     chat.written()
-    assert len(chat.keeper._file(tmp_path / "kv" / "a.kv").rows()) == 1 + len(TALE)
+    assert len(chat.cache._file(tmp_path / "kv" / "a.kv").rows()) == 1 + len(TALE)
 
 
 def test_two_applications_with_one_conversation_do_not_mix_its_branches(tmp_path):
@@ -240,25 +236,25 @@ def test_two_applications_with_one_conversation_do_not_mix_its_branches(tmp_path
         one.say("a", TALE)
         one.written()
         again = Chat(tmp_path, one.runner.model)
-        assert came_back(again.keeper.resume("a", (Turn("user", TALE),))) == (there, "disk")
+        assert came_back(again.cache.resume("a", (Turn("user", TALE),))) == (there, "disk")
         assert again.stored.ids == [ord(c) for c in f"<{TALE}"][:there]
 
 
 def test_a_damaged_page_leaves_no_pinned_positions_behind(tmp_path):
     chat = Chat(tmp_path)
     chat.say("a", TALE)
-    chat.keeper.interrupt()
+    chat.cache.interrupt()
     with torch.inference_mode():
         chat.runner.kv.state.control[200:210] = True
     chat.stored.saved = 0
-    chat.keeper.save()
+    chat.cache.save()
     chat.written()
     path = tmp_path / "kv" / "a.kv"
     data = bytearray(path.read_bytes())
-    data[4096 + 3 * chat.keeper._file(path).record_bytes(False) - 1] ^= 1
+    data[4096 + 3 * chat.cache._file(path).record_bytes(False) - 1] ^= 1
     path.write_bytes(data)
     chat = chat.restarted(tmp_path)
-    list(chat.keeper.resume("a", (Turn("user", TALE),)))
+    list(chat.cache.resume("a", (Turn("user", TALE),)))
     assert chat.runner.kv.total == 64
     assert not chat.runner.kv.state.control.any()
 
@@ -283,14 +279,14 @@ def test_logits_are_those_of_a_session_never_closed(tmp_path, row, dtype):
     for token in ids[-9:]:
         chat.runner.step(token)
         chat.stored.extend([token])
-    chat.keeper._present = "a"
+    chat.cache._present = "a"
     chat.stored.mark_text("".join(map(chr, ids)))
-    chat.keeper.save()
+    chat.cache.save()
     chat.written()
 
     later = Chat(tmp_path, chat.runner.model, row)
     later.loop.encoder.render = lambda turns: "".join(map(chr, ids))
-    assert came_back(later.keeper.resume("a", (Turn("user", "all"),))) == (tokens, "disk")
+    assert came_back(later.cache.resume("a", (Turn("user", "all"),))) == (tokens, "disk")
     assert later.stored.ids == ids
     if PARAMS[row][0] not in ("full", "sync"):
         with torch.inference_mode():
