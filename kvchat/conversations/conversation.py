@@ -126,7 +126,7 @@ class Changes:
 
 
 class Conversation:
-    """Questions and answers alternate along every path; ``leaf`` is the last message of the present one.
+    """Questions and answers alternate along every path; ``leaf`` is the last message of the current one.
 
     ``messages`` are in the order in which they were added. ``system`` is the system prompt, None without one. ``mode``
     is the KV mode it was last in and ``params`` what was asked for in it, "" and empty where neither is known. One that

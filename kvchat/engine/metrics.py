@@ -212,7 +212,7 @@ class MetricsCollector:
         )
 
     def snapshot(self, reduced_tokens: int) -> Snapshot:
-        """The present figures of the KV manager: tokens, bytes, recall."""
+        """The current figures of the KV manager: tokens, bytes, recall."""
         kv, now = self._kv, Counts.of(self._kv)
         counts = attended_counts(kv.state)
         self._note_steps(now)
@@ -261,7 +261,7 @@ class MetricsCollector:
         return details(self._kv.state, self._pcie.latest())
 
     def _watch(self) -> CoverageWatch:
-        """What is covered in the present mode."""
+        """What is covered in the current mode."""
         if self._kv.mode is not self._covered_in:
             self._coverage.restart()
             self._covered_in = self._kv.mode

@@ -1,6 +1,6 @@
-"""The K/V of conversations other than the present one, parked in host memory or saved on disk.
+"""The K/V of conversations other than the current one, parked in host memory or saved on disk.
 
-Going to another conversation parks the present one; coming back, or beginning one that begins alike, takes the longest
+Going to another conversation parks the current one; coming back, or beginning one that begins alike, takes the longest
 prefix from what is parked or saved. It settles into the mode as after a switch, and only the rest is read. After an
 answer what is new is written behind, a page at a time, while the engine has no command to do. What changes it
 interrupts that and saves afterwards; a single step only pauses it, and its token is written with the next that is
@@ -70,7 +70,7 @@ class Parked:
 
 
 class PrefixCache(Released):
-    """Keeps the K/V of conversations as ``keeping`` says, of the model of ``runner``; ``loop.stored`` is the present one's."""
+    """Keeps conversations as ``keeping`` says, of the model of ``runner``; ``loop.stored`` is the current one's."""
 
     _held = ("_runner", "_kv", "_writer")
 
@@ -80,7 +80,7 @@ class PrefixCache(Released):
         self._loop = loop
         self._keeping = keeping
         self._identity = identity(runner.model)
-        self._present = ""
+        self._current = ""
         self._parked: dict[str, Parked] = {}  # the one used last comes last
         self._folder = SavedFolder(Path(keeping.folder), keeping.saved_bytes)
         self._writer = WriteBehind(self._folder, self._kv.state.geometry.page)
@@ -124,22 +124,22 @@ class PrefixCache(Released):
     # ---- going to a conversation
 
     def resume(self, conversation: str, turns: Sequence[Turn]) -> Iterator[Event]:
-        """Make ``conversation`` the present one; ``Noted``*, and ``Resumed`` where some of it came back.
+        """Make ``conversation`` the current one; ``Noted``*, and ``Resumed`` where some of it came back.
 
         Without ``turns`` it is empty.
 
         Raises:
             UsageError: as ``PromptEncoder.encode``.
         """
-        if conversation == self._present:
+        if conversation == self._current:
             return
         self.interrupt()
         text, began = self._loop.encoder.render(turns) if turns else "", time.perf_counter()
-        present = min(self._common(self._loop.stored, text), self._kv.state.first_quantized)
+        current = min(self._common(self._loop.stored, text), self._kv.state.first_quantized)
         sources = list(self._parked_sources(conversation, text)) if conversation else []
         self._parked.pop(conversation, None)  # its room is that of the one which goes
         self._park()
-        self._present, self._loop.stored.saved = conversation, 0
+        self._current, self._loop.stored.saved = conversation, 0
         if conversation:
             try:
                 sources += self._saved_sources(conversation, text)
@@ -147,10 +147,10 @@ class PrefixCache(Released):
                 reason = error.strerror if isinstance(error, OSError) else str(error)
                 yield Noted(f"This conversation is read again; its saved K/V cannot be used: {reason}.")
         best = max(sources, key=lambda source: source.prefix.tokens, default=None)
-        if best and best.prefix.tokens >= present + self._kv.state.geometry.page:
+        if best and best.prefix.tokens >= current + self._kv.state.geometry.page:
             yield from self._adopt(best, began)
         else:  # what was said in the conversation before this one is not to be saved as this one's
-            self._truncate(present)
+            self._truncate(current)
 
     def open(self, conversation: str, turns: Sequence[Turn]) -> Iterator[Event]:
         """``resume`` for an answer to ``turns``; ``Noted`` where saving failed since it worked last."""
@@ -165,8 +165,8 @@ class PrefixCache(Released):
         """Keep nothing of a deleted conversation, whose file was moved away; nor what was written since."""
         self._writer.finish(0)
         self._parked.pop(conversation, None)
-        if conversation == self._present:
-            self._present = ""
+        if conversation == self._current:
+            self._current = ""
             self._loop.stored.saved = 0
         if self._keeping.folder:
             self._folder.delete(conversation)
@@ -199,7 +199,7 @@ class PrefixCache(Released):
                 yield Noted("A saved recurrent state is damaged; what follows the one before it is read again.")
             self._truncate(there := recurrent.position)
         if there:
-            yield Resumed(self._present, there, time.perf_counter() - began, source.where)
+            yield Resumed(self._current, there, time.perf_counter() - began, source.where)
 
     # ---- where it can be taken from
 
@@ -266,9 +266,9 @@ class PrefixCache(Released):
     # ---- keeping
 
     def _park(self) -> None:
-        """Copy the present conversation, if there is room; those used least recently give way."""
+        """Copy the current conversation, if there is room; those used least recently give way."""
         stored, pool, recurrent = self._loop.stored, self._kv.state.host, self._runner.recurrent
-        if not (self._present and stored.ids):
+        if not (self._current and stored.ids):
             return
         recurrent.keep()
         needed = parked_bytes(pool) + recurrent.snapshot_bytes
@@ -278,12 +278,12 @@ class PrefixCache(Released):
             del self._parked[next(iter(self._parked))]
         if needed <= available.usable(available.host_free()):
             pages = ParkedPages(pool, self._kv.state.query_bytes)
-            self._parked[self._present] = Parked(
+            self._parked[self._current] = Parked(
                 copy.deepcopy(stored), self._control(), pages, recurrent.snapshots, recurrent.worth_saving
             )
 
     def save(self) -> None:
-        """Begin to write what is new, of the present conversation and of parked ones."""
+        """Begin to write what is new, of the current conversation and of parked ones."""
         if not self._saves:
             return
         self.interrupt()
@@ -291,10 +291,10 @@ class PrefixCache(Released):
         jobs = [
             self._job(name, one.stored, one.control, one.worth_saving, one.pages) for name, one in self._parked.items()
         ]
-        if self._present:
+        if self._current:
             recurrent = self._runner.recurrent
             recurrent.keep()
-            jobs.insert(0, self._job(self._present, self._loop.stored, self._control(), recurrent.worth_saving, None))
+            jobs.insert(0, self._job(self._current, self._loop.stored, self._control(), recurrent.worth_saving, None))
         self._writer.begin([job for job in jobs if job.saved < len(job.stored.ids)])
 
     @property
@@ -316,7 +316,7 @@ class PrefixCache(Released):
         snapshots: list[Snapshot],
         pages: ParkedPages | None,
     ) -> Job:
-        """The part of a conversation, parked or present, that is not on disk yet."""
+        """The part of a conversation, parked or current, that is not on disk yet."""
         page = self._kv.state.geometry.page
         first = stored.saved // page
         file = self._file(self._folder.path(conversation))
@@ -346,7 +346,7 @@ class PrefixCache(Released):
 class Source:
     """Kept K/V of a conversation that begins as the one to open; ``where`` it is: memory or disk.
 
-    ``stored`` is all that is there, of which the tokens of ``prefix`` are of use. A hybrid model can go on only from one of
+    ``stored`` is all that is there, of which ``prefix`` is of use. A hybrid model can go on only from one of
     its ``states``.
     """
 

@@ -187,7 +187,7 @@ class Session(Released):
         On a GPU ``Preparing`` comes before the first steps of a mode. ``between`` is called between two tokens with the
         number generated so far; it may ``switch`` and ``cancel``. Only what is not stored yet is prefilled.
 
-        Where ``conversation`` is not the present one the events of ``resume`` come first; afterwards its K/V are saved.
+        Where ``conversation`` is not the current one the events of ``resume`` come first; afterwards its K/V are saved.
 
         Raises:
             UsageError: an empty prompt or a setting out of range.
@@ -204,7 +204,7 @@ class Session(Released):
                 yield from work
 
     def resume(self, conversation: str, turns: Sequence[Turn]) -> Iterator[Event]:
-        """Go over to another conversation, parking the present one: ``Noted``*, ``Resumed`` where K/V of it are kept.
+        """Go over to another conversation, parking the current one: ``Noted``*, ``Resumed`` where K/V of it are kept.
 
         Without ``turns`` it is a new one, of which nothing is stored yet.
 
@@ -422,7 +422,7 @@ class Session(Released):
         )
 
     def snapshot(self) -> Snapshot:
-        """The present figures of the KV manager; cheap enough for ten calls a second.
+        """The current figures of the KV manager; cheap enough for ten calls a second.
 
         Raises:
             DoesNotFitError: memory ran out.

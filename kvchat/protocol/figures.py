@@ -152,7 +152,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class StoredNeed:
-    """The bytes of K/V while ``tokens`` are stored in the present ``mode``: on the device and in the host pool.
+    """The bytes of K/V while ``tokens`` are stored in the current ``mode``: on the device and in the host pool.
 
     Both have room for more, ``device_room`` and ``host_room`` tokens: what once was taken is kept for what comes next.
     """
@@ -236,7 +236,7 @@ class Snapshot:
 
     ``active`` is the mean number of tokens the last step attended to over layers and KV heads. ``ribbon`` is one letter
     of ``RIBBON`` per cell of ``cell_tokens`` stored tokens, ``attended`` one digit 0-9 per cell: the share of its
-    (layer, head, token) triples that the last step read. ``coverage`` is that of the present answer, as in ``Stats``.
+    (layer, head, token) triples that the last step read. ``coverage`` is that of the current answer, as in ``Stats``.
     ``recall_ms_*`` are percentiles of the copies of an answer's last 256 steps, ``exposed_ms_*`` of the time waited for
     them, ``recall_bytes_per_s`` is the rate since the last snapshot. ``extras`` are figures of the current mode only,
     in display order. ``kv_parked_bytes`` are those of other conversations in host memory. ``state_bytes`` and

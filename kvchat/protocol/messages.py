@@ -120,7 +120,7 @@ class Chat:
 class Resume:
     """Go over to another conversation; answered by ``Noted``* and ``Resumed``, or by nothing where none is kept.
 
-    What of it is stored and pinned is attended from then on, also in the present conversation. Without turns it is new.
+    What of it is stored and pinned is attended from then on, also in the current conversation. Without turns it is new.
     """
 
     conversation: str

@@ -138,7 +138,7 @@ class EngineClient:
         return coalesce(reports)
 
     def forget(self) -> None:
-        """Drop what the present child reports and has reported, but for what was received: it is about to be ended."""
+        """Drop what the current child reports and has reported, but for what was received: it is about to be ended."""
         self._is_forgotten = True
         self.forgotten += 1
         self._inbox.clear()

@@ -52,7 +52,7 @@ class Comparisons:
     def begin(self, variants: Sequence[Variant]) -> None:
         """Compare modes on the question chosen in the transcript, else on the last one.
 
-        No variant: full and the present mode; one: full and that one.
+        No variant: full and the current mode; one: full and that one.
 
         Raises:
             UsageError: the engine is busy, there is no question, a variant is unknown or named twice, or the
@@ -151,15 +151,15 @@ def parse_variants(words: Sequence[str]) -> list[Variant]:
 
 
 def completed(variants: Sequence[Variant], mode: str) -> tuple[Variant, ...]:
-    """At least two variants to compare, where ``mode`` is the present one.
+    """At least two variants to compare, where ``mode`` is the current one.
 
     Raises:
         UsageError: one is unknown, has a parameter that is refused or stands there twice.
     """
-    chosen, present = tuple(variants), Variant(mode if mode != modes.REFERENCE else modes.COMPARED)
+    chosen, current = tuple(variants), Variant(mode if mode != modes.REFERENCE else modes.COMPARED)
     if len(chosen) < 2:
         first = Variant(modes.REFERENCE)
-        chosen = (first, *([one for one in chosen if one != first] or [present]))
+        chosen = (first, *([one for one in chosen if one != first] or [current]))
     for variant in chosen:
         modes.parse(variant.mode, variant.params)
     if len(set(map(label, chosen))) < len(chosen):

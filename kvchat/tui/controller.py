@@ -209,7 +209,7 @@ class ChatController:
         self._send(Rebuild())
 
     def switch(self, mode: str, params: Params | None = None) -> None:
-        """Switch to ``mode`` (empty: the present one) with ``params``, also during an answer.
+        """Switch to ``mode`` (empty: the current one) with ``params``, also during an answer.
 
         Raises:
             UsageError: an unknown mode or parameter, a value out of range, or no model is loaded.
@@ -238,7 +238,7 @@ class ChatController:
         self.switch(names[index % len(names)])
 
     def set_parameter(self, name: str, value: int | float | bool | str) -> None:
-        """Change a parameter of the present mode.
+        """Change a parameter of the current mode.
 
         Raises:
             UsageError: the mode has no such parameter, or the value is out of range.
@@ -313,7 +313,7 @@ class ChatController:
             await self._list()
 
     async def new(self) -> None:
-        """Begin a new conversation; a running answer is stopped, the present conversation is kept on disk."""
+        """Begin a new conversation; a running answer is stopped, the current conversation is kept on disk."""
         await self._exchange(self._begun())
 
     async def open(self, id: str, message: str = "", is_first: bool = False) -> None:
@@ -348,7 +348,7 @@ class ChatController:
         self.view.toast("This is a copy; the conversation it was copied from is as it was.")
 
     async def open_last(self) -> None:
-        """Go on with the conversation written to last, besides the present one.
+        """Go on with the conversation written to last, besides the current one.
 
         Raises:
             UsageError: there is none.
@@ -360,7 +360,7 @@ class ChatController:
         await self.open(others[0].id)
 
     async def delete(self, id: str, title: str) -> None:
-        """Delete a conversation; the present one gives way to a new one."""
+        """Delete a conversation; the current one gives way to a new one."""
         if id == self.state.conversation.id:
             await self.new()
         await self.archive.delete(id)
@@ -384,7 +384,7 @@ class ChatController:
         await self.open(self._deleted.pop())
 
     async def rename(self, title: str, id: str = "") -> None:
-        """Give the conversation ``id`` another title, or the present one."""
+        """Give the conversation ``id`` another title, or the current one."""
         if id in ("", self.state.conversation.id):
             self.state.conversation.rename(title)
             await self._save()
@@ -450,9 +450,9 @@ class ChatController:
             await self.archive.save(self.state.conversation)
 
     async def _list(self) -> None:
-        """Show which conversations are kept, where they or the present one are others than when last shown."""
-        present = self.state.conversation.id
-        if self.view.lists_conversations and self._listed != (self.archive.writes, present):
-            self._listed = (self.archive.writes, present)
+        """Show which conversations are kept, where they or the current one are others than when last shown."""
+        current = self.state.conversation.id
+        if self.view.lists_conversations and self._listed != (self.archive.writes, current):
+            self._listed = (self.archive.writes, current)
             with suppress(KvchatError):  # told where a person asks for them
-                self.view.show_conversations(await self.archive.search(""), present)
+                self.view.show_conversations(await self.archive.search(""), current)

@@ -95,7 +95,7 @@ class Models:
             self._downloading = asyncio.create_task(self._fetch(load))
 
     def load_in_use(self) -> None:
-        """Have a fresh engine load the model in use, in the present mode; of plans it knows nothing."""
+        """Have a fresh engine load the model in use, in the current mode; of plans it knows nothing."""
         self._plans = 0
         self._send(self.in_use)
 

@@ -203,7 +203,7 @@ def explain(label: str, mode: str) -> str:
 
 
 def extra_rows(extras: Params) -> Rows:
-    """Numbers that only the present mode has."""
+    """Numbers that only the current mode has."""
     return [(name, _value(value)) for name, value in extras.items()]
 
 

@@ -59,7 +59,7 @@ TIMED_S = 0.2  # text that waited comes all at once: over less time no speed can
 
 
 class Phase(Enum):
-    """The engine's present work."""
+    """The engine's current work."""
 
     LOADING = auto()
     READY = auto()
@@ -147,7 +147,7 @@ class ChatState:
 
     @property
     def parameters(self) -> Mapping[str, Any]:
-        """The fields of the present mode's parameters by name; none of a mode that only the engine knows."""
+        """The fields of the current mode's parameters by name; none of a mode that only the engine knows."""
         return registered()[self.mode].model_fields if self.mode in registered() else {}
 
     @property
@@ -197,7 +197,7 @@ class ChatState:
         self.mode, self.params, self.wanted = mode, params, mode
 
     def update_params(self, snapshot: Snapshot) -> None:
-        """Take the parameters of a snapshot of the present mode: values chosen by kvchat change while it runs."""
+        """Take the parameters of a snapshot of the current mode: values chosen by kvchat change while it runs."""
         if snapshot.mode == self.mode:
             self.params = snapshot.params
 

@@ -141,8 +141,8 @@ class ChatView(Protocol):
     def show_comparison(self, shown: RunningComparison) -> None:
         """Show a comparison and how far it is."""
 
-    def show_conversations(self, kept: Sequence[Summary], present: str) -> None:
-        """Show which conversations are kept, the one written to last first; ``present`` is the id of this one."""
+    def show_conversations(self, kept: Sequence[Summary], current: str) -> None:
+        """Show which conversations are kept, the one written to last first; ``current`` is the id of this one."""
 
     def show_models(self) -> None:
         """Show the models on this machine, of which one can be chosen."""

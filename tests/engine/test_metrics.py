@@ -48,7 +48,7 @@ def test_an_empty_store_has_a_snapshot(session):
     assert snapshot.recall_hit_rate is None
 
 
-def test_fetching_is_shown_of_the_present_mode_only(session):
+def test_fetching_is_shown_of_the_current_mode_only(session):
     filled(session, 640, "speculative", **SPECULATIVE)
     for token in range(12):
         session.step(50 * token)
@@ -62,7 +62,7 @@ def test_fetching_is_shown_of_the_present_mode_only(session):
     assert after.recalled_bytes == before.recalled_bytes > 0
 
 
-def test_the_speed_shown_is_that_of_the_present_mode_only(session):
+def test_the_speed_shown_is_that_of_the_current_mode_only(session):
     answer = session._metrics.begin(10, 0)
     answer.token_times = [0.0, 1.0, 2.0]
     assert session.snapshot().tokens_per_s == 1.0

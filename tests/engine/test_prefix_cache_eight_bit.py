@@ -58,7 +58,7 @@ def test_what_was_cut_off_inside_an_8_bit_page_is_still_known_to_be_rounded(tmp_
     assert chat.runner.kv.state.first_quantized == 32
 
 
-@pytest.mark.parametrize("where", ["present", "memory", "disk"])
+@pytest.mark.parametrize("where", ["current", "memory", "disk"])
 def test_another_conversation_takes_rounded_tokens_only_while_they_are_wanted(tmp_path, where):
     chat = Chat(tmp_path)
     chat.say("a", TALE[:40])

@@ -67,7 +67,7 @@ def test_pinned_tokens_of_any_base_are_read_as_within_the_context(tiny):
         read(one, IDS[:60])
         pin(one, (5, 31, 32))
     for position, token in enumerate(IDS[60:330], 60):
-        if position == 240:  # one beyond the context, of another base than the present one, and one that is recent
+        if position == 240:  # one beyond the context, of another base than the current one, and one that is recent
             for one in (within, beyond):
                 pin(one, (5, 170, 235))
         assert torch.allclose(beyond.step(token), within.step(token), atol=1e-4), position

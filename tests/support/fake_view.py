@@ -211,8 +211,8 @@ class FakeView:
     def show_comparison(self, comparison: RunningComparison) -> None:
         self.comparisons.append(comparison)
 
-    def show_conversations(self, kept: Sequence[Summary], present: str) -> None:
-        self.conversations = ([summary.title for summary in kept], present)
+    def show_conversations(self, kept: Sequence[Summary], current: str) -> None:
+        self.conversations = ([summary.title for summary in kept], current)
 
     def show_models(self) -> None:
         self.are_models_shown = True

@@ -62,15 +62,15 @@ async def test_what_cannot_be_saved_is_told_once_and_saved_later(archive, view, 
     archive._store._db.execute("PRAGMA busy_timeout = 10")
     other = sqlite3.connect(tmp_path / "chats.db", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
-    left, present = asked("left"), asked("present")
+    left, current = asked("left"), asked("current")
     await archive.save(left)
-    await archive.save(present)
+    await archive.save(current)
     assert len(view.toasts) == 1
     assert "memory" in view.toasts[0]
     other.execute("ROLLBACK")
     other.close()
-    await archive.save(present)
-    assert {summary.title for summary in await archive.search("")} == {"left", "present"}
+    await archive.save(current)
+    assert {summary.title for summary in await archive.search("")} == {"left", "current"}
 
 
 async def test_saving_twice_at_once_saves_all(archive, view):

@@ -1,4 +1,4 @@
-"""What is offered while a command is typed: names, then values with the present one marked."""
+"""What is offered while a command is typed: names, then values with the current one marked."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def test_what_may_follow(before, texts):
 
 def test_present_values_are_marked_and_ranges_told():
     modes = composer.offer("/mode ", NOW)
-    assert [one.label for one in modes.suggestions if one.is_present] == ["streaming"]
+    assert [one.label for one in modes.suggestions if one.is_current] == ["streaming"]
     assert modes.usage.startswith("/mode NAME")
     rows = {one.label: one.doc for one in composer.offer("/set ", NOW).suggestions}
     assert not lacks(rows["temperature 0.5"], "0 to 100", "unset")
     assert not lacks(rows["budget 512"], "whole number", "64")
-    assert [one.is_present for one in composer.offer("/theme ", NOW).suggestions] == [False, True]
+    assert [one.is_current for one in composer.offer("/theme ", NOW).suggestions] == [False, True]
 
 
 def test_paths_are_offered_to_commands_and_files_in_a_question(tmp_path):

@@ -3,7 +3,7 @@
 One array ``[page, H, 2, p, d]`` per layer, cut into rows (a token's K or V of one head) and blocks (a page's K or V of
 one head). A layout says what is next to what: ``ByPage`` for a GPU, which fetches pages, ``ByHead`` for a CPU; 8-bit
 pages are by page in either case. A new token's K/V is written through as soon as it is computed; leaving the device
-then costs nothing. Pages of a conversation that is not the present one are parked in plain host memory.
+then costs nothing. Pages of a conversation that is not the current one are parked in plain host memory.
 
 Each layer lies in one ``PinnedRegion``: its address space is reserved for the model's context and its memory committed
 from the front as the conversation grows. Addresses stay, so views and captured CUDA graphs stay valid, and the device

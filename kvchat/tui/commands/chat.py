@@ -75,8 +75,8 @@ async def set_value(chat: ChatController, argument: str) -> None:
     known = dict(arguments.parameters(chat.state))
     name = resolve(key, known, f"parameter of the sampling or the {chat.state.mode} mode")
     if not value.strip():
-        present = arguments.in_words(chat.state, name)
-        chat.view.toast(f"{name} is {present}. It takes {expected(known[name])}.")
+        current = arguments.in_words(chat.state, name)
+        chat.view.toast(f"{name} is {current}. It takes {expected(known[name])}.")
     elif name in arguments.NAMES:
         chat.set_sampling(name, value.strip())
         chat.view.add_note(f"Sampling: {arguments.describe_sampling(chat.state.sampling)}")

@@ -323,7 +323,7 @@ class PlainView:
         if waiting and is_held:
             self._lines.line(f"{count(waiting)} waiting; /queue send asks them, /queue clear forgets them.")
 
-    def show_conversations(self, kept: Sequence[Summary], present: str) -> None:
+    def show_conversations(self, kept: Sequence[Summary], current: str) -> None:
         """Only /chats lists them."""
 
     def show_models(self) -> None:

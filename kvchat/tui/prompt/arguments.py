@@ -57,26 +57,26 @@ def modes(now: Surroundings, words: Sequence[str]) -> Iterator[Suggestion]:
 
 
 def values_to_set(now: Surroundings, words: Sequence[str]) -> Iterator[Suggestion]:
-    """``/set``: a parameter of the sampling or the mode with its present value, then what it takes."""
+    """``/set``: a parameter of the sampling or the mode with its current value, then what it takes."""
     if not words:
         for name, field in parameters(now.state):
-            yield _parameter(f"{name} ", name, present(now.state, name), field)
+            yield _parameter(f"{name} ", name, current(now.state, name), field)
         return
     for name, field in parameters(now.state):
         if name == words[0] and len(words) == 1:
-            value = present(now.state, name)
+            value = current(now.state, name)
             present_one = () if value in (None, ()) else (shown(value),)
             for text in choices(field) or present_one:
                 yield Suggestion(text, text, "", text == shown(value))
 
 
 def tokens(name: str) -> Values:
-    """``/budget`` and its like: the present value."""
+    """``/budget`` and its like: the current value."""
 
     def value(now: Surroundings, words: Sequence[str]) -> Iterator[Suggestion]:
         text = shown(now.state.params.get(name))
         if not words and text.isdecimal():
-            yield Suggestion(text, text, "", is_present=True)
+            yield Suggestion(text, text, "", is_current=True)
 
     return value
 
@@ -92,12 +92,12 @@ def one_of(*choices: str) -> Values:
 
 
 def parameters(state: ChatState) -> Iterator[tuple[str, Any]]:
-    """Everything that ``/set`` changes with its field: the sampling, then the present mode's parameters."""
+    """Everything that ``/set`` changes with its field: the sampling, then the current mode's parameters."""
     yield from SamplingSettings.model_fields.items()
     yield from state.parameters.items()
 
 
-def present(state: ChatState, name: str) -> Any:
+def current(state: ChatState, name: str) -> Any:
     """The value in force of a parameter of the sampling or the mode."""
     return getattr(state.sampling, name) if name in NAMES else state.params.get(name)
 
@@ -113,7 +113,7 @@ def shown(value: Any) -> str:
 
 def in_words(state: ChatState, name: str) -> str:
     """The value in force as people read it: what is left to the model with the model's own value."""
-    text = shown(present(state, name))
+    text = shown(current(state, name))
     return f"auto, now {state.info.temperature:g}" if (name, text) == ("temperature", "auto") and state.info else text
 
 

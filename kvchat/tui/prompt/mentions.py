@@ -198,11 +198,11 @@ class Entry(NamedTuple):
 
 
 Entries = Callable[[str], Sequence[Entry]]
-"""Given a path as it is typed, "" for the present folder, what lies there; nothing where that cannot be read."""
+"""Given a path as it is typed, "" for the current folder, what lies there; nothing where that cannot be read."""
 
 
 def read(folder: str) -> tuple[Entry, ...]:
-    """The entries of a folder now; in the present folder also those further below, the nearest first."""
+    """The entries of a folder now; in the current folder also those further below, the nearest first."""
     found = _entries(folder)
     if not folder.startswith(("/", "~", "..")):
         _add_below(folder, found)
@@ -278,13 +278,13 @@ class FolderReader:
 class Suggestion(NamedTuple):
     """``text`` takes the place of what is typed; ``label`` and ``doc`` are shown.
 
-    ``is_present`` marks what is in force.
+    ``is_current`` marks what is in force.
     """
 
     text: str
     label: str
     doc: str = ""
-    is_present: bool = False
+    is_current: bool = False
 
 
 class Offer(NamedTuple):

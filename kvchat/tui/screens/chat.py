@@ -395,8 +395,8 @@ class ChatScreen(Screen[None]):
     def show_comparison(self, shown: RunningComparison) -> None:
         compare.show(self.app, self.controller.comparisons, shown)
 
-    def show_conversations(self, kept: Sequence[Summary], present: str) -> None:
-        self.query_one(ConversationColumn).show(kept, present)
+    def show_conversations(self, kept: Sequence[Summary], current: str) -> None:
+        self.query_one(ConversationColumn).show(kept, current)
 
     def show_models(self) -> None:
         open_once(self.app, ModelsScreen(self.controller))

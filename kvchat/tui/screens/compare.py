@@ -113,7 +113,7 @@ class CompareScreen(ClosesOnce, ModalScreen[None]):
             self._comparisons.stop()
 
     def action_write(self) -> None:
-        """Write the result beside each other as Markdown and as JSON, into the present folder."""
+        """Write the result beside each other as Markdown and as JSON, into the current folder."""
         assert self.shown.result is not None
         name = time.strftime("comparison-%Y%m%d-%H%M%S")
         try:

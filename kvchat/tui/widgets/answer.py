@@ -100,7 +100,7 @@ class Answer(Vertical):
         self._paced.ask()
 
     def mark(self, switched: Switched, speed: float | None) -> SwitchMark:
-        """Mark a switch at the present end of the text."""
+        """Mark a switch at the current end of the text."""
         self._marks.append(mark := SwitchMark(self, switched, speed))
         self.redraw()
         return mark

@@ -295,7 +295,7 @@ class GpuHistoryPlot(Widget, can_focus=False):
         return len(self.lines) or 1
 
     def render(self) -> Content:
-        """A line for each reading: its name, its course and its present value."""
+        """A line for each reading: its name, its course and its current value."""
         if not self.lines:
             return Content.assemble((self.absence, "dim"))
         room = max(self.content_size.width - READING_LABEL_WIDTH - VALUE_WIDTH - 1, 4)
@@ -310,7 +310,7 @@ class GpuHistoryPlot(Widget, can_focus=False):
 
 
 def rows(moments: Sequence[Moment]) -> tuple[tuple[str, tuple[float | None, ...], float, str], ...]:
-    """Name, course, the value of a full bar and the present value of each reading; nothing without a moment."""
+    """Name, course, the value of a full bar and the current value of each reading; nothing without a moment."""
     if not moments:
         return ()
     now = moments[-1]

@@ -440,7 +440,7 @@ class SuggestionList(Options):
 
 
 def _line(suggestion: Suggestion, width: int) -> Content:
-    mark = "●" if suggestion.is_present else " "
+    mark = "●" if suggestion.is_current else " "
     label = visible(suggestion.label)
     return Content.assemble(f"{mark} ", (f"{label:<{width}}", "$foreground"), f"  {visible(suggestion.doc)}")
 

@@ -116,7 +116,7 @@ class Welcome(Static):
 
 
 class ConversationColumn(Options, can_focus=False):
-    """A title a line, the present one's marked; a click opens another. Keys search in ``ConversationsScreen``."""
+    """A title a line, the current one's marked; a click opens another. Keys search in ``ConversationsScreen``."""
 
     DEFAULT_CSS = """
     ConversationColumn {
@@ -137,12 +137,12 @@ class ConversationColumn(Options, can_focus=False):
         super().__init__()
         self.border_title = " conversations "
         self._titles: dict[str, str] = {}
-        self._present = ""
+        self._current = ""
 
-    def show(self, kept: Sequence[Summary], present: str) -> None:
-        """List what is kept; ``present`` is the id of the conversation on the screen, which may not be kept yet."""
+    def show(self, kept: Sequence[Summary], current: str) -> None:
+        """List what is kept; ``current`` is the id of the conversation on the screen, which may not be kept yet."""
         titles = {summary.id: visible(summary.title or "(no title)") for summary in kept}
-        self._present = present
+        self._current = current
         if list(titles.items()) != list(self._titles.items()):
             self._titles = titles
             self.set_options(Option(Content(title), id) for id, title in titles.items())
@@ -150,11 +150,11 @@ class ConversationColumn(Options, can_focus=False):
 
     @on(OptionList.OptionSelected)
     def choose(self, event: OptionList.OptionSelected) -> None:
-        """Ask for the conversation clicked; the mark stays with the present one until it is there."""
+        """Ask for the conversation clicked; the mark stays with the current one until it is there."""
         event.stop()
         self._mark()
-        if event.option.id and event.option.id != self._present:
+        if event.option.id and event.option.id != self._current:
             self.post_message(self.Chosen(event.option.id))
 
     def _mark(self) -> None:
-        self.highlighted = list(self._titles).index(self._present) if self._present in self._titles else None
+        self.highlighted = list(self._titles).index(self._current) if self._current in self._titles else None
