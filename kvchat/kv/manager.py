@@ -290,7 +290,7 @@ class KVManager:
         """Replace what is stored by the tokens of ``prefix``; return how many are stored then.
 
         Raises:
-            DoesNotFitError: there is no memory for them. Then, as after any error of ``prefix.read``, nothing is stored.
+            DoesNotFitError: there is no memory for them; as after any error of ``prefix.read`` nothing is stored.
         """
         self.truncate(0)
         try:

@@ -11,7 +11,7 @@ from kvchat.kv.attention import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import DeviceSlots, Layout
 from kvchat.kv.memory.eight_bit_pool import EightBitPool
-from kvchat.kv.memory.host_pool import HostPool, CachedPrefix
+from kvchat.kv.memory.host_pool import CachedPrefix, HostPool
 from kvchat.kv.memory.pages import has_quantized
 from kvchat.kv.ops.choose import choose_ops
 from kvchat.kv.transfer import Transfer

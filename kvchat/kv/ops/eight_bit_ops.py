@@ -1,10 +1,10 @@
 """The operations of a decode step over a host pool with 8-bit pages, in stock torch.
 
 The token that fills a page quantizes it. What attention reads of the slots is in full precision where its own step
-wrote it there, and dequantized where it was recalled. On a CPU full and freeze mode read the codes in place: of the bundled
-model at 8,018 stored tokens a step of full mode then takes 1.3 times the CPU time of one over full-precision pages, one
-of freeze mode 1.2 to 1.3 times, on one thread. Without numba torch unpacks a run of pages at a time, which stays in the
-processor's cache; that took 1.9 times, and speculative mode (budget 512), which recalls them, 1.3 times.
+wrote it there, and dequantized where it was recalled. On a CPU full and freeze mode read the codes in place: of the
+bundled model at 8,018 stored tokens a step of full mode then takes 1.3 times the CPU time of one over full-precision
+pages, one of freeze mode 1.2 to 1.3 times, on one thread. Without numba torch unpacks a run of pages at a time, which
+stays in the processor's cache; that took 1.9 times, and speculative mode (budget 512), which recalls them, 1.3 times.
 """
 
 from __future__ import annotations
