@@ -217,7 +217,7 @@ class FreezeParameters(PaperParameters):
     figures: ClassVar[Mapping[str, str]] = {
         "frozen now": "tokens that have left the device until their timers run out, the same in all layers and heads",
         "mean timer": "steps that a frozen token still has to wait, in the mean",
-        "mean thaws": "tokens that come back in a step, in the mean since the mode was entered",
+        "restored per step": "tokens that come back, on average since the mode was entered",
     }
     own: ClassVar[Mapping[str, str]] = {
         "budget": "with a budget freeze forgets: tokens beyond it stay frozen even when the model looks for them, and"

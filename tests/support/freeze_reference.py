@@ -54,8 +54,8 @@ class Simulation:
     def active(self) -> set[int]:
         return set(range(self.total)) - set(self.d)
 
-    def step(self, scores: dict[int, float], named: Set[int] = frozenset(), theirs: Set[int] = frozenset()) -> None:
-        """Advance after an attention over the tokens of ``scores`` whose query named the tokens ``named``."""
+    def step(self, scores: dict[int, float], hot: Set[int] = frozenset(), theirs: Set[int] = frozenset()) -> None:
+        """Advance after an attention over the tokens of ``scores`` whose query finds the tokens ``hot``."""
         leaving = self._leaving(scores, theirs)
         for j, s in scores.items():
             self.c[j], self.score[j] = self._count(j, s), s
@@ -64,11 +64,11 @@ class Simulation:
         self.d = {j: n - 1 for j, n in self.d.items()} | {j: max(n, 1) for j, n in steps.items()}
         waiting = {j: n for j, n in self.d.items() if n <= 0}
         self.d = {j: n for j, n in self.d.items() if n > 0}
-        self._name(named)
+        self._thaw_hot(hot)
         self._limit(waiting, theirs)
 
-    def enter(self, total: int, named: Set[int], theirs: Set[int]) -> None:
-        """Start from ``total`` stored tokens, after a prompt whose last query named the tokens ``named``.
+    def enter(self, total: int, hot: Set[int], theirs: Set[int]) -> None:
+        """Start from ``total`` stored tokens, after a prompt whose last query finds the tokens ``hot``.
 
         Where only the last token of a prompt was read again all is as it was when the prompt had been read.
         """
@@ -83,20 +83,20 @@ class Simulation:
         elif new == 1 and total == self.prompt_end:
             self.c, self.score, self.d = map(dict, self.at_prompt_end)
         self.d = {j: n for j, n in self.d.items() if j not in self.pins}
-        self._name(named)
+        self._thaw_hot(hot)
         self._limit({}, theirs)
 
     def following(self, scores: dict[int, float]) -> set[int]:
         """Return the tokens from each one on that is being copied, by ``scores`` of those that were read."""
         if not self.rule.recalls:
             return set()
-        sought = (j for j, s in scores.items() if self._may(j) and s > SOUGHT * self.p["tau"])
-        return {i for j in sought for i in range(j, min(j + FOLLOWING, self.total))}
+        retrieved = (j for j, s in scores.items() if self._may(j) and s > SOUGHT * self.p["tau"])
+        return {i for j in retrieved for i in range(j, min(j + FOLLOWING, self.total))}
 
-    def _name(self, named: Set[int]) -> None:
-        self.c |= dict.fromkeys(named, 0)
-        self.score |= dict.fromkeys(named, NAMED_SCORE)
-        self.d = {j: n for j, n in self.d.items() if j not in named}
+    def _thaw_hot(self, hot: Set[int]) -> None:
+        self.c |= dict.fromkeys(hot, 0)
+        self.score |= dict.fromkeys(hot, NAMED_SCORE)
+        self.d = {j: n for j, n in self.d.items() if j not in hot}
 
     def _limit(self, waiting: dict[int, int], theirs: Set[int]) -> None:
         """Freeze the least relevant above the budget; ``waiting`` tokens would return, the longest waiting first."""
@@ -143,7 +143,7 @@ class FreezeReference(FullReference):
 
     def enter(self, num_reachable: int) -> None:
         self.simulation.pins = set(self.run.pins)
-        self.simulation.enter(len(self.run.ids), self._named(), self._theirs())
+        self.simulation.enter(len(self.run.ids), self._hot_pages(), self._theirs())
 
     def reads(self, layer: int, query: Tensor) -> Tensor:
         return self._mask(self.simulation.active() | {len(self.run.ids) - 1})
@@ -151,8 +151,8 @@ class FreezeReference(FullReference):
     def end(self) -> None:
         self.simulation.total = len(self.run.ids)
         scores = self._scores(self.simulation.active())
-        named = self._named() | self.simulation.following(scores)
-        self.simulation.step(self._agreed(scores, named), named, self._theirs())
+        hot = self._hot_pages() | self.simulation.following(scores)
+        self.simulation.step(self._agreed(scores, hot), hot, self._theirs())
 
     def _theirs(self) -> set[int]:
         return set(self.run.kv.mode.timers.frozen[: len(self.run.ids)].nonzero().flatten().tolist())
@@ -162,12 +162,12 @@ class FreezeReference(FullReference):
         mask[:, sorted(tokens)] = True
         return mask
 
-    def _named(self) -> set[int]:
+    def _hot_pages(self) -> set[int]:
         """Return the tokens of pages that have most of a KV head's weight over all pages, by Quest's bound."""
         g, total = self.run.toy.geometry, len(self.run.ids)
         if not self.simulation.rule.recalls or not total:
             return set()
-        named: set[int] = set()
+        hot: set[int] = set()
         for layer, spec in enumerate(self.run.toy.specs):
             sight = total - (spec.window or total)
             pages = [page for page in range(g.pages(total)) if (page + 1) * g.page > sight]
@@ -178,13 +178,13 @@ class FreezeReference(FullReference):
                 for q in self.run.query[layer][head * g.group : (head + 1) * g.group].double():
                     bounds = torch.maximum(q * highest[head], q * lowest[head]).sum(1)
                     share += (spec.scaling * bounds).softmax(0) / g.group
-                named |= {
+                hot |= {
                     j
                     for page, s in zip(pages, share.tolist(), strict=True)
                     if s > 0.5
                     for j in range(page * g.page, min((page + 1) * g.page, total))
                 }
-        return named
+        return hot
 
     def _scores(self, tokens: set[int]) -> dict[int, float]:
         """Scores of ``tokens`` in float64, over the layers that can see the token."""
@@ -193,14 +193,14 @@ class FreezeReference(FullReference):
         scores = sum(score for score, _ in found) / sum(seen for _, seen in found).clamp(min=1)
         return {j: float(scores[j]) for j in tokens}
 
-    def _agreed(self, scores: dict[int, float], named: Set[int]) -> dict[int, float]:
-        """The store's scores, held against ``scores``, of tokens that are not ``named``: those are scored no more."""
+    def _agreed(self, scores: dict[int, float], hot: Set[int]) -> dict[int, float]:
+        """The store's scores, held against ``scores``, of tokens that are not ``hot``: those are scored no more."""
         theirs = self.run.kv.mode.timers.score[: len(self.run.ids)].double()
         if self.run.exact:
-            compared = sorted(scores.keys() - named)
+            compared = sorted(scores.keys() - hot)
             ours = torch.tensor([scores[j] for j in compared], dtype=torch.float64)
             torch.testing.assert_close(theirs[compared], ours, atol=1e-5, rtol=1e-4)
-        return {j: score if j in named else float(theirs[j]) for j, score in scores.items()}
+        return {j: score if j in hot else float(theirs[j]) for j, score in scores.items()}
 
     def _relevance(self, layer: int, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Return scores ``[T]`` (0 outside ``mask`` and the layer's window) and which tokens the window covers."""

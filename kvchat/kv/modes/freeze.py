@@ -76,7 +76,7 @@ from kvchat.kv.modes.recovery_levels import LEVELS, RECENT, Level
 from kvchat.kv.ops.cpu_ops import loops_over, numbers
 from kvchat.kv.state import KVState
 
-MAJORITY = 0.5  # of a KV head's weight over the pages: at most one page a head is named
+MAJORITY = 0.5  # of a KV head's weight over the pages: at most one page a head is hot
 RESIZE_INTERVAL = 64  # steps after which slots that none of them needed are given back
 RESIZE_INTERVAL_IN_PLACE = 8  # a table alone costs nothing to make again
 MIN_ROOM = 32  # spare slots: max(32, an eighth), where growing costs no new graph a 32nd: attention reads them too
@@ -164,11 +164,11 @@ class Freeze(Mode):
         if self.rule.recalls:
             self.bounds.refresh(self.state.host)
             if fresh or self._read_from is not None:  # else the query may be that of a token whose step raised
-                timers.name(self._named(self.state.position - 1))
+                timers.thaw_hot(self._hot_pages(self.state.position - 1))
         self._read_from = None
         if self.bound is not None:
             timers.limit(self.state.position, self.state.control, torch.zeros_like(timers.frozen))
-        self._bring()
+        self._fill_slots()
 
     def recover(self, level: Level) -> None:
         timers, total = self._timers, self.state.total
@@ -184,7 +184,7 @@ class Freeze(Mode):
         if self.bound is not None:
             timers.limit(self.state.position, self.state.control, torch.zeros_like(timers.frozen))
 
-    def _bring(self) -> None:
+    def _fill_slots(self) -> None:
         """Make the slots hold exactly the tokens that the next one reads."""
         frozen = self._timers.frozen
         self.slots.held.fill_(EMPTY)
@@ -248,11 +248,11 @@ class Freeze(Mode):
 
     def forward_end(self, position: Tensor) -> None:
         table, timers = self.slots.table[0, 0], self._timers
-        named = None
+        hot = None
         if self.rule.recalls:
             self._widen_bounds(position)
-            named = self._named(position)
-        timers.observe(position, table, self._scores.result(), self.state.control, named)
+            hot = self._hot_pages(position)
+        timers.observe(position, table, self._scores.result(), self.state.control, hot)
         if not self.slots.layout.in_place:  # quantized pages come from the host
             timers.keep_in_slots(table, self.slots.held, keeps=self.state.host.quantized_share is None)
         timers.close(table)
@@ -274,17 +274,17 @@ class Freeze(Mode):
         layers = slots.layout.last - slots.layout.first
         self.state.transfer.count_wanted((slots.table != EMPTY).sum() * (layers * self.geometry.kv_heads))
 
-    # ---- pages that a query names
+    # ---- pages that a query asks for
 
-    def _named(self, position: Tensor) -> Tensor:
+    def _hot_pages(self, position: Tensor) -> Tensor:
         """The tokens of pages to which a KV head gave most of its weight at ``position``, bool ``[capacity + 1]``."""
         g, bounds, index = self.geometry, self.bounds.data, self._timers.index
         if loops := self._loops():
-            named = torch.zeros_like(self._timers.frozen)
+            hot = torch.zeros_like(self._timers.frozen)
             query = self.state.query.float().view(g.layers, g.kv_heads, g.group, g.d_k)
             states = (numbers(tensor) for tensor in (query, bounds, self.state.scales, self.state.sight))
-            loops.name(*states, int(position), g.page, MAJORITY, named.numpy())
-            return named
+            loops.mark_hot(*states, int(position), g.page, MAJORITY, hot.numpy())
+            return hot
         pages = torch.arange(bounds.shape[2], device=bounds.device)
         masked = (pages * g.page > position) | ((pages + 1) * g.page <= position + 1 - self.state.sight.view(-1, 1))
         scores = self.state.ops.page_scores(self.state.query.flatten(0, 1), bounds.flatten(0, 1), 1.0)
@@ -326,7 +326,7 @@ class Freeze(Mode):
         return {
             "frozen now": away,
             "mean timer": round(waits / away, 1) if away else 0.0,
-            "mean thaws": round(int(self.thawed) / steps, 1) if steps else 0.0,
+            "restored per step": round(int(self.thawed) / steps, 1) if steps else 0.0,
         }
 
     @property

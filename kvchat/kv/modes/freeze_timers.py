@@ -25,7 +25,7 @@ MIN_RETURN_SCORE = 0.01
 NAMED_SCORE = 1e9  # above all others, until the token is scored
 SOUGHT = 32  # times tau: what one head that retrieves gives, in the mean with all that do not
 FOREVER = 2**30  # steps
-FOLLOWING = 16  # tokens, from a sought one on
+FOLLOWING = 16  # tokens, from a retrieved one (its score is high) on
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Rule:
 
     ``sink`` first tokens and, if ``protects``, the chat's control tokens are never frozen; the least relevant freeze
     only while more than ``floor`` are read; the first freezes are spread over ``stagger`` steps; with ``same_step`` a
-    timer falls in the step that sets it; ``recalls`` lets a query wake pages and what follows a sought token, and
+    timer falls in the step that sets it; ``recalls`` lets a query wake pages and what follows a retrieved token, and
     halves the flags of what is relevant.
     """
 
@@ -92,7 +92,7 @@ class Timers:
         self.parameters = parameters
         self.rule = rule or rule_of(parameters)
         self.budget = parameters.budget
-        self.sought_above = SOUGHT * parameters.tau
+        self.retrieved_above = SOUGHT * parameters.tau
         self._pin_mask: Tensor | None = None
         self.device = device
         self.headroom = headroom
@@ -156,18 +156,18 @@ class Timers:
         """Number of the ``total`` tokens that the next one reads; waits for the device."""
         return total - int(self.frozen[:total].sum())
 
-    def observe(self, position: Tensor, table: Tensor, score: Tensor, control: Tensor, named: Tensor | None) -> None:
+    def observe(self, position: Tensor, table: Tensor, score: Tensor, control: Tensor, hot: Tensor | None) -> None:
         """One step: the tokens in ``table [n]`` scored ``score [n]``; ``frozen`` says what the next step leaves out.
 
-        ``position`` (0-d) is that of the newest token, ``named [capacity + 1]`` the tokens whose pages its query named.
+        ``position`` (0-d) is that of the newest token, ``hot [capacity + 1]`` the tokens of its hot pages.
         """
-        counts, away, sought = self._flag(position, table, score, control)
+        counts, away, retrieved = self._flag(position, table, score, control)
         if self.rule.floor:
             away = torch.where(self._above_floor(away > 0, score, (table != EMPTY).sum()), away, 0)
         self.hold.sub_(1).clamp_(min=0)
         waiting = self._store_step(position, table, score, counts, away)
-        if named is not None:
-            self.name(self._followed(table, sought, position, named))
+        if hot is not None:
+            self.thaw_hot(self._with_followers(table, retrieved, position, hot))
         if self.budget is not None:
             self.limit(position + 1, control, waiting)
 
@@ -209,14 +209,14 @@ class Timers:
         table.masked_fill_((table != EMPTY) & self.frozen[table.long()], EMPTY)
 
     def _flag(self, position: Tensor, table: Tensor, score: Tensor, control: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each token in ``table [n]`` its flags, the steps to stay away (0: none), and whether it is sought."""
+        """Of each token in ``table [n]`` its flags, the steps to stay away (0: none), and whether it is retrieved."""
         p, index = self.parameters, self._index(table)
         may = (table != EMPTY) & self._may(index, position + 1, control)
         low = may & (score < p.tau)
         counts = self._counted(self.detections[index], low, score)
         # A timer that falls in the step it is set in: a token that were to leave and return at once does not move.
         away = (duration(counts, p.k) - int(self.rule.same_step)).clamp(min=0)
-        return counts, torch.where(low & (self.hold == 0), away, 0), may & (score > self.sought_above)
+        return counts, torch.where(low & (self.hold == 0), away, 0), may & (score > self.retrieved_above)
 
     def _store_step(self, position: Tensor, table: Tensor, score: Tensor, counts: Tensor, away: Tensor) -> Tensor:
         """Store a step's results for the tokens in ``table [n]``; return whose timer ran out, ``[capacity + 1]``."""
@@ -233,17 +233,17 @@ class Timers:
         """The index into the state for each slot of ``table [n]``; for empty ones the last, whose state is unused."""
         return torch.where(table != EMPTY, table, self.capacity).long()
 
-    def name(self, tokens: Tensor) -> None:
+    def thaw_hot(self, tokens: Tensor) -> None:
         """Unfreeze the tokens of a mask ``[capacity + 1]`` and reset their flags."""
         self.frozen &= ~tokens
         self.detections.masked_fill_(tokens, 0)
         self.score.masked_fill_(tokens, NAMED_SCORE)
 
-    def _followed(self, table: Tensor, sought: Tensor, position: Tensor, named: Tensor) -> Tensor:
-        """The mask ``named`` with the ``FOLLOWING`` tokens from each ``sought [n]`` token on, up to ``position``."""
-        before = torch.zeros_like(self.index).index_put_((self._index(table),), sought.long()).cumsum(0)
+    def _with_followers(self, table: Tensor, retrieved: Tensor, position: Tensor, hot: Tensor) -> Tensor:
+        """The mask ``hot`` with the ``FOLLOWING`` tokens from each ``retrieved [n]`` token on, up to ``position``."""
+        before = torch.zeros_like(self.index).index_put_((self._index(table),), retrieved.long()).cumsum(0)
         near = before > torch.nn.functional.pad(before[:-FOLLOWING], (FOLLOWING, 0))
-        return named | (near & (self.index <= position))
+        return hot | (near & (self.index <= position))
 
     def limit(self, total: Tensor, control: Tensor, waiting: Tensor) -> None:
         """Freeze the least relevant tokens until the next one reads ``budget``, itself included.
@@ -314,12 +314,14 @@ class CpuTimers(Timers):
         if not (loops := freeze_loops()):
             return super()._flag(position, table, score, control)
         p, rule, end = self.parameters, self.rule, position + 1 - self.parameters.K
-        counts, away, sought = torch.empty_like(table), torch.empty_like(table), torch.empty(len(table)).bool()
+        counts, away, retrieved = torch.empty_like(table), torch.empty_like(table), torch.empty(len(table)).bool()
         masks = NONE if self._pin_mask is None else self._pin_mask, control if rule.protects else NONE
-        limits = rule.sink, int(end), p.tau, self.sought_above, p.k
+        limits = rule.sink, int(end), p.tau, self.retrieved_above, p.k
         how = rule.recalls, rule.same_step, bool(self.hold > 0)
-        loops.flag(*_shared((table, score, self.detections, *masks)), *limits, *how, *_shared((counts, away, sought)))
-        return counts, away, sought
+        loops.flag(
+            *_shared((table, score, self.detections, *masks)), *limits, *how, *_shared((counts, away, retrieved))
+        )
+        return counts, away, retrieved
 
     def _above_floor(self, leaves: Tensor, score: Tensor, awake: Tensor) -> Tensor:
         return leaves if leaves.sum() <= awake - self.rule.floor else super()._above_floor(leaves, score, awake)
@@ -332,15 +334,15 @@ class CpuTimers(Timers):
         loops.store_step(int(position), *_shared((table, score, counts, away, *states)))
         return waiting
 
-    def name(self, tokens: Tensor) -> None:
+    def thaw_hot(self, tokens: Tensor) -> None:
         if tokens.any():
-            super().name(tokens)
+            super().thaw_hot(tokens)
 
-    def _followed(self, table: Tensor, sought: Tensor, position: Tensor, named: Tensor) -> Tensor:
+    def _with_followers(self, table: Tensor, retrieved: Tensor, position: Tensor, hot: Tensor) -> Tensor:
         if not (loops := freeze_loops()):
-            return super()._followed(table, sought, position, named)
-        loops.follow(*_shared((table, sought)), int(position), FOLLOWING, named.numpy())
-        return named
+            return super()._with_followers(table, retrieved, position, hot)
+        loops.mark_followers(*_shared((table, retrieved)), int(position), FOLLOWING, hot.numpy())
+        return hot
 
 
 def freeze_loops() -> ModuleType | None:

@@ -64,7 +64,7 @@ class EightBitOps(TorchOps):
         count(counters, changed, placed, g.page)
         self._count_quantized(counters, placed * g.page, changed, g.page)
         to = slots.blocks(layer), slots.page_blocks, len(placed) * slots.n // g.page
-        self._bring(self.host.read_pages, layer, placed.clamp(min=0), heads, *to, changed)
+        self._copy_in(self.host.read_pages, layer, placed.clamp(min=0), heads, *to, changed)
 
     def move_tokens(
         self, slots: DeviceSlots, layer: int, first: int, placed: Tensor, resident: Tensor, counters: Tensor
@@ -76,7 +76,7 @@ class EightBitOps(TorchOps):
         target = torch.arange(width, device=placed.device)[:, None] * slots.n
         target = target + first + torch.arange(n, device=placed.device)
         to, heads = (slots.rows(layer), target, width * slots.n), slots.heads_of(layer)[:, None]
-        self._bring(self.host.read_tokens, layer, placed.clamp(min=0), heads, *to, changed)
+        self._copy_in(self.host.read_tokens, layer, placed.clamp(min=0), heads, *to, changed)
 
     def move_shared(self, slots: DeviceSlots, positions: Tensor, targets: Tensor, taken: Tensor) -> None:
         layout = slots.layout
@@ -84,18 +84,20 @@ class EightBitOps(TorchOps):
         target = torch.arange(len(heads), device=targets.device)[:, None] * slots.n + targets
         for layer in range(layout.first, layout.last):
             to = slots.rows(layer), target, len(heads) * slots.n
-            self._bring(self.host.read_tokens, layer, positions * taken, heads, *to, taken)
+            self._copy_in(self.host.read_tokens, layer, positions * taken, heads, *to, taken)
 
     def move_picked(self, slots: DeviceSlots, layer: int, rows: Tensor, positions: Tensor, targets: Tensor) -> None:
         heads = slots.heads_of(layer)
         to = slots.rows(layer), rows * slots.n + targets, len(heads) * slots.n
-        self._bring(self.host.read_tokens, layer, positions, heads[rows], *to, torch.ones_like(rows, dtype=torch.bool))
+        self._copy_in(
+            self.host.read_tokens, layer, positions, heads[rows], *to, torch.ones_like(rows, dtype=torch.bool)
+        )
 
     def _count_quantized(self, counters: Tensor, positions: Tensor, changed: Tensor, pairs: int) -> None:
         quantized = self.host.quantized_at(positions.clamp(min=0)) & changed
         counters[2:].add_(quantized.sum(), alpha=pairs)
 
-    def _bring(
+    def _copy_in(
         self,
         read: Callable[[int, Tensor, Tensor], Tensor],
         layer: int,

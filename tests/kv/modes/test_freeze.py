@@ -233,7 +233,7 @@ def test_what_the_screen_shows():
     run.step(30)
     stats = run.kv.mode.report().stats
     assert stats["frozen now"] == 180 - len(run.active())
-    assert stats["mean thaws"] > 0
+    assert stats["restored per step"] > 0
     assert run.kv.mode.report().absent is TokenState.FROZEN
 
 
@@ -275,7 +275,7 @@ def test_pages_are_named_as_the_reference_names_them(windowed, position, monkeyp
         page = int(torch.randint(bounds.shape[2], (), generator=draw))
         group = slice(head * mode.geometry.group, (head + 1) * mode.geometry.group)
         run.kv.state.query[layer, group] = bounds[layer, head, page, : mode.geometry.d_k] * 1000
-    named = mode._named(torch.tensor(position))
+    hot = mode._hot_pages(torch.tensor(position))
     monkeypatch.setattr(freeze, "freeze_loops", lambda: None)
-    assert torch.equal(named, mode._named(torch.tensor(position)))
-    assert bool(named.any()) == (position >= 0)
+    assert torch.equal(hot, mode._hot_pages(torch.tensor(position)))
+    assert bool(hot.any()) == (position >= 0)

@@ -37,15 +37,15 @@ def flag(
     holds: bool,
     counts: Array,
     away: Array,
-    sought: Array,
+    retrieved: Array,
 ) -> None:
-    """``Timers._flag`` of the tokens in ``table [n]`` into ``counts``, ``away`` and ``sought``, ``[n]`` each.
+    """``Timers._flag`` of the tokens in ``table [n]`` into ``counts``, ``away`` and ``retrieved``, ``[n]`` each.
 
     Tokens from ``first`` up to ``end`` may freeze, but for ``pins`` and ``protected`` ones.
     """
     for slot in range(len(table)):
         token = table[slot]
-        counts[slot], away[slot], sought[slot] = 0, 0, False
+        counts[slot], away[slot], retrieved[slot] = 0, 0, False
         if token == EMPTY:
             continue
         may = first <= token < end and not _says(pins, token) and not _says(protected, token)
@@ -54,7 +54,7 @@ def flag(
             count //= 2
         elif low:
             count += 1
-        counts[slot], sought[slot] = count, may and score[slot] > high
+        counts[slot], retrieved[slot] = count, may and score[slot] > high
         if low and not holds:
             away[slot] = max(0, math.floor(math.sqrt(max(count, 0)) / k) - sooner)
 
@@ -89,10 +89,10 @@ def store_step(
 
 
 @compiled("void(f4[:, :, :, ::1], number[:, :, :, ::1], f4[::1], i8[::1], i8, i8, f4, b1[::1])", parallel=HAS_THREADS)
-def name(
-    query: Array, bounds: Array, scales: Array, sight: Array, position: int, page_size: int, least: float, named: Array
+def mark_hot(
+    query: Array, bounds: Array, scales: Array, sight: Array, position: int, page_size: int, least: float, hot: Array
 ) -> None:
-    """``Freeze._named``: sets ``named [capacity + 1]``, all False, at the tokens of pages with more than ``least``.
+    """``Freeze._hot_pages``: sets ``hot [capacity + 1]``, all False, at the tokens of pages with more than ``least``.
 
     ``query [layers, H, G, d_k]`` and ``bounds [layers, H, page, 2 * d_k]``; a layer sees ``sight`` tokens.
     """
@@ -111,13 +111,13 @@ def name(
             if weights[page] > least * group:
                 start = (first + page) * page_size
                 for token in range(start, min(start + page_size, position + 1)):
-                    named[token] = True
+                    hot[token] = True
 
 
 @compiled("void(i4[::1], b1[::1], i8, i8, b1[::1])")
-def follow(table: Array, sought: Array, position: int, following: int, named: Array) -> None:
-    """Sets ``named [capacity + 1]`` at the ``following`` tokens from each ``sought [n]`` one on, up to ``position``."""
+def mark_followers(table: Array, retrieved: Array, position: int, following: int, hot: Array) -> None:
+    """Sets ``hot [capacity + 1]`` at the ``following`` tokens from each ``retrieved [n]`` one on, up to ``position``."""
     for slot in range(len(table)):
-        if sought[slot]:
+        if retrieved[slot]:
             for token in range(table[slot], min(table[slot] + following, position + 1)):
-                named[token] = True
+                hot[token] = True

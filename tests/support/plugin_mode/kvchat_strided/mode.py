@@ -34,16 +34,16 @@ class Strided(Mode):
 
     def fill(self, fresh: bool) -> None:
         super().fill(fresh)  # sinks, pinned messages and the window
-        self._bring(self.state.position)
+        self._fill_slots(self.state.position)
 
     def prepare_step(self) -> Step:
         return Step(exact=self.state.total < self.sink + self.window)
 
     def forward_begin(self, position: Tensor) -> None:
         super().forward_begin(position)  # the new token's slot
-        self._bring(position)
+        self._fill_slots(position)
 
-    def _bring(self, position: Tensor) -> None:
+    def _fill_slots(self, position: Tensor) -> None:
         """Recall the pages that the token at ``position`` (0-d, on the device) reads, and let attention read them."""
         (slots,) = self.state.slots
         last = position - self.window
