@@ -67,7 +67,7 @@ class Walk:
         logits = [made for _, made in self.runner.prefill(prompt[kept:])][-1]
         assert logits is not None
         self.enter(parameters, prompt)
-        if self.runner.kv.mode.context_end.is_final:
+        if self.runner.kv.mode.context_policy.is_final:
             self._refuse_beyond_context(len(prompt) + more)
         self._prompt = list(prompt)
         return logits

@@ -345,7 +345,7 @@ class AnswerLoop(Released):
         self._runner.pin([position for position in positions if position < self._kv.total])
 
     def _pin_beyond_context(self, positions: Sequence[int]) -> None:
-        if self._kv.mode.context_end.bounds_prompt(self._kv.total + 1):
+        if self._kv.mode.context_policy.limits_prompt(self._kv.total + 1):
             self._pin_stored(positions)
 
     # ---- tokens in and out of the KV manager
@@ -425,7 +425,7 @@ class AnswerLoop(Released):
 
     def _store(self, chunk: Sequence[int]) -> None:
         """Note a chunk of a prompt that the runner has read."""
-        self.stored.extend(chunk, reduced=self._kv.mode.context_end.bounds_prompt(self._kv.total))
+        self.stored.extend(chunk, reduced=self._kv.mode.context_policy.limits_prompt(self._kv.total))
 
     def text_of(self, sampling: Sampling, tokens: Sequence[int], in_thought: bool = False) -> AnswerText:
         """The text of an answer whose first ``tokens`` are known; one may go on ``in_thought``."""
@@ -437,7 +437,7 @@ class AnswerLoop(Released):
 
     def is_full(self) -> bool:
         """True if the mode can store no further token."""
-        return self._kv.mode.context_end.is_final and self._kv.total >= self._model.context
+        return self._kv.mode.context_policy.is_final and self._kv.total >= self._model.context
 
 
 def _closed() -> UsageError:

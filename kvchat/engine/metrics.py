@@ -168,7 +168,7 @@ class MetricsCollector:
         memory runs out the answer goes on without the look.
         """
         kv, watch = self._kv, self._watch()
-        if kv.step.exact or kv.mode.context_end.bounds_prompt(kv.total):
+        if kv.step.exact or kv.mode.context_policy.limits_prompt(kv.total):
             return
         try:
             watch.look()

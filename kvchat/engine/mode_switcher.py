@@ -91,7 +91,7 @@ class ModeSwitcher:
         """Enter the mode of these parameters; the bytes moved to the device."""
         with explained(self._kv, f"entering the {chosen.name} mode"):
             mode = self.build(chosen)
-            if mode.context_end.is_final:
+            if mode.context_policy.is_final:
                 self.check_context(self._kv.total)
             self.check_pinned(chosen, self.preamble, self._kv.state.pins)
             with torch.inference_mode():
@@ -169,7 +169,7 @@ class ModeSwitcher:
         Raises:
             DoesNotFitError: as ``check_context``.
         """
-        if self._kv.mode.context_end.is_final:
+        if self._kv.mode.context_policy.is_final:
             self.check_context(tokens)
 
     def check_pinned(self, chosen: ModeParameters, preamble: int, messages: Sequence[int]) -> None:
@@ -209,7 +209,7 @@ class ModeSwitcher:
     def _price(self, mode: str) -> Price:
         try:
             built = self.build(self.merged(mode, {}))
-            if built.context_end.is_final:
+            if built.context_policy.is_final:
                 self.check_context(self._kv.total)
             return Price(mode, **self._kv.check_switch(built, self._asked.link_bytes_per_s)._asdict())
         except KvchatError as error:

@@ -118,7 +118,7 @@ class ModelRunner:
     def _forward(self) -> Tensor:
         """The device's part of a step: the logits ``[vocab]`` after the token in ``_token``."""
         self.kv.forward_begin()
-        position = self.kv.mode.context_end.model_position(self.kv.state.position).view(1)
+        position = self.kv.mode.context_policy.model_position(self.kv.state.position).view(1)
         with without_onednn(self.model.dtype, self.model.device):
             logits = self._run(self._token, position, logits=True)
         self.kv.forward_end()
@@ -147,7 +147,7 @@ class ModelRunner:
         done = 0
         while done < len(ids):
             self.free_cores.look()  # so that the first token knows
-            limited = min(chunk_size, self.kv.mode.context_end.prompt_tokens(self.kv.total))
+            limited = min(chunk_size, self.kv.mode.context_policy.prompt_tokens(self.kv.total))
             wanted = self.recurrent.chunk(len(ids) - done, limited)
             chunk, logits = self._read_chunk(ids, done, wanted)
             if len(chunk) < wanted:
@@ -182,7 +182,7 @@ class ModelRunner:
                 torch.cuda.empty_cache()
 
     def _forward_chunk(self, chunk: Sequence[int], last: bool) -> Tensor | None:
-        device, start = self.model.device, self.kv.total - self.kv.mode.context_end.base_of(self.kv.total)
+        device, start = self.model.device, self.kv.total - self.kv.mode.context_policy.base_of(self.kv.total)
         with torch.inference_mode():
             try:
                 self.kv.begin_prefill(len(chunk))

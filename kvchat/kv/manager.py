@@ -152,10 +152,12 @@ class KVManager:
             DoesNotFitError: the host has no memory for them; nothing changed.
         """
         self.state.reserve(self.total + tokens)
-        if self.mode.context_end.bounds_prompt(self.total + tokens):
+        if self.mode.context_policy.limits_prompt(self.total + tokens):
             self.refill()
         self._slots = max(self._slots, SlotsState.STALE)
-        self._prefill = prefill_over(self.state.host, tokens, self.mode.context_end.first_read(self.total + tokens))
+        self._prefill = prefill_over(
+            self.state.host, tokens, self.mode.context_policy.begin_prompt(self.total + tokens)
+        )
 
     def commit_prefill(self, tokens: int, control: Sequence[int] = ()) -> None:
         """Count the forward's ``tokens`` as stored; at the offsets ``control`` are the chat's control tokens."""
@@ -318,7 +320,7 @@ class KVManager:
         self.state.note_spec(layer, spec)
         if self._reread_from is not None:
             keys, values = self.state.host.dense(layer, self._reread_from + query.shape[1])
-            return attend_prefill(query, self.mode.context_end.unbased(layer, keys), values, self._reread_from, spec)
+            return attend_prefill(query, self.mode.context_policy.unbased(layer, keys), values, self._reread_from, spec)
         if self._prefill is not None:
             return self._attend_prefill(self._prefill, layer, query, key, value, spec)
         return self._attend_step(layer, query[:, 0], key[:, 0], value[:, 0], spec).unsqueeze(1)
@@ -329,7 +331,7 @@ class KVManager:
         self.state.query[layer].copy_(query[:, -1])
         keys, values = prefill.extended(layer, key, value)
         self.mode.prefilled(layer, self.total, keys)
-        keys, values = self.mode.context_end.bounded(layer, keys, values)
+        keys, values = self.mode.context_policy.limited(layer, keys, values)
         return attend_prefill(query, keys, values, keys.shape[1] - query.shape[1], spec)
 
     def _attend_step(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:

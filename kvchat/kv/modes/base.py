@@ -43,10 +43,10 @@ class ModelTraits:
     choice: TokenChoice | None = None
 
 
-class ContextEnd:
-    """The end of the model's context: a conversation ends there. A prompt reads everything stored.
+class ContextPolicy:
+    """What happens at the end of the model's context: a conversation ends there. A prompt reads everything stored.
 
-    ``is_final`` is true of an end that no token is stored beyond.
+    ``is_final``: no token is stored beyond it.
     """
 
     is_final: ClassVar[bool] = True
@@ -67,21 +67,21 @@ class ContextEnd:
         """The most tokens of a prompt that one forward may take after ``total`` stored ones."""
         return sys.maxsize
 
-    def bounds_prompt(self, tokens: int) -> bool:
+    def limits_prompt(self, tokens: int) -> bool:
         """Return whether a prompt's forward that ends with token number ``tokens`` reads less than everything."""
         return False
 
-    def first_read(self, tokens: int) -> int:
-        """The first stored token, sinks aside, that a prompt's forward reads which ends with token number ``tokens``.
+    def begin_prompt(self, tokens: int) -> int:
+        """Begin a prompt's forward up to token number ``tokens``; return the first stored one that it reads, sinks aside.
 
-        If it is bounded, the slots were filled for its first token.
+        If it is limited, the slots were filled for its first token.
         """
         return 0
 
-    def bounded(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values that a bounded forward reads in a layer, ``[H, n, d]`` each, the new tokens last.
+    def limited(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values that a limited forward reads in a layer, ``[H, n, d]`` each, the new tokens last.
 
-        Given are the layer's keys and values of the tokens from ``first_read`` on.
+        Given are the layer's keys and values of the tokens from ``begin_prompt`` on.
         """
         return keys, values
 
@@ -168,7 +168,7 @@ class Mode:
     ... and growing      ``limit(capacity, free, held)``                want less where it does not fit
     on entering          ``attach(state)``                              allocate what is kept beside the slots
     in a prefill         ``prefilled(layer, start, keys)``              look at a layer's new keys
-    ... and beyond it    ``context_end``                                where the model's context ends: go on, or not
+    ... and beyond it    ``context_policy``                             where the model's context ends: go on, or not
     after it             ``fill(fresh)``                                bring to the slots what the next token reads
     before a step        ``prepare_step()``                             grow; what kind of step it is
     in a step            ``forward_begin(position)``                    give the new token its slots
@@ -195,7 +195,7 @@ class Mode:
         preamble: tokens of the system prompt.
         pinned: of these, tokens that are attended whatever the mode keeps: all or none.
         beyond_budget: pinned tokens that a mode keeps as sinks although its budget has no room for them.
-        context_end: what happens where the model's context ends; of most modes the conversation: it is final.
+        context_policy: what happens where the model's context ends; of most modes the conversation: it is final.
         pins: positions of pinned messages' tokens that it must keep in slots to read them, ascending; sinks are none.
     """
 
@@ -208,7 +208,7 @@ class Mode:
     choice: TokenChoice | None = None
     wants_choice: bool = False
     beyond_budget: int = 0
-    context_end: ContextEnd = ContextEnd()
+    context_policy: ContextPolicy = ContextPolicy()
     pins: tuple[int, ...] = ()
 
     def __init__(self, parameters: ModeParameters, geometry: Geometry, traits: ModelTraits, preamble: int = 0) -> None:
@@ -274,7 +274,7 @@ class Mode:
     def prefilled(self, layer: int, start: int, keys: Tensor) -> None:
         """Look at a layer's tokens from ``start`` on, given ``keys [H, n, d_k]`` on the device.
 
-        They are those of all tokens; of those that ``context_end`` bounds, from its ``first_read`` on.
+        They are those of all tokens; of those that ``context_policy`` limits, from ``begin_prompt`` on.
         """
 
     def prepare_step(self) -> Step:

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvchat.kv.modes.base import ContextEnd
+from kvchat.kv.modes.base import ContextPolicy
 from kvchat.kv.rope import Rotation, cos_sin, rotate
 from kvchat.kv.state import KVState
 
 
-class MovingBase(ContextEnd):
+class MovingBase(ContextPolicy):
     """The conversation goes on: a prompt there is read in chunks, each of which reads what the mode keeps and itself.
 
     ``chunk`` is the number of tokens that one reads at most.
@@ -30,7 +30,7 @@ class MovingBase(ContextEnd):
         self.rotations = rotations
         self.chunk = chunk
         self._half = max(1, context // 2)
-        self._bounded_from: int | None = None
+        self._limited_from: int | None = None
 
     def attach(self, state: KVState, base: Tensor, kept_from: Tensor, sink: int, pins: Sequence[int]) -> None:
         """Take over what the mode keeps up to date.
@@ -40,7 +40,7 @@ class MovingBase(ContextEnd):
         """
         self._state, self._base, self._kept_from = state, base, kept_from
         self._sink, self._pins = sink, pins
-        self._bounded_from = None
+        self._limited_from = None
 
     def bases(self, positions: Tensor) -> Tensor:
         """The bases of ``positions`` (int64)."""
@@ -65,7 +65,7 @@ class MovingBase(ContextEnd):
         return position - self._base
 
     def unbased(self, layer: int, keys: Tensor) -> Tensor:
-        if not self.bounds_prompt(keys.shape[1]):
+        if not self.limits_prompt(keys.shape[1]):
             return keys
         return self.moved(layer, keys, self.bases(torch.arange(keys.shape[1], device=keys.device)))
 
@@ -75,22 +75,22 @@ class MovingBase(ContextEnd):
             return self.context - total
         return min(self.chunk, self._half - (total - self.context) % self._half)
 
-    def bounds_prompt(self, tokens: int) -> bool:
+    def limits_prompt(self, tokens: int) -> bool:
         return tokens > self.context
 
-    def first_read(self, tokens: int) -> int:
-        self._bounded_from = int(self._kept_from) if self.bounds_prompt(tokens) else None
-        return self._bounded_from or 0
+    def begin_prompt(self, tokens: int) -> int:
+        self._limited_from = int(self._kept_from) if self.limits_prompt(tokens) else None
+        return self._limited_from or 0
 
-    def bounded(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def limited(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Sinks and pinned messages, re-aligned in their slots, and the recents in one base."""
-        if self._bounded_from is None:
+        if self._limited_from is None:
             return keys, values
-        tokens = torch.arange(self._bounded_from, self._bounded_from + keys.shape[1], device=keys.device)
+        tokens = torch.arange(self._limited_from, self._limited_from + keys.shape[1], device=keys.device)
         recent = self.moved(layer, keys, self.bases(tokens) - self._base)
         spec, (slots,) = self._state.specs[layer], self._state.slots
         if spec is not None and spec.window is not None:
             return recent, values  # a window of its own that the sinks have left
-        kept = self._sink + sum(pin < self._bounded_from for pin in self._pins)
+        kept = self._sink + sum(pin < self._limited_from for pin in self._pins)
         before = slots.keys(layer)[:, :kept], slots.values(layer)[:, :kept]
         return torch.cat((before[0], recent), 1), torch.cat((before[1], values), 1)

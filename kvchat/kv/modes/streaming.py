@@ -11,7 +11,7 @@ Departures:
       shorter than C. It costs one pass over the host pool, and what was dropped stays dropped for decoded tokens.
     * Beyond the context a prompt is read in chunks of at most C tokens, each of which reads sinks, what was not dropped
       and itself; before each the cache is pruned. The paper prunes before every token. So a conversation never ends,
-      and every other mode refuses it from there on. Positions go on from the context's middle (``context_end``).
+      and every other mode refuses it from there on. Positions go on from the context's middle (``context_policy``).
     * Eq. 4 rotates all W recent keys after each prune; here the recents stay at their true positions and the S sink
       keys are rotated forward by the number of dropped tokens. Attention under RoPE sees position differences only, and
       every difference is the same, so the model is the same, at O(S) instead of O(W). The rotation always starts from
@@ -98,7 +98,7 @@ class Streaming(Mode):
         self._asked = self.capacity + self.beyond_budget
         self._moving = MovingBase(traits.context, traits.rotations, self._asked)
         if parameters.R:  # sinks that are re-aligned go on beyond it
-            self.context_end = self._moving
+            self.context_policy = self._moving
         self._fit_context()
 
     def pin(self, positions: Sequence[int]) -> None:
@@ -134,7 +134,7 @@ class Streaming(Mode):
 
     def prepare_step(self) -> Step:
         total, p = self.state.total, self.parameters
-        if not self.context_end.is_final and self._moving.begins_base(total):
+        if not self.context_policy.is_final and self._moving.begins_base(total):
             self._load(total - int(self.kept_from))
         return Step(exact=p.R == 0 or total < self.capacity + p.R)
 
@@ -148,7 +148,7 @@ class Streaming(Mode):
         """Bring the sinks and the last ``recent`` tokens to the slots."""
         (slots,) = self.state.slots
         total, g = self.state.total, self.geometry
-        base = self.context_end.base_of(total)
+        base = self.context_policy.base_of(total)
         if base or int(self.base):
             slots.truncate(0)  # keys in the slots were turned: all are loaded as they are stored
         # Of pinned messages the slots hold rotated keys: they are copied again.
@@ -205,7 +205,7 @@ class Streaming(Mode):
         Pinned messages and sinks stay, and one recent.
         """
         self.capacity = self._asked
-        if not self.context_end.is_final:
+        if not self.context_policy.is_final:
             room = self.traits.context - self._overflow - len(self.pins)
             self.capacity = min(self._asked, max(self.sink + 1 + self.parameters.B, room))
         self._moving.chunk = self.capacity

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvchat.kv.modes.base import ContextEnd
+from kvchat.kv.modes.base import ContextPolicy
 from kvchat.kv.modes.moving_base import MovingBase
 
 CONTEXT, CHUNK = 100, 30
@@ -34,16 +34,16 @@ def test_a_prompt_is_cut_where_the_context_ends_and_a_base_begins(moving):
     while total < 400:
         chunk = moving.prompt_tokens(total)
         assert len(set(moving.bases(torch.arange(total, total + chunk)).tolist())) == 1
-        assert moving.bounds_prompt(total + chunk) == (total >= CONTEXT)
+        assert moving.limits_prompt(total + chunk) == (total >= CONTEXT)
         total += chunk
         ends.append(total)
     assert ends[:5] == [100, 130, 150, 180, 200]
 
 
 def test_where_the_context_is_final_nothing_is_cut_or_moved():
-    end = ContextEnd()
+    end = ContextPolicy()
     assert end.is_final
     assert not MovingBase.is_final
-    assert end.base_of(10**6) == end.first_read(10**6) == 0
+    assert end.base_of(10**6) == end.begin_prompt(10**6) == 0
     assert end.prompt_tokens(5) > 10**9
-    assert not end.bounds_prompt(10**6)
+    assert not end.limits_prompt(10**6)
