@@ -230,7 +230,7 @@ class AnswerLoop(Released):
             self.token_ids = []
             self._switcher.narrow()
             self.forget(prompt.reused)  # first: what another conversation has pinned does not count
-            self._switcher.note_preamble(self.encoder.preamble(turns))
+            self._switcher.note_system_tokens(self.encoder.system_tokens(turns))
             answer = self._metrics.begin(len(prompt.ids), prompt.reused)
             thought = self.encoder.thought_end(turns, prompt)
             yield Started(len(prompt.ids), prompt.reused, thought, self.encoder.thought_tags)
@@ -329,7 +329,7 @@ class AnswerLoop(Released):
                 template refuses.
         """
         found = self.encoder.pinned(turns, self.stored, self._switcher.parameters.pin_system)
-        self._switcher.check_pinned(self._switcher.parameters, self.encoder.preamble(turns), found)
+        self._switcher.check_pinned(self._switcher.parameters, self.encoder.system_tokens(turns), found)
         return found
 
     def pin(self, turns: Sequence[Turn]) -> None:
@@ -339,7 +339,7 @@ class AnswerLoop(Released):
         self._runner.pin([position for position in self.pinned(turns) if position < there])
         self._switcher.narrow()
         with suppress(DoesNotFitError):  # the next question tells
-            self._switcher.note_preamble(self.encoder.preamble(turns))
+            self._switcher.note_system_tokens(self.encoder.system_tokens(turns))
 
     def _pin_stored(self, positions: Sequence[int]) -> None:
         self._runner.pin([position for position in positions if position < self._kv.total])

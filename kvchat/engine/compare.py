@@ -79,7 +79,7 @@ class Comparison:
             exact, self._pinned = min(prompt.reused, loop.stored.first_reduced), loop.pinned(turns)
             with self._left_as_it_was(exact):
                 loop.forget(exact)
-                self._switcher.note_preamble(loop.encoder.preamble(turns))
+                self._switcher.note_system_tokens(loop.encoder.system_tokens(turns))
                 yield Started(len(prompt.ids), exact)
                 unread = prompt.ids[exact:-1]
                 logits = (yield from loop.read_prompt(unread)) if unread else None
@@ -206,7 +206,7 @@ class Comparison:
         loop, switcher = self._loop, self._switcher
         switcher.narrow()
         checkpoint, stored = take_checkpoint(self._runner.kv.state, start), copy.deepcopy(loop.stored)
-        parameters, preamble = switcher.parameters, switcher.preamble
+        parameters, system_tokens = switcher.parameters, switcher.system_tokens
         with self._metrics.beside():
             try:
                 yield
@@ -215,7 +215,7 @@ class Comparison:
                 try:
                     self._restore(checkpoint, stored)
                 finally:
-                    switcher.preamble = preamble
+                    switcher.system_tokens = system_tokens
                     switcher.enter(parameters)
 
     def _restore(self, checkpoint: Checkpoint, stored: Stored) -> None:

@@ -228,7 +228,7 @@ class MetricsCollector:
             kv_device_bytes=kv.device_bytes + self._recurrent.nbytes,
             kv_host_bytes=kv.state.host.nbytes + self._recurrent.snapshot_bytes,
             state_bytes=self._recurrent.nbytes,
-            preamble=self._kv.mode.preamble,
+            preamble=self._kv.mode.system_tokens,
             pins=len(self._kv.mode.pins),
             device_room=kv.state.capacity,
             exact_room=kv.state.host.capacity,

@@ -36,7 +36,7 @@ class ModeSwitcher:
 
     Begins in the mode of ``asked``. Values ``given`` at run time, there and by ``switch``, override the settings of
     each mode. ``modes.SHARED`` parameters apply to all modes, others to the mode they were given for. A mode that has
-    to measure the model first does so on the ``stored`` tokens. ``preamble`` is the length of the conversation's
+    to measure the model first does so on the ``stored`` tokens. ``system_tokens`` is the length of the conversation's
     system prompt in tokens.
     """
 
@@ -45,7 +45,7 @@ class ModeSwitcher:
         self._asked = asked
         self.given = {mode: dict(params) for mode, params in asked.given.items()}
         self._stored = stored
-        self.preamble = 0
+        self.system_tokens = 0
         self._prices: tuple[Price, ...] = ()
         self._priced_at = float("-inf")
         self._widened: tuple[Mode, ModeParameters] | None = None
@@ -75,7 +75,7 @@ class ModeSwitcher:
             UsageError: parameters contradict each other; DoesNotFitError: the model cannot run in this mode.
         """
         traits = traits_of(self._model, self.calibration, self.choice)
-        return build(chosen, geometry_of(self._model), traits, self.preamble)
+        return build(chosen, geometry_of(self._model), traits, self.system_tokens)
 
     def switch(self, mode: str, changes: Params) -> int:
         """Enter ``mode`` and keep ``changes`` for those to come; the bytes moved to the device.
@@ -93,7 +93,7 @@ class ModeSwitcher:
             mode = self.build(chosen)
             if mode.context_policy.is_final:
                 self.check_context(self._kv.total)
-            self.check_pinned(chosen, self.preamble, self._kv.state.pins)
+            self.check_pinned(chosen, self.system_tokens, self._kv.state.pins)
             with torch.inference_mode():
                 moved = self._kv.switch(mode)
         self.parameters = chosen
@@ -134,10 +134,10 @@ class ModeSwitcher:
                 raise
         return 0
 
-    def note_preamble(self, tokens: int) -> None:
+    def note_system_tokens(self, tokens: int) -> None:
         """Enter the mode again when it is of another length of the system prompt, which may be kept as sinks."""
-        self.preamble = tokens
-        if self._kv.mode.preamble != tokens:
+        self.system_tokens = tokens
+        if self._kv.mode.system_tokens != tokens:
             self.enter(self.parameters)
 
     def prices(self) -> tuple[Price, ...]:
@@ -172,13 +172,13 @@ class ModeSwitcher:
         if self._kv.mode.context_policy.is_final:
             self.check_context(tokens)
 
-    def check_pinned(self, chosen: ModeParameters, preamble: int, messages: Sequence[int]) -> None:
-        """Refuse to pin the tokens at ``messages`` beside a system prompt of ``preamble`` tokens, if that is pinned.
+    def check_pinned(self, chosen: ModeParameters, system_tokens: int, messages: Sequence[int]) -> None:
+        """Refuse to pin the tokens at ``messages`` beside ``system_tokens``, if those are pinned.
 
         Raises:
             TooMuchPinnedError: they leave the model too little of its context for the rest.
         """
-        system = preamble if chosen.pin_system else 0
+        system = system_tokens if chosen.pin_system else 0
         beside = sum(position >= system for position in messages)
         refuse_too_much(self._model.name, self._model.context, beside, system)
 

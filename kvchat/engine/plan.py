@@ -61,7 +61,7 @@ def memory_plan(load: Load, context: int | None, progress: Progress, in_use: Sna
         quantization.check(repacking.choose(load.quantize, described).quantize, described.config, described.device)
         seen = _observe(described)
         if in_use is not None:
-            seen = seen._replace(preamble=in_use.preamble, pins=in_use.pins)
+            seen = seen._replace(system_tokens=in_use.preamble, pins=in_use.pins)
         made = _taken(load, seen, _context(seen, context), in_use)
     made = _proposed(made, load, seen)
     return replace(made, stored=None if in_use is None else _stored_need(made, in_use, load, seen))
@@ -124,7 +124,7 @@ def _proposed(made: MemoryPlan, load: Load, seen: _Observed) -> MemoryPlan:
 class _Observed(NamedTuple):
     """A model without memory for its weights, and what one token showed of it.
 
-    ``preamble`` and ``pins`` are the tokens that the conversation in use has of its system prompt and of pinned
+    ``system_tokens`` and ``pins`` are the tokens that the conversation in use has of its system prompt and of pinned
     messages, as in its ``Snapshot``.
     """
 
@@ -132,7 +132,7 @@ class _Observed(NamedTuple):
     state: RecurrentState
     geometry: Geometry
     traits: ModelTraits
-    preamble: int = 0
+    system_tokens: int = 0
     pins: int = 0
 
 
@@ -252,7 +252,9 @@ def mode_need(
     """
     geometry = seen.geometry
     try:
-        mode = build(modes.in_force(name, load.mode_params, load.given, changes), geometry, seen.traits, seen.preamble)
+        mode = build(
+            modes.in_force(name, load.mode_params, load.given, changes), geometry, seen.traits, seen.system_tokens
+        )
         mode.pin(range(mode.sink, mode.sink + min(seen.pins, tokens)))
         if room is not None:
             mode.limit(geometry.grown(tokens + 1), room)

@@ -125,7 +125,7 @@ class PromptEncoder:
     def pinned(self, turns: Sequence[Turn], stored: Stored, system: bool = False) -> list[int]:
         """The positions of the pinned turns' tokens, each with what the template writes around it; ascending.
 
-        With ``system`` those of the system prompt too, where it is no ``preamble``.
+        With ``system`` those of the system prompt too, where it is not at the beginning.
 
         Raises:
             UsageError: as ``encode``, or the template leaves out or changes what a turn says.
@@ -167,7 +167,7 @@ class PromptEncoder:
         around = zip(said, said[1:], said[2:], strict=False)
         return [(before[2], after[1]) for before, (turn, *_), after in around if turn in pinned]
 
-    def preamble(self, turns: Sequence[Turn]) -> int:
+    def system_tokens(self, turns: Sequence[Turn]) -> int:
         """Tokens before the first user turn's text, where the text begins with a system prompt; else 0."""
         if not turns or turns[0].role != "system" or not self.begins_with_system:
             return 0

@@ -33,7 +33,7 @@ def state_of(session: Session) -> tuple[object, ...]:
     state, host = session._kv.state, session._kv.state.host
     k_v = [torch.stack(host.dense(layer, host.total)).clone() for layer in range(state.geometry.layers)]
     stored = copy.deepcopy(vars(session._loop.stored))
-    mode = (session._switcher.parameters, session._switcher.preamble, copy.deepcopy(session._switcher.given))
+    mode = (session._switcher.parameters, session._switcher.system_tokens, copy.deepcopy(session._switcher.given))
     return k_v, state.query.clone(), state.control.clone(), stored, mode, list(session.token_ids)
 
 

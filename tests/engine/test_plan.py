@@ -156,7 +156,7 @@ def test_of_weight_files_only_the_headers_are_read(folder):
 
 def test_what_full_reads_over_the_link_is_counted():
     geometry = Geometry(2, 4, 2, 16, 16, torch.float32, headroom=128)
-    seen = SimpleNamespace(geometry=geometry, traits=ModelTraits(4096, (None,) * 2), preamble=0, pins=0)
+    seen = SimpleNamespace(geometry=geometry, traits=ModelTraits(4096, (None,) * 2), system_tokens=0, pins=0)
     need = mode_need("full", entering("full", {"resident": 512}), seen, 4000)
     assert need.link_bytes == (4000 - 512) * geometry.token_bytes
     halved = mode_need("full", entering("full", {"resident": 512}), seen, 4000, host_share=0.5)

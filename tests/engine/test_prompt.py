@@ -336,14 +336,14 @@ def test_broken_unicode_is_replaced(tokenizer, encoder):
 
 
 @pytest.mark.parametrize("template", ["", NO_SYSTEM, None])
-def test_the_preamble_is_all_of_the_system_prompt_with_the_templates_tokens(tokenizer, template):
+def test_the_system_tokens_are_all_of_the_system_prompt_with_the_templates_tokens(tokenizer, template):
     encoder = PromptEncoder(tokenizer) if template == "" else with_template(tokenizer, template)
     turns = [Turn("system", "You are a clerk. The code is 73519."), user("What is the code?")]
-    preamble = encoder.preamble(turns)
+    system_tokens = encoder.system_tokens(turns)
     ids = encoder.encode(turns, Stored()).ids
-    assert "The code is 73519." in tokenizer.decode(ids[:preamble])
-    assert "What" not in tokenizer.decode(ids[:preamble])
-    assert encoder.preamble(turns[1:]) == 0
+    assert "The code is 73519." in tokenizer.decode(ids[:system_tokens])
+    assert "What" not in tokenizer.decode(ids[:system_tokens])
+    assert encoder.system_tokens(turns[1:]) == 0
 
 
 def test_templates_that_know_parts_of_messages_only(tokenizer):
@@ -433,9 +433,9 @@ def test_pinned_turns_are_found_where_the_template_writes_them(tokenizer, templa
     assert question in shown(encoder.pinned(turns, Stored()))
     assert "gray" not in shown(encoder.pinned(turns, Stored()))
     assert shown(encoder.pinned(turns, Stored(), system=True)) == shown(encoder.pinned(turns, Stored())) + system
-    preamble = tokenizer.decode(prompt.ids[: encoder.preamble(turns)])
-    assert ("Be brief." in preamble) == (not system)
-    assert "Biscuit" not in preamble
+    system_tokens = tokenizer.decode(prompt.ids[: encoder.system_tokens(turns)])
+    assert ("Be brief." in system_tokens) == (not system)
+    assert "Biscuit" not in system_tokens
 
 
 def test_a_pinned_turn_that_the_template_leaves_out_is_refused_and_others_are_pinned(tokenizer):

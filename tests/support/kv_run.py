@@ -42,9 +42,9 @@ class Run:
     manager's own, and outputs are compared under them.
     """
 
-    def __init__(self, made: Toy, mode: str, preamble: int = 0, **params: Any) -> None:
+    def __init__(self, made: Toy, mode: str, system_tokens: int = 0, **params: Any) -> None:
         self.toy = made
-        self.preamble = preamble
+        self.system_tokens = system_tokens
         self.exact = made.geometry.dtype is torch.float32
         self.ids: list[int] = []
         self.fresh = 0
@@ -63,7 +63,7 @@ class Run:
         return cls(made, mode, **params)
 
     def mode(self, mode: str, **params: Any) -> Any:
-        return build(parse(mode, params), self.toy.geometry, self.toy.traits, self.preamble)
+        return build(parse(mode, params), self.toy.geometry, self.toy.traits, self.system_tokens)
 
     # ---- what a session does
 

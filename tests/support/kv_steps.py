@@ -21,7 +21,7 @@ def as_on_a_gpu(kv: KVManager) -> None:
     kv.state.ops = kv.state.transfer.ops = ops
     mode = kv.mode
     with torch.inference_mode(kv.state.position.is_inference()):
-        kv.switch(build(mode.parameters, mode.geometry, mode.traits, mode.preamble))
+        kv.switch(build(mode.parameters, mode.geometry, mode.traits, mode.system_tokens))
 
 
 @contextmanager

@@ -10,14 +10,14 @@ from kvchat.kv.geometry import Geometry
 from kvchat.kv.modes.base import Mode, ModelTraits
 
 
-def build(parameters: ModeParameters, geometry: Geometry, traits: ModelTraits, preamble: int = 0) -> Mode:
+def build(parameters: ModeParameters, geometry: Geometry, traits: ModelTraits, system_tokens: int = 0) -> Mode:
     """The mode these parameters belong to; its implementation is imported now.
 
     Raises:
         UsageError: parameters contradict each other, or the implementation cannot be imported.
         DoesNotFitError: the model cannot run in this mode.
     """
-    return implementation(parameters)(parameters, geometry, traits, preamble)
+    return implementation(parameters)(parameters, geometry, traits, system_tokens)
 
 
 def implementation(parameters: ModeParameters) -> type[Mode]:

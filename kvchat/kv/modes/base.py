@@ -72,7 +72,7 @@ class ContextPolicy:
         return False
 
     def begin_prompt(self, tokens: int) -> int:
-        """Begin a prompt's forward up to token number ``tokens``; return the first stored one that it reads, sinks aside.
+        """Begin a prompt's forward up to token number ``tokens``; return the first stored one it reads, sinks aside.
 
         If it is limited, the slots were filled for its first token.
         """
@@ -192,7 +192,7 @@ class Mode:
         needs_calibration: the model's heads must be measured first; until then the mode may hold and read everything.
         choice: what was measured of the model and stands for parameters that were not given.
         wants_choice: nothing was given: how many tokens the model's attention needs may be measured.
-        preamble: tokens of the system prompt.
+        system_tokens: tokens of the system prompt.
         pinned: of these, tokens that are attended whatever the mode keeps: all or none.
         beyond_budget: pinned tokens that a mode keeps as sinks although its budget has no room for them.
         context_policy: what happens where the model's context ends; of most modes the conversation: it is final.
@@ -211,12 +211,14 @@ class Mode:
     context_policy: ContextPolicy = ContextPolicy()
     pins: tuple[int, ...] = ()
 
-    def __init__(self, parameters: ModeParameters, geometry: Geometry, traits: ModelTraits, preamble: int = 0) -> None:
+    def __init__(
+        self, parameters: ModeParameters, geometry: Geometry, traits: ModelTraits, system_tokens: int = 0
+    ) -> None:
         self.parameters = parameters
         self.geometry = geometry
         self.traits = traits
-        self.preamble = preamble
-        self.pinned = preamble if parameters.pin_system else 0
+        self.system_tokens = system_tokens
+        self.pinned = system_tokens if parameters.pin_system else 0
 
     @property
     def name(self) -> str:

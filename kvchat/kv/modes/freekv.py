@@ -79,9 +79,9 @@ class FreeKV(IndexedMode):
     index: PageBounds | KeyCodes
 
     def __init__(
-        self, parameters: SpeculativeParameters, geometry: Geometry, traits: ModelTraits, preamble: int = 0
+        self, parameters: SpeculativeParameters, geometry: Geometry, traits: ModelTraits, system_tokens: int = 0
     ) -> None:
-        super().__init__(parameters, geometry, traits, preamble)
+        super().__init__(parameters, geometry, traits, system_tokens)
         budget = budget_of(parameters, traits.context)
         self._share_out(budget, *self._split(budget))
         self.k = (self.budget - self.sink - self.window) // geometry.page

@@ -102,9 +102,9 @@ class Freeze(Mode):
     parameters: FreezeParameters
 
     def __init__(
-        self, parameters: FreezeParameters, geometry: Geometry, traits: ModelTraits, preamble: int = 0
+        self, parameters: FreezeParameters, geometry: Geometry, traits: ModelTraits, system_tokens: int = 0
     ) -> None:
-        super().__init__(parameters, geometry, traits, preamble)
+        super().__init__(parameters, geometry, traits, system_tokens)
         self.rule = rule_of(parameters)
         self.sink, self.window = self.rule.sink, parameters.K
         self._refuse_small_budget()

@@ -31,8 +31,10 @@ class Full(Mode):
 
     parameters: FullParameters
 
-    def __init__(self, parameters: FullParameters, geometry: Geometry, traits: ModelTraits, preamble: int = 0) -> None:
-        super().__init__(parameters, geometry, traits, preamble)
+    def __init__(
+        self, parameters: FullParameters, geometry: Geometry, traits: ModelTraits, system_tokens: int = 0
+    ) -> None:
+        super().__init__(parameters, geometry, traits, system_tokens)
         self.resident = parameters.resident
 
     def pin(self, positions: Sequence[int]) -> None:

@@ -65,9 +65,9 @@ class Speculative(IndexedMode):
     index: KeyCodes
 
     def __init__(
-        self, parameters: SpeculativeParameters, geometry: Geometry, traits: ModelTraits, preamble: int = 0
+        self, parameters: SpeculativeParameters, geometry: Geometry, traits: ModelTraits, system_tokens: int = 0
     ) -> None:
-        super().__init__(parameters, geometry, traits, preamble)
+        super().__init__(parameters, geometry, traits, system_tokens)
         p = geometry.page
         given = {name: value for name, value in parameters.model_dump().items() if value is not None}
         # What was measured holds together: where a part of it is given, all of it is left.

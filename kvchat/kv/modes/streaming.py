@@ -83,9 +83,9 @@ class Streaming(Mode):
     parameters: StreamingParameters
 
     def __init__(
-        self, parameters: StreamingParameters, geometry: Geometry, traits: ModelTraits, preamble: int = 0
+        self, parameters: StreamingParameters, geometry: Geometry, traits: ModelTraits, system_tokens: int = 0
     ) -> None:
-        super().__init__(parameters, geometry, traits, preamble)
+        super().__init__(parameters, geometry, traits, system_tokens)
         if traits.realign_refusal:
             raise DoesNotFitError(
                 "Streaming cannot re-align this model's sinks.", traits.realign_refusal, "Take another mode."
@@ -234,7 +234,7 @@ class Streaming(Mode):
             return self.parameters.sink
         if self.parameters.window is not None:
             return MIN_SINK
-        return max(MIN_SINK, min(self.preamble, self.capacity // SINK_SHARE))
+        return max(MIN_SINK, min(self.system_tokens, self.capacity // SINK_SHARE))
 
     def _pruned(self, length: Tensor) -> Tensor:
         p = self.parameters

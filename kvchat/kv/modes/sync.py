@@ -73,8 +73,10 @@ class Sync(Mode):
     }
     parameters: SyncParameters
 
-    def __init__(self, parameters: SyncParameters, geometry: Geometry, traits: ModelTraits, preamble: int = 0) -> None:
-        super().__init__(parameters, geometry, traits, preamble)
+    def __init__(
+        self, parameters: SyncParameters, geometry: Geometry, traits: ModelTraits, system_tokens: int = 0
+    ) -> None:
+        super().__init__(parameters, geometry, traits, system_tokens)
         self._sinks = 0 if parameters.profile == "paper" else SINK
         self.clusters = self._clusters()
         recent = self._recent()

@@ -118,8 +118,8 @@ def test_no_jump_at_position_20000(monkeypatch):
 def test_sinks_of_a_system_prompt_and_defaults():
     geometry, traits = toy().geometry, ModelTraits(8192, (None,) * 3)
 
-    def resolved(preamble, **params):
-        mode = build(parse("streaming", params), geometry, traits, preamble)
+    def resolved(system_tokens, **params):
+        mode = build(parse("streaming", params), geometry, traits, system_tokens)
         return KVManager(geometry, torch.device("cpu"), mode).mode.report().params
 
     assert resolved(0).items() >= {"budget": 256, "sink": 4, "window": 252, "R": 64, "sigma": 64, "delta": 16}.items()

@@ -116,7 +116,7 @@ def mark_hot(
 
 @compiled("void(i4[::1], b1[::1], i8, i8, b1[::1])")
 def mark_followers(table: Array, retrieved: Array, position: int, following: int, hot: Array) -> None:
-    """Sets ``hot [capacity + 1]`` at the ``following`` tokens from each ``retrieved [n]`` one on, up to ``position``."""
+    """Set ``hot [capacity + 1]`` at ``following`` tokens from each ``retrieved [n]`` one on, up to ``position``."""
     for slot in range(len(table)):
         if retrieved[slot]:
             for token in range(table[slot], min(table[slot] + following, position + 1)):

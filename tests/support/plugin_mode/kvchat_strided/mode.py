@@ -20,9 +20,9 @@ class Strided(Mode):
     parameters: StridedParameters
 
     def __init__(
-        self, parameters: StridedParameters, geometry: Geometry, traits: ModelTraits, preamble: int = 0
+        self, parameters: StridedParameters, geometry: Geometry, traits: ModelTraits, system_tokens: int = 0
     ) -> None:
-        super().__init__(parameters, geometry, traits, preamble)
+        super().__init__(parameters, geometry, traits, system_tokens)
         self.budget, self.window = budget_of(parameters, traits.context), parameters.window
         refuse_small_budget(self.name, self.budget, self.sink, self.window)
         self.k = (self.budget - self.window) // geometry.page
