@@ -295,7 +295,7 @@ class MetricsCollector:
     def _pinned(self) -> Params:
         mode, system = self._kv.mode, min(self._kv.mode.pinned, self._kv.total)
         pinned = system + sum(position >= system for position in self._kv.state.pins)
-        beyond = min(mode.beyond_budget, system) + len(mode.pins)
+        beyond = min(mode.extra_sinks, system) + len(mode.pins)
         return {"pinned": f"{pinned:,} tok, {beyond:,} beyond"} if pinned else {}
 
     def _recovery(self) -> Params:

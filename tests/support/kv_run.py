@@ -187,6 +187,6 @@ class Run:
         mode = self.kv.mode
         params = mode.report().params
         if params.get("budget"):
-            params = params | {"budget": params["budget"] + mode.beyond_budget}
+            params = params | {"budget": params["budget"] + mode.extra_sinks}
         kind = FreeKVReference if isinstance(mode, FreeKV) else REFERENCES[mode.name]
         self.reference = kind(self, params)

@@ -194,7 +194,7 @@ class Mode:
         wants_choice: nothing was given: how many tokens the model's attention needs may be measured.
         system_tokens: tokens of the system prompt.
         pinned: of these, tokens that are attended whatever the mode keeps: all or none.
-        beyond_budget: pinned tokens that a mode keeps as sinks although its budget has no room for them.
+        extra_sinks: pinned tokens that a mode keeps as sinks although its budget has no room for them.
         context_policy: what happens where the model's context ends; of most modes the conversation: it is final.
         pins: positions of pinned messages' tokens that it must keep in slots to read them, ascending; sinks are none.
     """
@@ -207,7 +207,7 @@ class Mode:
     needs_calibration: bool = False
     choice: TokenChoice | None = None
     wants_choice: bool = False
-    beyond_budget: int = 0
+    extra_sinks: int = 0
     context_policy: ContextPolicy = ContextPolicy()
     pins: tuple[int, ...] = ()
 
@@ -232,8 +232,8 @@ class Mode:
 
     def _pin_to_sinks(self) -> None:
         """Let the pinned tokens be sinks, in addition to what the budget allows; called once sinks are known."""
-        self.beyond_budget = max(0, self.pinned - self.sink)
-        self.sink += self.beyond_budget
+        self.extra_sinks = max(0, self.pinned - self.sink)
+        self.sink += self.extra_sinks
 
     def pin(self, positions: Sequence[int]) -> None:
         """Plan for reading the stored tokens at ``positions`` (ascending) at every step, beyond the budget.

@@ -119,7 +119,7 @@ class Freeze(Mode):
 
     def pin(self, positions: Sequence[int]) -> None:
         super().pin(positions)
-        beyond = self.beyond_budget + len(self.pins)
+        beyond = self.extra_sinks + len(self.pins)
         self.bound = None if self.parameters.budget is None else self.parameters.budget + beyond
 
     def plan(self, capacity: int) -> Plan:

@@ -95,7 +95,7 @@ class Streaming(Mode):
         self._refuse_two_capacities()
         refuse_small_budget(self.name, self.capacity, self.sink, 1 + parameters.B)
         self._pin_to_sinks()
-        self._asked = self.capacity + self.beyond_budget
+        self._asked = self.capacity + self.extra_sinks
         self._moving = MovingBase(traits.context, traits.rotations, self._asked)
         if parameters.R:  # sinks that are re-aligned go on beyond it
             self.context_policy = self._moving
@@ -178,7 +178,7 @@ class Streaming(Mode):
         self._realign()
 
     def report(self) -> ModeReport:
-        chosen = {"budget": self.capacity - self.beyond_budget, "sink": self.sink}
+        chosen = {"budget": self.capacity - self.extra_sinks, "sink": self.sink}
         chosen["window"] = self.window - self.parameters.B
         stats = {"cached": self.num_cached(), "dropped": int(self.kept_from) - self.sink}
         return ModeReport(self.parameters.model_dump() | chosen, stats, TokenState.UNREACHABLE)

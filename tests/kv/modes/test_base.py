@@ -68,6 +68,6 @@ def test_what_is_pinned_does_not_count_against_the_budget(row):
         each.step(6)
     pinned, plain = (each.kv.mode for each in (run, other))
     assert pinned.report().params["budget"] == plain.report().params["budget"]
-    assert pinned.beyond_budget == PREAMBLE - plain.sink
+    assert pinned.extra_sinks == PREAMBLE - plain.sink
     read, also = (attended(each.kv.state, 1)[:, PREAMBLE:].sum() for each in (run, other))
     assert int(read) >= 0.8 * int(also)
