@@ -10,7 +10,7 @@ Decisions:
       in deviations of single tokens, not of 8-token means: the more patient reading of "3 sigma".
     * Deviations count as at least ``MIN_DEVIATION``: in a text that was certain all along one surprise is no alarm.
     * Between 32 and 64 tokens after an action the same level is tried again; after that the ladder starts over.
-    * Levels that a mode has no use for are left out. A rewalk that may not be repeated yet becomes the level before.
+    * Levels that a mode has no use for are left out. A regeneration that may not be repeated yet becomes the level before.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvchat.engine.sampler import Sampler, SamplerState, checked, read
 from kvchat.kv.modes.base import Mode
 from kvchat.kv.modes.recovery_levels import LEVELS, Level
 
-REWALK = 16  # tokens that RR withdraws
+REGENERATE_TOKENS = 16  # tokens that RR withdraws
 BASELINE, WARM_UP = 64, 32
 SIGMAS = 3.0
 MIN_DEVIATION = 0.5
@@ -37,7 +37,7 @@ SPIKES, SPIKE_SPAN = 2, 4
 LOG_PROB_SPAN = 8
 NGRAM, REPEATS = 12, 3
 COOL_DOWN, ESCALATE, CALM_TOKENS = 16, 32, 64
-REWALK_EVERY = 128
+REGENERATE_EVERY = 128
 
 
 class RecoveryMonitor:
@@ -52,7 +52,7 @@ class RecoveryMonitor:
         self.ladder = Ladder(())
         self.due: tuple[Level, Trigger] | None = None
         self.level = ""
-        self._states: deque[SamplerState] = deque(maxlen=REWALK)
+        self._states: deque[SamplerState] = deque(maxlen=REGENERATE_TOKENS)
 
     def draw(self, logits: Tensor, mode: Mode) -> int:
         """The next token; without recovery nothing is measured.
@@ -80,7 +80,7 @@ class RecoveryMonitor:
         return due
 
     def rewind(self) -> int:
-        """Forget the last tokens, at most ``REWALK``, and go on with other random numbers; how many they are."""
+        """Forget the last tokens, at most ``REGENERATE_TOKENS``, and go on with other random numbers; how many they are."""
         tokens = len(self._states)
         self.sampler.set_state(self._states[0])
         self.sampler.fork()
@@ -169,8 +169,8 @@ class Ladder:
         self.levels = tuple(levels)
         self.drawn = 0
         self._acted = -CALM_TOKENS - 1
-        self._rewalked = -REWALK_EVERY
-        self._rung = 0
+        self._regenerated = -REGENERATE_EVERY
+        self._level_index = 0
         self._last = ""
 
     @property
@@ -185,19 +185,19 @@ class Ladder:
         if not triggered or not self.levels or since <= COOL_DOWN:
             return None
         if since > CALM_TOKENS:
-            self._rung = 0
+            self._level_index = 0
         elif since <= ESCALATE:
-            self._rung = min(self._rung + 1, len(self.levels) - 1)
+            self._level_index = min(self._level_index + 1, len(self.levels) - 1)
         return self._act()
 
     def _act(self) -> Level | None:
-        level = self.levels[self._rung]
-        if level == "RR" and self.drawn - self._rewalked < REWALK_EVERY:
-            if self._rung == 0:
+        level = self.levels[self._level_index]
+        if level == "RR" and self.drawn - self._regenerated < REGENERATE_EVERY:
+            if self._level_index == 0:
                 return None
-            level = self.levels[self._rung - 1]
+            level = self.levels[self._level_index - 1]
         if level == "RR":
-            self._rewalked = self.drawn
+            self._regenerated = self.drawn
         self._acted, self._last = self.drawn, level
         return level
 

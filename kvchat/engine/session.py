@@ -25,7 +25,7 @@ from kvchat.engine.metrics import MetricsCollector
 from kvchat.engine.mode_switcher import ModeSwitcher, is_quantized, keep_pages
 from kvchat.engine.prefix_cache import LAST_WRITES_S, PrefixCache
 from kvchat.engine.prompt import Stored
-from kvchat.engine.recovery import REWALK
+from kvchat.engine.recovery import REGENERATE_TOKENS
 from kvchat.engine.runner import ModelRunner
 from kvchat.errors import UsageError
 from kvchat.kv.inspect import attended
@@ -239,7 +239,7 @@ class Session(Released):
     @property
     def withdrawable(self) -> int:
         """Number of the last tokens of an answer that recovery may still withdraw; 0 without recovery."""
-        return REWALK if self._switcher.parameters.recovery else 0
+        return REGENERATE_TOKENS if self._switcher.parameters.recovery else 0
 
     # ---- modes tried against each other
 

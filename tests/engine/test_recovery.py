@@ -84,7 +84,7 @@ def test_a_full_reset_reads_everything_for_a_while(small_model):
     assert not all(session.all_read[146:])
 
 
-def test_the_rewalk_takes_another_way(small_model):
+def test_the_regeneration_takes_another_way(small_model):
     """Tokens before the withdrawn ones stay, and the seed determines all of it."""
     sampling = Sampling(temperature=1.0, seed=3, max_new_tokens=110)
     first = Scripted(small_model, entering("full", {"recovery": True})).script(range(50, 400))
@@ -106,7 +106,7 @@ def test_off_by_a_setting_and_where_nothing_would_change(small_model):
 
 
 def test_a_finished_answer_is_not_taken_back(small_model):
-    """The rewalk is due with the last token."""
+    """The regeneration is due with the last token."""
     session = Scripted(small_model, entering("full", {"recovery": True})).script(spikes(40))
     assert levels(run(session, Sampling(temperature=1.0, seed=1, max_new_tokens=42))[0]) == []
     session = Scripted(small_model, entering("full", {"recovery": True})).script(spikes(40))
