@@ -34,7 +34,7 @@ NAME = "kvchat"
 HARMLESS = frozenset({"position_ids", "use_cache", "output_router_logits", "output_attentions", "logits_to_keep"})
 KNOWN = HARMLESS | {"scaling", "dropout", "sliding_window", "softcap", "s_aux"}
 _backend: ContextVar[AttentionBackend] = ContextVar("kvchat_attention_backend")
-_known: WeakKeyDictionary[nn.Module, Layer] = WeakKeyDictionary()
+_layers: WeakKeyDictionary[nn.Module, Layer] = WeakKeyDictionary()
 ANGLES = "position_embeddings"
 CLOSE = 0.9  # mean cosine to the query itself: of SmolLM2 0.21 in layer 1, 0.66 in layer 2, 0.95 and more in the others
 TOKENS = 32  # of the text that this is measured on, drawn at random
@@ -62,14 +62,14 @@ class Shape(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """An attention module's number among those of its model, its rule, and the shape of all layers.
+    """An attention module's number among those of its model, its rule, and the shape that all layers are padded to.
 
-    ``common`` is None where all layers have one shape anyway.
+    ``padded_shape`` is None where all layers have the same shape anyway.
     """
 
     number: int
     spec: AttentionSpec
-    common: Shape | None = None
+    padded_shape: Shape | None = None
 
 
 def register() -> None:
@@ -96,18 +96,18 @@ def bound_backend() -> Any:
 
 def layer_numbers(model: Any) -> dict[nn.Module, int]:
     """The attention modules that have been run, and their layers' numbers for backends."""
-    return {module: _known[module].number for module in model.modules() if module in _known}
+    return {module: _layers[module].number for module in model.modules() if module in _layers}
 
 
-def unify_layers(model: Any, attending: Sequence[int], common: Shape | None) -> None:
-    """Let backends see the layers ``attending``, which have all been run, as 0, 1, ... and all of the shape ``common``.
+def unify_layers(model: Any, attending: Sequence[int], padded_shape: Shape | None) -> None:
+    """Let backends see the layers ``attending``, all of which have been run, as 0, 1, ..., each of ``padded_shape``.
 
     The others have no K/V. Zeros fill up smaller heads and change no score; fewer KV heads are repeated.
     """
     for module in model.modules():
-        if module in _known:
-            known = _known[module]
-            _known[module] = Layer(attending.index(module.layer_idx), known.spec, common or known.common)
+        if module in _layers:
+            layer = _layers[module]
+            _layers[module] = Layer(attending.index(module.layer_idx), layer.spec, padded_shape or layer.padded_shape)
 
 
 def forward(
@@ -148,7 +148,7 @@ def attention(
     """
     if attention_mask is not None or not kwargs.keys() <= KNOWN:
         _refuse_unknown(module, attention_mask, kwargs)
-    layer, spec, common = _known.get(module) or _met(module, query.shape[-1], kwargs)
+    layer, spec, padded_shape = _layers.get(module) or _register_layer(module, query.shape[-1], kwargs)
     backend = _backend.get(None)
     if backend is None:
         raise EngineError(
@@ -156,25 +156,27 @@ def attention(
             f"{type(module).__name__} found none bound.",
             "Call attention_hook.forward, which binds one.",
         )
-    if common is None:
+    if padded_shape is None:
         attended = backend.attention(layer, query[0], key[0], value[0], spec)
     else:
-        attended = backend.attention(layer, *_filled(query[0], key[0], value[0], common), spec)[..., : value.shape[-1]]
+        attended = backend.attention(layer, *_pad_heads(query[0], key[0], value[0], padded_shape), spec)[
+            ..., : value.shape[-1]
+        ]
     return attended.transpose(0, 1)[None].contiguous(), None
 
 
-def _filled(query: Tensor, key: Tensor, value: Tensor, common: Shape) -> tuple[Tensor, Tensor, Tensor]:
-    key, value = (x.repeat_interleave(common.kv_heads // len(x), 0) for x in (key, value))
-    more_k, more_v = common.d_k - key.shape[-1], common.d_v - value.shape[-1]
+def _pad_heads(query: Tensor, key: Tensor, value: Tensor, padded_shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
+    key, value = (x.repeat_interleave(padded_shape.kv_heads // len(x), 0) for x in (key, value))
+    more_k, more_v = padded_shape.d_k - key.shape[-1], padded_shape.d_v - value.shape[-1]
     return pad(query, (0, more_k)), pad(key, (0, more_k)), pad(value, (0, more_v))
 
 
-def _met(module: nn.Module, d_k: int, kwargs: dict[str, Any]) -> Layer:
+def _register_layer(module: nn.Module, d_k: int, kwargs: dict[str, Any]) -> Layer:
     number: int | None = module.layer_idx  # type: ignore[assignment]
     if number is None or number < 0:
         raise _refusal(module, "does not tell which layer it attends for, so its layers' K/V cannot be kept apart")
-    known = _known[module] = Layer(number, _spec_of(module, d_k, kwargs))
-    return known
+    layer = _layers[module] = Layer(number, _spec_of(module, d_k, kwargs))
+    return layer
 
 
 def _spec_of(module: nn.Module, d_k: int, kwargs: dict[str, Any]) -> AttentionSpec:
