@@ -104,7 +104,7 @@ def _taken(load: Load, seen: _Observed, tokens: int, in_use: Snapshot | None) ->
         host_share=share,
         by_default=by_default,
         file_bits=described.weights.layer_bits,
-        unpacked=weights["none"] if repacking.lie_unpacked(described, asked) else 0,
+        unpacked=weights["none"] if repacking.needs_full_dequantization(described, asked) else 0,
         packed=_packed_files(described),
         floor_ms=_floors(described, weights, load.read_bytes_per_s),
         given=_given(load),

@@ -171,7 +171,7 @@ def lay_out(model: Any) -> None:
 
 @contextlib.contextmanager
 def freed_at_once() -> Iterator[None]:
-    """Meanwhile a large tensor that is freed is the system's again, and what is kept lies in no hole of a larger one.
+    """Meanwhile a large tensor that is freed is the system's again, and what is kept expected in no hole of a larger one.
 
     573 MiB of bfloat16 took up to 1.1 GiB while they became int8, of which little was in use: what was kept broke up
     the room of what was not. Afterwards glibc keeps what it keeps by itself once it has seen tensors of such sizes.
@@ -241,7 +241,7 @@ def check(described: ModelDescription, quantize: str) -> None:
     """
     if described.loaded_bytes(quantize) > free_bytes(described.device):
         raise does_not_fit(described, quantize)
-    if repacking.lie_unpacked(described, quantize):
+    if repacking.needs_full_dequantization(described, quantize):
         _check_unpacked(described)
 
 

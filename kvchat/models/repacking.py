@@ -40,8 +40,8 @@ def is_unpacked(described: ModelDescription) -> bool:
     return bool(described.location.gguf) or quantization.is_unpacked(described.config, described.device)
 
 
-def lie_unpacked(described: ModelDescription, quantize: str) -> bool:
-    """True if all weights are unpacked in host memory before the first one is ``quantize`` again or on its device."""
+def needs_full_dequantization(described: ModelDescription, quantize: str) -> bool:
+    """True if all weights are dequantized in host memory before the first is quantized again or on its device."""
     if described.device.type == "cpu":
         return False
     return bool(described.location.gguf) or (is_unpacked(described) and quantize != "none")

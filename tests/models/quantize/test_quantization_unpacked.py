@@ -146,8 +146,8 @@ def test_on_a_gpu_all_of_it_is_unpacked_first_and_experts_stay_so(checkpoints, m
         for name in ("fp8", "mxfp4")
     )
     assert repacking.by_default(dense) == "int8"
-    assert repacking.lie_unpacked(dense, "int8")
-    assert not repacking.lie_unpacked(dense, "none")
+    assert repacking.needs_full_dequantization(dense, "int8")
+    assert not repacking.needs_full_dequantization(dense, "none")
     assert repacking.by_default(mixture) == "none"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     assert repacking.by_default(replace(dense, dtype=torch.bfloat16)) == "none"
@@ -161,14 +161,14 @@ def test_on_a_gpu_4_bits_become_8_where_int4_packs_little(checkpoints, monkeypat
     assert repacking.by_default(replace(described, device=torch.device("cuda"))) == "int8"
 
 
-@pytest.mark.parametrize(("quantize", "lies"), [("auto", True), ("int4", True), ("none", False)])
-def test_a_plan_for_a_gpu_counts_unpacked_weights_where_they_are_packed(checkpoints, monkeypatch, quantize, lies):
+@pytest.mark.parametrize(("quantize", "expected"), [("auto", True), ("int4", True), ("none", False)])
+def test_a_plan_for_a_gpu_counts_unpacked_weights_where_they_are_packed(checkpoints, monkeypatch, quantize, expected):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     monkeypatch.setattr(available, "free_bytes", lambda device: 2**30)
     on_gpu = replace(describe(checkpoints("fp8")[0], "cpu", "bfloat16", silent), device=torch.device("cuda"))
     monkeypatch.setattr(plan, "describe", lambda *_: on_gpu)
     made = memory_plan(Load(checkpoints("fp8")[0], quantize=quantize), 64, silent)
-    assert made.unpacked == (made.weights["none"] if lies else 0)
+    assert made.unpacked == (made.weights["none"] if expected else 0)
 
 
 @pytest.mark.parametrize("quantize", ["auto", "none"])
