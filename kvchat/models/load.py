@@ -44,7 +44,7 @@ from kvchat.models.probe import Probe, pin_frequencies, probe, reads_chunks, sel
 from kvchat.models.quantize import quantization
 from kvchat.models.quantize.quantization import weights
 from kvchat.models.quantize.rows import ROWS, STACKS, FreeCores, PackedRows
-from kvchat.models.reading import freed_at_once, give_back, lay_out
+from kvchat.models.reading import mmap_large_allocations, malloc_trim, defragment
 from kvchat.models.recurrent import RecurrentState
 from kvchat.models.stored_tensors import read_json
 from kvchat.models.tokenizer import explained_panics, guarded
@@ -139,7 +139,7 @@ def load_model(asked: Load, progress: Progress) -> LoadedModel:
             tokenizer.chat_template = template or tokenizer.chat_template
             stage = _loading_weights(chosen.quantize, described, checkpoint)
             progress(stage)
-            packing = freed_at_once() if quantized.method else contextlib.nullcontext()
+            packing = mmap_large_allocations() if quantized.method else contextlib.nullcontext()
             with reading.reported(_sizes(described, checkpoint), stage, progress, cores), packing:
                 model = reading.read(described, checkpoint, quantized)
                 with cores:
@@ -151,7 +151,7 @@ def load_model(asked: Load, progress: Progress) -> LoadedModel:
                 reading_notes = (*reading_notes, *tokenizers.check(tokenizer, rows, checkpoint.name))
                 loss = partial(note, model, tokenizer, described, checkpoint)
                 loaded = wrap(model, tokenizer, checkpoint.name, checkpoint.revision, asked.fast, loss)
-    give_back()
+    malloc_trim()
     notes = (*loaded.notes, *reading_notes, *_notes_on(described, asked.dtype, chosen))
     return replace(loaded, notes=notes, gguf=checkpoint.weights[0] if checkpoint.gguf else None)
 
@@ -181,7 +181,7 @@ def wrap(
         chunked, plain = _test(model, name)
         lost = loss()
     if model.device.type == "cpu":
-        lay_out(model)
+        defragment(model)
     kernels = modules.kernels_for(model.device)
     fusion = modules.fuse(model, kernels, plain, before is not None) if fuse else modules.FusionReport()
     if model.device.type == "cuda":

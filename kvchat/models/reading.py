@@ -125,12 +125,12 @@ def reported(
 
     Each weight is taken in on the ``cores`` that are free. What makes it names the tensors, whose ``sizes`` are known.
     """
-    words = ByteProgress(_heard(progress), f"{stage} ·")
+    words = ByteProgress(_unredirected(progress), f"{stage} ·")
     with repacking.passed_through(lambda items: _counted(items, sizes, words, cores)):
         yield
 
 
-def _heard(progress: Callable[[str], None]) -> Callable[[str], None]:
+def _unredirected(progress: Callable[[str], None]) -> Callable[[str], None]:
     """``progress``, which may print, also where what libraries print goes nowhere."""
     out, err = sys.stdout, sys.stderr
 
@@ -153,7 +153,7 @@ def _counted(
         words.tell(done, total)
 
 
-def lay_out(model: Any) -> None:
+def defragment(model: Any) -> None:
     """Move the weights of ``model``, on a CPU, together in the order of its modules, aligned as torch aligns its own.
 
     Those that are tensors of a quantizer stay.
@@ -170,7 +170,7 @@ def lay_out(model: Any) -> None:
 
 
 @contextlib.contextmanager
-def freed_at_once() -> Iterator[None]:
+def mmap_large_allocations() -> Iterator[None]:
     """Meanwhile a large tensor that is freed is the system's again, and what is kept expected in no hole of a larger one.
 
     573 MiB of bfloat16 took up to 1.1 GiB while they became int8, of which little was in use: what was kept broke up
@@ -184,7 +184,7 @@ def freed_at_once() -> Iterator[None]:
         _glibc("mallopt", M_TRIM_THRESHOLD, 2 * LARGEST_KEPT)
 
 
-def give_back() -> None:
+def malloc_trim() -> None:
     """Give the system back what loading freed: glibc keeps it, 190 MiB beside int8 weights of 69."""
     _glibc("malloc_trim", 0)
 

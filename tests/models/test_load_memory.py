@@ -18,7 +18,7 @@ LOADS = """
 import gc, sys, threading, time
 from pathlib import Path
 from kvchat.models.load import load_model
-from kvchat.models.reading import give_back
+from kvchat.models.reading import malloc_trim
 from kvchat.protocol.messages import Load
 
 folder, dtype, quantize = sys.argv[1:]
@@ -34,7 +34,7 @@ def watch():
 
 load_model(Load("bundled", "cpu", dtype, quantize=quantize), lambda stage: None)
 gc.collect()
-give_back()
+malloc_trim()
 before, peaks, loaded = taken(), [], []
 watching = threading.Thread(target=watch)
 watching.start()

@@ -15,7 +15,7 @@ from torch import nn
 from kvchat.kv.memory.pinned import HUGE_PAGE
 from kvchat.models import reading
 from kvchat.models.fuse import modules
-from kvchat.models.reading import lay_out
+from kvchat.models.reading import defragment
 
 STATUS = Path("/proc/self/status")
 
@@ -30,7 +30,7 @@ def taken():
 
 torch.ones(31 * 2**20, dtype=torch.uint8)  # once this is freed, glibc keeps what is smaller
 small, grown = [], []
-with reading.freed_at_once():
+with reading.mmap_large_allocations():
     before = taken()
     for size in range(8, 16):
         large = torch.ones(size * 2**20, dtype=torch.uint8)
@@ -59,30 +59,30 @@ def room(size: int) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_they_lie_in_order_and_keep_their_values(dtype):
-    plain, laid_out = model(dtype), model(dtype)
-    lay_out(laid_out)
-    assert all(torch.equal(*pair) for pair in zip(plain.parameters(), laid_out.parameters(), strict=True))
-    at = addresses(laid_out)
+    plain, defragmented = model(dtype), model(dtype)
+    defragment(defragmented)
+    assert all(torch.equal(*pair) for pair in zip(plain.parameters(), defragmented.parameters(), strict=True))
+    at = addresses(defragmented)
     assert at[0][0] % HUGE_PAGE == 0
     assert all(begin + room(size) == following for (begin, size), (following, _) in itertools.pairwise(at))
 
 
 def test_no_more_than_a_piece_is_there_twice(monkeypatch):
-    laid_out = model()
+    defragmented = model()
     monkeypatch.setattr(reading, "PIECE", 256)
     taken: list[int] = []
     genuine = reading.aligned
     monkeypatch.setattr(reading, "aligned", lambda size: taken.append(size) or genuine(size))
-    lay_out(laid_out)
+    defragment(defragmented)
     assert max(taken) <= 256
-    assert sum(taken) == sum(room(size) for _, size in addresses(laid_out))
+    assert sum(taken) == sum(room(size) for _, size in addresses(defragmented))
 
 
 def test_what_is_larger_than_a_piece_stays(monkeypatch):
-    laid_out = model()
+    defragmented = model()
     monkeypatch.setattr(reading, "PIECE", 100)
-    before = {weight: weight.data_ptr() for weight in laid_out.parameters()}
-    lay_out(laid_out)
+    before = {weight: weight.data_ptr() for weight in defragmented.parameters()}
+    defragment(defragmented)
     for weight, address in before.items():
         assert (weight.data_ptr() == address) == (weight.nbytes > 100)
 
@@ -92,7 +92,7 @@ def test_what_is_merged_lies_together_and_is_not_kept_twice(monkeypatch, name):
     """Projections of Qwen2 have biases; pieces end anywhere."""
     monkeypatch.setattr(reading, "PIECE", 80_000)
     merged = tiny_models.fresh(name)
-    lay_out(merged)
+    defragment(merged)
     before = {weight.untyped_storage().data_ptr() for weight in merged.parameters()}
     modules.fuse(merged, None)
     assert {weight.untyped_storage().data_ptr() for weight in merged.parameters() if weight.dim() > 1} <= before
@@ -101,7 +101,7 @@ def test_what_is_merged_lies_together_and_is_not_kept_twice(monkeypatch, name):
 def test_tied_weights_stay_tied():
     tied = nn.ModuleList([nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)])
     tied[1].weight = tied[0].weight
-    lay_out(tied)
+    defragment(tied)
     assert tied[1].weight is tied[0].weight
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from kvchat.models.fuse.modules import merge_weights
 from kvchat.models.probe import relative_error
 from kvchat.models.quantize import int8_rows
-from kvchat.models.reading import lay_out
+from kvchat.models.reading import defragment
 
 BFLOAT16 = torch.finfo(torch.bfloat16).eps
 
@@ -69,7 +69,7 @@ def test_rows_that_are_laid_out_behind_others():
     linears = [packed(rows, 96, bias=True) for rows in (19, 130, 19)]
     x = torch.randn(1, 1, 96)
     before = [linear(x) for linear in linears]
-    lay_out(nn.ModuleList(linears))
+    defragment(nn.ModuleList(linears))
     assert all(linear.weight.data_ptr() % 64 == 0 for linear in linears), "the kernel would end the process"
     assert all(torch.equal(linear(x), product) for linear, product in zip(linears, before, strict=True))
 

@@ -8,13 +8,13 @@ from torch import nn
 
 from kvchat.models.quantize import int4_rows, int8_rows
 from kvchat.models.quantize.rows import all_rows, merge, weight_of
-from kvchat.models.reading import lay_out
+from kvchat.models.reading import defragment
 
 
 def test_what_lies_together_is_merged_without_a_copy():
-    laid_out = nn.ModuleList([nn.Linear(16, rows, bias=False) for rows in (3, 2, 2)])
-    lay_out(laid_out)
-    weights = [linear.weight for linear in laid_out]
+    defragmented = nn.ModuleList([nn.Linear(16, rows, bias=False) for rows in (3, 2, 2)])
+    defragment(defragmented)
+    weights = [linear.weight for linear in defragmented]
     expected = torch.cat([weight.data for weight in weights])
     merged = merge(weights)
     assert merged.data_ptr() == weights[0].data_ptr()
@@ -33,7 +33,7 @@ def test_packed_weights_are_not_kept_where_they_were_before(kind):
         kind.pack(linear)
     x = torch.randn(1, 64, generator=torch.Generator().manual_seed(0))
     before = torch.cat([linear(x) for linear in layer], -1)
-    lay_out(layer)
+    defragment(layer)
     assert [rows._known for _, rows in all_rows(layer)] == [(0, None)] * 3
     assert torch.equal(torch.cat([linear(x) for linear in layer], -1), before)
     merged = weight_of(layer[0]).merged(layer)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from kvchat.models.probe import relative_error
 from kvchat.models.quantize import int4_rows, int8_rows, packing
 from kvchat.models.quantize.rows import STACKS, PackedRows, all_rows
-from kvchat.models.reading import lay_out
+from kvchat.models.reading import defragment
 
 CPU = torch.device("cpu")
 UNGATED = {"layers_block_type": ["moe", "attention"], "n_routed_experts": 4, "moe_intermediate_size": 32}
@@ -64,7 +64,7 @@ def test_weights_that_are_laid_out_are_not_kept_twice(method):
     module = next(packing.stacks(model))[1].module
     states, chosen, weights = torch.randn(3, 64), torch.tensor([[0, 1], [1, 3], [2, 0]]), torch.ones(3, 2)
     before = module(states, chosen, weights)
-    lay_out(model)
+    defragment(model)
     assert torch.equal(module(states, chosen, weights), before)
     assert module.__dict__[STACKS]["down_proj"].matrix(1).data.data_ptr() == module.down_proj[1].data_ptr()
 
