@@ -44,7 +44,7 @@ from kvchat.models.probe import Probe, pin_frequencies, probe, reads_chunks, sel
 from kvchat.models.quantize import quantization
 from kvchat.models.quantize.quantization import weights
 from kvchat.models.quantize.rows import ROWS, STACKS, FreeCores, PackedRows
-from kvchat.models.reading import mmap_large_allocations, malloc_trim, defragment
+from kvchat.models.reading import defragment, malloc_trim, mmap_large_allocations
 from kvchat.models.recurrent import RecurrentState
 from kvchat.models.stored_tensors import read_json
 from kvchat.models.tokenizer import explained_panics, guarded

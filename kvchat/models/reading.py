@@ -1,7 +1,7 @@
 """Reads a model's weights by transformers into memory that holds them, packs them and lays them out.
 
 On a CPU they lie one behind the other, in huge pages: a token reads all of them once. Small ones lie in small system
-pages wherever there was room; laid out they are read faster (``kv.memory.pinned``), and what is merged later
+pages wherever there was room; side by side they are read faster (``kv.memory.pinned``), and what is merged later
 (``fuse``) is one matrix already. Weights that do not fit are refused before minutes of reading them.
 """
 
@@ -36,7 +36,7 @@ from kvchat.models.quantize.quantization import Quantization
 from kvchat.models.quantize.rows import all_rows
 from kvchat.units import size
 
-# Bytes that are there twice while they are laid out. Weights of more fill huge pages where they are.
+# Bytes that are there twice while they are moved. Weights of more fill huge pages where they are.
 PIECE = 2**26
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # the numbers of glibc's settings
 LARGE = 5 * 2**18  # bytes from which on a tensor has pages of its own while weights are packed: above those of a chunk

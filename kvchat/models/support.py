@@ -286,7 +286,7 @@ def find(config: Any) -> tuple[Any, Any] | None:
         return part, _inherited(config, text)
     mappings = (auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, auto.MODEL_FOR_MULTIMODAL_LM_MAPPING)
     found = whole or next(filter(None, (mapping.get(type(config), None) for mapping in mappings)), None)
-    return None if found is None else (_without_towers(found), config)
+    return None if found is None else (_without_encoders(found), config)
 
 
 def note(config: Any) -> str:
@@ -321,13 +321,13 @@ def _reads_whole_checkpoints(text: Any) -> bool:
     return any(getattr(change, "prefix_to_remove", None) for change in changes)
 
 
-class _LeftOut(nn.Module):
-    """In the place of a module that text does not go through."""
+class _Stub(nn.Module):
+    """Takes the place of a module that text does not go through."""
 
-    device = None  # Qwen2-Audio asks for that of its tower even where there is nothing to hear
+    device = None  # Qwen2-Audio asks for that of its encoder even where there is nothing to hear
 
 
-def _without_towers(model_class: Any) -> Any:
+def _without_encoders(model_class: Any) -> Any:
     """A subclass that keeps the decoder and the head; transformers sees the same name."""
 
     class TextPart(model_class):  # type: ignore[misc]
@@ -337,7 +337,7 @@ def _without_towers(model_class: Any) -> Any:
         )
 
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-            _set_towers_eager(config)
+            _set_encoders_eager(config)
             super().__init__(config, *args, **kwargs)
             _keep_only(self, {self.get_decoder(), self.get_output_embeddings()})
             _leave_vision_experts_out(self.get_decoder())
@@ -347,8 +347,8 @@ def _without_towers(model_class: Any) -> Any:
     return TextPart
 
 
-def _set_towers_eager(config: Any) -> None:
-    """Let towers be built with transformers' own attention: a few cannot be built with another."""
+def _set_encoders_eager(config: Any) -> None:
+    """Let encoders be built with transformers' own attention: a few cannot be built with another."""
     text = config.get_text_config(decoder=True)
     for part in filter(None, (getattr(config, name, None) for name in config.sub_configs)):
         if part.get_text_config(decoder=True) is not text:
@@ -361,7 +361,7 @@ def _keep_only(module: nn.Module, kept: set[Any]) -> None:
         if child in kept:
             continue
         if kept.isdisjoint(child.modules()):
-            setattr(module, name, _LeftOut())
+            setattr(module, name, _Stub())
         else:
             _keep_only(child, kept)
 
@@ -374,7 +374,7 @@ def _leave_vision_experts_out(decoder: nn.Module) -> None:
 
 def _without_tensors(module: nn.Module) -> nn.Module:
     """The names in ``module``: transformers looks them up when it makes them and those of text of the same tensors."""
-    empty = _LeftOut()
+    empty = _Stub()
     for name in (*module._parameters, *module._buffers):
         empty.register_parameter(name, None)
     for name, child in module.named_children():

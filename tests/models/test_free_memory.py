@@ -14,7 +14,7 @@ from kvchat.protocol.messages import Load
 CASES = {
     "experts": (lambda: tiny_models.fresh("mixtral", torch.bfloat16), "bfloat16", "int4"),
     "experts with biases": (lambda: tiny_models.fresh("gpt_oss"), "float32", "int8"),
-    "no vision tower is loaded": (lambda: tiny_multimodal.fresh("llava").bfloat16(), "bfloat16", "none"),
+    "no vision encoder is loaded": (lambda: tiny_multimodal.fresh("llava").bfloat16(), "bfloat16", "none"),
     "half of what is stored": (lambda: tiny_models.fresh("llama"), "bfloat16", "none"),
     "twice what is stored": (lambda: tiny_models.fresh("llama", torch.bfloat16), "float32", "none"),
     "packed": (lambda: tiny_models.fresh("llama"), "float32", "int8"),

@@ -41,7 +41,7 @@ def test_greedy_tokens_are_those_of_the_whole_model(pair):
 
 
 def test_nothing_beside_the_text_takes_memory(pair):
-    """But for a number of its own that DeepSeek-VL's hybrid has for its towers."""
+    """But for a number of its own that DeepSeek-VL's hybrid has for its encoders."""
     whole, part = pair
     decoder = [weight for name, weight in whole.get_decoder().named_parameters() if ".vision_moe." not in name]
     parameters = {*decoder, *whole.get_output_embeddings().parameters()}

@@ -1,4 +1,4 @@
-"""A model's weights are laid out one behind the other, and are what they were."""
+"""A model's weights are moved one behind the other, and are what they were."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def model(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def addresses(module: nn.Module) -> list[tuple[int, int]]:
-    """Of matrices first, as they are laid out."""
+    """Of matrices first, as they are moved."""
     weights = sorted(module.parameters(), key=torch.Tensor.dim, reverse=True)
     return [(weight.data_ptr(), weight.nbytes) for weight in weights]
 
