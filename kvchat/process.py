@@ -101,7 +101,7 @@ def processor_time(stat: Path = STAT) -> Spent | None:
     return Spent(sum(map(sum, ticks)) / second, sum(each[3] + each[4] for each in ticks) / second, len(lines))
 
 
-def end_with_parent(parent: int | None = None) -> None:
+def die_with_parent(parent: int | None = None) -> None:
     """Have the kernel kill this process, even a stopped one, as soon as its parent is gone; end if it is gone already.
 
     ``parent`` is its process id: whoever is orphaned before this call hears of no death. Only Linux can do that;
@@ -116,7 +116,7 @@ def end_with_parent(parent: int | None = None) -> None:
             sys.exit()
 
 
-def take_streams() -> tuple[BinaryIO, BinaryIO]:
+def claim_stdio() -> tuple[BinaryIO, BinaryIO]:
     """Stdin and stdout for the protocol alone: what a library prints goes to stderr, what it asks for is empty."""
     commands, events = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     with open(os.devnull) as nothing:

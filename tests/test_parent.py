@@ -15,12 +15,12 @@ from kvchat.protocol import wire
 from kvchat.protocol.messages import Load
 from kvchat.tui.client import ENGINE
 
-# Prints the child's process id once the child has called end_with_parent; the child never looks at its stdin.
+# Prints the child's process id once the child has called die_with_parent; the child never looks at its stdin.
 START = """
 import subprocess, sys, time
-from kvchat.process import end_with_parent
+from kvchat.process import die_with_parent
 if sys.argv[1:]:
-    end_with_parent()
+    die_with_parent()
     print("ready", flush=True)
     time.sleep(3600)
 process = subprocess.Popen([*sys.orig_argv, "child"], stdout=subprocess.PIPE)
@@ -53,10 +53,10 @@ def test_the_child_ends_with_its_parent(stopped: bool, ending: signal.Signals) -
 # The child begins to be tied to its parent when that is gone, which the end of its stdin says.
 TOO_LATE = """
 import os, subprocess, sys
-from kvchat.process import end_with_parent
+from kvchat.process import die_with_parent
 if sys.argv[1:]:
     sys.stdin.read()
-    end_with_parent(int(sys.argv[1]))
+    die_with_parent(int(sys.argv[1]))
     print("it goes on")
 else:
     subprocess.Popen([*sys.orig_argv, str(os.getpid())], stdin=subprocess.PIPE)
@@ -96,4 +96,4 @@ def test_the_application_starts_an_engine_that_ends_with_it() -> None:
 def test_other_systems_do_without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(ctypes, "CDLL", None)
-    process_module.end_with_parent()
+    process_module.die_with_parent()

@@ -20,7 +20,7 @@ ENTRIES = {
     "from kvchat.cli import main\nmain.app = lambda **kwargs: None\nmain.main()",
     "engine": "import os; os.dup2(os.open(os.devnull, os.O_RDONLY), 0)\n"
     "from kvchat.engine import worker\n"
-    "worker.take_streams = lambda: (open(os.devnull, 'rb'), open(os.devnull, 'wb'))\n"
+    "worker.claim_stdio = lambda: (open(os.devnull, 'rb'), open(os.devnull, 'wb'))\n"
     "worker.main()",
     "Python": "import sys, kvchat.engine\nkvchat.engine.session = sys\nsys.load = print\nkvchat.load",
 }

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import sys
 
-from kvchat.process import end_with_parent
+from kvchat.process import die_with_parent
 
 if __name__ == "__main__":
-    end_with_parent(*map(int, sys.argv[1:]))
+    die_with_parent(*map(int, sys.argv[1:]))
     from kvchat.engine.worker import main
 
     main()

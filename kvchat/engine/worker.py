@@ -26,7 +26,7 @@ from typing import Any, BinaryIO, Protocol
 from kvchat import files, libraries
 from kvchat.errors import EngineError, KvchatError
 from kvchat.kv.memory.available import check_address_space
-from kvchat.process import spin_briefly, take_streams, use_physical_cores
+from kvchat.process import spin_briefly, claim_stdio, use_physical_cores
 from kvchat.protocol import figures, messages, wire
 from kvchat.protocol.messages import (
     Chat,
@@ -339,7 +339,7 @@ def main() -> None:
     use_physical_cores()
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to end
-    commands, events = take_streams()
+    commands, events = claim_stdio()
     server = Server(events, EngineLoader(), interrupt=_interrupt)
     signal.signal(STOP_SIGNAL, lambda _, frame: _interrupt_later() if is_importing(frame) else server.check_stopped())
     finished = threading.Event()

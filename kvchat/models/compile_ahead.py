@@ -101,9 +101,9 @@ def _folders() -> list[Path]:
 def main(dtype: str, *modules: str) -> None:
     """Compile the loops of ``modules``, in a process that ends with the one that asked."""
     from kvchat.kv.ops.numba.loops import compile_for_bfloat16
-    from kvchat.process import end_with_parent
+    from kvchat.process import die_with_parent
 
-    end_with_parent()
+    die_with_parent()
     for module in modules:
         import_module(module)
         if dtype == IN_BFLOAT16:

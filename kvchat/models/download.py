@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvchat.errors import KvchatError
-from kvchat.process import end_with_parent
+from kvchat.process import die_with_parent
 
 
 def download(name: str, progress: Callable[[str], None]) -> None:
@@ -51,5 +51,5 @@ def _say(**fields: Any) -> None:
 
 
 if __name__ == "__main__":
-    end_with_parent(int(sys.argv[1]))
+    die_with_parent(int(sys.argv[1]))
     main(sys.argv[2])
