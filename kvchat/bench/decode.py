@@ -33,11 +33,11 @@ from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.ops.choose import triton_refusal
 from kvchat.models.load import LoadedModel
 from kvchat.models.probe import has_experts
-from kvchat.models.quantize.rows import LOOK_S, is_tied
+from kvchat.models.quantize.rows import SAMPLE_S, is_tied
 
 # A variant's notation, its parameters and its fixed change rate, or None.
 Wanted = tuple[str, ModeParameters, float | None]
-SETTLED_S = 5 * LOOK_S
+SETTLED_S = 5 * SAMPLE_S
 Times = dict[Variant, list[Timing]]
 RUNS = 5
 COLUMNS = 4096  # of the matrix that is read: the width of an 8B model

@@ -152,7 +152,7 @@ class Comparison:
         return answered
 
     def _end_reason(self, answered: Answered, text: AnswerText, sampling: Sampling) -> str:
-        with self._runner.free_cores:
+        with self._runner.thread_budget:
             self._metrics.look()
         if self._loop.is_canceled:
             return "stopped"

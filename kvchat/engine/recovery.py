@@ -10,7 +10,7 @@ Decisions:
       in deviations of single tokens, not of 8-token means: the more patient reading of "3 sigma".
     * Deviations count as at least ``MIN_DEVIATION``: in a text that was certain all along one surprise is no alarm.
     * Between 32 and 64 tokens after an action the same level is tried again; after that the ladder starts over.
-    * Levels that a mode has no use for are left out. A regeneration that may not be repeated yet becomes the level before.
+    * Levels that a mode has no use for are left out. One that may not be repeated yet becomes the level before.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class RecoveryMonitor:
         return due
 
     def rewind(self) -> int:
-        """Forget the last tokens, at most ``REGENERATE_TOKENS``, and go on with other random numbers; how many they are."""
+        """Forget the last ``REGENERATE_TOKENS`` at most and draw other random numbers; return how many they were."""
         tokens = len(self._states)
         self.sampler.set_state(self._states[0])
         self.sampler.fork()

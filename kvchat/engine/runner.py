@@ -31,7 +31,7 @@ from kvchat.kv.modes.sync_heads import Calibration, TokenChoice
 from kvchat.kv.prefill import CHUNKS, prefill_chunk
 from kvchat.models import attention_hook
 from kvchat.models.load import LoadedModel
-from kvchat.models.quantize.rows import FreeCores, without_onednn
+from kvchat.models.quantize.rows import ThreadBudget, without_onednn
 from kvchat.models.recurrent import TAIL, RecurrentState
 
 # Tokens of one prefill forward on a CPU. Smaller ones stop sooner and need less workspace, larger ones read the stored
@@ -82,7 +82,7 @@ class ModelRunner:
         # Not captured: whether each architecture's state stays at its address was seen on no GPU yet.
         eager = "recurrent layers run eagerly" if self.recurrent.exists else ""
         self.graphs = GraphRunner(self.kv, recorder or recorder_for(model.device), eager)
-        self.free_cores = FreeCores(model.device)
+        self.thread_budget = ThreadBudget(model.device)
 
     @property
     def badges(self) -> tuple[str, ...]:
@@ -100,7 +100,7 @@ class ModelRunner:
             DoesNotFitError: memory is short. Nothing is stored then.
         """
         self._check_tokens((token,))
-        with torch.inference_mode(), explained(self.kv, "decoding"), self.free_cores:
+        with torch.inference_mode(), explained(self.kv, "decoding"), self.thread_budget:
             self._reread()
             try:
                 self.kv.begin_step(control=token in self._control)
@@ -146,7 +146,7 @@ class ModelRunner:
         chunk_size = self.chunk or self._planned_chunk(len(ids))
         done = 0
         while done < len(ids):
-            self.free_cores.look()  # so that the first token knows
+            self.thread_budget.sample()  # so that the first token knows
             limited = min(chunk_size, self.kv.mode.context_policy.prompt_tokens(self.kv.total))
             wanted = self.recurrent.chunk(len(ids) - done, limited)
             chunk, logits = self._read_chunk(ids, done, wanted)

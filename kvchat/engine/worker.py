@@ -26,7 +26,7 @@ from typing import Any, BinaryIO, Protocol
 from kvchat import files, libraries
 from kvchat.errors import EngineError, KvchatError
 from kvchat.kv.memory.available import check_address_space
-from kvchat.process import spin_briefly, claim_stdio, use_physical_cores
+from kvchat.process import claim_stdio, spin_briefly, use_physical_cores
 from kvchat.protocol import figures, messages, wire
 from kvchat.protocol.messages import (
     Chat,

@@ -43,7 +43,7 @@ from kvchat.models.hub import Progress
 from kvchat.models.probe import Probe, pin_frequencies, probe, reads_chunks, selftest
 from kvchat.models.quantize import quantization
 from kvchat.models.quantize.quantization import weights
-from kvchat.models.quantize.rows import ROWS, STACKS, FreeCores, PackedRows
+from kvchat.models.quantize.rows import ROWS, STACKS, PackedRows, ThreadBudget
 from kvchat.models.reading import defragment, malloc_trim, mmap_large_allocations
 from kvchat.models.recurrent import RecurrentState
 from kvchat.models.stored_tensors import read_json
@@ -121,8 +121,8 @@ def load_model(asked: Load, progress: Progress) -> LoadedModel:
         UsageError: no such device, dtype or quantization.
         DoesNotFitError: the weights do not fit the device's free memory.
     """
-    cores = FreeCores(torch.device("cpu"), pause=math.inf)  # for a GPU too weights are taken in here
-    cores.look()
+    cores = ThreadBudget(torch.device("cpu"), pause=math.inf)  # for a GPU too weights are taken in here
+    cores.sample()
     template = _own_template(asked.chat_template)
     with quiet():
         described = describe(asked.model, asked.device, asked.dtype, progress)

@@ -171,7 +171,7 @@ def defragment(model: Any) -> None:
 
 @contextlib.contextmanager
 def mmap_large_allocations() -> Iterator[None]:
-    """Meanwhile a large tensor that is freed is the system's again, and what is kept expected in no hole of a larger one.
+    """Meanwhile large tensors are mapped one by one: a freed one is the system's again at once.
 
     573 MiB of bfloat16 took up to 1.1 GiB while they became int8, of which little was in use: what was kept broke up
     the room of what was not. Afterwards glibc keeps what it keeps by itself once it has seen tensors of such sizes.
@@ -185,7 +185,7 @@ def mmap_large_allocations() -> Iterator[None]:
 
 
 def malloc_trim() -> None:
-    """Give the system back what loading freed: glibc keeps it, 190 MiB beside int8 weights of 69."""
+    """Return to the system what loading freed: glibc keeps it, 190 MiB beside int8 weights of 69."""
     _glibc("malloc_trim", 0)
 
 

@@ -21,7 +21,7 @@ from kvchat.models.fuse import modules
 from kvchat.models.hub import ByteProgress
 from kvchat.models.load import load_model
 from kvchat.models.quantize import int8_rows
-from kvchat.models.quantize.rows import FreeCores
+from kvchat.models.quantize.rows import ThreadBudget
 from kvchat.paths import INDEX, bundled_model_dir
 from kvchat.protocol.messages import TEMPERATURE, Load
 
@@ -90,8 +90,8 @@ def test_a_model_is_tested_once_on_a_machine(folder, monkeypatch, tmp_path):
 
 
 def test_weights_are_taken_in_and_tested_on_free_cores(folder, monkeypatch):
-    class OneCore(FreeCores):
-        def look(self):
+    class OneCore(ThreadBudget):
+        def sample(self):
             self.threads = 1
 
     threads, before = {}, torch.get_num_threads()
@@ -103,7 +103,7 @@ def test_weights_are_taken_in_and_tested_on_free_cores(folder, monkeypatch):
         )
 
     torch.set_num_threads(2)
-    monkeypatch.setattr(load, "FreeCores", OneCore)
+    monkeypatch.setattr(load, "ThreadBudget", OneCore)
     noting(int8_rows, "install")
     noting(support, "check_values")
     try:

@@ -46,7 +46,7 @@ MAKE = "AuthenticAMD"
 BLOCKS = 4
 MANY = 32  # rows from which on widening a matrix takes less than what it saves
 # Seconds between two looks: ten ticks of the kernel's clock, which it counts a processor's time in.
-LOOK_S = 0.1
+SAMPLE_S = 0.1
 PAUSE_S = 1.0  # between two answers
 # Of a core: others that take no more share it. The application takes a quarter while it draws an answer, and a terminal
 # must draw it too; a busy process that shares its core with one of our threads has two thirds.
@@ -301,7 +301,7 @@ def _blocks(rows: int) -> int:
     return blocks
 
 
-class FreeCores:
+class ThreadBudget:
     """Inside this context torch computes on the threads that have a core of their own, outside on all that it had.
 
     Where the device is no CPU, or ``OMP_DYNAMIC=false`` says that the number is not to change, nothing happens.
@@ -318,25 +318,25 @@ class FreeCores:
     ) -> None:
         self.threads = self._most = torch.get_num_threads()
         fixed = os.environ.get(FIXED, "").strip().lower() in ("false", "0")
-        self._looks = device.type == "cpu" and self._most > 1 and not fixed
+        self._samples = device.type == "cpu" and self._most > 1 and not fixed
         self._clock, self._own, self._stat, self._pause = clock, own, stat, pause
         self._seen: tuple[float, process.Spent | None, float] = -math.inf, None, 0.0
 
     def __enter__(self) -> None:
-        self.look()
-        if self._looks:
+        self.sample()
+        if self._samples:
             torch.set_num_threads(self.threads)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._looks:
+        if self._samples:
             torch.set_num_threads(self._most)
 
-    def look(self) -> None:
-        """See what others took since the last look, unless that was just before."""
+    def sample(self) -> None:
+        """See what others took since the last sample, unless that was just before."""
         now, (then, before, own) = self._clock(), self._seen
-        if not self._looks or now - then < LOOK_S:
+        if not self._samples or now - then < SAMPLE_S:
             return
         after, own_now = process.processor_time(self._stat), self._own()
         self._seen = now, after, own_now

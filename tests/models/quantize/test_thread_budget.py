@@ -11,7 +11,7 @@ import torch
 from kvchat.bench.frame import parsed
 from kvchat.engine.runner import ModelRunner, geometry_of, traits_of
 from kvchat.kv.modes import build
-from kvchat.models.quantize.rows import LOOK_S, PAUSE_S, FreeCores
+from kvchat.models.quantize.rows import PAUSE_S, SAMPLE_S, ThreadBudget
 
 CPU = torch.device("cpu")
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -38,8 +38,8 @@ class Machine:
         self.idle += (self.cores - own - others) * seconds
         self.write()
 
-    def free_cores(self, **options):
-        return FreeCores(CPU, lambda: self.now, lambda: self.own, self.stat, **options)
+    def thread_budget(self, **options):
+        return ThreadBudget(CPU, lambda: self.now, lambda: self.own, self.stat, **options)
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def eight_threads():
 def eight(machine, eight_threads):
     """A machine of eight cores, and its free ones, which were looked at once."""
     here = machine(8)
-    free = here.free_cores()
+    free = here.thread_budget()
     threads_in(free)
     return here, free
 
@@ -89,9 +89,9 @@ def threads_in(free):
 )
 def test_there_is_a_thread_for_each_core_that_others_leave(machine, cores, own, others, threads):
     here = machine(cores)
-    free = here.free_cores()
+    free = here.thread_budget()
     assert threads_in(free) == 8
-    here.passed(2 * LOOK_S, own, others)
+    here.passed(2 * SAMPLE_S, own, others)
     assert threads_in(free) == threads
 
 
@@ -99,14 +99,14 @@ def test_they_come_back_when_the_others_have_gone(eight):
     here, free = eight
     seen = []
     for others in (0, 3, 3, 0, 0):
-        here.passed(2 * LOOK_S, 8 - others, others)
+        here.passed(2 * SAMPLE_S, 8 - others, others)
         seen.append(threads_in(free))
     assert seen == [8, 5, 5, 8, 8]
 
 
 def test_where_there_are_no_pauses_long_work_says_something(machine, eight_threads):
     here = machine(8)
-    free = here.free_cores(pause=math.inf)
+    free = here.thread_budget(pause=math.inf)
     threads_in(free)
     here.passed(60, 2, 6)
     assert threads_in(free) == 2
@@ -116,22 +116,22 @@ def test_what_others_did_in_a_pause_says_nothing(eight):
     here, free = eight
     here.passed(PAUSE_S + 0.1, 0, 8)
     assert threads_in(free) == 8
-    here.passed(2 * LOOK_S, 4, 4)
+    here.passed(2 * SAMPLE_S, 4, 4)
     assert threads_in(free) == 4
 
 
 def test_a_look_is_not_taken_for_every_token(eight):
     here, free = eight
     for _ in range(3):
-        here.passed(LOOK_S / 4, 4, 4)
+        here.passed(SAMPLE_S / 4, 4, 4)
         assert threads_in(free) == 8
-    here.passed(LOOK_S / 2, 4, 4)
+    here.passed(SAMPLE_S / 2, 4, 4)
     assert threads_in(free) == 4
 
 
 def test_a_step_that_fails_gives_the_threads_back(eight):
     here, free = eight
-    here.passed(2 * LOOK_S, 4, 4)
+    here.passed(2 * SAMPLE_S, 4, 4)
     seen = []
 
     def fail():
@@ -151,9 +151,9 @@ def test_nothing_changes_where_it_is_not_wanted_or_not_known(machine, monkeypatc
     here = machine(8)
     if why == "OMP_DYNAMIC":
         monkeypatch.setenv(why, "FALSE")
-    free = FreeCores(torch.device("cuda"), stat=here.stat) if why == "a GPU" else here.free_cores()
+    free = ThreadBudget(torch.device("cuda"), stat=here.stat) if why == "a GPU" else here.thread_budget()
     threads_in(free)
-    here.passed(2 * LOOK_S, 2, 6)
+    here.passed(2 * SAMPLE_S, 2, 6)
     if why == "no stat":
         here.stat.unlink()
     assert threads_in(free) == 8
@@ -163,7 +163,7 @@ def test_nothing_changes_where_it_is_not_wanted_or_not_known(machine, monkeypatc
 def test_a_token_is_decoded_on_what_is_left_and_a_prompt_read_on_all(model, machine):
     runner = ModelRunner(model, build(parsed("full"), geometry_of(model), traits_of(model)))
     here = machine(8)
-    runner.free_cores = here.free_cores()
+    runner.thread_budget = here.thread_budget()
     seen = []
     run = runner._run
     runner._run = lambda *a, **k: seen.append(torch.get_num_threads()) or run(*a, **k)
@@ -173,7 +173,7 @@ def test_a_token_is_decoded_on_what_is_left_and_a_prompt_read_on_all(model, mach
             pass
 
     read()
-    here.passed(2 * LOOK_S, 5, 3)
+    here.passed(2 * SAMPLE_S, 5, 3)
     runner.step(4)
     read()
     runner.step(5)
