@@ -281,7 +281,7 @@ class AnswerLoop(Released):
     def _end_reason(self, text: AnswerText, sampling: Sampling, between: Between) -> str:
         """Return why no further token is drawn, empty if one is; the one place where the mode may change."""
         with self._runner.thread_budget:
-            self._metrics.look()
+            self._metrics.sample_coverage()
         between(len(self.token_ids))
         if self._kv.total >= self._switcher.narrow_at:
             self._switcher.narrow()

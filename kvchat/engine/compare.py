@@ -153,7 +153,7 @@ class Comparison:
 
     def _end_reason(self, answered: Answered, text: AnswerText, sampling: Sampling) -> str:
         with self._runner.thread_budget:
-            self._metrics.look()
+            self._metrics.sample_coverage()
         if self._loop.is_canceled:
             return "stopped"
         if text.stopped:

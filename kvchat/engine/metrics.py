@@ -161,17 +161,17 @@ class MetricsCollector:
             at = len(self.answer.token_times)
             self.answer.switches.append({"at": at, "before": before, "mode": mode, "moved_bytes": moved_bytes})
 
-    def look(self) -> None:
-        """Look, from time to time, at how much of the last step's attention the mode covered; between two steps.
+    def sample_coverage(self) -> None:
+        """Measure, from time to time, how much of the last step's attention the mode covered; between two steps.
 
         Not where a step read everything, nor beyond the context, where no mode does and positions are others. Where
-        memory runs out the answer goes on without the look.
+        memory runs out the answer goes on without it.
         """
         kv, watch = self._kv, self._watch()
         if kv.step.exact or kv.mode.context_policy.limits_prompt(kv.total):
             return
         try:
-            watch.look()
+            watch.sample()
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

@@ -24,9 +24,9 @@ from kvchat.kv.modes.sync_heads import TokenChoice
 from kvchat.kv.state import KVState
 
 CHUNK = 128  # pages whose keys are looked at together: they bound what it takes on the device
-HEADS = 4  # KV heads of one look
+HEADS = 4  # KV heads of one sample
 COST = 0.005  # of the time of an answer, for looks: below 1 % where other work slows them too
-FIRST_S = 0.0005  # what a look is taken to cost before one was timed
+FIRST_S = 0.0005  # what a sample is taken to cost before one was timed
 LOOKS = 5  # of whose times the median counts: other work may come between
 ENOUGH = 4  # looks, of layers far from each other: a short answer has no more
 GOLDEN = (5**0.5 - 1) / 2
@@ -246,12 +246,12 @@ def _of_largest(shares: Tensor, numbers: Tensor) -> Tensor:
 class CoverageWatch:
     """Looks at what was covered of the last step, a few heads at a time, layer after layer.
 
-    ``look`` is called between two steps, and looks when the time since the last look pays for another: ``COST`` of it
+    ``sample`` is called between two steps, and looks when the time since the last sample pays for another: ``COST`` of it
     goes into looks, however long the conversation and however fast the device. Nothing is looked at in a step: a CUDA
     graph knows nothing of it. ``clock`` gives seconds.
 
     Attributes:
-        share: mean over the heads of what was covered when each was last looked at; None before the first look.
+        share: mean over the heads of what was covered when each was last looked at; None before the first sample.
     """
 
     def __init__(self, state: KVState, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -290,16 +290,16 @@ class CoverageWatch:
         """The least that ``share`` was in this answer since enough heads were seen; ``share`` where they were not."""
         return self.share if self._lowest is None else self._lowest
 
-    def look(self) -> None:
+    def sample(self) -> None:
         """Look at the next heads of which not everything was read, if it is time to; waits for the device then."""
         if not self._state.after_step or self._clock() < self._due:
             return
         if self._state.device.type == "cuda":
-            torch.cuda.synchronize(self._state.device)  # the rest of the step is no cost of the look
+            torch.cuda.synchronize(self._state.device)  # the rest of the step is no cost of the sample
         began = self._clock()
         try:
             with torch.inference_mode():
-                self._look()
+                self._sample()
         finally:
             ended = self._clock()
             self._costs.append(ended - began)
@@ -308,7 +308,7 @@ class CoverageWatch:
         if share is not None and self.has_seen_enough:
             self._lowest = share if self._lowest is None else min(self._lowest, share)
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         for _ in self._parts:
             layer, head = part = self._parts[self._next]
             self._next = (self._next + 1) % len(self._parts)

@@ -257,7 +257,7 @@ class IdleCollector:
         """The user did something: the pause begins again."""
         self._used_at = self._clock()
 
-    def look(self) -> None:
+    def collect_if_idle(self) -> None:
         """Collect if there is a pause and enough was made since the last time; called every second."""
         if self._is_busy():
             self.note_use()
@@ -416,7 +416,7 @@ class KvchatApp(App[None]):
         except UsageError as refused:
             self.notify(str(refused), title="Keys", severity="warning", timeout=12)
         self.push_screen(self.chat)
-        self.set_interval(1.0, self._collector.look)
+        self.set_interval(1.0, self._collector.collect_if_idle)
         for wrong in self.config.problems:
             self.notify(wrong, title="Settings", severity="warning", timeout=12)
         for problem in self._theme_problems:

@@ -89,7 +89,7 @@ def test_looks_at_coverage_change_no_bit_and_see_the_dense_attention_over_the_ho
     watch = inspect.CoverageWatch(one.kv.state, itertools.count().__next__)  # a look is as long as COST pays for
     for token in later_ids(60, seed=3):
         same_steps(one, other, [token])
-        watch.look()
+        watch.sample()
         watch._due = 0.0
     assert not one.graphs.refusal
     assert 0 < watch.lowest <= watch.share < 1

@@ -101,14 +101,14 @@ def test_each_head_is_looked_at_in_turn_and_the_newest_look_counts(monkeypatch):
     run = Run.of_row("streaming", toy(MIXED, kv_heads=6, page=8))
     run.prefill(150)
     exact, (watch, clock, looked) = inspect.covered, watched(run, monkeypatch)
-    watch.look()
+    watch.sample()
     assert (looked, watch.share, watch.lowest) == ([], None, None), "a prefill reads everything"
     expected = {}
     for _ in range(20):
         run.step()
         clock.now += 1
         before = len(looked)
-        watch.look()
+        watch.sample()
         for layer, head in looked[before:]:
             expected[layer, head] = exact(run.kv.state, layer, slice(head, head + inspect.HEADS))
         shares = torch.cat(list(expected.values()))
@@ -132,7 +132,7 @@ def test_looks_take_their_share_of_the_time_and_no_more(look_s, monkeypatch):
     run.step()
     for _ in range(4000):
         clock.now += 0.02
-        watch.look()
+        watch.sample()
     assert len(looked) * look_s <= inspect.COST * clock.now + inspect.LOOKS * look_s
     assert len(looked) >= min(4000, 0.9 * inspect.COST * clock.now / max(look_s, inspect.FIRST_S)) - inspect.LOOKS
 
@@ -145,7 +145,7 @@ def test_a_look_that_other_work_came_into_does_not_end_the_looks(monkeypatch):
     for n in range(600):
         clock.look_s = 100.0 if n == 100 else 0.001
         clock.now += 0.02
-        watch.look()
+        watch.sample()
     assert len(looked) > 30
 
 
@@ -155,5 +155,5 @@ def test_what_reads_everything_is_covered_without_a_look_at_the_keys(monkeypatch
     run.step()
     monkeypatch.setattr(inspect, "weights", None)
     watch = inspect.CoverageWatch(run.kv.state)
-    watch.look()
+    watch.sample()
     assert (watch.share, watch.lowest) == (1, 1)

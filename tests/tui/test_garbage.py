@@ -22,24 +22,24 @@ def test_garbage_is_collected_in_a_pause_only(collections):
     now, busy = [0.0], [True]
     collector = app_module.IdleCollector(lambda: busy[0], lambda: now[0])
     now[0] = 10.0
-    collector.look()
+    collector.collect_if_idle()
     busy[0] = False
     now[0] += app_module.PAUSE_S / 2
-    collector.look()
+    collector.collect_if_idle()
     assert not collections, "the answer ended just now"
     collector.note_use()
     now[0] += app_module.PAUSE_S / 2
-    collector.look()
+    collector.collect_if_idle()
     assert not collections, "a key was pressed just now"
     now[0] += app_module.PAUSE_S
-    collector.look()
+    collector.collect_if_idle()
     assert collections == [1]
 
 
 def test_little_garbage_is_left(collections, monkeypatch):
     monkeypatch.setattr(gc, "get_count", lambda: (699, 9, app_module.WORTHWHILE - 1))
     collector = app_module.IdleCollector(lambda: False, iter([0.0, 100.0]).__next__)
-    collector.look()
+    collector.collect_if_idle()
     assert not collections
 
 
