@@ -25,13 +25,13 @@ app = typer.Typer(rich_markup_mode=None, help="Settings for a kind of GPU.", no_
 def load_settings(flags: SettingsSource | None = None, problem: Callable[[str], None] = note) -> Resolved:
     """The settings in force, with the profiles; ``problem`` is called with what is wrong with the user's profiles."""
 
-    def in_force(device: str) -> Iterable[SettingsSource]:
+    def active(device: str) -> Iterable[SettingsSource]:
         found = profiles.find(device)
         for text in found.problems:
             problem(text)
         return found.sources
 
-    return sources.load(flags, profiles=in_force)
+    return sources.load(flags, profiles=active)
 
 
 @app.command("list")
@@ -54,7 +54,7 @@ def show(
     ] = "",
 ) -> None:
     """Print a profile as it is written, without NAME those in force."""
-    files = [_named(name)] if name else [file.path for file in profiles.find("auto").in_force]
+    files = [_named(name)] if name else [file.path for file in profiles.find("auto").active]
     if not files:
         note("No profile is in force: the defaults hold.")
     for file in files:
@@ -66,7 +66,7 @@ def match(device: NamedDevice = "auto") -> None:
     """Say which profiles are in force for this device and why, and where each value they give comes from."""
     gpu, found = _read_gpu(device), profiles.find(device)
     echo("no GPU" if gpu is None else f"{gpu.name or MISSING}, {size(gpu.memory)}")
-    echo("\n".join(f"{file.name} ({file.why})" for file in found.in_force) or "no profile: the defaults hold")
+    echo("\n".join(f"{file.name} ({file.why})" for file in found.active) or "no profile: the defaults hold")
     set_here = (line for line in load_settings(problem=note).lines() if "# profiles/" in line)
     for line in (*set_here, *found.measured_lines()):
         echo(f"  {line}")

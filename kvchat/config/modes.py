@@ -34,7 +34,7 @@ class ModeParameters(BaseModel):
 
     ``implementation`` is ``package.module:Class`` of the mode itself; ``version`` is raised when the mode reads other
     tokens than before with the same parameters, so that results of before are known to be older. ``figures`` says what
-    each figure means that the mode reports, by its label: in help, and in the panels where it is chosen. ``gives_up``
+    each figure means that the mode reports, by its label: in help, and in the panels where it is chosen. ``tradeoff``
     says where the mode is proposed what is lost beside full mode. ``own`` names shared parameters that hold
     in this mode only when they are given to it, each with what it costs there: whoever gives one is told.
     """
@@ -46,7 +46,7 @@ class ModeParameters(BaseModel):
     implementation: ClassVar[str]
     version: ClassVar[int] = 1
     figures: ClassVar[Mapping[str, str]] = {}
-    gives_up: ClassVar[str] = ""
+    tradeoff: ClassVar[str] = ""
     own: ClassVar[Mapping[str, str]] = {}
 
     @property
@@ -123,7 +123,7 @@ class StreamingParameters(BudgetParameters, PaperParameters):
         "cached": "tokens that are kept: the sinks, and what no prune has dropped yet",
         "dropped": "tokens between the sinks and what is kept: out of reach here, but stored for other modes",
     }
-    gives_up: ClassVar[str] = "everything between the first tokens and the window"
+    tradeoff: ClassVar[str] = "everything between the first tokens and the window"
 
     budget: int | None = Field(None, ge=MIN_BUDGET)
     """C, sinks, window and B: a decoded token attends to C to C + R tokens (auto: context/32, 256 to 2048)"""
@@ -167,7 +167,7 @@ class SpeculativeParameters(BudgetParameters, PaperParameters):
         "mean C": "with unit=page: cosine of a head's query to its last one, in the mean since the mode was entered:"
         " 1 is no turn, and below tau the head is corrected",
     }
-    gives_up: ClassVar[str] = "reading everything for every token: speculative chooses what to read"
+    tradeoff: ClassVar[str] = "reading everything for every token: speculative chooses what to read"
 
     budget: int | None = Field(None, ge=MIN_BUDGET)
     """tokens per KV head a token may read, sinks and window included (auto: measured, 256 to 2048; pages context/32)"""
@@ -332,7 +332,7 @@ def remember(given: dict[str, Params], mode: str, changes: Params) -> None:
     given.setdefault(mode, {}).update(changes)
 
 
-def given_for(given: Mapping[str, Params], mode: str) -> tuple[Params, Params]:
+def overrides_for(given: Mapping[str, Params], mode: str) -> tuple[Params, Params]:
     """The values given at run time that count in ``mode``: those it shares with others, and its own."""
     shared = {
         name: value
@@ -359,7 +359,7 @@ def parse(mode: str, params: Params) -> ModeParameters:
         raise UsageError(*_explain(cls, error.errors()[0])) from None
 
 
-def in_force(
+def effective_params(
     mode: str, settings: Mapping[str, Params], given: Mapping[str, Params], changes: Params | None = None
 ) -> ModeParameters:
     """The parameters of ``mode``: its settings, over them the values given at run time, over all ``changes``.
@@ -372,7 +372,7 @@ def in_force(
 
 def asked_for(mode: str, settings: Mapping[str, Params], given: Mapping[str, Params]) -> Params:
     """What was asked for in ``mode``: its settings, over them the values given at run time; kvchat chooses the rest."""
-    shared, own = given_for(given, mode)
+    shared, own = overrides_for(given, mode)
     known = registered()[mode].model_fields if mode in registered() else {}
     shared = {name: value for name, value in shared.items() if name in known}
     return {**settings.get(mode, {}), **shared, **own}

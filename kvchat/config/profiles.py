@@ -151,14 +151,14 @@ class Found:
     problems: tuple[str, ...]
 
     @property
-    def in_force(self) -> tuple[ProfileFile, ...]:
+    def active(self) -> tuple[ProfileFile, ...]:
         """Those that match this device, weakest first."""
         return tuple(file for file in self.files if file.matches)
 
     @property
     def sources(self) -> tuple[SettingsSource, ...]:
         """The settings, weakest first."""
-        return tuple(file.settings for file in self.in_force)
+        return tuple(file.settings for file in self.active)
 
     @property
     def measured(self) -> Measured:
@@ -171,11 +171,11 @@ class Found:
 
     @property
     def _measuring(self) -> ProfileFile | None:
-        return next((file for file in reversed(self.in_force) if file.profile.measured != Measured()), None)
+        return next((file for file in reversed(self.active) if file.profile.measured != Measured()), None)
 
     def describe(self) -> str:
         """Their names with the reason, for a person."""
-        return ", ".join(f"{file.name} ({file.why})" for file in self.in_force) or "none"
+        return ", ".join(f"{file.name} ({file.why})" for file in self.active) or "none"
 
 
 def find(device: str) -> Found:

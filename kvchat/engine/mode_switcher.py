@@ -66,7 +66,7 @@ class ModeSwitcher:
         Raises:
             UsageError: an unknown mode or parameter, or a value out of range.
         """
-        return modes.in_force(mode, self._asked.mode_params, self.given, changes)
+        return modes.effective_params(mode, self._asked.mode_params, self.given, changes)
 
     def build(self, chosen: ModeParameters) -> Mode:
         """A mode, not yet entered.

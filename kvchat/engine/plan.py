@@ -253,7 +253,10 @@ def mode_need(
     geometry = seen.geometry
     try:
         mode = build(
-            modes.in_force(name, load.mode_params, load.given, changes), geometry, seen.traits, seen.system_tokens
+            modes.effective_params(name, load.mode_params, load.given, changes),
+            geometry,
+            seen.traits,
+            seen.system_tokens,
         )
         mode.pin(range(mode.sink, mode.sink + min(seen.pins, tokens)))
         if room is not None:
@@ -356,9 +359,9 @@ def _lost_reading(made: MemoryPlan, quantize: str, mode: str, need: ModeNeed, sp
     # Someone who chose how much stays on the device has it fit, and reads over the link all the same.
     if link := _spilled(made, quantize) if spills else need.link_bytes:
         yield f"speed: at the end {size(link)} are read over the link for every token"
-    if lost := modes.registered()[mode].gives_up:
+    if lost := modes.registered()[mode].tradeoff:
         yield lost
     if budget := need.params.get("budget"):
-        in_force = made.modes[mode].params["budget"]
-        less = f"; the budget in force is {in_force:,}" if budget < in_force else ""
+        effective_params = made.modes[mode].params["budget"]
+        less = f"; the budget in force is {effective_params:,}" if budget < effective_params else ""
         yield f"more than {budget:,} tokens read by a head for a token{less}"

@@ -343,7 +343,7 @@ class Session(Released):
             moved = switch()
             seconds = time.perf_counter() - began
             self._metrics.note_switch(before, self._kv.mode.name, moved)
-        mode, params, given = self._kv.mode.name, self._kv.in_force, deepcopy(self._switcher.given)
+        mode, params, given = self._kv.mode.name, self._kv.effective_params, deepcopy(self._switcher.given)
         return Switched(before, mode, params, self.total, moved, seconds, self._loop.stored.reduced_tokens, given)
 
     def rebuild(self) -> Iterator[Event]:

@@ -246,9 +246,9 @@ def _of_largest(shares: Tensor, numbers: Tensor) -> Tensor:
 class CoverageWatch:
     """Looks at what was covered of the last step, a few heads at a time, layer after layer.
 
-    ``sample`` is called between two steps, and looks when the time since the last sample pays for another: ``COST`` of it
-    goes into looks, however long the conversation and however fast the device. Nothing is looked at in a step: a CUDA
-    graph knows nothing of it. ``clock`` gives seconds.
+    ``sample`` is called between two steps, and measures when the time since the last sample pays for another: ``COST``
+    of it goes into samples, however long the conversation and however fast the device. Nothing is measured inside a
+    step, so a CUDA graph knows nothing of it. ``clock`` gives seconds.
 
     Attributes:
         share: mean over the heads of what was covered when each was last looked at; None before the first sample.

@@ -53,7 +53,7 @@ class SlotsState(IntEnum):
 class KVManager:
     """Owns the ``state`` of one conversation and the ``mode`` that works on it.
 
-    ``step`` is what the mode said of the last one in ``prepare_step``; ``in_force`` are its parameters as they were
+    ``step`` is what the mode said of the last one in ``prepare_step``; ``effective_params`` are its parameters as they were
     when it was entered, with what was chosen for ``auto``.
 
     A step is ``begin_step``, one forward of the model between ``forward_begin`` and ``forward_end``, then
@@ -70,7 +70,7 @@ class KVManager:
         self.mode, self._slots = mode, SlotsState.MISSING
         self.step = Step()
         self.refill(fresh=True)
-        self.in_force = mode.report().params
+        self.effective_params = mode.report().params
 
     @property
     def total(self) -> int:
@@ -240,7 +240,7 @@ class KVManager:
         try:
             self.mode, self._slots = mode, SlotsState.MISSING
             self.refill(fresh=True)
-            moved, self.in_force = self.state.transfer.moved_bytes() - before, mode.report().params
+            moved, self.effective_params = self.state.transfer.moved_bytes() - before, mode.report().params
             return moved
         except BaseException:
             self.mode, self._slots = old, SlotsState.MISSING

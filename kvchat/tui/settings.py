@@ -173,8 +173,8 @@ class SettingsEditor:
     def _given(self, mode: str) -> modes.Params:
         """The parameters given in this session for a mode."""
         state = self._chat.state
-        shared, own = modes.given_for(state.given, mode)
-        newly_shared, newly_own = modes.given_for(state.pending, mode)
+        shared, own = modes.overrides_for(state.given, mode)
+        newly_shared, newly_own = modes.overrides_for(state.pending, mode)
         return {**shared, **own, **newly_shared, **state.awaiting.get(mode, {}), **newly_own}
 
     def _origin(self, key: Key, value: Any) -> str:

@@ -77,20 +77,20 @@ def test_only_the_budget_means_the_same_in_every_mode() -> None:
     given: dict[str, modes.Params] = {}
     modes.remember(given, "streaming", {"window": 2044, "sink": 4})
     modes.remember(given, "speculative", {"budget": 512})
-    assert modes.given_for(given, "speculative") == ({"budget": 512}, {})
-    assert modes.given_for(given, "streaming") == ({"budget": 512}, {"window": 2044, "sink": 4})
+    assert modes.overrides_for(given, "speculative") == ({"budget": 512}, {})
+    assert modes.overrides_for(given, "streaming") == ({"budget": 512}, {"window": 2044, "sink": 4})
 
 
 def test_a_budget_given_elsewhere_does_not_cap_freeze() -> None:
     """Freeze forgets what does not fit a budget: 0 of 18 facts, where it recalls them without one."""
     given: dict[str, modes.Params] = {"freeze": {"pin_system": True}}
     modes.remember(given, "speculative", {"budget": 512})
-    assert modes.in_force("freeze", {}, given).model_dump()["budget"] is None
-    assert modes.in_force("sync", {}, given).model_dump()["budget"] == 512
-    assert modes.in_force("sync", {}, given).pin_system, "freeze shares what is not its own"
+    assert modes.effective_params("freeze", {}, given).model_dump()["budget"] is None
+    assert modes.effective_params("sync", {}, given).model_dump()["budget"] == 512
+    assert modes.effective_params("sync", {}, given).pin_system, "freeze shares what is not its own"
     modes.remember(given, "freeze", {"budget": 400})
     assert given["speculative"] == {"budget": 512}
-    budgets = {mode: modes.in_force(mode, {}, given).model_dump().get("budget") for mode in modes.mode_names()}
+    budgets = {mode: modes.effective_params(mode, {}, given).model_dump().get("budget") for mode in modes.mode_names()}
     assert budgets == {"full": None, "freeze": 400, "streaming": 512, "sync": 512, "speculative": 512}
     assert set(registered()["freeze"].own) == {"budget"}, "and it says what that costs"
 
@@ -115,22 +115,22 @@ def test_what_is_left_to_kvchat_is_auto_in_words() -> None:
 def test_a_switch_keeps_what_was_chosen_and_the_new_mode_has() -> None:
     given = {"speculative": {"budget": 512, "tau": 0.5}, "streaming": {"R": 8}}
     settings = {"streaming": {"R": 2, "delta": 3}}
-    assert modes.in_force("streaming", settings, given) == StreamingParameters(budget=512, R=8, delta=3)
-    assert modes.in_force("streaming", {}, given, {"budget": 256}) == StreamingParameters(budget=256, R=8)
-    full = modes.in_force("full", settings, given)
+    assert modes.effective_params("streaming", settings, given) == StreamingParameters(budget=512, R=8, delta=3)
+    assert modes.effective_params("streaming", {}, given, {"budget": 256}) == StreamingParameters(budget=256, R=8)
+    full = modes.effective_params("full", settings, given)
     assert full.model_dump() == {"recovery": False, "pin_system": False, "resident": None}
     with pytest.raises(UsageError, match="no KV mode"):
-        modes.in_force("ful", settings, given)
+        modes.effective_params("ful", settings, given)
 
 
 def test_no_unknown_setting_of_a_mode_is_passed_over() -> None:
     """It was left out in silence, as a budget given in another mode is."""
     with pytest.raises(UsageError, match='no parameter "sinks"'):
-        modes.in_force("streaming", {"streaming": {"sinks": 4}}, {})
+        modes.effective_params("streaming", {"streaming": {"sinks": 4}}, {})
 
 
 def test_speculatives_tau_for_never_is_no_obstacle_to_freeze() -> None:
-    assert modes.in_force("freeze", {}, {"freeze": {"tau": -2.0}}).model_dump()["tau"] == -2.0
+    assert modes.effective_params("freeze", {}, {"freeze": {"tau": -2.0}}).model_dump()["tau"] == -2.0
 
 
 def test_every_parameter_is_described() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.gpu_profiles import RTX, Install, gpu, in_force, own, resolved, shown
+from support.gpu_profiles import RTX, Install, active, gpu, own, resolved, shown
 from support.message import lacks
 from typer.testing import CliRunner
 
@@ -26,9 +26,9 @@ SIZES = (4, 6, 8, 12, 16, 24, 48, 80)
 
 def test_every_reading_may_be_missing(nvml: Install) -> None:
     nvml(RTX, missing=("nvmlDeviceGetName", "nvmlDeviceGetMemoryInfo"))
-    assert in_force("auto") == ()
+    assert active("auto") == ()
     own("by-name.toml", '[match]\nname = "rtx 4060*"\n[sampling]\nseed = 1\n')
-    assert in_force("auto") == ()
+    assert active("auto") == ()
     nvml(RTX, missing=("nvmlDeviceGetMemoryInfo",))
     assert shown("sampling.seed").endswith("(matched: name)")
 
@@ -117,7 +117,7 @@ def test_without_a_gpu_the_defaults_hold(nvml: Install) -> None:
     nvml(RTX)
     assert resolved().settings.kv.mode == "speculative"
     cpu = sources.flag_source({"--device": ([("model", "device")], "cpu")})
-    assert sources.load(cpu, {}, in_force).settings.kv.mode == "full"
+    assert sources.load(cpu, {}, active).settings.kv.mode == "full"
 
 
 def test_bundled_profiles_are_good_and_claim_no_measurement() -> None:
@@ -172,7 +172,7 @@ def test_a_name_wins_over_memory_and_the_order_of_sources_holds(nvml: Install) -
     assert shown("kv.streaming.budget").startswith("kv.streaming.budget = 1024   # profiles/6gb.toml:")
     paths.config_file().write_text("[sampling]\ntop_k = 3\n")
     assert shown("sampling.top_k") == "sampling.top_k = 3   # config.toml:2"
-    in_variable = sources.load(environ={"KVCHAT_SAMPLING_TOP_K": "4"}, profiles=in_force)
+    in_variable = sources.load(environ={"KVCHAT_SAMPLING_TOP_K": "4"}, profiles=active)
     assert in_variable.origins["sampling", "top_k"] == "KVCHAT_SAMPLING_TOP_K"
 
 

@@ -29,10 +29,10 @@ def own(name: str, text: str) -> Path:
 
 
 def resolved() -> sources.Resolved:
-    return sources.load(environ={}, profiles=in_force)
+    return sources.load(environ={}, profiles=active)
 
 
-def in_force(device: str) -> tuple[SettingsSource, ...]:
+def active(device: str) -> tuple[SettingsSource, ...]:
     return profiles.find(device).sources
 
 
