@@ -362,6 +362,6 @@ def _lost_reading(made: MemoryPlan, quantize: str, mode: str, need: ModeNeed, sp
     if lost := modes.registered()[mode].tradeoff:
         yield lost
     if budget := need.params.get("budget"):
-        effective_params = made.modes[mode].params["budget"]
-        less = f"; the budget in force is {effective_params:,}" if budget < effective_params else ""
+        effective = made.modes[mode].params["budget"]
+        less = f"; the budget in force is {effective:,}" if budget < effective else ""
         yield f"more than {budget:,} tokens read by a head for a token{less}"

@@ -16,13 +16,13 @@ from kvchat.tui.client import EngineClient
 from kvchat.tui.state import ChatState, Phase
 from kvchat.tui.view import AnswerView, ChatView, QuestionView, SwitchView
 
-NOTHING = Message(parent=None, role="assistant", text="")
+NO_TEXT = Message(parent=None, role="assistant", text="")
 
 
 class Answers:
     """At most one answer in progress, and the ``queue`` of questions behind it.
 
-    ``answer`` is None between answers, and after ``leave`` until the engine has finished the one that was left.
+    ``answer`` is None between answers, and after ``detach`` until the engine has finished the one that was left.
     ``save`` writes the conversation to disk; speeds are measured only while it ``is_real_time``.
     """
 
@@ -39,7 +39,7 @@ class Answers:
         self.view = view
         self._save = save
         self._is_real_time = is_real_time
-        self._said = NOTHING
+        self._continued = NO_TEXT
         self._tags: tuple[str, ...] = ()
         self.is_asking = self._is_stop_due = False
         self.answer: AnswerView | None = None
@@ -49,19 +49,19 @@ class Answers:
         self._marks: list[tuple[int, SwitchView]] = []  # the switches since it began, behind so many characters
         self._between: tuple[str, SwitchView] | None = None  # the last one, kept with the answer of this id before it
 
-    async def begin(self, said: Message = NOTHING) -> None:
-        """Ask for an answer to the last question, or for more of the last answer, which is ``said``."""
+    async def begin(self, continued: Message = NO_TEXT) -> None:
+        """Ask for an answer to the last question, or for more of the last answer, which is ``continued``."""
         conversation = self.state.conversation
         self._begin_asking()
         self.state.note_mode()
         self.state.first_mode, self.state.is_stored, self.state.prompt_tokens = "", True, None
-        self._said, self._marks = said, []
+        self._continued, self._marks = continued, []
         answer = await self.view.add_answer()
         if self._is_left(conversation):
             await answer.remove()
             return
         self.answer = answer
-        self.answer.resume(said)
+        self.answer.resume(continued)
         self.is_asking = False
         try:
             self.client.send(conversation.command(self.state.sampling))
@@ -76,8 +76,8 @@ class Answers:
         """Ask at once, in place of the person: of a recording."""
         await self.send(await self.view.add_question(text, queued=False))
 
-    def take_up(self) -> None:
-        """Let the engine take up what it keeps of the conversation, before the next question."""
+    def resume_kv(self) -> None:
+        """Let the engine restore the K/V that it has of the conversation, before the next question."""
         if self.state.info is not None and self.state.phase is not Phase.DOWN and self.state.conversation.leaf:
             with suppress(UsageError):  # the next question tells, and does it all the same
                 self.client.send(self.state.conversation.to_resume())
@@ -87,7 +87,7 @@ class Answers:
         """True if the engine is ready, and no waiting question is sent before the next one."""
         return self.state.phase is Phase.READY and not self.queue.goes_on
 
-    def expect(self) -> None:
+    def mark_pending(self) -> None:
         """From now on a stop is meant for the answer to come, also before it can be asked for."""
         if not self.is_asking:
             self.is_asking, self._is_stop_due = True, False
@@ -101,9 +101,9 @@ class Answers:
             self.client.send(Stop())
 
     def begun(self, started: Started) -> None:
-        """The prompt is being read; it may begin a thought, unless it ends with what was said of the answer already."""
+        """The prompt is being read; it may begin a thought, unless it ends with text of the answer."""
         self._tags = started.tags
-        if self.answer is not None and not self._said.text:
+        if self.answer is not None and not self._continued.text:
             self.answer.thought = started.thought
 
     def wait(self, words: str) -> None:
@@ -174,10 +174,10 @@ class Answers:
         switch_lines = self._take_lines()
         if answer is None:
             return
-        if self._said.text or finished.text or finished.reason != "stopped":
+        if self._continued.text or finished.text or finished.reason != "stopped":
             receipt = self.state.receipt(finished)
             message = self.state.conversation.answer(
-                self._said.text + finished.text,
+                self._continued.text + finished.text,
                 finished.reason,
                 receipt,
                 finished.stats,
@@ -213,11 +213,11 @@ class Answers:
             await self._give_back()
         return bool(answer.text)
 
-    def leave(self) -> None:
-        """Go away from the answer in progress, keeping its text, and from queued questions: another conversation."""
+    def detach(self) -> None:
+        """Leave the answer in progress, keeping its text, and the queued questions, for another conversation."""
         if self.answer is not None and self.answer.text:
             self._keep(self.answer, "stopped", self._lines())
-        if queued := self.queue.leave():
+        if queued := self.queue.take_texts():
             self._restore(queued, "What was queued")
         self.answer = self._question = None
         self._switch = None
@@ -284,7 +284,7 @@ class Answers:
         self.view.toast(f"{what} is {place}.")
 
     def _begin_asking(self) -> None:
-        self.expect()
+        self.mark_pending()
         self._show_phase(Phase.PREFILL)
 
     def _is_left(self, conversation: Conversation) -> bool:
@@ -297,7 +297,7 @@ class Answers:
 
     def _lines(self) -> tuple[ModeChange, ...]:
         """The switches in the answer."""
-        return (*self._said.switch_lines, *(_change(place, switch) for place, switch in self._marks))
+        return (*self._continued.switch_lines, *(_change(place, switch) for place, switch in self._marks))
 
     def _take_lines(self) -> tuple[ModeChange, ...]:
         """The switches as they stay from now on: the answer is over."""
@@ -392,8 +392,8 @@ class QuestionQueue:
         self.is_held = False
         self._show()
 
-    def leave(self) -> str:
-        """Forget all, whose widgets go with the conversation; their texts."""
+    def take_texts(self) -> str:
+        """Forget all and return their texts; the widgets go with the conversation."""
         texts = "\n\n".join(one.view.text for one in self._waiting)
         self._waiting.clear()
         self._show()

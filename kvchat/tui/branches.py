@@ -200,7 +200,7 @@ class Pins:
     def _mark(self, message: Message, pinned: bool) -> None:
         changed = self.state.conversation.pin(message.id, pinned)
         self.view.show_footer(changed, self.state.footer(changed))
-        self.answers.take_up()
+        self.answers.resume_kv()
 
     def _known_tokens(self, message: Message) -> int:
         """Tokens that will be pinned with ``message``, as far as they are known; the engine counts them all.

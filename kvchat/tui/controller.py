@@ -134,7 +134,7 @@ class ChatController:
         pinned = await self.branches.leave_edited()
         phase, is_free = self.state.phase, self.answers.is_free
         if is_free:
-            self.answers.expect()
+            self.answers.mark_pending()
         question = await self.view.add_question(text, queued=not is_free)
         # The phase may have changed while the question was mounted.
         if self.answers.is_free:
@@ -430,14 +430,14 @@ class ChatController:
     async def _exchange(self, conversation: Conversation) -> None:
         """Stop the answer, save the conversation and show another."""
         self.stop()
-        self.answers.leave()
+        self.answers.detach()
         await self._save()
         self.state.exchange(conversation)
         self.view.show_state(self.state)
         await self.view.show_messages(self.state.footed(), below=None)
         self.view.show_snapshot(self.state.snapshot)
         self.mode_of_conversation.restore(self.state.phase not in (Phase.LOADING, Phase.DOWN))
-        self.answers.take_up()
+        self.answers.resume_kv()
 
     def _begun(self) -> Conversation:
         """A new conversation."""

@@ -144,7 +144,7 @@ class EngineEvents:
                 self.view.add_note(note)
         self.mode_of_conversation.restore(is_ready=True)
         if not self.answers.queue.has_questions:
-            self.answers.take_up()
+            self.answers.resume_kv()
         await self.answers.ready()
 
     def _resumed(self, resumed: Resumed) -> None:

@@ -288,10 +288,10 @@ class Sync(Mode):
 
     def report(self) -> ModeReport:
         mem = {"mem": self.mem} if self.parameters.budget is None else {}
-        effective_params = self.parameters.model_dump() | {"clusters": self.clusters} | mem
+        params = self.parameters.model_dump() | {"clusters": self.clusters} | mem
         if not self.split:
             as_full = f"all {self.geometry.kv_heads}: as full ({self._why_full()})"
-            return ModeReport(effective_params, {"representative heads": as_full})
+            return ModeReport(params, {"representative heads": as_full})
         kept, chosen = self.overlap.tolist()
         stats = {
             "representative heads": " ".join("+".join(map(str, r.representatives)) for r in self.roles),
@@ -302,7 +302,7 @@ class Sync(Mode):
             "anticipation steps": self.anticipations,
             "set overlap": f"{kept / chosen:.0%}" if chosen else "n/a",
         }
-        return ModeReport(effective_params, stats, badges=self._badges())
+        return ModeReport(params, stats, badges=self._badges())
 
     def _reads_all(self, tokens: int) -> bool:
         """True if the token decoded as number ``tokens`` reads everything before it."""
