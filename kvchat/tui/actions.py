@@ -51,7 +51,7 @@ WIDGETS: tuple[Scope, ...] = (
 """A key of another scope goes before those of the focused widget."""
 LETTERS: tuple[Scope, ...] = ("transcript", "ribbon", "panels", "compare", "details", "map", "help")
 """Nothing is typed here, so that a letter may be a key."""
-_AROUND: dict[Scope, tuple[Scope, ...]] = {
+_CHILDREN: dict[Scope, tuple[Scope, ...]] = {
     "app": ("chat", "search", "title", "settings", "compare", "details", "help"),
     "chat": ("prompt", "transcript", "ribbon", "panels"),
     "search": ("conversations", "models"),
@@ -416,6 +416,6 @@ def _is_begun(name: str, known: Iterable[str]) -> bool:
 def scopes_at(scope: Scope) -> Iterator[Scope]:
     """The scopes whose keys act where ``scope`` is: its own and those around it."""
     yield scope
-    for outer, inner in _AROUND.items():
+    for outer, inner in _CHILDREN.items():
         if scope in inner:
             yield from scopes_at(outer)
