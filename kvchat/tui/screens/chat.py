@@ -40,7 +40,7 @@ from kvchat.tui.view import Severity, SwitchView, WayOut
 from kvchat.tui.widgets.answer import Answer
 from kvchat.tui.widgets.answer import prepare as prepare_answers
 from kvchat.tui.widgets.bars import KeyHints, ModeBar, StatusBar, TooSmall
-from kvchat.tui.widgets.base import ChangesCompositor, run_beside
+from kvchat.tui.widgets.base import ChangesCompositor, run_worker
 from kvchat.tui.widgets.composer import Composer, Prompt
 from kvchat.tui.widgets.messages import Note, Problem, Question, SwitchNote
 from kvchat.tui.widgets.panels import DetailColumn, EventLog, KvColumn, Timeline
@@ -102,8 +102,8 @@ class ChatScreen(Screen[None]):
         await self._transcript.add(self._welcome())
         if self._first:  # else what was typed before this would be lost
             self.query_one(Prompt).replace_all(self._first)
-        run_beside(self, self.controller.listen)
-        run_beside(self, self._open_archive)
+        run_worker(self, self.controller.listen)
+        run_worker(self, self._open_archive)
         self.call_after_refresh(self.controller.start)
 
     def on_resize(self, event: events.Resize) -> None:
@@ -235,7 +235,7 @@ class ChatScreen(Screen[None]):
 
     def action_editor(self) -> None:
         """Write the prompt in the user's own editor."""
-        run_beside(self, self._edit_outside, group="editor", exclusive=True)
+        run_worker(self, self._edit_outside, group="editor", exclusive=True)
 
     def action_details(self) -> None:
         """Show what each layer and KV head reads, how long fetching took, what the GPU did, and the last events."""
@@ -410,7 +410,7 @@ class ChatScreen(Screen[None]):
         """Copy to the terminal's clipboard, and to the system's where that is the person's."""
         self.app.copy_to_clipboard(text)
         if terminal.has_system():
-            run_beside(self, partial(self._copy_to_system, text), group="clipboard")
+            run_worker(self, partial(self._copy_to_system, text), group="clipboard")
         else:
             self.toast(terminal.describe(text, None), title="Copied")
 
@@ -422,7 +422,7 @@ class ChatScreen(Screen[None]):
 
     def _add(self, widget: Widget) -> None:
         """Mount without waiting, in the order of the calls."""
-        run_beside(self, partial(self._transcript.add, widget), group="messages")
+        run_worker(self, partial(self._transcript.add, widget), group="messages")
 
     async def _copy_to_system(self, text: str) -> None:
         refusal = await terminal.copy_to_system(text)
@@ -486,7 +486,7 @@ class ChatScreen(Screen[None]):
                 welcome.offer(latest.title)
         if self._first:  # asked in the conversation gone on with
             self.query_one(Prompt).action_send()
-        run_beside(self, partial(asyncio.to_thread, prepare_answers))
+        run_worker(self, partial(asyncio.to_thread, prepare_answers))
         await self.controller.keep()
 
     @contextmanager

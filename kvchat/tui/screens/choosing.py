@@ -28,7 +28,7 @@ from kvchat.tui.actions import bindings
 from kvchat.tui.controller import ChatController
 from kvchat.tui.screens.base import FoundList, SearchField, SearchScreen, css_of
 from kvchat.tui.widgets.bars import KeyHints
-from kvchat.tui.widgets.base import run_beside
+from kvchat.tui.widgets.base import run_worker
 from kvchat.units import count, size
 
 FENCE = re.compile(r"(?m)^[ >]*(`{3,}|~{3,})[^\n`]*$|`{3,}|~{3,}")  # of code, also one that an excerpt cuts off
@@ -74,7 +74,7 @@ class ConversationsScreen(SearchScreen[Summary]):
     @on(Input.Changed, "ConversationField")
     def search(self, event: Input.Changed) -> None:
         """Search for what is typed; the search before is given up."""
-        run_beside(self, partial(self._search, event.value), group="search", exclusive=True)
+        run_worker(self, partial(self._search, event.value), group="search", exclusive=True)
 
     async def action_choose(self) -> None:
         """Open the highlighted conversation."""
@@ -212,7 +212,7 @@ class ModelsScreen(SearchScreen[FoundModel]):
             yield KeyHints()
 
     def on_mount(self) -> None:
-        run_beside(self, self._look)
+        run_worker(self, self._look)
 
     @on(Input.Changed)
     def search(self) -> None:
@@ -243,7 +243,7 @@ class ModelsScreen(SearchScreen[FoundModel]):
 
     def _choose(self, model: FoundModel) -> None:
         self.dismiss()
-        run_beside(self.app, partial(self._load, model.name))  # this screen's own work ends with it
+        run_worker(self.app, partial(self._load, model.name))  # this screen's own work ends with it
 
     async def _load(self, name: str) -> None:
         try:

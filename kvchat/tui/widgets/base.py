@@ -177,7 +177,7 @@ class ChangesCompositor(Compositor):
                 yield region, shown, widget.render_lines(shown.translate(-region.offset))
 
 
-def run_beside(
+def run_worker(
     node: DOMNode, work: Callable[[], Coroutine[Any, Any, object]], group: str = "default", exclusive: bool = False
 ) -> None:
     """Run a coroutine function as a worker of ``node``; an ``exclusive`` one ends the others of its ``group``.
