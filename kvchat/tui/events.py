@@ -43,7 +43,7 @@ from kvchat.tui.comparisons import Comparisons
 from kvchat.tui.models import Models
 from kvchat.tui.replay import DetailsWatch, Replay
 from kvchat.tui.state import ENDINGS, ChatState, Phase, without_conversation
-from kvchat.tui.view import ChatView, WayOut, ways_out
+from kvchat.tui.view import ChatView, Remedy, remedies
 from kvchat.units import count, figure, percent, seconds
 
 CONTEXT_LEVELS = (0.95, 0.8)  # shares of the context, the highest first
@@ -258,11 +258,11 @@ class EngineEvents:
         was_busy = self.state.phase.busy
         is_cut_off = was_busy and await self.answers.abandon()
         self.comparisons.abandon(failed.title)
-        too_large = self.models.ways_out() if failed.kind == DoesNotFitError.__name__ else ()
+        too_large = self.models.remedies() if failed.kind == DoesNotFitError.__name__ else ()
         is_kept = self.models.give_up(failed.fatal)
         ran_out = was_busy and failed.kind == OutOfMemoryError.__name__
-        ways = ways_out(self.state, is_cut_off) if ran_out else too_large
-        self._show_error(EngineError(failed.title, failed.detail, failed.hint), ways)
+        offered = remedies(self.state, is_cut_off) if ran_out else too_large
+        self._show_error(EngineError(failed.title, failed.detail, failed.hint), offered)
         if failed.kind == TooMuchPinnedError.__name__:
             self.pins.take_back()
         if failed.fatal or self.state.info is None:
@@ -280,11 +280,11 @@ class EngineEvents:
         title = f"The engine stopped: {describe_exit(crashed.code)}."
         reason = ("Memory may have run out.",) if crashed.lacked_memory and was_busy else ()
         error = EngineError(title, "\n".join((*crashed.log, *reason)), f"{hint}; the conversation is kept.")
-        self._show_error(error, ways_out(self.state, is_cut_off) if reason else ())
+        self._show_error(error, remedies(self.state, is_cut_off) if reason else ())
         await (self._restart() if again else self.answers.down())
 
-    def _show_error(self, error: KvchatError, ways_out: Sequence[WayOut] = ()) -> None:
-        self.view.add_error(error, ways_out)
+    def _show_error(self, error: KvchatError, remedies: Sequence[Remedy] = ()) -> None:
+        self.view.add_error(error, remedies)
         self.view.log_event(error.title)
 
 

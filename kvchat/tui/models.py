@@ -21,7 +21,7 @@ from kvchat.protocol.figures import MemoryPlan, Planned, Proposal, StoredNeed
 from kvchat.protocol.messages import HostDtype, KeepPages, Load, Plan, Quantize, SetTemplateArgs, Stop, parse_args
 from kvchat.tui.client import EngineClient
 from kvchat.tui.state import AppConfig, ChatState, Phase
-from kvchat.tui.view import ChatView, WayOut, load_anyway
+from kvchat.tui.view import ChatView, Remedy, load_anyway
 from kvchat.units import count, figure, size
 
 ANSWER_POLL_S = 0.2
@@ -117,8 +117,8 @@ class Models:
         self._is_kept = was_loading and not is_fatal
         return self._is_kept
 
-    def ways_out(self) -> tuple[WayOut, ...]:
-        """The ways out where the model being loaded does not fit."""
+    def remedies(self) -> tuple[Remedy, ...]:
+        """The remedies where the model being loaded does not fit."""
         return load_anyway(self._asked, self._base) if self._asked is not None else ()
 
     async def stop(self) -> None:

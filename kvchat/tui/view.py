@@ -1,4 +1,4 @@
-"""Protocols of the screen as the controller uses it, so that it runs without Textual; the ways out that it offers."""
+"""Protocols of the screen as the controller uses it, so that it runs without Textual; the remedies that it offers."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class ChatView(Protocol):
     def add_note(self, text: str, struck: str = "") -> None:
         """Add a quiet note, followed by ``struck`` with a line through it."""
 
-    def add_error(self, error: KvchatError, ways_out: Sequence[WayOut] = ()) -> None:
+    def add_error(self, error: KvchatError, remedies: Sequence[Remedy] = ()) -> None:
         """Add an error to the transcript, and what can be done."""
 
     def toast(self, text: str, title: str = "", severity: Severity = "information", timeout: float = 5.0) -> None:
@@ -155,14 +155,14 @@ class ChatView(Protocol):
 
 
 @dataclass(frozen=True)
-class WayOut:
+class Remedy:
     """``doc`` says what ``lines``, slash commands one after the other, do."""
 
     doc: str
     lines: tuple[str, ...]
 
 
-def ways_out(state: ChatState, is_cut_off: bool) -> tuple[WayOut, ...]:
+def remedies(state: ChatState, is_cut_off: bool) -> tuple[Remedy, ...]:
     """Half the budget, the mode that holds least, no model.
 
     An answer that ``is_cut_off`` goes on after the first two; else its question lies in the prompt again.
@@ -171,19 +171,21 @@ def ways_out(state: ChatState, is_cut_off: bool) -> tuple[WayOut, ...]:
     goes_on = " and go on" if is_cut_off else ", then ask again"
     found = []
     if (half := _half_budget(state)) is not None:
-        found.append(WayOut(f"halve the budget{goes_on}", (f"/budget {half}", *after)))
+        found.append(Remedy(f"halve the budget{goes_on}", (f"/budget {half}", *after)))
     if state.mode != modes.HOLDS_LEAST:
-        found.append(WayOut(f"take the mode that holds least{goes_on}", (f"/mode {modes.HOLDS_LEAST}", *after)))
-    return (*found, WayOut("unload the model, which frees all its memory", ("/unload",)))
+        found.append(
+            Remedy(f"use the mode that needs the least memory{goes_on}", (f"/mode {modes.HOLDS_LEAST}", *after))
+        )
+    return (*found, Remedy("unload the model, which frees all its memory", ("/unload",)))
 
 
-def load_anyway(load: Load, settings: Load) -> tuple[WayOut, ...]:
+def load_anyway(load: Load, settings: Load) -> tuple[Remedy, ...]:
     """Loading a model that does not fit, with what was given beside the ``settings``, unless that has been tried."""
     if load.force:
         return ()
     given = (name for name in ("device", "dtype", "quantize") if getattr(load, name) != getattr(settings, name))
     words = (quote(load.model), *(f"{name}={getattr(load, name)}" for name in given), "force=true")
-    return (WayOut("load it anyway", (f"/model {' '.join(words)}",)),)
+    return (Remedy("load it anyway", (f"/model {' '.join(words)}",)),)
 
 
 def _half_budget(state: ChatState) -> int | None:

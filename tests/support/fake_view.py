@@ -12,7 +12,7 @@ from kvchat.errors import EngineError, KvchatError
 from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import Command, Details, Switched
 from kvchat.tui.state import ChatState, Footed, Phase, RunningComparison
-from kvchat.tui.view import WayOut
+from kvchat.tui.view import Remedy
 
 Hook = Callable[[], Coroutine[Any, Any, None]]
 
@@ -181,8 +181,8 @@ class FakeView:
     def add_note(self, text: str, struck: str = "") -> None:
         self.notes.append(text + struck)
 
-    def add_error(self, error: KvchatError, ways_out: Sequence[WayOut] = ()) -> None:
-        self.ways_out = [way.lines for way in ways_out]
+    def add_error(self, error: KvchatError, remedies: Sequence[Remedy] = ()) -> None:
+        self.remedies = [way.lines for way in remedies]
         self.errors.append(error)
 
     def toast(self, text: str, title: str = "", severity: str = "information", timeout: float = 5.0) -> None:

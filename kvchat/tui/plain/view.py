@@ -26,7 +26,7 @@ from kvchat.protocol.messages import Details, Switched
 from kvchat.tui.actions import is_command
 from kvchat.tui.comparisons import HEADINGS, needle_rows, verdict
 from kvchat.tui.state import ChatState, Footed, Phase, RunningComparison, describe_switch
-from kvchat.tui.view import Severity, WayOut
+from kvchat.tui.view import Remedy, Severity
 from kvchat.units import count, size
 
 _SENTENCE_END = re.compile(r"[.!?…][\"'”’)\]]*[ \n]|[。！？]|\n")
@@ -271,11 +271,11 @@ class PlainView:
         """Print a note."""
         self._lines.line(text + struck)
 
-    def add_error(self, error: KvchatError, ways_out: Sequence[WayOut] = ()) -> None:
+    def add_error(self, error: KvchatError, remedies: Sequence[Remedy] = ()) -> None:
         """Print an error: title, detail, hint, and what can be done."""
         self.problems += 1
         self.switches += 1
-        done = [f"{', then '.join(way.lines)}: {way.doc}" for way in ways_out]
+        done = [f"{', then '.join(remedy.lines)}: {remedy.doc}" for remedy in remedies]
         parts = (f"Error: {error.title}", error.detail, error.hint, *done)
         self._lines.problem("\n".join(part for part in parts if part))
 

@@ -36,7 +36,7 @@ from kvchat.tui.screens.base import open_once
 from kvchat.tui.screens.choosing import ConversationsScreen, ModelsScreen
 from kvchat.tui.screens.details import DetailsScreen
 from kvchat.tui.state import AppConfig, ChatState, Footed, RunningComparison
-from kvchat.tui.view import Severity, SwitchView, WayOut
+from kvchat.tui.view import Remedy, Severity, SwitchView
 from kvchat.tui.widgets.answer import Answer
 from kvchat.tui.widgets.answer import prepare as prepare_answers
 from kvchat.tui.widgets.bars import KeyHints, ModeBar, StatusBar, TooSmall
@@ -355,8 +355,8 @@ class ChatScreen(Screen[None]):
     def add_note(self, text: str, struck: str = "") -> None:
         self._add(Note(Content.assemble(visible(text), (visible(struck), "strike dim"))))
 
-    def add_error(self, error: KvchatError, ways_out: Sequence[WayOut] = ()) -> None:
-        self._add(Problem(error, ways_out))
+    def add_error(self, error: KvchatError, remedies: Sequence[Remedy] = ()) -> None:
+        self._add(Problem(error, remedies))
 
     def toast(self, text: str, title: str = "", severity: Severity = "information", timeout: float = 5.0) -> None:
         self.app.notify(text, title=title, severity=severity, timeout=timeout)

@@ -14,7 +14,7 @@ from kvchat.errors import KvchatError
 from kvchat.foreign_text import visible
 from kvchat.protocol.messages import Switched
 from kvchat.tui.state import SwitchLine
-from kvchat.tui.view import WayOut
+from kvchat.tui.view import Remedy
 from kvchat.units import count, size
 
 SHOWN_CHARACTERS = 2000
@@ -96,16 +96,16 @@ class Problem(Static):
 
     DEFAULT_CSS = "Problem { margin: 1 1 0 1; padding: 0 1; border-left: outer $error; }"
 
-    def __init__(self, error: KvchatError, ways_out: Sequence[WayOut] = ()) -> None:
+    def __init__(self, error: KvchatError, remedies: Sequence[Remedy] = ()) -> None:
         self.error = error
         title, detail, hint = map(visible, (error.title, error.detail, error.hint))
         parts = [Content.styled(f"✖ {title}", "bold $error"), Content(detail), Content.styled(hint, "dim")]
         parts += [
             Content.assemble(
                 ("→ ", "bold $accent"),
-                (" ".join(way.lines), Style.from_meta({"@click": f"screen.run_lines({way.lines})"})),
-                (f"   {way.doc}", "dim"),
+                (" ".join(remedy.lines), Style.from_meta({"@click": f"screen.run_lines({remedy.lines})"})),
+                (f"   {remedy.doc}", "dim"),
             )
-            for way in ways_out
+            for remedy in remedies
         ]
         super().__init__(Content("\n").join(part for part in parts if part), markup=False)

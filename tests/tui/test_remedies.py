@@ -28,7 +28,7 @@ async def test_where_memory_ran_out_commands_are_offered(chat, mode, budget, sai
     if said:
         await chat.controller.handle(Text(said, 1))
     await chat.controller.handle(Failed("Memory ran out while decoding.", kind="OutOfMemoryError"))
-    assert chat.view.ways_out == offered
+    assert chat.view.remedies == offered
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ async def test_where_memory_may_have_ended_the_engine_commands_are_offered(chat,
     await chat.controller.handle(crashed)
     offered = [("/budget 256", "/continue"), ("/mode streaming", "/continue"), ("/unload",)]
     assert ("Memory" in chat.view.errors[0].detail) == is_told
-    assert chat.view.ways_out == (offered if is_told else [])
+    assert chat.view.remedies == (offered if is_told else [])
 
 
 async def test_an_answer_before_the_question_given_back_is_not_gone_on_with(chat):
@@ -56,7 +56,7 @@ async def test_an_answer_before_the_question_given_back_is_not_gone_on_with(chat
     await chat.controller.handle(messages.Finished("eos", "first", Stats()))
     await chat.ask("two")
     await chat.controller.handle(Failed("Memory ran out while reading the prompt.", kind="OutOfMemoryError"))
-    assert chat.view.ways_out == [("/mode streaming",), ("/unload",)]
+    assert chat.view.remedies == [("/mode streaming",), ("/unload",)]
     assert chat.turns == ["one", "first"]
 
 
@@ -64,7 +64,7 @@ async def test_where_something_else_failed_nothing_is_offered(chat):
     await chat.load(mode="speculative", params={"budget": 512})
     await chat.ask("hello")
     await chat.controller.handle(Failed("The prompt is too long.", kind="DoesNotFitError"))
-    assert chat.view.ways_out == []
+    assert chat.view.remedies == []
 
 
 async def test_a_model_that_does_not_fit_is_offered_to_be_loaded_anyway_once(chat, tmp_path):
@@ -72,9 +72,9 @@ async def test_a_model_that_does_not_fit_is_offered_to_be_loaded_anyway_once(cha
     too_large = Failed("It does not fit.", kind="DoesNotFitError")
     await chat.controller.models.choose(str(tmp_path), {"quantize": "int8"})
     await chat.controller.handle(too_large)
-    assert chat.view.ways_out == [(f"/model {tmp_path} quantize=int8 force=true",)]
+    assert chat.view.remedies == [(f"/model {tmp_path} quantize=int8 force=true",)]
     await chat.load()  # the model in use stays
     await chat.controller.models.choose(str(tmp_path), {"quantize": "int8", "force": "true"})
     assert chat.client.sent[-1].force
     await chat.controller.handle(too_large)
-    assert chat.view.ways_out == []
+    assert chat.view.remedies == []
