@@ -31,7 +31,7 @@ def read(path: Path) -> bytes:
     """
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "It is no regular file", str(path))
+            raise OSError(errno.EINVAL, "It is not a regular file", str(path))
         return file.read()
 
 
@@ -133,7 +133,7 @@ def read_text(file: Path) -> str:
         UsageError: there is none, it is something else such as a device, or it is not UTF-8.
     """
     if file.exists() and not file.is_file():
-        raise UsageError(f"{file} cannot be read.", "It is no regular file.", "Give a text file.")
+        raise UsageError(f"{file} cannot be read.", "It is not a regular file.", "Give a text file.")
     try:
         return for_a_model(file.read_bytes(), str(file))
     except OSError as error:

@@ -95,7 +95,7 @@ def test_what_need_not_have_an_end_is_neither_read_nor_waited_for(tmp_path: Path
     assert files.read(path) == OLD
     os.mkfifo(tmp_path / "pipe")
     for place in (tmp_path / "pipe", Path("/dev/zero")):
-        with pytest.raises(OSError, match="no regular file"):
+        with pytest.raises(OSError, match="not a regular file"):
             files.read(place)
     with pytest.raises(OSError, match="directory"):
         files.read(tmp_path)

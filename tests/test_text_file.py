@@ -33,7 +33,7 @@ def test_a_text_of_an_editor_on_windows_is_read(tmp_path, form):
     assert read_text(file) == "Schön \U0001f600.\n"
     assert attachments.read(file) == "Schön \U0001f600.\n"
     file.write_bytes("\ufeffa\0b".encode(form))
-    with pytest.raises(UsageError, match="is no text"):
+    with pytest.raises(UsageError, match="is not a text"):
         attachments.read(file)
     file.write_bytes("\ufeffa\ud800b".encode(form, "surrogatepass"))
     with pytest.raises(UsageError, match="is not UTF-16"):
@@ -47,7 +47,7 @@ def test_what_is_no_text_is_refused_by_name_and_never_waited_for(tmp_path):
     with pytest.raises(UsageError, match=r"latin\.txt.*UTF-8.*Byte 3.*0xf6"):
         read_text(latin)
     for place in (pipe, tmp_path):
-        with pytest.raises(UsageError, match=f"{place.name}.*no regular file"):
+        with pytest.raises(UsageError, match=f"{place.name}.*not a regular file"):
             read_text(place)
     with pytest.raises(UsageError, match="No such file"):
         read_text(tmp_path / "none.txt")

@@ -360,7 +360,7 @@ def _published_prompts(folder: Path) -> Mapping[str, str]:
             raise UsageError(f"{file} cannot be read.", f"{error}.", "Download the data set again.") from None
         if not isinstance(prompts, dict) or not all(isinstance(prompt, str) for prompt in prompts.values()):
             raise UsageError(
-                f"{file} is refused.",
+                f"{file} is not valid.",
                 "It does not give a prompt for each task.",
                 "Give the file that LongBench publishes.",
             )

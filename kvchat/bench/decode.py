@@ -146,7 +146,9 @@ def _rate(text: str) -> float | None:
     except ValueError:
         rate = -1.0
     if not 0 <= rate <= 1:
-        raise UsageError(f'The change rate "{text}" is refused.', hint="It must be natural or a share between 0 and 1.")
+        raise UsageError(
+            f'The change rate "{text}" is not valid.', hint="It must be natural or a share between 0 and 1."
+        )
     return rate
 
 
@@ -169,7 +171,9 @@ def _check_corrections(settings: Decode) -> None:
     """
     for share in settings.corrections:
         if not 0 <= share <= 1:
-            raise UsageError(f"A share of corrections of {share:g} is refused.", hint="Give a number between 0 and 1.")
+            raise UsageError(
+                f"A share of corrections of {share:g} is not valid.", hint="Give a number between 0 and 1."
+            )
     if settings.corrections and not _corrected(settings):
         raise UsageError("Only speculative mode corrects.", hint="Take --mode speculative, or no --corrections.")
 

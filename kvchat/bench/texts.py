@@ -126,7 +126,7 @@ class Line:
 
     def refusal(self, reason: str) -> UsageError:
         """The error for a row that is not as the data set's publisher writes it."""
-        return UsageError(f"{self.place} is refused.", reason, "Give the data set as it was published.")
+        return UsageError(f"{self.place} is not valid.", reason, "Give the data set as it was published.")
 
 
 def files(folder: Path, endings: Sequence[str] = (".jsonl",)) -> list[Path]:
@@ -164,5 +164,7 @@ def _object(file: Path, number: int, text: str) -> Mapping[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{file}, line {number} is no JSON.", f"{error}.", "Download the file again.") from None
     if not isinstance(fields, dict):
-        raise UsageError(f"{file}, line {number} is refused.", "It is JSON, but no object.", "Download the file again.")
+        raise UsageError(
+            f"{file}, line {number} is not valid.", "It is JSON, but no object.", "Download the file again."
+        )
     return fields

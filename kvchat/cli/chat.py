@@ -212,7 +212,7 @@ def _limited(stream: BinaryIO, name: str) -> bytes:
     if len(raw) > MAX_BYTES:
         tokens = count(MAX_BYTES // BYTES_PER_TOKEN)
         detail = f"At most {size(MAX_BYTES)} are read: about {tokens} tokens, more than models take."
-        raise DoesNotFitError(f"{name} is too large.", detail, "Take a part of it.")
+        raise DoesNotFitError(f"{name} is too large.", detail, "Give a smaller excerpt.")
     return raw
 
 

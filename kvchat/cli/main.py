@@ -148,7 +148,7 @@ def _made_visible() -> Iterator[None]:
 def _refusal(error: typer.BadParameter, value: object, wanted: str) -> UsageError:
     """The value of an option or argument that typer had pydantic refuse, in kvchat's words."""
     named = error.param.opts[-1] if error.param and error.param.opts else "An argument"
-    return UsageError(f'{named} "{value}" is refused.', f"It must be {wanted}.", "`-h` describes the options.")
+    return UsageError(f'{named} "{value}" is not valid.', f"It must be {wanted}.", "`-h` describes the options.")
 
 
 # Plain help: the same on every terminal, and quicker than with boxes.
@@ -206,7 +206,7 @@ def kvchat_command(  # typer reads the options from the signature, the settings 
         raise typer.Exit(chat(given, resume, plain, record))
     for flag in given.origins.values():
         raise UsageError(
-            f"{flag} stands before the command.", hint=f"Put it behind: kvchat {ctx.invoked_subcommand} {flag} ..."
+            f"{flag} is before the command.", hint=f"Options go after it: kvchat {ctx.invoked_subcommand} {flag} ..."
         )
 
 

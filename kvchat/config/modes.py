@@ -55,7 +55,7 @@ class ModeParameters(BaseModel):
         return self.implementation
 
     recovery: bool = False
-    """watch the entropy of the generated text; when it goes wrong, restore tokens, finally withdraw some"""
+    """if the text goes wrong (entropy), bring tokens back; as a last resort undo some words"""
     pin_system: bool = False
     """attend to the whole system prompt at every token, beyond the budget"""
 
@@ -76,14 +76,14 @@ class ModeParameters(BaseModel):
 
 class FullParameters(ModeParameters):
     name: ClassVar[str] = "full"
-    title: ClassVar[str] = "everything attended, whatever the device holds"
+    title: ClassVar[str] = "reads everything"
     implementation: ClassVar[str] = "kvchat.kv.modes.full:Full"
     figures: ClassVar[Mapping[str, str]] = {
-        "read over the link": "tokens without a slot on the GPU, which attention reads where they lie on the host"
+        "streamed from RAM": "tokens without a slot on the GPU, which attention reads from host memory"
     }
 
     resident: int | None = Field(None, ge=MIN_BUDGET)
-    """most recent tokens kept on a GPU; the rest is read over the link (auto: all, or what fits; none on a CPU)"""
+    """most recent tokens kept on a GPU; the rest is streamed from RAM (auto: all, or what fits; none on a CPU)"""
 
 
 class PaperParameters(ModeParameters):
@@ -164,7 +164,7 @@ class SpeculativeParameters(BudgetParameters, PaperParameters):
         "candidate pages": "with unit=page: stored pages that it chooses them from",
         "heads corrected": "with unit=page: KV heads whose choice was replaced before attention, of all since the mode"
         " was entered",
-        "mean C": "with unit=page: cosine of a head's query to its last one, in the mean since the mode was entered:"
+        "mean C": "with unit=page: cosine of a head's query to its last one, on average since the mode was entered:"
         " 1 is no turn, and below tau the head is corrected",
     }
     tradeoff: ClassVar[str] = "reading everything for every token: speculative chooses what to read"
@@ -210,13 +210,13 @@ class SpeculativeParameters(BudgetParameters, PaperParameters):
 
 class FreezeParameters(PaperParameters):
     name: ClassVar[str] = "freeze"
-    title: ClassVar[str] = "irrelevant tokens leave for growing times and return (ASR-KF-EGR)"
+    title: ClassVar[str] = "drops irrelevant tokens for longer and longer, then brings them back (ASR-KF-EGR)"
     version: ClassVar[int] = 2
     implementation: ClassVar[str] = "kvchat.kv.modes.freeze:Freeze"
     published: ClassVar[Mapping[str, Any]] = {"score": "always", "tau": 0.5, "k": 2.0, "K": 32, "recovery": False}
     figures: ClassVar[Mapping[str, str]] = {
         "frozen now": "tokens that have left the device until their timers run out, the same in all layers and heads",
-        "mean timer": "steps that a frozen token still has to wait, in the mean",
+        "mean timer": "steps that a frozen token still has to wait, on average",
         "restored per step": "tokens that come back, on average since the mode was entered",
     }
     own: ClassVar[Mapping[str, str]] = {
@@ -225,7 +225,7 @@ class FreezeParameters(PaperParameters):
     }
 
     recovery: bool = True
-    """watch the entropy of the generated text; when it goes wrong, restore tokens, finally withdraw some"""
+    """if the text goes wrong (entropy), bring tokens back; as a last resort undo some words"""
     profile: Literal["default", "paper"] = "default"
     """paper: as published; every token outside the window is flagged, none is protected or recalled, no recovery"""
     score: Literal["prob_rel", "raw", "always"] = "prob_rel"
@@ -383,7 +383,7 @@ def _explain(cls: type[ModeParameters], details: Any) -> tuple[str, ...]:
     if details["type"] == "extra_forbidden":
         return f'The {cls.name} mode has no parameter "{key}".', did_you_mean(key, cls.model_fields)
     sentence = reason(cls, details)
-    title = f"{cls.name}: {key} = {details['input']!r} is refused."
+    title = f"{cls.name}: {key} = {details['input']!r} is not valid."
     return title, f"{sentence[0].upper()}{sentence[1:]}.", advice(field_at(cls, details["loc"]))
 
 
@@ -418,7 +418,7 @@ def _check(cls: Any) -> None:
         if not isinstance(getattr(cls, attribute, None), str):
             raise ValueError(f"{cls.__name__} has no {attribute}")
     if not re.fullmatch(r"[a-z][a-z0-9_]*", cls.name) or hasattr(BaseModel, cls.name) or cls.name in ("mode", "params"):
-        raise ValueError(f'"{cls.name}" is no name for a mode: lower-case letters, digits and _ make one')
+        raise ValueError(f'"{cls.name}" is not a valid name for a mode: lower-case letters, digits and _ make one')
     if not re.fullmatch(r"[\w.]+:\w+", cls.implementation):
         raise ValueError(f'its implementation "{cls.implementation}" is not package.module:Class')
     missing = [name for name, field in cls.model_fields.items() if field.is_required()]

@@ -254,7 +254,7 @@ def _reason(key: Key, details: ErrorDetails, model: type[BaseModel]) -> str:
     if kind == "literal_error":
         words = re.findall(r"'([^']*)'", details["ctx"]["expected"])
         return f"{value} is not one of {', '.join(words)}.{_near(str(details['input']), words)}"
-    return f"{value} is refused: {reason(model, details)}."
+    return f"{value} is not valid: {reason(model, details)}."
 
 
 def _siblings(model: type[BaseModel], key: Key) -> Iterable[str]:

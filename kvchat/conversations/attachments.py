@@ -50,10 +50,14 @@ def read(path: Path, limit: int = MAX_BYTES) -> str:
     except OSError as error:
         raise files.unreadable(f"The file {path}", error) from None
     if len(raw) > limit:
-        raise DoesNotFitError(f"The file {path} is too large.", f"At most {size(limit)} fit.", "Take a part of it.")
+        raise DoesNotFitError(
+            f"The file {path} is too large.", f"At most {size(limit)} fit.", "Attach a smaller excerpt."
+        )
     found = raw if not raw.startswith(files.WIDE) else files.decoded(raw, f"The file {path}").encode()
     if b"\0" in found:
-        raise UsageError(f"The file {path} is no text.", f"Byte {found.index(0):,} is NUL.", "Only text can be sent.")
+        raise UsageError(
+            f"The file {path} is not a text file.", f"Byte {found.index(0):,} is NUL.", "Only text can be sent."
+        )
     return files.for_a_model(found, f"The file {path}")
 
 

@@ -15,12 +15,12 @@ from kvchat.units import MISSING, count, figure, percent, size
 
 FIGURES = {
     "tok/s": "tokens written a second",
-    "read": "stored tokens that a token attended to, as a share, in the mean over the answer",
+    "read": "stored tokens that a token attended to, as a share, on average over the answer",
     "fetched": "copied from host to device for the answer",
     "hits": "of what was chosen, the share that was on the device already",
     "alike": "tokens at the beginning that are the first answer's",
     "agree": "of the first answer's tokens, the share for which both find the same token likeliest",
-    "KL": "Kullback-Leibler divergence of the next token from the first answer's, in the mean over its tokens, in nats",
+    "KL": "Kullback-Leibler divergence of the next token from the first answer's, on average over its tokens, in nats",
 }
 """What the columns mean."""
 COLUMNS = ("", *FIGURES)
@@ -143,7 +143,7 @@ def _verdict(name: str, run: Run, first: str) -> str:
         course = f"goes its own way from token {count(a.first_difference + 1)} on"
     if a.same_choice is None:
         return f"{name} {course}."
-    divergence = "" if a.kl_mean is None else f" (KL {a.kl_mean:.3f} nats in the mean, {a.kl_max:.3f} at most)"
+    divergence = "" if a.kl_mean is None else f" (KL {a.kl_mean:.3f} nats on average, {a.kl_max:.3f} at most)"
     chosen = (
         f"given {first}'s text it finds the same next token likeliest in {percent(a.same_choice)} of {count(a.tokens)}"
     )

@@ -252,7 +252,7 @@ def read(path: Path) -> Conversation:
     """
     try:
         if path.exists() and not path.is_file():
-            raise UsageError(f"{path} is no file.", hint="Give a file that kvchat exported.")
+            raise UsageError(f"{path} is not a file.", hint="Give a file that kvchat exported.")
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
@@ -299,7 +299,7 @@ def from_json(data: bytes, name: str) -> Conversation:
 
 def _refusal(name: str, detail: str) -> UsageError:
     return UsageError(
-        f"{name} is no conversation of kvchat.", detail, "Only JSON that kvchat exported can be imported."
+        f"{name} is not a kvchat conversation.", detail, "Only JSON that kvchat exported can be imported."
     )
 
 

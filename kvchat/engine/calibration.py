@@ -276,7 +276,7 @@ def load(file: Path) -> Calibration:
         return _checked(Calibration(**fields, similarity=similarity, retrieval=retrieval, choice=choice))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, UsageError) as error:
         raise UsageError(
-            f"{file} is no calibration.", str(error), "Delete it, or run kvchat calibrate again."
+            f"{file} is not a calibration.", str(error), "Delete it, or run kvchat calibrate again."
         ) from error
 
 
@@ -288,10 +288,10 @@ def _checked(calibration: Calibration) -> Calibration:
     if any(len(row) != heads for row in rows) or len(rows) != len(layers) * (heads + 1):
         raise ValueError("The layers have different numbers of heads.")
     if not all(math.isfinite(score) for row in rows for score in row):
-        raise ValueError("A score is no number.")
+        raise ValueError("A score is not a number.")
     if calibration.choice:
         if not math.isfinite(calibration.choice.covered):
-            raise ValueError("What is covered is no number.")
+            raise ValueError("What is covered is not a number.")
         parse(SpeculativeParameters.name, calibration.choice.params)
     if not 1 <= calibration.clusters <= heads:
         raise ValueError(f"{calibration.clusters} clusters of {heads} heads are impossible.")

@@ -177,7 +177,7 @@ def _context(seen: _Observed, asked: int | None) -> int:
         return asked or longest
     name = seen.described.location.name
     raise UsageError(
-        f"A context of {asked:,} tokens is refused.",
+        f"A context of {asked:,} tokens is not valid.",
         f"{name} was made for 1 to {longest:,}.",
         "Give a context in that range.",
     )
@@ -358,7 +358,7 @@ def _lost_pages(made: MemoryPlan) -> Iterator[str]:
 def _lost_reading(made: MemoryPlan, quantize: str, mode: str, need: ModeNeed, spills: bool) -> Iterator[str]:
     # Someone who chose how much stays on the device has it fit, and reads over the link all the same.
     if link := _spilled(made, quantize) if spills else need.link_bytes:
-        yield f"speed: at the end {size(link)} are read over the link for every token"
+        yield f"speed: at the end {size(link)} are streamed from RAM for every token"
     if lost := modes.registered()[mode].tradeoff:
         yield lost
     if budget := need.params.get("budget"):

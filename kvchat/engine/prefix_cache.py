@@ -158,7 +158,7 @@ class PrefixCache(Released):
             yield from self.resume(conversation, turns)
         problem = self._writer.problem
         if problem and not self._is_problem_told:
-            yield Noted(f"K/V cannot be saved: {problem}. The conversation goes on; after a restart it is read again.")
+            yield Noted(f"K/V cannot be saved: {problem}. The chat continues; it will be re-processed after a restart.")
         self._is_problem_told = bool(problem)
 
     def forget(self, conversation: str) -> None:

@@ -53,8 +53,8 @@ class SlotsState(IntEnum):
 class KVManager:
     """Owns the ``state`` of one conversation and the ``mode`` that works on it.
 
-    ``step`` is what the mode said of the last one in ``prepare_step``; ``effective_params`` are its parameters as they were
-    when it was entered, with what was chosen for ``auto``.
+    ``step`` is what the mode said of the last one in ``prepare_step``; ``effective_params`` are its parameters when
+    it was entered, with what was chosen for ``auto``.
 
     A step is ``begin_step``, one forward of the model between ``forward_begin`` and ``forward_end``, then
     ``commit_step`` or ``rollback_step``; a prefill is ``begin_prefill``, a forward, then ``commit_prefill`` or
@@ -461,7 +461,7 @@ def explained(kv: KVManager, doing: str) -> Iterator[None]:
         raise OutOfMemoryError(
             f"Memory ran out while {doing}.",
             f"The {kv.mode.name} mode holds {_held(kv)} for {kv.total:,} stored tokens: {_shortage(error)}",
-            "What is stored is kept, what is missing is read again. Take a smaller budget or the streaming mode.",
+            "Your conversation is safe. Try a smaller budget or the streaming mode.",
         ) from error
 
 
@@ -476,5 +476,5 @@ def _shortage(error: BaseException) -> str:
     """The allocation that failed, in the allocator's own words where they are meant for people."""
     text = str(error)
     if asked := ASKED_FOR.search(text):
-        return f"another {size(int(asked[1]), 2)} could not be had."
+        return f"tried to allocate {size(int(asked[1]), 2)} more."
     return (text.splitlines() or ["no more memory"])[0]

@@ -86,10 +86,10 @@ def locate(name: str, progress: Progress) -> ModelLocation:
     except (OSError, ValueError) as error:  # a name too long, a loop of links, a null character
         raise ModelError(f'"{name[:80]}" cannot be opened.', f"{error}"[:300], "Check the path.") from error
     if location.gguf and not (location.folder / location.gguf).is_file():
-        why = f"The repository has no file {location.gguf}." if location.on_hub else f"{location.gguf} is no file."
+        why = f"The repository has no file {location.gguf}." if location.on_hub else f"{location.gguf} is not a file."
         raise ModelError(f"{name} is not there.", why, "Check the spelling.")
     if not location.gguf and not (location.folder / "config.json").is_file():
-        raise ModelError(f"{_where(location)} is no model.", "It has no config.json.", format_hint(location.folder))
+        raise ModelError(f"{_where(location)} is not a model.", "It has no config.json.", format_hint(location.folder))
     return location
 
 

@@ -77,7 +77,9 @@ def _explained(name: str) -> Iterator[None]:
         yield
     except errors.HFValidationError as error:
         raise ModelError(
-            f'"{name}" is no model.', "It is neither a folder nor the name of a hub repository.", "Check the spelling."
+            f'"{name}" is not a model.',
+            "It is neither a folder nor the name of a hub repository.",
+            "Check the spelling.",
         ) from error
     except errors.GatedRepoError as error:
         hint = f"Accept its terms at https://huggingface.co/{name}, then log in with `hf auth login`."

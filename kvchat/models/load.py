@@ -339,7 +339,7 @@ def _own_template(file: str) -> str:
         Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
     except TemplateSyntaxError as error:
         detail = f"Line {error.lineno}: {error.message}."
-        raise UsageError(f"{file} is no chat template.", detail, "Give one in Jinja.") from None
+        raise UsageError(f"{file} is not a chat template.", detail, "Give one in Jinja.") from None
     return source
 
 

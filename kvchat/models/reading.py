@@ -254,7 +254,7 @@ def does_not_fit(described: ModelDescription, quantize: str) -> DoesNotFitError:
     return DoesNotFitError(
         f"{described.location.name} does not fit {where}.",
         f"Its weights take {size(needed, 2)}, and {size(free, 2)}{total} are free.",
-        f"Choose a smaller model{_packed(described, min(free, needed - 1))}, or end what else takes memory there. "
+        f"Choose a smaller model{_packed(described, min(free, needed - 1))}, or free memory there. "
         "--force loads it anyway.",
     )
 
@@ -272,6 +272,5 @@ def _check_unpacked(described: ModelDescription) -> None:
         raise DoesNotFitError(
             f"{described.location.name} does not fit this machine's memory while it is read.",
             f"Unpacked its weights take {size(unpacked, 2)}, and {size(free, 2)} are free.",
-            "Take the safetensors that are not quantized with --quantize: they are packed one by one. Or end what else "
-            "takes memory. --force loads it anyway.",
+            "Use the unquantized safetensors with --quantize, or free memory. --force loads it anyway.",
         )

@@ -123,7 +123,7 @@ def tensors(file: Path) -> list[StoredTensor]:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
             if length > MAX_HEADER_BYTES:  # as the text that Git LFS leaves in its place begins
-                raise ValueError("it is no safetensors file")
+                raise ValueError("it is not a safetensors file")
             header = json.loads(stream.read(length))
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
         end = 8 + length + max(entry["data_offsets"][1] for entry in entries.values())

@@ -53,7 +53,7 @@ def model_class(config: Any) -> tuple[Any, Any]:
     found = find(config)
     if found is None:
         raise ModelError(
-            f'"{config.model_type}" is no model for chatting.',
+            f'"{config.model_type}" is not a chat model.',
             "It is not a causal language model.",
             "Choose a chat model.",
         )
@@ -93,7 +93,7 @@ def _check_writes(config: Any) -> None:
     for name in getattr(config, "architectures", None) or ():
         if "Classification" in name:
             raise ModelError(
-                f"{name} is no model for chatting.",
+                f"{name} is not a chat model.",
                 "Its config.json says by that name that it classifies what it reads: it writes no text.",
                 "Choose a chat model.",
             )

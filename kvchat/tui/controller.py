@@ -179,7 +179,7 @@ class ChatController:
             UsageError: none waits, or another text is in the prompt.
         """
         if not self.answers.queue:
-            raise UsageError("Nothing is queued.", hint="What is asked during an answer waits for its end.")
+            raise UsageError("Nothing is queued.", hint="Questions asked during an answer are queued.")
         if not self.view.restore_prompt(self.answers.queue.last):
             raise UsageError("The prompt holds another text.", hint="Send it or delete it first.")
         await self.answers.queue.take_back()

@@ -150,7 +150,7 @@ class EngineEvents:
     def _resumed(self, resumed: Resumed) -> None:
         if resumed.conversation == self.state.conversation.id:
             self.state.is_stored = True
-            text = f"{count(resumed.tokens)} tokens came back from {resumed.where} in {seconds(resumed.seconds)}."
+            text = f"Restored {count(resumed.tokens)} tokens from {resumed.where} in {seconds(resumed.seconds)}."
             self.view.add_note(text)
             self.view.log_event(text)
 
@@ -160,7 +160,7 @@ class EngineEvents:
     def _started(self, started: Started) -> None:
         new, reused = started.prompt_tokens - started.reused_tokens, started.reused_tokens
         self.state.prompt_tokens, self.state.first_mode = started.prompt_tokens, self.state.mode
-        text = f"reading {count(new)} tokens, {count(reused)} kept"
+        text = f"processing {count(new)} new tokens ({count(reused)} cached)"
         self.answers.begun(started)
         self.answers.wait(f"{text} …")
         self.view.log_event(text)
@@ -169,7 +169,7 @@ class EngineEvents:
 
     def _prefilled(self, prefilled: Prefilled) -> None:
         self.comparisons.note(prefilled)
-        text = f"reading {count(prefilled.done)} of {count(prefilled.total)} tokens"
+        text = f"processing {count(prefilled.done)} of {count(prefilled.total)} tokens"
         if prefilled.done and (taken := monotonic() - self._reading_since) > 0 and self.replay.is_real_time:
             rate = prefilled.done / taken
             left = (prefilled.total - prefilled.done) / rate

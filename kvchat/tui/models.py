@@ -35,7 +35,7 @@ PLANNED = {
     "weights": "the model's weights, by how they are quantized",
     "K/V read": "what each mode holds beside the weights to read K/V, once the conversation is as long as planned",
     "unpacked": "the weights, all of them in host memory while they are loaded, before they are packed again",
-    "over the link": "what full mode with resident reads from the host for every token, beside the weights named",
+    "streamed from RAM": "what full mode with resident reads from the host for every token, beside the weights named",
     "recurrent state": "layers that keep a state of fixed size in place of K/V",
     "workspace": "what computing takes for a moment: an estimate",
     "K/V stored": "the K/V of all tokens in host memory, in every mode; on a CPU full mode reads it there",
@@ -386,7 +386,7 @@ def _rows(made: MemoryPlan) -> Iterator[Row]:
         if need.link_bytes:
             yield Row(
                 f"link {name}",
-                f"  over the link, a token, beside weights, {made.beside}",
+                f"  streamed from RAM, a token, beside weights, {made.beside}",
                 "host",
                 size(need.link_bytes, 2),
             )

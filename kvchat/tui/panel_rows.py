@@ -21,14 +21,14 @@ FIGURES = {
         "context used": "stored tokens, as a share of what the model can attend to",
     },
     "this answer": {
-        "reads": "stored tokens that the last token attended to, in the mean over layers and KV heads",
+        "reads": "stored tokens that the last token attended to, on average over layers and KV heads",
         "attention covered": "of the attention that the model would give to all that is stored, the share that fell on"
         " what was read: one layer is looked at from time to time, and all of them are averaged",
         "over the budget": "tokens read beyond it: some modes read everything in their first layer, or keep some slack",
         "on the device": "K/V in the GPU's memory, of all that is stored; the rest is fetched when it is chosen",
         "copied to read": "K/V that this mode holds a second time, side by side; full mode reads what is stored itself",
         "saved there": "what full mode would hold on the device beyond what this mode holds now",
-        "fetched a token": "copied from host to device for one token, and the median time that took",
+        "fetched per token": "copied from host to device for one token, and the median time that took",
         "of the context": "stored tokens, as a share of what the model can attend to",
         "reduced context": "tokens computed while less than everything was read; /rebuild computes them again, exactly",
     },
@@ -46,7 +46,7 @@ FIGURES = {
     },
     "fetching": {
         "in all": "fetched since the model was loaded, for comparisons not counted",
-        "already there": "of what was chosen, the share that was on the device already: the hit rate",
+        "hit rate": "of what was chosen, the share that was on the device already",
         "corrections": "choices replaced before attention because the query had turned, since the model was loaded",
         "time p50 / p95": "time to fetch for one token, by a clock around it: the median, and what 95 % stay below",
         "fetch rate": "the bytes fetched over the time that it took, and the share of the link's rate where that was"
@@ -61,7 +61,7 @@ FIGURES = {
         "load": "use of the GPU, its temperature and power; read by NVML",
         "torch": "GPU memory allocated by torch, of what it has reserved",
         "weights": "memory of the model's weights",
-        "parked": "the K/V of other conversations, kept in host memory until they are gone back to",
+        "parked": "the K/V of other conversations, kept in RAM until they are reopened",
         "K/V on the host": "the K/V of all tokens, always complete: nothing is lost by leaving the device",
     },
     "details": {
@@ -137,7 +137,7 @@ def context_rows(s: Snapshot) -> Rows:
     else:
         rows.append(("copied to read", size(s.kv_device_bytes) if s.kv_device_bytes else "nothing"))
     took = f" · {figure(s.recall_ms_p50, 'ms', 1)}" if s.recall_ms_p50 is not None else ""
-    rows.append(("fetched a token", f"{size(s.step_bytes)}{took}" if s.step_bytes else "nothing"))
+    rows.append(("fetched per token", f"{size(s.step_bytes)}{took}" if s.step_bytes else "nothing"))
     rows.append(("of the context", f"{percent(s.total / s.context)} used" if s.context else MISSING))
     return [*rows, ("reduced context", f"{count(s.reduced_tokens)} tok")] if s.reduced_tokens else rows
 
@@ -151,7 +151,7 @@ def saved_bytes(s: Snapshot) -> int:
 
 def recall_rows(s: Snapshot, link_bytes_per_s: float | None = None) -> Rows:
     """Recall from host to device in more detail, beside the measured rate of the link."""
-    rows = [("in all", size(s.recalled_bytes)), ("already there", percent(s.recall_hit_rate))]
+    rows = [("in all", size(s.recalled_bytes)), ("hit rate", percent(s.recall_hit_rate))]
     if s.corrections:  # one mode alone corrects
         rows.append(("corrections", count(s.corrections)))
     return rows + recall_times(s, link_bytes_per_s)

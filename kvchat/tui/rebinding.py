@@ -67,7 +67,7 @@ def _act_together(one: Action, other: Action) -> bool:
 
 
 def _check_names(action: Action, keys: list[str]) -> None:
-    given = f'The key "{",".join(keys)}" of {action.id} is refused.'
+    given = f'The key "{",".join(keys)}" of {action.id} is not valid.'
     if not keys or not all(map(is_key, keys)):
         raise UsageError(given, hint="Keys are written as in f9, ctrl+n or shift+f6.")
     if action.scope not in LETTERS and any(map(types_text, keys)):

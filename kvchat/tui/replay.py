@@ -60,7 +60,7 @@ class Replay:
             UsageError: nothing is replayed, or no such speed is possible.
         """
         if not SLOWEST <= speed <= MAX_PACE:
-            raise UsageError(f"The speed {speed:g} is refused.", hint=f"It is {SLOWEST:g} to {MAX_PACE:g}.")
+            raise UsageError(f"The speed {speed:g} is not valid.", hint=f"It is {SLOWEST:g} to {MAX_PACE:g}.")
         self._set(speed, is_paused=False)
 
     def begin(self) -> None:

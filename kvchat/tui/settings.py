@@ -127,7 +127,7 @@ class SettingsEditor:
         origins = {key: origin for key, origin in self._resolved.origins.items() if key not in saved}
         written = {key: origin for key, origin in sources.file_source(self.file).origins.items() if key in saved}
         self._resolved = replace(self._resolved, origins=origins | written)
-        before = f" {', '.join(stronger)} was given to this start and goes before the file." if stronger else ""
+        before = f" {', '.join(stronger)} overrides config.toml for this run." if stronger else ""
         return f"Saved in {self.file}.{before}"
 
     # ---- what a setting is now -------------------------------------------------------------------

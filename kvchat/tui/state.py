@@ -27,10 +27,10 @@ PINNED = "◆ pinned"
 ENDINGS = {"stopped": "stopped", "length": "token limit", "context": "context full", "stop": "stop string"}
 CORRECTED = "choices of heads replaced before attention because the query had turned, of all choices"
 RECEIPT = {
-    "read": "stored tokens that a token attended to, as a share, in the mean over the answer, and how many were stored",
+    "read": "stored tokens that a token attended to, as a share, on average over the answer, and how many were stored",
     "covered": "share of the attention to everything stored that fell on what was read: the least it was in the answer",
     "corrected": CORRECTED,
-    "mean C": "cosine of a head's query to the one before, in the mean over the answer: 1 is no turn",
+    "mean C": "cosine of a head's query to the one before, on average over the answer: 1 is no turn",
     "fetched in": "time to fetch for one token: the median, and what 95 % of the last tokens stay below",
     "waited": "the part of that time that the model waited, again the median and what 95 % stay below",
 }
@@ -41,11 +41,11 @@ SUMS = {
     "prefilled": "tokens of prompts that the model read, each after what was stored already",
     "reused": "tokens of prompts that were stored already, so that they were not read again",
     "speed": "tokens written a second, by the time that all answers took",
-    "first token": "from a question to the first token of its answer, in the mean",
-    "read": "stored tokens that a token attended to, as a share, in the mean over all tokens",
+    "first token": "from a question to the first token of its answer, on average",
+    "read": "stored tokens that a token attended to, as a share, on average over all tokens",
     "covered": "share of the attention to everything stored that fell on what was read, on average over all tokens",
     "fetched": "copied from host to device",
-    "already there": "of what was chosen, the share that was on the device already",
+    "hit rate": "of what was chosen, the share that was on the device already",
     "corrected": CORRECTED,
 }
 """What the rows of ``/stats`` mean."""
@@ -331,7 +331,7 @@ def summarize(stats: Iterable[Stats]) -> str:
         ("read", percent(_mean([(s.read_share, s.generated_tokens) for s in answers]))),
         ("covered", percent(_mean([(s.coverage, s.generated_tokens) for s in answers]))),
         ("fetched", size(sum(s.recalled_bytes for s in answers))),
-        ("already there", percent(_mean([(s.recall_hit_rate, s.generated_tokens) for s in answers]))),
+        ("hit rate", percent(_mean([(s.recall_hit_rate, s.generated_tokens) for s in answers]))),
         ("corrected", percent(_mean([(s.corrected_share, s.generated_tokens) for s in answers]))),
     ]
     return "\n".join(f"{label:<14}{value:>14}" for label, value in rows)
@@ -420,7 +420,7 @@ class RunningComparison:
 
     def read(self, done: int, total: int) -> None:
         """Note that ``done`` of ``total`` tokens of the prompt have been read."""
-        self.stage = f"reading {count(done)} of {count(total)} tokens …"
+        self.stage = f"processing {count(done)} of {count(total)} tokens …"
 
     def note(self, comparing: Comparing) -> None:
         """A variant has come so far."""

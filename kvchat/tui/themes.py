@@ -128,7 +128,7 @@ def _check(fields: dict[str, object]) -> None:
         raise ValueError("the field primary is missing")
     variables = fields.get("variables", {})
     if not isinstance(variables, dict):
-        raise ValueError("variables is no table")
+        raise ValueError("variables is not a table")
     colors = {key: value for key, value in fields.items() if key in _COLORS}
     colors |= {key: value for key, value in variables.items() if key in RIBBON_DEFAULTS}
     for key, value in colors.items():

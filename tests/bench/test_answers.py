@@ -92,7 +92,7 @@ def test_bad_input_is_refused_before_a_model_is_loaded(folder, monkeypatch):
     file = folder / "qa_1" / "validation.jsonl"
     file.write_text(file.read_text() + "{}\n")
     for arguments, message in (
-        (["ruler", "--folder", str(folder)], "validation.jsonl, line 3 is refused"),
+        (["ruler", "--folder", str(folder)], "validation.jsonl, line 3"),
         (["rules", "--folder", str(folder)], 'Did you mean "ruler"'),
         (["pg19", "--folder", str(folder / "gone")], "There is no folder"),
     ):

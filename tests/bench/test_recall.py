@@ -77,7 +77,7 @@ def test_sync_recalls_at_half_the_memory_and_streaming_does_not():
     ("settings", "message"),
     [
         ({"tasks": ("passkeys",)}, 'Did you mean "passkey"'),
-        ({"depths": (1.5,)}, "depth 1.5 is refused"),
+        ({"depths": (1.5,)}, "depth 1.5"),
         ({"keys": 1}, "1 keys are refused"),
         ({"tasks": ("turns",), "inside": 5}, "are turns of their own"),
     ],

@@ -77,11 +77,11 @@ def test_aime_compares_integers(tmp_path):
     ("name", "fields", "read", "message"),
     [
         ("vcsum.jsonl", row(), longbench, r"vcsum\.jsonl is no task of LongBench that can be scored"),
-        ("qasper.jsonl", row(answers=[]), longbench, r"qasper\.jsonl, line 1 is refused.*'answers'"),
-        ("trec.jsonl", row(), longbench, r"trec\.jsonl, line 1 is refused.*'all_classes'"),
+        ("qasper.jsonl", row(answers=[]), longbench, r"qasper\.jsonl, line 1.*'answers'"),
+        ("trec.jsonl", row(), longbench, r"trec\.jsonl, line 1.*'all_classes'"),
         ("math.jsonl", row(), ruler, "no task of RULER"),
-        ("vt.jsonl", row(), ruler, r"vt\.jsonl, line 1 is refused.*'outputs'"),
-        ("a.jsonl", {"problem": "x", "answer": "1/2"}, aime, r"a\.jsonl, line 1 is refused.*no integer from 0 to 999"),
+        ("vt.jsonl", row(), ruler, r"vt\.jsonl, line 1.*'outputs'"),
+        ("a.jsonl", {"problem": "x", "answer": "1/2"}, aime, r"a\.jsonl, line 1.*no integer from 0 to 999"),
     ],
 )
 def test_bad_rows_are_refused(tmp_path, name, fields, read, message):

@@ -72,7 +72,7 @@ def test_what_cannot_be_sent_is_refused_with_the_reason(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     said = {
         "large": "too large. At most 10 B fit.",
-        "binary": "is no text. Byte 3 is NUL.",
+        "binary": "is not a text file. Byte 3 is NUL.",
         "latin": "is not UTF-8. Byte 2 is 0xff.",
         "pipe": "is a pipe, not a file.",
         ".": "is a folder, not a file.",

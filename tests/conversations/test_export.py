@@ -184,7 +184,7 @@ def test_what_is_no_conversation_is_refused(conversation, change, reason):
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\xff\xfe", b"null", b"[" * 100_000])
 def test_what_is_no_json_is_refused(data):
-    with pytest.raises(UsageError, match="no conversation of kvchat"):
+    with pytest.raises(UsageError, match="not a kvchat conversation"):
         export.from_json(data, "x.json")
 
 
@@ -200,7 +200,7 @@ def test_many_wrong_messages_cost_no_more_than_one():
 def test_files_that_cannot_be_read_are_refused(tmp_path):
     with pytest.raises(UsageError, match="No such file"):
         export.read(tmp_path / "none.json")
-    with pytest.raises(UsageError, match="is no file"):
+    with pytest.raises(UsageError, match="is not a file"):
         export.read(tmp_path)
     with pytest.raises(UsageError, match="a NUL in its name"):
         export.read(tmp_path / "a\0.json")

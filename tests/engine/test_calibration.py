@@ -316,5 +316,5 @@ def test_wrong_options_are_refused_before_the_model_is_loaded(clusters, rule, mo
     from kvchat.cli.models import calibrate as command
 
     monkeypatch.setattr("kvchat.models.load.load_model", lambda *args: pytest.fail("loaded"))
-    with pytest.raises(UsageError, match="is refused"):
+    with pytest.raises(UsageError):
         command("bundled", [], clusters, rule, "cpu", None)

@@ -164,20 +164,20 @@ def on_a_card(monkeypatch, tmp_path):
 def test_what_reads_nothing_over_the_link_is_proposed_first(on_a_card, billions, gib, context, quantize, mode, chosen):
     proposal = on_a_card(billions, gib, context).proposal
     assert (proposal.quantize, proposal.mode, proposal.budget) == (quantize, mode, chosen)
-    assert not any("over the link" in lost for lost in proposal.gave_up)
+    assert not any("streamed from RAM" in lost for lost in proposal.gave_up)
     reduced = f"{READS.format('512')}; the budget in force is 2,048"
     assert (reduced in proposal.gave_up) == (chosen == 512)
 
 
 def test_the_table_says_beside_which_weights_full_reads_over_the_link(on_a_card):
     def rows(made):
-        return [line for line in plan_lines(made) if "K/V read, full" in line or "over the link" in line]
+        return [line for line in plan_lines(made) if "K/V read, full" in line or "streamed from RAM" in line]
 
     for asked, beside in (("auto", "int8"), ("none", "none")):
         made = on_a_card(1, 4, 131072, quantize=asked)
         taken = made.weights[beside] + made.workspace + made.modes["full"].device_bytes
         assert 0.95 * available.usable(made.device_free) < taken <= available.usable(made.device_free)
-        assert f"over the link, a token, beside weights, {beside}" in rows(made)[1]
+        assert f"streamed from RAM, a token, beside weights, {beside}" in rows(made)[1]
     for asked in ("auto", "none"):  # has room, and not even without K/V
         (full,) = rows(on_a_card(8, 12, 32768, quantize=asked))
         assert full.endswith("4.25 GiB")

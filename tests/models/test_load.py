@@ -243,12 +243,12 @@ def damaged_tokenizer(folder):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (no_config, "is no model. It has no config.json"),
+        (no_config, "is not a model. It has no config.json"),
         (gguf_only, "GGUF file"),
         (damaged_config, "config.json cannot be read"),
         (list_config, "holds no JSON object"),
         (unknown_type, "llamma"),
-        (not_a_chat_model, '"clip" is no model for chatting'),
+        (not_a_chat_model, '"clip" is not a chat model'),
         (recurrent, "kvchat cannot run Mamba2ForCausalLM. No layer of it attends"),
         (no_weights, "has no weights"),
         (missing_shard, "1 of 2 weight files are missing: model-00002-of-00002.safetensors"),
@@ -304,7 +304,7 @@ def answering(monkeypatch, answer):
         (errors.RepositoryNotFoundError, "The hub has no model org/model"),
         (errors.GatedRepoError, "org/model is gated"),
         (errors.LocalEntryNotFoundError, "org/model cannot be downloaded"),
-        (errors.HFValidationError, '"org/model" is no model'),
+        (errors.HFValidationError, '"org/model" is not a model'),
         (OSError, "org/model cannot be downloaded"),
     ],
 )

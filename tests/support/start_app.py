@@ -15,7 +15,7 @@ from kvchat.tui.app import run
 from kvchat.tui.state import AppConfig
 
 FAKE_ENGINE = Path(__file__).with_name("fake_engine.py")
-READY = " ready "  # as a pty shows it when the engine is; a panel says "already there" before
+READY = " ready "  # as a pty shows it when the engine is
 
 
 def command(folder: Path, engine: Path = FAKE_ENGINE) -> list[str]:

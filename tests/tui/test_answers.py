@@ -19,9 +19,9 @@ async def asked(chat):
 
 async def test_progress_is_shown_before_the_first_word(asked):
     await asked.controller.handle(Started(2000, 500))
-    assert asked.view.answers[0].waiting == "reading 1,500 tokens, 500 kept …"
+    assert asked.view.answers[0].waiting == "processing 1,500 new tokens (500 cached) …"
     await asked.controller.handle(Prefilled(1000, 1500))
-    assert asked.view.answers[0].waiting.startswith("reading 1,000 of 1,500 tokens")
+    assert asked.view.answers[0].waiting.startswith("processing 1,000 of 1,500 tokens")
 
 
 async def test_text_is_fed_and_completed_with_a_receipt(asked):

@@ -57,7 +57,7 @@ def test_what_is_read_where_it_lies_and_what_was_computed_with_less():
     rows = as_dict(context_rows(shown))
     assert rows["reads"] == "512 of 2,048 · 25 %"
     assert rows["copied to read"] == "1.0 MiB"
-    assert rows["fetched a token"] == "nothing"
+    assert rows["fetched per token"] == "nothing"
     assert rows["of the context"] == "12 % used"
     assert rows["reduced context"] == "120 tok"
     assert "over the budget" not in rows
@@ -87,11 +87,11 @@ def test_the_budget_and_what_is_read_beyond_it_are_told_apart():
     assert rows["over the budget"] == "1,225 tok"
     assert "on the device" in rows
     fetching = snapshot(total=1, step_bytes=2**20, recall_ms_p50=6.0)
-    assert as_dict(context_rows(fetching))["fetched a token"] == "1.0 MiB · 6.0 ms"
+    assert as_dict(context_rows(fetching))["fetched per token"] == "1.0 MiB · 6.0 ms"
 
 
 def test_missing_readings_are_never_zero():
-    assert as_dict(recall_rows(snapshot()))["already there"] == "n/a"
+    assert as_dict(recall_rows(snapshot()))["hit rate"] == "n/a"
     assert as_dict(recall_rows(snapshot()))["time p50 / p95"] == "n/a"
     assert as_dict(memory_rows(snapshot()))["this process"] == "n/a"
     allocated = as_dict(memory_rows(snapshot(torch_allocated=2**30, torch_reserved=2**31)))

@@ -51,7 +51,7 @@ def test_a_long_answer_counts_more_than_a_short_one():
     rows = {line[:14].strip(): line[14:].strip() for line in summarize([short, long]).split("\n")}
     assert rows["speed"] == "10.1 tok/s"
     assert rows["read"] == "11 %"
-    assert rows["already there"] == "100 %"
+    assert rows["hit rate"] == "100 %"
     assert rows["corrected"] == "n/a"
     corrected = [Stats(generated_tokens=10, corrected_share=1.0), Stats(generated_tokens=30, corrected_share=0.2)]
     assert summarize(corrected).split("\n")[-1].split() == ["corrected", "40", "%"]

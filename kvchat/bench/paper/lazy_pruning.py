@@ -51,7 +51,9 @@ def _variants(settings: Settings) -> list[str]:
 
 def _streaming(settings: Settings, params: str) -> str:
     if settings.cap <= SINK:
-        raise UsageError(f"cap={settings.cap} is refused.", hint=f"It must hold {SINK} sinks and a window behind them.")
+        raise UsageError(
+            f"cap={settings.cap} is not valid.", hint=f"It must hold {SINK} sinks and a window behind them."
+        )
     return f"streaming:sink={SINK},window={settings.cap - SINK},{params}"
 
 

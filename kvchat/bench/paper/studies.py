@@ -46,7 +46,7 @@ def chosen(paper: str, given: Sequence[str]) -> tuple[Study, Any]:
             raise UsageError(f'{paper} has no size "{name}".', did_you_mean(name, known))
         if not value.isdecimal() or not 0 < len(value.lstrip("0")) <= DIGITS:
             raise UsageError(
-                f'--set "{text}" is refused.'[:200], hint=f"The value must be a whole number of 1 to {DIGITS} digits."
+                f'--set "{text}" is not valid.'[:200], hint=f"The value must be a whole number of 1 to {DIGITS} digits."
             )
         sizes[name] = int(value)
     return study, settings(**sizes)

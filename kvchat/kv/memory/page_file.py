@@ -130,7 +130,7 @@ class PageFile:
             DamagedFileError: the file is no such file, or of another model; OSError: it cannot be read.
         """
         if not stat.S_ISREG(self.path.stat().st_mode):  # a pipe would be waited for
-            raise DamagedFileError("it is no file")
+            raise DamagedFileError("it is not a file")
         with self.path.open("rb") as file:
             link = self._checked_header(file.read(HEADER_BYTES))
             size = os.fstat(file.fileno()).st_size

@@ -83,5 +83,5 @@ class Full(Mode):
 
     def report(self) -> ModeReport:
         on_host = max(0, self.state.total - self.state.slots[0].layout.window) if self.spills else 0
-        stats: dict[str, Any] = {"read over the link": f"{on_host:,} tok"} if self.spills else {}
+        stats: dict[str, Any] = {"streamed from RAM": f"{on_host:,} tok"} if self.spills else {}
         return ModeReport(self.parameters.model_dump(), stats, on_host=on_host)

@@ -56,7 +56,7 @@ def set_tokens(name: str) -> Handler:
 
     async def change(chat: ChatController, argument: str) -> None:
         if not argument.isdecimal() and argument != "auto":
-            raise UsageError(f'/{name} "{argument}" is refused.', hint="It takes a whole number of tokens, or auto.")
+            raise UsageError(f'/{name} "{argument}" is not valid.', hint="It takes a whole number of tokens, or auto.")
         value = parse_literal(argument)
         if name in chat.state.parameters:
             chat.set_parameter(name, value)
@@ -90,7 +90,7 @@ async def set_system(chat: ChatController, argument: str) -> None:
         chat.view.add_note(f"System: {chat.state.conversation.system or 'none'}   (/system none removes it)")
         return
     chat.set_system(None if argument.lower() == "none" else argument)
-    chat.view.add_note("The system prompt counts from the next answer on; the stored context is rebuilt for it.")
+    chat.view.add_note("The system prompt takes effect with the next answer; the stored context is rebuilt for it.")
 
 
 async def rebuild(chat: ChatController, argument: str) -> None:
@@ -141,7 +141,7 @@ async def set_pace(chat: ChatController, argument: str) -> None:
     try:
         chat.replay.set_speed(float(argument or chat.replay.speed))
     except ValueError:
-        raise UsageError(f'/speed "{argument}" is refused.', hint="It takes a number, as in /speed 2.") from None
+        raise UsageError(f'/speed "{argument}" is not valid.', hint="It takes a number, as in /speed 2.") from None
 
 
 def change_pace(factor: float) -> Handler:
@@ -210,7 +210,7 @@ async def search_needle(chat: ChatController, argument: str) -> None:
     """``/needle TOKENS``"""
     if argument and not (argument.isdecimal() and MIN_NEEDLE_TOKENS <= int(argument) <= MAX_NEEDLE_TOKENS):
         raise UsageError(
-            f'/needle "{argument}" is refused.',
+            f'/needle "{argument}" is not valid.',
             hint=f"It takes the length of the text, {MIN_NEEDLE_TOKENS} to {MAX_NEEDLE_TOKENS:,} tokens.",
         )
     chat.comparisons.search_needle(int(argument or NEEDLE_TOKENS))
@@ -237,7 +237,9 @@ async def plan(chat: ChatController, argument: str) -> None:
     options = parse_assignments(words)
     context = options.pop("context", None)
     if options or not (context is None or (isinstance(context, int) and context > 0)):
-        raise UsageError(f'/plan "{argument}" is refused.', hint="It takes a model and context=N, a number of tokens.")
+        raise UsageError(
+            f'/plan "{argument}" is not valid.', hint="It takes a model and context=N, a number of tokens."
+        )
     chat.models.plan(name, context)
 
 
@@ -249,7 +251,7 @@ async def show_profile(chat: ChatController, argument: str) -> None:
 
 
 async def think(chat: ChatController, argument: str) -> None:
-    """``/think on``, ``off`` or an effort such as ``low``; ``auto`` leaves it to the model; alone: what is set."""
+    """``/think on``, ``off`` or an effort such as ``low``; ``auto`` leaves it to the model; no argument: show it."""
     known = chat.state.info.template_variables if chat.state.info else ()
     wanted = {"on": "true", "off": "false"}.get(argument.lower())
     names = [name for name in (SWITCHES if wanted else (EFFORT,)) if name in known]
@@ -277,7 +279,7 @@ async def template(chat: ChatController, argument: str) -> None:
     elif len(words) == 1:
         await chat.models.use_template("" if words[0] == "own" else os.path.abspath(os.path.expanduser(words[0])))
     else:
-        raise UsageError(f'/template "{argument}" is refused.', hint="It takes KEY=VALUE, a FILE or own.")
+        raise UsageError(f'/template "{argument}" is not valid.', hint="It takes KEY=VALUE, a FILE or own.")
 
 
 def _tell_template(chat: ChatController) -> None:
@@ -327,7 +329,7 @@ def _question(chat: ChatController, argument: str) -> Message:
     questions = [message for message in chat.state.conversation.path if message.role == "user"]
     if not (argument.isdecimal() and 1 <= int(argument) <= len(questions)):
         raise UsageError(
-            f'/pin "{argument}" is refused.',
+            f'/pin "{argument}" is not valid.',
             f"It takes the number of a question; {count(len(questions))} are asked.",
             "/pin system pins the system prompt, /pin none unpins all.",
         )

@@ -236,7 +236,7 @@ def line(setting: Setting) -> Content:
 def about(setting: Setting) -> Content:
     """Explain a setting: its values, when a change counts and which source set it."""
     takes = f"Takes {setting.takes}. " if setting.takes != setting.doc else ""
-    when = "A change counts at once." if setting.is_live else "A change counts from the next start."
+    when = "A change takes effect at once." if setting.is_live else "A change takes effect at the next start."
     return Content.assemble(
         (visible(f"{setting.doc[:1].upper()}{setting.doc[1:]}."), "bold"),
         f"\n{visible(takes)}{when}",

@@ -144,7 +144,7 @@ class StatusBar(Widget):
     def _recall(self, s: Snapshot) -> list[str]:
         return [
             f"fetching p95 {figure(s.recall_ms_p95, 'ms', 1)}" if s.recall_ms_p95 is not None else "",
-            f"already there {percent(s.recall_hit_rate)}" if s.recall_hit_rate is not None else "",
+            f"hit rate {percent(s.recall_hit_rate)}" if s.recall_hit_rate is not None else "",
         ]
 
 

@@ -64,7 +64,7 @@ async def test_panels_and_status_show_the_snapshot(running, monkeypatch):
         assert memory["torch"] == "n/a"
         recall = dict(app.chat.query_one("#recall-rows", Rowed).rows)
         assert recall["time p50 / p95"] == "0.8 / 1.8 ms"
-        assert recall["already there"] == "94 %"
+        assert recall["hit rate"] == "94 %"
         assert dict(app.chat.query_one("#extra-rows", Rowed).rows)["heads corrected"] == "3"
         status = app.chat.query_one(StatusBar).render().plain
         assert "tok/s" in status
@@ -151,7 +151,7 @@ async def test_no_part_of_the_columns_is_empty_on_a_large_screen(running):
         log = details.query_one("#events", Static)
         await until(lambda: details.region.bottom - log.region.bottom <= 1)
         assert str(log.content).splitlines()[0].partition("  ")[2].startswith("answered: ")
-        assert "  reading 1 tokens, 0 kept" in str(log.content)
+        assert "  processing 1 new tokens (0 cached)" in str(log.content)
 
 
 async def test_a_row_under_the_mouse_explains_itself(running):
