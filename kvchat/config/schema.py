@@ -87,7 +87,7 @@ class KvSettings(Section):
     host_dtype: HostDtype = Load.host_dtype
     """full pages in host memory: model (exact), or int8 (half of bfloat16, a quarter of float32; nearly exact)"""
     parked_gib: float = Field(2.0, ge=0, le=2**20)
-    """GiB of host memory for K/V of conversations gone away from, to be gone back to at once; 0 for none"""
+    """GiB of RAM for the K/V of other open conversations (instant switching); 0 for none"""
     saved_gib: float = Field(4.0, ge=0, le=2**20)
     """GiB of disk for K/V beside conversations, which then go on without being read again; 0 for none"""
 
@@ -155,7 +155,7 @@ def checked_model(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     known = [key for key in ModelSettings.model_fields if key not in ("name", *ModelSettings.OF_APPLICATION)]
     for unknown in options.keys() - {*known}:
         raise UsageError(f'There is no option "{unknown}" for a model.', did_you_mean(unknown, known))
-    return _checked(ModelSettings, {"name": name, **options}, "The {} of a model is refused.").of_load(only_set=True)
+    return _checked(ModelSettings, {"name": name, **options}, "The {} of a model is not valid.").of_load(only_set=True)
 
 
 def _checked(section: type[S], values: Mapping[str, Any], title: str) -> S:

@@ -102,7 +102,7 @@ def numa(bus: str, sysfs: Path = SYS) -> Check:
 def terminal() -> Check:
     """Colors, size and characters of the terminal."""
     if not sys.stdout.isatty():
-        return Check("terminal", "ok", f"{MISSING}: the output is no terminal")
+        return Check("terminal", "ok", f"{MISSING}: the output is not a terminal")
     columns, lines = shutil.get_terminal_size()
     term, colors = os.environ.get("TERM", ""), os.environ.get("COLORTERM", "")
     found = f"TERM={term or MISSING} COLORTERM={colors or MISSING}, {columns}x{lines}"
