@@ -32,6 +32,14 @@ def spin_briefly() -> None:
         os.environ.update({WAIT_POLICY: "PASSIVE", SPIN_COUNT: str(SPINS)})
 
 
+def python(*arguments: str) -> tuple[str, ...]:
+    """The command of another Python with these arguments; it imports nothing of the folder that it is started in.
+
+    Else a ``random.py`` there would be run in place of Python's own.
+    """
+    return sys.executable, "-P", *arguments
+
+
 def as_the_user_left_it() -> dict[str, str]:
     """Return the environment without what ``spin_briefly`` set, for a process that is not kvchat's own code."""
     ours = os.environ.get(SPIN_COUNT) == str(SPINS)

@@ -11,8 +11,10 @@ from support.environment import environ
 from support.patience import PATIENCE_S, wait_until
 
 from kvchat import process as process_module
+from kvchat.cli import chat
 from kvchat.protocol import wire
 from kvchat.protocol.messages import Load
+from kvchat.tui import models
 from kvchat.tui.client import ENGINE
 
 # Prints the child's process id once the child has called die_with_parent; the child never looks at its stdin.
@@ -97,3 +99,12 @@ def test_other_systems_do_without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(ctypes, "CDLL", None)
     process_module.die_with_parent()
+
+
+def test_nothing_of_the_folder_where_it_is_started_is_imported(tmp_path):
+    """A person may start kvchat beside a random.py of their own, which ended the engine."""
+    (tmp_path / "random.py").write_text("raise SystemExit(9)")
+    for command in (process_module.python("-c", "import random"), process_module.python("-m", "random")):
+        assert subprocess.run(command, cwd=tmp_path, stdout=subprocess.DEVNULL).returncode == 0
+    for command in (ENGINE, models.DOWNLOAD, chat.ENGINE):
+        assert command[:2] == process_module.python()

@@ -11,7 +11,6 @@ import itertools
 import json
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -331,7 +330,7 @@ class LlamaCpp:
         with tempfile.TemporaryDirectory(prefix="kvchat-") as folder:
             if (file := self.model.gguf) is None:
                 write(self.model, file := Path(folder) / "copy.gguf")
-            command = [sys.executable, "-m", "kvchat.bench.llama_cpp_process", str(file)]
+            command = process.python("-m", "kvchat.bench.llama_cpp_process", str(file))
             self._process = subprocess.Popen(
                 [*command, str(self.context), str(torch.get_num_threads())],
                 stdin=subprocess.PIPE,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import kvchat
-from kvchat import paths
+from kvchat import paths, process
 from kvchat.cli.profile import load_settings
 from kvchat.config import modes, profiles, sources
 from kvchat.config.schema import Settings
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvchat.tui.state import AppConfig
 
 
-ENGINE = (sys.executable, "-m", "kvchat.replay.engine")
+ENGINE = process.python("-m", "kvchat.replay.engine")
 
 
 def chat(flags: SettingsSource, resume: bool, plain: bool, record: Path | None = None, prompt: str = "") -> int:

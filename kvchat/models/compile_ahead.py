@@ -12,14 +12,13 @@ import platform
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from importlib import import_module, metadata, util
 from pathlib import Path
 
 import torch
 from platformdirs import user_cache_path
 
-from kvchat import paths, units
+from kvchat import paths, process, units
 from kvchat.kv.ops.cpu_ops import KNOWN
 from kvchat.models.hub import Progress
 
@@ -44,27 +43,46 @@ def compile_ahead(dtype: torch.dtype, progress: Progress) -> None:
 
     Where it fails, or what is compiled cannot be kept, a loop is compiled when it is asked for.
     """
-    if dtype not in KNOWN or util.find_spec("numba") is None:
+    folders = _folders()
+    stamp = f"kvchat-{_key(dtype)}" if dtype in KNOWN else ""
+    if not stamp or any((folder / stamp).exists() for folder in folders):
         return
-    stamps = [folder / f"kvchat-{_key(dtype)}" for folder in _folders()]
-    if any(stamp.exists() for stamp in stamps):
+    kept_in = next(filter(_can_be_written, folders), None)
+    if kept_in is None or _has_no_numba():
         return
-    began = time.monotonic()
-    processes = [_compile(modules, dtype) for modules in _parts(os.cpu_count() or 1)]
+    began, processes = time.monotonic(), []
     try:
-        while any(process.poll() is None for process in processes):
+        for modules in _parts(os.cpu_count() or 1):
+            processes.append(_compile(modules, dtype))
+        while any(one.poll() is None for one in processes):
             took = units.seconds(int(time.monotonic() - began))
             progress(f"Compiling loops for this processor, once on this machine · {took}")
             time.sleep(LOOK_S)
+        if not any(one.returncode for one in processes):
+            (kept_in / stamp).touch()
+    except OSError:  # no memory for a process, or a full disk
+        return
     finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    if not any(process.returncode for process in processes):
-        for stamp in stamps:
-            with suppress(OSError):
-                stamp.touch()
-                return
+        for one in processes:
+            one.kill()
+            one.wait()
+
+
+def _has_no_numba() -> bool:
+    """True if numba does not run here: numpy or Python is unknown to it, or it is not installed."""
+    try:
+        import_module("numba")
+    except (ImportError, OSError, MemoryError):
+        return True
+    return False
+
+
+def _can_be_written(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK)
 
 
 def _parts(processors: int) -> list[list[str]]:
@@ -77,9 +95,8 @@ def _parts(processors: int) -> list[list[str]]:
 
 def _compile(modules: list[str], dtype: torch.dtype) -> subprocess.Popen[bytes]:
     quiet = subprocess.DEVNULL
-    command = [sys.executable, "-m", __name__, str(dtype).removeprefix("torch."), *modules]
-    where = os.environ | {"PYTHONPATH": os.pathsep.join([str(paths.PACKAGE.parent), os.environ.get("PYTHONPATH", "")])}
-    return subprocess.Popen(command, env=where, stdin=quiet, stdout=quiet, stderr=quiet)
+    command = process.python("-m", __name__, str(dtype).removeprefix("torch."), *modules)
+    return subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet)
 
 
 def _key(dtype: torch.dtype) -> str:
@@ -101,9 +118,8 @@ def _folders() -> list[Path]:
 def main(dtype: str, *modules: str) -> None:
     """Compile the loops of ``modules``, in a process that ends with the one that asked."""
     from kvchat.kv.ops.numba.loops import compile_for_bfloat16
-    from kvchat.process import die_with_parent
 
-    die_with_parent()
+    process.die_with_parent()
     for module in modules:
         import_module(module)
         if dtype == IN_BFLOAT16:

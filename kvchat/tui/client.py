@@ -12,7 +12,6 @@ import errno
 import os
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -20,13 +19,13 @@ from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
-from kvchat import files
+from kvchat import files, process
 from kvchat.errors import EngineError, UsageError
 from kvchat.foreign_text import visible_fields
 from kvchat.protocol import figures, messages, wire
 from kvchat.protocol.recording import Recorder
 
-ENGINE = (sys.executable, "-m", "kvchat.engine", str(os.getpid()))
+ENGINE = process.python("-m", "kvchat.engine", str(os.getpid()))
 GRACE_S = 3.0
 TAIL_LINES = 6
 KILLED = 9

@@ -7,12 +7,12 @@ import json
 import os
 import shlex
 import subprocess
-import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, get_args
 
+from kvchat import process
 from kvchat.config.schema import checked_model
 from kvchat.errors import EngineError, KvchatError, ModelError, UsageError
 from kvchat.foreign_text import visible
@@ -25,7 +25,7 @@ from kvchat.tui.view import ChatView, Remedy, load_anyway
 from kvchat.units import count, figure, size
 
 ANSWER_POLL_S = 0.2
-DOWNLOAD = (sys.executable, "-m", "kvchat.models.download", str(os.getpid()))
+DOWNLOAD = process.python("-m", "kvchat.models.download", str(os.getpid()))
 # Values of --quantize that are worth naming; other names are those of checkpoints quantized already.
 CHOICES = {*get_args(Quantize)} - {"auto", "none"}
 FLOOR = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from importlib import import_module
@@ -60,6 +61,20 @@ def test_a_process_that_fails_costs_nothing_but_that_it_is_tried_again(cache, mo
     monkeypatch.setattr(sys, "executable", "/bin/false")
     ahead.compile_ahead(torch.float32, lambda stage: None)
     assert [*cache.iterdir()] == []
+
+
+def test_without_memory_for_a_process_a_loop_is_compiled_when_it_is_asked_for(cache, monkeypatch):
+    def fail(modules, dtype):
+        raise OSError(errno.ENOMEM, "no memory")
+
+    monkeypatch.setattr(ahead, "_compile", fail)
+    ahead.compile_ahead(torch.float32, lambda stage: None)
+
+
+def test_what_could_not_be_kept_is_not_compiled_ahead(monkeypatch):
+    monkeypatch.setenv("NUMBA_CACHE_DIR", "/dev/null/no-folder")
+    monkeypatch.setattr(ahead, "_compile", lambda *_: pytest.fail("it compiles"))
+    ahead.compile_ahead(torch.float32, lambda stage: None)
 
 
 def test_what_ends_the_loading_ends_the_processes(cache, monkeypatch):
