@@ -115,8 +115,6 @@ def test_ids_and_layers_that_do_not_exist_are_refused(session, token):
 @pytest.mark.parametrize(
     "sampling",
     [
-        None,
-        {"temperature": 0},
         Sampling(temperature="hot"),
         Sampling(top_k=1.5),
         Sampling(stop=5),

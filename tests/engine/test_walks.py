@@ -85,7 +85,7 @@ def recorded(monkeypatch, owner, name):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_token_enters_few_files(model, mode, monkeypatch):
     """Of an ordinary token: what every one of twelve enters. Pages that get full and looks by the clock are more."""
-    monkeypatch.setattr(rows, "LOOK_S", float("inf"))  # a trace makes every token slow enough for one
+    monkeypatch.setattr(rows, "SAMPLE_S", float("inf"))  # a trace makes every token slow enough for one
     answer = Session(model, entering(mode, MODES[mode])).answer(STORY, Sampling(temperature=1, seed=5))
     next(event for event in answer if isinstance(event, Text))
     tokens = []

@@ -38,10 +38,10 @@ def test_weights_are_refused_where_they_have_no_room(case, tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("quantize", "free", "hint"),
     [
-        ("none", 300_000, r"smaller model or --quantize int8 \(193 KiB\), or end"),
-        ("int8", 200_000, r"smaller model or --quantize int4 \(140 KiB\), or end"),
-        ("none", 1000, "smaller model, or end"),
-        ("int4", 100_000, "smaller model, or end"),
+        ("none", 300_000, r"smaller model or --quantize int8 \(193 KiB\), or free"),
+        ("int8", 200_000, r"smaller model or --quantize int4 \(140 KiB\), or free"),
+        ("none", 1000, "smaller model, or free"),
+        ("int4", 100_000, "smaller model, or free"),
     ],
 )
 def test_a_quantization_is_named_that_fits(folder, monkeypatch, quantize, free, hint):

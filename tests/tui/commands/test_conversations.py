@@ -156,7 +156,7 @@ async def test_export_and_import(running, config, tmp_path, monkeypatch):
         await until(lambda: app.controller.state.conversation.id != first.id)
         assert app.controller.state.conversation.turns == first.turns
         typed(app, f"/import {tmp_path}/a.md")
-        await until(lambda: "no conversation of kvchat" in toasts(app))
+        await until(lambda: "not a kvchat conversation" in toasts(app))
 
 
 async def test_branches_by_command(running, config):

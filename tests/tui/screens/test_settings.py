@@ -61,7 +61,7 @@ async def edit(app, until, part):
 async def test_a_value_is_found_refused_changed_and_kept(running, config, size):
     async with running(size=size) as (app, _pilot, until):
         await find(app, until, "sampling.temperature")
-        await until(lambda: "Takes a number from 0 to 100. A change counts at once." in text_of(app, "#about"))
+        await until(lambda: "Takes a number from 0 to 100." in text_of(app, "#about"))
         await edit(app, until, "value")
         await retype(app, until, "300")
         await until(lambda: "300" in text_of(app, "#refusal"))
