@@ -41,7 +41,7 @@ def test_without_its_packages_the_reason_is_told(tiny_shape, monkeypatch, absent
 def test_a_process_that_ends_is_told(tiny_shape, monkeypatch):
     monkeypatch.setattr(baselines, "find_spec", lambda name: object())
     monkeypatch.setattr(baselines, "write", lambda model, file: None)
-    monkeypatch.setattr(baselines.sys, "executable", "false")
+    monkeypatch.setattr(baselines.process.sys, "executable", "false")
     peer = baselines.build("llama.cpp", tiny_shape, None, [1, 2, 3], 4)
     with pytest.raises(UsageError, match=r"llama.cpp ended.*code 1"):
         peer.measure([0] * 5)
