@@ -168,7 +168,7 @@ def _fuse_layer(
     def forward(hidden_states: Tensor, **kwargs: Any) -> Tensor:
         if fused and fused.suits(hidden_states, kwargs):
             if one_token and is_one_row(hidden_states) and _are_numbers(hidden_states, *kwargs["position_embeddings"]):
-                return one_token(hidden_states, *kwargs["position_embeddings"])
+                return one_token(hidden_states, *operations.turns(*kwargs["position_embeddings"]))
             attended = fused(hidden_states, kwargs["position_embeddings"], first, hidden_states)
         else:
             merged.norm, output.residual = first, hidden_states
@@ -530,12 +530,16 @@ class Operations:
         if self._kernels:
             return self.rotate(heads[:, :queries], heads[:, queries:], cos, sin)
         if heads.shape[2] == 1 and _are_numbers(heads, cos, sin) and (loops := compiled_loops()):
-            if not (cos is self._turned_by[0] and sin is self._turned_by[1]):
-                self._turned_by, self._angles = (cos, sin), (cos.view(-1).numpy(), sin.view(-1).numpy())
-            loops.rotate(heads[0, :, 0].numpy(), *self._angles)
+            loops.rotate(heads[0, :, 0].numpy(), *self.turns(cos, sin))
             return heads[:, :queries], heads[:, queries:]
         rotated = self._rotated(heads, cos, sin)
         return rotated[:, :queries], rotated[:, queries:]
+
+    def turns(self, cos: Tensor, sin: Tensor) -> tuple[Any, Any]:
+        """``cos`` and ``sin [1, 1, d]`` as numpy sees them: ``[d]``; all layers of a token ask for the same."""
+        if not (cos is self._turned_by[0] and sin is self._turned_by[1]):
+            self._turned_by, self._angles = (cos, sin), (cos.view(-1).numpy(), sin.view(-1).numpy())
+        return self._angles
 
     def _rotated(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         half = sin.shape[-1] // 2

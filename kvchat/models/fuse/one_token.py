@@ -41,18 +41,14 @@ class OneTokenLayer:
         self._before = qkv[0], numbers(qkv[1]), numbers(qkv[2]), qkv[3]
         after = output[0], numbers(output[1]), gate_up[0], numbers(gate_up[1]), gate_up[2]
         self._after = *after, down[0], numbers(down[1])
-        self._angles: tuple[Tensor | None, Tensor | None] = None, None  # all layers of a token get the same
-        self._turns: Arrays = ()
 
-    def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """The layer's output ``[1, 1, K]`` for ``hidden [1, 1, K]``, ``cos`` and ``sin [1, 1, d]``, all in float32."""
+    def __call__(self, hidden: Tensor, cos: Any, sin: Any) -> Tensor:
+        """The output ``[1, 1, K]`` for ``hidden [1, 1, K]``, with arrays ``cos`` and ``sin [d]``, all in float32."""
         loops = product_loops()
         assert loops is not None
         use_threads(torch.get_num_threads())
-        if not (cos is self._angles[0] and sin is self._angles[1]):
-            self._angles, self._turns = (cos, sin), (cos.view(-1).numpy(), sin.view(-1).numpy())
         given, heads = hidden.view(-1).numpy(), torch.empty(self._room)
-        loops.begin_layer(*self._before, given, *self._turns, self._heads[0] + self._heads[1], heads.numpy())
+        loops.begin_layer(*self._before, given, cos, sin, self._heads[0] + self._heads[1], heads.numpy())
         query, key, value = torch.split(heads[None, :, None], self._heads, 1)
         attended, _ = attention_hook.attention(self._attention, query, key, value, None)
         out = torch.empty(hidden.shape)
