@@ -194,6 +194,16 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("K/V on the device", size("kv_device_bytes")),
         Column("moved a token", size("moved_bytes")),
     ),
+    "draft": (
+        Column("task", lambda row: row["task"]),
+        Column("tokens", figure("tokens")),
+        Column("forwards", figure("forwards")),
+        Column("drafts accepted", share("accepted")),
+        Column("tokens/s", figure("tokens_per_s", 1)),
+        Column("without", figure("tokens_per_s_without", 1)),
+        Column("times as fast", figure("gain", 2)),
+        Column("the same tokens", lambda row: "yes" if row["same"] else "no"),
+    ),
     "prefill": (
         Column("tokens", figure("tokens")),
         Column("seconds", figure("seconds", 3)),

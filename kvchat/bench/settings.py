@@ -180,6 +180,21 @@ class Decode:
 
 
 @dataclass(frozen=True)
+class Draft:
+    """Speed of answers with drafts by lookup, against the same answers without, and the share of drafts accepted."""
+
+    tasks: Annotated[tuple[str, ...], Option("--task", help="quote edit list story; repeatable")] = (
+        "quote",
+        "edit",
+        "list",
+        "story",
+    )
+    tokens: Annotated[int, Option(min=2, help="tokens of an answer at most")] = 200
+    temperature: Annotated[float, Option(min=0, help="0 always takes the likeliest token")] = 0.0
+    rounds: Annotated[int, Option(min=1, help="rounds in which both have their turn")] = 3
+
+
+@dataclass(frozen=True)
 class Prefill:
     """Time and peak memory of reading a prompt, against transformers' one forward in the same run.
 

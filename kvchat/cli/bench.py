@@ -159,6 +159,7 @@ def _save_profile(result: Result, choice: ModelChoice, save_profile: bool) -> No
 
 experiment("decode", "decode", settings.Decode, plot=True, also={"save_profile": SaveProfile}, after=_save_profile)
 experiment("prefill", "prefill", settings.Prefill)
+experiment("draft", "draft", settings.Draft)
 experiment("agreement", "agreement", settings.Agreement, plot=True, host_dtype=True)
 experiment("coverage", "coverage", settings.Coverage)
 experiment("recall", "recall", settings.Recall, plot=True)

@@ -79,11 +79,15 @@ class FullParameters(ModeParameters):
     title: ClassVar[str] = "reads everything"
     implementation: ClassVar[str] = "kvchat.kv.modes.full:Full"
     figures: ClassVar[Mapping[str, str]] = {
-        "streamed from RAM": "tokens without a slot on the GPU, which attention reads from host memory"
+        "streamed from RAM": "tokens without a slot on the GPU, which attention reads from host memory",
+        "drafts accepted": "with draft: share of the drafted tokens that the answer went on with",
+        "tokens a round": "with draft: tokens that one verification brought, its own one included",
     }
 
     resident: int | None = Field(None, ge=MIN_BUDGET)
     """most recent tokens kept on a GPU; the rest is streamed from RAM (auto: all, or what fits; none on a CPU)"""
+    draft: Literal["off", "lookup"] = "off"
+    """lookup: verify several tokens at once where text repeats what was said before: the same answer, sooner"""
 
 
 class PaperParameters(ModeParameters):

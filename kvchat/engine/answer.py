@@ -270,13 +270,44 @@ class AnswerLoop(Released):
                 prepared = self._kv.mode
                 yield Preparing(prepared.name)
             # On a GPU the step only begins here, and runs while the text is decoded and shown.
-            logits = self.step(token)
-            if piece := text.add(token):
-                yield Text(piece, 1)
+            most = min(sampling.max_new_tokens - len(self.token_ids), self._runner.rows - 1)
+            accepted, logits = self._advance(token, sampler, most)
+            yield from self._shown(text, token)
+            for number, draft in enumerate(accepted):
+                if text.stopped:
+                    self.forget(self._kv.total - len(accepted) + number)
+                    break
+                answer.token()
+                self.token_ids.append(draft)
+                yield from self._shown(text, draft)
         if piece := text.finish():
             yield Text(piece, 0)
         self.stored.mark_text(self.encoder.answered(prompt, text.decoded))
         yield Finished(reason, text.shown, self._metrics.stats(answer))
+
+    def _advance(self, token: int, sampler: Sampler, most: int) -> tuple[list[int], Tensor]:
+        """Store the drawn ``token``, and at most ``most`` drafts after it that the sampler draws too.
+
+        Returns these, and the logits ``[vocab]`` after the last.
+        """
+        drafter = self._kv.mode.drafter
+        if not drafter or self._kv.mode.parameters.recovery or self._runner.recurrent.exists:
+            return [], self.step(token)
+        drafter.begin(self.stored.ids)
+        drafts = drafter.draft(token, most, self.ends)
+        if not drafts:
+            return [], self.step(token)
+        logits = self._runner.verify([token, *drafts])
+        self._store([token, *drafts])
+        accepted = sampler.agrees(logits, drafts)
+        self.forget(self._kv.total - len(drafts) + accepted)
+        drafter.verified(drafts, accepted)
+        return drafts[:accepted], logits[accepted]
+
+    @staticmethod
+    def _shown(text: AnswerText, token: int) -> Iterator[Event]:
+        if piece := text.add(token):
+            yield Text(piece, 1)
 
     def _end_reason(self, text: AnswerText, sampling: Sampling, between: Between) -> str:
         """Return why no further token is drawn, empty if one is; the one place where the mode may change."""

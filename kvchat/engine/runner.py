@@ -125,8 +125,10 @@ class ModelRunner:
         assert logits is not None
         return logits
 
-    def _run(self, ids: Tensor, positions: Tensor, logits: bool) -> Tensor | None:
-        return attention_hook.forward(self.model.model, ids, positions, self.kv, logits=logits, state=self.recurrent)
+    def _run(self, ids: Tensor, positions: Tensor, logits: bool, last: int = 1) -> Tensor | None:
+        return attention_hook.forward(
+            self.model.model, ids, positions, self.kv, logits=logits, state=self.recurrent, last=last
+        )
 
     # ---- a prefill
 
@@ -173,7 +175,7 @@ class ModelRunner:
             while True:
                 chunk = ids[done : done + tokens]
                 try:
-                    return chunk, self._forward_chunk(chunk, last=done + len(chunk) == len(ids))
+                    return chunk, self._forward_chunk(chunk, logits=done + len(chunk) == len(ids))
                 except (RuntimeError, MemoryError) as error:
                     if len(chunk) <= self.least or not is_out_of_memory(error):
                         raise
@@ -181,20 +183,46 @@ class ModelRunner:
                 # What smaller forwards may use lies scattered in what torch keeps.
                 torch.cuda.empty_cache()
 
-    def _forward_chunk(self, chunk: Sequence[int], last: bool) -> Tensor | None:
+    @property
+    def rows(self) -> int:
+        """Tokens that one forward of ``verify`` may store.
+
+        Up to the model's context, and of a page in 8 bits all but the last: it is rounded only once no token of it may
+        be taken back.
+        """
+        left, state = self.model.context - self.kv.total, self.kv.state
+        page = state.geometry.page
+        return min(left, page - 1 - state.total % page) if state.quantizes else left
+
+    def verify(self, ids: Sequence[int]) -> Tensor:
+        """Store ``ids`` exactly, in one forward; the logits after each of them, ``[n, vocab]``.
+
+        Not of a model with recurrent layers: what they keep cannot be truncated token by token.
+
+        Raises:
+            UsageError: the model has no such token.
+            DoesNotFitError: memory is short. Nothing is stored then.
+        """
+        self._check_tokens(ids)
+        with explained(self.kv, "verifying drafts"), self.thread_budget:
+            logits = self._forward_chunk(ids, logits=True, rows=len(ids))
+        assert logits is not None
+        return logits
+
+    def _forward_chunk(self, chunk: Sequence[int], logits: bool, rows: int = 1) -> Tensor | None:
         device, start = self.model.device, self.kv.total - self.kv.mode.context_policy.base_of(self.kv.total)
         with torch.inference_mode():
             try:
                 self.kv.begin_prefill(len(chunk))
                 positions = torch.arange(start, start + len(chunk), device=device)
-                logits = self._run(torch.tensor(chunk, device=device), positions, logits=last)
+                found = self._run(torch.tensor(chunk, device=device), positions, logits, rows)
                 self.kv.commit_prefill(len(chunk), [i for i, token in enumerate(chunk) if token in self._control])
                 self.recurrent.commit(chunk)
             except BaseException:
                 self.recurrent.rollback()
                 self.kv.rollback_prefill()
                 raise
-        return logits
+        return found
 
     def _reread(self) -> None:
         """Let the recurrent state of a hybrid model be that after all stored tokens, whose K/V stay as they are."""

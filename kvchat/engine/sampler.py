@@ -76,6 +76,21 @@ class Sampler:
             self._seen.index_fill_(0, token.clamp(min=0).view(1), True)
         return token
 
+    def agrees(self, rows: Tensor, drafts: Sequence[int]) -> int:
+        """The number of ``drafts`` [n] that it draws itself, one after the other, from logits ``rows`` [n, vocab].
+
+        It is then as after drawing these: the token after them is still to be drawn.
+
+        Raises:
+            EngineError: logits are not finite.
+        """
+        for number, draft in enumerate(drafts):
+            before = self.state()
+            if read(self(rows[number])) != draft:
+                self.set_state(before)
+                return number
+        return len(drafts)
+
     def see(self, ids: Sequence[int] | Tensor) -> None:
         """Count ids of the prompt as seen by the repetition penalty; drawn tokens are counted as they are drawn."""
         if self._penalized:

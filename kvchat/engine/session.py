@@ -184,8 +184,9 @@ class Session(Released):
     ) -> Iterator[Event]:
         """Answer the last turn: ``Started``, ``Prefilled``*, ``Text``*, then one ``Finished``.
 
-        On a GPU ``Preparing`` comes before the first steps of a mode. ``between`` is called between two tokens with the
-        number generated so far; it may ``switch`` and ``cancel``. Only what is not stored yet is prefilled.
+        On a GPU ``Preparing`` comes before the first steps of a mode. ``between`` is called between two tokens, or two
+        rounds of drafts, with the number generated so far; it may ``switch`` and ``cancel``. Only what is not stored
+        yet is prefilled.
 
         Where ``conversation`` is not the current one the events of ``resume`` come first; afterwards its K/V are saved.
 

@@ -118,11 +118,12 @@ def forward(
     *,
     logits: bool,
     state: RecurrentState | None = None,
+    last: int = 1,
 ) -> Tensor | None:
     """Run the tokens ``ids`` [n] at ``positions`` [n] through ``model`` with its K/V kept by ``backend``.
 
     A hybrid model reads and changes ``state``; without one it starts empty. Returns the last token's logits [vocab] in
-    float32; None without ``logits``, when the head is not run either.
+    float32, of several ``last`` ones [last, vocab]; None without ``logits``, when the head is not run either.
     Positions always go in as a tensor: left out, transformers counts with a Python int, which a CUDA graph freezes.
     """
     beside = state.arguments if state else {"use_cache": False}
@@ -130,9 +131,9 @@ def forward(
         if not logits:
             model.base_model(ids[None], position_ids=positions[None], **beside)
             return None
-        output = model(ids[None], position_ids=positions[None], logits_to_keep=1, **beside)
-        last: Tensor = output.logits[0, -1]
-        return last.float()
+        output = model(ids[None], position_ids=positions[None], logits_to_keep=last, **beside)
+        of_last: Tensor = output.logits[0].float()
+        return of_last[0] if last == 1 else of_last
 
 
 def attention(

@@ -19,6 +19,7 @@ from kvchat.errors import UsageError
 from kvchat.kv.attention import AttentionSpec, Weights
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
+from kvchat.kv.modes.drafting import Lookup
 from kvchat.kv.modes.recovery_levels import Level
 from kvchat.kv.modes.sync_heads import Calibration, TokenChoice
 from kvchat.kv.rope import Rotation
@@ -197,6 +198,7 @@ class Mode:
         extra_sinks: pinned tokens that a mode keeps as sinks although its budget has no room for them.
         context_policy: what happens where the model's context ends; of most modes the conversation: it is final.
         pins: positions of pinned messages' tokens that it must keep in slots to read them, ascending; sinks are none.
+        drafter: proposes tokens that one exact forward verifies together; only of a mode that reads everything.
     """
 
     constants: ClassVar[Mapping[str, Any]] = {}
@@ -210,6 +212,7 @@ class Mode:
     extra_sinks: int = 0
     context_policy: ContextPolicy = ContextPolicy()
     pins: tuple[int, ...] = ()
+    drafter: Lookup | None = None
 
     def __init__(
         self, parameters: ModeParameters, geometry: Geometry, traits: ModelTraits, system_tokens: int = 0

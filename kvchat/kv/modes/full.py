@@ -23,6 +23,7 @@ from kvchat.kv.attention import PREFILL_WORKSPACE
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import Layout
 from kvchat.kv.modes.base import Mode, ModelTraits, ModeReport, Plan, Step, everything
+from kvchat.kv.modes.drafting import Lookup
 from kvchat.kv.prefill import CHUNKS, staging_bytes
 
 
@@ -36,6 +37,7 @@ class Full(Mode):
     ) -> None:
         super().__init__(parameters, geometry, traits, system_tokens)
         self.resident = parameters.resident
+        self.drafter = Lookup() if parameters.draft == "lookup" else None
 
     def pin(self, positions: Sequence[int]) -> None:
         """Everything is read."""
@@ -84,4 +86,6 @@ class Full(Mode):
     def report(self) -> ModeReport:
         on_host = max(0, self.state.total - self.state.slots[0].layout.window) if self.spills else 0
         stats: dict[str, Any] = {"streamed from RAM": f"{on_host:,} tok"} if self.spills else {}
+        if self.drafter:
+            stats |= self.drafter.figures()
         return ModeReport(self.parameters.model_dump(), stats, on_host=on_host)

@@ -1,0 +1,184 @@
+"""Drafts of prompt lookup: the same tokens and K/V as without, whatever is drafted and wherever an answer ends."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from support.loads import entering
+
+from kvchat.engine.sampler import Sampler
+from kvchat.engine.session import Session
+from kvchat.errors import EngineError, KvchatError
+from kvchat.kv.inspect import check_integrity
+from kvchat.kv.modes.drafting import Lookup
+from kvchat.protocol.messages import Finished, Sampling, Text, Turn
+
+TURNS = (Turn("user", "Tell me a story about a dragon and a lighthouse."),)
+GREEDY = Sampling(temperature=0, max_new_tokens=120)
+DRAWN = Sampling(temperature=0.8, top_k=40, top_p=0.9, min_p=0.01, repetition_penalty=1.1, seed=7, max_new_tokens=120)
+
+
+@pytest.fixture
+def drafted(monkeypatch):
+    """Sets the tokens that are drafted at every token: a few of these, where they go on as given, and wrong ones."""
+
+    def set_answer(ids):
+        def draft(self, token, most, ends):
+            rng = random.Random(len(self._ids))
+            self._add(token)
+            at = next((i for i in range(3, len(ids)) if ids[i - 3 : i] == self._ids[-3:]), len(ids))
+            wrong = [rng.randrange(100, 200) for _ in range(rng.choice((0, 1, 3)))]
+            return [one for one in (ids[at:][: rng.choice((0, 3, 7))] + wrong)[:most] if one not in ends]
+
+        monkeypatch.setattr(Lookup, "draft", draft)
+
+    set_answer([])
+    return set_answer
+
+
+def opened(model, draft="lookup", **changes):
+    return Session(model, entering("full", {"draft": draft}, **changes))
+
+
+def answered(session, sampling=GREEDY, between=None, turns=TURNS):
+    *_, finished = session.answer(turns, sampling, between)
+    assert isinstance(finished, Finished)
+    return finished
+
+
+def assert_same_kv(one, other, within=1e-4):
+    assert one._loop.stored.ids == other._loop.stored.ids
+    assert one.total == other.total == len(one._loop.stored.ids)
+    check_integrity(one._kv.state)
+    for layer in range(one.info.layers):
+        pairs = zip(*(each._kv.state.host.dense(layer, each.total) for each in (one, other)), strict=True)
+        assert all((mine - its).abs().max() < within for mine, its in pairs)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_an_answer_is_the_one_without_drafts(model, drafted, sampling):
+    with_drafts, without = opened(model), opened(model, "off")
+    its = answered(without, sampling)
+    drafted(without.token_ids)
+    mine = answered(with_drafts, sampling)
+    assert with_drafts.token_ids == without.token_ids
+    assert (mine.text, mine.reason) == (its.text, its.reason)
+    assert len(without.token_ids) > 50
+    assert 0 < with_drafts._kv.mode.drafter.accepted < with_drafts._kv.mode.drafter.drafted
+    assert_same_kv(with_drafts, without)
+    again = (*TURNS, Turn("assistant", mine.text), Turn("user", "And then?"))
+    assert answered(with_drafts, sampling, turns=again).text == answered(without, sampling, turns=again).text
+
+
+def test_what_is_drafted_right_takes_few_forwards(model, drafted):
+    without, session = opened(model, "off"), opened(model)
+    answered(without)
+    drafted(without.token_ids)
+    forwards, step = [], session._runner.step
+    session._runner.step = lambda token: forwards.append(token) or step(token)
+    finished, drafter = answered(session), session._kv.mode.drafter
+    tokens = len(session.token_ids) - (finished.reason == "eos")
+    assert len(forwards) + drafter.rounds + drafter.accepted == tokens
+    assert len(forwards) + drafter.rounds < 0.6 * tokens
+    assert finished.stats.generated_tokens == len(session.token_ids)
+    assert finished.stats.extras == drafter.figures()
+
+
+def test_a_stop_string_inside_a_round_forgets_what_follows_it(model, drafted):
+    first = opened(model, "off")
+    whole = answered(first).text
+    drafted(first.token_ids)
+    stop = whole[len(whole) // 2 :][:6]
+    with_drafts, without = opened(model), opened(model, "off")
+    sampling = Sampling(temperature=0, max_new_tokens=120, stop=(stop,))
+    assert answered(with_drafts, sampling).reason == answered(without, sampling).reason == "stop"
+    assert with_drafts.token_ids == without.token_ids
+    assert_same_kv(with_drafts, without)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 5, 9])
+def test_an_answer_is_as_long_as_asked_for(small_model, drafted, tokens):
+    session = opened(small_model)
+    answered(session, Sampling(temperature=0, max_new_tokens=tokens))
+    assert len(session.token_ids) == tokens
+
+
+def test_an_answer_ends_with_the_context(small_model, drafted):
+    turns = (Turn("user", "One two three four. " * ((small_model.context - 100) // 5)),)
+    session = opened(small_model)
+    assert answered(session, Sampling(temperature=0, max_new_tokens=10_000), turns=turns).reason == "context"
+    assert session.total == small_model.context
+
+
+def test_a_stop_and_a_switch_come_between_rounds(model, drafted):
+    session, told = opened(model), []
+
+    def between(generated):
+        told.append(generated)
+        if len(told) == 5:
+            session.switch("streaming", budget=128)
+        if len(told) == 12:
+            session.switch("full")
+        if len(told) == 16:
+            session.cancel()
+
+    assert answered(session, between=between).reason == "stopped"
+    assert session.total == len(session._loop.stored.ids)
+    check_integrity(session._kv.state)
+    assert session._kv.mode.drafter is not None
+    without = opened(model, "off")
+    answered(without, Sampling(temperature=0, max_new_tokens=told[4]))
+    assert session.token_ids[: told[4]] == without.token_ids
+
+
+def test_pages_in_8_bits_are_rounded_once(model, drafted):
+    with_drafts, without = (opened(model, draft, host_dtype="int8") for draft in ("lookup", "off"))
+    answered(with_drafts)
+    answered(without)
+    assert with_drafts.token_ids == without.token_ids
+    assert with_drafts._kv.state.host.quantized == without._kv.state.host.quantized
+    assert not with_drafts._kv.state.host.dequantized
+    assert_same_kv(with_drafts, without, within=0.1)  # a step of a code
+
+
+@pytest.mark.parametrize("place", ["verify", "agrees", "forget"])
+def test_nothing_is_lost_where_a_round_fails(model, drafted, monkeypatch, place):
+    session, without = opened(model), opened(model, "off")
+    owner = {"verify": session._runner, "agrees": Sampler, "forget": session._loop}[place]
+    original, calls = getattr(owner, place), []
+
+    def fail(*args):
+        calls.append(args)
+        if len(calls) == (4 if place == "forget" else 3):
+            raise EngineError("It fails here.", "", "")
+        return original(*args)
+
+    monkeypatch.setattr(owner, place, fail)
+    with pytest.raises(KvchatError):
+        answered(session)
+    assert session.total == len(session._loop.stored.ids)
+    check_integrity(session._kv.state)
+    assert answered(session).text == answered(without).text
+    assert_same_kv(session, without)
+
+
+def test_a_mode_that_recovers_draws_token_by_token(model, drafted):
+    session = Session(model, entering("full", {"draft": "lookup", "recovery": True}))
+    answered(session)
+    assert session._kv.mode.drafter.rounds == 0
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_a_sampler_agrees_as_far_as_it_draws_the_same(sampling):
+    rows = torch.randn(6, 50, generator=torch.Generator().manual_seed(1))
+    one, other = (Sampler(sampling, 50, "cpu") for _ in range(2))
+    drawn = [int(one(row)) for row in rows]
+    assert other.agrees(rows, [*drawn[:3], (drawn[3] + 1) % 50, drawn[4]]) == 3
+    assert [int(other(row)) for row in rows[3:]] == drawn[3:]
+
+
+def test_text_comes_token_by_token(model, drafted):
+    texts = [event for event in opened(model).answer(TURNS, GREEDY) if isinstance(event, Text)]
+    assert all(text.tokens in (0, 1) for text in texts)

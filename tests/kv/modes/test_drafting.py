@@ -1,0 +1,112 @@
+"""Prompt lookup: what is drafted, and when."""
+
+from __future__ import annotations
+
+from kvchat.kv.modes.drafting import LENGTHS, Lookup
+
+STEP, END = 1.0, 999
+QUOTED = list(range(100, 140))
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def answer(lookup, clock, tokens, rows_take):
+    """Go on with ``tokens``, where a forward of n rows takes ``rows_take(n)``; the number of forwards."""
+    forwards, at = 0, 0
+    while at < len(tokens):
+        drafts = lookup.draft(tokens[at], len(tokens) - at - 1, {END})
+        clock.now += rows_take(1 + len(drafts))
+        forwards, at = forwards + 1, at + 1
+        if drafts:
+            accepted = next(
+                (i for i, draft in enumerate(drafts) if tokens[at : at + 1 + i][i:] != [draft]), len(drafts)
+            )
+            lookup.verified(drafts, accepted)
+            at += accepted
+    return forwards
+
+
+def following(ids, clock=None):
+    lookup = Lookup(clock or Clock())
+    lookup.begin(ids)
+    return lookup
+
+
+def free(_rows):
+    return STEP
+
+
+def test_a_quotation_is_drafted_in_far_fewer_forwards():
+    clock = Clock()
+    lookup = following([*QUOTED, 1, 2], clock)
+    forwards = answer(lookup, clock, [5, 6, *QUOTED], free)
+    assert forwards < 12
+    assert lookup.accepted == len(QUOTED) + 2 - forwards
+    assert lookup.accepted / lookup.drafted > 0.8
+
+
+def test_nothing_is_drafted_where_rows_take_as_long_as_steps():
+    clock = Clock()
+    lookup = following([*QUOTED, 1, 2], clock)
+    for _ in range(20):  # the first is a trial
+        answer(lookup, clock, QUOTED, lambda rows: rows * STEP)
+    assert lookup.rounds <= 20 * len(LENGTHS)
+    before = lookup.rounds
+    answer(lookup, clock, QUOTED[:32], lambda rows: rows * STEP)
+    assert lookup.rounds - before <= len(LENGTHS)
+
+
+def test_matches_that_do_not_go_on_are_no_longer_drafted():
+    clock = Clock()
+    text = [token for i in range(400) for token in (1, 2, 3, 1000 + i)]
+    lookup = following([1, 2, 3, 4], clock)
+    answer(lookup, clock, text[:400], lambda rows: STEP * (1 + 0.1 * rows))
+    before = lookup.rounds
+    answer(lookup, clock, text[400:], lambda rows: STEP * (1 + 0.1 * rows))
+    assert lookup.rounds == before
+
+
+def test_the_last_occurrence_counts():
+    clock = Clock()
+    lookup = following([1, 2, 3, *QUOTED, 1, 2, 3, *reversed(QUOTED), 9, 9], clock)
+    answer(lookup, clock, [1, 2, 3, *reversed(QUOTED)], free)
+    assert lookup.accepted == lookup.drafted > 0
+
+
+def test_what_repeats_itself_goes_on_beyond_the_present():
+    clock = Clock()
+    lookup = following([7, 8, 9, 7, 8, 9], clock)
+    answer(lookup, clock, [7, 8, 9] * 30, free)
+    assert lookup.accepted / lookup.drafted > 0.9
+
+
+def test_no_draft_ends_an_answer_or_is_longer_than_what_is_left():
+    clock = Clock()
+    lookup = following([*QUOTED[:20], END, 5, *QUOTED[:20], END, 5], clock)
+    seen = []
+    for token in QUOTED[:20]:
+        clock.now += STEP
+        seen.append(lookup.draft(token, 4, {END}))
+    assert any(seen)
+    assert all(len(drafts) <= 4 and END not in drafts for drafts in seen)
+    assert seen[-1] == []
+
+
+def test_another_conversation_is_followed_from_its_own_tokens():
+    lookup = following(QUOTED)
+    lookup.begin([1, 2, 3])
+    assert answer(lookup, Clock(), QUOTED, free) == len(QUOTED)
+
+
+def test_figures_count_what_was_drafted():
+    lookup = following([*QUOTED, 1, 2])
+    assert lookup.figures() == {}
+    lookup.verified([1, 2, 3], 2)
+    lookup.verified([1], 0)
+    assert lookup.figures() == {"drafts accepted": "50% of 4", "tokens a round": "2.0"}
