@@ -309,9 +309,12 @@ class ModelChoice:
         Raises:
             KvchatError: as ``load_model``.
         """
-        from kvchat.models.load import load_model  # imports torch
+        from kvchat.models import compile_ahead  # imports torch
+        from kvchat.models.load import load_model
 
-        return load_model(self._asked, report)
+        loaded = load_model(self._asked, report)
+        compile_ahead.finish(report)
+        return loaded
 
     def open(self, report: Callable[[str], None]) -> Session:
         """A session with the weights.

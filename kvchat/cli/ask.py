@@ -13,7 +13,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -100,7 +100,22 @@ def ask(question: Question) -> int:
     if question.show_stats:
         report(stats_table(finished.stats))
     session.close()
-    return INTERRUPTED if interrupted else switcher.exit_code
+    if interrupted:
+        return INTERRUPTED
+    finish_loops()
+    return switcher.exit_code
+
+
+def finish_loops() -> None:
+    """Wait for the loops that are still being compiled: whoever only ever asks would never have them.
+
+    No process is left instead that would go on unseen. Ctrl+C ends the wait: the answer is there.
+    """
+    from kvchat.models import compile_ahead  # imports torch, as the session has
+
+    with suppress(KeyboardInterrupt):
+        compile_ahead.finish(lambda stage: progress(f"{stage} · Ctrl+C leaves it to the next start"))
+    progress("")
 
 
 def stats_table(stats: Stats) -> str:

@@ -105,6 +105,9 @@ def compare(asked: Asked) -> int:
         KvchatError: the model cannot be loaded, the question is refused, or nothing was answered before it was stopped.
     """
     session = opened(asked.load)
+    from kvchat.models import compile_ahead  # imports torch, as the session has
+
+    compile_ahead.finish(progress)  # or the modes that answer first would be the slower ones
     for text in session.info.notes:
         note(text)
     with interrupt_cancels(session) as interrupted:

@@ -31,12 +31,11 @@ from kvchat import files, paths
 from kvchat.errors import KvchatError, UsageError
 from kvchat.files import read_text
 from kvchat.kv.manager import is_out_of_memory
-from kvchat.models import attention_hook, description, reading, repacking, support
+from kvchat.models import attention_hook, compile_ahead, description, reading, repacking, support
 from kvchat.models import checkpoint as checkpoints
 from kvchat.models import tokenizer as tokenizers
 from kvchat.models.attention_hook import DenseManager
 from kvchat.models.checkpoint import Checkpoint, complete
-from kvchat.models.compile_ahead import compile_ahead
 from kvchat.models.description import ModelDescription, describe, overflows, quiet
 from kvchat.models.fuse import modules
 from kvchat.models.hub import Progress
@@ -128,15 +127,17 @@ def load_model(asked: Load, progress: Progress) -> LoadedModel:
         described = describe(asked.model, asked.device, asked.dtype, progress)
         chosen = repacking.choose(asked.quantize, described)
         quantized = quantization.resolve(chosen.quantize, described.config, described.dtype, described.device)
+        asks_for = compile_ahead.OF_PACKED if quantized.method or described.location.gguf else ()
+        if described.device.type == "cpu":
+            compile_ahead.begin(described.dtype, asks_for)
         checkpoint = complete(described.location, progress)
         with _explained(described, chosen.quantize):
             if not asked.force:
                 reading.check(described, chosen.quantize)
-            if described.device.type == "cpu":
-                compile_ahead(described.dtype, progress)  # packing weights asks for some
             progress("Loading the tokenizer")
             tokenizer, reading_notes = _tokenizer(described, checkpoint)
             tokenizer.chat_template = template or tokenizer.chat_template
+            compile_ahead.wait(progress, asks_for)
             stage = _loading_weights(chosen.quantize, described, checkpoint)
             progress(stage)
             packing = mmap_large_allocations() if quantized.method else contextlib.nullcontext()
@@ -281,7 +282,8 @@ def _notes_on(described: ModelDescription, dtype: str, chosen: repacking.Choice)
     packs, on_cpu = chosen.quantize != "none", described.device.type == "cpu"
     taken = description.note(dtype, described.dtype, described.config, packs) if on_cpu else ""
     plain = _stays_plain(described, chosen.quantize) if packs else ""
-    return [*filter(None, [support.note(described.config), chosen.note, plain, taken])]
+    loops = compile_ahead.NOTE if compile_ahead.is_running() else ""
+    return [*filter(None, [support.note(described.config), chosen.note, plain, taken, loops])]
 
 
 def _stays_plain(described: ModelDescription, quantize: str) -> str:

@@ -1,40 +1,122 @@
-"""Loops are compiled once, by processes of their own, before they are asked for."""
+"""Loops are compiled once, by processes of their own, while torch does their work."""
 
 from __future__ import annotations
 
 import errno
 import os
+import subprocess
 import sys
 from importlib import import_module
-from itertools import chain
+from pathlib import Path
 
 import pytest
 import torch
+from support.patience import PATIENCE_S, wait_until
 
+from kvchat.kv.ops import cpu_ops
 from kvchat.models import compile_ahead as ahead
+from kvchat.models.compile_ahead import begin  # the suite's own waits until all are compiled
 
 QUICK = "kvchat.models.quantize.block_loops"
+# Does as told but compiles nothing: notes each name with the priority that it has then, once it may.
+PRETEND = """
+import os, sys, time
+from pathlib import Path
+folder = Path(sys.argv[1])
+for name in map(str.strip, sys.stdin):
+    while (folder / "held").exists():
+        time.sleep(0.01)
+    with (folder / "compiled").open("a") as file:
+        file.write(f"{name} {os.getpriority(os.PRIO_PROCESS, 0)}\\n")
+    print(name, flush=True)
+"""
+IN_COLD_CACHE = """
+import kvchat
+from kvchat.kv.ops import cpu_ops
+from kvchat.models import compile_ahead
+from kvchat.protocol.messages import Sampling
+
+children, start = [], compile_ahead._start
+def started(dtype):
+    children.append(start(dtype))
+    return children[-1]
+compile_ahead._start = started
+
+session = kvchat.load("bundled", device="cpu")
+text = "".join(session.chat("Tell me a story.", Sampling(max_new_tokens=4)))
+print(bool(text), compile_ahead.is_running(), len(cpu_ops.awaited) > 0, session.info.notes)
+print(*(child.pid for child in children), flush=True)
+input()
+"""
+
+
+@pytest.fixture(autouse=True)
+def afresh(monkeypatch):
+    """Nothing is compiled yet, and afterwards nothing is waited for."""
+    monkeypatch.setattr(ahead, "_current", None)
+    monkeypatch.setattr(cpu_ops, "awaited", {})
 
 
 @pytest.fixture
 def cache(monkeypatch, tmp_path):
     """numba's cache, empty; of the loops only those that take least are compiled."""
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(ahead, "LONGEST", QUICK)
-    monkeypatch.setattr(ahead, "OTHERS", [])
+    monkeypatch.setattr(ahead, "MODULES", (QUICK,))
     monkeypatch.setattr(ahead.os, "cpu_count", lambda: 1)
     return tmp_path
 
 
+@pytest.fixture
+def pretended(cache, monkeypatch, tmp_path):
+    """Processes that only pretend to compile three modules."""
+    monkeypatch.setattr(ahead, "MODULES", ("one", "two", "three"))
+    monkeypatch.setattr(ahead, "_key", str)
+    started = []
+
+    def start(dtype):
+        command = [sys.executable, "-c", PRETEND, str(tmp_path)]
+        started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+        return started[-1]
+
+    monkeypatch.setattr(ahead, "_start", start)
+    return started
+
+
+def silent(stage: str) -> None:
+    """Say nothing."""
+
+
+def stamps(folder: Path) -> list[str]:
+    return sorted(file.name for file in folder.glob("kvchat-*"))
+
+
 @pytest.mark.slow("a process compiles")
-def test_they_are_compiled_once_and_the_seconds_are_told(cache):
+def test_torch_goes_on_until_they_are_compiled_once_and_for_all(cache):
     told: list[str] = []
-    ahead.compile_ahead(torch.float32, told.append)
+    begin(torch.float32)
+    assert cpu_ops.compiled_loops(QUICK) is None
+    assert ahead.is_running()
+    ahead.finish(told.append)
     assert told
     assert [*cache.rglob("block_loops.*.nbc")]
-    told.clear()
-    ahead.compile_ahead(torch.float32, told.append)
-    assert told == []
+    assert cpu_ops.compiled_loops(QUICK) is sys.modules[QUICK]
+    assert len(stamps(cache)) == 1
+    begin(torch.float32)
+    assert not ahead.is_running()
+
+
+@pytest.mark.slow("four processes compile while a model is loaded and answers")
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc tells which processes there are")
+def test_a_first_answer_waits_for_no_loop_and_no_process_survives(tmp_path):
+    environ = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", IN_COLD_CACHE]
+    with subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as engine:
+        answered, children = engine.stdout.readline(), engine.stdout.readline().split()
+        engine.kill()
+    assert answered == f"True True True {(ahead.NOTE,)}\n"
+    assert children
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children))
+    assert stamps(tmp_path) == []
 
 
 def test_other_sources_are_compiled_again(cache, monkeypatch, tmp_path):
@@ -43,7 +125,7 @@ def test_other_sources_are_compiled_again(cache, monkeypatch, tmp_path):
     other = tmp_path / "other.py"
     other.touch()
     os.utime(other, (1, 1))
-    monkeypatch.setattr(ahead, "OTHERS", ["other"])
+    monkeypatch.setattr(ahead, "MODULES", (QUICK, "other"))
     monkeypatch.syspath_prepend(str(tmp_path))
     added = ahead._key(torch.float32)
     assert added != before
@@ -53,55 +135,97 @@ def test_other_sources_are_compiled_again(cache, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_what_no_loop_reads_is_not_compiled_for(dtype, monkeypatch):
-    monkeypatch.setattr(ahead, "_compile", lambda *_: pytest.fail("it compiles"))
-    ahead.compile_ahead(dtype, print)
+    monkeypatch.setattr(ahead, "_start", lambda *_: pytest.fail("it compiles"))
+    begin(dtype)
+    assert cpu_ops.awaited == {}
 
 
-def test_a_process_that_fails_costs_nothing_but_that_it_is_tried_again(cache, monkeypatch):
+def test_where_a_process_fails_torch_goes_on_and_only_what_is_needed_is_compiled_here(cache, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    ahead.compile_ahead(torch.float32, lambda stage: None)
-    assert [*cache.iterdir()] == []
+    begin(torch.float32)
+    ahead.finish(silent)
+    assert cpu_ops.compiled_loops(QUICK) is None
+    assert cpu_ops.needed_loops(QUICK) is sys.modules[QUICK]
+    assert stamps(cache) == []
 
 
-def test_without_memory_for_a_process_a_loop_is_compiled_when_it_is_asked_for(cache, monkeypatch):
-    def fail(modules, dtype):
+def test_where_a_process_is_killed_the_others_do_what_is_left(pretended, cache, monkeypatch):
+    monkeypatch.setattr(ahead.os, "cpu_count", lambda: 2)
+    (cache / "held").touch()
+    begin(torch.float32)
+    wait_until(lambda: len(ahead._current._left) == 1)  # both have begun one
+    pretended[0].kill()
+    (cache / "held").unlink()
+    ahead.finish(silent)
+    assert len(cpu_ops.awaited) == 1
+    assert all(event.is_set() for event in cpu_ops.awaited.values())
+    assert stamps(cache) == []
+
+
+def test_without_memory_for_a_process_torch_goes_on(cache, monkeypatch):
+    def fail(dtype):
         raise OSError(errno.ENOMEM, "no memory")
 
-    monkeypatch.setattr(ahead, "_compile", fail)
-    ahead.compile_ahead(torch.float32, lambda stage: None)
+    monkeypatch.setattr(ahead, "_start", fail)
+    begin(torch.float32)
+    ahead.finish(silent)
+    ahead.wait(silent, [QUICK])
+    assert cpu_ops.compiled_loops(QUICK) is None
 
 
-def test_what_could_not_be_kept_is_not_compiled_ahead(monkeypatch):
+def test_what_could_not_be_kept_is_compiled_when_it_is_asked_for(monkeypatch):
     monkeypatch.setenv("NUMBA_CACHE_DIR", "/dev/null/no-folder")
-    monkeypatch.setattr(ahead, "_compile", lambda *_: pytest.fail("it compiles"))
-    ahead.compile_ahead(torch.float32, lambda stage: None)
+    monkeypatch.setattr(ahead, "_start", lambda *_: pytest.fail("it compiles"))
+    begin(torch.float32)
+    assert cpu_ops.awaited == {}
 
 
-def test_what_ends_the_loading_ends_the_processes(cache, monkeypatch):
-    begun = []
+@pytest.mark.parametrize("processors", [1, 2, 3, 64])
+def test_each_module_is_compiled_by_one_process(processors, pretended, cache, monkeypatch):
+    monkeypatch.setattr(ahead.os, "cpu_count", lambda: processors)
+    begin(torch.float32)
+    ahead.finish(silent)
+    assert sorted(line.split()[0] for line in (cache / "compiled").read_text().splitlines()) == ["one", "three", "two"]
+    assert len(pretended) == min(processors, ahead.MOST)
+    assert all(child.poll() is not None for child in pretended)
+    assert stamps(cache) == ["kvchat-torch.float32"]
 
-    def compile_(modules, dtype):
-        begun.append(ahead.subprocess.Popen(["sleep", "60"]))
-        return begun[0]
 
+def test_what_is_waited_for_comes_first_and_all_else_only_takes_time_that_nobody_wants(pretended, cache):
+    begin(torch.float32, ["three"])
+    ahead.finish(silent)
+    ours = os.getpriority(os.PRIO_PROCESS, 0)
+    compiled = [line.split() for line in (cache / "compiled").read_text().splitlines()]
+    assert compiled == [["three", str(ours)], ["one", "19"], ["two", "19"]]
+
+
+def test_for_another_dtype_the_first_is_left_to_the_next_start(pretended, cache):
+    (cache / "held").touch()
+    begin(torch.float32)
+    before = ahead._current
+    begin(torch.bfloat16)
+    assert set(cpu_ops.awaited) == {"one", "two", "three"}
+    (cache / "held").unlink()
+    before.ended.wait(PATIENCE_S)
+    ahead.finish(silent)
+    assert cpu_ops.awaited == {}
+    assert stamps(cache) == ["kvchat-torch.bfloat16"]
+
+
+def test_a_wait_can_be_left_while_they_are_compiled(pretended, cache):
     def stop(stage):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ahead, "_compile", compile_)
+    (cache / "held").touch()
+    begin(torch.float32)
     with pytest.raises(KeyboardInterrupt):
-        ahead.compile_ahead(torch.float32, stop)
-    assert begun[0].poll() is not None
-
-
-@pytest.mark.parametrize("processors", [1, 2, 3, 4, 64])
-def test_each_module_is_compiled_by_one_process(processors):
-    parts = ahead._parts(processors)
-    assert sorted(chain.from_iterable(parts)) == sorted([ahead.LONGEST, *ahead.OTHERS])
-    assert len(parts) == min(processors, ahead.MOST)
+        ahead.wait(stop, ["one"])
+    assert ahead.is_running()
+    (cache / "held").unlink()
+    ahead.finish(silent)
 
 
 def test_every_module_of_loops_is_named():
-    named = {ahead.LONGEST, *ahead.OTHERS}
     files = [
         *(ahead.paths.PACKAGE / "kv/ops/numba").glob("*.py"),
         *(ahead.paths.PACKAGE / "models").rglob("*_loops.py"),
@@ -111,6 +235,6 @@ def test_every_module_of_loops_is_named():
         for file in files
         if "@compiled(" in file.read_text()
     }
-    assert found == named
-    for name in named:
+    assert found == set(ahead.MODULES)
+    for name in ahead.MODULES:
         import_module(name)

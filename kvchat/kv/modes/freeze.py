@@ -73,7 +73,7 @@ from kvchat.kv.modes.freeze_timers import (
 )
 from kvchat.kv.modes.page_index import PageBounds
 from kvchat.kv.modes.recovery_levels import LEVELS, RECENT, Level
-from kvchat.kv.ops.cpu_ops import loops_over, numbers
+from kvchat.kv.ops.cpu_ops import FREEZE, loops_over, numbers
 from kvchat.kv.state import KVState
 
 MAJORITY = 0.5  # of a KV head's weight over the pages: at most one page a head is hot
@@ -303,7 +303,7 @@ class Freeze(Mode):
     def _loops(self) -> ModuleType | None:
         """The compiled loops over bounds and keys, where they can be used."""
         loops = freeze_loops() if self.state.ops.reads_back else None
-        return loops if loops and loops_over(self.geometry.dtype) else None
+        return loops and loops_over(self.geometry.dtype, FREEZE)
 
     # ---- what others read
 

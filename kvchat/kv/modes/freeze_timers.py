@@ -346,13 +346,10 @@ class CpuTimers(Timers):
 
 
 def freeze_loops() -> ModuleType | None:
-    """The compiled loops of this mode; None where numba does not run."""
-    if not cpu_ops.compiled_loops():
-        return None
-    from kvchat.kv.ops.numba import freeze
-
-    cpu_ops.use_threads(torch.get_num_threads())
-    return freeze
+    """The compiled loops of this mode; None where there are none."""
+    if loops := cpu_ops.compiled_loops(cpu_ops.FREEZE):
+        cpu_ops.use_threads(torch.get_num_threads())
+    return loops
 
 
 def _shared(tensors: Iterable[Tensor]) -> list[Any]:

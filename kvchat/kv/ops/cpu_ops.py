@@ -1,15 +1,16 @@
 """The operations of a decode step on a CPU, where nothing runs beside the model and reading back costs no wait.
 
 What does not change is skipped. Choosing and moving a layer's pages and the two products of attention, wherever K and V
-lie in the host pool, are loops that numba compiles (``numba``), once on a machine, which a model's loading asks for
-ahead. Over few tokens in float32, in float16 or without numba they are torch's, which needs 3
-to 10 times as long for bfloat16. Tensors are shared with numpy, not copied.
+lie in the host pool, are loops that numba compiles (``numba``), once on a machine, in other processes. Until they have,
+over few tokens in float32, in float16 and without numba they are torch's, which needs 3 to 10 times as long for
+bfloat16. Tensors are shared with numpy, not copied.
 """
 
 from __future__ import annotations
 
 import threading
 from functools import cache
+from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -27,6 +28,11 @@ from kvchat.kv.ops.torch_ops import TorchOps
 
 MANY = 2048  # tokens in float32 from which on loops are faster on two threads; fewer never ask for numba
 KNOWN = (torch.float32, torch.bfloat16)  # to the loops
+LOOPS = "kvchat.kv.ops.numba"
+PAGES, TOKENS, FREEZE = f"{LOOPS}.pages", f"{LOOPS}.tokens", f"{LOOPS}.freeze"
+IN_A_ROW, SCATTERED, EIGHT_BIT = f"{LOOPS}.in_a_row", f"{LOOPS}.scattered", f"{LOOPS}.eight_bit"
+# Modules of loops that other processes compile now, or could not: each event tells when that is known.
+awaited: dict[str, threading.Event] = {}
 _used = threading.local()
 NO_SINKS = np.empty((0, 0), np.float32)
 Arguments = tuple[Any, ...]
@@ -203,36 +209,47 @@ def _by_head(query: Tensor, bounds: Tensor) -> tuple[np.ndarray[Any, Any], Tenso
     return grouped.numpy(), torch.empty((heads, grouped.shape[1], pages))
 
 
-@cache
-def compiled_loops() -> ModuleType | None:
-    """The loops over pages, with which all others are there; None where numba does not run.
+def compiled_loops(name: str = PAGES) -> ModuleType | None:
+    """A module of loops; None where numba does not run, and while it is ``awaited``.
 
-    Asked for only where loops are used: it takes 0.5 s.
+    It is imported when it is first asked for: with numba that takes 0.5 s.
     """
+    return None if name in awaited else imported(name)
+
+
+def needed_loops(name: str) -> ModuleType | None:
+    """A module of loops that nothing replaces, as soon as it is compiled; None where numba does not run."""
+    if event := awaited.get(name):
+        event.wait()
+    return imported(name)
+
+
+@cache
+def imported(name: str) -> ModuleType | None:
+    """A module of loops, compiled here where no cache holds it; None where numba does not run."""
     try:
-        from kvchat.kv.ops.numba import pages
+        return import_module(name)
     except (ImportError, OSError, MemoryError):  # numpy or Python is unknown to numba; no memory for its library
         return None
-    return pages
+
+
+def loops_over(dtype: torch.dtype, name: str = PAGES) -> ModuleType | None:
+    """``compiled_loops``, which then take stored numbers of ``dtype``; None where there are none for it."""
+    found = compiled_loops(name) if dtype in KNOWN else None
+    if found and dtype == torch.bfloat16:
+        from kvchat.kv.ops.numba import loops
+
+        loops.compile_for_bfloat16(name)
+    return found
 
 
 def use_threads(threads: int) -> None:
     """Let the compiled loops that this thread asks for run on so many threads."""
-    if getattr(_used, "threads", 0) != threads and compiled_loops():  # numba takes 5 us to set what is set
+    if getattr(_used, "threads", 0) != threads and imported(f"{LOOPS}.loops"):  # numba takes 5 us to set what is set
         from kvchat.kv.ops.numba import loops
 
         loops.use_threads(threads)
         _used.threads = threads
-
-
-def loops_over(dtype: torch.dtype) -> ModuleType | None:
-    """``compiled_loops``, which then take stored numbers of ``dtype``; None where there are none for it."""
-    pages = compiled_loops() if dtype in KNOWN else None
-    if pages and dtype == torch.bfloat16:
-        from kvchat.kv.ops.numba import loops
-
-        loops.compile_for_bfloat16()
-    return pages
 
 
 def numbers(stored: Tensor) -> Numbers:
@@ -244,10 +261,8 @@ def numbers(stored: Tensor) -> Numbers:
 def in_a_row(keys: Tensor, values: Tensor) -> Products:
     """Over ``keys [H, n, d_k]`` and ``values [H, n, d_v]``."""
     few = keys.dtype == torch.float32 and keys.shape[1] < MANY
-    if few or not _threaded(keys.dtype):
+    if few or not (loops := _threaded(keys.dtype, IN_A_ROW)):
         return products(keys, values)
-    from kvchat.kv.ops.numba import in_a_row as loops
-
     return _compiled(loops, keys.shape[1], values, _rows(keys), _rows(values))
 
 
@@ -257,10 +272,8 @@ def scattered(keys: Tensor, values: Tensor, table: Tensor, first: int) -> Produc
 
     None where there is no loop for it.
     """
-    if not _threaded(keys.dtype):
+    if not (loops := _threaded(keys.dtype, SCATTERED)):
         return None
-    from kvchat.kv.ops.numba import scattered as loops
-
     named = table.numpy(), first
     return _compiled(loops, table.shape[1], values, (*_rows(keys), *named), (*_rows(values), *named))
 
@@ -285,10 +298,8 @@ def mixed(pages: MixedPages, g: Geometry) -> Products | None:
     """Over the tokens of ``pages``; None where there is no loop for it."""
     size = g.dtype.itemsize
     whole = 2 * g.page * g.d % size == eight_bit_pages.block_bytes(g) % size == 0
-    if not whole or not _threaded(g.dtype):
+    if not whole or not (loops := _threaded(g.dtype, EIGHT_BIT)):
         return None
-    from kvchat.kv.ops.numba import eight_bit as loops
-
     blocks = pages.eight_bit.view(-1)
     codes = blocks.view(torch.int8).numpy(), numbers(blocks.view(g.dtype)), eight_bit_pages.block_bytes(g), g.page
     named = pages.table.numpy(), pages.first, pages.places.numpy()
@@ -300,12 +311,7 @@ def mixed(pages: MixedPages, g: Geometry) -> Products | None:
 # ---- choosing tokens
 def token_loops(g: Geometry) -> ModuleType | None:
     """The compiled loops that choose tokens; None where there are none for the geometry."""
-    if g.page != PAGE or not _threaded(g.dtype):
-        return None
-    from kvchat.kv.ops.numba import tokens as loops
-
-    loops_over(g.dtype)  # those of the module too, which was just imported
-    return loops
+    return _threaded(g.dtype, TOKENS) if g.page == PAGE else None
 
 
 def attended(
@@ -315,11 +321,8 @@ def attended(
 
     They are among those of ``keys [H, token, d_k]`` and ``values [H, token, d_v]``.
     """
-    if not _threaded(keys.dtype):
+    if not (loops := _threaded(keys.dtype, TOKENS)):
         return None
-    from kvchat.kv.ops.numba import tokens as loops
-
-    loops_over(keys.dtype)  # those of the module too, which was just imported
     asked = query.contiguous().float().numpy(), spec.scaling
     made = torch.empty((*query.shape[:2], values.shape[-1]))
     logits = NO_SINKS if sinks is None else sinks.float().contiguous().numpy()
@@ -328,12 +331,11 @@ def attended(
 
 
 # ---- inside
-def _threaded(dtype: torch.dtype) -> bool:
-    """True if there are compiled loops over numbers of ``dtype``; they know then how many threads to run on."""
-    if not loops_over(dtype):
-        return False
-    use_threads(torch.get_num_threads())
-    return True
+def _threaded(dtype: torch.dtype, name: str) -> ModuleType | None:
+    """``loops_over`` numbers of ``dtype``, which know how many threads to run on."""
+    if loops := loops_over(dtype, name):
+        use_threads(torch.get_num_threads())
+    return loops
 
 
 def _compiled(loops: ModuleType, tokens: int, stored: Tensor, keys: Arguments, values: Arguments) -> Products:
@@ -341,7 +343,6 @@ def _compiled(loops: ModuleType, tokens: int, stored: Tensor, keys: Arguments, v
 
     ``keys`` and ``values`` are what its loops read, as they take it.
     """
-    loops_over(stored.dtype)  # those of ``loops`` too, which was just imported
 
     def scores(query: Tensor) -> Tensor:
         made = torch.empty((*query.shape[:2], tokens))

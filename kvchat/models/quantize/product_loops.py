@@ -22,7 +22,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
 from kvchat.kv.ops.numba.loops import FINITE_OR_NOT, HAS_THREADS, compiled, exp
-from kvchat.kv.ops.numba.pages import rotate
+from kvchat.kv.ops.numba.parts import turn
 
 Array = np.ndarray[Any, Any]
 GROUP = 32  # numbers of the row, and weights of a row of the matrix, that share a step
@@ -381,7 +381,7 @@ def begin_layer(
     and keys, are turned by ``cos`` and ``sin [d]``.
     """
     multiply(matrix, hidden, bias, norm, eps, np.empty(0, np.float32), False, heads.reshape(-1))
-    rotate(heads[:rotated], cos, sin)
+    turn(heads[:rotated], cos, sin)
 
 
 @compiled(

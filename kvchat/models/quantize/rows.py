@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvchat import process
-from kvchat.kv.ops.cpu_ops import compiled_loops, use_threads
+from kvchat.kv.ops.cpu_ops import needed_loops, use_threads
 
 ROWS, STACKS = "packed_rows", "packed_stacks"  # the attributes of a Linear, and of a layer's experts
 CHUNK = 2**18  # weights that are quantized at once: in float32 they stay in a processor's cache
@@ -52,6 +52,7 @@ PAUSE_S = 1.0  # between two answers
 # must draw it too; a busy process that shares its core with one of our threads has two thirds.
 SHARED = 0.6
 FIXED = "OMP_DYNAMIC"
+PRODUCTS, BLOCKS_OF_WEIGHTS = "kvchat.models.quantize.product_loops", "kvchat.models.quantize.block_loops"
 
 
 Arrays = tuple[Any, ...]
@@ -140,24 +141,14 @@ def numbers(row: Tensor | None) -> Any:
     return NOTHING if row is None else row.detach().float().view(-1).numpy()
 
 
-@cache
 def product_loops() -> ModuleType | None:
     """The loops that multiply packed weights with one token; None where numba does not run."""
-    if compiled_loops() is None:
-        return None
-    from kvchat.models.quantize import product_loops
-
-    return product_loops
+    return needed_loops(PRODUCTS)
 
 
-@cache
 def block_loops() -> ModuleType | None:
     """The loops that unpack and pack weights in blocks; None where numba does not run."""
-    if compiled_loops() is None:
-        return None
-    from kvchat.models.quantize import block_loops
-
-    return block_loops
+    return needed_loops(BLOCKS_OF_WEIGHTS)
 
 
 def weight_of(linear: Any) -> Weight:

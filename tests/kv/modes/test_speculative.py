@@ -54,7 +54,7 @@ def test_they_choose_what_torch_chooses(dtype, monkeypatch):
     runs = []
     for loops in (True, False):
         if not loops:
-            monkeypatch.setattr(cpu_ops, "compiled_loops", lambda: None)
+            monkeypatch.setattr(cpu_ops, "compiled_loops", lambda *_: None)
         run = Run(large(dtype, kv_heads=2, group=3, d_k=64, d_v=64), "speculative", budget=96, window=32)
         run.prefill(500)
         run.step(3)

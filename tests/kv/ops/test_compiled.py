@@ -30,7 +30,7 @@ def test_torch_does_it_where_numba_cannot_be_loaded(error, monkeypatch):
     monkeypatch.setattr(sys, "meta_path", [Refusing, *sys.meta_path])
     monkeypatch.delitem(sys.modules, "kvchat.kv.ops.numba.pages")
     monkeypatch.delattr("kvchat.kv.ops.numba.pages")
-    assert cpu_ops.compiled_loops.__wrapped__() is None
+    assert cpu_ops.imported.__wrapped__(cpu_ops.PAGES) is None
 
 
 @pytest.mark.parametrize("folder", ["/dev/null/no-folder", "/proc/no-folder"])

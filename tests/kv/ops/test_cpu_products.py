@@ -119,12 +119,12 @@ def test_what_loops_cannot_read_is_left_to_torch(monkeypatch):
     assert cpu_ops.mixed(pages, g) is None  # scales would lie across two numbers
     rows = torch.zeros(2, 9, 4)
     assert cpu_ops.scattered(rows.half(), rows.half(), table, 0) is None
-    monkeypatch.setattr(cpu_ops, "compiled_loops", lambda: None)
+    monkeypatch.setattr(cpu_ops, "compiled_loops", lambda *_: None)
     assert cpu_ops.scattered(rows, rows, table, 0) is None
 
 
 def test_few_tokens_never_ask_for_numba(monkeypatch):
-    monkeypatch.setattr(cpu_ops, "compiled_loops", lambda: pytest.fail("asked"))
+    monkeypatch.setattr(cpu_ops, "compiled_loops", lambda *_: pytest.fail("asked"))
     rows = torch.ones((2, cpu_ops.MANY - 1, 8))
     assert cpu_ops.in_a_row(rows, rows).scores(rows[:, :3]).shape == (2, 3, cpu_ops.MANY - 1)
 

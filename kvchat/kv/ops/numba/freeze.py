@@ -9,7 +9,7 @@ import numpy as np
 
 from kvchat.kv.memory.device_slots import EMPTY
 from kvchat.kv.ops.numba.loops import HAS_THREADS, Array, compiled
-from kvchat.kv.ops.numba.pages import add_softmax, score_pages
+from kvchat.kv.ops.numba.parts import add_softmax, score_pages
 
 
 @numba.njit  # type: ignore[untyped-decorator]

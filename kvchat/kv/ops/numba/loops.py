@@ -1,7 +1,7 @@
 """What all loops have in common that numba compiles: how they are compiled and shared among threads, and ``exp``.
 
-The first process of a machine compiles them, for some seconds (``compile_ahead``); later ones read numba's cache,
-beside these files or in the user's cache folder.
+They are compiled once on a machine, by processes of their own (``compile_ahead``); others read numba's cache, beside
+these files or in the user's cache folder.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import math
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -55,7 +56,9 @@ HAS_THREADS = _has_threads()
 # What numba would share among threads beside ``prange``: array expressions, each compiled as a loop of its own.
 # For a few numbers that costs: after 4,096 tokens one of SmolLM2 in speculative mode took 67 ms with it, 58 without.
 NOT_SHARED = ("comprehension", "reduction", "inplace_binop", "setitem", "numpy", "stencil", "fusion")
-_in_float32_only: list[tuple[Any, str]] = []  # loops over stored numbers, and their signatures
+# Loops over stored numbers, and their signatures, by their module.
+_in_float32_only: dict[str, list[tuple[Any, str]]] = {}
+_compiling = threading.Lock()
 
 
 def compiled(*signatures: str, fastmath: bool | set[str] = False, parallel: bool = False) -> Callable[[Loop], Loop]:
@@ -72,20 +75,25 @@ def compiled(*signatures: str, fastmath: bool | set[str] = False, parallel: bool
             compiled: Loop = numba.njit(exact, cache=True, **options)(loop)
         except (OSError, RuntimeError):  # a full disk; no folder that may be written
             compiled = numba.njit(exact, **options)(loop)
-        _in_float32_only.extend((compiled, one) for one in signatures if "number" in one)
+        stored = [(compiled, one) for one in signatures if "number" in one]
+        if stored:
+            _in_float32_only.setdefault(loop.__module__, []).extend(stored)
         return compiled
 
     return compile_loop
 
 
-def compile_for_bfloat16() -> None:
-    """Let the imported loops over stored numbers take bfloat16 too: once as long again, where no cache holds them."""
-    while _in_float32_only:
-        loop, signature = _in_float32_only.pop()
-        loop.disable_compile(False)
-        with suppress(OSError):  # a full disk: it is compiled, but not kept
-            loop.compile(signature.replace("number", BFLOAT16))
-        loop.disable_compile()
+def compile_for_bfloat16(module: str) -> None:
+    """Let the loops of an imported module take bfloat16 too: once as long again, where no cache holds them."""
+    if module not in _in_float32_only:
+        return
+    with _compiling:  # also a thread that takes what other processes have compiled asks
+        for loop, signature in _in_float32_only.get(module, ()):
+            loop.disable_compile(False)
+            with suppress(OSError):  # a full disk: it is compiled, but not kept
+                loop.compile(signature.replace("number", BFLOAT16))
+            loop.disable_compile()
+        _in_float32_only.pop(module, None)
 
 
 @intrinsic  # type: ignore[untyped-decorator]

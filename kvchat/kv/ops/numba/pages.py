@@ -10,7 +10,8 @@ import numba
 import numpy as np
 
 from kvchat.kv.memory.device_slots import EMPTY
-from kvchat.kv.ops.numba.loops import FINITE_OR_NOT, Array, compiled, exp, widened
+from kvchat.kv.ops.numba.loops import Array, compiled
+from kvchat.kv.ops.numba.parts import add_softmax, score_pages, turn
 
 
 @compiled("i8(i4[:, ::1], i4[:, ::1], i8, f4[:, ::1])")
@@ -27,42 +28,11 @@ def open_slots(table: Array, attended: Array, first: int, bias: Array) -> int:
     return read
 
 
-@numba.njit(fastmath=True)  # type: ignore[untyped-decorator]
-def score_pages(query: Array, bounds: Array, scaling: float, scores: Array) -> None:
-    """One head's ``query [G, d_k]`` and ``bounds [page, 2 * d_k]`` into ``scores [G, page]``."""
-    group, d = query.shape
-    parts = np.empty((group, 2 * d), np.float32)
-    for g in range(group):
-        for i in range(d):
-            x = query[g, i] * scaling
-            parts[g, i] = max(x, np.float32(0))
-            parts[g, d + i] = max(-x, np.float32(0))
-    for page in range(len(bounds)):
-        for g in range(group):
-            score = np.float32(0)
-            for i in range(2 * d):
-                score += parts[g, i] * widened(bounds[page, i])
-            scores[g, page] = score
-
-
 @compiled("void(f4[:, :, ::1], number[:, :, ::1], f4, f4[:, :, ::1])")
 def page_scores(query: Array, bounds: Array, scaling: float, scores: Array) -> None:
     """``selection.page_scores`` into ``scores [H, G, page]``: ``query [H, G, d_k]``, ``bounds [H, page, 2 * d_k]``."""
     for head in range(len(query)):
         score_pages(query[head], bounds[head], scaling, scores[head])
-
-
-@numba.njit(fastmath=FINITE_OR_NOT)  # type: ignore[untyped-decorator]
-def add_softmax(scores: Array, weights: Array, powers: Array) -> None:
-    """Add the softmax over ``scores`` to ``weights``; ``powers``, as long, is overwritten."""
-    highest, total = scores[0], np.float32(0)
-    for score in scores:
-        highest = max(highest, score)
-    for i in range(len(scores)):
-        powers[i] = exp(scores[i] - highest)
-        total += powers[i]
-    for i in range(len(scores)):
-        weights[i] += powers[i] / total
 
 
 @numba.njit  # type: ignore[untyped-decorator]
@@ -183,9 +153,4 @@ def move_rows(
 @compiled("void(f4[:, ::1], f4[::1], f4[::1])")
 def rotate(heads: Array, cos: Array, sin: Array) -> None:
     """Turn the ``heads [n, d]`` of one token by ``cos`` and ``sin [d]``, first half against second half."""
-    half = heads.shape[1] // 2
-    for head in range(len(heads)):
-        for i in range(half):
-            low, high = heads[head, i], heads[head, half + i]
-            heads[head, i] = low * cos[i] - high * sin[i]
-            heads[head, half + i] = high * cos[half + i] + low * sin[half + i]
+    turn(heads, cos, sin)

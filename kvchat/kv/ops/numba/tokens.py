@@ -21,7 +21,7 @@ from kvchat.kv.memory.device_slots import EMPTY
 from kvchat.kv.ops.numba.loops import FINITE_OR_NOT, HAS_THREADS, LINE, Array, compiled, exp, prefetch, widened
 
 LANES = 16
-TOGETHER = 8  # query heads whose sums stay in registers
+TOGETHER = 4  # query heads whose sums stay in registers; each number of them takes 0.3 s to compile
 PART = 16  # pages that one thread scores at a time
 BLOCK = 8  # tokens that are left out together, where none of them can be chosen
 HIGHEST = 2**31 - 1
@@ -151,14 +151,17 @@ def _score_pages(
 
 @numba.njit(fastmath=True)  # type: ignore[untyped-decorator]
 def _highest(scores: Array) -> Any:
-    lanes = np.full(LANES, scores[0])  # a maximum is no sum: the compiler finds none by itself
+    lanes = np.empty(LANES, np.float32)  # a maximum is no sum: the compiler finds none by itself
+    lanes[:] = scores[0]
     whole = len(scores) // LANES * LANES
     for i in range(0, whole, LANES):
         for lane in range(LANES):
             lanes[lane] = scores[i + lane] if scores[i + lane] > lanes[lane] else lanes[lane]
-    highest = lanes.max()
-    for score in scores[whole:]:
-        highest = max(highest, score)
+    highest = lanes[0]  # ``max`` of an array takes half a second to compile
+    for lane in range(LANES):
+        highest = max(highest, lanes[lane])
+    for i in range(whole, len(scores)):
+        highest = max(highest, scores[i])
     return highest
 
 
@@ -392,7 +395,9 @@ def attend_tokens(
                     total[g, i] += weights[g, at] * widened(value[i])
     for head in range(heads):
         for g in range(group):
-            most, whole = highest[head, :, g].max(), np.float32(0)
+            most, whole = highest[head, 0, g], np.float32(0)
+            for part in range(parts):
+                most = max(most, highest[head, part, g])
             if len(sinks):
                 most = max(most, sinks[head, g])
                 whole = exp(sinks[head, g] - most)
