@@ -102,11 +102,11 @@ def ask(question: Question) -> int:
     session.close()
     if interrupted:
         return INTERRUPTED
-    finish_loops()
+    _finish_loops()
     return switcher.exit_code
 
 
-def finish_loops() -> None:
+def _finish_loops() -> None:
     """Wait for the loops that are still being compiled: whoever only ever asks would never have them.
 
     No process is left instead that would go on unseen. Ctrl+C ends the wait: the answer is there.

@@ -36,13 +36,14 @@ from kvchat.models import checkpoint as checkpoints
 from kvchat.models import tokenizer as tokenizers
 from kvchat.models.attention_hook import DenseManager
 from kvchat.models.checkpoint import Checkpoint, complete
+from kvchat.models.compile_ahead import OF_PACKED
 from kvchat.models.description import ModelDescription, describe, overflows, quiet
 from kvchat.models.fuse import modules
 from kvchat.models.hub import Progress
 from kvchat.models.probe import Probe, pin_frequencies, probe, reads_chunks, selftest
 from kvchat.models.quantize import quantization
 from kvchat.models.quantize.quantization import weights
-from kvchat.models.quantize.rows import ROWS, STACKS, PackedRows, ThreadBudget
+from kvchat.models.quantize.rows import BLOCKS_OF_WEIGHTS, PRODUCTS, ROWS, STACKS, PackedRows, ThreadBudget
 from kvchat.models.reading import defragment, malloc_trim, mmap_large_allocations
 from kvchat.models.recurrent import RecurrentState
 from kvchat.models.stored_tensors import read_json
@@ -127,9 +128,8 @@ def load_model(asked: Load, progress: Progress) -> LoadedModel:
         described = describe(asked.model, asked.device, asked.dtype, progress)
         chosen = repacking.choose(asked.quantize, described)
         quantized = quantization.resolve(chosen.quantize, described.config, described.dtype, described.device)
-        asks_for = compile_ahead.OF_PACKED if quantized.method or described.location.gguf else ()
         if described.device.type == "cpu":
-            compile_ahead.begin(described.dtype, asks_for)
+            compile_ahead.begin(described.dtype, OF_PACKED if quantized.method or described.location.gguf else ())
         checkpoint = complete(described.location, progress)
         with _explained(described, chosen.quantize):
             if not asked.force:
@@ -137,7 +137,8 @@ def load_model(asked: Load, progress: Progress) -> LoadedModel:
             progress("Loading the tokenizer")
             tokenizer, reading_notes = _tokenizer(described, checkpoint)
             tokenizer.chat_template = template or tokenizer.chat_template
-            compile_ahead.wait(progress, asks_for)
+            if quantized.method or described.location.gguf:
+                compile_ahead.wait(progress, [BLOCKS_OF_WEIGHTS])
             stage = _loading_weights(chosen.quantize, described, checkpoint)
             progress(stage)
             packing = mmap_large_allocations() if quantized.method else contextlib.nullcontext()
@@ -145,6 +146,8 @@ def load_model(asked: Load, progress: Progress) -> LoadedModel:
                 model = reading.read(described, checkpoint, quantized)
                 with cores:
                     model = reading.finished(model, described, quantized)
+            if quantized.method:
+                compile_ahead.wait(progress, [PRODUCTS])  # with which the model is tested
             progress("Preparing the model")
             with cores:
                 support.check_values(model, checkpoint.folder)

@@ -24,6 +24,7 @@ from support.patience import PATIENCE_S
 from kvchat import paths
 from kvchat.config.modes import registered
 from kvchat.errors import DoesNotFitError, EngineError
+from kvchat.models import compile_ahead
 from kvchat.protocol.messages import Load, Sampling, Turn
 
 ANSWER = "".join(PIECES)
@@ -52,6 +53,22 @@ def test_ask_hands_on_every_setting_of_the_model(run: Run, session: FakeSession)
 def test_what_there_is_to_know_of_the_model_is_said_on_stderr(run: Run, session: FakeSession) -> None:
     session.notes = ("No template.",)
     assert run("ask", "hello") == (0, ANSWER + "\n", "kvchat: No template.\n")
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_it_ends_when_the_loops_are_compiled_or_with_ctrl_c(
+    interrupted: bool, run: Run, session: FakeSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = []
+
+    def finish(progress: object) -> None:
+        closed.append(session.closed)
+        if interrupted:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(compile_ahead, "finish", finish)
+    assert run("ask", "hello") == (0, ANSWER + "\n", "")
+    assert closed == [True]
 
 
 def test_a_full_disk_under_stdout_is_said_in_one_line() -> None:
