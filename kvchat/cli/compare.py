@@ -105,11 +105,12 @@ def compare(asked: Asked) -> int:
         KvchatError: the model cannot be loaded, the question is refused, or nothing was answered before it was stopped.
     """
     session = opened(asked.load)
+    for text in session.info.notes:
+        note(text)
     from kvchat.models import compile_ahead  # imports torch, as the session has
 
     compile_ahead.finish(progress)  # or the modes that answer first would be the slower ones
-    for text in session.info.notes:
-        note(text)
+    progress("")
     with interrupt_cancels(session) as interrupted:
         running = _run(session, asked, bool(interrupted))
     session.close()
