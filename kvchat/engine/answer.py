@@ -19,7 +19,7 @@ from kvchat.engine.mode_switcher import ModeSwitcher
 from kvchat.engine.prompt import Prompt, PromptEncoder, Stored, common_prefix
 from kvchat.engine.recovery import RecoveryMonitor, Trigger
 from kvchat.engine.runner import ModelRunner
-from kvchat.engine.sampler import Sampler
+from kvchat.engine.sampler import Sampler, read
 from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.manager import explained
 from kvchat.kv.modes.recovery_levels import Level
@@ -294,7 +294,10 @@ class AnswerLoop(Released):
         if not drafter or self._kv.mode.parameters.recovery or self._runner.recurrent.exists:
             return [], self.step(token)
         drafter.begin(self.stored.ids)
-        drafts = drafter.draft(token, most, self.ends)
+        before = sampler.state()
+        with self._runner.guessing():
+            drafts = drafter.draft(token, most, self.ends, lambda last: read(sampler(self._runner.step(last))))
+        sampler.set_state(before)
         if not drafts:
             return [], self.step(token)
         logits = self._runner.verify([token, *drafts])
@@ -302,6 +305,7 @@ class AnswerLoop(Released):
         accepted = sampler.agrees(logits, drafts)
         self.forget(self._kv.total - len(drafts) + accepted)
         drafter.verified(drafts, accepted)
+        self._kv.state.count_verified(1 + accepted)
         return drafts[:accepted], logits[accepted]
 
     @staticmethod

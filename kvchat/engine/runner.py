@@ -183,6 +183,12 @@ class ModelRunner:
                 # What smaller forwards may use lies scattered in what torch keeps.
                 torch.cuda.empty_cache()
 
+    @contextmanager
+    def guessing(self) -> Iterator[None]:
+        """``KVManager.guessing``, for ``step``."""
+        with torch.inference_mode(), explained(self.kv, "drafting"), self.kv.guessing():
+            yield
+
     @property
     def rows(self) -> int:
         """Tokens that one forward of ``verify`` may store.

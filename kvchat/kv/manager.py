@@ -143,6 +143,22 @@ class KVManager:
             self._forget(self.total)
             self.refill()
 
+    @contextmanager
+    def guessing(self) -> Iterator[None]:
+        """Let the mode read little in the steps inside; then their tokens are forgotten, and count for nothing."""
+        state, total, steps = self.state, self.total, self.state.steps
+        read = [(slots, slots.read_pairs.clone()) for slots in state.slots]
+        self.mode.guess(True)
+        try:
+            yield
+        finally:
+            self.mode.guess(False)
+            state.steps = steps
+            for slots, pairs in read:
+                slots.read_pairs.copy_(pairs)
+            if self.total > total:
+                self.truncate(total)
+
     # ---- a prefill
 
     def begin_prefill(self, tokens: int) -> None:
@@ -152,6 +168,7 @@ class KVManager:
             DoesNotFitError: the host has no memory for them; nothing changed.
         """
         self.state.reserve(self.total + tokens)
+        self.step = Step()
         if self.mode.context_policy.limits_prompt(self.total + tokens):
             self.refill()
         self._slots = max(self._slots, SlotsState.STALE)

@@ -86,6 +86,14 @@ class KVState:
         """(token, layer, KV head) triples that attention read in all steps so far; waits for the device."""
         return self._read_before + sum(int(slots.read_pairs) for slots in self.slots)
 
+    def count_verified(self, tokens: int) -> None:
+        """Count the last ``tokens`` stored, which one forward verified, as steps that read everything."""
+        self.steps += tokens
+        for position in range(self.total - tokens, self.total):
+            for spec in self.specs:
+                seen = position + 1 if spec is None or spec.window is None else min(position + 1, spec.window)
+                self._read_before += self.geometry.kv_heads * seen
+
     def note_spec(self, layer: int, spec: AttentionSpec) -> None:
         """Keep a layer's attention rule; every forward names it again."""
         if spec is not self.specs[layer]:

@@ -17,9 +17,11 @@ from support.reference import coded
 from support.tiny_models import CONTEXT
 from support.tiny_runner import PARAMS, loaded, mode_of, prefilled, same_steps, token_ids
 
-from kvchat.engine.runner import GraphRunner, ModelRunner
+from kvchat.config.modes import FullParameters
+from kvchat.engine.runner import GraphRunner, ModelRunner, geometry_of, traits_of
 from kvchat.kv import inspect
 from kvchat.kv.inspect import attended, check_integrity
+from kvchat.kv.modes import build
 from kvchat.kv.transfer import SideStream
 from kvchat.models import attention_hook
 from kvchat.models.load import LoadedModel
@@ -117,6 +119,31 @@ def test_full_answers_the_same_whatever_is_resident(dtype):
             assert relative_error(ring, whole) < 4 * torch.finfo(dtype).eps, f"{prompt} tokens"
     assert [each.kv.state.slots[0].layout.spills for each in runners] == [False, True]
     assert not any(each.graphs.refusal for each in runners)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[::2], ids=str)
+def test_a_guess_reads_nothing_that_spills_and_is_forgotten(dtype):
+    """By graphs; the verification and the steps after it are those of a runner that never guessed."""
+    model, ids, near = llama(dtype), token_ids(164), 16 * torch.finfo(dtype).eps
+    parameters = FullParameters(resident=64, draft="window")
+    whole = ModelRunner(model, mode_of(model, "full"))
+    one = ModelRunner(model, build(parameters, geometry_of(model), traits_of(model)))
+    for each in (whole, one):
+        prefilled(each, ids[:149])
+    for first in (149, 153):
+        read = one.kv.state.read_pairs
+        with one.guessing():
+            guesses = torch.stack([one.step(token) for token in ids[first : first + 4]])
+        assert one.kv.total == first
+        assert one.kv.state.read_pairs == read
+        verified = one.verify(ids[first : first + 4])
+        exact = torch.stack([whole.step(token) for token in ids[first : first + 4]])
+        assert relative_error(verified, exact) < near
+        assert relative_error(guesses, exact) > near
+    for token in ids[157:]:
+        assert relative_error(one.step(token), whole.step(token)) < near
+    assert not one.graphs.refusal
+    check_integrity(one.kv.state)
 
 
 @pytest.mark.parametrize("row", ["speculative", "full-resident", "freeze"])

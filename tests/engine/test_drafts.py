@@ -12,7 +12,8 @@ from kvchat.engine.sampler import Sampler
 from kvchat.engine.session import Session
 from kvchat.errors import EngineError, KvchatError
 from kvchat.kv.inspect import check_integrity
-from kvchat.kv.modes.drafting import Lookup
+from kvchat.kv.modes import full
+from kvchat.kv.modes.drafting import Lookup, Window
 from kvchat.protocol.messages import Finished, Sampling, Text, Turn
 
 TURNS = (Turn("user", "Tell me a story about a dragon and a lighthouse."),)
@@ -25,7 +26,7 @@ def drafted(monkeypatch):
     """Sets the tokens that are drafted at every token: a few of these, where they go on as given, and wrong ones."""
 
     def set_answer(ids):
-        def draft(self, token, most, ends):
+        def draft(self, token, most, ends, guess):
             rng = random.Random(len(self._ids))
             self._add(token)
             at = next((i for i in range(3, len(ids)) if ids[i - 3 : i] == self._ids[-3:]), len(ids))
@@ -84,6 +85,7 @@ def test_what_is_drafted_right_takes_few_forwards(model, drafted):
     assert len(forwards) + drafter.rounds < 0.6 * tokens
     assert finished.stats.generated_tokens == len(session.token_ids)
     assert finished.stats.extras == drafter.figures()
+    assert finished.stats.read_share == pytest.approx(1)
 
 
 def test_a_stop_string_inside_a_round_forgets_what_follows_it(model, drafted):
@@ -168,6 +170,41 @@ def test_a_mode_that_recovers_draws_token_by_token(model, drafted):
     session = Session(model, entering("full", {"draft": "lookup", "recovery": True}))
     answered(session)
     assert session._kv.mode.drafter.rounds == 0
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("host_dtype", ["model", "int8"])
+def test_what_a_window_guesses_changes_nothing(model, monkeypatch, sampling, host_dtype):
+    monkeypatch.setattr(full, "RECENT", 24)
+    monkeypatch.setattr(Window, "_length", lambda self, share, draft_s: 5)
+    with_drafts, without = (opened(model, draft, host_dtype=host_dtype) for draft in ("window", "off"))
+    mine, _ = answered(with_drafts, sampling), answered(without, sampling)
+    assert with_drafts.token_ids == without.token_ids
+    drafter = with_drafts._kv.mode.drafter
+    assert 0.2 * drafter.drafted < drafter.accepted < drafter.drafted
+    assert mine.stats.read_share == 1
+    assert with_drafts.snapshot().active == with_drafts.total
+    assert not with_drafts._kv.state.host.dequantized
+    assert_same_kv(with_drafts, without, within=1e-4 if host_dtype == "model" else 0.2)
+
+
+def test_a_guess_that_fails_is_forgotten(model, monkeypatch):
+    monkeypatch.setattr(Window, "_length", lambda self, share, draft_s: 5)
+    session, without = opened(model, "window"), opened(model, "off")
+    step, calls = session._runner.step, []
+
+    def fail(token):
+        calls.append(token)
+        if len(calls) == 9:
+            raise EngineError("It fails here.", "", "")
+        return step(token)
+
+    session._runner.step = fail
+    with pytest.raises(EngineError):
+        answered(session)
+    assert session.total == len(session._loop.stored.ids)
+    assert answered(session).text == answered(without).text
+    assert_same_kv(session, without)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])

@@ -16,6 +16,7 @@ from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.pinned import use_huge_pages
 
 EMPTY = -1
+SINKS_OF_GUESS = 4  # first tokens that a step reads whose token is only a guess
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,8 @@ class Layout:
 
     ``shared`` layers and heads hold the same tokens and have one table. ``heads`` are the KV heads meant, a tuple of
     the same length for each layer; all, where there is none. In an ``unordered`` layout (shared, window only) a token
-    may lie in any slot: a new one takes a free one, which the mode provides. What ``spills`` (sinks and pages it has
-    none) is read all the same: attention reads tokens that left the window from the host pool. Slots of ``pinned``
+    may lie in any slot: a new one takes a free one, which the mode provides. What ``spills`` (pages it has none)
+    is read all the same: attention reads tokens that left the window from the host pool. Slots of ``pinned``
     messages' tokens keep them for good; the window's and the pages' slots of the same tokens stay masked. A layout
     ``in_place`` (unordered, or not shared with a window only) is a table alone, in unified memory: attention reads the
     tokens it names in the host pool.
@@ -77,7 +78,9 @@ class DeviceSlots:
     clears it where that ends. ``in_place`` there is neither ``kv`` nor ``held``; the table is filled from the front. A
     ``listed`` one is ascending, has ``named`` entries in each layer, as many for all heads, and is ``attended`` too.
     ``current_slot [1]`` (int64) is the slot of the token being decoded. The window's slots begin at ``ring``.
-    ``read_pairs`` counts what was read: (token, KV head, layer) triples, summed over steps.
+    ``read_pairs`` counts what was read: (token, KV head, layer) triples, summed over steps. Where ``recent_only`` is
+    not 0 attention does not read what spills, and without slots only the sinks and so many recent tokens: the step's
+    token is a guess.
     """
 
     def __init__(self, layout: Layout, geometry: Geometry, device: torch.device) -> None:
@@ -105,6 +108,7 @@ class DeviceSlots:
         self.current_slot = self._all[:1]
         self._write_rows = self._row_starts
         self.read_pairs = torch.zeros((), dtype=torch.int64, device=device)
+        self.recent_only = 0
         self._masks: dict[tuple[int, int | None], tuple[Tensor, Tensor]] = {}
 
     @property

@@ -19,7 +19,7 @@ from kvchat.errors import UsageError
 from kvchat.kv.attention import AttentionSpec, Weights
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
-from kvchat.kv.modes.drafting import Lookup
+from kvchat.kv.modes.drafting import Drafter
 from kvchat.kv.modes.recovery_levels import Level
 from kvchat.kv.modes.sync_heads import Calibration, TokenChoice
 from kvchat.kv.rope import Rotation
@@ -212,7 +212,7 @@ class Mode:
     extra_sinks: int = 0
     context_policy: ContextPolicy = ContextPolicy()
     pins: tuple[int, ...] = ()
-    drafter: Lookup | None = None
+    drafter: Drafter | None = None
 
     def __init__(
         self, parameters: ModeParameters, geometry: Geometry, traits: ModelTraits, system_tokens: int = 0
@@ -285,6 +285,9 @@ class Mode:
     def prepare_step(self) -> Step:
         """Make room for a step's token in what the mode keeps, outside the graph; costs no wait where it can."""
         return Step()
+
+    def guess(self, begins: bool) -> None:
+        """Read little from the next step on, whose tokens are only guessed, until it no longer ``begins``."""
 
     def graph_buffers(self) -> list[Tensor]:
         """Return what the mode keeps on the device from step to step, beside the slots."""

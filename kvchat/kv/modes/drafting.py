@@ -1,10 +1,14 @@
-"""Prompt lookup: drafts of the next tokens, taken from where the last ones stand already.
+"""Drafts: tokens that may follow, which one exact forward of several rows verifies together.
 
-What an answer quotes, edits or lists stands in the conversation before. The answer loop verifies a draft in one forward
-of several rows: it draws each token from the exact logits after those before it, as it would without drafts, and stops
-at the first that was drafted otherwise. A draft only saves forwards (Leviathan et al., arXiv:2211.17192, with a draft
-that is certain; the lookup is Saxena's). Departures: a match is followed as long as it holds, and the length is chosen
-by measured times and by how often matches of that length went on, also where nothing was drafted.
+The answer loop draws each token from the exact logits after those before it, as it would without drafts, and stops at
+the first that was drafted otherwise: a draft only saves forwards. That is the acceptance of Leviathan et al.
+(arXiv:2211.17192) for a draft that is certain; one that is drawn with the random numbers that will draw the token
+itself is accepted wherever both distributions give the same.
+
+``Lookup`` takes what followed the last tokens where they stand already (Saxena's prompt lookup): answers quote, edit
+and list. ``Window`` lets the model go on with its first and last tokens alone (as MagicDec, arXiv:2408.11049, does for
+many users): it pays where reading everything is what a token costs, over a link most of all. Departures: a match is
+followed as long as it holds, and both choose the length of a draft by measured times and by what was accepted.
 """
 
 from __future__ import annotations
@@ -18,15 +22,21 @@ LENGTHS = (3, 7, 15)  # tokens of a draft: with one more, numbers of rows that p
 LONG = (4, 8, 16, 32)  # matches from so many tokens on are counted apart
 EXPECTED = (0.4, 0.55, 0.7, 0.8, 0.9)  # share that goes on, by length of the match ...
 TRUST = 4.0  # ... which counts as much as so many matches seen
+OF_WINDOW = 0.8  # share of a window's drafts that is expected until some were verified
+STEP_OF_WINDOW = 0.3  # of a step's time, until one was timed
 GAIN = 1.1  # times faster than steps a draft has to promise to be
 FIRST_ROW, MORE_ROWS = 1.6, 0.06  # of a verification's time, in steps, until one of so many rows was timed ...
 TRY_AGAIN = 64  # ... and again so many tokens later
+TRIAL = 256  # tokens after which a window that did not pay is tried again
 WEIGHT = 0.2  # of the newest time in the mean
 OUTLIER = 3.0  # times the mean: something else took the time
+RECENT = 512  # tokens that a window reads beside the first ones, where it has no slots
+
+Guess = Callable[[int], int]
 
 
-class Lookup:
-    """Drafts from the tokens of one conversation; ``clock`` gives seconds.
+class Drafter:
+    """Drafts for one conversation; ``clock`` gives seconds.
 
     ``drafted`` and ``accepted`` count tokens, ``rounds`` verifications, since the mode was entered.
     """
@@ -34,40 +44,28 @@ class Lookup:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.drafted = self.accepted = self.rounds = 0
         self._clock = clock
-        self._ids: list[int] = []
-        self._ends: dict[tuple[int, ...], int] = {}  # where the last occurrence of a gram ends
-        self._at = self._length = 0  # what follows the match, and its length; 0 is none
-        self._seen, self._went_on = [0] * len(EXPECTED), [0] * len(EXPECTED)
+        self._tokens = 0
         self._seconds: dict[int, float] = {}  # by rows of a forward; 1 is a step
         self._timed_at: dict[int, int] = {}
         self._began, self._rows = 0.0, 0
 
     def begin(self, ids: Sequence[int]) -> None:
         """Begin after the stored tokens ``ids``, unless these were followed until now."""
-        if len(ids) == len(self._ids):
-            return
-        self._ids, self._ends = [], {}
-        self._at = self._length = self._rows = 0
-        for token in ids:
-            self._add(token)
+        if len(ids) != self._tokens:
+            self._tokens, self._rows = len(ids), 0
+            self._follow(ids)
 
-    def draft(self, token: int, most: int, ends: Collection[int]) -> list[int]:
+    def draft(self, token: int, most: int, ends: Collection[int], guess: Guess) -> list[int]:
         """Return at most ``most`` tokens that may follow the drawn ``token``; none where a step is likely to be faster.
 
-        None of them is one of ``ends``. What is stored until the next call is taken for what takes the time until then.
+        None of them is one of ``ends``. ``guess`` gives the token after one that is not stored yet, by what a window
+        holds. What is stored until the next call is taken for what takes the time until then.
         """
-        now = self._clock()
         if self._rows:
-            self._note(now - self._began)
-        self._began, self._rows = now, 1
-        self._watch(token)
+            self._note(self._rows, self._clock() - self._began)
         self._add(token)
-        if not self._at or 1 not in self._seconds:
-            return []
-        length = max((0, *LENGTHS), key=self._gain)
-        found = map(self._next, range(min(length, most)))
-        drafts = list(takewhile(lambda draft: draft not in ends, found))
-        self._rows += len(drafts)
+        drafts = self._draft(token, most, ends, guess) if 1 in self._seconds else []
+        self._began, self._rows = self._clock(), 1 + len(drafts)
         return drafts
 
     def verified(self, drafts: Sequence[int], accepted: int) -> None:
@@ -76,7 +74,6 @@ class Lookup:
         self.drafted += len(drafts)
         self.accepted += accepted
         for draft in drafts[:accepted]:
-            self._watch(draft)
             self._add(draft)
 
     def figures(self) -> dict[str, str]:
@@ -86,46 +83,116 @@ class Lookup:
         accepted, tokens = self.accepted / self.drafted, 1 + self.accepted / self.rounds
         return {"drafts accepted": f"{accepted:.0%} of {self.drafted:,}", "tokens a round": f"{tokens:.1f}"}
 
-    def _watch(self, token: int) -> None:
-        """Count whether the match went on with ``token``."""
-        if self._at:
-            kind = _kind(self._length)
-            self._seen[kind] += 1
-            self._went_on[kind] += self._next(0) == token
+    def _follow(self, ids: Sequence[int]) -> None:
+        """Another conversation begins with ``ids``."""
 
     def _add(self, token: int) -> None:
+        """The conversation goes on with ``token``."""
+        self._tokens += 1
+
+    def _draft(self, token: int, most: int, ends: Collection[int], guess: Guess) -> list[int]:
+        raise NotImplementedError
+
+    def _note(self, rows: int, seconds: float) -> None:
+        self._seconds[rows] = _mean(self._seconds.get(rows, seconds), seconds)
+        self._timed_at[rows] = self._tokens
+
+    def _length(self, share: float, draft_s: float = 0.0) -> int:
+        """The most promising number of drafts that take ``draft_s`` each, where ``share`` go on; 0 where none pays."""
+
+        def gain(length: int) -> float:
+            if not length:
+                return GAIN
+            rows = length + 1
+            tokens = rows if share == 1 else (1 - share**rows) / (1 - share)
+            seconds = guess = self._seconds[1] * (FIRST_ROW + MORE_ROWS * rows)
+            if self._tokens - self._timed_at.get(rows, -TRY_AGAIN) < TRY_AGAIN:
+                seconds = self._seconds[rows]
+            else:
+                seconds = min(guess, self._seconds.get(rows, guess))
+            return tokens * self._seconds[1] / (seconds + length * draft_s)
+
+        return max((0, *LENGTHS), key=gain)
+
+
+class Lookup(Drafter):
+    """What followed the last tokens where they stand already in the conversation."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        super().__init__(clock)
+        self._ids: list[int] = []
+        self._ends: dict[tuple[int, ...], int] = {}  # where the last occurrence of a gram ends
+        self._at = self._matched = 0  # what follows the match, and its length; 0 is none
+        self._seen, self._went_on = [0] * len(EXPECTED), [0] * len(EXPECTED)
+
+    def _follow(self, ids: Sequence[int]) -> None:
+        self._ids, self._ends, self._at, self._matched = [], {}, 0, 0
+        for token in ids:
+            self._match(token)
+
+    def _add(self, token: int) -> None:
+        super()._add(token)
+        if self._at:
+            kind = _kind(self._matched)
+            self._seen[kind] += 1
+            self._went_on[kind] += self._next(0) == token
+        self._match(token)
+
+    def _draft(self, token: int, most: int, ends: Collection[int], guess: Guess) -> list[int]:
+        if not self._at:
+            return []
+        kind = _kind(self._matched)
+        share = (self._went_on[kind] + EXPECTED[kind] * TRUST) / (self._seen[kind] + TRUST)
+        found = map(self._next, range(min(self._length(share), most)))
+        return list(takewhile(lambda draft: draft not in ends, found))
+
+    def _match(self, token: int) -> None:
         goes_on = self._at and self._next(0) == token
         self._ids.append(token)
         gram = tuple(self._ids[-GRAM:])
         if goes_on:
-            self._at, self._length = self._at + 1, self._length + 1
+            self._at, self._matched = self._at + 1, self._matched + 1
         else:
-            self._at, self._length = self._ends.get(gram, 0), GRAM
+            self._at, self._matched = self._ends.get(gram, 0), GRAM
         self._ends[gram] = len(self._ids)
 
     def _next(self, i: int) -> int:
         """Token number ``i`` behind the match; where it reaches the present it begins again."""
         return self._ids[self._at + i % (len(self._ids) - self._at)]
 
-    def _note(self, seconds: float) -> None:
-        before = self._seconds.get(self._rows, seconds)
-        self._seconds[self._rows] = before + (min(seconds, before * OUTLIER) - before) * WEIGHT
-        self._timed_at[self._rows] = len(self._ids)
 
-    def _gain(self, length: int) -> float:
-        """Tokens of a round with ``length`` drafts in the time of one by steps; what is asked for without drafts."""
-        if not length:
-            return GAIN
-        kind, rows = _kind(self._length), length + 1
-        share = (self._went_on[kind] + EXPECTED[kind] * TRUST) / (self._seen[kind] + TRUST)
-        tokens = (1 - share**rows) / (1 - share)
-        seconds = guess = self._seconds[1] * (FIRST_ROW + MORE_ROWS * rows)
-        if len(self._ids) - self._timed_at.get(rows, -TRY_AGAIN) < TRY_AGAIN:
-            seconds = self._seconds[rows]
-        else:
-            seconds = min(guess, self._seconds.get(rows, guess))
-        return tokens * self._seconds[1] / seconds
+class Window(Drafter):
+    """What the model says when it reads its first and last tokens alone."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        super().__init__(clock)
+        self._share, self._draft_s, self._drafted_at = OF_WINDOW, 0.0, 0
+
+    def _draft(self, token: int, most: int, ends: Collection[int], guess: Guess) -> list[int]:
+        length = self._length(self._share, self._draft_s or STEP_OF_WINDOW * self._seconds[1])
+        if not length and (not self.rounds or self._tokens - self._drafted_at > TRIAL):
+            length = LENGTHS[0]
+        drafts: list[int] = []
+        began = self._clock()
+        for _ in range(min(length, most)):
+            token = guess(token)
+            if token in ends:
+                break
+            drafts.append(token)
+        if drafts:
+            each = (self._clock() - began) / len(drafts)
+            self._draft_s, self._drafted_at = _mean(self._draft_s or each, each), self._tokens
+        return drafts
+
+    def verified(self, drafts: Sequence[int], accepted: int) -> None:
+        super().verified(drafts, accepted)
+        for number in range(min(accepted + 1, len(drafts))):
+            self._share += ((number < accepted) - self._share) * WEIGHT / 2
 
 
 def _kind(length: int) -> int:
     return sum(length >= long for long in LONG)
+
+
+def _mean(before: float, newest: float) -> float:
+    return before + (min(newest, before * OUTLIER) - before) * WEIGHT

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,9 +22,9 @@ from torch import Tensor
 from kvchat.config.modes import MIN_BUDGET, FullParameters
 from kvchat.kv.attention import PREFILL_WORKSPACE
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.memory.device_slots import Layout
+from kvchat.kv.memory.device_slots import SINKS_OF_GUESS, Layout
 from kvchat.kv.modes.base import Mode, ModelTraits, ModeReport, Plan, Step, everything
-from kvchat.kv.modes.drafting import Lookup
+from kvchat.kv.modes.drafting import RECENT, Drafter, Lookup, Window
 from kvchat.kv.prefill import CHUNKS, staging_bytes
 
 
@@ -37,7 +38,9 @@ class Full(Mode):
     ) -> None:
         super().__init__(parameters, geometry, traits, system_tokens)
         self.resident = parameters.resident
-        self.drafter = Lookup() if parameters.draft == "lookup" else None
+        kinds: dict[str, type[Drafter]] = {"lookup": Lookup, "window": Window}
+        self.drafter = kinds[parameters.draft]() if parameters.draft != "off" else None
+        self._sink = SINKS_OF_GUESS if isinstance(self.drafter, Window) and not geometry.unified else 0
 
     def pin(self, positions: Sequence[int]) -> None:
         """Everything is read."""
@@ -45,8 +48,8 @@ class Full(Mode):
     def plan(self, capacity: int) -> Plan:
         layers = self.geometry.layers
         if self.resident is None or self.resident >= capacity or self.geometry.unified:
-            return Plan([everything(self.geometry, 0, layers, capacity)])
-        return Plan([Layout(0, layers, sink=0, window=self.resident, spills=True)])
+            return Plan([replace(everything(self.geometry, 0, layers, capacity), sink=self._sink)])
+        return Plan([Layout(0, layers, self._sink, self.resident, spills=True)])
 
     def limit(self, capacity: int, free: int, held: int = 0) -> None:
         if self.parameters.resident is not None or self.geometry.unified:
@@ -63,9 +66,14 @@ class Full(Mode):
         """Tokens are read over the link, or will be."""
         return not self.geometry.unified and any(slots.layout.spills for slots in self.state.slots)
 
+    def guess(self, begins: bool) -> None:
+        for slots in self.state.slots:
+            slots.recent_only = RECENT if begins else 0
+
     def prepare_step(self) -> Step:
+        guesses = any(slots.recent_only for slots in self.state.slots)
         # Stock torch reads as many blocks as there is memory for.
-        return Step((self.state.host.room,) if self.spills else ())
+        return Step((self.state.host.room, guesses) if self.spills else (), exact=not guesses)
 
     def forward_end(self, position: Tensor) -> None:
         if self.spills:
@@ -75,7 +83,7 @@ class Full(Mode):
 
     def _pairs(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """K/V pairs that the last of ``tokens`` (0-d) reads, and how many of them come over the link."""
-        ring, none = self.state.slots[0].layout.window, torch.zeros_like(tokens)
+        ring, none = self.state.slots[0].layout.window + self._sink, torch.zeros_like(tokens)
         windows = Counter(spec.window if spec else None for spec in self.state.specs)
         heads = [(layers * self.geometry.kv_heads, window) for window, layers in windows.items()]
         read = [(n, tokens if window is None else tokens.clamp(max=window)) for n, window in heads]
@@ -84,7 +92,7 @@ class Full(Mode):
         )
 
     def report(self) -> ModeReport:
-        on_host = max(0, self.state.total - self.state.slots[0].layout.window) if self.spills else 0
+        on_host = max(0, self.state.total - self.state.slots[0].layout.window - self._sink) if self.spills else 0
         stats: dict[str, Any] = {"streamed from RAM": f"{on_host:,} tok"} if self.spills else {}
         if self.drafter:
             stats |= self.drafter.figures()

@@ -21,7 +21,7 @@ from torch import Tensor
 from kvchat.kv.attention import AttentionSpec, Products, Weights, attend, products
 from kvchat.kv.geometry import PAGE, Geometry
 from kvchat.kv.memory import eight_bit_pages
-from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots
+from kvchat.kv.memory.device_slots import EMPTY, SINKS_OF_GUESS, DeviceSlots
 from kvchat.kv.ops import key_codes
 from kvchat.kv.ops.selection import Candidates, Places
 from kvchat.kv.ops.torch_ops import TorchOps
@@ -64,10 +64,14 @@ class CpuOps(TorchOps):
         return in_a_row(keys, values)
 
     def _attend_stored(self, slots: DeviceSlots, layer: int, query: Tensor, spec: AttentionSpec) -> Tensor:
-        """Attention over everything that the layer sees, where it is stored."""
-        end = self._now + 1
+        """Attention over everything that the layer sees, where it is stored; a guess over sinks and recent ones."""
+        end, recent = self._now + 1, slots.recent_only
         first = 0 if spec.window is None else max(0, end - spec.window)
         grouped, sinks = self._of_slots(slots, layer, query, spec)
+        if recent and end - first > SINKS_OF_GUESS + recent:
+            table = torch.cat((torch.arange(first, first + SINKS_OF_GUESS), torch.arange(end - recent, end)))
+            table = table.to(torch.int32).expand(self.geometry.kv_heads, -1).contiguous()
+            return self._attend_some(layer, grouped, table, spec, sinks)
         slots.read_pairs += self.geometry.kv_heads * (end - first)
         return attend(grouped, self._products_of_all(layer, first, end), None, spec, sinks)[0]
 

@@ -90,7 +90,7 @@ class TorchOps:
         """
         bias = self.bias(slots, layer, spec.window)
         grouped, sinks = self._of_slots(slots, layer, query, spec)
-        if slots.layout.spills:
+        if slots.layout.spills and not slots.recent_only:
             return self._attend_spilled(
                 slots, layer, Partial(grouped, self.geometry.d_v, spec, sinks), bias, spec
             ), None
@@ -129,7 +129,7 @@ class TorchOps:
         end = int(last) + 1 if self.reads_back or not self.host.pinned else self.host.room
         for first in range(0, end, SPILLED_BLOCK):
             tokens = torch.arange(first, first + SPILLED_BLOCK, device=last.device)
-            masked = tokens > last
+            masked = (tokens > last) | (tokens < slots.layout.sink)
             if spec.window is not None:
                 masked |= tokens <= self.position - spec.window
             keys, values = self._stored(layer, tokens.masked_fill(masked, 0), heads)

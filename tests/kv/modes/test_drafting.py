@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from kvchat.kv.modes.drafting import LENGTHS, Lookup
+import pytest
+
+from kvchat.kv.modes.drafting import LENGTHS, Lookup, Window
 
 STEP, END = 1.0, 999
 QUOTED = list(range(100, 140))
@@ -16,11 +18,11 @@ class Clock:
         return self.now
 
 
-def answer(lookup, clock, tokens, rows_take):
+def answer(lookup, clock, tokens, rows_take, guess=None):
     """Go on with ``tokens``, where a forward of n rows takes ``rows_take(n)``; the number of forwards."""
     forwards, at = 0, 0
     while at < len(tokens):
-        drafts = lookup.draft(tokens[at], len(tokens) - at - 1, {END})
+        drafts = lookup.draft(tokens[at], len(tokens) - at - 1, {END}, guess)
         clock.now += rows_take(1 + len(drafts))
         forwards, at = forwards + 1, at + 1
         if drafts:
@@ -92,7 +94,7 @@ def test_no_draft_ends_an_answer_or_is_longer_than_what_is_left():
     seen = []
     for token in QUOTED[:20]:
         clock.now += STEP
-        seen.append(lookup.draft(token, 4, {END}))
+        seen.append(lookup.draft(token, 4, {END}, None))
     assert any(seen)
     assert all(len(drafts) <= 4 and END not in drafts for drafts in seen)
     assert seen[-1] == []
@@ -110,3 +112,43 @@ def test_figures_count_what_was_drafted():
     lookup.verified([1, 2, 3], 2)
     lookup.verified([1], 0)
     assert lookup.figures() == {"drafts accepted": "50% of 4", "tokens a round": "2.0"}
+
+
+def guessing(clock, right, seconds):
+    """Guesses that go on by counting up as the answer does, but where ``right`` says that they do not."""
+
+    def guess(token):
+        clock.now += seconds
+        return token + 1 if right(token) else 0
+
+    return guess
+
+
+@pytest.mark.parametrize(
+    ("seconds", "right", "forwards"),
+    [
+        (0.05, lambda token: True, 70),  # nearly free and always right
+        (0.05, lambda token: token % 5, 170),
+        (1.0, lambda token: True, 400),  # as slow as a step
+        (0.05, lambda token: False, 400),
+    ],
+)
+def test_a_window_drafts_as_long_as_it_pays(seconds, right, forwards):
+    clock = Clock()
+    window = Window(clock)
+    window.begin([1])
+    took = answer(window, clock, list(range(1, 401)), lambda rows: 1 + 0.05 * rows, guessing(clock, right, seconds))
+    assert took <= forwards
+    if forwards == 400:
+        assert window.drafted < 150  # trials
+
+
+def test_a_window_drafts_nothing_beyond_the_end():
+    clock = Clock()
+    window = Window(clock)
+    window.begin([1])
+    for token in range(END - 9, END):
+        drafts = window.draft(token, 5, {END}, guessing(clock, lambda _: True, 0.01))
+        assert len(drafts) <= 5
+        assert END not in drafts
+        clock.now += 1

@@ -152,6 +152,7 @@ def _attend_spilled(
     extremes,
     first,
     parts,
+    sink,
     ring,
     window,
     query_stride,
@@ -172,13 +173,16 @@ def _attend_spilled(
     COLS_V: tl.constexpr,
     ITEM: tl.constexpr,
 ):
-    """``_attend_part`` over the tokens that left a window of ``ring``, in the host pool; from part ``first`` on."""
+    """``_attend_part`` over the tokens from ``sink`` on that left a window of ``ring``, in the host pool.
+
+    Its parts begin at number ``first``.
+    """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head = tl.load(heads + row) if PICKED else row
     now = tl.load(position).to(tl.int32)
-    end, begin = tl.maximum(now - ring + 1, 0), 0
+    end, begin = tl.maximum(now - ring + 1, 0), sink
     if WINDOWED:
-        begin = tl.maximum(now - window + 1, 0)
+        begin = tl.maximum(now - window + 1, sink)
     g = tl.arange(0, GROUP_ROWS)
     col_k, col_v = tl.arange(0, COLS_K), tl.arange(0, COLS_V)
     in_group, in_k, in_v = g[:, None] < GROUP, col_k[None, :] < D_K, col_v[None, :] < D_V
@@ -266,7 +270,8 @@ def attend(
     block = max(16, min(MOST_SLOTS, tile // max(cols_k, cols_v)))
     most = max(1, programs // width)
     blocks, first = _split(slots.n, block, most)
-    parts = first + (most if slots.layout.spills else 0)
+    spills = slots.layout.spills and not slots.recent_only
+    parts = first + (most if spills else 0)
     rows = width, g.group
     sums = torch.empty((*rows, parts, g.d_v), dtype=torch.float32, device=query.device)
     extremes = sums.new_empty((*rows, parts, 2))
@@ -283,11 +288,12 @@ def attend(
         slots.n, blocks, parts, *rule, picked, *has, needs_weights, len(table), *sizes,
         num_warps=4, num_stages=2,
     )  # fmt: skip
-    if slots.layout.spills:
+    if spills:
         # Both kinds of page at once in two stages would take more shared memory than most GPUs have.
         _attend_spilled[width, most](
             query, *host[:4], slots.read_pairs, position, heads, sums, extremes,
-            first, parts, slots.layout.window, *rule, picked, *has, g.kv_heads, g.page, *sizes, host.item,
+            first, parts, slots.layout.sink, slots.layout.window, *rule, picked, *has,
+            g.kv_heads, g.page, *sizes, host.item,
             num_warps=4, num_stages=1 if host.item else 2,
         )  # fmt: skip
     sinks = spread if spec.sinks is None else spec.sinks
