@@ -6,7 +6,9 @@ data and state both.
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -39,6 +41,24 @@ def name_home() -> None:
     """Let a process run for a user without a home, as containers have: what lies there is not there, nor can be."""
     if not os.path.isabs(os.environ.get("HOME", os.path.expanduser("~"))):
         os.environ["HOME"] = os.devnull
+
+
+def with_commit(version: str) -> str:
+    """A version, and the commit where it is known: of a checkout, or that pip installed from a repository."""
+    return f"{version} ({commit[:8]})" if (commit := _commit()) else version
+
+
+def _commit() -> str:
+    with suppress(metadata.PackageNotFoundError, OSError, ValueError, AttributeError):
+        origin = json.loads(metadata.distribution("kvchat").read_text("direct_url.json") or "{}")
+        if commit := origin.get("vcs_info", {}).get("commit_id"):
+            return str(commit)
+    if not (PACKAGE.parent / ".git").exists():
+        return ""
+    command = ["git", "-C", str(PACKAGE.parent), "rev-parse", "HEAD"]
+    with suppress(OSError, subprocess.SubprocessError):  # no git, or a checkout of another user
+        return subprocess.run(command, capture_output=True, text=True, timeout=2, check=True).stdout.strip()
+    return ""
 
 
 def config_file() -> Path:

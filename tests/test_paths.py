@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import subprocess
+from importlib import metadata
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -58,3 +61,18 @@ def test_a_named_model_lies_in_the_cache_or_in_a_package_that_is_not_imported(
     paths.models_dir().mkdir(parents=True)
     (paths.models_dir() / named.file).write_text("GGUF")
     assert paths.named_model("smollm2") == paths.models_dir() / named.file
+
+
+def test_the_version_names_the_commit_of_a_checkout(tmp_path, monkeypatch):
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    monkeypatch.setattr(paths, "PACKAGE", tmp_path / "kvchat")
+    monkeypatch.setattr(paths.metadata, "distribution", Mock(side_effect=metadata.PackageNotFoundError))
+    assert paths.with_commit("1.2") == "1.2"
+    subprocess.run([*git, "init", "-q"], check=True)
+    assert paths.with_commit("1.2") == "1.2"  # nothing is committed yet
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "one"], check=True)
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout
+    assert paths.with_commit("1.2") == f"1.2 ({commit[:8]})"
+    installed = Mock(read_text=lambda _: '{"vcs_info": {"commit_id": "0123456789abcdef"}}')
+    monkeypatch.setattr(paths.metadata, "distribution", lambda _: installed)
+    assert paths.with_commit("1.2").endswith("(01234567)")

@@ -15,7 +15,11 @@ from kvchat import paths
 
 ROOT = Path(__file__).parents[1]
 SUFFIXES = {".py", ".toml", ".json", ".safetensors", ".md", ".tcss", ".txt", ".typed", ".gz"}
-BESIDE_THE_SOURCE = (*(f"kvchat/{room}README.md" for room in ("", "bench/", "cli/", "tui/")), "kvchat/bench/results/")
+BESIDE_THE_SOURCE = (
+    *(f"kvchat/{room}README.md" for room in ("", "bench/", "cli/", "tui/")),
+    "kvchat/CHANGES.md",
+    "kvchat/bench/results/",
+)
 
 pytestmark = pytest.mark.slow("a wheel is built and installed")
 

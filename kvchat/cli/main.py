@@ -200,7 +200,7 @@ def kvchat_command(  # typer reads the options from the signature, the settings 
     """Chat in the terminal with a local model, and switch how its K/V is kept while it answers."""
     given = options.flags(ctx.params)
     if version:
-        typer.echo(f"kvchat {kvchat.__version__}")
+        typer.echo(f"kvchat {paths.with_commit(kvchat.__version__)}")
         raise typer.Exit
     if ctx.invoked_subcommand is None:
         raise typer.Exit(chat(given, resume, plain, record))

@@ -20,7 +20,7 @@ def test_options_before_a_command_are_refused(run: Run, session: FakeSession) ->
 
 
 def test_version_and_help(run: Run) -> None:
-    assert run("--version") == (0, f"kvchat {kvchat.__version__}\n", "")
+    assert run("--version") == (0, f"kvchat {paths.with_commit(kvchat.__version__)}\n", "")
     assert "ask" in run("-h").out
 
 
