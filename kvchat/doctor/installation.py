@@ -13,7 +13,6 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any, Literal
 
-import kvchat
 from kvchat import libraries, paths
 from kvchat.config import modes, profiles, sources
 from kvchat.errors import UsageError
@@ -96,7 +95,7 @@ def data_folder() -> Check:
 
 def library_checks(device: str) -> Iterator[Check]:
     """Python and every library; ``device`` is the one in the settings: only a GPU needs Triton."""
-    yield Check("kvchat", "ok", paths.with_commit(kvchat.__version__))
+    yield guarded("kvchat", lambda: Check("kvchat", "ok", paths.with_commit(metadata.version("kvchat"))))
     yield Check("Python", "ok", platform.python_version())
     yield guarded("torch", partial(library, "torch"))
     yield guarded("transformers", partial(library, "transformers"))
