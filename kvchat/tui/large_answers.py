@@ -16,34 +16,23 @@ from dataclasses import dataclass
 from math import inf
 
 MOST_WIDGETS = 90  # of an answer
-MOST_OF_BLOCK = 64  # of a table or fence
+MOST_OF_BLOCK = 64  # of a table, a fence or a line
 ENOUGH_OF_PART = 20  # a part ends at the next line where one may begin ...
 ENOUGH_FOR_GAP = 25  # ... or where it may begin with a larger gap above: headings, fences and quotes have a margin
 WIDGETS_OF_TABLE = 2  # around its cells
 WIDGETS_OF_FENCE = 3  # around its code; one of them scrolls
 LINES_OF_WIDGET = 8  # of code: one widget, but highlighted whole
 CHARACTERS_OF_WIDGET = 800
-OF_WIDE = 5  # as many others does a character take to wrap that may be wide, such as a Chinese one or an emoji
-# What is parsed as long as a widget takes, about 1.5 ms: marks of emphasis, code, links and such; addresses that become
-# links; marks behind a bracket that stays open, for each such bracket up to a depth; the product of the length of a
-# word and the addresses in it, each of which is tried to the word's end.
 MARKS = "*_~`<>&[]{}!\\$%+-:=@^#"  # where the parser stops in a line
 MARKS_OF_WIDGET = 50
-ADDRESSES_OF_WIDGET = 10
-MARKS_IN_BRACKETS_OF_WIDGET = 200
-DEEPEST_BRACKETS = 100
-ADDRESSES_IN_WORD_OF_WIDGET = 20_000
-DEEPEST_INDENT = 80  # what is nested deeper than ``MOST_NESTED`` is dropped by the parser
+LONGEST_LINE = 3000  # of opened brackets or addresses, which models repeat without end, it is parsed for 0.3 s
+DEEPEST = 10  # items and quotes in each other; what is nested deeper than ``MOST_NESTED`` the parser drops
 MOST_NESTED = 100
 _ANYWHERE = re.compile(r"([-*+]|\d{1,9}[.)])\s")
 _AFTER_BLANK = re.compile(r"[^\s#>`~]")
 _DEFINITION = re.compile(r"(?m)^ {0,3}\[[^\]\n]{1,999}\]:[^\n]{1,2000}$")
 MOST_DEFINITIONS = 200  # of links
 MOST_OF_DEFINITION = 5
-_CLOSED = re.compile(r"\[[^][]*\]")
-_ADDRESS = re.compile(r"\w\.(?=\w)")
-_BEGINS_ADDRESS = re.compile(r"//|:|@|www\.")
-_WIDE = re.compile(r"[\u1100-\U0010ffff]")
 _WITH_GAP = re.compile(r"\S")
 _MARKS = re.compile(r"(\s*(>|([-*+]|\d{1,9}[.)])(?=\s)))*")
 _BEGINNING = re.compile(r"`{0,2}|~{0,2}|[-*+]|#{1,6}|\d{1,9}[.)]?")
@@ -66,25 +55,25 @@ class Part:
 class _Block:
     """A line, a whole fence or a whole table; ``widgets`` is about how many it becomes.
 
-    It begins a part where the one before has ``begins_at`` widgets.
+    It begins a part where the one before has ``begins_at`` widgets. ``is_open``: the next line may belong to it.
     """
 
     text: str
     widgets: float
-    is_large: bool = False
     begins_at: float = 0
+    is_open: bool = False
 
 
 def parts(text: str) -> list[Part]:
     """``text`` in parts, all but the last of which stay the same when more text follows.
 
-    A fence or table that would make too many widgets is plain from its first line on, and Markdown goes on after it;
-    where all others made too many the rest is plain.
+    A fence, table or line that would make too many widgets is plain from its beginning on, and Markdown goes on after
+    it; where all others made too many the rest is plain.
     """
     made: list[Part] = []
     spent = in_part = 0.0
     for block in _blocks(text):
-        is_too_large = block.is_large and block.widgets > MOST_OF_BLOCK
+        is_too_large = block.widgets > MOST_OF_BLOCK
         widgets = WIDGETS_OF_TABLE if is_too_large else block.widgets
         fits = spent + widgets <= MOST_WIDGETS
         is_markdown = fits and not is_too_large
@@ -103,32 +92,39 @@ def definitions(text: str) -> str:
     if not _DEFINITION.search(text):
         return ""
     # One that is none is parsed as text, and costs as much.
-    blocks = (block.text for block in _blocks(text) if not block.is_large and block.widgets < MOST_OF_DEFINITION)
-    found = [match[0] for match in map(_DEFINITION.match, blocks) if match]
-    return "\n".join(found[:MOST_DEFINITIONS])
+    found = (_DEFINITION.match(block.text) for block in _blocks(text) if block.widgets < MOST_OF_DEFINITION)
+    return "\n".join([match[0] for match in found if match][:MOST_DEFINITIONS])
+
+
+def closed_end(text: str, inside_line: bool) -> int:
+    """Index up to which ``text`` may be parsed; a fence or table still open at its end is behind it.
+
+    So is the last line while it may yet begin a fence, an item or a heading. ``inside_line``: it goes on with a line.
+    """
+    begun = len(lines(text)[0]) if text and inside_line else 0
+    *_, last = [_Block("", 0), *_blocks(text[begun:])]
+    waits = last.is_open or _BEGINNING.fullmatch(last.text.strip(" "))
+    return len(text) - len(last.text) if waits else len(text)
 
 
 def _blocks(text: str) -> Iterator[_Block]:
     """The text line by line, but fences and tables whole; the last one may go on."""
-    block, fence, was_blank, brackets = _Block("", 0), "", True, 0
+    block, fence, was_blank = _Block("", 0), "", True
     for line in lines(text):
         word = line.strip()
         is_table = word.startswith("|") and not fence
-        goes_on = bool(fence) or (is_table and block.is_large and block.text.lstrip().startswith("|"))
+        goes_on = bool(fence) or (is_table and block.text.lstrip().startswith("|"))
         if not goes_on:
             if block.text:
                 yield block
-            block = _Block("", _around(word, is_table), begins_at=_begins_at(line, was_blank))
+            block = _Block("", _around(word, is_table), _begins_at(line, was_blank))
         block.text += line
         block.widgets += _widgets(line, word, bool(fence), is_table)
-        if not fence and block.widgets <= MOST_WIDGETS:  # no more than that is parsed
-            brackets = brackets + _CLOSED.sub("", line).count("[") if word else 0
-            block.widgets += _parsing(line, brackets)
         if fence and word.startswith(fence) and not word.strip(fence[0]):
             fence = ""
         elif not fence and word.startswith(("```", "~~~")):
             fence = word[: len(word) - len(word.lstrip(word[0]))]
-        block.is_large = block.is_large or bool(fence) or is_table
+        block.is_open = bool(fence) or is_table
         was_blank = not word
     if block.text:
         yield block
@@ -149,57 +145,20 @@ def _around(word: str, is_table: bool) -> int:
 
 
 def _widgets(line: str, word: str, is_code: bool, is_table: bool) -> float:
-    """About how many widgets a line becomes."""
-    if len(line) - len(line.lstrip(" ")) > DEEPEST_INDENT:
-        return MOST_WIDGETS + 1
-    size = (len(line) + (OF_WIDE - 1) * len(_WIDE.findall(line))) / CHARACTERS_OF_WIDGET
+    """About how many widgets a line becomes, or are made in the time that it is wrapped and its marks are parsed."""
+    size = len(line) / CHARACTERS_OF_WIDGET
     if is_code:
         return size + 1 / LINES_OF_WIDGET
     if is_table:
         return size + max(word.count("|") - 1, 1)
     marks = _MARKS.match(line)
     assert marks is not None
-    quotes = marks[0].count(">")
-    items = len(marks[0].split()) - quotes
-    return size + bool(word) + max(items - 1, 0) + quotes * (quotes + 1) / 2  # in a quote layouts visit all twice
-
-
-def _parsing(line: str, brackets: int) -> float:
-    """About how many widgets are made in the time that the marks and addresses of a line are parsed.
-
-    ``brackets`` are open in its paragraph.
-    """
-    marks = sum(map(line.count, MARKS))
-    inside = min(brackets, DEEPEST_BRACKETS) * marks / MARKS_IN_BRACKETS_OF_WIDGET
-    addresses = len(_ADDRESS.findall(line)) + line.count("//")
-    tried = sum(len(word) * len(_BEGINS_ADDRESS.findall(word)) for word in line.split()) / ADDRESSES_IN_WORD_OF_WIDGET
-    # The first of them is that of the line's own widget.
-    return max(marks / MARKS_OF_WIDGET + inside + addresses / ADDRESSES_OF_WIDGET + tried - 1, 0)
-
-
-def closed_end(text: str, inside_line: bool) -> int:
-    """Index up to which ``text`` may be parsed; a fence or table still open at its end is behind it.
-
-    So is the last line while it may yet begin a fence, an item or a heading. ``inside_line``: it goes on with a line.
-    """
-    end = position = 0
-    fence = ""
-    for line in lines(text):
-        position += len(line)
-        word, complete = line.strip(), line.endswith("\n")
-        if inside_line:
-            inside_line = False
-        elif fence:
-            if not (complete and word.startswith(fence) and not word.strip(fence[0])):
-                continue
-            fence = ""
-        elif word.startswith(("```", "~~~")):
-            fence = word[: len(word) - len(word.lstrip(word[0]))]
-            continue
-        elif word.startswith("|") or (not complete and _BEGINNING.fullmatch(word)):
-            continue
-        end = position
-    return end
+    depth = len(marks[0].replace(">", "> ").split())
+    indent = len(line) - len(line.lstrip(" "))
+    if len(line) > LONGEST_LINE or depth + indent // 2 > DEEPEST:
+        return MOST_OF_BLOCK + 1
+    laid_out = depth * (depth + 1) / 2  # in a quote layouts visit all twice
+    return size + max(sum(map(line.count, MARKS)) / MARKS_OF_WIDGET, laid_out, bool(word))
 
 
 def lines(text: str) -> list[str]:
