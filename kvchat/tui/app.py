@@ -13,10 +13,10 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Protocol, cast
+from typing import Any, ClassVar, NamedTuple
 
 from rich.segment import Segments
 from textual import constants
@@ -52,7 +52,7 @@ from kvchat.tui.screens.settings import SettingsScreen
 from kvchat.tui.settings import SettingsEditor
 from kvchat.tui.state import AppConfig
 from kvchat.tui.terminal import ReadableDim, VisibleText, decode_leniently, has_vanished
-from kvchat.tui.widgets.base import unskipped
+from kvchat.tui.widgets.base import run_worker, unskipped
 
 # They would end the process at once; a crash inside a library (SIGSEGV and the like) cannot be left by a handler.
 ENDING = (
@@ -87,22 +87,6 @@ def run(config: AppConfig) -> int:
     return app.return_code or 0
 
 
-class PaletteScreen(Protocol):
-    """The part of the chat screen that the palette uses."""
-
-    def begin_command(self, line: str) -> None:
-        """Type the beginning of a command into the prompt."""
-
-    async def run_command(self, line: str) -> None:
-        """Run a slash command."""
-
-    async def run_keyed(self, id: str) -> None:
-        """Run an action that has no command."""
-
-    def run_worker(self, work: Callable[[], Coroutine[Any, Any, None]]) -> object:
-        """Run a coroutine function in the background."""
-
-
 class Choice(NamedTuple):
     """One line of the palette."""
 
@@ -132,15 +116,16 @@ class CommandProvider(Provider):
                 yield Hit(score, title, choice.run, choice.title, escape(choice.doc))
 
     def _choices(self) -> Iterator[Choice]:
-        app = cast("PaletteApp", self.app)
+        app = self.app
+        assert isinstance(app, KvchatApp)
         return choices(app.chat, app.keys, app.themes)
 
 
-def choices(chat: PaletteScreen, keys: Mapping[str, str], themes: Iterable[str]) -> Iterator[Choice]:
+def choices(chat: ChatScreen, keys: Mapping[str, str], themes: Iterable[str]) -> Iterator[Choice]:
     """All lines of the palette, with the keys in force."""
 
     def run(line: str) -> None:
-        chat.run_worker(partial(chat.run_command, line))
+        run_worker(chat, partial(chat.run_command, line))
 
     for action in COMMANDS.values():
         doc = f"{action.doc}  {describe_keys(action, keys)}".rstrip()
@@ -150,7 +135,8 @@ def choices(chat: PaletteScreen, keys: Mapping[str, str], themes: Iterable[str])
     for action in KEYED:
         if action.scope in REACHED and action.run not in commands:
             doc = f"{action.doc}  {describe_keys(action, keys)}"
-            yield Choice(action.id.replace(".", " "), doc, partial(chat.run_worker, partial(chat.run_keyed, action.id)))
+            start = partial(run_worker, chat, partial(chat.run_keyed, action.id))
+            yield Choice(action.id.replace(".", " "), doc, start)
     for name in mode_names():
         yield Choice(f"mode {name}", registered()[name].title, partial(run, f"/mode {name}"))
     for name in themes:
@@ -502,11 +488,3 @@ class KvchatApp(App[None]):
             own = "".join(f" Your own are files in {folder}." for folder in self.config.theme_dirs)
             raise UsageError(f'There is no theme "{name}".', f"{did_you_mean(name, self.themes)}{own}")
         self.theme = name
-
-
-class PaletteApp(Protocol):
-    """The part of the application that the palette uses."""
-
-    chat: PaletteScreen
-    keys: Mapping[str, str]
-    themes: Iterable[str]
