@@ -29,6 +29,16 @@ SWITCHES = ("enable_thinking", "thinking", "think")  # what templates call it
 EFFORT = "reasoning_effort"
 
 
+def alone(act: Callable[[ChatController], Awaitable[None] | None]) -> Handler:
+    """Make the handler of a command without an argument, or of a key."""
+
+    async def run(chat: ChatController, argument: str) -> None:
+        if (going := act(chat)) is not None:
+            await going
+
+    return run
+
+
 async def switch_mode(chat: ChatController, argument: str) -> None:
     """``/mode NAME key=value…``; alone it lists the modes."""
     if not argument:
@@ -39,16 +49,6 @@ async def switch_mode(chat: ChatController, argument: str) -> None:
     given = parse_assignments(assignments)
     names = registered()[mode].model_fields
     chat.switch(mode, {resolve(key, names, f"parameter of the {mode} mode"): given[key] for key in given})
-
-
-async def next_mode(chat: ChatController, argument: str) -> None:
-    """``/next``"""
-    chat.switch_by(1)
-
-
-async def previous_mode(chat: ChatController, argument: str) -> None:
-    """``/previous``"""
-    chat.switch_by(-1)
 
 
 def set_tokens(name: str) -> Handler:
@@ -93,11 +93,6 @@ async def set_system(chat: ChatController, argument: str) -> None:
     chat.view.add_note("The system prompt takes effect with the next answer; the stored context is rebuilt for it.")
 
 
-async def rebuild(chat: ChatController, argument: str) -> None:
-    """``/rebuild``"""
-    chat.rebuild()
-
-
 async def show_stats(chat: ChatController, argument: str) -> None:
     """``/stats``"""
     chat.view.add_note(summarize(chat.state.conversation.stats))
@@ -131,26 +126,12 @@ def code_blocks(text: str) -> list[str]:
     return ["".join(block) for block in blocks]
 
 
-async def pause_replay(chat: ChatController, argument: str) -> None:
-    """``/pause``"""
-    chat.replay.pause()
-
-
 async def set_pace(chat: ChatController, argument: str) -> None:
     """``/speed FACTOR``; alone it shows the speed."""
     try:
         chat.replay.set_speed(float(argument or chat.replay.speed))
     except ValueError:
         raise UsageError(f'/speed "{argument}" is not valid.', hint="It takes a number, as in /speed 2.") from None
-
-
-def change_pace(factor: float) -> Handler:
-    """Make the handler of the keys that change the speed of a replay."""
-
-    async def change(chat: ChatController, argument: str) -> None:
-        chat.replay.change(factor)
-
-    return change
 
 
 async def attach(chat: ChatController, argument: str) -> None:
@@ -171,11 +152,6 @@ async def manage_queue(chat: ChatController, argument: str) -> None:
             await chat.release_queue()
         case "clear":
             await chat.answers.queue.clear()
-
-
-async def restart(chat: ChatController, argument: str) -> None:
-    """``/restart``"""
-    await chat.restart()
 
 
 def _copy(chat: ChatController, text: str, file: str) -> None:
@@ -223,11 +199,6 @@ async def choose(chat: ChatController, argument: str) -> None:
         return
     name, *words = split_words(argument)
     await chat.models.choose(name, parse_assignments(words))
-
-
-async def unload(chat: ChatController, argument: str) -> None:
-    """``/unload``"""
-    await chat.unload()
 
 
 async def plan(chat: ChatController, argument: str) -> None:

@@ -9,21 +9,15 @@ from pathlib import Path
 
 from kvchat.conversations import export
 from kvchat.errors import KvchatError, UsageError
+from kvchat.tui.commands.chat import alone
 from kvchat.tui.controller import ChatController
 from kvchat.tui.prompt import arguments
 from kvchat.tui.prompt.mentions import Part
 
 STEPS = {"next": 1, "previous": -1}  # of ``/branch``
 
-
-async def new(chat: ChatController, argument: str) -> None:
-    """``/new``"""
-    await chat.new()
-
-
-async def resume_last(chat: ChatController, argument: str) -> None:
-    """``/last``"""
-    await chat.open_last()
+regenerate = alone(lambda chat: chat.branches.regenerate())
+fork = alone(ChatController.fork)
 
 
 async def open_found(chat: ChatController, argument: str) -> None:
@@ -49,16 +43,6 @@ async def delete(chat: ChatController, argument: str) -> None:
     await chat.delete(chat.state.conversation.id, chat.state.conversation.title)
 
 
-async def restore(chat: ChatController, argument: str) -> None:
-    """``/restore``"""
-    await chat.restore()
-
-
-async def fork(chat: ChatController, argument: str) -> None:
-    """``/fork``"""
-    await chat.fork()
-
-
 async def export_file(chat: ChatController, argument: str) -> None:
     """``/export FILE``: the ending says the format; alone, or with a folder, into a file named by the title."""
     conversation = copy(chat.state.conversation)
@@ -71,16 +55,6 @@ async def export_file(chat: ChatController, argument: str) -> None:
 async def import_file(chat: ChatController, argument: str) -> None:
     """``/import FILE``"""
     await chat.take(await asyncio.to_thread(export.read, Path(os.path.expanduser(argument))))
-
-
-async def regenerate(chat: ChatController, argument: str) -> None:
-    """``/regen``"""
-    await chat.branches.regenerate()
-
-
-async def resume_answer(chat: ChatController, argument: str) -> None:
-    """``/continue``"""
-    await chat.branches.resume()
 
 
 async def edit(chat: ChatController, argument: str) -> None:
@@ -99,18 +73,8 @@ async def edit(chat: ChatController, argument: str) -> None:
         raise
 
 
-async def undo(chat: ChatController, argument: str) -> None:
-    """``/undo``"""
-    await chat.branches.undo()
-
-
 async def show_branch(chat: ChatController, argument: str) -> None:
     """``/branch previous`` or ``/branch next``; alone the next."""
     if argument not in ("", *STEPS):
         raise UsageError(f'/branch "{argument}" is not valid.', hint=f"It takes {' or '.join(STEPS)}.")
     await chat.branches.select_sibling(STEPS[argument or "next"])
-
-
-async def previous_branch(chat: ChatController, argument: str) -> None:
-    """``[`` on a message"""
-    await chat.branches.select_sibling(-1)
