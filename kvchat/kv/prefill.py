@@ -9,7 +9,6 @@ bytes by a kernel would occupy all of them for as long as the link is busy).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -70,71 +69,47 @@ def prefill_chunk(geometry: Geometry, stored: int, new: int, token_bytes: int, d
     return max((chunk for chunk in CHUNKS if needed(chunk) <= free // 2), default=least)
 
 
-class Prefill(Protocol):
-    """One forward of new tokens through the layers, in their order."""
-
-    def extended(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store ``key [H, n, d_k]`` and ``value [H, n, d_v]`` of the layer's new tokens.
-
-        Returns keys ``[H, start + n - first, d_k]`` and values of the tokens from ``first`` on; valid until the next
-        layer asks.
-        """
-
-    def close(self) -> None:
-        """End the prefill, also after a failure: once it returns, the host pool holds all that was written to it."""
-
-
 def prefill_over(host: HostPool, tokens: int, first: int = 0) -> Prefill:
-    """The prefill of ``tokens`` new tokens after those stored, of which it reads none before ``first``.
+    """One forward of ``tokens`` new tokens after those stored, of which it reads none before ``first``.
 
     There is room for them.
     """
-    if isinstance(host, EightBitPool):
-        return RoundingPrefill(host, first)
-    return StagedPrefill(host, tokens, first) if host.device.type == "cuda" else DirectPrefill(host, first)
+    if host.device.type == "cuda" and not isinstance(host, EightBitPool):
+        return StagedPrefill(host, tokens, first)
+    return DirectPrefill(host, first)
 
 
 class DirectPrefill:
-    """On a CPU the host pool is memory like any other."""
+    """On a CPU the host pool is memory like any other. Of 8-bit pages a GPU's kernels unpack a layer's as it begins.
+
+    New tokens are read exactly, those before them as they are stored.
+    """
 
     def __init__(self, host: HostPool, first: int = 0) -> None:
         self._host = host
         self._start, self._first = host.total, first
 
     def extended(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """``Prefill.extended``"""
-        self._host.append(layer, self._start, key, value)
+        """Store ``key [H, n, d_k]`` and ``value [H, n, d_v]`` of the layer's new tokens, layer after layer.
+
+        Returns keys ``[H, start + n - first, d_k]`` and values of the tokens from ``first`` on; valid until the next
+        layer asks.
+        """
+        host = self._host
         if not self._start:
+            host.append(layer, 0, key, value)
             return key, value
-        keys, values = self._host.dense(layer, self._start + key.shape[1])
-        return keys[:, self._first :], values[:, self._first :]
+        if not isinstance(host, EightBitPool):  # what is stored can be read in place
+            host.append(layer, self._start, key, value)
+            keys, values = host.dense(layer, self._start + key.shape[1])
+            return keys[:, self._first :], values[:, self._first :]
+        page, beside = divmod(self._first, host.geometry.page)
+        keys, values = (part[:, beside:] for part in host.dense(layer, self._start, page))
+        host.append(layer, self._start, key, value)
+        return torch.cat((keys, key), 1), torch.cat((values, value), 1)
 
     def close(self) -> None:
-        """``Prefill.close``"""
-
-
-class RoundingPrefill:
-    """Over 8-bit pages: attention reads the new tokens exactly, those before them as they are stored.
-
-    On a GPU too: its kernels unpack a layer's pages when the layer begins, beside nothing.
-    """
-
-    def __init__(self, host: EightBitPool, first: int = 0) -> None:
-        self._host = host
-        self._start, self._first = host.total, first
-
-    def extended(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """``Prefill.extended``"""
-        keys, values = key, value
-        if self._start:
-            page, beside = divmod(self._first, self._host.geometry.page)
-            stored = (part[:, beside:] for part in self._host.dense(layer, self._start, page))
-            keys, values = (torch.cat(parts, 1) for parts in zip(stored, (key, value), strict=True))
-        self._host.append(layer, self._start, key, value)
-        return keys, values
-
-    def close(self) -> None:
-        """``Prefill.close``"""
+        """End the prefill, also after a failure: once it returns, the host pool holds all that was written to it."""
 
 
 class StagedPrefill:
@@ -162,7 +137,7 @@ class StagedPrefill:
         self._fetched = -1
 
     def extended(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """``Prefill.extended``"""
+        """``DirectPrefill.extended``"""
         g = self._host.geometry
         if layer != self._fetched:
             self._fetch(layer)
@@ -181,7 +156,7 @@ class StagedPrefill:
         return keys[:, self._first :], values[:, self._first :]
 
     def close(self) -> None:
-        """``Prefill.close``"""
+        """``DirectPrefill.close``"""
         self._side_stream.join()
 
     def _fetch(self, layer: int) -> None:
@@ -189,6 +164,9 @@ class StagedPrefill:
             last = self._page + len(self.earlier)
             _copy(self._host.segments(layer, self._page, last), self.earlier, to_device=True)
         self._fetched = layer
+
+
+Prefill = DirectPrefill | StagedPrefill
 
 
 def _copy(segments: Sequence[Tensor], buffer: Tensor, to_device: bool) -> None:

@@ -15,7 +15,7 @@ from kvchat.kv import prefill as prefill_module
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.eight_bit_pool import EightBitPool
 from kvchat.kv.memory.host_pool import HostPool
-from kvchat.kv.prefill import DirectPrefill, RoundingPrefill, StagedPrefill, prefill_over
+from kvchat.kv.prefill import DirectPrefill, StagedPrefill, prefill_over
 from kvchat.kv.transfer import SideStream
 
 CPU = torch.device("cpu")
@@ -91,10 +91,10 @@ def test_what_lies_before_the_first_token_read_is_not_brought(first):
 @pytest.mark.parametrize("first", [0, 3, 8, 21, 60, 61])
 def test_of_8_bit_pages_too(first):
     g, host = geometry(), EightBitPool(HostPool(geometry(), CPU))
-    run(RoundingPrefill, host, new_kv(g, 61, 0))
+    run(DirectPrefill, host, new_kv(g, 61, 0))
     host.reserve(91)
     stored, prefill = contents(host), prefill_over(host, 30, first)
-    assert type(prefill) is RoundingPrefill
+    assert type(prefill) is DirectPrefill
     for layer, new in enumerate(new_kv(g, 30, 1)):
         for seen, before, each in zip(prefill.extended(layer, *new), stored[layer], new, strict=True):
             assert torch.equal(seen, torch.cat((before[:, first:], each), 1))
