@@ -15,7 +15,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 from weakref import WeakSet
 
 import torch
@@ -68,7 +67,7 @@ class ModelRunner:
 
     least = CHUNKS[0]
 
-    def __init__(self, model: LoadedModel, mode: Mode, recorder: Recorder | None = None) -> None:
+    def __init__(self, model: LoadedModel, mode: Mode, recorder: CudaRecorder | None = None) -> None:
         self.model = model
         self._control = control_ids(model.tokenizer)
         self.chunk = None if model.device.type == "cuda" else CHUNK
@@ -313,14 +312,6 @@ def _peak_of_forward(model: LoadedModel, tokens: int) -> int:
     return torch.cuda.max_memory_allocated(model.device) - before
 
 
-class Recorder(Protocol):
-    """Makes a graph of what a function launches."""
-
-    def __call__(self, run: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
-        """Record ``run`` without carrying it out; what replays it, and the tensor where its result will lie."""
-        ...
-
-
 class CudaRecorder:
     """CUDA graphs of one device; those alive share a memory pool, because only one runs at a time."""
 
@@ -363,7 +354,7 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def recorder_for(device: torch.device) -> Recorder | None:
+def recorder_for(device: torch.device) -> CudaRecorder | None:
     """Return what records steps on ``device``, None on a CPU."""
     return CudaRecorder(device) if device.type == "cuda" else None
 
@@ -374,7 +365,7 @@ class GraphRunner:
     A ``refusal`` that is given holds for every mode.
     """
 
-    def __init__(self, kv: KVManager, recorder: Recorder | None, refusal: str = "") -> None:
+    def __init__(self, kv: KVManager, recorder: CudaRecorder | None, refusal: str = "") -> None:
         self._always = refusal if recorder else ""
         self.refusal = self._always
         self._kv = kv

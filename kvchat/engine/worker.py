@@ -17,11 +17,11 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, BinaryIO
 
 from kvchat import files, libraries
 from kvchat.errors import EngineError, KvchatError
@@ -32,7 +32,6 @@ from kvchat.protocol.messages import (
     Chat,
     Command,
     Compare,
-    Details,
     Event,
     Failed,
     Forget,
@@ -47,9 +46,11 @@ from kvchat.protocol.messages import (
     Stop,
     Switch,
     Text,
-    Variant,
     Watch,
 )
+
+if TYPE_CHECKING:
+    from kvchat.engine.session import Session
 
 SNAPSHOT_S = 1 / 10
 DETAILS_S = 1 / 2
@@ -340,7 +341,7 @@ def main() -> None:
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to end
     commands, events = claim_stdio()
-    server = Server(events, EngineLoader(), interrupt=_interrupt)
+    server = Server(events, Loader(), interrupt=_interrupt)
     signal.signal(STOP_SIGNAL, lambda _, frame: _interrupt_later() if is_importing(frame) else server.check_stopped())
     finished = threading.Event()
 
@@ -364,45 +365,8 @@ def _interrupt_later() -> None:
     threading.Timer(STOP_AGAIN_S, _interrupt).start()
 
 
-class Session(Protocol):
-    """The part of ``kvchat.Session`` that the worker uses."""
-
-    @property
-    def info(self) -> messages.Loaded: ...
-    def answer(
-        self,
-        turns: Sequence[messages.Turn],
-        sampling: messages.Sampling,
-        between: Callable[[int], None] | None = None,
-        conversation: str = "",
-    ) -> Iterator[Event]: ...
-    def resume(self, conversation: str, turns: Sequence[messages.Turn]) -> Iterator[Event]: ...
-    def forget(self, conversation: str) -> None: ...
-    def rebuild(self) -> Iterator[Event]: ...
-    def compare(
-        self, turns: Sequence[messages.Turn], variants: Sequence[Variant], sampling: messages.Sampling
-    ) -> Iterator[Event]: ...
-    def hide_needle(self, tokens: int, seed: int) -> messages.NeedleHidden: ...
-    def cancel(self) -> None: ...
-    def switch(self, mode: str = "", /, **params: Any) -> messages.Switched: ...
-    def set_template_args(self, args: Sequence[str]) -> str: ...
-    def keep_pages(self, host_dtype: messages.HostDtype) -> str: ...
-    def snapshot(self) -> figures.Snapshot: ...
-    def details(self) -> Details: ...
-    def text(self, start: int, end: int) -> str: ...
-    def close(self) -> None: ...
-
-
-class Loader(Protocol):
-    """Makes sessions for the worker; each method may raise ``KvchatError``."""
-
-    def open_session(self, load: Load, progress: Progress) -> Session: ...
-    def fits_beside(self, load: Load, progress: Progress) -> bool: ...
-    def plan(self, asked: Plan, in_use: figures.Snapshot | None, progress: Progress) -> figures.MemoryPlan: ...
-
-
-class EngineLoader:
-    """kvchat's own sessions and plans."""
+class Loader:
+    """Makes sessions and plans for the worker, and imports torch for them; each method may raise ``KvchatError``."""
 
     def open_session(self, load: Load, progress: Progress) -> Session:
         """As ``kvchat.engine.session.open_session``."""

@@ -281,9 +281,9 @@ def test_a_fork_loads_no_model(session):
 
 ENDS = """
 import sys
-from kvchat.engine.worker import EngineLoader
+from kvchat.engine.worker import Loader
 from kvchat.protocol.messages import Keeping, Load, Sampling, Turn
-session = EngineLoader().open_session(Load(device="cpu", keeping=Keeping(0, 2**30, sys.argv[1])), lambda stage: None)
+session = Loader().open_session(Load(device="cpu", keeping=Keeping(0, 2**30, sys.argv[1])), lambda stage: None)
 turns = (Turn("user", "The sea was calm and the whale went on. " * 30),)
 list(session.answer(turns, Sampling(max_new_tokens=4), None, "one"))
 answer = session.answer((*turns, Turn("user", "And?")), Sampling(max_new_tokens=4), None, "one")

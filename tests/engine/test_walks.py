@@ -18,7 +18,7 @@ import kvchat
 from kvchat.cli import chat, options, profile
 from kvchat.engine import session as sessions
 from kvchat.engine.session import Session
-from kvchat.engine.worker import EngineLoader
+from kvchat.engine.worker import Loader
 from kvchat.models.quantize import rows
 from kvchat.protocol import wire
 from kvchat.protocol.messages import Sampling, Text, Turn
@@ -144,7 +144,7 @@ def test_a_setting_passes_few_files_down_to_its_mode(small_model, monkeypatch):
     with files_given_the_setting() as files:
         settings = profile.load_settings(options.flags({"mode": "speculative", "param": [f"tau={SETTING}"]})).settings
         load = wire.decode_command(wire.encode(chat.load_of(settings))[4:])
-        session = EngineLoader().open_session(load, lambda stage: None)
+        session = Loader().open_session(load, lambda stage: None)
     assert session.info.mode == "speculative"
     assert {"config/sources.py", "engine/session.py", "kv/modes/freekv.py"} <= files
     assert len(files) <= MAX_SETTING, sorted(files)

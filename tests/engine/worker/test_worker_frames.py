@@ -23,7 +23,7 @@ from support.patience import PATIENCE_S
 from support.streams import read_event
 
 from kvchat.engine import session, worker
-from kvchat.engine.worker import EngineLoader, Loader, Progress
+from kvchat.engine.worker import Loader, Progress
 from kvchat.errors import ModelError
 from kvchat.models.description import resolve_device, resolve_dtype
 from kvchat.models.load import LoadedModel
@@ -49,7 +49,7 @@ COMMANDS = get_args(Command)
 EVENTS = get_args(Event)
 
 
-class FuzzedLoader(EngineLoader):
+class FuzzedLoader(Loader):
     """Sessions are real; the names of models, which are nonsense here, are planned for without looking for them."""
 
     def fits_beside(self, load: Load, progress: Progress) -> bool:
