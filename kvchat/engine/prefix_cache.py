@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -34,15 +34,16 @@ from kvchat.engine.runner import ModelRunner
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.manager import explained
 from kvchat.kv.memory import available
-from kvchat.kv.memory.host_pool import CachedPrefix, ParkedPages, parked_bytes
+from kvchat.kv.memory.host_pool import CachedPrefix, parked, parked_bytes, unparked
 from kvchat.kv.memory.page_file import HEADER_BYTES, TOKEN, DamagedFileError, PageFile, Rows, SavedState, blocks_of
-from kvchat.kv.memory.pages import StoredPages, full_precision_pages
+from kvchat.kv.memory.pages import Pages, StoredPages, full_precision_pages
 from kvchat.models import load
 from kvchat.models.load import LoadedModel
 from kvchat.models.recurrent import Snapshot, is_recurrent
 from kvchat.protocol.messages import Event, Keeping, Noted, Resumed, Turn
 from kvchat.units import size
 
+T = TypeVar("T")
 LAST_WRITES_S = 1.0  # what the end of a session may wait for pages to be written
 LOOKED_AT = 64  # files of other conversations whose beginning is compared
 States = Mapping[int, Callable[[], Snapshot | None]]  # by the tokens they have read; None where one is damaged
@@ -54,12 +55,14 @@ DISK_SHARE = 2  # of what is free on the disk at most one part in so many is tak
 class Parked:
     """A conversation in host memory; ``control`` are the positions of the chat's control tokens.
 
-    ``snapshots`` are those of the recurrent state of a hybrid model, ``worth_saving`` some of them.
+    ``query`` is the last token's. ``snapshots`` are those of the recurrent state of a hybrid model, ``worth_saving``
+    some of them.
     """
 
     stored: Stored
     control: list[int]
-    pages: ParkedPages
+    pages: Pages
+    query: bytes
     snapshots: list[Snapshot]
     worth_saving: list[Snapshot]
 
@@ -89,7 +92,7 @@ class PrefixCache(Released):
     @property
     def parked_bytes(self) -> int:
         """Bytes of host memory that parked conversations take."""
-        return sum(parked.nbytes for parked in self._parked.values())
+        return sum(kept.nbytes for kept in self._parked.values())
 
     def interrupt(self) -> None:
         """Stop writing: what is stored is about to change."""
@@ -204,11 +207,12 @@ class PrefixCache(Released):
     # ---- where it can be taken from
 
     def _parked_sources(self, conversation: str, text: str) -> Iterator[Source]:
-        for name, parked in self._parked.items():
-            pages, states = parked.pages, {one.tokens: partial(itself, one) for one in parked.snapshots}
-            full_precision = full_precision_pages(pages) * self._kv.state.geometry.page
-            prefix = CachedPrefix(len(parked.stored.ids), pages.read, full_precision, parked.control, pages.query)
-            source, own = Source(parked.stored, "memory", prefix, states), name == conversation
+        for name, kept in self._parked.items():
+            states = {one.tokens: partial(itself, one) for one in kept.snapshots}
+            full_precision = full_precision_pages(kept.pages) * self._kv.state.geometry.page
+            read = partial(unparked, kept.pages)
+            prefix = CachedPrefix(len(kept.stored.ids), read, full_precision, kept.control, kept.query)
+            source, own = Source(kept.stored, "memory", prefix, states), name == conversation
             yield self._usable(source if own else of_another(source), text, own)
 
     def _saved_sources(self, conversation: str, text: str) -> Iterator[Source]:
@@ -277,9 +281,13 @@ class PrefixCache(Released):
         while self._parked and self.parked_bytes + needed > self._keeping.parked_bytes:
             del self._parked[next(iter(self._parked))]
         if needed <= available.usable(available.host_free()):
-            pages = ParkedPages(pool, self._kv.state.query_bytes)
             self._parked[self._current] = Parked(
-                copy.deepcopy(stored), self._control(), pages, recurrent.snapshots, recurrent.worth_saving
+                copy.deepcopy(stored),
+                self._control(),
+                parked(pool),
+                self._kv.state.query_bytes,
+                recurrent.snapshots,
+                recurrent.worth_saving,
             )
 
     def save(self) -> None:
@@ -289,12 +297,15 @@ class PrefixCache(Released):
         self.interrupt()
         self._kv.state.host.synchronize()
         jobs = [
-            self._job(name, one.stored, one.control, one.worth_saving, one.pages) for name, one in self._parked.items()
+            self._job(name, kept.stored, kept.control, kept.worth_saving, kept.query, partial(itself, kept.pages))
+            for name, kept in self._parked.items()
         ]
         if self._current:
-            recurrent = self._runner.recurrent
+            recurrent, state, stored = self._runner.recurrent, self._kv.state, self._loop.stored
             recurrent.keep()
-            jobs.insert(0, self._job(self._current, self._loop.stored, self._control(), recurrent.worth_saving, None))
+            control, states = self._control(), recurrent.worth_saving
+            job = self._job(self._current, stored, control, states, state.query_bytes, lambda: state.host)
+            jobs.insert(0, job)
         self._writer.begin([job for job in jobs if job.saved < len(job.stored.ids)])
 
     @property
@@ -314,25 +325,16 @@ class PrefixCache(Released):
         stored: Stored,
         control: list[int],
         snapshots: list[Snapshot],
-        pages: ParkedPages | None,
+        query: bytes,
+        pages: Callable[[], StoredPages],
     ) -> Job:
         """The part of a conversation, parked or current, that is not on disk yet."""
         page = self._kv.state.geometry.page
         first = stored.saved // page
         file = self._file(self._folder.path(conversation))
         file.links = stored.links[:first]
-        state = self._kv.state
-        query = pages.query if pages else state.query_bytes
-        return Job(
-            file,
-            stored,
-            first,
-            rows_of(stored, control, first * page),
-            lambda: pages or state.host,
-            stored.saved,
-            query,
-            snapshots,
-        )
+        rows = rows_of(stored, control, first * page)
+        return Job(file, stored, first, rows, pages, stored.saved, query, snapshots)
 
     def _control(self) -> list[int]:
         found: list[int] = self._kv.state.control[: self._kv.total].nonzero().flatten().tolist()
@@ -356,9 +358,9 @@ class Source:
     states: States
 
 
-def itself(snapshot: Snapshot) -> Snapshot:
-    """A parked recurrent state, which needs no reading."""
-    return snapshot
+def itself(kept: T) -> T:
+    """A parked state, or parked pages, which need no reading."""
+    return kept
 
 
 def read_state(file: PageFile, saved: SavedState) -> Snapshot | None:

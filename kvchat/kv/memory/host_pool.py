@@ -26,7 +26,7 @@ from kvchat.errors import DoesNotFitError
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory import available, eight_bit_pages
 from kvchat.kv.memory.pages import Pages
-from kvchat.kv.memory.pinned import HUGE_PAGE, CudaArray, CudaRegistrar, PinnedRegion, Registrar, in_system_pages
+from kvchat.kv.memory.pinned import HUGE_PAGE, CudaArray, CudaRegistrar, PinnedRegion, in_system_pages
 
 # Pinned in steps that double up to this many bytes over all layers: a step costs a call per layer and about 0.5 s/GiB.
 STEP_BYTES = 256 * 2**20
@@ -50,7 +50,7 @@ class HostPool:
         geometry: Geometry,
         device: torch.device,
         context: int = 0,
-        registrar: Registrar | None = None,
+        registrar: CudaRegistrar | None = None,
         layout: ByPage | None = None,
     ) -> None:
         self.geometry = geometry
@@ -501,39 +501,17 @@ class CachedPrefix:
         return replace(self, tokens=tokens, control=control, query=self.query if tokens == self.tokens else b"")
 
 
-class ParkedPages:
-    """A copy of a host pool's pages and of the last token's ``query``."""
+def parked(pool: HostPool) -> Pages:
+    """A copy of what a host pool holds, in plain host memory."""
+    pool.synchronize()
+    with torch.inference_mode():
+        return pool.copied(0)
 
-    def __init__(self, pool: HostPool, query: bytes) -> None:
-        self.query = query
-        self._page = pool.geometry.page
-        pool.synchronize()
-        with torch.inference_mode():
-            self._pages = pool.copied(0)
 
-    @property
-    def quantized(self) -> Sequence[bool]:
-        """``StoredPages.quantized``"""
-        return self._pages.quantized
-
-    @property
-    def dequantized(self) -> Set[int]:
-        """``StoredPages.dequantized``"""
-        return self._pages.dequantized
-
-    def stored(self, page: int) -> list[Tensor]:
-        """``StoredPages.stored``"""
-        return self._pages.stored(page)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of host memory."""
-        return self._pages.nbytes
-
-    def read(self, pool: HostPool, tokens: int) -> int:
-        """Put the pages of the first ``tokens`` into ``pool``; return ``tokens``."""
-        pool.put(0, self._pages.beginning(-(-tokens // self._page)))
-        return tokens
+def unparked(pages: Pages, pool: HostPool, tokens: int) -> int:
+    """Put parked pages of the first ``tokens`` into ``pool``; return ``tokens``."""
+    pool.put(0, pages.beginning(pool.geometry.pages(tokens)))
+    return tokens
 
 
 def parked_bytes(pool: HostPool) -> int:

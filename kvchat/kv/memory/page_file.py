@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from io import FileIO
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ from torch import Tensor
 from kvchat import files
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory import eight_bit_pages
+from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.memory.pages import Pages
 
 MAGIC = b"KVCHATKV"
@@ -80,13 +81,6 @@ class End(NamedTuple):
 
 class DamagedFileError(Exception):
     """The file holds nothing that can be used; the message says why, without the file's name."""
-
-
-class TakesPages(Protocol):
-    """A pool that ``PageFile.read`` writes pages to."""
-
-    def put(self, first: int, pages: Pages) -> None:
-        """``HostPool.put``"""
 
 
 class PageFile:
@@ -159,7 +153,7 @@ class PageFile:
         """The pages in ``links`` before the first that is an 8-bit one or was."""
         return next((page for page, link in enumerate(self.links) if link.kind != FULL_PRECISION), len(self.links))
 
-    def read(self, pool: TakesPages, tokens: int) -> int:
+    def read(self, pool: HostPool, tokens: int) -> int:
         """Read the pages of the first ``tokens`` into ``pool``.
 
         Returns how many of them are there, fewer where a page is damaged or no longer the one that ``rows`` found.

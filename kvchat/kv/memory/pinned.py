@@ -17,7 +17,7 @@ import mmap
 import sys
 import weakref
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,8 +28,14 @@ MADV_HUGEPAGE = 14  # for what is written later
 MADV_COLLAPSE = 25  # for what was written already; since Linux 6.1
 
 
-class Registrar(Protocol):
-    """Pins host memory for a device."""
+class CudaRegistrar:
+    """Pins host memory by ``cudaHostRegister``.
+
+    Each segment must be seen by the device at the address it has on the host.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
     def register(self, address: int, size: int) -> None:
         """Pin ``size`` bytes from ``address`` on.
@@ -37,19 +43,6 @@ class Registrar(Protocol):
         Raises:
             RuntimeError: why it cannot be.
         """
-
-    def unregister(self, address: int) -> None:
-        """Give back what was pinned at ``address``, once the device is done with it."""
-
-
-class CudaRegistrar:
-    """``cudaHostRegister``. Each segment must be seen by the device at the address it has on the host."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def register(self, address: int, size: int) -> None:
-        """``Registrar.register``"""
         cudart = _cudart()
         # An alias is a tensor of the device that was current here.
         with torch.cuda.device(self._device):
@@ -63,7 +56,7 @@ class CudaRegistrar:
             raise RuntimeError("the device does not see pinned memory at the host's address")
 
     def unregister(self, address: int) -> None:
-        """``Registrar.unregister``"""
+        """Give back what was pinned at ``address``, once the device is done with it."""
         with contextlib.suppress(RuntimeError):  # of an earlier kernel; the memory is unpinned all the same
             torch.cuda.synchronize(self._device)
         _cudart().cudaHostUnregister(address)
@@ -111,7 +104,7 @@ class PinnedRegion:
         self._parts = self.bytes.view(parts, -1)
         self._starts: list[int] = []
         self._mapped = mapped
-        self._registered: list[tuple[Registrar, int]] = []
+        self._registered: list[tuple[CudaRegistrar, int]] = []
         # The mapping is an argument so that it outlives the call. At exit the driver frees everything by itself.
         weakref.finalize(self, _unregister, self._registered, mapped).atexit = False
 
@@ -137,7 +130,7 @@ class PinnedRegion:
         cuts = [low, *(start for start in self._starts if low < start < high), high]
         return [self.bytes[a:b] for a, b in itertools.pairwise(cuts)]
 
-    def register(self, registrar: Registrar, segment: tuple[int, int]) -> None:
+    def register(self, registrar: CudaRegistrar, segment: tuple[int, int]) -> None:
         """Pin a segment that was committed.
 
         Raises:
@@ -154,7 +147,7 @@ class PinnedRegion:
         _unregister(self._registered)
 
 
-def _unregister(registered: list[tuple[Registrar, int]], _kept: object = None) -> None:
+def _unregister(registered: list[tuple[CudaRegistrar, int]], _kept: object = None) -> None:
     """Unregister each segment once."""
     while registered:
         registrar, address = registered.pop()

@@ -16,7 +16,7 @@ from kvchat.errors import DoesNotFitError
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory import available, host_pool
 from kvchat.kv.memory.host_pool import HostPool, gather, layer_bytes, pool_tokens, scatter
-from kvchat.kv.memory.pinned import Registrar
+from kvchat.kv.memory.pinned import CudaRegistrar
 
 CPU = torch.device("cpu")
 GiB = 2**30
@@ -45,7 +45,7 @@ def same(pool: HostPool, layer: int, start: int, k: torch.Tensor, v: torch.Tenso
     return torch.equal(keys[:, start:end].cpu(), k) and torch.equal(values[:, start:end].cpu(), v)
 
 
-def pool_of(tokens: int, registrar: Registrar | None = None, **kwargs) -> HostPool:
+def pool_of(tokens: int, registrar: CudaRegistrar | None = None, **kwargs) -> HostPool:
     return HostPool(geometry(**kwargs), CPU, tokens, registrar)
 
 
