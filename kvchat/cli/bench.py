@@ -22,7 +22,7 @@ from kvchat.bench import report as reports
 from kvchat.bench.frame import Frame, ModelChoice, Result
 from kvchat.bench.report import tables
 from kvchat.bench.texts import check
-from kvchat.cli.options import NamedDevice, complete_model, setting
+from kvchat.cli.options import NamedDevice, complete_model, parameter, setting, signed
 from kvchat.cli.output import echo, report
 from kvchat.config import profiles
 from kvchat.config.schema import KvSection, ModelSettings
@@ -62,11 +62,11 @@ def experiment(
     model = {option: hint for option, hint in MODEL.items() if host_dtype or option != "host_dtype"}
     parameters = [
         *(_option(option, each, hints[each.name]) for option, each in own.items()),
-        *(_keyword(option, hint, getattr(ModelChoice, option)) for option, hint in model.items()),
-        _keyword("as_json", Json, False),
-        _keyword("out", Out, None),
-        *([_keyword("plot", Plot, None)] if plot else []),
-        *(_keyword(option, hint, False) for option, hint in also.items()),
+        *(parameter(option, hint, getattr(ModelChoice, option)) for option, hint in model.items()),
+        parameter("as_json", Json, False),
+        parameter("out", Out, None),
+        *([parameter("plot", Plot, None)] if plot else []),
+        *(parameter(option, hint, False) for option, hint in also.items()),
     ]
 
     def command(**given: Any) -> None:
@@ -79,9 +79,7 @@ def experiment(
         if after:
             after(result, choice, **{option: given[option] for option in also})
 
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {each.name: each.annotation for each in parameters}
-    app.command(name, help=(kind.__doc__ or "").partition("\n")[0])(command)
+    app.command(name)(signed(command, (kind.__doc__ or "").partition("\n")[0], parameters))
 
 
 def _parameter(each: Field[Any], hint: Any) -> str:
@@ -95,14 +93,10 @@ def _option(name: str, each: Field[Any], hint: Any) -> inspect.Parameter:
     kind, option = get_args(hint)
     default = inspect.Parameter.empty if each.default is MISSING else each.default
     if getattr(option, "parser", None):
-        return _keyword(name, Annotated[str | None, option], default)
+        return parameter(name, Annotated[str | None, option], default)
     if get_origin(kind) is tuple:
-        return _keyword(name, Annotated[list[get_args(kind)[0]] | None, option], None)  # type: ignore[misc]
-    return _keyword(name, hint, default)
-
-
-def _keyword(name: str, hint: Any, default: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+        return parameter(name, Annotated[list[get_args(kind)[0]] | None, option], None)  # type: ignore[misc]
+    return parameter(name, hint, default)
 
 
 def _value(each: Field[Any], given: Any) -> Any:

@@ -11,27 +11,7 @@ import typer
 from kvchat.cli import options
 from kvchat.cli.ask import INTERRUPTED, interrupt_cancels, opened
 from kvchat.cli.chat import load_of, turns
-from kvchat.cli.options import (
-    ChatTemplate,
-    Device,
-    Dtype,
-    Files,
-    Force,
-    HostDtype,
-    MaxNewTokens,
-    MinP,
-    Model,
-    PinSystem,
-    Quantize,
-    RepetitionPenalty,
-    Seed,
-    StopAt,
-    System,
-    Temperature,
-    TemplateArgs,
-    TopK,
-    TopP,
-)
+from kvchat.cli.options import LOAD, SAMPLING, SYSTEM, Files, taking
 from kvchat.cli.output import echo, note, progress, write
 from kvchat.cli.profile import load_settings
 from kvchat.conversations import comparison
@@ -55,6 +35,7 @@ class Asked:
     out: Path | None = None
 
 
+@taking(LOAD, SYSTEM, SAMPLING)
 def compare_command(
     ctx: typer.Context,
     prompt: Annotated[str, typer.Argument(help="what to ask; - reads it from stdin")],
@@ -65,24 +46,6 @@ def compare_command(
         ),
     ] = None,
     file: Files = None,
-    model: Model = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    quantize: Quantize = None,
-    force: Force = None,
-    chat_template: ChatTemplate = None,
-    template_args: TemplateArgs = None,
-    host_dtype: HostDtype = None,
-    system: System = None,
-    pin_system: PinSystem = None,
-    max_new_tokens: MaxNewTokens = None,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    repetition_penalty: RepetitionPenalty = None,
-    stop: StopAt = None,
-    seed: Seed = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="write it to a new .md or .json as well")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead of lines")] = False,
 ) -> None:

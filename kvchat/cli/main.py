@@ -26,36 +26,20 @@ from kvchat.cli.ask import Question, SwitchAt, ask
 from kvchat.cli.chat import chat, load_of, turns
 from kvchat.cli.compare import compare_command
 from kvchat.cli.options import (
-    Budget,
-    ChatTemplate,
-    Device,
-    Dtype,
+    LOAD,
+    MODE,
+    PARAMS,
+    SAMPLING,
+    SYSTEM,
+    UI,
     Files,
-    Force,
-    HostDtype,
-    Keep,
-    MaxNewTokens,
-    MinP,
-    Mode,
-    Model,
     ModelArgument,
     NamedDevice,
-    Param,
-    PinSystem,
     Plain,
     Prompt,
-    Quantize,
     Record,
-    RepetitionPenalty,
     Resume,
-    Seed,
-    StopAt,
-    System,
-    Temperature,
-    TemplateArgs,
-    Theme,
-    TopK,
-    TopP,
+    taking,
 )
 from kvchat.cli.output import echo, note, replace_unknown_characters, report
 from kvchat.cli.profile import load_settings
@@ -175,24 +159,10 @@ app.add_typer(profile.app, name="profile")
 
 # ---- commands --------------------------------------------------------------------------------------
 @app.callback(invoke_without_command=True)
-def kvchat_command(  # typer reads the options from the signature, the settings read them from the context
+@taking(LOAD, MODE, SYSTEM, UI)
+def kvchat_command(
     ctx: typer.Context,
-    model: Model = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    quantize: Quantize = None,
-    force: Force = None,
-    chat_template: ChatTemplate = None,
-    template_args: TemplateArgs = None,
-    host_dtype: HostDtype = None,
-    mode: Mode = None,
-    budget: Budget = None,
-    param: Param = None,
-    system: System = None,
-    pin_system: PinSystem = None,
-    theme: Theme = None,
     resume: Resume = False,
-    keep: Keep = None,
     plain: Plain = False,
     record: Record = None,
     version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
@@ -211,25 +181,11 @@ def kvchat_command(  # typer reads the options from the signature, the settings 
 
 
 @app.command("chat")
+@taking(LOAD, MODE, SYSTEM, UI)
 def chat_command(
     ctx: typer.Context,
     prompt: Prompt = None,
-    model: Model = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    quantize: Quantize = None,
-    force: Force = None,
-    chat_template: ChatTemplate = None,
-    template_args: TemplateArgs = None,
-    host_dtype: HostDtype = None,
-    mode: Mode = None,
-    budget: Budget = None,
-    param: Param = None,
-    system: System = None,
-    pin_system: PinSystem = None,
-    theme: Theme = None,
     resume: Resume = False,
-    keep: Keep = None,
     plain: Plain = False,
     record: Record = None,
 ) -> None:
@@ -238,35 +194,15 @@ def chat_command(
 
 
 @app.command("ask")
+@taking(LOAD, MODE, SYSTEM, SAMPLING)
 def ask_command(
     ctx: typer.Context,
     prompt: Annotated[str | None, typer.Argument(help="what to ask; stdin where it is left out")] = None,
     file: Files = None,
-    model: Model = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    quantize: Quantize = None,
-    force: Force = None,
-    chat_template: ChatTemplate = None,
-    template_args: TemplateArgs = None,
-    host_dtype: HostDtype = None,
-    mode: Mode = None,
-    budget: Budget = None,
-    param: Param = None,
     switch_at: Annotated[
         list[str] | None,
         typer.Option(metavar="N:MODE[,KEY=VALUE...]", help="switch after N generated tokens; repeatable"),
     ] = None,
-    system: System = None,
-    pin_system: PinSystem = None,
-    max_new_tokens: MaxNewTokens = None,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    repetition_penalty: RepetitionPenalty = None,
-    stop: StopAt = None,
-    seed: Seed = None,
     stats: Annotated[bool, typer.Option("--stats", help="print what the answer cost on stderr")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead of the text")] = False,
 ) -> None:
@@ -304,10 +240,9 @@ def modes_command(as_json: Annotated[bool, typer.Option("--json", help="print a 
 
 
 @app.command("models")
+@taking({name: LOAD[name] for name in ("device", "dtype")})
 def models_command(
     ctx: typer.Context,
-    device: Device = None,
-    dtype: Dtype = None,
     as_json: Annotated[bool, typer.Option("--json", help="print a JSON list")] = False,
 ) -> None:
     """List the models on this machine: size, type and whether they fit."""
@@ -333,15 +268,11 @@ def completion_command(
 
 
 @app.command("plan")
+@taking({name: LOAD[name] for name in ("device", "dtype", "host_dtype")}, PARAMS)
 def plan_command(
     ctx: typer.Context,
     model: ModelArgument = "bundled",
     context: Annotated[int | None, typer.Option(help="tokens of the conversation; the model's context")] = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    host_dtype: HostDtype = None,
-    budget: Budget = None,
-    param: Param = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Say what a model will take here before it is loaded, by quantization and mode, and what fits."""

@@ -1,13 +1,18 @@
-"""Command-line options: their types, the settings that they set, and the words that a shell completes them with."""
+"""Command-line options: their types, the settings that they set, and the words that a shell completes them with.
+
+Options of settings are made from the schema, in groups that several commands take.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
 import typer
+from typer.models import OptionInfo
 
 from kvchat import paths
 from kvchat.config import modes, schema, sources
@@ -68,6 +73,45 @@ def _parsed(text: str) -> int | float | str:
         with suppress(ValueError):
             return kind(text)
     return text
+
+
+def left_out(section: Section, name: str, *flags: str, complete: Completer | None = None) -> Any:
+    """The type of the option of a setting that keeps its value where the option is left out."""
+    annotation = section.model_fields[name].annotation
+    kinds = [kind for kind in (bool, int, float) if kind in (annotation, *get_args(annotation))]
+    kind: Any = list[str] if get_origin(annotation) is tuple else (*kinds, str)[0]
+    return Annotated[kind | None, setting(section, name, *flags, complete=complete)]
+
+
+def taking(*groups: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of these groups, between its arguments and its own; ``flags`` finds what is given."""
+    shared = {name: hint for group in groups for name, hint in group.items()}
+
+    def decorated(command: Callable[..., None]) -> Callable[..., None]:
+        def run(**given: Any) -> None:
+            command(**{name: value for name, value in given.items() if name not in shared})
+
+        own = inspect.signature(command, eval_str=True).parameters.values()
+        options = [each for each in own if any(isinstance(one, OptionInfo) for one in get_args(each.annotation))]
+        arguments = [each for each in own if each not in options]
+        middle = [parameter(name, hint, None) for name, hint in shared.items()]
+        return signed(run, command.__doc__ or "", [*arguments, *middle, *options])
+
+    return decorated
+
+
+def parameter(name: str, hint: Any, default: Any) -> inspect.Parameter:
+    """A parameter of a command, given by its name."""
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+
+
+def signed(run: Callable[..., None], doc: str, parameters: Iterable[inspect.Parameter]) -> Callable[..., None]:
+    """``run``, which takes any keywords, as a command with these parameters, for typer to read."""
+    named = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
+    run.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in named}
+    run.__doc__ = doc
+    return run
 
 
 def flags(params: Mapping[str, Any]) -> SettingsSource:
@@ -155,7 +199,6 @@ def complete_model(incomplete: str) -> list[Offer]:
     return [(model.name, model.kind) for model in catalog.find(()) if model.name.startswith(incomplete)]
 
 
-Model = Annotated[str | None, setting(ModelSettings, "name", "-m", "--model", complete=complete_model)]
 ModelArgument = Annotated[str, typer.Argument(help=described(ModelSettings, "name"), autocompletion=complete_model)]
 
 
@@ -164,23 +207,12 @@ def complete_device(incomplete: str) -> list[Offer]:
     return [(word, "") for word in ("auto", "cpu", "cuda") if word.startswith(incomplete)]
 
 
-Device = Annotated[str | None, setting(ModelSettings, "device", complete=complete_device)]
 NamedDevice = Annotated[str, setting(ModelSettings, "device", complete=complete_device)]
-Dtype = Annotated[str | None, setting(ModelSettings, "dtype")]
-Quantize = Annotated[str | None, setting(ModelSettings, "quantize")]
-ChatTemplate = Annotated[str | None, setting(ModelSettings, "chat_template", "--chat-template")]
-TemplateArgs = Annotated[list[str] | None, setting(ModelSettings, "template_args", "--template-arg")]
-Force = Annotated[bool | None, setting(ModelSettings, "force", "--force")]
-HostDtype = Annotated[str | None, setting(KvSection, "host_dtype")]
 
 
 def complete_mode(incomplete: str) -> list[Offer]:
     """The KV modes."""
     return [(name, mode.title) for name, mode in modes.registered().items() if name.startswith(incomplete)]
-
-
-Mode = Annotated[str | None, setting(KvSection, "mode", complete=complete_mode)]
-Budget = Annotated[int | None, setting(BudgetParameters, "budget")]
 
 
 def complete_param(incomplete: str) -> list[Offer]:
@@ -194,26 +226,6 @@ def complete_param(incomplete: str) -> list[Offer]:
     return [(word, mode) for word, mode in words.items() if word.startswith(incomplete)]
 
 
-Param = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="[MODE.]KEY=VALUE",
-        help="a parameter of the mode, or of the one named; repeatable",
-        autocompletion=complete_param,
-    ),
-]
-PinSystem = Annotated[bool | None, setting(ModeParameters, "pin_system", "--pin-system/--no-pin-system")]
-System = Annotated[str | None, setting(ModelSettings, "system")]
-MaxNewTokens = Annotated[int | None, setting(SamplingSettings, "max_new_tokens")]
-Temperature = Annotated[float | None, setting(SamplingSettings, "temperature")]
-TopK = Annotated[int | None, setting(SamplingSettings, "top_k")]
-TopP = Annotated[float | None, setting(SamplingSettings, "top_p")]
-MinP = Annotated[float | None, setting(SamplingSettings, "min_p")]
-RepetitionPenalty = Annotated[float | None, setting(SamplingSettings, "repetition_penalty")]
-StopAt = Annotated[list[str] | None, setting(SamplingSettings, "stop")]
-Seed = Annotated[int | None, setting(SamplingSettings, "seed")]
-
-
 def complete_theme(incomplete: str) -> list[Offer]:
     """The bundled themes and the person's own."""
     return _files_in(paths.bundled_themes_dir(), paths.user_themes_dir(), incomplete)
@@ -224,8 +236,40 @@ def _files_in(bundled: Path, own: Path, incomplete: str) -> list[Offer]:
     return [(name, "") for name in sorted(names) if name.startswith(incomplete)]
 
 
-Theme = Annotated[str | None, setting(UiSettings, "theme", complete=complete_theme)]
-Keep = Annotated[bool | None, setting(UiSettings, "conversations", "--keep/--no-keep")]
+LOAD = {
+    "model": left_out(ModelSettings, "name", "-m", "--model", complete=complete_model),
+    "device": left_out(ModelSettings, "device", complete=complete_device),
+    "dtype": left_out(ModelSettings, "dtype"),
+    "quantize": left_out(ModelSettings, "quantize"),
+    "force": left_out(ModelSettings, "force", "--force"),
+    "chat_template": left_out(ModelSettings, "chat_template", "--chat-template"),
+    "template_args": left_out(ModelSettings, "template_args", "--template-arg"),
+    "host_dtype": left_out(KvSection, "host_dtype"),
+}
+PARAMS = {
+    "budget": left_out(BudgetParameters, "budget"),
+    "param": Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[MODE.]KEY=VALUE",
+            help="a parameter of the mode, or of the one named; repeatable",
+            autocompletion=complete_param,
+        ),
+    ],
+}
+MODE = {"mode": left_out(KvSection, "mode", complete=complete_mode), **PARAMS}
+SYSTEM = {
+    "system": left_out(ModelSettings, "system"),
+    "pin_system": left_out(ModeParameters, "pin_system", "--pin-system/--no-pin-system"),
+}
+SAMPLING = {
+    name: left_out(SamplingSettings, name)
+    for name in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop", "seed")
+}
+UI = {
+    "theme": left_out(UiSettings, "theme", complete=complete_theme),
+    "keep": left_out(UiSettings, "conversations", "--keep/--no-keep"),
+}
 
 
 def script(shell: str) -> str:
