@@ -198,10 +198,6 @@ class Conversation:
         """The text of the leaf, empty before the first."""
         return self.leaf.text if self.leaf else ""
 
-    def last_answer(self) -> str:
-        """The text of the latest answer on the path, empty before the first."""
-        return next((message.text for message in reversed(self.path) if message.role == "assistant"), "")
-
     def command(self, sampling: Sampling) -> Chat:
         """The whole path as a command to answer its last question, or to go on with its last answer."""
         return Chat(self._whole(), sampling, self._id_of_kept)

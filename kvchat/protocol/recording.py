@@ -108,7 +108,6 @@ def _entries(path: Path, lines: list[bytes]) -> Iterator[Entry]:
     before = 0.0
     for number, line in enumerate(lines[1:], 2):
         try:
-            wire.check_parts(line)
             seconds, message = json.loads(line)
             event = wire.decode_event(json.dumps(message).encode())
         except (ValueError, TypeError, RecursionError) as error:
@@ -121,7 +120,6 @@ def _entries(path: Path, lines: list[bytes]) -> Iterator[Entry]:
 
 def _check_header(path: Path, lines: list[bytes]) -> None:
     try:
-        wire.check_parts(lines[0])
         header = json.loads(lines[0])
         if header["format"] != FORMAT:
             raise ValueError

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import struct
 from functools import cache, reduce
 from operator import or_
@@ -23,10 +22,6 @@ from kvchat.protocol.messages import Command, Event
 Message = Command | Event
 TYPES: dict[str, type] = {cls.__name__: cls for cls in get_args(Command) + get_args(Event)}
 MAX_MESSAGE_BYTES = 64 * 2**20
-MAX_KEYS = 1000  # of one object: each that is unknown or wrong becomes an error of its own before the first is told
-MAX_PARTS = 2**20  # texts and places in lists and objects, of one message: one of two bytes takes 32 in memory
-# A text that does not end is one too: else its search begins again at each quote in it.
-_PARTS = re.compile(rb'(?s)"(?:[^"\\]++|\\.)*+(?:"(?:\s*+(:))?)?|[{}[,]')
 
 
 def encode(message: Message) -> bytes:
@@ -84,28 +79,7 @@ def parse_length(header: bytes) -> int:
     return length
 
 
-def check_parts(body: bytes) -> None:
-    """Refuse JSON of a message that would take many times its own memory; text takes its own.
-
-    Raises:
-        ValueError: an object has more than ``MAX_KEYS`` keys, or there are more than ``MAX_PARTS``.
-    """
-    if len(body) <= 4 * MAX_KEYS:
-        return  # too short for so many, as almost all messages are
-    keys = [0]
-    for number, part in enumerate(_PARTS.finditer(body)):
-        if part[1]:
-            keys[-1] += 1
-        elif part[0] == b"{":
-            keys.append(0)
-        elif part[0] == b"}" and len(keys) > 1:
-            keys.pop()
-        if keys[-1] > MAX_KEYS or number > MAX_PARTS:
-            raise ValueError(f"no message of kvchat's protocol: {body[:80]!r} (it has too many parts)")
-
-
 def _decode(body: bytes, adapter: TypeAdapter[dict[str, Any]]) -> Message:
-    check_parts(body)
     try:
         fields = adapter.validate_json(body)
     except ValidationError as error:

@@ -57,7 +57,7 @@ def test_an_answer_grows_and_ends_in_place():
     ended = conversation.answer("1.", "eos", "2 tok", Stats(generated_tokens=2))
     assert (begun.id, begun.ending, ended.receipt) == (ended.id, "", "2 tok")
     assert texts(conversation) == ["one", "1."]
-    assert conversation.last_answer() == conversation.last_text() == "1."
+    assert conversation.last_text() == "1."
     assert conversation.stats == [Stats(generated_tokens=2)]
 
 

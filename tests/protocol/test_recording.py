@@ -129,12 +129,6 @@ def test_a_line_with_many_mistakes_costs_no_more_than_one(recorded):
     assert time.process_time() - began < 3
 
 
-def test_a_line_of_too_many_lists_is_not_unpacked(recorded):
-    recorded.write_bytes(recorded.read_bytes() + b"[" + b"[]," * 2_000_000 + b"1]\n")
-    with pytest.raises(UsageError, match="too many parts"):
-        read(recorded)
-
-
 def test_what_is_no_file_or_too_long_is_refused(recorded, tmp_path, monkeypatch):
     for path in (tmp_path, tmp_path / "none"):
         with pytest.raises(UsageError):

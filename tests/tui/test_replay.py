@@ -106,7 +106,7 @@ async def test_the_demonstration_plays_in_the_application(running, config):
         await until(lambda: len(app.controller.state.conversation.stats) == 8)
         conversation = app.controller.state.conversation
         assert conversation.path[-2].text == "What is my cat called?"
-        assert "Biscuit" not in conversation.last_answer()
+        assert "Biscuit" not in conversation.last_text()
         assert any("Biscuit" in message.text for message in conversation.path[9:])
         assert app.controller.state.mode == "streaming"
         press(app, "f10")

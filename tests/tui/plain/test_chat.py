@@ -280,7 +280,7 @@ async def test_a_hostile_template_costs_the_engine_and_not_the_conversation(conf
     await wait_for(lambda: chat.client.pid not in (pid, None) and session.phase is Phase.READY)
     await answered("Are you there?")
     assert chat.state.conversation.turns[: len(first)] == first
-    assert chat.state.conversation.last_answer()
+    assert chat.state.conversation.last_text()
     session.close()
     assert await running == 0
 
@@ -310,7 +310,7 @@ async def test_a_person_switches_during_an_answer_and_leaves_by_the_end_of_the_i
     await wait_for(lambda: "[full to streaming" in session.said)
     session.close()
     assert await running == 0
-    assert session.plain.chat.state.conversation.last_answer()
+    assert session.plain.chat.state.conversation.last_text()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, INTERRUPTED), (signal.SIGTERM, 128 + signal.SIGTERM)])
