@@ -12,7 +12,7 @@ import re
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -25,7 +25,7 @@ from kvchat.errors import KvchatError, UsageError, resolve
 from kvchat.kv.memory.available import check_address_space
 from kvchat.models import checkpoint
 from kvchat.protocol.figures import Params, Stats
-from kvchat.protocol.messages import Finished, Load, Sampling, Text, Turn
+from kvchat.protocol.messages import Event, Finished, Load, Sampling, Text, Turn
 
 if TYPE_CHECKING:
     from kvchat import Session
@@ -59,19 +59,14 @@ class SwitchAt:
         return cls(int(after), mode, {name: getattr(checked, name) for name in given})
 
 
-@dataclass(frozen=True)
-class Question:
-    """A question, the model that answers it and the form of the output."""
-
-    load: Load
-    turns: tuple[Turn, ...]
-    sampling: Sampling
-    switches: tuple[SwitchAt, ...] = ()
-    as_json: bool = False
-    show_stats: bool = False
-
-
-def ask(question: Question) -> int:
+def ask(
+    load: Load,
+    turns: Sequence[Turn],
+    sampling: Sampling,
+    switches: Sequence[SwitchAt],
+    as_json: bool,
+    show_stats: bool,
+) -> int:
     """Load, answer, print; the exit code.
 
     A switch that is refused is said on stderr; the answer goes on, and the exit code is the refusal's.
@@ -79,10 +74,10 @@ def ask(question: Question) -> int:
     Raises:
         KvchatError: the model cannot be loaded or the answer cannot be given.
     """
-    session = opened(question.load)
+    session = opened(load)
     for text in session.info.notes:
         note(text)
-    switcher = _Switcher(session, question.switches)
+    switcher = _Switcher(session, switches)
     with interrupt_cancels(session) as interrupted:
 
         def between(generated: int) -> None:
@@ -90,14 +85,14 @@ def ask(question: Question) -> int:
                 session.cancel()  # it came while the prompt was being encoded, before the answer began
             switcher.between(generated)
 
-        finished = _answer(session, question, between)
-    if question.as_json:
-        write(json.dumps(_result(session, question.load.mode, finished)) + "\n")
+        finished = _answer(session.answer(turns, sampling, between), session, is_shown=not as_json)
+    if as_json:
+        write(json.dumps(_result(session, load.mode, finished)) + "\n")
     elif not finished.text.endswith("\n"):
         write("\n")
     for switch in switcher.pending:
         note(f"the answer ended before the switch to {switch.mode} after {switch.after} tokens.")
-    if question.show_stats:
+    if show_stats:
         report(stats_table(finished.stats))
     session.close()
     if interrupted:
@@ -144,12 +139,11 @@ class _Switcher:
                 self.exit_code = error.exit_code
 
 
-def _answer(session: Session, question: Question, between: Callable[[int], None]) -> Finished:
+def _answer(events: Iterator[Event], session: Session, is_shown: bool) -> Finished:
     from kvchat.engine.detokenizer import hold_back  # imports tokenizers, as the session has
 
-    events = session.answer(question.turns, question.sampling, between)
     for event in hold_back(events, lambda: session.withdrawable):
-        if isinstance(event, Text) and not question.as_json:
+        if isinstance(event, Text) and is_shown:
             write(event.text)
         elif isinstance(event, Finished):
             return event

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,24 +15,12 @@ from kvchat.cli.options import LOAD, SAMPLING, SYSTEM, Files, taking
 from kvchat.cli.output import echo, note, progress, write
 from kvchat.cli.profile import load_settings
 from kvchat.conversations import comparison
+from kvchat.conversations.comparison import Comparison
 from kvchat.errors import DoesNotFitError, EngineError
-from kvchat.protocol.messages import Compared, Comparing, Load, Prefilled, Sampling, Turn, Variant
+from kvchat.protocol.messages import Compared, Comparing, Event, Load, Prefilled, Sampling, Turn, Variant
 
 if TYPE_CHECKING:
-    from kvchat import Session
     from kvchat.tui.state import RunningComparison
-
-
-@dataclass(frozen=True)
-class Asked:
-    """The variants to compare, the model and where to write the result; ``out`` is a new file, None for none."""
-
-    load: Load
-    turns: tuple[Turn, ...]
-    variants: tuple[Variant, ...]
-    sampling: Sampling
-    as_json: bool = False
-    out: Path | None = None
 
 
 @taking(LOAD, SYSTEM, SAMPLING)
@@ -57,48 +45,50 @@ def compare_command(
     if out is not None:
         comparison.check(out)
     question = turns(None if prompt == "-" else prompt, file or (), chosen.model.system)
-    asked = Asked(load_of(chosen), question, named, seeded(chosen.sampling.sampling()), as_json, out)
-    raise typer.Exit(compare(asked))
+    found, is_interrupted = compare(load_of(chosen), question, named, seeded(chosen.sampling.sampling()))
+    if as_json:
+        write(comparison.to_json(found))
+    else:
+        echo(comparison.to_text(found))
+    if out is not None:
+        comparison.write(found, out)
+        note(f"written to {out.absolute()}.")
+    if is_interrupted:
+        raise typer.Exit(INTERRUPTED)
+    raise typer.Exit(DoesNotFitError.exit_code if any(run.refusal for run in found.runs) else 0)
 
 
-def compare(asked: Asked) -> int:
-    """Load, compare, print; the exit code is 3 where a mode cannot be entered.
+def compare(
+    load: Load, turns: tuple[Turn, ...], variants: tuple[Variant, ...], sampling: Sampling
+) -> tuple[Comparison, bool]:
+    """Load and compare: what the variants have answered, and whether a person stopped them.
 
     Raises:
         KvchatError: the model cannot be loaded, the question is refused, or nothing was answered before it was stopped.
     """
-    session = opened(asked.load)
+    from kvchat.tui.state import RunningComparison
+
+    session = opened(load)
     for text in session.info.notes:
         note(text)
     from kvchat.models import compile_ahead  # imports torch, as the session has
 
     compile_ahead.finish(progress)  # or the modes that answer first would be the slower ones
     progress("")
+    running = RunningComparison(turns[-1].content, session.info.model, variants, sampling)
     with interrupt_cancels(session) as interrupted:
-        running = _run(session, asked, bool(interrupted))
+        events = session.compare(turns, variants, sampling)
+        if interrupted:
+            session.cancel()  # it came while nothing was asked yet
+        _follow(events, running)
     session.close()
     if running.result is None or not running.result.runs:
         raise EngineError("Stopped before a mode has answered.", hint="Run it again and let a mode end.")
-    if asked.as_json:
-        write(comparison.to_json(running.result))
-    else:
-        echo(comparison.to_text(running.result))
-    if asked.out is not None:
-        comparison.write(running.result, asked.out)
-        note(f"written to {asked.out.absolute()}.")
-    if interrupted:
-        return INTERRUPTED
-    return DoesNotFitError.exit_code if any(run.refusal for run in running.result.runs) else 0
+    return running.result, bool(interrupted)
 
 
-def _run(session: Session, asked: Asked, is_stopped: bool) -> RunningComparison:
+def _follow(events: Iterator[Event], running: RunningComparison) -> None:
     """Note what comes until the result; how far it is stands on stderr."""
-    from kvchat.tui.state import RunningComparison
-
-    running = RunningComparison(asked.turns[-1].content, session.info.model, asked.variants, asked.sampling)
-    events = session.compare(asked.turns, asked.variants, asked.sampling)
-    if is_stopped:
-        session.cancel()  # it came while nothing was asked yet
     try:
         for event in events:
             match event:
@@ -111,4 +101,3 @@ def _run(session: Session, asked: Asked, is_stopped: bool) -> RunningComparison:
             progress(running.stage)
     finally:
         progress("")
-    return running

@@ -22,7 +22,7 @@ from typer.core import TyperGroup
 import kvchat
 from kvchat import files, paths
 from kvchat.cli import bench, chats, config, options, profile
-from kvchat.cli.ask import Question, SwitchAt, ask
+from kvchat.cli.ask import SwitchAt, ask
 from kvchat.cli.chat import chat, load_of, turns
 from kvchat.cli.compare import compare_command
 from kvchat.cli.options import (
@@ -213,8 +213,7 @@ def ask_command(
     _note_unused(resolved, [chosen.kv.mode, *(switch.mode for switch in switches)])
     _note_own(resolved, switches)
     asked = turns(prompt, file or (), chosen.model.system)
-    question = Question(load_of(chosen), asked, chosen.sampling.sampling(), switches, as_json, stats)
-    raise typer.Exit(ask(question))
+    raise typer.Exit(ask(load_of(chosen), asked, chosen.sampling.sampling(), switches, as_json, stats))
 
 
 app.command("compare")(compare_command)
