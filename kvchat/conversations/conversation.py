@@ -19,7 +19,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, TypeAdapter
 
 from kvchat.conversations import attachments
-from kvchat.protocol.figures import Count, Params, Several, Stats
+from kvchat.protocol.figures import Count, Params, Stats
 from kvchat.protocol.messages import Chat, Resume, Sampling, Turn
 
 TITLE_CHARACTERS = 60
@@ -405,7 +405,7 @@ def _change(given: object) -> object:
     return _CHANGE.validate_python(given)
 
 
-SwitchLines = Several[Annotated[ModeChange, BeforeValidator(_change)]]
+SwitchLines = tuple[Annotated[ModeChange, BeforeValidator(_change)], ...]
 _SWITCH_LINES: TypeAdapter[SwitchLines] = TypeAdapter(SwitchLines)
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
-from pydantic import FailFast, Field
+from pydantic import Field
 
-Item = TypeVar("Item")
-Several = Annotated[tuple[Item, ...], FailFast()]  # else a message of a million wrong items has a million errors
 Params = dict[str, Any]
 Count = Annotated[int, Field(ge=0, lt=2**63)]  # the range is checked where a message arrives
 
@@ -47,7 +45,7 @@ class Stats:
     recall_bytes_per_s: float | None = None
     recoveries: Count = 0
     withdrawn_tokens: Count = 0
-    switches: Several[Params] = ()
+    switches: tuple[Params, ...] = ()
     extras: Params = field(default_factory=dict)
     mean_cosine: float | None = None
     coverage: float | None = None
@@ -81,7 +79,7 @@ class Run:
 
     mode: str
     params: Params
-    pieces: Several[str] = ()
+    pieces: tuple[str, ...] = ()
     reason: str = ""
     stats: Stats = Stats()
     agreement: Agreement | None = None
@@ -146,7 +144,7 @@ class Proposal:
     quantize: str
     mode: str
     budget: Count | None
-    gave_up: Several[str]
+    gave_up: tuple[str, ...]
     install: str = ""
 
 
@@ -276,8 +274,8 @@ class Snapshot:
     ribbon: Annotated[str, Field(max_length=MAX_RIBBON_CELLS)] = ""
     attended: Annotated[str, Field(max_length=MAX_RIBBON_CELLS)] = ""
     extras: Params = field(default_factory=dict)
-    prices: Several[Price] = ()
-    badges: Several[str] = ()
+    prices: tuple[Price, ...] = ()
+    badges: tuple[str, ...] = ()
     kv_parked_bytes: Count = 0
     state_bytes: Count = 0
     snapshot_bytes: Count = 0

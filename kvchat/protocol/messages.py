@@ -14,7 +14,7 @@ from pydantic import Field
 
 from kvchat.errors import UsageError
 from kvchat.paths import BUNDLED
-from kvchat.protocol.figures import Count, Params, Planned, Run, Several, Snapshot, Stats
+from kvchat.protocol.figures import Count, Params, Planned, Run, Snapshot, Stats
 
 Quantize = Literal["auto", "none", "int8", "int4", "nf4"]  # what weights are kept in; auto: small files stay small
 HostDtype = Literal["model", "int8"]  # what full pages of the host pool are kept in: the model's own, or 8 bits
@@ -23,8 +23,7 @@ MAX_VARIANTS = 8
 MAX_NEEDLE_TOKENS = 10_000_000
 # Milliseconds that separate the bins of the recall histogram; the first bin is below the first of them.
 RECALL_EDGES_MS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
-MAX_LAYERS = MAX_HEADS = 512
-Heads = Annotated[Several[Count], Field(max_length=MAX_HEADS)]
+Heads = tuple[tuple[Count, ...], ...]  # a number for each KV head of each layer
 Milliseconds = Annotated[float, Field(ge=0)]
 MAX_PACE = 64.0
 GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})  # to every template
@@ -54,7 +53,7 @@ class Sampling:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int | None = None
-    stop: Several[str] = ()
+    stop: tuple[str, ...] = ()
     max_new_tokens: int = 512
 
 
@@ -92,7 +91,7 @@ class Load:
     keeping: Keeping = Keeping()
     host_dtype: HostDtype = "model"
     chat_template: str = ""
-    template_args: Several[str] = ()
+    template_args: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,7 @@ class Chat:
     empty for one whose K/V are not kept.
     """
 
-    turns: Several[Turn]
+    turns: tuple[Turn, ...]
     sampling: Sampling = Sampling()
     conversation: str = ""
 
@@ -124,7 +123,7 @@ class Resume:
     """
 
     conversation: str
-    turns: Several[Turn]
+    turns: tuple[Turn, ...]
 
 
 @dataclass(frozen=True)
@@ -161,7 +160,7 @@ class KeepPages:
 class SetTemplateArgs:
     """Render conversations with these variables of the chat template, ``KEY=VALUE``; answered by ``Noted``."""
 
-    args: Several[str]
+    args: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -185,8 +184,8 @@ class Compare:
     the mode and its parameters are as before. The turns need not be those that are stored.
     """
 
-    turns: Several[Turn]
-    variants: Annotated[Several[Variant], Field(min_length=1, max_length=MAX_VARIANTS)]
+    turns: tuple[Turn, ...]
+    variants: Annotated[tuple[Variant, ...], Field(min_length=1, max_length=MAX_VARIANTS)]
     sampling: Sampling = Sampling()
 
 
@@ -225,11 +224,11 @@ class Loaded:
     kv_bytes_per_token: Count
     mode: str
     params: Params
-    notes: Several[str] = ()
+    notes: tuple[str, ...] = ()
     weights: str = ""
     fast: str = ""
     temperature: float = TEMPERATURE
-    template_variables: Several[str] = ()
+    template_variables: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -260,7 +259,7 @@ class Started:
     prompt_tokens: Count
     reused_tokens: Count
     thought: str = ""
-    tags: Several[str] = ()
+    tags: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -355,7 +354,7 @@ class Rebuilt:
 class NeedleHidden:
     """``turns`` end with the question; a right answer has ``fact`` in it and takes at most ``tokens`` tokens."""
 
-    turns: Several[Turn]
+    turns: tuple[Turn, ...]
     fact: str
     tokens: Count
 
@@ -427,9 +426,9 @@ class Details:
     """
 
     total: Count
-    read: Annotated[Several[Heads], Field(max_length=MAX_LAYERS)] = ()
-    held: Annotated[Several[Heads], Field(max_length=MAX_LAYERS)] = ()
-    recall: Annotated[Several[RecallBin], Field(max_length=len(RECALL_EDGES_MS) + 1)] = ()
+    read: Heads = ()
+    held: Heads = ()
+    recall: tuple[RecallBin, ...] = ()
     pcie_to_device: Count | None = None
     pcie_to_host: Count | None = None
 
@@ -454,7 +453,7 @@ class Comparing:
 class Compared:
     """The comparison is over: a run for each variant, in order; fewer where it was stopped."""
 
-    runs: Several[Run]
+    runs: tuple[Run, ...]
     prompt_tokens: Count = 0
 
 

@@ -3,10 +3,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import pickle
 import struct
-import subprocess
-import sys
 import types
 import typing
 from typing import Any, get_args
@@ -15,10 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvchat.bench import timing
 from kvchat.protocol import wire
 from kvchat.protocol.figures import Gpu, Snapshot, Stats
-from kvchat.protocol.messages import Chat, Command, Event, Failed, Finished, Load, Sampling, Stop, Switch, Text, Turn
+from kvchat.protocol.messages import Chat, Event, Failed, Finished, Load, Sampling, Stop, Switch, Text, Turn
 
 
 def decode(body: bytes) -> wire.Message:
@@ -127,52 +123,6 @@ def test_what_is_no_message_is_refused_in_one_line(body: bytes) -> None:
         decode(body)
     assert type(caught.value) is ValueError
     assert str(caught.value).isprintable()
-
-
-MANY = {
-    "turns that are numbers": b'{"type":"Chat","turns":[' + b"1," * 500_000 + b"1]}",
-    "turns with other keys": b'{"type":"Chat","turns":[' + b'{"a":1},' * 120_000 + b"1]}",
-    "wrong turns with long texts": b'{"type":"Chat","turns":[' + b'{"role":"user","content":"hello","a":1},' * 50_000,
-}
-
-
-def test_a_message_with_many_mistakes_costs_no_more_than_one() -> None:
-    """In a process of its own, by its own peak: ``ru_maxrss`` begins with that of the process that started it."""
-    if not timing.forget_peak():
-        pytest.skip("the system does not tell")
-    code = (
-        "import json, pickle, sys, time\n"
-        "from kvchat.bench.timing import forget_peak, read_peak\n"
-        "from kvchat.protocol import wire\n"
-        'wire.decode_command(b\'{"type": "Stop"}\')\n'
-        "taken = {}\n"
-        "for name, body in pickle.load(sys.stdin.buffer).items():\n"
-        "    forget_peak()\n"
-        "    before, began = read_peak(), time.process_time()\n"
-        "    try:\n        wire.decode_command(body)\n"
-        "    except ValueError as error:\n        assert len(str(error)) < 1000\n"
-        "    else:\n        raise AssertionError('it is taken')\n"
-        "    taken[name] = read_peak() - before, time.process_time() - began\n"
-        "print(json.dumps(taken))"
-    )
-    command = [sys.executable, "-c", code]
-    result = subprocess.run(command, input=pickle.dumps(MANY), capture_output=True, timeout=100)
-    assert not result.returncode, result.stderr[-500:]
-    taken = json.loads(result.stdout)
-    assert taken.keys() == MANY.keys()
-    assert [name for name, (nbytes, seconds) in taken.items() if nbytes >= 64 * 2**20 or seconds >= 3] == []
-
-
-def test_no_tuple_of_a_message_collects_mistakes() -> None:
-    def tuples(schema: Any) -> typing.Iterator[dict[str, Any]]:
-        if isinstance(schema, dict) and schema.get("type") == "tuple":
-            yield schema
-        for inner in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
-            yield from tuples(inner)
-
-    found = [one for messages in (Command, Event) for one in tuples(wire._adapter(messages).core_schema)]
-    assert len(found) > 15
-    assert all(one.get("fail_fast") for one in found)
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers(), lambda inner: st.lists(inner), max_leaves=5))
