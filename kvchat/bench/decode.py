@@ -55,7 +55,8 @@ def run(settings: Decode, choice: ModelChoice = ModelChoice(), frame: Frame | No
         KvchatError: the model, a mode, a rate or a baseline is refused. A later failure becomes a row.
     """
     _wanted(settings)  # refuses before the model is loaded
-    _check_corrections(settings)
+    if settings.corrections and not _corrected(settings):
+        raise UsageError("Only speculative mode corrects.", hint="Take --mode speculative, or no --corrections.")
     baselines.check(settings.baselines or ())
     frame = frame or Frame()
     model = decoding.open_model(settings, choice, frame.report)
@@ -161,21 +162,6 @@ def _corrected(settings: Decode) -> list[tuple[str, ModeParameters, float]]:
         for share in settings.corrections
         if isinstance(chosen, SpeculativeParameters)
     ]
-
-
-def _check_corrections(settings: Decode) -> None:
-    """Refuse shares that are none, and those of no speculative mode.
-
-    Raises:
-        UsageError
-    """
-    for share in settings.corrections:
-        if not 0 <= share <= 1:
-            raise UsageError(
-                f"A share of corrections of {share:g} is not valid.", hint="Give a number between 0 and 1."
-            )
-    if settings.corrections and not _corrected(settings):
-        raise UsageError("Only speculative mode corrects.", hint="Take --mode speculative, or no --corrections.")
 
 
 class Rounds:

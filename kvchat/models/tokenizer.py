@@ -52,21 +52,8 @@ _WORDS_OF_BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
 GPT2 = (_GPT2,)
 DIGITS = (r"\p{N}", _GPT2)
-# Whole pieces that are tokens are not merged from their parts.
-WHOLE_PIECES = {
-    *(
-        "llama3",
-        "llama-v3",
-        "llama-bpe",
-        "falcon3",
-        "falcon-h1",
-        "pixtral",
-        "midm-2.0",
-        "lfm2",
-        "jina-v5-nano",
-        "tekken",
-    ),
-}
+_OF_LLAMA3 = "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"
+WHOLE_PIECES = {*_OF_LLAMA3, "tekken"}  # whole pieces that are tokens are not merged from their parts
 # A text begins with "bos" unless the file says otherwise.
 BEGIN = {*WHOLE_PIECES, "chameleon"}
 # A text of each script, with runs of spaces and digits.
@@ -103,17 +90,16 @@ PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
     ),
     **dict.fromkeys(("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b"), DIGITS),
     **dict.fromkeys(
-        (
-            *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"),
-            *("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"),
-        ),
+        (*_OF_LLAMA3, "dbrx", "smaug-bpe", "glm4", "chatglm-bpe"),
         (_LLAMA3,),
     ),
     **dict.fromkeys(
-        ("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez", "stablelm2", "hunyuan", "solar-open", "grok-2"),
+        (
+            *("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez", "stablelm2", "hunyuan", "solar-open"),
+            *("grok-2", "bailingmoe", "bailingmoe2", "llada-moe"),
+        ),
         (_QWEN2,),
     ),
-    **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), (_QWEN2,)),
     "qwen35": (
         rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
         rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_ENDINGS}",

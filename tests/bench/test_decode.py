@@ -180,7 +180,6 @@ def test_what_fails_is_a_row_that_says_why_and_the_rest_goes_on():
         ({"modes": ("freeze:tau",)}, "is not MODE:KEY=VALUE"),
         ({"change_rates": ("2",)}, 'change rate "2"'),
         ({"change_rates": ("half",)}, 'change rate "half"'),
-        ({"corrections": (1.5,)}, "share of corrections of 1.5"),
         ({"modes": ("full",), "corrections": (0.5,)}, "Only speculative mode corrects"),
     ],
 )
