@@ -21,7 +21,7 @@ from kvchat.kv.memory.device_slots import DeviceSlots
 from kvchat.kv.memory.eight_bit_pool import EightBitPool
 from kvchat.kv.memory.host_pool import gather, scatter
 from kvchat.kv.ops.cpu_ops import CpuOps, MixedPages, mixed
-from kvchat.kv.ops.torch_ops import TorchOps, count
+from kvchat.kv.ops.torch_ops import TorchOps
 
 RUN_PAGES = 16  # that a CPU unpacks at a time
 
@@ -58,33 +58,15 @@ class EightBitOps(TorchOps):
 
     # ---- recall
 
-    def move_pages(self, slots: DeviceSlots, layer: int, placed: Tensor, resident: Tensor, counters: Tensor) -> None:
-        g, heads = self.geometry, slots.heads_of(layer)[:, None]
-        changed = (placed != resident) & (placed >= 0)
-        count(counters, changed, placed, g.page)
-        self._count_quantized(counters, placed * g.page, changed, g.page)
-        to = slots.blocks(layer), slots.page_blocks, len(placed) * slots.n // g.page
-        self._copy_in(self.host.read_pages, layer, placed.clamp(min=0), heads, *to, changed)
+    def _bring_pages(self, slots: DeviceSlots, layer: int, pages: Tensor, heads: Tensor, changed: Tensor) -> None:
+        to = slots.blocks(layer), slots.page_blocks, len(pages) * slots.n // self.geometry.page
+        self._copy_in(self.host.read_pages, layer, pages, heads, *to, changed)
 
-    def move_tokens(
-        self, slots: DeviceSlots, layer: int, first: int, placed: Tensor, resident: Tensor, counters: Tensor
+    def _bring_tokens(
+        self, slots: DeviceSlots, layer: int, positions: Tensor, heads: Tensor, target: Tensor, changed: Tensor
     ) -> None:
-        changed = (placed != resident) & (placed >= 0)
-        count(counters, changed, placed)
-        self._count_quantized(counters, placed, changed, 1)
-        width, n = placed.shape
-        target = torch.arange(width, device=placed.device)[:, None] * slots.n
-        target = target + first + torch.arange(n, device=placed.device)
-        to, heads = (slots.rows(layer), target, width * slots.n), slots.heads_of(layer)[:, None]
-        self._copy_in(self.host.read_tokens, layer, placed.clamp(min=0), heads, *to, changed)
-
-    def move_shared(self, slots: DeviceSlots, positions: Tensor, targets: Tensor, taken: Tensor) -> None:
-        layout = slots.layout
-        heads = slots.heads_of(layout.first)[:, None]
-        target = torch.arange(len(heads), device=targets.device)[:, None] * slots.n + targets
-        for layer in range(layout.first, layout.last):
-            to = slots.rows(layer), target, len(heads) * slots.n
-            self._copy_in(self.host.read_tokens, layer, positions * taken, heads, *to, taken)
+        to = slots.rows(layer), target, len(target) * slots.n
+        self._copy_in(self.host.read_tokens, layer, positions, heads, *to, changed)
 
     def move_picked(self, slots: DeviceSlots, layer: int, rows: Tensor, positions: Tensor, targets: Tensor) -> None:
         heads = slots.heads_of(layer)
@@ -92,10 +74,6 @@ class EightBitOps(TorchOps):
         self._copy_in(
             self.host.read_tokens, layer, positions, heads[rows], *to, torch.ones_like(rows, dtype=torch.bool)
         )
-
-    def _count_quantized(self, counters: Tensor, positions: Tensor, changed: Tensor, pairs: int) -> None:
-        quantized = self.host.quantized_at(positions.clamp(min=0)) & changed
-        counters[2:].add_(quantized.sum(), alpha=pairs)
 
     def _copy_in(
         self,
@@ -123,6 +101,8 @@ class EightBitOps(TorchOps):
 
 class EightBitCpuOps(EightBitOps, CpuOps):
     """``EightBitOps`` where reading back costs no wait, and full mode reads the host pool itself."""
+
+    move_pages = TorchOps.move_pages  # the loop of ``CpuOps`` copies full-precision pages only
 
     def begin_step(self, position: Tensor) -> None:
         super().begin_step(position)

@@ -240,13 +240,10 @@ class TorchOps:
 
         Adds the K/V pairs moved, wanted and moved from 8-bit pages to ``counters [3]``.
         """
-        g = self.geometry
+        page, heads = self.geometry.page, slots.heads_of(layer)[:, None]
         changed = (placed != resident) & (placed >= 0)
-        count(counters, changed, placed, g.page)
-        page, head, v_source = self.host.block_strides
-        source = placed.clamp(min=0) * page + slots.heads_of(layer)[:, None] * head
-        v_target = placed.shape[0] * slots.n // g.page
-        self._move(self.host.blocks(layer), slots.blocks(layer), source, v_source, slots.page_blocks, v_target, changed)
+        self._count(counters, changed, placed, page)
+        self._bring_pages(slots, layer, placed.clamp(min=0), heads, changed)
 
     def move_tokens(
         self, slots: DeviceSlots, layer: int, first: int, placed: Tensor, resident: Tensor, counters: Tensor
@@ -256,25 +253,21 @@ class TorchOps:
         Adds the K/V pairs moved, wanted and moved from 8-bit pages to ``counters [3]``.
         """
         changed = (placed != resident) & (placed >= 0)
-        count(counters, changed, placed)
+        self._count(counters, changed, placed)
         width, n = placed.shape
-        source = self.host.row_index(placed.clamp(min=0), slots.heads_of(layer)[:, None])
-        row = torch.arange(width, device=placed.device)[:, None]
-        target = row * slots.n + first + torch.arange(n, device=placed.device)
-        v_source, v_target = self.host.value_rows, width * slots.n
-        self._move(self.host.rows(layer), slots.rows(layer), source, v_source, target, v_target, changed)
+        target = torch.arange(width, device=placed.device)[:, None] * slots.n
+        target = target + first + torch.arange(n, device=placed.device)
+        self._bring_tokens(slots, layer, placed.clamp(min=0), slots.heads_of(layer)[:, None], target, changed)
 
     def move_shared(self, slots: DeviceSlots, positions: Tensor, targets: Tensor, taken: Tensor) -> None:
         """Copy the tokens ``positions [m]`` into slots ``targets [m]`` of every head and layer, where ``taken [m]``."""
         layout = slots.layout
+        heads = slots.heads_of(layout.first)[:, None]
+        target = torch.arange(len(heads), device=targets.device)[:, None] * slots.n + targets
         # Rows that do not move are read too, and those of positions not stored yet may be no memory of the device's.
-        source = self.host.row_index(positions * taken, slots.heads_of(layout.first)[:, None])
-        width = len(source)
-        target = torch.arange(width, device=targets.device)[:, None] * slots.n + targets
-        changed = taken.expand(width, -1)
+        read, changed = positions * taken, taken.expand(len(heads), -1)
         for layer in range(layout.first, layout.last):
-            rows = slots.rows(layer)
-            self._move(self.host.rows(layer), rows, source, self.host.value_rows, target, width * slots.n, changed)
+            self._bring_tokens(slots, layer, read, heads, target, changed)
 
     def move_picked(self, slots: DeviceSlots, layer: int, rows: Tensor, positions: Tensor, targets: Tensor) -> None:
         """Copy tokens ``positions [m]`` of the heads in ``rows [m]`` of ``slots`` to slots ``targets [m]``.
@@ -287,6 +280,26 @@ class TorchOps:
         self._copy(host, slots.rows(layer), source, v_source, target, len(heads) * slots.n)
 
     # ---- inside
+
+    def _count(self, counters: Tensor, changed: Tensor, placed: Tensor, tokens: int = 1) -> None:
+        """Note what moves and what is wanted, and what of it comes from 8-bit pages; ``placed`` are ``tokens`` each."""
+        counters[:2].add_(torch.stack((changed, placed >= 0)).sum((1, 2)), alpha=tokens)
+        if (quantized := self.host.quantized_at(placed.clamp(min=0) * tokens)) is not None:
+            counters[2:].add_((quantized & changed).sum(), alpha=tokens)
+
+    def _bring_pages(self, slots: DeviceSlots, layer: int, pages: Tensor, heads: Tensor, changed: Tensor) -> None:
+        """Copy ``pages [H, k]`` of ``heads [H, 1]`` into the layer's page slots where ``changed``."""
+        page, head, v_source = self.host.block_strides
+        v_target = len(pages) * slots.n // self.geometry.page
+        source = pages * page + heads * head
+        self._move(self.host.blocks(layer), slots.blocks(layer), source, v_source, slots.page_blocks, v_target, changed)
+
+    def _bring_tokens(
+        self, slots: DeviceSlots, layer: int, positions: Tensor, heads: Tensor, target: Tensor, changed: Tensor
+    ) -> None:
+        """Copy tokens ``positions [H or 1, n]`` of ``heads [H, 1]`` to rows ``target [H, n]`` where ``changed``."""
+        source, v_target = self.host.row_index(positions, heads), len(target) * slots.n
+        self._move(self.host.rows(layer), slots.rows(layer), source, self.host.value_rows, target, v_target, changed)
 
     def _move(
         self, host: Tensor, slots: Tensor, source: Tensor, v_source: int, target: Tensor, v_target: int, changed: Tensor
@@ -314,8 +327,3 @@ class TorchOps:
             pad = torch.nn.functional.pad
             key, value = pad(key, (0, d - key.shape[-1])), pad(value, (0, d - value.shape[-1]))
         return torch.stack((key, value))
-
-
-def count(counters: Tensor, changed: Tensor, placed: Tensor, pairs: int = 1) -> None:
-    """Note what moves and what is wanted, ``pairs`` K/V pairs each."""
-    counters[:2].add_(torch.stack((changed, placed >= 0)).sum((1, 2)), alpha=pairs)
