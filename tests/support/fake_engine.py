@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Iterator
 
-from kvchat.config import modes
 from kvchat.protocol import figures, messages, wire
 from kvchat.protocol.figures import Agreement, Gpu, Planned, Run, Snapshot, Stats
 from kvchat.protocol.messages import (
@@ -244,6 +243,8 @@ class FakeEngine:
         if command.params.get("budget") == 64:
             send(SwitchRefused(self.mode, "Budget 64 is smaller than sink 16 plus window 64 plus one page of 32."))
             return
+        from kvchat.config import modes  # half of the time that an engine starts in, which most never need
+
         before, self.mode = self.mode, mode
         kept = {} if mode == "full" else {**BUDGETED, **self.params}
         self.params = {**kept, **command.params}

@@ -175,19 +175,20 @@ async def test_a_palette_opens_while_another_is_still_closing(running):
         await until(lambda: opened(app, Palette) and not closing.is_attached)
 
 
-@pytest.mark.parametrize("key", ["f2", "f9", "ctrl+o", "ctrl+p", "/"])
-async def test_a_terminal_without_a_column_for_a_list_ends_nothing(running, key):
+async def test_a_terminal_without_a_column_for_a_list_ends_nothing(running):
     async with running() as (app, pilot, until):
-        press(app, key)
-        await until(lambda: any(shown.display for shown in app.screen.query(OptionList)))
-        for width in (5, 3, 1):
-            await pilot.resize_terminal(width, 24)
-            await pilot.pause()
-        assert app._exception is None
-        await pilot.resize_terminal(80, 24)
-        if app.screen is not app.chat:
-            app.screen.dismiss()
-        prompt(app).load_text("")
+        for key in ("f2", "f9", "ctrl+o", "ctrl+p", "/"):
+            press(app, key)
+            await until(lambda: any(shown.display for shown in app.screen.query(OptionList)))
+            for width in (5, 3, 1):
+                await pilot.resize_terminal(width, 24)
+                await pilot.pause()
+            assert app._exception is None
+            await pilot.resize_terminal(80, 24)
+            if app.screen is not app.chat:
+                app.screen.dismiss()
+            await until(lambda: app.screen is app.chat)
+            prompt(app).load_text("")
         typed(app, "hello")
         await until(lambda: finished(app))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-import pytest
 from support.app_driver import finished, opened, press, prompt
 from textual import events
 from textual.message_pump import MessagePump
@@ -26,22 +25,26 @@ TYPED = {
 SCREENS = ("f1", "f2", "f3", "f9", "shift+f7", "ctrl+o", "ctrl+p")
 
 
-@pytest.mark.parametrize("keys", TYPED)
-async def test_keys_in_the_prompt_act_in_their_order(running, keys):
+async def test_keys_in_the_prompt_act_in_their_order(running):
     async with running() as (app, _pilot, until):
-        press(app, *keys.split())
-        await until(lambda: prompt(app).text == TYPED[keys])
+        for keys, text in TYPED.items():
+            press(app, *keys.split())
+            await until(lambda text=text: prompt(app).text == text)
+            prompt(app).load_text("")
 
 
-@pytest.mark.parametrize("key", SCREENS)
-async def test_what_follows_esc_reaches_the_prompt_also_where_a_screen_is_searched_at_once(running, key):
+async def test_what_follows_esc_reaches_the_prompt_also_where_a_screen_is_searched_at_once(running):
     async with running() as (app, _pilot, until):
-        press(app, key, *"cat", "escape", *"dog")
-        await until(lambda: app.screen is app.chat and prompt(app).text == "dog")
-        prompt(app).load_text("")
-        press(app, key)
-        await until(lambda: isinstance(app.screen, ModalScreen))
-        press(app, "escape", *"hello", "enter")
+        for key in SCREENS:
+            press(app, key, *"cat", "escape", *"dog")
+            await until(lambda: app.screen is app.chat and prompt(app).text == "dog")
+            prompt(app).load_text("")
+            press(app, key)
+            await until(lambda: isinstance(app.screen, ModalScreen))
+            press(app, "escape", *"hello")
+            await until(lambda: app.screen is app.chat and prompt(app).text == "hello")
+            prompt(app).load_text("")
+        press(app, *"hello", "enter")
         await until(lambda: finished(app))
         assert app.controller.state.conversation.turns[0].content == "hello"
 

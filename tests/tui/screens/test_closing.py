@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from support.app_driver import finished, opened, press, typed
 from textual.command import CommandInput, CommandList
 from textual.events import Click
@@ -11,40 +10,43 @@ from kvchat.tui.screens.base import Palette
 from kvchat.tui.screens.settings import SettingsScreen
 
 
-@pytest.mark.parametrize("key", ["f1", "f2", "f9", "ctrl+o", "shift+f7", "ctrl+p"])
-async def test_a_screen_that_closes_twice_does_not_take_the_chat_with_it(running, key):
+SCREENS = ("f1", "f2", "f9", "ctrl+o", "shift+f7", "ctrl+p")
+
+
+async def test_a_screen_that_closes_twice_does_not_take_the_chat_with_it(running):
     async with running() as (app, _pilot, until):
-        press(app, key)
-        await until(lambda: app.screen is not app.chat and app.screen.focused)
-        closing = app.screen
-        for _ in range(3):
-            closing.dismiss()
-        await until(lambda: app.screen is app.chat and not closing.is_attached)
+        for key in SCREENS:
+            press(app, key)
+            await until(lambda: app.screen is not app.chat and app.screen.focused)
+            closing = app.screen
+            for _ in range(3):
+                closing.dismiss()
+            await until(lambda closing=closing: app.screen is app.chat and not closing.is_attached)
         typed(app, "hello")
         await until(lambda: finished(app))
 
 
-@pytest.mark.parametrize("below", ["f1", "f9", "ctrl+o", "shift+f7", "ctrl+p"])
-async def test_a_screen_below_another_closes_neither(running, below):
+async def test_a_screen_below_another_closes_neither(running):
     async with running() as (app, _pilot, until):
-        press(app, below)
-        await until(lambda: app.screen is not app.chat and app.screen.focused)
-        screen = app.screen
-        app.action_settings()
-        await until(lambda: opened(app, SettingsScreen))
-        for _ in range(2):
+        for below in (key for key in SCREENS if key != "f2"):
+            press(app, below)
+            await until(lambda: app.screen is not app.chat and app.screen.focused)
+            screen = app.screen
+            app.action_settings()
+            await until(lambda: opened(app, SettingsScreen))
+            for _ in range(2):
+                screen.dismiss()
+            assert app.screen_stack[-2:] == [screen, app.screen]
+            assert isinstance(app.screen, SettingsScreen)
+            app.screen.dismiss()
             screen.dismiss()
-        assert app.screen_stack[-2:] == [screen, app.screen]
-        assert isinstance(app.screen, SettingsScreen)
-        app.screen.dismiss()
-        screen.dismiss()
-        await until(lambda: app.screen is app.chat and not screen.is_attached)
+            await until(lambda screen=screen: app.screen is app.chat and not screen.is_attached)
 
 
 async def test_keys_pressed_in_turn_open_one_screen_of_a_kind(running):
     async with running() as (app, pilot, until):
         for _ in range(4):
-            for key in ("f1", "f2", "f9", "ctrl+o", "shift+f7", "ctrl+p"):
+            for key in SCREENS:
                 press(app, key)
                 await pilot.pause()
         await until(app._keys_in_turn._task.done)

@@ -13,8 +13,6 @@ from kvchat.config.sources import Resolved, file_source
 from kvchat.foreign_text import visible
 from kvchat.tui.screens.settings import SettingsScreen
 
-SIZES = [(80, 24), (120, 40), (200, 60)]
-
 
 @pytest.fixture
 def config(config, tmp_path):
@@ -57,7 +55,7 @@ async def edit(app, until, part):
     await until(lambda: focused(app) == part)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [(80, 24), (200, 60)])
 async def test_a_value_is_found_refused_changed_and_kept(running, config, size):
     async with running(size=size) as (app, _pilot, until):
         await find(app, until, "sampling.temperature")

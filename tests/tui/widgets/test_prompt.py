@@ -27,27 +27,20 @@ async def test_a_multi_line_paste_is_literal_and_not_sent(running):
         assert app.controller.state.conversation.turns == []
 
 
-@pytest.mark.parametrize(
-    "pasted",
-    [
+async def test_what_is_pasted_is_sent_to_the_letter(running):
+    pasted = (
         *("// x = 1;\nint y;", "//x", "/usr/bin/python: No module named kvchat", "/mode streaming", "/no-such\n/thing"),
-        *(
-            "@app.py is what?",
-            "@/no/such/file",
-            r"see \@notes.txt and \_x\_",
-            "/* a */",
-            "a\u200fb \u2067c\u2069 \u202ad\u202c",
-        ),
-    ],
-)
-async def test_what_is_pasted_is_sent_to_the_letter(running, pasted):
+        *("@app.py is what?", "@/no/such/file", r"see \@notes.txt and \_x\_", "/* a */"),
+        "a\u200fb \u2067c\u2069 \u202ad\u202c",
+    )
     async with running() as (app, _pilot, until):
-        prompt = paste(app, pasted)
-        await until(lambda: prompt.text)
-        press(app, "enter")
-        await until(lambda: finished(app))
-        assert app.controller.state.conversation.turns[0].content == pasted
-        assert prompt.text == ""
+        for number, text in enumerate(pasted, 1):
+            prompt = paste(app, text)
+            await until(lambda prompt=prompt: prompt.text)
+            press(app, "enter")
+            await until(lambda number=number: finished(app, number))
+            assert app.controller.state.conversation.turns[-2].content == text
+            assert prompt.text == ""
 
 
 async def test_what_is_typed_beside_a_paste_acts(running, tmp_path):
@@ -74,14 +67,15 @@ async def test_what_is_typed_again_after_a_paste_was_deleted_is_a_command(runnin
         await until(lambda: app.theme == "kvchat-light")
 
 
-@pytest.mark.parametrize("refused", ["/no-such-thing 1", "/budget many", "/mode nothing", "/stop now"])
-async def test_a_refused_command_stays_in_the_prompt(running, refused):
+async def test_a_refused_command_stays_in_the_prompt(running):
     async with running() as (app, _pilot, until):
         prompt = app.chat.query_one(Prompt)
-        prompt.insert(refused)
-        press(app, "escape", "enter")
-        await until(lambda: app._notifications)
-        await until(lambda: prompt.text == refused)
+        for number, refused in enumerate(("/no-such-thing 1", "/budget many", "/mode nothing", "/stop now"), 1):
+            prompt.clear()
+            prompt.insert(refused)
+            press(app, "escape", "enter")
+            await until(lambda number=number: len(app._notifications) == number)
+            await until(lambda refused=refused: prompt.text == refused)
         assert not app.controller.state.conversation.turns
 
 

@@ -23,7 +23,7 @@ def test_before_a_recording_nothing_can_be_asked():
     assert not any(question in said for question in (*EXAMPLES[True], ABOUT_NEEDLE, ABOUT_BUNDLED))
 
 
-@pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)])
 async def test_it_is_seen_whole_and_gone_after_the_first_question(running, size):
     async with running(size=size) as (app, _pilot, until):
         await until(lambda: app.chat.query(Welcome))
