@@ -1,27 +1,16 @@
-"""``kvchat ask`` and the engine's process with the bundled model.
-
-In a process of its own, as a person starts it, where the process itself matters: what else it prints, signals, its
-ends. What an answer holds is asked in this process, which has imported torch and transformers already.
-"""
+"""``kvchat ask`` with the bundled model: once in a process of its own, as a person starts it, otherwise in this one."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from support.command_line import Run
-from support.patience import PATIENCE_S
-from support.streams import read_event
 
-from kvchat.protocol import wire
-from kvchat.protocol.messages import Chat, Finished, Load, Sampling, Switch, Switched, Turn
-
-pytestmark = pytest.mark.slow("each is a process that loads torch and the bundled model")
+pytestmark = pytest.mark.slow("the bundled model is loaded, once by a process of its own")
 GREEDY = ("--temperature", "0")
 
 
@@ -65,40 +54,3 @@ def test_what_cannot_be_done_is_said_in_one_line(run: Run, args: list[str], stdi
     assert result.err.startswith("kvchat: ")
     assert said in result.err
     assert result.err.count("\n") == 1
-
-
-def test_ctrl_c_keeps_what_is_there() -> None:
-    command = [sys.executable, "-m", "kvchat", "ask", "Count to a thousand.", "--max-new-tokens", "4000", "--stop", "~"]
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
-        assert child.stdout
-        assert child.stderr
-        assert child.stdout.read(1)
-        child.send_signal(signal.SIGINT)
-        assert child.wait(PATIENCE_S) == 130
-        assert child.stdout.read().endswith(b"\n")
-        assert child.stderr.read() == b""
-
-
-def test_the_engines_process_answers_switches_and_leaves(tmp_path: Path) -> None:
-    with (
-        (tmp_path / "log").open("wb") as log,
-        subprocess.Popen(
-            [sys.executable, "-m", "kvchat.engine"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
-        ) as child,
-    ):
-        assert child.stdin
-        assert child.stdout
-        chat = Chat((Turn("user", "Hello!"),), Sampling(temperature=0, max_new_tokens=8))
-        commands = (Load(), chat, Switch("speculative", {"budget": 256}), chat)
-        child.stdin.write(b"".join(map(wire.encode, commands)))
-        child.stdin.flush()
-        events: list[wire.Message | None] = []
-        while sum(isinstance(e, Finished) for e in events) < 2:
-            events.append(read_event(child.stdout))
-            assert events[-1] is not None, (tmp_path / "log").read_text()
-        first, second = (e for e in events if isinstance(e, Finished))
-        assert first.text == second.text
-        assert [(e.before, e.mode) for e in events if isinstance(e, Switched)] == [("full", "speculative")]
-        child.stdin.close()
-        assert child.wait(PATIENCE_S) in (0, 1)  # 1 where a busy machine did not let it end within worker.GRACE_S
-    assert (tmp_path / "log").read_text() == ""

@@ -85,6 +85,13 @@ def test_what_cannot_be_compared_is_refused_before_a_model_is_loaded(compare, se
     assert session.loaded is None
 
 
+def test_a_file_that_cannot_be_written_is_named_and_none_is_left(compare, session, tmp_path, full_disk):
+    code, _, told = compare("hello", "full", "--out", str(tmp_path / "told.md"))
+    assert (code, told.count("\n")) == (2, 1)
+    assert "told.md" in told
+    assert not (tmp_path / "told.md").exists()
+
+
 def test_the_variants_are_those_of_the_chat(compare, session):
     asked = []
     session.compare = lambda turns, variants, sampling: asked.append(variants) or iter([Compared((), 7)])
