@@ -172,7 +172,7 @@ def test_cancels_from_another_thread_at_any_moment_end_answers_and_nothing_else(
     thread.start()
     try:
         began = time.monotonic()
-        while time.monotonic() - began < 1.5:
+        while time.monotonic() - began < 0.5:
             last = list(session.answer(HELLO, Sampling(temperature=0, max_new_tokens=200)))[-1]
             assert isinstance(last, Finished)
     finally:

@@ -34,7 +34,8 @@ from kvchat.tui.models import plan_lines
 
 TOKENS = 300
 WITHIN = 0.02
-TEXT_MODELS = ("llama", "gemma2", "qwen3_moe", "deepseek_v3", "gpt_oss", "gpt2", "dbrx", "jetmoe", *tiny_models.HYBRID)
+TEXT_MODELS = ("llama", "gemma2", "qwen3_moe", "deepseek_v3", "gpt_oss", "gpt2", "dbrx", "jetmoe")
+HYBRID = tiny_models.HYBRID[::3]  # each with a state of its own sizes: tests/models loads all
 SYNC = ({"mem": 0.3}, {"clusters": 2}, {"budget": 400}, {"offload": False})
 
 
@@ -45,12 +46,12 @@ def planned(model, context=TOKENS, **params):
 @pytest.fixture
 def folder(tmp_path, request):
     name = request.param
-    whole = tiny_models.fresh(name) if name in TEXT_MODELS else tiny_multimodal.fresh(name)
+    whole = tiny_models.fresh(name) if name in TEXT_MODELS + tiny_models.HYBRID else tiny_multimodal.fresh(name)
     tiny_multimodal.save(whole, tmp_path)
     return tmp_path
 
 
-@pytest.mark.parametrize("folder", [*TEXT_MODELS, "gemma3", "gemma4", "qwen3_5_moe", "ernie4_5_vl_moe"], indirect=True)
+@pytest.mark.parametrize("folder", [*TEXT_MODELS, *HYBRID, "gemma3", "gemma4", "ernie4_5_vl_moe"], indirect=True)
 def test_what_is_planned_is_what_is_measured(folder):
     made, session = planned(folder), Session(load_model(Load(str(folder), "cpu", "float32"), silent))
     runner = session._runner
@@ -231,18 +232,18 @@ def test_what_is_stored_now_is_planned_beside_what_it_takes(folder, mode, monkey
 def test_what_was_taken_for_a_longer_conversation_and_for_other_pages_is_planned_as_it_is_kept(model, mode):
     asked = entering(mode, {"streaming": {"budget": 64}, "speculative": {"budget": 64}}.get(mode, {}))
     session = Session(model, asked)
-    for host_dtype, tokens in (("model", 800), ("int8", 700), ("model", 600)):
+    for host_dtype, tokens in (("model", 400), ("int8", 350), ("model", 300)):
         session.keep_pages(host_dtype)
         session.prefill([5 + i % 90 for i in range(tokens)])
         session.step(5)
-    session.truncate(1000)
+    session.truncate(500)
     session.step(5)
     seen = session.snapshot()
     made = memory_plan(asked, None, silent, seen).stored
     assert made.host_pool == pytest.approx(seen.kv_host_bytes, rel=WITHIN)
     assert made.device_bytes == pytest.approx(seen.kv_device_bytes, rel=WITHIN)
-    assert made.tokens == 1001 < made.device_room
-    assert made.host_room > 2000
+    assert made.tokens == 501 < made.device_room
+    assert made.host_room > 1000
 
 
 @pytest.mark.parametrize(

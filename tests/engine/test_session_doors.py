@@ -180,10 +180,10 @@ def test_a_model_may_be_a_path():
 
 
 @pytest.mark.parametrize(("mode", "name"), LARGEST)
-def test_a_mode_works_or_is_refused_with_any_number(model, mode, name):
+def test_a_mode_works_or_is_refused_with_any_number(small_model, mode, name):
     """25 pairs of a mode's parameter and a number were taken, and every step after them overflowed (findings, 17)."""
-    for number in (MAX_COUNT, MAX_COUNT + 1, 2**63, 1e300, 5e-324):
-        session = Session(model)
+    for number in (MAX_COUNT, MAX_COUNT + 1, 1e300, 5e-324):
+        session = Session(small_model)
         try:
             session.switch(mode, **{name: number})
         except KvchatError:
@@ -212,7 +212,7 @@ def test_cancels_from_another_thread_end_this_and_nothing_else(session, begin):
     thread.start()
     try:
         began = time.monotonic()
-        while time.monotonic() - began < 1 or not next(canceled):
+        while time.monotonic() - began < 0.3 or not next(canceled):
             list(begin(session))
             check_integrity(session._kv.state)
             assert session.total == len(session._loop.stored.ids)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.freeze_run import EARLY, FreezeRun, ruled
+from support.grids import pairwise
 
 from kvchat.kv.ops import cpu_ops
 
@@ -14,10 +15,12 @@ def run_of(unified: bool, windowed: bool, **params) -> FreezeRun:
         return FreezeRun(strength=1.5, windowed=windowed, unified=unified, **params)
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize("windowed", [True, False])
 @pytest.mark.parametrize(
-    "params", [{}, {"budget": 90, "K": 16}, {"profile": "paper"}, {"score": "raw", "tau": 4.0}], ids=str
+    ("params", "windowed", "compiled"),
+    pairwise(
+        [{}, {"budget": 90, "K": 16}, {"profile": "paper"}, {"score": "raw", "tau": 4.0}], [True, False], [True, False]
+    ),
+    ids=str,
 )
 def test_the_same_tokens_are_read_as_in_slots(params, windowed, compiled, monkeypatch):
     if not compiled:

@@ -9,7 +9,6 @@ from textual.events import Click
 from kvchat.tui.screens.base import Palette
 from kvchat.tui.screens.settings import SettingsScreen
 
-
 SCREENS = ("f1", "f2", "f9", "ctrl+o", "shift+f7", "ctrl+p")
 
 

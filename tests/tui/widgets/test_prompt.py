@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 
-import pytest
 from support.app_driver import finished, press, prompt
 from textual import events
 
