@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 import kvchat
-from kvchat.errors import DoesNotFitError, EngineError, KvchatError, ModelError, UsageError, did_you_mean
+from kvchat.errors import DoesNotFitError, EngineError, KvchatError, ModelError, UsageError, did_you_mean, resolve
+from kvchat.tui.prompt.arguments import nearest
 
 PACKAGE = Path(kvchat.__file__).parent
 FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
@@ -60,3 +61,29 @@ def test_every_message_names_what_the_reader_can_do() -> None:
     titles = [(file, *written) for file in FILES for written in written_titles(PACKAGE / file)]
     assert len(titles) > 200
     assert not [(file, title) for file, title, is_helpful in titles if not is_helpful and title not in WITHOUT_HINT]
+
+
+# ---- Beginnings of words
+
+
+KNOWN = ("mode", "model", "K", "k", "stop", "stats")
+
+
+@pytest.mark.parametrize(
+    ("given", "word"), [("mode", "mode"), ("mo", "mode"), ("MODEL", "model"), ("k", "k"), ("K", "K"), ("sto", "stop")]
+)
+def test_a_word_or_its_beginning(given, word):
+    assert resolve(given, KNOWN, "word") == word
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"), [("st", "several: stats, stop"), ("stpo", 'no word "stpo".*"stop"'), ("", "no word")]
+)
+def test_several_or_none(given, reason):
+    with pytest.raises(UsageError, match=reason):
+        resolve(given, KNOWN, "word")
+
+
+def test_only_a_few_are_near():
+    assert nearest("compair", ("copy", "compare", "code", "quit", "compact")) == ["compare", "compact", "copy"]
+    assert nearest("zzz", ("copy", "compare")) == []

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from kvchat import libraries
 from kvchat.errors import ModelError
@@ -63,3 +68,66 @@ def test_a_missing_package_is_told_before_torch_is_imported(
         libraries.check(quantize, device)
     libraries.check("int8", "cpu")
     libraries.check("auto", "cuda")
+
+
+# ---- What ``pyproject.toml`` asks for: every package that is imported, in bounds that let bug-fix releases in
+
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+REQUIREMENTS = [
+    Requirement(text)
+    for texts in (PROJECT["dependencies"], *PROJECT["optional-dependencies"].values())
+    for text in texts
+]
+DECLARED = {canonicalize_name(requirement.name) for requirement in REQUIREMENTS}
+# Where the name of a package is not that of its distribution; a package that is not installed here is its own.
+DISTRIBUTIONS = packages_distributions()
+
+
+def imported() -> set[str]:
+    """The packages that kvchat's files import, also inside functions."""
+    names = set()
+    for path in (ROOT / "kvchat").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                names.add(node.module or "")
+    return {name.partition(".")[0] for name in names} - {*sys.stdlib_module_names, "kvchat"}
+
+
+@pytest.mark.parametrize("name", sorted(imported()))
+def test_what_is_imported_is_declared(name: str) -> None:
+    assert {canonicalize_name(one) for one in DISTRIBUTIONS.get(name, [name])} & DECLARED
+
+
+@pytest.mark.parametrize("requirement", REQUIREMENTS, ids=str)
+def test_a_bug_fix_release_may_come(requirement: Requirement) -> None:
+    bounds = {one.operator: one.version for one in requirement.specifier}
+    assert not bounds.keys() & {"==", "===", "<=", "~="}
+    assert bounds.get("<", "").count(".") < 2, "an upper bound names a minor release"
+
+
+@pytest.mark.parametrize("name", ["torch", "transformers"])
+def test_what_was_tested_is_let_in_with_its_bug_fixes_and_the_next_minor_release_is_not(name: str) -> None:
+    (asked,) = (one for one in REQUIREMENTS if one.name == name)
+    major, minor, *_ = Version(version(name)).release
+    assert asked.specifier.contains(f"{major}.{minor}.99")
+    newest = next(one.version for one in asked.specifier if one.operator == "<")
+    assert not asked.specifier.contains(f"{newest}.0")
+
+
+@pytest.mark.parametrize("build", ["", "+cpu", "+cu126", "+cu130", "+rocm7.1"])
+def test_any_build_of_torch_serves(build: str) -> None:
+    """A person with a GPU has installed the build for it; pip must not want another."""
+    (torch,) = (one for one in REQUIREMENTS if one.name == "torch")
+    assert torch.specifier.contains(f"{Version(version('torch')).public}{build}")
+    assert torch.url is torch.marker is None
+
+
+def test_no_extra_names_a_torch_of_its_own() -> None:
+    """It could take the place of a CUDA build that is installed."""
+    everyone = {"torch", "torchvision", "torchaudio"}
+    extras = [Requirement(text) for texts in PROJECT["optional-dependencies"].values() for text in texts]
+    assert not everyone & {one.name for one in extras}

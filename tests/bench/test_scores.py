@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvchat.bench import data_sets
+from kvchat.bench.frame import mean, quantile, wilson
+from kvchat.bench.texts import files, lines
+from kvchat.errors import UsageError
 
 
 @pytest.mark.parametrize(
@@ -75,3 +78,56 @@ def test_ruler_counts_contained_references_or_any():
 )
 def test_the_integer_of_an_aime_answer(answer, found):
     assert data_sets.final_integer(answer) == found
+
+
+# ---- Quantiles and intervals against known values
+
+
+@pytest.mark.parametrize(
+    ("right", "cases", "low", "high"),
+    [(0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (8, 10, 0.4902, 0.9433), (1, 1, 0.2065, 1.0), (40, 40, 0.9124, 1.0)],
+)
+def test_wilson_intervals_are_those_of_the_tables(right, cases, low, high):
+    assert wilson(right, cases) == pytest.approx((low, high), abs=1e-4)
+
+
+def test_nothing_has_neither_mean_nor_interval():
+    assert (mean([]), wilson(0, 0), quantile([], 0.5)) == (None, None, None)
+
+
+def test_a_quantile_that_the_count_does_not_carry_is_missing():
+    values = [float(i) for i in range(1, 1001)]
+    assert quantile(values, 0.5) == 500
+    assert quantile(values, 0.99) == 990
+    assert quantile(values, 0.999) == 999
+    assert quantile(values[:999], 0.999) is None
+    assert quantile(values[:99], 0.99) is None
+
+
+# ---- Bad rows are named by their file and line
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"a": "1", "all": ["2"]}\n\n{"a": ', r"rows\.jsonl, line 3 is no JSON"),
+        ('{"a": 1, "all": ["2"]}\n[1]', r"rows\.jsonl, line 2.*no object"),
+        ('{"b": "1"}', r"rows\.jsonl, line 1.*no text 'a'"),
+        ('{"a": true}', r"rows\.jsonl, line 1.*no text 'a'"),
+        ('{"a": "1", "all": [1]}', r"line 1.*no list of texts 'all'"),
+        ("\xff", "is not UTF-8"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_place(tmp_path, text, message):
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(text.encode("latin-1"))
+    with pytest.raises(UsageError, match=message):
+        [(line.text("a"), line.texts("all")) for line in lines(file)]
+
+
+def test_a_folder_without_files_and_no_folder_are_refused(tmp_path):
+    (tmp_path / "rows.csv").write_text("a")
+    with pytest.raises(UsageError, match=r"has no file that ends in \.jsonl"):
+        files(tmp_path)
+    with pytest.raises(UsageError, match="There is no folder"):
+        files(tmp_path / "gone")

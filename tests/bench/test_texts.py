@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from typer.testing import CliRunner
 
-from kvchat.bench.texts import BOOKS, passages
+from kvchat.bench.texts import BOOKS, ENDINGS, files, passages
 from kvchat.cli.main import app
 from kvchat.errors import UsageError
 from kvchat.models.load import load_model
@@ -66,3 +68,39 @@ def test_a_file_without_text_is_refused_before_a_model_is_loaded(command, conten
     ran = CliRunner().invoke(app, ["bench", *command, "--text", str(text), "--model", "none"])
     assert isinstance(ran.exception, UsageError)
     assert f"text.txt {message}" in str(ran.exception)
+
+
+# ---- Files of PG19 and WikiText are found and cut into passages
+
+
+def texts(name, folder):
+    return tuple(map(str, files(folder, ENDINGS[name])))
+
+
+class Words:
+    """A tokenizer of words, by their length."""
+
+    bos_token_id = None
+
+    def encode(self, text, add_special_tokens=True):
+        return [len(word) for word in text.split()]
+
+
+def test_books_raw_articles_and_rows_are_found_and_cut_into_passages(tmp_path):
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "11.txt").write_text("one two\nthree\n\nfour")
+    (tmp_path / "wiki.test.raw").write_text(" = Title = \n")
+    rows = [{"text": "aa bb"}, {"text": "cccc dddd eeee"}]
+    (tmp_path / "books.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = texts("pg19", tmp_path)
+    assert [name.rpartition("/")[2] for name in found] == ["books.jsonl", "11.txt"]
+    assert [passage.ids for passage in passages(found, 2, Words())] == [(2, 2), (4, 4), (3, 3), (5, 4)]
+    assert len(texts("wikitext", tmp_path)) == 3
+
+
+def test_a_row_without_text_and_an_empty_folder_are_refused(tmp_path):
+    with pytest.raises(UsageError, match=r"ends in \.txt or \.jsonl"):
+        texts("pg19", tmp_path)
+    (tmp_path / "books.jsonl").write_text('{"text": "a"}\n{"title": "b"}\n')
+    with pytest.raises(UsageError, match=r"books\.jsonl, line 2"):
+        passages(texts("pg19", tmp_path), 2, Words())

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import fields, replace
 
 import pytest
 from support.bench_command import asked
 from typer.testing import CliRunner
 
-from kvchat.bench import agreement, decode, prefill, recall
+from kvchat.bench import agreement, data_sets, decode, prefill, recall
 from kvchat.bench.frame import ModelChoice
+from kvchat.bench.settings import Data
 from kvchat.cli import bench
 from kvchat.cli.main import app
 from kvchat.errors import UsageError
@@ -96,3 +98,33 @@ def test_a_variant_is_refused_before_torch_is_imported(monkeypatch, command, opt
     monkeypatch.setattr(bench, "import_module", lambda name: pytest.fail("imported"))
     ran = CliRunner().invoke(app, ["bench", *command.split(), *options.split()])
     assert isinstance(ran.exception, UsageError)
+
+
+# ---- ``kvchat bench data``: its options arrive
+
+
+OPTIONS = "--mode full --rows 5 --tokens 9 -m there --device cpu --dtype float16 --quantize int8"
+
+
+def test_questions_are_those_of_the_data_set(monkeypatch, tmp_path):
+    line = f"data ruler --folder {tmp_path} --samples 3 --seed 7 {OPTIONS}"
+    settings, choice = asked(monkeypatch, line, data_sets)
+    assert settings == Data(("full",), name="ruler", folder=str(tmp_path), rows=5, samples=3, tokens=9, seed=7)
+    assert choice == CHOICE
+
+
+# ---- Where rows are kept, and what a result says it was made by
+
+
+def test_a_folder_is_no_file_to_keep_rows_in(tmp_path):
+    ran = CliRunner().invoke(app, ["bench", "recall", "--model", "none", "--out", str(tmp_path)])
+    assert isinstance(ran.exception, UsageError)
+    assert "is a folder. Give --out the name of a file" in str(ran.exception)
+
+
+@pytest.mark.parametrize(
+    "where", [["--out", "a.json", "--json"], ["--out=a.json"], ["--plot", "b.svg", "--out", "a.json"]]
+)
+def test_a_result_names_its_command_without_where_it_was_kept(where, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["kvchat", "bench", "recall", *where, "--mode", "sync:m=5"])
+    assert bench._command(sys.argv[1:]) == "kvchat bench recall --mode sync:m=5"

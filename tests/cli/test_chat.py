@@ -10,7 +10,9 @@ from support.command_line import Run
 
 from kvchat import files, paths
 from kvchat.cli import chat
+from kvchat.cli.chat import replay
 from kvchat.config import sources
+from kvchat.errors import UsageError
 from kvchat.tui import app
 from kvchat.tui.plain import chat as plain
 from kvchat.tui.state import AppConfig
@@ -101,3 +103,12 @@ def test_what_is_piped_in_is_for_the_question_of_the_command_line_and_else_quest
     started: list[AppConfig] = []
     assert chat.chat(sources.SettingsSource(), resume=False, plain=False, prompt=prompt) == 0
     assert (started[0].prompt, started[0].piped) == (prompt, piped)
+
+
+# ---- kvchat replay
+
+
+def test_a_file_that_is_no_recording_is_refused_before_the_screen(tmp_path):
+    (tmp_path / "notes.txt").write_text("hello\n")
+    with pytest.raises(UsageError, match="no recording"):
+        replay(tmp_path / "notes.txt", plain=True)

@@ -5,12 +5,15 @@ import json
 import os
 from pathlib import Path
 
+import pytest
 from support.command_line import Run
 from support.fake_session import FakeSession
 from support.message import lacks
 
 import kvchat
-from kvchat import paths
+from kvchat import files, paths
+from kvchat.config.modes import registered
+from kvchat.tui import actions
 
 
 def test_options_before_a_command_are_refused(run: Run, session: FakeSession) -> None:
@@ -70,3 +73,61 @@ def test_a_wrong_config_is_refused_with_its_line(run: Run, session: FakeSession,
         assert outcome.code == 2
         assert outcome.err.startswith("kvchat: config.toml:1: ")
     assert run("modes").code == 0
+
+
+# ---- The settings without a screen: shown and checked
+
+
+def test_all_that_is_wrong_is_said_at_once(run: Run) -> None:
+    text = "[zork]\na = 1\n[kv]\nmode = 'spec'\n[ui]\ntheme = 'kvchat-drak'\n[keys]\nmode.nxt = 'f8'\n"
+    files.write(paths.config_file(), text.encode())
+    outcome = run("config", "validate")
+    assert outcome.code == 2
+    for words in (
+        "config.toml:1: zork: there is no such setting",
+        'config.toml:4: kv.mode: "spec" is not one of',
+        'config.toml:6: there is no theme "kvchat-drak". Did you mean "kvchat-dark"?',
+        f"Your own are files in {paths.user_themes_dir()}.\n  {paths.config_file()}\n  theme = 'kvchat-drak'",
+        'config.toml:8: [keys]: There is no action "mode.nxt".',
+        f"\n  {paths.config_file()}\n  mode.nxt = 'f8'",
+    ):
+        assert words in outcome.err
+
+
+def test_what_another_check_refuses_is_said_once(run: Run) -> None:
+    files.write(paths.config_file(), b"[ui]\ntheme = 1\n[keys]\nquit = 2\n")
+    outcome = run("config", "validate")
+    assert outcome.err.count("config.toml") == 4, "two places with two paths"
+
+
+def test_variables_without_effect_are_told_with_the_settings(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVCHAT_FOO", "1")
+    outcome = run("config", "show")
+    assert outcome.code == 0
+    assert "KVCHAT_FOO" in outcome.err
+
+
+# ---- kvchat keys
+
+
+def test_keys_lists_the_actions_with_the_keys_of_the_settings(run: Run) -> None:
+    files.write(paths.config_file(), b'[keys]\nmode.next = "f12"\nexport = "f11"\n')
+    listed = {row["id"]: row for row in json.loads(run("keys", "--json").out)}
+    assert set(listed) == set(actions.BY_ID)
+    assert (listed["mode.next"]["keys"], listed["mode.next"]["default_keys"]) == (["f12"], ["f6"])
+    assert (listed["export"]["keys"], listed["export"]["can_be_changed"]) == (["f11"], True)
+    row = next(line for line in run("keys").out.splitlines() if "mode.next " in line)
+    assert row.split()[:3] == ["F12", "mode.next", "/next"]
+
+
+# ---- kvchat modes
+
+
+def test_modes_lists_all_with_parameters_and_defaults(run: Run) -> None:
+    listed = {mode["name"]: mode for mode in json.loads(run("modes", "--json").out)}
+    assert list(listed) == list(registered())
+    defaults = {param["name"]: param["default"] for param in listed["speculative"]["params"]}
+    assert (defaults["tau"], defaults["index"]) == (None, None)
+    assert defaults["pin_system"] is False
+    text = run("modes").out
+    assert "index      auto" in text

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import math
+from dataclasses import replace
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.message import lacks
 
-from kvchat.conversations.conversation import TITLE_CHARACTERS, Conversation
-from kvchat.protocol.figures import Stats
-from kvchat.protocol.messages import Sampling, Turn
+from kvchat.conversations import comparison
+from kvchat.conversations.comparison import COLUMNS, Comparison, first_difference, rows, verdicts
+from kvchat.conversations.conversation import TITLE_CHARACTERS, Conversation, read_stats
+from kvchat.errors import UsageError
+from kvchat.protocol.figures import Agreement, Run, Stats
+from kvchat.protocol.messages import Sampling, Turn, Variant
 
 
 def said(*texts: str) -> Conversation:
@@ -182,3 +191,71 @@ def test_finding_siblings_takes_no_longer_in_a_long_conversation():
     for message in conversation.path:
         assert conversation.siblings(message.id) == [message]
     assert conversation.messages.looked <= 5 * 2000
+
+
+# ---- Figures of answers, read from what other versions or a damaged file kept
+
+
+def test_unknown_figures_are_left_out():
+    kept = {"generated_tokens": 3, "decode_tokens_per_s": 7.5, "of_a_later_version": 1}
+    assert read_stats(kept) == Stats(generated_tokens=3, decode_tokens_per_s=7.5)
+
+
+@pytest.mark.parametrize(
+    "damaged", [None, [], {"generated_tokens": "many"}, {"decode_tokens_per_s": math.nan}, {"read_share": math.inf}]
+)
+def test_damaged_ones_are_none(damaged):
+    assert read_stats(damaged) is None
+
+
+# ---- Comparisons as a table, in words and as files
+
+
+STATS = Stats(decode_tokens_per_s=41.25, read_share=0.125, recalled_bytes=3 * 2**20, recall_hit_rate=0.9)
+VARIANTS = (Variant("full"), Variant("speculative", {"budget": 256}), Variant("sync"), Variant("freeze"))
+RUNS = (
+    Run("full", {}, ("A", " b"), "eos", Stats(read_share=1.0)),
+    Run("speculative", {"budget": 256}, ("A", " c"), "eos", STATS, Agreement(1, 1000, 0.875, 0.04, 1.5)),
+    Run("sync", {"budget": None}, ("A", " b"), "eos", Stats(read_share=1.0), Agreement(None, 9, 1.0, None, None)),
+    Run("freeze", {}, refusal="It does not fit."),
+)
+DONE = Comparison("What?", "bundled", Sampling(seed=3), 1234, VARIANTS, RUNS)
+
+
+def test_the_table_has_a_dash_where_nothing_can_be_measured():
+    assert rows(DONE) == [
+        ("full", "n/a", "100 %", "0 B", "–", "–", "–", "–"),
+        ("speculative budget=256", "41.2", "12 %", "3.0 MiB", "90 %", "1", "88 %", "0.040"),
+        ("sync", "n/a", "100 %", "0 B", "–", "all", "100 %", "n/a"),
+        ("freeze", "refused", "–", "–", "–", "–", "–", "–"),
+    ]
+    assert all(len(row) == len(COLUMNS) for row in rows(DONE))
+
+
+def test_the_verdict_says_where_each_leaves_the_first_and_how_far_it_is():
+    speculative, sync, freeze = verdicts(DONE)
+    assert not lacks(speculative, "speculative budget=256", "token 2", "88 % of 1,000", "KL 0.040", "1.500")
+    assert not lacks(sync, "sync draws the same tokens as full", "a smaller budget")
+    assert "It does not fit." in freeze
+    assert first_difference(RUNS) == 1
+    assert first_difference(RUNS[:1]) is None
+
+
+def test_a_mode_without_a_budget_is_given_no_advice_on_a_smaller_one():
+    full = Run("full", {"resident": 128}, ("A", " b"), "eos", Stats(read_share=1.0), Agreement(None, 9, 1.0, 0.0, 0.0))
+    again = replace(DONE, variants=(Variant("full"), Variant("full", {"resident": 128})), runs=(RUNS[0], full))
+    assert verdicts(again)[0].endswith("at most).")
+
+
+def test_files_hold_every_figure_and_none_is_replaced(tmp_path):
+    comparison.write(DONE, tmp_path / "one.md")
+    text = (tmp_path / "one.md").read_text()
+    assert "| speculative budget=256 | 41.2 |" in text
+    assert "1,234 tokens of prompt" in text
+    comparison.write(DONE, tmp_path / "one.json")
+    data = json.loads((tmp_path / "one.json").read_text())
+    assert (data["format"], data["version"]) == ("kvchat-comparison", 1)
+    assert data["runs"][1]["agreement"]["kl_max"] == 1.5
+    for name in ("one.md", "one.txt"):
+        with pytest.raises(UsageError):
+            comparison.write(DONE, tmp_path / name)

@@ -7,9 +7,11 @@ import re
 import time
 
 import pytest
+from markdown_it import MarkdownIt
 
 from kvchat.conversations import export
-from kvchat.conversations.conversation import Conversation, ModeChange
+from kvchat.conversations.conversation import MARK, Conversation, ModeChange, notes, with_marks
+from kvchat.conversations.export import keep_as_written
 from kvchat.errors import UsageError
 from kvchat.protocol.figures import Stats
 
@@ -208,3 +210,101 @@ def test_files_that_cannot_be_read_are_refused(tmp_path):
         file.truncate(2**40)
     with pytest.raises(UsageError, match="too large"):
         export.read(tmp_path / "endless.json")
+
+
+# ---- Line breaks, backslashes and underscores of an answer, on the screen and in a page
+
+
+AS_WRITTEN = [
+    "Roses are red,\nviolets are blue,\n\nsugar is sweet.",
+    "Biscuit Ltd.\n12 Main Street  \nSpringfield\\\nUSA",
+    r"\(a_1 + b_{12}\) and \[x\], \$5, 1\. item, \* no star \\ \_x\_",
+    r"C:\_new\table\*.py and \\server\share",
+    "__init__, _private_, __all__ and snake_case_name",
+    "2*3*4, a*b*c, 2**3**4, (a+b)*(c+d)*(e+f), 5 * 3 * 2 and f(*args, **kwargs)",
+    "&lt;div&gt; &amp; &copy; &#65; &nbsp;",
+]
+
+
+def shown(text: str) -> str:
+    """What a reader sees of Markdown."""
+    parser = MarkdownIt("commonmark")
+    keep_as_written(parser)
+    parts = []
+    for token in parser.parse(text):
+        for child in token.children or ():
+            parts.append("\n" if child.type.endswith("break") else child.content)
+        parts.append("\n\n" if token.type == "paragraph_close" else "")
+    return "".join(parts).strip()
+
+
+@pytest.mark.parametrize("text", AS_WRITTEN)
+def test_a_text_is_shown_as_it_was_written(text):
+    assert shown(text) == text.replace("  \n", "\n")
+
+
+def test_stars_and_code_are_marks_as_ever():
+    parser = MarkdownIt("commonmark")
+    keep_as_written(parser)
+    assert (
+        parser.render("**N**ational **A**ir, *a*b*")
+        == "<p><strong>N</strong>ational <strong>A</strong>ir, <em>a</em>b*</p>\n"
+    )
+    rendered = parser.render("**bold** *it* `a_b\\` \\*none\\* [a_b](http://x/_y_)")
+    assert rendered == (
+        '<p><strong>bold</strong> <em>it</em> <code>a_b\\</code> \\*none\\* <a href="http://x/_y_">a_b</a></p>\n'
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("2. Paris\n4. Rome", ["2", "4"]),
+        ("1. one\n2. two\n\n   5) five\n   3) three\n3. three", ["1", "2", "5", "3", "3"]),
+        ("1. one\n1. two", [None, None]),
+        ("- a\n- b", [None, None]),
+    ],
+)
+def test_items_keep_their_numbers(text, values):
+    parser = MarkdownIt("commonmark")
+    keep_as_written(parser)
+    assert [token.attrGet("value") for token in parser.parse(text) if token.type == "list_item_open"] == values
+
+
+# ---- Where the marks of switches stand in the text of an answer, and what is said of them below it
+
+
+def at(*places: int) -> list[ModeChange]:
+    return [ModeChange(place, f"to {number}") for number, place in enumerate(places, 1)]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "drawn"),
+    [
+        ("a word", " and more", f"a word {MARK} and more"),
+        ("a wo", "rd, and more", f"a word, {MARK} and more"),
+        ("over.", "\n\nNext", f"over. {MARK}\n\nNext"),
+        ("# T", "itle here", f"# Title {MARK} here"),
+        ("- one\n", "- two three", f"- one\n- two {MARK} three"),
+        ("| a | b |\n|---|---|\n", "| 1 | 2 |\n", f"| a | b |\n|---|---|\n| 1 {MARK} | 2 |\n"),
+        ("See:\n\n```py", "thon\nx = 1\n```\nSo it is", f"See:\n\n```python\nx = 1\n```\nSo {MARK} it is"),
+        ("~~~\nx =", " 1\n~~~\n```\ny z\n```\nso it", f"~~~\nx = 1\n~~~\n```\ny z\n```\nso {MARK} it"),
+        ("```\nx =", " 1\n", "```\nx = 1\n"),
+        ("x", "。y", f"x。 {MARK}y"),
+        ("the end", "", "the end"),
+        ("", "the begin", "the begin"),
+    ],
+)
+def test_it_stands_behind_the_word_that_was_being_said_in_no_code_and_leaves_markdown_whole(before, after, drawn):
+    assert with_marks(before + after, at(len(before)), is_over=True) == drawn
+
+
+def test_it_waits_for_the_end_of_the_word_so_that_what_is_drawn_stays():
+    assert with_marks("a words", at(4), is_over=False) == "a words"
+    assert with_marks("a words ", at(4), is_over=False) == f"a words {MARK} "
+
+
+def test_several_are_numbered_and_told_in_their_order():
+    assert with_marks("one two three", at(3, 7, 13), is_over=True) == f"one {MARK}¹ two {MARK}² three"
+    assert notes(at(3, 7, 13)) == [f"{MARK}¹ to 1", f"{MARK}² to 2", f"{MARK}³ to 3"]
+    assert notes(at(3)) == [f"{MARK} to 1"]

@@ -9,13 +9,14 @@ import sqlite3
 import stat
 import subprocess
 import sys
+import time
 
 import pytest
 from support.keeping import keep
 
 from kvchat.conversations import store as module
 from kvchat.conversations.conversation import Conversation, ModeChange
-from kvchat.conversations.store import MARK, MIGRATIONS, ConversationStore, StoreError
+from kvchat.conversations.store import MARK, MIGRATIONS, RESTORABLE_S, ConversationStore, StoreError
 from kvchat.errors import UsageError
 from kvchat.protocol.figures import Stats
 
@@ -491,3 +492,56 @@ for number in range(10**9):
     store = ConversationStore(path)
     assert len(store.load(store.latest().id).last_text()) in (last, last + 1)
     store.close()
+
+
+# ---- A database of any earlier version is brought up to date with everything in it
+
+
+@pytest.mark.parametrize("version", range(1, len(MIGRATIONS)))
+def test_a_database_of_an_earlier_version_keeps_what_is_in_it(tmp_path, version):
+    path, now = tmp_path / "chats.db", time.time()
+    old = sqlite3.connect(path)
+    for statements in MIGRATIONS[:version]:
+        for statement in statements:
+            old.execute(statement)
+    old.execute(
+        "INSERT INTO conversation (id, title, created, updated, leaf) VALUES ('a', 'cats', ?, ?, 'm')", (now, now)
+    )
+    old.execute(
+        "INSERT INTO message (id, conversation, role, text, created, ending, receipt)"
+        " VALUES ('m', 'a', 'user', 'My cat is called Biscuit.', ?, '', '')",
+        (now,),
+    )
+    old.execute(f"PRAGMA user_version = {version}")
+    old.commit()
+    old.close()
+    for _ in range(2):  # the second time it is up to date
+        store = ConversationStore(path)
+        assert [(m.text, m.pinned) for m in store.load("a").path] == [("My cat is called Biscuit.", False)]
+        assert [hit.title for hit in store.search("biscuit")] == ["cats"]
+        store.close()
+
+
+def test_the_kv_of_a_conversation_go_and_come_with_it(tmp_path):
+    store = ConversationStore(tmp_path / "chats.db")
+    conversation = Conversation()
+    conversation.ask("Hello")
+    store.save(conversation.changes())
+    file = tmp_path / "kv" / f"{conversation.id}.kv"
+    file.parent.mkdir()
+    file.write_bytes(b"pages")
+
+    store.delete(conversation.id)
+    assert not file.exists()
+    store.restore(conversation.id)
+    assert file.read_bytes() == b"pages"
+
+    store.delete(conversation.id)
+    store.close()
+    (aside,) = file.parent.iterdir()
+    ConversationStore(tmp_path / "chats.db").close()
+    assert aside.exists()
+    late = aside.stat().st_mtime - RESTORABLE_S - 1
+    os.utime(aside, (late, late))
+    ConversationStore(tmp_path / "chats.db").close()
+    assert not aside.exists()

@@ -1,6 +1,6 @@
 """On a GPU: graphs and the side stream change no bit, in any mode, however late a recall arrives.
 
-They also run on the fake CUDA device (tests/support/fake_cuda) in fewer steps and layers. ``generate/test_graphs.py``
+They also run on the fake CUDA device (tests/support/fake_cuda) in fewer steps and layers. ``test_graphs.py``
 makes the same comparisons on the CPU, with a tape for a graph and without streams.
 """
 

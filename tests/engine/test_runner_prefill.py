@@ -8,11 +8,12 @@ from support.tiny_runner import loaded, prefilled, runner_of
 
 from kvchat.bench.baselines import as_written
 from kvchat.engine import runner
-from kvchat.engine.runner import prefill_bytes_per_token
+from kvchat.engine.runner import WithoutAttention, prefill_bytes_per_token
 from kvchat.errors import DoesNotFitError
 from kvchat.kv import prefill
 from kvchat.kv.inspect import check_integrity
 from kvchat.kv.memory import available
+from kvchat.models import attention_hook
 from kvchat.models.load import load_model
 from kvchat.protocol.messages import Load
 
@@ -127,3 +128,19 @@ def test_a_gpus_prefill_gives_the_models_own_logits(on_gpu, chunk):
     logits = prefilled(one, ids)
     noise = float((own["sdpa"] - own["eager"]).norm())
     assert float((logits - own["sdpa"]).norm()) <= 2 * noise + 1e-3 * float(own["sdpa"].norm())
+
+
+# ---- The forward that measures a prefill's memory
+
+
+def test_the_measuring_forward_keeps_nothing_and_runs_through_every_layer():
+    model, seen = loaded("deepseek_v3"), []
+
+    class Noting(WithoutAttention):
+        def attention(self, layer, query, key, value, spec):
+            seen.append((layer, super().attention(layer, query, key, value, spec).shape == (4, 12, value.shape[-1])))
+            return super().attention(layer, query, key, value, spec)
+
+    ids = torch.arange(12)
+    assert attention_hook.forward(model.model, ids, ids, Noting(), logits=False) is None
+    assert seen == [(layer, True) for layer in range(4)]

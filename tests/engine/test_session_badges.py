@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import pytest
 import torch
 from support.loads import entering
 from support.memory import Pins
@@ -11,9 +12,11 @@ from support.message import lacks
 
 from kvchat.engine.session import Session
 from kvchat.kv import state as state_module
+from kvchat.kv.memory.eight_bit_pool import EightBitPool
 from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.ops.choose import triton_refusal
 from kvchat.kv.ops.torch_ops import TorchOps
+from kvchat.protocol.messages import Load, Sampling, Turn
 
 
 def test_a_conversation_goes_on_when_memory_can_no_longer_be_pinned(model, monkeypatch):
@@ -55,3 +58,55 @@ def test_a_mode_that_saves_no_memory_has_a_badge_until_it_is_changed(model):
     assert not lacks(badge, "sync", "100%", "full")
     session.switch("sync", offload=True)
     assert session.snapshot().badges == ()
+
+
+def test_pages_are_in_8_bits_from_the_next_one_on_and_exact_again_after_a_rebuild(model):
+    session, fresh = Session(model), Session(model)
+    ids = list(range(300, 500))
+    session.prefill(ids[:100])
+    assert "pages" not in session.keep_pages("model")
+    assert "3 of 3 pages" in session.keep_pages("int8")
+    for token in ids[100:140]:
+        session.step(token)
+    session.prefill(ids[140:170])
+    assert session._kv.state.host.quantized == [False] * 3 + [True, True, False]
+    session.truncate(150)  # inside an 8-bit page
+    session.prefill(ids[150:])
+    note = session.keep_pages("model")
+    assert "3 of 7 pages" in note
+    assert "/rebuild" in note
+    list(session.rebuild())
+    assert not any(session._kv.state.host.quantized)
+    fresh.prefill(ids)
+    for layer in range(model.layers):
+        for found, expected in zip(*(each._kv.state.host.dense(layer, 200) for each in (session, fresh)), strict=True):
+            torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("conversation", ["", "another"])
+def test_a_new_conversation_after_8_bits_is_exact_from_its_first_token(model, conversation):
+    session = Session(model, Load(host_dtype="int8"))
+    list(session.answer([Turn("user", "A long tale. " * 20)], Sampling(max_new_tokens=5)))
+    assert "2 of 3 pages" in session.keep_pages("model")
+    started = next(session.answer([Turn("user", "Another tale.")], Sampling(max_new_tokens=5), None, conversation))
+    assert started.reused_tokens == 0  # though the template's own tokens are the same
+    assert not isinstance(session._kv.state.host, EightBitPool)
+
+
+def test_a_page_cut_off_inside_stays_while_8_bits_are_wanted(model):
+    session = Session(model, Load(host_dtype="int8"))
+    list(session.answer([Turn("user", "A long tale. " * 20)], Sampling(max_new_tokens=5)))
+    started = next(session.answer([Turn("user", "Another tale.")], Sampling(max_new_tokens=5)))
+    assert started.reused_tokens > 0
+    assert "1 of 1 pages" in session.keep_pages("model")
+
+
+def test_a_session_in_8_bits_says_nearly_what_an_exact_one_does(model):
+    exact, quantized = Session(model), Session(model, Load(host_dtype="int8"))
+    ids = torch.randint(300, 2000, (300,), generator=torch.Generator().manual_seed(0)).tolist()
+    logits = [session.prefill(ids) for session in (exact, quantized)]
+    for token in ids[:10]:
+        logits = [session.step(token).log_softmax(0) for session in (exact, quantized)]
+    divergence = (logits[0].exp() * (logits[0] - logits[1])).sum()
+    assert 0 < divergence < 0.01
+    assert quantized.snapshot().kv_host_bytes < exact.snapshot().kv_host_bytes

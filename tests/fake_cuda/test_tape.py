@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+from support.fake_cuda import races
 from support.fake_cuda.tape import TapeRecorder
 
 
@@ -35,3 +37,42 @@ def test_a_step_that_changes_another_tensor_fails_and_is_undone():
 def test_an_answer_from_the_device_is_refused():
     with pytest.raises(RuntimeError, match="not permitted when stream is capturing: nonzero"):
         TapeRecorder(list)(lambda: torch.ones(2).nonzero())
+
+
+# ---- An access counts the bytes of its elements, each once, however the tensor lies in its storage
+
+
+WHOLE = torch.arange(24, dtype=torch.int16).view(4, 6)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "picked"),
+    [
+        (WHOLE[1:3], None),
+        (WHOLE[:, 2:4], None),
+        (WHOLE.t()[1:], None),
+        (WHOLE[:1].expand(5, 6), None),
+        (WHOLE, (0, torch.tensor([3, 1, 3]))),
+        (WHOLE.t(), (1, torch.tensor([0]))),
+        (WHOLE, (0, torch.tensor([], dtype=torch.int64))),
+    ],
+    ids=["rows", "columns", "transposed", "expanded", "picked rows", "a picked column", "nothing picked"],
+)
+def test_the_bytes_of_a_tensor_are_those_of_its_elements(
+    tensor: torch.Tensor, picked: tuple[int, torch.Tensor] | None
+) -> None:
+    access = races.of_tensor(tensor, True, picked)
+    elements = tensor if picked is None else tensor.index_select(*picked)  # each holds its number
+    expected = sorted({2 * number + byte for number in elements.flatten().tolist() for byte in (0, 1)})
+    assert np.arange(access.size)[access.bytes].tolist() == expected
+
+
+def test_a_kernels_bytes_are_told_apart_by_operand_and_by_what_is_done() -> None:
+    operand, start = WHOLE.clone(), WHOLE.clone()
+    at = operand.data_ptr() + 2 * np.array([5, 5, 1])
+    other = start.data_ptr() + np.array([0])
+    found = races.of_kernel([(at, 2, True), (other, 4, False)], [operand, start])
+    told = {(access.address, access.writes): access.bytes.tolist() for access in found}
+    assert told == {(operand.data_ptr(), True): [2, 3, 10, 11], (start.data_ptr(), False): [0, 1, 2, 3]}
+    with pytest.raises(races.Race, match="outside its operands"):
+        races.of_kernel([(at + 48, 2, True)], [operand])

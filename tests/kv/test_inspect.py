@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
+from support.dense_attention import softmax
 from support.kv_run import Run
-from support.mode_rows import MIXED
+from support.mode_rows import FIRST, MIXED
 from support.toy_model import toy
 
+from kvchat.kv import inspect
 from kvchat.kv.inspect import (
     attended,
     attended_counts,
@@ -64,3 +68,151 @@ def test_a_slot_that_does_not_hold_its_token_is_found(wrong, said):
     wrong(slots, int(slots.table[0, 0].argmax()) - 5)
     with pytest.raises(AssertionError, match=said):
         check_integrity(state)
+
+
+# ---- Coverage is the share of dense attention in float64 that falls on what was read
+
+
+WITHIN = 1e-5
+
+
+def expected(run: Run, layer: int) -> torch.Tensor:
+    """Shares of all stored tokens in float64, from the keys that the model projected: ``[H, total]``."""
+    spec, total = run.toy.specs[layer], len(run.ids)
+    seen = torch.arange(total) > total - 1 - (spec.window or total)
+    by_query = softmax(run.query[layer], run.keys[layer], seen.expand(run.toy.geometry.kv_heads, -1), spec)
+    shares = by_query.view(run.toy.geometry.kv_heads, -1, total).mean(1)
+    return shares / shares.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("unified", [False, True])
+@pytest.mark.parametrize("row", FIRST.values())
+def test_it_is_dense_attention_in_float64_over_what_was_read(row, unified, monkeypatch):
+    monkeypatch.setattr(inspect, "CHUNK", 3)
+    run = Run.of_row(row, toy(MIXED, kv_heads=4, group=3, page=8, unified=unified))
+    run.prefill(150)
+    for steps in (1, 6, 9):
+        run.step(steps)
+        for layer in range(len(MIXED)):
+            shares, read = expected(run, layer), attended(run.kv.state, layer)
+            covered = inspect.covered(run.kv.state, layer)
+            assert (covered - (shares * read).sum(-1)).abs().max() < WITHIN
+            assert (inspect.of_tokens(run.kv.state, layer) - shares).abs().max() < WITHIN
+            assert torch.allclose(inspect.covered(run.kv.state, layer, slice(2, 3)), covered[2:3])
+            reads_all = read.sum(-1) == (shares > 0).sum(-1)
+            assert (covered[reads_all] - 1).abs().max() < WITHIN if reads_all.any() else covered.max() < 1
+
+
+def test_full_covers_everything_and_streaming_its_window():
+    run = Run.of_row("full", toy(MIXED, kv_heads=4, page=8))
+    run.prefill(150)
+    run.step()
+    assert all(torch.allclose(inspect.covered(run.kv.state, layer), torch.ones(4)) for layer in range(len(MIXED)))
+    run.switch("streaming", budget=64, sink=4)
+    run.step()
+    shares = expected(run, 0)
+    assert inspect.covered(run.kv.state, 0).max() < 0.9
+    assert inspect.covered(run.kv.state, 1).min() > 1 - WITHIN, "a window of 24 is within the budget"
+    assert torch.allclose(inspect.of_tokens(run.kv.state, 0).double(), shares, atol=WITHIN)
+
+
+@pytest.mark.parametrize("read", [0, 1, 2, 5, 8, 12])
+def test_the_best_tokens_and_pages_are_those_of_a_search(read):
+    shares = torch.rand((2, 10), generator=torch.Generator().manual_seed(read)).softmax(-1)
+    number = torch.tensor([read, read])
+    best = [max(map(sum, itertools.combinations(row.tolist(), min(read, 10)))) for row in shares]
+    assert torch.allclose(inspect.of_best_tokens(shares, number), torch.tensor(best, dtype=torch.float32))
+    pages = [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9)]
+    masses = torch.tensor([[float(row[list(page)].sum()) for page in pages] for row in shares])
+    wanted = [max(map(sum, itertools.combinations(row.tolist(), min(read // 4, 3)))) for row in masses]
+    wanted = wanted if read < 10 else [1.0, 1.0]
+    assert torch.allclose(inspect.of_best_pages(shares, number, 4), torch.tensor(wanted, dtype=torch.float32))
+
+
+# ---- looks while an answer is decoded
+
+
+class Clock:
+    """Seconds that pass as a test says; a look at a layer takes ``look_s``."""
+
+    def __init__(self, look_s: float) -> None:
+        self.now, self.look_s = 0.0, look_s
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def watched(
+    run: Run, monkeypatch: pytest.MonkeyPatch, look_s: float = 0.001
+) -> tuple[inspect.CoverageWatch, Clock, list]:
+    clock, looked, covered = Clock(look_s), [], inspect.covered
+
+    def taking_time(state, layer, heads):
+        looked.append((layer, heads.start))
+        clock.now += clock.look_s
+        return covered(state, layer, heads)
+
+    monkeypatch.setattr(inspect, "covered", taking_time)
+    return inspect.CoverageWatch(run.kv.state, clock), clock, looked
+
+
+def test_each_head_is_looked_at_in_turn_and_the_newest_look_counts(monkeypatch):
+    run = Run.of_row("streaming", toy(MIXED, kv_heads=6, page=8))
+    run.prefill(150)
+    exact, (watch, clock, looked) = inspect.covered, watched(run, monkeypatch)
+    watch.sample()
+    assert (looked, watch.share, watch.lowest) == ([], None, None), "a prefill reads everything"
+    expected = {}
+    for _ in range(20):
+        run.step()
+        clock.now += 1
+        before = len(looked)
+        watch.sample()
+        for layer, head in looked[before:]:
+            expected[layer, head] = exact(run.kv.state, layer, slice(head, head + inspect.HEADS))
+        shares = torch.cat(list(expected.values()))
+        assert watch.share == pytest.approx(float(shares.mean()), abs=1e-6)
+    assert set(expected) == {(layer, head) for layer in range(len(MIXED)) for head in (0, 4)}
+    assert len(looked) >= 20
+    assert 0 < watch.lowest <= watch.share < 1
+    assert watch.has_seen_enough
+    before = watch.share
+    watch.begin()
+    assert watch.lowest == watch.share == before, "what was seen counts in the next answer too"
+    watch.restart()
+    assert (watch.share, watch.lowest, watch.has_seen_enough) == (None, None, False)
+
+
+@pytest.mark.parametrize("look_s", [0.0001, 0.002, 0.05])
+def test_looks_take_their_share_of_the_time_and_no_more(look_s, monkeypatch):
+    run = Run.of_row("streaming", toy(("plain",) * 3, kv_heads=2, page=8))
+    run.prefill(150)
+    watch, clock, looked = watched(run, monkeypatch, look_s)
+    run.step()
+    for _ in range(4000):
+        clock.now += 0.02
+        watch.sample()
+    assert len(looked) * look_s <= inspect.COST * clock.now + inspect.LOOKS * look_s
+    assert len(looked) >= min(4000, 0.9 * inspect.COST * clock.now / max(look_s, inspect.FIRST_S)) - inspect.LOOKS
+
+
+def test_a_look_that_other_work_came_into_does_not_end_the_looks(monkeypatch):
+    run = Run.of_row("streaming", toy(("plain",) * 3, kv_heads=2, page=8))
+    run.prefill(150)
+    watch, clock, looked = watched(run, monkeypatch)
+    run.step()
+    for n in range(600):
+        clock.look_s = 100.0 if n == 100 else 0.001
+        clock.now += 0.02
+        watch.sample()
+    assert len(looked) > 30
+
+
+def test_what_reads_everything_is_covered_without_a_look_at_the_keys(monkeypatch):
+    run = Run.of_row("full", toy(MIXED, kv_heads=4, page=8))
+    run.prefill(150)
+    run.step()
+    monkeypatch.setattr(inspect, "weights", None)
+    watch = inspect.CoverageWatch(run.kv.state)
+    watch.sample()
+    assert (watch.share, watch.lowest) == (1, 1)

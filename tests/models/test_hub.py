@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,9 +15,11 @@ import pytest
 from support.environment import environ
 from support.fake_hub import FakeHub
 from support.message import lacks
+from support.patience import PATIENCE_S
 
 from kvchat.models import hub as hub_module
-from kvchat.models.hub import LARGE
+from kvchat.models.hub import LARGE, ByteProgress
+from kvchat.tui.models import DOWNLOAD
 
 WEIGHTS = LARGE + 12_345
 FETCH = """
@@ -95,3 +99,43 @@ def test_when_a_download_has_ended_no_bar_of_the_library_speaks_of_it(
     bars[0].update(2)
     bars[0].close()
     assert len(said) == before
+
+
+# ---- The words about a download and about reading weights
+
+
+def test_speed_and_time_left_are_of_the_last_seconds() -> None:
+    now, said = iter([0.0, 0.5, 2.0, 3.0, 4.0]), []
+    progress = ByteProgress(said.append, "Downloading", lambda: next(now))
+    for done in (100, 150, 200, 250, 400):
+        with contextlib.suppress(StopIteration):
+            progress.tell(done * 2**20, 400 * 2**20)
+    first, *others = said
+    assert first == "Downloading 100 MiB of 400 MiB"
+    expected = (
+        ("200 MiB of 400 MiB", "50.0 MiB/s", "4.0 s"),
+        ("250 MiB of 400 MiB", "50.0 MiB/s", "3.0 s"),
+        ("400 MiB of 400 MiB", "75.0 MiB/s", "0 ms"),
+    )
+    assert not [lacks(line, *facts) for line, facts in zip(others, expected, strict=True) if lacks(line, *facts)]
+
+
+# ---- The download's process: it does not outlive the application
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
+def test_a_download_whose_application_is_gone_ends_before_it_looks_for_anything() -> None:
+    no_parent = str(os.getpid() - 1)
+    command = [sys.executable, "-X", "importtime", "-m", "kvchat.models.download", no_parent, "bundled"]
+    result = subprocess.run(command, capture_output=True, env=environ(), timeout=PATIENCE_S, check=True)
+    imported = {line.split("|")[-1].strip() for line in result.stderr.decode().splitlines()}
+    assert result.stdout == b""
+    assert "kvchat.process" in imported
+    assert "kvchat.models.checkpoint" not in imported
+
+
+def test_the_application_starts_a_download_that_ends_with_it() -> None:
+    assert DOWNLOAD[-2:] == ("kvchat.models.download", str(os.getpid()))
+    command = [*DOWNLOAD, "bundled"]
+    said = subprocess.run(command, capture_output=True, env=environ(), timeout=PATIENCE_S, check=True).stdout
+    assert said.splitlines()[-1] == b'{"done": "bundled"}'

@@ -8,7 +8,7 @@ from support import tiny_models
 
 from kvchat.kv.rope import cos_sin, rotate
 from kvchat.models import attention_hook
-from kvchat.models.probe import pin_frequencies, probe, selftest
+from kvchat.models.probe import UnknownValues, pin_frequencies, probe, selftest
 
 # (turning dimensions, interleaved, offset) of each layer's keys; None: the layer has no positions
 HALF16 = (16, False, 0)
@@ -133,3 +133,25 @@ class Keys(dict):
     def attention(self, layer, query, key, value, spec):
         self[layer] = key
         return value.repeat_interleave(query.shape[0] // key.shape[0], 0)
+
+
+# ---- Values of tensors without memory, which some code asks for; those of other tensors are as they are
+
+
+def test_nothing_without_memory_differs_from_zero():
+    with UnknownValues():
+        found = torch.ones(3, 2, device="meta").nonzero()
+    assert (found.shape, found.is_meta) == ((0, 2), True)
+
+
+def test_the_first_of_parts_of_unknown_sizes_is_everything():
+    with UnknownValues():
+        sizes = torch.ones(3, device="meta").tolist()
+        parts = torch.ones(4, 5, device="meta").split(sizes, dim=0)
+    assert [part.shape for part in parts] == [(4, 5), (0, 5), (0, 5)]
+
+
+def test_values_in_memory_are_those_of_the_tensor():
+    with UnknownValues():
+        assert torch.tensor([0, 3]).nonzero().tolist() == [[1]]
+        assert [len(part) for part in torch.ones(4).split([1, 3])] == [1, 3]

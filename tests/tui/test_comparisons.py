@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.message import lacks
 
 from kvchat.config.modes import mode_names
 from kvchat.errors import UsageError
@@ -17,12 +18,14 @@ from kvchat.protocol.messages import (
     HideNeedle,
     NeedleHidden,
     Prefilled,
+    Sampling,
     Stop,
     Turn,
     Variant,
 )
 from kvchat.tui.client import Crashed
-from kvchat.tui.state import Phase
+from kvchat.tui.comparisons import completed, parse_variants, seeded
+from kvchat.tui.state import Phase, RunningComparison
 
 SNAPSHOT = Snapshot("streaming", {}, 1.0, 2, 3, 4, 5)
 
@@ -132,3 +135,67 @@ async def test_esc_asks_the_engine_to_stop(talk):
     talk.controller.comparisons.begin([])
     talk.controller.comparisons.stop()
     assert talk.client.sent[-1] == Stop()
+
+
+# ---- What a comparison compares: as it is written, completed and with one seed
+
+
+def test_each_mode_is_followed_by_its_parameters():
+    assert parse_variants([]) == []
+    parsed = parse_variants(["streaming", "budget=256", "R=8", "speculative", "first_full=no", "full"])
+    assert parsed == [
+        Variant("streaming", {"budget": 256, "R": 8}),
+        Variant("speculative", {"first_full": False}),
+        Variant("full"),
+    ]
+
+
+@pytest.mark.parametrize("line", ["budget=256", "full " * (MAX_VARIANTS + 1)])
+def test_what_makes_no_sense_is_refused(line):
+    with pytest.raises(UsageError):
+        parse_variants(line.split())
+
+
+def test_the_beginning_of_a_mode_stands_for_it():
+    assert [one.mode for one in parse_variants(["spec", "budget=256", "ful"])] == ["speculative", "full"]
+
+
+def test_at_least_two_different_variants():
+    full, speculative, sync = Variant("full"), Variant("speculative"), Variant("sync")
+    assert completed([], "full") == (full, speculative)
+    assert completed([], "sync") == (full, sync)
+    assert completed([sync], "full") == (full, sync)
+    assert completed([full], "sync") == (full, sync)
+    assert completed([sync, speculative], "full") == (sync, speculative)
+    for wrong in ([sync, sync], [Variant("frezee")], [sync, Variant("full", {"budget": 99})]):
+        with pytest.raises(UsageError):
+            completed(wrong, "full")
+
+
+def test_a_seed_is_drawn_where_none_is_given():
+    assert seeded(Sampling(seed=3)) == Sampling(seed=3)
+    assert seeded(Sampling()).seed is not None
+
+
+# ---- A comparison while it is made: what it says is being done, and when it is over
+
+
+def test_the_stage_follows_the_engine_until_the_result_is_there():
+    shown = RunningComparison("What?", "bundled", (Variant("full"), Variant("sync", {"budget": 128})), Sampling())
+    assert "waiting" in shown.stage
+    shown.read(1000, 2000)
+    assert "1,000 of 2,000" in shown.stage
+    shown.note(Comparing(1, "It is", 4))
+    assert not lacks(shown.stage, "sync budget=128", "4 tok")
+    shown.note(Comparing(1, "It is", 4, checked=3))
+    assert not lacks(shown.stage, "sync budget=128", "3 tok")
+    assert shown.progress[1].text == "It is"
+    assert not shown.is_over
+    runs = (Run("full", {}), Run("sync", {"budget": 128}))
+    shown.finish(Compared(runs, 2000))
+    assert shown.is_over
+    assert (shown.result.question, shown.result.prompt_tokens, shown.result.runs) == ("What?", 2000, runs)
+
+
+def test_an_error_ends_it_too():
+    assert RunningComparison("What?", "bundled", (), Sampling(), error="stopped").is_over

@@ -15,7 +15,7 @@ from kvchat import tui
 from kvchat.errors import UsageError
 from kvchat.tui.actions import ACTIONS, BY_ID, Scope, scopes_at
 from kvchat.tui.app import choices
-from kvchat.tui.rebinding import check_keys, describe_keys
+from kvchat.tui.rebinding import check_keys, describe_key, describe_keys, hint_key, is_key
 from kvchat.tui.screens.choosing import ConversationsScreen
 from kvchat.tui.screens.details import DetailsScreen
 from kvchat.tui.screens.help import HelpScreen, key_rows
@@ -201,3 +201,27 @@ def test_a_screens_key_may_be_one_of_another_screen():
         check_keys({"models.plan": "escape"})
     with pytest.raises(UsageError, match="types text"):
         check_keys({"conversations.delete": "d"})
+
+
+# ---- Names of keys
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "hint"),
+    [
+        ("f6", "F6", "F6"),
+        ("shift+f6", "Shift+F6", "Shift+F6"),
+        ("ctrl+p", "Ctrl+P", "^P"),
+        ("escape", "Esc", "esc"),
+        ("enter", "Enter", "⏎"),
+        ("ctrl+pageup", "Ctrl+PgUp", "^PgUp"),
+    ],
+)
+def test_names(key, name, hint):
+    assert describe_key(key) == name
+    assert hint_key(key) == hint
+
+
+@pytest.mark.parametrize(("key", "known"), [("f9", True), ("alt+x", True), ("f99", False), ("x+ctrl", False)])
+def test_known_keys(key, known):
+    assert is_key(key) is known

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from kvchat.conversations.conversation import Conversation
+from kvchat.errors import UsageError
 from kvchat.protocol.figures import Price, Snapshot, Stats
-from kvchat.protocol.messages import Finished, Sampling
-from kvchat.tui.prompt.arguments import describe
-from kvchat.tui.state import RECEIPT, SUMS, ChatState, describe_modes, describe_price, summarize
+from kvchat.protocol.messages import Finished, Sampling, Switched
+from kvchat.tui.prompt.arguments import change, describe, describe_sampling
+from kvchat.tui.state import RECEIPT, SETTLED_TOKENS, SUMS, ChatState, describe_modes, describe_price, summarize
 from kvchat.tui.widgets.bars import STATUS
+from kvchat.tui.widgets.messages import SwitchNote
 
 
 def state(mode: str = "full") -> ChatState:
@@ -103,3 +107,88 @@ def test_answers_are_summed():
     assert {len(line) for line in lines} == {28}
     assert lines[1].split() == ["generated", "2,010", "tok"]
     assert lines[5].split() == ["first", "token", "0.50", "s"]
+
+
+# ---- Sampling by name
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("temperature", "0", 0.0),
+        ("top_p", "0.5", 0.5),
+        ("min_p", "0.1", 0.1),
+        ("repetition_penalty", "1.5", 1.5),
+        ("top_k", "40", 40),
+        ("seed", "7", 7),
+        ("seed", "none", None),
+        ("stop", "\\n\\n", ("\n\n",)),
+        ("stop", "none", ()),
+        ("max_new_tokens", "20", 20),
+    ],
+)
+def test_values(key, text, value):
+    assert getattr(change(Sampling(seed=1), key, text), key) == value
+
+
+@pytest.mark.parametrize(
+    ("key", "text"), [("temperature", "-1"), ("temperature", "nan"), ("top_p", "0"), ("top_k", "1.5"), ("seed", "x")]
+)
+def test_refused_values_say_what_is_allowed(key, text):
+    with pytest.raises(UsageError, match=rf"{key}.*'{text}'.*number"):
+        change(Sampling(), key, text)
+
+
+def test_only_what_differs_is_described():
+    assert describe_sampling(Sampling()) == "defaults"
+    assert describe_sampling(Sampling(top_k=40, seed=3)) == "top_k 40 · seed 3"
+
+
+# ---- The line a live switch writes
+
+
+def note(speed: float | None = 41.0, **changes: object) -> SwitchNote:
+    return SwitchNote(Switched("full", "speculative", {}, 14203, 0, 0.0, **changes), speed)
+
+
+def test_the_second_figure_comes_after_64_tokens():
+    line = note()
+    assert str(line.content) == "full -> speculative · 14,203 tok · 41 tok/s"
+    line.count(1, now=10.0)
+    line.count(SETTLED_TOKENS - 1, now=11.0)
+    assert not line.settled
+    line.count(1, now=12.0)
+    assert str(line.content) == "full -> speculative · 14,203 tok · 41 -> 32 tok/s"
+
+
+def test_an_answer_that_ends_earlier_fills_it_in():
+    line = note()
+    line.close(now=5.0)
+    assert not line.settled
+    line.count(1, now=10.0)
+    line.count(29, now=10.5)
+    line.close(now=10.5)
+    assert "41 -> 58 tok/s" in str(line.content)
+
+
+def test_a_speed_after_it_alone_is_told_from_one_before_it():
+    line = note(None)
+    line.count(1, now=10.0)
+    line.count(29, now=10.5)
+    line.close(now=10.5)
+    assert str(line.content).endswith(" · then 58 tok/s")
+
+
+@pytest.mark.parametrize("tokens", [0, SETTLED_TOKENS])
+def test_too_few_tokens_or_too_little_time_tell_no_speed_and_those_of_the_next_answer_do_not_count(tokens):
+    line = note()
+    line.count(1, now=10.0)
+    line.count(tokens, now=10.00001)
+    line.close(now=10.00002)
+    line.count(SETTLED_TOKENS, now=20.0)
+    assert str(line.content) == str(note().content)
+
+
+def test_nothing_known_nothing_said_and_what_was_reduced_is():
+    assert str(note(None).content) == "full -> speculative · 14,203 tok"
+    assert "120 tok computed with less context" in str(note(reduced_tokens=120).content)

@@ -5,17 +5,22 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
-from kvchat.bench.frame import ModelChoice
+from kvchat.bench.frame import ModelChoice, parsed
 from kvchat.bench.paper import asr_kf_egr, lazy_pruning
+from kvchat.bench.paper.freekv import POOLED, AblatedParameters
 from kvchat.bench.paper.studies import STUDIES, chosen
 from kvchat.bench.paper.study import Lab, forced
+from kvchat.bench.paper.synckv import concordance, matching
 from kvchat.bench.plots import paper as draw
 from kvchat.bench.report import tables
 from kvchat.bench.walk import Walk
 from kvchat.cli.main import app
 from kvchat.errors import DoesNotFitError, UsageError
+from kvchat.kv.modes.sync_heads import Calibration
+from kvchat.kv.ops.selection import Candidates, top_pages
 from kvchat.models.load import load_model
 from kvchat.protocol.messages import Load
 
@@ -176,3 +181,94 @@ def test_bad_input_is_refused_before_anything_is_measured(arguments, message):
     ran = CliRunner().invoke(app, ["bench", "paper", *arguments])
     assert isinstance(ran.exception, UsageError | DoesNotFitError)
     assert message in str(ran.exception)
+
+
+# ---- Clusterings of heads are compared by who is together, not by how clusters are numbered
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "share"),
+    [([0, 0, 1, 1], [1, 1, 0, 0], 1.0), ([0, 0, 1, 1], [0, 1, 1, 1], 0.75), ([0, 0, 0, 1], [0, 1, 2, 2], 0.5)],
+)
+def test_heads_match_under_the_best_numbering(one, other, share):
+    assert matching(one, other) == share
+
+
+def paired(*pairs):
+    """One layer of four heads, of which those of a pair attend alike."""
+    alike = [[1.0 if {i, j} in [set(pair) for pair in pairs] or i == j else 0.1 for j in range(4)] for i in range(4)]
+    similarity = tuple(tuple(line) for line in alike)
+    return Calibration("revision", "text", 2, (similarity,), ((0.9, 0.1, 0.2, 0.8),))
+
+
+def test_figures_of_every_two_corpora():
+    same, other = paired((0, 1), (2, 3)), paired((0, 2), (1, 3))
+    found = dict(concordance({"a": same, "b": same, "c": other}, 2))
+    assert list(found) == ["N_r=2: a and b", "N_r=2: a and c", "N_r=2: b and c"]
+    assert found["N_r=2: a and b"]["same cluster"] == 1
+    assert found["N_r=2: a and c"]["same cluster"] == 0.5
+    assert found["N_r=2: a and b"]["same representatives, retrieval"] == 1
+
+
+# ---- FreeKV's ablations: what each pooling prefers, and that the layer below is asked where it is the source
+
+
+PROMPT = [token % 251 for token in range(7, 807)]
+# Two query heads; page 0 is beyond the candidates. Page 1 is strong in one head, page 2 fair in both, page 3 in the
+# other head only, where all logits are low.
+SCORES = torch.tensor([[[99.0, 6.0, 4.8, 1.0], [99.0, -9.0, -2.5, -2.0]]])
+
+
+@pytest.mark.parametrize(("pooling", "best"), [("MeanS", 1), ("MaxS", 1), ("MeanQK", 2), ("MaxQK", 1)])
+def test_each_pooling_chooses_by_its_own_rule(pooling, best):
+    candidates = Candidates.between(1, torch.tensor(3), 4)
+    pooled = POOLED[pooling](SCORES, candidates)
+    assert top_pages(pooled, candidates.masked, 1).tolist() == [[best]]
+
+
+def test_the_maximum_of_weights_ranks_a_page_by_its_best_head():
+    """Page 3 has half the weight of one head, page 2 a third of both: the mean prefers 2, the maximum 3."""
+    weights = torch.tensor([[[0.0, 0.5, 0.45, 0.05], [0.0, 0.01, 0.44, 0.55]]])
+    candidates = Candidates.between(1, torch.tensor(3), 4)
+    order = {
+        pooling: top_pages(POOLED[pooling](weights.log(), candidates), candidates.masked, 3).tolist()
+        for pooling in ("MeanS", "MaxS")
+    }
+    assert order == {"MeanS": [[2, 3, 1]], "MaxS": [[3, 1, 2]]}
+
+
+def attended(walk, parameters):
+    """The sets that three decoded tokens read."""
+    walk.begin(PROMPT, parameters)
+    found = []
+    for token in (9, 40, 77):
+        walk.step(token)
+        found.append(torch.stack([walk.attended(layer) for layer in range(walk.model.layers)]))
+    return torch.cat(found, -1)
+
+
+def test_what_is_not_replaced_is_speculative_mode(tiny_shape):
+    walk = Walk(tiny_shape)
+    budget = {"budget": 192, "tau": 0.8}
+    plain = attended(walk, parsed("speculative:budget=192,tau=0.8"))
+    assert torch.equal(attended(walk, AblatedParameters(**budget)), plain)
+    assert not torch.equal(attended(walk, AblatedParameters(**budget, pooling="MaxQK")), plain)
+
+
+def test_the_layer_below_is_asked_at_the_same_step(tiny_shape, monkeypatch):
+    """Every layer but the first is given the query that the layer below it had."""
+    from kvchat.kv.modes.freekv import FreeKV
+
+    given, begin = [], FreeKV.attention_begin
+    monkeypatch.setattr(
+        FreeKV,
+        "attention_begin",
+        lambda self, layer, query, key, spec: given.append(query.clone()) or begin(self, layer, query, key, spec),
+    )
+    walk = Walk(tiny_shape)
+    walk.begin(PROMPT, AblatedParameters(budget=192, tau=2, source="layer below"))
+    given.clear()
+    walk.step(9)
+    own = list(walk.queries)
+    assert torch.allclose(given[0].float(), own[0])
+    assert all(torch.allclose(asked.float(), below) for asked, below in zip(given[1:], own, strict=False))

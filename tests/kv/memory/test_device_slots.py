@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
+from kvchat.kv.memory.eight_bit_pool import FreeList
 
 CPU = torch.device("cpu")
 GEOMETRY = Geometry(3, 8, 4, 16, 8, torch.float32, page=8)
@@ -114,3 +117,23 @@ def test_the_mask_opens_what_the_table_names_and_counts_it():
         assert sorted(slots.table_of(0)[bias[:, 0] == 0].tolist()) == read
         assert int(slots.read_pairs) - before == len(read) * GEOMETRY.kv_heads
     assert torch.equal(slots.attended, slots.table)
+
+
+# ---- Indices of a pool: the lowest free ones first, as a set that grows would give them
+
+
+@given(steps=st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=30))
+def test_the_lowest_free_indices_are_taken_and_given_back(steps):
+    free, used = FreeList(3), {0, 1, 2}
+    for gives_back, number in steps:
+        if gives_back:
+            returned = sorted(used)[::2][:number]
+            free.give_back(returned)
+            used -= set(returned)
+            continue
+        lowest = free.lowest(number)
+        assert lowest == [index for index in range(100) if index not in used][:number]
+        longest = free.after(number)
+        free.take(lowest)
+        used |= set(lowest)
+        assert longest == free.after(0) > max(used, default=-1)

@@ -11,10 +11,11 @@ from support.memory_faults import NO_MEMORY, MemoryRunsOut
 from support.toy_model import toy
 
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.memory import available
+from kvchat.kv.memory import available, eight_bit_pages
+from kvchat.kv.memory.eight_bit_pages import dequantize, quantize
 from kvchat.kv.memory.eight_bit_pool import EightBitPool
 from kvchat.kv.memory.host_pool import HostPool, layer_bytes, pool_tokens
-from kvchat.kv.memory.pages import has_quantized
+from kvchat.kv.memory.pages import Pages, copied, full_precision_pages, has_quantized
 from kvchat.kv.state import KVState
 
 G = Geometry(layers=2, q_heads=4, kv_heads=2, d_k=24, d_v=16, dtype=torch.float32, page=8, unified=True)
@@ -145,3 +146,87 @@ def _with_a_fault(run: EightBitRun, place: int, work) -> None:
             work()
         else:  # the truncation was done; only its slots are filled later
             EightBitRun.truncate(run, run.kv.total)
+
+
+# ---- Copies of pages, exact and 8-bit ones in any order: each is found, and a beginning is that of all
+
+
+LAYERS = 2
+
+
+def mixed(quantized: list[bool], dequantized: set[int] = frozenset()) -> Pages:
+    """Pages whose elements are their number."""
+    of = {kind: torch.tensor([page for page, each in enumerate(quantized) if each is kind]) for kind in (False, True)}
+    full_precision, eight_bit = ([of[kind].to(dtype)[:, None].clone() for _ in range(LAYERS)] for kind, dtype in
+                      ((False, torch.float32), (True, torch.uint8)))  # fmt: skip
+    return Pages(quantized, full_precision, eight_bit, dequantized)
+
+
+def test_each_page_is_found_among_those_of_its_kind():
+    dice = random.Random(0)
+    for pages in range(9):
+        quantized = [dice.random() < 0.4 for _ in range(pages)]
+        kept = mixed(quantized)
+        for count in range(pages + 1):
+            begun = kept.beginning(count)
+            assert list(begun.quantized) == quantized[:count]
+            assert begun.nbytes == LAYERS * sum(1 if is_quantized else 4 for is_quantized in quantized[:count])
+            for page in range(count):
+                found = begun.stored(page)
+                assert [int(layer) for layer in found] == [page] * LAYERS
+                assert (found[0].dtype is torch.uint8) is quantized[page]
+
+
+def test_tokens_of_a_page_that_was_dequantized_stay_quantized():
+    kept = mixed([False, False, False], {1})
+    assert has_quantized(kept)
+    assert not has_quantized(kept.beginning(1))
+    assert has_quantized(mixed([False, True]))
+    assert full_precision_pages(mixed([False, True])) == 1
+
+
+def test_a_copy_has_memory_of_its_own():
+    layers = [torch.arange(8.0).view(4, 2) for _ in range(LAYERS)]
+    taken = copied(layers, [3, 1])
+    layers[0].zero_()
+    assert taken[0].tolist() == [[6, 7], [2, 3]]
+    assert copied(layers, [])[1].shape == (0, 2)
+
+
+# ---- 8-bit pages: how near they are, and what they take
+
+
+def geometry(dtype: torch.dtype = torch.float32) -> Geometry:
+    return Geometry(layers=2, q_heads=4, kv_heads=2, d_k=16, d_v=8, dtype=dtype, page=8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_number_is_off_by_half_a_code_at_most(dtype):
+    g = geometry(dtype)
+    pages = torch.randn(3, 2, g.page, g.d, generator=torch.Generator().manual_seed(0)).to(dtype)
+    pages[..., 0, :, 3] *= 100  # one channel of the keys is large in all tokens, and costs the others nothing
+    blocks = quantize(pages, g)
+    assert blocks.shape == (3, eight_bit_pages.block_bytes(g))
+    off = (dequantize(blocks, g) - pages).abs().float()
+    keys, values = pages.abs().float().unbind(-3)
+    scales = torch.stack(
+        (keys.amax(-2, keepdim=True).expand_as(keys), values.amax(-1, keepdim=True).expand_as(values)), -3
+    )
+    # In two bytes the scale and the product are rounded too.
+    slack = 1e-5 if dtype is torch.float32 else 2 * torch.finfo(dtype).eps * eight_bit_pages.LARGEST
+    assert (off <= scales / eight_bit_pages.LARGEST * (0.5 + slack)).all()
+
+
+def test_zeros_stay_zeros_and_rounding_twice_changes_nothing():
+    g = geometry()
+    assert not dequantize(quantize(torch.zeros(1, 2, g.page, g.d), g), g).any()
+    blocks = quantize(torch.randn(1, 2, g.page, g.d, generator=torch.Generator().manual_seed(1)), g)
+    once = dequantize(blocks, g)
+    assert torch.equal(dequantize(quantize(once, g), g), once)
+
+
+def test_bytes_are_half_of_bfloat16_and_the_scales():
+    g = geometry(torch.bfloat16)
+    exact = 2 * g.page * g.d * g.dtype.itemsize
+    assert eight_bit_pages.block_bytes(g) == exact // 2 + 2 * (g.d + g.page)
+    assert eight_bit_pages.page_bytes(g) == g.kv_heads * eight_bit_pages.block_bytes(g)

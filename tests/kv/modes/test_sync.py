@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.kv_run import Run
+from support.kv_run import REFERENCES, Run
+from support.reference import FullReference
 from support.sync_modes import FOUR, mode_of
 from support.toy_model import toy
 
 from kvchat.config.modes import parse
+from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.inspect import attended
 from kvchat.kv.manager import KVManager
 from kvchat.kv.modes import build
+from kvchat.kv.modes.sync_budget import paper_k
+from kvchat.kv.modes.sync_heads import Calibration, default_clusters, kmeans, roles
 
 CPU = torch.device("cpu")
 SMALL = {"budget": 80, "m": 5}
@@ -84,10 +88,10 @@ def test_followers_of_a_cluster_read_the_same_tokens_and_static_ones_stay():
     for _ in range(11):
         run.step()
     assert torch.equal(run.kv.mode.held[:, :, : run.kv.mode.static], static)
-    for layer, roles in enumerate(run.kv.mode.roles):
+    for layer, of_layer in enumerate(run.kv.mode.roles):
         seen = attended(run.kv.state, layer)
-        assert len(roles.followers) == 2
-        for head, group in zip(roles.followers, roles.follows, strict=True):
+        assert len(of_layer.followers) == 2
+        for head, group in zip(of_layer.followers, of_layer.follows, strict=True):
             expected = run.kv.mode.held[layer, group]
             assert bool(seen[head][expected[expected >= 0]].all())
 
@@ -154,3 +158,169 @@ def test_a_budget_above_what_is_stored_reads_everything(budget, rho):
     for _ in range(12):
         run.step()
         assert all(bool((attended(run.kv.state, layer) == 1).all()) for layer in range(3))
+
+
+# ---- Sync's budgets: the paper's shares of memory, what they leave a follower, and what is refused
+
+
+@pytest.mark.parametrize(
+    ("heads", "representatives", "mem", "share"),
+    [
+        (8, 2, 0.5, 0.333),
+        (8, 2, 0.3, 0.067),
+        (8, 3, 0.5, 0.2),
+        (4, 1, 0.5, 0.333),
+        (4, 1, 0.3, 0.067),
+        (8, 1, 0.3, 0.2),
+    ],
+)
+def test_the_papers_budgets(heads, representatives, mem, share):
+    assert paper_k(mem, 100_000, heads, representatives) / 100_000 == pytest.approx(share, abs=5e-4)
+
+
+@pytest.mark.parametrize(("mem", "heads", "representatives"), [(0.2, 8, 2), (0.25, 8, 2), (0.5, 4, 2)])
+def test_a_share_below_the_representatives_is_refused_with_the_floor(mem, heads, representatives):
+    floor = representatives / heads
+    with pytest.raises(DoesNotFitError, match=f"takes {floor:.0%} already.*over {floor:.2f}"):
+        paper_k(mem, 1000, heads, representatives)
+    with pytest.raises(DoesNotFitError, match=f"takes {floor:.0%} already"):
+        mode_of(heads, mem=mem, clusters=representatives)
+
+
+@pytest.mark.parametrize("mem", [0.4, 0.5, 0.7])
+@pytest.mark.parametrize("tokens", [2_000, 20_000])
+def test_mem_is_the_share_of_fulls_bytes_that_are_allocated(mem, tokens):
+    mode = mode_of(mem=mem)
+    full = (
+        build(parse("full", {}), mode.geometry, mode.traits)
+        .plan(tokens)
+        .device_bytes(build(parse("full", {}), mode.geometry, mode.traits).geometry)
+    )
+    # Rows of K and V; tables, which full has one of and sync one a head, come to 2 % at this head size.
+    assert mem - 0.05 < mode.plan(tokens).device_bytes(mode.geometry) / full < mem + 0.02
+
+
+def test_k_follows_from_the_budget_or_is_at_least_64():
+    assert mode_of(budget=400, m=5).k_of(4000) == 400 - 132
+    assert mode_of(mem=0.3).k_of(1500) == 64
+
+
+def test_a_turn_begins_with_k_by_its_tokens_not_by_the_room_there_is(monkeypatch):
+    """The room depends on the device (audit, 5)."""
+    monkeypatch.setitem(REFERENCES, "sync", FullReference)
+    for tokens in (900, 1000):
+        run = Run(toy(("plain", "plain"), **FOUR), "sync", mem=0.5)
+        run.kv.state.specs = list(run.toy.specs)
+        run.store_only(tokens)
+        assert run.kv.mode.k == run.kv.mode.k_of(tokens) > 64
+        run.kv._make_room(tokens + 500)
+        run.kv.refill()
+        assert run.kv.mode.k == run.kv.mode.k_of(tokens)
+
+
+@pytest.mark.parametrize(("heads", "mem"), [(8, 0.5), (4, 0.5), (2, 2 / 3), (3, 5 / 9)])
+def test_the_default_leaves_followers_a_third_of_the_tokens(heads, mem):
+    """Refused with 2 KV heads, as Qwen2.5-0.5B has, it was (audit, 7)."""
+    mode = mode_of(heads, clusters=max(1, heads // 4))
+    assert mode.mem == pytest.approx(mem)
+    assert paper_k(mode.mem, 300, heads, mode.clusters) == pytest.approx(100)
+
+
+@pytest.mark.parametrize("heads", [4, 8])
+def test_as_published_a_follower_holds_the_papers_k_without_sinks_of_its_own(heads):
+    mode = mode_of(heads, clusters=heads // 4, profile="paper")
+    assert mode.k_of(30_000) == int(paper_k(0.5, 30_000, heads, heads // 4)) == 10_000
+    assert (mode.sink, mode._dynamic_share(101)) == (0, 50)
+    assert mode.k_of(30_000) > mode_of(heads, clusters=heads // 4, mem=0.5).k_of(30_000)
+
+
+def test_as_published_half_of_two_heads_is_refused():
+    with pytest.raises(DoesNotFitError, match="takes 50% already"):
+        mode_of(2, clusters=1, profile="paper")
+    assert mode_of(2, clusters=1, profile="paper", mem=0.8).mem == 0.8
+
+
+@pytest.mark.parametrize(("rho", "k", "dynamic"), [(0.8, 100, 20), (0.5, 101, 50), (0.9, 70, 7), (0.0, 9, 5)])
+def test_the_dynamic_share_is_what_the_fraction_says(rho, k, dynamic):
+    """In floating point (1 - 0.8) * 100 is below 20 (audit, 8)."""
+    assert mode_of(rho=rho)._dynamic_share(k) == dynamic
+
+
+def test_a_budget_that_cannot_hold_the_recent_tokens_is_refused():
+    with pytest.raises(UsageError, match=r"budget = 64.*4 \+ 80"):
+        mode_of(budget=64, m=80)
+
+
+def test_a_small_budget_shortens_the_recent_tokens_that_were_not_asked_for():
+    mode = mode_of(budget=100)
+    assert (mode.window, mode.ring) == (44, 48)
+    assert mode.k_of(1000) == 52
+    assert mode_of(budget=512).window == 128
+
+
+# ---- Clusters of KV heads and who represents them
+
+
+def calibration(similarity, retrieval) -> Calibration:
+    return Calibration("r", "a text", 2, (similarity,), (retrieval,))
+
+
+# Heads 0, 3 and 5 are alike, and 1, 2 and 4; 3 and 2 lie in the middle of theirs.
+PAIRS = {(0, 3): 0.9, (3, 5): 0.9, (0, 5): 0.8, (1, 2): 0.85, (2, 4): 0.85, (1, 4): 0.7}
+SIMILARITY = tuple(tuple(1.0 if a == b else PAIRS.get((min(a, b), max(a, b)), 0.1) for b in range(6)) for a in range(6))
+RETRIEVAL = (0.1, 0.0, 0.2, 0.0, 0.6, 0.3)
+
+
+def test_the_best_retriever_of_each_cluster_represents_it():
+    (layer,) = roles(calibration(SIMILARITY, RETRIEVAL), 2, "retrieval")
+    assert layer.representatives == (5, 4)
+    assert dict(zip(layer.followers, layer.follows, strict=True)) == {0: 0, 1: 1, 2: 1, 3: 0}
+
+
+def test_the_papers_rule_takes_the_head_in_the_middle():
+    (layer,) = roles(calibration(SIMILARITY, RETRIEVAL), 2, "centroid")
+    assert layer.representatives == (3, 2)
+
+
+def test_one_cluster_has_one_representative_for_all():
+    (layer,) = roles(calibration(SIMILARITY, RETRIEVAL), 1, "retrieval")
+    assert layer.representatives == (4,)
+    assert layer.follows == (0,) * 5
+
+
+def test_as_many_clusters_as_heads_leave_no_follower():
+    (layer,) = roles(calibration(SIMILARITY, RETRIEVAL), 6, "retrieval")
+    assert sorted(layer.representatives) == list(range(6))
+    assert layer.followers == ()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_kmeans_finds_separate_clouds_and_numbers_them_by_their_first_member(seed):
+    centers = torch.tensor([[0.0, 0.0], [5.0, 5.0], [0.0, 9.0]], dtype=torch.float64)
+    noise = torch.randn(30, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    labels, found = kmeans(centers.repeat(10, 1) + 0.3 * noise, 3, seed)
+    assert labels.tolist() == [0, 1, 2] * 10
+    torch.testing.assert_close(found, centers, atol=0.5, rtol=0)
+
+
+def test_kmeans_gives_the_same_answer_twice():
+    points = torch.rand(16, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    assert torch.equal(kmeans(points, 4)[0], kmeans(points, 4)[0])
+
+
+@pytest.mark.parametrize("clusters", [1, 2, 5, 8])
+def test_no_cluster_is_empty_even_where_points_coincide(clusters):
+    points = torch.zeros(8, 3, dtype=torch.float64)
+    points[6:] = 1
+    labels, _ = kmeans(points, clusters)
+    assert labels.unique().tolist() == list(range(clusters))
+
+
+@pytest.mark.parametrize(("heads", "clusters"), [(1, 1), (2, 1), (4, 1), (8, 2), (32, 8)])
+def test_a_quarter_of_the_heads_represents(heads, clusters):
+    assert default_clusters(heads, "llama") == clusters
+
+
+def test_one_head_represents_in_qwen_as_in_the_paper():
+    """Qwen2.5-14B has 8 KV heads (audit, 7)."""
+    assert default_clusters(8, "qwen2") == default_clusters(2, "qwen2") == 1

@@ -10,8 +10,16 @@ from support.app_driver import finished, notes, press, prompt, texts, toasts, ty
 
 from kvchat.config.modes import registered
 from kvchat.errors import UsageError
-from kvchat.protocol.messages import Switch, Turn
-from kvchat.tui.commands.chat import code_blocks, pin, set_tokens, set_value, switch_mode
+from kvchat.protocol.messages import MAX_NEEDLE_TOKENS, Switch, Turn
+from kvchat.tui.commands.chat import (
+    MIN_NEEDLE_TOKENS,
+    code_blocks,
+    pin,
+    search_needle,
+    set_tokens,
+    set_value,
+    switch_mode,
+)
 from kvchat.tui.state import Phase
 from kvchat.tui.widgets.bars import ModeBar
 from kvchat.tui.widgets.messages import Note, Problem, SwitchNote
@@ -160,3 +168,12 @@ async def test_a_file_is_begun_with_by_command(running, tmp_path):
         path.write_text("of words")
         typed(app, f"/file {path}")
         await until(lambda: prompt(app).text == f'@"{path}" ')
+
+
+# ---- The arguments of /needle
+
+
+@pytest.mark.parametrize("length", ["many", "-3", str(MIN_NEEDLE_TOKENS - 1), str(MAX_NEEDLE_TOKENS + 1), "9" * 30])
+async def test_a_needle_needs_a_text(chat, length):
+    with pytest.raises(UsageError, match=f"{MIN_NEEDLE_TOKENS:,}.*{MAX_NEEDLE_TOKENS:,}"):
+        await search_needle(chat.controller, length)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from support.app_driver import drawn, opened, press
+from textual.widgets import Input, OptionList
 
 from kvchat.config.modes import registered
 from kvchat.tui.actions import ACTIONS, BY_ID
+from kvchat.tui.screens.base import SearchScreen
 from kvchat.tui.screens.help import HelpScreen, figure_rows, key_rows, mode_rows
 from kvchat.tui.themes import ANSI
 
@@ -41,3 +43,32 @@ async def test_help_is_shown_in_the_terminals_own_colors(running, config):
     async with running(replace(config, theme=ANSI), ready=False) as (app, _pilot, until):
         press(app, "f1")
         await until(lambda: opened(app, HelpScreen) and "Ctrl+J" in drawn(app))
+
+
+# ---- What the screens that search in a list share: their styles reach both
+
+
+async def test_the_field_is_a_line_and_the_list_lies_in_the_middle(running):
+    async with running() as (app, _pilot, until):
+        for key in ("ctrl+o", "f9"):
+            press(app, key)
+            await until(lambda: opened(app, SearchScreen))
+            field = app.screen.query_one(Input)
+            await until(lambda field=field: field.size.height == 1 and field.region.x > 2)
+            press(app, "escape")
+            await until(lambda: app.screen is app.chat)
+
+
+async def test_a_page_of_a_list_without_room_is_nowhere(running):
+    async with running() as (app, _pilot, until):
+        for key in ("ctrl+o", "f9", "ctrl+p"):
+            press(app, key)
+            await until(lambda: app.screen is not app.chat and app.screen.query(OptionList))
+            screen, options = app.screen, app.screen.query_one(OptionList)
+            options.styles.display = "none"
+            await until(lambda options=options: not options.size)
+            options.clear_options()
+            options.add_option("one")
+            options.highlighted = 0
+            press(app, "pagedown", "pageup", "escape")
+            await until(lambda screen=screen: app.screen is app.chat and not screen.is_attached)

@@ -9,9 +9,9 @@ from support.app_driver import finished, press, prompt, texts, typed
 from textual.widgets import Static
 
 from kvchat.config.modes import registered
-from kvchat.tui.widgets.bars import STATUS, KeyHints, StatusBar
+from kvchat.tui.widgets.bars import GLYPH, STATUS, STYLE, Badges, KeyHints, StatusBar, short
 from kvchat.tui.widgets.messages import Note
-from kvchat.tui.widgets.panels import DetailColumn, KvColumn, Rowed, Timeline
+from kvchat.tui.widgets.panels import EVENT_LENGTH, DetailColumn, KvColumn, Rowed, Timeline
 
 ALL = "figures-all"
 
@@ -164,3 +164,65 @@ async def test_a_row_under_the_mouse_explains_itself(running):
         await until(lambda: str(rows.tooltip).startswith("reads: stored tokens"))
         await pilot.hover(rows, offset=(3, 0))
         await until(lambda: rows.tooltip is None)
+
+
+# ---- Badges: always in the status bar, by glyph and words; with their reasons in the panels
+
+
+PAGEABLE = "pageable host memory: cudaHostRegister: out of memory (2)"
+EAGER = "no CUDA graph: RuntimeError: operation not permitted when stream is capturing"
+
+
+def test_without_room_they_are_counted_and_never_colored_only():
+    assert short((), 80).plain == ""
+    both = short((PAGEABLE, EAGER), 60)
+    assert both.plain == f" {GLYPH} pageable host memory · no CUDA graph "
+    assert short((PAGEABLE, EAGER), len(both)).plain == both.plain
+    assert short((PAGEABLE, EAGER), len(both) - 1).plain == f" {GLYPH} 2 "
+    assert [span.style for span in both.spans] == [STYLE]
+
+
+@pytest.mark.parametrize(
+    ("width", "words"), [(40, f"{GLYPH} 2"), (80, "memory · no CUDA graph"), (120, "memory · no CUDA graph")]
+)
+async def test_the_status_bar_shows_them_at_every_width_while_it_answers(running, monkeypatch, width, words):
+    monkeypatch.setenv("FAKE_BADGES", f"{PAGEABLE}|{EAGER}")
+    async with running(size=(width, 24)) as (app, _pilot, until):
+        bar = app.chat.query_one(StatusBar)
+        await until(lambda: words in bar.render().plain)
+        typed(app, "slow")
+        await until(lambda: "tok/s" in bar.render().plain and bar.size.width == width)
+        assert words in bar.render().plain
+        assert bar.render().plain.rstrip().endswith("%")
+        assert bar.render().cell_length <= width
+
+
+async def test_the_panels_tell_the_reasons(running, monkeypatch):
+    monkeypatch.setenv("FAKE_BADGES", f"{PAGEABLE}|{EAGER}")
+    async with running(size=(120, 40)) as (app, _pilot, until):
+        badges = app.chat.query_one(Badges)
+
+        def shown() -> str:
+            return " ".join("".join(strip.text for strip in badges.render_lines(badges.size.region)).split())
+
+        await until(lambda: badges.size.height > 2 and "out of memory (2)" in shown() and shown().count(GLYPH) == 2)
+
+
+async def test_without_badges_nothing_is_there(running):
+    async with running(size=(120, 40)) as (app, _pilot, until):
+        bar = app.chat.query_one(StatusBar)
+        await until(lambda: bar.snapshot and bar.render().plain.strip())
+        assert not app.chat.query_one(Badges).display
+        assert GLYPH not in bar.render().plain
+
+
+# ---- The log of events in the details' column
+
+
+async def test_an_event_of_any_length_is_a_line_of_the_log(running):
+    async with running(size=(200, 60)) as (app, _pilot, until):
+        log = app.chat.query_one("#events", Static)
+        app.chat.log_event("x" * 10**6)
+        app.chat.log_event("the next")
+        await until(lambda: "the next" in str(log.content))
+        assert len(str(log.content)) < EVENT_LENGTH + 1000

@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
+import pytest
+from support.message import lacks
 from textual.app import App, ComposeResult
 
+from kvchat.protocol.figures import Gpu
+from kvchat.protocol.messages import RECALL_EDGES_MS, Details, RecallBin
+from kvchat.tui.state import POINTS, GpuHistory, Moment
 from kvchat.tui.themes import RIBBON_DEFAULTS
+from kvchat.tui.widgets.charts import (
+    EXPOSED,
+    HIDDEN,
+    NONE,
+    UNREAD,
+    HeadMap,
+    arranged,
+    bar,
+    glyph,
+    label,
+    occupied,
+    rows,
+    spark,
+)
 from kvchat.tui.widgets.panels import MARK, MAX_POINTS, STORED, Point, Timeline, by_tokens, column
+from kvchat.units import BARS
 
 
 def test_a_column_shows_read_below_stored():
@@ -86,3 +108,102 @@ async def test_only_rows_that_are_others_are_drawn_again():
         timeline.add(512, 14300)
         await pilot.pause()
         assert drawn == [1], "that with the number of tokens stored"
+
+
+# ---- NVML's readings as lines of bars: each at its own scale, and a missing one is neither zero nor left out
+
+
+GiB = 2**30
+
+
+def test_each_reading_has_its_scale_and_its_present_value():
+    moments = [Moment(6 * GiB, 24 * GiB, 50, 100.0), Moment(12 * GiB, 24 * GiB, 100, None, GiB)]
+    lines = {name: (spark(values, top), value) for name, values, top, value in rows(moments)}
+    assert lines == {
+        "memory": (BARS[2] + BARS[4], "12.0 GiB / 24.0 GiB"),
+        "load": (BARS[4] + BARS[7], "100 %"),
+        "power": (BARS[7] + UNREAD, "n/a"),
+        "PCIe": (UNREAD + BARS[7], "1.0 GiB/s"),
+    }
+    assert rows([]) == ()
+    assert spark([0, 0, None], 0) == BARS[0] * 2 + UNREAD
+
+
+# ---- The history of NVML's readings: a moment a second, nothing where NVML is silent
+
+
+def test_a_moment_a_second_is_kept_and_the_oldest_go():
+    now = [0.0]
+    history = GpuHistory(lambda: now[0])
+    for step in range(20):
+        now[0] = step * 0.25
+        history.note(Gpu("H200", used=step), None)
+    assert [moment.used for moment in history.moments] == [0, 4, 8, 12, 16]
+    for step in range(2 * POINTS):
+        now[0] += 1
+        history.note(Gpu("H200", used=step), None)
+    assert len(history.moments) == POINTS
+    assert history.moments[-1].used == 2 * POINTS - 1
+
+
+def test_traffic_is_known_while_details_are_and_silence_is_no_moment():
+    now = [0.0]
+    history = GpuHistory(lambda: now[0])
+    history.note(None, Details(0, pcie_to_device=5))
+    history.note(Gpu("H200"), Details(0))
+    assert not history.moments
+    for at, details in enumerate((Details(0, pcie_to_device=5, pcie_to_host=2), Details(0, pcie_to_device=5), None)):
+        now[0] = at
+        history.note(Gpu("H200", power=90.0), details)
+    assert list(history.moments) == [Moment(power=90.0, pcie=7), Moment(power=90.0, pcie=5), Moment(power=90.0)]
+
+
+# ---- Recall by its time: bars as long as there are steps, divided by what of their time was hidden
+
+
+def test_a_bar_is_as_long_as_there_are_steps_and_divided_by_their_time():
+    drawn = [
+        "".join(text for text, _ in bar(one, 40, 20))
+        for one in (RecallBin(40, 3, 1), RecallBin(20, 0, 2), RecallBin(1, 1, 0), RecallBin())
+    ]
+    assert drawn == [HIDDEN * 15 + EXPOSED * 5, EXPOSED * 10 + " " * 10, HIDDEN + " " * 19, " " * 20]
+
+
+def test_only_the_times_that_occurred_are_shown():
+    bins = [RecallBin()] * (len(RECALL_EDGES_MS) + 1)
+    assert not occupied(bins)
+    bins[2] = bins[4] = RecallBin(3, 1, 1)
+    assert [label(place) for place in occupied(bins)] == ["0.2–0.5 ms", "0.5–1 ms", "1–2 ms"]
+    assert list(occupied(bins)) == [2, 3, 4]
+    assert (label(0), label(len(RECALL_EDGES_MS))) == ("< 0.1 ms", "≥ 50 ms")
+
+
+# ---- Layers and KV heads in as much room as there is: each has its cell, and each cell its share
+
+
+@pytest.mark.parametrize(("layers", "heads"), [(1, 1), (7, 3), (36, 8), (80, 8), (32, 32), (512, 512)])
+@pytest.mark.parametrize(("width", "height"), [(35, 8), (91, 4), (1, 1)])
+def test_every_layer_and_head_has_one_cell_and_all_cells_fit(layers, heads, width, height):
+    grid = arranged(layers, heads, width, height)
+    assert [layer for start, end in pairwise(grid.layers) for layer in range(start, end)] == list(range(layers))
+    assert [head for start, end in pairwise(grid.heads) for head in range(start, end)] == list(range(heads))
+    assert (len(grid.layers) - 1) * grid.column <= width
+    assert len(grid.heads) - 1 <= height
+    assert bool(grid.note) == (layers > width or heads > height)
+
+
+def test_a_cell_is_a_step_lower_for_half_of_it():
+    assert [glyph(share) for share in (0, 1e-9, 1 / 64, 0.25, 0.5, 1)] == [NONE, *(BARS[n] for n in (0, 1, 5, 6, 7))]
+
+
+def test_the_map_tells_rows_of_heads_the_extremes_and_the_figures_under_the_cursor():
+    shown, held = HeadMap(), HeadMap(holds=True)
+    assert "nothing stored" in shown.render().plain
+    for heads in (shown, held):
+        heads.set_reactive(HeadMap.details, Details(100, ((100, 25), (50, 0)), ((0, 0), (50, 7))))
+    assert shown.render().plain.split("\n") == ["0  ████▇▇▇▇", "1  ▆▆▆▆····", "0 to 100 of 100 tokens a head"]
+    assert held.render().plain.split("\n")[1] == "1  ····▄▄▄▄"
+    shown.set_reactive(HeadMap.cursor, (1, 0))
+    assert not lacks(shown.explanation, "Layer 1, KV head 0", "50 of 100 (50 %)", "50 in slots")
+    shown.set_reactive(HeadMap.cursor, (9, 9))
+    assert "Layer" not in shown.explanation, "no cell is under the cursor"
