@@ -10,7 +10,6 @@ from types import ModuleType
 
 import pytest
 import typer
-from typer.testing import CliRunner
 
 import kvchat
 from kvchat.cli.main import app
@@ -70,13 +69,11 @@ def test_every_mode_has_a_row(mode):
 @pytest.mark.parametrize("command", SHELL)
 def test_commands_and_their_flags_exist(command):
     words = shlex.split(command)[1:]
-    names, level = [], typer.main.get_command(app)
+    level = typer.main.get_command(app)
     while words and words[0] in getattr(level, "commands", {}):
-        names.append(words.pop(0))
-        level = level.commands[names[-1]]
+        level = level.commands[words.pop(0)]
     known = {option for parameter in level.params for option in parameter.opts}
     assert {word for word in words if word.startswith("-")} <= known
-    assert CliRunner().invoke(app, [*names, "--help"]).exit_code == 0
 
 
 @pytest.mark.slow("the bundled model answers and its heads are measured")

@@ -105,11 +105,6 @@ def test_a_closed_or_forgotten_answer_makes_room_for_the_next(session):
     assert [turn.content for turn in session._turns if turn.role == "user"] == ["One?", "Two?", "Three?"]
 
 
-def test_no_ids_are_refused(session):
-    with pytest.raises(UsageError):
-        session.prefill([])
-
-
 @pytest.mark.parametrize("token", [-1, 10**6, 2**70])
 def test_ids_and_layers_that_do_not_exist_are_refused(session, token):
     for use in (session.step, lambda it: session.prefill([5, it]), session.attended):
@@ -137,14 +132,6 @@ def test_sampling_of_wrong_types_is_refused(session, sampling):
 def test_numbers_given_as_text_are_numbers(session):
     events = list(session.answer(HELLO, Sampling(temperature=0, max_new_tokens="3")))
     assert events[-1].stats.generated_tokens == 3
-
-
-@pytest.mark.parametrize("mode", ["no such mode"])
-def test_an_unknown_mode_is_refused(session, mode):
-    with pytest.raises(UsageError):
-        session.switch(mode)
-    with pytest.raises(UsageError, match="mode"):
-        session.switch("full", mode="full", self=1)
 
 
 # ---- cancel
