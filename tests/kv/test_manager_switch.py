@@ -68,7 +68,7 @@ def assert_same_memory(one: KVManager, other: KVManager) -> None:
     assert len(alive) == len(one.state.slots) + len(other.state.slots)
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", MET)
 def test_switches_leave_no_device_byte_behind(row):
     mode, params = ROWS[row]
     run, fresh = (Run(toy(PLAIN, page=8), mode, **params) for _ in range(2))

@@ -121,7 +121,7 @@ def assert_pinned_is_read(run: Run) -> None:
     assert all(bool(attended(run.kv.state, layer)[:, :PREAMBLE].all()) for layer in (0, 1))
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", MET)
 def test_pinned_tokens_are_read_at_every_step(row):
     run = pinned_run(row)
     run.prefill(150)

@@ -108,7 +108,7 @@ def test_sets_and_outputs_are_the_references_at_heads_of_todays_models(row, head
     run.check()
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", MET)
 def test_windows_caps_and_learned_sinks_are_the_layers_own(row):
     run = Run.of_row(row, toy(MIXED, page=8))
     run.prefill(90, chunk=50)
