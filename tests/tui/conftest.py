@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from support import forked_engine, quick_stylesheets
+from support import quick_stylesheets, start_app
 from support.app_driver import prompt, wait_for
 from support.fake_view import FakeClient, FakeView
 from support.patience import PATIENCE_S
@@ -24,6 +25,7 @@ from kvchat.tui.state import AppConfig, Phase
 from kvchat.tui.widgets.composer import Prompt
 
 quick_stylesheets.install()
+FAKE_ENGINE = (sys.executable, str(start_app.FAKE_ENGINE))
 LOADED = Loaded("bundled", "llama", 43_000_000, "cpu", "float32", 16384, 8, 4, 32, 16384, "full", {})
 
 Condition = Callable[[], object]
@@ -32,12 +34,11 @@ Running = Callable[..., AbstractAsyncContextManager[tuple[KvchatApp, Pilot[None]
 
 
 @pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AppConfig:
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", forked_engine.start_forked)
+def config(tmp_path: Path) -> AppConfig:
     return AppConfig(
         log_file=tmp_path / "state" / "kvchat.log",
         history_file=tmp_path / "state" / "history",
-        engine_command=forked_engine.COMMAND,
+        engine_command=FAKE_ENGINE,
     )
 
 
