@@ -45,7 +45,7 @@ MOST = 4  # processes: each imports torch, and takes some 300 MB
 LOOK_S = 0.2
 LOWEST = 19  # priority
 IN_BFLOAT16 = "bfloat16"
-NOTE = "Loops for this processor are compiled meanwhile, once on this machine: answers get faster in about a minute."
+NOTE = "kvchat compiles loops for this processor in the background, once: answers get faster in about a minute."
 
 
 def begin(dtype: torch.dtype, first: Collection[str] = ()) -> None:
