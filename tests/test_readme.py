@@ -63,7 +63,8 @@ def test_links_lead_somewhere(path, target):
 
 @pytest.mark.parametrize("mode", registered())
 def test_every_mode_has_a_row(mode):
-    assert re.search(rf"^\| {mode} \|.*modes/{mode}\.py", TEXTS[FRONT], re.MULTILINE)
+    text, folder = (STRUCTURE, "comparison/") if registered()[mode].for_comparison else (FRONT, "")
+    assert re.search(rf"^\| {mode} \|.*modes/{folder}{mode}\.py", TEXTS[text], re.MULTILINE)
 
 
 @pytest.mark.parametrize("command", SHELL)

@@ -81,14 +81,15 @@ class Walk:
             )
 
     def enter(self, parameters: ModeParameters, prompt: Sequence[int] = ()) -> None:
-        """Enter a mode; sync is calibrated on the ``prompt`` where the model has no calibration.
+        """Enter a mode; one that needs it is calibrated on the ``prompt`` where the model has no calibration.
 
         Raises:
             KvchatError: as ``begin``.
         """
-        if parameters.name == "sync" and self._calibration is None:
-            self._calibration = calibration.on_prompt(self.model, prompt)
         mode = build(parameters, geometry_of(self.model), traits_of(self.model, self._calibration))
+        if mode.needs_calibration:
+            self._calibration = calibration.on_prompt(self.model, prompt)
+            mode = build(parameters, geometry_of(self.model), traits_of(self.model, self._calibration))
         with torch.inference_mode(), explained(self.runner.kv, f"entering the {mode.name} mode"):
             self.runner.kv.switch(mode)
         if mode.needs_calibration:

@@ -95,11 +95,13 @@ def plan(load: Load, context: int | None, as_json: bool) -> int:
 
 def list_modes(as_json: bool) -> None:
     """Print every mode on stdout, and on stderr what was left out."""
-    infos = [_info(parameters) for parameters in modes.registered().values()]
     if as_json:
-        echo(json.dumps(infos, indent=2))
+        echo(json.dumps([_info(parameters) for parameters in modes.registered().values()], indent=2))
     else:
-        echo("\n".join(_describe(info) for info in infos))
+        for group, members in modes.grouped().items():
+            if group:
+                echo(f"\n{group}: methods of other papers, which F6 passes by")
+            echo("\n".join(_describe(_info(parameters)) for parameters in members))
     for problem in modes.problems():
         note(problem)
 
@@ -110,6 +112,7 @@ def _info(parameters: type[ModeParameters]) -> dict[str, Any]:
     return {
         "name": parameters.name,
         "title": parameters.title,
+        "for_comparison": parameters.for_comparison,
         "params": [{"name": name, "default": defaults[name], "doc": fields[name].description or ""} for name in fields],
         "figures": dict(parameters.figures),
     }

@@ -27,6 +27,14 @@ MAX_COUNT = 10**12  # of tokens or steps: more than any conversation has, and su
 SHARED = frozenset({"budget", "pin_system"})
 GROUP = "kvchat.modes"
 SHARE = 2  # of the model's context at most one part in so many is pinned
+PAGE_FIGURES = {
+    "pages per head": "pages of 32 tokens that each KV head chooses, beside those it always reads",
+    "candidate pages": "stored pages that it chooses them from",
+}
+OBSERVED_FIGURES = {
+    "observed": "last tokens of the prompt by whose queries it was chosen what is kept",
+    "dropped": "tokens of the prompt that are not read until the next one, on average over the layers",
+}
 
 
 class ModeParameters(BaseModel):
@@ -35,7 +43,8 @@ class ModeParameters(BaseModel):
     ``implementation`` is ``package.module:Class`` of the mode itself; ``version`` is raised when the mode reads other
     tokens than before with the same parameters, so that results of before are known to be older. ``figures`` says what
     each figure means that the mode reports, by its label: in help, and in the panels where it is chosen. ``tradeoff``
-    says where the mode is proposed what is lost beside full mode. ``own`` names shared parameters that hold
+    says where the mode is proposed what is lost beside full mode. One that is ``for_comparison`` is entered by its name
+    alone: F6 passes it by, and nothing proposes it. ``own`` names shared parameters that hold
     in this mode only when they are given to it, each with what it costs there: whoever gives one is told.
     """
 
@@ -47,6 +56,7 @@ class ModeParameters(BaseModel):
     version: ClassVar[int] = 1
     figures: ClassVar[Mapping[str, str]] = {}
     tradeoff: ClassVar[str] = ""
+    for_comparison: ClassVar[bool] = False
     own: ClassVar[Mapping[str, str]] = {}
 
     @property
@@ -278,12 +288,124 @@ class SyncParameters(BudgetParameters, PaperParameters):
     """false keeps all K/V on the device, as much memory as full takes, and only masks it"""
 
 
+class ComparedParameters(BudgetParameters):
+    """Methods of other papers with a budget."""
+
+    for_comparison: ClassVar[bool] = True
+
+
+class QuestParameters(ComparedParameters):
+    name: ClassVar[str] = "quest"
+    title: ClassVar[str] = "pages by the bounds of their keys, chosen by each token's own query (Quest)"
+    implementation: ClassVar[str] = "kvchat.kv.modes.comparison.quest:Quest"
+    figures: ClassVar[Mapping[str, str]] = PAGE_FIGURES
+
+    whole_layers: int = Field(2, ge=0)
+    """first layers that read everything"""
+
+
+class ArkValeParameters(ComparedParameters):
+    name: ClassVar[str] = "arkvale"
+    title: ClassVar[str] = "pages by boxes around their keys, one set for a layer, evicted worst first (ArkVale)"
+    implementation: ClassVar[str] = "kvchat.kv.modes.comparison.arkvale:ArkVale"
+    figures: ClassVar[Mapping[str, str]] = PAGE_FIGURES
+
+
+class ShadowKVParameters(ComparedParameters):
+    name: ClassVar[str] = "shadowkv"
+    title: ClassVar[str] = "pages by their mean keys, beside outliers (ShadowKV without its compressed keys)"
+    implementation: ClassVar[str] = "kvchat.kv.modes.comparison.shadowkv:ShadowKV"
+    figures: ClassVar[Mapping[str, str]] = PAGE_FIGURES
+
+
+class RaaSParameters(ModeParameters):
+    name: ClassVar[str] = "raas"
+    title: ClassVar[str] = "the prompt, and the pages of the answer that mattered last (RaaS)"
+    implementation: ClassVar[str] = "kvchat.kv.modes.comparison.raas:RaaS"
+    for_comparison: ClassVar[bool] = True
+    figures: ClassVar[Mapping[str, str]] = {
+        "answer pages": "pages of 32 tokens, of those decoded since the prompt, that a token reads beside it",
+        "dropped pages": "that are not read any more until the next prompt",
+    }
+    own: ClassVar[Mapping[str, str]] = {
+        "budget": "here the budget is that of the answer alone, and the prompt is read whole beside it"
+    }
+
+    budget: int = Field(1024, ge=MIN_BUDGET)
+    """decoded tokens that a token attends to, in whole pages, beside the prompt; not shared with other modes"""
+
+
+class RazorParameters(ComparedParameters):
+    name: ClassVar[str] = "razor"
+    title: ClassVar[str] = "retrieval heads read everything, others sinks and a window (RazorAttention)"
+    implementation: ClassVar[str] = "kvchat.kv.modes.comparison.razor:Razor"
+    figures: ClassVar[Mapping[str, str]] = {
+        "retrieval heads": "KV heads that read everything",
+        "recent": "most recent tokens that each of the others reads, beside the first 4",
+    }
+
+    budget: int | None = Field(None, ge=MIN_BUDGET)
+    """tokens that a head attends to which is no retrieval head, or a fifth of a longer prompt (auto: context/32)"""
+    share: float = Field(0.15, gt=0, le=1)
+    """of all KV heads, those that read everything"""
+
+
+class SnapKVParameters(ComparedParameters):
+    name: ClassVar[str] = "snapkv"
+    title: ClassVar[str] = "what a prompt's last tokens attend to, chosen once a prompt (SnapKV)"
+    implementation: ClassVar[str] = "kvchat.kv.modes.comparison.snapkv:SnapKV"
+    figures: ClassVar[Mapping[str, str]] = OBSERVED_FIGURES
+
+    budget: int | None = Field(None, ge=MIN_BUDGET)
+    """tokens of the prompt that a KV head keeps, the window included; answers are kept (auto: context/32)"""
+    window: int = Field(32, ge=1, le=32)
+    """w, last tokens of a prompt, which choose and are kept"""
+
+
+class PyramidKVParameters(SnapKVParameters):
+    name: ClassVar[str] = "pyramidkv"
+    title: ClassVar[str] = "SnapKV with less from layer to layer (PyramidKV)"
+    implementation: ClassVar[str] = "kvchat.kv.modes.comparison.pyramidkv:PyramidKV"
+
+    beta: int = Field(20, ge=1)
+    """the last layer keeps a beta-th of the average, the first what makes up for it; 1 gives all the same"""
+
+
+class CakeParameters(SnapKVParameters):
+    name: ClassVar[str] = "cake"
+    title: ClassVar[str] = "SnapKV with a budget for each layer by how its attention spreads and moves (CAKE)"
+    implementation: ClassVar[str] = "kvchat.kv.modes.comparison.cake:Cake"
+
+    tau1: float = Field(1.0, gt=0, allow_inf_nan=False)
+    """the larger, the less it counts for a layer's budget that its attention is spread out"""
+    tau2: float = Field(1.0, gt=0, allow_inf_nan=False)
+    """the larger, the less it counts that its attention moves from query to query"""
+    gamma: float = Field(200.0, ge=0, allow_inf_nan=False)
+    """what the variance of a token's weights counts beside their mean"""
+
+
+class H2OParameters(ComparedParameters):
+    name: ClassVar[str] = "h2o"
+    title: ClassVar[str] = "tokens that got the most attention so far, and recent ones (H2O)"
+    implementation: ClassVar[str] = "kvchat.kv.modes.comparison.h2o:H2O"
+    figures: ClassVar[Mapping[str, str]] = OBSERVED_FIGURES
+
+
 BUILT_IN: tuple[type[ModeParameters], ...] = (
     FullParameters,
     FreezeParameters,
     StreamingParameters,
     SyncParameters,
     SpeculativeParameters,
+    QuestParameters,
+    ArkValeParameters,
+    ShadowKVParameters,
+    RaaSParameters,
+    RazorParameters,
+    SnapKVParameters,
+    PyramidKVParameters,
+    CakeParameters,
+    H2OParameters,
 )
 # Modes by what they are for; no room above names one.
 REFERENCE = FullParameters.name  # what reads everything, and others are compared with
@@ -292,7 +414,7 @@ HOLDS_LEAST = StreamingParameters.name
 
 
 def registered() -> Mapping[str, type[ModeParameters]]:
-    """Every mode's parameter class by name, in the order F6 visits them: built-in modes, then installed ones."""
+    """Every mode's parameter class by name: built-in modes, those for comparison last, then installed ones."""
     return _registry()[0]
 
 
@@ -302,8 +424,22 @@ def problems() -> tuple[str, ...]:
 
 
 def mode_names() -> list[str]:
-    """Names of all modes, in the order F6 visits them."""
-    return list(registered())
+    """Names of the modes that kvchat offers, in the order F6 visits them: all but those for comparison."""
+    return [name for name, cls in registered().items() if not cls.for_comparison]
+
+
+def grouped() -> dict[str, list[type[ModeParameters]]]:
+    """All modes by the title of their group, as lists show them; that of those that kvchat offers is empty."""
+    offered, compared = (
+        [cls for cls in registered().values() if cls.for_comparison is is_compared] for is_compared in (False, True)
+    )
+    return {"": offered, "for comparison": compared}
+
+
+def beside(mode: str, step: int = 1) -> str:
+    """The mode that F6 enters ``step`` modes after ``mode``; from one that it does not visit the first."""
+    names = mode_names()
+    return names[(names.index(mode) + step) % len(names)] if mode in names else names[0]
 
 
 def having(parameter: str) -> list[str]:

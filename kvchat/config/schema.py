@@ -16,7 +16,7 @@ from pydantic import (
     field_validator,
 )
 
-from kvchat.config.modes import Params, mode_names, registered
+from kvchat.config.modes import Params, registered
 from kvchat.config.validation_errors import advice, reason
 from kvchat.errors import UsageError, did_you_mean
 from kvchat.files import unmarked
@@ -98,7 +98,7 @@ class KvSettings(Section):
 
 
 def _kv_section() -> type[KvSettings]:
-    known: Any = Literal[tuple(mode_names())]
+    known: Any = Literal[tuple(registered())]
     mode = (known, Field(Load.mode, description="the KV mode a conversation starts in"))
     sections: dict[str, Any] = {
         name: (cls, Field(cls(), description=f"parameters of the {name} mode, whenever it is entered"))

@@ -27,6 +27,7 @@ from kvchat.kv.memory.pages import Pages, has_quantized
 from kvchat.kv.modes.base import Mode, Step
 from kvchat.kv.modes.recovery_levels import Level
 from kvchat.kv.prefill import Prefill, prefill_over
+from kvchat.kv.prompt_queries import Noted
 from kvchat.kv.state import KVState
 from kvchat.units import size
 
@@ -187,6 +188,7 @@ class KVManager:
     def rollback_prefill(self) -> None:
         """Undo a forward that raised: nothing of it is stored."""
         self._end_prefill()
+        self.state.prompt.truncate(self.total)
 
     def begin_reread(self, start: int) -> None:
         """Begin a forward of stored tokens from position ``start`` on, for what layers without K/V keep of them.
@@ -346,6 +348,7 @@ class KVManager:
         self, prefill: Prefill, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec
     ) -> Tensor:
         self.state.query[layer].copy_(query[:, -1])
+        self.state.prompt.note(layer, self.total, query)
         keys, values = prefill.extended(layer, key, value)
         self.mode.prefilled(layer, self.total, keys)
         keys, values = self.mode.context_policy.limited(layer, keys, values)
@@ -396,7 +399,7 @@ class KVManager:
 class Checkpoint:
     """Tokens ``start`` to ``total``: whole ``pages``, from that of ``start`` on.
 
-    ``control`` marks the chat's control tokens; ``pins``, ``query`` and ``after_step`` are the state's.
+    ``control`` marks the chat's control tokens; ``pins``, ``query``, ``prompt`` and ``after_step`` are the state's.
     """
 
     start: int
@@ -405,6 +408,7 @@ class Checkpoint:
     control: Tensor
     pins: tuple[int, ...]
     query: Tensor
+    prompt: Noted
     after_step: bool
 
 
@@ -419,7 +423,7 @@ def take_checkpoint(state: KVState, start: int) -> Checkpoint:
     _wait_for_device(state)
     pages = state.host.copied(start // state.geometry.page)
     control, query = state.control[start : state.total].clone(), state.query.clone()
-    return Checkpoint(start, state.total, pages, control, state.pins, query, state.after_step)
+    return Checkpoint(start, state.total, pages, control, state.pins, query, state.prompt.copied(), state.after_step)
 
 
 @torch.inference_mode()
@@ -435,6 +439,7 @@ def restore(state: KVState, checkpoint: Checkpoint) -> None:
     state.control[checkpoint.start :] = False
     state.control[checkpoint.start : checkpoint.total] = checkpoint.control
     state.query.copy_(checkpoint.query)
+    state.prompt.restore(checkpoint.prompt)
     state.after_step = checkpoint.after_step
 
 

@@ -14,6 +14,7 @@ from kvchat.kv.memory.eight_bit_pool import EightBitPool
 from kvchat.kv.memory.host_pool import CachedPrefix, HostPool
 from kvchat.kv.memory.pages import has_quantized
 from kvchat.kv.ops.choose import choose_ops
+from kvchat.kv.prompt_queries import PromptQueries
 from kvchat.kv.transfer import Transfer
 
 SEES_ALL = 2**40  # tokens, of a layer without a window
@@ -27,7 +28,7 @@ class KVState:
         slots: the device slots of the current mode; ``slots_of[layer]`` are those that hold a layer.
         capacity: tokens that what grows with the conversation has room for.
         position: 0-d int64 on the device, the position of the token being decoded; ``total`` between steps.
-        query: ``[layers, H_q, d_k]``, the last token's queries.
+        query: ``[layers, H_q, d_k]``, the last token's queries; ``prompt`` holds those of the last prompt's end.
         control: ``[reserved]`` bool, the chat's control tokens, which a mode should keep if it has the choice.
         pins: positions of the pinned messages' tokens, which every mode reads; ascending.
         specs: each layer's attention rule, None until it is known; of all layers at once, ``[layers]`` on the device,
@@ -45,6 +46,7 @@ class KVState:
         self.ops = choose_ops(g, self.host, device)
         self.transfer = Transfer(g, self.ops, device)
         self.query = torch.zeros((g.layers, g.q_heads, g.d_k), dtype=g.dtype, device=device)
+        self.prompt = PromptQueries(g, device)
         self.position = torch.zeros((), dtype=torch.int64, device=device)
         self.control = torch.zeros(self.host.reserved, dtype=torch.bool, device=device)
         self.pins: tuple[int, ...] = ()
@@ -124,6 +126,7 @@ class KVState:
         """Forget all but the first ``tokens``; the slots give up the others."""
         self.after_step = False  # first: where memory runs out below, tables still name what is gone
         self.host.truncate(tokens)
+        self.prompt.truncate(tokens)
         self.control[tokens:] = False
         for slots in self.slots:
             slots.truncate(tokens)

@@ -146,7 +146,7 @@ def parse_variants(words: Sequence[str]) -> list[Variant]:
         raise UsageError(
             f"{len(groups)} modes are too many.", f"At most {MAX_VARIANTS} are compared at once.", "Leave some out."
         )
-    known = modes.mode_names()
+    known = modes.registered()
     return [Variant(resolve(mode, known, "KV mode"), parse_assignments(words)) for mode, *words in groups]
 
 

@@ -232,10 +232,7 @@ class ChatController:
         Raises:
             UsageError: no model is loaded.
         """
-        names = modes.mode_names()
-        here = self.state.wanted or self.state.mode
-        index = names.index(here) + step if here in names else 0
-        self.switch(names[index % len(names)])
+        self.switch(modes.beside(self.state.wanted or self.state.mode, step))
 
     def set_parameter(self, name: str, value: int | float | bool | str) -> None:
         """Change a parameter of the current mode.

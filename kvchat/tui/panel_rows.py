@@ -5,7 +5,7 @@ A missing reading is drawn ``n/a``.
 
 from __future__ import annotations
 
-from kvchat.config.modes import REFERENCE, mode_names, registered
+from kvchat.config.modes import REFERENCE, beside, registered
 from kvchat.protocol.figures import RIBBON, Gpu, Params, Price, Snapshot
 from kvchat.tui.state import describe_price
 from kvchat.units import MISSING, count, figure, percent, size
@@ -110,8 +110,7 @@ def mode_rows(s: Snapshot) -> Rows:
 
 def price_rows(s: Snapshot) -> Rows:
     """The next mode, and what switching to it would move."""
-    modes = mode_names()
-    after = modes[(modes.index(s.mode) + 1) % len(modes)] if s.mode in modes else ""
+    after = beside(s.mode)
     price = next((price for price in s.prices if price.mode == after), None)
     return [("next mode", after), ("to switch", _moving(price))] if price else []
 

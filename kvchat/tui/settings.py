@@ -80,9 +80,14 @@ class SettingsEditor:
         return self._appearance.keys
 
     def settings(self) -> list[Setting]:
-        """All settings as they are now, in the order of the schema; at last the keys."""
+        """All settings as they are now, in the order of the schema; at last the keys.
+
+        Left out are those of modes for comparison, but for the current one's.
+        """
         rows = [
-            self._setting(key, info.description or "", expected(info), choices(info)) for key, info in sources.leaves()
+            self._setting(key, info.description or "", expected(info), choices(info))
+            for key, info in sources.leaves()
+            if not self._is_left_out(key)
         ]
         keys = [
             self._setting((KEYS, action.id), action.doc, "keys such as f9, ctrl+n or shift+f6, separated by commas", ())
@@ -144,6 +149,10 @@ class SettingsEditor:
             case ("ui", "theme"):
                 words = self._appearance.theme_names
         return Setting(key, _text(value), shown, self._origin(key, value), doc, takes, words, _is_live(key))
+
+    def _is_left_out(self, key: Key) -> bool:
+        mode = modes.registered().get(key[1]) if key[0] == "kv" else None
+        return mode is not None and mode.for_comparison and mode.name != self._chat.state.mode
 
     def _value(self, key: Key) -> Any:
         state = self._chat.state

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvchat.config import sources
-from kvchat.config.modes import asked_for, registered
+from kvchat.config.modes import asked_for, grouped, registered
 from kvchat.config.sources import Resolved
 from kvchat.conversations import attachments
 from kvchat.conversations.comparison import Comparison, label
@@ -285,10 +285,12 @@ def describe_modes(state: ChatState) -> str:
     """List all modes, a line each, with the price of entering them."""
     prices = {price.mode: describe_price(price) for price in state.snapshot.prices} if state.snapshot else {}
     lines = []
-    for mode in registered().values():
-        here = "●" if mode.name == state.mode else " "
-        price = f"   ({prices[mode.name]})" if mode.name in prices else ""
-        lines.append(f"{here} {mode.name:<12} {mode.title}{price}")
+    for group, modes in grouped().items():
+        lines += [f"  {group}:"] if group else []
+        for mode in modes:
+            here = "●" if mode.name == state.mode else " "
+            price = f"   ({prices[mode.name]})" if mode.name in prices else ""
+            lines.append(f"{here} {mode.name:<12} {mode.title}{price}")
     return "\n".join(lines)
 
 

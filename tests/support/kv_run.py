@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from support.comparison_reference import COMPARISON
+from support.comparison_reference import ROWS as ASKED
 from support.dense_attention import assert_near, dense
 from support.freeze_reference import FreezeReference
 from support.kv_steps import decode_step, forward, prefill
@@ -32,6 +34,7 @@ REFERENCES: dict[str, type[FullReference]] = {
     "streaming": StreamingReference,
     "sync": SyncReference,
     "speculative": SpeculativeReference,
+    **COMPARISON,
 }
 
 
@@ -53,6 +56,7 @@ class Run:
         self.keys = [torch.empty(g.kv_heads, 0, g.d_k, dtype=g.dtype) for _ in range(g.layers)]
         self.values = [torch.empty(g.kv_heads, 0, g.d_v, dtype=g.dtype) for _ in range(g.layers)]
         self.query = [torch.zeros(g.q_heads, g.d_k, dtype=g.dtype) for _ in range(g.layers)]
+        self.asked: list[dict[int, Tensor]] = [{} for _ in range(g.layers)]
         self.kv = KVManager(g, torch.device("cpu"), self.mode(mode, **params))
         self._refer()
 
@@ -116,6 +120,7 @@ class Run:
         self.pins = [position for position in self.pins if position < n]
         self.keys = [keys[:, :n] for keys in self.keys]
         self.values = [values[:, :n] for values in self.values]
+        self.asked = [{at: query for at, query in asked.items() if at < n} for asked in self.asked]
         self.reference.enter(len(self.ids))
 
     # ---- checks
@@ -148,6 +153,7 @@ class Run:
         where = f"{self.kv.mode.name}, layer {layer}, token {total - 1}"
         mask = self.reference.reads(layer, query)
         mask[:, self.pins] = True
+        mask[:, : self.kv.mode.pinned] = True
         if spec.window is not None:
             mask = mask & (torch.arange(total) > total - 1 - spec.window)
         seen = attended(self.kv.state, layer)
@@ -164,6 +170,7 @@ class Run:
         output = self.kv.attention(layer, q, k, v, spec)
         self._keep(layer, k, v)
         self.query[layer] = q[:, -1]
+        self._ask(layer, q, start)
         for i in {0, len(ids) // 2, len(ids) - 1}:
             positions = torch.arange(start + len(ids))
             mask = (positions <= start + i) & (positions > start + i - (spec.window or start + i + 1))
@@ -176,6 +183,12 @@ class Run:
     def _keep(self, layer: int, k: Tensor, v: Tensor) -> None:
         self.keys[layer] = torch.cat((self.keys[layer], k), 1)
         self.values[layer] = torch.cat((self.values[layer], v), 1)
+
+    def _ask(self, layer: int, q: Tensor, start: int) -> None:
+        """Note the queries of a prompt's last tokens, in a row; a decoded token ends it."""
+        before = self.asked[layer] if start - 1 in self.asked[layer] else {}
+        asked = before | {start + i: q[:, i] for i in range(q.shape[1])}
+        self.asked[layer] = {at: asked[at] for at in sorted(asked)[-ASKED:]}
 
     def _new_ids(self, n: int) -> list[int]:
         """Return unused ids, so that tokens written after a truncation differ from those before it."""

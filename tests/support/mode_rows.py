@@ -37,9 +37,25 @@ ROWS = {
     "freekv-blocks": ("speculative", {"budget": 90, "sink": 4, "window": 32, "index": "blocks", "query": "own"}),
     "freekv-bits": ("speculative", {"budget": 90, "sink": 4, "window": 32, "unit": "page", "query": "own"}),
 }
+# Methods of other papers; small enough that tokens are dropped, and that chosen ones are evicted.
+COMPARED = {
+    "quest": ("quest", {"budget": 64, "whole_layers": 0}),
+    "quest-behind-whole-layers": ("quest", {"budget": 70}),
+    "arkvale": ("arkvale", {"budget": 80}),
+    "shadowkv": ("shadowkv", {"budget": 80}),
+    "raas": ("raas", {"budget": 64}),
+    "raas-nine-pages": ("raas", {"budget": 72}),
+    "razor": ("razor", {"budget": 64}),
+    "snapkv": ("snapkv", {"budget": 70, "window": 20}),
+    "snapkv-paper": ("snapkv", {"budget": 64}),
+    "pyramidkv": ("pyramidkv", {"budget": 64, "window": 24, "beta": 7}),
+    "cake": ("cake", {"budget": 64, "window": 20, "tau1": 1.3, "tau2": 0.7}),
+    "h2o": ("h2o", {"budget": 64}),
+}
 # The first row of each mode and the unusual settings, for tests that need not run on all rows. The core has two rows
 # of each mode, one at an even place and one at an odd one, so that ``grids.thinned`` lets a mode meet every cell.
 FIRST = {mode: row for row, (mode, _) in reversed(ROWS.items())}
+ROWS |= COMPARED
 CORE = [
     *FIRST.values(),
     "full-resident",

@@ -20,13 +20,17 @@ from kvchat.kv.manager import KVManager
 
 
 class Conversation(Protocol):
-    """What a reference reads of the run that it belongs to: what is stored, and the last token's queries by layer."""
+    """What a reference reads of the run that it belongs to.
+
+    That is what is stored, the last token's queries by layer, and those ``asked`` at a prompt's end, by position.
+    """
 
     toy: Toy
     ids: list[int]
     pins: list[int]
     keys: list[Tensor]
     query: list[Tensor]
+    asked: list[dict[int, Tensor]]
     kv: KVManager
     exact: bool
 

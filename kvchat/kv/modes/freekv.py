@@ -76,6 +76,7 @@ class FreeKV(IndexedMode):
         "BLOCK": BLOCK,
         "BLOCK_SHARE": BLOCK_SHARE,
     }
+    parameters: SpeculativeParameters
     index: PageBounds | KeyCodes
 
     def __init__(
@@ -83,7 +84,7 @@ class FreeKV(IndexedMode):
     ) -> None:
         super().__init__(parameters, geometry, traits, system_tokens)
         budget = budget_of(parameters, traits.context)
-        self._share_out(budget, *self._split(budget))
+        self._share_out(budget, *self._split(budget), parameters.first_full)
         self.k = (self.budget - self.sink - self.window) // geometry.page
         self._pin_to_sinks()
         self.tau = self._tau()

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvchat.config.modes import SpeculativeParameters
+from kvchat.config.modes import BudgetParameters
 from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.geometry import PAGE, Geometry
 from kvchat.kv.memory.device_slots import DeviceSlots, Layout
@@ -166,10 +166,11 @@ class IndexedMode(Mode):
     constants: ClassVar = {"AUTO_BUDGET": AUTO_BUDGET, "WIDER": WIDER, "RECENT": RECENT, "PAGE": PAGE}
     recovery_levels = ("WR", "FR", "RR")
     widens = True
-    parameters: SpeculativeParameters
+    parameters: BudgetParameters
     index: PageIndex
+    first: int
 
-    def _share_out(self, budget: int, sink: int, window: int) -> None:
+    def _share_out(self, budget: int, sink: int, window: int, first_full: bool) -> None:
         """Take ``budget``, of which sinks and window have their parts.
 
         Raises:
@@ -184,7 +185,7 @@ class IndexedMode(Mode):
                 "Give a larger window.",
             )
         self.budget, self.sink, self.window = budget, sink, window
-        self.first = 1 if self.parameters.first_full else 0
+        self.first = 1 if first_full else 0
         if self.geometry.layers == self.first:
             raise DoesNotFitError(
                 "Speculative retrieval needs a second layer.", "The model has one.", "Set first_full=false."

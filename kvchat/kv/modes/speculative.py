@@ -62,6 +62,7 @@ class Speculative(IndexedMode):
     """Sinks, a window and k tokens per layer and KV head."""
 
     constants: ClassVar = {**IndexedMode.constants, "SINK": SINK, "QUARTER": QUARTER, "BITS": BITS}
+    parameters: SpeculativeParameters
     index: KeyCodes
 
     def __init__(
@@ -78,7 +79,7 @@ class Speculative(IndexedMode):
         self.bits = BITS.get(values["index"], 0)
         # What is near is chosen as well as what is far; an estimate of the query is less sure of it.
         window = values.get("window", p if self.query == "own" else max(p, budget // QUARTER))
-        self._share_out(budget, values["sink"], window)
+        self._share_out(budget, values["sink"], window, parameters.first_full)
         if not self.bits:
             raise UsageError(
                 "This index does not tell tokens apart.",

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from kvchat import thoughts
-from kvchat.config.modes import mode_names, registered
+from kvchat.config.modes import registered
 from kvchat.config.validation_errors import expected
 from kvchat.conversations import attachments, export
 from kvchat.conversations.conversation import Message
@@ -45,7 +45,7 @@ async def switch_mode(chat: ChatController, argument: str) -> None:
         chat.view.add_note(describe_modes(chat.state))
         return
     name, *assignments = split_words(argument)
-    mode = resolve(name, mode_names(), "KV mode")
+    mode = resolve(name, registered(), "KV mode")
     given = parse_assignments(assignments)
     names = registered()[mode].model_fields
     chat.switch(mode, {resolve(key, names, f"parameter of the {mode} mode"): given[key] for key in given})

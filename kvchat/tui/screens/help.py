@@ -60,13 +60,16 @@ class HelpScreen(ClosesOnce, ModalScreen[None]):
 
     def _sections(self) -> Iterator[Static]:
         color = Color.parse(self.app.theme_variables["accent"])
+        offered = [mode for mode in self._modes if not mode.for_comparison]
+        compared = [(mode.name, mode.title) for mode in self._modes if mode.for_comparison]
         first = [(describe_keys(BY_ID[id], self._keys).split(" / ")[0], words) for id, words in FIRST_KEYS.items()]
         sections = (
             ("To begin with", first),
             ("Keys", key_rows(self._keys)),
             ("Commands", [(action.line, action.doc) for action in COMMANDS.values()]),
-            ("KV modes", mode_rows(self._modes)),
-            ("What the figures mean", figure_rows(self._modes)),
+            ("KV modes", mode_rows(offered)),
+            ("Methods of other papers, for comparison: F6 passes them by", compared),
+            ("What the figures mean", figure_rows(offered)),
         )
         for title, rows in sections:
             yield Static(title, classes="title")

@@ -47,11 +47,11 @@ ROOMY = {"full": {}, "freeze": {"tau": 0.0, "budget": None}}
 
 def test_every_reference_has_a_row():
     assert {mode for mode, _ in ROWS.values()} == set(REFERENCES)
-    assert set(REFERENCES) == set(mode_names())
+    assert set(REFERENCES) == set(registered())
     assert set(MIXED) == set(KINDS)
 
 
-@pytest.mark.parametrize("mode", mode_names())
+@pytest.mark.parametrize("mode", registered())
 def test_every_figure_of_a_mode_is_explained(mode):
     """And nothing is explained that no row of the mode reports."""
     reported = set()

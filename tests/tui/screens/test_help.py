@@ -7,7 +7,7 @@ from dataclasses import replace
 from support.app_driver import drawn, opened, press
 from textual.widgets import Input, OptionList
 
-from kvchat.config.modes import registered
+from kvchat.config.modes import mode_names, registered
 from kvchat.tui.actions import ACTIONS, BY_ID
 from kvchat.tui.screens.base import SearchScreen
 from kvchat.tui.screens.help import HelpScreen, figure_rows, key_rows, mode_rows
@@ -15,8 +15,8 @@ from kvchat.tui.themes import ANSI
 
 
 def test_every_mode_is_listed_with_its_parameters():
-    names = [name for name, _ in mode_rows([*registered().values()])]
-    assert [name for name in names if not name.startswith(" ")] == list(registered())
+    names = [name for name, _ in mode_rows([registered()[mode] for mode in mode_names()])]
+    assert [name for name in names if not name.startswith(" ")] == mode_names()
     assert names[names.index("speculative") + 1 :] == [f"  {name}" for name in registered()["speculative"].model_fields]
 
 

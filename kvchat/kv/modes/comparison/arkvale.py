@@ -1,0 +1,80 @@
+"""arkvale: pages stay on the device until they are the worst of those there, and all that are there are read.
+
+Paper: ArkVale (NeurIPS 2024); rule and parameters as in the authors' program. A full page's digest is a box around its
+keys: its center c is half the sum of their element-wise maximum and minimum, its half-width r_d the mean of
+|c_d - k_d|. The score of a page is sum_d max(q_d (c + r)_d, q_d (c - r)_d), over all heads together: a layer has one
+choice. Two pages of sinks and the two newest are always there. After a prompt the best others by its last query are
+there too, as many as the budget holds. Each token makes the best half of so many resident, in place of the worst, and
+reads all that are resident.
+
+Departures:
+    * How the heads' scores are joined was not found in a readable source; here it is their sum.
+    * Half is that of the pages beside sinks and newest ones; the program takes half of the budget, less those.
+    * A page that leaves the newest ones is resident until it is the worst, as one that was recalled.
+    * The recall for a later layer by an earlier one's query (an option there, off) is left out.
+
+Shapes: tables ``[layers, H, k * p + 4 * p]``, digests ``[layers, H, page, 2 * d_k]``. Costs: as quest.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvchat.kv.modes.comparison.page_choice import PageChoice, best
+from kvchat.kv.modes.page_index import IndexedMode, PageBounds
+
+SINK_PAGES = 2
+NEWEST_PAGES = 2
+SHARE = 2  # of the resident pages one in so many is made resident at each token, at least
+
+
+class PageBoxes(PageBounds):
+    """Digests, stored as bounds are: ``[c + r | r - c]``."""
+
+    def summary(self, keys: Tensor, pages: int) -> Tensor:
+        # The last page may be partly filled: then nobody reads its row.
+        tiles = torch.nn.functional.pad(keys, (0, 0, 0, pages * self.geometry.page - keys.shape[1]))
+        tiles = tiles.reshape(len(keys), pages, self.geometry.page, -1).float()
+        center = (tiles.amax(2) + tiles.amin(2)) / 2
+        width = (center.unsqueeze(2) - tiles).abs().mean(2)
+        return torch.cat((center + width, width - center), -1).to(self.dtype)
+
+
+class ArkVale(PageChoice):
+    """Pages by the score of their boxes, one choice for all heads of a layer, evicted worst first."""
+
+    constants: ClassVar = {
+        **IndexedMode.constants,
+        "SINK_PAGES": SINK_PAGES,
+        "NEWEST_PAGES": NEWEST_PAGES,
+        "SHARE": SHARE,
+    }
+    sink_pages = SINK_PAGES
+    newest_pages = NEWEST_PAGES
+    index: PageBoxes
+
+    def _index(self, device: torch.device) -> PageBoxes:
+        return PageBoxes(self.geometry, device, self.first)
+
+    def fill(self, fresh: bool) -> None:
+        self.slots.pages.fill_(-1)  # what is resident after a prompt, its last query says alone
+        super().fill(fresh)
+
+    def scores(self, layer: int, query: Tensor, masked: Tensor) -> Tensor:
+        of_heads = self.index.scores(self.state.ops, layer, query, self.state.scaling(layer))
+        return of_heads.float().sum((0, 1)).masked_fill(masked, -torch.inf).expand(len(of_heads), -1)
+
+    def wanted(self, layer: int, scores: Tensor, resident: Tensor) -> Tensor:
+        k, none = resident.shape[1], scores.shape[-1]
+        # Pages are marked in one column more, which takes what is none.
+        marks = torch.nn.functional.pad(torch.zeros_like(scores), (0, 1))
+        is_held = marks.scatter(1, resident.masked_fill(resident < 0, none), 1.0)[:, :none].bool()
+        has_begun = self._position % self.geometry.page == 0
+        is_held |= (self._ends == self._last) & has_begun  # a page that has just left the newest ones
+        is_held |= (resident < 0).all(1, keepdim=True)  # after a prompt
+        top = best(scores, max(1, self.k // SHARE))
+        is_top = marks.scatter(1, top.masked_fill(top < 0, none), 1.0)[:, :none].bool()
+        return best(scores.masked_fill(is_top, torch.inf).masked_fill(~(is_held | is_top), -torch.inf), k)

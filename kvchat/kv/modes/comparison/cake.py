@@ -1,0 +1,67 @@
+"""cake: SnapKV with more for layers whose attention is spread out and moves, and for tokens whose weight varies.
+
+Paper: CAKE (ICLR 2025); formulas as in the authors' program, but for how it rounds. A [w, n] are the weights of the
+last w queries of a prompt over the n tokens before them. Of a layer, over all heads: H = -sum A ln A, V = the sum over
+tokens of the variance over queries, and its preference is H^(1/tau1) V^(1/tau2). Layers share (budget - w) tokens each
+by their preferences; none gets more than n, and what is left over goes to the others in equal parts. In a KV head the
+tokens of highest mean A + gamma var A are kept, averaged with neighbors (5 tokens) and over the group.
+
+Departures:
+    * Those of snapkv. So what is decoded is kept; there each layer keeps its number by the present query's weights.
+    * tau1 and tau2 are 1; the program has a pair for each of its models, 0.4 to 2.3.
+    * gamma is remembered to be 200 in the paper.
+    * With one query known variances are 0, and layers get equal parts.
+    * All budgets are dealt out at the end of the prompt; there layer by layer, which comes to the same.
+
+Shapes and costs: as snapkv.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvchat.config.modes import CakeParameters
+from kvchat.kv.geometry import Geometry
+from kvchat.kv.modes.base import ModelTraits
+from kvchat.kv.modes.comparison.kept import pooled
+from kvchat.kv.modes.comparison.snapkv import SnapKV
+
+TINY = 1e-10  # of a weight, so that it has a logarithm
+
+
+class Cake(SnapKV):
+    """SnapKV's window, other scores and a budget for each layer."""
+
+    constants: ClassVar = {**SnapKV.constants, "TINY": TINY}
+    parameters: CakeParameters
+
+    def __init__(
+        self, parameters: CakeParameters, geometry: Geometry, traits: ModelTraits, system_tokens: int = 0
+    ) -> None:
+        super().__init__(parameters, geometry, traits, system_tokens)
+        self.preferences = [0.0] * geometry.layers
+
+    def scores(self, layer: int, weights: Tensor) -> Tensor:
+        p = self.parameters
+        varies = weights.var(2) if weights.shape[2] > 1 else torch.zeros_like(weights[:, :, 0])
+        spread = -(weights * (weights + TINY).log()).sum()
+        self.preferences[layer] = float(spread.clamp(min=0) ** (1 / p.tau1) * varies.sum() ** (1 / p.tau2))
+        return pooled(weights.mean(2) + p.gamma * varies).mean(1)
+
+    def rooms(self, tokens: int) -> list[int]:
+        return shared_out((self.budget - self.window) * self.geometry.layers, self.preferences, tokens)
+
+
+def shared_out(total: int, preferences: Sequence[float], most: int) -> list[int]:
+    """``total`` in parts by ``preferences``, none larger than ``most``; what is left over in equal parts."""
+    whole = sum(preferences)
+    shares = [each / whole if whole else 1 / len(preferences) for each in preferences]
+    parts = [min(most, int(share * total)) for share in shares]
+    while (left := total - sum(parts)) > 0 and (open_ := [i for i, part in enumerate(parts) if part < most]):
+        for i in open_[:left]:
+            parts[i] += 1
+    return parts

@@ -1,0 +1,101 @@
+"""h2o: the tokens that got the most attention so far, and the most recent ones.
+
+Paper: H2O (arXiv 2306.14048). Each KV head keeps a sum for every token: the weights that all queries gave it. It keeps
+the tokens of highest sum, half of the budget, and the most recent ones; with each decoded token the one of lowest sum
+among those that are no longer recent is dropped.
+
+Departures:
+    * Of a prompt the queries of its last tokens are summed up, 32 at most: the sums of all take as many weights as the
+      square of its length. (The paper's sums favor early tokens, which more queries see; these do not.)
+    * It is chosen anew at every prompt, from everything stored; entered in the middle of an answer, by the last
+      token's query. The paper drops for good.
+    * A query's weight for a KV head is the highest of its group; the paper's models have groups of one.
+    * The budget is a number of tokens; the paper's is a tenth of the prompt for each half.
+    * The memory saved is not saved (``kept``).
+
+Shapes: tables and sums ``[layers, H, n]``. Costs: as snapkv, and in each layer of a step the weights of all slots.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvchat.config.modes import H2OParameters
+from kvchat.kv.attention import AttentionSpec, Weights
+from kvchat.kv.geometry import Geometry
+from kvchat.kv.memory.device_slots import EMPTY
+from kvchat.kv.modes.base import AUTO_BUDGET, ModelTraits, Plan, Step, budget_of
+from kvchat.kv.modes.comparison.kept import KeptMode, ObservedMode
+from kvchat.kv.prompt_queries import ROWS
+from kvchat.kv.state import KVState
+
+HALVES = 2  # the budget, for recent tokens and for others
+
+
+class H2O(ObservedMode):
+    """The tokens of highest sum, and as many recent ones."""
+
+    constants: ClassVar = {"AUTO_BUDGET": AUTO_BUDGET, "HALVES": HALVES, "ROWS": ROWS}
+
+    def __init__(
+        self, parameters: H2OParameters, geometry: Geometry, traits: ModelTraits, system_tokens: int = 0
+    ) -> None:
+        recent = budget_of(parameters, traits.context) // HALVES
+        super().__init__(parameters, geometry, traits, system_tokens, recent)
+        self.heavy = self.budget - recent
+
+    def plan(self, capacity: int) -> Plan:
+        (layout,) = super().plan(capacity).layouts
+        g = self.geometry
+        return Plan([layout], g.layers * g.kv_heads * layout.slots(g.page) * torch.float32.itemsize)
+
+    def attach(self, state: KVState) -> None:
+        super().attach(state)
+        self.sums = torch.zeros(self.slots.table.shape, device=state.device)
+
+    def graph_buffers(self) -> list[Tensor]:
+        return [*super().graph_buffers(), self.sums]
+
+    def fill(self, fresh: bool) -> None:
+        total, layers = self.state.total, range(self.geometry.layers)
+        self._grow()
+        self.sums.zero_()
+        for layer in layers if total else ():
+            self.sums[layer, :, :total] = self.weights(layer, total).amax(1).sum(1)
+        self.observed = len(self._asked(0)[0])
+        before = max(0, total - self.window)
+        self.dropped = [max(0, before - self.heavy)] * len(layers)
+        always = self._always(torch.arange(before, device=self.state.device))
+        self._scores = [sums.masked_fill(always, -1) for sums in self.sums[:, :, :before]]
+        KeptMode.fill(self, fresh)
+        self._scores = []
+
+    def prepare_step(self) -> Step:
+        self._grow()
+        return Step(exact=self.state.total < self.budget)
+
+    def attention_begin(self, layer: int, query: Tensor, key: Tensor, spec: AttentionSpec) -> bool:
+        table = self.slots.table_of(layer)
+        may_go = (table >= 0) & (table <= self.state.position - self.window) & ~self._always(table)
+        worst = self.sums[layer].masked_fill(~may_go, torch.inf).argmin(-1, keepdim=True)
+        over = may_go.sum(-1, keepdim=True) > self.heavy
+        table.scatter_(1, worst, table.gather(1, worst).masked_fill(over, EMPTY))
+        return True
+
+    def attention_end(self, layer: int, query: Tensor, weights: list[Weights], spec: AttentionSpec) -> None:
+        self.sums[layer] += weights[0].best()
+
+    def _asked(self, layer: int) -> tuple[range, Tensor]:
+        span, query = super()._asked(layer)
+        total = self.state.total
+        if span.stop == total:
+            return span, query
+        return range(total - 1, total), self.state.query[layer].unsqueeze(1)
+
+    def _grow(self) -> None:
+        """Have a sum for each slot."""
+        if (more := self.slots.n - self.sums.shape[2]) > 0:
+            self.sums = torch.nn.functional.pad(self.sums, (0, more))

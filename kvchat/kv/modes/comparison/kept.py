@@ -1,0 +1,150 @@
+"""The base of methods that keep some tokens of a prompt and drop the others until the next prompt.
+
+Every token has the slot of its position, and the table of each KV head names those that it keeps: what is dropped is
+not read and not copied, but has its place, so that the device memory is that of everything. So these modes compare
+what is read and how well it serves; the memory that a method would save they do not.
+
+``ObservedMode`` is for those that look at the queries of the prompt's last tokens. What was decoded is kept.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvchat.config.modes import BudgetParameters
+from kvchat.errors import UsageError
+from kvchat.kv.attention import AttentionSpec, attend, products
+from kvchat.kv.geometry import Geometry
+from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
+from kvchat.kv.modes.base import Mode, ModelTraits, ModeReport, Plan, Step, budget_of
+
+POOLED = 5  # neighboring tokens whose scores are averaged
+
+
+class KeptMode(Mode):
+    """A table per layer and KV head over slots for everything."""
+
+    def plan(self, capacity: int) -> Plan:
+        return Plan([Layout(0, self.geometry.layers, 0, capacity, shared=False)])
+
+    @property
+    def slots(self) -> DeviceSlots:
+        """Those of all layers; slot and position are the same."""
+        return self.state.slots[0]
+
+    def kept(self, layer: int) -> Tensor:
+        """The stored tokens that each head keeps, bool ``[H or 1, total]``, but for those read in any case."""
+        raise NotImplementedError
+
+    def _wanted_table(self, slots: DeviceSlots, recent: int) -> Tensor:
+        table = super()._wanted_table(slots, recent)
+        if not (total := self.state.total):
+            return table
+        always = self._always(torch.arange(total, device=table.device))
+        for layer in range(self.geometry.layers):
+            table[layer, :, :total].masked_fill_(~(self.kept(layer) | always), EMPTY)
+        return table
+
+    def _always(self, tokens: Tensor) -> Tensor:
+        """Which ``tokens`` (positions or EMPTY, of any shape) are read in any case: pinned ones."""
+        pinned = (tokens >= 0) & (tokens < self.sink)
+        return pinned | self._is_pinned(tokens) if self.pins else pinned
+
+
+class ObservedMode(KeptMode):
+    """The last ``window`` tokens of a prompt, and of those before them the best by their scores in each KV head."""
+
+    def __init__(
+        self, parameters: BudgetParameters, geometry: Geometry, traits: ModelTraits, system_tokens: int, window: int
+    ) -> None:
+        super().__init__(parameters, geometry, traits, system_tokens)
+        self.budget, self.window = budget_of(parameters, traits.context), window
+        if window >= self.budget:
+            raise UsageError(
+                f"The {self.name} budget is too small.",
+                f"budget = {self.budget} tokens is not more than window = {window}.",
+                "Give a larger budget, or a smaller window.",
+            )
+        self._pin_to_sinks()
+
+    def scores(self, layer: int, weights: Tensor) -> Tensor:
+        """The scores ``[H, n]`` of the n tokens before the window.
+
+        ``weights [H, G, w, n]`` (float32) are what the queries of the last w tokens of the prompt give them.
+        """
+        raise NotImplementedError
+
+    def rooms(self, tokens: int) -> list[int]:
+        """How many of so many ``tokens`` before the window each layer keeps, once all have their scores."""
+        return [self.budget - self.window] * self.geometry.layers
+
+    def fill(self, fresh: bool) -> None:
+        layers = range(self.geometry.layers)
+        self.observed = len(self._asked(0)[0])
+        before = max(0, self._asked(0)[0].stop - self.window)
+        self.dropped = [0] * len(layers)
+        if before > self.budget - self.window:
+            self._scores = [self.scores(layer, self.weights(layer, before)) for layer in layers]
+            self.dropped = [max(0, before - room) for room in self.rooms(before)]
+        super().fill(fresh)
+        self._scores = []
+
+    def kept(self, layer: int) -> Tensor:
+        heads, total = self.geometry.kv_heads, self.state.total
+        kept = torch.ones((heads, total), dtype=torch.bool, device=self.state.device)
+        if dropped := self.dropped[layer]:
+            scores = self._scores[layer]
+            before = scores.shape[1]
+            kept[:, :before] = False
+            kept.scatter_(1, scores.topk(before - dropped, -1).indices, True)
+        return kept
+
+    def weights(self, layer: int, tokens: int) -> Tensor:
+        """What the prompt's last queries give its first ``tokens``, float32 ``[H, G, w, tokens]``: a softmax of all."""
+        g, (span, query) = self.geometry, self._asked(layer)
+        spec = self.state.specs[layer] or AttentionSpec(self.state.scaling(layer))
+        keys = self.state.host.dense(layer, span.stop)[0].float()
+        bias = self._bias(span, spec.window, keys.device)
+        bias = bias.repeat(g.group, 1)  # a group's queries are rows of one matrix
+        grouped = query.float().reshape(g.kv_heads, -1, g.d_k)
+        sinks = None if spec.sinks is None else spec.sinks.view(g.kv_heads, -1).repeat_interleave(len(span), 1)
+        rows = []
+        for head in range(g.kv_heads):  # one at a time: they are many numbers
+            one = slice(head, head + 1)
+            held = products(keys[one], keys[one, :, :0])  # of the values none
+            weights = attend(grouped[one], held, bias, spec, None if sinks is None else sinks[one])[1]
+            rows.append(weights[..., :tokens].reshape(1, g.group, len(span), -1))
+        return torch.cat(rows)
+
+    def prepare_step(self) -> Step:
+        return Step(exact=not any(self.dropped))
+
+    def report(self) -> ModeReport:
+        chosen = {"budget": self.budget, "window": self.window}
+        stats = {"observed": self.observed, "dropped": round(sum(self.dropped) / len(self.dropped))}
+        return ModeReport(self.parameters.model_dump() | chosen, stats)
+
+    def _asked(self, layer: int) -> tuple[range, Tensor]:
+        """The positions and the queries ``[H_q, w, d_k]`` of the prompt's end; the last token's where none is known."""
+        span, query = self.state.prompt.of(layer, self.window)
+        if span:
+            return span, query
+        total = self.state.total
+        return range(max(0, total - 1), total), self.state.query[layer].unsqueeze(1)[:, : min(1, total)]
+
+    @staticmethod
+    def _bias(span: range, window: int | None, device: torch.device) -> Tensor:
+        """The additive mask ``[w, tokens]`` of the queries at the positions ``span``."""
+        queries = torch.arange(span.start, span.stop, device=device)[:, None]
+        tokens = torch.arange(span.stop, device=device)
+        masked = tokens > queries
+        if window is not None:
+            masked |= tokens <= queries - window
+        return torch.zeros(masked.shape, device=device).masked_fill_(masked, float("-inf"))
+
+
+def pooled(scores: Tensor) -> Tensor:
+    """``scores [..., n]``, each the average of itself and its neighbors; beyond the ends there are zeros."""
+    shape = scores.shape
+    return torch.nn.functional.avg_pool1d(scores.reshape(-1, 1, shape[-1]), POOLED, 1, POOLED // 2).view(shape)

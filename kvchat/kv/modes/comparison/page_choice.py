@@ -1,0 +1,111 @@
+"""The base of methods that choose pages with each token's own query: sinks, the newest pages, and k others.
+
+The newest pages lie in a ring and are read as whole pages, the last one as far as it is filled; what leaves them is a
+candidate at once. In a layer with a sliding window pages beyond it are no candidates.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvchat.config.modes import BudgetParameters
+from kvchat.kv.attention import AttentionSpec
+from kvchat.kv.geometry import Geometry
+from kvchat.kv.memory.device_slots import EMPTY, Layout
+from kvchat.kv.modes.base import ModelTraits, ModeReport, Plan, Step, budget_of, refuse_small_budget
+from kvchat.kv.modes.page_index import IndexedMode
+from kvchat.kv.ops.selection import assign_slots
+
+
+def best(scores: Tensor, k: int) -> Tensor:
+    """The ``k`` pages of highest ``scores [H, page]``, EMPTY where all others have -inf: int64 ``[H, k]``."""
+    values, chosen = scores.topk(min(k, scores.shape[-1]), -1)
+    chosen = chosen.masked_fill(values == -torch.inf, EMPTY)
+    return torch.nn.functional.pad(chosen, (0, k - chosen.shape[-1]), value=EMPTY)
+
+
+class PageChoice(IndexedMode):
+    """``sink_pages`` and ``newest_pages`` are always read, ``whole_layers`` layers before the others in full."""
+
+    sink_pages: int = 0
+    newest_pages: int = 1
+    whole_layers: int = 0
+
+    def __init__(
+        self, parameters: BudgetParameters, geometry: Geometry, traits: ModelTraits, system_tokens: int = 0
+    ) -> None:
+        super().__init__(parameters, geometry, traits, system_tokens)
+        page = geometry.page
+        self.budget = budget_of(parameters, traits.context)
+        self.sink, self.window = self.sink_pages * page, self.newest_pages * page
+        refuse_small_budget(self.name, self.budget, self.sink, self.window)
+        self.k = (self.budget - self.sink - self.window) // page
+        self.first = min(self.whole_layers, geometry.layers - 1)
+        self._pin_to_sinks()
+
+    def scores(self, layer: int, query: Tensor, masked: Tensor) -> Tensor:
+        """The pages' scores ``[H, page]`` for ``query [H_q, d_k]``; -inf for those ``masked [page]``."""
+        raise NotImplementedError
+
+    def wanted(self, layer: int, scores: Tensor, resident: Tensor) -> Tensor:
+        """The pages ``[H, k]`` to read, where ``resident [H, k]`` are on the device."""
+        return best(scores, resident.shape[1])
+
+    def plan(self, capacity: int) -> Plan:
+        g = self.geometry
+        window = min(self.window, max(capacity, g.page))
+        pages, sink = min(self.k, g.pages(capacity)), min(self.sink, capacity)
+        rest = Layout(self.first, g.layers, sink, window, pages, shared=False, pinned=len(self.pins))
+        return self._planned(rest, capacity)
+
+    def fill(self, fresh: bool) -> None:
+        super().fill(fresh)
+        self._begin(self.state.position)
+        for layer in range(self.first, self.geometry.layers):
+            self._choose(layer, self.state.query[layer])
+
+    def prepare_step(self) -> Step:
+        super().prepare_step()
+        self.index.follow(self.state.host)
+        return Step(exact=self._candidates() <= self.k)
+
+    def forward_begin(self, position: Tensor) -> None:
+        super().forward_begin(position)
+        self._begin(position)
+
+    def attention_begin(self, layer: int, query: Tensor, key: Tensor, spec: AttentionSpec) -> bool:
+        if layer >= self.first:
+            self._choose(layer, query)
+        return False
+
+    def report(self) -> ModeReport:
+        stats = {"pages per head": self.k, "candidate pages": self._candidates()}
+        return ModeReport(self.parameters.model_dump() | {"budget": self.budget}, stats)
+
+    def _candidates(self) -> int:
+        """Full pages between the sinks and the newest ones, for the next token."""
+        page = self.geometry.page
+        return max(0, self.state.total // page - (self.newest_pages - 1) - self.sink // page)
+
+    def _begin(self, position: Tensor) -> None:
+        """Note what the token at ``position`` (0-d) may choose; of the ring it reads the newest pages alone."""
+        page = self.geometry.page
+        newest = torch.div(position, page, rounding_mode="floor") - (self.newest_pages - 1)
+        self._position, self._last = position, newest * page - 1
+        pages = torch.arange(self.index.pages, device=position.device)
+        self._closed = (pages < self.sink // page) | (pages >= newest)
+        self._ends = (pages + 1) * page - 1
+        ring = self.slots.table[..., self.slots.ring :]
+        ring.masked_fill_(ring <= self._last, EMPTY)
+
+    def _choose(self, layer: int, query: Tensor) -> None:
+        """Recall the pages that ``query [H_q, d_k]`` chooses, and let the layer's attention read them."""
+        resident = self.slots.pages_of(layer)
+        if not resident.shape[1]:
+            return
+        masked = self._closed | (self._ends <= self._position - self.state.sight[layer])
+        placed = assign_slots(self.wanted(layer, self.scores(layer, query, masked), resident), resident)
+        self.state.transfer.load_pages(self.slots, layer, placed, resident)
+        at = layer - self.first
+        self._open_pages(self.slots, slice(at, at + 1), self._last)

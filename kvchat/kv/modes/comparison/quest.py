@@ -1,0 +1,46 @@
+"""quest: the pages of highest bound for each token's own query, behind two layers that are read in full.
+
+Paper: Quest (arXiv 2406.10774); rule and parameters as in the authors' program. Of every full page the element-wise
+maximum M and minimum m of its keys are kept; a query q gives it the score sum_d max(q_d M_d, q_d m_d), an upper bound
+of the logits in it. A token reads the page that is being filled and the budget / page - 1 others of highest score.
+
+Departures:
+    * Pages have 32 tokens (the paper: 16), and the two layers are one where a model has two.
+    * A KV head reads the pages of its group's highest score (FreeKV's adaption); the paper chooses by query head.
+    * The page being filled is always read, as in the authors' kernels; their evaluation lets it compete.
+    * No three pages are read where the budget has fewer.
+    * What is not read lies in the host pool; the paper keeps everything on the device.
+
+Shapes: tables ``[layers, H, k * p + p]``, bounds ``[layers, H, page, 2 * d_k]``. Costs: a token scores all pages, and
+waits in each layer for those that were not read by the token before.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvchat.config.modes import QuestParameters
+from kvchat.kv.geometry import Geometry
+from kvchat.kv.modes.base import ModelTraits
+from kvchat.kv.modes.comparison.page_choice import PageChoice
+from kvchat.kv.modes.page_index import PageBounds
+
+
+class Quest(PageChoice):
+    """Pages by Quest's bound."""
+
+    index: PageBounds
+
+    def __init__(
+        self, parameters: QuestParameters, geometry: Geometry, traits: ModelTraits, system_tokens: int = 0
+    ) -> None:
+        self.whole_layers = parameters.whole_layers
+        super().__init__(parameters, geometry, traits, system_tokens)
+
+    def _index(self, device: torch.device) -> PageBounds:
+        return PageBounds(self.geometry, device, self.first)
+
+    def scores(self, layer: int, query: Tensor, masked: Tensor) -> Tensor:
+        bounds = self.index.scores(self.state.ops, layer, query, self.state.scaling(layer))
+        return bounds.amax(1).masked_fill(masked, -torch.inf)

@@ -1,0 +1,117 @@
+"""raas: pages of the answer are read until they were unimportant for the longest time.
+
+Paper: RaaS (arXiv 2502.11147), as remembered from it and its reviews. All tokens of the prompt are kept. Of the decoded
+ones pages are kept, each with the step at which it last mattered: at every step the upper half of the kept pages by
+Quest's bound (see quest) gets the time of now. Where a new page begins and there are more than the budget, the one
+whose time is oldest is dropped for good.
+
+Departures:
+    * The budget counts the pages of the answer alone, and the prompt is read whole whatever its length. (The paper
+      reads long prompts by Quest's rule.) What a turn begins with is prompt: at the next one everything is read again.
+    * Half is the paper's r = 50 %; its other rule, a threshold for the estimated weight, is left out.
+    * Pages have 32 tokens (the paper: 16). The page that a prompt ends in belongs to it; the page being filled always
+      matters. Of pages with the same time the oldest page is dropped.
+    * A KV head has one choice, by its group's highest score (FreeKV's adaption).
+    * The memory saved is not saved (``kept``).
+
+Shapes: tables ``[layers, H, n]``, bounds ``[layers, H, page, 2 * d_k]``, times ``[layers, H, page]``.
+Costs: a step scores all pages; it reads as many slots as in full mode, some of them masked.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvchat.config.modes import RaaSParameters
+from kvchat.kv.attention import AttentionSpec
+from kvchat.kv.geometry import PAGE, Geometry
+from kvchat.kv.memory.device_slots import EMPTY
+from kvchat.kv.modes.base import ModelTraits, ModeReport, Plan, Step
+from kvchat.kv.modes.comparison.kept import KeptMode
+from kvchat.kv.modes.page_index import PageBounds
+from kvchat.kv.state import KVState
+
+NEVER = 2**62  # later than any step
+HALVES = 2  # of the pages' ranks, the upper one matters
+
+
+class RaaS(KeptMode):
+    """The prompt, and the pages of the answer that mattered last."""
+
+    constants: ClassVar = {"HALVES": HALVES, "PAGE": PAGE, "NEVER": NEVER}
+
+    def __init__(
+        self, parameters: RaaSParameters, geometry: Geometry, traits: ModelTraits, system_tokens: int = 0
+    ) -> None:
+        super().__init__(parameters, geometry, traits, system_tokens)
+        self.pages = max(1, parameters.budget // geometry.page)
+        self.first = 0
+
+    def plan(self, capacity: int) -> Plan:
+        plan, g = super().plan(capacity), self.geometry
+        bounds = PageBounds(g, torch.device("meta")).page_bytes
+        times = g.layers * g.kv_heads * torch.int64.itemsize
+        return Plan(plan.layouts, g.pages(capacity) * (bounds + times) + torch.int64.itemsize)
+
+    def attach(self, state: KVState) -> None:
+        super().attach(state)
+        self.index = PageBounds(self.geometry, state.device)
+        self.times = torch.zeros((*self.index.data.shape[:3],), dtype=torch.int64, device=state.device)
+        self.first_decoded = torch.zeros((), dtype=torch.int64, device=state.device)
+
+    def graph_buffers(self) -> list[Tensor]:
+        return [*super().graph_buffers(), self.index.data, self.times, self.first_decoded]
+
+    def kept(self, layer: int) -> Tensor:
+        return torch.ones((1, self.state.total), dtype=torch.bool, device=self.state.device)
+
+    def prefilled(self, layer: int, start: int, keys: Tensor) -> None:
+        self.index.compute(layer, start, keys)
+
+    def fill(self, fresh: bool) -> None:
+        super().fill(fresh)
+        self.first = self.geometry.pages(self.state.total)
+        self.first_decoded.fill_(self.first)
+        self.index.refresh(self.state.host)
+        self._grow()
+        self.times.zero_()
+
+    def prepare_step(self) -> Step:
+        self.index.follow(self.state.host)
+        self._grow()
+        return Step(exact=self._decoded() <= self.pages)
+
+    def attention_begin(self, layer: int, query: Tensor, key: Tensor, spec: AttentionSpec) -> bool:
+        g, times, position = self.geometry, self.times[layer], self.state.position
+        tiles = self.slots.table_of(layer).view(g.kv_heads, -1, g.page)
+        number = torch.arange(tiles.shape[1], device=position.device)
+        is_newest = number == torch.div(position, g.page, rounding_mode="floor")
+        held = (tiles[:, :, 0] >= 0) & (number >= self.first_decoded)
+        oldest = times.masked_fill(~held | is_newest, NEVER).argmin(-1, keepdim=True)
+        goes = (held.sum(-1, keepdim=True) > self.pages) & (number == oldest) & ~is_newest & held
+        tiles.masked_fill_(goes.unsqueeze(-1), EMPTY)
+        full = held & ~goes & ~is_newest
+        bounds = self.index.scores(self.state.ops, layer, query, self.state.scaling(layer)).amax(1)
+        ranks = bounds[:, : len(number)].masked_fill(~full, -torch.inf).argsort(-1, descending=True).argsort(-1)
+        matters = full & (HALVES * ranks < full.sum(-1, keepdim=True))
+        times.copy_(torch.where(matters | is_newest, position, times))
+        return False
+
+    def report(self) -> ModeReport:
+        pages = self._decoded()
+        stats = {"answer pages": min(pages, self.pages), "dropped pages": max(0, pages - self.pages)}
+        return ModeReport(self.parameters.model_dump(), stats)
+
+    def _decoded(self) -> int:
+        """Pages that began after the prompt, with the one that the next token is in."""
+        return self.state.total // self.geometry.page + 1 - self.first
+
+    def _grow(self) -> None:
+        """Have bounds and a time for each page of slots."""
+        pages = self.slots.n // self.geometry.page
+        self.index.reserve(self.slots.n)
+        if (more := pages - self.times.shape[2]) > 0:
+            self.times = torch.nn.functional.pad(self.times, (0, more))

@@ -1,0 +1,113 @@
+"""shadowkv: pages by the attention to their mean keys, beside pages whose keys the mean describes badly.
+
+Paper: ShadowKV (arXiv 2410.21465), its selection; parameters as in the authors' program. A page's landmark is the mean
+of its rotated keys. After a prompt the outliers are, in each KV head, the pages with the lowest minimum of
+cos(landmark, key): they have no landmark and are always read. So are the newest pages. Of the others a token reads
+those of highest softmax(q . landmark / sqrt(d)), the highest of the group's query heads.
+
+Departures:
+    * The keys are not compressed. The paper keeps a singular value decomposition of rank 160 of the unrotated keys on
+      the device and recalls values alone; here exact keys and values are recalled, so what is read is the same, but
+      for the error of that rank, and memory and traffic are not the paper's.
+    * A page has 32 tokens, a chunk there 8. The budget is that of everything read: of its pages two are the newest, a
+      sixth of the rest outliers (there 384 tokens beside 2,048).
+    * What was decoded is chosen among from when it leaves the newest pages; the paper keeps all of it.
+
+Shapes: tables ``[layers, H, k * p + 2 * p]``, landmarks ``[layers, H, page, d_k]``. Costs: as quest, half the index.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvchat.config.modes import ShadowKVParameters
+from kvchat.kv.geometry import Geometry
+from kvchat.kv.memory.device_slots import EMPTY
+from kvchat.kv.modes.base import ModelTraits, Plan
+from kvchat.kv.modes.comparison.page_choice import PageChoice, best
+from kvchat.kv.modes.page_index import IndexedMode, PageIndex
+from kvchat.kv.state import KVState
+
+NEWEST_PAGES = 2
+OUTLIER_SHARE = 6  # of the pages beside the newest ones one in so many
+
+
+class Landmarks(PageIndex):
+    """The mean of each page's keys."""
+
+    def __init__(self, geometry: Geometry, device: torch.device, first: int = 0) -> None:
+        self.dtype, self.width = geometry.dtype, geometry.d_k
+        super().__init__(geometry, device, first)
+
+    def summary(self, keys: Tensor, pages: int) -> Tensor:
+        # The last page may be partly filled: then nobody reads its row.
+        padded = torch.nn.functional.pad(keys, (0, 0, 0, pages * self.geometry.page - keys.shape[1]))
+        tiles = padded.reshape(len(keys), pages, self.geometry.page, -1)
+        return tiles.float().mean(2).to(self.dtype)
+
+
+class ShadowKV(PageChoice):
+    """Pages by their landmarks, and outliers chosen once a prompt."""
+
+    constants: ClassVar = {
+        **IndexedMode.constants,
+        "NEWEST_PAGES": NEWEST_PAGES,
+        "OUTLIER_SHARE": OUTLIER_SHARE,
+    }
+    newest_pages = NEWEST_PAGES
+    index: Landmarks
+
+    def __init__(
+        self, parameters: ShadowKVParameters, geometry: Geometry, traits: ModelTraits, system_tokens: int = 0
+    ) -> None:
+        super().__init__(parameters, geometry, traits, system_tokens)
+        self.outliers = self.k // OUTLIER_SHARE
+
+    def _index(self, device: torch.device) -> Landmarks:
+        return Landmarks(self.geometry, device, self.first)
+
+    def plan(self, capacity: int) -> Plan:
+        plan, g = super().plan(capacity), self.geometry
+        numbers = (g.layers - self.first) * g.kv_heads * self.outliers * torch.int64.itemsize
+        return Plan(plan.layouts, plan.state_bytes + numbers)
+
+    def attach(self, state: KVState) -> None:
+        super().attach(state)
+        g = self.geometry
+        shape = (g.layers - self.first, g.kv_heads, self.outliers)
+        self.outlying = torch.full(shape, EMPTY, dtype=torch.int64, device=state.device)
+
+    def graph_buffers(self) -> list[Tensor]:
+        return [*super().graph_buffers(), self.outlying]
+
+    def fill(self, fresh: bool) -> None:
+        self.index.refresh(self.state.host)
+        for layer in range(self.first, self.geometry.layers if self.outliers else 0):
+            self.outlying[layer - self.first] = self._least_alike(layer)
+        super().fill(fresh)
+
+    def _least_alike(self, layer: int) -> Tensor:
+        """The outliers ``[H, n]`` of the full pages that are stored, but for the newest ones."""
+        g = self.geometry
+        pages = self.state.total // g.page - (self.newest_pages - 1)
+        if pages <= 0:
+            return torch.full_like(self.outlying[0], EMPTY)
+        keys = self.state.host.dense(layer, pages * g.page)[0].reshape(g.kv_heads, pages, g.page, -1).float()
+        alike = torch.cosine_similarity(keys, keys.mean(2, keepdim=True), -1)
+        return best(-alike.amin(2), self.outliers)
+
+    def scores(self, layer: int, query: Tensor, masked: Tensor) -> Tensor:
+        landmarks, (heads, pages) = self.index.of(layer), (self.geometry.kv_heads, self.index.pages)
+        grouped = query.view(heads, -1, query.shape[-1]) * self.state.scaling(layer)
+        logits = torch.bmm(grouped, landmarks.transpose(1, 2)).float()
+        outlying = self.outlying[layer - self.first]
+        # Outliers are marked in one column more, which takes what is none.
+        marks = torch.zeros((heads, pages + 1), device=query.device)
+        is_outlier = marks.scatter(1, outlying.masked_fill(outlying < 0, pages), 1.0)[:, :pages].bool() & ~masked
+        beside = logits.masked_fill((masked | is_outlier).unsqueeze(1), -torch.inf)
+        # A softmax over nothing is no number.
+        shares = beside.softmax(-1).nan_to_num(0).amax(1)
+        return shares.masked_fill(is_outlier, torch.inf).masked_fill(masked, -torch.inf)

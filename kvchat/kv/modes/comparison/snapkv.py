@@ -1,0 +1,45 @@
+"""snapkv: the tokens that a prompt's last tokens attend to.
+
+Paper: SnapKV (arXiv 2404.14469); parameters as in the authors' program. The last w tokens of a prompt vote: a token
+before them has the sum of the weights that their queries give it in a softmax over all, averaged with its neighbors'
+(5 tokens), and each KV head keeps the budget - w tokens of highest score and the window. Whatever is decoded after
+that is kept too, beyond the budget.
+
+Departures:
+    * It is chosen anew at every prompt, from everything stored: SnapKV per turn. The paper drops for good.
+    * The scores are the mean over the query heads of a group; the paper's models have groups of one, its program votes
+      by query head.
+    * Where no query of the prompt is known, as after a conversation was reopened, the last token's alone votes; a
+      prompt that is shorter than w votes with what it has.
+    * The memory saved is not saved (``kept``).
+
+The paper's runs are remembered to take the maximum of neighbors; its program's default is the average.
+
+Shapes: tables ``[layers, H, n]``. Costs: once a prompt w softmaxes over all tokens in each layer; a token reads as
+many slots as in full mode, most of them masked.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvchat.config.modes import SnapKVParameters
+from kvchat.kv.geometry import Geometry
+from kvchat.kv.modes.base import AUTO_BUDGET, ModelTraits
+from kvchat.kv.modes.comparison.kept import POOLED, ObservedMode, pooled
+
+
+class SnapKV(ObservedMode):
+    """Tokens by the sum of the last queries' weights."""
+
+    constants: ClassVar = {"AUTO_BUDGET": AUTO_BUDGET, "POOLED": POOLED}
+
+    def __init__(
+        self, parameters: SnapKVParameters, geometry: Geometry, traits: ModelTraits, system_tokens: int = 0
+    ) -> None:
+        super().__init__(parameters, geometry, traits, system_tokens, parameters.window)
+
+    def scores(self, layer: int, weights: Tensor) -> Tensor:
+        return pooled(weights.sum(2)).mean(1)

@@ -1,0 +1,179 @@
+"""Modes for comparison: long answers, in which pages and tokens are evicted, against their references."""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+
+import pytest
+import torch
+from support.kv_run import Run
+from support.kv_steps import decode_step, forward
+from support.memory import stored_rows
+from support.mode_rows import COMPARED, MIXED, ROWS
+from support.toy_model import toy
+
+from kvchat.config.modes import mode_names, parse, registered
+from kvchat.kv.inspect import attended
+from kvchat.kv.manager import take_checkpoint
+from kvchat.kv.modes import implementation
+from kvchat.kv.modes.comparison.cake import shared_out
+
+ASKING = ("snapkv", "pyramidkv", "cake", "h2o")  # by the queries of a prompt's end
+MODULES = {"arkvale", "cake", "h2o", "raas", "razor", "shadowkv"}  # that have numbers of their own
+
+
+@pytest.mark.parametrize("row", COMPARED)
+def test_sets_are_the_references_over_a_long_answer_and_the_next_prompt(row):
+    run = Run.of_row(row, toy(("plain", "window", "plain"), kv_heads=2, group=3, page=8, seed=5))
+    run.prefill(90, chunk=37)
+    run.step(95)
+    run.check()
+    assert not attended(run.kv.state, 2).all(), "something is dropped"
+    run.pin([9, 10, 40, 100, 101])
+    run.prefill(11)
+    run.step(25)
+    run.truncate(150)
+    run.step(12)
+    run.check()
+
+
+def test_the_window_of_heads_that_retrieve_nothing_grows_with_the_prompt():
+    run = Run.of_row("razor", toy(("plain", "plain"), page=8))
+    run.prefill(400)
+    run.step(10)
+    run.check()
+    assert run.kv.mode.report().stats["recent"] == 80
+
+
+@pytest.mark.parametrize("row", COMPARED)
+def test_entered_in_the_middle_of_an_answer_and_left_again_no_stored_byte_changes(row):
+    mode, params = ROWS[row]
+    run = Run(toy(("plain", "plain"), page=8, group=1), "full")
+    run.prefill(130)
+    run.step(20)
+    before = stored_rows(run.kv)
+    run.switch(mode, **params)
+    assert all(torch.equal(a, b) for a, b in zip(stored_rows(run.kv), before, strict=True))
+    run.step(10)
+    run.switch("full")
+    run.step(2)
+    run.switch(mode, **params)
+    run.step(10)
+    run.check()
+
+
+@pytest.mark.parametrize("row", COMPARED)
+def test_with_room_for_everything_they_are_full_mode(row):
+    mode, params = ROWS[row]
+    roomy, full = Run(toy(MIXED, page=8), mode, **params | {"budget": 1000}), Run(toy(MIXED, page=8), "full")
+    if mode == "razor":
+        roomy.switch(mode, share=1.0)
+    for run in (roomy, full):
+        run.prefill(130, chunk=64)
+    for _ in range(10):
+        for one, other in zip(roomy.step(), full.step(), strict=True):
+            torch.testing.assert_close(one, other, atol=2e-6, rtol=0)
+        assert roomy.kv.step.exact
+
+
+@pytest.mark.parametrize("row", COMPARED)
+def test_a_step_is_exact_as_long_as_nothing_is_dropped(row):
+    run = Run.of_row(row, toy(("plain", "plain", "plain"), page=8, kv_heads=1))
+    run.prefill(20)
+    told = []
+    for _ in range(90):
+        run.step()
+        told.append((run.kv.step.exact, all(bool(attended(run.kv.state, layer).all()) for layer in range(3))))
+    assert not any(exact and not all_read for exact, all_read in told)
+    if ROWS[row][0] not in ASKING[:3]:  # those keep whatever is decoded
+        assert not told[-1][0]
+
+
+@pytest.mark.parametrize("row", COMPARED)
+def test_memory_is_what_was_predicted(row):
+    mode, params = ROWS[row]
+    run = Run(toy(("plain", "plain", "plain"), page=8), mode, **params)
+    run.prefill(300)
+    run.step(3)
+    predicted = run.kv.mode.plan(run.kv.state.capacity).device_bytes(run.toy.geometry)
+    assert run.kv.device_bytes == predicted
+
+
+@pytest.mark.parametrize("mode", MODULES)
+def test_every_number_is_part_of_what_a_result_is_of(mode):
+    found = vars(import_module(f"kvchat.kv.modes.comparison.{mode}"))
+    named = {name: value for name, value in found.items() if name.isupper() and isinstance(value, int | float)}
+    known = implementation(parse(mode, {})).constants
+    assert named.keys() - {"EMPTY"} <= known.keys()
+    assert json.loads(json.dumps(dict(known))) == known
+
+
+def test_they_are_a_group_of_their_own():
+    compared = {name for name, cls in registered().items() if cls.for_comparison}
+    assert compared == {mode for mode, _ in COMPARED.values()}
+    assert compared.isdisjoint(mode_names())
+
+
+# ---- the queries of a prompt's end
+
+
+@pytest.mark.parametrize("mode", ASKING)
+def test_the_queries_of_a_prompt_choose_also_where_the_mode_is_entered_later(mode):
+    """As a comparison does, which enters the modes one after the other at the end of one prompt."""
+    runs = [Run(toy(("plain", "plain"), page=8), "full"), Run.of_row(mode, toy(("plain", "plain"), page=8))]
+    for run in runs:
+        run.prefill(160, chunk=50)
+    runs[0].switch(mode, **ROWS[mode][1])
+    assert runs[0].kv.mode.report() == runs[1].kv.mode.report()
+    for one, other in zip(*(run.step(3) for run in runs), strict=True):
+        assert torch.equal(one, other)
+    assert runs[0].kv.mode.report().stats["observed"] == min(32, runs[1].kv.mode.window)
+
+
+def test_a_short_prompt_chooses_by_what_it_has_and_none_by_the_last_token():
+    run = Run(toy(("plain", "plain"), page=8), "snapkv", budget=64)
+    run.store_only(120)
+    assert run.kv.mode.report().stats == {"observed": 1, "dropped": 56}
+    run.step(3)
+    run.prefill(5)
+    assert run.kv.mode.report().stats == {"observed": 5, "dropped": 64}
+    run.step(3)
+    run.check()
+
+
+def test_queries_are_put_back_with_what_is_stored():
+    run = Run(toy(("plain", "plain"), page=8), "snapkv", budget=64)
+    run.prefill(120)
+    kv = run.kv
+    spans, rows = list(kv.state.prompt.spans), kv.state.prompt.rows.clone()
+    checkpoint = take_checkpoint(kv.state, 100)
+    kv.truncate(100)
+    assert kv.state.prompt.spans == [range(88, 100)] * 2
+    kv.begin_prefill(1)
+    kv.attention(0, *run.toy.qkv(0, [900], 100), run.toy.specs[0])
+    kv.rollback_prefill()
+    assert kv.state.prompt.spans == [range(88, 100)] * 2
+    kv.restore(checkpoint)
+    assert kv.state.prompt.spans == spans
+    assert torch.equal(kv.state.prompt.rows, rows)
+    with decode_step(kv), forward(kv):
+        for layer in range(2):
+            kv.attention(layer, *run.toy.qkv(layer, [900], 120), run.toy.specs[layer])
+    assert kv.state.prompt.spans == spans, "a decoded token asks nothing"
+
+
+# ---- budgets
+
+
+@pytest.mark.parametrize(
+    ("preferences", "most", "parts"),
+    [
+        ([1.0, 1.0, 2.0], 100, [25, 25, 50]),
+        ([1.0, 0.0, 9.0], 60, [25, 15, 60]),
+        ([0.0, 0.0, 0.0], 100, [34, 33, 33]),
+        ([5.0, 1.0, 1.0], 20, [20, 20, 20]),
+    ],
+)
+def test_layers_share_out_a_budget_by_preference_up_to_what_there_is(preferences, most, parts):
+    assert shared_out(100, preferences, most) == parts
