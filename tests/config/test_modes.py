@@ -133,6 +133,14 @@ def test_speculatives_tau_for_never_is_no_obstacle_to_freeze() -> None:
     assert modes.effective_params("freeze", {}, {"freeze": {"tau": -2.0}}).model_dump()["tau"] == -2.0
 
 
+def test_f6_passes_by_what_is_for_comparison() -> None:
+    offered, compared = (([cls.name for cls in group]) for group in modes.grouped().values())
+    assert offered == modes.mode_names()
+    assert set(compared) == set(registered()) - set(offered)
+    assert [modes.beside(mode) for mode in offered] == [*offered[1:], offered[0]]
+    assert {modes.beside(mode, step) for mode in compared for step in (1, -1)} == {offered[0]}
+
+
 def test_every_parameter_is_described() -> None:
     assert all(parameters.title for parameters in registered().values())
     assert all(field.description for parameters in registered().values() for field in parameters.model_fields.values())

@@ -69,7 +69,7 @@ def delayed(operation, dice: random.Random):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("row", PARAMS)
+@pytest.mark.parametrize("row", [*PARAMS, "quest", "raas", "h2o"])  # of those for comparison one of each way
 def test_graphs_and_streams_change_no_bit(row, dtype):
     model = llama(dtype)
     one = ModelRunner(model, mode_of(model, row))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.fake_cuda.tape import TapeRecorder
 from support.kv_steps import as_on_a_gpu
-from support.tiny_runner import PARAMS, loaded, mode_of, prefilled, same_steps, token_ids
+from support.tiny_runner import COMPARED, PARAMS, loaded, mode_of, prefilled, same_steps, token_ids
 
 from kvchat.engine import runner
 from kvchat.engine.runner import CudaRecorder, GraphRunner, ModelRunner
@@ -42,7 +42,9 @@ def pair(model: LoadedModel, row: str, prompt: list[int]) -> tuple[ModelRunner, 
     return one, other, recorder
 
 
-@pytest.mark.parametrize(("name", "row"), [*(("llama", row) for row in PARAMS), ("gpt_oss", "speculative")])
+@pytest.mark.parametrize(
+    ("name", "row"), [*(("llama", row) for row in (*PARAMS, *COMPARED)), ("gpt_oss", "speculative"), ("gpt_oss", "h2o")]
+)
 def test_a_conversation_by_graph_is_the_conversation_run_eagerly(row, name):
     model, ids = loaded(name), token_ids(400)
     one, other, recorder = pair(model, row, ids[:100])

@@ -28,6 +28,14 @@ PARAMS = {
     "freeze-paper": ("freeze", {"profile": "paper", "K": 8}),
     "sync": ("sync", {"budget": 80, "m": 3}),
 }
+COMPARED = {
+    "quest": ("quest", {"budget": 64, "whole_layers": 0}),
+    "arkvale": ("arkvale", {"budget": 160}),
+    "shadowkv": ("shadowkv", {"budget": 96}),
+    "raas": ("raas", {"budget": 64}),
+    "razor": ("razor", {"budget": 64}),
+    **{name: (name, {"budget": 64}) for name in ("snapkv", "pyramidkv", "cake", "h2o")},
+}
 
 
 class Wordless:
@@ -75,7 +83,7 @@ def prefilled(one: ModelRunner, ids: list[int]) -> torch.Tensor:
 
 
 def mode_of(model: LoadedModel, row: str, instead: dict | None = None) -> Mode:
-    name, params = PARAMS[row]
+    name, params = (PARAMS | COMPARED)[row]
     params = params if instead is None else instead
     geometry = geometry_of(model)
     return build(parse(name, params), geometry, traits_of(model, calibration(geometry)))

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvchat.config import sources
+from kvchat.config.modes import registered
 from kvchat.config.sources import SettingsSource
 from kvchat.errors import UsageError
 from kvchat.protocol.messages import KeepPages, Switch, Switched
@@ -62,8 +63,17 @@ def at(chat, config):
 
 def test_the_rows_are_the_schema_and_the_keys(at):
     bindable = [("keys", action.id) for action in ACTIONS if action.is_bindable]
-    assert [row.key for row in at.editor.settings()] == [key for key, _ in sources.leaves()] + bindable
+    compared = {name for name, cls in registered().items() if cls.for_comparison}
+    offered = [key for key, _ in sources.leaves() if key[0] != "kv" or key[1] not in compared]
+    assert [row.key for row in at.editor.settings()] == offered + bindable
     assert all(row.doc and row.takes and row.origin == DEFAULT for row in at.editor.settings())
+
+
+def test_a_mode_for_comparison_has_rows_while_it_is_the_mode(at, chat):
+    chat.controller.state.enter_mode("quest", {})
+    assert {row.key[1] for row in at.editor.settings() if row.key[-1] == "whole_layers"} == {"quest"}
+    chat.controller.state.enter_mode("full", {})
+    assert not [row for row in at.editor.settings() if row.key[-1] == "whole_layers"]
 
 
 async def test_changes_count_at_once_where_that_is_possible(at, chat):
