@@ -25,7 +25,7 @@ MODULES = {"arkvale", "cake", "h2o", "raas", "razor", "shadowkv"}  # that have n
 
 @pytest.mark.parametrize("row", COMPARED)
 def test_sets_are_the_references_over_a_long_answer_and_the_next_prompt(row):
-    run = Run.of_row(row, toy(("plain", "window", "plain"), kv_heads=2, group=3, page=8, seed=5))
+    run = Run.of_row(row, toy(("softcap", "window", "sinks"), kv_heads=2, group=3, page=8, seed=5))
     run.prefill(90, chunk=37)
     run.step(95)
     run.check()
