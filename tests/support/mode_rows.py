@@ -6,6 +6,7 @@ from __future__ import annotations
 ROWS = {
     "full": ("full", {}),
     "full-resident": ("full", {"resident": 64}),
+    "full-window": ("full", {"resident": 64, "draft": "window"}),
     "streaming": ("streaming", {"budget": 64, "sink": 4, "R": 8, "sigma": 6, "delta": 5}),
     "streaming-plain": ("streaming", {"budget": 64, "sink": 4, "R": 1, "sigma": 0, "delta": 0}),
     "streaming-slack": ("streaming", {"budget": 64, "sink": 7, "R": 4, "sigma": 30, "delta": 3}),

@@ -59,6 +59,8 @@ def test_every_figure_of_a_mode_is_explained(mode):
         run = Run(toy(("plain", "plain"), **GEOMETRIES["2x3"], seed=3), mode, **params)
         run.prefill(100)
         run.step(2)
+        if run.kv.mode.drafter:
+            run.kv.mode.drafter.verified([1, 2], 1)
         run.kv.mode.choice = TokenChoice("100 stored tokens", 1.0, 64)
         reported |= run.kv.mode.report().stats.keys()
     assert reported == registered()[mode].figures.keys()
