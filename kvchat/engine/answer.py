@@ -275,7 +275,7 @@ class AnswerLoop(Released):
             yield from self._shown(text, token)
             for number, draft in enumerate(accepted):
                 if text.stopped:
-                    self.forget(self._kv.total - len(accepted) + number)
+                    self._forget_drafts(len(accepted), number)
                     break
                 answer.token()
                 self.token_ids.append(draft)
@@ -303,10 +303,15 @@ class AnswerLoop(Released):
         logits = self._runner.verify([token, *drafts])
         self._store([token, *drafts])
         accepted = sampler.agrees(logits, drafts)
-        self.forget(self._kv.total - len(drafts) + accepted)
+        self._forget_drafts(len(drafts), accepted)
         drafter.verified(drafts, accepted)
         self._kv.state.count_verified(1 + accepted)
         return drafts[:accepted], logits[accepted]
+
+    def _forget_drafts(self, drafts: int, kept: int) -> None:
+        """Forget all but the first ``kept`` of the last ``drafts`` tokens, which one forward verified."""
+        self._runner.end_at(kept)
+        self.forget(self._kv.total - drafts + kept)
 
     @staticmethod
     def _shown(text: AnswerText, token: int) -> Iterator[Event]:

@@ -214,11 +214,16 @@ class ModelRunner:
         assert logits is not None
         return logits
 
+    def end_at(self, row: int) -> None:
+        """``KVManager.end_at``, after ``verify``; what follows that row is to be truncated next."""
+        with torch.inference_mode():
+            self.kv.end_at(row)
+
     def _forward_chunk(self, chunk: Sequence[int], logits: bool, rows: int = 1) -> Tensor | None:
         device, start = self.model.device, self.kv.total - self.kv.mode.context_policy.base_of(self.kv.total)
         with torch.inference_mode():
             try:
-                self.kv.begin_prefill(len(chunk))
+                self.kv.begin_prefill(len(chunk), verifies=rows > 1)
                 positions = torch.arange(start, start + len(chunk), device=device)
                 found = self._run(torch.tensor(chunk, device=device), positions, logits, rows)
                 self.kv.commit_prefill(len(chunk), [i for i, token in enumerate(chunk) if token in self._control])

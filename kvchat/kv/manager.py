@@ -67,6 +67,7 @@ class KVManager:
         self._prefill: Prefill | None = None
         self._reread_from: int | None = None
         self._queries: list[Tensor] = []
+        self._verified: dict[int, Tensor] | None = None  # by layer, the queries of all rows
         self._fresh = False  # the next refill may read everything again
         self.mode, self._slots = mode, SlotsState.MISSING
         self.step = Step()
@@ -162,14 +163,14 @@ class KVManager:
 
     # ---- a prefill
 
-    def begin_prefill(self, tokens: int) -> None:
-        """Make room for a forward of ``tokens`` new tokens.
+    def begin_prefill(self, tokens: int, verifies: bool = False) -> None:
+        """Make room for a forward of ``tokens`` new tokens; where it ``verifies`` any of them may become the last one.
 
         Raises:
             DoesNotFitError: the host has no memory for them; nothing changed.
         """
         self.state.reserve(self.total + tokens)
-        self.step = Step()
+        self.step, self._verified = Step(), {} if verifies else None
         if self.mode.context_policy.limits_prompt(self.total + tokens):
             self.refill()
         self._slots = max(self._slots, SlotsState.STALE)
@@ -184,6 +185,11 @@ class KVManager:
             self.state.control[self.total + torch.tensor(control, device=self.state.device)] = True
         self.state.host.total += tokens
         self.state.after_step = False
+
+    def end_at(self, row: int) -> None:
+        """Let this row of the forward that verified be the last token, by whose queries modes choose what to read."""
+        for layer, queries in (self._verified or {}).items():
+            self.state.query[layer].copy_(queries[:, row])
 
     def rollback_prefill(self) -> None:
         """Undo a forward that raised: nothing of it is stored."""
@@ -349,6 +355,8 @@ class KVManager:
     ) -> Tensor:
         self.state.query[layer].copy_(query[:, -1])
         self.state.prompt.note(layer, self.total, query)
+        if self._verified is not None:
+            self._verified[layer] = query
         keys, values = prefill.extended(layer, key, value)
         self.mode.prefilled(layer, self.total, keys)
         keys, values = self.mode.context_policy.limited(layer, keys, values)

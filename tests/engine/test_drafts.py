@@ -135,6 +135,26 @@ def test_a_stop_and_a_switch_come_between_rounds(model, drafted):
     assert session.token_ids[: told[4]] == without.token_ids
 
 
+@pytest.mark.parametrize("stops", [False, True])
+def test_after_a_round_the_last_queries_are_those_of_the_last_token(model, drafted, stops):
+    """By them another mode chooses what it reads first."""
+    without = opened(model, "off")
+    whole = answered(without).text
+    drafted(without.token_ids)
+    sampling = Sampling(temperature=0, max_new_tokens=60, stop=(whole[60:66],) if stops else ())
+    queries: list[dict[int, torch.Tensor]] = []
+    for draft in ("off", "lookup"):
+        session, seen = opened(model, draft), {}
+        queries.append(seen)
+        answered(
+            session, sampling, lambda generated, s=session, q=seen: q.update({generated: s._kv.state.query.clone()})
+        )
+        seen[-1] = session._kv.state.query.clone()
+    assert session._kv.mode.drafter.accepted < session._kv.mode.drafter.drafted
+    for generated, its in queries[1].items():
+        assert (its - queries[0][generated]).abs().max() < 1e-3
+
+
 def test_pages_in_8_bits_are_rounded_once(model, drafted):
     with_drafts, without = (opened(model, draft, host_dtype="int8") for draft in ("lookup", "off"))
     answered(with_drafts)
