@@ -156,10 +156,10 @@ class KVManager:
         finally:
             self.mode.guess(False)
             state.steps = steps
+            if self.total > total:
+                self.truncate(total)  # before what may fail where memory is short: nobody else knows these tokens
             for slots, pairs in read:
                 slots.read_pairs.copy_(pairs)
-            if self.total > total:
-                self.truncate(total)
 
     # ---- a prefill
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+from contextlib import ExitStack
 
 import pytest
 import torch
 from support.loads import entering
+from support.memory_faults import MemoryRunsOut
 
 from kvchat.engine.sampler import Sampler
 from kvchat.engine.session import Session
-from kvchat.errors import EngineError, KvchatError
+from kvchat.errors import DoesNotFitError, EngineError, KvchatError
 from kvchat.kv.inspect import check_integrity
 from kvchat.kv.modes import full
 from kvchat.kv.modes.drafting import Lookup, Window
@@ -222,6 +224,27 @@ def test_a_guess_that_fails_is_forgotten(model, monkeypatch):
     session._runner.step = fail
     with pytest.raises(EngineError):
         answered(session)
+    assert session.total == len(session._loop.stored.ids)
+    assert answered(session).text == answered(without).text
+    assert_same_kv(session, without)
+
+
+def test_a_guess_is_forgotten_where_memory_stays_short(model, monkeypatch):
+    monkeypatch.setattr(Window, "_length", lambda self, share, draft_s: 5)
+    session, without, fault = opened(model, "window"), opened(model, "off"), MemoryRunsOut(1, short=True)
+    step, calls = session._runner.step, []
+
+    def run_out(token):
+        calls.append(token)
+        if len(calls) == 9:
+            fault.__enter__()
+        return step(token)
+
+    session._runner.step = run_out
+    with ExitStack() as stack:
+        stack.callback(fault.__exit__, None, None, None)
+        with pytest.raises(DoesNotFitError):
+            answered(session)
     assert session.total == len(session._loop.stored.ids)
     assert answered(session).text == answered(without).text
     assert_same_kv(session, without)
