@@ -26,8 +26,9 @@ OF_WINDOW = 0.8  # share of a window's drafts that is expected until some were v
 STEP_OF_WINDOW = 0.3  # of a step's time, until one was timed
 GAIN = 1.1  # times faster than steps a draft has to promise to be
 FIRST_ROW, MORE_ROWS = 1.6, 0.06  # of a verification's time, in steps, until one of so many rows was timed ...
-TRY_AGAIN = 64  # ... and again so many tokens later
+TRY_AGAIN = 64  # ... and again so many tokens later; a step is timed as often
 TRIAL = 256  # tokens after which a window that did not pay is tried again
+FIRST_STEPS = 3  # without drafts: on a GPU one warms up, one is captured
 WEIGHT = 0.2  # of the newest time in the mean
 OUTLIER = 3.0  # times the mean: something else took the time
 RECENT = 512  # tokens that a window reads beside the first ones, where it has no slots
@@ -47,6 +48,7 @@ class Drafter:
         self._tokens = 0
         self._seconds: dict[int, float] = {}  # by rows of a forward; 1 is a step
         self._timed_at: dict[int, int] = {}
+        self._steps = 0  # that were timed
         self._began, self._rows = 0.0, 0
 
     def begin(self, ids: Sequence[int]) -> None:
@@ -64,7 +66,9 @@ class Drafter:
         if self._rows:
             self._note(self._rows, self._clock() - self._began)
         self._add(token)
-        drafts = self._draft(token, most, ends, guess) if 1 in self._seconds else []
+        # While every token is drafted no step is timed.
+        is_timed = self._steps >= FIRST_STEPS and self._tokens - self._timed_at[1] < TRY_AGAIN
+        drafts = self._draft(token, most, ends, guess) if is_timed else []
         self._began, self._rows = self._clock(), 1 + len(drafts)
         return drafts
 
@@ -96,6 +100,7 @@ class Drafter:
     def _note(self, rows: int, seconds: float) -> None:
         self._seconds[rows] = _mean(self._seconds.get(rows, seconds), seconds)
         self._timed_at[rows] = self._tokens
+        self._steps += rows == 1
 
     def _length(self, share: float, draft_s: float = 0.0) -> int:
         """The most promising number of drafts that take ``draft_s`` each, where ``share`` go on; 0 where none pays."""
@@ -195,4 +200,7 @@ def _kind(length: int) -> int:
 
 
 def _mean(before: float, newest: float) -> float:
+    """What took longer than before may be other work, what took less is not."""
+    if newest < before:
+        return newest
     return before + (min(newest, before * OUTLIER) - before) * WEIGHT

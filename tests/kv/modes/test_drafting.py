@@ -152,3 +152,21 @@ def test_a_window_drafts_nothing_beyond_the_end():
         assert len(drafts) <= 5
         assert END not in drafts
         clock.now += 1
+
+
+def test_a_first_step_that_was_slow_does_not_make_drafts_pay():
+    """Steps warm up, are captured on a GPU, or wait for loops that are compiled meanwhile."""
+    clock, steps = Clock(), []
+    window = Window(clock)
+    window.begin([1, 2, 3])
+
+    def guess(_token):
+        clock.now += STEP
+        return 7
+
+    def rows_take(rows):
+        steps.append(rows)
+        return 10 * STEP if len(steps) == 1 else STEP * (1 + (rows > 1))
+
+    answer(window, clock, list(range(100, 1100)), rows_take, guess)
+    assert clock.now < 1.2 * 1000 * STEP
