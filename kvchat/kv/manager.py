@@ -354,8 +354,9 @@ class KVManager:
         self, prefill: Prefill, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec
     ) -> Tensor:
         self.state.query[layer].copy_(query[:, -1])
-        self.state.prompt.note(layer, self.total, query)
-        if self._verified is not None:
+        if self._verified is None:
+            self.state.prompt.note(layer, self.total, query)
+        else:
             self._verified[layer] = query
         keys, values = prefill.extended(layer, key, value)
         self.mode.prefilled(layer, self.total, keys)

@@ -157,6 +157,16 @@ def test_after_a_round_the_last_queries_are_those_of_the_last_token(model, draft
         assert (its - queries[0][generated]).abs().max() < 1e-3
 
 
+def test_drafts_are_not_taken_for_the_prompt(model, drafted):
+    sessions = opened(model, "off"), opened(model)
+    for session in sessions:
+        answered(session)
+        drafted(session.token_ids)
+    its, mine = (session._kv.state.prompt for session in sessions)
+    assert mine.spans == its.spans
+    assert torch.equal(mine.rows, its.rows)
+
+
 def test_pages_in_8_bits_are_rounded_once(model, drafted):
     with_drafts, without = (opened(model, draft, host_dtype="int8") for draft in ("lookup", "off"))
     answered(with_drafts)
