@@ -34,6 +34,7 @@ from kvchat.protocol.figures import Agreement, Run, Stats
 from kvchat.protocol.messages import Compared, Comparing, Event, Sampling, Started, Turn, Variant
 
 PROGRESS_S = 1 / 10
+OFF = {"recovery": False, "draft": "off"}  # in a comparison each token is one step of its mode
 LOGITS_BYTES = 2**27  # of a run's logits kept at most, in host memory: 4,096 tokens of the bundled model
 
 
@@ -71,7 +72,7 @@ class Comparison:
     ) -> Generator[Event, None, None]:
         """``Session.compare``, after ``ask``."""
         with explained(self._runner.kv, "comparing"):
-            chosen = [self._without_recovery(variant) for variant in variants]
+            chosen = [self._token_by_token(variant) for variant in variants]
             self._sampler(sampling)  # refuses before anything is moved
             loop = self._loop
             prompt = loop.encoder.encode(turns, loop.stored)
@@ -97,7 +98,7 @@ class Comparison:
         for index, parameters in enumerate(chosen):
             if self._loop.is_canceled:
                 return
-            params = parameters.model_dump(exclude={"recovery"})
+            params = parameters.model_dump(exclude=set(OFF))
             try:
                 logits = self._enter(prompt, parameters)
             except KvchatError as refused:
@@ -197,8 +198,9 @@ class Comparison:
         model = self._runner.model
         return Sampler(sampling, model.vocab, model.device, model.advised)
 
-    def _without_recovery(self, variant: Variant) -> ModeParameters:
-        return self._switcher.merged(variant.mode, variant.params).model_copy(update={"recovery": False})
+    def _token_by_token(self, variant: Variant) -> ModeParameters:
+        merged = self._switcher.merged(variant.mode, variant.params)
+        return merged.model_copy(update={name: off for name, off in OFF.items() if name in type(merged).model_fields})
 
     @contextmanager
     def _left_as_it_was(self, start: int) -> Iterator[None]:

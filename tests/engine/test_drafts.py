@@ -16,7 +16,7 @@ from kvchat.errors import DoesNotFitError, EngineError, KvchatError
 from kvchat.kv.inspect import check_integrity
 from kvchat.kv.modes import full
 from kvchat.kv.modes.drafting import Lookup, Window
-from kvchat.protocol.messages import Finished, Sampling, Text, Turn
+from kvchat.protocol.messages import Finished, Sampling, Text, Turn, Variant
 
 TURNS = (Turn("user", "Tell me a story about a dragon and a lighthouse."),)
 GREEDY = Sampling(temperature=0, max_new_tokens=120)
@@ -272,3 +272,11 @@ def test_a_sampler_agrees_as_far_as_it_draws_the_same(sampling):
 def test_text_comes_token_by_token(model, drafted):
     texts = [event for event in opened(model).answer(TURNS, GREEDY) if isinstance(event, Text)]
     assert all(text.tokens in (0, 1) for text in texts)
+
+
+def test_a_comparison_decodes_token_by_token_and_says_so(model, drafted):
+    session = opened(model)
+    *_, compared = session.compare(TURNS, [Variant("full"), Variant("full", {"draft": "window"})], GREEDY)
+    assert all(not run.params.keys() & {"draft", "recovery"} for run in compared.runs)
+    assert session._kv.mode.drafter.rounds == 0
+    assert compared.runs[0].text == compared.runs[1].text

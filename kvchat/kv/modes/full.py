@@ -70,13 +70,17 @@ class Full(Mode):
         for slots in self.state.slots:
             slots.recent_only = RECENT if begins else 0
 
+    @property
+    def guesses(self) -> bool:
+        """The step reads nothing over the link: its token is a guess."""
+        return any(slots.recent_only for slots in self.state.slots)
+
     def prepare_step(self) -> Step:
-        guesses = any(slots.recent_only for slots in self.state.slots)
         # Stock torch reads as many blocks as there is memory for.
-        return Step((self.state.host.room, guesses) if self.spills else (), exact=not guesses)
+        return Step((self.state.host.room, self.guesses) if self.spills else (), exact=not self.guesses)
 
     def forward_end(self, position: Tensor) -> None:
-        if self.spills:
+        if self.spills and not self.guesses:
             read, fetched = self._pairs(position + 1)
             self.state.transfer.count_wanted(read)
             self.state.transfer.count_fetched(fetched)
