@@ -183,6 +183,7 @@ class KVManager:
         self._end_prefill()
         if control:
             self.state.control[self.total + torch.tensor(control, device=self.state.device)] = True
+        self.state.prompt.commit(self.total, tokens)
         self.state.host.total += tokens
         self.state.after_step = False
 
@@ -194,7 +195,7 @@ class KVManager:
     def rollback_prefill(self) -> None:
         """Undo a forward that raised: nothing of it is stored."""
         self._end_prefill()
-        self.state.prompt.truncate(self.total)
+        self.state.prompt.discard()
 
     def begin_reread(self, start: int) -> None:
         """Begin a forward of stored tokens from position ``start`` on, for what layers without K/V keep of them.
@@ -355,7 +356,7 @@ class KVManager:
     ) -> Tensor:
         self.state.query[layer].copy_(query[:, -1])
         if self._verified is None:
-            self.state.prompt.note(layer, self.total, query)
+            self.state.prompt.note(layer, query)
         else:
             self._verified[layer] = query
         keys, values = prefill.extended(layer, key, value)

@@ -20,11 +20,11 @@ class Noted:
     """A copy of what was noted, to be put back."""
 
     rows: Tensor
-    spans: tuple[range, ...]
+    span: range
 
 
 class PromptQueries:
-    """``rows [layers, H_q, ROWS, d_k]``, the newest last; ``spans`` are the positions of each layer's.
+    """``rows [layers, H_q, ROWS, d_k]``, the newest last; ``span`` are their tokens' positions.
 
     They are those of the last prompt alone: a decoded token before it ends the span.
     """
@@ -32,32 +32,44 @@ class PromptQueries:
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
         g = geometry
         self.rows = torch.zeros((g.layers, g.q_heads, ROWS, g.d_k), dtype=g.dtype, device=device)
-        self.spans = [range(0)] * g.layers
+        self.span = range(0)
+        self._seen: dict[int, Tensor] = {}
 
-    def note(self, layer: int, start: int, query: Tensor) -> None:
-        """Keep the last of a prefill's ``query [H_q, n, d_k]``, whose tokens begin at position ``start``."""
-        span, end = self.spans[layer], start + query.shape[1]
-        first = span.start if span.stop == start else start
-        self.rows[layer].copy_(torch.cat((self.rows[layer], query[:, -ROWS:]), 1)[:, -ROWS:])
-        self.spans[layer] = range(max(first, end - ROWS), end)
+    def note(self, layer: int, query: Tensor) -> None:
+        """See a prefill's ``query [H_q, n, d_k]``; it counts from ``commit`` on, which needs that of each layer."""
+        new = query[:, -ROWS:]
+        self._seen[layer] = torch.cat((self.rows[layer][:, new.shape[1] :], new), 1)
+
+    def commit(self, start: int, tokens: int) -> None:
+        """Keep what was seen of a prefill of so many ``tokens`` that began at position ``start``; it may be nothing."""
+        for layer, rows in self._seen.items():
+            self.rows[layer].copy_(rows)
+        if self._seen:
+            first, end = self.span.start if self.span.stop == start else start, start + tokens
+            self.span = range(max(first, end - ROWS), end)
+        self.discard()
+
+    def discard(self) -> None:
+        """Forget what was seen since ``commit``."""
+        self._seen.clear()
 
     def truncate(self, tokens: int) -> None:
         """Forget those of all but the first ``tokens``."""
-        for layer, span in enumerate(self.spans):
-            if span.stop > tokens:
-                self.rows[layer].copy_(self.rows[layer].roll(span.stop - tokens, 1))
-                self.spans[layer] = range(min(span.start, tokens), tokens)
+        if self.span.stop > tokens:
+            for rows in self.rows:  # one at a time: where this is called memory may be short
+                rows.copy_(rows.roll(self.span.stop - tokens, 1))
+            self.span = range(min(self.span.start, tokens), tokens)
 
     def of(self, layer: int, most: int = ROWS) -> tuple[range, Tensor]:
         """The positions of the last ``most`` tokens of the prompt at most, and their queries ``[H_q, n, d_k]``."""
-        span = self.spans[layer][-most:]
+        span = self.span[-most:]
         return span, self.rows[layer][:, ROWS - len(span) :]
 
     def copied(self) -> Noted:
         """What is noted now."""
-        return Noted(self.rows.clone(), tuple(self.spans))
+        return Noted(self.rows.clone(), self.span)
 
     def restore(self, noted: Noted) -> None:
         """Put back what was noted once."""
         self.rows.copy_(noted.rows)
-        self.spans = list(noted.spans)
+        self.span = noted.span

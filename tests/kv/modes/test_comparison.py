@@ -146,21 +146,36 @@ def test_queries_are_put_back_with_what_is_stored():
     run = Run(toy(("plain", "plain"), page=8), "snapkv", budget=64)
     run.prefill(120)
     kv = run.kv
-    spans, rows = list(kv.state.prompt.spans), kv.state.prompt.rows.clone()
+    span, rows = kv.state.prompt.span, kv.state.prompt.rows.clone()
     checkpoint = take_checkpoint(kv.state, 100)
     kv.truncate(100)
-    assert kv.state.prompt.spans == [range(88, 100)] * 2
+    assert kv.state.prompt.span == range(88, 100)
     kv.begin_prefill(1)
     kv.attention(0, *run.toy.qkv(0, [900], 100), run.toy.specs[0])
     kv.rollback_prefill()
-    assert kv.state.prompt.spans == [range(88, 100)] * 2
+    assert kv.state.prompt.span == range(88, 100)
     kv.restore(checkpoint)
-    assert kv.state.prompt.spans == spans
+    assert kv.state.prompt.span == span
     assert torch.equal(kv.state.prompt.rows, rows)
     with decode_step(kv), forward(kv):
         for layer in range(2):
             kv.attention(layer, *run.toy.qkv(layer, [900], 120), run.toy.specs[layer])
-    assert kv.state.prompt.spans == spans, "a decoded token asks nothing"
+    assert kv.state.prompt.span == span, "a decoded token asks nothing"
+
+
+@pytest.mark.parametrize("mode", ASKING)
+def test_a_prompt_that_fails_between_two_layers_leaves_what_the_last_one_asked(mode):
+    run = Run(toy(("plain", "plain"), page=8), mode, budget=64)
+    run.prefill(100)
+    run.step(60)
+    kv, rows, stored = run.kv, run.kv.state.prompt.rows.clone(), run.kv.total
+    kv.begin_prefill(40)
+    kv.attention(0, *run.toy.qkv(0, list(range(40)), stored), run.toy.specs[0])
+    kv.rollback_prefill()
+    assert kv.state.prompt.span == range(68, 100)
+    assert torch.equal(kv.state.prompt.rows, rows)
+    kv.truncate(stored - 10)
+    assert kv.mode.report().stats["observed"] == (1 if mode == "h2o" else 32)
 
 
 # ---- budgets
