@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvchat.config.modes import BudgetParameters, ModeParameters
+from kvchat.config.modes import BudgetParameters, ModeParameters, registered
 from kvchat.errors import UsageError
 from kvchat.kv.attention import AttentionSpec, Weights
 from kvchat.kv.geometry import Geometry
@@ -370,8 +370,9 @@ def refuse_small_budget(name: str, budget: int, sink: int, window: int, more: st
         UsageError: with the numbers.
     """
     if sink + window > budget:
+        given = " or ".join(part for part in ("sink", "window") if part in registered()[name].model_fields)
         raise UsageError(
             f"The {name} budget is too small.",
             f"budget = {budget} tokens is smaller than sink + window = {sink} + {window} = {sink + window}{more}.",
-            f"Give a budget of at least {sink + window}, or less sink or window.",
+            f"Give a budget of at least {sink + window}{given and f', or less {given}'}.",
         )

@@ -14,6 +14,7 @@ from support.mode_rows import COMPARED, MIXED, ROWS
 from support.toy_model import toy
 
 from kvchat.config.modes import mode_names, parse, registered
+from kvchat.errors import UsageError
 from kvchat.kv.inspect import attended
 from kvchat.kv.manager import take_checkpoint
 from kvchat.kv.modes import implementation
@@ -113,6 +114,18 @@ def test_they_are_a_group_of_their_own():
     compared = {name for name, cls in registered().items() if cls.for_comparison}
     assert compared == {mode for mode, _ in COMPARED.values()}
     assert compared.isdisjoint(mode_names())
+
+
+@pytest.mark.parametrize(("mode", "is_given"), [("arkvale", False), ("streaming", True)])
+def test_whoever_gives_too_small_a_budget_is_told_of_no_parameter_that_the_mode_lacks(mode, is_given):
+    with pytest.raises(UsageError, match="budget = 64") as refused:
+        Run(toy(("plain", "plain")), mode, budget=64, **({"sink": 100} if is_given else {}))
+    assert ("sink or window" in str(refused.value)) == is_given
+
+
+def test_the_layers_reported_as_read_whole_are_those_the_model_has():
+    run = Run(toy(("plain", "plain", "plain"), page=8), "quest", budget=64, whole_layers=9)
+    assert run.kv.mode.report().params["whole_layers"] == 2
 
 
 # ---- the queries of a prompt's end

@@ -17,12 +17,14 @@ waits in each layer for those that were not read by the token before.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from kvchat.config.modes import QuestParameters
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.modes.base import ModelTraits
+from kvchat.kv.modes.base import ModelTraits, ModeReport
 from kvchat.kv.modes.comparison.page_choice import PageChoice
 from kvchat.kv.modes.page_index import PageBounds
 
@@ -44,3 +46,7 @@ class Quest(PageChoice):
     def scores(self, layer: int, query: Tensor, masked: Tensor) -> Tensor:
         bounds = self.index.scores(self.state.ops, layer, query, self.state.scaling(layer))
         return bounds.amax(1).masked_fill(masked, -torch.inf)
+
+    def report(self) -> ModeReport:
+        told = super().report()
+        return replace(told, params=told.params | {"whole_layers": self.first})
