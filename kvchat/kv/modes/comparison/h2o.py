@@ -7,8 +7,8 @@ among those that are no longer recent is dropped.
 Departures:
     * Of a prompt the queries of its last tokens are summed up, 32 at most: the sums of all take as many weights as the
       square of its length. (The paper's sums favor early tokens, which more queries see; these do not.)
-    * It is chosen anew at every prompt, from everything stored; entered in the middle of an answer, by the last
-      token's query. The paper drops for good.
+    * It is chosen anew at every prompt, from everything stored; in the middle of an answer, where the mode is entered
+      or tokens are taken back, by the last token's query. The paper drops for good.
     * A query's weight for a KV head is the highest of its group; the paper's models have groups of one.
     * The budget is a number of tokens; the paper's is a tenth of the prompt for each half.
     * The memory saved is not saved (``kept``).

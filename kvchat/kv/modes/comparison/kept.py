@@ -104,7 +104,7 @@ class ObservedMode(KeptMode):
         """What the prompt's last queries give its first ``tokens``, float32 ``[H, G, w, tokens]``: a softmax of all."""
         g, (span, query) = self.geometry, self._asked(layer)
         spec = self.state.specs[layer] or AttentionSpec(self.state.scaling(layer))
-        keys = self.state.host.dense(layer, span.stop)[0].float()
+        keys = self.state.host.dense(layer, span.stop)[0]
         bias = self._bias(span, spec.window, keys.device)
         bias = bias.repeat(g.group, 1)  # a group's queries are rows of one matrix
         grouped = query.float().reshape(g.kv_heads, -1, g.d_k)
@@ -112,7 +112,8 @@ class ObservedMode(KeptMode):
         rows = []
         for head in range(g.kv_heads):  # one at a time: they are many numbers
             one = slice(head, head + 1)
-            held = products(keys[one], keys[one, :, :0])  # of the values none
+            own = keys[one].float()
+            held = products(own, own[..., :0])  # of the values none
             weights = attend(grouped[one], held, bias, spec, None if sinks is None else sinks[one])[1]
             rows.append(weights[..., :tokens].reshape(1, g.group, len(span), -1))
         return torch.cat(rows)

@@ -5,7 +5,7 @@ With b = budget - w tokens for a layer on average, the last layer keeps b / beta
 steps, each beside the window; where the first would keep more than there are it keeps all, and the last 2 b less
 those. Prompts of less than 2 b tokens are as in snapkv.
 
-Departures: those of snapkv.
+Departures: those of snapkv. The authors' scripts take a window of 8 and the maximum of 7 neighbors.
 
 Shapes and costs: as snapkv.
 """

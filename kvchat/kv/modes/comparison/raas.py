@@ -8,6 +8,7 @@ whose time is oldest is dropped for good.
 Departures:
     * The budget counts the pages of the answer alone, and the prompt is read whole whatever its length. (The paper
       reads long prompts by Quest's rule.) What a turn begins with is prompt: at the next one everything is read again.
+      So is what is stored where the mode is entered, tokens are taken back or other messages pinned during an answer.
     * Half is the paper's r = 50 %; its other rule, a threshold for the estimated weight, is left out.
     * Pages have 32 tokens (the paper: 16). The page that a prompt ends in belongs to it; the page being filled always
       matters. Of pages with the same time the oldest page is dropped.

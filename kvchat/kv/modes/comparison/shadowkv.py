@@ -10,7 +10,7 @@ Departures:
       the device and recalls values alone; here exact keys and values are recalled, so what is read is the same, but
       for the error of that rank, and memory and traffic are not the paper's.
     * A page has 32 tokens, a chunk there 8. The budget is that of everything read: of its pages two are the newest, a
-      sixth of the rest outliers (there 384 tokens beside 2,048).
+      sixth of the rest outliers (there 384 tokens beside 2,048): none with less than 256 tokens.
     * What was decoded is chosen among from when it leaves the newest pages; the paper keeps all of it.
 
 Shapes: tables ``[layers, H, k * p + 2 * p]``, landmarks ``[layers, H, page, d_k]``. Costs: as quest, half the index.

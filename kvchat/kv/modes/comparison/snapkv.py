@@ -9,14 +9,17 @@ Departures:
     * It is chosen anew at every prompt, from everything stored: SnapKV per turn. The paper drops for good.
     * The scores are the mean over the query heads of a group; the paper's models have groups of one, its program votes
       by query head.
-    * Where no query of the prompt is known, as after a conversation was reopened, the last token's alone votes; a
-      prompt that is shorter than w votes with what it has.
+    * A prompt votes with the queries that are known of it, w at most: of one whose beginning was stored before, with
+      those of what was read anew. An answer to an earlier question is begun again by its last token alone, and so is
+      one in a conversation that was reopened ("observed" says by how many).
+    * Where none is known the last token's votes.
     * The memory saved is not saved (``kept``).
 
 The paper's runs are remembered to take the maximum of neighbors; its program's default is the average.
 
-Shapes: tables ``[layers, H, n]``. Costs: once a prompt w softmaxes over all tokens in each layer; a token reads as
-many slots as in full mode, most of them masked.
+Shapes: tables ``[layers, H, n]``. Costs: once a prompt w softmaxes over all tokens in each layer, whose weights are
+there at once (512 MiB for 32 query heads and 131,072 tokens, beside that layer's K/V), and what that layer's scores
+take; a token reads as many slots as in full mode, most of them masked.
 """
 
 from __future__ import annotations
