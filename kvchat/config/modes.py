@@ -376,9 +376,9 @@ class CakeParameters(SnapKVParameters):
     title: ClassVar[str] = "SnapKV with a budget for each layer by how its attention spreads and moves (CAKE)"
     implementation: ClassVar[str] = "kvchat.kv.modes.comparison.cake:Cake"
 
-    tau1: float = Field(1.0, gt=0, allow_inf_nan=False)
+    tau1: float = Field(1.0, ge=0.1, allow_inf_nan=False)
     """the larger, the less it counts for a layer's budget that its attention is spread out"""
-    tau2: float = Field(1.0, gt=0, allow_inf_nan=False)
+    tau2: float = Field(1.0, ge=0.1, allow_inf_nan=False)
     """the larger, the less it counts that its attention moves from query to query"""
     gamma: float = Field(200.0, ge=0, allow_inf_nan=False)
     """what the variance of a token's weights counts beside their mean"""

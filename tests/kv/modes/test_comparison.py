@@ -194,6 +194,17 @@ def test_a_prompt_that_fails_between_two_layers_leaves_what_the_last_one_asked(m
 # ---- budgets
 
 
+@pytest.mark.parametrize("name", ["tau1", "tau2"])
+def test_the_layers_of_a_large_model_share_out_a_budget_with_the_lowest_taus(name):
+    cake = Run(toy(("plain", "plain"), page=8), "cake", budget=64, **{name: 0.1}).kv.mode
+    for layer, sharpness in enumerate((1e-6, 1.5e-6)):
+        cake.scores(layer, torch.full((64, 2, 32, 600), 1 / 600) + sharpness * torch.linspace(-1, 1, 32)[:, None])
+    assert all(cake.preferences)
+    assert sum(cake.rooms(600)) == 64
+    with pytest.raises(UsageError):
+        parse("cake", {name: 0.01})
+
+
 @pytest.mark.parametrize(
     ("preferences", "most", "parts"),
     [

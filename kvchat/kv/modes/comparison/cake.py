@@ -48,8 +48,9 @@ class Cake(SnapKV):
     def scores(self, layer: int, weights: Tensor) -> Tensor:
         p = self.parameters
         varies = weights.var(2) if weights.shape[2] > 1 else torch.zeros_like(weights[:, :, 0])
-        spread = -(weights * (weights + TINY).log()).sum()
-        self.preferences[layer] = float(spread.clamp(min=0) ** (1 / p.tau1) * varies.sum() ** (1 / p.tau2))
+        spread = -float((weights * (weights + TINY).log()).sum())
+        # Not as tensors: of float32 the powers may be 0 or infinite.
+        self.preferences[layer] = max(0.0, spread) ** (1 / p.tau1) * float(varies.sum()) ** (1 / p.tau2)
         return pooled(weights.mean(2) + p.gamma * varies).mean(1)
 
     def rooms(self, tokens: int) -> list[int]:
