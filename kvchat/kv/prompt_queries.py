@@ -26,7 +26,8 @@ class Noted:
 class PromptQueries:
     """``rows [layers, H_q, ROWS, d_k]``, the newest last; ``span`` are their tokens' positions.
 
-    They are those of the last prompt alone: a decoded token before it ends the span.
+    They are those of the last prompt alone: a decoded token before it ends the span. A single token after a decoded one
+    is no prompt: where an answer is taken back in part, or goes on, its last token is read again.
     """
 
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
@@ -42,11 +43,11 @@ class PromptQueries:
 
     def commit(self, start: int, tokens: int) -> None:
         """Keep what was seen of a prefill of so many ``tokens`` that began at position ``start``; it may be nothing."""
-        for layer, rows in self._seen.items():
-            self.rows[layer].copy_(rows)
-        if self._seen:
-            first, end = self.span.start if self.span.stop == start else start, start + tokens
-            self.span = range(max(first, end - ROWS), end)
+        goes_on, end = bool(self.span) and self.span.stop == start, start + tokens
+        if self._seen and (goes_on or tokens > 1):
+            for layer, rows in self._seen.items():
+                self.rows[layer].copy_(rows)
+            self.span = range(max(self.span.start if goes_on else start, end - ROWS), end)
         self.discard()
 
     def discard(self) -> None:

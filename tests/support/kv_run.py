@@ -185,8 +185,10 @@ class Run:
         self.values[layer] = torch.cat((self.values[layer], v), 1)
 
     def _ask(self, layer: int, q: Tensor, start: int) -> None:
-        """Note the queries of a prompt's last tokens, in a row; a decoded token ends it."""
+        """Note the queries of a prompt's last tokens, in a row; a decoded token ends it. One token begins none."""
         before = self.asked[layer] if start - 1 in self.asked[layer] else {}
+        if not before and q.shape[1] == 1:
+            return
         asked = before | {start + i: q[:, i] for i in range(q.shape[1])}
         self.asked[layer] = {at: asked[at] for at in sorted(asked)[-ASKED:]}
 

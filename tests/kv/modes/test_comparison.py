@@ -176,6 +176,20 @@ def test_queries_are_put_back_with_what_is_stored():
     assert kv.state.prompt.span == span, "a decoded token asks nothing"
 
 
+@pytest.mark.parametrize("mode", ASKING[:3])
+def test_an_answer_taken_back_in_part_keeps_what_the_prompt_chose(mode):
+    """Its last token is read again, as a prompt's are."""
+    run = Run(toy(("plain", "plain"), page=8), mode, budget=64)
+    run.prefill(100)
+    run.step(60)
+    told = run.kv.mode.report()
+    run.truncate(149)
+    run.prefill(1)
+    assert run.kv.mode.report() == told
+    run.step(3)
+    run.check()
+
+
 @pytest.mark.parametrize("mode", ASKING)
 def test_a_prompt_that_fails_between_two_layers_leaves_what_the_last_one_asked(mode):
     run = Run(toy(("plain", "plain"), page=8), mode, budget=64)
