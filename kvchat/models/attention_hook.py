@@ -132,7 +132,7 @@ def forward(
             model.base_model(ids[None], position_ids=positions[None], **beside)
             return None
         output = model(ids[None], position_ids=positions[None], logits_to_keep=last, **beside)
-        of_last: Tensor = output.logits[0].float()
+        of_last: Tensor = output.logits[0, -last:].float()  # some models keep all
         return of_last[0] if last == 1 else of_last
 
 
