@@ -21,7 +21,7 @@ from kvchat.kv.modes import implementation
 from kvchat.kv.modes.comparison.cake import shared_out
 
 ASKING = ("snapkv", "pyramidkv", "cake", "h2o")  # by the queries of a prompt's end
-MODULES = {"arkvale", "cake", "h2o", "raas", "razor", "shadowkv"}  # that have numbers of their own
+MODULES = ("arkvale", "cake", "h2o", "raas", "razor", "shadowkv")  # that have numbers of their own
 
 
 @pytest.mark.parametrize("row", COMPARED)
