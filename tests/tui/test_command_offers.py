@@ -46,7 +46,7 @@ def test_enter_takes_what_is_selected_where_no_one_command_is_named(typed, takes
         ("/exi", ["/quit"]),
         ("/uild", ["/rebuild"]),
         ("/BUD", ["/budget "]),
-        ("/mode s", ["streaming", "sync", "speculative"]),
+        ("/mode s", ["streaming", "sync", "speculative", "shadowkv", "snapkv"]),
         ("/mo spec t", ["tau="]),
         ("/mode speculative tau=0.7 fir", ["first_full="]),
         ("/set temp", ["temperature "]),

@@ -68,7 +68,7 @@ class HelpScreen(ClosesOnce, ModalScreen[None]):
             ("Keys", key_rows(self._keys)),
             ("Commands", [(action.line, action.doc) for action in COMMANDS.values()]),
             ("KV modes", mode_rows(offered)),
-            ("Methods of other papers, for comparison: F6 passes them by", compared),
+            ("Methods of other papers, for comparison", compared),
             ("What the figures mean", figure_rows(offered)),
         )
         for title, rows in sections:

@@ -88,7 +88,8 @@ def test_bytes_reported_are_bytes_allocated_and_bytes_foretold(row, kwargs):
     for region in kv.state.host._regions:
         allocated += resident(region) - region.size
     reported = kv.device_bytes + kv.state.host.nbytes
-    small = kv.state.query.nbytes + kv.state.control.nbytes + 4096  # last queries, flags by position, counters
+    queries = kv.state.query.nbytes + kv.state.prompt.rows.nbytes  # of the last token, and of the prompt's last
+    small = queries + kv.state.control.nbytes + 4096  # flags by position, counters
     assert reported <= allocated <= reported * 1.01 + small
     assert (
         abs(kv.mode.plan(kv.state.capacity).device_bytes(kv.state.geometry) - kv.device_bytes) <= 0.01 * kv.device_bytes
