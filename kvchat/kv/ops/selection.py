@@ -114,9 +114,21 @@ def heaviest(scores: Tensor, hidden: Tensor, masked: Tensor, k: int) -> Tensor:
     """
     weights = scores.float().masked_fill(hidden, float("-inf")).softmax(-1).mean(1)
     # What may not be chosen must lose against one whose weight underflowed to 0.
-    best, chosen = weights.masked_fill(masked | hidden, -1.0).topk(min(k, weights.shape[-1]), -1)
-    chosen = chosen.masked_fill(~(best >= 0), EMPTY)
+    return best(weights.masked_fill(masked | hidden, -torch.inf), k)
+
+
+def best(scores: Tensor, k: int) -> Tensor:
+    """The ``k`` places of highest ``scores [H, n]``, -1 where the others have -inf or no number: int64 ``[H, k]``."""
+    values, chosen = scores.topk(min(k, scores.shape[-1]), -1)
+    chosen = chosen.masked_fill(~(values > -torch.inf), EMPTY)
     return torch.nn.functional.pad(chosen, (0, k - chosen.shape[-1]), value=EMPTY)
+
+
+def are_among(chosen: Tensor, n: int) -> Tensor:
+    """Which of ``n`` places are ``chosen [H, k]``, where -1 is none: bool ``[H, n]``."""
+    # What is none is marked in one column more.
+    marks = torch.zeros((len(chosen), n + 1), dtype=torch.bool, device=chosen.device)
+    return marks.scatter(1, chosen.masked_fill(chosen < 0, n), True)[:, :n]
 
 
 def top_pages(scores: Tensor, masked: Tensor, k: int) -> Tensor:

@@ -23,8 +23,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvchat.kv.modes.comparison.page_choice import PageChoice, best
+from kvchat.kv.modes.comparison.page_choice import PageChoice, tiles
 from kvchat.kv.modes.page_index import IndexedMode, PageBounds
+from kvchat.kv.ops.selection import are_among, best
 
 SINK_PAGES = 2
 NEWEST_PAGES = 2
@@ -35,11 +36,9 @@ class PageBoxes(PageBounds):
     """Digests, stored as bounds are: ``[c + r | r - c]``."""
 
     def summary(self, keys: Tensor, pages: int) -> Tensor:
-        # The last page may be partly filled: then nobody reads its row.
-        tiles = torch.nn.functional.pad(keys, (0, 0, 0, pages * self.geometry.page - keys.shape[1]))
-        tiles = tiles.reshape(len(keys), pages, self.geometry.page, -1).float()
-        center = (tiles.amax(2) + tiles.amin(2)) / 2
-        width = (center.unsqueeze(2) - tiles).abs().mean(2)
+        by_page = tiles(keys, pages, self.geometry.page)
+        center = (by_page.amax(2) + by_page.amin(2)) / 2
+        width = (center.unsqueeze(2) - by_page).abs().mean(2)
         return torch.cat((center + width, width - center), -1).to(self.dtype)
 
 
@@ -68,13 +67,10 @@ class ArkVale(PageChoice):
         return of_heads.float().sum((0, 1)).masked_fill(masked, -torch.inf).expand(len(of_heads), -1)
 
     def wanted(self, layer: int, scores: Tensor, resident: Tensor) -> Tensor:
-        k, none = resident.shape[1], scores.shape[-1]
-        # Pages are marked in one column more, which takes what is none.
-        marks = torch.nn.functional.pad(torch.zeros_like(scores), (0, 1))
-        is_held = marks.scatter(1, resident.masked_fill(resident < 0, none), 1.0)[:, :none].bool()
+        k, pages = resident.shape[1], scores.shape[-1]
+        is_held = are_among(resident, pages)
         has_begun = self._position % self.geometry.page == 0
         is_held |= (self._ends == self._last) & has_begun  # a page that has just left the newest ones
         is_held |= (resident < 0).all(1, keepdim=True)  # after a prompt
-        top = best(scores, max(1, self.k // SHARE))
-        is_top = marks.scatter(1, top.masked_fill(top < 0, none), 1.0)[:, :none].bool()
+        is_top = are_among(best(scores, max(1, self.k // SHARE)), pages)
         return best(scores.masked_fill(is_top, torch.inf).masked_fill(~(is_held | is_top), -torch.inf), k)

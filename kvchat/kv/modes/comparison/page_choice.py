@@ -15,14 +15,13 @@ from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY, Layout
 from kvchat.kv.modes.base import ModelTraits, ModeReport, Plan, Step, budget_of, refuse_small_budget
 from kvchat.kv.modes.page_index import IndexedMode
-from kvchat.kv.ops.selection import assign_slots
+from kvchat.kv.ops.selection import assign_slots, best
 
 
-def best(scores: Tensor, k: int) -> Tensor:
-    """The ``k`` pages of highest ``scores [H, page]``, EMPTY where all others have -inf: int64 ``[H, k]``."""
-    values, chosen = scores.topk(min(k, scores.shape[-1]), -1)
-    chosen = chosen.masked_fill(values == -torch.inf, EMPTY)
-    return torch.nn.functional.pad(chosen, (0, k - chosen.shape[-1]), value=EMPTY)
+def tiles(keys: Tensor, pages: int, page: int) -> Tensor:
+    """``keys [H, n, d]`` by page, float32 ``[H, pages, page, d]``; nobody reads that of a page not yet full."""
+    padded = torch.nn.functional.pad(keys, (0, 0, 0, pages * page - keys.shape[1]))
+    return padded.reshape(len(keys), pages, page, -1).float()
 
 
 class PageChoice(IndexedMode):

@@ -27,8 +27,9 @@ from kvchat.config.modes import ShadowKVParameters
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY
 from kvchat.kv.modes.base import ModelTraits, Plan
-from kvchat.kv.modes.comparison.page_choice import PageChoice, best
+from kvchat.kv.modes.comparison.page_choice import PageChoice, tiles
 from kvchat.kv.modes.page_index import IndexedMode, PageIndex
+from kvchat.kv.ops.selection import are_among, best
 from kvchat.kv.state import KVState
 
 NEWEST_PAGES = 2
@@ -43,10 +44,7 @@ class Landmarks(PageIndex):
         super().__init__(geometry, device, first)
 
     def summary(self, keys: Tensor, pages: int) -> Tensor:
-        # The last page may be partly filled: then nobody reads its row.
-        padded = torch.nn.functional.pad(keys, (0, 0, 0, pages * self.geometry.page - keys.shape[1]))
-        tiles = padded.reshape(len(keys), pages, self.geometry.page, -1)
-        return tiles.float().mean(2).to(self.dtype)
+        return tiles(keys, pages, self.geometry.page).mean(2).to(self.dtype)
 
 
 class ShadowKV(PageChoice):
@@ -100,13 +98,10 @@ class ShadowKV(PageChoice):
         return best(-alike.amin(2), self.outliers)
 
     def scores(self, layer: int, query: Tensor, masked: Tensor) -> Tensor:
-        landmarks, (heads, pages) = self.index.of(layer), (self.geometry.kv_heads, self.index.pages)
-        grouped = query.view(heads, -1, query.shape[-1]) * self.state.scaling(layer)
+        landmarks = self.index.of(layer)
+        grouped = query.view(len(landmarks), -1, query.shape[-1]) * self.state.scaling(layer)
         logits = torch.bmm(grouped, landmarks.transpose(1, 2)).float()
-        outlying = self.outlying[layer - self.first]
-        # Outliers are marked in one column more, which takes what is none.
-        marks = torch.zeros((heads, pages + 1), device=query.device)
-        is_outlier = marks.scatter(1, outlying.masked_fill(outlying < 0, pages), 1.0)[:, :pages].bool() & ~masked
+        is_outlier = are_among(self.outlying[layer - self.first], self.index.pages) & ~masked
         beside = logits.masked_fill((masked | is_outlier).unsqueeze(1), -torch.inf)
         # A softmax over nothing is no number.
         shares = beside.softmax(-1).nan_to_num(0).amax(1)
