@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from torch import Tensor
@@ -294,10 +294,18 @@ class AnswerLoop(Released):
         if not drafter or self._kv.mode.parameters.recovery or self._runner.recurrent.exists:
             return [], self.step(token)
         drafter.begin(self.stored.ids)
-        before = sampler.state()
-        with self._runner.guessing():
-            drafts = drafter.draft(token, most, self.ends, lambda last: read(sampler(self._runner.step(last))))
-        sampler.set_state(before)
+        has_guessed = False
+        with ExitStack() as guessing:  # begun by the first guess: what is looked up does not pay for it
+
+            def guess(last: int) -> int:
+                nonlocal has_guessed
+                if not has_guessed:
+                    has_guessed = True
+                    guessing.callback(sampler.set_state, sampler.state())
+                    guessing.enter_context(self._runner.guessing())
+                return read(sampler(self._runner.step(last)))
+
+            drafts = drafter.draft(token, most, self.ends, guess)
         if not drafts:
             return [], self.step(token)
         logits = self._runner.verify([token, *drafts])

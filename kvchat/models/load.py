@@ -128,16 +128,17 @@ def load_model(asked: Load, progress: Progress) -> LoadedModel:
         described = describe(asked.model, asked.device, asked.dtype, progress)
         chosen = repacking.choose(asked.quantize, described)
         quantized = quantization.resolve(chosen.quantize, described.config, described.dtype, described.device)
+        has_blocks = bool(quantized.method or described.location.gguf)  # of weights, to be packed or unpacked
         checkpoint = complete(described.location, progress)
         with _explained(described, chosen.quantize):
             if not asked.force:
                 reading.check(described, chosen.quantize)
             if described.device.type == "cpu":  # after the check, which counts the memory that is free
-                compile_ahead.begin(described.dtype, OF_PACKED if quantized.method or described.location.gguf else ())
+                compile_ahead.begin(described.dtype, OF_PACKED if has_blocks else ())
             progress("Loading the tokenizer")
             tokenizer, reading_notes = _tokenizer(described, checkpoint)
             tokenizer.chat_template = template or tokenizer.chat_template
-            if quantized.method or described.location.gguf:
+            if has_blocks:
                 compile_ahead.wait(progress, [BLOCKS_OF_WEIGHTS])
             stage = _loading_weights(chosen.quantize, described, checkpoint)
             progress(stage)
