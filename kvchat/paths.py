@@ -127,6 +127,11 @@ def user_profiles_dir() -> Path:
     return config_dir() / "profiles"
 
 
+def presets_dir() -> Path:
+    """The user's presets, one TOML file each."""
+    return config_dir() / "presets"
+
+
 def bundled_profiles_dir() -> Path:
     """The shipped GPU profiles."""
     return PACKAGE / "config" / "gpu_profiles"

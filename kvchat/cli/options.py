@@ -15,7 +15,7 @@ import typer
 from typer.models import OptionInfo
 
 from kvchat import paths
-from kvchat.config import modes, schema, sources
+from kvchat.config import modes, presets, schema, sources
 from kvchat.config.modes import SHARED, BudgetParameters, ModeParameters
 from kvchat.config.schema import KvSection, ModelSettings, SamplingSettings, UiSettings
 from kvchat.config.sources import Key, SettingsSource
@@ -118,7 +118,8 @@ def flags(params: Mapping[str, Any]) -> SettingsSource:
     """The settings among a command's options.
 
     Raises:
-        UsageError: a ``--param`` is not KEY=VALUE, or no mode has it; or several modes begin like ``--mode``.
+        UsageError: a ``--param`` is not KEY=VALUE, or no mode has it; or several modes begin like ``--mode``. Or what
+            is wrong with the ``--preset``, over which the other options go.
     """
     params = {**params, "mode": mode_named(params.get("mode"))}
     named = [name for name in sorted(SHARED) if params.get(name) is not None]
@@ -126,7 +127,12 @@ def flags(params: Mapping[str, Any]) -> SettingsSource:
     keys = {**KEYS, **shared}
     given = {name: None if params.get(name) in ([], ()) else params.get(name) for name in keys}
     options = {f"--{name.replace('_', '-')}": (keys[name], value) for name, value in given.items()}
-    return sources.flag_source({**options, **_params(params.get("param") or (), params.get("mode"))})
+    asked = sources.flag_source({**options, **_params(params.get("param") or (), params.get("mode"))})
+    if not (name := params.get("preset")):
+        return asked
+    preset = presets.read(presets.find(name)).values
+    origins = {**dict.fromkeys(preset, f"--preset {name}"), **asked.origins}
+    return SettingsSource({**preset, **asked.values}, origins)
 
 
 def mode_named(given: str | None) -> str | None:
@@ -231,6 +237,11 @@ def complete_theme(incomplete: str) -> list[Offer]:
     return _files_in(paths.bundled_themes_dir(), paths.user_themes_dir(), incomplete)
 
 
+def complete_preset(incomplete: str) -> list[Offer]:
+    """The person's presets."""
+    return [(name, "") for name in presets.names() if name.startswith(incomplete)]
+
+
 def _files_in(bundled: Path, own: Path, incomplete: str) -> list[Offer]:
     names = {path.stem for folder in (bundled, own) for path in folder.glob("*.toml")}
     return [(name, "") for name in sorted(names) if name.startswith(incomplete)]
@@ -259,6 +270,14 @@ PARAMS = {
 }
 MODE = {"mode": left_out(KvSection, "mode", complete=complete_mode), **PARAMS}
 SYSTEM = {
+    "preset": Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="a system prompt, sampling and mode kept by /preset; other options go before it",
+            autocompletion=complete_preset,
+        ),
+    ],
     "system": left_out(ModelSettings, "system"),
     "pin_system": left_out(ModeParameters, "pin_system", "--pin-system/--no-pin-system"),
 }

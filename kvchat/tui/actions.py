@@ -200,6 +200,9 @@ ACTIONS = (
     Action(id="system", command="system", usage="TEXT", values=arguments.one_of("none"), run=chat.set_system,
            waits="questions",
            doc="change the system prompt; none removes it; no argument: show it"),
+    Action(id="preset", command="preset", usage="NAME", values=arguments.presets, run=chat.preset, waits="argument",
+           doc="use a system prompt, sampling and mode kept under a name; save NAME: keep the current ones; no "
+               "argument: list all"),
     Action(id="pin", command="pin", usage="N", values=arguments.one_of("system", "none"), run=chat.pin,
            doc="pin the N-th question: every mode attends to it, beyond the budget; again: unpin it; no argument: the "
                "last one; system: the system prompt; none: unpin all"),

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from kvchat.config import modes
+from kvchat.config import modes, presets, sources
 from kvchat.conversations.conversation import Conversation
 from kvchat.conversations.store import Summary
 from kvchat.errors import EngineError, KvchatError, UsageError
@@ -276,6 +278,40 @@ class ChatController:
     def set_system(self, text: str | None) -> None:
         """Change the system prompt from the next answer on; None removes it."""
         self.state.conversation.system = self._system = text
+
+    def use_preset(self, file: Path) -> None:
+        """Take over what a preset sets: the mode at once, the rest from the next answer on.
+
+        Raises:
+            UsageError: its file is wrong, or no model is loaded yet.
+        """
+        preset = sources.resolve(presets.read(file))
+        given = {key: sources.at(preset.settings, key) for key in preset.origins}
+        mode = given.get(presets.MODE, self.state.mode)
+        params = {key[2]: value for key, value in given.items() if key[:2] == ("kv", mode)}
+        if params or presets.MODE in given:
+            self.switch(mode, params)
+        for key, value in given.items():
+            match key:
+                case ("kv", other, parameter) if other != mode:
+                    self.set_for_mode(other, parameter, value)
+                case ("sampling", parameter):
+                    self.state.sampling = replace(self.state.sampling, **{parameter: value})
+                case presets.SYSTEM:
+                    self.set_system(value or None)
+
+    def save_preset(self, name: str) -> Path:
+        """Keep the system prompt, the sampling and the mode with what was asked for in it, and return the file.
+
+        Raises:
+            UsageError: as ``presets.save``.
+        """
+        self.state.note_mode()
+        mode, conversation = self.state.mode, self.state.conversation
+        values: dict[sources.Key, Any] = {presets.SYSTEM: conversation.system or "", presets.MODE: mode}
+        values |= {("sampling", key): value for key, value in vars(self.state.sampling).items()}
+        values |= {("kv", mode, key): value for key, value in conversation.params.items()}
+        return presets.save(name, values)
 
     def peek(self, start: int, end: int) -> None:
         """Ask for the text of the stored tokens ``start`` to ``end``."""

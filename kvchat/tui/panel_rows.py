@@ -1,6 +1,6 @@
 """The rows of the panels: labels and values of one snapshot, and what each label means.
 
-A missing reading is drawn ``n/a``.
+What was not read has no row.
 """
 
 from __future__ import annotations
@@ -150,7 +150,8 @@ def saved_bytes(s: Snapshot) -> int:
 
 def recall_rows(s: Snapshot, link_bytes_per_s: float | None = None) -> Rows:
     """Recall from host to device in more detail, beside the measured rate of the link."""
-    rows = [("in all", size(s.recalled_bytes)), ("hit rate", percent(s.recall_hit_rate))]
+    rows = [("in all", size(s.recalled_bytes) if s.recalled_bytes else "nothing yet")]
+    rows += [("hit rate", percent(s.recall_hit_rate))] if s.recall_hit_rate is not None else []
     if s.corrections:  # one mode alone corrects
         rows.append(("corrections", count(s.corrections)))
     return rows + recall_times(s, link_bytes_per_s)
@@ -159,7 +160,7 @@ def recall_rows(s: Snapshot, link_bytes_per_s: float | None = None) -> Rows:
 def recall_times(s: Snapshot, link_bytes_per_s: float | None = None) -> Rows:
     """The median and 95th percentile of what recall took for a token and of what was waited for, and its rate."""
     p50, p95 = figure(s.recall_ms_p50, digits=1), figure(s.recall_ms_p95, "ms", 1)
-    rows = [("time p50 / p95", MISSING if s.recall_ms_p95 is None else f"{p50} / {p95}")]
+    rows = [("time p50 / p95", f"{p50} / {p95}")] if s.recall_ms_p95 is not None else []
     if s.recall_bytes_per_s is not None:
         share = f" · {percent(s.recall_bytes_per_s / link_bytes_per_s)}" if link_bytes_per_s else ""
         rows.append(("fetch rate", figure(s.recall_bytes_per_s / 1e9, "GB/s", 1) + share))
@@ -174,9 +175,11 @@ def memory_rows(s: Snapshot) -> Rows:
     if s.kv_parked_bytes:
         own.append(("parked", size(s.kv_parked_bytes)))
     if not has_gpu(s):
-        return [("no GPU", "all K/V is in RAM"), ("this process", size(s.process_bytes)), *own]
-    torch = MISSING if s.torch_allocated is None else f"{size(s.torch_allocated)} of {size(s.torch_reserved)}"
-    return [*(gpu_rows(s.gpu) if s.gpu else [("GPU", MISSING)]), ("torch", torch), *own]
+        process = [("this process", size(s.process_bytes))] if s.process_bytes is not None else []
+        return [("no GPU", "all K/V is in RAM"), *process, *own]
+    if s.torch_allocated is not None:
+        own.insert(0, ("torch", f"{size(s.torch_allocated)} of {size(s.torch_reserved)}"))
+    return [*(gpu_rows(s.gpu) if s.gpu else [("GPU", "not read: no NVML")]), *own]
 
 
 def has_gpu(s: Snapshot) -> bool:
@@ -185,14 +188,16 @@ def has_gpu(s: Snapshot) -> bool:
 
 
 def gpu_rows(gpu: Gpu) -> Rows:
-    """Readings of NVML."""
-    vitals = (figure(gpu.utilization, "%"), figure(gpu.temperature, "°C"), figure(gpu.power, "W"))
-    return [
+    """What NVML reads; some drivers leave some of it out."""
+    vitals = ((gpu.utilization, "%"), (gpu.temperature, "°C"), (gpu.power, "W"))
+    load = " · ".join(figure(value, unit) for value, unit in vitals if value is not None)
+    rows = [
         ("GPU", gpu.name),
-        ("used", MISSING if gpu.used is None else f"{size(gpu.used)} / {size(gpu.total)}"),
-        ("this process", size(gpu.process)),
-        ("load", " · ".join(vitals)),
+        ("used", "" if gpu.used is None else f"{size(gpu.used)} / {size(gpu.total)}"),
+        ("this process", "" if gpu.process is None else size(gpu.process)),
+        ("load", load),
     ]
+    return [(label, value) for label, value in rows if value]
 
 
 def explain(label: str, mode: str) -> str:

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from kvchat.config import presets
 from kvchat.config.modes import mode_names
 from kvchat.errors import EngineError, UsageError
 from kvchat.protocol.figures import Snapshot, Stats
@@ -228,3 +229,31 @@ async def test_panels_show_nothing_of_the_conversation_before(chat):
     await chat.controller.handle(snapshot)
     shown = chat.view.snapshots[-1]
     assert (shown.total, shown.ribbon, shown.kv_host_bytes) == (0, "", 1)
+
+
+async def test_a_preset_brings_back_system_prompt_sampling_and_mode(chat):
+    await chat.load()
+    controller, state = chat.controller, chat.controller.state
+    controller.set_system("You write code.")
+    controller.set_sampling("temperature", "0.2")
+    controller.switch("streaming", {"budget": 512})
+    await controller.handle(
+        Switched("full", "streaming", {"budget": 512}, 0, 0, 0.1, given={"streaming": {"budget": 512}})
+    )
+    controller.save_preset("coder")
+    controller.set_system(None)
+    controller.set_sampling("temperature", "0.9")
+    controller.set_sampling("top_k", "7")
+    await controller.handle(Switched("streaming", "full", {}, 0, 0, 0.1))
+    controller.use_preset(presets.find("cod"))
+    assert chat.client.sent[-1] == Switch("streaming", {"budget": 512})
+    assert (state.conversation.system, state.sampling.temperature) == ("You write code.", 0.2)
+    assert state.sampling.top_k == 0
+
+
+async def test_a_preset_changes_nothing_where_its_mode_is_refused(chat):
+    chat.controller.save_preset("coder")
+    chat.controller.set_system("You write code.")
+    with pytest.raises(UsageError):  # no model is loaded yet
+        chat.controller.use_preset(presets.find("cod"))
+    assert chat.controller.state.conversation.system == "You write code."

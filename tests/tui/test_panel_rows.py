@@ -90,15 +90,15 @@ def test_the_budget_and_what_is_read_beyond_it_are_told_apart():
     assert as_dict(context_rows(fetching))["fetched per token"] == "1.0 MiB · 6.0 ms"
 
 
-def test_missing_readings_are_never_zero():
-    assert as_dict(recall_rows(snapshot()))["hit rate"] == "n/a"
-    assert as_dict(recall_rows(snapshot()))["time p50 / p95"] == "n/a"
-    assert as_dict(memory_rows(snapshot()))["this process"] == "n/a"
+def test_what_was_not_read_has_no_row():
+    assert recall_rows(snapshot()) == [("in all", "nothing yet")]
+    assert "time p50 / p95" not in as_dict(recall_rows(snapshot(recalled_bytes=2**20, recall_hit_rate=0.5)))
+    assert "this process" not in as_dict(memory_rows(snapshot()))
     allocated = as_dict(memory_rows(snapshot(torch_allocated=2**30, torch_reserved=2**31)))
-    assert (allocated["GPU"], allocated["torch"]) == ("n/a", "1.0 GiB of 2.0 GiB")
-    assert as_dict(memory_rows(snapshot(gpu=Gpu("H200"))))["torch"] == "n/a"
-    assert as_dict(gpu_rows(Gpu("H200", used=2**30)))["load"] == "n/a · n/a · n/a"
-    assert as_dict(gpu_rows(Gpu("H200")))["used"] == "n/a"
+    assert (allocated["GPU"], allocated["torch"]) == ("not read: no NVML", "1.0 GiB of 2.0 GiB")
+    assert "torch" not in as_dict(memory_rows(snapshot(gpu=Gpu("H200"))))
+    assert gpu_rows(Gpu("H200")) == [("GPU", "H200")]
+    assert as_dict(gpu_rows(Gpu("H200", utilization=45.0, power=90.0)))["load"] == "45 % · 90 W"
 
 
 def test_without_a_gpu_one_line_says_so():
@@ -111,8 +111,9 @@ def test_without_a_gpu_one_line_says_so():
 def test_every_label_is_explained():
     full = snapshot(
         params={"budget": 1}, active=9.0, total=9, context=9, reduced_tokens=1, corrections=1, exposed_ms_p95=1.0,
-        recall_ms_p95=2.0, recall_bytes_per_s=1e9, gpu=Gpu("H200"), kv_parked_bytes=1, coverage=0.9,
-        prices=(Price("freeze"), Price("full", 1, 1)),
+        recall_hit_rate=0.5, process_bytes=1, torch_allocated=1, torch_reserved=1,
+        recall_ms_p95=2.0, recall_bytes_per_s=1e9, gpu=Gpu("H200", used=1, process=1, power=1.0), kv_parked_bytes=1,
+        coverage=0.9, prices=(Price("freeze"), Price("full", 1, 1)),
     )  # fmt: skip
     shown = [plain_rows(full), context_rows(full), context_rows(snapshot(total=1)), mode_rows(full), recall_rows(full)]
     labels = {label for rows in (*shown, memory_rows(full), memory_rows(snapshot())) for label, _ in rows}

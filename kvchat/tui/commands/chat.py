@@ -7,7 +7,8 @@ import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from kvchat import thoughts
+from kvchat import paths, thoughts
+from kvchat.config import presets
 from kvchat.config.modes import registered
 from kvchat.config.validation_errors import expected
 from kvchat.conversations import attachments, export
@@ -91,6 +92,26 @@ async def set_system(chat: ChatController, argument: str) -> None:
         return
     chat.set_system(None if argument.lower() == "none" else argument)
     chat.view.add_note("The system prompt takes effect with the next answer; the stored context is rebuilt for it.")
+
+
+async def preset(chat: ChatController, argument: str) -> None:
+    """``/preset NAME``, ``/preset save NAME``; alone it lists the presets."""
+    words = split_words(argument)
+    match words:
+        case []:
+            kept = ", ".join(presets.names())
+            chat.view.add_note(
+                f"Presets: {kept}   ({paths.presets_dir()})"
+                if kept
+                else "There are no presets yet; /preset save NAME keeps system prompt, sampling and mode as one."
+            )
+        case ["save", name]:
+            chat.view.toast(f"{name} is kept in {chat.save_preset(name)}.", title="Preset")
+        case [name]:
+            chat.use_preset(file := presets.find(name))
+            chat.view.add_note(f"Preset {file.stem}. Sampling: {arguments.describe_sampling(chat.state.sampling)}")
+        case _:
+            raise UsageError(f'/preset "{argument}" is not valid.', hint="It takes a NAME, or save NAME.")
 
 
 async def show_stats(chat: ChatController, argument: str) -> None:

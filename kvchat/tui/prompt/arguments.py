@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from kvchat.config.modes import registered
+from kvchat.config.presets import names as preset_names
 from kvchat.config.schema import SamplingSettings, checked_sampling
 from kvchat.config.validation_errors import choices, expected
 from kvchat.errors import UsageError, did_you_mean
@@ -68,6 +69,13 @@ def values_to_set(now: Surroundings, words: Sequence[str]) -> Iterator[Suggestio
             present_one = () if value in (None, ()) else (shown(value),)
             for text in choices(field) or present_one:
                 yield Suggestion(text, text, "", text == shown(value))
+
+
+def presets(now: Surroundings, words: Sequence[str]) -> Iterator[Suggestion]:
+    """``/preset``: those there are, and to keep one."""
+    if not words:
+        yield from (Suggestion(name, name) for name in preset_names())
+        yield Suggestion("save ", "save NAME", "keep system prompt, sampling and mode")
 
 
 def tokens(name: str) -> Values:

@@ -1,4 +1,4 @@
-"""The panel columns: labeled numbers from one snapshot, the timeline, the last events; a missing reading is ``n/a``."""
+"""The panel columns: labeled numbers from one snapshot, the timeline, the last events."""
 
 from __future__ import annotations
 
@@ -151,9 +151,7 @@ class KvColumn(VerticalScroll):
         """Show all labels without numbers, so that nothing jumps when the numbers come."""
         self.show(Snapshot("mode", {}, 0, 0, 0, 0, 0))
         for block in self.query(Rowed):
-            block.rows = [(label, MISSING) for label, _ in block.rows]
-        plain = self.query_one("#plain-rows", Rowed)
-        plain.rows = [(label, "…") for label, _ in plain.rows]
+            block.rows = [(label, "…") for label, _ in block.rows]
 
     def show(self, s: Snapshot) -> None:
         """Draw one snapshot."""

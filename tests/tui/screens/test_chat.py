@@ -188,7 +188,7 @@ async def test_a_new_conversation_begins_with_no_figure_of_the_last(running):
         assert chat.query_one(StatusBar).render().plain.split() == ["ctx", "0", "%"]
         assert chat.query_one("#context-rows", Rowed).rows == [("reads", "nothing stored yet")]
         recall = dict(chat.query_one("#recall-rows", Rowed).rows)
-        assert (recall["hit rate"], recall["time p50 / p95"]) == ("n/a", "n/a")
+        assert not recall.keys() & {"hit rate", "time p50 / p95"}
         assert dict(chat.query_one("#memory-rows", Rowed).rows)["weights"] == "86.0 MiB"  # the machine's stay
         assert not chat.query_one("#extra-rows", Rowed).display
         typed(app, "/mode streaming")
@@ -208,7 +208,7 @@ async def test_without_a_model_there_are_no_figures(running):
         await until(lambda: app.controller.state.phase is Phase.DOWN)
         await until(lambda: app.controller.state.snapshot is None)
         assert chat.query_one(StatusBar).render().plain == ""
-        assert dict(chat.query_one("#memory-rows", Rowed).rows)["weights"] == "n/a"
+        assert dict(chat.query_one("#memory-rows", Rowed).rows)["weights"] == "…"
 
 
 async def test_prompts_wait_are_taken_back_and_not_sent_by_a_stop(running):
