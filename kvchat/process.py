@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -55,15 +56,22 @@ def use_physical_cores(cgroups: Path = CGROUPS, processors: Path = PROCESSORS) -
     share, cores = processor_share(cgroups), physical_cores(processors)
     most = [int(bound) for bound in (share, cores) if bound is not None]
     chosen = any(name in os.environ for name in NUM_THREADS)
-    if not chosen and most and min(most) < len(os.sched_getaffinity(0)):
+    if not chosen and most and min(most) < len(usable_processors()):
         os.environ[NUM_THREADS[0]] = str(max(1, min(most)))
+
+
+def usable_processors() -> Collection[int]:
+    """The numbers of the processors that this process may use; all of them where the system does not tell."""
+    if sys.platform != "linux":
+        return range(os.cpu_count() or 1)
+    return os.sched_getaffinity(0)
 
 
 def physical_cores(processors: Path = PROCESSORS) -> int | None:
     """The physical cores among the processors this process may use; None where the system does not tell."""
     if not processors.is_dir():
         return None
-    usable = (processors / f"cpu{number}" for number in os.sched_getaffinity(0))
+    usable = (processors / f"cpu{number}" for number in usable_processors())
     # Of one core all processors name the same ones; numbers of cores are unique within a package or a die only.
     siblings = {system_text(processor / "topology" / "thread_siblings_list") for processor in usable}
     return None if "" in siblings else len(siblings)
@@ -99,7 +107,7 @@ def processor_time(stat: Path = STAT) -> Spent | None:
         told = stat.read_text()
     except OSError:
         return None
-    usable = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    usable = {f"cpu{number}" for number in usable_processors()}
     lines = [fields for fields in map(str.split, told.splitlines()) if fields[:1] and fields[0] in usable]
     if not lines:
         return None
@@ -135,6 +143,10 @@ def claim_stdio() -> tuple[BinaryIO, BinaryIO]:
 
 def resident_bytes() -> int | None:
     """Bytes in RAM; None where the system does not tell."""
+    if sys.platform != "linux":
+        import psutil
+
+        return int(psutil.Process().memory_info().rss)
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):

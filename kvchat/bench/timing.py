@@ -23,7 +23,7 @@ import torch
 
 import kvchat
 from kvchat import nvml
-from kvchat.process import PROCESSES, STAT, processor_time
+from kvchat.process import PROCESSES, STAT, processor_time, usable_processors
 
 # Steps before those that count: the first compile and allocate; on a GPU each kind of step (sync mode has five) runs
 # once before it is captured.
@@ -160,7 +160,7 @@ def keep_busy(processes: int) -> Iterator[None]:
 
 def fair_share(threads: int, load: int) -> float:
     """The share of its quiet speed that a process with so many threads is due beside ``load`` busy ones."""
-    cores = len(os.sched_getaffinity(0))
+    cores = len(usable_processors())
     return min(1.0, cores / (min(threads, cores) + load))
 
 

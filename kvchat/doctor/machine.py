@@ -15,7 +15,7 @@ from kvchat import nvml
 from kvchat.doctor.installation import Check, guarded, sees_gpu
 from kvchat.kv.memory import available
 from kvchat.nvml import GpuInfo, PcieLink
-from kvchat.process import CGROUPS, processor_share, system_text
+from kvchat.process import CGROUPS, processor_share, system_text, usable_processors
 from kvchat.units import MISSING, count, figure, size
 
 SYS = Path("/sys")
@@ -41,7 +41,7 @@ def checks(threads: int | None) -> Iterator[Check]:
 
 def processors(threads: int | None, cgroups: Path = CGROUPS) -> Check:
     """The processors this process may use, how many of them the container grants, and torch's threads."""
-    usable, present = len(os.sched_getaffinity(0)), os.cpu_count() or 0
+    usable, present = len(usable_processors()), os.cpu_count() or 0
     share = processor_share(cgroups)
     found = f"{usable} of {present}, torch computes with {MISSING if threads is None else threads} threads"
     if share is not None and share < usable:
@@ -93,7 +93,7 @@ def numa(bus: str, sysfs: Path = SYS) -> Check:
         f"{bus} at node {near}",
         system_text(sysfs / "devices" / "system" / "node" / f"node{near}" / "cpulist"),
     )
-    if cpus and not os.sched_getaffinity(0) & _numbers(cpus):
+    if cpus and _numbers(cpus).isdisjoint(usable_processors()):
         advice = f"K/V would cross between sockets: numactl --cpunodebind={near} --membind={near} kvchat"
         return Check("NUMA", "warning", f"{found}, this process runs on others' processors only", advice)
     return Check("NUMA", "ok", found)

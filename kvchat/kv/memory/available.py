@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import resource
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,6 +76,10 @@ def _available(proc: Path) -> int:
     fields = _fields(proc / "meminfo")
     if "MemAvailable" in fields:
         return fields["MemAvailable"] * 1024
+    if sys.platform != "linux":
+        import psutil
+
+        return int(psutil.virtual_memory().available)
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
