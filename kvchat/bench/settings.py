@@ -48,7 +48,7 @@ class Variants:
 
 @dataclass(frozen=True)
 class Agreement(Variants):
-    """KL divergence from full attention, top-1 agreement, perplexity and attention mass covered, token by token.
+    """Divergence from full attention, token by token. KL, top-1 agreement, perplexity and attention covered.
 
     No ``texts`` are the shipped books; a passage goes beyond the end of a part where parts are ``joined``.
     """
@@ -62,7 +62,7 @@ class Agreement(Variants):
 
 @dataclass(frozen=True)
 class Coverage(Variants):
-    """Share of the full softmax mass on what each mode reads, beside the best pages and tokens; the worst head.
+    """Attention covered by what each mode reads. Beside the best pages and tokens, and with the worst head.
 
     No ``texts`` are the shipped books.
     """
@@ -79,7 +79,7 @@ class Coverage(Variants):
 
 @dataclass(frozen=True)
 class Recall(Variants):
-    """Facts found in long texts: tasks by lengths, depths, modes and budgets.
+    """Facts found in long texts. Tasks by lengths, depths, modes and budgets.
 
     ``inside`` 0 is a question that is a turn of its own; in the task switches it is the measurement's own number.
     """
@@ -109,7 +109,7 @@ class Recall(Variants):
 
 @dataclass(frozen=True, kw_only=True)
 class Data(Variants):
-    """Scores of a published data set, or agreement on its texts, mode against full.
+    """Scores of a published data set, mode against full. Or agreement on its texts.
 
     One answer is greedy; several are sampled as reasoning models are, at temperature 0.6 and top-p 0.95.
     """
@@ -126,7 +126,7 @@ class Data(Variants):
 
 @dataclass(frozen=True)
 class Paper:
-    """The tables and figures of a mode's paper, published beside measured."""
+    """Tables and figures of a mode's paper, beside measured ones."""
 
     paper: Annotated[str, Argument(metavar="PAPER", help="asr-kf-egr, lazy-pruning, synckv or freekv")]
     parts: Annotated[tuple[str, ...], Option("--part", help="only this table or figure, as table-1; repeatable")] = ()
@@ -138,7 +138,7 @@ class Paper:
 
 @dataclass(frozen=True)
 class Decode:
-    """Time per decoded token, memory and traffic, against transformers' caches in the same run.
+    """Time per decoded token, memory and traffic. Against transformers' caches in the same run.
 
     ``change_rates`` are "natural" or shares of 1. For each of ``corrections`` every speculative mode is measured once
     more. ``baselines`` None takes those that suit the device.
@@ -181,7 +181,7 @@ class Decode:
 
 @dataclass(frozen=True)
 class Draft:
-    """Speed of answers with drafts by lookup, against the same answers without, and the share of drafts accepted."""
+    """Speed of answers with drafts, beside the same without."""
 
     tasks: Annotated[tuple[str, ...], Option("--task", help="quote edit list story; repeatable")] = (
         "quote",
@@ -196,7 +196,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Prefill:
-    """Time and peak memory of reading a prompt, against transformers' one forward in the same run.
+    """Time and memory of reading a prompt. Against transformers' one forward in the same run.
 
     Raises:
         UsageError: as ``Decode``.

@@ -166,7 +166,7 @@ def report_results(
     results: Annotated[list[Path], typer.Argument(metavar="RESULTS...", help="files that --out wrote")],
     plot: Plot = None,
 ) -> None:
-    """The tables of results, and with --plot their pictures; refuses to mix environments or models."""
+    """Tables of results; with --plot pictures. Results of several environments or models are refused."""
     if plot:
         plots.check(plot)
     read = reports.read(results)
@@ -187,5 +187,5 @@ def compare_results(
     before: Annotated[Path, typer.Argument(metavar="A.json")],
     after: Annotated[Path, typer.Argument(metavar="B.json")],
 ) -> None:
-    """Print the changes from one result to another of the same experiment, and possible reasons for them."""
+    """Changes from one result to another of the same experiment. With possible reasons for them."""
     echo(reports.compared(before, after).markdown())

@@ -31,7 +31,7 @@ def list_chats(
     text: Annotated[str | None, typer.Argument(help="only those that say this")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print a JSON list")] = False,
 ) -> None:
-    """List the conversations, the latest first, by the numbers that the commands here and /open take."""
+    """List the conversations, the latest first. The commands here and /open take their numbers."""
     with _store() as store:
         found = store.search(text or "")
         numbers = {summary.id: number for number, summary in enumerate(store.recent(limit=-1), 1)}
@@ -76,7 +76,7 @@ def import_chat(file: Annotated[Path, typer.Argument(help="JSON that kvchat expo
 
 @app.command("delete")
 def delete_chat(id: Chat) -> None:
-    """Delete a conversation; `kvchat chats restore` brings it back within a day."""
+    """Delete a conversation; restore brings it back within a day."""
     with _store() as store:
         found = _find(store, id)
         store.delete(found)

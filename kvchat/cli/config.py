@@ -32,7 +32,7 @@ def show() -> None:
 
 @app.command()
 def validate(file: Annotated[Path | None, typer.Argument(help="instead of the settings in force")] = None) -> None:
-    """Check the settings and your profiles, or one FILE of either kind; exit code 2 if something is wrong."""
+    """Check the settings and your profiles. Or one FILE of either kind; exit code 2 if something is wrong."""
     path = file or paths.config_file()
     if file and not file.exists():
         raise UsageError(f"There is no file {file}.", hint="Check the path.")

@@ -189,7 +189,7 @@ def chat_command(
     plain: Plain = False,
     record: Record = None,
 ) -> None:
-    """Chat, as kvchat alone or with a question does; --plain line by line, for screen readers and pipes."""
+    """Chat, as kvchat alone does, with a first question if you like."""
     raise typer.Exit(chat(options.flags(ctx.params), resume, plain, record, prompt or ""))
 
 
@@ -224,7 +224,7 @@ def replay_command(
     file: Annotated[Path | None, typer.Argument(help="a recording; without it the demonstration is played")] = None,
     plain: Plain = False,
 ) -> None:
-    """Play what `kvchat --record FILE` recorded in the application, without a model, torch or GPU."""
+    """Play a recorded chat without a model. `kvchat --record FILE` records one; neither torch nor a GPU is needed."""
     from kvchat.cli.chat import replay
 
     raise typer.Exit(replay(file, plain))
@@ -244,7 +244,7 @@ def models_command(
     ctx: typer.Context,
     as_json: Annotated[bool, typer.Option("--json", help="print a JSON list")] = False,
 ) -> None:
-    """List the models on this machine: size, type and whether they fit."""
+    """List the models on this machine, and whether they fit."""
     from kvchat.cli.models import list_models
 
     list_models(load_settings(options.flags(ctx.params)).settings.model, as_json)
@@ -252,7 +252,7 @@ def models_command(
 
 @app.command("keys")
 def keys_command(as_json: Annotated[bool, typer.Option("--json", help="print a JSON list")] = False) -> None:
-    """List what can be done in the chat: keys, commands and the ids that rebind them."""
+    """List keys and commands of the chat. With the ids that rebind them."""
     from kvchat.cli.models import list_keys
 
     list_keys(load_settings().settings.keys.given(), as_json)
@@ -262,7 +262,7 @@ def keys_command(as_json: Annotated[bool, typer.Option("--json", help="print a J
 def completion_command(
     shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(help="the shell that is to complete")],
 ) -> None:
-    """Print what a shell reads to complete kvchat's commands, options, modes, parameters and themes."""
+    """Print a script that completes kvchat's commands in a shell."""
     echo(options.script(shell))
 
 
@@ -274,7 +274,7 @@ def plan_command(
     context: Annotated[int | None, typer.Option(help="tokens of the conversation; the model's context")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
-    """Say what a model will take here before it is loaded, by quantization and mode, and what fits."""
+    """Say what memory a model takes, and what fits. By quantization and mode; nothing is loaded."""
     from kvchat.cli.models import plan as run
 
     chosen = load_settings(options.flags(ctx.params)).settings
@@ -299,7 +299,7 @@ def calibrate(
     plot: Annotated[Path | None, typer.Option(help="draw the overlap of the heads to .svg or .png")] = None,
     device: NamedDevice = "auto",
 ) -> None:
-    """Measure which KV heads of a model attend alike, for sync, and how many tokens speculative mode has to read."""
+    """Measure a model for the modes sync and speculative. Which heads attend alike, and how many tokens to read."""
     from kvchat.cli.models import calibrate as run
 
     run(model, text or (), clusters, representatives, device, out, plot, coverage)
@@ -307,7 +307,7 @@ def calibrate(
 
 @app.command()
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False) -> None:
-    """Look at this machine: what kvchat would use, what is wrong, and what to do about it."""
+    """Check this machine: what works, what does not, what to do."""
     from kvchat.doctor.report import doctor as run
 
     raise typer.Exit(run(as_json))

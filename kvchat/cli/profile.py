@@ -63,7 +63,7 @@ def show(
 
 @app.command()
 def match(device: NamedDevice = "auto") -> None:
-    """Say which profiles are in force for this device and why, and where each value they give comes from."""
+    """Say which profiles are in force here, and why. With where each value they give comes from."""
     gpu, found = _read_gpu(device), profiles.find(device)
     echo("no GPU" if gpu is None else f"{gpu.name or MISSING}, {size(gpu.memory)}")
     echo("\n".join(f"{file.name} ({file.why})" for file in found.active) or "no profile: the defaults hold")
@@ -74,7 +74,7 @@ def match(device: NamedDevice = "auto") -> None:
 
 @app.command()
 def validate(files: Annotated[list[Path] | None, typer.Argument(help="instead of your own profiles")] = None) -> None:
-    """Check profiles and tell of each what is wrong; exit code 2 if one is."""
+    """Check profiles. Tells of each what is wrong; exit code 2 if one is."""
     check_files(files or own_files())
 
 

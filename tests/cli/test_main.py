@@ -22,6 +22,13 @@ def test_options_before_a_command_are_refused(run: Run, session: FakeSession) ->
     assert "kvchat ask --mode" in outcome.err
 
 
+@pytest.mark.parametrize("command", [[], ["bench"], ["chats"], ["profile"], ["config"]])
+def test_what_a_command_does_fits_its_line_of_the_list(run: Run, command: list[str]) -> None:
+    listed = run(*command, "--help").out.partition("Commands:")[2]
+    assert listed
+    assert "..." not in listed
+
+
 def test_version_and_help(run: Run) -> None:
     assert run("--version") == (0, f"kvchat {paths.with_commit(kvchat.__version__)}\n", "")
     assert "ask" in run("-h").out
