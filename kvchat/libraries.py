@@ -28,6 +28,7 @@ EXTRAS = {
     "bnb": ("bitsandbytes>=0.46.1", "accelerate>=1.1"),
     "gptq": ("gptqmodel>=5.0", "optimum>=1.24", "accelerate>=1.1"),
     "plot": ("matplotlib>=3.8",),
+    "remote": ("openai>=3.57", "prometheus-client>=0.20"),
 }
 # The extra that a quantization needs on a GPU, and nf4 on a CPU too.
 EXTRA_OF = {"int8": "ao", "int4": "ao", "nf4": "bnb"}
@@ -56,7 +57,8 @@ def extra(name: str) -> str:
 
 def absent(name: str) -> list[str]:
     """The packages of an extra that are not installed."""
-    return [package for package in (one.partition(">")[0] for one in EXTRAS[name]) if find_spec(package) is None]
+    packages = (one.partition(">")[0] for one in EXTRAS[name])
+    return [package for package in packages if find_spec(package.replace("-", "_")) is None]
 
 
 def check(quantize: str, device: str) -> None:
@@ -70,6 +72,20 @@ def check(quantize: str, device: str) -> None:
     needs = quantize == "nf4" or (quantize in EXTRA_OF and device.startswith("cuda"))
     if needs and (packages := absent(EXTRA_OF[quantize])):
         raise missing(quantize, packages)
+
+
+def check_remote(address: str) -> None:
+    """Refuse to talk to a server without the packages for it.
+
+    Raises:
+        ModelError: one is not installed.
+    """
+    if packages := absent("remote"):
+        raise ModelError(
+            f"Talking to {address} needs {EXTRAS['remote'][0].partition('>')[0]}.",
+            f"{' and '.join(packages)} {'is' if len(packages) == 1 else 'are'} not installed.",
+            f"Run: {extra('remote')}",
+        )
 
 
 def missing(quantize: str, packages: list[str]) -> ModelError:

@@ -37,6 +37,11 @@ NAMED = {
 }
 
 
+def is_server(model: str) -> bool:
+    """True if the name of a model is the address of a server that has it."""
+    return model.lower().startswith(("http://", "https://"))
+
+
 def name_home() -> None:
     """Let a process run for a user without a home, as containers have: what lies there is not there, nor can be."""
     if not os.path.isabs(os.environ.get("HOME", os.path.expanduser("~"))):
@@ -70,6 +75,11 @@ def config_file() -> Path:
 def config_dir() -> Path:
     """The folder of config.toml and the user's themes."""
     return config_file().parent
+
+
+def server_keys_file() -> Path:
+    """The keys of servers, which others may not read."""
+    return config_dir() / "keys.toml"
 
 
 def data_dir() -> Path:

@@ -21,11 +21,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from kvchat import files, libraries
-from kvchat.errors import EngineError, KvchatError
+from kvchat.errors import EngineError, KvchatError, ModelError
 from kvchat.kv.memory.available import check_address_space
+from kvchat.paths import is_server
 from kvchat.process import claim_stdio, spin_briefly, use_physical_cores
 from kvchat.protocol import figures, messages, wire
 from kvchat.protocol.messages import (
@@ -51,10 +52,11 @@ from kvchat.protocol.messages import (
 
 if TYPE_CHECKING:
     from kvchat.engine.session import Session
+    from kvchat.remote.session import RemoteSession
 
 SNAPSHOT_S = 1 / 10
 DETAILS_S = 1 / 2
-IDLE_SNAPSHOT_S = 1.0  # after the last command; then only while there is a GPU, whose readings change by themselves
+IDLE_SNAPSHOT_S = 1.0  # after the last command; then only where readings change by themselves: of a GPU, of a server
 GRACE_S, IDLE_GRACE_S = 2.0, 0.5  # with a session, which writes what is left; without one
 STOP_AGAIN_S = 0.05  # while something is imported, which must not be cut off
 STOP_SIGNAL = signal.SIGUSR1  # to itself: the main thread may be deep in a library
@@ -88,14 +90,14 @@ class Server:
         self._loader = loader
         self._clock = clock
         self._interrupt = interrupt
-        self._session: Session | None = None
+        self._session: Session | RemoteSession | None = None
         self._in_use: Load | None = None
         self._loading = self._stop_due = False
         self._answering = False
         self._failures: list[Failed] = []
         self._snapshot_at = self._details_at = float("-inf")
         self._watches_details = False
-        self._reads_gpu = False
+        self._changes_alone = False
         self._at_rest = False
 
     @property
@@ -141,7 +143,7 @@ class Server:
                 elif not self._inbox.closed:
                     with self._failures_reported():
                         self._snapshot()
-                    self._at_rest = not self._reads_gpu
+                    self._at_rest = not self._changes_alone
         except BrokenPipeError:
             pass  # the application is gone
         finally:
@@ -187,7 +189,8 @@ class Server:
     def _load(self, command: Load) -> None:
         """Load another model. The one in use stays until that is ready, or is loaded again if both did not fit."""
         # The first load takes seconds before the loader can say anything.
-        self._outbox.send(Loading(f"loading {command.model}" if self._session else "importing torch"))
+        needs_torch = self._session is None and not is_server(command.model)
+        self._outbox.send(Loading("importing torch" if needs_torch else f"loading {command.model}"))
         with self._failures_reported():
             self._replace_session(command)
         if self._session is None and (in_use := self._in_use):
@@ -242,7 +245,7 @@ class Server:
             planned = figures.Planned(command.load.model, None, str(_explained(error)))
         self._outbox.send(planned)
 
-    def _work(self, begin: Callable[[Session], Iterator[Event]]) -> None:
+    def _work(self, begin: Callable[[Any], Iterator[Event]]) -> None:
         """Send the events of an answer, comparison or rebuild; ``Stop`` can end it from the moment it was asked for."""
         session = self._loaded()
         self._answering = True
@@ -280,7 +283,7 @@ class Server:
         self._outbox.send(answer)
         self._snapshot()
 
-    def _loaded(self) -> Session:
+    def _loaded(self) -> Any:
         if self._session is None:
             raise EngineError("No model is loaded.", hint="Load one first.")
         return self._session
@@ -289,7 +292,7 @@ class Server:
         if self._session and self._clock() - self._snapshot_at >= at_most_every:
             self._snapshot_at = self._clock()  # one that fails is not tried again at each token
             snapshot = self._session.snapshot()
-            self._reads_gpu = snapshot.gpu is not None
+            self._changes_alone = bool(snapshot.gpu or (snapshot.server and self._watches_details))
             self._outbox.send(snapshot)
             if self._snapshot_at - self._details_at >= (DETAILS_S if at_most_every else 0.0):
                 self._details()
@@ -368,8 +371,13 @@ def _interrupt_later() -> None:
 class Loader:
     """Makes sessions and plans for the worker, and imports torch for them; each method may raise ``KvchatError``."""
 
-    def open_session(self, load: Load, progress: Progress) -> Session:
-        """As ``kvchat.engine.session.open_session``."""
+    def open_session(self, load: Load, progress: Progress) -> Session | RemoteSession:
+        """As ``kvchat.engine.session.open_session``; that of a server without torch."""
+        if is_server(load.model):
+            libraries.check_remote(load.model)
+            from kvchat.remote import session
+
+            return session.open_session(load, progress)
         check_address_space()
         libraries.check(load.quantize, load.device)
         from kvchat.engine.session import open_session
@@ -377,13 +385,21 @@ class Loader:
         return open_session(load, progress)
 
     def fits_beside(self, load: Load, progress: Progress) -> bool:
-        """As ``kvchat.engine.plan.fits_beside``."""
+        """As ``kvchat.engine.plan.fits_beside``; the model of a server takes nothing here."""
+        if is_server(load.model):
+            return True
         from kvchat.engine.plan import fits_beside
 
         return fits_beside(load, progress)
 
     def plan(self, asked: Plan, in_use: figures.Snapshot | None, progress: Progress) -> figures.MemoryPlan:
-        """As ``kvchat.engine.plan.memory_plan``."""
+        """As ``kvchat.engine.plan.memory_plan``.
+
+        Raises:
+            ModelError: a server has the model; KvchatError: as there.
+        """
+        if is_server(asked.load.model):
+            raise ModelError("The server has the model, and its memory is its own.", hint="Only it can say.")
         from kvchat.engine.plan import memory_plan
 
         return memory_plan(asked.load, asked.context, progress, in_use)

@@ -214,6 +214,38 @@ class Planned:
     refusal: str = ""
 
 
+@dataclass(frozen=True)
+class ServerFigures:
+    """A server's own figures, of all its users since it was started; None where it does not tell.
+
+    ``kind`` is its program, ``place`` its host and port. Of the last answer here it read ``prompt_tokens``, of which
+    ``reused_tokens`` were stored already. It has room for ``capacity`` tokens of K/V, of which ``used_share`` is taken.
+    ``prefix_share`` of the tokens that were looked for among those stored were found, ``prefix_tokens`` of them.
+    ``host_*`` is the same of K/V in host memory. ``drafts_share`` is the part of the drafted tokens that was accepted.
+    ``missing`` says why there are no more figures.
+    """
+
+    kind: str
+    place: str
+    prompt_tokens: Count | None = None
+    reused_tokens: Count | None = None
+    prompt_tokens_per_s: float | None = None
+    capacity: Count | None = None
+    used_share: float | None = None
+    prefix_share: float | None = None
+    prefix_tokens: Count | None = None
+    host_capacity: Count | None = None
+    host_share: float | None = None
+    host_tokens: Count | None = None
+    host_loaded_bytes: Count | None = None
+    host_stored_bytes: Count | None = None
+    tokens_per_s: float | None = None
+    running: Count | None = None
+    waiting: Count | None = None
+    drafts_share: float | None = None
+    missing: str = ""
+
+
 # One letter a ribbon cell: the state of most of its tokens; recalled wins over all others.
 RIBBON = {
     "S": "sink",
@@ -242,7 +274,8 @@ class Snapshot:
     are the tokens of the system prompt, ``pins`` those of pinned messages that are read beyond the budget. There is
     room for ``device_room`` tokens on the device, in the host pool for ``exact_room`` in exact and ``rounded_room`` in
     8-bit pages. ``process_bytes`` is the engine's memory on the host. ``prices`` are the other modes'. ``badges`` warn
-    of how the engine runs: a few words, a colon, the reason.
+    of how the engine runs: a few words, a colon, the reason. ``server`` is set where a server has the model, and what
+    is read and held is not known.
     """
 
     mode: str
@@ -284,3 +317,4 @@ class Snapshot:
     device_room: Count = 0
     exact_room: Count = 0
     rounded_room: Count = 0
+    server: ServerFigures | None = None

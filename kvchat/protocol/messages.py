@@ -209,7 +209,8 @@ class Loaded:
     """The model is ready. ``context`` is in tokens, ``kv_bytes_per_token`` counts all layers.
 
     ``weights`` names how they are quantized and ``fast`` the kinds of modules that are fused, empty for none.
-    ``temperature`` is the model's own. ``template_variables`` are names that its chat template looks at.
+    ``temperature`` is the model's own. ``template_variables`` are names that its chat template looks at. ``server`` is
+    the program that has the model where that is another one: it decides what is read, and ``offers`` says how.
     """
 
     model: str
@@ -229,6 +230,8 @@ class Loaded:
     fast: str = ""
     temperature: float = TEMPERATURE
     template_variables: tuple[str, ...] = ()
+    server: str = ""
+    offers: str = ""
 
 
 @dataclass(frozen=True)
@@ -252,6 +255,7 @@ class Noted:
 class Started:
     """Prefill begins: ``prompt_tokens`` in all, of which ``reused_tokens`` were stored already.
 
+    Both are 0 where a server has not counted yet.
     ``thought`` is the tag that ends the thought that the end of the prompt begins, empty where it begins none, and
     ``tags`` are those that the model's template knows for the beginning of one.
     """

@@ -1,0 +1,183 @@
+"""One answer of a server: the frames of its stream become events, and their counts the receipt."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from kvchat import thoughts
+from kvchat.protocol.figures import Stats
+from kvchat.protocol.messages import Event, Finished, Prefilled, Sampling, Started, Text, Turn, parse_args
+from kvchat.remote.servers import LLAMA, SGLANG, TRANSFORMERS, VLLM, whole
+
+THOUGHT = "<think>"
+RECENT = 32  # tokens that the speed is taken from
+ENDINGS = {"length": "length"}
+REPEATED = {LLAMA: "repeat_penalty"}  # what a program calls it, where not as most do
+TAKING_VARIABLES = (LLAMA, VLLM, SGLANG, TRANSFORMERS)
+CONTINUING = (VLLM, SGLANG)  # they begin another answer unless they are told; llama-server goes on by itself
+
+
+def request(
+    kind: str, model: str, turns: Sequence[Turn], sampling: Sampling, template_args: Sequence[str]
+) -> dict[str, Any]:
+    """The arguments of the openai library for an answer to the last turn, or for more of it.
+
+    What of the sampling is as kvchat has it without being told is left to the server.
+    """
+    extra: dict[str, Any] = {}
+    asked: dict[str, Any] = {
+        "model": model,
+        "messages": [{"role": turn.role, "content": _said(turn)} for turn in turns],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "max_tokens": sampling.max_new_tokens,
+    }
+    changed = {name: value for name, value in vars(sampling).items() if value != getattr(Sampling(), name)}
+    asked |= {name: changed[name] for name in ("temperature", "top_p", "seed") if name in changed}
+    asked |= {"stop": list(sampling.stop)} if sampling.stop else {}
+    extra |= {name: changed[name] for name in ("top_k", "min_p") if name in changed}
+    if "repetition_penalty" in changed:
+        extra[REPEATED.get(kind, "repetition_penalty")] = sampling.repetition_penalty
+    if kind == LLAMA:
+        extra |= {"return_progress": True, "timings_per_token": True}
+    if kind == VLLM:
+        asked["stream_options"]["continuous_usage_stats"] = True
+    if kind in CONTINUING and turns[-1].role == "assistant":
+        extra |= {"continue_final_message": True, "add_generation_prompt": False}
+    if template_args and kind in TAKING_VARIABLES:
+        extra["chat_template_kwargs"] = parse_args(template_args)
+    return asked | ({"extra_body": extra} if extra else {})
+
+
+def _said(turn: Turn) -> str:
+    """A message without the thought before it, which templates leave out too; a thought alone is gone on with."""
+    return turn.content if turn.role != "assistant" else thoughts.split(turn.content)[1] or turn.content
+
+
+class Answer:
+    """What has come of an answer so far. ``context`` is the model's, 0 if unknown; ``clock`` in seconds."""
+
+    def __init__(self, sampling: Sampling, context: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._sampling, self._context, self._clock = sampling, context, clock
+        self._began, self._first, self._last = clock(), 0.0, 0.0
+        self._stamps: deque[tuple[float, int]] = deque(maxlen=RECENT)
+        self._pieces: list[str] = []
+        self._is_started = self._is_thinking = self._is_counted = False
+        self._timings: Mapping[str, Any] = {}
+        self.finish_reason = ""
+        self.prompt_tokens = self.reused_tokens = self.tokens = 0
+
+    @property
+    def total(self) -> int:
+        """Tokens of prompt and answer; 0 while the server has not told the first."""
+        return self.prompt_tokens + self.tokens if self.prompt_tokens else 0
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Seconds to the first token; None before it."""
+        return self._first - self._began if self._first else None
+
+    @property
+    def recent_tokens_per_s(self) -> float | None:
+        """The speed of the last tokens; None where there are too few."""
+        (begun, before), (now, tokens) = (self._stamps[0], self._stamps[-1]) if self._stamps else ((0.0, 0), (0.0, 0))
+        return (tokens - before) / (now - begun) if now > begun else None
+
+    @property
+    def prompt_tokens_per_s(self) -> float | None:
+        """The speed of the prompt, where the server tells it."""
+        return _rate(self._timings.get("prompt_per_second"))
+
+    def take(self, frame: Any) -> Iterator[Event]:
+        """The events of one frame.
+
+        Raises:
+            AttributeError, TypeError, ValueError, KeyError: it has not the form that it should have.
+        """
+        extra = frame.model_extra or {}
+        yield from self._count(frame.usage, extra.get("timings"), extra.get("prompt_progress"))
+        for choice in (frame.choices or ())[:1]:
+            more = choice.delta.model_extra or {} if choice.delta else {}
+            thought = more.get("reasoning_content") or more.get("reasoning") or ""
+            yield from self._text(thought, (choice.delta.content if choice.delta else None) or "")
+            self.finish_reason = choice.finish_reason or self.finish_reason
+
+    def _count(self, usage: Any, timings: Any, progress: Any) -> Iterator[Event]:
+        if timings:
+            self._timings = timings
+            self.reused_tokens = whole(timings["cache_n"])
+            self.prompt_tokens = self.reused_tokens + whole(timings["prompt_n"])
+            self._note_tokens(whole(timings["predicted_n"]))
+        if usage:
+            details = usage.prompt_tokens_details
+            self.prompt_tokens = whole(usage.prompt_tokens)
+            self.reused_tokens = whole(details.cached_tokens) if details else self.reused_tokens
+            self._note_tokens(whole(usage.completion_tokens))
+        if progress:
+            total, cached, done = (whole(progress[name]) for name in ("total", "cache", "processed"))
+            self.prompt_tokens, self.reused_tokens = total, cached
+            yield from self._start()
+            yield Prefilled(max(done - cached, 0), max(total - cached, 0))
+        yield from self._start()
+
+    def _note_tokens(self, tokens: int) -> None:
+        """The server counts; else a frame is taken for a token, which it nearly always is."""
+        self.tokens, self._is_counted = max(tokens, self.tokens), True
+
+    def _start(self) -> Iterator[Event]:
+        if not self._is_started:
+            self._is_started = True
+            yield Started(self.prompt_tokens, min(self.reused_tokens, self.prompt_tokens))
+
+    def _text(self, thought: str, said: str) -> Iterator[Event]:
+        piece = ""
+        if thought:
+            piece += thought if self._is_thinking else f"{THOUGHT}\n{thought}"
+            self._is_thinking = True
+        if said:
+            piece += self._end_of_thought() + said
+        if not piece:
+            return
+        self._last = self._clock()
+        self._first = self._first or self._last
+        self.tokens += not self._is_counted
+        self._stamps.append((self._last, self.tokens))
+        self._pieces.append(piece)
+        yield Text(piece, 1)
+
+    def _end_of_thought(self) -> str:
+        was_thinking, self._is_thinking = self._is_thinking, False
+        return f"\n{thoughts.end_of(THOUGHT)}\n\n" if was_thinking else ""
+
+    def finish(self, is_stopped: bool) -> Iterator[Event]:
+        """The last events."""
+        if self._is_thinking and not is_stopped and (end := self._end_of_thought()):
+            self._pieces.append(end)
+            yield Text(end, 0)
+        reason = "stopped" if is_stopped else ENDINGS.get(self.finish_reason, "eos")
+        if reason == "length" and self.tokens < self._sampling.max_new_tokens:
+            reason = "context"
+        yield Finished(reason, "".join(self._pieces), self._stats())
+
+    def _stats(self) -> Stats:
+        taken = self._last - self._first
+        by_clock = (self.tokens - 1) / taken if taken > 0 and self.tokens > 1 else None
+        drafted = whole(self._timings.get("draft_n"))
+        accepted = f"{whole(self._timings.get('draft_n_accepted')):,} of {drafted:,}"
+        return Stats(
+            prompt_tokens=self.prompt_tokens,
+            reused_tokens=min(self.reused_tokens, self.prompt_tokens),
+            generated_tokens=self.tokens,
+            total_tokens=self.total,
+            ttft_s=self.ttft_s,
+            prefill_tokens_per_s=self.prompt_tokens_per_s,
+            decode_tokens_per_s=_rate(self._timings.get("predicted_per_second")) or by_clock,
+            extras={"drafts accepted": accepted} if drafted else {},
+        )
+
+
+def _rate(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and 0 < value < float("inf") else None

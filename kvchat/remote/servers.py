@@ -1,0 +1,336 @@
+"""Servers of models: their addresses and keys, which program answers there, its models, and what it does with K/V.
+
+Each is asked over HTTP for at most ``PROBE_S``. What it answers is not trusted to be of the form that it should be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import stat
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2
+import tomli
+
+from kvchat import files, paths
+from kvchat.errors import EngineError, KvchatError, ModelError, UsageError, did_you_mean
+from kvchat.paths import is_server
+
+PROBE_S = 2.0
+MAX_SAID = 300  # characters of an answer that nobody expected
+KEY = "KVCHAT_API_KEY"
+LLAMA, VLLM, SGLANG, OLLAMA, LM_STUDIO = "llama-server", "vLLM", "SGLang", "Ollama", "LM Studio"
+TRANSFORMERS, KVCHAT, OTHER = "transformers serve", "kvchat serve", "an OpenAI-compatible server"
+OWNERS = {"llamacpp": LLAMA, "vllm": VLLM, "sglang": SGLANG, "kvchat": KVCHAT}
+"""Who owns the models that a server lists, where its program says so."""
+OFFERS = {
+    LLAMA: "Started with -ctk q8_0 -ctv q8_0 it keeps K/V in 8 bits, with -nkvo in host memory; --cache-ram MIB keeps"
+    " whole prompts there.",
+    VLLM: "Started with --kv-cache-dtype fp8 it keeps K/V in 8 bits; --kv-offloading-size GIB keeps more in host"
+    " memory.",
+    SGLANG: "Started with --kv-cache-dtype fp8_e5m2 it keeps K/V in 8 bits; --enable-hierarchical-cache with"
+    " --hicache-ratio keeps more in host memory.",
+    OLLAMA: "Started with OLLAMA_FLASH_ATTENTION=1 OLLAMA_KV_CACHE_TYPE=q8_0 it keeps K/V in 8 bits;"
+    " OLLAMA_CONTEXT_LENGTH=N sets how many tokens.",
+    LM_STUDIO: "The settings of a model there say in how many bits K/V are kept and whether on the GPU.",
+    KVCHAT: "Its modes are chosen where it is started, by --mode and --budget.",
+}
+"""What a program does with K/V, and how it is told to."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """``root`` has no ``/v1`` at its end, ``base`` has; ``model`` is empty where none is named."""
+
+    root: str
+    base: str
+    model: str = ""
+
+    @property
+    def place(self) -> str:
+        """Host and port, for people."""
+        return urlsplit(self.root).netloc
+
+    def name(self, model: str) -> str:
+        """The name that loads a model of the server."""
+        return f"{self.root}#{model}"
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model of a server. ``context`` in tokens and ``parameters`` are 0, ``weights`` empty where it does not say."""
+
+    id: str
+    context: int = 0
+    parameters: int = 0
+    nbytes: int = 0
+    weights: str = ""
+    is_loaded: bool = False
+
+
+@dataclass(frozen=True)
+class Server:
+    """The program ``kind`` at an address, and its models, which may be none."""
+
+    kind: str
+    address: Address
+    models: tuple[Served, ...]
+
+    @property
+    def offers(self) -> str:
+        """What it does with K/V, in sentences; empty where nobody knows."""
+        return OFFERS.get(self.kind, "")
+
+    def choose(self) -> Served:
+        """The model that the address names, else one that is loaded, else the first.
+
+        Raises:
+            ModelError: there is none.
+        """
+        wanted = self.address.model
+        if not wanted and self.models:
+            return next((one for one in self.models if one.is_loaded), self.models[0])
+        found = next((one for one in self.models if wanted in (one.id, one.id.rpartition("/")[2])), None)
+        if found is None and wanted and self.kind == TRANSFORMERS:
+            return Served(wanted)  # it loads whatever it is asked for
+        if found is None:
+            known = [one.id for one in self.models]
+            title = f'{self.address.place} has no model "{wanted}".' if wanted else f"{self.address.place} has no model."
+            raise ModelError(title, did_you_mean(wanted, known) if known else "", "Load one there first.")
+        return found
+
+
+class NotReadyError(EngineError):
+    """The server is there and loads its model."""
+
+
+def parse(text: str) -> Address:
+    """The address ``http://host:port[/v1][#model]``.
+
+    Raises:
+        UsageError: it is none, or holds a password, which lists of processes and conversations would show.
+    """
+    url, _, model = text.strip().partition("#")
+    try:
+        parts = urlsplit(url)
+        is_address = is_server(url) and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        is_address = False
+    if not is_address or parts.query:
+        raise UsageError(f'"{text[:100]}" is no address of a server.', hint="Write it as http://127.0.0.1:8080.")
+    if "@" in parts.netloc:
+        raise UsageError("An address with a password would be seen by others.", hint=f"Give the key in {KEY}.")
+    base = url.rstrip("/") if re.search(r"/v\d+/?$", parts.path) else f"{url.rstrip('/')}/v1"
+    return Address(re.sub(r"/v\d+$", "", base), base, model)
+
+
+def key_of(address: Address, environ: Mapping[str, str] = os.environ) -> str:
+    """The key for a server: of its own line in the file of keys, else of the environment; "" without one.
+
+    Raises:
+        UsageError: others may read the file, or it is no list of keys.
+    """
+    file = paths.server_keys_file()
+    try:
+        mode, text = stat.S_IMODE(file.stat().st_mode), files.decoded(files.read(file), file.name)
+    except (FileNotFoundError, NotADirectoryError):
+        return environ.get(KEY, "")
+    except OSError as error:
+        raise files.unreadable(str(file), error) from None
+    if mode & 0o077:
+        raise UsageError(f"{file} may be read by others.", f"Its mode is {mode:04o}.", f"Run: chmod 600 {file}")
+    try:
+        keys = {parse(name).root: key for name, key in tomli.loads(text).items()}
+    except tomli.TOMLDecodeError as error:
+        raise UsageError(f"{file} is no list of keys.", f"Line {error.lineno}: {error.msg}.", EXAMPLE) from None
+    key = keys.get(address.root, environ.get(KEY, ""))
+    if not isinstance(key, str):
+        raise UsageError(f"The key of {address.root} in {file} is no text.", hint=EXAMPLE)
+    return key
+
+
+EXAMPLE = 'Write a line "http://127.0.0.1:8080" = "KEY" for each server.'
+
+
+def client(address: Address) -> httpx2.AsyncClient:
+    """A client that sends the server's key, and follows no other address with it.
+
+    Raises:
+        UsageError: as ``key_of``.
+    """
+    key = key_of(address)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    return httpx2.AsyncClient(headers=headers, timeout=PROBE_S)
+
+
+async def recognize(address: Address, http: httpx2.AsyncClient) -> Server:
+    """Find out which program answers at an address, and its models.
+
+    Raises:
+        NotReadyError: it loads its model; EngineError: nothing answers; UsageError: it asks for a key, or does not
+            list its models as servers of this kind do.
+    """
+    listed = await _listed(address, http)
+    kind = next((OWNERS[owner] for one in listed if (owner := one.get("owned_by")) in OWNERS), "")
+    if kind == LLAMA:
+        return Server(kind, address, _of_llama(listed, await _get(http, f"{address.root}/props")))
+    if kind:
+        return Server(kind, address, tuple(map(_model, listed)))
+    info, version, running, studio, health = await asyncio.gather(
+        *(_get(http, f"{address.root}/{path}") for path in ("model_info", "api/version", "api/ps", "api/v0/models")),
+        _get(http, f"{address.root}/health"),
+    )
+    if info.get("model_path"):
+        return Server(SGLANG, address, tuple(map(_model, listed)))
+    if version.get("version"):
+        return Server(OLLAMA, address, _of_ollama(listed, running))
+    if studio.get("data") or (await _get(http, f"{address.root}/api/v1/models")).get("models"):
+        return Server(LM_STUDIO, address, _of_lm_studio(listed, studio))
+    kind = TRANSFORMERS if health == {"status": "ok"} else OTHER
+    return Server(kind, address, tuple(map(_model, listed)))
+
+
+async def find(addresses: Iterable[str]) -> list[Server | tuple[str, KvchatError]]:
+    """The servers at several addresses, or an address and the reason why it is none."""
+
+    async def look(text: str) -> Server | tuple[str, KvchatError]:
+        try:
+            address = parse(text)
+            async with client(address) as http:
+                return await recognize(address, http)
+        except KvchatError as error:
+            return text, error
+
+    return list(await asyncio.gather(*map(look, addresses)))
+
+
+async def _listed(address: Address, http: httpx2.AsyncClient) -> list[dict[str, Any]]:
+    """The entries of the server's list of models; those without an id are left out."""
+    try:
+        reply = await http.get(f"{address.base}/models")
+    except (httpx2.TransportError, httpx2.InvalidURL) as error:
+        raise unreachable(address, error) from None
+    if reply.status_code in (401, 403):
+        raise key_refused(address, said(reply))
+    if reply.status_code == 503:
+        raise NotReadyError(f"{address.place} is not ready.", said(reply), "Wait until its model is loaded.")
+    body = _json(reply) if reply.is_success else {}
+    entries = body.get("data")
+    if entries is None and body.get("object") == "list":
+        entries = []  # of Ollama without a model
+    if not isinstance(entries, list):
+        raise UsageError(
+            f"{address.root} is no server of models.",
+            f"{address.base}/models answers {reply.status_code}: {said(reply) or 'nothing'}",
+            "Give the address of an OpenAI-compatible server, as http://127.0.0.1:8080.",
+        )
+    return [one for one in entries if isinstance(one, dict) and isinstance(one.get("id"), str)]
+
+
+async def _get(http: httpx2.AsyncClient, url: str) -> dict[str, Any]:
+    """The object at an address; an empty one where there is none."""
+    try:
+        reply = await http.get(url)
+    except httpx2.HTTPError:
+        return {}
+    return _json(reply) if reply.is_success else {}
+
+
+def _json(reply: httpx2.Response) -> dict[str, Any]:
+    try:
+        body = reply.json()
+    except (ValueError, RecursionError):
+        return {}
+    return body if isinstance(body, dict) else {}
+
+
+def _model(entry: Mapping[str, Any]) -> Served:
+    meta = entry.get("meta") if isinstance(entry.get("meta"), dict) else {}
+    context = whole(entry.get("max_model_len")) or whole(meta.get("n_ctx"))
+    return Served(
+        entry["id"], context, whole(meta.get("n_params")), whole(meta.get("size")), str(meta.get("ftype") or "")
+    )
+
+
+def _of_llama(listed: list[dict[str, Any]], props: Mapping[str, Any]) -> tuple[Served, ...]:
+    """One slot's context, of those that share what the list names."""
+    settings = props.get("default_generation_settings")
+    of_slot = whole(settings.get("n_ctx")) if isinstance(settings, dict) and len(listed) == 1 else 0
+    models = map(_model, listed)
+    return tuple(
+        Served(one.id, of_slot or one.context, one.parameters, one.nbytes, one.weights, bool(of_slot)) for one in models
+    )
+
+
+def _of_ollama(listed: list[dict[str, Any]], running: Mapping[str, Any]) -> tuple[Served, ...]:
+    loaded = _by_id(running.get("models"), "name")
+    return tuple(
+        Served(
+            id,
+            whole(loaded.get(id, {}).get("context_length")),
+            nbytes=whole(loaded.get(id, {}).get("size")),
+            is_loaded=id in loaded,
+        )
+        for id in (one["id"] for one in listed)
+    )
+
+
+def _of_lm_studio(listed: list[dict[str, Any]], studio: Mapping[str, Any]) -> tuple[Served, ...]:
+    known = _by_id(studio.get("data"), "id")
+    facts = [(one["id"], known.get(one["id"], {})) for one in listed]
+    return tuple(
+        Served(
+            id,
+            whole(fact.get("loaded_context_length")) or whole(fact.get("max_context_length")),
+            weights=str(fact.get("quantization") or ""),
+            is_loaded=fact.get("state") == "loaded",
+        )
+        for id, fact in facts
+        if fact.get("type") != "embeddings"
+    )
+
+
+def _by_id(entries: Any, name: str) -> dict[str, dict[str, Any]]:
+    listed = entries if isinstance(entries, list) else []
+    return {one[name]: one for one in listed if isinstance(one, dict) and isinstance(one.get(name), str)}
+
+
+def whole(value: Any) -> int:
+    """A number that a server gave, as a count; 0 for anything else."""
+    return int(value) if isinstance(value, int | float) and 0 <= value < 2**63 else 0
+
+
+def said(reply: httpx2.Response) -> str:
+    """The words of a refusal, in any of the forms that servers have for it."""
+    return words_of(_json(reply)) or " ".join(reply.text.split())[:MAX_SAID]
+
+
+def words_of(body: Any) -> str:
+    """The message in the body of a refusal; "" where there is none."""
+    while isinstance(body, dict):
+        body = next((body[name] for name in ("error", "message", "detail") if body.get(name)), "")
+    return str(body)[:MAX_SAID] if body else ""
+
+
+def unreachable(address: Address, error: Exception) -> EngineError:
+    """Nobody answers."""
+    return EngineError(
+        f"No server answers at {address.root}.",
+        str(error)[:MAX_SAID] or type(error).__name__,
+        "Start it, or give another address; the conversation is kept.",
+    )
+
+
+def key_refused(address: Address, words: str) -> UsageError:
+    """The server wants a key, or another one."""
+    file = paths.server_keys_file()
+    return UsageError(
+        f"{address.root} asks for a key that it knows.",
+        words,
+        f'Put it into {KEY}, or as "{address.root}" = "KEY" into {file} with mode 0600, and start kvchat again.',
+    )

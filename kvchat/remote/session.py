@@ -1,0 +1,377 @@
+"""A session with the model of a server: what the engine's process and ``kvchat ask`` use in place of one with torch.
+
+The server keeps the K/V and decides what is read of them; each answer sends the whole conversation, and what the server
+has of its beginning it need not read again. The connection lives on an event loop in a thread of its own, so that a stop
+closes it in whatever state it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from queue import Empty, SimpleQueue
+from typing import Any, Final, TypeVar
+
+import httpx2
+import openai
+from openai import AsyncOpenAI
+
+from kvchat.errors import DoesNotFitError, EngineError, KvchatError, ModelError, UsageError
+from kvchat.protocol.figures import Price, ServerFigures, Snapshot
+from kvchat.protocol.messages import Details, Event, Load, Loaded, Sampling, Turn, parse_args
+from kvchat.remote import servers
+from kvchat.remote.answer import TAKING_VARIABLES, Answer, request
+from kvchat.remote.metrics import MetricsReader
+from kvchat.remote.servers import Address, NotReadyError, Server
+
+T = TypeVar("T")
+MODE = "server"  # in the place of a mode's name
+POLL_S, READY_POLL_S, SAMPLE_S, CLOSE_S = 0.05, 0.5, 1.0, 1.0
+CONNECT_S = 5.0  # an answer itself may take any time
+TOO_LONG = "exceed_context_size_error"  # llama-server's and kvchat's
+GARBAGE = (AttributeError, TypeError, ValueError, KeyError, RecursionError)
+OVER: Final = object()
+NO_KEY = "none"  # the openai library insists on one
+DECIDES = "The server decides how K/V are kept and read."
+INSTEAD = "/model loads a model of this machine, where modes switch live."
+
+
+def open_session(load: Load, progress: Callable[[str], None] = lambda stage: None) -> RemoteSession:
+    """Find the server and the model that ``load`` names; waits while it loads its model.
+
+    Raises:
+        UsageError: it asks for a key, or a setting needs the model here; ModelError: it has no such model;
+            EngineError: nothing answers.
+    """
+    address = servers.parse(load.model)
+    if load.chat_template:
+        raise UsageError(
+            "The server renders conversations, with its own chat template.",
+            f"Given: {load.chat_template}.",
+            "/template KEY=VALUE sets variables of that; --chat-template of llama-server takes another.",
+        )
+    loop = Loop()
+    try:
+        http = servers.client(address)
+        while True:
+            progress(f"asking {address.root}")
+            try:
+                return RemoteSession(loop.run(servers.recognize(address, http)), load, loop, http)
+            except NotReadyError as error:
+                progress(f"waiting: {error.detail or error.title}")
+                time.sleep(READY_POLL_S)
+    except BaseException:
+        loop.close()
+        raise
+
+
+class Loop:
+    """An event loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of ``work``, which is waited for."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        finally:
+            future.cancel()  # where the wait was broken off
+
+    def begin(self, work: Coroutine[Any, Any, None]) -> Callable[[], object]:
+        """Begin ``work``; returns what ends it, whatever it waits for."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).cancel
+
+    def close(self) -> None:
+        """End it with all that it does."""
+        if self._thread.is_alive():
+            with suppress(TimeoutError):
+                asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(CLOSE_S)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(CLOSE_S)
+        if not self._loop.is_running():
+            self._loop.close()
+
+    async def _end(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+
+class RemoteSession:
+    """As ``kvchat.engine.session.Session`` to whoever asks questions; what needs the model here is refused.
+
+    ``cancel`` is for any thread.
+    """
+
+    withdrawable = 0
+    token_ids: tuple[int, ...] = ()
+
+    def __init__(self, server: Server, load: Load, loop: Loop, http: httpx2.AsyncClient) -> None:
+        """
+        Raises:
+            ModelError: the server has not the model that its address names.
+        """
+        self._server, self._address, self._loop, self._http = server, server.address, loop, http
+        self._model = server.choose()
+        self._template_args = load.template_args
+        parse_args(load.template_args)
+        self._openai = AsyncOpenAI(
+            base_url=self._address.base,
+            api_key=servers.key_of(self._address) or NO_KEY,
+            http_client=http,
+            timeout=httpx2.Timeout(None, connect=CONNECT_S),
+        )
+        self._reader = MetricsReader(server.kind, self._address, http)
+        self._figures = ServerFigures(server.kind, self._address.place)
+        self._sampled = float("-inf")
+        self._answer = Answer(Sampling(), 0)
+        self._frames: SimpleQueue[Any] = SimpleQueue()
+        self._is_canceled = False
+
+    # ---- talking
+
+    def answer(
+        self,
+        turns: Sequence[Turn],
+        sampling: Sampling,
+        between: Callable[[int], None] | None = None,
+        conversation: str = "",
+    ) -> Iterator[Event]:
+        """Answer the last turn, or go on with it: ``Started``, ``Prefilled``*, ``Text``*, then one ``Finished``.
+
+        ``between`` is called between two frames and while none comes, with the number of tokens so far.
+
+        Raises:
+            DoesNotFitError: the conversation is longer than the server's context; ModelError: the model is gone;
+                UsageError: the key is refused; EngineError: the server cannot be reached, breaks off or fails.
+        """
+        self._is_canceled, self._frames = False, SimpleQueue()
+        asked = request(self._server.kind, self._model.id, turns, sampling, self._template_args)
+        self._answer = Answer(sampling, self._model.context)
+        return self._events(asked, between or (lambda tokens: None))
+
+    def _events(self, asked: dict[str, Any], between: Callable[[int], None]) -> Iterator[Event]:
+        frames, answer = self._frames, self._answer
+        end = self._loop.begin(self._read(asked, frames))
+        try:
+            while not self._is_canceled:
+                try:
+                    frame = frames.get(timeout=POLL_S)
+                except Empty:
+                    between(answer.tokens)
+                    continue
+                if frame is OVER:
+                    break
+                if isinstance(frame, Exception):
+                    raise explained(frame, self._address, self._model.id)
+                try:
+                    yield from answer.take(frame)
+                except GARBAGE as error:
+                    raise explained(error, self._address, self._model.id) from error
+                between(answer.tokens)
+        finally:
+            end()
+        if not self._is_canceled and not answer.finish_reason:
+            raise broken_off(self._address, "Its stream ended before the answer did.")
+        yield from answer.finish(self._is_canceled)
+
+    async def _read(self, asked: dict[str, Any], frames: SimpleQueue[Any]) -> None:
+        """Put the frames of an answer into ``frames``, at last ``OVER`` or what went wrong."""
+        try:
+            stream = await self._openai.chat.completions.create(**asked)
+            async with stream:
+                async for frame in stream:
+                    frames.put(frame)
+            frames.put(OVER)
+        except Exception as error:  # noqa: BLE001  # raised where the answer is waited for
+            frames.put(error)
+
+    def cancel(self) -> None:
+        """End the answer, closing the connection; without one nothing happens."""
+        self._is_canceled = True
+        self._frames.put(OVER)  # whoever waits need not wait longer
+
+    def resume(self, conversation: str, turns: Sequence[Turn]) -> Iterator[Event]:
+        """Nothing is kept here: the server finds what it has by the conversation's beginning."""
+        self._answer = Answer(Sampling(), 0)
+        return iter(())
+
+    def forget(self, conversation: str) -> None:
+        """Nothing of it is kept here."""
+
+    def set_template_args(self, args: Sequence[str]) -> str:
+        """Give the server's chat template these variables, ``KEY=VALUE``; what that means.
+
+        Raises:
+            UsageError: one is not written so, or the server takes none.
+        """
+        parse_args(args)
+        if args and self._server.kind not in TAKING_VARIABLES:
+            raise UsageError(f"{self._server.kind} takes no variables of a chat template.", hint=INSTEAD)
+        self._template_args = tuple(args)
+        return f"Sent to the server's template: {', '.join(args) or 'nothing'}, from the next question on."
+
+    # ---- what the server decides
+
+    def refuse(self) -> UsageError:
+        """The refusal of what only a model here can do."""
+        return UsageError(DECIDES, self._server.offers, INSTEAD)
+
+    def switch(self, mode: str = "", /, **params: Any) -> Any:
+        """Refused, as all that follows.
+
+        Raises:
+            UsageError: always.
+        """
+        raise self.refuse()
+
+    def keep_pages(self, host_dtype: str) -> str:
+        """Refused."""
+        raise self.refuse()
+
+    def rebuild(self) -> Iterator[Event]:
+        """Refused."""
+        raise self.refuse()
+
+    def compare(self, turns: Sequence[Turn], variants: Sequence[Any], sampling: Sampling) -> Iterator[Event]:
+        """Refused."""
+        raise self.refuse()
+
+    def hide_needle(self, tokens: int, seed: int) -> Any:
+        """Refused."""
+        raise self.refuse()
+
+    def text(self, start: int, end: int) -> str:
+        """Refused."""
+        raise self.refuse()
+
+    # ---- what there is
+
+    @property
+    def info(self) -> Loaded:
+        """The model and its server."""
+        model, server = self._model, self._server
+        others = len(server.models) - 1
+        notes = [f"{server.kind} at {self._address.place} has {model.id}. {DECIDES} {server.offers}".rstrip()]
+        notes += [f"It has {others:,} more: /model lists them."] if others > 0 else []
+        return Loaded(
+            model=model.id,
+            architecture=server.kind,
+            parameters=model.parameters,
+            device=f"{server.kind} at {self._address.place}",
+            dtype="",
+            context=model.context,
+            layers=0,
+            kv_heads=0,
+            page=0,
+            kv_bytes_per_token=0,
+            mode=MODE,
+            params={},
+            notes=tuple(notes),
+            weights=model.weights,
+            server=server.kind,
+            offers=server.offers,
+        )
+
+    def snapshot(self) -> Snapshot:
+        """What the last answer took and what the server said of itself when it was last asked; asks nothing."""
+        answer = self._answer
+        total = answer.total
+        figures = replace(
+            self._figures,
+            prompt_tokens=answer.prompt_tokens or None,
+            reused_tokens=answer.reused_tokens if answer.prompt_tokens else None,
+            prompt_tokens_per_s=answer.prompt_tokens_per_s,
+        )
+        return Snapshot(
+            MODE,
+            {},
+            active=total,
+            total=total,
+            context=self._model.context,
+            kv_device_bytes=0,
+            kv_host_bytes=0,
+            tokens_per_s=answer.recent_tokens_per_s,
+            ttft_s=answer.ttft_s,
+            server=figures,
+        )
+
+    def details(self) -> Details:
+        """Nothing by layer and head; the server's figures are asked for, once a second: the next snapshot has them."""
+        if time.monotonic() - self._sampled >= SAMPLE_S:
+            self._sampled = time.monotonic()
+            self._loop.begin(self._sample())
+        return Details(self._answer.total)
+
+    async def _sample(self) -> None:
+        self._figures = await self._reader.read()
+
+    def prices(self) -> tuple[Price, ...]:
+        """No mode has a price."""
+        return ()
+
+    def close(self) -> None:
+        """Close the connection."""
+        with suppress(TimeoutError):
+            self._loop.run(asyncio.wait_for(self._http.aclose(), CLOSE_S))
+        self._loop.close()
+
+
+def explained(error: Exception, address: Address, model: str) -> KvchatError:
+    """What went wrong, in the server's words with its numbers."""
+    match error:
+        case openai.APIStatusError():
+            return _refused(error, address, model)
+        case openai.APIConnectionError():
+            return servers.unreachable(address, error.__cause__ if isinstance(error.__cause__, Exception) else error)
+        case openai.APIError():
+            return EngineError(
+                f"{address.place} broke the answer off.", servers.words_of(error.body) or error.message, AGAIN
+            )
+        case httpx2.HTTPError():
+            return broken_off(address, str(error) or type(error).__name__)
+    return EngineError(
+        f"{address.place} sent what is no answer.",
+        f"{type(error).__name__}: {error}"[: servers.MAX_SAID],
+        "Is it an OpenAI-compatible server of chats?",
+    )
+
+
+AGAIN = "/continue goes on with it once the server is there, /regen answers again; the conversation is kept."
+
+
+def broken_off(address: Address, reason: str) -> EngineError:
+    """The connection ended before the answer did."""
+    return EngineError(f"The connection to {address.place} broke in the middle of the answer.", reason, AGAIN)
+
+
+def _refused(error: openai.APIStatusError, address: Address, model: str) -> KvchatError:
+    said = servers.words_of(error.body) or servers.said(error.response)
+    body = error.body if isinstance(error.body, dict) else {}
+    match error.status_code:
+        case 401 | 403:
+            return servers.key_refused(address, said)
+        case 404:
+            return ModelError(f"{address.place} has no {model}.", said, "/model lists what it has.")
+        case 400 | 413 | 422 if body.get("type") == TOO_LONG or "context length" in said:
+            counts = [f"{body[name]:,} {what}" for name, what in COUNTS.items() if isinstance(body.get(name), int)]
+            return DoesNotFitError(
+                "The conversation is longer than the server's context.",
+                " ".join(filter(None, (said, ", ".join(counts) and f"({', '.join(counts)})"))),
+                "/new begins another one, /edit shortens the question; or start the server with more room for it.",
+            )
+        case 429 | 503:
+            return EngineError(f"{address.place} takes no question now.", said, "Ask again in a moment.")
+    return EngineError(f"{address.place} refuses the question: HTTP {error.status_code}.", said, INSTEAD)
+
+
+COUNTS = {"n_prompt_tokens": "tokens asked", "n_ctx": "the most"}
