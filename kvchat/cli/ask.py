@@ -18,17 +18,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import kvchat
+from kvchat import libraries
 from kvchat.cli.output import note, progress, report, write
 from kvchat.config import modes
 from kvchat.config.schema import Settings
 from kvchat.errors import KvchatError, UsageError, resolve
 from kvchat.kv.memory.available import check_address_space
 from kvchat.models import checkpoint
+from kvchat.paths import is_server
 from kvchat.protocol.figures import Params, Stats
 from kvchat.protocol.messages import Event, Finished, Load, Sampling, Text, Turn
 
 if TYPE_CHECKING:
     from kvchat import Session
+    from kvchat.remote.session import RemoteSession
 
 
 INTERRUPTED = 130
@@ -74,7 +77,7 @@ def ask(
     Raises:
         KvchatError: the model cannot be loaded or the answer cannot be given.
     """
-    session = opened(load)
+    session = opened_at_server(load) if is_server(load.model) else opened(load)
     for text in session.info.notes:
         note(text)
     switcher = _Switcher(session, switches)
@@ -97,7 +100,8 @@ def ask(
     session.close()
     if interrupted:
         return INTERRUPTED
-    _finish_loops()
+    if not is_server(load.model):
+        _finish_loops()
     return switcher.exit_code
 
 
@@ -124,7 +128,7 @@ def stats_table(stats: Stats) -> str:
 class _Switcher:
     """Does the switches that are due; ``pending`` are still to come."""
 
-    def __init__(self, session: Session, switches: Sequence[SwitchAt]) -> None:
+    def __init__(self, session: Session | RemoteSession, switches: Sequence[SwitchAt]) -> None:
         self.pending = sorted(switches, key=lambda switch: switch.after)
         self.exit_code = 0
         self._session = session
@@ -139,10 +143,12 @@ class _Switcher:
                 self.exit_code = error.exit_code
 
 
-def _answer(events: Iterator[Event], session: Session, is_shown: bool) -> Finished:
-    from kvchat.engine.detokenizer import hold_back  # imports tokenizers, as the session has
+def _answer(events: Iterator[Event], session: Session | RemoteSession, is_shown: bool) -> Finished:
+    if not session.info.server:
+        from kvchat.engine.detokenizer import hold_back  # imports tokenizers, as the session has
 
-    for event in hold_back(events, lambda: session.withdrawable):
+        events = hold_back(events, lambda: session.withdrawable)
+    for event in events:
         if isinstance(event, Text) and is_shown:
             write(event.text)
         elif isinstance(event, Finished):
@@ -150,12 +156,12 @@ def _answer(events: Iterator[Event], session: Session, is_shown: bool) -> Finish
     raise AssertionError("an answer ends with Finished")
 
 
-def _result(session: Session, mode: str, finished: Finished) -> Params:
+def _result(session: Session | RemoteSession, mode: str, finished: Finished) -> Params:
     return {
         "text": finished.text,
         "token_ids": list(session.token_ids),
         "model": session.info.model,
-        "mode": mode,
+        "mode": mode if not session.info.server else session.info.mode,
         "finish_reason": finished.reason,
         "stats": dataclasses.asdict(finished.stats),
     }
@@ -165,6 +171,21 @@ def _cell(value: float | str | None) -> str:
     if value is None or isinstance(value, str):
         return value or "-"
     return f"{value:,}" if isinstance(value, int) else f"{value:,.3f}"
+
+
+def opened_at_server(load: Load) -> RemoteSession:
+    """Open a session with the model of a server.
+
+    Raises:
+        KvchatError: there is none, or a package is missing.
+    """
+    libraries.check_remote(load.model)
+    from kvchat.remote.session import open_session
+
+    try:
+        return open_session(load, progress)
+    finally:
+        progress("")
 
 
 def opened(load: Load) -> Session:
@@ -184,7 +205,7 @@ def opened(load: Load) -> Session:
 
 
 @contextmanager
-def interrupt_cancels(session: Session) -> Iterator[list[int]]:
+def interrupt_cancels(session: Session | RemoteSession) -> Iterator[list[int]]:
     """Ctrl-C ends the answer after the token in hand, a second one at once; the list tells whether it came."""
     interrupted: list[int] = []
 

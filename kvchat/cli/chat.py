@@ -68,6 +68,7 @@ def chat(flags: SettingsSource, resume: bool, plain: bool, record: Path | None =
         piped=as_file(for_a_model(piped(), "stdin")) if is_question else "",
         recorder=Recorder(record, kvchat.__version__) if record else None,
         model_folders=tuple(map(Path, chosen.model.folders)),
+        servers=chosen.model.servers,
         profile=profiles.find(chosen.model.device).describe(),
         problems=(*problems, *modes.problems(), *unknown_variables()),
         resolved=resolved,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ CONTEXT, STEPS, BOOKS, FACTS = 3072, 16, 1, 3
 @dataclass(frozen=True)
 class Row:
     """A model in the list. ``type`` is the weights' quantization or dtype, ``needed_bytes`` what they take once loaded.
+    A server does not tell that; of its model ``type`` is what it tells.
 
     ``quantize`` is the least that makes them fit, None where nothing does or there is a ``problem``.
     """
@@ -46,9 +48,14 @@ class Row:
 
 
 def list_models(chosen: ModelSettings, as_json: bool) -> None:
-    """Print every model that is found in the settings' folders, in the hub's cache and with kvchat."""
+    """Print every model that is found in the settings' folders and servers, in the hub's cache and with kvchat."""
     there = room(chosen.device)
-    rows = [_row(found, chosen.dtype, there) for found in catalog.find(map(Path, chosen.folders))]
+    found = catalog.find(map(Path, chosen.folders))
+    if chosen.servers:
+        from kvchat.tui.models import of_servers
+
+        found += asyncio.run(of_servers(chosen.servers))
+    rows = [_row(one, chosen.dtype, there) for one in found]
     if as_json:
         echo(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
         return
@@ -60,7 +67,7 @@ def list_models(chosen: ModelSettings, as_json: bool) -> None:
 def _row(found: FoundModel, dtype: str, there: Room) -> Row:
     weights, fitting = found.weights, fit(found, dtype, there)
     if weights is None or fitting is None:
-        return Row(found.name, found.kind, problem=found.problem)
+        return Row(found.name, found.kind, type=found.served or "", problem=found.problem)
     return Row(found.name, found.kind, weights.nbytes, weights.type, fitting.needed, fitting.quantize)
 
 
@@ -71,6 +78,8 @@ def _lines(rows: list[Row]) -> Iterator[str]:
 
 
 def _facts(row: Row) -> str:
+    if row.file_bytes is None:
+        return row.type
     file, needed = size(row.file_bytes or 0), size(row.needed_bytes or 0)
     fits = {"none": f"fits, takes {needed}", None: f"too large, takes {needed}"}
     return f"{file:>9}  {row.type:<9} {fits.get(row.quantize, f'{row.quantize} fits, takes {needed} without it')}"

@@ -43,10 +43,10 @@ Texts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidat
 class ModelSettings(Section):
     """Each is the field of a ``Load`` that it is named or aliased like, but for ``OF_APPLICATION``."""
 
-    OF_APPLICATION: ClassVar = frozenset({"folders", "system"})
+    OF_APPLICATION: ClassVar = frozenset({"folders", "servers", "system"})
 
     name: str = Field(Load.model, min_length=1, serialization_alias="model")
-    """bundled, a folder, or a model's id on the hub"""
+    """bundled, a folder, a model's id on the hub, or a server's address such as http://127.0.0.1:8080"""
     device: str = Field(Load.device, pattern=DEVICES)
     """auto, cpu, cuda or cuda:N"""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -63,6 +63,8 @@ class ModelSettings(Section):
     """variables of the chat template as KEY=VALUE, such as enable_thinking=false or reasoning_effort=low"""
     folders: Texts = ()
     """more folders of models, beside the hub's cache, ~/models and those of Ollama, LM Studio and llama.cpp"""
+    servers: Texts = ()
+    """addresses of servers whose models are listed beside those of this machine, such as http://127.0.0.1:8000"""
     system: Annotated[str, AfterValidator(unmarked)] = ""
     """system prompt before every conversation; empty for none"""
 

@@ -29,7 +29,7 @@ Key = tuple[str, ...]
 S = TypeVar("S", bound=BaseModel)
 KEYS = "keys"  # the section whose names are ids of actions, with dots in them
 DEVICE: Key = ("model", "device")
-RESERVED = {"KVCHAT_CONFIG", "KVCHAT_DATA_DIR"}
+RESERVED = {"KVCHAT_CONFIG", "KVCHAT_DATA_DIR", "KVCHAT_API_KEY"}
 
 
 @dataclass(frozen=True)

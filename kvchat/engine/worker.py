@@ -180,7 +180,7 @@ class Server:
                     self._outbox.send(messages.Peeked(start, end, self._loaded().text(start, end)))
                 case Watch(details):
                     self._watches_details = details
-                    self._details()
+                    self._snapshot()
                 case Stop():
                     pass  # the answer it was meant for is over
                 case Refused(reason):
@@ -291,16 +291,14 @@ class Server:
     def _snapshot(self, at_most_every: float = 0.0) -> None:
         if self._session and self._clock() - self._snapshot_at >= at_most_every:
             self._snapshot_at = self._clock()  # one that fails is not tried again at each token
+            is_due = self._snapshot_at - self._details_at >= (DETAILS_S if at_most_every else 0.0)
+            details = self._session.details() if self._watches_details and is_due else None
             snapshot = self._session.snapshot()
             self._changes_alone = bool(snapshot.gpu or (snapshot.server and self._watches_details))
             self._outbox.send(snapshot)
-            if self._snapshot_at - self._details_at >= (DETAILS_S if at_most_every else 0.0):
-                self._details()
-
-    def _details(self) -> None:
-        if self._session and self._watches_details:
-            self._outbox.send(self._session.details())
-            self._details_at = self._clock()
+            if details:
+                self._outbox.send(details)
+                self._details_at = self._clock()
 
     @contextmanager
     def _failures_reported(self) -> Iterator[None]:

@@ -40,15 +40,17 @@ DEFAULT_HOST, DEFAULT_OWNER = "registry.ollama.ai", "library"  # which its names
 
 @dataclass(frozen=True)
 class FoundModel:
-    """A model on this machine. ``name`` is what loads it, ``kind`` is bundled, folder, GGUF or hub.
+    """A model on this machine or of a server. ``name`` is what loads it, ``kind`` is bundled, folder, GGUF or hub.
 
-    ``weights`` is None where there is a ``problem``.
+    ``weights`` is None where there is a ``problem``, and of a server, whose program is the ``kind``; ``served`` is what
+    that tells of it.
     """
 
     name: str
     kind: str
     weights: Weights | None = None
     problem: str = ""
+    served: str | None = None
 
 
 def short_name(model: str) -> str:

@@ -19,7 +19,7 @@ from kvchat.errors import ModelError, did_you_mean
 from kvchat.models import catalog, gguf_file, stored_tensors
 from kvchat.models.hub import Progress, download, remote_headers
 from kvchat.models.stored_tensors import StoredTensor, format_hint, weight_files
-from kvchat.paths import BUNDLED, NAMED, bundled_model_dir, models_dir, named_model
+from kvchat.paths import BUNDLED, NAMED, bundled_model_dir, is_server, models_dir, named_model
 from kvchat.protocol.messages import TEMPERATURE, Sampling
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
@@ -79,8 +79,10 @@ def locate(name: str, progress: Progress) -> ModelLocation:
     """Locate the model ``name``; of a hub repository this downloads the configuration, not the weights.
 
     Raises:
-        ModelError: there is no such model.
+        ModelError: there is no such model here.
     """
+    if is_server(name):
+        raise ModelError(f"{name} is a server's model.", "This needs one on this machine.", "`kvchat ask -m` asks it.")
     try:
         location = _locate(name, progress)
     except (OSError, ValueError) as error:  # a name too long, a loop of links, a null character

@@ -65,7 +65,7 @@ class Answer:
         self._began, self._first, self._last = clock(), 0.0, 0.0
         self._stamps: deque[tuple[float, int]] = deque(maxlen=RECENT)
         self._pieces: list[str] = []
-        self._is_started = self._is_thinking = self._is_counted = False
+        self.is_started = self._is_thinking = self._is_counted = False
         self._timings: Mapping[str, Any] = {}
         self.finish_reason = ""
         self.prompt_tokens = self.reused_tokens = self.tokens = 0
@@ -128,8 +128,8 @@ class Answer:
         self.tokens, self._is_counted = max(tokens, self.tokens), True
 
     def _start(self) -> Iterator[Event]:
-        if not self._is_started:
-            self._is_started = True
+        if not self.is_started:
+            self.is_started = True
             yield Started(self.prompt_tokens, min(self.reused_tokens, self.prompt_tokens))
 
     def _text(self, thought: str, said: str) -> Iterator[Event]:

@@ -156,8 +156,9 @@ def _of_llama(samples: Samples, figures: ServerFigures) -> tuple[ServerFigures, 
         prefix_tokens=_count(found),
         running=_count(samples.sum("llamacpp:requests_processing")),
         waiting=_count(samples.sum("llamacpp:requests_deferred")),
+        tokens_per_s=samples.sum("llamacpp:predicted_tokens_seconds"),  # its counter waits for the end of an answer
         drafts_share=_share(accepted, drafted),
-    ), samples.sum("llamacpp:tokens_predicted")
+    ), None
 
 
 FIGURES = {VLLM: _of_vllm, SGLANG: _of_sglang, LLAMA: _of_llama}

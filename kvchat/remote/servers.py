@@ -100,7 +100,9 @@ class Server:
             return Served(wanted)  # it loads whatever it is asked for
         if found is None:
             known = [one.id for one in self.models]
-            title = f'{self.address.place} has no model "{wanted}".' if wanted else f"{self.address.place} has no model."
+            title = (
+                f'{self.address.place} has no model "{wanted}".' if wanted else f"{self.address.place} has no model."
+            )
             raise ModelError(title, did_you_mean(wanted, known) if known else "", "Load one there first.")
         return found
 
@@ -250,7 +252,8 @@ def _json(reply: httpx2.Response) -> dict[str, Any]:
 
 
 def _model(entry: Mapping[str, Any]) -> Served:
-    meta = entry.get("meta") if isinstance(entry.get("meta"), dict) else {}
+    given = entry.get("meta")
+    meta: dict[str, Any] = given if isinstance(given, dict) else {}
     context = whole(entry.get("max_model_len")) or whole(meta.get("n_ctx"))
     return Served(
         entry["id"], context, whole(meta.get("n_params")), whole(meta.get("size")), str(meta.get("ftype") or "")
@@ -321,7 +324,7 @@ def unreachable(address: Address, error: Exception) -> EngineError:
     """Nobody answers."""
     return EngineError(
         f"No server answers at {address.root}.",
-        str(error)[:MAX_SAID] or type(error).__name__,
+        f"{str(error)[:MAX_SAID] or type(error).__name__}.",
         "Start it, or give another address; the conversation is kept.",
     )
 

@@ -1,8 +1,8 @@
 """A session with the model of a server: what the engine's process and ``kvchat ask`` use in place of one with torch.
 
-The server keeps the K/V and decides what is read of them; each answer sends the whole conversation, and what the server
-has of its beginning it need not read again. The connection lives on an event loop in a thread of its own, so that a stop
-closes it in whatever state it is.
+The server keeps the K/V and decides what is read of them; each answer sends the whole conversation, and what the
+server has of its beginning it need not read again. The connection lives on an event loop in a thread of its own, so
+that a stop closes it in whatever state it is.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from kvchat.remote.servers import Address, NotReadyError, Server
 
 T = TypeVar("T")
 MODE = "server"  # in the place of a mode's name
-POLL_S, READY_POLL_S, SAMPLE_S, CLOSE_S = 0.05, 0.5, 1.0, 1.0
+POLL_S, READY_POLL_S, SAMPLE_S, CLOSE_S = 0.05, 0.5, 0.9, 1.0
+STALE_S, FIRST_S = 3.0, 0.3  # figures so old are not shown again: new ones are waited for, so long
 CONNECT_S = 5.0  # an answer itself may take any time
 TOO_LONG = "exceed_context_size_error"  # llama-server's and kvchat's
 GARBAGE = (AttributeError, TypeError, ValueError, KeyError, RecursionError)
@@ -85,9 +86,12 @@ class Loop:
         finally:
             future.cancel()  # where the wait was broken off
 
-    def begin(self, work: Coroutine[Any, Any, None]) -> Callable[[], object]:
-        """Begin ``work``; returns what ends it, whatever it waits for."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).cancel
+    def begin(self, work: Coroutine[Any, Any, None], patience_s: float = 0.0) -> Callable[[], object]:
+        """Begin ``work``, and wait for its end so long; returns what ends it, whatever it waits for."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        with suppress(TimeoutError):
+            future.result(patience_s)
+        return future.cancel
 
     def close(self) -> None:
         """End it with all that it does."""
@@ -172,11 +176,11 @@ class RemoteSession:
                 if frame is OVER:
                     break
                 if isinstance(frame, Exception):
-                    raise explained(frame, self._address, self._model.id)
+                    raise explained(frame, self._address, self._model.id, answer.is_started)
                 try:
                     yield from answer.take(frame)
                 except GARBAGE as error:
-                    raise explained(error, self._address, self._model.id) from error
+                    raise explained(error, self._address, self._model.id, answer.is_started) from error
                 between(answer.tokens)
         finally:
             end()
@@ -261,7 +265,7 @@ class RemoteSession:
         """The model and its server."""
         model, server = self._model, self._server
         others = len(server.models) - 1
-        notes = [f"{server.kind} at {self._address.place} has {model.id}. {DECIDES} {server.offers}".rstrip()]
+        notes = [f"{server.kind} at {self._address.place}. {DECIDES} {server.offers}".rstrip()]
         notes += [f"It has {others:,} more: /model lists them."] if others > 0 else []
         return Loaded(
             model=model.id,
@@ -306,10 +310,10 @@ class RemoteSession:
         )
 
     def details(self) -> Details:
-        """Nothing by layer and head; the server's figures are asked for, once a second: the next snapshot has them."""
-        if time.monotonic() - self._sampled >= SAMPLE_S:
+        """Nothing by layer and head; the server's figures are asked for, once a second, for the next snapshot."""
+        if (age := time.monotonic() - self._sampled) >= SAMPLE_S:
             self._sampled = time.monotonic()
-            self._loop.begin(self._sample())
+            self._loop.begin(self._sample(), FIRST_S if age > STALE_S else 0.0)
         return Details(self._answer.total)
 
     async def _sample(self) -> None:
@@ -326,19 +330,17 @@ class RemoteSession:
         self._loop.close()
 
 
-def explained(error: Exception, address: Address, model: str) -> KvchatError:
-    """What went wrong, in the server's words with its numbers."""
+def explained(error: Exception, address: Address, model: str, has_begun: bool) -> KvchatError:
+    """What went wrong before the answer or once it ``has_begun``, in the server's words with its numbers."""
     match error:
         case openai.APIStatusError():
             return _refused(error, address, model)
-        case openai.APIConnectionError():
+        case openai.APIConnectionError() if not has_begun:
             return servers.unreachable(address, error.__cause__ if isinstance(error.__cause__, Exception) else error)
-        case openai.APIError():
-            return EngineError(
-                f"{address.place} broke the answer off.", servers.words_of(error.body) or error.message, AGAIN
-            )
-        case httpx2.HTTPError():
-            return broken_off(address, str(error) or type(error).__name__)
+        case openai.APIError() if error.body:
+            return EngineError(f"{address.place} broke the answer off.", servers.words_of(error.body), AGAIN)
+        case openai.APIError() | httpx2.HTTPError():
+            return broken_off(address, f"{str(error.__cause__ or error) or type(error).__name__}.")
     return EngineError(
         f"{address.place} sent what is no answer.",
         f"{type(error).__name__}: {error}"[: servers.MAX_SAID],

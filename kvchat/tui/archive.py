@@ -206,7 +206,7 @@ class ModeOfConversation:
         """Switch to the mode that the conversation was in, unless it is in force; once a model ``is_ready``."""
         kept, state = self._state.conversation, self._state
         self.is_due = False
-        if not kept.mode:
+        if not kept.mode or state.is_served:
             return
         try:
             modes.parse(kept.mode, kept.params)

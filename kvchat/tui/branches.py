@@ -179,7 +179,9 @@ class Pins:
 
         Raises:
             TooMuchPinnedError: with those that are pinned already it is more than the engine takes.
+            UsageError: a server has the model.
         """
+        self.state.refuse_served()
         if self.state.info is not None:
             refuse_too_much(self.state.info.model, self.state.info.context, self._known_tokens(message))
         self._mark(message, True)

@@ -56,8 +56,9 @@ class Comparisons:
 
         Raises:
             UsageError: the engine is busy, there is no question, a variant is unknown or named twice, or the
-                conversation is too long to send.
+                conversation is too long to send, or a server has the model.
         """
+        self.state.refuse_served()
         self._branches.require_ready()
         question = self._branches.chosen("user")
         chosen = completed(variants, self.state.mode)
@@ -71,8 +72,9 @@ class Comparisons:
         """Ask every mode for a fact hidden in a text of about ``tokens`` tokens.
 
         Raises:
-            UsageError: the engine is busy.
+            UsageError: the engine is busy, or a server has the model.
         """
+        self.state.refuse_served()
         self._branches.require_ready()
         sampling = seeded(Sampling(temperature=0.0))
         self.client.send(HideNeedle(tokens, sampling.seed or 0))

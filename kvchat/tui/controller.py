@@ -204,8 +204,9 @@ class ChatController:
         """Recompute exactly what was computed with less context.
 
         Raises:
-            UsageError: the engine is busy or down.
+            UsageError: the engine is busy or down, or a server has the model.
         """
+        self.state.refuse_served()
         self.branches.require_ready()
         self._show_phase(Phase.PREFILL)
         self._send(Rebuild())
@@ -214,8 +215,9 @@ class ChatController:
         """Switch to ``mode`` (empty: the current one) with ``params``, also during an answer.
 
         Raises:
-            UsageError: an unknown mode or parameter, a value out of range, or no model is loaded.
+            UsageError: an unknown mode or parameter, a value out of range, no model is loaded, or a server has it.
         """
+        self.state.refuse_served()
         target = mode or self.state.mode
         modes.parse(target, params or {})
         is_restarting = self.state.phase is Phase.LOADING and not self.client.alive
@@ -248,8 +250,9 @@ class ChatController:
         """Keep a parameter for the next mode that has it.
 
         Raises:
-            UsageError: every mode that has it refuses the value.
+            UsageError: every mode that has it refuses the value, or a server has the model.
         """
+        self.state.refuse_served()
         if not modes.accepting(name, value):
             modes.parse(modes.having(name)[0], {name: value})
         self.state.later[name] = value

@@ -159,8 +159,12 @@ class EngineEvents:
 
     def _started(self, started: Started) -> None:
         new, reused = started.prompt_tokens - started.reused_tokens, started.reused_tokens
-        self.state.prompt_tokens, self.state.first_mode = started.prompt_tokens, self.state.mode
-        text = f"processing {count(new)} new tokens ({count(reused)} cached)"
+        self.state.prompt_tokens, self.state.first_mode = started.prompt_tokens or None, self.state.mode
+        text = (
+            f"processing {count(new)} new tokens ({count(reused)} cached)"
+            if started.prompt_tokens
+            else "the server reads"
+        )
         self.answers.begun(started)
         self.answers.wait(f"{text} …")
         self.view.log_event(text)
@@ -182,9 +186,10 @@ class EngineEvents:
         level = next((level for level in CONTEXT_LEVELS if context and tokens >= level * context), 0.0)
         before, self._warned = self._warned, level
         if level > before and self.state.mode != modes.HOLDS_LEAST:
+            goes_on = "" if self.state.is_served else f", or /mode {modes.HOLDS_LEAST}, which goes on beyond it"
             self.view.toast(
                 f"{count(tokens)} of {count(context)} tokens: {percent(tokens / context)} of the model's context."
-                f" Before it is full: /new, or /mode {modes.HOLDS_LEAST}, which goes on beyond it.",
+                f" Before it is full: /new{goes_on}.",
                 title="The context ends soon",
                 severity="warning",
                 timeout=12,

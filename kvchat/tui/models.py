@@ -7,7 +7,7 @@ import json
 import os
 import shlex
 import subprocess
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, get_args
@@ -17,6 +17,8 @@ from kvchat.config.schema import checked_model
 from kvchat.errors import EngineError, KvchatError, ModelError, UsageError
 from kvchat.foreign_text import visible
 from kvchat.models import catalog
+from kvchat.models.catalog import FoundModel
+from kvchat.paths import is_server
 from kvchat.protocol.figures import MemoryPlan, Planned, Proposal, StoredNeed
 from kvchat.protocol.messages import HostDtype, KeepPages, Load, Plan, Quantize, SetTemplateArgs, Stop, parse_args
 from kvchat.tui.client import EngineClient
@@ -25,6 +27,7 @@ from kvchat.tui.view import ChatView, Remedy, load_anyway
 from kvchat.units import count, figure, size
 
 ANSWER_POLL_S = 0.2
+SERVER = "server"  # the kind of one that could not be asked
 DOWNLOAD = process.python("-m", "kvchat.models.download", str(os.getpid()))
 # Values of --quantize that are worth naming; other names are those of checkpoints quantized already.
 CHOICES = {*get_args(Quantize)} - {"auto", "none"}
@@ -59,7 +62,7 @@ class Models:
         restart: Callable[[], Awaitable[None]],
     ) -> None:
         self.in_use = config.load
-        self.folders = config.model_folders
+        self.folders, self._servers = config.model_folders, config.servers
         self.profile = config.profile
         self._base = config.load
         self._state, self._client, self._view, self._restart = state, client, view, restart
@@ -74,6 +77,12 @@ class Models:
     def is_working(self) -> bool:
         """True while a model is downloaded or planned for; the engine's phase shows neither."""
         return self._downloading is not None or (self._plans > 0 and self._state.phase is not Phase.DOWN)
+
+    async def find(self) -> list[FoundModel]:
+        """The models on this machine, and those of the servers named in the settings and of the one in use."""
+        addresses = dict.fromkeys((*self._servers, *([self.in_use.model] if is_server(self.in_use.model) else [])))
+        here, served = await asyncio.gather(asyncio.to_thread(catalog.find, self.folders), of_servers(addresses))
+        return here + served
 
     # ---- loading ---------------------------------------------------------------------------------
 
@@ -144,7 +153,7 @@ class Models:
     def keep_pages(self, host_dtype: HostDtype) -> None:
         """Keep pages of K/V that get full from now on exactly or in int8, also during an answer."""
         self.in_use, self._base = (replace(load, host_dtype=host_dtype) for load in (self.in_use, self._base))
-        if self._state.info is not None and self._state.phase is not Phase.DOWN:
+        if self._state.info is not None and not self._state.is_served and self._state.phase is not Phase.DOWN:
             self._client.send(KeepPages(host_dtype))
 
     async def use_template(self, file: str) -> None:
@@ -178,7 +187,8 @@ class Models:
         self._asked, self._stops = load, 0
         self._state.enter_phase(Phase.LOADING, f"loading {load.model}")
         self._view.show_state(self._state)
-        self._client.send(replace(load, mode=self._state.mode, given=self._state.given))
+        mode = load.mode if self._state.is_served else self._state.mode  # a server's is none
+        self._client.send(replace(load, mode=mode, given=self._state.given))
 
     def _load(self, name: str, options: dict[str, Any]) -> Load:
         is_other = name != self._base.model  # whose template is another
@@ -256,6 +266,23 @@ class Models:
             "read now": snapshot.kv_device_bytes - snapshot.state_bytes,
             "stored now": snapshot.kv_host_bytes - snapshot.snapshot_bytes,
         }
+
+
+async def of_servers(addresses: Iterable[str]) -> list[FoundModel]:
+    """The models of the servers at these addresses; one that cannot be asked has a problem."""
+    from kvchat.remote import servers  # httpx: only where there are some
+
+    found = {}
+    for server in await servers.find(addresses):
+        if isinstance(server, tuple):
+            text, error = server
+            found[text] = FoundModel(text, SERVER, problem=str(error))
+            continue
+        for model in server.models:
+            facts = (f"context {count(model.context)}" if model.context else "", "loaded" if model.is_loaded else "")
+            name = server.address.name(model.id)
+            found[name] = FoundModel(name, server.kind, served=" · ".join(filter(None, (model.weights, *facts))))
+    return list(found.values())
 
 
 class Download:

@@ -6,7 +6,7 @@ What was not read has no row.
 from __future__ import annotations
 
 from kvchat.config.modes import REFERENCE, beside, registered
-from kvchat.protocol.figures import RIBBON, Gpu, Params, Price, Snapshot
+from kvchat.protocol.figures import RIBBON, Gpu, Params, Price, ServerFigures, Snapshot
 from kvchat.tui.state import describe_price
 from kvchat.units import MISSING, count, figure, percent, size
 
@@ -64,6 +64,22 @@ FIGURES = {
         "parked": "the K/V of other conversations, kept in RAM until they are reopened",
         "K/V on the host": "the K/V of all tokens, always complete: nothing is lost by leaving the device",
     },
+    "of a server": {
+        "decided by": "the server's program: what is kept and read of the K/V is not told, and no mode changes it",
+        "at": "the server's host and port",
+        "not read again": "tokens of the last prompt that the server had stored already, of all of the prompt",
+        "prompt read at": "its new tokens over the time that the server took for them",
+        "server's K/V": "of the room that the server has for K/V, what is taken: of all its users, as all that follows",
+        "server's hits": "tokens of prompts that were stored already, as a share and a number, since its start",
+        "K/V in its RAM": "of the room for K/V in host memory, what is taken",
+        "found there": "tokens of prompts whose K/V came back from host memory",
+        "loaded from there": "K/V copied from host memory since it was started",
+        "stored there": "K/V copied to host memory since it was started",
+        "server writes": "tokens a second, for all its users",
+        "server's queue": "requests that are being answered, and that wait",
+        "drafts accepted": "of the tokens that the server drafted, the share that was verified",
+        "no more figures": "why the server tells no others",
+    },
     "details": {
         READ_BY_HEAD: "a column for each layer, a row for each KV head: a full block reads all that is stored, each"
         " step lower half of it",
@@ -88,8 +104,66 @@ def state_words(on_gpu: bool) -> dict[str, str]:
     return RIBBON if on_gpu else RIBBON | WITHOUT_GPU
 
 
+def blocks(s: Snapshot, link_bytes_per_s: float | None = None) -> dict[str, tuple[str, Rows]]:
+    """The blocks of all figures by a name: title and rows. Of a server they are its own, and it has no memory here."""
+    if s.server is not None:
+        return {
+            "context": ("this answer", answer_rows(s, s.server)),
+            "mode": ("server", [("decided by", s.server.kind), ("at", s.server.place)]),
+            "recall": ("the server, for all its users", server_rows(s.server)),
+            "memory": ("memory", []),
+        }
+    return {
+        "context": ("this answer", context_rows(s)),
+        "mode": (s.mode, mode_rows(s)),
+        "recall": ("fetching", recall_rows(s, link_bytes_per_s)),
+        "memory": ("memory", memory_rows(s)),
+    }
+
+
+def answer_rows(s: Snapshot, server: ServerFigures) -> Rows:
+    """Rows for the context and what a server did not read again."""
+    rows = [("context used", f"{percent(s.total / s.context)} of {count(s.context)}" if s.context else MISSING)]
+    if server.reused_tokens is not None and server.prompt_tokens:
+        share = percent(server.reused_tokens / server.prompt_tokens)
+        rows.append(("not read again", f"{count(server.reused_tokens)} of {count(server.prompt_tokens)} · {share}"))
+    if server.prompt_tokens_per_s is not None:
+        rows.append(("prompt read at", figure(server.prompt_tokens_per_s, "tok/s")))
+    return rows
+
+
+def server_rows(f: ServerFigures) -> Rows:
+    """Rows for what a server tells of itself; nothing of what it does not tell."""
+    rows = [("server's K/V", _of_room(f.used_share, f.capacity))] if (f.used_share, f.capacity) != (None, None) else []
+    if f.prefix_share is not None or f.prefix_tokens is not None:
+        known = (percent(f.prefix_share) if f.prefix_share is not None else "", _tokens(f.prefix_tokens))
+        rows.append(("server's hits", " · ".join(filter(None, known))))
+    rows += [("K/V in its RAM", _of_room(f.host_share, f.host_capacity))] if f.host_share is not None else []
+    rows += [("found there", _tokens(f.host_tokens))] if f.host_tokens is not None else []
+    rows += [("loaded from there", size(f.host_loaded_bytes))] if f.host_loaded_bytes is not None else []
+    rows += [("stored there", size(f.host_stored_bytes))] if f.host_stored_bytes is not None else []
+    rows += [("server writes", figure(f.tokens_per_s, "tok/s", 1))] if f.tokens_per_s is not None else []
+    if f.running is not None:
+        rows.append(("server's queue", f"{count(f.running)} answered, {count(f.waiting or 0)} waiting"))
+    rows += [("drafts accepted", percent(f.drafts_share))] if f.drafts_share is not None else []
+    return [*rows, ("no more figures", f.missing)] if f.missing else rows
+
+
+def _of_room(share: float | None, room: int | None) -> str:
+    """``12 % of 65,536 tok``"""
+    if share is None:
+        return f"room for {_tokens(room)}"
+    return " of ".join(filter(None, (percent(share), _tokens(room))))
+
+
+def _tokens(number: int | None) -> str:
+    return f"{count(number)} tok" if number is not None else ""
+
+
 def plain_rows(s: Snapshot) -> Rows:
     """The four figures that are shown from the beginning."""
+    if s.server is not None:
+        return [*answer_rows(s, s.server)[:2], *server_rows(s.server)[:2]]
     read = f"{count(s.active)} of {count(s.total)} · {percent(s.active / s.total)}" if s.total else "nothing yet"
     unmeasured = "all" if s.active >= s.total > 0 else "nothing yet"
     used = s.gpu.used if s.gpu else s.process_bytes

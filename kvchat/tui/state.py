@@ -16,6 +16,7 @@ from kvchat.config.sources import Resolved
 from kvchat.conversations import attachments
 from kvchat.conversations.comparison import Comparison, label
 from kvchat.conversations.conversation import CUT_OFF, Conversation, Message
+from kvchat.errors import UsageError
 from kvchat.models.catalog import short_name
 from kvchat.protocol.figures import Gpu, Params, Price, Snapshot, Stats
 from kvchat.protocol.messages import Compared, Comparing, Details, Finished, Load, Loaded, Sampling, Switched, Variant
@@ -25,10 +26,13 @@ from kvchat.units import count, figure, percent, size
 Footed = tuple[Message, str]
 PINNED = "◆ pinned"
 ENDINGS = {"stopped": "stopped", "length": "token limit", "context": "context full", "stop": "stop string"}
+REUSED = "not read again"
+INSTEAD = "/model loads a model of this machine, where modes switch live."
 CORRECTED = "choices of heads replaced before attention because the query had turned, of all choices"
 RECEIPT = {
     "read": "stored tokens that a token attended to, as a share, on average over the answer, and how many were stored",
     "covered": "share of the attention to everything stored that fell on what was read: the least it was in the answer",
+    REUSED: "tokens of the prompt that a server had stored already, of all of the prompt",
     "corrected": CORRECTED,
     "mean C": "cosine of a head's query to the one before, on average over the answer: 1 is no turn",
     "fetched in": "time to fetch for one token: the median, and what 95 % of the last tokens stay below",
@@ -153,12 +157,27 @@ class ChatState:
     @property
     def model_name(self) -> str:
         """The name of the model in use and what its weights are, "" before one is loaded: ``Qwen3-4B, int4``."""
-        return f"{short_name(self.info.model)}, {self.info.weights or self.info.dtype}" if self.info else ""
+        return described(self.info) if self.info else ""
+
+    @property
+    def is_served(self) -> bool:
+        """True if a server has the model in use: it decides how K/V are kept and read."""
+        return self.info is not None and bool(self.info.server)
+
+    def refuse_served(self) -> None:
+        """Refuse what only a model on this machine can do.
+
+        Raises:
+            UsageError: a server has the model in use.
+        """
+        if self.info is not None and self.info.server:
+            raise UsageError(f"{self.info.server} decides how K/V are kept and read.", self.info.offers, INSTEAD)
 
     def note_mode(self) -> None:
-        """Note in the conversation which mode it is in, and what was asked for in it."""
-        self.conversation.mode = self.mode
-        self.conversation.params = asked_for(self.mode, self.settings, self.given)
+        """Note in the conversation which mode it is in, and what was asked for in it; a server's is none."""
+        if not self.is_served:
+            self.conversation.mode = self.mode
+            self.conversation.params = asked_for(self.mode, self.settings, self.given)
 
     def marks(self, snapshot: Snapshot) -> Callable[[str], Mark | None]:
         """The mark of a message of the path by its id: how much of it the model reads, None where nothing is stored."""
@@ -186,7 +205,8 @@ class ChatState:
     @property
     def file_limit(self) -> int:
         """The most bytes that files in a question may have: more than the context would hold is not read."""
-        return self.info.context * attachments.BYTES_PER_TOKEN if self.info else attachments.MAX_BYTES
+        known = self.info.context if self.info else 0
+        return known * attachments.BYTES_PER_TOKEN if known else attachments.MAX_BYTES
 
     def enter_phase(self, phase: Phase, stage: str = "") -> None:
         """Set what the engine is doing."""
@@ -242,6 +262,8 @@ class ChatState:
         if s.ttft_s is not None:
             parts.append(f"TTFT {figure(s.ttft_s, 's', 2)}")
         parts.append(modes)
+        if self.is_served and s.reused_tokens:
+            parts.append(f"{REUSED} {count(s.reused_tokens)} of {count(s.prompt_tokens)}")
         if s.read_share is not None:
             parts.append(f"read {percent(s.read_share)} of {count(s.total_tokens)}")
         if s.lowest_coverage is not None:
@@ -253,6 +275,11 @@ class ChatState:
         if finished.reason in ENDINGS:
             parts.append(ENDINGS[finished.reason])
         return " · ".join(parts)
+
+
+def described(info: Loaded) -> str:
+    """A model's name and what its weights are, where that is known."""
+    return ", ".join(filter(None, (short_name(info.model), info.weights or info.dtype)))
 
 
 def _recall(s: Stats) -> list[str]:
@@ -283,6 +310,8 @@ def without_conversation(snapshot: Snapshot) -> Snapshot:
 
 def describe_modes(state: ChatState) -> str:
     """List all modes, a line each, with the price of entering them."""
+    if state.info is not None and state.info.server:
+        return " ".join((f"{state.info.server} decides how K/V are kept and read.", state.info.offers, INSTEAD))
     prices = {price.mode: describe_price(price) for price in state.snapshot.prices} if state.snapshot else {}
     lines = []
     for group, modes in grouped().items():
@@ -496,8 +525,8 @@ class AppConfig:
     ``theme_dirs`` are the user's, beside the bundled themes. ``keys`` replaces keys by the id of their action.
     ``history_file`` None keeps the prompt history in memory, ``database`` None the conversations; ``resume`` opens the
     latest one. ``prompt`` is sent first, as if it were typed, with ``piped`` before it. ``model_folders`` are looked
-    into for models. ``engine_command`` and ``download_command`` None start the real ones. ``profile`` names the
-    profiles in force.
+    into for models, ``servers`` asked for theirs. ``engine_command`` and ``download_command`` None start the real ones.
+    ``profile`` names the profiles in force.
     New conversations are kept on disk where it ``keeps_new``. ``asked_mode`` and ``asked_params``, by mode, were asked
     for on the command line: they go before what the conversation gone on with was in.
     ``recorder`` notes what the engine reports, ``replay`` is the name of the recording that the engine plays.
@@ -521,6 +550,7 @@ class AppConfig:
     prompt: str = ""
     piped: str = ""
     model_folders: tuple[Path, ...] = ()
+    servers: tuple[str, ...] = ()
     engine_command: tuple[str, ...] | None = None
     download_command: tuple[str, ...] | None = None
     profile: str = ""

@@ -216,7 +216,7 @@ async def search_needle(chat: ChatController, argument: str) -> None:
 async def choose(chat: ChatController, argument: str) -> None:
     """``/model NAME key=value…``; alone it shows the models on this machine."""
     if not argument:
-        chat.view.show_models()
+        await chat.view.show_models()
         return
     name, *words = split_words(argument)
     await chat.models.choose(name, parse_assignments(words))

@@ -24,11 +24,8 @@ from kvchat.tui.panel_rows import (
     HELD_BY_HEAD,
     READ_BY_HEAD,
     Rows,
-    context_rows,
+    blocks,
     extra_rows,
-    memory_rows,
-    mode_rows,
-    recall_rows,
 )
 from kvchat.tui.plain.view import YOU, LineReader, LineWriter, PlainView
 from kvchat.tui.prompt import arguments, external_editor
@@ -83,7 +80,7 @@ class PlainChat:
 
     def __init__(self, config: AppConfig, client: EngineClient, lines: LineWriter, is_typed: bool) -> None:
         self.keys: dict[str, str] = {}
-        self.view = PlainView(lines, not is_typed, config.model_folders)
+        self.view = PlainView(lines, not is_typed, config.model_folders, config.servers)
         self.chat = ChatController(config, client, self.view)
         self._config = config
         self._client = client
@@ -348,14 +345,11 @@ def _with_piped(line: str, piped: str, is_pasted: bool) -> tuple[Part, ...]:
 
 def figure_lines(s: Snapshot, details: Details, moments: Sequence[Moment], link_bytes_per_s: float | None) -> list[str]:
     """All figures of the panels, a line for each row, then the details by layer, by time and of the GPU."""
-    blocks = {
-        "this answer": context_rows(s),
-        f"{s.mode} mode": [*mode_rows(s), *extra_rows(s.extras)],
-        "fetching": recall_rows(s, link_bytes_per_s),
-        "memory": memory_rows(s),
-    }
+    shown = blocks(s, link_bytes_per_s)
+    title, rows = shown["mode"]
+    shown["mode"] = (title if s.server else f"{title} mode", [*rows, *extra_rows(s.extras)])
     return [
-        *(line for title, rows in blocks.items() for line in _block(title, rows)),
+        *(line for title, rows in shown.values() for line in _block(title, rows)),
         *_block(f"{READ_BY_HEAD}, of {count(details.total)}", _by_layer(details.read)),
         *_block(f"{HELD_BY_HEAD}, of {count(details.total)}", _by_layer(details.held)),
         *_block(FETCH_TIMES, _times(details)),

@@ -25,6 +25,7 @@ from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import Details, Switched
 from kvchat.tui.actions import is_command
 from kvchat.tui.comparisons import HEADINGS, needle_rows, verdict
+from kvchat.tui.models import of_servers
 from kvchat.tui.state import ChatState, Footed, Phase, RunningComparison, describe_switch
 from kvchat.tui.view import Remedy, Severity
 from kvchat.units import count, size
@@ -203,14 +204,16 @@ class PlainView:
     """A ``ChatView`` of lines.
 
     ``echoes`` prints the questions: a terminal shows them itself, a pipe does not. ``problems`` counts errors,
-    ``switches`` switches and errors: what a switch ends with. ``model_folders`` are looked into for models.
-    ``folds_thoughts`` leaves thoughts out, ``take_details`` gets the details that were asked for.
+    ``switches`` switches and errors: what a switch ends with. ``model_folders`` are looked into for models, ``servers``
+    asked for theirs. ``folds_thoughts`` leaves thoughts out, ``take_details`` gets the details that were asked for.
     """
 
     chosen: str | None = None
     lists_conversations = False
 
-    def __init__(self, lines: LineWriter, echoes: bool, model_folders: Sequence[Path] = ()) -> None:
+    def __init__(
+        self, lines: LineWriter, echoes: bool, model_folders: Sequence[Path] = (), servers: Sequence[str] = ()
+    ) -> None:
         self.problems = 0
         self.switches = 0
         self.phase = Phase.DOWN
@@ -221,7 +224,7 @@ class PlainView:
         self._answer: PlainAnswer | None = None
         self._lines = lines
         self._echoes = echoes
-        self._model_folders = model_folders
+        self._model_folders, self._servers = model_folders, servers
 
     async def show_messages(self, messages: Sequence[Footed], below: str | None) -> None:
         """Print messages; those printed before stay."""
@@ -326,11 +329,12 @@ class PlainView:
     def show_conversations(self, kept: Sequence[Summary], current: str) -> None:
         """Only /chats lists them."""
 
-    def show_models(self) -> None:
-        """Print the models on this machine."""
-        for model in catalog.find(self._model_folders):
-            self._lines.line(f"{model.name}   {size(model.weights.nbytes) if model.weights else model.problem}")
-        self._lines.line("/model NAME loads one; NAME may also be a path or a name on the hub.")
+    async def show_models(self) -> None:
+        """Print the models on this machine and of servers."""
+        for model in [*catalog.find(self._model_folders), *await of_servers(self._servers)]:
+            facts = model.problem or model.served
+            self._lines.line(f"{model.name}   {size(model.weights.nbytes) if model.weights else facts}")
+        self._lines.line("/model NAME loads one; NAME may also be a path, a name on the hub or a server's address.")
 
     def restore_prompt(self, text: str) -> bool:
         """Print a question that is given back, to be copied."""

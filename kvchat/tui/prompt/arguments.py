@@ -120,8 +120,10 @@ def shown(value: Any) -> str:
 
 
 def in_words(state: ChatState, name: str) -> str:
-    """The value in force as people read it: what is left to the model with the model's own value."""
+    """The value in force as people read it: what is left to the model with the model's own value, or to a server."""
     text = shown(current(state, name))
+    if state.is_served and name != "max_new_tokens" and current(state, name) == getattr(Sampling(), name, None):
+        return "the server's"
     return f"auto, now {state.info.temperature:g}" if (name, text) == ("temperature", "auto") and state.info else text
 
 

@@ -43,7 +43,7 @@ from kvchat.tui.widgets.bars import KeyHints, ModeBar, StatusBar, TooSmall
 from kvchat.tui.widgets.base import ChangesCompositor, run_worker
 from kvchat.tui.widgets.composer import Composer, Prompt
 from kvchat.tui.widgets.messages import Note, Problem, Question, SwitchNote
-from kvchat.tui.widgets.panels import DetailColumn, EventLog, KvColumn, Timeline
+from kvchat.tui.widgets.panels import DetailColumn, EventLog, KvColumn, ShowsFigures, Timeline
 from kvchat.tui.widgets.ribbon import Ribbon
 from kvchat.tui.widgets.transcript import Gutter, Transcript, TranscriptPane, past
 from kvchat.tui.widgets.welcome import ConversationColumn, Welcome, example
@@ -81,6 +81,7 @@ class ChatScreen(Screen[None]):
         self._resume, self._first = config.resume, config.prompt.strip()
         self._history = PromptHistory(config.history_file)
         self._quit_armed = 0.0
+        self._watches = False  # details
 
     def compose(self) -> ComposeResult:
         yield ModeBar()
@@ -242,15 +243,15 @@ class ChatScreen(Screen[None]):
         events = None if self.query_one(DetailColumn).display else self.query_one(EventLog)
         open_once(self.app, DetailsScreen(self.controller, events))
 
-    @on(DetailColumn.Shown)
-    def watch_details(self) -> None:
-        """The column is on the screen: its figures are wanted."""
-        self.controller.details.begin(COLUMN)
-
-    @on(DetailColumn.Hidden)
-    def unwatch_details(self) -> None:
-        """The column is not on the screen any more."""
-        self.controller.details.end(COLUMN)
+    @on(ShowsFigures.Shown)
+    @on(ShowsFigures.Hidden)
+    def watch_figures(self) -> None:
+        """Details are wanted while their column is on the screen, a server's figures while any is."""
+        details = self.query_one(DetailColumn).is_on_screen
+        details |= self.controller.state.is_served and self.query_one(KvColumn).is_on_screen
+        if details != self._watches:
+            self._watches = details
+            (self.controller.details.begin if details else self.controller.details.end)(COLUMN)
 
     def action_conversations(self, text: str = "") -> None:
         """Show the conversations kept, those that say ``text``."""
@@ -371,6 +372,9 @@ class ChatScreen(Screen[None]):
         bar.info, bar.phase, bar.stage, bar.download = state.info, state.phase, state.stage, state.download
         bar.mode, bar.params = state.mode, state.params
         self.query_one(Composer).show_editing(state.edited is not None, state.edits_answer)
+        if self.has_class("served") != state.is_served:
+            self.set_class(state.is_served, "served")
+            self.watch_figures()
 
     def show_queue(self, waiting: int, is_held: bool) -> None:
         self.query_one(Composer).show_queue(waiting, is_held)
@@ -398,7 +402,7 @@ class ChatScreen(Screen[None]):
     def show_conversations(self, kept: Sequence[Summary], current: str) -> None:
         self.query_one(ConversationColumn).show(kept, current)
 
-    def show_models(self) -> None:
+    async def show_models(self) -> None:
         open_once(self.app, ModelsScreen(self.controller))
 
     def restore_prompt(self, text: str) -> bool:

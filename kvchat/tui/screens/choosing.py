@@ -24,6 +24,7 @@ from kvchat.errors import KvchatError
 from kvchat.foreign_text import visible
 from kvchat.models import catalog
 from kvchat.models.catalog import FoundModel, Room, fit, room
+from kvchat.paths import is_server
 from kvchat.tui.actions import bindings
 from kvchat.tui.controller import ChatController
 from kvchat.tui.screens.base import FoundList, SearchField, SearchScreen, css_of
@@ -256,7 +257,7 @@ class ModelsScreen(SearchScreen[FoundModel]):
         load, snapshot = self._models.in_use, self._controller.state.snapshot
         released = snapshot.weight_bytes + snapshot.kv_device_bytes if snapshot else 0
         self._room, self._found = await asyncio.gather(
-            asyncio.to_thread(room, load.device, released), asyncio.to_thread(catalog.find, self._models.folders)
+            asyncio.to_thread(room, load.device, released), self._models.find()
         )
         if self.query(OptionList):
             self._show()
@@ -278,9 +279,10 @@ class ModelsScreen(SearchScreen[FoundModel]):
         options = self.query_one(OptionList)
         options.clear_options()
         width = max(options.size.width - 3, 40)
-        in_use = self._models.in_use
+        in_use, info = self._models.in_use, self._controller.state.info
+        current = {in_use.model, f"{in_use.model.partition('#')[0]}#{info.model if info else ''}"}
         options.add_options(
-            Option(describe_model(model, in_use.dtype, self._room, width, model.name == in_use.model), model.name)
+            Option(describe_model(model, in_use.dtype, self._room, width, model.name in current), model.name)
             for model in models
         )
         options.highlighted = 0 if models else None
@@ -291,9 +293,11 @@ class ModelsScreen(SearchScreen[FoundModel]):
 
 
 def typed(text: str, found: list[FoundModel]) -> list[FoundModel]:
-    """The model that ``text`` names by itself: a folder, a GGUF file, or a repository of the hub to be downloaded."""
+    """The model that ``text`` names by itself: a folder, a GGUF file, a server, or a repository to be downloaded."""
     if not text or any(model.name == text and not model.problem for model in found):
         return []
+    if is_server(text):
+        return [FoundModel(text, "server", served="asked when it is chosen")]
     if (there := catalog.at(Path(text))) is not None:
         return [there]
     return [FoundModel(text, DOWNLOADED)] if catalog.is_hub_name(text) else []
@@ -313,6 +317,8 @@ def describe_model(model: FoundModel, dtype: str, there: Room, width: int, is_in
 def _facts(model: FoundModel, dtype: str, there: Room) -> Content:
     if model.kind == DOWNLOADED:
         return Content.assemble(("↓ not here yet, to be downloaded", "$primary"))
+    if model.served is not None:
+        return Content.assemble((f"{visible(model.kind):<12} {visible(model.served)}", "dim"))
     if model.weights is None:
         return Content.assemble((f"✖ {visible(model.problem)}"[:PROBLEM_CELLS], "$error"))
     words = f"{visible(model.kind):<7} {size(model.weights.nbytes):>9}  {visible(model.weights.type):<9}"

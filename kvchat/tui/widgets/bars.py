@@ -15,7 +15,7 @@ from kvchat.protocol.figures import Params, Snapshot
 from kvchat.protocol.messages import Loaded
 from kvchat.tui.actions import BY_ID, HINTED, NO_KEY, Action
 from kvchat.tui.rebinding import hint_key
-from kvchat.tui.state import Phase
+from kvchat.tui.state import Phase, described
 from kvchat.units import bars, figure, percent, size
 
 SPARK_POINTS = 8
@@ -72,8 +72,7 @@ class ModeBar(Widget):
     def _model(self, wide: bool) -> str:
         if self.info is None:
             return ""
-        name, weights = short_name(self.info.model), self.info.weights or self.info.dtype
-        return f"{name}, {weights} · {self.info.device}" if wide else name
+        return f"{described(self.info)} · {self.info.device}" if wide else short_name(self.info.model)
 
     def _mode(self, wide: bool) -> Content:
         budget = self.params.get("budget")
@@ -126,7 +125,7 @@ class StatusBar(Widget):
             (f"{figure(self._speed, 'tok/s', 1)} " if self._speed is not None else "", "bold $foreground"),
             (bars(self._speeds), "$primary"),
         )
-        reads = f"reads {percent(s.active / s.total)}" if s.total else ""
+        reads = f"reads {percent(s.active / s.total)}" if s.total and not s.server else ""
         words = [reads, f"TTFT {figure(s.ttft_s, 's', 2)}" if s.ttft_s is not None else "", *self._recall(s)]
         if s.gpu:
             words.append(f"VRAM {size(s.gpu.used)}/{size(s.gpu.total)}")

@@ -30,14 +30,11 @@ from kvchat.tui.panel_rows import (
     EXPLANATIONS,
     READ_OF_STORED,
     Rows,
-    context_rows,
+    blocks,
     explain,
     extra_rows,
     has_gpu,
-    memory_rows,
-    mode_rows,
     plain_rows,
-    recall_rows,
     state_words,
 )
 from kvchat.tui.state import ChatState
@@ -107,7 +104,27 @@ class Rowed(Widget):
         return Content.assemble(label, " " * max(width - len(label) - len(shown), 1), (shown, style))
 
 
-class KvColumn(VerticalScroll):
+class ShowsFigures(VerticalScroll):
+    """Tells when it is on the screen: only then are its figures asked for."""
+
+    is_on_screen = False
+
+    class Shown(Message):
+        """It is on the screen from now on."""
+
+    class Hidden(Message):
+        """It is on the screen no longer."""
+
+    def on_show(self) -> None:
+        self.is_on_screen = True
+        self.post_message(self.Shown())
+
+    def on_hide(self) -> None:
+        self.is_on_screen = False
+        self.post_message(self.Hidden())
+
+
+class KvColumn(ShowsFigures):
     """Figures of the answer and the mode: tokens read and stored, the mode's own counts, fetching and memory.
 
     The timeline takes the lines that are left. The mode's own numbers stand in ``DetailColumn`` where that is shown.
@@ -155,15 +172,14 @@ class KvColumn(VerticalScroll):
 
     def show(self, s: Snapshot) -> None:
         """Draw one snapshot."""
-        mode = self.query_one("#mode-rows", Rowed)
-        mode.border_title, mode.rows = Content(f" {s.mode} "), mode_rows(s)  # a str would be markup
+        for name, (title, rows) in blocks(s, self._link).items():
+            block = self.query_one(f"#{name}-rows", Rowed)
+            block.border_title, block.rows = Content(f" {title} "), rows  # a str would be markup
+            block.set_class(not rows, "empty")
         self.query_one(Badges).badges = s.badges
         self.query_one("#plain-rows", Rowed).rows = plain_rows(s)
-        self.query_one("#context-rows", Rowed).rows = context_rows(s)
         # "calm" is no news, and in freeze on a GPU the column has no line to spare for it.
         self.query_one("#own-rows", Rowed).rows = [row for row in extra_rows(s.extras) if row != ("recovery", CALM)]
-        self.query_one("#recall-rows", Rowed).rows = recall_rows(s, self._link)
-        self.query_one("#memory-rows", Rowed).rows = memory_rows(s)
         if s.total:
             self.query_one(Timeline).add(s.active, s.total)
         else:
@@ -202,7 +218,7 @@ class KvColumn(VerticalScroll):
             meaning.update(text)
 
 
-class DetailColumn(VerticalScroll, can_focus=False):
+class DetailColumn(ShowsFigures, can_focus=False):
     """The second column of large screens: the mode's own numbers, details, the ribbon's legend and the event log.
 
     It asks for details while it is on the screen.
@@ -213,12 +229,6 @@ class DetailColumn(VerticalScroll, can_focus=False):
     DetailColumn > .block { height: auto; padding: 0 1; border-top: solid $foreground 15%; }
     DetailColumn > .block { border-title-color: $primary; }
     """
-
-    class Shown(Message):
-        """It is on the screen from now on."""
-
-    class Hidden(Message):
-        """It is on the screen no longer."""
 
     def __init__(self, id: str | None = None) -> None:
         super().__init__(id=id)
@@ -235,12 +245,6 @@ class DetailColumn(VerticalScroll, can_focus=False):
     def on_mount(self) -> None:
         self.query_one("#legend").border_title = " ribbon "
         self.query_one("#extra-rows", Rowed).display = False
-
-    def on_show(self) -> None:
-        self.post_message(self.Shown())
-
-    def on_hide(self) -> None:
-        self.post_message(self.Hidden())
 
     def show(self, state: ChatState) -> None:
         """Draw the mode's own numbers and the details."""

@@ -13,7 +13,7 @@ from textual.widgets.option_list import Option
 
 from kvchat.conversations.store import Summary
 from kvchat.foreign_text import visible
-from kvchat.paths import BUNDLED
+from kvchat.paths import BUNDLED, is_server
 from kvchat.tui.actions import FIRST_KEYS
 from kvchat.tui.widgets.base import Options
 
@@ -40,8 +40,8 @@ ABOUT_NEEDLE = "Hide a fact in a long text and ask every mode for it."
 
 def example(typed: str, model: str) -> str | None:
     """The question or command that ``typed`` stands for on the first screen: a number, or nothing for the first."""
-    examples = (*EXAMPLES[model == BUNDLED], NEEDLE)
-    return examples[int(typed or 1) - 1] if typed in ("", "1", "2", "3", "4") else None
+    examples = (*EXAMPLES[model == BUNDLED], *([] if is_server(model) else [NEEDLE]))
+    return examples[int(typed or 1) - 1] if typed in ("", *map(str, range(1, len(examples) + 1))) else None
 
 
 class Welcome(Static):
@@ -81,7 +81,8 @@ class Welcome(Static):
         )
 
     def _questions(self) -> Content:
-        examples = (*EXAMPLES[self._model == BUNDLED], ABOUT_NEEDLE)
+        is_here = not is_server(self._model)
+        examples = (*EXAMPLES[self._model == BUNDLED], *([ABOUT_NEEDLE] if is_here else []))
         rows = [
             Content.assemble(
                 (f" {number} ", "bold $accent"),
@@ -90,10 +91,13 @@ class Welcome(Static):
             for number, text in enumerate(examples, 1)
         ]
         about = f"{ABOUT_BUNDLED}\n\n" if self._model == BUNDLED else ""
+        modes = (
+            f" Everything stays stored; {self._key('mode.next')} changes how much of it the model reads, even during an"
+            " answer."
+        )
         keys = (
             f"\n{self._key('prompt.send')} asks the first, a number and {self._key('prompt.send')} another."
-            f" Everything stays stored; {self._key('mode.next')} changes how much of it the model reads, even during an"
-            f" answer. {self._key('help')} lists all keys and commands."
+            f"{modes if is_here else ''} {self._key('help')} lists all keys and commands."
         )
         return Content.assemble(about, *rows, keys, self._offer, *self._first_keys())
 

@@ -1,0 +1,123 @@
+"""llama.cpp's own server with SmolLM2: chat, stop, errors, a context that is full, its figures."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from support.fake_server import asked, broken_off, said
+
+from kvchat.errors import DoesNotFitError, EngineError
+from kvchat.protocol.messages import Finished, Prefilled, Sampling, Started, Turn
+from kvchat.remote import servers
+
+pytestmark = [pytest.mark.real_model("smollm2"), pytest.mark.slow("a model of 135M on one thread")]
+FACT = Turn("user", "My cat is called Biscuit.")
+GREEDY = Sampling(temperature=0, max_new_tokens=12)
+
+
+def test_it_is_recognized_with_what_it_tells_of_its_model(llama, connect) -> None:
+    info = connect(llama.url).info
+    assert (info.server, info.context, info.weights) == (servers.LLAMA, 512, "Q4_1")
+    assert info.parameters == 134_515_008
+    assert "-ctk" in info.offers
+
+
+def test_a_conversation_is_answered_and_its_beginning_not_read_again(llama, connect) -> None:
+    session = connect(llama.url)
+    events = asked(session, (FACT,), GREEDY)
+    started = events[0]
+    assert isinstance(started, Started)
+    assert any(isinstance(event, Prefilled) for event in events)
+    finished = events[-1]
+    assert finished.text == said(events)
+    assert finished.stats.generated_tokens <= 12
+    assert finished.stats.decode_tokens_per_s > 0
+    turns = (FACT, Turn("assistant", finished.text), Turn("user", "What is my cat called?"))
+    again = asked(session, turns, GREEDY)[-1].stats
+    assert again.reused_tokens >= finished.stats.prompt_tokens - 1
+    assert again.prompt_tokens > finished.stats.total_tokens
+    snapshot = session.snapshot()
+    assert (snapshot.total, snapshot.context) == (again.total_tokens, 512)
+    assert snapshot.server.reused_tokens == again.reused_tokens
+
+
+def test_greedy_answers_are_alike_and_a_seed_repeats_one(llama, connect) -> None:
+    session = connect(llama.url)
+    texts = [said(asked(session, (FACT,), GREEDY)) for _ in range(2)]
+    assert texts[0] == texts[1]
+    seeded = Sampling(temperature=1.0, seed=7, max_new_tokens=12)
+    assert said(asked(session, (FACT,), seeded)) == said(asked(session, (FACT,), seeded))
+
+
+def test_a_stop_frees_the_server_at_once(llama, connect) -> None:
+    session = connect(llama.url)
+    long = Sampling(temperature=0, max_new_tokens=400)
+    *_, finished = session.answer((FACT,), long, lambda tokens: session.cancel() if tokens >= 3 else None)
+    assert finished.reason == "stopped"
+    assert 3 <= finished.stats.generated_tokens < 100
+    deadline = time.monotonic() + 20
+    while session.snapshot().server.running != 0:  # it notices that nobody listens
+        session.details()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert said(asked(session, (FACT,), GREEDY))
+
+
+def test_a_conversation_longer_than_the_context_is_refused_with_the_numbers(llama, connect) -> None:
+    session = connect(llama.url)
+    with pytest.raises(DoesNotFitError, match=r"512") as refused:
+        asked(session, (Turn("user", "word " * 600),), GREEDY)
+    assert "tokens asked" in refused.value.detail
+    assert said(asked(session, (FACT,), GREEDY))
+
+
+def test_an_answer_that_fills_the_context_says_so(llama, connect) -> None:
+    finished = asked(
+        connect(llama.url), (Turn("user", f"{'word ' * 470}Count to a thousand."),), Sampling(max_new_tokens=400)
+    )[-1]
+    assert isinstance(finished, Finished)
+    assert finished.reason in ("context", "eos")
+    assert finished.stats.total_tokens <= 512
+
+
+def test_its_own_figures_are_read_once_a_second(llama, connect) -> None:
+    session = connect(llama.url)
+    asked(session, (FACT,), GREEDY)
+    assert session.snapshot().server.running is None  # nobody looks
+    session.details()
+    figures = session.snapshot().server
+    assert (figures.capacity, figures.running, figures.waiting) == (512, 0, 0)
+    assert figures.prefix_tokens >= 0
+    assert not figures.missing
+
+
+def test_a_server_killed_in_an_answer_is_found_again_when_it_is_back(connect) -> None:
+    pytest.importorskip("xllamacpp")
+    from support.llama_server import LlamaServer
+
+    with LlamaServer(context=512) as server:
+        session = connect(server.url)
+        text, error = broken_off(session.answer((FACT,), Sampling(max_new_tokens=400)), server.kill)
+        assert text
+        assert isinstance(error, EngineError)
+        with pytest.raises(EngineError, match="No server answers"):
+            asked(session, (FACT,), GREEDY)
+    with LlamaServer(context=512, port=server.port):
+        assert said(asked(session, (FACT,), GREEDY))
+
+
+def test_two_sessions_at_once_wait_for_each_other_and_mix_nothing(llama, connect) -> None:
+    sessions = [connect(llama.url) for _ in range(2)]
+    texts: dict[int, str] = {}
+
+    def ask(place: int) -> None:
+        texts[place] = said(asked(sessions[place], (FACT,), GREEDY))
+
+    threads = [threading.Thread(target=ask, args=(place,)) for place in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert texts[0] == texts[1] != ""

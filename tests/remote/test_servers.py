@@ -1,0 +1,166 @@
+"""Which program answers at an address, its models, and the keys that it is given."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from pathlib import Path
+
+import pytest
+from support.fake_server import KINDS, models
+
+from kvchat import paths
+from kvchat.errors import EngineError, ModelError, UsageError
+from kvchat.remote import servers
+from kvchat.remote.servers import Server, find, key_of, parse
+
+
+def look(url: str) -> Server:
+    (found,) = asyncio.run(find([url]))
+    if isinstance(found, tuple):
+        raise found[1]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "root", "base", "model"),
+    [
+        ("http://h:8080", "http://h:8080", "http://h:8080/v1", ""),
+        ("http://h:8080/", "http://h:8080", "http://h:8080/v1", ""),
+        ("http://h:8080/v1#org/m", "http://h:8080", "http://h:8080/v1", "org/m"),
+        ("HTTPS://h/proxy/v1/", "HTTPS://h/proxy", "HTTPS://h/proxy/v1", ""),
+        ("http://h:8080/llama", "http://h:8080/llama", "http://h:8080/llama/v1", ""),
+        ("https://h/paas/v4", "https://h/paas", "https://h/paas/v4", ""),
+    ],
+)
+def test_an_address_names_root_base_and_model(text: str, root: str, base: str, model: str) -> None:
+    address = parse(text)
+    assert (address.root, address.base, address.model) == (root, base, model)
+
+
+@pytest.mark.parametrize("text", ["http://", "http://h:x", "http://h:99999", "ftp://h", "h:8080", "http://h?key=1"])
+def test_what_is_no_address_is_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        parse(text)
+
+
+def test_a_password_in_an_address_is_refused_and_not_repeated() -> None:
+    with pytest.raises(UsageError) as refused:
+        parse("http://me:geheim@h:8080")
+    assert "geheim" not in str(refused.value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_program_is_recognized(serve, kind: str) -> None:
+    assert look(serve(kind).url).kind == kind
+
+
+def test_what_programs_tell_of_their_models_is_read(serve) -> None:
+    def facts(kind: str) -> tuple[str, int, str]:
+        model = look(serve(kind).url).choose()
+        return model.id, model.context, model.weights
+
+    assert facts("vLLM") == ("Qwen/Qwen3-4B", 2048, "")
+    assert facts("Ollama") == ("b:2b", 4096, "")  # the one that is loaded, not the first
+    assert facts("LM Studio") == ("gemma", 4096, "Q4_K_M")  # and no model of embeddings
+
+
+def test_the_model_named_is_taken_and_one_that_is_not_there_refused(serve) -> None:
+    url = serve("Ollama").url
+    assert look(f"{url}#a:1b").choose().id == "a:1b"
+    assert look(f"{serve('vLLM').url}#Qwen3-4B").choose().id == "Qwen/Qwen3-4B"
+    with pytest.raises(ModelError, match="a:1b"):
+        look(f"{url}#a:7b").choose()
+
+
+def test_transformers_loads_what_it_does_not_list(serve) -> None:
+    assert look(f"{serve('transformers serve').url}#other/m").choose().id == "other/m"
+
+
+def test_nobody_there_is_told() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        with pytest.raises(EngineError, match=str(free.getsockname()[1])):
+            look(f"http://127.0.0.1:{free.getsockname()[1]}")
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["<html>hello</html>", "[1, 2]", {"data": 3}, (500, "broken"), (404, {"detail": "Not Found"}), "[" * 100_000],
+)
+def test_what_is_no_server_of_models_is_refused(serve, body) -> None:
+    server = serve()
+    server.routes = {"/v1/models": body}
+    with pytest.raises(UsageError, match="no server of models"):
+        look(server.url)
+
+
+def test_facts_of_another_form_are_left_out(serve) -> None:
+    server = serve("Ollama")
+    server.routes["/v1/models"] = models({"id": "a", "max_model_len": "many", "meta": [1]}, {"id": 7}, {})
+    server.routes["/api/ps"] = {"models": [3, {"name": "a", "context_length": -1}]}
+    (model,) = look(server.url).models
+    assert (model.id, model.context) == ("a", 0)
+
+
+# ---- keys
+
+
+def keys(text: str, mode: int = 0o600) -> Path:
+    file = paths.server_keys_file()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    os.chmod(file, mode)
+    return file
+
+
+def test_a_key_comes_from_the_file_else_from_the_environment(serve, monkeypatch) -> None:
+    server = serve()
+    server.key = "k1"
+    with pytest.raises(UsageError, match=r"Invalid API Key.*KVCHAT_API_KEY"):
+        look(server.url)
+    monkeypatch.setenv("KVCHAT_API_KEY", "k1")
+    assert look(server.url).kind == "vLLM"
+    monkeypatch.setenv("KVCHAT_API_KEY", "wrong")
+    keys(f'"http://other:1" = "k2"\n"{server.url}/v1" = "k1"\n')
+    assert look(server.url).kind == "vLLM"
+    assert key_of(parse("http://third:1"), {"KVCHAT_API_KEY": "k3"}) == "k3"
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o666])
+def test_a_file_of_keys_that_others_may_read_is_refused(mode: int) -> None:
+    file = keys('"http://h:1" = "geheim"', mode)
+    with pytest.raises(UsageError) as refused:
+        key_of(parse("http://h:1"), {})
+    assert f"chmod 600 {file}" in refused.value.hint
+    assert "geheim" not in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ['"http://h:1" = geheim', '"http://h:1" = 3', '"h" = "geheim"'])
+def test_a_file_that_is_no_list_of_keys_is_refused_without_telling_it(text: str) -> None:
+    keys(text)
+    with pytest.raises(UsageError) as refused:
+        key_of(parse("http://h:1"), {})
+    assert "geheim" not in str(refused.value)
+
+
+def test_a_key_does_not_follow_to_another_address(serve, monkeypatch) -> None:
+    other, server = serve(), serve()
+    monkeypatch.setenv("KVCHAT_API_KEY", "geheim")
+    server.location = f"{other.url}/v1/models"
+    server.routes["/v1/models"] = (307, "")
+    with pytest.raises(UsageError, match="307"):
+        look(server.url)
+    assert other.seen == []
+
+
+def test_servers_are_asked_side_by_side_and_a_bad_one_hides_no_other(serve) -> None:
+    good, bad = serve(), serve()
+    bad.routes = {}
+    found = asyncio.run(find([bad.url, "nonsense", good.url]))
+    assert [isinstance(one, tuple) for one in found] == [True, True, False]
+
+
+def test_every_program_that_offers_something_says_what() -> None:
+    assert {servers.LLAMA, servers.VLLM, servers.SGLANG, servers.OLLAMA} <= servers.OFFERS.keys()

@@ -1,0 +1,199 @@
+"""A server of scripted frames, as programs document theirs: vLLM, SGLang, Ollama, LM Studio, transformers serve.
+
+``FakeServer`` listens on a port of 127.0.0.1 while it is entered; ``routes`` has what a GET answers, a body or a status
+and a body, ``frames`` what a chat streams. It notes what it was asked.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from kvchat.errors import KvchatError
+from kvchat.protocol.messages import Event, Sampling, Text, Turn
+from kvchat.remote.session import RemoteSession
+
+HI = (Turn("user", "Hi."),)
+BREAK = object()  # among the frames: the connection dies here
+WAIT = object()  # nothing more comes until the client is gone, or the server ends
+Body = Any
+
+
+def delta(*, reason: str | None = None, **said: Any) -> dict[str, Any]:
+    """A frame with a piece of an answer."""
+    choice = {"index": 0, "delta": said, "finish_reason": reason}
+    return {"id": "chat-1", "object": "chat.completion.chunk", "created": 1, "model": "m", "choices": [choice]}
+
+
+def usage(prompt: int, completion: int, cached: int | None = None) -> dict[str, Any]:
+    """The last frame, with the counts."""
+    counts: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": completion}
+    counts["total_tokens"] = prompt + completion
+    if cached is not None:
+        counts["prompt_tokens_details"] = {"cached_tokens": cached}
+    return {
+        "id": "chat-1",
+        "object": "chat.completion.chunk",
+        "created": 1,
+        "model": "m",
+        "choices": [],
+        "usage": counts,
+    }
+
+
+def models(*entries: dict[str, Any]) -> dict[str, Any]:
+    """What /v1/models answers."""
+    return {"object": "list", "data": [{"object": "model", "created": 1, **entry} for entry in entries]}
+
+
+HELLO = (
+    delta(role="assistant", content=None),
+    delta(content="Hel"),
+    delta(content="lo."),
+    delta(reason="stop"),
+    usage(11, 2),
+)
+KINDS: dict[str, dict[str, Body]] = {
+    "vLLM": {"/v1/models": models({"id": "Qwen/Qwen3-4B", "owned_by": "vllm", "max_model_len": 2048})},
+    "SGLang": {
+        "/v1/models": models({"id": "llama", "owned_by": "organization", "max_model_len": 8192}),
+        "/model_info": {"model_path": "meta/llama"},
+    },
+    "Ollama": {
+        "/v1/models": models({"id": "a:1b", "owned_by": "library"}, {"id": "b:2b", "owned_by": "library"}),
+        "/api/version": {"version": "0.30.1"},
+        "/api/ps": {"models": [{"name": "b:2b", "size": 5_000, "context_length": 4096}]},
+    },
+    "LM Studio": {
+        "/v1/models": models({"id": "embed", "owned_by": "o"}, {"id": "gemma", "owned_by": "o"}),
+        "/api/v0/models": {
+            "data": [
+                {"id": "embed", "type": "embeddings", "state": "loaded"},
+                {"id": "gemma", "type": "llm", "state": "loaded", "quantization": "Q4_K_M",
+                 "max_context_length": 32768, "loaded_context_length": 4096},
+            ]
+        },
+    },
+    "transformers serve": {"/v1/models": models({"id": "org/m", "owned_by": "org"}), "/health": {"status": "ok"}},
+    "an OpenAI-compatible server": {"/v1/models": models({"id": "m", "owned_by": "me"})},
+}  # fmt: skip
+"""The routes by which each program is known."""
+
+
+class FakeServer(ThreadingHTTPServer):
+    """``frames`` are objects, lines as they are, ``BREAK`` or ``WAIT``; ``status`` refuses a chat with ``error``."""
+
+    daemon_threads = True
+
+    def __init__(self, kind: str = "vLLM", frames: Sequence[Any] = HELLO) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.routes: dict[str, Body] = dict(KINDS[kind])
+        self.frames = frames
+        self.status, self.error = 200, {}
+        self.key = self.location = ""
+        self.asked: list[dict[str, Any]] = []
+        self.seen: list[str] = []
+        self.left = threading.Event()  # the client closed the connection while nothing came
+        self.ends = threading.Event()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def __enter__(self) -> FakeServer:
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.ends.set()
+        self.shutdown()
+        self.server_close()
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: FakeServer
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Print nothing."""
+
+    def do_GET(self) -> None:
+        self.server.seen.append(self.path)
+        if self._is_known():
+            found = self.server.routes.get(self.path, (404, {"error": {"message": "Not Found", "code": 404}}))
+            status, body = found if isinstance(found, tuple) else (200, found)
+            self._reply(status, body)
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append(asked)
+        if not self._is_known():
+            return
+        if self.server.status != 200:
+            self._reply(self.server.status, self.server.error)
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        for frame in self.server.frames:
+            if frame is BREAK:
+                self.connection.close()
+                return
+            if frame is WAIT:
+                self._wait()
+                return
+            line = frame if isinstance(frame, str) else f"data: {json.dumps(frame)}\n\n"
+            self.wfile.write(line.encode())
+            self.wfile.flush()
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def _wait(self) -> None:
+        """Until the client is gone: then there is something to read, which is nothing."""
+        self.connection.settimeout(0.01)
+        while not self.server.ends.is_set():
+            try:
+                if not self.connection.recv(1):
+                    self.server.left.set()
+                    return
+            except TimeoutError:
+                continue
+
+    def _is_known(self) -> bool:
+        if self.server.key and self.headers.get("Authorization") != f"Bearer {self.server.key}":
+            self._reply(401, {"error": {"message": "Invalid API Key", "type": "authentication_error", "code": 401}})
+            return False
+        return True
+
+    def _reply(self, status: int, body: Body) -> None:
+        text = body if isinstance(body, str) else json.dumps(body)
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text.encode())))
+        if self.server.location:
+            self.send_header("Location", self.server.location)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+
+def asked(session: RemoteSession, turns: Sequence[Turn] = HI, sampling: Sampling = Sampling()) -> list[Event]:
+    """All events of an answer."""
+    return list(session.answer(turns, sampling))
+
+
+def broken_off(events: Iterator[Event], meanwhile: Callable[[], object] = lambda: None) -> tuple[str, KvchatError]:
+    """The text of an answer that breaks off, and why; ``meanwhile`` is done at each piece of text."""
+    text = ""
+    try:
+        for event in events:
+            if isinstance(event, Text):
+                text += event.text
+                meanwhile()
+    except KvchatError as error:
+        return text, error
+    raise AssertionError("the answer did not break off")
+
+
+def said(events: Sequence[Event]) -> str:
+    """The text of an answer."""
+    return "".join(event.text for event in events if isinstance(event, Text))

@@ -1,0 +1,88 @@
+"""llama.cpp's server with SmolLM2 in a process of its own: ``llama_server.py FILE PORT CONTEXT SLOTS``.
+
+It ends with its standard input. A port that was free before it was started may be taken by then: whoever starts it then
+gets no answer, and the test fails.
+"""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+PATIENCE_S = 60.0
+
+
+class LlamaServer:
+    """``url`` answers while it is entered."""
+
+    def __init__(self, context: int, port: int = 0, slots: Path | None = None) -> None:
+        self.context, self.port, self.slots = context, port or _free_port(), slots
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> LlamaServer:
+        from support.real_models import FILES
+
+        words = [str(FILES["smollm2"]), str(self.port), str(self.context), str(self.slots or "")]
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        deadline = time.monotonic() + PATIENCE_S
+        while not self._is_ready():
+            assert self._process.poll() is None, "llama.cpp's server ended"
+            assert time.monotonic() < deadline, "llama.cpp's server did not start"
+            time.sleep(0.1)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        """End it at once, also in the middle of an answer."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+    def _is_ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=2) as reply:
+                return bool(reply.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def main() -> None:
+    """Serve until the standard input ends."""
+    import xllamacpp
+
+    file, port, context, slots = sys.argv[1:]
+    parameters: Any = xllamacpp.CommonParams()
+    parameters.model.path, parameters.port, parameters.n_ctx = file, int(port), int(context)
+    parameters.n_parallel, parameters.n_gpu_layers, parameters.warmup, parameters.verbosity = 1, 0, False, -1
+    parameters.endpoint_metrics = parameters.endpoint_slots = parameters.endpoint_props = True
+    parameters.slot_save_path = slots
+    for group in (parameters.cpuparams, parameters.cpuparams_batch):
+        group.n_threads = 1
+    server = xllamacpp.Server(parameters)
+    sys.stdin.read()
+    del server
+
+
+if __name__ == "__main__":
+    main()
