@@ -156,7 +156,6 @@ def _of_llama(samples: Samples, figures: ServerFigures) -> tuple[ServerFigures, 
         prefix_tokens=_count(found),
         running=_count(samples.sum("llamacpp:requests_processing")),
         waiting=_count(samples.sum("llamacpp:requests_deferred")),
-        tokens_per_s=samples.sum("llamacpp:predicted_tokens_seconds"),  # its counter waits for the end of an answer
         drafts_share=_share(accepted, drafted),
     ), None
 

@@ -144,7 +144,7 @@ def server_rows(f: ServerFigures) -> Rows:
     rows += [("stored there", size(f.host_stored_bytes))] if f.host_stored_bytes is not None else []
     rows += [("server writes", figure(f.tokens_per_s, "tok/s", 1))] if f.tokens_per_s is not None else []
     if f.running is not None:
-        rows.append(("server's queue", f"{count(f.running)} answered, {count(f.waiting or 0)} waiting"))
+        rows.append(("server's queue", f"{count(f.running)} now, {count(f.waiting or 0)} waiting"))
     rows += [("drafts accepted", percent(f.drafts_share))] if f.drafts_share is not None else []
     return [*rows, ("no more figures", f.missing)] if f.missing else rows
 

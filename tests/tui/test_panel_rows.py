@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvchat.config.modes import registered
-from kvchat.protocol.figures import Gpu, Price, Snapshot
+from kvchat.protocol.figures import Gpu, Price, ServerFigures, Snapshot
 from kvchat.tui.panel_rows import (
     EVENTS,
     EXPLANATIONS,
@@ -16,6 +16,7 @@ from kvchat.tui.panel_rows import (
     READ_BY_HEAD,
     READ_OF_STORED,
     Rows,
+    blocks,
     context_rows,
     explain,
     extra_rows,
@@ -116,9 +117,25 @@ def test_every_label_is_explained():
         coverage=0.9, prices=(Price("freeze"), Price("full", 1, 1)),
     )  # fmt: skip
     shown = [plain_rows(full), context_rows(full), context_rows(snapshot(total=1)), mode_rows(full), recall_rows(full)]
+    server = ServerFigures("vLLM", "h:1", 9, 3, 1.0, 99, 0.5, 0.5, 7, 99, 0.5, 7, 7, 7, 1.0, 1, 0, 0.5, "why")
+    of_server = replace(full, server=server)
+    shown += [plain_rows(of_server), *(rows for _, rows in blocks(of_server).values())]
     labels = {label for rows in (*shown, memory_rows(full), memory_rows(snapshot())) for label, _ in rows}
     assert labels | DETAILS | OF_EVERY_MODE == set(EXPLANATIONS)
     assert sum(map(len, FIGURES.values())) == len(EXPLANATIONS)
+
+
+def test_of_a_server_only_what_it_tells_is_shown_and_no_memory_here():
+    nothing = snapshot(server=ServerFigures("Ollama", "h:1", missing="the server has none"))
+    shown = blocks(nothing)
+    assert shown["memory"] == ("memory", [])
+    assert shown["recall"][1] == [("no more figures", "the server has none")]
+    some = ServerFigures("vLLM", "h:1", capacity=65_536, used_share=0.12, prefix_share=0.75, running=1)
+    assert blocks(snapshot(server=some))["recall"][1] == [
+        ("server's K/V", "12 % of 65,536 tok"),
+        ("server's hits", "75 %"),
+        ("server's queue", "1 now, 0 waiting"),
+    ]
 
 
 def test_a_modes_own_figures_are_explained_by_it():

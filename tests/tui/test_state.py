@@ -10,7 +10,7 @@ from kvchat.config.modes import registered
 from kvchat.conversations.conversation import Conversation
 from kvchat.errors import UsageError
 from kvchat.protocol.figures import Price, Snapshot, Stats
-from kvchat.protocol.messages import Finished, Sampling, Switched
+from kvchat.protocol.messages import Finished, Loaded, Sampling, Switched
 from kvchat.tui.prompt.arguments import change, describe, describe_sampling
 from kvchat.tui.state import RECEIPT, SETTLED_TOKENS, SUMS, ChatState, describe_modes, describe_price, summarize
 from kvchat.tui.widgets.bars import STATUS
@@ -90,7 +90,10 @@ def test_every_word_of_a_receipt_is_explained():
         lowest_coverage=0.93,
         mean_cosine=0.5, recall_ms_p50=1.0, recall_ms_p95=2.0, exposed_ms_p50=0.0, exposed_ms_p95=1.0,
     )  # fmt: skip
-    length, *parts = state().receipt(Finished("eos", "text", stats)).split(" · ")
+    served = state()
+    served.info = Loaded("m", "", 0, "cpu", "", 0, 0, 0, 0, 0, "server", {}, server="vLLM")
+    stats = replace(stats, prompt_tokens=9, reused_tokens=3)
+    length, *parts = served.receipt(Finished("eos", "text", stats)).split(" · ")
     explained = {word for word in {**RECEIPT, **STATUS} if any(word in part for part in parts)}
     assert length == "3 tok"
     assert [part for part in parts if not any(word in part for word in explained)] == ["full"]

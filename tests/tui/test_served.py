@@ -1,0 +1,224 @@
+"""The chat with a server's model: the server decides, its figures are shown, what is kept here works as ever."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.app_driver import answers, drawn, finished, opened, press, prompt, receipts, toasts, typed
+from support.fake_server import BREAK, HELLO, WAIT, FakeServer, delta
+from textual.widgets import OptionList
+
+from kvchat.errors import UsageError
+from kvchat.protocol import wire
+from kvchat.protocol.figures import ServerFigures, Snapshot, Stats
+from kvchat.protocol.messages import Finished, Load, Switch
+from kvchat.tui.actions import parse_command
+from kvchat.tui.screens import choosing
+from kvchat.tui.screens.choosing import ModelsScreen
+from kvchat.tui.state import Phase
+from kvchat.tui.widgets.panels import KvColumn, Timeline
+from kvchat.tui.widgets.ribbon import Ribbon
+
+SERVED = {"server": "vLLM", "offers": "Started with --kv-cache-dtype fp8 it keeps K/V in 8 bits.", "mode": "server"}
+METRICS = '# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running{engine="0"} 3.0\n'
+
+
+@pytest.fixture
+def server():
+    with FakeServer() as started:
+        started.routes["/metrics"] = METRICS
+        yield started
+
+
+@pytest.fixture
+def served(config, server):
+    """Settings of a chat with the server's model, in an engine of its own."""
+    return replace(config, engine_command=None, load=Load(model=server.url))
+
+
+# ---- what the server decides
+
+
+@pytest.mark.parametrize(
+    "line", ["/mode streaming", "/next", "/budget 128", "/needle", "/compare", "/rebuild", "/pin", "/pin system"]
+)
+async def test_commands_of_modes_say_who_decides_and_what_there_is_instead(chat, line: str) -> None:
+    await chat.load(**SERVED)
+    await chat.ask("Hi.")
+    await chat.controller.handle(Finished("eos", "Hello.", stats=_stats()))
+    chat.controller.state.conversation.system = "Be kind."
+    action, argument = parse_command(line)
+    sent = len(chat.client.sent)
+    with pytest.raises(UsageError) as refused:
+        await action.run(chat.controller, argument)
+    assert "vLLM decides" in refused.value.title
+    assert "--kv-cache-dtype" in refused.value.detail
+    assert "/model" in refused.value.hint
+    assert len(chat.client.sent) == sent
+    assert chat.phase is Phase.READY
+
+
+async def test_the_list_of_modes_says_it_too(chat) -> None:
+    await chat.load(**SERVED)
+    action, argument = parse_command("/mode")
+    await action.run(chat.controller, argument)
+    assert "vLLM decides" in chat.view.notes[-1]
+    assert "streaming" not in chat.view.notes[-1]
+
+
+async def test_a_conversation_keeps_the_mode_that_it_was_in_here(chat) -> None:
+    conversation = chat.controller.state.conversation
+    conversation.mode, conversation.params = "streaming", {"budget": 256}
+    await chat.load(**SERVED)
+    await chat.ask("Hi.")
+    assert not [command for command in chat.client.sent if isinstance(command, Switch)]
+    assert (conversation.mode, conversation.params) == ("streaming", {"budget": 256})
+    await chat.controller.handle(Finished("eos", "Hello.", stats=_stats()))
+    await chat.load()  # a model here again
+    assert Switch("streaming", {"budget": 256}) in chat.client.sent
+
+
+async def test_the_next_model_here_is_loaded_in_the_mode_of_the_settings(chat) -> None:
+    await chat.load(**SERVED)
+    await chat.controller.models.choose("bundled", {})
+    load = next(command for command in reversed(chat.client.sent) if isinstance(command, Load))
+    assert load.mode == "full"
+
+
+async def test_files_are_attached_where_the_context_is_not_known(chat) -> None:
+    await chat.load(**SERVED, context=0)
+    assert chat.controller.state.file_limit > 2**20
+
+
+def _stats():
+    return Stats(prompt_tokens=11, reused_tokens=8, generated_tokens=2, total_tokens=13)
+
+
+async def test_a_receipt_tells_what_was_not_read_again(chat) -> None:
+    await chat.load(**SERVED)
+    receipt = chat.controller.state.receipt(Finished("eos", "Hello.", _stats()))
+    assert receipt == "2 tok · server · not read again 8 of 11"
+    await chat.load()
+    assert "not read again" not in chat.controller.state.receipt(Finished("eos", "Hello.", _stats()))
+
+
+# ---- the application with a server
+
+
+async def test_a_question_is_answered_and_modes_are_refused(running, served, server) -> None:
+    async with running(served) as (app, _, until):
+        assert "SERVER" in drawn(app)
+        assert "vLLM at 127.0.0.1" in drawn(app)
+        typed(app, "Hi.")
+        await until(lambda: finished(app))
+        assert answers(app)[0].text == "Hello."
+        assert "server" in receipts(app)[0]
+        press(app, "f6")
+        await until(lambda: "vLLM decides" in toasts(app))
+        assert app.controller.state.mode == "server"
+        press(app, "f5")
+        await until(lambda: len(server.asked) == 2 and finished(app, 2))
+        assert server.asked[0]["messages"] == server.asked[1]["messages"]
+        assert len(app.controller.state.conversation.messages) == 3  # two answers side by side
+
+
+async def test_a_stop_keeps_the_text_and_the_queue_goes_on(running, served, server) -> None:
+    server.frames = [delta(content="Once upon"), WAIT]
+    async with running(served) as (app, _, until):
+        typed(app, "A story.")
+        await until(lambda: answers(app) and "Once upon" in answers(app)[-1].text)
+        press(app, "escape")
+        await until(lambda: finished(app))
+        assert receipts(app)[0].endswith("stopped")
+        assert server.left.wait(5)
+        server.frames = HELLO
+        typed(app, "Hi.")
+        await until(lambda: finished(app, 2))
+        assert [one["content"] for one in server.asked[-1]["messages"]] == ["A story.", "Once upon", "Hi."]
+
+
+async def test_a_connection_that_dies_keeps_the_text_and_the_conversation(running, served, server) -> None:
+    server.frames = [delta(content="Once upon"), BREAK]
+    async with running(served) as (app, _, until):
+        typed(app, "A story.")
+        await until(lambda: "middle of the answer" in drawn(app))
+        assert "Once upon" in drawn(app)
+        assert "cut off" in drawn(app)
+        server.frames = HELLO
+        typed(app, "/continue")
+        await until(lambda: answers(app)[-1].finished and "Hello." in answers(app)[-1].text)
+        assert answers(app)[-1].text == "Once uponHello."
+
+
+async def test_figures_are_asked_for_only_while_they_are_shown(running, served, server) -> None:
+    async with running(served, size=(120, 40)) as (app, _, until):
+        assert not app.chat.query_one(Ribbon).display
+        assert not app.chat.query_one(Timeline).display
+        press(app, "f7")  # all of them
+        await until(lambda: "for all its users" in drawn(app) and "3 now" in drawn(app))
+        press(app, "f7")  # none
+        await until(lambda: not app.chat.query_one(KvColumn).display and not app.chat._watches)
+        seen = server.seen.count("/metrics")
+        typed(app, "Hi.")
+        await until(lambda: finished(app))
+        assert server.seen.count("/metrics") <= seen + 1  # one may have been on its way
+
+
+async def test_a_small_screen_asks_for_none(running, served, server) -> None:
+    async with running(served, size=(80, 24)) as (app, _, until):
+        typed(app, "Hi.")
+        await until(lambda: finished(app))
+        assert "/metrics" not in server.seen
+
+
+async def test_a_key_is_in_no_export_log_or_recording(running, served, server, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("KVCHAT_API_KEY", "geheim")
+    server.key = "geheim"
+    async with running(served) as (app, _, until):
+        typed(app, "Hi.")
+        await until(lambda: finished(app))
+        typed(app, f"/export {tmp_path / 'chat.json'}")
+        await until((tmp_path / "chat.json").exists)
+    written = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert len(written) >= 2
+    assert not [file for file in written if b"geheim" in file.read_bytes()]
+
+
+async def test_the_picker_lists_the_models_of_servers(running, config, server, monkeypatch) -> None:
+    monkeypatch.setattr(choosing.catalog, "find", lambda folders: [])
+    listed = replace(config, servers=(server.url, "http://127.0.0.1:1"))
+    async with running(listed) as (app, _, until):
+        press(app, "ctrl+o")
+        await until(lambda: opened(app, ModelsScreen) and app.screen.query_one(OptionList).option_count == 2)
+        options = app.screen.query_one(OptionList)
+        rows = [str(options.get_option_at_index(index).prompt) for index in range(2)]
+        assert "Qwen/Qwen3-4B" in rows[0]
+        assert "vLLM" in rows[0]
+        assert "✖" in rows[1]
+        assert "127.0.0.1:1" in rows[1]
+        press(app, "enter")
+        wanted = f"{server.url}#Qwen/Qwen3-4B"
+        await until(lambda: app.controller.models.in_use.model == wanted)
+
+
+async def test_the_first_screen_promises_nothing_that_a_server_refuses(running, served) -> None:
+    async with running(served) as (app, _, until):
+        await until(lambda: "a number" in drawn(app))
+        assert "Hide a fact" not in drawn(app)
+        prompt(app).insert("4")
+        press(app, "enter")
+        await until(lambda: answers(app))  # it is a question like any other
+
+
+async def test_a_wrong_address_is_told_and_the_chat_stays(running, config) -> None:
+    lost = replace(config, engine_command=None, load=Load(model="http://127.0.0.1:1"))
+    async with running(lost, ready=False) as (app, _, until):
+        await until(lambda: "No server answers" in drawn(app))
+        assert app.controller.state.phase is Phase.DOWN
+
+
+def test_a_snapshot_of_a_server_travels() -> None:
+    snapshot = Snapshot("server", {}, 0, 0, 0, 0, 0, server=ServerFigures("vLLM", "h:1", used_share=0.5))
+    message = wire.encode(snapshot)
+    assert wire.decode_event(message[4:]) == snapshot
