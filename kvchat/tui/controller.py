@@ -286,13 +286,14 @@ class ChatController:
         """Take over what a preset sets: the mode at once, the rest from the next answer on.
 
         Raises:
-            UsageError: its file is wrong, or no model is loaded yet.
+            UsageError: its file is wrong, no model is loaded yet, or it sets a mode and a server has the model.
         """
         preset = sources.resolve(presets.read(file))
         given = {key: sources.at(preset.settings, key) for key in preset.origins}
         mode = given.get(presets.MODE, self.state.mode)
         params = {key[2]: value for key, value in given.items() if key[:2] == ("kv", mode)}
-        if params or presets.MODE in given:
+        has_mode = bool(params) or presets.MODE in given
+        if has_mode and not self.state.is_served:
             self.switch(mode, params)
         for key, value in given.items():
             match key:
@@ -302,18 +303,24 @@ class ChatController:
                     self.state.sampling = replace(self.state.sampling, **{parameter: value})
                 case presets.SYSTEM:
                     self.set_system(value or None)
+        if has_mode:
+            self.state.refuse_served()  # the rest counts all the same
 
     def save_preset(self, name: str) -> Path:
         """Keep the system prompt, the sampling and the mode with what was asked for in it, and return the file.
+
+        A server's mode is none.
 
         Raises:
             UsageError: as ``presets.save``.
         """
         self.state.note_mode()
         mode, conversation = self.state.mode, self.state.conversation
-        values: dict[sources.Key, Any] = {presets.SYSTEM: conversation.system or "", presets.MODE: mode}
+        values: dict[sources.Key, Any] = {presets.SYSTEM: conversation.system or ""}
         values |= {("sampling", key): value for key, value in vars(self.state.sampling).items()}
-        values |= {("kv", mode, key): value for key, value in conversation.params.items()}
+        if not self.state.is_served:
+            values[presets.MODE] = mode
+            values |= {("kv", mode, key): value for key, value in conversation.params.items()}
         return presets.save(name, values)
 
     def peek(self, start: int, end: int) -> None:

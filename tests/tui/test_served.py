@@ -86,6 +86,18 @@ async def test_the_next_model_here_is_loaded_in_the_mode_of_the_settings(chat) -
     assert load.mode == "full"
 
 
+async def test_a_preset_of_a_server_has_no_mode_and_one_with_a_mode_sets_the_rest(chat, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("KVCHAT_CONFIG", str(tmp_path / "config.toml"))
+    await chat.load(**SERVED)
+    saved = chat.controller.save_preset("served")
+    assert "[kv" not in saved.read_text()
+    preset = tmp_path / "other.toml"
+    preset.write_text('[kv]\nmode = "streaming"\n[sampling]\ntemperature = 0.25\n')
+    with pytest.raises(UsageError, match="vLLM decides"):
+        chat.controller.use_preset(preset)
+    assert chat.controller.state.sampling.temperature == 0.25
+
+
 async def test_files_are_attached_where_the_context_is_not_known(chat) -> None:
     await chat.load(**SERVED, context=0)
     assert chat.controller.state.file_limit > 2**20
