@@ -28,7 +28,7 @@ EXTRAS = {
     "bnb": ("bitsandbytes>=0.46.1", "accelerate>=1.1"),
     "gptq": ("gptqmodel>=5.0", "optimum>=1.24", "accelerate>=1.1"),
     "plot": ("matplotlib>=3.8",),
-    "remote": ("openai>=3.57", "prometheus-client>=0.20"),
+    "remote": ("openai>=3.57", "httpx2>=2.12", "prometheus-client>=0.20"),
 }
 # The extra that a quantization needs on a GPU, and nf4 on a CPU too.
 EXTRA_OF = {"int8": "ao", "int4": "ao", "nf4": "bnb"}
