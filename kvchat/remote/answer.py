@@ -10,13 +10,14 @@ from typing import Any
 from kvchat import thoughts
 from kvchat.protocol.figures import Stats
 from kvchat.protocol.messages import Event, Finished, Prefilled, Sampling, Started, Text, Turn, parse_args
-from kvchat.remote.servers import LLAMA, SGLANG, TRANSFORMERS, VLLM, whole
+from kvchat.remote.servers import KVCHAT, LLAMA, SGLANG, TRANSFORMERS, VLLM, whole
 
 THOUGHT = "<think>"
 RECENT = 32  # tokens that the speed is taken from
+TIMED_S = 0.1  # frames that come together tell no speed
 ENDINGS = {"length": "length"}
 REPEATED = {LLAMA: "repeat_penalty"}  # what a program calls it, where not as most do
-TAKING_VARIABLES = (LLAMA, VLLM, SGLANG, TRANSFORMERS)
+TAKING_VARIABLES = (LLAMA, VLLM, SGLANG, TRANSFORMERS, KVCHAT)
 CONTINUING = (VLLM, SGLANG)  # they begin another answer unless they are told; llama-server goes on by itself
 
 
@@ -84,7 +85,7 @@ class Answer:
     def recent_tokens_per_s(self) -> float | None:
         """The speed of the last tokens; None where there are too few."""
         (begun, before), (now, tokens) = (self._stamps[0], self._stamps[-1]) if self._stamps else ((0.0, 0), (0.0, 0))
-        return (tokens - before) / (now - begun) if now > begun else None
+        return (tokens - before) / (now - begun) if now - begun >= TIMED_S else None
 
     @property
     def prompt_tokens_per_s(self) -> float | None:
@@ -164,7 +165,7 @@ class Answer:
 
     def _stats(self) -> Stats:
         taken = self._last - self._first
-        by_clock = (self.tokens - 1) / taken if taken > 0 and self.tokens > 1 else None
+        by_clock = (self.tokens - 1) / taken if taken >= TIMED_S and self.tokens > 1 else None
         drafted = whole(self._timings.get("draft_n"))
         accepted = f"{whole(self._timings.get('draft_n_accepted')):,} of {drafted:,}"
         return Stats(

@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from statistics import mean
 from typing import Any
 
@@ -17,7 +18,7 @@ import httpx2
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvchat.protocol.figures import ServerFigures
-from kvchat.remote.servers import LLAMA, SGLANG, VLLM, Address, whole
+from kvchat.remote.servers import KVCHAT, LLAMA, SGLANG, VLLM, Address, whole
 
 LEAST_S = 0.5  # between two readings of a counter that a rate is made of
 NOT_TOLD = {
@@ -147,20 +148,25 @@ def _of_sglang(samples: Samples, figures: ServerFigures) -> tuple[ServerFigures,
     ), None
 
 
-def _of_llama(samples: Samples, figures: ServerFigures) -> tuple[ServerFigures, float | None]:
-    read, found = samples.sum("llamacpp:prompt_tokens"), samples.sum("llamacpp:prompt_tokens_cached")
-    drafted, accepted = (samples.sum(f"llamacpp:spec_decode_num_{one}_tokens") for one in ("draft", "accepted"))
+def _of_llama(samples: Samples, figures: ServerFigures, prefix: str = "llamacpp") -> tuple[ServerFigures, float | None]:
+    read, found = samples.sum(f"{prefix}:prompt_tokens"), samples.sum(f"{prefix}:prompt_tokens_cached")
+    drafted, accepted = (samples.sum(f"{prefix}:spec_decode_num_{one}_tokens") for one in ("draft", "accepted"))
     return replace(
         figures,
         prefix_share=None if read is None or found is None else _share(found, read + found),
         prefix_tokens=_count(found),
-        running=_count(samples.sum("llamacpp:requests_processing")),
-        waiting=_count(samples.sum("llamacpp:requests_deferred")),
+        running=_count(samples.sum(f"{prefix}:requests_processing")),
+        waiting=_count(samples.sum(f"{prefix}:requests_deferred")),
         drafts_share=_share(accepted, drafted),
     ), None
 
 
-FIGURES = {VLLM: _of_vllm, SGLANG: _of_sglang, LLAMA: _of_llama}
+FIGURES: dict[str, Callable[[Samples, ServerFigures], tuple[ServerFigures, float | None]]] = {
+    VLLM: _of_vllm,
+    SGLANG: _of_sglang,
+    LLAMA: _of_llama,
+    KVCHAT: partial(_of_llama, prefix="kvchat"),
+}
 """The figures in the samples, and how many tokens the server has written."""
 
 

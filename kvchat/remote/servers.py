@@ -10,16 +10,19 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx2
+import jinja2
+import jinja2.meta
 import tomli
 
 from kvchat import files, paths
 from kvchat.errors import EngineError, KvchatError, ModelError, UsageError, did_you_mean
 from kvchat.paths import is_server
+from kvchat.protocol.messages import GIVEN
 
 PROBE_S = 2.0
 MAX_SAID = 300  # characters of an answer that nobody expected
@@ -63,7 +66,10 @@ class Address:
 
 @dataclass(frozen=True)
 class Served:
-    """A model of a server. ``context`` in tokens and ``parameters`` are 0, ``weights`` empty where it does not say."""
+    """A model of a server. ``context`` in tokens and ``parameters`` are 0, ``weights`` empty where it does not say.
+
+    ``template_variables`` are names that its chat template looks at, as far as they are known.
+    """
 
     id: str
     context: int = 0
@@ -71,6 +77,7 @@ class Served:
     nbytes: int = 0
     weights: str = ""
     is_loaded: bool = False
+    template_variables: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -156,6 +163,7 @@ def key_of(address: Address, environ: Mapping[str, str] = os.environ) -> str:
     return key
 
 
+OF_PROGRAMS = {"strftime_now", "raise_exception"}  # what those that render templates give to each
 EXAMPLE = 'Write a line "http://127.0.0.1:8080" = "KEY" for each server.'
 
 
@@ -255,8 +263,15 @@ def _model(entry: Mapping[str, Any]) -> Served:
     given = entry.get("meta")
     meta: dict[str, Any] = given if isinstance(given, dict) else {}
     context = whole(entry.get("max_model_len")) or whole(meta.get("n_ctx"))
+    own = entry.get("kvchat")
+    names = own.get("template_variables") if isinstance(own, dict) else None
     return Served(
-        entry["id"], context, whole(meta.get("n_params")), whole(meta.get("size")), str(meta.get("ftype") or "")
+        entry["id"],
+        context,
+        whole(meta.get("n_params")),
+        whole(meta.get("size")),
+        str(meta.get("ftype") or ""),
+        template_variables=tuple(map(str, names)) if isinstance(names, list) else (),
     )
 
 
@@ -264,10 +279,22 @@ def _of_llama(listed: list[dict[str, Any]], props: Mapping[str, Any]) -> tuple[S
     """One slot's context, of those that share what the list names."""
     settings = props.get("default_generation_settings")
     of_slot = whole(settings.get("n_ctx")) if isinstance(settings, dict) and len(listed) == 1 else 0
-    models = map(_model, listed)
+    names = variables(props.get("chat_template")) if of_slot else ()
     return tuple(
-        Served(one.id, of_slot or one.context, one.parameters, one.nbytes, one.weights, bool(of_slot)) for one in models
+        replace(one, context=of_slot or one.context, is_loaded=bool(of_slot), template_variables=names)
+        for one in map(_model, listed)
     )
+
+
+def variables(template: Any) -> tuple[str, ...]:
+    """The names of the variables that a chat template looks at, but for those that every one is given; not rendered."""
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+    try:
+        parsed = environment.parse(template if isinstance(template, str) else "")
+    except (jinja2.TemplateError, RecursionError):
+        return ()
+    known = jinja2.meta.find_undeclared_variables(parsed) - GIVEN - OF_PROGRAMS - environment.globals.keys()
+    return tuple(sorted(name for name in known if not name.endswith("_token")))
 
 
 def _of_ollama(listed: list[dict[str, Any]], running: Mapping[str, Any]) -> tuple[Served, ...]:

@@ -282,6 +282,7 @@ class RemoteSession:
             params={},
             notes=tuple(notes),
             weights=model.weights,
+            template_variables=model.template_variables,
             server=server.kind,
             offers=server.offers,
         )

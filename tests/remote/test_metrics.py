@@ -156,6 +156,19 @@ def test_figures_of_sglang(reading) -> None:
     assert (figures.tokens_per_s, figures.drafts_share) == (86.5, 0.7)
 
 
+@pytest.mark.parametrize(("kind", "prefix"), [(servers.LLAMA, "llamacpp"), (servers.KVCHAT, "kvchat")])
+def test_figures_of_llama_server_and_of_kvchat(reading, kind: str, prefix: str) -> None:
+    counters = {"prompt_tokens_total": 30, "prompt_tokens_cached_total": 90}
+    gauges = {"requests_processing": 1, "requests_deferred": 2}
+    lines = [f"# TYPE {prefix}:{name} counter\n{prefix}:{name} {value}" for name, value in counters.items()]
+    lines += [f"# TYPE {prefix}:{name} gauge\n{prefix}:{name} {value}" for name, value in gauges.items()]
+    one = reading(kind, "\n".join(lines) + "\n")
+    one.server.routes["/slots"] = [{"id": 0, "n_ctx": 2048}, {"id": 1, "n_ctx": 2048}]
+    figures = one.read()
+    assert (figures.prefix_share, figures.prefix_tokens, figures.running, figures.waiting) == (0.75, 90, 1, 2)
+    assert figures.capacity == (4096 if kind == servers.LLAMA else None)
+
+
 @pytest.mark.parametrize(
     ("kind", "metrics"),
     [

@@ -66,6 +66,32 @@ def test_what_programs_tell_of_their_models_is_read(serve) -> None:
     assert facts("LM Studio") == ("gemma", 4096, "Q4_K_M")  # and no model of embeddings
 
 
+def test_llama_servers_facts_are_those_of_one_slot_and_of_its_template(serve) -> None:
+    server = serve()
+    meta = {"n_ctx": 8192, "n_params": 7, "size": 9, "ftype": "Q4_1"}
+    server.routes = {
+        "/v1/models": models({"id": "/m/a.gguf", "owned_by": "llamacpp", "meta": meta}),
+        "/props": {
+            "default_generation_settings": {"n_ctx": 4096},
+            "chat_template": "{% if enable_thinking %}{{ bos_token }}{% endif %}{% for m in messages %}{% endfor %}",
+        },
+    }
+    model = look(server.url).choose()
+    assert (model.context, model.parameters, model.weights, model.is_loaded) == (4096, 7, "Q4_1", True)
+    assert model.template_variables == ("enable_thinking",)
+    server.routes["/props"] = {"chat_template": "{% if %}"}  # without --props, or a template of another language
+    assert look(server.url).choose().context == 8192
+
+
+def test_kvchat_serve_tells_the_variables_of_its_template(serve) -> None:
+    server = serve()
+    own = {"mode": "full", "template_variables": ["enable_thinking"]}
+    server.routes = {"/v1/models": models({"id": "m", "owned_by": "kvchat", "meta": {"n_ctx": 16384}, "kvchat": own})}
+    found = look(server.url)
+    assert found.kind == "kvchat serve"
+    assert (found.choose().context, found.choose().template_variables) == (16384, ("enable_thinking",))
+
+
 def test_the_model_named_is_taken_and_one_that_is_not_there_refused(serve) -> None:
     url = serve("Ollama").url
     assert look(f"{url}#a:1b").choose().id == "a:1b"
