@@ -1,0 +1,77 @@
+"""Commands and the engine's process where a server has the model: what they do, what they refuse, what they need."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from support.environment import environ
+
+from kvchat import libraries
+from kvchat.engine.worker import Loader
+from kvchat.errors import ModelError
+from kvchat.models import checkpoint
+from kvchat.protocol.messages import Load, Plan
+
+
+def kvchat(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A command in a process of its own."""
+    command = [sys.executable, "-m", "kvchat", *words]
+    return subprocess.run(command, capture_output=True, text=True, env=environ() | variables, stdin=subprocess.DEVNULL)
+
+
+@pytest.mark.slow("commands in processes of their own")
+def test_one_answer_goes_to_stdout_and_the_rest_to_stderr(serve) -> None:
+    server = serve()
+    done = kvchat("ask", "Hi.", "-m", server.url, "--stats")
+    assert (done.returncode, done.stdout) == (0, "Hello.\n")
+    assert "vLLM" in done.stderr
+    assert "prompt_tokens" in done.stderr
+    assert server.asked[0]["messages"] == [{"role": "user", "content": "Hi."}]
+    told = json.loads(kvchat("ask", "Hi.", "-m", server.url, "--json").stdout)
+    assert (told["text"], told["model"], told["mode"]) == ("Hello.", "Qwen/Qwen3-4B", "server")
+
+
+@pytest.mark.slow("commands in processes of their own")
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (("ask", "Hi.", "-m", "http://127.0.0.1:1"), 1),
+        (("ask", "Hi.", "-m", "http://me:geheim@127.0.0.1:1"), 2),
+        (("plan", "http://127.0.0.1:1"), 2),
+        (("compare", "Hi.", "full", "sync", "-m", "http://127.0.0.1:1"), 2),
+    ],
+)
+def test_refusals_have_a_code_and_no_traceback(words, code: int) -> None:
+    done = kvchat(*words)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert "Traceback" not in done.stderr
+    assert "geheim" not in done.stderr
+
+
+@pytest.mark.slow("commands in processes of their own")
+def test_the_list_of_models_has_those_of_the_servers_in_the_settings(serve) -> None:
+    server = serve("LM Studio")
+    done = kvchat("models", "--json", KVCHAT_MODEL_SERVERS=server.url)
+    rows = {row["name"]: row for row in json.loads(done.stdout)}
+    assert rows[f"{server.url}#gemma"]["kind"] == "LM Studio"
+    assert rows[f"{server.url}#gemma"]["type"] == "Q4_K_M · context 4,096 · loaded"
+    assert f"{server.url}#gemma" in kvchat("models", KVCHAT_MODEL_SERVERS=server.url).stdout
+
+
+def test_what_needs_a_model_here_says_so() -> None:
+    with pytest.raises(ModelError, match="server"):
+        checkpoint.locate("http://127.0.0.1:1", lambda stage: None)
+    with pytest.raises(ModelError, match="server"):
+        Loader().plan(Plan(Load("http://127.0.0.1:1")), None, lambda stage: None)
+    assert Loader().fits_beside(Load("http://127.0.0.1:1"), lambda stage: None)
+
+
+def test_without_its_packages_the_command_that_installs_them_is_told(monkeypatch) -> None:
+    monkeypatch.setattr(libraries, "find_spec", lambda name: object() if name == "pip" else None)
+    with pytest.raises(ModelError) as refused:
+        Loader().open_session(Load("http://127.0.0.1:1"), lambda stage: None)
+    assert all(package.partition(">")[0] in refused.value.detail for package in libraries.EXTRAS["remote"])
+    assert libraries.extra("remote") in refused.value.hint
