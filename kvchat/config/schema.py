@@ -46,7 +46,7 @@ class ModelSettings(Section):
     OF_APPLICATION: ClassVar = frozenset({"folders", "servers", "system"})
 
     name: str = Field(Load.model, min_length=1, serialization_alias="model")
-    """bundled, a folder, a model's id on the hub, or a server's address such as http://127.0.0.1:8080"""
+    """bundled, a folder, a model's id on the hub, or the address of a server"""
     device: str = Field(Load.device, pattern=DEVICES)
     """auto, cpu, cuda or cuda:N"""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
