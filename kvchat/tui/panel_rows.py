@@ -122,8 +122,11 @@ def blocks(s: Snapshot, link_bytes_per_s: float | None = None) -> dict[str, tupl
 
 
 def answer_rows(s: Snapshot, server: ServerFigures) -> Rows:
-    """Rows for the context and what a server did not read again."""
-    rows = [("context used", f"{percent(s.total / s.context)} of {count(s.context)}" if s.context else MISSING)]
+    """Rows for the context and what a server did not read again in the last answer of this conversation."""
+    used = f"{percent(s.total / s.context)} of {count(s.context)}" if s.context else f"{count(s.total)} tok"
+    rows = [("context used", used)]
+    if not s.total:
+        return rows
     if server.reused_tokens is not None and server.prompt_tokens:
         share = percent(server.reused_tokens / server.prompt_tokens)
         rows.append(("not read again", f"{count(server.reused_tokens)} of {count(server.prompt_tokens)} · {share}"))

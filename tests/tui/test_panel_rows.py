@@ -130,6 +130,8 @@ def test_of_a_server_only_what_it_tells_is_shown_and_no_memory_here():
     shown = blocks(nothing)
     assert shown["memory"] == ("memory", [])
     assert shown["recall"][1] == [("no more figures", "the server has none")]
+    other = ServerFigures("vLLM", "h:1", prompt_tokens=9, reused_tokens=3, prompt_tokens_per_s=5.0)
+    assert blocks(snapshot(server=other))["context"][1] == [("context used", "0 tok")]  # of another conversation
     some = ServerFigures("vLLM", "h:1", capacity=65_536, used_share=0.12, prefix_share=0.75, running=1)
     assert blocks(snapshot(server=some))["recall"][1] == [
         ("server's K/V", "12 % of 65,536 tok"),
