@@ -59,10 +59,10 @@ def _said(turn: Turn) -> str:
 
 
 class Answer:
-    """What has come of an answer so far. ``context`` is the model's, 0 if unknown; ``clock`` in seconds."""
+    """What has come of an answer so far; ``clock`` in seconds."""
 
-    def __init__(self, sampling: Sampling, context: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._sampling, self._context, self._clock = sampling, context, clock
+    def __init__(self, sampling: Sampling, clock: Callable[[], float] = time.monotonic) -> None:
+        self._sampling, self._clock = sampling, clock
         self._began, self._first, self._last = clock(), 0.0, 0.0
         self._stamps: deque[tuple[float, int]] = deque(maxlen=RECENT)
         self._pieces: list[str] = []

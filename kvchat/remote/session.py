@@ -137,7 +137,7 @@ class RemoteSession:
         self._reader = MetricsReader(server.kind, self._address, http)
         self._figures = ServerFigures(server.kind, self._address.place)
         self._sampled = float("-inf")
-        self._answer = Answer(Sampling(), 0)
+        self._answer = Answer(Sampling())
         self._frames: SimpleQueue[Any] = SimpleQueue()
         self._is_canceled = False
 
@@ -160,7 +160,7 @@ class RemoteSession:
         """
         self._is_canceled, self._frames = False, SimpleQueue()
         asked = request(self._server.kind, self._model.id, turns, sampling, self._template_args)
-        self._answer = Answer(sampling, self._model.context)
+        self._answer = Answer(sampling)
         return self._events(asked, between or (lambda tokens: None))
 
     def _events(self, asked: dict[str, Any], between: Callable[[int], None]) -> Iterator[Event]:
@@ -206,7 +206,7 @@ class RemoteSession:
 
     def resume(self, conversation: str, turns: Sequence[Turn]) -> Iterator[Event]:
         """Nothing is kept here: the server finds what it has by the conversation's beginning."""
-        self._answer = Answer(Sampling(), 0)
+        self._answer = Answer(Sampling())
         return iter(())
 
     def forget(self, conversation: str) -> None:
