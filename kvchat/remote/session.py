@@ -37,6 +37,7 @@ TOO_LONG = "exceed_context_size_error"  # llama-server's and kvchat's
 GARBAGE = (AttributeError, TypeError, ValueError, KeyError, RecursionError)
 OVER: Final = object()
 NO_KEY = "none"  # the openai library insists on one
+OF_OPENAI = ("OpenAI-Organization", "OpenAI-Project")  # the library takes them from variables that are not meant here
 DECIDES = "The server decides how K/V are kept and read."
 INSTEAD = "/model loads a model of this machine, where modes switch live."
 
@@ -133,6 +134,7 @@ class RemoteSession:
             api_key=servers.key_of(self._address) or NO_KEY,
             http_client=http,
             timeout=httpx2.Timeout(None, connect=CONNECT_S),
+            default_headers=dict.fromkeys(OF_OPENAI, openai.Omit()),  # type: ignore[arg-type]  # it takes them off
         )
         self._reader = MetricsReader(server.kind, self._address, http)
         self._figures = ServerFigures(server.kind, self._address.place)

@@ -127,6 +127,14 @@ def test_each_key_goes_to_its_server(serve, connect, monkeypatch) -> None:
     assert said(asked(connect(server.url))) == "Hello."
 
 
+def test_what_variables_say_of_openai_goes_to_no_other_server(serve, connect, monkeypatch) -> None:
+    for name in ("OPENAI_API_KEY", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID"):
+        monkeypatch.setenv(name, "geheim")
+    server = serve()
+    assert said(asked(connect(server.url))) == "Hello."
+    assert "geheim" not in str(server.headers)
+
+
 # ---- stop
 
 

@@ -95,6 +95,7 @@ class FakeServer(ThreadingHTTPServer):
         self.status, self.error = 200, {}
         self.key = self.location = ""
         self.asked: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
         self.seen: list[str] = []
         self.left = threading.Event()  # the client closed the connection while nothing came
         self.ends = threading.Event()
@@ -129,6 +130,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.asked.append(asked)
+        self.server.headers.append(dict(self.headers))
         if not self._is_known():
             return
         if self.server.status != 200:
