@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kvchat
-from kvchat.bench import baselines, decoding, timing
+from kvchat.bench import decoding, timing
+from kvchat.bench.beside import baselines
 from kvchat.bench.decoding import ModeRun, spills
 from kvchat.bench.frame import Cell, Experiment, Frame, ModelChoice, Report, Result, Row, methods, parsed
 from kvchat.bench.report import line

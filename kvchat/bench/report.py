@@ -204,6 +204,17 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("times as fast", figure("gain", 2)),
         Column("the same tokens", lambda row: "yes" if row["same"] else "no"),
     ),
+    "peers": (
+        Column("peer", variant),
+        Column("context", figure("context")),
+        Column("start to first token", lambda row: row.get("failed") or units.seconds(row["first_token_s"])),
+        Column("of it loading", lambda row: units.seconds(row.get("loading_s"))),
+        Column("prompt, tokens/s", figure("prompt_tokens_per_s")),
+        Column("ms a token", figure("ms", 1)),
+        Column("times llama.cpp", lambda row: units.figure(row.get("times_as_fast", {}).get("llama.cpp"), "", 2)),
+        Column("peak", size("peak_bytes")),
+        Column("others' share", share("others")),
+    ),
     "prefill": (
         Column("tokens", figure("tokens")),
         Column("seconds", figure("seconds", 3)),

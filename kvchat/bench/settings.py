@@ -210,3 +210,24 @@ class Prefill:
 
     def __post_init__(self) -> None:
         parsed(self.mode)
+
+
+@dataclass(frozen=True)
+class Peers(Variants):
+    """kvchat beside llama.cpp and transformers in one run: start, prompt, decoding and peak memory of each.
+
+    A context of 0 is the longest of the model. ``peers`` None are those that are installed.
+    """
+
+    STANDARD = ("full", "streaming", "speculative")
+
+    contexts: Annotated[
+        tuple[int, ...],
+        Option("--context", min=0, help="tokens of a prompt, after which is decoded; 0: the longest; repeatable"),
+    ] = (512, 2048, 4096, 0)
+    peers: Annotated[
+        tuple[str, ...] | None,
+        Option(parser=named, metavar="NAMES", help="xllamacpp, llama_cpp, transformers; by commas, or none"),
+    ] = None
+    steps: Annotated[int, Option(min=2, help="decoded tokens that count")] = 32
+    rounds: Annotated[int, Option(min=1, help="rounds in which every peer has its turn")] = 3

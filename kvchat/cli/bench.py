@@ -52,17 +52,19 @@ def experiment(
     host_dtype: bool = False,
     also: Mapping[str, Any] = {},
     after: Callable[..., None] | None = None,
+    standard: ModelChoice = ModelChoice(),
 ) -> None:
     """Make the command ``name`` of ``run`` in ``kvchat.bench.MODULE``, with the options that ``kind`` has as fields.
 
-    ``also`` are flags that ``after`` takes, which is called with the result and the model.
+    ``also`` are flags that ``after`` takes, which is called with the result and the model; ``standard`` is the choice
+    where nothing is given.
     """
     hints = get_type_hints(kind, include_extras=True)
     own = {_parameter(each, hints[each.name]): each for each in fields(kind) if get_args(hints[each.name])[1:]}
     model = {option: hint for option, hint in MODEL.items() if host_dtype or option != "host_dtype"}
     parameters = [
         *(_option(option, each, hints[each.name]) for option, each in own.items()),
-        *(parameter(option, hint, getattr(ModelChoice, option)) for option, hint in model.items()),
+        *(parameter(option, hint, getattr(standard, option)) for option, hint in model.items()),
         parameter("as_json", Json, False),
         parameter("out", Out, None),
         *([parameter("plot", Plot, None)] if plot else []),
@@ -153,6 +155,7 @@ def _save_profile(result: Result, choice: ModelChoice, save_profile: bool) -> No
 
 experiment("decode", "decode", settings.Decode, plot=True, also={"save_profile": SaveProfile}, after=_save_profile)
 experiment("prefill", "prefill", settings.Prefill)
+experiment("peers", "peers", settings.Peers, standard=ModelChoice(quantize="auto"))
 experiment("draft", "draft", settings.Draft)
 experiment("agreement", "agreement", settings.Agreement, plot=True, host_dtype=True)
 experiment("coverage", "coverage", settings.Coverage)

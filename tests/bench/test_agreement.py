@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from kvchat.bench import agreement
 from kvchat.bench.agreement import divergence
-from kvchat.bench.baselines import as_written
+from kvchat.bench.beside.baselines import as_written
 from kvchat.bench.frame import ModelChoice
 from kvchat.bench.settings import Agreement
 from kvchat.bench.texts import passages

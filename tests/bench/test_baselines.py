@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.shape_runner import filled
 
-from kvchat.bench import baselines
+from kvchat.bench.beside import baselines
 from kvchat.bench.frame import parsed
 from kvchat.engine.runner import geometry_of, traits_of
 from kvchat.kv.modes import build

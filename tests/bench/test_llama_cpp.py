@@ -7,8 +7,8 @@ import re
 import pytest
 import torch
 
-from kvchat.bench import baselines
-from kvchat.bench.baselines import LlamaCpp
+from kvchat.bench.beside import baselines
+from kvchat.bench.beside.baselines import LlamaCpp
 from kvchat.bench.decoding import prose
 from kvchat.errors import UsageError
 from kvchat.models.load import load_model

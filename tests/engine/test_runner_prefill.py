@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.tiny_runner import loaded, prefilled, runner_of
 
-from kvchat.bench.baselines import as_written
+from kvchat.bench.beside.baselines import as_written
 from kvchat.engine import runner
 from kvchat.engine.runner import WithoutAttention, prefill_bytes_per_token
 from kvchat.errors import DoesNotFitError

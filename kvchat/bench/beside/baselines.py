@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from kvchat import libraries, process
-from kvchat.bench.timing import Timing, Variant, time_steps, warm_up
+from kvchat.bench.beside import peer_process
+from kvchat.bench.timing import Timing, Variant, read_peak, time_steps, warm_up
 from kvchat.errors import UsageError, did_you_mean
 from kvchat.kv.state import KVState
 from kvchat.models import attention_hook
@@ -248,38 +249,22 @@ class Compiled(Static):
         self.position.add_(1)
 
 
-class _Clock:
-    """A transformers streamer that notes when each token comes."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, _ids: Tensor) -> None:
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        pass
-
-
 class Generate(Baseline):
     """transformers' ``generate``: the median interval between its tokens, which are its own. Reads the prompt."""
 
     name = "generate"
 
     def measure(self, tokens: Sequence[int]) -> Timing:
-        clock = _Clock()
         prompt = torch.tensor([list(self.prompt)], device=self.model.device)
-        arguments: dict[str, Any] = {
-            "do_sample": False,
-            "max_new_tokens": len(tokens),
-            "min_new_tokens": len(tokens),
-            "pad_token_id": 0,
-        }
         with as_written(self.model.model):
-            self.model.model.generate(prompt, attention_mask=torch.ones_like(prompt), streamer=clock, **arguments)
-        stamps = clock.times[1 + warm_up(self.model.device) :]  # the first is the prompt's echo
-        intervals = [1000 * (b - a) for a, b in itertools.pairwise(stamps)]
-        return Timing(statistics.median(intervals), statistics.fmean(intervals))
+            stamps = peer_process.generate(self.model.model, prompt, len(tokens))
+        return between(stamps[warm_up(self.model.device) :])
+
+
+def between(stamps: Sequence[float]) -> Timing:
+    """The time of a token from when each came, in seconds."""
+    intervals = [1000 * (b - a) for a, b in itertools.pairwise(stamps)]
+    return Timing(statistics.median(intervals), statistics.fmean(intervals))
 
 
 class LlamaCpp:
@@ -293,79 +278,120 @@ class LlamaCpp:
         self.context = len(ids) + spare
         self.prepare_s = 0.0
         self.answer = ""
-        self._process: subprocess.Popen[str] | None = None
+        self._process: PeerProcess | None = None
 
     def measure(self, tokens: Sequence[int]) -> Timing:
         if self._process is None:
             began = time.perf_counter()
-            self._start()
-            self._decode(1)  # reads the prompt
+            self._start().decode(self.prompt, 1)  # reads the prompt
             self.prepare_s = time.perf_counter() - began
-        stamps = self._decode(len(tokens))[warm_up(self.model.device) - 1 :]
-        intervals = [1000 * (b - a) for a, b in itertools.pairwise(stamps)]
-        return Timing(statistics.median(intervals), statistics.fmean(intervals))
+        assert self._process is not None
+        answer = self._process.decode(self.prompt, len(tokens))
+        self.answer = answer["text"]
+        return between(answer["stamps"][warm_up(self.model.device) - 1 :])
 
     def close(self) -> None:
         if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
+            self._process.close()
             self._process = None
 
     @property
     def figures(self) -> dict[str, Any]:
         return {"prepare_s": self.prepare_s}
 
-    def _start(self) -> None:
+    def _start(self) -> PeerProcess:
         """Start llama.cpp with a copy of the weights; it is loaded when this returns."""
-        if self.model.device.type != "cpu":
-            raise UsageError(
-                "llama.cpp is compared on a CPU only.", "The package brings it compiled for CPUs.", "Give --device cpu."
-            )
-        if absent := next((package for package in PACKAGES if find_spec(package) is None), ""):
-            raise UsageError(
-                "llama.cpp cannot be compared.",
-                f"The package {absent} is not installed.",
-                f"Run: {libraries.extra('baselines')}",
-            )
-        with tempfile.TemporaryDirectory(prefix="kvchat-") as folder:
-            if (file := self.model.gguf) is None:
-                write(self.model, file := Path(folder) / "copy.gguf")
-            command = process.python("-m", "kvchat.bench.llama_cpp_process", str(file))
-            self._process = subprocess.Popen(
-                [*command, str(self.context), str(torch.get_num_threads())],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-                env=process.as_the_user_left_it(),
-            )
-            self._answer()
+        refuse_llama_cpp(self.model)
+        with in_gguf(self.model) as file:
+            self._process = PeerProcess("xllamacpp", self.name, str(file), self.context, {"warmup": False})
+        return self._process
 
-    def _decode(self, count: int) -> list[float]:
-        """Decode greedily; when each token came, in seconds."""
-        assert self._process is not None
+
+def refuse_llama_cpp(model: LoadedModel) -> None:
+    """Refuse what llama.cpp cannot be compared on.
+
+    Raises:
+        UsageError: ``model`` is on a GPU, or a package is not installed.
+    """
+    if model.device.type != "cpu":
+        raise UsageError(
+            "llama.cpp is compared on a CPU only.", "The package brings it compiled for CPUs.", "Give --device cpu."
+        )
+    if absent := next((package for package in PACKAGES if find_spec(package) is None), ""):
+        raise UsageError(
+            "llama.cpp cannot be compared.",
+            f"The package {absent} is not installed.",
+            f"Run: {libraries.extra('baselines')}",
+        )
+
+
+@contextmanager
+def in_gguf(model: LoadedModel) -> Iterator[Path]:
+    """The GGUF file with the model's weights; inside the context a copy of those that have none.
+
+    Raises:
+        UsageError: as ``write``.
+    """
+    with tempfile.TemporaryDirectory(prefix="kvchat-") as folder:
+        if (file := model.gguf) is None:
+            write(model, file := Path(folder) / "copy.gguf")
+        yield file
+
+
+class PeerProcess:
+    """A program of ``peer_process`` in a process of its own, with as many threads as torch has.
+
+    It is loaded when this is made; ``loading_s`` are its seconds without what Python imports.
+
+    Raises:
+        UsageError: on making and in ``decode``, the process ended or its library refused.
+    """
+
+    def __init__(self, program: str, name: str, file: str, context: int, options: dict[str, Any]) -> None:
+        self.name = name
+        arguments = (program, file, str(context), str(torch.get_num_threads()), json.dumps(options))
+        self._process = subprocess.Popen(
+            process.python("-m", "kvchat.bench.beside.peer_process", *arguments),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=process.as_the_user_left_it(),
+        )
+        try:
+            self.loading_s: float = self._answer()["loading_s"]
+        except UsageError:
+            self.close()
+            raise
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Bytes in RAM at its peak until now; None where the system does not tell."""
+        return read_peak(process.PROCESSES / str(self._process.pid))
+
+    def decode(self, prompt: Sequence[int], count: int) -> dict[str, Any]:
+        """Decode greedily: when it ``began`` and when each token came (``stamps``), in seconds, and the ``text``."""
         assert self._process.stdin is not None
-        print(json.dumps({"prompt": self.prompt, "count": count}), file=self._process.stdin, flush=True)
+        print(json.dumps({"prompt": list(prompt), "count": count}), file=self._process.stdin, flush=True)
         answer = self._answer()
-        self.answer, came = answer["text"], len(answer["stamps"])
-        if came < count:
+        if (came := len(answer["stamps"])) < count:
             raise UsageError(
-                f"llama.cpp gave {came} tokens, {count} were asked for.",
-                hint="Take a smaller context, or leave llama.cpp out.",
+                f"{self.name} gave {came} tokens, {count} were asked for.",
+                hint=f"Take a smaller context, or leave {self.name} out.",
             )
-        return list(answer["stamps"][:count])
+        return answer | {"stamps": answer["stamps"][:count]}
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
 
     def _answer(self) -> dict[str, Any]:
-        assert self._process is not None
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
-        if not line:
-            raise UsageError(
-                "llama.cpp ended.",
-                f"Its process ended with code {self._process.wait()}.",
-                "Take a smaller context, or leave llama.cpp out.",
-            )
-        answer: dict[str, Any] = json.loads(line)
+        answer: dict[str, Any] = json.loads(line) if line else {}
+        reason = answer.get("failed") or (not line and f"Its process ended with code {self._process.wait()}.")
+        if reason:
+            raise UsageError(f"{self.name} ended.", str(reason), f"Take a smaller context, or leave {self.name} out.")
         return answer
 
 

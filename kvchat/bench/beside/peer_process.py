@@ -1,0 +1,170 @@
+"""A peer in a process of its own: ``python -m kvchat.bench.beside.peer_process PROGRAM FILE CONTEXT THREADS OPTIONS``.
+
+Loads a model, then answers each line ``{"prompt": [ids], "count": n}`` on its input with a line ``{"began": seconds,
+"stamps": [seconds], "text": ...}``; the first line says that it is loaded, and how long that took without what Python
+imports. What its library refuses is a line ``{"failed": ...}``, and the end. Apart because llama.cpp's threads and
+torch's would count as more than there are processors, and OpenMP then lets both sleep at every wait. For llama.cpp it
+never imports torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Decoded(NamedTuple):
+    """When each token came, in seconds, and the text where the library gives one."""
+
+    stamps: list[float]
+    text: str = ""
+
+
+Decode = Callable[[list[int], int], Decoded]
+
+
+class _Clock:
+    """A transformers streamer that notes when each token comes."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, _ids: Any) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def main() -> None:
+    """Load and answer until the input ends."""
+    # What a library prints goes elsewhere; only answers go to the caller.
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    program, file, context, threads, options = sys.argv[1:]
+    try:
+        load = PROGRAMS[program]()
+        began = time.perf_counter()
+        decode = load(file, int(context), int(threads), **json.loads(options))
+        print(json.dumps({"loading_s": time.perf_counter() - began}), file=answers, flush=True)
+        for line in sys.stdin:
+            asked = json.loads(line)
+            began = time.perf_counter()
+            answer = decode(asked["prompt"], asked["count"])
+            print(json.dumps({"began": began, **answer._asdict()}), file=answers, flush=True)
+    except Exception as error:  # noqa: BLE001  # whatever a library refuses is the caller's to tell
+        print(json.dumps({"failed": f"{type(error).__name__}: {error}"}), file=answers, flush=True)
+
+
+def _xllamacpp() -> Callable[..., Decode]:
+    import xllamacpp
+
+    def load(file: str, context: int, threads: int, **options: Any) -> Decode:
+        parameters = xllamacpp.CommonParams()
+        parameters.model.path = file
+        parameters.n_ctx = context
+        parameters.n_parallel = 1
+        parameters.n_gpu_layers = 0
+        parameters.use_jinja = False
+        parameters.verbosity = -1
+        for name, value in options.items():
+            setattr(parameters, name, value)
+        for group in (parameters.cpuparams, parameters.cpuparams_batch):
+            group.n_threads = threads
+        server = xllamacpp.Server(parameters)
+
+        def decode(prompt: list[int], count: int) -> Decoded:
+            """The K/V of the prompt are kept."""
+            stamps: list[float] = []
+            texts: list[str] = []
+
+            def came(part: dict[str, Any]) -> None:
+                stamps.append(time.perf_counter())
+                texts.append("".join(choice["text"] for choice in part.get("choices", ())))
+
+            wanted = {"n_predict": count, "temperature": 0, "ignore_eos": True, "cache_prompt": True, "stream": True}
+            server.handle_completions({"prompt": prompt, **wanted}, came)
+            return Decoded(stamps, "".join(texts))
+
+        return decode
+
+    return load
+
+
+def _llama_cpp() -> Callable[..., Decode]:
+    import llama_cpp
+
+    def load(file: str, context: int, threads: int) -> Decode:
+        model = llama_cpp.Llama(file, n_ctx=context, n_threads=threads, n_threads_batch=threads, verbose=False)
+        return lambda prompt, count: Decoded(_stamps(model.generate(prompt, temp=0.0), count))
+
+    return load
+
+
+def _transformers() -> Callable[..., Decode]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    def load(file: str, context: int, threads: int, dtype: str) -> Decode:
+        torch.set_num_threads(threads)
+        gguf = {"gguf_file": Path(file).name} if file.endswith(".gguf") else {}
+        folder = Path(file).parent if gguf else file
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True, **gguf)
+        return lambda prompt, count: Decoded(generate(model, torch.tensor([prompt]), count))
+
+    return load
+
+
+def generate(model: Any, prompt: Any, count: int) -> list[float]:
+    """When each token of transformers' ``generate`` came that follows ``prompt [1, tokens]``, in seconds."""
+    clock = _Clock()
+    chosen = {"do_sample": False, "max_new_tokens": count, "min_new_tokens": count, "pad_token_id": 0}
+    model.generate(prompt, attention_mask=prompt.new_ones(prompt.shape), streamer=clock, **chosen)
+    return clock.times[1:]  # the first is the prompt's echo
+
+
+def _kvchat() -> Callable[..., Decode]:
+    import kvchat
+
+    open_session = kvchat.load
+
+    def load(file: str, context: int, threads: int, **options: Any) -> Decode:
+        from kvchat.models import compile_ahead
+
+        session = open_session(file, device="cpu", **options)
+        compile_ahead.finish(lambda stage: None)
+
+        def tokens(prompt: list[int]) -> Iterator[None]:
+            session.truncate(0)
+            logits = session.prefill(prompt)
+            while True:
+                token = int(logits.argmax())
+                yield
+                logits = session.step(token)
+
+        return lambda prompt, count: Decoded(_stamps(tokens(prompt), count))
+
+    return load
+
+
+def _stamps(tokens: Iterator[Any], count: int) -> list[float]:
+    """When each of so many tokens came, in seconds."""
+    return [time.perf_counter() for _ in itertools.islice(tokens, count)]
+
+
+# Each imports its library and returns what loads a file.
+PROGRAMS: dict[str, Callable[[], Callable[..., Decode]]] = {
+    "kvchat": _kvchat,
+    "llama_cpp": _llama_cpp,
+    "transformers": _transformers,
+    "xllamacpp": _xllamacpp,
+}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""kvchat beside llama.cpp and transformers, each in a process of its own: start, prompts, decoding and memory.
+
+After each context every peer is started anew in each round, in turns, and does what a person's first question does:
+load, answer a short prompt, read the context, decode after it. Files were read before, so a disk's speed counts for
+none. llama.cpp reads the GGUF file that kvchat reads, or a copy of the weights in the dtype that kvchat computes in;
+transformers unpacks a GGUF file to that. Both run with their own defaults and as many threads as kvchat has.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from kvchat.bench.beside.baselines import PeerProcess, between, in_gguf, refuse_llama_cpp
+from kvchat.bench.decode import Rounds
+from kvchat.bench.decoding import prose
+from kvchat.bench.frame import Cell, Experiment, Frame, ModelChoice, Result, Row, methods, parsed, split
+from kvchat.bench.report import line
+from kvchat.bench.settings import Peers
+from kvchat.bench.timing import Timing, warm_up
+from kvchat.config.profiles import Measured
+from kvchat.errors import UsageError, did_you_mean
+from kvchat.models import checkpoint
+
+SHORT = 16  # tokens of the prompt that is answered first; what a library does once is done then
+# By the module that runs them, what they are called in the table; of llama.cpp there may be two builds.
+OTHERS = {"xllamacpp": "llama.cpp", "llama_cpp": "llama.cpp by llama-cpp-python", "transformers": "transformers"}
+OF_FILES = ModelChoice(quantize="auto")  # weights as small as the file's: those that llama.cpp multiplies
+
+
+class Peer:
+    """One peer after one context: each measurement is a process of its own, ``options`` are those of its program."""
+
+    def __init__(
+        self, program: str, name: str, file: str, options: Mapping[str, Any], ids: Sequence[int], spare: int
+    ) -> None:
+        self.name = name
+        self._start = (program, name, file, len(ids) + spare, dict(options))
+        self._prompt = ids
+        self._measured: list[Row] = []
+
+    def measure(self, tokens: Sequence[int]) -> Timing:
+        """Start it, answer a short prompt, read the context and decode as many ``tokens``, its own ones.
+
+        Raises:
+            UsageError: its process ended, or gave fewer tokens.
+        """
+        began = time.perf_counter()
+        running = PeerProcess(*self._start)
+        ready_s = time.perf_counter() - began
+        try:
+            first = running.decode(self._prompt[-SHORT:], 2)
+            answer = running.decode(self._prompt, len(tokens))
+            peak = running.peak_bytes
+        finally:
+            running.close()
+        stamps = answer["stamps"]
+        self._measured.append(
+            {
+                "ready_s": ready_s,
+                "loading_s": running.loading_s,
+                "first_token_s": ready_s + first["stamps"][0] - first["began"],
+                "prompt_s": stamps[0] - answer["began"],
+                "peak_bytes": peak,
+            }
+        )
+        return between(stamps[warm_up(torch.device("cpu")) - 1 :])
+
+    @property
+    def figures(self) -> Row:
+        """Medians of the rounds: seconds until it is ready, of them loading, until the first token; tokens/s read."""
+        found = {key: [each[key] for each in self._measured] for key in self._measured[0]}
+        medians = {key: statistics.median(values) for key, values in found.items() if None not in values}
+        return medians | {"prompt_tokens_per_s": len(self._prompt) / medians.pop("prompt_s")}
+
+    def close(self) -> None:
+        """Do nothing: each measurement ends its process."""
+
+
+def run(settings: Peers, choice: ModelChoice = OF_FILES, frame: Frame | None = None) -> Result:
+    """Measure and return plain data, ready for JSON: a row for each context and peer.
+
+    A context of 0 or beyond the model's is its longest. A peer that fails is a row that says why.
+
+    Raises:
+        KvchatError: the model, a mode or a peer is refused, or llama.cpp is not installed.
+    """
+    frame, found = frame or Frame(), methods(settings.modes)
+    wanted = OTHERS if settings.peers is None else settings.peers
+    for name in wanted:
+        if name not in OTHERS:
+            raise UsageError(f'There is no peer "{name}".', did_you_mean(name, OTHERS))
+    model = choice.load(frame.report)
+    refuse_llama_cpp(model)
+    spare = settings.steps + warm_up(model.device) + 1
+    contexts = sorted({min(context or model.context, model.context - spare) for context in settings.contexts})
+    others = [name for name in wanted if find_spec(name)]
+    if absent := [name for name in wanted if name not in others]:
+        frame.report(f"Not installed, left out: {', '.join(absent)}")
+    experiment = Experiment.of(
+        "peers",
+        "each in a process of its own, started anew for each figure",
+        asdict(settings) | {"contexts": contexts, "peers": others},
+        found,
+        model,
+        peers={name: version(name.replace("_cpp", "-cpp-python")) for name in others},
+    )
+    location = checkpoint.locate(choice.model, frame.report)
+    with in_gguf(model) as gguf:
+        unpacked = str(location.folder / location.gguf), {"dtype": str(model.dtype).removeprefix("torch.")}
+
+        def rows(cell: Cell) -> list[Row]:
+            ids = prose(model.tokenizer, cell["context"])
+            starts = [
+                (name, OTHERS[name], *(unpacked if name == "transformers" else (str(gguf), {}))) for name in others
+            ]
+            starts += [("kvchat", f"kvchat {mode}", choice.model, _given(mode, choice)) for mode in settings.modes]
+            peers = [Peer(*start, ids, spare) for start in starts]
+            measured = Rounds(peers, settings.rounds, 0, None, Measured(), model.device).rows([0] * (spare - 1))
+            for row in measured:
+                ratios = row.get("times_as_fast", {})
+                row["times_as_fast"] = {name: ratios[name] for name in OTHERS.values() if name in ratios}
+            return measured
+
+        return frame.measure(experiment, [{"context": context} for context in contexts], rows, line)
+
+
+def _given(variant: str, choice: ModelChoice) -> dict[str, Any]:
+    """What kvchat's own process is told: the choice of the weights, the mode and the parameters that are named."""
+    mode, named = split(variant)
+    params = {name: getattr(parsed(variant), name) for name in named}
+    return {"dtype": choice.dtype, "quantize": choice.quantize, "mode": mode} | params

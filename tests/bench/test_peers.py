@@ -1,0 +1,132 @@
+"""The peers with peers: what its figures are made of, and real processes that answer or say why not."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, ClassVar
+
+import pytest
+from support.real_models import real_model
+from typer.testing import CliRunner
+
+from kvchat.bench import peers
+from kvchat.bench.beside import baselines
+from kvchat.bench.beside.baselines import PeerProcess
+from kvchat.bench.frame import Frame, ModelChoice
+from kvchat.bench.report import rendered
+from kvchat.bench.settings import Peers
+from kvchat.cli.bench import app
+from kvchat.errors import UsageError
+
+MODES = ("full", "streaming:budget=512")
+SHORT = Peers(MODES, contexts=(64, 0), peers=("xllamacpp", "transformers"), steps=3, rounds=2)
+STEP_S = {"llama.cpp": 0.02, "kvchat full": 0.01, "kvchat streaming:budget=512": 0.005}
+
+
+class FakeProcess:
+    """Reads 1,000 tokens a second and decodes at its own pace; transformers refuses."""
+
+    started: ClassVar[list[tuple[Any, ...]]] = []
+    closed: ClassVar[list[str]] = []
+    loading_s = 0.25
+    peak_bytes = 2**20
+
+    def __init__(self, *start: Any) -> None:
+        self.started.append(start)
+        self.name = start[1]
+        if self.name == "transformers":
+            raise UsageError("transformers ended.", "no such architecture")
+
+    def decode(self, prompt, count):
+        stamps = [7 + len(prompt) / 1000 + number * STEP_S[self.name] for number in range(count)]
+        return {"began": 7.0, "stamps": stamps, "text": ""}
+
+    def close(self):
+        self.closed.append(self.name)
+
+
+@pytest.fixture
+def result(monkeypatch):
+    monkeypatch.setattr(peers, "PeerProcess", FakeProcess)
+    monkeypatch.setattr(peers, "refuse_llama_cpp", lambda model: None)
+    monkeypatch.setattr(peers, "find_spec", lambda name: name != "llama_cpp")
+    monkeypatch.setattr(peers, "version", lambda package: f"{package} 1")
+    monkeypatch.setattr(baselines, "write", lambda model, file: None)
+    monkeypatch.setattr(FakeProcess, "started", [])
+    monkeypatch.setattr(FakeProcess, "closed", [])
+    return peers.run(SHORT, ModelChoice(device="cpu", quantize="auto"), Frame())
+
+
+def test_a_row_for_each_context_and_peer_says_how_it_starts_reads_and_decodes(result):
+    longest = result["settings"]["contexts"][-1]
+    assert longest == 16_384 - 3 - 3 - 1  # what is decoded has room in the model
+    names = ["llama.cpp", "transformers", "kvchat full", "kvchat streaming:budget=512"]
+    assert [(row["context"], row["variant"]) for row in result["rows"]] == [*itertools.product((64, longest), names)]
+    for row in result["rows"]:
+        if row["variant"] == "transformers":
+            assert "no such architecture" in row["failed"]
+            continue
+        assert row["ms"] == pytest.approx(1000 * STEP_S[row["variant"]])
+        assert row["times_as_fast"] == {"llama.cpp": pytest.approx(0.02 / STEP_S[row["variant"]])}
+        assert row["prompt_tokens_per_s"] == pytest.approx(1000)
+        assert row["first_token_s"] == pytest.approx(row["ready_s"] + peers.SHORT / 1000)
+        assert (row["loading_s"], row["peak_bytes"]) == (0.25, 2**20)
+    assert result["peers"] == {"xllamacpp": "xllamacpp 1", "transformers": "transformers 1"}
+
+
+def test_each_figure_is_of_a_process_of_its_own_in_turns_and_none_is_left(result):
+    names = [start[1] for start in FakeProcess.started]
+    running = ["llama.cpp", "kvchat full", "kvchat streaming:budget=512"]
+    # What failed is not tried again after the same context.
+    assert names == [*["llama.cpp", "transformers", *running[1:], *running] * 2]
+    assert FakeProcess.closed == [name for name in names if name != "transformers"]
+    given = next(start for start in FakeProcess.started if start[1].endswith("512"))
+    assert given[0] == "kvchat"
+    assert given[2:] == ("bundled", 71, {"dtype": "auto", "quantize": "auto", "mode": "streaming", "budget": 512})
+
+
+def test_its_table_has_a_line_for_each_row(result):
+    text = rendered([result])
+    assert text.count("| kvchat streaming, budget=512 |") == 2
+    assert "2.00" in text
+    assert "4.00" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [("--peers xllamacp", 'Did you mean "xllamacpp"'), ("--mode fulll", 'no KV mode "fulll"')],
+)
+def test_unknown_peers_and_modes_are_refused_before_the_model_is_loaded(monkeypatch, options, message):
+    monkeypatch.setattr(ModelChoice, "load", lambda self, report: pytest.fail("loaded"))
+    with pytest.raises(UsageError, match=message):
+        CliRunner().invoke(app, ["peers", *options.split()], catch_exceptions=False)
+
+
+def test_weights_stay_as_small_as_the_file_unless_another_quantization_is_given(monkeypatch):
+    seen = []
+    monkeypatch.setattr(peers, "run", lambda settings, choice, frame: seen.append((settings, choice)) or 1 / 0)
+    CliRunner().invoke(app, ["peers", "--context", "0", "--peers", "none", "--steps", "9"])
+    CliRunner().invoke(app, ["peers", "--quantize", "none"])
+    (settings, choice), (_, other) = seen
+    assert (settings.contexts, settings.peers, settings.steps, choice.quantize) == ((0,), (), 9, "auto")
+    assert settings.modes == ("full", "streaming:budget=512", "speculative:budget=512")
+    assert other.quantize == "none"
+
+
+@pytest.mark.slow("a process imports torch and transformers")
+def test_what_a_peer_refuses_is_told_in_its_own_words():
+    with pytest.raises(UsageError, match=r'kvchat ended.*UsageError.*no KV mode "fulll"'):
+        PeerProcess("kvchat", "kvchat", "bundled", 100, {"mode": "fulll"})
+
+
+@pytest.mark.slow("a real model is read by each peer")
+@pytest.mark.real_model("smollm2")
+def test_every_peer_that_is_here_answers_on_a_real_file():
+    pytest.importorskip("xllamacpp")
+    real_model("smollm2")
+    settings = Peers(("full",), contexts=(64,), peers=("xllamacpp", "transformers"), steps=2, rounds=1)
+    rows = peers.run(settings, ModelChoice("smollm2", device="cpu", quantize="auto"))["rows"]
+    assert [row["variant"] for row in rows if "failed" not in row] == ["llama.cpp", "transformers", "kvchat full"]
+    for row in rows:
+        assert row["first_token_s"] > row["ready_s"] > row["loading_s"] > 0
+        assert row["ms"] > 0
