@@ -87,6 +87,18 @@ def test_what_is_larger_than_a_piece_stays(monkeypatch):
         assert (weight.data_ptr() == address) == (weight.nbytes > 100)
 
 
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_embeddings_get_huge_pages_only_where_a_head_multiplies_by_them(monkeypatch, is_tied):
+    module = nn.ModuleList([nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)])
+    if is_tied:
+        module[1].weight = module[0].weight
+    seen: list[int] = []
+    monkeypatch.setattr(reading, "PIECE", 10)
+    monkeypatch.setattr(reading, "use_huge_pages", lambda memory: seen.append(memory.data_ptr()))
+    defragment(module)
+    assert seen == [module[1].weight.data_ptr()]
+
+
 @pytest.mark.parametrize("name", ["qwen2", "llama"])
 def test_what_is_merged_lies_together_and_is_not_kept_twice(monkeypatch, name):
     """Projections of Qwen2 have biases; pieces end anywhere."""
