@@ -6,7 +6,7 @@ import itertools
 from typing import Any, ClassVar
 
 import pytest
-from support.real_models import real_model
+from support.real_models import FILES
 from typer.testing import CliRunner
 
 from kvchat.bench import peers
@@ -123,9 +123,8 @@ def test_what_a_peer_refuses_is_told_in_its_own_words():
 @pytest.mark.real_model("smollm2")
 def test_every_peer_that_is_here_answers_on_a_real_file():
     pytest.importorskip("xllamacpp")
-    real_model("smollm2")
     settings = Peers(("full",), contexts=(64,), peers=("xllamacpp", "transformers"), steps=2, rounds=1)
-    rows = peers.run(settings, ModelChoice("smollm2", device="cpu", quantize="auto"))["rows"]
+    rows = peers.run(settings, ModelChoice(str(FILES["smollm2"]), device="cpu", quantize="auto"))["rows"]
     assert [row["variant"] for row in rows if "failed" not in row] == ["llama.cpp", "transformers", "kvchat full"]
     for row in rows:
         assert row["first_token_s"] > row["ready_s"] > row["loading_s"] > 0
