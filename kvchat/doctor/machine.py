@@ -194,15 +194,15 @@ def pinning(torch: Any, cuda: bool, registrar: Any = None) -> Check:
         advice = f"Less than {size(TRIAL_BYTES)} of host memory is free, too little to try it."
         return Check("pinning", "warning", MISSING, advice)
     region = pinned.PinnedRegion(TRIAL_BYTES)
-    segment = region.commit(TRIAL_BYTES)
+    region.commit(TRIAL_BYTES)
     registrar = registrar or pinned.CudaRegistrar(torch.device("cuda", torch.cuda.current_device()))
     began = time.perf_counter()
     try:
-        region.register(registrar, segment)
+        region.pin(registrar)
     except RuntimeError as error:
         return Check("pinning", "warning", str(error), PINNED_ADVICE)
     per_gib = (time.perf_counter() - began) / (TRIAL_BYTES / 2**30)
-    region.unregister()
+    region.unpin()
     return Check("pinning", "ok", f"{size(TRIAL_BYTES)} tried, {figure(per_gib, 's/GiB', 2)}")
 
 

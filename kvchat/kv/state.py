@@ -149,7 +149,8 @@ class KVState:
             DoesNotFitError: the host has no memory for them; what is stored is unchanged.
         """
         self._leave_quantized()
-        if self.host.reserve(tokens) and not self.host.pinned:
+        was_pinned = self.host.pinned
+        if self.host.reserve(tokens) and self.host.pinned != was_pinned:
             self._use_pool(self.host)
         if tokens > len(self.control):
             more = max(self.host.reserved, self.geometry.grown(tokens)) - len(self.control)

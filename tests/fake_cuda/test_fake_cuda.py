@@ -7,11 +7,14 @@ import mmap
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from support.fake_cuda.device import Refused, gpu
 from support.fake_cuda.races import Race
 from support.tiny_runner import loaded, mode_of, prefilled, runner_of, token_ids
 
 from kvchat.engine.runner import GraphRunner, ModelRunner
+from kvchat.kv.inspect import check_integrity
 from kvchat.kv.memory import pinned
 from kvchat.kv.transfer import SideStream
 from kvchat.models.load import LoadedModel
@@ -31,6 +34,12 @@ def llama(dtype: torch.dtype) -> LoadedModel:
 
 def ones(n: int = 8) -> torch.Tensor:
     return torch.ones(n, device="cuda")
+
+
+@triton.jit
+def _add_one(x, first, N: tl.constexpr):
+    at = first + tl.arange(0, N)
+    tl.store(x + at, tl.load(x + at) + 1)
 
 
 def test_operands_on_two_devices_are_refused():
@@ -110,11 +119,12 @@ def test_a_capture_ends_when_all_its_streams_have_joined(side):
 def test_a_copy_across_two_segments_is_refused():
     region, registrar = pinned.PinnedRegion(2 * mmap.PAGESIZE), pinned.CudaRegistrar(torch.device("cuda", 0))
     for size in (mmap.PAGESIZE, 2 * mmap.PAGESIZE):
-        region.register(registrar, region.commit(size))
+        region.commit(size)
+        region.pin(registrar)
     assert all(len(piece.cuda()) == mmap.PAGESIZE for piece in region.segments(0, region.size))
     with pytest.raises(Refused, match="across two segments"):
         region.bytes.cuda()
-    region.unregister()
+    region.unpin()
     assert not gpu.pinned
 
 
@@ -175,3 +185,61 @@ def test_recall_is_timed_by_events_in_graphs_too(row):
     assert not one.graphs.refusal
     assert len(steps) > 1
     assert all(0 <= step.exposed <= step.total for step in steps)
+
+
+@pytest.mark.parametrize("row", ["speculative", "full-resident"])
+def test_memory_that_the_device_sees_elsewhere_keeps_kernels_and_graphs(row, monkeypatch):
+    """As in WSL2; each time the pool grows its address is another one, and a graph of before is not replayed."""
+    monkeypatch.setattr(gpu, "elsewhere", True)
+    model = llama(torch.bfloat16)
+    one, eager = ModelRunner(model, mode_of(model, row)), ModelRunner(model, mode_of(model, row))
+    eager.graphs = GraphRunner(eager.kv, None)
+    host = one.kv.state.host
+    for each in (one, eager):
+        prefilled(each, token_ids(host.capacity - 6))
+    addresses = set()
+    for token in token_ids(12, seed=1):
+        assert torch.equal(one.step(token), eager.step(token))
+        addresses.add(host.rows(0).data_ptr())
+    assert len(addresses) == 2, "it grew"
+    assert min(addresses) > host.layers[0].data_ptr()
+    assert host.pinned
+    assert one.kv.state.ops.name == "triton"
+    assert len(one.graphs._recorded) >= 2
+    check_integrity(one.kv.state)
+
+
+def test_where_no_more_can_be_pinned_an_answer_goes_on_and_graphs_come_back(monkeypatch):
+    model = llama(torch.bfloat16)
+    one = ModelRunner(model, mode_of(model, "speculative"))
+    host, tokens = one.kv.state.host, iter(token_ids(400, seed=1))
+    prefilled(one, token_ids(host.capacity - 6))
+    one.step(next(tokens))
+    monkeypatch.setattr(gpu, "pinnable", sum(gpu.pinned.values()))
+    held = dict(gpu.pinned)
+    while host.pinned:
+        one.step(next(tokens))
+    assert "out of memory" in host.badges[0]
+    assert held.items() <= gpu.pinned.items(), "what is pinned stays so"
+    full, stored = host.capacity, one.kv.total
+    monkeypatch.setattr(gpu, "pinnable", 2**40)
+    while host.capacity == full:
+        one.step(next(tokens))
+    assert host.pinned, "tried again as it grew"
+    assert not host.badges
+    for _ in range(3):
+        one.step(next(tokens))
+    assert one.kv.state.ops.name == "triton"
+    assert one.graphs._recorded
+    assert one.kv.total > stored
+    check_integrity(one.kv.state)
+
+
+def test_a_kernel_reaches_no_further_than_what_is_pinned():
+    region, registrar = pinned.PinnedRegion(4 * mmap.PAGESIZE), pinned.CudaRegistrar(torch.device("cuda", 0))
+    region.commit(mmap.PAGESIZE)
+    region.pin(registrar)
+    seen = torch.as_tensor(pinned.CudaArray(region), device="cuda")
+    _add_one[(1,)](seen, mmap.PAGESIZE - 8, N=8)
+    with pytest.raises(Refused, match="illegal memory access"):
+        _add_one[(1,)](seen, mmap.PAGESIZE - 7, N=8)

@@ -12,17 +12,23 @@ from kvchat.kv.memory.pinned import PinnedRegion
 
 
 class Pins:
-    """A registrar that records registrations and checks them; the one numbered ``fails_at`` is refused."""
+    """A registrar that records registrations and checks them; the one numbered ``fails_at`` is refused.
 
-    def __init__(self, fails_at: int = 0) -> None:
+    ``fails_for_good``: all that follow are too. Where memory is ``elsewhere`` the device sees each registration at an
+    address of its own, as in WSL2.
+    """
+
+    def __init__(self, fails_at: int = 0, elsewhere: bool = False) -> None:
         self.held: dict[int, int] = {}
         self.calls = 0
         self.given_back: list[int] = []
         self.fails_at = fails_at
+        self.elsewhere = elsewhere
+        self.fails_for_good = False
 
-    def register(self, address: int, size: int) -> None:
+    def register(self, address: int, size: int) -> int:
         self.calls += 1
-        if self.calls == self.fails_at:
+        if self.calls == self.fails_at or (self.fails_for_good and self.calls > self.fails_at):
             raise RuntimeError("no more memory may be pinned")
         assert address % mmap.PAGESIZE == size % mmap.PAGESIZE == 0
         assert size > 0
@@ -30,6 +36,7 @@ class Pins:
             assert address + size <= start or start + length <= address, "segments overlap"
         ctypes.string_at(address, 1)  # raises a fault unless the memory is mapped
         self.held[address] = size
+        return address + self.elsewhere * self.calls * 2**40
 
     def unregister(self, address: int) -> None:
         ctypes.string_at(address, 1)  # still mapped

@@ -7,8 +7,9 @@ then costs nothing. Pages of a conversation that is not the current one are park
 
 Each layer lies in one ``PinnedRegion``: its address space is reserved for the model's context and its memory committed
 from the front as the conversation grows. Addresses stay, so views and captured CUDA graphs stay valid, and the device
-reads and writes the pool through an alias of the same bytes. Where pinning fails the pool stays pageable: the
-same calls gather on the CPU and copy, which is slow but right, and cannot be captured.
+reads and writes the pool through an alias of the same bytes. Where pinning fails the pool is pageable: the same calls
+gather on the CPU and copy, which is slow but right, and cannot be captured. What was pinned stays so, and the rest is
+tried again each time the pool grows.
 """
 
 from __future__ import annotations
@@ -89,20 +90,20 @@ class HostPool:
         return (f"pageable host memory: {self.pageable_reason}",) if self.pageable_reason else ()
 
     def reserve(self, tokens: int) -> bool:
-        """Make room for ``tokens`` in all; True when the views changed: the pool moved, or is no longer pinned.
+        """Make room for ``tokens`` in all; True when the views changed: it moved, or the device sees it otherwise.
 
         Raises:
             DoesNotFitError: the host has no memory for it; what is stored is unchanged.
         """
         if tokens <= self.capacity:
             return False
-        was_pinned, moves = self.pinned, tokens > self.reserved
+        before, moves = self._seen, tokens > self.reserved
         wanted = pool_tokens(self.geometry, tokens, self._step)
         if moves:
             self._move(tokens, wanted)
         else:
             self._extend(self._affordable(tokens, min(wanted, self.reserved)))
-        return moves or self.pinned != was_pinned
+        return moves or self._seen != before
 
     def truncate(self, tokens: int) -> None:
         """Forget all but the first ``tokens``; memory is kept for what comes next."""
@@ -131,7 +132,7 @@ class HostPool:
 
     def graph_buffers(self) -> list[Tensor]:
         """Return the tensors by which a step finds the pool; they last from step to step."""
-        return [self._rows[0], self._rows[-1]]
+        return self._rows
 
     def blocks(self, layer: int) -> Tensor:
         """The layer's address space, one row per (page, head, K or V): ``[page * H * 2, p * d]``."""
@@ -183,7 +184,7 @@ class HostPool:
         In unified memory what is stored itself, not a copy.
         """
         g = self.geometry
-        pages = self._tables[layer][page : g.pages(tokens)].to(self.device)
+        pages = self._on_device(layer, page, g.pages(tokens))
         heads_first = pages.permute(2, 1, 0, 3, 4).reshape(2, g.kv_heads, -1, g.d)[:, :, : tokens - page * g.page]
         return heads_first[0, :, :, : g.d_k], heads_first[1, :, :, : g.d_v]
 
@@ -260,12 +261,38 @@ class HostPool:
                 reason = f"the system gives no address space for it: {error.strerror}."
         raise self._does_not_fit(least, reason)
 
+    @property
+    def _seen(self) -> tuple[bool, list[int]]:
+        """Whether and where the device sees the regions."""
+        return self.pinned, [region.shift for region in self._regions]
+
+    def _on_device(self, layer: int, first: int, last: int) -> Tensor:
+        """Pages ``first`` up to ``last`` of a layer, ``[page, H, 2, p, d]``."""
+        if self.pinned or self.device.type != "cuda":
+            return self._tables[layer][first:last]
+        return self._layout.table(torch.cat([part.to(self.device) for part in self.segments(layer, first, last)]))
+
     def _extend(self, size: int) -> None:
         """Take memory for ``size`` bytes in each layer, in place."""
+        before = self._seen
         for region in self._regions:
             if region.committed < size:
-                self._commit(region, size)
+                region.commit(size)
         self._measure()
+        self._pin()
+        if self._seen != before:
+            self._rebuild_views()
+
+    def _pin(self) -> None:
+        """Pin all that is not; where that fails the pool is pageable."""
+        if self.registrar is None:
+            return
+        self.pageable_reason = ""
+        try:
+            for region in self._regions:
+                region.pin(self.registrar)
+        except RuntimeError as error:
+            self.pageable_reason = str(error)
 
     def _move(self, least: int, wanted: int) -> None:
         """Move to twice the address space, which costs a copy; what lies by page is copied a layer at a time.
@@ -278,28 +305,17 @@ class HostPool:
         self.synchronize()
         tokens = self._layout.tokens(size)
         moved = self._reserved(2 * tokens, tokens)
+        if self.registrar:
+            self.pageable_reason = "it is being moved"  # so that no view keeps what a layer leaves
         for layer, region in enumerate(moved):
-            self._commit(region, size)
+            region.commit(size)
             self._layout.table(region.bytes)[:used] = self._layout.table(self._regions[layer].bytes)[:used]
             if not unified:
                 self._regions[layer] = region
                 self._rebuild_views()
-        if unified:
-            self._regions = moved
-            self._rebuild_views()
-
-    def _commit(self, region: PinnedRegion, size: int) -> None:
-        """Take memory for the first ``size`` bytes of a region and pin it; where that fails all becomes pageable."""
-        segment = region.commit(size)
-        if self.registrar is None or self.pageable_reason:
-            return
-        try:
-            region.register(self.registrar, segment)
-        except RuntimeError as error:
-            self.pageable_reason = str(error)
-            for each in self._regions:
-                each.unregister()
-            self._rebuild_views()
+        self._regions = moved
+        self._pin()
+        self._rebuild_views()
 
     def _rebuild_views(self) -> None:
         """Make the views of the regions, and measure them."""

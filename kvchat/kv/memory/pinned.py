@@ -1,7 +1,9 @@
 """Host memory that grows in place: pinned segment by segment for a CUDA device, or in huge pages for a CPU.
 
 A segment is pinned by itself, exactly and in whole system pages. Only kernels may span two of them: a ``cudaMemcpy``
-across a boundary may be refused, therefore ``PinnedRegion.segments`` cuts there.
+across a boundary may be refused, therefore ``PinnedRegion.segments`` cuts there. Where the device sees pinned memory at
+another address than the host (WSL2) segments would not lie side by side: there a region that grows is pinned anew as a
+whole, 0.1 s/GiB, and its address changes.
 
 Huge pages are for memory that a CPU reads from end to end at every token. Full mode of the bundled model takes 0.86 of
 the CPU time at 8,192 tokens with its K/V in them, and 0.79 at 512 with its weights (alternating, one thread of an AMD
@@ -29,16 +31,13 @@ MADV_COLLAPSE = 25  # for what was written already; since Linux 6.1
 
 
 class CudaRegistrar:
-    """Pins host memory by ``cudaHostRegister``.
-
-    Each segment must be seen by the device at the address it has on the host.
-    """
+    """Pins host memory by ``cudaHostRegister``."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def register(self, address: int, size: int) -> None:
-        """Pin ``size`` bytes from ``address`` on.
+    def register(self, address: int, size: int) -> int:
+        """Pin ``size`` bytes from ``address`` on; return the address at which the device sees them.
 
         Raises:
             RuntimeError: why it cannot be.
@@ -51,9 +50,10 @@ class CudaRegistrar:
         if int(result):
             self._clear_error()
             raise RuntimeError(f"cudaHostRegister: {cudart.cudaGetErrorString(result)} ({int(result)})")
-        if seen != address:
+        if seen is None:
             self.unregister(address)
-            raise RuntimeError("the device does not see pinned memory at the host's address")
+            raise RuntimeError("the driver gives no address at which the device sees pinned memory")
+        return seen
 
     def unregister(self, address: int) -> None:
         """Give back what was pinned at ``address``, once the device is done with it."""
@@ -88,7 +88,8 @@ class PinnedRegion:
 
     Where it has several equal ``parts`` (of whole system pages) each is used from its front, and none can be pinned.
     ``bytes`` is all of it, ``size`` of them, uint8 in host memory, zero where nothing was written. Memory that was
-    registered is unregistered when the region goes, before its address space does.
+    registered is unregistered when the region goes, before its address space does. The first ``pinned`` bytes are
+    pinned, and the device sees them ``shift`` bytes from the host's address.
 
     Raises:
         OSError: the system does not give so much address space.
@@ -100,7 +101,8 @@ class PinnedRegion:
         with torch.inference_mode(False):  # written to in and out of it
             self.bytes = torch.frombuffer(mapped, dtype=torch.uint8)
         self.size = len(self.bytes)
-        self.committed = 0
+        self.committed = self.pinned = 0
+        self.shift = 0
         self._parts = self.bytes.view(parts, -1)
         self._starts: list[int] = []
         self._mapped = mapped
@@ -108,8 +110,8 @@ class PinnedRegion:
         # The mapping is an argument so that it outlives the call. At exit the driver frees everything by itself.
         weakref.finalize(self, _unregister, self._registered, mapped).atexit = False
 
-    def commit(self, size: int) -> tuple[int, int]:
-        """Take memory for the first ``size`` bytes (whole system pages); the new segment: its address and size."""
+    def commit(self, size: int) -> None:
+        """Take memory for the first ``size`` bytes (whole system pages)."""
         first, parts = self.committed, len(self._parts)
         # A write to each system page is what makes it memory; the kernel has cleared it.
         self._parts[:, first // parts : size // parts : mmap.PAGESIZE].zero_()
@@ -117,7 +119,6 @@ class PinnedRegion:
             self._use_huge_pages(first // parts, size // parts)
         self.committed = size
         self._starts.append(first)
-        return self.bytes.data_ptr() + first, self.committed - first
 
     def _use_huge_pages(self, low: int, high: int) -> None:
         """Ask for those that bytes ``low`` to ``high`` of each part complete: a short conversation has none."""
@@ -130,21 +131,31 @@ class PinnedRegion:
         cuts = [low, *(start for start in self._starts if low < start < high), high]
         return [self.bytes[a:b] for a, b in itertools.pairwise(cuts)]
 
-    def register(self, registrar: CudaRegistrar, segment: tuple[int, int]) -> None:
-        """Pin a segment that was committed.
+    def pin(self, registrar: CudaRegistrar) -> None:
+        """Pin what was committed and is not pinned yet.
 
         Raises:
-            RuntimeError: why it cannot be.
+            RuntimeError: why it cannot be; of a region in one piece nothing is pinned then.
         """
+        if self.pinned == self.committed:
+            return
         if not self._registered:
             # A forked child would get pinned pages as a copy, or share them until a write parts host and device.
             self._mapped.madvise(mmap.MADV_DONTFORK)
-        registrar.register(*segment)
-        self._registered.append((registrar, segment[0]))
+        if self.shift:
+            self.unpin()
+        address = self.bytes.data_ptr() + self.pinned
+        shift = registrar.register(address, self.committed - self.pinned) - address
+        self._registered.append((registrar, address))
+        if self.pinned and shift != self.shift:
+            self.unpin()
+            raise RuntimeError("the device does not see pinned memory side by side")
+        self.pinned, self.shift = self.committed, shift
 
-    def unregister(self) -> None:
+    def unpin(self) -> None:
         """Make all of it pageable again."""
         _unregister(self._registered)
+        self.pinned = 0
 
 
 def _unregister(registered: list[tuple[CudaRegistrar, int]], _kept: object = None) -> None:
@@ -167,7 +178,7 @@ class CudaArray:
         self.__cuda_array_interface__: dict[str, Any] = {
             "shape": (region.size,),
             "typestr": "|u1",
-            "data": (region.bytes.data_ptr(), False),
+            "data": (region.bytes.data_ptr() + region.shift, False),
             "version": 3,
         }
 

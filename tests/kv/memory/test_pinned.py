@@ -18,8 +18,9 @@ from kvchat.kv.memory.pinned import HUGE_PAGE, CudaRegistrar, PinnedRegion
 def test_memory_is_unregistered_while_it_is_there_and_not_before_its_last_view():
     pins = Pins()
     region = PinnedRegion(3 * mmap.PAGESIZE)
-    region.register(pins, region.commit(mmap.PAGESIZE))
-    region.register(pins, region.commit(3 * mmap.PAGESIZE))
+    for size in (mmap.PAGESIZE, 3 * mmap.PAGESIZE):
+        region.commit(size)
+        region.pin(pins)
     seen = pinned.CudaArray(region)  # what a tensor of the device holds
     view = region.bytes[:4]
     del region
@@ -27,6 +28,32 @@ def test_memory_is_unregistered_while_it_is_there_and_not_before_its_last_view()
     del seen
     assert not pins.held
     assert view.tolist() == [0, 0, 0, 0], "a view of the CPU keeps the memory"
+
+
+def test_where_the_device_sees_another_address_a_region_is_pinned_in_one_piece():
+    pins, region = Pins(elsewhere=True), PinnedRegion(8 * mmap.PAGESIZE)
+    address = region.bytes.data_ptr()
+    for calls, pages in ((1, 1), (2, 3), (3, 8)):
+        region.commit(pages * mmap.PAGESIZE)
+        region.pin(pins)
+        region.pin(pins)  # there is nothing to do
+        assert pins.held == {address: pages * mmap.PAGESIZE}
+        (seen, _) = pinned.CudaArray(region).__cuda_array_interface__["data"]
+        assert seen == address + calls * 2**40
+
+
+def test_a_refused_segment_is_pinned_with_the_next_one_and_those_before_stay():
+    pins, region = Pins(fails_at=2), PinnedRegion(8 * mmap.PAGESIZE)
+    region.commit(mmap.PAGESIZE)
+    region.pin(pins)
+    region.commit(2 * mmap.PAGESIZE)
+    with pytest.raises(RuntimeError, match="no more memory"):
+        region.pin(pins)
+    assert region.pinned == sum(pins.held.values()) == mmap.PAGESIZE
+    region.commit(5 * mmap.PAGESIZE)
+    region.pin(pins)
+    assert region.pinned == sum(pins.held.values()) == 5 * mmap.PAGESIZE
+    assert not pins.given_back
 
 
 def test_what_a_commit_completes_is_asked_for_in_huge_pages_once(monkeypatch):
@@ -57,9 +84,9 @@ def test_nothing_is_unregistered_at_exit():
     code = (
         "import mmap, sys\nfrom kvchat.kv.memory.pinned import PinnedRegion\n"
         "class Pins:\n"
-        "    def register(self, address, size): pass\n"
+        "    def register(self, address, size): return address\n"
         "    def unregister(self, address): sys.stderr.write('unregistered')\n"
-        "region = PinnedRegion(mmap.PAGESIZE)\nregion.register(Pins(), region.commit(mmap.PAGESIZE))\n"
+        "region = PinnedRegion(mmap.PAGESIZE)\nregion.commit(mmap.PAGESIZE)\nregion.pin(Pins())\n"
         "region.itself = region\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
@@ -85,7 +112,7 @@ def test_the_cuda_runtimes_answers(monkeypatch):
     monkeypatch.setattr(pinned, "_device_address", lambda address: address)
     monkeypatch.setattr(CudaRegistrar, "_clear_error", lambda self: said.append(("clear",)))
     registrar = CudaRegistrar(torch.device("cuda", 0))
-    registrar.register(4096, 8192)
+    assert registrar.register(4096, 8192) == 4096
     registrar.unregister(4096)
     assert said == [("register", 4096, 8192, 3), ("synchronize",), ("unregister", 4096)]
     said.clear()
@@ -95,8 +122,10 @@ def test_the_cuda_runtimes_answers(monkeypatch):
     assert said == [("register", 4096, 8192, 3), ("clear",)]
     said.clear()
     code["register"] = 0
+    monkeypatch.setattr(pinned, "_device_address", lambda address: address + 2**40)
+    assert registrar.register(4096, 8192) == 4096 + 2**40
     monkeypatch.setattr(pinned, "_device_address", lambda address: None)
-    with pytest.raises(RuntimeError, match="does not see"):
+    with pytest.raises(RuntimeError, match="no address"):
         registrar.register(4096, 8192)
     assert said[-1] == ("unregister", 4096)
 
@@ -110,7 +139,8 @@ def cuda() -> torch.device:
 def test_a_refused_registration_leaves_no_error_behind(cuda):
     registrar = CudaRegistrar(cuda)
     region = PinnedRegion(2 * mmap.PAGESIZE)
-    segment = region.commit(region.size)
+    region.commit(region.size)
+    segment = region.bytes.data_ptr(), region.size
     registrar.register(*segment)
     with pytest.raises(RuntimeError, match="cudaHostRegister"):
         registrar.register(*segment)  # twice is refused

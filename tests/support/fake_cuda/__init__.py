@@ -32,7 +32,7 @@ def install() -> None:
     torch.Generator = runtime.Generator
     torch.as_tensor = _with_aliases(torch.as_tensor)
     torch.__future__.set_swap_module_params_on_conversion(True)  # a parameter's class changes where its data do
-    pinned._device_address = lambda address: address
+    pinned._device_address = gpu.device_address
     GROWTH_HEADROOM["cuda"] = GROWTH_HEADROOM["cpu"]  # in the interpreter every slot that there is room for costs time
     for module in (bias, dense_attention):
         module.can_use_flash_attention = attention.may_flash

@@ -67,7 +67,7 @@ class OnGpu(torch.Tensor):
         return self.inner.tolist()
 
     def data_ptr(self) -> int:
-        return self.inner.data_ptr()
+        return gpu.seen_at(self.inner)
 
     def untyped_storage(self) -> torch.UntypedStorage:
         return self.inner.untyped_storage()
@@ -116,9 +116,16 @@ def _numbered(value: Any) -> Any:
 
 
 class Gpu:
-    """State of the fake device: allocated and pinned memory, streams, the capture in progress."""
+    """State of the fake device: allocated and pinned memory, streams, the capture in progress.
+
+    At most ``pinnable`` bytes of host memory are pinned. Where it is seen ``elsewhere``, as in WSL2, each registration
+    has an address of its own, which no other had before.
+    """
 
     def __init__(self) -> None:
+        self.pinnable, self.elsewhere = 2**40, False
+        self._shifts: dict[int, int] = {}
+        self._registered = 0
         self.tape: Tape | None = None
         self.impatient = False
         self.hazards: list[str] = []
@@ -128,7 +135,7 @@ class Gpu:
         self.orders = [races.Order()]
         self.streams: list[Any] = []
         self._holders: Counter[int] = Counter()
-        self._aliases: set[int] = set()
+        self._aliases: dict[int, int] = {}
 
     @property
     def order(self) -> races.Order:
@@ -166,9 +173,24 @@ class Gpu:
         return outer
 
     def launch(self, name: str, run: Callable[[], races.Touched], tensors: list[torch.Tensor]) -> None:
-        """Run a kernel on ``tensors`` (inner ones); ``run`` returns the addresses it touched."""
+        """Run a kernel on ``tensors`` (inner ones); ``run`` returns the addresses it touched.
+
+        Raises:
+            Refused: it reaches beyond what is pinned.
+        """
         touched = run() if self.tape is None else self.tape.kernel(run, tensors)
-        self.order.launch(self.stream, name, races.of_kernel(touched, tensors))
+        accesses = races.of_kernel(touched, tensors)
+        for access in accesses:
+            if access.address in self._aliases and access.end > self._pinned_from(access.address):
+                raise Refused(f"an illegal memory access was encountered: {name}")
+        self.order.launch(self.stream, name, accesses)
+
+    def _pinned_from(self, address: int) -> int:
+        """Bytes from ``address`` on that are pinned side by side."""
+        end = address
+        while end in self.pinned:
+            end += self.pinned[end]
+        return end - address
 
     def _note(self, name: str, schema, args: tuple, kwargs: dict, outer: Any, who: object) -> None:
         """Record what one of torch's operations reads and writes."""
@@ -290,9 +312,22 @@ class Gpu:
 
     def unpin(self, address: int) -> bool:
         """Unpin the memory at ``address``; return False if it was not pinned."""
-        self._aliases.discard(address)
+        self._aliases.pop(address, None)
+        self._shifts.pop(address, None)
         self._forget(address)
         return self.pinned.pop(address, None) is not None
+
+    def device_address(self, address: int) -> int | None:
+        """``cuMemHostGetDevicePointer`` of the first byte of a registration."""
+        if address not in self.pinned:
+            return None
+        self._registered += 1
+        self._shifts[address] = self.elsewhere * self._registered * 2**44
+        return address + self._shifts[address]
+
+    def seen_at(self, tensor: torch.Tensor) -> int:
+        """The device's address of a tensor's first element."""
+        return tensor.data_ptr() + self._aliases.get(tensor.untyped_storage().data_ptr(), 0)
 
     def addresses(self, tensor: torch.Tensor) -> bool:
         """The device can address ``tensor``."""
@@ -302,8 +337,12 @@ class Gpu:
 
     def alias(self, interface: dict) -> OnGpu:
         """Return the device's view of pinned host memory."""
-        (size,), (address, _) = interface["shape"], interface["data"]
-        self._aliases.add(address)
+        (size,), (seen, _) = interface["shape"], interface["data"]
+        found = [start for start, shift in self._shifts.items() if start + shift == seen]
+        if not found:
+            raise Refused(f"invalid argument: no memory of the device at {seen:#x}")
+        (address,) = found
+        self._aliases[address] = seen - address
         buffer = (ctypes.c_uint8 * size).from_address(address)
         return OnGpu(torch.frombuffer(buffer, dtype=torch.uint8))
 

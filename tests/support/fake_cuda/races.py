@@ -36,6 +36,11 @@ class Access:
     bytes: np.ndarray | slice
     writes: bool
 
+    @property
+    def end(self) -> int:
+        """The offset behind the last byte."""
+        return self.bytes.stop if isinstance(self.bytes, slice) else int(self.bytes.max(initial=-1)) + 1
+
 
 @dataclass
 class Shadow:
@@ -105,6 +110,8 @@ class Order:
         self._number += 1
         self.reaches(who, self._clock(HOST))
         self._last[who] = self._number
+        if who == HOST:  # what the host does is done before it launches anything else
+            self._clock(HOST)[HOST] = self._number
         for access in accesses:
             shadow = self.shadows.setdefault(access.address, Shadow(access.size, who))
             touches = f"{name} on {who} {'writes' if access.writes else 'reads'}"

@@ -124,6 +124,8 @@ class Runtime:
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
         if any(a < address + size and address < a + taken for a, taken in gpu.pinned.items()):
             return 712
+        if size + sum(gpu.pinned.values()) > gpu.pinnable:
+            return 2
         gpu.pinned[address] = size
         return 0
 
@@ -131,7 +133,8 @@ class Runtime:
         return 0 if gpu.unpin(address) else 713
 
     def cudaGetErrorString(self, code: int) -> str:
-        return {712: "part or all of the requested memory range is already mapped"}.get(int(code), "unknown error")
+        known = {2: "out of memory", 712: "part or all of the requested memory range is already mapped"}
+        return known.get(int(code), "unknown error")
 
 
 class Generator(torch.Generator):
