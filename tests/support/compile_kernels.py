@@ -151,13 +151,18 @@ def wide_loads(ptx):
 
 
 def spilled(cubin):
-    """Bytes of local memory of a thread: where ``cuobjdump`` says that there is a stack."""
+    """Bytes of a thread's stack, if any instruction loads from it or stores to it; a call may reserve some unused."""
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-        told = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    return sum(map(int, re.findall(r"STACK:(\d+)", told)))
+        usage = printed(tools / "cuobjdump", "-res-usage", file.name)
+        stack = sum(map(int, re.findall(r"STACK:(\d+)", usage)))
+        return stack if stack and re.search(r"\b(STL|LDL)\b", printed(tools / "nvdisasm", "-c", file.name)) else 0
+
+
+def printed(*command):
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 if __name__ == "__main__":

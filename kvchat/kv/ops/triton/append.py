@@ -144,7 +144,7 @@ def append(
         slots.n,
         *strides,
         *shape,
-        num_warps=1,
+        num_warps=4 if host.item else 1,  # a page that is rounded is in registers
     )
 
 

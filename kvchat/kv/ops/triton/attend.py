@@ -19,10 +19,10 @@ from kvchat.kv.ops.triton.append import with_dense_rows
 from kvchat.kv.ops.triton.language import LOG2E, LOWEST, HostTensors, host_kv, operand, padded
 from kvchat.kv.ops.triton.weights import TritonWeights
 
-# Elements of one tile of keys or values. It takes 84 KiB of shared memory at most, of which a program gets 99 KiB or
-# more from compute capability 8.0 on, and 64 KiB before.
-TILE = 16384
-SMALL_TILE = 8192
+# Elements of one tile of keys or values, by the least compute capability. Two programs fit a multiprocessor's shared
+# memory (of heads of 256 before 8.0 one does), and nothing spills: there Triton multiplies without tensor cores.
+TILES = {(0, 0): 4096, (8, 0): 16384, (8, 6): 8192, (9, 0): 16384, (12, 0): 8192}
+EIGHT_BIT_TILE = 4096  # both kinds of page are in registers at once: with more they spill
 MOST_SLOTS = 128
 PARTS = 32  # joined at a time
 
@@ -267,7 +267,7 @@ def attend(
     """
     query, heads, kv = with_dense_rows(query), slots.heads_of(layer), slots.rows(layer)
     width, cols_k, cols_v = len(heads), padded(g.d_k), padded(g.d_v)
-    block = max(16, min(MOST_SLOTS, tile // max(cols_k, cols_v)))
+    block = _tokens_of_a_tile(tile, cols_k, cols_v)
     most = max(1, programs // width)
     blocks, first = _split(slots.n, block, most)
     spills = slots.layout.spills and not slots.recent_only
@@ -282,18 +282,19 @@ def attend(
     scale, cap = _base_two(spec)
     rule = spec.window or 0, query.stride(0), scale, cap
     has = spec.window is not None, spec.softcap is not None
-    sizes = g.group, g.d, g.d_k, g.d_v, padded(g.group), block, cols_k, cols_v
+    sizes = g.group, g.d, g.d_k, g.d_v, padded(g.group)
     _attend_part[width, first](
         query, kv, table, slots.attended_of(layer), slots.read_pairs, position, heads, logits, sums, extremes,
-        slots.n, blocks, parts, *rule, picked, *has, needs_weights, len(table), *sizes,
+        slots.n, blocks, parts, *rule, picked, *has, needs_weights, len(table), *sizes, block, cols_k, cols_v,
         num_warps=4, num_stages=2,
     )  # fmt: skip
     if spills:
+        tokens = _tokens_of_a_tile(min(tile, EIGHT_BIT_TILE) if host.item else tile, cols_k, cols_v)
         # Both kinds of page at once in two stages would take more shared memory than most GPUs have.
         _attend_spilled[width, most](
             query, *host[:4], slots.read_pairs, position, heads, sums, extremes,
             first, parts, slots.layout.sink, slots.layout.window, *rule, picked, *has,
-            g.kv_heads, g.page, *sizes, host.item,
+            g.kv_heads, g.page, *sizes, tokens, cols_k, cols_v, host.item,
             num_warps=4, num_stages=1 if host.item else 2,
         )  # fmt: skip
     sinks = spread if spec.sinks is None else spec.sinks
@@ -303,9 +304,14 @@ def attend(
 
 
 def tile_of(device: torch.device) -> int:
-    """Elements of one tile that fit a device's shared memory."""
-    old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
-    return SMALL_TILE if old else TILE
+    """Elements of one tile on a device."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
+    return TILES[max(least for least in TILES if least <= capability)]
+
+
+def _tokens_of_a_tile(tile: int, cols_k: int, cols_v: int) -> int:
+    """Tokens whose keys or values are a tile of ``tile`` elements; 16 at least, which a matrix product takes."""
+    return max(16, min(MOST_SLOTS, tile // max(cols_k, cols_v)))
 
 
 def _split(n: int, block: int, parts: int) -> tuple[int, int]:

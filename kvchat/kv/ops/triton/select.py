@@ -207,7 +207,7 @@ def choose(scores: Tensor, candidates: Candidates, resident: Tensor, flagged: Te
     best = torch.empty((heads, k), dtype=torch.int32, device=scores.device)
     flags = best if flagged is None else flagged.view(torch.uint8)
     shape = flagged is not None, group, max(LEAST_PAGES, padded(pages)), padded(k)
-    warps = 4 if pages <= 2048 and k <= 64 else 8
+    warps = 4 if pages <= 2048 and k <= 64 else 8 if pages <= 4096 else 16  # what one holds is in registers
     _choose[(heads,)](
         scores, candidates.first, candidates.last, resident, flags, best, chosen, pages, k, *shape, num_warps=warps
     )
