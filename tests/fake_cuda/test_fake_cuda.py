@@ -9,11 +9,12 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from support.fake_cuda.device import Refused, gpu
+from support.fake_cuda.device import TOTAL, Refused, gpu
 from support.fake_cuda.races import Race
 from support.tiny_runner import loaded, mode_of, prefilled, runner_of, token_ids
 
 from kvchat.engine.runner import GraphRunner, ModelRunner
+from kvchat.errors import DoesNotFitError
 from kvchat.kv.inspect import check_integrity
 from kvchat.kv.memory import pinned
 from kvchat.kv.transfer import SideStream
@@ -172,6 +173,61 @@ def test_what_a_step_wants_is_counted_once_where_pages_are_chosen_ahead(tau):
         one.step(token)
     tokens = (model.layers - 1) * model.kv_heads * slots.layout.pages * slots.geometry.page
     assert transfer.totals.wanted - before == 6 * tokens
+
+
+def test_memory_that_nothing_was_written_to_is_not_taken_for_a_result():
+    left = torch.empty(4, device="cuda")
+    assert left.isnan().all()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = torch.ones(4, device="cuda")
+        unwritten = torch.empty(4, device="cuda")
+    kept.zero_()
+    graph.replay()
+    assert (kept.tolist(), unwritten.isnan().all().item()) == ([1.0] * 4, True)
+
+
+def test_an_event_of_a_capture_is_recorded_by_the_replay(monkeypatch):
+    begin, end = (torch.cuda.Event(enable_timing=True, external=True) for _ in "be")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        begin.record()
+        ones()
+        end.record()
+    with pytest.raises(Refused, match="must be recorded"):
+        begin.elapsed_time(end)
+    graph.replay()
+    assert begin.elapsed_time(end) > 0
+    monkeypatch.setattr(gpu, "behind", True)
+    assert not end.query()
+    with pytest.raises(Refused, match="not ready"):
+        begin.elapsed_time(end)
+
+
+def test_a_step_whose_events_are_not_through_is_not_timed(monkeypatch):
+    model = llama(torch.float32)
+    one = ModelRunner(model, mode_of(model, "speculative"))
+    prefilled(one, token_ids(150))
+    monkeypatch.setattr(gpu, "behind", True)
+    for token in token_ids(6, seed=1):
+        one.step(token)
+    assert not one.kv.state.transfer.timer.steps
+    assert not one.graphs.refusal
+
+
+def test_a_prompt_that_has_no_room_is_refused_and_the_conversation_goes_on(monkeypatch):
+    model = llama(torch.float32)
+    one = ModelRunner(model, mode_of(model, "streaming"))
+    prefilled(one, token_ids(100))
+    monkeypatch.setattr(gpu, "total", gpu.allocated + 2**15)
+    with pytest.raises(DoesNotFitError):
+        prefilled(one, token_ids(100, seed=1))
+    monkeypatch.setattr(gpu, "total", TOTAL)
+    prefilled(one, token_ids(100, seed=1))
+    for token in token_ids(3, seed=2):
+        one.step(token)
+    assert one.kv.total == 203
+    check_integrity(one.kv.state)
 
 
 @pytest.mark.parametrize("row", ["speculative", "freeze", "sync"])

@@ -18,13 +18,13 @@ class Pins:
     address of its own, as in WSL2.
     """
 
-    def __init__(self, fails_at: int = 0, elsewhere: bool = False) -> None:
+    def __init__(self, fails_at: int = 0, elsewhere: bool = False, fails_for_good: bool = False) -> None:
         self.held: dict[int, int] = {}
         self.calls = 0
         self.given_back: list[int] = []
         self.fails_at = fails_at
         self.elsewhere = elsewhere
-        self.fails_for_good = False
+        self.fails_for_good = fails_for_good
 
     def register(self, address: int, size: int) -> int:
         self.calls += 1

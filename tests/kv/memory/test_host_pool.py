@@ -327,7 +327,8 @@ def test_a_captured_graph_reads_what_was_pinned_after_its_capture(cuda):
 
 @pytest.mark.cuda
 def test_a_pageable_pool_reads_and_writes_the_same(cuda):
-    pinned, pageable = HostPool(geometry(), cuda, 1000), HostPool(geometry(), cuda, 1000, Pins(fails_at=1))
+    pins = Pins(fails_at=1, fails_for_good=True)
+    pinned, pageable = HostPool(geometry(), cuda, 1000), HostPool(geometry(), cuda, 1000, pins)
     assert pinned.pinned
     assert not pageable.pinned
     for pool in (pinned, pageable):

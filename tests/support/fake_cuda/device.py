@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from support.fake_cuda import attention, races
-from support.fake_cuda.tape import WAITS, Tape
+from support.fake_cuda.tape import UNWRITTEN, WAITS, Tape, poison
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+TOTAL = 8 * 2**30
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 
 COPIES = ("copy_", "_to_copy", "_copy_from", "_copy_from_and_resize")
@@ -119,10 +120,12 @@ class Gpu:
     """State of the fake device: allocated and pinned memory, streams, the capture in progress.
 
     At most ``pinnable`` bytes of host memory are pinned. Where it is seen ``elsewhere``, as in WSL2, each registration
-    has an address of its own, which no other had before.
+    has an address of its own, which no other had before. The device has ``total`` bytes of memory; while it is
+    ``behind`` no event that was recorded is through.
     """
 
     def __init__(self) -> None:
+        self.total, self.behind = TOTAL, False
         self.pinnable, self.elsewhere = 2**40, False
         self._shifts: dict[int, int] = {}
         self._registered = 0
@@ -168,6 +171,8 @@ class Gpu:
         inner_args, inner_kwargs = mapped(inner_of, args), mapped(inner_of, kwargs)
         run = functools.partial(func, *inner_args, **inner_kwargs)
         result = run() if self.tape is None else self.tape.operation(run, schema)
+        if schema.name in UNWRITTEN:
+            poison(result)
         outer = self._outer(schema, args, kwargs, result, here)
         self._note(name, schema, args, kwargs, outer, self.stream)
         return outer
@@ -286,6 +291,8 @@ class Gpu:
         if not size or address in self._aliases:
             return hold
         if not self._holders[address]:
+            if self.allocated + size > self.total:
+                raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size} bytes.")
             self.allocated += -(-size // 512) * 512
             self.peak = max(self.peak, self.allocated)
             self.order.made(address, size, self.stream)

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from support.fake_cuda import races
-from support.fake_cuda.device import GPU, Refused, gpu
+from support.fake_cuda.device import GPU, TOTAL, Refused, gpu
 from support.fake_cuda.tape import Tape
 
-NAME, TOTAL = "fake CUDA device", 8 * 2**30
+NAME = "fake CUDA device"
 
 
 class Stream:
@@ -43,15 +43,20 @@ class Stream:
 
 
 class Event:
-    """An event; it measures no time."""
+    """An event; it measures no time. One that is recorded in a capture is so only once the graph is replayed."""
 
     def __init__(
         self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
     ) -> None:
-        self.enable_timing = enable_timing
+        self.enable_timing, self.external = enable_timing, external
+        self.is_recorded = False
         self.clock: races.Clock = {}
 
     def record(self, stream: Stream | None = None) -> None:
+        if gpu.tape is None:
+            self.is_recorded = True
+        elif self.external:
+            gpu.tape.events.append(self)
         self.clock = gpu.order.now((stream or gpu.streams[-1]).cuda_stream)
 
     def wait(self, stream: Stream | None = None) -> None:
@@ -62,9 +67,13 @@ class Event:
         gpu.order.reaches(races.HOST, self.clock)
 
     def query(self) -> bool:
-        return True
+        return not (self.is_recorded and gpu.behind)
 
     def elapsed_time(self, end: Event) -> float:
+        if not (self.enable_timing and end.enable_timing and self.is_recorded and end.is_recorded):
+            raise Refused("Both events must be recorded before calculating elapsed time.")
+        if gpu.behind:
+            raise Refused("device not ready")
         return 1.0
 
 
@@ -85,6 +94,8 @@ class Graph:
             raise Refused("a graph is replayed while another is captured")
         gpu.order.as_one(self.order, gpu.stream, "a graph")
         self.tape.replay()
+        for event in self.tape.events:
+            event.is_recorded = True
 
 
 @contextmanager
@@ -156,7 +167,7 @@ def replaced() -> dict[str, Any]:
         "get_device_name": lambda device=None: NAME,
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_properties": lambda device=None: properties,
-        "mem_get_info": lambda device=None: (TOTAL - gpu.allocated, TOTAL),
+        "mem_get_info": lambda device=None: (gpu.total - gpu.allocated, gpu.total),
         "memory_allocated": lambda device=None: gpu.allocated,
         "memory_reserved": lambda device=None: gpu.allocated,
         "max_memory_allocated": lambda device=None: gpu.peak,

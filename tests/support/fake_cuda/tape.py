@@ -18,6 +18,8 @@ from torch.utils._pytree import tree_leaves
 WAITS = ("_local_scalar_dense", "nonzero", "item", "unique", "masked_select", "equal", "is_nonzero", "bincount")
 # torch.tensor(...) and indexing by a list: a copy to the device.
 UPLOADS = ("lift_fresh",)
+# What they return holds what another allocation left there.
+UNWRITTEN = [f"aten::{name}" for name in ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")]
 
 
 class Tape:
@@ -31,6 +33,8 @@ class Tape:
         self._launches: list[Callable[[], Any]] = []
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._allocated: set[int] = set()
+        self._made: list[torch.Tensor] = []
+        self.events: list[Any] = []  # that a replay records
 
     @property
     def written(self) -> set[int]:
@@ -43,8 +47,12 @@ class Tape:
         self._save(changed)
         result = run()
         inputs = {_address(tensor) for tensor in _tensors((run.args, run.keywords))}
-        new = {_address(tensor) for tensor in _tensors(result)} - inputs
+        made = [tensor for tensor in _tensors(result) if _address(tensor) not in inputs]
+        new = {_address(tensor) for tensor in made}
         self._allocated |= new
+        self._made += made
+        if schema.name in UNWRITTEN:  # an allocation launches nothing
+            return result
         if new:
             self._launches.append(partial(_rerun, run, result, new))
         elif changed:  # a view launches nothing
@@ -64,8 +72,10 @@ class Tape:
         self._before.clear()
 
     def replay(self) -> None:
-        """Run everything again on the same memory."""
+        """Run everything again on the same memory; what the capture made, another graph may have used since."""
         with torch.inference_mode(), _disable_current_modes():
+            for made in self._made:
+                poison(made)
             for launch in self._launches:
                 launch()
 
@@ -73,6 +83,14 @@ class Tape:
         for storage in (tensor.untyped_storage() for tensor in tensors):
             if storage.data_ptr() not in self._before:
                 self._before[storage.data_ptr()] = (storage, storage.clone())
+
+
+def poison(tensor: torch.Tensor) -> None:
+    """Fill memory with what nothing that was computed can be taken for."""
+    if tensor.is_floating_point():
+        tensor.fill_(float("nan"))
+    elif tensor.dtype is not torch.bool:
+        tensor.fill_(torch.iinfo(tensor.dtype).max // 3)
 
 
 def _rerun(run: Callable[[], Any], result: Any, allocated: set[int]) -> None:
