@@ -3,7 +3,9 @@
 ``pytest --fake-cuda -m cuda`` runs the tests marked ``cuda`` on it, without a GPU. torch's CPU operations and Triton's
 interpreter compute real values. What CUDA refuses is refused: operands on two devices, copies and synchronizations
 during a graph capture, a copy across two segments of pinned memory, products of integer matrices. A capture leaves no
-trace, a replay repeats it on the same memory (``tape``). Work runs at once, so streams never overlap; instead
+trace, a replay repeats it on the same memory (``tape``); what nothing wrote to is NaN. Tests can let the device see
+pinned memory at other addresses (``gpu.elsewhere``), limit it (``pinnable``) and its own memory (``total``), and keep
+events from being through (``behind``). Work runs at once, so streams never overlap; instead
 ``races`` reports two accesses that no stream, event or wait orders. It measures no speed and compiles no kernel.
 """
 
