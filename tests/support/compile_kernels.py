@@ -31,6 +31,7 @@ from kvchat.kv.modes.page_index import KeyCodes, PageBounds
 from kvchat.kv.ops.selection import Candidates
 from kvchat.kv.ops.triton import attend
 from kvchat.kv.ops.triton_ops import EightBitTritonOps, TritonOps
+from kvchat.models.fuse import kernels
 
 CPU = torch.device("cpu")
 HEADS, GROUP, LAYERS = 8, 4, 2
@@ -124,11 +125,25 @@ def launch_over_8_bit_pages(dtype, d, tokens):
     ops.attend(DeviceSlots(Layout(0, LAYERS, 0, 4096, spills=True), g, CPU), layer, query, AttentionSpec(0.1), False)
 
 
+def launch_fused_layers(dtype, d):
+    """A decoded token's norms, projections and MLP, of an 8B's width."""
+    hidden, inner = 4096, 14_336
+    x, norm = torch.zeros((1, 1, hidden), dtype=dtype), torch.zeros(hidden, dtype=dtype)
+    rows = (HEADS * GROUP + 2 * HEADS) * d, 2 * inner
+    merged, gate_up = (torch.zeros((n, hidden), dtype=dtype) for n in rows)
+    kernels.project(x, merged, merged[:, 0].contiguous(), norm, 1e-6)
+    kernels.project(torch.zeros((1, 1, inner), dtype=dtype), torch.zeros((hidden, inner), dtype=dtype), residual=x)
+    kernels.gated(x, *gate_up.chunk(2), norm, 1e-6)
+    query, key = (torch.zeros((1, heads, 1, d), dtype=dtype) for heads in (HEADS * GROUP, HEADS))
+    kernels.rotate(query, key, *torch.zeros((2, 1, 1, d), dtype=dtype))
+
+
 def main():
     capability, dtype, d = int(sys.argv[1]), getattr(torch, sys.argv[2]), int(sys.argv[3])
     compiled = compile_instead_of_launching(capability)
     launch_everything(dtype, d, TOKENS)
     launch_over_8_bit_pages(dtype, d, TOKENS)
+    launch_fused_layers(dtype, d)
     before = {name: set(variants) for name, variants in compiled.items()}
     launch_everything(dtype, d, LATER)
     launch_over_8_bit_pages(dtype, d, LATER)

@@ -16,6 +16,7 @@ from support.random_kv import DTYPES, WIDTHS
 
 import kvchat
 from kvchat.kv.ops import triton
+from kvchat.models.fuse import kernels
 
 CELLS = [(80, "float16", 80)]
 # A minute or more each. Compute capability 7.5 has no bfloat16, but a checkpoint's own dtype is taken there too.
@@ -72,5 +73,6 @@ def test_every_kernel_compiles(capability, dtype, d, pytestconfig, tmp_path):
 
 def kernels_of_the_package():
     """Names that a grid in brackets follows, and arguments follow that."""
-    sources = [path.read_text() for path in Path(triton.__file__).parent.glob("*.py")]
+    modules = [*Path(triton.__file__).parent.glob("*.py"), Path(kernels.__file__)]
+    sources = [path.read_text() for path in modules]
     return {name for source in sources for name in re.findall(r"\b(_[a-z_]+)\[.+?\]\(", source)}
