@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvchat.errors import DoesNotFitError, OutOfMemoryError
-from kvchat.kv.attention import AttentionSpec, attend_prefill
+from kvchat.kv.attention import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory import available
 from kvchat.kv.memory.host_pool import CachedPrefix
@@ -346,7 +346,8 @@ class KVManager:
         self.state.note_spec(layer, spec)
         if self._reread_from is not None:
             keys, values = self.state.host.dense(layer, self._reread_from + query.shape[1])
-            return attend_prefill(query, self.mode.context_policy.unbased(layer, keys), values, self._reread_from, spec)
+            keys = self.mode.context_policy.unbased(layer, keys)
+            return self.state.ops.attend_new(query, keys, values, self._reread_from, spec)
         if self._prefill is not None:
             return self._attend_prefill(self._prefill, layer, query, key, value, spec)
         return self._attend_step(layer, query[:, 0], key[:, 0], value[:, 0], spec).unsqueeze(1)
@@ -362,7 +363,7 @@ class KVManager:
         keys, values = prefill.extended(layer, key, value)
         self.mode.prefilled(layer, self.total, keys)
         keys, values = self.mode.context_policy.limited(layer, keys, values)
-        return attend_prefill(query, keys, values, keys.shape[1] - query.shape[1], spec)
+        return self.state.ops.attend_new(query, keys, values, keys.shape[1] - query.shape[1], spec)
 
     def _attend_step(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         ops, held = self.state.ops, self.state.slots_of[layer]

@@ -37,6 +37,7 @@ MODULES = (
     cpu_ops.TOKENS,
     cpu_ops.IN_A_ROW,
     cpu_ops.SCATTERED,
+    cpu_ops.ROWS,
     cpu_ops.FREEZE,
     cpu_ops.EIGHT_BIT,
     *OF_PACKED,

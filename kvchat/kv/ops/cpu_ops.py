@@ -27,10 +27,12 @@ from kvchat.kv.ops.selection import Candidates, Places
 from kvchat.kv.ops.torch_ops import TorchOps
 
 MANY = 2048  # tokens in float32 from which on loops are faster on two threads; fewer never ask for numba
+FEW = 32  # new tokens up to which a loop reads what is stored once for all of them
 KNOWN = (torch.float32, torch.bfloat16)  # to the loops
 LOOPS = "kvchat.kv.ops.numba"
 PAGES, TOKENS, FREEZE = f"{LOOPS}.pages", f"{LOOPS}.tokens", f"{LOOPS}.freeze"
 IN_A_ROW, SCATTERED, EIGHT_BIT = f"{LOOPS}.in_a_row", f"{LOOPS}.scattered", f"{LOOPS}.eight_bit"
+ROWS = f"{LOOPS}.rows"
 # Modules of loops that other processes compile now, or could not: each event tells when that is known.
 awaited: dict[str, threading.Event] = {}
 _used = threading.local()
@@ -59,6 +61,11 @@ class CpuOps(TorchOps):
         if slots.layout.spills and self.geometry.unified:
             return self._attend_stored(slots, layer, query, spec), None
         return super().attend(slots, layer, query, spec, needs_weights)
+
+    def attend_new(self, query: Tensor, keys: Tensor, values: Tensor, start: int, spec: AttentionSpec) -> Tensor:
+        few = query.shape[1] <= FEW and start >= MANY
+        found = attended_rows(query, keys, values, start, spec) if few else None
+        return super().attend_new(query, keys, values, start, spec) if found is None else found
 
     def products(self, keys: Tensor, values: Tensor) -> Products:
         return in_a_row(keys, values)
@@ -332,6 +339,29 @@ def attended(
     logits = NO_SINKS if sinks is None else sinks.float().contiguous().numpy()
     loops.attend_tokens(*asked, *_rows(keys), *_rows(values), table.numpy(), spec.softcap or 0.0, logits, made.numpy())
     return made.to(query.dtype)
+
+
+# ---- a few tokens at once
+def attended_rows(query: Tensor, keys: Tensor, values: Tensor, start: int, spec: AttentionSpec) -> Tensor | None:
+    """``attend_prefill``; None where there is no loop for it."""
+    if not (loops := _threaded(keys.dtype, ROWS)) or values.shape[-1] % loops.LANES:
+        return None
+    heads, end, d_k = keys.shape
+    n = query.shape[1]
+    grouped = query.float().reshape(heads, -1, d_k) * spec.scaling
+    rows = grouped.shape[1]
+    vectors = -(-rows // loops.LANES)
+    padded = torch.nn.functional.pad(grouped, (0, 0, 0, vectors * loops.LANES - rows))
+    asked = padded.view(heads, vectors, loops.LANES, d_k).transpose(2, 3).contiguous().numpy()
+    window = end if spec.window is None else spec.window
+    seen = max(0, start - window + 1), end, n, window
+    made = torch.empty((heads, -(-rows // loops.ROWS) * loops.ROWS, values.shape[-1]))
+    logits = NO_SINKS
+    if spec.sinks is not None:
+        of_rows = spec.sinks.float().view(heads, -1).repeat_interleave(n, 1)
+        logits = torch.nn.functional.pad(of_rows, (0, made.shape[1] - rows)).numpy()
+    loops.attend_rows(asked, *_rows(keys), *_rows(values), *seen, spec.softcap or 0.0, logits, made.numpy())
+    return made[:, :rows].reshape(len(query), n, -1).to(query.dtype)
 
 
 # ---- inside

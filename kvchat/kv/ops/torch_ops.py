@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvchat.kv.attention import AttentionSpec, Partial, Products, Weights, attend, products
+from kvchat.kv.attention import AttentionSpec, Partial, Products, Weights, attend, attend_prefill, products
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots
 from kvchat.kv.memory.host_pool import HostPool, gather, scatter
@@ -72,6 +72,10 @@ class TorchOps:
         bounds.index_copy_(1, page, torch.maximum(bounds.index_select(1, page), row))
 
     # ---- attend
+
+    def attend_new(self, query: Tensor, keys: Tensor, values: Tensor, start: int, spec: AttentionSpec) -> Tensor:
+        """``attend_prefill``: of the tokens from position ``start`` on, over all of ``keys`` and ``values``."""
+        return attend_prefill(query, keys, values, start, spec)
 
     def attend(
         self, slots: DeviceSlots, layer: int, query: Tensor, spec: AttentionSpec, needs_weights: bool

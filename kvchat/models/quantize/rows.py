@@ -35,7 +35,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvchat import process
-from kvchat.kv.ops.cpu_ops import needed_loops, use_threads
+from kvchat.kv.ops.cpu_ops import ROWS as ROWS_TOGETHER
+from kvchat.kv.ops.cpu_ops import compiled_loops, needed_loops, use_threads
 
 ROWS, STACKS = "packed_rows", "packed_stacks"  # the attributes of a Linear, and of a layer's experts
 CHUNK = 2**18  # weights that are quantized at once: in float32 they stay in a processor's cache
@@ -44,6 +45,7 @@ PROCESSOR = Path("/proc/cpuinfo")
 MAKE = "AuthenticAMD"
 # Fewer are slower (one is the slow product itself), more only where there are more threads.
 BLOCKS = 4
+FEW = 16  # rows up to which a loop multiplies them together in float32
 MANY = 32  # rows from which on widening a matrix takes less than what it saves
 # Seconds between two looks: ten ticks of the kernel's clock, which it counts a processor's time in.
 SAMPLE_S = 0.1
@@ -230,6 +232,8 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         blocks = _blocks(weight.shape[0])
         if blocks > 1 and weight.is_contiguous():
             return _by_blocks(x, weight, bias, blocks)
+    if (found := _of_a_few(x, weight, bias)) is not None:
+        return found
     if x.numel() >= MANY * x.shape[-1] and widens(weight.dtype, weight.device):
         return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
     return F.linear(x, weight, bias)
@@ -278,6 +282,23 @@ def _by_blocks(x: Tensor, weight: Tensor, bias: Tensor | None, blocks: int) -> T
     # The row as every block's column; made one by ``view(size, 1)`` it would be ten times as slow.
     column = x.as_strided((blocks, size, 1), (0, 1, size))
     product = torch.bmm(weight.view(blocks, -1, size), column).view(*x.shape[:-1], -1)
+    return product if bias is None else product.add_(bias)
+
+
+def _of_a_few(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """What verifies drafts: each weight is read once for all rows. None where there is no loop for it."""
+    rows, size = x.numel() // x.shape[-1], x.shape[-1]
+    if not 1 < rows <= FEW or weight.dtype != torch.float32 or weight.device.type != "cpu" or not in_blocks():
+        return None
+    if not weight.is_contiguous() or not (loops := compiled_loops(ROWS_TOGETHER)):
+        return None
+    if weight.shape[0] % loops.ROWS or size % loops.LANES:
+        return None
+    use_threads(torch.get_num_threads())
+    padded = F.pad(x.reshape(rows, size), (0, 0, 0, -rows % loops.ROWS)).contiguous()
+    product = padded.new_empty((len(padded), weight.shape[0]))
+    loops.multiply(padded.numpy(), weight.numpy(), product.numpy())
+    product = product[:rows].view(*x.shape[:-1], -1)
     return product if bias is None else product.add_(bias)
 
 
