@@ -96,7 +96,7 @@ class FullParameters(ModeParameters):
 
     resident: int | None = Field(None, ge=MIN_BUDGET)
     """most recent tokens kept on a GPU; the rest is streamed from RAM (auto: all, or what fits; none on a CPU)"""
-    draft: Literal["off", "lookup", "window"] = "off"
+    draft: Literal["off", "auto", "lookup", "window"] = "off"
     """verify drafts of several tokens at once, the same answer sooner: of repeated text, or by the last tokens alone"""
 
 

@@ -14,7 +14,7 @@ from kvchat.engine.sampler import Sampler
 from kvchat.engine.session import Session
 from kvchat.errors import DoesNotFitError, EngineError, KvchatError
 from kvchat.kv.inspect import check_integrity
-from kvchat.kv.modes import full
+from kvchat.kv.modes import drafting, full
 from kvchat.kv.modes.drafting import Lookup, Window
 from kvchat.protocol.messages import Finished, Sampling, Text, Turn, Variant
 
@@ -267,6 +267,45 @@ def test_a_sampler_agrees_as_far_as_it_draws_the_same(sampling):
     drawn = [int(one(row)) for row in rows]
     assert other.agrees(rows, [*drawn[:3], (drawn[3] + 1) % 50, drawn[4]]) == 3
     assert [int(other(row)) for row in rows[3:]] == drawn[3:]
+
+
+def test_auto_is_entered_live_and_answers_as_without(model, monkeypatch):
+    monkeypatch.setattr(full, "RECENT", 24)
+    monkeypatch.setattr(drafting, "RECENT", 24)
+    monkeypatch.setattr(Window, "_length", lambda self, share, draft_s=0.0: 5)
+    session, without = opened(model, "off"), opened(model, "off")
+    answered(session, between=lambda generated: session.switch("full", draft="auto") if generated == 9 else None)
+    answered(without)
+    assert session.token_ids == without.token_ids
+    assert session._kv.mode.drafter.accepted > 0
+    assert_same_kv(session, without)
+
+
+PROMPTS = 3
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9, "top_k": 30}], ids=str)
+def test_tokens_after_drafts_are_distributed_as_drawn_ones(settings):
+    """Chi-square over 20,000 continuations of three rows: the first token that differs from its draft, or the draft."""
+    rows = 2 * torch.randn(PROMPTS, 60, generator=torch.Generator().manual_seed(4))
+    for row in rows:
+        sampler = Sampler(Sampling(seed=5, **settings), len(row), "cpu")
+        weights, tokens = sampler.weights(row - row.max())
+        chances = torch.zeros(len(row), dtype=torch.float64)
+        chances[torch.arange(len(row)) if tokens is None else tokens] = (weights / weights.sum()).double()
+        seen, draws = torch.zeros(len(row)), 20_000
+        guesser = Sampler(Sampling(seed=6, temperature=2.0), len(row), "cpu")
+        for _ in range(draws):
+            draft = int(guesser(row))
+            token = draft if sampler.agrees(row[None], [draft]) else int(sampler(row))
+            seen[token] += 1
+        expected = chances * draws
+        likely = expected >= 5
+        assert not seen[chances == 0].any()
+        found, wanted = (torch.cat((x[likely], x[~likely].sum()[None])) for x in (seen.double(), expected))
+        statistic = ((found - wanted) ** 2 / wanted.clamp(min=1e-9))[wanted > 5].sum()
+        freedom = int((wanted > 5).sum()) - 1
+        assert statistic < freedom + 4 * (2 * freedom) ** 0.5
 
 
 def test_text_comes_token_by_token(model, drafted):

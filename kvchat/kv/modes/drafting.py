@@ -7,8 +7,9 @@ itself is accepted wherever both distributions give the same.
 
 ``Lookup`` takes what followed the last tokens where they stand already (Saxena's prompt lookup): answers quote, edit
 and list. ``Window`` lets the model go on with its first and last tokens alone (as MagicDec, arXiv:2408.11049, does for
-many users): it pays where reading everything is what a token costs, over a link most of all. Departures: a match is
-followed as long as it holds, and both choose the length of a draft by measured times and by what was accepted.
+many users): it pays where reading everything is what a token costs, over a link most of all. ``Auto`` takes whichever
+has something that promises to be faster, or none. Departures: a match is followed as long as it holds, and both choose
+the length of a draft by measured times and by what was accepted.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ STEP_OF_WINDOW = 0.3  # of a step's time, until one was timed
 GAIN = 1.1  # times faster than steps a draft has to promise to be
 FIRST_ROW, MORE_ROWS = 1.6, 0.06  # of a verification's time, in steps, until one of so many rows was timed ...
 TRY_AGAIN = 64  # ... and again so many tokens later; a step is timed as often
-TRIAL = 256  # tokens after which a window that did not pay is tried again
+TRIALS = 64, 1024  # tokens after which a window that did not pay is tried again: first, and at most, twice each time
 FIRST_STEPS = 3  # without drafts: on a GPU one warms up, one is captured
 WEIGHT = 0.2  # of the newest time in the mean
 OUTLIER = 3.0  # times the mean: something else took the time
@@ -172,11 +173,17 @@ class Window(Drafter):
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         super().__init__(clock)
         self._share, self._draft_s, self._drafted_at = OF_WINDOW, 0.0, 0
+        self._pause = TRIALS[0]
 
     def _draft(self, token: int, most: int, ends: Collection[int], guess: Guess) -> list[int]:
-        length = self._length(self._share, self._draft_s or STEP_OF_WINDOW * self._seconds[1])
-        if not length and (not self.rounds or self._tokens - self._drafted_at > TRIAL):
-            length = LENGTHS[0]
+        if self._tokens <= RECENT:  # it would read everything
+            return []
+        draft_s = self._draft_s or STEP_OF_WINDOW * self._seconds[1]
+        length = self._length(self._share, draft_s)
+        if length:
+            self._pause = TRIALS[0]
+        elif (not self._drafted_at or self._tokens - self._drafted_at > self._pause) and self._length(1, draft_s):
+            length, self._pause = LENGTHS[0], min(2 * self._pause, TRIALS[1])
         drafts: list[int] = []
         began = self._clock()
         for _ in range(min(length, most)):
@@ -193,6 +200,21 @@ class Window(Drafter):
         super().verified(drafts, accepted)
         for number in range(min(accepted + 1, len(drafts))):
             self._share += ((number < accepted) - self._share) * WEIGHT / 2
+
+
+class Auto(Lookup, Window):
+    """What followed the last tokens where they stand already; elsewhere what the window says, where that pays."""
+
+    _looked_up = False
+
+    def _draft(self, token: int, most: int, ends: Collection[int], guess: Guess) -> list[int]:
+        found = Lookup._draft(self, token, most, ends, guess)
+        self._looked_up = bool(found)
+        return found or Window._draft(self, token, most, ends, guess)
+
+    def verified(self, drafts: Sequence[int], accepted: int) -> None:
+        # What was looked up says nothing about the window.
+        (Drafter if self._looked_up else Window).verified(self, drafts, accepted)
 
 
 def _kind(length: int) -> int:

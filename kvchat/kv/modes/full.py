@@ -24,7 +24,7 @@ from kvchat.kv.attention import PREFILL_WORKSPACE
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import SINKS_OF_GUESS, Layout
 from kvchat.kv.modes.base import Mode, ModelTraits, ModeReport, Plan, Step, everything
-from kvchat.kv.modes.drafting import RECENT, Drafter, Lookup, Window
+from kvchat.kv.modes.drafting import RECENT, Auto, Drafter, Lookup, Window
 from kvchat.kv.prefill import CHUNKS, staging_bytes
 
 
@@ -38,7 +38,7 @@ class Full(Mode):
     ) -> None:
         super().__init__(parameters, geometry, traits, system_tokens)
         self.resident = parameters.resident
-        kinds: dict[str, type[Drafter]] = {"lookup": Lookup, "window": Window}
+        kinds: dict[str, type[Drafter]] = {"lookup": Lookup, "window": Window, "auto": Auto}
         self.drafter = kinds[parameters.draft]() if parameters.draft != "off" else None
         self._sink = SINKS_OF_GUESS if isinstance(self.drafter, Window) and not geometry.unified else 0
 

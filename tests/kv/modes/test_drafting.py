@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvchat.kv.modes.drafting import LENGTHS, Lookup, Window
+from kvchat.kv.modes.drafting import LENGTHS, RECENT, TRIALS, Auto, Lookup, Window
 
-STEP, END = 1.0, 999
+STEP, END = 1.0, 99_999
 QUOTED = list(range(100, 140))
 
 
@@ -136,7 +136,7 @@ def guessing(clock, right, seconds):
 def test_a_window_drafts_as_long_as_it_pays(seconds, right, forwards):
     clock = Clock()
     window = Window(clock)
-    window.begin([1])
+    window.begin(list(range(-RECENT, 1)))
     took = answer(window, clock, list(range(1, 401)), lambda rows: 1 + 0.05 * rows, guessing(clock, right, seconds))
     assert took <= forwards
     if forwards == 400:
@@ -146,7 +146,7 @@ def test_a_window_drafts_as_long_as_it_pays(seconds, right, forwards):
 def test_a_window_drafts_nothing_beyond_the_end():
     clock = Clock()
     window = Window(clock)
-    window.begin([1])
+    window.begin(list(range(RECENT + 1)))
     for token in range(END - 9, END):
         drafts = window.draft(token, 5, {END}, guessing(clock, lambda _: True, 0.01))
         assert len(drafts) <= 5
@@ -158,7 +158,7 @@ def test_a_first_step_that_was_slow_does_not_make_drafts_pay():
     """Steps warm up, are captured on a GPU, or wait for loops that are compiled meanwhile."""
     clock, steps = Clock(), []
     window = Window(clock)
-    window.begin([1, 2, 3])
+    window.begin(list(range(RECENT + 1)))
 
     def guess(_token):
         clock.now += STEP
@@ -170,3 +170,62 @@ def test_a_first_step_that_was_slow_does_not_make_drafts_pay():
 
     answer(window, clock, list(range(100, 1100)), rows_take, guess)
     assert clock.now < 1.2 * 1000 * STEP
+
+
+def test_a_window_that_would_read_everything_drafts_nothing():
+    clock = Clock()
+    window = Window(clock)
+    window.begin([1, 2, 3])
+    answer(window, clock, list(range(1, RECENT - 5)), free, guessing(clock, lambda _: True, 0.01))
+    assert window.rounds == 0
+
+
+def test_auto_looks_up_what_repeats_and_guesses_the_rest():
+    clock, guessed = Clock(), []
+    auto = Auto(clock)
+    auto.begin([*range(1000, 1000 + RECENT), *QUOTED, 1, 2])
+
+    def guess(token):
+        guessed.append(token)
+        return guessing(clock, lambda _: True, 0.05)(token)
+
+    def rows_take(rows):
+        return 1 + 0.05 * rows
+
+    answer(auto, clock, list(range(5000, 5200)), rows_take, guess)
+    assert len(guessed) > 100
+    assert auto.accepted > 150
+    guessed.clear()
+    answer(auto, clock, QUOTED, rows_take, guess)
+    assert len(guessed) <= LENGTHS[-1]  # until it is seen that this is a quotation
+    assert auto.drafted - auto.accepted < 30
+
+
+def test_auto_is_off_where_both_lose_and_comes_back():
+    clock, share = Clock(), [0.0]
+    auto = Auto(clock)
+    auto.begin(list(range(-RECENT, 1)))
+
+    def guess(token):
+        clock.now += 0.1
+        return token + 1 if share[0] else 0
+
+    def rows_take(rows):
+        return 1.5 + 0.05 * rows if rows > 1 else 1
+
+    answer(auto, clock, list(range(1, 2001)), rows_take, guess)
+    assert clock.now < 2000 / 0.97
+    share[0], before = 1.0, clock.now
+    answer(auto, clock, list(range(2001, 4001)), rows_take, guess)
+    assert clock.now - before < 0.6 * 2000 + TRIALS[1]
+
+
+def test_what_was_looked_up_says_nothing_about_the_window():
+    clock = Clock()
+    auto = Auto(clock)
+    auto.begin([*range(1000, 1000 + RECENT), *QUOTED, 1, 2])
+    share = auto._share
+    answer(auto, clock, [5, 6, *QUOTED[:25], *range(300, 330)], free, lambda _: END)
+    assert auto.rounds > 0
+    assert auto.drafted > auto.accepted
+    assert auto._share == share
