@@ -208,6 +208,7 @@ def test_a_mode_that_recovers_draws_token_by_token(model, drafted):
 @pytest.mark.parametrize("host_dtype", ["model", "int8"])
 def test_what_a_window_guesses_changes_nothing(model, monkeypatch, sampling, host_dtype):
     monkeypatch.setattr(full, "RECENT", 24)
+    monkeypatch.setattr(drafting, "RECENT", 24)
     monkeypatch.setattr(Window, "_length", lambda self, share, draft_s: 5)
     with_drafts, without = (opened(model, draft, host_dtype=host_dtype) for draft in ("window", "off"))
     mine, _ = answered(with_drafts, sampling), answered(without, sampling)
@@ -221,6 +222,7 @@ def test_what_a_window_guesses_changes_nothing(model, monkeypatch, sampling, hos
 
 
 def test_a_guess_that_fails_is_forgotten(model, monkeypatch):
+    monkeypatch.setattr(drafting, "RECENT", 24)
     monkeypatch.setattr(Window, "_length", lambda self, share, draft_s: 5)
     session, without = opened(model, "window"), opened(model, "off")
     step, calls = session._runner.step, []
@@ -240,6 +242,7 @@ def test_a_guess_that_fails_is_forgotten(model, monkeypatch):
 
 
 def test_a_guess_is_forgotten_where_memory_stays_short(model, monkeypatch):
+    monkeypatch.setattr(drafting, "RECENT", 24)
     monkeypatch.setattr(Window, "_length", lambda self, share, draft_s: 5)
     session, without, fault = opened(model, "window"), opened(model, "off"), MemoryRunsOut(1, short=True)
     step, calls = session._runner.step, []
