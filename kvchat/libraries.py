@@ -29,6 +29,7 @@ EXTRAS = {
     "gptq": ("gptqmodel>=5.0", "optimum>=1.24", "accelerate>=1.1"),
     "plot": ("matplotlib>=3.8",),
     "remote": ("openai>=3.57", "httpx2>=2.12", "prometheus-client>=0.20"),
+    "serve": ("starlette>=1.0", "uvicorn>=0.35", "prometheus-client>=0.21"),
 }
 # The extra that a quantization needs on a GPU, and nf4 on a CPU too.
 EXTRA_OF = {"int8": "ao", "int4": "ao", "nf4": "bnb"}

@@ -112,6 +112,11 @@ def saved_kv_dir() -> Path:
     return data_dir() / SAVED_KV_FOLDER
 
 
+def served_kv_dir() -> Path:
+    """The K/V of what ``kvchat serve --keep`` answered, a file for each conversation."""
+    return data_dir() / "served"
+
+
 def saved_kv(folder: Path, conversation: str) -> Path:
     """The file of a conversation in such a folder; an id that is no plain name, of an imported one, is rewritten."""
     name = (

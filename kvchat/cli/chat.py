@@ -51,7 +51,7 @@ def chat(flags: SettingsSource, resume: bool, plain: bool, record: Path | None =
     is_question = asked.strip() and not is_command(asked)
     chosen = resolved.settings
     config = AppConfig(
-        load=replace(load_of(chosen), keeping=_keeping(chosen)),
+        load=replace(load_of(chosen), keeping=keeping(chosen, chosen.ui.conversations, paths.saved_kv_dir())),
         sampling=chosen.sampling.sampling(),
         system=chosen.model.system or None,
         theme=chosen.ui.theme,
@@ -61,8 +61,8 @@ def chat(flags: SettingsSource, resume: bool, plain: bool, record: Path | None =
         history_file=paths.history_file() if chosen.ui.history else None,
         database=paths.database() if chosen.ui.conversations else None,
         resume=resume,
-        keeps_new=resume or _is_terminal(sys.stdin) or _is_asked_for(resolved, ("ui", "conversations")),
-        asked_mode=chosen.kv.mode if _is_asked_for(resolved, ("kv", "mode")) else "",
+        keeps_new=resume or _is_terminal(sys.stdin) or is_asked_for(resolved, ("ui", "conversations")),
+        asked_mode=chosen.kv.mode if is_asked_for(resolved, ("kv", "mode")) else "",
         asked_params=_asked_params(resolved),
         prompt=asked,
         piped=as_file(for_a_model(piped(), "stdin")) if is_question else "",
@@ -111,20 +111,19 @@ def load_of(chosen: Settings) -> Load:
     )
 
 
-def _keeping(chosen: Settings) -> Keeping:
-    """K/V tell what was said: they are on disk only where the conversations are."""
-    folder = str(paths.saved_kv_dir()) if chosen.ui.conversations else ""
-    return Keeping(int(chosen.kv.parked_gib * 2**30), int(chosen.kv.saved_gib * 2**30), folder)
+def keeping(chosen: Settings, on_disk: bool, folder: Path) -> Keeping:
+    """K/V tell what was said: they are on disk, in ``folder``, only where the conversations are."""
+    return Keeping(int(chosen.kv.parked_gib * 2**30), int(chosen.kv.saved_gib * 2**30), str(folder) if on_disk else "")
 
 
-def _is_asked_for(resolved: Resolved, key: Key) -> bool:
+def is_asked_for(resolved: Resolved, key: Key) -> bool:
     """True if a setting was given to this start, on the command line or by a variable."""
     return resolved.origins.get(key, "").startswith(("--", "KVCHAT_"))
 
 
 def _asked_params(resolved: Resolved) -> dict[str, Params]:
     """The parameters of modes given to this start, by the mode."""
-    given = [key for key in resolved.origins if key[0] == "kv" and len(key) == 3 and _is_asked_for(resolved, key)]
+    given = [key for key in resolved.origins if key[0] == "kv" and len(key) == 3 and is_asked_for(resolved, key)]
     modes_given = {mode for _, mode, _ in given}
     return {
         mode: {name: value for name, value in resolved.settings.kv.params(mode).items() if ("kv", mode, name) in given}

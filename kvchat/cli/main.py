@@ -219,6 +219,31 @@ def ask_command(
 app.command("compare")(compare_command)
 
 
+@app.command("serve")
+@taking(LOAD, MODE, SAMPLING, {"keep": UI["keep"]})
+def serve_command(
+    ctx: typer.Context,
+    host: Annotated[str, typer.Option(help="the address to listen on; 0.0.0.0 for all of this machine")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes one that is free")] = 8000,
+    api_key: Annotated[
+        str,
+        typer.Option(
+            envvar="KVCHAT_API_KEY",
+            help="answer only who sends it; other users see it in a list of processes, not in the variable",
+        ),
+    ] = "",
+    cors: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ORIGIN", help="web pages of it may ask, such as https://chat.example; repeatable"),
+    ] = None,
+    queue: Annotated[int, typer.Option(min=0, help="requests that may wait for the one in progress")] = 32,
+) -> None:
+    """Serve the model to other programs, by the API that OpenAI's clients speak."""
+    from kvchat.cli.serve import serve
+
+    serve(load_settings(options.flags(ctx.params)), host, port, api_key, tuple(cors or ()), queue)
+
+
 @app.command("replay")
 def replay_command(
     file: Annotated[Path | None, typer.Argument(help="a recording; without it the demonstration is played")] = None,
@@ -323,6 +348,7 @@ def locate() -> None:
         "data": paths.data_dir(),
         "conversations": paths.database(),
         "K/V of these": paths.saved_kv_dir(),
+        "K/V of served": paths.served_kv_dir(),
         "log": paths.log_file(),
         "prompt history": paths.history_file(),
         "calibrations": paths.calibration_dir(),

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from torch import Tensor
@@ -16,7 +17,7 @@ from kvchat import thoughts
 from kvchat.engine.detokenizer import AnswerText
 from kvchat.engine.metrics import AnswerMetrics, MetricsCollector
 from kvchat.engine.mode_switcher import ModeSwitcher
-from kvchat.engine.prompt import Prompt, PromptEncoder, Stored, common_prefix
+from kvchat.engine.prompt import Prompt, PromptEncoder, Stored, common_prefix, is_text
 from kvchat.engine.recovery import RecoveryMonitor, Trigger
 from kvchat.engine.runner import ModelRunner
 from kvchat.engine.sampler import Sampler, read
@@ -171,6 +172,7 @@ class AnswerLoop(Released):
         self.token_ids: list[int] = []
         self.stored = stored
         self.encoder = PromptEncoder(runner.model.tokenizer, parse_args(template_args))
+        self.template_args = tuple(template_args)
         self._runner = runner
         self._model = runner.model
         self._kv = runner.kv
@@ -189,6 +191,7 @@ class AnswerLoop(Released):
         """
         self.lock.check_idle()
         self.encoder = PromptEncoder(self._model.tokenizer, parse_args(args))
+        self.template_args = tuple(args)
 
     @property
     def ends(self) -> frozenset[int]:
@@ -225,7 +228,7 @@ class AnswerLoop(Released):
         with explained(self._kv, "answering"):
             prompt, pinned = self.encoder.encode(turns, self.stored), self.pinned(turns)
             prompt = prompt._replace(reused=self._kv.state.reusable(prompt.reused))
-            sampler = Sampler(sampling, self._model.vocab, self._model.device, self._model.advised)
+            sampler = Sampler(self.ending(turns, sampling), self._model.vocab, self._model.device, self._model.advised)
             self._switcher.check_prompt(len(prompt.ids))
             self.token_ids = []
             self._switcher.narrow()
@@ -475,10 +478,14 @@ class AnswerLoop(Released):
         """Note a chunk of a prompt that the runner has read."""
         self.stored.extend(chunk, reduced=self._kv.mode.context_policy.limits_prompt(self._kv.total))
 
+    def ending(self, turns: Sequence[Turn], sampling: Sampling) -> Sampling:
+        """``sampling`` with the stop strings of the model and its template, which end no plain text."""
+        own = () if is_text(turns) else (*self._model.advised.stop, *self.encoder.stop)
+        return replace(sampling, stop=(*sampling.stop, *own))
+
     def text_of(self, sampling: Sampling, tokens: Sequence[int], in_thought: bool = False) -> AnswerText:
         """The text of an answer whose first ``tokens`` are known; one may go on ``in_thought``."""
-        stop = (*sampling.stop, *self._model.advised.stop, *self.encoder.stop)
-        text = AnswerText(self._model.tokenizer, stop, in_thought)
+        text = AnswerText(self._model.tokenizer, sampling.stop, in_thought)
         for token in tokens:
             text.add(token)
         return text

@@ -73,8 +73,9 @@ class Comparison:
         """``Session.compare``, after ``ask``."""
         with explained(self._runner.kv, "comparing"):
             chosen = [self._token_by_token(variant) for variant in variants]
-            self._sampler(sampling)  # refuses before anything is moved
             loop = self._loop
+            sampling = loop.ending(turns, sampling)
+            self._sampler(sampling)  # refuses before anything is moved
             prompt = loop.encoder.encode(turns, loop.stored)
             self._switcher.check_context(len(prompt.ids))
             exact, self._pinned = min(prompt.reused, loop.stored.first_reduced), loop.pinned(turns)

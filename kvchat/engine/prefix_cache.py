@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import os
+import secrets
 import shutil
 import sys
 import threading
@@ -29,7 +30,7 @@ import transformers
 
 from kvchat import paths
 from kvchat.engine.answer import AnswerLoop, Released
-from kvchat.engine.prompt import Stored, common_prefix
+from kvchat.engine.prompt import Stored, common_prefix, is_text
 from kvchat.engine.runner import ModelRunner
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.manager import explained
@@ -126,10 +127,10 @@ class PrefixCache(Released):
 
     # ---- going to a conversation
 
-    def resume(self, conversation: str, turns: Sequence[Turn]) -> Iterator[Event]:
+    def resume(self, conversation: str | None, turns: Sequence[Turn]) -> Iterator[Event]:
         """Make ``conversation`` the current one; ``Noted``*, and ``Resumed`` where some of it came back.
 
-        Without ``turns`` it is empty.
+        None is the one that ``turns`` go on with, or else a new one. Without ``turns`` it is empty.
 
         Raises:
             UsageError: as ``PromptEncoder.encode``.
@@ -138,6 +139,10 @@ class PrefixCache(Released):
             return
         self.interrupt()
         text, began = self._loop.encoder.render(turns) if turns else "", time.perf_counter()
+        if conversation is None:
+            conversation = self._continued(text, is_text(turns))
+            if conversation == self._current:
+                return
         current = min(self._common(self._loop.stored, text), self._kv.state.first_quantized)
         sources = list(self._parked_sources(conversation, text)) if conversation else []
         self._parked.pop(conversation, None)  # its room is that of the one which goes
@@ -155,7 +160,7 @@ class PrefixCache(Released):
         else:  # what was said in the conversation before this one is not to be saved as this one's
             self._truncate(current)
 
-    def open(self, conversation: str, turns: Sequence[Turn]) -> Iterator[Event]:
+    def open(self, conversation: str | None, turns: Sequence[Turn]) -> Iterator[Event]:
         """``resume`` for an answer to ``turns``; ``Noted`` where saving failed since it worked last."""
         if turns:  # without any the answer is refused, and nothing was changed
             yield from self.resume(conversation, turns)
@@ -204,6 +209,33 @@ class PrefixCache(Released):
         if there:
             yield Resumed(self._current, there, time.perf_counter() - began, source.where)
 
+    # ---- which one it is
+
+    def _continued(self, text: str, is_plain: bool) -> str:
+        """The stored conversation that most of ``text`` goes on with; the name of a new one where there is none.
+
+        One that would lose anything by it is left as it is, and the new one begins with what they have in common. But
+        what follows its last question may change: a template leaves out the thought of an answer, say. So may the end
+        of a plain text: in an editor it changes with every key.
+        """
+        known = {self._current: self._loop.stored, **{name: kept.stored for name, kept in self._parked.items()}}
+        best, name = (0, False), ""
+        for conversation, stored in (*known.items(), *self._saved_beginnings(text, known)):
+            common = self._common(stored, text)
+            asked, chars = stored.marks[-2] if conversation in known and len(stored.marks) > 1 else (sys.maxsize, 0)
+            lost = len(stored.ids) - common
+            goes_on = lost == 0 or (asked <= common and chars < len(text)) or (is_plain and lost <= common)
+            if conversation and common and (common, goes_on) > best:
+                best, name = (common, goes_on), conversation
+        return name if best[1] else secrets.token_hex(16)
+
+    def _saved_beginnings(self, text: str, known: Mapping[str, Stored]) -> Iterator[tuple[str, Stored]]:
+        """The conversations beside those ``known`` whose files begin as ``text``, by their names."""
+        for path in self._beginning_alike(text) if self._saves else ():
+            if path.stem not in known:
+                with suppress(DamagedFileError, OSError):
+                    yield path.stem, stored_of(self._file(path).rows(), text)
+
     # ---- where it can be taken from
 
     def _parked_sources(self, conversation: str, text: str) -> Iterator[Source]:
@@ -224,9 +256,8 @@ class PrefixCache(Released):
         if not self._saves:
             return
         own = self._folder.path(conversation)
-        beginning = self._loop.encoder.ids_of(text, Stored())[: self._kv.state.geometry.page]
-        for path in self._folder.latest_first()[:LOOKED_AT]:
-            if path != own and path.suffix == own.suffix and self._begins(path, beginning):
+        for path in self._beginning_alike(text):
+            if path != own:
                 yield self._saved_source(path, text, own=False)
         if own.exists():
             source = self._saved_source(own, text, own=True)
@@ -234,8 +265,15 @@ class PrefixCache(Released):
             self._folder.touch(own)
             yield source
 
+    def _beginning_alike(self, text: str) -> Iterator[Path]:
+        """The files of conversations whose first page is that of ``text``, of those used last."""
+        beginning = self._loop.encoder.ids_of(text, Stored())[: self._kv.state.geometry.page]
+        for path in self._folder.latest_first()[:LOOKED_AT]:
+            if path.suffix == paths.SAVED_KV and self._begins(path, beginning):
+                yield path
+
     def _begins(self, path: Path, ids: list[int]) -> bool:
-        """True if the file of another conversation can be used and begins with ``ids``, a page of them."""
+        """True if a conversation's file can be used and begins with ``ids``, a page of them."""
         try:
             return bool(self._file(path).rows(pages=1)["id"].tolist() == ids)
         except (DamagedFileError, OSError):

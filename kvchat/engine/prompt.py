@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 
 ROLES = ("system", "user", "assistant")
+TEXT = "text"  # of a turn that is all of a prompt, without the template
 NAMES = {"user": "question", "assistant": "answer"}
 # Unicode noncharacters, as ``ESCAPE``: they never occur in real text and are taken out of what is given.
 GUARD = "\ufdd1"  # around the outer white space of an answer, where a template would trim it and so end the reuse
@@ -189,6 +190,8 @@ class PromptEncoder:
         Raises:
             UsageError: as ``encode``.
         """
+        if is_text(turns):
+            return self._leading_bos() + _plainly(turns[0].content)
         _check(turns)
         write = Edges().insert if edges else str
         if turns[-1].role == "assistant":
@@ -309,7 +312,7 @@ class PromptEncoder:
         return [{"type": "text", "text": text}] if self._in_parts else text
 
     def _escape(self, text: str) -> str:
-        return self._escaper.escape(text.translate(_NONCHARACTERS).encode("utf-8", "replace").decode())
+        return self._escaper.escape(_plainly(text))
 
     def _turn_markers(self) -> frozenset[int]:
         """The added tokens that the template writes around turns, also those not marked special."""
@@ -456,6 +459,15 @@ class PromptEncoder:
         if ids[: len(before)] != before:  # the text begins with a mark that became one with the anchor's end
             return self._tokenize_part(text, anchored=False)
         return ids[len(before) :]
+
+
+def is_text(turns: Sequence[Turn]) -> bool:
+    """True if the turns are a prompt as it is."""
+    return [turn.role for turn in turns] == [TEXT]
+
+
+def _plainly(text: str) -> str:
+    return text.translate(_NONCHARACTERS).encode("utf-8", "replace").decode()
 
 
 def _asked(number: int) -> str:

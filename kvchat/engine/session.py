@@ -180,7 +180,9 @@ class Session(Released):
         turns: Sequence[Turn],
         sampling: Sampling,
         between: Callable[[int], None] | None = None,
-        conversation: str = "",
+        conversation: str | None = "",
+        variant: Variant | None = None,
+        template_args: Sequence[str] | None = None,
     ) -> Iterator[Event]:
         """Answer the last turn: ``Started``, ``Prefilled``*, ``Text``*, then one ``Finished``.
 
@@ -189,14 +191,38 @@ class Session(Released):
         yet is prefilled.
 
         Where ``conversation`` is not the current one the events of ``resume`` come first; afterwards its K/V are saved.
+        None is the stored one that ``turns`` go on with, or else a new one. The answer is given in ``variant``, and
+        with these ``template_args`` instead of those in force, where they are not None; both stay.
 
         Raises:
             UsageError: an empty prompt or a setting out of range.
             DoesNotFitError: the conversation is longer than the model's context, or memory is short.
         """
         self._loop.ask()
+        self._take(template_args)
+        opened, entered = self._prefix_cache.open(conversation, turns), self._entered(variant)
         answer = self._loop.answer(turns, sampling, between or _nothing)
-        return self._loop.lock.in_turn(self._saving(self._prefix_cache.open(conversation, turns), answer))
+        return self._loop.lock.in_turn(self._saving(opened, entered, answer))
+
+    def _take(self, template_args: Sequence[str] | None) -> None:
+        if template_args is not None and tuple(template_args) != self._loop.template_args:
+            self._loop.set_template_args(template_args)
+
+    def _entered(self, variant: Variant | None) -> Iterator[Event]:
+        """Enter the mode of a ``variant``, if it is another; nothing of it is kept for later."""
+        chosen = self._switcher.merged(variant.mode, variant.params) if variant else self._switcher.parameters
+        if chosen != self._switcher.parameters:
+            yield self.enter(chosen)
+
+    def tokenize(self, turns: Sequence[Turn], template_args: Sequence[str] | None = None) -> list[int]:
+        """The ids of a prompt with these ``turns``, as ``answer`` reads it.
+
+        Raises:
+            UsageError: an empty prompt, or the model's template refuses the turns.
+        """
+        with self._loop.lock:
+            self._take(template_args)
+            return self._loop.encoder.ids_of(self._loop.encoder.render(turns), Stored())
 
     def _saving(self, *works: Iterator[T]) -> Generator[T, None, None]:
         """The events of ``works``, one after the other, which change what is stored; that is saved afterwards."""

@@ -154,8 +154,10 @@ class Server:
             match command:
                 case Load():
                     self._load(command)
-                case Chat(turns, sampling, conversation):
-                    self._work(lambda session: session.answer(turns, sampling, self._between, conversation))
+                case Chat() as chat:
+                    self._work(lambda session: self._answer(session, chat))
+                case messages.Tokenize(turns, args):
+                    self._outbox.send(messages.Tokenized(tuple(self._loaded().tokenize(turns, args))))
                 case Resume(conversation, turns):
                     self._work(lambda session: session.resume(conversation, turns))
                 case Forget(conversation):
@@ -263,6 +265,15 @@ class Server:
             while self._failures:
                 self._outbox.send(self._failures.pop(0))
         self._snapshot()
+
+    def _answer(self, session: Session, chat: Chat) -> Iterator[Event]:
+        more = (self._between, chat.conversation, chat.variant, chat.template_args)
+        events = session.answer(chat.turns, chat.sampling, *more)
+        if not chat.is_final:
+            return events
+        from kvchat.engine.detokenizer import hold_back  # imports tokenizers, as the session has
+
+        return hold_back(events, lambda: session.withdrawable)
 
     def _between(self, _generated: int) -> None:
         if self._inbox.closed:

@@ -33,6 +33,7 @@ GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})  
 class Turn:
     """One message; ``role`` is system, user or assistant. Every mode attends to a ``pinned`` one.
 
+    One alone of the role text is a prompt as it is, without the chat template: control tokens in it are such.
     ``at`` is when it was written, in seconds since the epoch, 0 where nobody knows: a chat template is told the time at
     which its conversation began.
     """
@@ -103,16 +104,37 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class Variant:
+    """A mode with parameters that count before those of the settings."""
+
+    mode: str
+    params: Params = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Chat:
     """Answer the last turn; answered by ``Started``, ``Text``* and ``Finished``, or ``Failed``.
 
     ``turns`` ends with a user turn, or with an assistant turn that is to be continued. ``conversation`` is its id,
-    empty for one whose K/V are not kept.
+    empty for one whose K/V are not kept, None for the stored one that the turns go on with or else a new one. It is
+    answered in ``variant`` and with ``template_args``, as ``SetTemplateArgs`` has them; None leaves what is in force.
+    ``is_final``: text comes when recovery can no longer take it back.
     """
 
     turns: tuple[Turn, ...]
     sampling: Sampling = Sampling()
-    conversation: str = ""
+    conversation: str | None = ""
+    variant: Variant | None = None
+    template_args: tuple[str, ...] | None = None
+    is_final: bool = False
+
+
+@dataclass(frozen=True)
+class Tokenize:
+    """Ask for the ids of a prompt with these turns, as ``Chat`` reads it; answered by ``Tokenized``, or ``Failed``."""
+
+    turns: tuple[Turn, ...]
+    template_args: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -166,14 +188,6 @@ class SetTemplateArgs:
 @dataclass(frozen=True)
 class Rebuild:
     """Recompute exactly what was computed with less context; answered by ``Prefilled``* and ``Rebuilt``."""
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A mode with parameters that count before those of the settings."""
-
-    mode: str
-    params: Params = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -364,6 +378,13 @@ class NeedleHidden:
 
 
 @dataclass(frozen=True)
+class Tokenized:
+    """The ids of a prompt."""
+
+    ids: tuple[Count, ...]
+
+
+@dataclass(frozen=True)
 class Peeked:
     """The text of stored tokens ``start`` to ``end``."""
 
@@ -408,7 +429,9 @@ class Pace:
     speed: Annotated[float, Field(ge=0, le=MAX_PACE)]
 
 
-Command = Load | Plan | Chat | Resume | Forget | SetTemplateArgs | Rebuild | Compare | HideNeedle | Pace | InAnswer
+Command = (
+    Load | Plan | Chat | Tokenize | Resume | Forget | SetTemplateArgs | Rebuild | Compare | HideNeedle | Pace | InAnswer
+)
 AnswerEvent = Started | Prefilled | Preparing | Text | Recovered | Withdrawn | Finished
 
 
@@ -475,7 +498,7 @@ class Replayed:
     seconds: float
 
 
-Event = Loading | Loaded | AnswerEvent | Comparing | Compared | NeedleHidden | Asked | Replayed | Report
+Event = Loading | Loaded | AnswerEvent | Comparing | Compared | NeedleHidden | Tokenized | Asked | Replayed | Report
 
 
 def parse_args(args: Iterable[str]) -> dict[str, Any]:

@@ -1,0 +1,38 @@
+"""``kvchat serve``: the engine for other programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kvchat import libraries, paths
+from kvchat.cli.chat import is_asked_for, keeping, load_of
+from kvchat.cli.output import note, progress
+from kvchat.config.sources import Resolved
+from kvchat.errors import UsageError
+from kvchat.models import checkpoint
+
+
+def serve(resolved: Resolved, host: str, port: int, key: str, origins: Sequence[str], queue: int) -> None:
+    """Serve the model of the settings until Ctrl+C.
+
+    Raises:
+        UsageError: a package is missing, or the address or the model cannot be used.
+        EngineError: the engine ended while it loaded the model.
+    """
+    if packages := libraries.absent("serve"):
+        missing = "is" if len(packages) == 1 else "are"
+        raise UsageError(
+            "kvchat serve needs more packages.",
+            f"{', '.join(packages)} {missing} not installed.",
+            f"Run: {libraries.extra('serve')}",
+        )
+    from kvchat.serve import server
+
+    chosen = resolved.settings
+    checkpoint.locate(chosen.model.name, progress)  # a wrong name is refused before anyone is told an address
+    is_kept = chosen.ui.conversations and is_asked_for(resolved, ("ui", "conversations"))
+    load = replace(load_of(chosen), keeping=keeping(chosen, is_kept, paths.served_kv_dir()))
+    is_limited = ("sampling", "max_new_tokens") in resolved.origins
+    options = server.Options(host, port, queue, key, origins)
+    server.serve(load, chosen.sampling.sampling(), is_limited, options, paths.log_file(), progress, note)

@@ -1,0 +1,375 @@
+"""The routes of the server, who is let in, and its figures for Prometheus."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from pydantic import BaseModel, ValidationError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvchat.protocol.figures import Stats
+from kvchat.protocol.messages import Chat, Finished, Loaded, Sampling, Started, Tokenize, Tokenized
+from kvchat.serve.answers import Answer
+from kvchat.serve.engine import Ended, Engine, Job
+from kvchat.serve.refusals import Refusal, invalid, of_body, unavailable
+from kvchat.serve.requests import Asked, ChatRequest, TextRequest, TokenizeRequest
+from kvchat.units import size
+
+PING_S = 10.0  # without a byte some clients and proxies give up
+MAX_BODY_BYTES = 2**24
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+OPEN = ("/health",)  # also without the key
+B = TypeVar("B", bound=BaseModel)
+
+
+class Guard:
+    """Lets in who has the ``key``, and without one only who asks for a name of this machine, if ``is_local``.
+
+    A web page can send to a server on the person's own machine, and by a name of its own that leads there read what
+    comes back. So bodies have to be declared as JSON, which a page may not do unasked.
+    """
+
+    def __init__(self, app: ASGIApp, key: str, is_local: bool) -> None:
+        self._app = app
+        self._key = key
+        self._is_local = is_local
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self._refusal(Request(scope)) if scope["type"] == "http" else None
+        await (refusal.response() if refusal else self._app)(scope, receive, send)
+
+    def _refusal(self, request: Request) -> Refusal | None:
+        host = request.headers.get("host", "").rpartition(":")[0] or request.headers.get("host", "")
+        if request.url.path not in OPEN and self._key:
+            given = request.headers.get("authorization", "").removeprefix("Bearer ")
+            if not hmac.compare_digest(given.encode(), self._key.encode()):
+                message = "The API key is missing or wrong: send it as Authorization: Bearer KEY."
+                return Refusal(401, message, "authentication_error", code="invalid_api_key")
+        elif self._is_local and not self._key and host not in LOOPBACK:
+            message = f"Without --api-key only {', '.join(LOOPBACK)} are answered, not the host {host[:100]}."
+            return Refusal(403, message, "permission_error", code="unknown_host")
+        if request.method == "POST" and not request.headers.get("content-type", "").startswith("application/json"):
+            return invalid("The body has to be JSON: send Content-Type: application/json.", status=415)
+        return None
+
+
+class Figures:
+    """What happened since the server was started, in Prometheus' form; names are like llama-server's."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._registry = CollectorRegistry()
+        self._requests = self._counter("requests", "answers by how they ended", ["reason"])
+        self._prompt = self._counter("prompt_tokens", "tokens of prompts that were read")
+        self._cached = self._counter("prompt_tokens_cached", "tokens of prompts that were stored and not read again")
+        self._prompt_s = self._counter("prompt_seconds", "time to read prompts")
+        self._drawn = self._counter("tokens_predicted", "tokens of answers")
+        self._drawn_s = self._counter("tokens_predicted_seconds", "time to write answers")
+        self._recalled = self._counter("recalled_bytes", "K/V copied to the device by modes")
+        self._first = Histogram("kvchat:time_to_first_token_seconds", "from the turn's begin", registry=self._registry)
+        self._gauge("requests_processing", "answers in progress", lambda: engine.working)
+        self._gauge("requests_deferred", "requests that wait", lambda: engine.waiting)
+        self._gauge("engine_restarts", "starts of the engine after it ended unasked", lambda: engine.restarts)
+        shown = {
+            "kv_tokens": ("tokens stored of the current conversation", "total"),
+            "kv_tokens_read": ("tokens that the last one attended to, the mean over heads", "active"),
+            "kv_device_bytes": ("K/V on the device", "kv_device_bytes"),
+            "kv_host_bytes": ("K/V in the host pool", "kv_host_bytes"),
+            "kv_parked_bytes": ("K/V of other conversations in host memory", "kv_parked_bytes"),
+            "coverage": ("share of full attention that fell on what was read, of the last answer", "coverage"),
+            "process_bytes": ("memory of the engine's process", "process_bytes"),
+        }
+        for name, (about, of) in shown.items():
+            self._gauge(name, about, lambda of=of: getattr(engine.snapshot, of, None) or 0)  # type: ignore[misc]
+
+    def _counter(self, name: str, about: str, labels: Sequence[str] = ()) -> Counter:
+        return Counter(f"kvchat:{name}", about, labels, registry=self._registry)
+
+    def _gauge(self, name: str, about: str, value: Callable[[], float]) -> None:
+        Gauge(f"kvchat:{name}", about, registry=self._registry).set_function(value)
+
+    def note(self, finished: Finished) -> None:
+        """Count an answer."""
+        stats: Stats = finished.stats
+        self._requests.labels(finished.reason).inc()
+        self._cached.inc(stats.reused_tokens)
+        read = stats.prompt_tokens - stats.reused_tokens
+        self._prompt.inc(read)
+        self._prompt_s.inc(read / stats.prefill_tokens_per_s if stats.prefill_tokens_per_s else 0)
+        self._drawn.inc(stats.generated_tokens)
+        drawn = max(stats.generated_tokens - 1, 0)
+        self._drawn_s.inc(drawn / stats.decode_tokens_per_s if stats.decode_tokens_per_s else 0)
+        self._recalled.inc(stats.recalled_bytes)
+        if stats.ttft_s is not None:
+            self._first.observe(stats.ttft_s)
+
+    def text(self) -> bytes:
+        """All of them."""
+        return generate_latest(self._registry)
+
+
+class Service:
+    """The routes. ``sampling`` is what a request leaves open; an answer is as long as the context leaves room for, if
+    ``is_limited`` is not set."""
+
+    def __init__(self, engine: Engine, sampling: Sampling, is_limited: bool) -> None:
+        self._engine = engine
+        self._sampling = sampling
+        self._is_limited = is_limited
+        self._figures = Figures(engine)
+        self._created = int(time.time())
+
+    def routes(self) -> list[Route]:
+        """All of them; clients differ in whether they write /v1."""
+        return [
+            Route("/health", self.health),
+            Route("/metrics", self.metrics),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{id:path}", self.model),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/chat/completions/input_tokens", self.input_tokens, methods=["POST"]),
+            Route("/v1/completions", self.complete, methods=["POST"]),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+        ]
+
+    async def health(self, _: Request) -> Response:
+        """Whether the model is ready."""
+        self._loaded()
+        return JSONResponse({"status": "ok"})
+
+    async def metrics(self, _: Request) -> Response:
+        """The figures."""
+        return Response(self._figures.text(), media_type=CONTENT_TYPE_LATEST)
+
+    async def models(self, _: Request) -> Response:
+        """The one model there is."""
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        """The model by its name."""
+        self._check_model(request.path_params["id"])
+        return JSONResponse(self._model())
+
+    async def chat(self, request: Request) -> Response:
+        """Answer messages."""
+        return await self._answer(request, await parsed(request, ChatRequest), is_chat=True)
+
+    async def complete(self, request: Request) -> Response:
+        """Go on with a text as it is."""
+        return await self._answer(request, await parsed(request, TextRequest), is_chat=False)
+
+    async def input_tokens(self, request: Request) -> Response:
+        """Count the tokens of a chat's prompt."""
+        asked = await parsed(request, ChatRequest)
+        self._check_model(asked.model)
+        ids = await self._ids(request, Tokenize(asked.turns(), asked.template_args(self._engine.load, self._loaded())))
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": len(ids)})
+
+    async def tokenize(self, request: Request) -> Response:
+        """The tokens of a text, or of messages, as the model is given them."""
+        asked = await parsed(request, TokenizeRequest)
+        ids = await self._ids(request, Tokenize(asked.turns(), self._engine.load.template_args))
+        return JSONResponse({"tokens": ids, "count": len(ids), "n_ctx": self._loaded().context})
+
+    # ---- inside
+
+    def _loaded(self) -> Loaded:
+        if self._engine.loaded is None:
+            raise unavailable("The model is being loaded.")
+        return self._engine.loaded
+
+    def _model(self) -> dict[str, Any]:
+        loaded, snapshot = self._loaded(), self._engine.snapshot
+        mode, params = (snapshot.mode, snapshot.params) if snapshot else (loaded.mode, loaded.params)
+        return {
+            "id": loaded.model,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "kvchat",
+            "meta": {
+                "n_ctx": loaded.context,
+                "n_ctx_train": loaded.context,
+                "n_params": loaded.parameters,
+                "size": snapshot.weight_bytes if snapshot else None,
+            },
+            "kvchat": {"mode": mode, "params": params, "template_variables": loaded.template_variables},
+        }
+
+    def _check_model(self, name: str | None) -> None:
+        known = self._loaded().model
+        if name is not None and name not in (known, self._engine.load.model):
+            message = f'There is no model "{name[:100]}" here, only "{known}".'
+            raise Refusal(404, message, "invalid_request_error", "model", "model_not_found")
+
+    async def _ids(self, request: Request, command: Tokenize) -> tuple[int, ...]:
+        async with self._submitted(request, command) as job:
+            ended = await job.events.get()
+        if isinstance(ended, Ended) and isinstance(ended.last, Tokenized):
+            return ended.last.ids
+        assert isinstance(ended, Ended)
+        assert ended.refusal
+        raise ended.refusal
+
+    async def _answer(self, request: Request, asked: Asked, is_chat: bool) -> Response:
+        loaded = self._loaded()
+        self._check_model(asked.model)
+        default = self._sampling if self._is_limited else replace(self._sampling, max_new_tokens=loaded.context)
+        command = Chat(
+            asked.turns(),
+            asked.sampling(default),
+            conversation=None,
+            variant=asked.kvchat.variant(self._engine.load.mode),
+            template_args=asked.template_args(self._engine.load, loaded),
+            is_final=True,
+        )
+        answer = Answer(loaded.model, is_chat, asked.streams_usage)
+        async with self._submitted(request, command) as job:
+            while True:
+                event = await job.events.get()
+                if isinstance(event, Ended):
+                    return JSONResponse(answer.whole(*self._noted(event)))
+                answer.feed(event)
+                if asked.stream and isinstance(event, Started):  # nothing of the request can be refused any more
+                    break
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        return StreamingResponse(self._pieces(job, answer), headers=headers, media_type="text/event-stream")
+
+    async def _pieces(self, job: Job, answer: Answer) -> AsyncIterator[str]:
+        """The stream of an answer; it ends when the client leaves."""
+        try:
+            for piece in answer.begin():
+                yield framed(piece)
+            sent = time.monotonic()
+            while True:
+                event = await _next(job, sent + PING_S - time.monotonic())
+                if isinstance(event, Ended):
+                    for piece in answer.end(*self._noted(event)):
+                        yield framed(piece)
+                    yield "data: [DONE]\n\n"
+                    return
+                if event:
+                    answer.feed(event)
+                    for piece in answer.more():
+                        yield framed(piece)
+                        sent = time.monotonic()
+                if time.monotonic() - sent >= PING_S:
+                    yield ": ping\n\n"
+                    sent = time.monotonic()
+        except Refusal as refusal:
+            yield framed(refusal.body)
+        finally:
+            self._engine.leave(job)
+
+    def _noted(self, ended: Ended) -> tuple[Finished, Any]:
+        if ended.refusal:
+            raise ended.refusal
+        assert isinstance(ended.last, Finished)
+        self._figures.note(ended.last)
+        return ended.last, ended.snapshot
+
+    @asynccontextmanager
+    async def _submitted(self, request: Request, command: Chat | Tokenize) -> AsyncIterator[Job]:
+        """A job that is given up when the client leaves during the block, or the block fails."""
+        job = self._engine.submit(command)
+        left = asyncio.create_task(_left(request))
+        left.add_done_callback(lambda task: None if task.cancelled() else self._engine.leave(job))
+        try:
+            yield job
+        except BaseException:
+            self._engine.leave(job)
+            raise
+        finally:
+            left.cancel()
+
+
+async def _left(request: Request) -> None:
+    """Wait until the client leaves."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _next(job: Job, seconds: float) -> Any:
+    """The next event, None after so many seconds."""
+    try:
+        return await asyncio.wait_for(job.events.get(), max(seconds, 0.01))
+    except TimeoutError:
+        return None
+
+
+def framed(piece: dict[str, Any]) -> str:
+    """A piece as an event of a stream."""
+    return f"data: {json.dumps(piece, ensure_ascii=False)}\n\n"
+
+
+async def parsed(request: Request, kind: type[B]) -> B:
+    """The body of a request.
+
+    Raises:
+        Refusal: it is too long, or not of this kind.
+    """
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > MAX_BODY_BYTES:
+            raise invalid(f"The body is too long: at most {size(MAX_BODY_BYTES)} are taken.", status=413)
+    try:
+        return kind.model_validate_json(bytes(body))
+    except ValidationError as error:
+        raise of_body(error) from None
+
+
+def application(
+    engine: Engine,
+    sampling: Sampling,
+    is_limited: bool,
+    key: str = "",
+    is_local: bool = True,
+    origins: Sequence[str] = (),
+) -> Starlette:
+    """The server's application; web pages of ``origins`` may ask it."""
+    cors = Middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
+    guard = Middleware(Guard, key=key, is_local=is_local)
+    handlers: dict[Any, Any] = {
+        Refusal: _refused,
+        HTTPException: _no_route,
+        ClientDisconnect: _gone,
+        Exception: _failed,
+    }
+    return Starlette(
+        routes=Service(engine, sampling, is_limited).routes(),
+        middleware=[cors, guard] if origins else [guard],
+        exception_handlers=handlers,
+    )
+
+
+async def _refused(_: Request, refusal: Refusal) -> Response:
+    return refusal.response()
+
+
+async def _no_route(request: Request, error: HTTPException) -> Response:
+    path = request.url.path[:100]
+    if error.status_code == 405:
+        return invalid(f"{path} does not take {request.method}.", status=405).response()
+    return Refusal(error.status_code, f"There is no {path} here.", "not_found_error", code="not_found").response()
+
+
+async def _gone(_: Request, __: ClientDisconnect) -> Response:
+    return unavailable("The client left.").response()
+
+
+async def _failed(_: Request, error: Exception) -> Response:
+    return Refusal(500, f"The server failed: {type(error).__name__}.", "server_error").response()

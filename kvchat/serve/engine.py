@@ -1,0 +1,236 @@
+"""The engine behind the server, in a process of its own, and the requests that wait for it in order.
+
+The child is the one that the application has: if it dies the server goes on, says so and starts another, which reads
+again what was not saved. A client that leaves gives up its place, or its answer after the current token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvchat.errors import DoesNotFitError, EngineError, KvchatError, OutOfMemoryError, TooMuchPinnedError, UsageError
+from kvchat.protocol.figures import Snapshot
+from kvchat.protocol.messages import (
+    AnswerEvent,
+    Chat,
+    Failed,
+    Finished,
+    Load,
+    Loaded,
+    Loading,
+    Noted,
+    Peek,
+    Peeked,
+    Resumed,
+    Stop,
+    Tokenize,
+    Tokenized,
+)
+from kvchat.serve.refusals import Refusal, invalid, unavailable
+from kvchat.tui.client import Crashed, EngineClient, Report
+
+OF_REQUESTS = {error.__name__ for error in (UsageError, TooMuchPinnedError, DoesNotFitError)}
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The last event of a job: a ``refusal``, or ``last``, with the figures after it."""
+
+    last: Finished | Tokenized | None = None
+    snapshot: Snapshot | None = None
+    refusal: Refusal | None = None
+
+
+@dataclass
+class Job:
+    """Something that a client wants of the engine; ``events`` end with ``Ended``."""
+
+    command: Chat | Tokenize
+    events: asyncio.Queue[AnswerEvent | Resumed | Ended] = field(default_factory=asyncio.Queue)
+
+
+class Engine:
+    """Does one job after the other; ``limit`` of them may wait.
+
+    ``loaded`` is None until the model is ready, ``snapshot`` are the latest figures. ``show`` is told the stages of
+    loading, "" at their end, and ``say`` what a person should know.
+    """
+
+    def __init__(
+        self,
+        load: Load,
+        log_file: Path,
+        limit: int,
+        show: Callable[[str], None],
+        say: Callable[[str], None],
+        command: Sequence[str] | None = None,
+    ) -> None:
+        self.load = load
+        self.loaded: Loaded | None = None
+        self.snapshot: Snapshot | None = None
+        self.restarts = 0
+        self._client = EngineClient(command, log_file)
+        self._limit = limit
+        self._show = show
+        self._say = say
+        self._waiting: deque[Job] = deque()
+        self._job: Job | None = None
+        self._last: Finished | Failed | Tokenized | None = None
+        self._tokens = 0  # of a prompt that did not fit
+        self._is_closing = False
+
+    @property
+    def waiting(self) -> int:
+        """The number of jobs that wait."""
+        return len(self._waiting)
+
+    @property
+    def working(self) -> int:
+        """The number of jobs in progress."""
+        return int(self._job is not None)
+
+    async def run(self) -> None:
+        """Load the model and do what is submitted, until ``close``.
+
+        Raises:
+            EngineError: the child cannot be started; or it ended, or the model was refused, while loading.
+        """
+        await self._client.start()
+        self._client.send(self.load)
+        while True:
+            for report in await self._client.receive():
+                if isinstance(report, Crashed):
+                    await self._restart(report)
+                else:
+                    self._take(report)
+
+    def submit(self, command: Chat | Tokenize) -> Job:
+        """Let ``command`` be done when its turn comes.
+
+        Raises:
+            Refusal: the model is not ready, or too many wait.
+        """
+        if self._is_closing:
+            raise unavailable("The server ends.")
+        if self.loaded is None:
+            raise unavailable("The model is being loaded.")
+        if len(self._waiting) >= self._limit:
+            raise unavailable(f"{self._limit} requests wait already.")
+        self._waiting.append(job := Job(command))
+        self._begin()
+        return job
+
+    def leave(self, job: Job) -> None:
+        """Give up a job that nobody waits for any more; nothing happens to one that is over."""
+        if job in self._waiting:
+            self._waiting.remove(job)
+            job.events.put_nowait(Ended(refusal=unavailable("The client left.")))
+        elif job is self._job and self._last is None:
+            self._client.send(Stop())
+
+    def close_door(self) -> None:
+        """Refuse what waits and what comes, and end the answer in progress."""
+        self._is_closing = True
+        while self._waiting:
+            self._waiting.popleft().events.put_nowait(Ended(refusal=unavailable("The server ends.")))
+        if self._job:
+            self.leave(self._job)
+
+    async def close(self) -> None:
+        """End the child."""
+        await self._client.close()
+
+    # ---- inside
+
+    def _begin(self) -> None:
+        if self._job is None and self._waiting:
+            self._job, self._last, self._tokens = self._waiting.popleft(), None, 0
+            try:
+                self._client.send(self._job.command)
+            except UsageError as error:
+                self._end(Ended(refusal=invalid(str(error), status=413)))
+
+    def _take(self, report: Report) -> None:
+        match report:
+            case Snapshot():
+                self.snapshot = report
+            case Loading(stage):
+                self._show(stage)
+            case Loaded():
+                self._show("")
+                self.loaded = report
+                self._say(ready(report))
+            case Noted(text):
+                self._say(text)
+            case Peeked():  # whatever the last command led to has been told
+                self._end(self._ended())
+            case Failed() if self.loaded is None:
+                self._show("")
+                raise _error(report)
+            case Failed() if self._job is None or self._last:
+                self._say(str(_error(report)))  # an answer was given, and what came after it failed
+            case Tokenized(ids) if self._last:
+                self._tokens = len(ids)
+            case Finished() | Failed() | Tokenized():
+                self._last = report
+                if isinstance(report, Failed) and report.kind == DoesNotFitError.__name__ and self._job:
+                    self._client.send(Tokenize(self._job.command.turns, self._job.command.template_args))
+                self._client.send(Peek(0, 0))
+            case _ if self._job and isinstance(report, AnswerEvent | Resumed):
+                self._job.events.put_nowait(report)
+
+    def _end(self, ended: Ended) -> None:
+        if self._job:
+            self._job.events.put_nowait(ended)
+        self._job = None
+        self._begin()
+
+    def _ended(self) -> Ended:
+        last, context = self._last, self.loaded.context if self.loaded else 0
+        if not isinstance(last, Failed):
+            if isinstance(last, Finished) and last.reason == "stopped" and self._is_closing:
+                return Ended(refusal=unavailable("The server ends."))
+            return Ended(last, self.snapshot)
+        message = str(_error(last))
+        if self._tokens > context:
+            kind, code = "exceed_context_size_error", "context_length_exceeded"
+            return Ended(refusal=Refusal(400, message, kind, None, code, n_prompt_tokens=self._tokens, n_ctx=context))
+        if last.kind in OF_REQUESTS:
+            return Ended(refusal=invalid(message))
+        if last.kind == OutOfMemoryError.__name__:
+            return Ended(refusal=unavailable(message))
+        return Ended(refusal=Refusal(500, message, "server_error"))
+
+    async def _restart(self, crashed: Crashed) -> None:
+        """Start another child.
+
+        Raises:
+            EngineError: the one before ended while it loaded the model; so would the next.
+        """
+        why = "Memory may have run out." if crashed.lacked_memory else ""
+        told = f"Its last words: {' '.join(crashed.log)}" if crashed.log else ""
+        error = EngineError(f"The engine ended with code {crashed.code}.", why, told)
+        if self.loaded is None:
+            raise error
+        self.loaded = self.snapshot = None
+        self.restarts += 1
+        self._say(f"{error} It is started again.")
+        while self._waiting:
+            self._waiting.popleft().events.put_nowait(Ended(refusal=unavailable("The engine ended; it starts again.")))
+        self._end(Ended(refusal=unavailable(f"{error.title} It is started again.")))
+        await self._client.restart()
+        self._client.send(self.load)
+
+
+def ready(loaded: Loaded) -> str:
+    """One line about what runs."""
+    runs = f"{loaded.model} ({loaded.weights or loaded.dtype}) on {loaded.device}, {loaded.mode} mode"
+    return f"Ready: {runs}, {loaded.context:,} tokens of context."
+
+
+def _error(failed: Failed) -> KvchatError:
+    return EngineError(failed.title, failed.detail, failed.hint)

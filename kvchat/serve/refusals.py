@@ -1,0 +1,59 @@
+"""What a client is told when it gets no answer: a status and ``{"error": {message, type, param, code}}``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.responses import JSONResponse
+
+from kvchat.errors import KvchatError
+
+RETRY_S = 5
+
+
+class Refusal(Exception):
+    """A request that gets no answer; ``more`` are further fields of the error's body."""
+
+    def __init__(
+        self, status: int, message: str, kind: str, param: str | None = None, code: str | None = None, **more: Any
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code, **more}}
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """When to ask again, and how to be let in."""
+        by_status = {503: {"Retry-After": str(RETRY_S)}, 401: {"WWW-Authenticate": "Bearer"}}
+        return by_status.get(self.status, {})
+
+    def response(self) -> JSONResponse:
+        """The refusal as an answer."""
+        return JSONResponse(self.body, self.status, self.headers)
+
+
+def invalid(message: str, param: str | None = None, status: int = 400) -> Refusal:
+    """The refusal of a request that is wrong."""
+    return Refusal(status, message, "invalid_request_error", param)
+
+
+def unavailable(message: str) -> Refusal:
+    """The refusal of a request that may be sent again later."""
+    return Refusal(503, message, "unavailable_error", code="unavailable")
+
+
+def of_error(error: KvchatError, param: str | None = None) -> Refusal:
+    """The refusal of what kvchat refuses."""
+    return invalid(str(error), param)
+
+
+def of_body(error: ValidationError) -> Refusal:
+    """The refusal of a body, by the first thing that is wrong with it."""
+    details = error.errors(include_url=False, include_context=False)[0]
+    param = ".".join(map(str, details["loc"])) or None
+    if details["type"] == "extra_forbidden":
+        return invalid(f"There is no field {param} here: it would be ignored.", param)
+    message = details["msg"].removeprefix("Value error, ")
+    return invalid(f"{param}: {message}." if param else f"{message}.", param)

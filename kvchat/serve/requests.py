@@ -1,0 +1,296 @@
+"""The bodies that clients send: checked, and as what the engine is asked.
+
+Nothing is accepted and ignored: a field that would change the answer and that kvchat does not have is refused, unless
+its value asks for nothing. Fields that change no answer are in ``UNUSED``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+
+from kvchat.config import modes
+from kvchat.config.schema import checked_sampling
+from kvchat.errors import UsageError
+from kvchat.protocol.messages import Load, Loaded, Sampling, Turn, Variant, parse_args
+from kvchat.serve.refusals import invalid, of_error
+from kvchat.thoughts import TAGS, end_of
+
+MOST_STOPS = 16
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+NO_TOOLS = "kvchat calls no tools"
+# Fields that only some values of are accepted, those that ask for nothing, and why no other is.
+NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
+    "n": ((1,), "one answer is given to a request; send it again for another"),
+    "best_of": ((1,), "one answer is drawn"),
+    "presence_penalty": ((0,), "kvchat's sampler has none; repetition_penalty is like it"),
+    "frequency_penalty": ((0,), "kvchat's sampler has none; repetition_penalty is like it"),
+    "logit_bias": (({},), "kvchat's sampler has none"),
+    "logprobs": ((False,), "kvchat tells no probabilities"),
+    "top_logprobs": ((0,), "kvchat tells no probabilities"),
+    "response_format": (({"type": "text"},), "kvchat does not hold an answer to a grammar"),
+    "tools": (([],), NO_TOOLS),
+    "tool_choice": (("none", "auto"), NO_TOOLS),
+    "functions": (([],), NO_TOOLS),
+    "function_call": (("none", "auto"), NO_TOOLS),
+    "modalities": ((["text"],), "kvchat writes text"),
+    "audio": ((), "kvchat writes text"),
+    "prediction": ((), "kvchat takes none; the mode parameter draft=lookup drafts from what was said"),
+    "web_search_options": ((), "kvchat searches nothing"),
+    "verbosity": ((), "kvchat's models know none"),
+    "store": ((False,), "kvchat keeps no answers for later"),
+    "echo": ((False,), "the prompt is not repeated"),
+    "suffix": (("",), "write the model's own tokens for filling in into the prompt"),
+}
+NEUTRAL_OF_MESSAGE: dict[str, tuple[tuple[Any, ...], str]] = {
+    "tool_calls": (([],), NO_TOOLS),
+    "function_call": ((), NO_TOOLS),
+    "audio": ((), "kvchat reads text"),
+    "refusal": (("",), "write it as content"),
+    "annotations": (([],), "kvchat's models see none"),
+    "name": (("",), "kvchat's models see no names"),
+}
+
+
+def _checked(neutral: Mapping[str, tuple[tuple[Any, ...], str]], value: Any, info: ValidationInfo) -> Any:
+    accepted, reason = neutral[str(info.field_name)]
+    if value is not None and value not in accepted:
+        raise ValueError(reason)
+    return value
+
+
+def _joined(content: Any) -> Any:
+    """The text of a message, which may come in parts."""
+    if not isinstance(content, list):
+        return content
+    for part in content:
+        if not isinstance(part, dict) or part.keys() != {"type", "text"} or part["type"] != "text":
+            raise ValueError('each part must be {"type": "text", "text": "..."}: kvchat reads text')
+    return "\n".join(part["text"] if isinstance(part["text"], str) else "" for part in content)
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class Message(Body):
+    role: str
+    content: Annotated[str, BeforeValidator(_joined)]
+    reasoning_content: str | None = None
+    tool_calls: Any = None
+    function_call: Any = None
+    audio: Any = None
+    refusal: Any = None
+    annotations: Any = None
+    name: Any = None
+
+    @field_validator(*NEUTRAL_OF_MESSAGE)
+    @classmethod
+    def _asks_for_nothing(cls, value: Any, info: ValidationInfo) -> Any:
+        return _checked(NEUTRAL_OF_MESSAGE, value, info)
+
+    @field_validator("role")
+    @classmethod
+    def _is_known(cls, role: str) -> str:
+        if role not in ROLES:
+            raise ValueError(NO_TOOLS if role in ("tool", "function") else f"must be one of {', '.join(ROLES)}")
+        return role
+
+    def turn(self) -> Turn:
+        """The message for the engine; a thought stands before what was said, as the model wrote it."""
+        thought = f"{TAGS[0]}\n{self.reasoning_content}\n{end_of(TAGS[0])}\n\n" if self.reasoning_content else ""
+        return Turn(ROLES[self.role], thought + self.content)
+
+
+class KvchatFields(Body):
+    """kvchat's own: the mode that a request is answered in, by default that of the server."""
+
+    mode: str | None = None
+    budget: int | None = None
+    params: dict[str, Any] = Field(default_factory=dict)
+
+    def variant(self, default: str) -> Variant:
+        """The mode, whose parameters are checked.
+
+        Raises:
+            Refusal: an unknown mode or parameter, or a value out of range.
+        """
+        mode = self.mode or default
+        params = {**self.params, **({} if self.budget is None else {"budget": self.budget})}
+        try:
+            modes.parse(mode, params)
+        except UsageError as error:
+            raise of_error(error, "kvchat") from None
+        return Variant(mode, params)
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class Asked(Body):
+    """What both kinds of requests have; ``UNUSED`` are for bookkeeping and change no answer."""
+
+    UNUSED: ClassVar = ("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key")
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: Annotated[list[str] | None, BeforeValidator(_listed), Field(max_length=MOST_STOPS)] = None
+    kvchat: KvchatFields = KvchatFields()
+    n: Any = None
+    presence_penalty: Any = None
+    frequency_penalty: Any = None
+    logit_bias: Any = None
+    logprobs: Any = None
+    user: Any = None
+    metadata: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+
+    @field_validator(*NEUTRAL, check_fields=False)
+    @classmethod
+    def _asks_for_nothing(cls, value: Any, info: ValidationInfo) -> Any:
+        return _checked(NEUTRAL, value, info)
+
+    @property
+    def streams_usage(self) -> bool:
+        """True if the stream is to end with the number of tokens."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def turns(self) -> tuple[Turn, ...]:
+        """The prompt for the engine."""
+        raise NotImplementedError
+
+    def most_tokens(self) -> int | None:
+        """The largest length of the answer that was asked for."""
+        return self.max_tokens
+
+    def sampling(self, default: Sampling) -> Sampling:
+        """The way tokens are drawn: that of the server, and what was asked for.
+
+        Raises:
+            Refusal: a value is out of range.
+        """
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop")
+        given = {name: getattr(self, name) for name in names} | {"max_new_tokens": self.most_tokens()}
+        try:
+            return checked_sampling(default, **{name: value for name, value in given.items() if value is not None})
+        except UsageError as error:
+            name = error.title.split()[0]
+            raise of_error(error, "max_tokens" if name == "max_new_tokens" else name) from None
+
+    def template_args(self, load: Load, loaded: Loaded) -> tuple[str, ...]:
+        """The variables of the chat template: those of the server, and what was asked for.
+
+        Raises:
+            Refusal: the template does not look at one.
+        """
+        return load.template_args
+
+
+class ChatRequest(Asked):
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    top_logprobs: Any = None
+    response_format: Any = None
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: Any = None
+    functions: Any = None
+    function_call: Any = None
+    modalities: Any = None
+    audio: Any = None
+    prediction: Any = None
+    web_search_options: Any = None
+    verbosity: Any = None
+    store: Any = None
+
+    def turns(self) -> tuple[Turn, ...]:
+        """The messages."""
+        return tuple(message.turn() for message in self.messages)
+
+    def most_tokens(self) -> int | None:
+        """The largest length of the answer that was asked for."""
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    def template_args(self, load: Load, loaded: Loaded) -> tuple[str, ...]:
+        """The variables of the chat template: those of the server, and what was asked for.
+
+        Raises:
+            Refusal: the template does not look at one.
+        """
+        given = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:
+            given["reasoning_effort"] = self.reasoning_effort
+        known = loaded.template_variables
+        for name in given:
+            if name not in known:
+                raise invalid(f"The model's chat template does not look at {name}, only at {_names(known)}.", name)
+        kept = [text for text in load.template_args if text.partition("=")[0] not in given]
+        args = (*kept, *(f"{name}={json.dumps(value)}" for name, value in given.items()))
+        try:
+            parse_args(args)
+        except UsageError as error:
+            raise of_error(error, "chat_template_kwargs") from None
+        return args
+
+
+class TextRequest(Asked):
+    prompt: Annotated[str, BeforeValidator(lambda value: _only(value))]
+    best_of: Any = None
+    echo: Any = None
+    suffix: Any = None
+
+    def turns(self) -> tuple[Turn, ...]:
+        """The text as it is."""
+        return (Turn("text", self.prompt),)
+
+
+class TokenizeRequest(Body):
+    """The text, or the messages, whose tokens are asked for."""
+
+    content: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1)
+
+    def turns(self) -> tuple[Turn, ...]:
+        """What is to be tokenized.
+
+        Raises:
+            Refusal: both, or neither.
+        """
+        if (self.content is None) == (self.messages is None):
+            raise invalid("Give content, a text, or messages.")
+        if self.messages is not None:
+            return tuple(message.turn() for message in self.messages)
+        return (Turn("text", self.content or ""),)
+
+
+def _only(value: Any) -> Any:
+    if isinstance(value, list):
+        if len(value) != 1 or not isinstance(value[0], str):
+            raise ValueError("one text is continued at a time, given as a text")
+        return value[0]
+    return value
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(names) or "none"

@@ -1,0 +1,117 @@
+"""The server's process: an address, the engine's child, and an end by Ctrl+C."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from kvchat.errors import UsageError
+from kvchat.protocol.messages import Load, Sampling
+from kvchat.serve.app import application
+from kvchat.serve.engine import Engine
+
+LOCAL = ("127.0.0.1", "localhost", "::1")
+LAST_ANSWERS_S = 5  # what the end may wait for answers in progress
+
+
+@dataclass(frozen=True)
+class Options:
+    """Where the server listens and whom it answers; ``queue`` requests may wait."""
+
+    host: str
+    port: int
+    queue: int
+    key: str = ""
+    origins: Sequence[str] = ()
+
+
+def serve(
+    load: Load,
+    sampling: Sampling,
+    is_limited: bool,
+    options: Options,
+    log_file: Path,
+    show: Callable[[str], None],
+    say: Callable[[str], None],
+    command: Sequence[str] | None = None,
+) -> None:
+    """Answer requests until a signal ends it; ``show`` and ``say`` as ``Engine``.
+
+    Raises:
+        UsageError: the address cannot be used; EngineError: the model cannot be loaded.
+    """
+    listening = _listen(options.host, options.port)
+    engine = Engine(load, log_file, options.queue, show, say, command)
+    is_local = options.host in LOCAL
+    app = application(engine, sampling, is_limited, options.key, is_local, options.origins)
+    host, port = listening.getsockname()[:2]
+    say(f"http://{f'[{host}]' if ':' in host else host}:{port}/v1 · Ctrl+C ends it")
+    if not (is_local or options.key):
+        say("Everyone who reaches this address can use it: --api-key KEY, or KVCHAT_API_KEY, lets in who has the key.")
+    quiet = uvicorn.Config(
+        app,
+        log_level="error",
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=LAST_ANSWERS_S,
+        server_header=False,
+    )
+    asyncio.run(_serve(engine, quiet, listening))
+
+
+async def _serve(engine: Engine, config: uvicorn.Config, listening: socket.socket) -> None:
+    server = Server(config, engine)
+    working, serving = asyncio.create_task(engine.run()), asyncio.create_task(server.serve([listening]))
+    try:
+        await asyncio.wait((working, serving), return_when=asyncio.FIRST_COMPLETED)
+        server.should_exit = True
+        await serving
+        if working.done():
+            await working
+    finally:
+        working.cancel()
+        await engine.close()
+
+
+class Server(uvicorn.Server):
+    """Ends by SIGINT or SIGTERM, the answer in progress with it; a second SIGINT does not wait."""
+
+    def __init__(self, config: uvicorn.Config, engine: Engine) -> None:
+        super().__init__(config)
+        self._engine = engine
+        self._loop = asyncio.get_running_loop()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Take signals, and raise them no more at the end: they were obeyed."""
+        taken = (signal.SIGINT, signal.SIGTERM)
+        before = {each: signal.signal(each, self.handle_exit) for each in taken}
+        try:
+            yield
+        finally:
+            for each, handler in before.items():
+                signal.signal(each, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Take no more requests."""
+        super().handle_exit(sig, frame)
+        self._loop.call_soon_threadsafe(self._engine.close_door)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(address[:2], family=family, backlog=128)
+    except (OSError, OverflowError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise UsageError(
+            f"{host}:{port} cannot be used.", f"{why}.", "Another: --port 0 takes one that is free."
+        ) from None
