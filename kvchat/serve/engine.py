@@ -67,7 +67,7 @@ class Engine:
         limit: int,
         show: Callable[[str], None],
         say: Callable[[str], None],
-        command: Sequence[str] | None = None,
+        command: Sequence[str],
     ) -> None:
         self.load = load
         self.loaded: Loaded | None = None

@@ -76,6 +76,14 @@ def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _only(value: Any) -> Any:
+    if isinstance(value, list):
+        if len(value) != 1 or not isinstance(value[0], str):
+            raise ValueError("one text is continued at a time, given as a text")
+        return value[0]
+    return value
+
+
 class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -151,7 +159,7 @@ class Asked(Body):
     min_p: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
-    stop: Annotated[list[str] | None, BeforeValidator(_listed), Field(max_length=MOST_STOPS)] = None
+    stop: Annotated[Annotated[list[str], Field(max_length=MOST_STOPS)] | None, BeforeValidator(_listed)] = None
     kvchat: KvchatFields = KvchatFields()
     n: Any = None
     presence_penalty: Any = None
@@ -255,7 +263,7 @@ class ChatRequest(Asked):
 
 
 class TextRequest(Asked):
-    prompt: Annotated[str, BeforeValidator(lambda value: _only(value))]
+    prompt: Annotated[str, BeforeValidator(_only)]
     best_of: Any = None
     echo: Any = None
     suffix: Any = None
@@ -282,14 +290,6 @@ class TokenizeRequest(Body):
         if self.messages is not None:
             return tuple(message.turn() for message in self.messages)
         return (Turn("text", self.content or ""),)
-
-
-def _only(value: Any) -> Any:
-    if isinstance(value, list):
-        if len(value) != 1 or not isinstance(value[0], str):
-            raise ValueError("one text is continued at a time, given as a text")
-        return value[0]
-    return value
 
 
 def _names(names: Sequence[str]) -> str:

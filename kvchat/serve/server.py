@@ -17,6 +17,7 @@ from kvchat.errors import UsageError
 from kvchat.protocol.messages import Load, Sampling
 from kvchat.serve.app import application
 from kvchat.serve.engine import Engine
+from kvchat.tui.client import ENGINE
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 LAST_ANSWERS_S = 5  # what the end may wait for answers in progress
@@ -41,7 +42,6 @@ def serve(
     log_file: Path,
     show: Callable[[str], None],
     say: Callable[[str], None],
-    command: Sequence[str] | None = None,
 ) -> None:
     """Answer requests until a signal ends it; ``show`` and ``say`` as ``Engine``.
 
@@ -49,7 +49,7 @@ def serve(
         UsageError: the address cannot be used; EngineError: the model cannot be loaded.
     """
     listening = _listen(options.host, options.port)
-    engine = Engine(load, log_file, options.queue, show, say, command)
+    engine = Engine(load, log_file, options.queue, show, say, ENGINE)
     is_local = options.host in LOCAL
     app = application(engine, sampling, is_limited, options.key, is_local, options.origins)
     host, port = listening.getsockname()[:2]

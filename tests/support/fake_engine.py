@@ -228,6 +228,9 @@ class FakeEngine:
             self.tell_details()
         elif isinstance(command, Peek):
             send(Peeked(command.start, command.end, " ".join(self.stored[command.start : command.end])))
+        elif isinstance(command, messages.Tokenize):
+            words = " ".join(turn.content for turn in command.turns).split()
+            send(messages.Tokenized(tuple(range(len(words)))))
         elif isinstance(command, Plan):
             self.plan(command)
 

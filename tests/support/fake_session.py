@@ -83,7 +83,9 @@ class FakeSession:
         turns: Sequence[Turn],
         sampling: Sampling,
         between: Callable[[int], None] | None = None,
-        conversation: str = "",
+        conversation: str | None = "",
+        variant: Variant | None = None,
+        template_args: Sequence[str] | None = None,
     ) -> Iterator[Event]:
         self.canceled.clear()
         self.asked.append((tuple(turns), sampling))

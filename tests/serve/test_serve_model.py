@@ -1,0 +1,316 @@
+"""The server with the bundled model, asked by OpenAI's client and by plain HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+from openai import BadRequestError, OpenAI
+from prometheus_client.parser import text_string_to_metric_families
+from support.patience import wait_until
+from support.served import Served, messages, serving
+
+pytestmark = pytest.mark.slow("the bundled model is loaded by the server's child")
+QUESTION = "What is the capital of France?"
+SEA = "The sea was calm and the whale went on. " * 40
+STORY = "Tell me a story about a whale that has lost its way."
+TITLE = "### Task: give a title of three words to this talk. " + SEA
+GREEDY = {"model": "bundled", "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def client(bundled: Served):
+    with bundled.client() as client:
+        yield client
+
+
+def cached(answer) -> int:
+    return answer.usage.prompt_tokens_details.cached_tokens
+
+
+# ---- answers
+
+
+def test_answers_are_those_of_kvchat_ask(client: OpenAI):
+    command = [sys.executable, "-m", "kvchat", "ask", QUESTION, "--system", "Be brief.", "--temperature", "0", "--json"]
+    result = json.loads(subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, check=True).stdout)
+    said = [{"role": "developer", "content": "Be brief."}, *messages(QUESTION)]
+    answer = client.chat.completions.create(messages=said, **GREEDY)
+    choice = answer.choices[0]
+    assert (choice.message.content, choice.finish_reason) == (result["text"], "stop")
+    assert answer.usage.completion_tokens == result["stats"]["generated_tokens"]
+    assert answer.usage.prompt_tokens == result["stats"]["prompt_tokens"]
+    in_parts = [{"role": "system", "content": [{"type": "text", "text": "Be brief."}]}, *messages(QUESTION)]
+    assert client.chat.completions.create(messages=in_parts, **GREEDY).choices[0].message.content == result["text"]
+
+
+def test_a_stream_says_the_same_in_pieces(client: OpenAI):
+    whole = client.chat.completions.create(messages=messages(STORY), max_tokens=60, **GREEDY)
+    asked = {"messages": messages(STORY), "max_completion_tokens": 60, "stream": True, **GREEDY}
+    pieces = list(client.chat.completions.create(**asked, stream_options={"include_usage": True}))
+    assert pieces[0].choices[0].delta.role == "assistant"
+    told = [piece.choices[0].delta.content or "" for piece in pieces if piece.choices]
+    assert len([text for text in told if text]) > 3
+    assert "".join(told) == whole.choices[0].message.content
+    assert pieces[-2].choices[0].finish_reason == whole.choices[0].finish_reason == "length"
+    assert pieces[-1].usage.completion_tokens == whole.usage.completion_tokens == 60
+    assert pieces[-1].choices == []
+    assert len({piece.id for piece in pieces}) == 1
+    assert all(piece.usage is None for piece in client.chat.completions.create(**asked))
+
+
+def test_a_text_goes_on_without_the_template(client: OpenAI):
+    asked = {"prompt": "Once upon a time, there was", "max_tokens": 24, **GREEDY}
+    whole = client.completions.create(**asked)
+    text = whole.choices[0].text
+    assert len(text.split()) > 8
+    assert "".join(piece.choices[0].text for piece in client.completions.create(**asked, stream=True)) == text
+    word = text.split()[5]
+    stopped = client.completions.create(**asked, stop=[word])
+    assert stopped.choices[0].finish_reason == "stop"
+    assert stopped.choices[0].text == text[: text.index(word)]
+
+
+def test_what_draws_tokens_counts(client: OpenAI):
+    def drawn(**fields) -> str:
+        asked = {"model": "bundled", "messages": messages(STORY), "max_tokens": 24, "temperature": 1.0} | fields
+        extra = {name: asked.pop(name) for name in ("top_k", "repetition_penalty") if name in asked}
+        return client.chat.completions.create(**asked, extra_body=extra).choices[0].message.content
+
+    assert drawn(seed=3) == drawn(seed=3) != drawn(seed=4)
+    greedy = drawn(temperature=0)
+    assert drawn(top_k=1) == drawn(top_p=1e-6) == greedy
+    assert drawn(temperature=0, repetition_penalty=5.0) != greedy
+
+
+def test_tokens_are_counted_before_they_are_read(bundled: Served):
+    body = {"messages": messages(QUESTION, "Paris.", STORY)}
+    answer = bundled.ask("/v1/chat/completions", body | {"max_tokens": 1}).json
+    counted = bundled.ask("/v1/chat/completions/input_tokens", body).json["input_tokens"]
+    tokens = bundled.ask("/tokenize", body).json
+    assert counted == answer["usage"]["prompt_tokens"] == tokens["count"] == len(tokens["tokens"])
+    assert bundled.ask("/tokenize", {"content": "whale"}).json["count"] < 4
+    assert bundled.ask("/tokenize", {}).status == bundled.ask("/tokenize", body | {"content": "a"}).status == 400
+
+
+# ---- what is not read again
+
+
+def test_a_talk_is_not_read_again_whatever_comes_between(client: OpenAI):
+    said = [SEA + "Who was calm?"]
+    answer = client.chat.completions.create(messages=messages(*said), max_tokens=16, **GREEDY)
+    for question in ("And the whale?", "And then?"):
+        title = client.chat.completions.create(messages=messages(TITLE), max_tokens=4, **GREEDY)
+        assert title.kvchat["mode"] == "full"
+        said += [answer.choices[0].message.content, question]
+        stored = answer.usage.total_tokens
+        answer = client.chat.completions.create(messages=messages(*said), max_tokens=16, **GREEDY)
+        assert cached(answer) in (stored, stored - 1)
+        assert answer.kvchat["resumed"]["from"] == "memory"
+        assert answer.timings["cache_n"] == cached(answer)
+        assert answer.timings["prompt_n"] == answer.usage.prompt_tokens - cached(answer) < 30
+    again = client.chat.completions.create(messages=messages(TITLE), max_tokens=4, **GREEDY)
+    assert cached(again) == again.usage.prompt_tokens - 1
+
+
+def test_talks_are_kept_on_disk_where_asked_and_an_engine_that_dies_costs_no_reading(tmp_path):
+    said = [SEA + "Who was calm?"]
+    with serving(tmp_path, "--keep") as served:
+        answer = served.chat(*said, max_tokens=8).json
+        said += [answer["choices"][0]["message"]["content"], "And then?"]
+        folder = tmp_path / "served"
+        wait_until(lambda: folder.is_dir() and list(folder.iterdir()))
+        children = subprocess.run(["pgrep", "-P", str(served.process.pid)], capture_output=True, text=True, check=True)
+        os.kill(int(children.stdout.split()[0]), signal.SIGKILL)
+        wait_until(lambda: served.figure("engine_restarts") == 1)
+        wait_until(lambda: served.ask("/health").status == 200)
+        second = served.chat(*said, max_tokens=8).json
+        assert second["kvchat"]["resumed"]["from"] == "disk"
+        assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= answer["usage"]["prompt_tokens"]
+    with serving(tmp_path) as served:
+        assert served.chat(*said, max_tokens=8).json["kvchat"]["resumed"] is None
+
+
+# ---- modes
+
+
+def test_each_request_has_its_own_mode(client: OpenAI, bundled: Served):
+    def ask(**fields):
+        body = {"kvchat": fields} if fields else {}
+        return client.chat.completions.create(messages=messages(SEA), max_tokens=12, extra_body=body, **GREEDY)
+
+    full = ask()
+    narrow = ask(mode="streaming", budget=128, params={"sink": 8})
+    assert (narrow.kvchat["mode"], narrow.kvchat["params"]["budget"], narrow.kvchat["params"]["sink"]) == (
+        "streaming",
+        128,
+        8,
+    )
+    assert narrow.kvchat["read"] < narrow.kvchat["stored"] / 2
+    assert 0 < narrow.kvchat["coverage"] < 1
+    assert narrow.kvchat["reduced"] > 0
+    assert ask(mode="speculative").kvchat["params"]["budget"] != 128
+    again = ask()
+    assert (again.kvchat["mode"], again.kvchat["read_share"]) == ("full", 1.0)
+    assert again.choices[0].message.content == full.choices[0].message.content
+    for wrong in ({"mode": "fast"}, {"budget": 64}, {"mode": "streaming", "budget": 1}, {"params": {"sinks": 3}}):
+        refused = bundled.chat(SEA, kvchat=wrong)
+        assert refused.status == 400, wrong
+        assert refused.error["message"]
+
+
+def test_the_server_has_a_mode_and_limits_of_its_own(tmp_path):
+    flags = ("--mode", "streaming", "--budget", "256", "--max-new-tokens", "5", "--temperature", "0")
+    with serving(tmp_path, *flags) as served:
+        answer = served.ask("/v1/chat/completions", {"messages": messages(STORY)}).json
+        assert (answer["kvchat"]["mode"], answer["kvchat"]["params"]["budget"]) == ("streaming", 256)
+        assert (answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]) == (5, "length")
+        full = served.chat(STORY, kvchat={"mode": "full"}, max_tokens=7).json
+        assert (full["kvchat"]["mode"], full["usage"]["completion_tokens"]) == ("full", 7)
+
+
+def test_variables_of_the_template_are_of_the_request(tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text(
+        "{% if shout %}LOUD {% endif %}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+    )
+    with serving(tmp_path, "--chat-template", str(template)) as served:
+
+        def count(**fields) -> int:
+            body = {"messages": messages(QUESTION), **fields}
+            return served.ask("/v1/chat/completions/input_tokens", body).json["input_tokens"]
+
+        assert count(chat_template_kwargs={"shout": True}) > count() == count(chat_template_kwargs={"shout": False})
+        refused = served.chat(QUESTION, chat_template_kwargs={"whisper": True})
+        assert (refused.status, refused.error["param"]) == (400, "whisper")
+        assert "shout" in refused.error["message"]
+        assert served.chat(QUESTION, reasoning_effort="low").status == 400
+
+
+# ---- refusals
+
+
+def test_a_talk_longer_than_the_context_is_refused_with_numbers(client: OpenAI):
+    with pytest.raises(BadRequestError) as caught:
+        client.chat.completions.create(messages=messages("word " * 20_000), **GREEDY)
+    assert caught.value.type == "exceed_context_size_error"
+    assert caught.value.code == "context_length_exceeded"
+    assert caught.value.body["n_prompt_tokens"] > 20_000 > caught.value.body["n_ctx"] == 16384
+    with pytest.raises(BadRequestError):
+        client.chat.completions.create(messages=messages("word " * 20_000), stream=True, **GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"n": 2}, "n"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"frequency_penalty": -1}, "frequency_penalty"),
+        ({"logit_bias": {"5": 3}}, "logit_bias"),
+        ({"logprobs": True}, "logprobs"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"messages": [{"role": "tool", "content": "a", "tool_call_id": "1"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
+        ({"messages": messages("Hi.", "Hello.")[1:]}, None),
+        ({"messages": []}, "messages"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "0.5"}, "temperature"),
+        ({"top_p": 2}, "top_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": [""]}, "stop"),
+        ({"mirostat": 2}, "mirostat"),
+        ({"seed": -(2**70)}, "seed"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_nothing_is_accepted_and_ignored(bundled: Served, fields, param):
+    refused = bundled.ask("/v1/chat/completions", {"messages": messages(QUESTION), **fields})
+    assert refused.status == 400
+    assert refused.error["type"] == "invalid_request_error"
+    assert refused.error["param"] == param
+    assert refused.error["message"]
+
+
+def test_what_asks_for_nothing_is_accepted(bundled: Served):
+    neutral = {
+        "n": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "logprobs": False, "tools": [],
+        "response_format": {"type": "text"}, "tool_choice": "none", "user": "me", "metadata": {"a": "b"}, "stop": None,
+        "stream": False, "seed": 1, "store": False, "top_p": 1, "min_p": 0, "top_k": 0, "max_tokens": 4,
+    }  # fmt: skip
+    assert bundled.chat(QUESTION, **neutral).status == 200
+    said = {"role": "assistant", "content": "Paris.", "refusal": None, "tool_calls": None, "audio": None}
+    body = {"messages": [*messages(QUESTION), said, *messages("Sure?")], "max_tokens": 4}
+    assert bundled.ask("/v1/chat/completions", body).status == 200
+
+
+# ---- figures
+
+
+def test_prometheus_reads_the_figures(bundled: Served):
+    before = bundled.figure("tokens_predicted_total")
+    answer = bundled.chat(STORY, max_tokens=9).json
+    families = {one.name: one for one in text_string_to_metric_families(bundled.ask("/metrics").text)}
+    drawn = families["kvchat:tokens_predicted"]
+    assert drawn.type == "counter"
+    assert drawn.samples[0].value == before + answer["usage"]["completion_tokens"]
+    assert families["kvchat:kv_tokens"].samples[0].value == answer["kvchat"]["stored"]
+    assert families["kvchat:time_to_first_token_seconds"].type == "histogram"
+    assert all(re.fullmatch(r"kvchat:[a-z_]+", name) for name in families)
+
+
+# ---- many at once
+
+
+def resident(served: Served) -> float:
+    return served.figure("process_bytes")
+
+
+def test_many_clients_get_their_own_answers_and_read_little_again(tmp_path):
+    """Eight clients, 200 requests in mixed order: talks that go on, and titles that come between."""
+    rounds, clients = 25, 8
+    with serving(tmp_path) as served:
+        problems: list[str] = []
+        reread: list[int] = []
+        levels: list[float] = []
+
+        def talk(number: int) -> None:
+            with served.client() as client:
+                said, stored = [f"My number is {number}{number}{number}. {SEA[:400]}Which number is mine?"], 0
+                for turn in range(rounds):
+                    if turn % 5 == number % 5:
+                        title = messages(f"Title {number}: {TITLE[:300]}")
+                        client.chat.completions.create(messages=title, max_tokens=4, **GREEDY)
+                        continue
+                    answer = client.chat.completions.create(messages=messages(*said), max_tokens=6, **GREEDY)
+                    text = answer.choices[0].message.content
+                    reread.append(max(0, stored - cached(answer)))
+                    stored = cached(answer) + answer.timings["prompt_n"] + answer.usage.completion_tokens - 1
+                    alone = told.setdefault(tuple(said), text)
+                    if alone != text:
+                        problems.append(f"{number}: {text!r} is not {alone!r}")
+                    said += [text, f"And {number}{turn}?"]
+                    levels.append(resident(served))
+
+        told: dict[tuple[str, ...], str] = {}
+        threads = [threading.Thread(target=talk, args=(number,)) for number in range(clients)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not problems
+        assert len(told) == clients * rounds * 4 // 5
+        assert sum(reread) == 0
+        half = len(levels) // 2
+        assert max(levels[half:]) < 1.25 * max(levels[:half])
+        for said, text in list(told.items())[::20]:  # alone, from nothing
+            again = served.chat(*said, max_tokens=6).json
+            assert again["choices"][0]["message"]["content"] == text

@@ -1,0 +1,15 @@
+"""``kvchat`` as a program, whose server has the fake engine."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from kvchat.cli.main import main
+from kvchat.serve import server
+
+FAKE_ENGINE = Path(__file__).with_name("fake_engine.py")
+
+if __name__ == "__main__":
+    server.ENGINE = (sys.executable, str(FAKE_ENGINE))
+    main()
