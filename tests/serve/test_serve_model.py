@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from pathlib import Path
 
 import pytest
 from openai import BadRequestError, OpenAI
@@ -28,6 +30,15 @@ GREEDY = {"model": "bundled", "temperature": 0}
 def client(bundled: Served):
     with bundled.client() as client:
         yield client
+
+
+def stays(folder: Path) -> bool:
+    """True if something is in the folder and does not grow for a second."""
+    sizes = []
+    for _ in range(2):
+        sizes.append([file.stat().st_size for file in folder.iterdir()] if folder.is_dir() else [])
+        time.sleep(1)
+    return bool(sizes[0]) and sizes[0] == sizes[1]
 
 
 def cached(answer) -> int:
@@ -125,7 +136,7 @@ def test_talks_are_kept_on_disk_where_asked_and_an_engine_that_dies_costs_no_rea
         answer = served.chat(*said, max_tokens=8).json
         said += [answer["choices"][0]["message"]["content"], "And then?"]
         folder = tmp_path / "served"
-        wait_until(lambda: folder.is_dir() and list(folder.iterdir()))
+        wait_until(lambda: stays(folder))
         children = subprocess.run(["pgrep", "-P", str(served.process.pid)], capture_output=True, text=True, check=True)
         os.kill(int(children.stdout.split()[0]), signal.SIGKILL)
         wait_until(lambda: served.figure("engine_restarts") == 1)
