@@ -28,11 +28,13 @@ def serve(resolved: Resolved, host: str, port: int, key: str, origins: Sequence[
             f"Run: {libraries.extra('serve')}",
         )
     from kvchat.serve import server
+    from kvchat.serve.requests import Defaults
 
     chosen = resolved.settings
     checkpoint.locate(chosen.model.name, progress)  # a wrong name is refused before anyone is told an address
     is_kept = chosen.ui.conversations and is_asked_for(resolved, ("ui", "conversations"))
     load = replace(load_of(chosen), keeping=keeping(chosen, is_kept, paths.served_kv_dir()))
     is_limited = ("sampling", "max_new_tokens") in resolved.origins
+    defaults = Defaults(chosen.sampling.sampling(), is_limited, chosen.model.system)
     options = server.Options(host, port, queue, key, origins)
-    server.serve(load, chosen.sampling.sampling(), is_limited, options, paths.log_file(), progress, note)
+    server.serve(load, defaults, options, paths.log_file(), progress, note)

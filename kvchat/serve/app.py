@@ -8,7 +8,6 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -23,11 +22,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvchat.protocol.figures import Stats
-from kvchat.protocol.messages import Chat, Finished, Loaded, Sampling, Started, Tokenize, Tokenized
+from kvchat.protocol.messages import Chat, Finished, Loaded, Started, Tokenize, Tokenized
 from kvchat.serve.answers import Answer
 from kvchat.serve.engine import Ended, Engine, Job
 from kvchat.serve.refusals import Refusal, invalid, of_body, unavailable
-from kvchat.serve.requests import Asked, ChatRequest, TextRequest, TokenizeRequest
+from kvchat.serve.requests import Asked, ChatRequest, Defaults, TextRequest, TokenizeRequest
 from kvchat.units import size
 
 PING_S = 10.0  # without a byte some clients and proxies give up
@@ -123,13 +122,11 @@ class Figures:
 
 
 class Service:
-    """The routes. ``sampling`` is what a request leaves open; an answer is as long as the context leaves room for, if
-    ``is_limited`` is not set."""
+    """The routes."""
 
-    def __init__(self, engine: Engine, sampling: Sampling, is_limited: bool) -> None:
+    def __init__(self, engine: Engine, defaults: Defaults) -> None:
         self._engine = engine
-        self._sampling = sampling
-        self._is_limited = is_limited
+        self._defaults = defaults
         self._figures = Figures(engine)
         self._created = int(time.time())
 
@@ -176,13 +173,14 @@ class Service:
         """Count the tokens of a chat's prompt."""
         asked = await parsed(request, ChatRequest)
         self._check_model(asked.model)
-        ids = await self._ids(request, Tokenize(asked.turns(), asked.template_args(self._engine.load, self._loaded())))
+        args = asked.template_args(self._engine.load, self._loaded())
+        ids = await self._ids(request, Tokenize(asked.turns(self._defaults), args))
         return JSONResponse({"object": "response.input_tokens", "input_tokens": len(ids)})
 
     async def tokenize(self, request: Request) -> Response:
         """The tokens of a text, or of messages, as the model is given them."""
         asked = await parsed(request, TokenizeRequest)
-        ids = await self._ids(request, Tokenize(asked.turns(), self._engine.load.template_args))
+        ids = await self._ids(request, Tokenize(asked.turns(self._defaults), self._engine.load.template_args))
         return JSONResponse({"tokens": ids, "count": len(ids), "n_ctx": self._loaded().context})
 
     # ---- inside
@@ -227,10 +225,9 @@ class Service:
     async def _answer(self, request: Request, asked: Asked, is_chat: bool) -> Response:
         loaded = self._loaded()
         self._check_model(asked.model)
-        default = self._sampling if self._is_limited else replace(self._sampling, max_new_tokens=loaded.context)
         command = Chat(
-            asked.turns(),
-            asked.sampling(default),
+            asked.turns(self._defaults),
+            asked.sampling(self._defaults, loaded.context),
             conversation=None,
             variant=asked.kvchat.variant(self._engine.load.mode),
             template_args=asked.template_args(self._engine.load, loaded),
@@ -334,8 +331,7 @@ async def parsed(request: Request, kind: type[B]) -> B:
 
 def application(
     engine: Engine,
-    sampling: Sampling,
-    is_limited: bool,
+    defaults: Defaults,
     key: str = "",
     is_local: bool = True,
     origins: Sequence[str] = (),
@@ -350,7 +346,7 @@ def application(
         Exception: _failed,
     }
     return Starlette(
-        routes=Service(engine, sampling, is_limited).routes(),
+        routes=Service(engine, defaults).routes(),
         middleware=[cors, guard] if origins else [guard],
         exception_handlers=handlers,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
@@ -82,6 +83,18 @@ def _only(value: Any) -> Any:
             raise ValueError("one text is continued at a time, given as a text")
         return value[0]
     return value
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What a request leaves open: how tokens are drawn, and the system prompt of messages without one.
+
+    ``is_limited``: answers are as long as ``sampling`` says; else as the model's context has room for.
+    """
+
+    sampling: Sampling = Sampling()
+    is_limited: bool = False
+    system: str = ""
 
 
 class Body(BaseModel):
@@ -182,7 +195,7 @@ class Asked(Body):
         """True if the stream is to end with the number of tokens."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
-    def turns(self) -> tuple[Turn, ...]:
+    def turns(self, defaults: Defaults) -> tuple[Turn, ...]:
         """The prompt for the engine."""
         raise NotImplementedError
 
@@ -190,7 +203,7 @@ class Asked(Body):
         """The largest length of the answer that was asked for."""
         return self.max_tokens
 
-    def sampling(self, default: Sampling) -> Sampling:
+    def sampling(self, defaults: Defaults, context: int) -> Sampling:
         """The way tokens are drawn: that of the server, and what was asked for.
 
         Raises:
@@ -198,6 +211,7 @@ class Asked(Body):
         """
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop")
         given = {name: getattr(self, name) for name in names} | {"max_new_tokens": self.most_tokens()}
+        default = defaults.sampling if defaults.is_limited else replace(defaults.sampling, max_new_tokens=context)
         try:
             return checked_sampling(default, **{name: value for name, value in given.items() if value is not None})
         except UsageError as error:
@@ -232,9 +246,9 @@ class ChatRequest(Asked):
     verbosity: Any = None
     store: Any = None
 
-    def turns(self) -> tuple[Turn, ...]:
+    def turns(self, defaults: Defaults) -> tuple[Turn, ...]:
         """The messages."""
-        return tuple(message.turn() for message in self.messages)
+        return _turns(self.messages, defaults)
 
     def most_tokens(self) -> int | None:
         """The largest length of the answer that was asked for."""
@@ -268,7 +282,7 @@ class TextRequest(Asked):
     echo: Any = None
     suffix: Any = None
 
-    def turns(self) -> tuple[Turn, ...]:
+    def turns(self, defaults: Defaults) -> tuple[Turn, ...]:
         """The text as it is."""
         return (Turn("text", self.prompt),)
 
@@ -279,7 +293,7 @@ class TokenizeRequest(Body):
     content: str | None = None
     messages: list[Message] | None = Field(None, min_length=1)
 
-    def turns(self) -> tuple[Turn, ...]:
+    def turns(self, defaults: Defaults) -> tuple[Turn, ...]:
         """What is to be tokenized.
 
         Raises:
@@ -288,8 +302,14 @@ class TokenizeRequest(Body):
         if (self.content is None) == (self.messages is None):
             raise invalid("Give content, a text, or messages.")
         if self.messages is not None:
-            return tuple(message.turn() for message in self.messages)
+            return _turns(self.messages, defaults)
         return (Turn("text", self.content or ""),)
+
+
+def _turns(messages: Sequence[Message], defaults: Defaults) -> tuple[Turn, ...]:
+    turns = tuple(message.turn() for message in messages)
+    has_own = not defaults.system or any(turn.role == "system" for turn in turns)
+    return turns if has_own else (Turn("system", defaults.system), *turns)
 
 
 def _names(names: Sequence[str]) -> str:

@@ -14,9 +14,10 @@ from types import FrameType
 import uvicorn
 
 from kvchat.errors import UsageError
-from kvchat.protocol.messages import Load, Sampling
+from kvchat.protocol.messages import Load
 from kvchat.serve.app import application
 from kvchat.serve.engine import Engine
+from kvchat.serve.requests import Defaults
 from kvchat.tui.client import ENGINE
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
@@ -36,8 +37,7 @@ class Options:
 
 def serve(
     load: Load,
-    sampling: Sampling,
-    is_limited: bool,
+    defaults: Defaults,
     options: Options,
     log_file: Path,
     show: Callable[[str], None],
@@ -51,7 +51,7 @@ def serve(
     listening = _listen(options.host, options.port)
     engine = Engine(load, log_file, options.queue, show, say, ENGINE)
     is_local = options.host in LOCAL
-    app = application(engine, sampling, is_limited, options.key, is_local, options.origins)
+    app = application(engine, defaults, options.key, is_local, options.origins)
     host, port = listening.getsockname()[:2]
     say(f"http://{f'[{host}]' if ':' in host else host}:{port}/v1 · Ctrl+C ends it")
     if not (is_local or options.key):

@@ -177,11 +177,15 @@ def test_each_request_has_its_own_mode(client: OpenAI, bundled: Served):
 
 
 def test_the_server_has_a_mode_and_limits_of_its_own(tmp_path):
-    flags = ("--mode", "streaming", "--budget", "256", "--max-new-tokens", "5", "--temperature", "0")
+    flags = ("--mode", "streaming", "--budget", "256", "--max-new-tokens", "5", "--temperature", "0", "--system", SEA)
     with serving(tmp_path, *flags) as served:
         answer = served.ask("/v1/chat/completions", {"messages": messages(STORY)}).json
         assert (answer["kvchat"]["mode"], answer["kvchat"]["params"]["budget"]) == ("streaming", 256)
         assert (answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]) == (5, "length")
+        assert answer["usage"]["prompt_tokens"] > 300
+        own = [{"role": "system", "content": "Be brief."}, *messages(STORY)]
+        said = served.ask("/v1/chat/completions", {"messages": own}).json
+        assert said["usage"]["prompt_tokens"] < 100
         full = served.chat(STORY, kvchat={"mode": "full"}, max_tokens=7).json
         assert (full["kvchat"]["mode"], full["usage"]["completion_tokens"]) == ("full", 7)
 
