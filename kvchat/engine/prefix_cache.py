@@ -142,6 +142,7 @@ class PrefixCache(Released):
         if conversation is None:
             conversation = self._continued(text, is_text(turns))
             if conversation == self._current:
+                self._truncate(self._common(self._loop.stored, text))  # a mode may be entered that would not hold more
                 return
         current = min(self._common(self._loop.stored, text), self._kv.state.first_quantized)
         sources = list(self._parked_sources(conversation, text)) if conversation else []

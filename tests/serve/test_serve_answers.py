@@ -1,0 +1,101 @@
+"""What clients read of an answer: its thought apart, the same in pieces as whole; and a command that needs packages."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.served import Served, messages
+
+from kvchat import libraries
+from kvchat.cli import serve as command
+from kvchat.config.sources import Resolved
+from kvchat.errors import UsageError
+from kvchat.protocol.figures import Stats
+from kvchat.protocol.messages import Finished, Load, Loaded, Started, Text, parse_args
+from kvchat.serve.answers import Answer, timings
+from kvchat.serve.requests import ChatRequest, Defaults
+
+THOUGHTFUL = "<think>\nThey ask, so </ I answer.\n</think>\n\nParis, </think> of course."
+
+
+def told(answer: Answer, text: str, cuts: list[int], reason: str) -> tuple[str, str]:
+    """The thought and what is said, from pieces that end at ``cuts``."""
+    places = [0, *sorted(cuts), len(text)]
+    pieces = [*answer.begin()]
+    for begin, end in itertools.pairwise(places):
+        answer.feed(Text(text[begin:end], 1))
+        pieces += answer.more()
+    pieces += answer.end(Finished(reason, text, Stats()), None)
+    deltas = [piece["choices"][0]["delta"] for piece in pieces]
+    return tuple("".join(delta.get(name, "") for delta in deltas) for name in ("reasoning_content", "content"))
+
+
+@given(
+    text=st.sampled_from([THOUGHTFUL, THOUGHTFUL.removeprefix("<think>\n"), "Paris, <think>.", "<thin", ""]),
+    begun=st.booleans(),
+    cuts=st.lists(st.integers(0, len(THOUGHTFUL)), max_size=9),
+    reason=st.sampled_from(["eos", "length"]),
+)
+def test_pieces_say_what_the_whole_says(text: str, begun: bool, cuts: list[int], reason: str) -> None:
+    started = Started(9, 0, "</think>" if begun else "")
+    answer, whole = Answer("m", is_chat=True), Answer("m", is_chat=True)
+    answer.feed(started)
+    whole.feed(started)
+    whole.feed(Text(text, 1))
+    message = whole.whole(Finished(reason, text, Stats()), None)["choices"][0]["message"]
+    cuts = [min(cut, len(text)) for cut in cuts]
+    assert told(answer, text, cuts, reason) == (message.get("reasoning_content", ""), message["content"])
+
+
+def test_a_thought_is_told_apart() -> None:
+    answer = Answer("m", is_chat=True)
+    answer.feed(Started(9, 0))
+    assert told(answer, THOUGHTFUL, [3, 30], "eos") == (
+        "They ask, so </ I answer.",
+        "Paris, </think> of course.",
+    )
+
+
+def test_times_are_those_that_were_measured() -> None:
+    stats = Stats(110, 10, 21, 131, prefill_tokens_per_s=50.0, decode_tokens_per_s=10.0)
+    assert timings(stats) == {
+        "cache_n": 10, "prompt_n": 100, "prompt_ms": 2000.0, "prompt_per_second": 50.0,
+        "predicted_n": 21, "predicted_ms": 2000.0, "predicted_per_second": 10.0,
+    }  # fmt: skip
+    assert timings(Stats(10, 10))["prompt_ms"] == 0.0
+
+
+def test_a_thought_that_comes_back_is_given_to_the_template() -> None:
+    said = {"role": "assistant", "content": "Paris.", "reasoning_content": "They ask."}
+    asked = ChatRequest.model_validate({"messages": [*messages("Where?"), said, *messages("Sure?")]})
+    turns = asked.turns(Defaults(system="Be brief."))
+    assert [turn.role for turn in turns] == ["system", "user", "assistant", "user"]
+    assert turns[2].content == "<think>\nThey ask.\n</think>\n\nParis."
+
+
+def test_variables_take_the_place_of_the_servers() -> None:
+    known = Loaded("m", "L", 1, "cpu", "float32", 64, 2, 2, 32, 64, "full", {}, template_variables=("depth", "other"))
+    asked = ChatRequest.model_validate({"messages": messages("a"), "chat_template_kwargs": {"depth": ["a", 2]}})
+    args = asked.template_args(Load(template_args=("depth=1", "other=x")), known)
+    assert parse_args(args) == {"depth": ["a", 2], "other": "x"}
+
+
+def test_a_silent_stream_is_kept_alive(fake: Served) -> None:
+    connection = fake.sent("/v1/chat/completions", {"messages": messages("hold"), "stream": True})
+    response = connection.getresponse()
+    lines = [response.readline() for _ in range(12)]
+    response.close()
+    connection.close()
+    assert lines.count(b": ping\n") > 1
+
+
+def test_without_its_packages_the_command_says_how_to_install_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libraries, "find_spec", lambda name: None if name == "prometheus_client" else name)
+    with pytest.raises(UsageError) as caught:
+        command.serve(Resolved.__new__(Resolved), "127.0.0.1", 0, "", (), 1)
+    assert "prometheus-client" in caught.value.detail
+    assert "install" in caught.value.hint
+    assert "starlette" in caught.value.hint
