@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvchat import thoughts
 from kvchat.engine.detokenizer import AnswerText
+from kvchat.engine.grammar import Grammar, Vocabulary
 from kvchat.engine.metrics import AnswerMetrics, MetricsCollector
 from kvchat.engine.mode_switcher import ModeSwitcher
 from kvchat.engine.prompt import Prompt, PromptEncoder, Stored, common_prefix, is_text
@@ -178,6 +179,7 @@ class AnswerLoop(Released):
         self._kv = runner.kv
         self._switcher = switcher
         self._metrics = metrics
+        self._vocabulary: Vocabulary | None = None  # of llguidance, once it is needed
         self._canceled = threading.Event()
         self.lock = SessionLock()
 
@@ -223,13 +225,16 @@ class AnswerLoop(Released):
 
     # ---- one answer
 
-    def answer(self, turns: Sequence[Turn], sampling: Sampling, between: Between) -> Iterator[Event]:
+    def answer(
+        self, turns: Sequence[Turn], sampling: Sampling, between: Between, json_schema: str = ""
+    ) -> Iterator[Event]:
         """``Session.answer``, after ``ask``."""
         with explained(self._kv, "answering"):
             prompt, pinned = self.encoder.encode(turns, self.stored), self.pinned(turns)
             prompt = prompt._replace(reused=self._kv.state.reusable(prompt.reused))
             sampler = Sampler(self.ending(turns, sampling), self._model.vocab, self._model.device, self._model.advised)
             self._switcher.check_prompt(len(prompt.ids))
+            grammar = self._grammar(json_schema) if json_schema else None
             self.token_ids = []
             self._switcher.narrow()
             self.forget(prompt.reused)  # first: what another conversation has pinned does not count
@@ -246,7 +251,7 @@ class AnswerLoop(Released):
             self._switcher.calibrate()
             self._runner.pin(pinned)
             sampler.see(prompt.ids)
-            yield from self._generate(logits, prompt, sampler, answer, between)
+            yield from self._generate(logits, prompt, sampler, answer, between, grammar, thought)
 
     def _generate(
         self,
@@ -255,14 +260,20 @@ class AnswerLoop(Released):
         sampler: Sampler,
         answer: AnswerMetrics,
         between: Between,
+        grammar: Grammar | None,
+        thought: str,
     ) -> Iterator[Event]:
+        """Draw and store tokens; those after the end of the ``thought`` are held to the ``grammar``."""
         sampling = sampler.sampling
         text, monitor = self.text_of(sampling, (), thoughts.goes_on(prompt.text)), RecoveryMonitor(sampler)
         prepared = None
         while not (reason := self._end_reason(text, sampling, between)):
             if due := monitor.take():
-                logits, text = yield from self._recover(monitor, due, logits, text, answer)
-            token = monitor.draw(logits, self._kv.mode)
+                logits, text = yield from self._recover(monitor, due, logits, text, answer, grammar)
+            held = grammar if thought in text.shown else None
+            token = monitor.draw(held.masked(logits) if held else logits, self._kv.mode)
+            if held:
+                held.take(token)
             answer.recovery = monitor.level
             answer.token()
             self.token_ids.append(token)
@@ -274,7 +285,7 @@ class AnswerLoop(Released):
                 yield Preparing(prepared.name)
             # On a GPU the step only begins here, and runs while the text is decoded and shown.
             most = min(sampling.max_new_tokens - len(self.token_ids), self._runner.rows - 1)
-            accepted, logits = self._advance(token, sampler, most)
+            accepted, logits = ([], self.step(token)) if grammar else self._advance(token, sampler, most)
             yield from self._shown(text, token)
             for number, draft in enumerate(accepted):
                 if text.stopped:
@@ -351,6 +362,7 @@ class AnswerLoop(Released):
         logits: Tensor,
         text: AnswerText,
         answer: AnswerMetrics,
+        grammar: Grammar | None,
     ) -> Generator[Event, None, tuple[Tensor, AnswerText]]:
         """Carry out one level; the logits and the text to go on from."""
         level, trigger = due
@@ -360,6 +372,8 @@ class AnswerLoop(Released):
         if level != "RR":
             return logits, text
         tokens = monitor.rewind()
+        if grammar:
+            grammar.go_back(tokens)
         answer.withdrawn += tokens
         del self.token_ids[-tokens:]
         kept = self.text_of(monitor.sampler.sampling, self.token_ids, text.in_thought)
@@ -482,6 +496,11 @@ class AnswerLoop(Released):
         """``sampling`` with the stop strings of the model and its template, which end no plain text."""
         own = () if is_text(turns) else (*self._model.advised.stop, *self.encoder.stop)
         return replace(sampling, stop=(*sampling.stop, *own))
+
+    def _grammar(self, json_schema: str) -> Grammar:
+        if self._vocabulary is None:
+            self._vocabulary = Vocabulary(self._model.tokenizer, self._model.vocab, self.ends)
+        return Grammar(self._vocabulary, json_schema)
 
     def text_of(self, sampling: Sampling, tokens: Sequence[int], in_thought: bool = False) -> AnswerText:
         """The text of an answer whose first ``tokens`` are known; one may go on ``in_thought``."""

@@ -183,6 +183,7 @@ class Session(Released):
         conversation: str | None = "",
         variant: Variant | None = None,
         template_args: Sequence[str] | None = None,
+        json_schema: str = "",
     ) -> Iterator[Event]:
         """Answer the last turn: ``Started``, ``Prefilled``*, ``Text``*, then one ``Finished``.
 
@@ -192,16 +193,17 @@ class Session(Released):
 
         Where ``conversation`` is not the current one the events of ``resume`` come first; afterwards its K/V are saved.
         None is the stored one that ``turns`` go on with, or else a new one. The answer is given in ``variant``, and
-        with these ``template_args`` instead of those in force, where they are not None; both stay.
+        with these ``template_args`` instead of those in force, where they are not None; both stay. With ``json_schema``
+        what is said after a thought is JSON that fits it.
 
         Raises:
-            UsageError: an empty prompt or a setting out of range.
+            UsageError: an empty prompt, a setting out of range, or a schema that llguidance does not know.
             DoesNotFitError: the conversation is longer than the model's context, or memory is short.
         """
         self._loop.ask()
         self._take(template_args)
         opened, entered = self._prefix_cache.open(conversation, turns), self._entered(variant)
-        answer = self._loop.answer(turns, sampling, between or _nothing)
+        answer = self._loop.answer(turns, sampling, between or _nothing, json_schema)
         return self._loop.lock.in_turn(self._saving(opened, entered, answer))
 
     def _take(self, template_args: Sequence[str] | None) -> None:

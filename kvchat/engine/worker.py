@@ -267,7 +267,7 @@ class Server:
         self._snapshot()
 
     def _answer(self, session: Session, chat: Chat) -> Iterator[Event]:
-        more = (self._between, chat.conversation, chat.variant, chat.template_args)
+        more = (self._between, chat.conversation, chat.variant, chat.template_args, chat.json_schema)
         events = session.answer(chat.turns, chat.sampling, *more)
         if not chat.is_final:
             return events

@@ -118,7 +118,7 @@ class Chat:
     ``turns`` ends with a user turn, or with an assistant turn that is to be continued. ``conversation`` is its id,
     empty for one whose K/V are not kept, None for the stored one that the turns go on with or else a new one. It is
     answered in ``variant`` and with ``template_args``, as ``SetTemplateArgs`` has them; None leaves what is in force.
-    ``is_final``: text comes when recovery can no longer take it back.
+    ``is_final``: text comes when recovery can no longer take it back. What is said is held to ``json_schema``, a text.
     """
 
     turns: tuple[Turn, ...]
@@ -127,6 +127,7 @@ class Chat:
     variant: Variant | None = None
     template_args: tuple[str, ...] | None = None
     is_final: bool = False
+    json_schema: str = ""
 
 
 @dataclass(frozen=True)

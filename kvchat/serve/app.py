@@ -232,6 +232,7 @@ class Service:
             variant=asked.kvchat.variant(self._engine.load.mode),
             template_args=asked.template_args(self._engine.load, loaded),
             is_final=True,
+            json_schema=asked.json_schema(),
         )
         answer = Answer(loaded.model, is_chat, asked.streams_usage)
         async with self._submitted(request, command) as job:

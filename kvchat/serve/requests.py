@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from kvchat.config import modes
 from kvchat.config.schema import checked_sampling
@@ -32,7 +32,6 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "logit_bias": (({},), "kvchat's sampler has none"),
     "logprobs": ((False,), "kvchat tells no probabilities"),
     "top_logprobs": ((0,), "kvchat tells no probabilities"),
-    "response_format": (({"type": "text"},), "kvchat does not hold an answer to a grammar"),
     "tools": (([],), NO_TOOLS),
     "tool_choice": (("none", "auto"), NO_TOOLS),
     "functions": (([],), NO_TOOLS),
@@ -152,6 +151,31 @@ class KvchatFields(Body):
         return Variant(mode, params)
 
 
+class JsonSchema(Body):
+    name: str = ""
+    description: str | None = None
+    strict: bool | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(Body):
+    """What an answer is held to: nothing, a JSON object, or JSON that fits a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema and the type of that name go together")
+        return self
+
+    def text(self) -> str:
+        """The schema for the engine, "" for none."""
+        objects = {"text": "", "json_object": '{"type": "object"}'}
+        return json.dumps(self.json_schema.schema_) if self.json_schema else objects[self.type]
+
+
 class StreamOptions(Body):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
@@ -199,6 +223,10 @@ class Asked(Body):
         """The prompt for the engine."""
         raise NotImplementedError
 
+    def json_schema(self) -> str:
+        """What the answer is held to, "" for nothing."""
+        return ""
+
     def most_tokens(self) -> int | None:
         """The largest length of the answer that was asked for."""
         return self.max_tokens
@@ -233,7 +261,7 @@ class ChatRequest(Asked):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     top_logprobs: Any = None
-    response_format: Any = None
+    response_format: ResponseFormat | None = None
     tools: Any = None
     tool_choice: Any = None
     parallel_tool_calls: Any = None
@@ -245,6 +273,10 @@ class ChatRequest(Asked):
     web_search_options: Any = None
     verbosity: Any = None
     store: Any = None
+
+    def json_schema(self) -> str:
+        """What the answer is held to, "" for nothing."""
+        return self.response_format.text() if self.response_format else ""
 
     def turns(self, defaults: Defaults) -> tuple[Turn, ...]:
         """The messages."""

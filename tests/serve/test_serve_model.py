@@ -110,6 +110,22 @@ def test_tokens_are_counted_before_they_are_read(bundled: Served):
     assert bundled.ask("/tokenize", {}).status == bundled.ask("/tokenize", body | {"content": "a"}).status == 400
 
 
+def test_an_answer_fits_the_schema_that_was_asked_for(client: OpenAI):
+    schema = {"type": "object", "properties": {"city": {"enum": ["Rome", "Paris"]}}, "required": ["city"]}
+    held = {
+        "type": "json_schema",
+        "json_schema": {"name": "place", "schema": {**schema, "additionalProperties": False}},
+    }
+    asked = {"messages": messages(QUESTION), "max_tokens": 100, **GREEDY}
+    answer = client.chat.completions.create(**asked, response_format=held)
+    assert json.loads(answer.choices[0].message.content)["city"] in ("Rome", "Paris")
+    assert answer.choices[0].finish_reason == "stop"
+    pieces = client.chat.completions.create(**asked, response_format=held, stream=True)
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == answer.choices[0].message.content
+    free = client.chat.completions.create(**asked, response_format={"type": "json_object"})
+    assert free.choices[0].message.content.startswith("{")
+
+
 # ---- what is not read again
 
 
@@ -229,7 +245,9 @@ def test_a_talk_longer_than_the_context_is_refused_with_numbers(client: OpenAI):
         ({"frequency_penalty": -1}, "frequency_penalty"),
         ({"logit_bias": {"5": 3}}, "logit_bias"),
         ({"logprobs": True}, "logprobs"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "grammar"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "obj"}}}}, None),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"messages": [{"role": "tool", "content": "a", "tool_call_id": "1"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),

@@ -86,6 +86,7 @@ class FakeSession:
         conversation: str | None = "",
         variant: Variant | None = None,
         template_args: Sequence[str] | None = None,
+        json_schema: str = "",
     ) -> Iterator[Event]:
         self.canceled.clear()
         self.asked.append((tuple(turns), sampling))
