@@ -30,6 +30,7 @@ from kvchat.cli.options import (
     MODE,
     PARAMS,
     SAMPLING,
+    SERVED,
     SYSTEM,
     UI,
     Files,
@@ -220,7 +221,7 @@ app.command("compare")(compare_command)
 
 
 @app.command("serve")
-@taking(LOAD, MODE, SYSTEM, SAMPLING, {"keep": UI["keep"]})
+@taking(LOAD, MODE, SYSTEM, SAMPLING, SERVED)
 def serve_command(
     ctx: typer.Context,
     host: Annotated[str, typer.Option(help="the address to listen on; 0.0.0.0 for all of this machine")] = "127.0.0.1",

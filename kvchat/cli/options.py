@@ -290,6 +290,13 @@ UI = {
     "keep": left_out(UiSettings, "conversations", "--keep/--no-keep"),
 }
 
+SERVED = {
+    "keep": Annotated[
+        bool | None,
+        typer.Option("--keep", help="keep K/V on disk too: after a restart what was said is not read again"),
+    ],
+}
+
 
 def script(shell: str) -> str:
     """The script that a shell reads to complete kvchat's commands; ``shell`` is bash, zsh or fish."""
