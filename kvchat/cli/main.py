@@ -239,7 +239,7 @@ def serve_command(
     ] = None,
     queue: Annotated[int, typer.Option(min=0, help="requests that may wait for the one in progress")] = 32,
 ) -> None:
-    """Serve the model to other programs, by the API that OpenAI's clients speak."""
+    """Serve other programs by OpenAI's API."""
     from kvchat.cli.serve import serve
 
     serve(load_settings(options.flags(ctx.params)), host, port, api_key, tuple(cors or ()), queue)
