@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
+from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -244,7 +245,11 @@ class Service:
                 if asked.stream and isinstance(event, Started):  # nothing of the request can be refused any more
                     break
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        return StreamingResponse(self._pieces(job, answer), headers=headers, media_type="text/event-stream")
+        left = BackgroundTask(self._leave, job)  # a client may be gone before the first piece
+        return StreamingResponse(self._pieces(job, answer), 200, headers, "text/event-stream", left)
+
+    async def _leave(self, job: Job) -> None:
+        self._engine.leave(job)
 
     async def _pieces(self, job: Job, answer: Answer) -> AsyncIterator[str]:
         """The stream of an answer; it ends when the client leaves."""

@@ -88,7 +88,7 @@ def _only(value: Any) -> Any:
 class Defaults:
     """What a request leaves open: how tokens are drawn, and the system prompt of messages without one.
 
-    ``is_limited``: answers are as long as ``sampling`` says; else as the model's context has room for.
+    ``is_limited``: answers are at most as long as ``sampling`` says; else as the request's kind is.
     """
 
     sampling: Sampling = Sampling()
@@ -231,6 +231,10 @@ class Asked(Body):
         """The largest length of the answer that was asked for."""
         return self.max_tokens
 
+    def most_tokens_of(self, context: int) -> int:
+        """The largest length where none was asked for, of a model with this ``context``."""
+        return context
+
     def sampling(self, defaults: Defaults, context: int) -> Sampling:
         """The way tokens are drawn: that of the server, and what was asked for.
 
@@ -239,7 +243,8 @@ class Asked(Body):
         """
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop")
         given = {name: getattr(self, name) for name in names} | {"max_new_tokens": self.most_tokens()}
-        default = defaults.sampling if defaults.is_limited else replace(defaults.sampling, max_new_tokens=context)
+        most = self.most_tokens_of(context)
+        default = defaults.sampling if defaults.is_limited else replace(defaults.sampling, max_new_tokens=most)
         try:
             return checked_sampling(default, **{name: value for name, value in given.items() if value is not None})
         except UsageError as error:
@@ -309,10 +314,16 @@ class ChatRequest(Asked):
 
 
 class TextRequest(Asked):
+    MOST: ClassVar = 16  # as OpenAI has it: a text need not come to an end
+
     prompt: Annotated[str, BeforeValidator(_only)]
     best_of: Any = None
     echo: Any = None
     suffix: Any = None
+
+    def most_tokens_of(self, context: int) -> int:
+        """The largest length where none was asked for."""
+        return self.MOST
 
     def turns(self, defaults: Defaults) -> tuple[Turn, ...]:
         """The text as it is."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import threading
 import time
@@ -111,6 +112,17 @@ def test_who_leaves_gives_up_the_answer_or_the_place(fake, stream):
     first.close()
     wait_until(lambda: is_idle(fake))
     assert fake.chat("hello").json["choices"][0]["message"]["content"].startswith("Section 3")
+
+
+def test_whenever_clients_leave_the_queue_gets_empty(fake):
+    draw = random.Random(1)
+    for _ in range(60):
+        connection = fake.sent(CHAT, asking(draw.choice(("slow", "hold", "hello")), stream=draw.random() < 0.6))
+        time.sleep(draw.choice((0, 0, 0.001, 0.005, 0.02)))
+        connection.close()
+    wait_until(lambda: is_idle(fake))
+    assert fake.chat("hello").status == 200
+    assert fake.figure("engine_restarts") == 0
 
 
 # ---- errors

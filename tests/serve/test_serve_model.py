@@ -81,6 +81,7 @@ def test_a_text_goes_on_without_the_template(client: OpenAI):
     whole = client.completions.create(**asked)
     text = whole.choices[0].text
     assert len(text.split()) > 8
+    assert client.completions.create(prompt="Once upon a time", **GREEDY).usage.completion_tokens == 16
     assert "".join(piece.choices[0].text for piece in client.completions.create(**asked, stream=True)) == text
     word = text.split()[5]
     stopped = client.completions.create(**asked, stop=[word])
