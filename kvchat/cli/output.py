@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from io import TextIOWrapper
 
@@ -38,7 +39,7 @@ def report(text: str) -> None:
 
 
 def progress(stage: str) -> None:
-    """Show a stage on stderr in place of the one before, an empty one to end; only on a terminal."""
+    """Show a stage on stderr in place of the one before, cut to a line, an empty one to end; only on a terminal."""
     if sys.stderr.isatty():
-        sys.stderr.write(f"\r\x1b[K{visible(stage)}")
+        sys.stderr.write(f"\r\x1b[K{visible(stage)[: shutil.get_terminal_size().columns - 1]}")
         sys.stderr.flush()

@@ -13,6 +13,8 @@ import pytest
 from support.hostile import MARKUP, SEQUENCES, forbidden_in, hostile
 from support.pty_run import PtyRun
 
+from kvchat.cli.output import progress
+
 SUPPORT = Path(__file__).parents[1]
 PIECES = [*SEQUENCES.values(), MARKUP]
 ASK = f"""
@@ -104,3 +106,10 @@ def test_a_wrong_model_is_refused_before_torch_is_imported() -> None:
     assert '"./no-such-model"' in result.stderr
     assert " kvchat.cli.ask" in result.stderr
     assert " torch" not in result.stderr
+
+
+def test_a_stage_stays_in_its_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "40")
+    progress("reading " * 20)
+    assert len(capsys.readouterr().err.removeprefix("\r\x1b[K")) == 39
