@@ -33,6 +33,7 @@ from kvchat.protocol.messages import (
     Switched,
     SwitchRefused,
     Text,
+    Tokenized,
     Withdrawn,
 )
 from kvchat.tui.answers import Answers
@@ -107,6 +108,7 @@ class EngineEvents:
             NeedleHidden: self._needle_hidden,
             Compared: self._compared,
             Peeked: self._peeked,
+            Tokenized: lambda tokenized: None,  # the server's question, never the application's
             Asked: self._asked,
             Replayed: self._replayed,
             Planned: self.models.show_plan,
