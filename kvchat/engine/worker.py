@@ -267,8 +267,10 @@ class Server:
         self._snapshot()
 
     def _answer(self, session: Session, chat: Chat) -> Iterator[Event]:
-        more = (self._between, chat.conversation, chat.variant, chat.template_args, chat.json_schema)
-        events = session.answer(chat.turns, chat.sampling, *more)
+        # A session with the model of a server knows none of these, which kvchat serve alone gives.
+        names = ("variant", "template_args", "json_schema")
+        given: Any = {name: value for name in names if (value := getattr(chat, name)) not in (None, "")}
+        events = session.answer(chat.turns, chat.sampling, self._between, chat.conversation, **given)
         if not chat.is_final:
             return events
         from kvchat.engine.detokenizer import hold_back  # imports tokenizers, as the session has
