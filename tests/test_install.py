@@ -82,7 +82,7 @@ REQUIREMENTS = [
 ]
 DECLARED = {canonicalize_name(requirement.name) for requirement in REQUIREMENTS}
 # Where the name of a package is not that of its distribution; a package that is not installed here is its own.
-DISTRIBUTIONS = packages_distributions()
+DISTRIBUTIONS = {"llama_cpp": ["llama-cpp-python"], **packages_distributions()}
 
 
 def imported() -> set[str]:
