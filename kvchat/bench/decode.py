@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 import kvchat
 from kvchat.bench import decoding, timing
@@ -30,6 +28,7 @@ from kvchat.config.profiles import Measured
 from kvchat.engine.runner import ModelRunner, geometry_of
 from kvchat.errors import KvchatError, UsageError
 from kvchat.kv.geometry import Geometry
+from kvchat.kv.memory import rates
 from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.ops.choose import triton_refusal
 from kvchat.models.load import LoadedModel
@@ -40,10 +39,7 @@ from kvchat.models.quantize.rows import SAMPLE_S, is_tied
 Wanted = tuple[str, ModeParameters, float | None]
 SETTLED_S = 5 * SAMPLE_S
 Times = dict[Variant, list[Timing]]
-RUNS = 5
-COLUMNS = 4096  # of the matrix that is read: the width of an 8B model
 READ_BYTES = {"cuda": 2**30, "cpu": 2**27}
-LINK_BYTES = 2**28
 GATHER_TOKENS = {"cuda": 2**18, "cpu": 2**16}
 # One block of 16 KiB is K or V of a page of 32 tokens: (page, head) pairs of usual models are as large.
 GATHER_ROW = {torch.float32: 128, torch.bfloat16: 256, torch.float16: 256}
@@ -309,33 +305,13 @@ def measure(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Measur
     cuda = device.type == "cuda"
     by_programs = kernel_gather(device, dtype) if cuda else {}
     return Measured(
-        read=_rounded(read(device, dtype)),
-        to_device=_rounded(link(device, to_device=True)) if cuda else None,
-        to_host=_rounded(link(device, to_device=False)) if cuda else None,
+        read=_rounded(rates.read(device, dtype, READ_BYTES[device.type]) / 1e9),
+        to_device=_rounded(rates.link(device, to_device=True) / 1e9) if cuda else None,
+        to_host=_rounded(rates.link(device, to_device=False) / 1e9) if cuda else None,
         gather=_rounded(max(by_programs.values()) / 1e9 if by_programs else gather(device, dtype)),
         kvchat=kvchat.__version__,
         torch=torch.__version__,
     )
-
-
-def read(device: torch.device, dtype: torch.dtype) -> float:
-    """GB/s of the device's memory: the better of a matrix-vector product and a copy, which reads and writes."""
-    size = _affordable(device, READ_BYTES[device.type])
-    rows = size // (COLUMNS * dtype.itemsize)
-    matrix = torch.ones((rows, COLUMNS), dtype=dtype, device=device)
-    vector, other = matrix[:1].clone(), torch.empty_like(matrix)
-    product = matrix.nbytes / seconds(lambda: F.linear(vector, matrix), device)
-    copy = 2 * matrix.nbytes / seconds(lambda: other.copy_(matrix), device)
-    return max(product, copy) / 1e9
-
-
-def link(device: torch.device, to_device: bool) -> float:
-    """GB/s of one large copy between pinned host memory and the device."""
-    size = _affordable(device, LINK_BYTES)
-    here = torch.ones(size, dtype=torch.uint8, device=device)
-    there = torch.ones(size, dtype=torch.uint8, pin_memory=True)
-    source, target = (there, here) if to_device else (here, there)
-    return size / seconds(lambda: target.copy_(source, non_blocking=True), device) / 1e9
 
 
 def gather(device: torch.device, dtype: torch.dtype) -> float:
@@ -347,7 +323,7 @@ def gather(device: torch.device, dtype: torch.dtype) -> float:
     held = 2 * host.capacity // geometry.page  # the rest is address space without memory
     some = torch.randperm(held, device=blocks.device)[: held // 4]
     out = torch.empty((len(some), blocks.shape[1]), dtype=dtype, device=blocks.device)
-    return out.nbytes / seconds(lambda: torch.index_select(blocks, 0, some, out=out), device) / 1e9
+    return out.nbytes / rates.seconds(lambda: torch.index_select(blocks, 0, some, out=out), device) / 1e9
 
 
 def kernel_gather(device: torch.device, dtype: torch.dtype) -> dict[int, float]:
@@ -364,31 +340,6 @@ def kernel_gather(device: torch.device, dtype: torch.dtype) -> dict[int, float]:
     source = torch.zeros(shape, dtype=dtype, pin_memory=True)
     target = torch.empty((2, shape[0], *shape[2:]), dtype=dtype, device=device)
     return recall.recall_rates(source, target)
-
-
-def seconds(run: Callable[[], Tensor], device: torch.device) -> float:
-    """Seconds of one run, the best of several; timed by events on a GPU."""
-    with torch.inference_mode():
-        run()
-        return min(_timed(run, device) for _ in range(RUNS))
-
-
-def _timed(run: Callable[[], Tensor], device: torch.device) -> float:
-    if device.type != "cuda":
-        began = time.perf_counter()
-        run()
-        return time.perf_counter() - began
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in "be")  # type: ignore[no-untyped-call]
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1000
-
-
-def _affordable(device: torch.device, size: int) -> int:
-    """``size`` bytes, at most a quarter of the device's free memory: two such tensors are allocated."""
-    return min(size, torch.cuda.mem_get_info(device)[0] // 4) if device.type == "cuda" else size
 
 
 def _rounded(value: float) -> float:

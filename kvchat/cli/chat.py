@@ -104,7 +104,7 @@ def load_of(chosen: Settings) -> Load:
     return Load(
         **chosen.model.of_load(),
         mode=chosen.kv.mode,
-        mode_params={mode: params for mode in modes.registered() if (params := chosen.kv.params(mode))},
+        mode_params={mode: params for mode in modes.choosable() if (params := chosen.kv.params(mode))},
         host_dtype=chosen.kv.host_dtype,
         link_bytes_per_s=measured.link_bytes_per_s,
         read_bytes_per_s=measured.read_bytes_per_s,

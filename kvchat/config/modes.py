@@ -391,6 +391,17 @@ class H2OParameters(ComparedParameters):
     figures: ClassVar[Mapping[str, str]] = OBSERVED_FIGURES
 
 
+class AutoParameters(ModeParameters):
+    """No mode: what is entered in place of one for kvchat to choose among them, ``kvchat.kv.auto``."""
+
+    name: ClassVar[str] = "auto"
+    title: ClassVar[str] = "chooses the mode itself: reads as much as the time for a token allows"
+    implementation: ClassVar[str] = ""
+
+    tokens_per_s: float = Field(10.0, ge=0.1, le=1000, allow_inf_nan=False)
+    """as fast as an answer is to be; the most faithful mode that is, never streaming"""
+
+
 BUILT_IN: tuple[type[ModeParameters], ...] = (
     FullParameters,
     FreezeParameters,
@@ -411,11 +422,17 @@ BUILT_IN: tuple[type[ModeParameters], ...] = (
 REFERENCE = FullParameters.name  # what reads everything, and others are compared with
 COMPARED = SpeculativeParameters.name  # what it is compared with where no other is named
 HOLDS_LEAST = StreamingParameters.name
+AUTO = AutoParameters.name
 
 
 def registered() -> Mapping[str, type[ModeParameters]]:
     """Every mode's parameter class by name: built-in modes, those for comparison last, then installed ones."""
     return _registry()[0]
+
+
+def choosable() -> Mapping[str, type[ModeParameters]]:
+    """What may be asked for as a mode: auto, and every mode."""
+    return {AUTO: AutoParameters, **registered()}
 
 
 def problems() -> tuple[str, ...]:
@@ -429,9 +446,9 @@ def mode_names() -> list[str]:
 
 
 def grouped() -> dict[str, list[type[ModeParameters]]]:
-    """All modes by the title of their group, as lists show them; that of those that kvchat offers is empty."""
+    """All that may be asked for by the title of its group, as lists show it; that of what kvchat offers is empty."""
     offered, compared = (
-        [cls for cls in registered().values() if cls.for_comparison is is_compared] for is_compared in (False, True)
+        [cls for cls in choosable().values() if cls.for_comparison is is_compared] for is_compared in (False, True)
     )
     return {"": offered, "for comparison": compared}
 
@@ -444,7 +461,7 @@ def beside(mode: str, step: int = 1) -> str:
 
 def having(parameter: str) -> list[str]:
     """The modes that have a parameter."""
-    return [name for name, cls in registered().items() if parameter in cls.model_fields]
+    return [name for name, cls in choosable().items() if parameter in cls.model_fields]
 
 
 def shared_by(mode: str) -> frozenset[str]:
@@ -485,14 +502,14 @@ def overrides_for(given: Mapping[str, Params], mode: str) -> tuple[Params, Param
 
 
 def parse(mode: str, params: Params) -> ModeParameters:
-    """The parameters of ``mode`` with the given values and defaults for the rest.
+    """The parameters of ``mode``, or of auto, with the given values and defaults for the rest.
 
     Raises:
         UsageError: an unknown mode, an unknown parameter or a value out of range.
     """
-    if mode not in registered():
-        raise UsageError(f'There is no KV mode "{mode}".'[:200], did_you_mean(mode, registered()))
-    cls = registered()[mode]
+    if mode not in choosable():
+        raise UsageError(f'There is no KV mode "{mode}".'[:200], did_you_mean(mode, choosable()))
+    cls = choosable()[mode]
     try:
         return cls.model_validate(params)
     except ValidationError as error:
@@ -513,7 +530,7 @@ def effective_params(
 def asked_for(mode: str, settings: Mapping[str, Params], given: Mapping[str, Params]) -> Params:
     """What was asked for in ``mode``: its settings, over them the values given at run time; kvchat chooses the rest."""
     shared, own = overrides_for(given, mode)
-    known = registered()[mode].model_fields if mode in registered() else {}
+    known = choosable()[mode].model_fields if mode in choosable() else {}
     shared = {name: value for name, value in shared.items() if name in known}
     return {**settings.get(mode, {}), **shared, **own}
 
@@ -536,7 +553,7 @@ def _registry() -> tuple[dict[str, type[ModeParameters]], tuple[str, ...]]:
         try:
             cls = entry.load()
             _check(cls)
-            if cls.name in classes:
+            if cls.name in (*classes, AUTO):
                 raise ValueError(f'there is a mode "{cls.name}" already')
             classes[cls.name] = cls
         except Exception as error:  # noqa: BLE001  # another package's code may raise anything

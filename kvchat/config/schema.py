@@ -16,7 +16,7 @@ from pydantic import (
     field_validator,
 )
 
-from kvchat.config.modes import Params, registered
+from kvchat.config.modes import Params, choosable
 from kvchat.config.validation_errors import advice, reason
 from kvchat.errors import UsageError, did_you_mean
 from kvchat.files import unmarked
@@ -100,11 +100,11 @@ class KvSettings(Section):
 
 
 def _kv_section() -> type[KvSettings]:
-    known: Any = Literal[tuple(registered())]
-    mode = (known, Field(Load.mode, description="the KV mode a conversation starts in"))
+    known: Any = Literal[tuple(choosable())]
+    mode = (known, Field(Load.mode, description="the KV mode a conversation starts in; auto chooses"))
     sections: dict[str, Any] = {
         name: (cls, Field(cls(), description=f"parameters of the {name} mode, whenever it is entered"))
-        for name, cls in registered().items()
+        for name, cls in choosable().items()
     }
     return create_model("KvSettings", __base__=KvSettings, mode=mode, **sections)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvchat import thoughts
 from kvchat.engine.detokenizer import AnswerText
 from kvchat.engine.grammar import Grammar, Vocabulary
-from kvchat.engine.metrics import AnswerMetrics, MetricsCollector
+from kvchat.engine.metrics import RATE_TOKENS, AnswerMetrics, MetricsCollector
 from kvchat.engine.mode_switcher import ModeSwitcher
 from kvchat.engine.prompt import Prompt, PromptEncoder, Stored, common_prefix, is_text
 from kvchat.engine.recovery import RecoveryMonitor, Trigger
@@ -28,12 +28,14 @@ from kvchat.kv.modes.recovery_levels import Level
 from kvchat.protocol.messages import (
     Event,
     Finished,
+    Noted,
     Prefilled,
     Preparing,
     Rebuilt,
     Recovered,
     Sampling,
     Started,
+    Switched,
     Text,
     Turn,
     Withdrawn,
@@ -42,6 +44,8 @@ from kvchat.protocol.messages import (
 
 T = TypeVar("T")
 Between = Callable[[int], None]
+AHEAD = 512  # tokens of an answer that auto expects at most
+ENOUGH = 8  # tokens of a short answer that tell how long one takes
 
 
 class Released:
@@ -239,6 +243,7 @@ class AnswerLoop(Released):
             self._switcher.narrow()
             self.forget(prompt.reused)  # first: what another conversation has pinned does not count
             self._switcher.note_system_tokens(self.encoder.system_tokens(turns))
+            yield from self._follow_auto(len(prompt.ids) + min(sampling.max_new_tokens, AHEAD))
             answer = self._metrics.begin(len(prompt.ids), prompt.reused)
             thought = self.encoder.thought_end(turns, prompt)
             yield Started(len(prompt.ids), prompt.reused, thought, self.encoder.thought_tags)
@@ -268,6 +273,8 @@ class AnswerLoop(Released):
         text, monitor = self.text_of(sampling, (), thoughts.goes_on(prompt.text)), RecoveryMonitor(sampler)
         prepared = None
         while not (reason := self._end_reason(text, sampling, between)):
+            if self._switcher.auto.is_on and len(self.token_ids) % RATE_TOKENS == 0:
+                yield from self._follow_time(answer)
             if due := monitor.take():
                 logits, text = yield from self._recover(monitor, due, logits, text, answer, grammar)
             held = grammar if thought in text.shown else None
@@ -297,6 +304,7 @@ class AnswerLoop(Released):
         if piece := text.finish():
             yield Text(piece, 0)
         self.stored.mark_text(self.encoder.answered(prompt, text.decoded))
+        self._switcher.note_speed(answer.typical_s(ENOUGH))
         yield Finished(reason, text.shown, self._metrics.stats(answer))
 
     def _advance(self, token: int, sampler: Sampler, most: int) -> tuple[list[int], Tensor]:
@@ -383,6 +391,30 @@ class AnswerLoop(Released):
         logits = self.prefill([last])
         yield Withdrawn(len(text.shown) - len(kept.shown), tokens)
         return logits, kept
+
+    # ---- modes
+
+    def switched(self, switch: Callable[[], int]) -> Switched:
+        """Time a switch, which returns the bytes that it moved, and note it."""
+        before, began = self._kv.mode.name, time.perf_counter()
+        moved = switch()
+        seconds, switcher = time.perf_counter() - began, self._switcher
+        mode, params, given = self._kv.mode.name, self._kv.effective_params, copy.deepcopy(switcher.given)
+        self._metrics.note_switch(before, mode, moved)
+        reduced = self.stored.reduced_tokens
+        return Switched(before, mode, params, self._kv.total, moved, seconds, reduced, given, switcher.auto.line)
+
+    def _follow_auto(self, tokens: int, measured: float | None = None) -> Iterator[Event]:
+        """Enter what auto chooses for an answer that ends at ``tokens``, and tell it: ``Switched`` or ``Noted``."""
+        if choice := self._switcher.decide(tokens, measured):
+            before = self._switcher.parameters
+            switched = self.switched(lambda: self._switcher.follow(choice, tokens, measured))
+            yield switched if self._switcher.parameters != before else Noted(switched.auto)
+
+    def _follow_time(self, answer: AnswerMetrics) -> Iterator[Event]:
+        if (measured := answer.typical_s(RATE_TOKENS)) is not None:
+            self._switcher.note_speed(measured)
+            yield from self._follow_auto(self._kv.total + RATE_TOKENS, measured)
 
     # ---- pinned messages
 

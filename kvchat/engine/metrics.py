@@ -12,6 +12,8 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -29,6 +31,7 @@ from kvchat.protocol.messages import RECALL_EDGES_MS, Details, RecallBin
 from kvchat.units import size
 
 RATE_TOKENS = 32  # the rate shown is that of the last so many tokens
+SETTLING = 4  # first tokens in a mode, which capture a graph or wait for what is loaded
 READ_MORE = "a larger budget, sync and full mode read more"
 GPU_S = 0.3  # NVML is asked at most this often
 LETTERS = {
@@ -96,6 +99,16 @@ class AnswerMetrics:
         """Tokens per second of the last ``RATE_TOKENS`` tokens, none of which came before the last switch."""
         since = self.switches[-1]["at"] if self.switches else 0
         return _rate(self.token_times[since:][-RATE_TOKENS - 1 :])
+
+    def typical_s(self, least: int) -> float | None:
+        """Seconds between two of the last ``RATE_TOKENS`` tokens, of which the two longest do not count.
+
+        None where since the last switch there are not ``least`` behind the first few, which warm up.
+        """
+        since = self.switches[-1]["at"] if self.switches else 0
+        times = self.token_times[since + SETTLING :][-RATE_TOKENS - 1 :]
+        gaps = sorted(later - before for before, later in pairwise(times))
+        return fmean(gaps[:-2]) if len(gaps) >= least else None
 
     @property
     def ttft_s(self) -> float | None:

@@ -17,27 +17,32 @@ from kvchat.engine import calibration
 from kvchat.engine.prompt import Stored
 from kvchat.engine.runner import geometry_of, traits_of
 from kvchat.errors import DoesNotFitError, KvchatError, UsageError, did_you_mean
-from kvchat.kv import inspect
+from kvchat.kv import auto, inspect
+from kvchat.kv.auto import Auto, Choice, Conversation, Machine, Way
 from kvchat.kv.manager import KVManager, explained
+from kvchat.kv.memory import available, rates
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import Mode
 from kvchat.kv.modes.recovery_levels import RECENT, WIDER, Level
 from kvchat.kv.modes.sync_heads import TokenChoice
 from kvchat.kv.state import KVState
 from kvchat.models.load import LoadedModel
+from kvchat.models.quantize.rows import is_tied
 from kvchat.protocol.figures import Params, Price
 from kvchat.protocol.messages import HostDtype, Load
 
 PRICES_S = 1.0  # switches are priced at most this often
+READ_BYTES = {"cuda": 2**28, "cpu": 2**26}  # to measure the memory with where no profile has its rate
+LINK_BYTES = 2**26
 
 
 class ModeSwitcher:
     """Builds modes from parameters and lets the KV manager enter them.
 
-    Begins in the mode of ``asked``. Values ``given`` at run time, there and by ``switch``, override the settings of
-    each mode. ``modes.SHARED`` parameters apply to all modes, others to the mode they were given for. A mode that has
-    to measure the model first does so on the ``stored`` tokens. ``system_tokens`` is the length of the conversation's
-    system prompt in tokens.
+    Begins in the mode of ``asked``, for auto in full mode until that chooses. Values ``given`` at run time, there and
+    by ``switch``, override the settings of each mode. ``modes.SHARED`` parameters apply to all modes, others to the
+    mode they were given for. A mode that has to measure the model first does so on the ``stored`` tokens.
+    ``system_tokens`` is the length of the conversation's system prompt in tokens.
     """
 
     def __init__(self, model: LoadedModel, asked: Load, stored: Stored) -> None:
@@ -54,7 +59,9 @@ class ModeSwitcher:
         self.calibration = calibration.find(model.revision, self.calibration_problems.append)
         self.choice: TokenChoice | None = None
         self._measure_from = inspect.LONG
-        self.parameters = self.merged(asked.mode, {})
+        self.parameters = self.merged(modes.REFERENCE if asked.mode == modes.AUTO else asked.mode, {})
+        self.auto = Auto(is_quantized(asked.host_dtype))
+        self._machine: tuple[float, float] | None = None
 
     def attach(self, kv: KVManager) -> None:
         """Switch this manager, which is in the mode of ``parameters``."""
@@ -80,11 +87,15 @@ class ModeSwitcher:
     def switch(self, mode: str, changes: Params) -> int:
         """Enter ``mode`` and keep ``changes`` for those to come; the bytes moved to the device.
 
+        Auto chooses no more then; without a ``mode`` the current one gets the changes, and auto goes on.
+
         Raises:
             UsageError, DoesNotFitError: it cannot be entered; the old mode goes on.
         """
-        moved = self.enter(self.merged(mode, changes))
-        modes.remember(self.given, mode, changes)
+        name = mode or self._kv.mode.name
+        moved = self.enter(self.merged(name, changes))
+        modes.remember(self.given, name, changes)
+        self.auto.is_on &= not mode
         return moved + self._raise_budget()
 
     def enter(self, chosen: ModeParameters) -> int:
@@ -181,6 +192,80 @@ class ModeSwitcher:
         system = system_tokens if chosen.pin_system else 0
         beside = sum(position >= system for position in messages)
         refuse_too_much(self._model.name, self._model.context, beside, system)
+
+    # ---- auto
+
+    def begin_auto(self, changes: Params, tokens: int) -> int:
+        """Let auto choose the mode from now on, and keep ``changes`` of its parameters; the bytes moved to the device.
+
+        It chooses for an answer that ends at ``tokens``.
+
+        Raises:
+            UsageError: an unknown parameter, or a value out of range.
+        """
+        chosen = self.merged(modes.AUTO, changes)
+        assert isinstance(chosen, modes.AutoParameters)
+        modes.remember(self.given, modes.AUTO, changes)
+        self.auto.begin(chosen)
+        choice = self.decide(tokens)
+        return self.follow(choice, tokens) if choice else 0
+
+    def decide(self, tokens: int, measured: float | None = None) -> Choice | None:
+        """What auto would have in place of what is in force, for an answer that ends at ``tokens``; None for nothing.
+
+        Within an answer a token takes ``measured`` seconds.
+        """
+        if not self.auto.is_on:
+            return None
+        possible = [way for way in self._ways(tokens) if way.label not in self.auto.refused]
+        if measured is None:
+            return self.auto.between(possible, self._kv.state.steps) if possible else None
+        return self.auto.within(possible, self._kv.state.steps, measured)
+
+    def follow(self, choice: Choice, tokens: int, measured: float | None = None) -> int:
+        """Enter what auto has chosen, or what it would choose next where that is refused; the bytes moved."""
+        moved, wanted = 0, [choice]
+        for one in wanted:
+            try:
+                moved = self.enter(one.way.parameters) if one.way.parameters != self.parameters else 0
+                self._kv.state.quantize_pages(one.way.quantizes)
+                self.auto.entered(one, self._kv.state.steps)
+            except KvchatError:
+                self.auto.refused.add(one.way.label)
+                wanted += filter(None, [self.decide(tokens, measured)])
+        self.auto.refused.clear()
+        return moved
+
+    def note_speed(self, measured: float | None) -> None:
+        """A token of the answer in progress took ``measured`` seconds, where that is known."""
+        if self.auto.is_on and measured is not None:
+            self.auto.note(self._ways(self._kv.total), measured)
+
+    def _ways(self, tokens: int) -> list[Way]:
+        state, kv, model = self._kv.state, self._kv, self._model
+        table = (
+            0 if is_tied(model.model) else model.model.get_input_embeddings().weight.nbytes
+        )  # of which a row is read
+        free = available.free_bytes(state.device) + kv.device_bytes, available.host_free() + state.host.nbytes
+        machine = Machine(*self._rates(), model.weight_bytes - table, *map(available.usable, free))
+        page = state.geometry.page
+        rounded = page * sum(state.host.quantized[: state.total // page])
+        conversation = Conversation(tokens, state.total - rounded, rounded, self.auto.quantizes)
+        own = {"recovery": True} if self.auto.parameters.recovery else {}
+        traits = traits_of(model, self.calibration)
+        return auto.ways(
+            machine, state.geometry, traits, conversation, lambda mode, changes: self.merged(mode, changes | own)
+        )
+
+    def _rates(self) -> tuple[float, float]:
+        """Bytes/s of the device's memory and of the link, 0 without one: of the profile, else measured once."""
+        if self._machine is None:
+            asked, device = self._asked, self._model.device
+            read = asked.read_bytes_per_s or rates.read(device, self._model.dtype, READ_BYTES[device.type])
+            has_link = device.type == "cuda"
+            link = (asked.link_bytes_per_s or rates.link(device, True, LINK_BYTES)) if has_link else 0.0
+            self._machine = read, link
+        return self._machine
 
     # ---- recovery
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import replace
 from operator import index
 from pathlib import Path
@@ -18,7 +16,7 @@ from torch import Tensor
 from kvchat.config import modes
 from kvchat.config.modes import ModeParameters
 from kvchat.engine import calibration, synthetic_text
-from kvchat.engine.answer import AnswerLoop, Released
+from kvchat.engine.answer import AHEAD, AnswerLoop, Released
 from kvchat.engine.compare import Comparison
 from kvchat.engine.detokenizer import hold_back
 from kvchat.engine.metrics import MetricsCollector
@@ -75,7 +73,7 @@ def load(
         model: ``bundled``, a folder or a hub repository.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         dtype: ``auto``, ``float32``, ``bfloat16`` or ``float16``.
-        mode: the KV mode to begin with.
+        mode: the KV mode to begin with; ``auto`` lets kvchat choose.
         system: system prompt of ``Session.chat``.
         mode_params: settings of each mode, used when it is entered; ``params`` override them.
         quantize: ``auto`` (what loading unpacks, as GGUF files, stays small), ``none``, ``int8`` or ``int4`` (on a GPU
@@ -150,6 +148,8 @@ class Session(Released):
         self._loop = AnswerLoop(self._runner, self._switcher, self._metrics, stored, asked.template_args)
         self._prefix_cache = PrefixCache(self._runner, self._loop, asked.keeping)
         self._turns = (Turn("system", system),) if system else ()
+        if asked.mode == modes.AUTO:
+            self.switch(modes.AUTO)
 
     # ---- talking
 
@@ -350,12 +350,15 @@ class Session(Released):
     def switch(self, mode: str = "", /, **params: Any) -> Switched:
         """Enter a mode, or change the parameters of the current one; nothing stored changes.
 
-        A parameter once given stays: budget for every mode, others for the mode they are given to.
+        ``auto`` chooses one, now and between answers; any other mode by its name ends that. A parameter once given
+        stays: budget for every mode, others for the mode they are given to.
 
         Raises:
             UsageError: an unknown mode or parameter; DoesNotFitError: it cannot be entered. The old mode goes on.
         """
-        return self._switched(lambda: self._switcher.switch(mode or self._kv.mode.name, params))
+        if mode == modes.AUTO:
+            return self._switched(lambda: self._switcher.begin_auto(params, self._kv.total + AHEAD))
+        return self._switched(lambda: self._switcher.switch(mode, params))
 
     def enter(self, parameters: ModeParameters) -> Switched:
         """Enter a mode with exactly these parameters, whatever was given before; nothing of them is kept for later.
@@ -363,17 +366,17 @@ class Session(Released):
         Raises:
             UsageError: parameters contradict each other; DoesNotFitError: it cannot be entered. The old mode goes on.
         """
-        return self._switched(lambda: self._switcher.enter(parameters))
+
+        def enter() -> int:
+            moved = self._switcher.enter(parameters)
+            self._switcher.auto.is_on = False
+            return moved
+
+        return self._switched(enter)
 
     def _switched(self, switch: Callable[[], int]) -> Switched:
-        """Time a switch, which returns the bytes that it moved, and note it."""
         with self._loop.lock:
-            before, began = self._kv.mode.name, time.perf_counter()
-            moved = switch()
-            seconds = time.perf_counter() - began
-            self._metrics.note_switch(before, self._kv.mode.name, moved)
-        mode, params, given = self._kv.mode.name, self._kv.effective_params, deepcopy(self._switcher.given)
-        return Switched(before, mode, params, self.total, moved, seconds, self._loop.stored.reduced_tokens, given)
+            return self._loop.switched(switch)
 
     def rebuild(self) -> Iterator[Event]:
         """Compute again, exactly, everything from the first token that was computed with less context on.
@@ -393,7 +396,9 @@ class Session(Released):
             UsageError: no such format; DoesNotFitError: no host memory for the first page. Nothing changed.
         """
         with self._loop.lock:
-            return keep_pages(self._kv.state, host_dtype)
+            told = keep_pages(self._kv.state, host_dtype)
+            self._switcher.auto.quantizes = is_quantized(host_dtype)
+        return told
 
     def set_template_args(self, args: Sequence[str]) -> str:
         """Give the chat template these variables from the next prompt on, ``KEY=VALUE``; what that means.
@@ -448,6 +453,7 @@ class Session(Released):
             fast=model.fused,
             temperature=model.advised.temperature or 0.0,
             template_variables=self._loop.encoder.variables,
+            auto=switcher.auto.line,
         )
 
     def snapshot(self) -> Snapshot:
@@ -460,7 +466,8 @@ class Session(Released):
             snapshot = self._metrics.snapshot(self._loop.stored.reduced_tokens)
             badges = *snapshot.badges, *self._runner.badges
             prices, parked = self._switcher.recent_prices(), self._prefix_cache.parked_bytes
-        return replace(snapshot, prices=prices, badges=badges, kv_parked_bytes=parked)
+        auto = self._switcher.auto.line
+        return replace(snapshot, prices=prices, badges=badges, kv_parked_bytes=parked, auto=auto)
 
     def details(self) -> Details:
         """The same by layer and KV head, and recall by its time; cheap enough for two a second.

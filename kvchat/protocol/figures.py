@@ -275,7 +275,8 @@ class Snapshot:
     room for ``device_room`` tokens on the device, in the host pool for ``exact_room`` in exact and ``rounded_room`` in
     8-bit pages. ``process_bytes`` is the engine's memory on the host. ``prices`` are the other modes'. ``badges`` warn
     of how the engine runs: a few words, a colon, the reason. ``server`` is set where a server has the model, and what
-    is read and held is not known.
+    is read and held is not known. Where kvchat chooses the mode,
+    ``auto`` says why this one.
     """
 
     mode: str
@@ -318,3 +319,4 @@ class Snapshot:
     exact_room: Count = 0
     rounded_room: Count = 0
     server: ServerFigures | None = None
+    auto: str = ""

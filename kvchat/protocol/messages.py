@@ -73,7 +73,7 @@ class Load:
 
     ``Stop`` gives it up. The model in use stays until the other is ready, or is loaded again after a failure; after one
     that is not fatal its ``Loaded`` comes. ``force`` loads also what does not fit. ``mode_params`` are the settings of
-    each mode, ``given`` values given at run time by the mode: the budget overrides that of every mode, others that of
+    each mode, ``given`` values given at run time by the mode (auto too): the budget overrides that of every mode, others that of
     one. ``link_bytes_per_s`` and ``read_bytes_per_s`` are the measured rates of recall and of the device's memory.
     ``chat_template`` is a file in place of the model's own, ``template_args`` are its variables as ``KEY=VALUE``.
     """
@@ -225,7 +225,8 @@ class Loaded:
 
     ``weights`` names how they are quantized and ``fast`` the kinds of modules that are fused, empty for none.
     ``temperature`` is the model's own. ``template_variables`` are names that its chat template looks at. ``server`` is
-    the program that has the model where that is another one: it decides what is read, and ``offers`` says how.
+    the program that has the model where that is another one: it decides what is read, and ``offers`` says how. ``auto`` is that
+    of ``Switched``.
     """
 
     model: str
@@ -247,6 +248,7 @@ class Loaded:
     template_variables: tuple[str, ...] = ()
     server: str = ""
     offers: str = ""
+    auto: str = ""
 
 
 @dataclass(frozen=True)
@@ -340,6 +342,7 @@ class Switched:
 
     ``reduced_tokens`` counts the stored tokens whose K/V were computed while a mode attended to less than everything.
     ``params`` are in force, with what kvchat chose; ``given`` is what was given at run time so far, as in ``Load``.
+    Where kvchat chooses the mode, ``auto`` says in a line what and why.
     """
 
     before: str
@@ -350,6 +353,7 @@ class Switched:
     seconds: float
     reduced_tokens: Count = 0
     given: dict[str, Params] = field(default_factory=dict)
+    auto: str = ""
 
 
 @dataclass(frozen=True)

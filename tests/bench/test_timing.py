@@ -9,6 +9,7 @@ import torch
 
 from kvchat.bench import decode, timing
 from kvchat.bench.frame import parsed
+from kvchat.kv.memory import rates
 
 
 def test_the_first_steps_do_not_count_and_the_median_of_the_others_does(monkeypatch):
@@ -48,18 +49,17 @@ CPU = torch.device("cpu")
 
 
 def test_rates_are_bytes_over_the_best_time(monkeypatch):
-    monkeypatch.setattr(decode, "READ_BYTES", {"cpu": 2**22})
     monkeypatch.setattr(decode, "GATHER_TOKENS", {"cpu": 2**12})
-    monkeypatch.setattr(decode, "_timed", lambda run, device: 1e-3)
+    monkeypatch.setattr(rates, "_timed", lambda run, device: 1e-3)
     # A copy reads and writes, so it counts twice and is the better of the two here.
-    assert decode.read(CPU, torch.float32) == pytest.approx(2 * 2**22 / 1e-3 / 1e9)
+    assert rates.read(CPU, torch.float32, 2**22) == pytest.approx(2 * 2**22 / 1e-3)
     assert decode.gather(CPU, torch.float32) == pytest.approx(2**12 * 2 * 512 / 4 / 1e-3 / 1e9, rel=0.1)
 
 
 def test_every_timed_run_but_the_first_counts():
     runs = []
-    assert decode.seconds(lambda: runs.append(1), CPU) > 0
-    assert len(runs) == 1 + decode.RUNS
+    assert rates.seconds(lambda: runs.append(1), CPU) > 0
+    assert len(runs) == 1 + rates.RUNS
 
 
 @pytest.mark.cuda

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from kvchat.config.modes import ModeParameters
+from kvchat.config.modes import AUTO, ModeParameters
 from kvchat.errors import UsageError
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.modes.base import Mode, ModelTraits
@@ -26,6 +26,10 @@ def implementation(parameters: ModeParameters) -> type[Mode]:
     Raises:
         UsageError: it cannot be imported, or is no mode.
     """
+    if parameters.name == AUTO:
+        raise UsageError(
+            "auto is no mode of its own.", "It chooses among them while a conversation goes on.", "Name one."
+        )
     module, _, name = parameters.implemented_by.partition(":")
     try:
         mode = getattr(import_module(module), name)

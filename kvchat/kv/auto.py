@@ -1,0 +1,340 @@
+"""auto: the most faithful way to decode that fits and in which a token takes no longer than asked for.
+
+A token's time is predicted from the bytes that it reads: the weights and what the mode keeps on the device at the rate
+of its memory, what comes over the link at the link's. In unified memory (a CPU) a mode is taken to read what it would
+keep on a device. A way that has run is corrected by what was measured over what was predicted, one that has not by the
+mean of those that have: a step costs more than its bytes in all of them.
+
+The order is: everything, everything in 8-bit pages, everything with a part of it over the link (the same with 8-bit
+pages), speculative with smaller and smaller budgets, sync once the model's heads were measured. 8-bit pages are those
+that get full from then on; what was stored before stays exact. Drafts are not chosen, because what they bring depends
+on the text; where a person asked for them they are measured like any step. Streaming is never chosen: it forgets.
+
+Ours. Others choose a size by themselves: llama.cpp's ``--fit`` the context, Twilight (arXiv 2502.02770) the budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from kvchat.config.modes import COMPARED, REFERENCE, AutoParameters, ModeParameters, Params, SyncParameters
+from kvchat.errors import KvchatError
+from kvchat.kv.attention import PREFILL_WORKSPACE
+from kvchat.kv.geometry import Geometry
+from kvchat.kv.memory import eight_bit_pages
+from kvchat.kv.memory.host_pool import layer_bytes
+from kvchat.kv.modes import build
+from kvchat.kv.modes.base import AUTO_BUDGET, ModelTraits
+from kvchat.kv.prefill import CHUNKS, staging_bytes
+from kvchat.units import figure, size
+
+LEAST_BUDGET = AUTO_BUDGET["least"]
+# Of what is on a GPU, the share that is new at a step and comes over the link: of speculative measured on an H200, of
+# sync's following heads half is chosen anew every five steps.
+NEW = {COMPARED: 0.25, SyncParameters.name: 0.1}
+EASILY = 0.8  # of the time asked for: what a more faithful way may take to be gone back to
+FORCED = 1.5  # of the time asked for: beyond it the way changes in an answer
+NEARLY = 1.25  # of the least time: where nothing is quick enough, less than this is not worth reading less
+WORTH = 0.9  # of the present time: what a way may take to be entered in an answer
+APART = 64  # steps before a change is taken back
+WEIGHT = 0.3  # of a new measurement beside those before
+FADING = 0.1  # of the way to what is measured now: so much is forgotten at each answer of a way that does not run
+EIGHT_BIT, OVER_LINK = " with 8-bit pages", " over the link"
+
+Merged = Callable[[str, Params], ModeParameters]
+"""A mode's parameters: what a person asked for, and over it changes."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Rates ``read`` and ``link`` in bytes/s, the last 0 where there is none; ``weights``: bytes that a token reads.
+
+    ``device_free`` and ``host_free`` are the bytes that K/V may take, with those that they take now.
+    """
+
+    read: float
+    link: float
+    weights: int
+    device_free: int
+    host_free: int
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """``tokens`` at the end of the answer; by now so many are stored in ``exact`` and in ``rounded`` pages.
+
+    A person who ``quantizes`` asked for 8-bit pages.
+    """
+
+    tokens: int
+    exact: int = 0
+    rounded: int = 0
+    quantizes: bool = False
+
+
+@dataclass(frozen=True)
+class Way:
+    """A mode with parameters, and what pages are kept in that get full; ``seconds`` a token before any correction.
+
+    ``place`` says in words where or how the K/V are read, ``lacks`` what does not fit, if so.
+    """
+
+    parameters: ModeParameters
+    quantizes: bool
+    seconds: float
+    place: str = ""
+    lacks: str = ""
+
+    @property
+    def kind(self) -> str:
+        """What a correction is known for."""
+        return f"{self.parameters.name}{self.place}"
+
+    @property
+    def name(self) -> str:
+        """``speculative 2048``"""
+        budget = getattr(self.parameters, "budget", None)
+        return f"{self.parameters.name} {budget}" if budget else self.parameters.name
+
+    @property
+    def label(self) -> str:
+        """``full over the link``"""
+        return f"{self.name}{self.place}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A way, the ``seconds`` that a token is to take in it, and a ``line`` that says what was chosen and why."""
+
+    way: Way
+    seconds: float
+    line: str
+
+
+# ---- what a token costs ----------------------------------------------------------------------------
+def ways(
+    machine: Machine, geometry: Geometry, traits: ModelTraits, conversation: Conversation, merged: Merged
+) -> list[Way]:
+    """All ways to decode at the end of a conversation, the most faithful first."""
+    costs = _Costs(machine, geometry, traits, conversation)
+    found = list(_reading_everything(costs, merged(REFERENCE, {})))
+    for name, changes in _choosing(costs, merged(COMPARED, {})):
+        try:
+            found.append(costs.way(merged(name, changes), costs.rounds))
+        except KvchatError:  # a window that was given leaves a small budget no room, or a model has one layer
+            continue
+    return found
+
+
+def _reading_everything(costs: _Costs, parameters: ModeParameters) -> Iterator[Way]:
+    pages = (True,) if costs.conversation.quantizes else (False, True)
+    mode, is_given = build(parameters, costs.apart, costs.traits), getattr(parameters, "resident", None) is not None
+    if costs.geometry.unified or not is_given:
+        yield from (costs.way(parameters, quantizes, EIGHT_BIT * quantizes) for quantizes in pages)
+    if not costs.geometry.unified:
+        mode.limit(costs.capacity, costs.machine.device_free)
+        resident = min(getattr(mode, "resident", None) or costs.capacity, costs.capacity)
+        if is_given or resident < costs.capacity:
+            yield from (costs.spilling(parameters, quantizes, resident) for quantizes in pages)
+
+
+def _choosing(costs: _Costs, asked: ModeParameters) -> Iterator[tuple[str, Params]]:
+    """Modes that choose what a token reads; a budget that a person gave is the largest."""
+    half, given = costs.conversation.tokens // 2, getattr(asked, "budget", None)
+    budgets = [2**power for power in range(half.bit_length() - 1, LEAST_BUDGET.bit_length() - 2, -1)]
+    if given is not None:
+        budgets = [given, *(budget for budget in budgets if budget < given)]
+    yield from ((COMPARED, {"budget": budget}) for budget in budgets)
+    if costs.traits.calibration is not None:
+        yield SyncParameters.name, {}
+
+
+@dataclass(frozen=True)
+class _Costs:
+    machine: Machine
+    geometry: Geometry
+    traits: ModelTraits
+    conversation: Conversation
+
+    @property
+    def apart(self) -> Geometry:
+        """With a device of its own: what a mode keeps there is what a token reads."""
+        return replace(self.geometry, unified=False)
+
+    @property
+    def capacity(self) -> int:
+        return self.geometry.grown(self.conversation.tokens + 1)
+
+    @property
+    def rounds(self) -> bool:
+        """8-bit pages are asked for, or are all that fits the host."""
+        return self.conversation.quantizes or self._on_host(quantizes=False) > self.machine.host_free
+
+    def way(self, parameters: ModeParameters, quantizes: bool, place: str = "") -> Way:
+        """A mode whose slots are what a token reads.
+
+        Raises:
+            KvchatError: the mode cannot run with these parameters.
+        """
+        m = self.machine
+        plan = build(parameters, self.apart, self.traits).plan(self.conversation.tokens)
+        read = plan.device_bytes(self.apart)
+        in_place = self._share(quantizes) if self.geometry.unified else 1.0
+        seconds = (m.weights + read * in_place) / m.read
+        if m.link:  # copied while other layers run
+            seconds = max(seconds, NEW.get(parameters.name, 0.0) * read * self._share(quantizes) / m.link)
+        held = build(parameters, self.geometry, self.traits).plan(self.capacity).device_bytes(self.geometry)
+        return Way(parameters, quantizes, seconds, place, self._lacks(parameters.name, held, quantizes))
+
+    def spilling(self, parameters: ModeParameters, quantizes: bool, resident: int) -> Way:
+        """Full mode that reads all but the last ``resident`` tokens over the link."""
+        m, token = self.machine, self.geometry.token_bytes
+        over = max(0, self.conversation.tokens - resident)
+        seconds = (m.weights + (self.conversation.tokens - over) * token) / m.read
+        seconds += over * token * self._share(quantizes) / (m.link or m.read)
+        place = f"{OVER_LINK}{EIGHT_BIT * quantizes}"
+        return Way(parameters, quantizes, seconds, place, self._lacks(parameters.name, 0, quantizes))
+
+    def _share(self, quantizes: bool) -> float:
+        """Bytes of the host pool's K/V for each that they have exactly."""
+        g, c = self.geometry, self.conversation
+        rounded = (c.tokens - c.exact if quantizes else c.rounded) / max(c.tokens, 1)
+        of_page = eight_bit_pages.page_bytes(g) * g.layers / (g.page * g.token_bytes)
+        return 1 - rounded * (1 - of_page)
+
+    def _on_host(self, quantizes: bool) -> int:
+        g, c = self.geometry, self.conversation
+        rounded = max(0, c.tokens - c.exact) if quantizes else c.rounded
+        return g.layers * layer_bytes(g, g.grown(c.tokens - rounded), g.round_up(rounded))
+
+    def _lacks(self, name: str, held: int, quantizes: bool) -> str:
+        m, on_host = self.machine, self._on_host(quantizes)
+        if self.geometry.unified:
+            on_host += held
+        else:
+            needed = held + staging_bytes(self.geometry, self.capacity, CHUNKS[0]) + PREFILL_WORKSPACE
+            if held and needed > m.device_free:
+                return f"{name} takes {size(needed)} on the device, {size(m.device_free)} are free"
+        if on_host > m.host_free:
+            return f"the K/V take {size(on_host)} of RAM, {size(m.host_free)} are free"
+        return ""
+
+
+# ---- the choice ------------------------------------------------------------------------------------
+def choose(
+    possible: Sequence[Way],
+    target: float,
+    ratios: Mapping[str, float] | None = None,
+    current: str = "",
+    below: int = 0,
+) -> Choice:
+    """The first way that fits and takes at most ``target`` seconds a token; what comes nearest where there is none.
+
+    Args:
+        possible: the most faithful first, at least one.
+        target: seconds.
+        ratios: by kind, what was measured over what was predicted.
+        current: label of the way in use: a more faithful one has to be taken easily.
+        below: ways before this place are not taken.
+    """
+    timed = [way.seconds * _ratio(ratios or {}, way.kind) for way in possible]
+    here = place(possible, current) or 0
+    fitting = [at for at, way in enumerate(possible) if at >= below and not way.lacks] or [
+        min(below, len(possible) - 1)
+    ]
+    quick = [at for at in fitting if timed[at] <= target * (EASILY if at < here else 1)]
+    least = min(timed[at] for at in fitting)
+    at = quick[0] if quick else next(at for at in fitting if timed[at] <= NEARLY * least)
+    return Choice(possible[at], timed[at], _line(possible, timed, at, target))
+
+
+def place(possible: Sequence[Way], label: str) -> int | None:
+    """Where a way stands among those that are possible; None where it is none of them."""
+    return next((at for at, way in enumerate(possible) if way.label == label), None)
+
+
+def _ratio(ratios: Mapping[str, float], kind: str) -> float:
+    return ratios.get(kind) or (fmean(ratios.values()) if ratios else 1.0)
+
+
+def _line(possible: Sequence[Way], timed: Sequence[float], at: int, target: float) -> str:
+    way, before = possible[at], possible[:at]
+    if timed[at] > target:
+        return f"auto: {way.label}, {_ms(timed[at])} a token: nothing that fits is as quick as {_ms(target)}"
+    if not before:
+        return f"auto: {way.label}, {_ms(timed[at])} a token"
+    slow = next((one for one in range(at) if not before[one].lacks), None)
+    if slow is None:
+        return f"auto: {way.label}, because {before[0].lacks}"
+    return f"auto: {way.label}, because {before[slow].name} would take {_ms(timed[slow])} a token{before[slow].place}"
+
+
+def _ms(seconds: float) -> str:
+    return figure(1000 * seconds, "ms", 0 if seconds >= 0.01 else 1)
+
+
+class Auto:
+    """Chooses anew between two answers, and within one where memory or time force it.
+
+    ``ratios`` are what was measured over what was predicted, by the kind of way. ``refused`` are labels of ways that
+    could not be entered for this answer. ``quantizes`` says that a person asked for 8-bit pages.
+    """
+
+    def __init__(self, quantizes: bool = False) -> None:
+        self.parameters = AutoParameters()
+        self.is_on = False
+        self.quantizes = quantizes
+        self.choice: Choice | None = None
+        self.ratios: dict[str, float] = {}
+        self.refused: set[str] = set()
+        self._changed_at = -APART
+
+    @property
+    def line(self) -> str:
+        """What is chosen now and why; "" where a person chose."""
+        return self.choice.line if self.is_on and self.choice else ""
+
+    def begin(self, parameters: AutoParameters) -> None:
+        """Choose from now on; what is in force counts for nothing."""
+        self.parameters, self.is_on, self.choice, self._changed_at = parameters, True, None, -APART
+
+    def between(self, possible: Sequence[Way], steps: int) -> Choice | None:
+        """What the next answer is to be decoded in, after ``steps`` in all; None where that is in force."""
+        label, kind = (self.choice.way.label, self.choice.way.kind) if self.choice else ("", "")
+        for other in self.ratios.keys() - {kind} if kind in self.ratios else ():
+            self.ratios[other] += FADING * (self.ratios[kind] - self.ratios[other])
+        found, here = choose(possible, self._target, self.ratios, label), place(possible, label)
+        goes_back = here is not None and (place(possible, found.way.label) or 0) < here
+        if found.way.label == label or (goes_back and steps - self._changed_at < APART):
+            return None
+        return found
+
+    def within(self, possible: Sequence[Way], steps: int, measured: float) -> Choice | None:
+        """What to go on with where a token takes ``measured`` seconds; None for what is in force."""
+        here = place(possible, self.choice.way.label) if self.choice else None
+        if here is None or here + 1 == len(possible):
+            return None
+        lacks, is_slow = possible[here].lacks, measured > FORCED * self._target
+        if not (lacks or (is_slow and steps - self._changed_at >= APART)):
+            return None
+        found = choose(possible, self._target, self.ratios, below=here + 1)
+        helps = not found.way.lacks if lacks else found.seconds <= WORTH * measured
+        return found if helps else None
+
+    def note(self, possible: Sequence[Way], measured: float) -> None:
+        """A token took ``measured`` seconds in the way in force, which is one of those that are possible now."""
+        here = place(possible, self.choice.way.label) if self.choice else None
+        if here is not None:
+            way = possible[here]
+            seen, before = measured / way.seconds, self.ratios.get(way.kind)
+            self.ratios[way.kind] = seen if before is None else before + WEIGHT * (seen - before)
+
+    def entered(self, choice: Choice, steps: int) -> None:
+        """The choice is in force."""
+        self.choice, self._changed_at = choice, steps
+
+    @property
+    def _target(self) -> float:
+        return 1 / self.parameters.tokens_per_s

@@ -1,0 +1,64 @@
+"""Rates of a device's memory and of its link to the host: the best of several runs after a warm-up.
+
+While another process uses them they are too low.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+RUNS = 5
+COLUMNS = 4096  # of the matrix that is read: the width of an 8B model
+LINK_BYTES = 2**28
+
+
+def read(device: torch.device, dtype: torch.dtype, size: int) -> float:
+    """Bytes/s of the device's memory: the better of a matrix-vector product and a copy, which reads and writes.
+
+    ``size`` are the bytes that are read, more than any cache holds.
+    """
+    rows = _affordable(device, size) // (COLUMNS * dtype.itemsize)
+    matrix = torch.ones((rows, COLUMNS), dtype=dtype, device=device)
+    vector, other = matrix[:1].clone(), torch.empty_like(matrix)
+    product = matrix.nbytes / seconds(lambda: F.linear(vector, matrix), device)
+    copy = 2 * matrix.nbytes / seconds(lambda: other.copy_(matrix), device)
+    return max(product, copy)
+
+
+def link(device: torch.device, to_device: bool, size: int = LINK_BYTES) -> float:
+    """Bytes/s of one large copy of ``size`` bytes between pinned host memory and the device."""
+    size = _affordable(device, size)
+    here = torch.ones(size, dtype=torch.uint8, device=device)
+    there = torch.ones(size, dtype=torch.uint8, pin_memory=True)
+    source, target = (there, here) if to_device else (here, there)
+    return size / seconds(lambda: target.copy_(source, non_blocking=True), device)
+
+
+def seconds(run: Callable[[], Tensor], device: torch.device) -> float:
+    """Seconds of one run, the best of several; timed by events on a GPU."""
+    with torch.inference_mode():
+        run()
+        return min(_timed(run, device) for _ in range(RUNS))
+
+
+def _timed(run: Callable[[], Tensor], device: torch.device) -> float:
+    if device.type != "cuda":
+        began = time.perf_counter()
+        run()
+        return time.perf_counter() - began
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in "be")  # type: ignore[no-untyped-call]
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1000
+
+
+def _affordable(device: torch.device, size: int) -> int:
+    """``size`` bytes, at most a quarter of the device's free memory: two such tensors are allocated."""
+    return min(size, torch.cuda.mem_get_info(device)[0] // 4) if device.type == "cuda" else size
