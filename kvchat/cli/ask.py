@@ -27,7 +27,7 @@ from kvchat.kv.memory.available import check_address_space
 from kvchat.models import checkpoint
 from kvchat.paths import is_server
 from kvchat.protocol.figures import Params, Stats
-from kvchat.protocol.messages import Event, Finished, Load, Sampling, Text, Turn
+from kvchat.protocol.messages import Event, Finished, Load, Noted, Sampling, Switched, Text, Turn
 
 if TYPE_CHECKING:
     from kvchat import Session
@@ -56,7 +56,7 @@ class SwitchAt:
         if not match:
             raise UsageError(f'--switch-at "{text}" is not N:MODE.', hint="For example: 64:speculative,budget=512")
         after, given_mode, pairs = match.groups()
-        mode = resolve(given_mode, modes.registered(), "KV mode")
+        mode = resolve(given_mode, modes.choosable(), "KV mode")
         given = dict(pair.split("=") for pair in pairs.split(",") if pair)
         checked = modes.parse(mode, {**chosen.kv.params(mode), **given})
         return cls(int(after), mode, {name: getattr(checked, name) for name in given})
@@ -151,6 +151,8 @@ def _answer(events: Iterator[Event], session: Session | RemoteSession, is_shown:
     for event in events:
         if isinstance(event, Text) and is_shown:
             write(event.text)
+        elif isinstance(event, Switched | Noted):
+            note(event.auto if isinstance(event, Switched) else event.text)
         elif isinstance(event, Finished):
             return event
     raise AssertionError("an answer ends with Finished")

@@ -370,9 +370,9 @@ def _note_unused(resolved: Resolved, used: list[str]) -> None:
             having.setdefault(origin, set()).add(key[1])
     for origin, names in having.items():
         if not names & set(used):
-            spills = origin == "--budget" and "resident" in modes.registered()[used[0]].model_fields
+            spills = origin == "--budget" and "resident" in modes.choosable()[used[0]].model_fields
             hint = f" What {used[0]} keeps on a GPU is --param resident=N." if spills else ""
-            own = [mode for mode in used if origin == "--budget" and "budget" in modes.registered()[mode].own]
+            own = [mode for mode in used if origin == "--budget" and "budget" in modes.choosable()[mode].own]
             hint = f" For {own[0]} it is --param {own[0]}.budget=N." if own else hint
             note(f"{origin} has no effect in the {used[0]} mode, only in {', '.join(sorted(names))}.{hint}")
 
@@ -387,8 +387,8 @@ def _note_own(resolved: Resolved, switches: Iterable[SwitchAt]) -> None:
     ]
     given += [(switch.mode, name, value) for switch in switches for name, value in switch.params.items()]
     for mode, name, value in given:
-        if value is not None and name in modes.registered()[mode].own:
-            note(f"{mode}: {modes.registered()[mode].own[name]}.")
+        if value is not None and name in modes.choosable()[mode].own:
+            note(f"{mode}: {modes.choosable()[mode].own[name]}.")
 
 
 def _log_traceback() -> str:

@@ -105,7 +105,7 @@ def plan(load: Load, context: int | None, as_json: bool) -> int:
 def list_modes(as_json: bool) -> None:
     """Print every mode on stdout, and on stderr what was left out."""
     if as_json:
-        echo(json.dumps([_info(parameters) for parameters in modes.registered().values()], indent=2))
+        echo(json.dumps([_info(parameters) for parameters in modes.choosable().values()], indent=2))
     else:
         for group, members in modes.grouped().items():
             if group:

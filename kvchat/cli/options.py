@@ -141,8 +141,8 @@ def mode_named(given: str | None) -> str | None:
     Raises:
         UsageError: it begins several.
     """
-    begins_one = given and any(name.startswith(given.lower()) for name in modes.registered())
-    return resolve(given, modes.registered(), "KV mode") if given and begins_one else given
+    begins_one = given and any(name.startswith(given.lower()) for name in modes.choosable())
+    return resolve(given, modes.choosable(), "KV mode") if given and begins_one else given
 
 
 def _keys_of_shared(parameter: str, value: Any, mode: str | None) -> tuple[Key, ...]:
@@ -181,7 +181,7 @@ def _key_of(parameter: str, value: str, mode: str | None) -> Key:
         return ("kv", named, name)
     having = modes.having(name)
     if not having:
-        known = {key for cls in modes.registered().values() for key in cls.model_fields}
+        known = {key for cls in modes.choosable().values() for key in cls.model_fields}
         raise UsageError(f'No mode has a parameter "{name}".', did_you_mean(name, known))
     if mode not in having and len(having) > 1:
         ways = " or ".join(f"--param {other}.{name}=" for other in having)
@@ -217,17 +217,17 @@ NamedDevice = Annotated[str, setting(ModelSettings, "device", complete=complete_
 
 
 def complete_mode(incomplete: str) -> list[Offer]:
-    """The KV modes."""
-    return [(name, mode.title) for name, mode in modes.registered().items() if name.startswith(incomplete)]
+    """The KV modes, and auto."""
+    return [(name, mode.title) for name, mode in modes.choosable().items() if name.startswith(incomplete)]
 
 
 def complete_param(incomplete: str) -> list[Offer]:
     """``KEY=`` of all modes, and after it the words that the parameter takes in any mode."""
     name, equals, _ = incomplete.partition("=")
     if not equals:
-        fields = {name: field for mode in modes.registered().values() for name, field in mode.model_fields.items()}
+        fields = {name: field for mode in modes.choosable().values() for name, field in mode.model_fields.items()}
         return [(f"{name}=", field.description or "") for name, field in fields.items() if name.startswith(incomplete)]
-    fields = {mode: modes.registered()[mode].model_fields[name] for mode in modes.having(name)}
+    fields = {mode: modes.choosable()[mode].model_fields[name] for mode in modes.having(name)}
     words = {f"{name}={word}": mode for mode, field in fields.items() for word in choices(field)}
     return [(word, mode) for word, mode in words.items() if word.startswith(incomplete)]
 

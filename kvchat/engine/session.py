@@ -448,6 +448,7 @@ class Session(Released):
                 *self._loop.encoder.notes,
                 *map(str, switcher.calibration_problems),
                 *calibration.notes(model, switcher.calibration),
+                *filter(None, [switcher.auto.line]),
             ),
             weights=model.weights,
             fast=model.fused,

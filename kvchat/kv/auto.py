@@ -241,9 +241,8 @@ def choose(
     """
     timed = [way.seconds * _ratio(ratios or {}, way.kind) for way in possible]
     here = place(possible, current) or 0
-    fitting = [at for at, way in enumerate(possible) if at >= below and not way.lacks] or [
-        min(below, len(possible) - 1)
-    ]
+    allowed = range(below, len(possible))
+    fitting = [at for at in allowed if not possible[at].lacks] or [*allowed]
     quick = [at for at in fitting if timed[at] <= target * (EASILY if at < here else 1)]
     least = min(timed[at] for at in fitting)
     at = quick[0] if quick else next(at for at in fitting if timed[at] <= NEARLY * least)
@@ -307,6 +306,8 @@ class Auto:
             self.ratios[other] += FADING * (self.ratios[kind] - self.ratios[other])
         found, here = choose(possible, self._target, self.ratios, label), place(possible, label)
         goes_back = here is not None and (place(possible, found.way.label) or 0) < here
+        if found.way.label == label:
+            self.choice = found  # with its present time
         if found.way.label == label or (goes_back and steps - self._changed_at < APART):
             return None
         return found

@@ -37,7 +37,7 @@ from textual.timer import Timer, TimerCallback
 from textual.widget import MountError
 from textual.worker import WorkerFailed
 
-from kvchat.config.modes import mode_names, registered
+from kvchat.config.modes import AUTO, choosable, mode_names
 from kvchat.errors import UsageError, did_you_mean, resolve
 from kvchat.foreign_text import visible
 from kvchat.tui import ARE_FRAMES_CHOSEN, FRAMES, themes
@@ -137,8 +137,8 @@ def choices(chat: ChatScreen, keys: Mapping[str, str], themes: Iterable[str]) ->
             doc = f"{action.doc}  {describe_keys(action, keys)}"
             start = partial(run_worker, chat, partial(chat.run_keyed, action.id))
             yield Choice(action.id.replace(".", " "), doc, start)
-    for name in mode_names():
-        yield Choice(f"mode {name}", registered()[name].title, partial(run, f"/mode {name}"))
+    for name in (AUTO, *mode_names()):
+        yield Choice(f"mode {name}", choosable()[name].title, partial(run, f"/mode {name}"))
     for name in themes:
         yield Choice(f"theme {name}", "colors", partial(run, f"/theme {name}"))
 
@@ -458,7 +458,7 @@ class KvchatApp(App[None]):
         else:
             snapshot = self.controller.state.snapshot
             on_gpu = snapshot is None or has_gpu(snapshot)
-            open_once(self, HelpScreen([*registered().values()], self.keys, on_gpu))
+            open_once(self, HelpScreen([*choosable().values()], self.keys, on_gpu))
 
     def action_settings(self) -> None:
         """Show or close the settings; below another screen they stay."""

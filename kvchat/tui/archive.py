@@ -214,7 +214,7 @@ class ModeOfConversation:
             self._view.add_note(f"This conversation was in {_described(kept)}; it goes on in {state.mode}. {gone}")
             return
         changes = self._changes(kept)
-        self.is_due = bool(changes) or kept.mode != (state.wanted or state.mode)
+        self.is_due = bool(changes) or kept.mode != (state.wanted or state.asked)
         if self.is_due and is_ready:
             state.wanted = kept.mode
             with suppress(UsageError):  # an engine that is gone: as soon as the next one is ready
@@ -226,7 +226,7 @@ class ModeOfConversation:
 
     def told(self) -> bool:
         """Something was switched to; whether it is told here, because it was this mode."""
-        is_told, self.is_due = self.is_due and self._state.mode == self._state.conversation.mode, False
+        is_told, self.is_due = self.is_due and self._state.asked == self._state.conversation.mode, False
         if is_told:
             self._view.add_note(f"Back in {_described(self._state.conversation)}, which this conversation was in.")
         return is_told
@@ -234,7 +234,7 @@ class ModeOfConversation:
     def _changes(self, kept: Conversation) -> Params:
         """What has to be asked for so that the mode has the conversation's parameters and no others."""
         now = modes.asked_for(kept.mode, self._state.settings, self._state.given)
-        fields = modes.registered()[kept.mode].model_fields
+        fields = modes.choosable()[kept.mode].model_fields
         unset = {name: fields[name].default for name in now}
         wanted = {**unset, **kept.params}
         return {name: value for name, value in wanted.items() if now.get(name, fields[name].default) != value}

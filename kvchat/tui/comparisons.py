@@ -158,7 +158,7 @@ def completed(variants: Sequence[Variant], mode: str) -> tuple[Variant, ...]:
     Raises:
         UsageError: one is unknown, has a parameter that is refused or stands there twice.
     """
-    chosen, current = tuple(variants), Variant(mode if mode != modes.REFERENCE else modes.COMPARED)
+    chosen, current = tuple(variants), Variant(modes.COMPARED if mode in (modes.REFERENCE, modes.AUTO) else mode)
     if len(chosen) < 2:
         first = Variant(modes.REFERENCE)
         chosen = (first, *([one for one in chosen if one != first] or [current]))

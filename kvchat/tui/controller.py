@@ -226,7 +226,8 @@ class ChatController:
         if self.state.phase is Phase.DOWN:
             raise UsageError("The engine is down.", hint="/restart or the next question starts it again.")
         asked = {**self.state.take_later(target), **(params or {})}
-        self.state.wanted = target
+        if mode:
+            self.state.wanted = mode
         modes.remember(self.state.pending, target, asked)
         self._send(Switch(mode, asked))
 
@@ -236,7 +237,8 @@ class ChatController:
         Raises:
             UsageError: no model is loaded.
         """
-        self.switch(modes.beside(self.state.wanted or self.state.mode, step))
+        wanted = self.state.wanted
+        self.switch(modes.beside(self.state.mode if wanted in ("", modes.AUTO) else wanted, step))
 
     def set_parameter(self, name: str, value: int | float | bool | str) -> None:
         """Change a parameter of the current mode.
@@ -265,7 +267,9 @@ class ChatController:
             UsageError: the mode has no such parameter, or the value is out of range.
         """
         modes.parse(mode, {name: value})
-        if mode == self.state.mode and self.state.info is not None:
+        if mode == modes.AUTO == self.state.asked and self.state.info is not None:
+            self.switch(mode, {name: value})
+        elif mode == self.state.mode and self.state.info is not None:
             self.switch("", {name: value})
         else:
             self.state.awaiting.setdefault(mode, {})[name] = value

@@ -138,7 +138,7 @@ class EngineEvents:
 
     async def _loaded(self, loaded: Loaded) -> None:
         self.state.info = loaded
-        self.state.enter_mode(loaded.mode, loaded.params)
+        self.state.enter_mode(loaded.mode, loaded.params, loaded.auto)
         self.details.renew()
         if self.models.take():
             self.view.log_event(f"{self.state.model_name} on {loaded.device}, context {count(loaded.context)}")
@@ -223,7 +223,8 @@ class EngineEvents:
         speed = self.state.snapshot.tokens_per_s if self.state.snapshot else None
         if not self.state.is_stored:  # what moved is of another conversation
             switched = replace(switched, total=0, moved_bytes=0, reduced_tokens=0)
-        self.state.enter_mode(switched.mode, switched.params)
+        is_news = switched.auto not in ("", self.state.auto)
+        self.state.enter_mode(switched.mode, switched.params, switched.auto)
         self.state.given = switched.given
         self.state.pending.clear()
         self.state.note_mode()
@@ -231,6 +232,8 @@ class EngineEvents:
         self.view.log_event(f"{switched.before} -> {switched.mode} at {count(switched.total)} tok")
         if not self.mode_of_conversation.told():
             await self.answers.add_switch(switched, speed)
+        if is_news:
+            self.view.add_note(switched.auto)
 
     def _switch_refused(self, refused: SwitchRefused) -> None:
         self.state.pending.clear()

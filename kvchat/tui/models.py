@@ -187,7 +187,7 @@ class Models:
         self._asked, self._stops = load, 0
         self._state.enter_phase(Phase.LOADING, f"loading {load.model}")
         self._view.show_state(self._state)
-        mode = load.mode if self._state.is_served else self._state.mode  # a server's is none
+        mode = load.mode if self._state.is_served else self._state.asked  # a server's is none
         self._client.send(replace(load, mode=mode, given=self._state.given))
 
     def _load(self, name: str, options: dict[str, Any]) -> Load:

@@ -162,7 +162,7 @@ class SettingsEditor:
             case ("model", "system"):
                 return state.conversation.system or ""
             case ("kv", "mode"):
-                return state.mode
+                return state.asked
             case ("ui", "theme"):
                 return self._appearance.theme
             case (section, id) if section == KEYS:
@@ -206,7 +206,7 @@ class SettingsEditor:
             case ("model", "system"):
                 self._chat.set_system(value or None)
             case ("kv", "mode"):
-                if value != self._chat.state.mode:
+                if value != self._chat.state.asked:
                     self._chat.switch(value)
             case ("kv", "host_dtype"):
                 self._chat.models.keep_pages(value)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvchat.config import sources
-from kvchat.config.modes import asked_for, grouped, registered
+from kvchat.config.modes import AUTO, asked_for, choosable, grouped, registered
 from kvchat.config.sources import Resolved
 from kvchat.conversations import attachments
 from kvchat.conversations.comparison import Comparison, label
@@ -117,7 +117,7 @@ class GpuHistory:
 @dataclass
 class ChatState:
     """``mode`` and ``params`` are in force; ``wanted`` is the mode last asked for, ``stage`` a step of loading.
-    ``download`` tells how far a download is, empty without one.
+    ``download`` tells how far a download is, empty without one. Where kvchat chooses the mode, ``auto`` says why this one.
 
     ``given`` holds the values given at run time by the mode they were given for, as the engine last said, ``pending``
     those it has not answered yet, ``later`` those kept for the next mode that has them, ``awaiting`` those kept for a
@@ -133,6 +133,7 @@ class ChatState:
     params: Params = field(default_factory=dict)
     settings: Mapping[str, Params] = field(default_factory=dict)
     wanted: str = ""
+    auto: str = ""
     given: dict[str, Params] = field(default_factory=dict)
     pending: dict[str, Params] = field(default_factory=dict)
     later: Params = field(default_factory=dict)
@@ -148,6 +149,11 @@ class ChatState:
     snapshot: Snapshot | None = None
     details: Details | None = None
     gpu_history: GpuHistory = field(default_factory=GpuHistory)
+
+    @property
+    def asked(self) -> str:
+        """What was asked for: the mode, or auto."""
+        return AUTO if self.auto else self.mode
 
     @property
     def parameters(self) -> Mapping[str, Any]:
@@ -176,8 +182,8 @@ class ChatState:
     def note_mode(self) -> None:
         """Note in the conversation which mode it is in, and what was asked for in it; a server's is none."""
         if not self.is_served:
-            self.conversation.mode = self.mode
-            self.conversation.params = asked_for(self.mode, self.settings, self.given)
+            self.conversation.mode = self.asked
+            self.conversation.params = asked_for(self.asked, self.settings, self.given)
 
     def marks(self, snapshot: Snapshot) -> Callable[[str], Mark | None]:
         """The mark of a message of the path by its id: how much of it the model reads, None where nothing is stored."""
@@ -212,14 +218,15 @@ class ChatState:
         """Set what the engine is doing."""
         self.phase, self.stage = phase, stage
 
-    def enter_mode(self, mode: str, params: Params) -> None:
+    def enter_mode(self, mode: str, params: Params, auto: str = "") -> None:
         """Set the mode and parameters in force; the next F6 counts from them."""
-        self.mode, self.params, self.wanted = mode, params, mode
+        self.mode, self.params, self.auto = mode, params, auto
+        self.wanted = self.asked
 
     def update_params(self, snapshot: Snapshot) -> None:
         """Take the parameters of a snapshot of the current mode: values chosen by kvchat change while it runs."""
         if snapshot.mode == self.mode:
-            self.params = snapshot.params
+            self.params, self.auto = snapshot.params, snapshot.auto
 
     def exchange(self, conversation: Conversation) -> None:
         """Go over to another conversation, of which nothing is stored yet."""
@@ -245,7 +252,7 @@ class ChatState:
 
     def take_later(self, mode: str) -> Params:
         """Remove and return the values kept for ``mode``, or for a later mode that has them."""
-        known = registered()[mode].model_fields.keys() - registered()[mode].own.keys()
+        known = choosable()[mode].model_fields.keys() - choosable()[mode].own.keys()
         taken = {name: value for name, value in self.later.items() if name in known}
         self.later = {name: value for name, value in self.later.items() if name not in known}
         return {**taken, **self.awaiting.pop(mode, {})}
@@ -317,7 +324,7 @@ def describe_modes(state: ChatState) -> str:
     for group, modes in grouped().items():
         lines += [f"  {group}:"] if group else []
         for mode in modes:
-            here = "●" if mode.name == state.mode else " "
+            here = "●" if mode.name in (state.mode, state.asked) else " "
             price = f"   ({prices[mode.name]})" if mode.name in prices else ""
             lines.append(f"{here} {mode.name:<12} {mode.title}{price}")
     return "\n".join(lines)

@@ -27,9 +27,7 @@ def implementation(parameters: ModeParameters) -> type[Mode]:
         UsageError: it cannot be imported, or is no mode.
     """
     if parameters.name == AUTO:
-        raise UsageError(
-            "auto is no mode of its own.", "It chooses among them while a conversation goes on.", "Name one."
-        )
+        raise UsageError("auto is no mode of its own.", "It chooses among the modes.", "Name one of them.")
     module, _, name = parameters.implemented_by.partition(":")
     try:
         mode = getattr(import_module(module), name)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvchat import paths, thoughts
 from kvchat.config import presets
-from kvchat.config.modes import registered
+from kvchat.config.modes import choosable
 from kvchat.config.validation_errors import expected
 from kvchat.conversations import attachments, export
 from kvchat.conversations.conversation import Message
@@ -46,9 +46,9 @@ async def switch_mode(chat: ChatController, argument: str) -> None:
         chat.view.add_note(describe_modes(chat.state))
         return
     name, *assignments = split_words(argument)
-    mode = resolve(name, registered(), "KV mode")
+    mode = resolve(name, choosable(), "KV mode")
     given = parse_assignments(assignments)
-    names = registered()[mode].model_fields
+    names = choosable()[mode].model_fields
     chat.switch(mode, {resolve(key, names, f"parameter of the {mode} mode"): given[key] for key in given})
 
 

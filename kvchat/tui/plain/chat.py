@@ -11,7 +11,7 @@ from contextlib import suppress
 from copy import deepcopy
 from functools import partial
 
-from kvchat.config.modes import registered
+from kvchat.config.modes import choosable
 from kvchat.config.sources import KEYS, dotted
 from kvchat.errors import KvchatError, UsageError
 from kvchat.protocol.figures import Snapshot
@@ -271,7 +271,7 @@ class PlainChat:
     async def _help(self, argument: str) -> None:
         actions = [action for action in COMMANDS.values() if action.run or action.id in self._own]
         self._say(f"{action.line}: {action.doc}" for action in actions)
-        self._say(f"{mode.name} mode: {mode.title}" for mode in registered().values())
+        self._say(f"{mode.name} mode: {mode.title}" for mode in choosable().values())
 
     async def _list_settings(self, argument: str) -> None:
         shown = [one for one in self._settings.settings() if one.key[0] != KEYS]

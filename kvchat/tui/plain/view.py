@@ -299,7 +299,7 @@ class PlainView:
             self._lines.line("A new conversation.")
         if before is Phase.LOADING and self.phase is Phase.READY and state.info is not None:
             info = state.info
-            self._lines.line(f"{state.model_name} on {info.device}, context {count(info.context)}, {state.mode} mode.")
+            self._lines.line(f"{state.model_name} on {info.device}, context {count(info.context)}, {state.asked} mode.")
 
     def show_snapshot(self, snapshot: Snapshot | None, answering: bool = False) -> None:
         """Print badges that are new; figures that change ten times a second are no lines."""

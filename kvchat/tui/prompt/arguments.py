@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from kvchat.config.modes import registered
+from kvchat.config.modes import choosable
 from kvchat.config.presets import names as preset_names
 from kvchat.config.schema import SamplingSettings, checked_sampling
 from kvchat.config.validation_errors import choices, expected
@@ -46,12 +46,12 @@ Values = Callable[[Surroundings, Sequence[str]], Iterator[Suggestion]]
 def modes(now: Surroundings, words: Sequence[str]) -> Iterator[Suggestion]:
     """``/mode``: a mode, then its parameters."""
     if not words:
-        for name, parameters in registered().items():
-            yield Suggestion(name, name, parameters.title, name == now.state.mode)
+        for name, parameters in choosable().items():
+            yield Suggestion(name, name, parameters.title, name == now.state.asked)
         return
-    mode = next((name for name in registered() if name.startswith(words[0])), "")
+    mode = next((name for name in choosable() if name.startswith(words[0])), "")
     given = {word.partition("=")[0] for word in words[1:]}
-    for name, field in registered()[mode].model_fields.items() if mode else ():
+    for name, field in choosable()[mode].model_fields.items() if mode else ():
         if name not in given:
             value = now.state.params.get(name) if mode == now.state.mode else field.default
             yield _parameter(f"{name}=", name, value, field)

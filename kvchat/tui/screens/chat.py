@@ -370,7 +370,7 @@ class ChatScreen(Screen[None]):
     def show_state(self, state: ChatState) -> None:
         bar = self.query_one(ModeBar)
         bar.info, bar.phase, bar.stage, bar.download = state.info, state.phase, state.stage, state.download
-        bar.mode, bar.params = state.mode, state.params
+        bar.mode, bar.params = f"auto: {state.mode}" if state.auto else state.mode, state.params
         self.query_one(Composer).show_editing(state.edited is not None, state.edits_answer)
         if self.has_class("served") != state.is_served:
             self.set_class(state.is_served, "served")

@@ -137,6 +137,7 @@ class KvColumn(ShowsFigures):
     DEFAULT_CSS = """
     KvColumn { width: 36; padding: 0 0 0 1; scrollbar-size-vertical: 1; }
     KvColumn > #own-rows { border-top: none; }
+    KvColumn > #auto { display: none; height: auto; padding: 0 1; color: $text-muted; }
     KvColumn > #figures-hint { color: $text-muted; padding: 0 1; margin: 1 0 0 0; }
     KvColumn > Timeline { height: 1fr; min-height: 2; max-height: 6; margin: 0 1; }
     KvColumn > #meaning { display: none; dock: bottom; height: auto; padding: 0 1; background: $panel; }
@@ -151,6 +152,7 @@ class KvColumn(ShowsFigures):
 
     def compose(self) -> ComposeResult:
         yield Badges()
+        yield Static(id="auto", markup=False)
         yield Rowed("at a glance", id="plain-rows")
         yield Rowed("this answer", id="context-rows")
         yield Rowed("mode", id="mode-rows")
@@ -177,6 +179,9 @@ class KvColumn(ShowsFigures):
             block.border_title, block.rows = Content(f" {title} "), rows  # a str would be markup
             block.set_class(not rows, "empty")
         self.query_one(Badges).badges = s.badges
+        auto = self.query_one("#auto", Static)
+        auto.display = bool(s.auto)
+        auto.update(s.auto)
         self.query_one("#plain-rows", Rowed).rows = plain_rows(s)
         # "calm" is no news, and in freeze on a GPU the column has no line to spare for it.
         self.query_one("#own-rows", Rowed).rows = [row for row in extra_rows(s.extras) if row != ("recovery", CALM)]
