@@ -7,8 +7,10 @@ mean of those that have: a step costs more than its bytes in all of them.
 
 The order is: everything, everything in 8-bit pages, everything with a part of it over the link (the same with 8-bit
 pages), speculative with smaller and smaller budgets, sync once the model's heads were measured. 8-bit pages are those
-that get full from then on; what was stored before stays exact. Drafts are not chosen, because what they bring depends
-on the text; where a person asked for them they are measured like any step. Streaming is never chosen: it forgets.
+that get full from then on; what was stored before stays exact. They are taken where exact ones do not fit, or halve
+what comes over a link: on two cores a step took 1.4 to 1.6 times as long with them as with exact ones. Drafts are not
+chosen, because what they bring depends on the text; where a person asked for them they are measured like any step.
+Streaming is never chosen: it forgets.
 
 Ours. Others choose a size by themselves: llama.cpp's ``--fit`` the context, Twilight (arXiv 2502.02770) the budget.
 """
@@ -38,6 +40,7 @@ EASILY = 0.8  # of the time asked for: what a more faithful way may take to be g
 FORCED = 1.5  # of the time asked for: beyond it the way changes in an answer
 NEARLY = 1.25  # of the least time: where nothing is quick enough, less than this is not worth reading less
 WORTH = 0.9  # of the present time: what a way may take to be entered in an answer
+EARLY = 0.75  # of the host's memory: what exact pages may take, so that there is room for rounded ones behind them
 APART = 64  # steps before a change is taken back
 WEIGHT = 0.3  # of a new measurement beside those before
 FADING = 0.1  # of the way to what is measured now: so much is forgotten at each answer of a way that does not run
@@ -122,22 +125,23 @@ def ways(
     found = list(_reading_everything(costs, merged(REFERENCE, {})))
     for name, changes in _choosing(costs, merged(COMPARED, {})):
         try:
-            found.append(costs.way(merged(name, changes), costs.rounds))
+            parameters = merged(name, changes)
+            of_pages = [costs.way(parameters, quantizes) for quantizes in costs.pages]
+            found.append(next((way for way in of_pages if not way.lacks), of_pages[-1]))
         except KvchatError:  # a window that was given leaves a small budget no room, or a model has one layer
             continue
     return found
 
 
 def _reading_everything(costs: _Costs, parameters: ModeParameters) -> Iterator[Way]:
-    pages = (True,) if costs.conversation.quantizes else (False, True)
     mode, is_given = build(parameters, costs.apart, costs.traits), getattr(parameters, "resident", None) is not None
     if costs.geometry.unified or not is_given:
-        yield from (costs.way(parameters, quantizes, EIGHT_BIT * quantizes) for quantizes in pages)
+        yield from (costs.way(parameters, quantizes, EIGHT_BIT * quantizes) for quantizes in costs.pages)
     if not costs.geometry.unified:
         mode.limit(costs.capacity, costs.machine.device_free)
         resident = min(getattr(mode, "resident", None) or costs.capacity, costs.capacity)
         if is_given or resident < costs.capacity:
-            yield from (costs.spilling(parameters, quantizes, resident) for quantizes in pages)
+            yield from (costs.spilling(parameters, quantizes, resident) for quantizes in costs.pages)
 
 
 def _choosing(costs: _Costs, asked: ModeParameters) -> Iterator[tuple[str, Params]]:
@@ -168,9 +172,9 @@ class _Costs:
         return self.geometry.grown(self.conversation.tokens + 1)
 
     @property
-    def rounds(self) -> bool:
-        """8-bit pages are asked for, or are all that fits the host."""
-        return self.conversation.quantizes or self._on_host(quantizes=False) > self.machine.host_free
+    def pages(self) -> tuple[bool, ...]:
+        """What pages may be kept in: 8 bits alone where a person asked for them."""
+        return (True,) if self.conversation.quantizes else (False, True)
 
     def way(self, parameters: ModeParameters, quantizes: bool, place: str = "") -> Way:
         """A mode whose slots are what a token reads.
@@ -179,12 +183,11 @@ class _Costs:
             KvchatError: the mode cannot run with these parameters.
         """
         m = self.machine
-        plan = build(parameters, self.apart, self.traits).plan(self.conversation.tokens)
-        read = plan.device_bytes(self.apart)
-        in_place = self._share(quantizes) if self.geometry.unified else 1.0
-        seconds = (m.weights + read * in_place) / m.read
-        if m.link:  # copied while other layers run
-            seconds = max(seconds, NEW.get(parameters.name, 0.0) * read * self._share(quantizes) / m.link)
+        read = build(parameters, self.apart, self.traits).plan(self.conversation.tokens).device_bytes(self.apart)
+        seconds = (m.weights + read) / m.read
+        if m.link and (new := NEW.get(parameters.name)):
+            chosen = min(read, (getattr(parameters, "budget", None) or read) * self.geometry.token_bytes)
+            seconds = max(seconds, new * chosen * self._share(quantizes) / m.link)  # copied while other layers run
         held = build(parameters, self.geometry, self.traits).plan(self.capacity).device_bytes(self.geometry)
         return Way(parameters, quantizes, seconds, place, self._lacks(parameters.name, held, quantizes))
 
@@ -217,8 +220,8 @@ class _Costs:
             needed = held + staging_bytes(self.geometry, self.capacity, CHUNKS[0]) + PREFILL_WORKSPACE
             if held and needed > m.device_free:
                 return f"{name} takes {size(needed)} on the device, {size(m.device_free)} are free"
-        if on_host > m.host_free:
-            return f"the K/V take {size(on_host)} of RAM, {size(m.host_free)} are free"
+        if on_host > m.host_free * (1 if quantizes else EARLY):
+            return f"the K/V take {size(on_host)} of {size(m.host_free)} of RAM"
         return ""
 
 
@@ -243,9 +246,9 @@ def choose(
     here = place(possible, current) or 0
     allowed = range(below, len(possible))
     fitting = [at for at in allowed if not possible[at].lacks] or [*allowed]
-    quick = [at for at in fitting if timed[at] <= target * (EASILY if at < here else 1)]
     least = min(timed[at] for at in fitting)
-    at = quick[0] if quick else next(at for at in fitting if timed[at] <= NEARLY * least)
+    limit = target if least <= target else NEARLY * least
+    at = next((at for at in fitting if timed[at] <= limit * (EASILY if at < here else 1)), timed.index(least))
     return Choice(possible[at], timed[at], _line(possible, timed, at, target))
 
 

@@ -74,8 +74,9 @@ class Load:
     ``Stop`` gives it up. The model in use stays until the other is ready, or is loaded again after a failure; after one
     that is not fatal its ``Loaded`` comes. ``force`` loads also what does not fit. ``mode_params`` are the settings of
     each mode and of auto, ``given`` values given at run time by the mode: the budget overrides that of every mode,
-    others that of one. ``link_bytes_per_s`` and ``read_bytes_per_s`` are the measured rates of recall and of the device's memory.
-    ``chat_template`` is a file in place of the model's own, ``template_args`` are its variables as ``KEY=VALUE``.
+    others that of one. ``link_bytes_per_s`` and ``read_bytes_per_s`` are the measured rates of recall and of the
+    device's memory. ``chat_template`` is a file in place of the model's own, ``template_args`` are its variables as
+    ``KEY=VALUE``.
     """
 
     model: str = BUNDLED

@@ -117,7 +117,7 @@ class GpuHistory:
 @dataclass
 class ChatState:
     """``mode`` and ``params`` are in force; ``wanted`` is the mode last asked for, ``stage`` a step of loading.
-    ``download`` tells how far a download is, empty without one. Where kvchat chooses the mode, ``auto`` says why this one.
+    ``download`` tells how far a download is, empty without one. ``auto`` says why kvchat chose this mode, where it did.
 
     ``given`` holds the values given at run time by the mode they were given for, as the engine last said, ``pending``
     those it has not answered yet, ``later`` those kept for the next mode that has them, ``awaiting`` those kept for a

@@ -23,7 +23,7 @@ from kvchat.cli.options import (
     one_of,
 )
 from kvchat.config import modes, sources
-from kvchat.config.modes import SHARED, BudgetParameters, ModeParameters, registered
+from kvchat.config.modes import SHARED, BudgetParameters, ModeParameters, choosable
 from kvchat.config.schema import Settings
 from kvchat.config.validation_errors import field_at
 
@@ -36,7 +36,7 @@ def test_words_come_from_the_schema_the_modes_and_the_themes(tmp_path, monkeypat
     monkeypatch.setenv("KVCHAT_CONFIG", str(tmp_path / "config.toml"))
     (tmp_path / "themes").mkdir()
     (tmp_path / "themes" / "own.toml").write_text("")
-    assert names(complete_mode("")) == list(registered())
+    assert names(complete_mode("")) == list(choosable())
     assert names(complete_mode("s")) == ["streaming", "sync", "speculative", "shadowkv", "snapkv"]
     assert names(one_of(("auto", "int8", "int4"))("int")) == ["int8", "int4"]
     assert names(complete_device("c")) == ["cpu", "cuda"]

@@ -12,7 +12,7 @@ from support.message import lacks
 
 import kvchat
 from kvchat import files, paths
-from kvchat.config.modes import registered
+from kvchat.config.modes import choosable
 from kvchat.tui import actions
 
 
@@ -132,7 +132,7 @@ def test_keys_lists_the_actions_with_the_keys_of_the_settings(run: Run) -> None:
 
 def test_modes_lists_all_with_parameters_and_defaults(run: Run) -> None:
     listed = {mode["name"]: mode for mode in json.loads(run("modes", "--json").out)}
-    assert list(listed) == list(registered())
+    assert list(listed) == list(choosable())
     defaults = {param["name"]: param["default"] for param in listed["speculative"]["params"]}
     assert (defaults["tau"], defaults["index"]) == (None, None)
     assert defaults["pin_system"] is False

@@ -135,10 +135,11 @@ def test_speculatives_tau_for_never_is_no_obstacle_to_freeze() -> None:
 
 def test_f6_passes_by_what_is_for_comparison() -> None:
     offered, compared = (([cls.name for cls in group]) for group in modes.grouped().values())
-    assert offered == modes.mode_names()
+    assert offered == [modes.AUTO, *modes.mode_names()]
     assert set(compared) == set(registered()) - set(offered)
-    assert [modes.beside(mode) for mode in offered] == [*offered[1:], offered[0]]
-    assert {modes.beside(mode, step) for mode in compared for step in (1, -1)} == {offered[0]}
+    visited = modes.mode_names()
+    assert [modes.beside(mode) for mode in visited] == [*visited[1:], visited[0]]
+    assert {modes.beside(mode, step) for mode in compared for step in (1, -1)} == {visited[0]}
 
 
 def test_every_parameter_is_described() -> None:

@@ -12,7 +12,7 @@ from support.message import lacks
 import kvchat
 from kvchat import paths
 from kvchat.config import schema, sources
-from kvchat.config.modes import registered
+from kvchat.config.modes import AUTO, registered
 from kvchat.config.schema import ModelSettings, SamplingSettings, checked_sampling
 from kvchat.config.validation_errors import advice, choices, expected, field_at, reason, refused_by_pydantic
 from kvchat.engine.sampler import Sampler
@@ -110,7 +110,7 @@ def test_a_refusal_names_parameter_value_and_range() -> None:
 
 def test_every_mode_with_parameters_has_its_table() -> None:
     fields = schema.KvSection.model_fields
-    assert set(registered()) == set(schema.KvSection.model_json_schema()["properties"]["mode"]["enum"])
+    assert {AUTO, *registered()} == set(schema.KvSection.model_json_schema()["properties"]["mode"]["enum"])
     for name, cls in registered().items():
         assert (name in fields) == bool(cls.model_fields)
 

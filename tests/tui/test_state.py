@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvchat.config.modes import registered
+from kvchat.config.modes import choosable
 from kvchat.conversations.conversation import Conversation
 from kvchat.errors import UsageError
 from kvchat.protocol.figures import Price, Snapshot, Stats
@@ -43,8 +43,10 @@ def test_modes_are_listed_with_prices():
     prices = (Price("sync", 2**20, seconds=0.004), Price("freeze", refusal="too small"))
     s.snapshot = Snapshot("full", {}, 0, 0, 0, 0, 0, prices=prices)
     lines = describe_modes(s).split("\n")
-    assert len(lines) == len(registered()) + 1, "and the title of a group"
-    assert lines[0].startswith("● full ")
+    assert len(lines) == len(choosable()) + 1, "and the title of a group"
+    assert [line.split()[1] for line in lines if line.startswith("●")] == ["full"]
+    s.auto = "auto: full, 12 ms a token"
+    assert [line.split()[1] for line in describe_modes(s).split("\n") if line.startswith("●")] == ["auto", "full"]
     assert sum(line.endswith("(1.0 MiB · 4 ms)") for line in lines) == 1
     assert sum(line.endswith("(refused)") for line in lines) == 1
     assert describe_price(Price("sync", 2**20)) == "1.0 MiB"

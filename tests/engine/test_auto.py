@@ -1,0 +1,231 @@
+"""auto with a model that decodes: conversations that grow beside a slow memory and little room, both simulated."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+from support.loads import entering
+
+from kvchat.config import modes
+from kvchat.engine import metrics
+from kvchat.engine.session import Session
+from kvchat.engine.synthetic_text import sentences
+from kvchat.errors import DoesNotFitError, UsageError
+from kvchat.kv.auto import APART
+from kvchat.kv.inspect import read_tokens
+from kvchat.kv.manager import KVManager
+from kvchat.kv.memory import available
+from kvchat.models.load import LoadedModel
+from kvchat.protocol.messages import Finished, Load, Noted, Sampling, Switched, Turn
+
+OVERHEAD = 1.2  # of a step, beside reading its bytes: what auto has to find out
+ANSWER = Sampling(temperature=0, max_new_tokens=48)
+TARGET_S = 0.1
+
+
+@dataclass
+class SlowMemory:
+    """A clock that goes on by what a step reads; ``busy`` makes all of it slower."""
+
+    session: Session
+    rate: float
+    busy: float = 1.0
+    now: float = 0.0
+    steps: list[float] = field(default_factory=list)
+
+    def install(self, monkeypatch) -> SlowMemory:
+        runner, kv = self.session._runner, self.session._kv
+        step = runner.step
+
+        def slow(token):
+            before = read_tokens(kv.state)
+            logits = step(token)
+            read = (read_tokens(kv.state) - before) * kv.state.geometry.token_bytes
+            index = kv.mode.index.data.nbytes if kv.mode.name == "speculative" else 0
+            taken = self.busy * OVERHEAD * (self.session.model.weight_bytes + read + index) / self.rate
+            self.steps.append(taken)
+            self.now += taken
+            return logits
+
+        monkeypatch.setattr(runner, "step", slow)
+        clock = SimpleNamespace(perf_counter=lambda: self.now, monotonic=time.monotonic)
+        monkeypatch.setattr(metrics, "time", clock)
+        return self
+
+
+def rate_for(model: LoadedModel, tokens: int) -> float:
+    """Bytes/s at which full mode takes as long as is asked for once so many tokens are stored."""
+    per_token = model.layers * model.kv_heads * (model.d_k + model.d_v) * model.dtype.itemsize
+    return OVERHEAD * (model.weight_bytes + tokens * per_token) / TARGET_S
+
+
+def story(tokens: int, seed: int) -> str:
+    text, parts = sentences(seed), list[str]()
+    while sum(part.count(" ") + 1 for part in parts) < tokens * 0.78:
+        parts.append(next(text))
+    return " ".join(parts)
+
+
+def talk(session: Session, turns: list[Turn], text: str) -> tuple[list[Switched | Noted], Finished]:
+    """Ask, and keep the answer in ``turns``; what auto told, and the end."""
+    turns.append(Turn("user", text))
+    events = list(session.answer(turns, ANSWER))
+    finished = events[-1]
+    assert isinstance(finished, Finished)
+    turns.append(Turn("assistant", finished.text))
+    return [event for event in events if isinstance(event, Switched | Noted)], finished
+
+
+def test_a_conversation_that_grows_reads_less_where_a_token_would_take_too_long(small_model, monkeypatch):
+    session = Session(small_model, Load(mode="auto", read_bytes_per_s=rate_for(small_model, 2000)))
+    memory = SlowMemory(session, rate_for(small_model, 2000)).install(monkeypatch)
+    assert (session.info.mode, session.info.auto) == ("full", session.snapshot().auto)
+    turns, seen, told = list[Turn](), list[tuple[int, str, int | None]](), list[Switched | Noted]()
+    for seed in range(9):
+        memory.steps.clear()
+        news, finished = talk(session, turns, story(100 if seed == 0 else 600, seed))
+        told += news
+        seen.append((session.total, session._kv.mode.name, session._kv.mode.report().params.get("budget")))
+        if finished.stats.generated_tokens > 40:
+            assert sum(memory.steps[-8:]) / 8 <= 1.1 * TARGET_S, seen
+    chosen = [mode for _, mode, _ in seen]
+    first = chosen.index("speculative")
+    assert set(chosen[:first]) == {"full"}
+    assert set(chosen[first:]) == {"speculative"}, "nothing goes back"
+    assert 1200 < seen[first][0] < 2600
+    budgets = [budget for _, _, budget in seen[first:]]
+    assert budgets == sorted(budgets, reverse=True)
+    assert min(budgets) >= 256
+    assert len(told) == len(set(budgets)), "each change is told once"
+    assert all("because full would take" in event.auto for event in told if isinstance(event, Switched))
+    assert session.snapshot().auto.startswith(f"auto: speculative {budgets[-1]}, because full")
+    session.close()
+
+
+def test_a_person_overrides_it_until_it_is_asked_for_again(small_model, monkeypatch):
+    session = Session(small_model, Load(mode="auto", read_bytes_per_s=rate_for(small_model, 400)))
+    SlowMemory(session, rate_for(small_model, 400)).install(monkeypatch)
+    turns = list[Turn]()
+    for seed in range(3):
+        talk(session, turns, story(700, seed))
+    assert session._kv.mode.name == "speculative"
+    switched = session.switch("full")
+    assert (switched.auto, session.snapshot().auto, session.info.auto) == ("", "", "")
+    told, finished = talk(session, turns, "And then?")
+    assert not told
+    assert finished.stats.read_share == 1
+    back = session.switch("auto")
+    assert (back.before, back.mode) == ("full", "speculative")
+    assert back.auto == session.snapshot().auto
+    assert session.switch(pin_system=True).auto == back.auto, "a parameter alone ends nothing"
+    quick = session.switch("auto", tokens_per_s=0.5)
+    assert (quick.mode, quick.given["auto"]) == ("full", {"tokens_per_s": 0.5})
+    with pytest.raises(UsageError):
+        session.switch("auto", tokens_per_s=0)
+    assert session.snapshot().auto
+    session.close()
+
+
+def test_a_refused_switch_ends_nothing(small_model):
+    session = Session(small_model, Load(mode="auto"))
+    with pytest.raises(UsageError):
+        session.switch("streaming", budget=1)
+    assert session.snapshot().auto
+    session.enter(modes.parse("streaming", {"budget": 256}))
+    assert not session.snapshot().auto
+    session.close()
+
+
+def test_in_an_answer_that_gets_much_too_slow_it_changes_and_not_again_within_64_tokens(small_model, monkeypatch):
+    session = Session(small_model, Load(mode="auto", read_bytes_per_s=rate_for(small_model, 3000)))
+    memory = SlowMemory(session, rate_for(small_model, 3000)).install(monkeypatch)
+    turns = list[Turn]()
+    talk(session, turns, story(1500, 0))
+    assert session._kv.mode.name == "full"
+    turns.append(Turn("user", "Tell me a long story."))
+
+    def gets_busy(generated: int) -> None:
+        memory.busy = 2.5 if generated >= 30 else 1.0
+
+    events = session.answer(turns, Sampling(temperature=0, max_new_tokens=300), gets_busy)
+    at = [len(session.token_ids) for event in events if isinstance(event, Switched)]
+    assert at
+    assert 30 + metrics.RATE_TOKENS <= at[0] <= 30 + 3 * metrics.RATE_TOKENS
+    assert all(later - before >= APART for before, later in pairwise(at))
+    assert session._kv.mode.name == "speculative"
+    session.close()
+
+
+def test_where_ram_gets_short_pages_are_rounded_and_stay_so(small_model, monkeypatch):
+    session = Session(small_model, Load(mode="auto", read_bytes_per_s=1e12))
+    token = session.info.kv_bytes_per_token
+    limit = 3000 * token
+    monkeypatch.setattr(available, "host_free", lambda: max(0, limit - session._kv.state.host.nbytes))
+    monkeypatch.setattr(available, "usable", lambda free: free)
+    turns, rounds, told = list[Turn](), list[bool](), list[Switched | Noted]()
+    for seed in range(8):
+        told += talk(session, turns, story(500, seed))[0]
+        rounds.append(session._kv.state.quantizes)
+    assert rounds == sorted(rounds)
+    assert (rounds[0], rounds[-1]) == (False, True)
+    pages = session._kv.state.host.quantized[: session.total // 32]
+    assert 0 < pages.count(False) < len(pages)
+    assert session.total > 3000, "more than exact pages would hold"
+    (note,) = told
+    assert isinstance(note, Noted), "the mode stays, its pages change"
+    assert note.text.startswith("auto: full with 8-bit pages, because the K/V take ")
+    assert session._kv.mode.name == "full"
+    session.close()
+
+
+def test_a_way_that_is_refused_gives_way_to_the_next(small_model, monkeypatch):
+    session = Session(small_model, Load(mode="auto", read_bytes_per_s=rate_for(small_model, 300)))
+    SlowMemory(session, rate_for(small_model, 300)).install(monkeypatch)
+    enter = KVManager.switch
+    tried = list[int]()
+
+    def refused(kv, mode):
+        tried.append(mode.budget)
+        if mode.budget > 256:
+            raise DoesNotFitError("It does not fit after all.")
+        return enter(kv, mode)
+
+    turns = list[Turn]()
+    talk(session, turns, story(200, 0))
+    monkeypatch.setattr(KVManager, "switch", refused)
+    talk(session, turns, story(1500, 1))
+    assert session._kv.mode.report().params["budget"] == 256
+    assert tried == sorted(tried, reverse=True)
+    assert len(tried) > 1
+    session.close()
+
+
+def test_a_budget_that_a_person_gives_is_the_most(small_model, monkeypatch):
+    rate = rate_for(small_model, 300)
+    session = Session(small_model, Load(mode="auto", given={"speculative": {"budget": 300}}, read_bytes_per_s=rate))
+    SlowMemory(session, rate).install(monkeypatch)
+    turns = list[Turn]()
+    for seed in range(2):
+        talk(session, turns, story(900, seed))
+    assert session._kv.mode.report().params["budget"] == 300
+    session.close()
+
+
+def test_other_modes_know_nothing_of_it(small_model):
+    session = Session(small_model, entering("streaming"))
+    told, _ = talk(session, [], "Hello!")
+    assert not told
+    assert (session.info.auto, session.snapshot().auto, session.switch("full").auto) == ("", "", "")
+    session.close()
+
+
+def test_auto_is_no_mode_that_can_be_compared(small_model):
+    session = Session(small_model)
+    with pytest.raises(UsageError, match="auto"):
+        session.enter(modes.parse("auto", {}))
+    assert session._kv.mode.name == "full"
+    session.close()

@@ -1,0 +1,261 @@
+"""What auto chooses, as a pure function of the machine and the conversation, and what it remembers of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.message import lacks
+
+from kvchat.config import modes
+from kvchat.config.modes import AutoParameters
+from kvchat.kv import auto
+from kvchat.kv.auto import APART, Auto, Choice, Conversation, Machine, Way, choose, ways
+from kvchat.kv.geometry import Geometry
+from kvchat.kv.modes.base import ModelTraits
+from kvchat.kv.modes.sync_heads import Calibration
+
+GIB = 2**30
+SHAPES = {  # layers, query heads, KV heads, their width, dtype, context, bytes of weights that a token reads
+    "8B": (32, 32, 8, 128, torch.bfloat16, 131_072, 5 * GIB),  # in 4 bits
+    "8B16": (32, 32, 8, 128, torch.bfloat16, 131_072, 15 * GIB),
+    "32B": (64, 40, 8, 128, torch.bfloat16, 131_072, 18 * GIB),
+    "135M": (30, 9, 3, 64, torch.bfloat16, 8192, 270 * 10**6),
+    "17M": (6, 6, 2, 64, torch.float32, 4096, 35 * 10**6),
+}
+# GB/s of the memory and of the link (none: a CPU), GiB free on the device and on the host.
+H100, RTX_4090 = (3350, 50, 60, 200), (1000, 25, 17, 64)
+RTX_3060, SMALL_3060, TINY_3060 = (360, 12, 6, 64), (360, 12, 3, 64), (360, 12, 1, 64)
+SLOW_LINK = (360, 3, 6, 64)
+SERVER, DESKTOP, LAPTOP, PI = (300, 0, 0, 256), (80, 0, 0, 64), (40, 0, 0, 16), (4, 0, 0, 4)
+MACHINES = [
+    # What fits the device is read there, whatever the link.
+    ("8B16", H100, 4000, 10, {}, "full"),
+    ("8B16", H100, 128_000, 10, {}, "full"),
+    ("8B16", H100, 128_000, 30, {}, "full"),
+    ("8B", RTX_4090, 64_000, 10, {}, "full"),
+    ("8B", RTX_3060, 2000, 10, {}, "full"),
+    ("8B", RTX_3060, 16_000, 10, {}, "full"),
+    ("8B", SLOW_LINK, 16_000, 10, {}, "full"),
+    ("8B", TINY_3060, 2000, 10, {}, "full"),
+    # What does not is read over the link while that takes no longer, then half as many bytes come over it.
+    ("8B", RTX_4090, 128_000, 10, {}, "full over the link"),
+    ("8B", RTX_3060, 42_000, 10, {}, "full over the link"),
+    ("8B", TINY_3060, 16_000, 10, {}, "full over the link with 8-bit pages"),
+    ("8B", (360, 25, 1, 64), 16_000, 10, {}, "full over the link"),
+    ("8B", (360, 25, 6, 64), 64_000, 10, {}, "full over the link with 8-bit pages"),
+    # Beyond that a part is read, as much of it as there is time for.
+    ("8B", RTX_3060, 64_000, 10, {}, "speculative 16384"),
+    ("8B", SMALL_3060, 64_000, 10, {}, "speculative 8192"),
+    ("8B", SMALL_3060, 64_000, 30, {}, "speculative 8192"),
+    ("8B", SLOW_LINK, 64_000, 10, {}, "speculative 8192"),
+    ("8B", SLOW_LINK, 64_000, 40, {}, "speculative 2048"),
+    ("32B", (900, 25, 4, 64), 32_000, 10, {}, "speculative 8192"),
+    ("8B", RTX_3060, 64_000, 10, {"budget": 1000}, "speculative 1000"),
+    ("8B", RTX_3060, 64_000, 10, {"budget": 128}, "speculative 128"),
+    # Where nothing is quick enough it is the most faithful of those that are not much slower than the quickest.
+    ("8B", SMALL_3060, 128_000, 10, {}, "full over the link with 8-bit pages"),
+    ("8B", SMALL_3060, 64_000, 60, {}, "speculative 4096"),
+    ("8B", LAPTOP, 500, 10, {}, "full"),
+    ("8B", LAPTOP, 4000, 10, {}, "full"),
+    ("8B", LAPTOP, 64_000, 10, {}, "speculative 8192"),
+    ("32B", LAPTOP, 8000, 10, {}, "full"),
+    # On a CPU everything fits the device; time decides, and the host's memory.
+    ("17M", PI, 100, 10, {}, "full"),
+    ("17M", PI, 4000, 10, {}, "full"),
+    ("135M", DESKTOP, 8000, 10, {}, "full"),
+    ("135M", PI, 500, 10, {}, "full"),
+    ("135M", PI, 8000, 10, {}, "speculative 2048"),
+    ("135M", PI, 8000, 5, {}, "full"),
+    ("8B", SERVER, 100_000, 10, {}, "full"),
+    ("8B", DESKTOP, 16_000, 10, {}, "full"),
+    ("8B", DESKTOP, 32_000, 10, {}, "speculative 8192"),
+    ("8B", (300, 0, 0, 6), 64_000, 10, {}, "full with 8-bit pages"),
+    ("8B", (360, 12, 17, 6), 64_000, 10, {}, "full with 8-bit pages"),
+    ("8B", (80, 0, 0, 4), 32_000, 10, {}, "speculative 8192"),
+]
+
+
+def possible(shape, machine, tokens, given=None, calibration=None, **stored) -> list[Way]:
+    layers, q_heads, kv_heads, d, dtype, context, weights = SHAPES[shape]
+    read, link, device, host = machine
+    headroom = 2048 if link else 128
+    geometry = Geometry(layers, q_heads, kv_heads, d, d, dtype, headroom=headroom, unified=not link)
+    measured = Machine(read * 1e9, link * 1e9, weights, device * GIB, host * GIB)
+
+    def merged(mode, changes):
+        return modes.effective_params(mode, {}, {"speculative": given or {}}, changes)
+
+    traits = ModelTraits(context, (None,) * layers, calibration=calibration)
+    return ways(measured, geometry, traits, Conversation(tokens, **stored), merged)
+
+
+@pytest.mark.parametrize(("shape", "machine", "tokens", "speed", "given", "expected"), MACHINES, ids=str)
+def test_the_most_faithful_way_that_fits_and_is_quick_enough(shape, machine, tokens, speed, given, expected):
+    chosen = choose(possible(shape, machine, tokens, given), 1 / speed)
+    assert chosen.way.label == expected
+    assert not chosen.way.lacks
+    assert chosen.line.startswith(f"auto: {expected}, ")
+
+
+def test_streaming_is_never_chosen():
+    names = {way.parameters.name for row in MACHINES for way in possible(*row[:3])}
+    assert names == {"full", "speculative"}
+
+
+def test_sync_is_chosen_where_its_heads_were_measured_and_nothing_else_is_quick_enough():
+    heads, layers = range(8), 32
+    alike = tuple(tuple(float((a - b) % 2 == 0) for b in heads) for a in heads)
+    measured = Calibration("", "", 2, (alike,) * layers, ((0.0,) * 8,) * layers)
+    found = possible("8B", SMALL_3060, 64_000, calibration=measured)
+    assert found[-1].parameters.name == "sync"
+    slow = {"speculative": 100.0, "sync": 1.0, "full over the link": 1.0}
+    roomy = [replace(way, lacks="") if way.parameters.name == "sync" else way for way in found]
+    assert choose(roomy, 0.1, slow).way.parameters.name == "sync"
+
+
+def test_why_is_said_with_the_numbers():
+    over_link = choose(possible("8B", RTX_3060, 64_000), 0.1).line
+    assert not lacks(over_link, "because full would take", "ms a token over the link")
+    short_of_memory = choose(possible("8B", RTX_4090, 128_000), 0.1).line
+    assert not lacks(short_of_memory, "full takes", "on the device", "17.0 GiB are free")
+    short_of_ram = choose(possible("8B", (300, 0, 0, 6), 64_000), 0.1).line
+    assert not lacks(short_of_ram, "of 6.0 GiB of RAM")
+    assert not lacks(choose(possible("8B", LAPTOP, 500), 0.1).line, "100 ms")
+
+
+def test_pages_that_are_stored_already_stay_what_they_are():
+    """8 bits save nothing of what is exact; of what was rounded nothing comes back."""
+    fresh, stored = (possible("8B", TINY_3060, 16_000, exact=exact) for exact in (0, 15_000))
+    rounded = possible("8B", TINY_3060, 16_000, rounded=15_000)
+    kinds = [way.kind for way in fresh]
+    exact, eight = (kinds.index(f"full over the link{pages}") for pages in ("", auto.EIGHT_BIT))
+    assert fresh[eight].seconds < 0.65 * fresh[exact].seconds
+    assert stored[eight].seconds > 0.9 * fresh[exact].seconds
+    assert rounded[exact].seconds < 0.65 * fresh[exact].seconds
+
+
+def test_a_person_who_asked_for_8_bit_pages_or_for_a_ring_gets_no_other():
+    asked = possible("8B", RTX_3060, 64_000, quantizes=True)
+    assert all(way.quantizes for way in asked)
+    assert choose(asked, 0.1).way.label == "speculative 16384"
+    layers, q_heads, kv_heads, d, dtype, context, weights = SHAPES["8B"]
+    geometry = Geometry(layers, q_heads, kv_heads, d, d, dtype, headroom=2048)
+    machine = Machine(360e9, 12e9, weights, 17 * GIB, 64 * GIB)
+
+    def merged(mode, changes):
+        return modes.effective_params(mode, {"full": {"resident": 1024}}, {}, changes)
+
+    found = ways(machine, geometry, ModelTraits(context, (None,) * layers), Conversation(4000), merged)
+    assert [way.label for way in found[:2]] == ["full over the link", "full over the link with 8-bit pages"]
+
+
+# ---- corrected by what was measured
+
+
+def made(*seconds: float, lacks: str = "") -> list[Way]:
+    """Full, then speculative with smaller and smaller budgets; uncorrected times."""
+    full, *others = seconds
+    parsed = [modes.parse("speculative", {"budget": 4096 >> place}) for place in range(len(others))]
+    return [
+        Way(modes.parse("full", {}), False, full, lacks=lacks),
+        *(Way(parameters, False, taken) for parameters, taken in zip(parsed, others, strict=True)),
+    ]
+
+
+def begun(first: Choice | None = None, speed: float = 10) -> Auto:
+    chooser = Auto()
+    chooser.begin(AutoParameters(tokens_per_s=speed))
+    if first:
+        chooser.entered(first, 0)
+    return chooser
+
+
+def test_a_way_that_has_run_is_corrected_and_others_by_the_mean():
+    found = made(0.05, 0.03, 0.02)
+    assert choose(found, 0.1, {"full": 3.0}).way.name == "speculative 4096"
+    assert choose(found, 0.08, {"full": 3.0}).way.name == "speculative 2048"
+    assert choose(found, 0.1, {"full": 3.0, "speculative": 1.0}).way.name == "speculative 4096"
+    assert choose(found, 0.1, {"full": 1.5, "speculative": 9.0}).way.name == "full"
+
+
+def test_what_is_measured_moves_what_is_known_a_part_of_the_way():
+    found = made(0.05)
+    chooser = begun(choose(found, 0.1))
+    chooser.note(found, 0.1)
+    assert chooser.ratios == {"full": pytest.approx(2.0)}
+    chooser.note(found, 0.2)
+    assert chooser.ratios == {"full": pytest.approx(2.0 + auto.WEIGHT * 2.0)}
+
+
+def test_what_is_known_of_a_way_that_does_not_run_fades():
+    """Full was slow while the machine was busy: it is tried again once speculative mode is as quick as predicted."""
+    found = made(0.05, 0.03)
+    chooser = begun(choose(found, 0.1, {"full": 3.0}))
+    chooser.ratios = {"full": 3.0, "speculative": 1.0}
+    answers = 0
+    while (chosen := chooser.between(found, 1000 * answers)) is None:
+        answers += 1
+        assert answers < 20
+    assert answers > 3
+    assert chosen.way.name == "full"
+
+
+# ---- when it changes
+
+
+def test_a_more_faithful_way_is_gone_back_to_only_where_it_is_quick_with_ease():
+    assert choose(made(0.09, 0.05), 0.1).way.name == "full"
+    assert choose(made(0.09, 0.05), 0.1, current="speculative 4096").way.name == "speculative 4096"
+    assert choose(made(0.07, 0.05), 0.1, current="speculative 4096").way.name == "full"
+
+
+def test_between_answers_nothing_goes_back_within_64_tokens():
+    slow, quick = made(0.2, 0.05), made(0.05, 0.05)
+    chooser = begun(choose(quick, 0.1))
+    chosen = chooser.between(slow, 10)
+    assert chosen is not None
+    chooser.entered(chosen, 10)
+    assert chooser.between(quick, 10 + APART - 1) is None
+    back = chooser.between(quick, 10 + APART)
+    assert back is not None
+    assert back.way.name == "full"
+
+
+def test_in_an_answer_only_much_too_slow_tokens_change_the_way():
+    found = made(0.05, 0.03)
+    chooser = begun(choose(found, 0.1))
+    chooser.note(found, 0.14)
+    assert chooser.within(found, APART, 0.14) is None
+    chooser.note(found, 0.3)
+    changed = chooser.within(found, APART, 0.3)
+    assert changed is not None
+    assert changed.way.name == "speculative 4096"
+
+
+def test_in_an_answer_a_change_waits_64_tokens_and_never_reads_more():
+    found = made(0.05, 0.04, 0.01)
+    chooser = begun(choose(found, 0.1))
+    chooser.entered(choose(found[1:], 0.1), 100)
+    chooser.ratios = {"full": 0.1, "speculative": 5.0}
+    assert chooser.within(found, 100 + APART - 1, 0.2) is None
+    changed = chooser.within(found, 100 + APART, 0.2)
+    assert changed is not None
+    assert changed.way.name == "speculative 2048"
+
+
+def test_in_an_answer_nothing_is_entered_that_does_not_help():
+    found = made(0.05, 0.049)
+    chooser = begun(choose(found, 0.1))
+    chooser.note(found, 0.2)
+    assert chooser.within(found, APART, 0.2) is None
+
+
+def test_memory_that_gets_short_changes_the_way_at_once():
+    roomy, short = made(0.05, 0.04), made(0.05, 0.04, lacks="full takes 9 GiB, 8 GiB are free")
+    chooser = begun(choose(roomy, 0.1))
+    assert chooser.within(roomy, 1, 0.05) is None
+    changed = chooser.within(short, 1, 0.05)
+    assert changed is not None
+    assert "8 GiB are free" in changed.line
