@@ -219,6 +219,8 @@ class ModeSwitcher:
             return None
         possible = [way for way in self._ways(tokens) if way.label not in self.auto.refused]
         if measured is None:
+            if self.auto.choice and self._spills_beside(self.auto.choice.way):
+                self.auto.choice = None
             return self.auto.between(possible, self._kv.state.steps) if possible else None
         return self.auto.within(possible, self._kv.state.steps, measured)
 
@@ -227,7 +229,8 @@ class ModeSwitcher:
         moved, wanted = 0, [choice]
         for one in wanted:
             try:
-                moved = self.enter(one.way.parameters) if one.way.parameters != self.parameters else 0
+                is_in_force = one.way.parameters == self.parameters and not self._spills_beside(one.way)
+                moved = 0 if is_in_force else self.enter(one.way.parameters)
                 self._kv.state.quantize_pages(one.way.quantizes)
                 self.auto.entered(one, self._kv.state.steps)
             except KvchatError:
@@ -235,6 +238,10 @@ class ModeSwitcher:
                 wanted += filter(None, [self.decide(tokens, measured)])
         self.auto.refused.clear()
         return moved
+
+    def _spills_beside(self, way: Way) -> bool:
+        """Full mode reads over the link, although all of it fits: what grew had no room for both its copies."""
+        return bool(getattr(self._kv.mode, "spills", False)) and auto.OVER_LINK not in way.place
 
     def note_speed(self, measured: float | None) -> None:
         """A token of the answer in progress took ``measured`` seconds, where that is known."""

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
+from support import byte_tokenizer
 from support.loads import entering
+from support.tiny_runner import loaded
 
 from kvchat.config import modes
 from kvchat.engine import metrics
+from kvchat.engine.runner import geometry_of
 from kvchat.engine.session import Session
 from kvchat.engine.synthetic_text import sentences
 from kvchat.errors import DoesNotFitError, UsageError
+from kvchat.kv.attention import PREFILL_WORKSPACE
 from kvchat.kv.auto import APART
+from kvchat.kv.geometry import GROWTH_HEADROOM
 from kvchat.kv.inspect import read_tokens
 from kvchat.kv.manager import KVManager
 from kvchat.kv.memory import available
+from kvchat.kv.modes.full import Full
+from kvchat.kv.prefill import CHUNKS, staging_bytes
 from kvchat.models.load import LoadedModel
 from kvchat.protocol.messages import Finished, Load, Noted, Sampling, Switched, Turn
 
@@ -215,6 +222,14 @@ def test_a_budget_that_a_person_gives_is_the_most(small_model, monkeypatch):
     session.close()
 
 
+def on_gpu() -> LoadedModel:
+    """A tiny random model with a token a byte."""
+    end = byte_tokenizer.SIZE - 1
+    model = loaded("llama", "cuda", vocab_size=end + 1, num_hidden_layers=4, max_position_embeddings=8192)
+    words = {"tokenizer": byte_tokenizer.byte_level(), "vocab": end + 1, "eos_ids": frozenset({end}), "context": 8192}
+    return replace(model, **words)
+
+
 def test_other_modes_know_nothing_of_it(small_model):
     session = Session(small_model, entering("streaming"))
     told, _ = talk(session, [], "Hello!")
@@ -228,4 +243,34 @@ def test_auto_is_no_mode_that_can_be_compared(small_model):
     with pytest.raises(UsageError, match="auto"):
         session.enter(modes.parse("auto", {}))
     assert session._kv.mode.name == "full"
+    session.close()
+
+
+@pytest.mark.cuda
+def test_on_a_gpu_what_has_no_room_is_read_over_the_link_until_that_takes_too_long(monkeypatch):
+    """The rates are given: 300 tokens come over the link in the time asked for."""
+    monkeypatch.setitem(GROWTH_HEADROOM, "cuda", 512)  # more than a turn
+    model = on_gpu()
+    token = geometry_of(model).token_bytes
+    session = Session(model, Load(read_bytes_per_s=1e12, link_bytes_per_s=3000 * token))
+    kv = session._kv
+    beside = staging_bytes(kv.state.geometry, 2048, CHUNKS[0]) + PREFILL_WORKSPACE
+    monkeypatch.setattr(available, "free_bytes", lambda device: beside + 1000 * token - kv.state.slot_bytes)
+    monkeypatch.setattr(available, "usable", lambda free: free)
+    monkeypatch.setattr(metrics.AnswerMetrics, "typical_s", lambda answer, least: None)
+    session._runner._token_bytes = 0  # what its layers take is more than all its K/V
+    session.switch("auto")
+    turns, kinds, spilled = [Turn("user", "Hello!")], list[str](), list[bool]()
+    while "speculative" not in kinds:
+        list(session.answer(turns, Sampling(temperature=0, max_new_tokens=2)))
+        choice = session._switcher.auto.choice
+        assert choice is not None
+        kinds.append(choice.way.kind)
+        spilled.append(isinstance(kv.mode, Full) and kv.mode.spills)
+        turns += [Turn("assistant", "Yes. " * 20), Turn("user", "And then? " * 10)]
+    grown = spilled.index(True)
+    assert kinds[grown : grown + 2] == ["full", "full"], "both copies of what grew had no room"
+    assert not spilled[grown + 1], "so it is entered again"
+    assert any(spilled[kinds.index("full over the link") :])
+    assert list(dict.fromkeys(kinds)) == ["full", "full over the link", "speculative"]
     session.close()
