@@ -38,7 +38,7 @@ LEAST_BUDGET = AUTO_BUDGET["least"]
 NEW = {COMPARED: 0.25, SyncParameters.name: 0.1}
 EASILY = 0.8  # of the time asked for: what a more faithful way may take to be gone back to
 FORCED = 1.5  # of the time asked for: beyond it the way changes in an answer
-NEARLY = 1.25  # of the least time: where nothing is quick enough, less than this is not worth reading less
+NEARLY = 1.15  # of the least time: what is as quick as this is taken before what reads less
 WORTH = 0.9  # of the present time: what a way may take to be entered in an answer
 EARLY = 0.75  # of the host's memory: what exact pages may take, so that there is room for rounded ones behind them
 APART = 64  # steps before a change is taken back
@@ -233,7 +233,7 @@ def choose(
     current: str = "",
     below: int = 0,
 ) -> Choice:
-    """The first way that fits and takes at most ``target`` seconds a token; what comes nearest where there is none.
+    """The first way that fits and takes at most ``target`` seconds a token, or hardly more than the quickest does.
 
     Args:
         possible: the most faithful first, at least one.
@@ -247,9 +247,9 @@ def choose(
     allowed = range(below, len(possible))
     fitting = [at for at in allowed if not possible[at].lacks] or [*allowed]
     least = min(timed[at] for at in fitting)
-    limit = target if least <= target else NEARLY * least
+    limit = max(target, NEARLY * least)
     at = next((at for at in fitting if timed[at] <= limit * (EASILY if at < here else 1)), timed.index(least))
-    return Choice(possible[at], timed[at], _line(possible, timed, at, target))
+    return Choice(possible[at], timed[at], _line(possible, timed, at, target, bool(ratios)))
 
 
 def place(possible: Sequence[Way], label: str) -> int | None:
@@ -261,12 +261,15 @@ def _ratio(ratios: Mapping[str, float], kind: str) -> float:
     return ratios.get(kind) or (fmean(ratios.values()) if ratios else 1.0)
 
 
-def _line(possible: Sequence[Way], timed: Sequence[float], at: int, target: float) -> str:
+def _line(possible: Sequence[Way], timed: Sequence[float], at: int, target: float, is_measured: bool) -> str:
     way, before = possible[at], possible[:at]
+    taken = f"{'' if is_measured else 'at least '}{_ms(timed[at])} a token"  # by its bytes alone
     if timed[at] > target:
-        return f"auto: {way.label}, {_ms(timed[at])} a token: nothing that fits is as quick as {_ms(target)}"
+        is_met = any(one <= target for one, other in zip(timed, possible, strict=True) if not other.lacks)
+        why = "what reads less is hardly quicker" if is_met else f"nothing that fits is as quick as {_ms(target)}"
+        return f"auto: {way.label}, {taken}: {why}"
     if not before:
-        return f"auto: {way.label}, {_ms(timed[at])} a token"
+        return f"auto: {way.label}, {taken}"
     slow = next((one for one in range(at) if not before[one].lacks), None)
     if slow is None:
         return f"auto: {way.label}, because {before[0].lacks}"

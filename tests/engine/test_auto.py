@@ -98,7 +98,7 @@ def test_a_conversation_that_grows_reads_less_where_a_token_would_take_too_long(
         told += news
         seen.append((session.total, session._kv.mode.name, session._kv.mode.report().params.get("budget")))
         if finished.stats.generated_tokens > 40:
-            assert sum(memory.steps[-8:]) / 8 <= 1.1 * TARGET_S, seen
+            assert sum(memory.steps[-8:]) / 8 <= 1.2 * TARGET_S, seen
     chosen = [mode for _, mode, _ in seen]
     first = chosen.index("speculative")
     assert set(chosen[:first]) == {"full"}
@@ -109,7 +109,7 @@ def test_a_conversation_that_grows_reads_less_where_a_token_would_take_too_long(
     assert min(budgets) >= 256
     assert len(told) == len(set(budgets)), "each change is told once"
     assert all("because full would take" in event.auto for event in told if isinstance(event, Switched))
-    assert session.snapshot().auto.startswith(f"auto: speculative {budgets[-1]}, because full")
+    assert session.snapshot().auto.startswith(f"auto: speculative {budgets[-1]}, ")
     session.close()
 
 

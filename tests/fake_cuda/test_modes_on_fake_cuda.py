@@ -32,6 +32,7 @@ PARTS = {
         "tests/kv/test_prefill_staging.py",
         "tests/engine/test_sampler.py",
         "tests/engine/test_session_faults.py",
+        "tests/engine/test_auto.py",
     ],
     "graphs, 8-bit pages, switches, pinned messages, tokens read over the link": [
         "tests/engine/test_cuda.py",
