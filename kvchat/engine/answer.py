@@ -45,6 +45,7 @@ from kvchat.protocol.messages import (
 T = TypeVar("T")
 Between = Callable[[int], None]
 AHEAD = 512  # tokens of an answer that auto expects at most
+MEMORY_TOKENS = 256  # of an answer, after which auto looks at the memory
 ENOUGH = 8  # tokens of a short answer that tell how long one takes
 
 
@@ -412,9 +413,11 @@ class AnswerLoop(Released):
             yield switched if self._switcher.parameters != before else Noted(switched.auto)
 
     def _follow_time(self, answer: AnswerMetrics) -> Iterator[Event]:
-        if (measured := answer.typical_s(RATE_TOKENS)) is not None:
+        """In an answer, let auto choose again where tokens take too long, and from time to time for the memory."""
+        measured = answer.typical_s(RATE_TOKENS)
+        if measured and (self._switcher.auto.is_slow(measured) or len(self.token_ids) % MEMORY_TOKENS == 0):
             self._switcher.note_speed(measured)
-            yield from self._follow_auto(self._kv.total + RATE_TOKENS, measured)
+            yield from self._follow_auto(self._kv.total + MEMORY_TOKENS, measured)
 
     # ---- pinned messages
 

@@ -253,7 +253,9 @@ class ModeSwitcher:
         table = (
             0 if is_tied(model.model) else model.model.get_input_embeddings().weight.nbytes
         )  # of which a row is read
-        free = available.free_bytes(state.device) + kv.device_bytes, available.host_free() + state.host.nbytes
+        on_host = available.host_free()
+        on_device = on_host if state.geometry.unified else available.free_bytes(state.device)
+        free = on_device + kv.device_bytes, on_host + state.host.nbytes
         machine = Machine(*self._rates(), model.weight_bytes - table, *map(available.usable, free))
         page = state.geometry.page
         rounded = page * sum(state.host.quantized[: state.total // page])

@@ -126,8 +126,8 @@ def ways(
     for name, changes in _choosing(costs, merged(COMPARED, {})):
         try:
             parameters = merged(name, changes)
-            of_pages = [costs.way(parameters, quantizes) for quantizes in costs.pages]
-            found.append(next((way for way in of_pages if not way.lacks), of_pages[-1]))
+            way = costs.way(parameters, costs.pages[0])
+            found.append(costs.way(parameters, costs.pages[-1]) if way.lacks else way)
         except KvchatError:  # a window that was given leaves a small budget no room, or a model has one layer
             continue
     return found
@@ -318,13 +318,17 @@ class Auto:
             return None
         return found
 
+    def is_slow(self, measured: float) -> bool:
+        """A token that takes so many seconds changes the way in an answer."""
+        return measured > FORCED * self._target
+
     def within(self, possible: Sequence[Way], steps: int, measured: float) -> Choice | None:
         """What to go on with where a token takes ``measured`` seconds; None for what is in force."""
         here = place(possible, self.choice.way.label) if self.choice else None
         if here is None or here + 1 == len(possible):
             return None
-        lacks, is_slow = possible[here].lacks, measured > FORCED * self._target
-        if not (lacks or (is_slow and steps - self._changed_at >= APART)):
+        lacks = possible[here].lacks
+        if not (lacks or (self.is_slow(measured) and steps - self._changed_at >= APART)):
             return None
         found = choose(possible, self._target, self.ratios, below=here + 1)
         helps = not found.way.lacks if lacks else found.seconds <= WORTH * measured

@@ -11,7 +11,7 @@ from support.message import lacks
 from kvchat.config import modes
 from kvchat.config.modes import AutoParameters
 from kvchat.kv import auto
-from kvchat.kv.auto import APART, Auto, Choice, Conversation, Machine, Way, choose, ways
+from kvchat.kv.auto import Auto, Choice, Conversation, Machine, Way, choose, ways
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.modes.base import ModelTraits
 from kvchat.kv.modes.sync_heads import Calibration
@@ -188,7 +188,7 @@ def test_what_is_measured_moves_what_is_known_a_part_of_the_way():
     chooser.note(found, 0.1)
     assert chooser.ratios == {"full": pytest.approx(2.0)}
     chooser.note(found, 0.2)
-    assert chooser.ratios == {"full": pytest.approx(2.0 + auto.WEIGHT * 2.0)}
+    assert chooser.ratios == {"full": pytest.approx(2.6)}
 
 
 def test_what_is_known_of_a_way_that_does_not_run_fades():
@@ -219,8 +219,8 @@ def test_between_answers_nothing_goes_back_within_64_tokens():
     chosen = chooser.between(slow, 10)
     assert chosen is not None
     chooser.entered(chosen, 10)
-    assert chooser.between(quick, 10 + APART - 1) is None
-    back = chooser.between(quick, 10 + APART)
+    assert chooser.between(quick, 10 + 63) is None
+    back = chooser.between(quick, 10 + 64)
     assert back is not None
     assert back.way.name == "full"
 
@@ -229,9 +229,9 @@ def test_in_an_answer_only_much_too_slow_tokens_change_the_way():
     found = made(0.05, 0.03)
     chooser = begun(choose(found, 0.1))
     chooser.note(found, 0.14)
-    assert chooser.within(found, APART, 0.14) is None
+    assert chooser.within(found, 64, 0.14) is None
     chooser.note(found, 0.3)
-    changed = chooser.within(found, APART, 0.3)
+    changed = chooser.within(found, 64, 0.3)
     assert changed is not None
     assert changed.way.name == "speculative 4096"
 
@@ -241,8 +241,8 @@ def test_in_an_answer_a_change_waits_64_tokens_and_never_reads_more():
     chooser = begun(choose(found, 0.1))
     chooser.entered(choose(found[1:], 0.1), 100)
     chooser.ratios = {"full": 0.1, "speculative": 5.0}
-    assert chooser.within(found, 100 + APART - 1, 0.2) is None
-    changed = chooser.within(found, 100 + APART, 0.2)
+    assert chooser.within(found, 100 + 63, 0.2) is None
+    changed = chooser.within(found, 100 + 64, 0.2)
     assert changed is not None
     assert changed.way.name == "speculative 2048"
 
@@ -251,7 +251,11 @@ def test_in_an_answer_nothing_is_entered_that_does_not_help():
     found = made(0.05, 0.049)
     chooser = begun(choose(found, 0.1))
     chooser.note(found, 0.2)
-    assert chooser.within(found, APART, 0.2) is None
+    assert chooser.within(found, 64, 0.2) is None
+
+
+def test_what_is_slow_enough_to_change_it_in_an_answer():
+    assert [begun(speed=10).is_slow(seconds) for seconds in (0.1, 0.149, 0.151)] == [False, False, True]
 
 
 def test_memory_that_gets_short_changes_the_way_at_once():

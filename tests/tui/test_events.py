@@ -7,6 +7,7 @@ from typing import get_args
 import pytest
 from support.message import lacks
 
+from kvchat.config.modes import beside
 from kvchat.protocol import messages
 from kvchat.protocol.figures import Snapshot, Stats
 from kvchat.protocol.messages import (
@@ -18,6 +19,7 @@ from kvchat.protocol.messages import (
     Rebuilt,
     Recovered,
     Started,
+    Switch,
     Switched,
     SwitchRefused,
     Text,
@@ -62,6 +64,40 @@ async def test_a_switch_brings_the_values_that_the_engine_was_given(chat):
     state = chat.controller.state
     assert (state.mode, state.wanted, state.given, state.pending) == ("streaming", "streaming", given, {})
     assert chat.view.switches[0].speed == 41.0
+
+
+async def test_what_auto_chooses_is_shown_and_told_once(chat):
+    await chat.load(auto="auto: full, 12 ms a token")
+    state, slow = chat.controller.state, "auto: speculative 512, because full would take 200 ms a token"
+    assert (state.mode, state.asked) == ("full", "auto")
+    await chat.controller.handle(Switched("full", "speculative", {"budget": 512}, 10, 0, 0.0, auto=slow))
+    assert (state.mode, state.asked, state.conversation.mode) == ("speculative", "auto", "auto")
+    await chat.controller.handle(Switched("speculative", "speculative", {"budget": 512}, 10, 0, 0.0, auto=slow))
+    assert chat.view.notes.count(slow) == 1
+    later = Snapshot("speculative", {"budget": 512}, 0, 0, 0, 0, 0, auto="auto: speculative 512, 90 ms a token")
+    await chat.controller.handle(later)
+    assert state.auto == later.auto
+
+
+async def test_f6_counts_from_what_auto_chose_and_ends_it(chat):
+    await chat.load(mode="speculative", params={}, auto="auto: speculative 512, 90 ms a token")
+    chat.controller.switch_by(1)
+    assert chat.client.sent[-1].mode == beside("speculative")
+    await chat.controller.handle(Switched("speculative", "full", {}, 10, 0, 0.0))
+    assert (chat.controller.state.asked, chat.controller.state.conversation.mode) == ("full", "full")
+    chat.controller.switch("auto", {"tokens_per_s": 20})
+    assert chat.client.sent[-1] == Switch("auto", {"tokens_per_s": 20})
+
+
+async def test_the_speed_asked_for_changes_at_once_in_auto_and_else_with_it(chat):
+    await chat.load()
+    chat.controller.set_for_mode("auto", "tokens_per_s", 5)
+    assert not chat.client.sent
+    chat.controller.switch("auto")
+    assert chat.client.sent == [Switch("auto", {"tokens_per_s": 5})]
+    await chat.controller.handle(Switched("full", "full", {}, 10, 0, 0.0, auto="auto: full, 12 ms a token"))
+    chat.controller.set_for_mode("auto", "tokens_per_s", 7)
+    assert chat.client.sent[-1] == Switch("auto", {"tokens_per_s": 7})
 
 
 async def test_a_refused_switch_keeps_the_mode_and_the_next_step_goes_past_it(chat):
