@@ -8,9 +8,9 @@ mean of those that have: a step costs more than its bytes in all of them.
 The order is: everything, everything in 8-bit pages, everything with a part of it over the link (the same with 8-bit
 pages), speculative with smaller and smaller budgets, sync once the model's heads were measured. 8-bit pages are those
 that get full from then on; what was stored before stays exact. They are taken where exact ones do not fit, or halve
-what comes over a link: on two cores a step took 1.4 to 1.6 times as long with them as with exact ones. Drafts are not
-chosen, because what they bring depends on the text; where a person asked for them they are measured like any step.
-Streaming is never chosen: it forgets.
+what comes over a link; on a CPU a step with them takes 1.3 times as long. Drafts are not chosen, because what they
+bring depends on the text; where a person asked for them they are measured like any step. Streaming is never chosen: it
+forgets.
 
 Ours. Others choose a size by themselves: llama.cpp's ``--fit`` the context, Twilight (arXiv 2502.02770) the budget.
 """
