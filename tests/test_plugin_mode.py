@@ -20,7 +20,7 @@ from support.reference import FullReference
 from support.toy_model import toy
 
 from kvchat import paths
-from kvchat.config.modes import BUILT_IN, registered
+from kvchat.config.modes import AUTO, BUILT_IN, registered
 
 pytestmark = pytest.mark.slow("a package is built, installed and used by other processes")
 SOURCE = Path(__file__).parent / "support" / "plugin_mode"
@@ -71,7 +71,7 @@ def test_it_is_listed_behind_the_built_in_modes(installed: Path) -> None:
     result = kvchat(installed, "modes", "--json")
     assert (result.returncode, result.stderr) == (0, "")
     listed = {mode["name"]: mode for mode in json.loads(result.stdout)}
-    assert list(listed) == [*(cls.name for cls in BUILT_IN), "strided"]
+    assert list(listed) == [AUTO, *(cls.name for cls in BUILT_IN), "strided"]
     window = {"name": "window", "default": 128, "doc": "most recent tokens, always attended"}
     assert window in listed["strided"]["params"]
 
@@ -200,7 +200,7 @@ def test_a_broken_package_is_named_and_stops_nothing_but_its_own_mode(installed:
     (folder / "broken.py").write_text("raise RuntimeError('It is\\nbroken')")
     listed, looked, asked = in_turn(folder, ["modes"], ["doctor", "--json"], ["ask", "Hello", "--mode", "strided"])
     assert listed.code == 0
-    assert listed.out.startswith("full ")
+    assert listed.out.startswith("auto ")
     assert not lacks(listed.err, '"worse" of broken 1.2', "It is")
     checks = {check["name"]: check for check in json.loads(looked.out)["checks"]}
     assert (checks["modes"]["state"], "broken 1.2" in checks["modes"]["found"]) == ("warning", True)

@@ -226,8 +226,8 @@ class Loaded:
 
     ``weights`` names how they are quantized and ``fast`` the kinds of modules that are fused, empty for none.
     ``temperature`` is the model's own. ``template_variables`` are names that its chat template looks at. ``server`` is
-    the program that has the model where that is another one: it decides what is read, and ``offers`` says how. ``auto`` is that
-    of ``Switched``.
+    the program that has the model where that is another one: it decides what is read, and ``offers`` says how.
+    ``auto`` is that of ``Switched``.
     """
 
     model: str

@@ -294,7 +294,7 @@ class ChatController:
         """
         preset = sources.resolve(presets.read(file))
         given = {key: sources.at(preset.settings, key) for key in preset.origins}
-        mode = given.get(presets.MODE, self.state.mode)
+        mode = given.get(presets.MODE, self.state.asked)
         params = {key[2]: value for key, value in given.items() if key[:2] == ("kv", mode)}
         has_mode = bool(params) or presets.MODE in given
         if has_mode and not self.state.is_served:
@@ -319,7 +319,7 @@ class ChatController:
             UsageError: as ``presets.save``.
         """
         self.state.note_mode()
-        mode, conversation = self.state.mode, self.state.conversation
+        mode, conversation = self.state.asked, self.state.conversation
         values: dict[sources.Key, Any] = {presets.SYSTEM: conversation.system or ""}
         values |= {("sampling", key): value for key, value in vars(self.state.sampling).items()}
         if not self.state.is_served:
