@@ -187,7 +187,8 @@ class Session(Released):
     ) -> Iterator[Event]:
         """Answer the last turn: ``Started``, ``Prefilled``*, ``Text``*, then one ``Finished``.
 
-        On a GPU ``Preparing`` comes before the first steps of a mode. ``between`` is called between two tokens, or two
+        On a GPU ``Preparing`` comes before the first steps of a mode. What auto changes is told by ``Switched`` or
+        ``Noted``, before ``Started`` and between two tokens. ``between`` is called between two tokens, or two
         rounds of drafts, with the number generated so far; it may ``switch`` and ``cancel``. Only what is not stored
         yet is prefilled.
 
