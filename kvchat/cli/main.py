@@ -298,13 +298,19 @@ def plan_command(
     ctx: typer.Context,
     model: ModelArgument = "bundled",
     context: Annotated[int | None, typer.Option(help="tokens of the conversation; the model's context")] = None,
+    card: Annotated[
+        str, typer.Option(help='a token\'s time on a card that need not be here, computed: "RTX 3060"', metavar="NAME")
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Say what memory a model takes, and what fits. By quantization and mode; nothing is loaded."""
-    from kvchat.cli.models import plan as run
+    from kvchat.cli import models as run
 
-    chosen = load_settings(options.flags(ctx.params)).settings
-    raise typer.Exit(run(replace(load_of(chosen), model=model), context, as_json))
+    load = replace(load_of(load_settings(options.flags(ctx.params)).settings), model=model)
+    if card:
+        run.card_costs(load, card, context, as_json)
+        return
+    raise typer.Exit(run.plan(load, context, as_json))
 
 
 @app.command()

@@ -20,9 +20,10 @@ from kvchat.errors import UsageError
 from kvchat.models import catalog
 from kvchat.models.catalog import FoundModel, Room, fit, room
 from kvchat.protocol.messages import Load
-from kvchat.units import size
+from kvchat.units import count, figure, size
 
 if TYPE_CHECKING:
+    from kvchat.engine.cards import CardCosts
     from kvchat.tui.actions import Action
 
 
@@ -100,6 +101,34 @@ def plan(load: Load, context: int | None, as_json: bool) -> int:
 
     echo(json.dumps(asdict(made), indent=2) if as_json else "\n".join(plan_lines(made)))
     return 0 if made.proposal else 3
+
+
+def card_costs(load: Load, card: str, context: int | None, as_json: bool) -> None:
+    """Print what a token would take on a card that need not be here.
+
+    Raises:
+        KvchatError: the card, the model or an option is refused.
+    """
+    from kvchat.engine import cards  # torch: seconds
+
+    made = cards.card_costs(load, card, cards.CONTEXTS if context is None else [context], progress)
+    progress("")
+    echo(json.dumps(asdict(made), indent=2) if as_json else "\n".join(_card_lines(made)))
+
+
+def _card_lines(made: CardCosts) -> Iterator[str]:
+    yield f"{made.model} in {made.dtype}, weights {made.quantize}, {size(made.weights)}, on a card {made.card}"
+    yield ""
+    contexts = sorted({tokens for row in made.computed_ms.values() for tokens in row})
+    name = max(map(len, made.computed_ms))
+    yield f"{'ms a token after':<{name}} {''.join(f'{count(tokens):>10}' for tokens in contexts)}   measured / computed"
+    yield f"{'weights alone':<{name}} {figure(made.floor_ms, digits=1):>10}"
+    for way, row in made.computed_ms.items():
+        cells = "".join(f"{'-' if row.get(n) is None else figure(row[n], digits=1):>10}" for n in contexts)
+        yield f"{way:<{name}} {cells}   {figure(made.measured.get(way), digits=2):>19}".rstrip()
+    yield ""
+    yield "Computed by the bytes that a token reads and the rates of a data sheet; - does not fit. Last column: so many"
+    yield "times as long an 8B took on an H200. `kvchat bench decode` measures the card that is here."
 
 
 def list_modes(as_json: bool) -> None:

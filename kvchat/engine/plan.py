@@ -59,7 +59,7 @@ def memory_plan(load: Load, context: int | None, progress: Progress, in_use: Sna
     with quiet():
         described = describe(load.model, load.device, load.dtype, progress)
         quantization.check(repacking.choose(load.quantize, described).quantize, described.config, described.device)
-        seen = _observe(described)
+        seen = observe(described)
         if in_use is not None:
             seen = seen._replace(system_tokens=in_use.preamble, pins=in_use.pins)
         made = _taken(load, seen, _context(seen, context), in_use)
@@ -78,7 +78,7 @@ def fits_beside(load: Load, progress: Progress) -> bool:
 
 
 # ---- parts -----------------------------------------------------------------------------------------
-def _taken(load: Load, seen: _Observed, tokens: int, in_use: Snapshot | None) -> MemoryPlan:
+def _taken(load: Load, seen: Observed, tokens: int, in_use: Snapshot | None) -> MemoryPlan:
     """The plan before anything is proposed: the bytes of each choice, and those that are free."""
     described, geometry = seen.described, seen.geometry
     weights, by_default = described.by_quantization(), repacking.by_default(described)
@@ -111,17 +111,17 @@ def _taken(load: Load, seen: _Observed, tokens: int, in_use: Snapshot | None) ->
     )
 
 
-def _proposed(made: MemoryPlan, load: Load, seen: _Observed) -> MemoryPlan:
+def _proposed(made: MemoryPlan, load: Load, seen: Observed) -> MemoryPlan:
     """A plan with its proposal; modes that take less where the device is short are planned in the room beside it."""
     made = replace(made, proposal=propose(made, list(_smaller_budgets(made, load, seen))))
     beside = made.proposal.quantize if made.proposal and load.quantize == "auto" else _asked_weights(made, load)
-    room = available.usable(made.device_free) - made.weights[beside] - made.state - _activations(seen)
+    room = available.usable(made.device_free) - made.weights[beside] - made.state - activations(seen)
     limited = {name: mode_need(name, load, seen, made.context, made.host_share, room) for name in made.modes}
     fitting = {name: need for name, need in limited.items() if has_room(made, beside, need)}
     return replace(made, beside=beside, modes=made.modes | fitting)
 
 
-class _Observed(NamedTuple):
+class Observed(NamedTuple):
     """A model without memory for its weights, and what one token showed of it.
 
     ``system_tokens`` and ``pins`` are the tokens that the conversation in use has of its system prompt and of pinned
@@ -136,7 +136,12 @@ class _Observed(NamedTuple):
     pins: int = 0
 
 
-def _observe(described: ModelDescription) -> _Observed:
+def observe(described: ModelDescription) -> Observed:
+    """What one token shows of a model.
+
+    Raises:
+        ModelError: it cannot be run.
+    """
     try:
         shapes = described.shapes
         state = RecurrentState(shapes.config)
@@ -149,12 +154,12 @@ def _observe(described: ModelDescription) -> _Observed:
     on = described.device.type
     geometry = Geometry(layers, *shape, described.dtype, headroom=GROWTH_HEADROOM[on], unified=on == "cpu")
     longest = int(shapes.config.get_text_config(decoder=True).max_position_embeddings)
-    heads = _any_heads(geometry, shapes.config.model_type)
+    heads = any_heads(geometry, shapes.config.model_type)
     traits = ModelTraits(longest, (None,) * layers, calibration=heads)
-    return _Observed(described, state, geometry, traits)
+    return Observed(described, state, geometry, traits)
 
 
-def _any_heads(geometry: Geometry, architecture: str) -> Calibration:
+def any_heads(geometry: Geometry, architecture: str) -> Calibration:
     """Some heads to represent as many others as measuring them will find by default, which is what memory depends on.
 
     The heads that were measured are found by the weights, which need not be here yet.
@@ -170,7 +175,7 @@ def _given(load: Load) -> dict[str, str]:
     return {name: chosen for name in GIVEN if (chosen := getattr(load, name)) != getattr(Load, name)}
 
 
-def _context(seen: _Observed, asked: int | None) -> int:
+def _context(seen: Observed, asked: int | None) -> int:
     """The tokens to plan for, by default as many as the model reads."""
     longest = seen.traits.context
     if asked is None or 0 < asked <= longest:
@@ -190,7 +195,7 @@ def _packed_files(described: ModelDescription) -> int:
     return described.weights.nbytes
 
 
-def _stored_need(made: MemoryPlan, in_use: Snapshot, load: Load, seen: _Observed) -> StoredNeed:
+def _stored_need(made: MemoryPlan, in_use: Snapshot, load: Load, seen: Observed) -> StoredNeed:
     """The need of the conversation that is stored now, with the room that there is for it."""
     # As a loaded model does, which leaves the margin of what its weights left.
     room = available.usable(made.device_free - made.weights[_asked_weights(made, load)] - made.state)
@@ -228,7 +233,7 @@ def _host_share(geometry: Geometry) -> float:
     return eight_bit_pages.page_bytes(geometry) * geometry.layers / (geometry.page * geometry.token_bytes)
 
 
-def _smaller_budgets(made: MemoryPlan, load: Load, seen: _Observed) -> Iterator[ModeNeed]:
+def _smaller_budgets(made: MemoryPlan, load: Load, seen: Observed) -> Iterator[ModeNeed]:
     """The retrieving mode with half the budget in force, half of that and so on, to what kvchat chooses at least."""
     budget = made.modes[modes.COMPARED].params.get("budget", 0) // 2
     while budget >= LEAST_BUDGET:
@@ -239,7 +244,7 @@ def _smaller_budgets(made: MemoryPlan, load: Load, seen: _Observed) -> Iterator[
 def mode_need(
     name: str,
     load: Load,
-    seen: _Observed,
+    seen: Observed,
     tokens: int,
     host_share: float = 1.0,
     room: int | None = None,
@@ -272,7 +277,7 @@ def mode_need(
         return ModeNeed(0, {}, str(error))
 
 
-def _activations(seen: _Observed) -> int:
+def activations(seen: Observed) -> int:
     """Bytes of the outputs of one layer's Linears in one prefill forward."""
     layers: int = seen.described.shapes.config.get_text_config(decoder=True).num_hidden_layers
     modules = seen.described.shapes.get_decoder().modules()
@@ -280,10 +285,10 @@ def _activations(seen: _Observed) -> int:
     return CHUNK * widths * seen.geometry.dtype.itemsize
 
 
-def _workspace(seen: _Observed, tokens: int) -> int:
+def _workspace(seen: Observed, tokens: int) -> int:
     """Approximate bytes of one prefill forward: its activations, and on a GPU a layer's K/V."""
     staged = staging_bytes(seen.geometry, max(0, tokens - CHUNK), CHUNK) + PREFILL_WORKSPACE
-    return _activations(seen) + (staged if seen.described.device.type == "cuda" else 0)
+    return activations(seen) + (staged if seen.described.device.type == "cuda" else 0)
 
 
 def propose(made: MemoryPlan, smaller: Sequence[ModeNeed] = ()) -> Proposal | None:

@@ -133,6 +133,21 @@ def ways(
     return found
 
 
+def way_of(
+    parameters: ModeParameters,
+    machine: Machine,
+    geometry: Geometry,
+    traits: ModelTraits,
+    conversation: Conversation,
+) -> Way:
+    """A mode with exactly these parameters at the end of a conversation; what it spills is not counted.
+
+    Raises:
+        KvchatError: it cannot run with them.
+    """
+    return _Costs(machine, geometry, traits, conversation).way(parameters, conversation.quantizes)
+
+
 def _reading_everything(costs: _Costs, parameters: ModeParameters) -> Iterator[Way]:
     mode, is_given = build(parameters, costs.apart, costs.traits), getattr(parameters, "resident", None) is not None
     if costs.geometry.unified or not is_given:

@@ -1,0 +1,145 @@
+"""What a token would take on a graphics card that is not here: computed from its data sheet, not measured.
+
+The sums are auto's (``kvchat.kv.auto``): bytes read from the card's memory and over its link by their rates, of which
+``REACHED`` is taken. What a step costs beside its bytes (launches, choosing, waiting) is not in them: ``MEASURED`` says
+how many times as long each way took where it was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from kvchat.config import modes
+from kvchat.config.modes import COMPARED, HOLDS_LEAST, REFERENCE, FreezeParameters, SyncParameters
+from kvchat.engine.plan import Observed, activations, observe
+from kvchat.errors import DoesNotFitError, ModelError, UsageError, did_you_mean
+from kvchat.kv import auto
+from kvchat.kv.auto import EIGHT_BIT, OVER_LINK, Conversation, Machine, Way
+from kvchat.kv.geometry import GROWTH_HEADROOM
+from kvchat.kv.memory import available
+from kvchat.models.description import describe, quiet
+from kvchat.models.hub import Progress
+from kvchat.models.weights import Place
+from kvchat.protocol.messages import Load
+
+CONTEXTS = (8192, 32_768, 131_072)
+MODES = (FreezeParameters.name, SyncParameters.name, COMPARED, HOLDS_LEAST)
+DTYPE = "bfloat16"
+# Of a data sheet's rates: an H200 read 4,265 of 4,800 GB/s and copied 54.5 of 63.0 from pinned memory.
+REACHED = 0.87
+# Measured over computed on that H200, of an 8B in bfloat16 after 32,768 tokens with a budget of 2,080, of which a
+# quarter was new at a step.
+MEASURED = {
+    REFERENCE: 1.29,
+    f"{REFERENCE}{OVER_LINK}": 1.09,
+    FreezeParameters.name: 1.68,
+    SyncParameters.name: 1.56,
+    COMPARED: 1.99,
+    HOLDS_LEAST: 1.31,
+}
+HOST_FREE = 2**50  # bytes: as much as is needed
+
+
+class Card(NamedTuple):
+    """A data sheet: memory in GiB, its rate and that of the link in GB/s, compute capability."""
+
+    memory: float
+    read: float
+    link: float
+    capability: tuple[int, int]
+
+
+CARDS = {
+    "RTX 3060": Card(12, 360, 31.5, (8, 6)),
+    "RTX 4060 laptop": Card(8, 256, 15.8, (8, 9)),
+    "RTX 4090": Card(24, 1008, 31.5, (8, 9)),
+    "H100": Card(80, 3350, 63.0, (9, 0)),
+}
+
+
+@dataclass(frozen=True)
+class CardCosts:
+    """Milliseconds a token, by way and by the tokens stored, None where it does not fit; ``weights`` are bytes.
+
+    ``floor_ms`` is the time to read the weights, ``measured`` the ``MEASURED`` of each way that has one.
+    """
+
+    card: str
+    model: str
+    dtype: str
+    quantize: str
+    weights: int
+    floor_ms: float
+    computed_ms: dict[str, dict[int, float | None]]
+    measured: dict[str, float]
+
+
+def card_costs(load: Load, name: str, contexts: Sequence[int], progress: Progress) -> CardCosts:
+    """What a token takes in each mode on a card, after each of ``contexts`` tokens, with as much RAM as that needs.
+
+    Of weights that are not asked for the first are taken that leave room.
+
+    Raises:
+        UsageError: an unknown card, dtype or parameter; ModelError: the model cannot be found or run, or has experts;
+            DoesNotFitError: its weights leave no room.
+    """
+    name = _known(name)
+    card = CARDS[name]
+    with quiet():
+        described = describe(load.model, "cpu", DTYPE if load.dtype == "auto" else load.dtype, progress)
+        seen = observe(described)
+    seen = seen._replace(geometry=replace(seen.geometry, headroom=GROWTH_HEADROOM["cuda"], unified=False))
+    place, dtype = Place("cuda", card.capability), described.dtype_name
+    sizes = described.weights.by_quantization(dtype, place)
+    contexts = [tokens for tokens in contexts if tokens <= seen.traits.context] or [seen.traits.context]
+    for quantize in [load.quantize] if load.quantize in sizes else sorted(sizes, key=sizes.__getitem__, reverse=True):
+        read = described.weights.read_bytes(quantize, dtype, place)
+        if read is None:
+            raise ModelError(
+                f"{load.model} is a mixture of experts.", "A token reads some of them.", "Take a model without experts."
+            )
+        free = available.usable(int(card.memory * 2**30)) - sizes[quantize] - activations(seen)
+        machine = Machine(REACHED * card.read * 1e9, REACHED * card.link * 1e9, read, free, HOST_FREE)
+        computed = computed_ms(load, machine, seen, contexts)
+        if any(found is not None for mode in MODES for found in computed[mode].values()):
+            floor = 1000 * read / machine.read
+            return CardCosts(name, load.model, dtype, quantize, sizes[quantize], floor, computed, MEASURED)
+    raise DoesNotFitError(
+        f"The weights of {load.model} leave no room for K/V.",
+        f"A card {name} has {card.memory:g} GiB.",
+        "Take a smaller model.",
+    )
+
+
+def computed_ms(
+    load: Load, machine: Machine, seen: Observed, contexts: Sequence[int]
+) -> dict[str, dict[int, float | None]]:
+    """``CardCosts.computed_ms`` on a ``machine``."""
+    rows: dict[str, dict[int, float | None]] = {}
+    for tokens in contexts:
+        for way in _ways(load, machine, seen, tokens):
+            rows.setdefault(way.kind, {})[tokens] = None if way.lacks else 1000 * way.seconds
+    return rows
+
+
+def _ways(load: Load, machine: Machine, seen: Observed, tokens: int) -> Iterator[Way]:
+    """Full mode in all ways, then the others with their budgets."""
+    conversation, model = Conversation(tokens), (seen.geometry, seen.traits)
+
+    def merged(mode: str, changes: modes.Params) -> modes.ModeParameters:
+        return modes.effective_params(mode, load.mode_params, load.given, changes)
+
+    for way in auto.ways(machine, *model, conversation, merged):
+        if way.parameters.name == REFERENCE and way.place != EIGHT_BIT:  # which hides nothing of a device's own
+            yield way
+    for mode in MODES:
+        yield auto.way_of(merged(mode, {}), machine, *model, conversation)
+
+
+def _known(name: str) -> str:
+    for known in CARDS:
+        if known.lower() == name.lower():
+            return known
+    raise UsageError(f'There is no card "{name}".', did_you_mean(name, CARDS))

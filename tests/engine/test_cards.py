@@ -1,0 +1,67 @@
+"""What a token would take on a card by its data sheet: the sums, and how far they were from what was measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import kvchat.bench
+from kvchat.engine import cards
+from kvchat.engine.plan import Observed, any_heads
+from kvchat.errors import DoesNotFitError, UsageError
+from kvchat.kv.auto import Machine
+from kvchat.kv.geometry import GROWTH_HEADROOM, Geometry
+from kvchat.kv.modes.base import ModelTraits
+from kvchat.protocol.messages import Load
+
+RESULT = json.loads((Path(kvchat.bench.__file__).parent / "results" / "gpu-decode-32k.json").read_text())
+VARIANTS = {"full over the link": "full:resident=2048"}  # what a way is called there
+
+
+def llama_8b() -> Observed:
+    g = Geometry(32, 32, 8, 128, 128, torch.bfloat16, headroom=GROWTH_HEADROOM["cuda"])
+    return Observed(None, None, g, ModelTraits(131_072, (None,) * 32, calibration=any_heads(g, "llama")))
+
+
+def h200(device_free: int = 100 * 2**30) -> Machine:
+    rates = RESULT["roofline"]["read"] * 1e9, RESULT["roofline"]["to_device"] * 1e9
+    return Machine(*rates, round(RESULT["floor_ms"] / 1000 * rates[0]), device_free, cards.HOST_FREE)
+
+
+def test_what_was_measured_over_what_is_computed_is_that_of_the_committed_measurement():
+    given = {mode: {"budget": 2080} for mode in ("streaming", "speculative", "sync")}
+    computed = {}
+    for full in ({"resident": 2048}, {}):
+        computed |= cards.computed_ms(Load("an 8B", given={**given, "full": full}), h200(), llama_8b(), [32_768])
+    for way, expected in cards.MEASURED.items():
+        variant = VARIANTS.get(way, way)
+        rows = [row for row in RESULT["summary"] if row["variant"] == variant]
+        measured = next((row["ms"] for row in rows if row.get("change_rate") == 0.25), rows[0]["ms"])
+        assert measured / computed[way][32_768] == pytest.approx(expected, abs=0.006), way
+
+
+def test_full_is_read_over_the_link_where_it_does_not_fit_and_8_bit_pages_halve_that():
+    found = cards.computed_ms(Load("an 8B"), h200(4 * 2**30), llama_8b(), [4096, 65_536])
+    assert found["full"][65_536] is None
+    assert found["full"][4096] == pytest.approx(RESULT["floor_ms"] + 4096 * 131_072 / h200().read * 1000, rel=0.1)
+    exact, rounded = (found[f"full over the link{pages}"][65_536] for pages in ("", " with 8-bit pages"))
+    assert 0.5 < rounded / exact < 0.6
+    assert found["streaming"][65_536] < found["speculative"][65_536] < exact
+
+
+def test_a_card_takes_the_first_weights_that_leave_room_and_no_context_that_the_model_has_not():
+    made = cards.card_costs(Load("bundled"), "rtx 4060 LAPTOP", cards.CONTEXTS, print)
+    assert (made.card, made.dtype, made.quantize) == ("RTX 4060 laptop", "bfloat16", "none")
+    assert set(made.computed_ms["full"]) == {8192}, "it reads 16,384"
+    assert made.floor_ms == pytest.approx(1000 * made.weights / (cards.REACHED * 256e9), rel=0.2)
+
+
+def test_an_unknown_card_is_refused_and_so_is_one_that_weights_fill(monkeypatch):
+    with pytest.raises(UsageError, match="RTX 3061"):
+        cards.card_costs(Load("bundled"), "RTX 3061", cards.CONTEXTS, print)
+    monkeypatch.setitem(cards.CARDS, "small", cards.Card(0.02, 100, 10, (8, 6)))
+    with pytest.raises(DoesNotFitError):
+        cards.card_costs(Load("bundled"), "small", cards.CONTEXTS, print)
