@@ -113,12 +113,16 @@ def card_costs(load: Load, card: str, context: int | None, as_json: bool) -> Non
 
     made = cards.card_costs(load, card, cards.CONTEXTS if context is None else [context], progress)
     progress("")
-    echo(json.dumps(asdict(made), indent=2) if as_json else "\n".join(_card_lines(made)))
+    if as_json:
+        echo(json.dumps([asdict(costs) for costs in made], indent=2))
+        return
+    echo("\n".join(line for costs in made for line in _card_lines(costs)))
+    echo("Computed by the bytes that a token reads and the rates of a data sheet; - does not fit. Last column: so many")
+    echo("times as long an 8B took on an H200. `kvchat bench decode` measures the card that is here.")
 
 
 def _card_lines(made: CardCosts) -> Iterator[str]:
     yield f"{made.model} in {made.dtype}, weights {made.quantize}, {size(made.weights)}, on a card {made.card}"
-    yield ""
     contexts = sorted({tokens for row in made.computed_ms.values() for tokens in row})
     name = max(map(len, made.computed_ms))
     yield f"{'ms a token after':<{name}} {''.join(f'{count(tokens):>10}' for tokens in contexts)}   measured / computed"
@@ -127,8 +131,6 @@ def _card_lines(made: CardCosts) -> Iterator[str]:
         cells = "".join(f"{'-' if row.get(n) is None else figure(row[n], digits=1):>10}" for n in contexts)
         yield f"{way:<{name}} {cells}   {figure(made.measured.get(way), digits=2):>19}".rstrip()
     yield ""
-    yield "Computed by the bytes that a token reads and the rates of a data sheet; - does not fit. Last column: so many"
-    yield "times as long an 8B took on an H200. `kvchat bench decode` measures the card that is here."
 
 
 def list_modes(as_json: bool) -> None:

@@ -76,10 +76,10 @@ class CardCosts:
     measured: dict[str, float]
 
 
-def card_costs(load: Load, name: str, contexts: Sequence[int], progress: Progress) -> CardCosts:
+def card_costs(load: Load, name: str, contexts: Sequence[int], progress: Progress) -> list[CardCosts]:
     """What a token takes in each mode on a card, after each of ``contexts`` tokens, with as much RAM as that needs.
 
-    Of weights that are not asked for the first are taken that leave room.
+    For each quantization of the weights that leaves room, the largest first.
 
     Raises:
         UsageError: an unknown card, dtype or parameter; ModelError: the model cannot be found or run, or has experts;
@@ -92,25 +92,27 @@ def card_costs(load: Load, name: str, contexts: Sequence[int], progress: Progres
         seen = observe(described)
     seen = seen._replace(geometry=replace(seen.geometry, headroom=GROWTH_HEADROOM["cuda"], unified=False))
     place, dtype = Place("cuda", card.capability), described.dtype_name
-    sizes = described.weights.by_quantization(dtype, place)
     contexts = [tokens for tokens in contexts if tokens <= seen.traits.context] or [seen.traits.context]
-    for quantize in [load.quantize] if load.quantize in sizes else sorted(sizes, key=sizes.__getitem__, reverse=True):
+    found = []
+    for quantize, size in described.weights.by_quantization(dtype, place).items():
         read = described.weights.read_bytes(quantize, dtype, place)
         if read is None:
             raise ModelError(
                 f"{load.model} is a mixture of experts.", "A token reads some of them.", "Take a model without experts."
             )
-        free = available.usable(int(card.memory * 2**30)) - sizes[quantize] - activations(seen)
+        free = available.usable(int(card.memory * 2**30)) - size - activations(seen)
         machine = Machine(REACHED * card.read * 1e9, REACHED * card.link * 1e9, read, free, HOST_FREE)
         computed = computed_ms(load, machine, seen, contexts)
-        if any(found is not None for mode in MODES for found in computed[mode].values()):
+        if any(ms is not None for mode in MODES for ms in computed[mode].values()):
             floor = 1000 * read / machine.read
-            return CardCosts(name, load.model, dtype, quantize, sizes[quantize], floor, computed, MEASURED)
-    raise DoesNotFitError(
-        f"The weights of {load.model} leave no room for K/V.",
-        f"A card {name} has {card.memory:g} GiB.",
-        "Take a smaller model.",
-    )
+            found.append(CardCosts(name, load.model, dtype, quantize, size, floor, computed, MEASURED))
+    if not found:
+        raise DoesNotFitError(
+            f"The weights of {load.model} leave no room for K/V.",
+            f"A card {name} has {card.memory:g} GiB.",
+            "Take a smaller model.",
+        )
+    return sorted(found, key=lambda costs: -costs.weights)
 
 
 def computed_ms(

@@ -52,11 +52,12 @@ def test_full_is_read_over_the_link_where_it_does_not_fit_and_8_bit_pages_halve_
     assert found["streaming"][65_536] < found["speculative"][65_536] < exact
 
 
-def test_a_card_takes_the_first_weights_that_leave_room_and_no_context_that_the_model_has_not():
-    made = cards.card_costs(Load("bundled"), "rtx 4060 LAPTOP", cards.CONTEXTS, print)
-    assert (made.card, made.dtype, made.quantize) == ("RTX 4060 laptop", "bfloat16", "none")
-    assert set(made.computed_ms["full"]) == {8192}, "it reads 16,384"
-    assert made.floor_ms == pytest.approx(1000 * made.weights / (cards.REACHED * 256e9), rel=0.2)
+def test_all_weights_that_leave_room_and_no_context_that_the_model_has_not():
+    exact, *smaller = cards.card_costs(Load("bundled"), "rtx 4060 LAPTOP", cards.CONTEXTS, print)
+    assert (exact.card, exact.dtype, exact.quantize) == ("RTX 4060 laptop", "bfloat16", "none")
+    assert set(exact.computed_ms["full"]) == {8192}, "it reads 16,384"
+    assert exact.floor_ms == pytest.approx(1000 * exact.weights / (cards.REACHED * 256e9), rel=0.2)
+    assert {costs.quantize for costs in smaller} == {"int8", "int4", "nf4"}
 
 
 def test_an_unknown_card_is_refused_and_so_is_one_that_weights_fill(monkeypatch):
