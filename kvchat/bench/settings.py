@@ -214,7 +214,7 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Peers(Variants):
-    """kvchat beside llama.cpp and transformers in one run: start, prompt, decoding and peak memory of each.
+    """kvchat beside llama.cpp and transformers. In one run: start, prompt, decoding and peak memory of each.
 
     A context of 0 is the longest of the model. ``peers`` None are those that are installed.
     """
