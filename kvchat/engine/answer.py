@@ -15,13 +15,12 @@ from torch import Tensor
 
 from kvchat import thoughts
 from kvchat.engine.detokenizer import AnswerText
-from kvchat.engine.grammar import Grammar, Vocabulary
 from kvchat.engine.metrics import RATE_TOKENS, AnswerMetrics, MetricsCollector
 from kvchat.engine.mode_switcher import ModeSwitcher
 from kvchat.engine.prompt import Prompt, PromptEncoder, Stored, common_prefix, is_text
 from kvchat.engine.recovery import RecoveryMonitor, Trigger
 from kvchat.engine.runner import ModelRunner
-from kvchat.engine.sampler import Sampler, read
+from kvchat.engine.sampler import Grammar, Sampler, Vocabulary, read
 from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.manager import explained
 from kvchat.kv.modes.recovery_levels import Level

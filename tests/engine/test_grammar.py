@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvchat import libraries
-from kvchat.engine.grammar import Grammar, Vocabulary
+from kvchat.engine.sampler import Grammar, Vocabulary
 from kvchat.errors import UsageError
 from kvchat.protocol.messages import Finished, Sampling, Turn, Variant
 
