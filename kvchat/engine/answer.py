@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from torch import Tensor
 
 from kvchat import thoughts
+from kvchat.config.schema import checked_sampling
 from kvchat.engine.detokenizer import AnswerText
 from kvchat.engine.metrics import RATE_TOKENS, AnswerMetrics, MetricsCollector
 from kvchat.engine.mode_switcher import ModeSwitcher
@@ -236,7 +237,8 @@ class AnswerLoop(Released):
         with explained(self._kv, "answering"):
             prompt, pinned = self.encoder.encode(turns, self.stored), self.pinned(turns)
             prompt = prompt._replace(reused=self._kv.state.reusable(prompt.reused))
-            sampler = Sampler(self.ending(turns, sampling), self._model.vocab, self._model.device, self._model.advised)
+            sampling = self.ending(turns, sampling)
+            sampler = Sampler(sampling, self._model.vocab, self._model.device, self._model.advised)
             self._switcher.check_prompt(len(prompt.ids))
             grammar = self._grammar(json_schema) if json_schema else None
             self.token_ids = []
@@ -527,9 +529,14 @@ class AnswerLoop(Released):
         self.stored.extend(chunk, reduced=self._kv.mode.context_policy.limits_prompt(self._kv.total))
 
     def ending(self, turns: Sequence[Turn], sampling: Sampling) -> Sampling:
-        """``sampling`` with the stop strings of the model and its template, which end no plain text."""
+        """``sampling`` with the stop strings of the model and its template, which end no plain text.
+
+        Raises:
+            UsageError: a setting is out of range.
+        """
         own = () if is_text(turns) else (*self._model.advised.stop, *self.encoder.stop)
-        return replace(sampling, stop=(*sampling.stop, *own))
+        checked = checked_sampling(sampling)
+        return replace(checked, stop=(*checked.stop, *own))
 
     def _grammar(self, json_schema: str) -> Grammar:
         if self._vocabulary is None:

@@ -23,6 +23,7 @@ from kvchat.models.description import describe, quiet
 from kvchat.models.hub import Progress
 from kvchat.models.weights import Place
 from kvchat.protocol.messages import Load
+from kvchat.units import size
 
 CONTEXTS = (8192, 32_768, 131_072)
 MODES = (FreezeParameters.name, SyncParameters.name, COMPARED, HOLDS_LEAST)
@@ -94,22 +95,22 @@ def card_costs(load: Load, name: str, contexts: Sequence[int], progress: Progres
     place, dtype = Place("cuda", card.capability), described.dtype_name
     contexts = [tokens for tokens in contexts if tokens <= seen.traits.context] or [seen.traits.context]
     found = []
-    for quantize, size in described.weights.by_quantization(dtype, place).items():
+    for quantize, weights in described.weights.by_quantization(dtype, place).items():
         read = described.weights.read_bytes(quantize, dtype, place)
         if read is None:
             raise ModelError(
                 f"{load.model} is a mixture of experts.", "A token reads some of them.", "Take a model without experts."
             )
-        free = available.usable(int(card.memory * 2**30)) - size - activations(seen)
+        free = available.usable(int(card.memory * 2**30)) - weights - activations(seen)
         machine = Machine(REACHED * card.read * 1e9, REACHED * card.link * 1e9, read, free, HOST_FREE)
         computed = computed_ms(load, machine, seen, contexts)
         if any(ms is not None for mode in MODES for ms in computed[mode].values()):
             floor = 1000 * read / machine.read
-            found.append(CardCosts(name, load.model, dtype, quantize, size, floor, computed, MEASURED))
+            found.append(CardCosts(name, load.model, dtype, quantize, weights, floor, computed, MEASURED))
     if not found:
         raise DoesNotFitError(
             f"The weights of {load.model} leave no room for K/V.",
-            f"A card {name} has {card.memory:g} GiB.",
+            f"A card {name} has {size(card.memory * 2**30)}.",
             "Take a smaller model.",
         )
     return sorted(found, key=lambda costs: -costs.weights)

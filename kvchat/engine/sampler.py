@@ -201,7 +201,8 @@ class Vocabulary:
         try:
             self.tokens = from_tokenizer(tokenizer, n_vocab=vocab, eos_token=sorted(ends))
         except ValueError as error:
-            raise UsageError("This model's answers cannot be held to JSON.", f"Its tokenizer: {error}.") from None
+            hint = "Take another model, or leave response_format out."
+            raise UsageError("This model's answers cannot be held to JSON.", f"Its tokenizer: {error}.", hint) from None
 
 
 class Grammar:
@@ -235,7 +236,8 @@ class Grammar:
             EngineError: llguidance gave up.
         """
         if not self._matcher.consume_token(token):
-            raise EngineError("The answer cannot be held to its schema any more.", self._matcher.get_error())
+            hint = "Ask again, or with a simpler schema."
+            raise EngineError("The answer cannot be held to its schema any more.", self._matcher.get_error(), hint)
         self._taken += 1
 
     def go_back(self, tokens: int) -> None:
@@ -245,4 +247,5 @@ class Grammar:
 
 
 def _refused(why: str) -> UsageError:
-    return UsageError("An answer cannot be held to this JSON schema.", f"{why.splitlines()[0]}."[:500])
+    hint = "Change the part of the schema that it names."
+    return UsageError("An answer cannot be held to this JSON schema.", f"{why.splitlines()[0]}."[:500], hint)

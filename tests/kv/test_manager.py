@@ -210,9 +210,14 @@ def test_a_step_in_an_empty_store():
 def test_a_pool_that_cannot_be_pinned_any_more_is_read_by_other_ops(monkeypatch):
     run = Run(toy(PLAIN, page=8), "speculative", budget=80, sink=8, window=24)
     run.prefill(150)
-    before = run.kv.state.ops
-    monkeypatch.setattr(run.kv.state.host, "pageable_reason", "no more memory may be pinned")
-    monkeypatch.setattr(run.kv.state.host, "reserve", lambda tokens: True)
+    before, host = run.kv.state.ops, run.kv.state.host
+
+    def reserve(tokens):
+        monkeypatch.setattr(type(host), "pinned", False)
+        return True
+
+    monkeypatch.setattr(type(host), "pinned", True)
+    monkeypatch.setattr(host, "reserve", reserve)
     run.step(20)
     assert run.kv.state.ops is not before
     assert run.kv.state.transfer.ops is run.kv.state.ops

@@ -1,6 +1,7 @@
 """An engine that sends every event of the protocol, hostile in every field that holds text.
 
-The prompt ``everything`` gets all of them one after the other, and ``crash`` ends it with such a log.
+The prompt ``everything`` gets all of them one after the other, and ``crash`` ends it with such a log. With ``SERVED``
+in the environment a server has the model.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ from kvchat.protocol.messages import (
     Withdrawn,
 )
 
+HERE: dict[type, dict[str, Any]] = {Loaded: {"server": "", "offers": ""}, Snapshot: {"server": None}}
+WHERE = {} if "SERVED" in os.environ else HERE
 DRAWN_S = 1.0  # for what the next event replaces on the screen
 ANSWER = "\n\n".join(
     (
@@ -68,7 +71,7 @@ def send(*events: object) -> None:
 def everything(conversation: str) -> Iterator[Any]:
     """One of each event, whatever the application waits for."""
     plain = {"thought": "", "tags": ()}  # else all that follows is a thought, folded away
-    given = {Failed: {"fatal": False}, Resumed: {"conversation": conversation}, Started: plain}
+    given = WHERE | {Failed: {"fatal": False}, Resumed: {"conversation": conversation}, Started: plain}
     yield from (fill(cls, **given.get(cls, {})) for cls in get_args(Event))
 
 
@@ -76,7 +79,8 @@ def answer() -> None:
     send(fill(Started, thought="", tags=()), fill(Prefilled), fill(Preparing))
     send(*(Text(letter, 1) for letter in ANSWER), Text("take this back" + hostile("withdrawn"), 9))
     send(fill(Recovered), Withdrawn(len(hostile("withdrawn")), 3), fill(Switched), fill(SwitchRefused))
-    send(fill(Snapshot), Finished("eos", ANSWER, fill(Finished).stats), fill(Failed, fatal=False))
+    snapshot = fill(Snapshot, **WHERE.get(Snapshot, {}))
+    send(snapshot, Finished("eos", ANSWER, fill(Finished).stats), fill(Failed, fatal=False))
 
 
 def serve() -> None:
@@ -85,7 +89,7 @@ def serve() -> None:
         if isinstance(command, Load):
             send(fill(Loading))
             time.sleep(DRAWN_S)
-            send(fill(Loaded), fill(Snapshot))
+            send(*(fill(cls, **WHERE.get(cls, {})) for cls in (Loaded, Snapshot)))
         elif isinstance(command, Peek):
             send(fill(Peeked, start=command.start))
         elif isinstance(command, Plan):

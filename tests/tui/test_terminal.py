@@ -22,6 +22,7 @@ from support.patience import PATIENCE_S, wait_until
 from support.pty_run import PtyRun
 from textual.color import Color
 
+from kvchat.protocol.figures import ServerFigures
 from kvchat.protocol.messages import Event
 from kvchat.tui.terminal import InputDecoder, ReadableDim
 
@@ -274,6 +275,7 @@ NOT_DRAWN = {
     *("Failed.kind", "Finished.reason", "Turn.role", "Resumed.conversation", "Snapshot.ribbon", "Snapshot.attended"),
     *("Loaded.architecture", "Loaded.dtype", "Loaded.fast", "Price.mode", "Price.refusal"),
     "Loaded.model",  # its last part is
+    "Loaded.auto",  # Snapshot.auto is
     *("Loaded.template_variables", "Started.tags", "Started.thought"),
     "Snapshot.extras.key",  # below the end of this screen
     *("MemoryPlan.by_default", "MemoryPlan.floor_ms.of", "Proposal.quantize", "StoredNeed.mode", "Run.reason"),
@@ -281,7 +283,9 @@ NOT_DRAWN = {
     *(f"Stats.{name}.{of}" for name in ("extras", "switches") for of in ("key", "value")),
     *("Snapshot.extras.value", "Switched.given.of", "Switched.given.key", "Switched.given.value"),
 }
-OF_EVENTS = {name for cls in get_args(Event) for name in names_in(repr(fill(cls)))}
+OF_SERVER = {"Loaded.server", "Loaded.offers", *names_in(repr(fill(ServerFigures)))}
+OF_EVENTS = {name for cls in get_args(Event) for name in names_in(repr(fill(cls)))} - OF_SERVER
+CUT = {"ServerFigures.missing"}  # its beginning is seen
 OF_TEXTS = ("prose", "heading", "fence", "cell", "link", "tail", "withdrawn", "question", "log")
 STEPS = {  # what is typed, and a text that comes of it
     "\x1b[200~" + hostile("question") + "\x1b[201~\r": "Failed.hint",
@@ -311,6 +315,22 @@ def test_no_sequence_of_any_event_reaches_the_terminal(tmp_path: Path) -> None:
         run.close()
     assert not forbidden_in(run.written)
     assert "[bold]markup[/]" in run.written.decode()
+
+
+def test_no_sequence_of_a_servers_model_reaches_the_terminal(tmp_path: Path) -> None:
+    run = PtyRun(start_app.command(tmp_path, HOSTILE_ENGINE), environ(TERM="xterm-256color", SERVED="1"))
+    try:
+        run.until("«Loaded.notes»")
+        run.type(b"\x1b[18~")  # F7: all figures
+        run.until("«ServerFigures.kind»")
+        run.type(b"\x1b[17~")  # F6: the server decides
+        for name in sorted(OF_SERVER - CUT):
+            run.until(f"«{name}»")
+        run.type(b"\x11")
+        assert run.finish() == 0
+    finally:
+        run.close()
+    assert not forbidden_in(run.written)
 
 
 @pytest.fixture

@@ -86,7 +86,8 @@ class PageIndex:
         together = max(1, TOGETHER // (end - begin))
         for first in range(self.first, g.layers, together):
             layers = range(first, min(first + together, g.layers))
-            keys = torch.cat([host.dense(layer, host.total, begin)[0] for layer in layers])
+            parts = [host.dense(layer, host.total, begin)[0] for layer in layers]
+            keys = torch.cat(parts) if len(parts) > 1 else parts[0]  # of many pages a copy is large
             rows = self.summary(keys, end - begin).view(len(layers), g.kv_heads, end - begin, self.width)
             self.data[first - self.first : layers.stop - self.first, :, begin:end] = rows
 
