@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from kvchat.kv.state import KVState
 
 
+CALIBRATED = frozenset({"sync", "razor"})  # modes that need it
 PERIOD = 64  # steps after which the same heads have their turn
 
 
@@ -96,8 +97,8 @@ def decoded(settings: Decode, model: LoadedModel, context: int) -> list[int]:
 
 
 def calibrated(settings: Decode, model: LoadedModel, ids: Sequence[int]) -> Calibration | None:
-    """Return the calibration that sync mode needs; None without sync mode or for too short a context."""
-    if not any(text.partition(":")[0] == "sync" for text in settings.modes):
+    """Return the calibration that some modes need; None without them or for too short a context."""
+    if CALIBRATED.isdisjoint(text.partition(":")[0] for text in settings.modes):
         return None
     if settings.shape:
         return model_shapes.calibration(model)
