@@ -13,8 +13,9 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from kvchat import files, units
@@ -34,6 +35,8 @@ Report = Callable[[str], None]
 # Results may be set side by side when these are alike: each changes times, most change the last digits of logits.
 COMPARED = ("processor", "threads", "gpu", "cuda", "torch", "transformers")
 Result = dict[str, Any]
+# What is asked of two settings is the same where all of these are.
+ASKED = ("task", "tokens", "depth", "case", "passage")
 NORMAL_95 = 1.959964  # standard deviations on both sides that hold 95 % of a normal distribution
 
 
@@ -332,7 +335,7 @@ class ModelChoice:
 
     @property
     def _asked(self) -> Load:
-        return Load(**vars(self))
+        return Load(**{each.name: getattr(self, each.name) for each in fields(ModelChoice)})
 
 
 def mean(values: Iterable[float]) -> float | None:
@@ -359,3 +362,35 @@ def wilson(right: int, cases: int) -> tuple[float, float] | None:
     middle = (share + z2 / (2 * cases)) / (1 + z2 / cases)
     half = NORMAL_95 / (1 + z2 / cases) * math.sqrt(share * (1 - share) / cases + z2 / (4 * cases**2))
     return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def sign_test(more: int, fewer: int) -> float:
+    """How probable by chance so uneven a split of ``more`` and ``fewer`` is, or a more uneven one: two-sided, exact.
+
+    Of questions that one of two settings answered and the other did not it is McNemar's exact test.
+    """
+    pairs = more + fewer
+    return min(1.0, 2 * sum(math.comb(pairs, each) for each in range(min(more, fewer) + 1)) / (1 << pairs))
+
+
+def differing(one: Sequence[Row], other: Sequence[Row], figure: str) -> tuple[int, int, int]:
+    """Of what both were asked: where ``figure`` is more in the one, where it is less, and all.
+
+    Lists count by their mean. Questions that follow on others, and those that were refused, are no pairs.
+    """
+    sides = [
+        {
+            tuple(row.get(name) for name in ASKED): fmean(row[figure]) if isinstance(row[figure], list) else row[figure]
+            for row in rows
+            if figure in row and not row.keys() & {"turn", "asked"}
+        }
+        for rows in (one, other)
+    ]
+    pairs = [(value, sides[1][place]) for place, value in sides[0].items() if place in sides[1]]
+    return sum(a > b for a, b in pairs), sum(a < b for a, b in pairs), len(pairs)
+
+
+def chance(one: Sequence[Row], other: Sequence[Row], figure: str) -> float | None:
+    """``sign_test`` of where ``figure`` differs between rows of two settings; None where nothing was asked of both."""
+    more, fewer, pairs = differing(one, other, figure)
+    return sign_test(more, fewer) if pairs else None

@@ -189,6 +189,9 @@ def _numbered(file: Path, count: int) -> list[Path]:
 def compare_results(
     before: Annotated[Path, typer.Argument(metavar="A.json")],
     after: Annotated[Path, typer.Argument(metavar="B.json")],
+    mode: Annotated[
+        list[str] | None, typer.Option(metavar=settings.VARIANT, help="the variant of A, then that of B; A may be B")
+    ] = None,
 ) -> None:
-    """Changes from one result to another of the same experiment. With possible reasons for them."""
-    echo(reports.compared(before, after).markdown())
+    """Changes from one result to another of the same experiment. With possible reasons for them, chance among them."""
+    echo(reports.compared(before, after, mode or ()).markdown())

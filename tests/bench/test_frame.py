@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from kvchat.bench.frame import Experiment, Frame, load, methods
+from kvchat.bench.frame import Experiment, Frame, chance, load, methods, sign_test
 from kvchat.errors import DoesNotFitError, UsageError
 
 CELLS = [{"case": case, "variant": variant} for case in range(2) for variant in ("full", "sync")]
@@ -95,3 +95,30 @@ def test_a_folder_and_a_missing_file_are_refused(tmp_path):
             load(place)
     with pytest.raises(UsageError, match="cannot be written"):
         Frame(tmp_path).measure(experiment(), CELLS, Measured(), line)
+
+
+@pytest.mark.parametrize(
+    ("more", "fewer", "p"),
+    [(0, 0, 1), (1, 0, 1), (3, 3, 1), (5, 0, 2 / 32), (0, 6, 2 / 64), (1, 3, 2 * (1 + 4) / 16),
+     (10, 2, 2 * (1 + 12 + 66) / 4096), (1000, 1000, 1)],
+)  # fmt: skip
+def test_the_probability_of_an_uneven_split_by_chance(more, fewer, p):
+    assert sign_test(more, fewer) == p
+
+
+def test_only_what_both_were_asked_is_compared():
+    def asked(*right, first=0):
+        return [{"task": "fact", "case": case, "right": each} for case, each in enumerate(right, first)]
+
+    one, other = asked(True, True, True, False, True), asked(False, False, False, False, True, True)
+    assert chance(one, other, "right") == 2 / 8, "three of one alone, two that say nothing, one not asked of both"
+    refused = [{"task": "fact", "case": 0, "refused": "too long"}, *one[1:]]
+    assert chance(refused, other, "right") == 2 / 4
+    assert chance(one, asked(True, first=9), "right") is None
+
+
+def test_texts_are_compared_by_the_mean_of_their_tokens():
+    one = [{"passage": 0, "kl": [0.1, 0.9]}, {"passage": 1, "kl": [0.2, 0.2]}]
+    other = [{"passage": 0, "kl": [0.4, 0.4]}, {"passage": 1, "kl": [0.1, 0.1]}]
+    assert chance(one, other, "kl") == 2 / 4
+    assert chance([{"turn": 1, "right": True}], [{"turn": 1, "right": False}], "right") is None, "they follow on others"
