@@ -126,14 +126,27 @@ class Data(Variants):
 
 @dataclass(frozen=True)
 class Paper:
-    """Tables and figures of a mode's paper, beside measured ones."""
+    """Tables and figures of a mode's paper, beside measured ones.
+
+    ``modes`` and ``budgets`` are those of a study that compares modes; none are all, at the study's budget.
+
+    Raises:
+        UsageError: an unknown mode or parameter, or a value out of range.
+    """
 
     paper: Annotated[str, Argument(metavar="PAPER", help="asr-kf-egr, lazy-pruning, synckv or freekv")]
     parts: Annotated[tuple[str, ...], Option("--part", help="only this table or figure, as table-1; repeatable")] = ()
     sizes: Annotated[
         tuple[str, ...], Option("--set", metavar="KEY=VALUE", help="one of the study's sizes; repeatable")
     ] = ()
+    modes: Modes = ()
+    budgets: Annotated[
+        tuple[int, ...], Option("--budget", help="tokens per KV head where modes are compared; repeatable")
+    ] = ()
     texts: Texts = ()
+
+    def __post_init__(self) -> None:
+        with_budgets(self.modes, self.budgets)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 """FreeKV (speculative mode): Figure 3, the share of heads corrected by tau, which is what Figure 3 decides, and the
-ablations of its appendix: how a group's scores are pooled, and whose query retrieves."""
+ablations of its appendix: how a group's scores are pooled, and whose query retrieves. And all modes compared."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvchat.bench.frame import Row, parsed
+from kvchat.bench.paper import comparison
 from kvchat.bench.paper.study import Lab, Part, Study, agreement, forced, rounded, row
 from kvchat.config.modes import FullParameters, SpeculativeParameters
 from kvchat.kv.attention import AttentionSpec
@@ -38,16 +39,25 @@ Source = Literal["own", "layer below"]
 
 @dataclass(frozen=True)
 class Settings:
-    """``tokens`` generated after ``context`` tokens of book text; ``budget`` for what the corrections are worth."""
+    """``tokens`` generated after ``context`` tokens of book text; ``budget`` for what the corrections are worth.
+
+    Of the comparison: ``cases`` questions at each depth of a text, ``compared`` tokens of each of the ``passages``; its
+    ``modes`` (none: all) and ``budgets`` (none: ``budget``).
+    """
 
     tokens: int = 500
     context: int = 1000
     budget: int = 512
     forced: int = 150
+    cases: int = 4
+    passages: int = 8
+    compared: int = 32
+    modes: tuple[str, ...] = ()
+    budgets: tuple[int, ...] = ()
 
 
 def _variants(settings: Settings) -> list[str]:
-    return ["full", *(_at(settings, tau) for tau in ACCURACY_TAUS)]
+    return [*comparison.variants(settings), *(_at(settings, tau) for tau in ACCURACY_TAUS)]
 
 
 def _at(settings: Settings, tau: float) -> str:
@@ -237,6 +247,14 @@ PARTS = {
         "The paper compares task scores. The layer below is asked at the same step, as methods that predict from one "
         "layer to the next do, without their projection.",
         _sources,
+    ),
+    "comparison": Part(
+        "All modes at one budget",
+        "The paper compares task scores of large models; here it is facts told in a book's text, and tokens of books. "
+        "p is how probable so uneven a split is by chance: of questions that one of two answered (McNemar, exact), of "
+        "passages by which is nearer to full (sign test). A question ends the prompt, by whose end SnapKV, PyramidKV, "
+        "CAKE and H2O choose. Freeze has no budget, RaaS' is of the answer alone.",
+        comparison.compared,
     ),
 }
 STUDY = Study("freekv", "similarity of adjacent queries and what is corrected", PARTS, _variants)

@@ -24,22 +24,29 @@ def run(settings: Paper, choice: ModelChoice, frame: Frame) -> Result:
     Raises:
         UsageError: an unknown paper, part or size, or parts to be drawn that have no picture; KvchatError: as there.
     """
-    study, sizes = chosen(settings.paper, settings.sizes)
+    study, sizes = chosen(settings.paper, settings.sizes, settings.modes, settings.budgets)
     study.check(settings.parts, frame.drawn)
     return study.run(sizes, choice, frame, settings.parts, settings.texts)
 
 
-def chosen(paper: str, given: Sequence[str]) -> tuple[Study, Any]:
-    """The study of a paper, and its settings with what was ``given`` as ``KEY=VALUE``.
+def chosen(
+    paper: str, given: Sequence[str], modes: Sequence[str] = (), budgets: Sequence[int] = ()
+) -> tuple[Study, Any]:
+    """The study of a paper, and its settings with what was ``given`` as ``KEY=VALUE``, and what modes are compared.
 
     Raises:
-        UsageError: an unknown paper or key, or a value that is no whole number above 0.
+        UsageError: an unknown paper or key, a value that is no whole number above 0, or a paper that compares no modes.
     """
     if paper not in STUDIES:
         raise UsageError(f'There is no paper "{paper}".', did_you_mean(paper, STUDIES))
     study, settings = STUDIES[paper]
-    known = [field.name for field in fields(settings)]
-    sizes = {}
+    compared = {"modes": tuple(modes), "budgets": tuple(budgets)}
+    known = [field.name for field in fields(settings) if field.name not in compared]
+    sizes: dict[str, Any] = {name: value for name, value in compared.items() if value}
+    if sizes and not hasattr(settings, "modes"):
+        raise UsageError(
+            f"The study of {paper} compares no modes.", hint="Leave out --mode and --budget, or take freekv."
+        )
     for text in given:
         name, _, value = text.partition("=")
         if name not in known:

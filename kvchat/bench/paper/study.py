@@ -49,13 +49,14 @@ class Part:
 class Lab:
     """A part's tools; ``settings`` are those of the paper's study, ``texts`` files instead of the books.
 
-    ``report`` is told what of a part was measured.
+    ``report`` is told what of a part was measured; ``choice`` is the one of the model.
     """
 
     walk: Walk
     settings: Any
     texts: tuple[str, ...] = ()
     report: Callable[[str], None] = lambda line: None
+    choice: ModelChoice = ModelChoice()
 
     @property
     def model(self) -> LoadedModel:
@@ -130,7 +131,7 @@ class Study:
         frame, found = frame or Frame(), methods(list(dict.fromkeys(self.variants(settings))))
         model = choice.load(frame.report)
         _refuse_beyond_context(settings, model)
-        lab = Lab(Walk(model), settings, tuple(texts), frame.report)
+        lab = Lab(Walk(model), settings, tuple(texts), frame.report, choice)
         shown = {name: part for name, part in self.parts.items() if not only or name in only}
         experiment = Experiment.of(
             f"paper {self.name}",

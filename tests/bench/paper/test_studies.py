@@ -18,6 +18,7 @@ from kvchat.bench.plots import paper as draw
 from kvchat.bench.report import tables
 from kvchat.bench.walk import Walk
 from kvchat.cli.main import app
+from kvchat.config.modes import registered
 from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.modes.sync_heads import Calibration
 from kvchat.kv.ops.selection import Candidates, top_pages
@@ -26,7 +27,10 @@ from kvchat.protocol.messages import Load
 
 SIZES = {
     "asr-kf-egr": (["tokens=60"], ["table-1", "table-3"]),
-    "freekv": (["tokens=8", "context=300", "forced=3", "budget=192"], []),
+    "freekv": (
+        ["tokens=8", "context=300", "forced=3", "budget=192"],
+        [part for part in STUDIES["freekv"][0].parts if part != "comparison"],
+    ),
     "synckv": (
         [*("tokens=8", "context=300", "forced=3", "budget=132"), *("longest=400", "lengths=1", "depths=2", "cases=1")],
         ["figure-2a", "figure-2b", "figure-2c", "table-3", "figure-4"],
@@ -146,6 +150,29 @@ def test_pages_are_chosen_otherwise_by_each_ablation(results):
     assert len({row["KL"] for row in sources.values()}) > 1
 
 
+@pytest.mark.slow("every mode answers, decodes and is timed")
+def test_all_modes_stand_in_one_table_beside_full_and_speculative(model, monkeypatch):
+    monkeypatch.setattr(ModelChoice, "load", lambda self, report: model)
+    sizes = ["context=300", "cases=1", "passages=2", "compared=4"]
+    study, settings = chosen("freekv", sizes, budgets=(128,))
+    result = study.run(settings, only=["comparison"])
+    rows = measured(result, "comparison")
+    assert {variant.partition(":")[0] for variant in rows} == set(registered())
+    assert [variant for variant, row in rows.items() if "refused" in row] == []
+    assert {row["questions"] for row in rows.values()} == {3}
+    full, speculative, window = rows["full"], rows["speculative:budget=128"], rows["streaming:budget=128"]
+    assert (full["KL"], full["same top token"], full["share read"]) == pytest.approx((0, 1, 1), abs=1e-5)
+    assert full["mass covered"] == pytest.approx(1, abs=1e-3)
+    assert window["share read"] < speculative["share read"] + 0.2 < 0.9
+    assert window["KL"] > speculative["KL"] > 0
+    assert window["KL: p beside speculative"] == 0.5, "two passages, both farther from full"
+    assert all(row["ms a token"] > 0 for row in rows.values())
+    assert (full["facts: p beside full"], speculative["KL: p beside speculative"]) == (None, None)
+    assert 0 < window["facts: p beside full"] <= 1
+    (table,) = tables(result)
+    assert len(table.rows) == len(rows) == len(registered()) + 1, "and speculative as published"
+
+
 def test_within_the_cap_every_way_reads_everything(results):
     short, long = (measured(results["lazy-pruning"], part) for part in ("table-2", "table-1"))
     perplexities = [row["PPL"] for row in short.values()]
@@ -173,6 +200,9 @@ def test_a_short_warm_up_of_every_way_comes_before_the_trials(model, monkeypatch
         (["freekv", "--set", "tokens=1.5"], "whole number of 1 to 12 digits"),
         (["synckv", "--set", "context=99999999"], "context = 99,999,999 does not fit the model. bundled reads"),
         (["lazy-pruning", "--set", "cap=4"], "cap=4"),
+        (["synckv", "--mode", "quest"], "synckv compares no modes"),
+        (["freekv", "--mode", "qest"], 'Did you mean "quest"'),
+        (["freekv", "--set", "modes=3"], 'no size "modes"'),
         (["freekv", "--part", "figure-3"], 'has no part "figure-3"'),
         (["freekv", "--part", "accuracy", "--plot", "x.svg"], "have no picture"),
     ],

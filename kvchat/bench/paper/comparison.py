@@ -1,0 +1,90 @@
+"""The comparison of all modes at one budget, those of other papers too: what the measurements of their own find, in one
+table. Two settings are compared question by question and passage by passage; p is that of as uneven a split by chance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvchat.bench import agreement, decode, recall
+from kvchat.bench.frame import Frame, ModelChoice, Report, Result, Row, chance, split, with_budgets
+from kvchat.bench.paper.study import AGREEMENT, Lab, row
+from kvchat.bench.settings import Agreement, Decode, Recall
+from kvchat.config.modes import registered
+from kvchat.models.load import LoadedModel
+
+FULL, SPECULATIVE = "full", "speculative"
+FREEKV = "speculative:profile=paper"
+DEPTHS = (0.1, 0.5, 0.9)
+ROUNDS = 3  # of times
+
+
+@dataclass(frozen=True)
+class Loaded(ModelChoice):
+    """The choice of a model that is loaded."""
+
+    model_here: LoadedModel | None = None
+
+    def load(self, report: Report) -> LoadedModel:
+        assert self.model_here is not None
+        return self.model_here
+
+
+def variants(settings: Any) -> list[str]:
+    """Full, speculative and the modes that were asked for (none: all, and FreeKV as published), at each budget."""
+    asked = dict.fromkeys((FULL, SPECULATIVE, *(settings.modes or (FREEKV, *registered()))))
+    # RaaS' budget is shared with no other mode: it is that of the answer.
+    budgeted = [f"raas:budget={budget}" for budget in _budgets(settings)]
+    named = [each for variant in asked for each in (budgeted if variant == "raas" else [variant])]
+    return list(with_budgets(named, _budgets(settings)))
+
+
+def _budgets(settings: Any) -> Sequence[int]:
+    return settings.budgets or (settings.budget,)
+
+
+def compared(lab: Lab) -> list[Row]:
+    """A row for each variant: facts found, agreement with full on passages, and ms a token measured in turns.
+
+    Raises:
+        KvchatError: every mode refuses, or a text is too short.
+    """
+    settings, modes = lab.settings, tuple(variants(lab.settings))
+    choice, context, tokens = Loaded(**vars(lab.choice), model_here=lab.model), settings.context, settings.compared
+    found = recall.run(Recall(modes, ("fact",), (context,), DEPTHS, settings.cases), choice, Frame(report=lab.report))
+    passages = Agreement(modes, context=context, tokens=tokens, passages=settings.passages, texts=lab.texts)
+    agreed = agreement.run(passages, choice, Frame(report=lab.report))
+    timed = Decode(contexts=(context,), modes=modes, steps=tokens, rounds=ROUNDS, baselines=())
+    times = decode.run(timed, choice, Frame(report=lab.report))
+    return [row(each, _figures(each, settings, found, agreed, times)) for each in modes]
+
+
+def _figures(variant: str, settings: Any, found: Result, agreed: Result, times: Result) -> dict[str, Any]:
+    """What was measured of a variant, beside full and beside speculative at its budget; or what refused it."""
+    answers, passages, timed = (_of(result["rows"], variant) for result in (found, agreed, times))
+    budget = split(variant)[1].get("budget", _budgets(settings)[0])
+    beside = {FULL: FULL, SPECULATIVE: f"{SPECULATIVE}:budget={budget}"}
+    figures: dict[str, Any] = {}
+    if right := [each["right"] for each in answers if "right" in each]:
+        figures |= {"facts found": sum(right), "questions": len(right)}
+        for name, other in beside.items():
+            theirs = [] if other == variant else _of(found["rows"], other)
+            figures[f"facts: p beside {name}"] = chance(answers, theirs, "right")
+    (agreeing,) = _of(agreed["summary"], variant)
+    if "refused" not in agreeing:
+        figures["KL"] = agreeing["kl_mean"]
+        others = [] if variant in beside.values() else _of(agreed["rows"], beside[SPECULATIVE])
+        figures["KL: p beside speculative"] = chance(passages, others, "kl")
+        figures |= {name: agreeing[of] for name, of in AGREEMENT.items() if of in ("same_top", "covered")}
+        stored = settings.context + (settings.compared + 1) / 2  # mean of the steps
+        figures["share read"] = agreeing["read_mean"] / stored
+    if ms := [each["ms"] for each in timed if "ms" in each]:
+        figures["ms a token"] = ms[0]
+    reasons = [each[name] for each in (*answers, *passages, *timed) for name in ("refused", "failed") if name in each]
+    return figures | ({"refused": reasons[0]} if reasons else {})
+
+
+def _of(rows: Sequence[Row], variant: str) -> list[Row]:
+    return [each for each in rows if each["variant"] == variant]
