@@ -11,6 +11,7 @@ import re
 import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -142,25 +143,35 @@ def key_of(address: Address, environ: Mapping[str, str] = os.environ) -> str:
     """The key for a server: of its own line in the file of keys, else of the environment; "" without one.
 
     Raises:
-        UsageError: others may read the file, or it is no list of keys.
+        UsageError: others may read the file, it is no list of keys, or the key cannot be sent; none repeats a key.
     """
     file = paths.server_keys_file()
+    key = _keys_in(file).get(address.root, environ.get(KEY, ""))
+    if not isinstance(key, str):
+        raise UsageError(f"The key of {address.root} in {file} is no text.", hint=EXAMPLE)
+    key = key.strip()  # the end of the line that it was copied with
+    if not (key.isascii() and key.isprintable()):  # libraries repeat the header that they refuse
+        raise UsageError(
+            f"The key of {address.root} cannot be sent.",
+            "It has characters beside letters, digits and signs of ASCII.",
+            f"Copy it again, into {KEY} or {file}.",
+        )
+    return key
+
+
+def _keys_in(file: Path) -> dict[str, Any]:
     try:
         mode, text = stat.S_IMODE(file.stat().st_mode), files.decoded(files.read(file), file.name)
     except (FileNotFoundError, NotADirectoryError):
-        return environ.get(KEY, "")
+        return {}
     except OSError as error:
         raise files.unreadable(str(file), error) from None
     if mode & 0o077:
         raise UsageError(f"{file} may be read by others.", f"Its mode is {mode:04o}.", f"Run: chmod 600 {file}")
     try:
-        keys = {parse(name).root: key for name, key in tomli.loads(text).items()}
+        return {parse(name).root: key for name, key in tomli.loads(text).items()}
     except tomli.TOMLDecodeError as error:
         raise UsageError(f"{file} is no list of keys.", f"Line {error.lineno}: {error.msg}.", EXAMPLE) from None
-    key = keys.get(address.root, environ.get(KEY, ""))
-    if not isinstance(key, str):
-        raise UsageError(f"The key of {address.root} in {file} is no text.", hint=EXAMPLE)
-    return key
 
 
 OF_PROGRAMS = {"strftime_now", "raise_exception"}  # what those that render templates give to each

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -169,6 +171,29 @@ def test_a_file_that_is_no_list_of_keys_is_refused_without_telling_it(text: str)
     with pytest.raises(UsageError) as refused:
         key_of(parse("http://h:1"), {})
     assert "geheim" not in str(refused.value)
+
+
+@pytest.mark.parametrize("ending", [" ", "\n", "\r\n", "\t"])
+def test_the_end_of_the_line_that_a_key_was_copied_with_is_no_part_of_it(serve, monkeypatch, ending: str) -> None:
+    server = serve()
+    server.key = "k1"
+    monkeypatch.setenv("KVCHAT_API_KEY", f"k1{ending}")
+    assert look(server.url).kind == "vLLM"
+
+
+@pytest.mark.parametrize("key", ["geheim\u2013", "ge\nheim", "ge\x00heim", "gehe\u200bim"])
+@pytest.mark.parametrize("is_in_file", [True, False])
+def test_a_key_that_cannot_be_sent_is_refused_and_not_repeated(serve, monkeypatch, key: str, is_in_file: bool) -> None:
+    server = serve()
+    if is_in_file:
+        keys(f'"{server.url}" = {json.dumps(key)}')
+    else:
+        monkeypatch.setattr(servers, "key_of", partial(key_of, environ={"KVCHAT_API_KEY": key}))
+    ((_, refused),) = asyncio.run(find([server.url]))
+    assert isinstance(refused, UsageError)
+    assert "cannot be sent" in refused.title
+    assert not [part for part in ("geheim", "heim", "gehe", key) if part in str(refused)]
+    assert not server.seen
 
 
 def test_a_key_does_not_follow_to_another_address(serve, monkeypatch) -> None:
