@@ -88,7 +88,7 @@ class PrefixCache(Released):
         self._parked: dict[str, Parked] = {}  # the one used last comes last
         self._folder = SavedFolder(Path(keeping.folder), keeping.saved_bytes)
         self._writer = WriteBehind(self._folder, self._kv.state.geometry.page)
-        self._is_problem_told = False
+        self._is_problem_told = self._is_room_told = False
 
     @property
     def parked_bytes(self) -> int:
@@ -147,7 +147,7 @@ class PrefixCache(Released):
         current = min(self._common(self._loop.stored, text), self._kv.state.first_quantized)
         sources = list(self._parked_sources(conversation, text)) if conversation else []
         self._parked.pop(conversation, None)  # its room is that of the one which goes
-        self._park()
+        yield from self._park()
         self._current, self._loop.stored.saved = conversation, 0
         if conversation:
             try:
@@ -308,26 +308,36 @@ class PrefixCache(Released):
 
     # ---- keeping
 
-    def _park(self) -> None:
-        """Copy the current conversation, if there is room; those used least recently give way."""
+    def _park(self) -> Iterator[Noted]:
+        """Copy the current conversation; those used least recently give way. ``Noted`` once where there is no room."""
         stored, pool, recurrent = self._loop.stored, self._kv.state.host, self._runner.recurrent
         if not (self._current and stored.ids):
             return
         recurrent.keep()
-        needed = parked_bytes(pool) + recurrent.snapshot_bytes
-        if needed > self._keeping.parked_bytes:
+        needed, room = parked_bytes(pool) + recurrent.snapshot_bytes, self._keeping.parked_bytes
+        if needed > room:
+            yield from self._told_unparked(needed, f"kv.parked_gib has room for {size(room)}")
             return
-        while self._parked and self.parked_bytes + needed > self._keeping.parked_bytes:
+        while self._parked and self.parked_bytes + needed > room:
             del self._parked[next(iter(self._parked))]
-        if needed <= available.usable(available.host_free()):
-            self._parked[self._current] = Parked(
-                copy.deepcopy(stored),
-                self._control(),
-                parked(pool),
-                self._kv.state.query_bytes,
-                recurrent.snapshots,
-                recurrent.worth_saving,
-            )
+        free = available.usable(available.host_free())
+        if needed > free:
+            yield from self._told_unparked(needed, f"{size(free)} of memory can be used")
+            return
+        self._parked[self._current] = Parked(
+            copy.deepcopy(stored),
+            self._control(),
+            parked(pool),
+            self._kv.state.query_bytes,
+            recurrent.snapshots,
+            recurrent.worth_saving,
+        )
+
+    def _told_unparked(self, needed: int, room: str) -> Iterator[Noted]:
+        """Say that a conversation is read again, where that is not asked for and no file has it either."""
+        if self._keeping.parked_bytes and not (self._saves or self._is_room_told):
+            self._is_room_told = True
+            yield Noted(f"What was said before is read again when it goes on: its K/V take {size(needed)}, {room}.")
 
     def save(self) -> None:
         """Begin to write what is new, of the current conversation and of parked ones."""
@@ -338,14 +348,16 @@ class PrefixCache(Released):
         jobs = [
             self._job(name, kept.stored, kept.control, kept.worth_saving, kept.query, partial(itself, kept.pages))
             for name, kept in self._parked.items()
+            if kept.stored.saved < len(kept.stored.ids)
         ]
         if self._current:
             recurrent, state, stored = self._runner.recurrent, self._kv.state, self._loop.stored
             recurrent.keep()
-            control, states = self._control(), recurrent.worth_saving
-            job = self._job(self._current, stored, control, states, state.query_bytes, lambda: state.host)
-            jobs.insert(0, job)
-        self._writer.begin([job for job in jobs if job.saved < len(job.stored.ids)])
+            if stored.saved < len(stored.ids):
+                control, states = self._control(), recurrent.worth_saving
+                job = self._job(self._current, stored, control, states, state.query_bytes, lambda: state.host)
+                jobs.insert(0, job)
+        self._writer.begin(jobs)
 
     @property
     def _is_closed(self) -> bool:

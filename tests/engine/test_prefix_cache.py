@@ -6,13 +6,15 @@ import errno
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from support.kept_chat import OTHER, TALE, Chat, came_back, notes
 from support.tiny_runner import PARAMS, Wordless, loaded, mode_of, prefilled, token_ids
 
-from kvchat.engine.prefix_cache import SavedFolder, WriteBehind
+from kvchat.engine import prefix_cache
+from kvchat.engine.prefix_cache import SavedFolder, WriteBehind, rows_of
 from kvchat.engine.prompt import Stored
 from kvchat.engine.runner import ModelRunner
 from kvchat.kv.inspect import check_integrity
@@ -55,6 +57,38 @@ def test_with_room_for_one_the_one_that_comes_next_is_there(tmp_path):
     assert came_back(events)[1] == "memory"
     assert list(chat.cache._parked) == ["one"]
     assert chat.cache.parked_bytes <= chat.cache._keeping.parked_bytes
+
+
+@pytest.mark.parametrize("lacks", ["room", "memory"])
+def test_what_cannot_be_parked_is_told_once(tmp_path, monkeypatch, lacks):
+    chat = Chat(tmp_path, saved=0, parked=1000 if lacks == "room" else 2**30)
+    if lacks == "memory":
+        none = SimpleNamespace(host_free=lambda: 0, usable=lambda free: free)
+        monkeypatch.setattr(prefix_cache, "available", none)
+    assert notes(chat.say("a", TALE)) == []
+    (told,) = notes(chat.say("b", OTHER))
+    assert "read again" in told
+    assert notes(chat.say("a", TALE)) == []
+    assert chat.cache.parked_bytes == 0
+
+
+def test_what_is_not_to_be_parked_or_is_on_disk_is_not_told(tmp_path):
+    for kept in ({"parked": 0, "saved": 0}, {"parked": 1000}):
+        chat = Chat(tmp_path, **kept)
+        assert notes([*chat.say("a", TALE), *chat.say("b", OTHER)]) == []
+
+
+def test_of_what_is_written_already_no_rows_are_made(tmp_path, monkeypatch):
+    chat = Chat(tmp_path)
+    for name, text in (("a", TALE), ("b", OTHER), ("c", "3" + TALE)):
+        chat.say(name, text)
+        chat.written()
+    made = []
+    monkeypatch.setattr(prefix_cache, "rows_of", lambda *given: made.append(given) or rows_of(*given))
+    chat.cache.save()
+    assert made == []
+    chat.say("c", "3" + TALE + OTHER)
+    assert len(made) == 1
 
 
 def test_a_shared_beginning_is_taken_from_another_conversation(tmp_path):
