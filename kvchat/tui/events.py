@@ -184,6 +184,8 @@ class EngineEvents:
 
     def _warn_of_context(self, tokens: int) -> None:
         """Warn once where so many tokens fill the context up to a level; streaming goes on beyond it."""
+        if self.state.is_served and not tokens:
+            return  # the server counts at the end
         context = self.state.info.context if self.state.info else 0
         level = next((level for level in CONTEXT_LEVELS if context and tokens >= level * context), 0.0)
         before, self._warned = self._warned, level

@@ -12,6 +12,7 @@ from kvchat.protocol import messages
 from kvchat.protocol.figures import Snapshot, Stats
 from kvchat.protocol.messages import (
     Failed,
+    Finished,
     Loading,
     Peeked,
     Prefilled,
@@ -202,3 +203,17 @@ async def test_the_context_warns_once_at_each_level_before_it_ends(chat):
         seen += [total] * (len(chat.view.toasts) - before)
     assert seen == [800, 950, 800]
     assert "800 of 1,000 tokens" in chat.view.toasts[-1]
+
+
+async def test_a_server_that_counts_only_at_the_end_has_the_context_warned_of_once(chat):
+    await chat.load(context=100, server="Ollama", mode="server")
+    for tokens in (90, 93):
+        await chat.ask("hello")
+        for event in (Started(0, 0), Text("Hi", 1), counted(0), counted(tokens)):
+            await chat.controller.handle(event)
+        await chat.controller.handle(Finished("eos", "Hi", Stats(prompt_tokens=tokens)))
+    assert len([toast for toast in chat.view.toasts if "context" in toast]) == 1
+
+
+def counted(tokens: int) -> Snapshot:
+    return Snapshot("server", {}, tokens, tokens, 100, 0, 0)
