@@ -84,7 +84,7 @@ class Message:
     @property
     def turn(self) -> Turn:
         """The message as the engine gets it."""
-        return Turn(self.role, self.text, self.pinned, self.created)
+        return Turn(self.role, self.text, self.pinned, self.created, self.thought)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -266,11 +266,9 @@ class Server:
                 self._outbox.send(self._failures.pop(0))
         self._snapshot()
 
-    def _answer(self, session: Session, chat: Chat) -> Iterator[Event]:
-        # A session with the model of a server knows none of these, which kvchat serve alone gives.
-        names = ("variant", "template_args", "json_schema")
-        given: Any = {name: value for name in names if (value := getattr(chat, name)) not in (None, "")}
-        events = session.answer(chat.turns, chat.sampling, self._between, chat.conversation, **given)
+    def _answer(self, session: Session | RemoteSession, chat: Chat) -> Iterator[Event]:
+        own = (chat.variant, chat.template_args, chat.json_schema)
+        events = session.answer(chat.turns, chat.sampling, self._between, chat.conversation, *own)
         if not chat.is_final:
             return events
         from kvchat.engine.detokenizer import hold_back  # imports tokenizers, as the session has

@@ -35,13 +35,14 @@ class Turn:
 
     One alone of the role text is a prompt as it is, without the chat template: control tokens in it are such.
     ``at`` is when it was written, in seconds since the epoch, 0 where nobody knows: a chat template is told the time at
-    which its conversation began.
+    which its conversation began. ``thought`` is the tag that ends the thought before an answer, empty without one.
     """
 
     role: str
     content: str
     pinned: bool = False
     at: float = field(default=0.0, compare=False)
+    thought: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -227,6 +228,7 @@ class Loaded:
     ``weights`` names how they are quantized and ``fast`` the kinds of modules that are fused, empty for none.
     ``temperature`` is the model's own. ``template_variables`` are names that its chat template looks at. ``server`` is
     the program that has the model where that is another one: it decides what is read, and ``offers`` says how.
+    ``takes_variables``: those of a chat template can be set.
     ``auto`` is that of ``Switched``.
     """
 
@@ -250,6 +252,7 @@ class Loaded:
     server: str = ""
     offers: str = ""
     auto: str = ""
+    takes_variables: bool = True
 
 
 @dataclass(frozen=True)

@@ -55,17 +55,27 @@ def request(
 
 def _said(turn: Turn) -> str:
     """A message without the thought before it, which templates leave out too; a thought alone is gone on with."""
-    return turn.content if turn.role != "assistant" else thoughts.split(turn.content)[1] or turn.content
+    if turn.role != "assistant":
+        return turn.content
+    return thoughts.split(turn.content, turn.thought)[1] or turn.content
+
+
+def open_thought(turn: Turn) -> str:
+    """The tag that ends the thought which going on with a message goes on with; empty where it is in none."""
+    begun = thoughts.begun_with(turn.content)
+    end = turn.thought or (thoughts.end_of(begun) if begun else "")
+    return end if turn.role == "assistant" and end not in turn.content else ""
 
 
 class Answer:
-    """What has come of an answer so far; ``clock`` in seconds."""
+    """What has come of an answer so far; ``within`` as ``open_thought``, ``clock`` in seconds."""
 
-    def __init__(self, sampling: Sampling, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, sampling: Sampling, within: str = "", clock: Callable[[], float] = time.monotonic) -> None:
         self._sampling, self._clock = sampling, clock
         self._began, self._first, self._last = clock(), 0.0, 0.0
         self._stamps: deque[tuple[float, int]] = deque(maxlen=RECENT)
         self._pieces: list[str] = []
+        self._within = within
         self.is_started = self._is_thinking = self._is_counted = False
         self._timings: Mapping[str, Any] = {}
         self.finish_reason = ""
@@ -109,16 +119,18 @@ class Answer:
     def _count(self, usage: Any, timings: Any, progress: Any) -> Iterator[Event]:
         if timings:
             self._timings = timings
-            self.reused_tokens = whole(timings["cache_n"])
-            self.prompt_tokens = self.reused_tokens + whole(timings["prompt_n"])
-            self._note_tokens(whole(timings["predicted_n"]))
+            if (cached := timings.get("cache_n")) is not None:  # else nothing tells how long the prompt is
+                self.reused_tokens = whole(cached)
+                self.prompt_tokens = self.reused_tokens + whole(timings.get("prompt_n"))
+            if (predicted := timings.get("predicted_n")) is not None:
+                self._note_tokens(whole(predicted))
         if usage:
             details = usage.prompt_tokens_details
             self.prompt_tokens = whole(usage.prompt_tokens)
             self.reused_tokens = whole(details.cached_tokens) if details else self.reused_tokens
             self._note_tokens(whole(usage.completion_tokens))
         if progress:
-            total, cached, done = (whole(progress[name]) for name in ("total", "cache", "processed"))
+            total, cached, done = (whole(progress.get(name)) for name in ("total", "cache", "processed"))
             self.prompt_tokens, self.reused_tokens = total, cached
             yield from self._start()
             yield Prefilled(max(done - cached, 0), max(total - cached, 0))
@@ -136,7 +148,7 @@ class Answer:
     def _text(self, thought: str, said: str) -> Iterator[Event]:
         piece = ""
         if thought:
-            piece += thought if self._is_thinking else f"{THOUGHT}\n{thought}"
+            piece += thought if self._is_thinking or self._within else f"{THOUGHT}\n{thought}"
             self._is_thinking = True
         if said:
             piece += self._end_of_thought() + said
@@ -151,7 +163,8 @@ class Answer:
 
     def _end_of_thought(self) -> str:
         was_thinking, self._is_thinking = self._is_thinking, False
-        return f"\n{thoughts.end_of(THOUGHT)}\n\n" if was_thinking else ""
+        end, self._within = self._within or thoughts.end_of(THOUGHT), ""
+        return f"\n{end}\n\n" if was_thinking else ""
 
     def finish(self, is_stopped: bool) -> Iterator[Event]:
         """The last events."""

@@ -22,9 +22,9 @@ from openai import AsyncOpenAI
 
 from kvchat.errors import DoesNotFitError, EngineError, KvchatError, ModelError, UsageError
 from kvchat.protocol.figures import Price, ServerFigures, Snapshot
-from kvchat.protocol.messages import Details, Event, Load, Loaded, Sampling, Turn, parse_args
+from kvchat.protocol.messages import Details, Event, Load, Loaded, Sampling, Turn, Variant, parse_args
 from kvchat.remote import servers
-from kvchat.remote.answer import TAKING_VARIABLES, Answer, request
+from kvchat.remote.answer import TAKING_VARIABLES, Answer, open_thought, request
 from kvchat.remote.metrics import MetricsReader
 from kvchat.remote.servers import Address, NotReadyError, Server
 
@@ -127,8 +127,9 @@ class RemoteSession:
         """
         self._server, self._address, self._loop, self._http = server, server.address, loop, http
         self._model = server.choose()
-        self._template_args = load.template_args
         parse_args(load.template_args)
+        self._takes_variables = server.kind in TAKING_VARIABLES
+        self._template_args = load.template_args
         self._openai = AsyncOpenAI(
             base_url=self._address.base,
             api_key=servers.key_of(self._address) or NO_KEY,
@@ -150,19 +151,27 @@ class RemoteSession:
         turns: Sequence[Turn],
         sampling: Sampling,
         between: Callable[[int], None] | None = None,
-        conversation: str = "",
+        conversation: str | None = "",
+        variant: Variant | None = None,
+        template_args: Sequence[str] | None = None,
+        json_schema: str = "",
     ) -> Iterator[Event]:
         """Answer the last turn, or go on with it: ``Started``, ``Prefilled``*, ``Text``*, then one ``Finished``.
 
-        ``between`` is called between two frames and while none comes, with the number of tokens so far.
+        ``between`` is called between two frames and while none comes, with the number of tokens so far. A ``variant``
+        and a ``json_schema`` are for a model here.
 
         Raises:
             DoesNotFitError: the conversation is longer than the server's context; ModelError: the model is gone;
                 UsageError: the key is refused; EngineError: the server cannot be reached, breaks off or fails.
         """
+        if variant or json_schema:
+            raise self.refuse()
+        if template_args is not None:
+            self.set_template_args(template_args)
         self._is_canceled, self._frames = False, SimpleQueue()
         asked = request(self._server.kind, self._model.id, turns, sampling, self._template_args)
-        self._answer = Answer(sampling)
+        self._answer = Answer(sampling, open_thought(turns[-1]))
         return self._events(asked, between or (lambda tokens: None))
 
     def _events(self, asked: dict[str, Any], between: Callable[[int], None]) -> Iterator[Event]:
@@ -221,7 +230,7 @@ class RemoteSession:
             UsageError: one is not written so, or the server takes none.
         """
         parse_args(args)
-        if args and self._server.kind not in TAKING_VARIABLES:
+        if args and not self._takes_variables:
             raise UsageError(f"{self._server.kind} takes no variables of a chat template.", hint=INSTEAD)
         self._template_args = tuple(args)
         return f"Sent to the server's template: {', '.join(args) or 'nothing'}, from the next question on."
@@ -269,6 +278,9 @@ class RemoteSession:
         others = len(server.models) - 1
         notes = [f"{server.kind} at {self._address.place}. {DECIDES} {server.offers}".rstrip()]
         notes += [f"It has {others:,} more: /model lists them."] if others > 0 else []
+        if self._template_args and not self._takes_variables:
+            unsent = ", ".join(self._template_args)
+            notes.append(f"{server.kind} takes no variables of a chat template: {unsent} is not sent.")
         return Loaded(
             model=model.id,
             architecture=server.kind,
@@ -287,6 +299,7 @@ class RemoteSession:
             template_variables=model.template_variables,
             server=server.kind,
             offers=server.offers,
+            takes_variables=self._takes_variables,
         )
 
     def snapshot(self) -> Snapshot:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, get_args
 
-from kvchat import process
+from kvchat import libraries, process
 from kvchat.config.schema import checked_model
 from kvchat.errors import EngineError, KvchatError, ModelError, UsageError
 from kvchat.foreign_text import visible
@@ -22,7 +22,7 @@ from kvchat.paths import is_server
 from kvchat.protocol.figures import MemoryPlan, Planned, Proposal, StoredNeed
 from kvchat.protocol.messages import HostDtype, KeepPages, Load, Plan, Quantize, SetTemplateArgs, Stop, parse_args
 from kvchat.tui.client import EngineClient
-from kvchat.tui.state import AppConfig, ChatState, Phase
+from kvchat.tui.state import INSTEAD, AppConfig, ChatState, Phase
 from kvchat.tui.view import ChatView, Remedy, load_anyway
 from kvchat.units import count, figure, size
 
@@ -169,9 +169,11 @@ class Models:
         """Give the chat template these variables, from the next answer on.
 
         Raises:
-            UsageError: one is not written as KEY=VALUE.
+            UsageError: one is not written as KEY=VALUE, or the server in use takes none.
         """
         parse_args(args)
+        if args and (info := self._state.info) and not info.takes_variables:
+            raise UsageError(f"{info.server} takes no variables of a chat template.", hint=INSTEAD)
         self.in_use, self._base = (replace(load, template_args=tuple(args)) for load in (self.in_use, self._base))
         if self._state.info is not None and self._state.phase is not Phase.DOWN:
             self._client.send(SetTemplateArgs(tuple(args)))
@@ -270,10 +272,16 @@ class Models:
 
 async def of_servers(addresses: Iterable[str]) -> list[FoundModel]:
     """The models of the servers at these addresses; one that cannot be asked has a problem."""
-    from kvchat.remote import servers  # httpx: only where there are some
+    named, found = list(addresses), {}
+    if not named:
+        return []
+    try:
+        libraries.check_remote(named[0])
+    except ModelError as refused:
+        return [FoundModel(text, SERVER, problem=str(refused)) for text in named]
+    from kvchat.remote import servers  # imports httpx2
 
-    found = {}
-    for server in await servers.find(addresses):
+    for server in await servers.find(named):
         if isinstance(server, tuple):
             text, error = server
             found[text] = FoundModel(text, SERVER, problem=str(error))

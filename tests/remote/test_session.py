@@ -12,7 +12,7 @@ from support.fake_server import BREAK, HELLO, HI, WAIT, asked, broken_off, delta
 
 from kvchat import thoughts
 from kvchat.errors import DoesNotFitError, EngineError, ModelError, UsageError
-from kvchat.protocol.messages import Finished, Prefilled, Sampling, Started, Turn
+from kvchat.protocol.messages import Finished, Prefilled, Sampling, Started, Turn, Variant
 from kvchat.remote.session import MODE
 
 CHUNK = {"object": "chat.completion.chunk", "id": "1", "created": 1, "model": "m"}
@@ -79,6 +79,19 @@ def test_progress_of_the_prompt_and_timings_are_taken(serve, connect) -> None:
     assert stats.extras == {"drafts accepted": "3 of 4"}
 
 
+def test_figures_that_an_older_server_does_not_tell_are_left_out(serve, connect) -> None:
+    frames = [
+        CHUNK | {"choices": [], "prompt_progress": {"total": 30, "processed": 30}},
+        delta(content="two ") | {"timings": {"prompt_n": 20, "predicted_per_second": 9.5}},
+        delta(content="tokens", reason="stop") | {"timings": {"prompt_n": 20, "predicted_per_second": 9.5}},
+    ]
+    started, progress, *texts, finished = asked(connect(serve(frames=frames).url))
+    assert (started.prompt_tokens, started.reused_tokens, progress) == (30, 0, Prefilled(30, 30))
+    assert said(texts) == "two tokens"
+    stats = finished.stats
+    assert (stats.prompt_tokens, stats.generated_tokens, stats.decode_tokens_per_s) == (30, 2, 9.5)
+
+
 @pytest.mark.parametrize(
     ("reason", "tokens", "ending"), [("length", 5, "length"), ("length", 3, "context"), ("stop", 3, "eos")]
 )
@@ -118,6 +131,51 @@ def test_an_answer_is_gone_on_with(serve, connect) -> None:
     asked(connect(server.url), (*HI, Turn("assistant", "Hel")))
     assert server.asked[0]["continue_final_message"]
     assert not server.asked[0]["add_generation_prompt"]
+
+
+def test_a_thought_that_a_template_began_is_not_sent(serve, connect) -> None:
+    server = serve()
+    turns = (*HI, Turn("assistant", "hm\n</think>\n\nHello.", thought="</think>"), Turn("user", "And </think>?"))
+    asked(connect(server.url), turns)
+    assert [one["content"] for one in server.asked[0]["messages"]] == ["Hi.", "Hello.", "And </think>?"]
+
+
+@pytest.mark.parametrize(
+    "begun",
+    [Turn("assistant", "<think>\nIt is"), Turn("assistant", "It is", thought="</think>")],
+)
+def test_a_thought_that_was_broken_off_is_gone_on_with_as_one(serve, connect, begun: Turn) -> None:
+    frames = [delta(reasoning=" a"), delta(reasoning=" greeting."), delta(content="Hello.", reason="stop")]
+    *_, finished = asked(connect(serve(frames=frames).url), (*HI, begun))
+    assert thoughts.split(begun.content + finished.text, begun.thought) == ("It is a greeting.", "Hello.")
+    assert "<think>" not in finished.text
+
+
+def test_an_answer_that_thinks_after_one_that_is_gone_on_with_has_a_thought_of_its_own(serve, connect) -> None:
+    frames = [delta(reasoning="Hm."), delta(content="lo.", reason="stop")]
+    done = Turn("assistant", "<think>\nx\n</think>\n\nHel")
+    *_, finished = asked(connect(serve(frames=frames).url), (*HI, done))
+    assert finished.text == "<think>\nHm.\n</think>\n\nlo."
+
+
+def test_variables_of_a_template_that_are_not_sent_are_told(serve, connect) -> None:
+    for kind, is_taken in (("vLLM", True), ("Ollama", False)):
+        server = serve(kind)
+        session = connect(server.url, template_args=("enable_thinking=false",))
+        asked(session)
+        assert ("chat_template_kwargs" in server.asked[0]) is is_taken
+        assert session.info.takes_variables is is_taken
+        assert any("enable_thinking=false" in note for note in session.info.notes) is not is_taken
+
+
+def test_what_a_model_here_alone_can_be_asked_for_is_refused(serve, connect) -> None:
+    server = serve()
+    session = connect(server.url)
+    for asked_for in ({"variant": Variant("streaming")}, {"json_schema": "{}"}):
+        with pytest.raises(UsageError, match="decides"):
+            session.answer(HI, Sampling(), **asked_for)
+    list(session.answer(HI, Sampling(), template_args=("shout=true",)))
+    assert server.asked[0]["chat_template_kwargs"] == {"shout": True}
 
 
 def test_each_key_goes_to_its_server(serve, connect, monkeypatch) -> None:

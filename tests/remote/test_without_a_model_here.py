@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from kvchat.engine.worker import Loader
 from kvchat.errors import ModelError
 from kvchat.models import checkpoint
 from kvchat.protocol.messages import Load, Plan
+from kvchat.tui.models import of_servers
 
 
 def kvchat(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -75,3 +77,20 @@ def test_without_its_packages_the_command_that_installs_them_is_told(monkeypatch
         Loader().open_session(Load("http://127.0.0.1:1"), lambda stage: None)
     assert all(package.partition(">")[0] in refused.value.detail for package in libraries.EXTRAS["remote"])
     assert libraries.extra("remote") in refused.value.hint
+
+
+def test_without_servers_nothing_of_the_client_is_imported() -> None:
+    code = (
+        "import asyncio, sys; from kvchat.tui.models import of_servers; sys.modules['httpx2'] = None;"
+        " assert asyncio.run(of_servers(())) == []; assert 'kvchat.remote.servers' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ())
+    assert done.returncode == 0, done.stderr
+
+
+def test_servers_that_cannot_be_asked_without_packages_are_listed_with_the_command(monkeypatch) -> None:
+    monkeypatch.setattr(libraries, "find_spec", lambda name: object() if name == "pip" else None)
+    named = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
+    found = asyncio.run(of_servers(named))
+    assert [one.name for one in found] == named
+    assert all(libraries.extra("remote") in one.problem for one in found)

@@ -98,6 +98,17 @@ async def test_a_preset_of_a_server_has_no_mode_and_one_with_a_mode_sets_the_res
     assert chat.controller.state.sampling.temperature == 0.25
 
 
+@pytest.mark.parametrize("line", ["/template enable_thinking=false", "/template a=1 b=2"])
+async def test_variables_that_a_server_does_not_take_are_refused_before_they_are_sent(chat, line: str) -> None:
+    await chat.load(**SERVED, takes_variables=False)
+    sent = len(chat.client.sent)
+    action, argument = parse_command(line)
+    with pytest.raises(UsageError, match="takes no variables"):
+        await action.run(chat.controller, argument)
+    assert len(chat.client.sent) == sent
+    assert chat.controller.models.in_use.template_args == ()
+
+
 async def test_files_are_attached_where_the_context_is_not_known(chat) -> None:
     await chat.load(**SERVED, context=0)
     assert chat.controller.state.file_limit > 2**20
