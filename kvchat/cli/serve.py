@@ -10,7 +10,10 @@ from kvchat.cli.chat import is_asked_for, keeping, load_of
 from kvchat.cli.output import note, progress
 from kvchat.config.sources import Resolved
 from kvchat.errors import UsageError
+from kvchat.kv.memory import available
 from kvchat.models import checkpoint
+
+FREE_SHARE = 4  # one part in so many of free host memory is for talks that are not the current one
 
 
 def serve(resolved: Resolved, host: str, port: int, key: str, origins: Sequence[str], queue: int) -> None:
@@ -33,8 +36,11 @@ def serve(resolved: Resolved, host: str, port: int, key: str, origins: Sequence[
     chosen = resolved.settings
     checkpoint.locate(chosen.model.name, progress)  # a wrong name is refused before anyone is told an address
     is_kept = chosen.ui.conversations and is_asked_for(resolved, ("ui", "conversations"))
-    load = replace(load_of(chosen), keeping=keeping(chosen, is_kept, paths.served_kv_dir()))
+    kept = keeping(chosen, is_kept, paths.served_kv_dir())
+    if ("kv", "parked_gib") not in resolved.origins:  # clients ask for titles between the turns of a long talk
+        kept = replace(kept, parked_bytes=max(kept.parked_bytes, available.host_free() // FREE_SHARE))
+    load = replace(load_of(chosen), keeping=kept)
     is_limited = ("sampling", "max_new_tokens") in resolved.origins
     defaults = Defaults(chosen.sampling.sampling(), is_limited, chosen.model.system)
-    options = server.Options(host, port, queue, key, origins)
+    options = server.Options(host, port, queue, key.strip(), origins)
     server.serve(load, defaults, options, paths.log_file(), progress, note)

@@ -24,7 +24,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from kvchat import files, libraries
-from kvchat.errors import EngineError, KvchatError, ModelError
+from kvchat.errors import EngineError, KvchatError, ModelError, UsageError
 from kvchat.kv.memory.available import check_address_space
 from kvchat.paths import is_server
 from kvchat.process import claim_stdio, spin_briefly, use_physical_cores
@@ -156,8 +156,9 @@ class Server:
                     self._load(command)
                 case Chat() as chat:
                     self._work(lambda session: self._answer(session, chat))
-                case messages.Tokenize(turns, args):
-                    self._outbox.send(messages.Tokenized(tuple(self._loaded().tokenize(turns, args))))
+                case messages.Tokenize(turns, args, is_counted):
+                    ids = tuple(self._loaded().tokenize(turns, args))
+                    self._outbox.send(messages.Tokenized(len(ids), () if is_counted else ids))
                 case Resume(conversation, turns):
                     self._work(lambda session: session.resume(conversation, turns))
                 case Forget(conversation):
@@ -497,7 +498,14 @@ class Outbox:
             self._flushed = self._clock()
 
     def _write(self, event: Event) -> None:
-        self._stream.write(wire.encode(event))
+        message = wire.encode(event)
+        if len(message) > wire.MAX_MESSAGE_BYTES:  # the application ends an engine that sends more
+            raise UsageError(
+                "What was asked for is too long to send.",
+                f"It has {len(message):,} bytes; at most {wire.MAX_MESSAGE_BYTES:,} can be sent.",
+                "Ask for a part of it.",
+            )
+        self._stream.write(message)
         self._stream.flush()
 
 

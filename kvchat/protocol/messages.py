@@ -134,10 +134,14 @@ class Chat:
 
 @dataclass(frozen=True)
 class Tokenize:
-    """Ask for the ids of a prompt with these turns, as ``Chat`` reads it; answered by ``Tokenized``, or ``Failed``."""
+    """Ask for the ids of a prompt with these turns, as ``Chat`` reads it; answered by ``Tokenized``, or ``Failed``.
+
+    ``is_counted``: only their number is asked for.
+    """
 
     turns: tuple[Turn, ...]
     template_args: tuple[str, ...] | None = None
+    is_counted: bool = False
 
 
 @dataclass(frozen=True)
@@ -388,9 +392,10 @@ class NeedleHidden:
 
 @dataclass(frozen=True)
 class Tokenized:
-    """The ids of a prompt."""
+    """The number of ids of a prompt, and the ids where they were asked for."""
 
-    ids: tuple[Count, ...]
+    count: Count
+    ids: tuple[Count, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from kvchat.serve.requests import Asked, ChatRequest, Defaults, TextRequest, Tok
 from kvchat.units import size
 
 PING_S = 10.0  # without a byte some clients and proxies give up
+PING = ": ping\n\n"
 MAX_BODY_BYTES = 2**24
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 OPEN = ("/health",)  # also without the key
@@ -175,14 +176,15 @@ class Service:
         asked = await parsed(request, ChatRequest)
         self._check_model(asked.model)
         args = asked.template_args(self._engine.load, self._loaded())
-        ids = await self._ids(request, Tokenize(asked.turns(self._defaults), args))
-        return JSONResponse({"object": "response.input_tokens", "input_tokens": len(ids)})
+        told = await self._tokenized(request, Tokenize(asked.turns(self._defaults), args, is_counted=True))
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": told.count})
 
     async def tokenize(self, request: Request) -> Response:
         """The tokens of a text, or of messages, as the model is given them."""
         asked = await parsed(request, TokenizeRequest)
-        ids = await self._ids(request, Tokenize(asked.turns(self._defaults), self._engine.load.template_args))
-        return JSONResponse({"tokens": ids, "count": len(ids), "n_ctx": self._loaded().context})
+        command = Tokenize(asked.turns(self._defaults), self._engine.load.template_args)
+        told = await self._tokenized(request, command)
+        return JSONResponse({"tokens": told.ids, "count": told.count, "n_ctx": self._loaded().context})
 
     # ---- inside
 
@@ -193,7 +195,6 @@ class Service:
 
     def _model(self) -> dict[str, Any]:
         loaded, snapshot = self._loaded(), self._engine.snapshot
-        mode, params = (snapshot.mode, snapshot.params) if snapshot else (loaded.mode, loaded.params)
         return {
             "id": loaded.model,
             "object": "model",
@@ -205,7 +206,7 @@ class Service:
                 "n_params": loaded.parameters,
                 "size": snapshot.weight_bytes if snapshot else None,
             },
-            "kvchat": {"mode": mode, "params": params, "template_variables": loaded.template_variables},
+            "kvchat": {"mode": loaded.mode, "params": loaded.params, "template_variables": loaded.template_variables},
         }
 
     def _check_model(self, name: str | None) -> None:
@@ -214,11 +215,11 @@ class Service:
             message = f'There is no model "{name[:100]}" here, only "{known}".'
             raise Refusal(404, message, "invalid_request_error", "model", "model_not_found")
 
-    async def _ids(self, request: Request, command: Tokenize) -> tuple[int, ...]:
+    async def _tokenized(self, request: Request, command: Tokenize) -> Tokenized:
         async with self._submitted(request, command) as job:
             ended = await job.events.get()
         if isinstance(ended, Ended) and isinstance(ended.last, Tokenized):
-            return ended.last.ids
+            return ended.last
         assert isinstance(ended, Ended)
         assert ended.refusal
         raise ended.refusal
@@ -237,23 +238,27 @@ class Service:
         )
         answer = Answer(loaded.model, is_chat, asked.streams_usage)
         async with self._submitted(request, command) as job:
-            while True:
-                event = await job.events.get()
+            event: Any = None
+            begins = time.monotonic() + PING_S  # what is refused until then has a status of its own
+            while not (asked.stream and (isinstance(event, Started) or time.monotonic() >= begins)):
+                event = await (_next(job, begins - time.monotonic()) if asked.stream else job.events.get())
                 if isinstance(event, Ended):
                     return JSONResponse(answer.whole(*self._noted(event)))
-                answer.feed(event)
-                if asked.stream and isinstance(event, Started):  # nothing of the request can be refused any more
-                    break
+                if event:
+                    answer.feed(event)
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         left = BackgroundTask(self._leave, job)  # a client may be gone before the first piece
-        return StreamingResponse(self._pieces(job, answer), 200, headers, "text/event-stream", left)
+        pieces = self._pieces(job, answer, is_waiting=not isinstance(event, Started))
+        return StreamingResponse(pieces, 200, headers, "text/event-stream", left)
 
     async def _leave(self, job: Job) -> None:
         self._engine.leave(job)
 
-    async def _pieces(self, job: Job, answer: Answer) -> AsyncIterator[str]:
-        """The stream of an answer; it ends when the client leaves."""
+    async def _pieces(self, job: Job, answer: Answer, is_waiting: bool) -> AsyncIterator[str]:
+        """The stream of an answer, which may be ``is_waiting`` for its turn; it ends when the client leaves."""
         try:
+            if is_waiting:
+                yield PING
             for piece in answer.begin():
                 yield framed(piece)
             sent = time.monotonic()
@@ -270,7 +275,7 @@ class Service:
                         yield framed(piece)
                         sent = time.monotonic()
                 if time.monotonic() - sent >= PING_S:
-                    yield ": ping\n\n"
+                    yield PING
                     sent = time.monotonic()
         except Refusal as refusal:
             yield framed(refusal.body)

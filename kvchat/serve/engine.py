@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from kvchat.protocol.messages import (
     Chat,
     Failed,
     Finished,
+    Keeping,
     Load,
     Loaded,
     Loading,
@@ -32,6 +33,7 @@ from kvchat.protocol.messages import (
 )
 from kvchat.serve.refusals import Refusal, invalid, unavailable
 from kvchat.tui.client import Crashed, EngineClient, Report
+from kvchat.units import size
 
 OF_REQUESTS = {error.__name__ for error in (UsageError, TooMuchPinnedError, DoesNotFitError)}
 
@@ -118,7 +120,7 @@ class Engine:
             raise unavailable("The server ends.")
         if self.loaded is None:
             raise unavailable("The model is being loaded.")
-        if len(self._waiting) >= self._limit:
+        if self._job is not None and len(self._waiting) >= self._limit:
             raise unavailable(f"{self._limit} requests wait already.")
         self._waiting.append(job := Job(command))
         self._begin()
@@ -164,6 +166,8 @@ class Engine:
                 self._show("")
                 self.loaded = report
                 self._say(ready(report))
+                for note in (*report.notes, *parked(report, self.load.keeping)):
+                    self._say(note)
             case Noted(text):
                 self._say(text)
             case Peeked():  # whatever the last command led to has been told
@@ -173,12 +177,13 @@ class Engine:
                 raise _error(report)
             case Failed() if self._job is None or self._last:
                 self._say(str(_error(report)))  # an answer was given, and what came after it failed
-            case Tokenized(ids) if self._last:
-                self._tokens = len(ids)
+            case Tokenized(tokens) if self._last:
+                self._tokens = tokens
             case Finished() | Failed() | Tokenized():
                 self._last = report
                 if isinstance(report, Failed) and report.kind == DoesNotFitError.__name__ and self._job:
-                    self._client.send(Tokenize(self._job.command.turns, self._job.command.template_args))
+                    asked = self._job.command
+                    self._client.send(Tokenize(asked.turns, asked.template_args, is_counted=True))
                 self._client.send(Peek(0, 0))
             case _ if self._job and isinstance(report, AnswerEvent | Resumed):
                 self._job.events.put_nowait(report)
@@ -230,6 +235,13 @@ def ready(loaded: Loaded) -> str:
     """One line about what runs."""
     runs = f"{loaded.model} ({loaded.weights or loaded.dtype}) on {loaded.device}, {loaded.mode} mode"
     return f"Ready: {runs}, {loaded.context:,} tokens of context."
+
+
+def parked(loaded: Loaded, keeping: Keeping) -> Iterator[str]:
+    """How many tokens of other talks stay in host memory, if any."""
+    if keeping.parked_bytes and loaded.kv_bytes_per_token:
+        tokens = keeping.parked_bytes // loaded.kv_bytes_per_token
+        yield f"About {tokens:,} tokens of talks beside the current one stay in RAM ({size(keeping.parked_bytes)})."
 
 
 def _error(failed: Failed) -> KvchatError:

@@ -96,6 +96,26 @@ def test_requests_wait_in_order_and_beyond_the_limit_are_refused(fake):
     assert order == ["a", "b"]
 
 
+def test_a_stream_that_waits_for_its_turn_is_kept_alive(tmp_path):
+    with serving(tmp_path, fake=True) as served:
+        held = served.sent(CHAT, asking("hold", stream=True))
+        first = held.getresponse()
+        assert first.readline().startswith(b"data: ")
+        waiting = [served.sent(CHAT, asking(prompt, stream=True)) for prompt in ("hello", "hold", "hello")]
+        replies = [connection.getresponse() for connection in waiting]
+        assert [reply.readline() for reply in replies] == [b": ping\n"] * 3
+        first.close()
+        held.close()  # the next gets its turn, and the one after holds it
+        assert "Section 3" in replies[0].read().decode()
+        served.process.send_signal(signal.SIGINT)
+        refused = replies[2].read().decode()
+        assert '"unavailable_error"' in refused
+        assert "The server ends." in refused
+        assert "[DONE]" not in refused
+        for connection in waiting:
+            connection.close()
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_who_leaves_gives_up_the_answer_or_the_place(fake, stream):
     first = fake.sent(CHAT, asking("slow", stream=stream))
@@ -219,7 +239,7 @@ def test_a_signal_ends_it_with_the_answer_in_progress(tmp_path, way):
         assert whole == [503]
         assert served.process.wait(60) == 0
         assert time.monotonic() - began < 30
-    assert "".join(served.said).count("\n") == 2  # the address, and what runs
+    assert "".join(served.said).count("\n") == 3  # the address, what runs, and the room for talks
 
 
 def test_an_address_in_use_is_said(fake, tmp_path):

@@ -184,6 +184,8 @@ def test_each_request_has_its_own_mode(client: OpenAI, bundled: Served):
     assert 0 < narrow.kvchat["coverage"] < 1
     assert narrow.kvchat["reduced"] > 0
     assert ask(mode="speculative").kvchat["params"]["budget"] != 128
+    (of_server,) = bundled.ask("/v1/models").json["data"]
+    assert of_server["kvchat"]["mode"] == "full"
     again = ask()
     assert (again.kvchat["mode"], again.kvchat["read_share"]) == ("full", 1.0)
     assert again.choices[0].message.content == full.choices[0].message.content

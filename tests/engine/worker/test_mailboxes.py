@@ -6,11 +6,15 @@ import io
 
 import pytest
 from support.fake_session import FakeLoader, FakeSession
+from support.worker_child import CHAT, Child
 
 from kvchat.engine import worker
 from kvchat.protocol import wire
 from kvchat.protocol.messages import (
     Stop,
+    Tokenize,
+    Tokenized,
+    Turn,
 )
 
 
@@ -31,3 +35,20 @@ def test_what_has_been_done_waits_no_more(monkeypatch: pytest.MonkeyPatch) -> No
     for _ in range(1000):
         inbox.put(Stop(), 40)
         assert inbox.get(1) == Stop()
+
+
+def test_of_a_prompt_the_number_of_tokens_comes_or_all_of_them(child: Child, session: FakeSession) -> None:
+    session.tokenize = lambda turns, args: [5, 6, 7]
+    child.send(Tokenize(CHAT.turns, is_counted=True), Tokenize(CHAT.turns))
+    assert child.until(Tokenized)[-1] == Tokenized(3)
+    assert child.until(Tokenized)[-1] == Tokenized(3, (5, 6, 7))
+
+
+def test_what_is_too_long_to_send_is_refused_and_ends_nothing(
+    child: Child, session: FakeSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session.tokenize = lambda turns, args: [5] * len(turns[0].content)
+    monkeypatch.setattr(wire, "MAX_MESSAGE_BYTES", 1000)
+    child.send(Tokenize((Turn("user", "a" * 600),)), Tokenize((Turn("user", "abc"),)))
+    refused, told = child.until(Tokenized)
+    assert (refused.kind, told) == ("UsageError", Tokenized(3, (5, 5, 5)))

@@ -1,0 +1,94 @@
+"""What waits for the engine and what it is asked, without a child: its client notes what is sent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvchat.cli import serve as command
+from kvchat.cli.profile import load_settings
+from kvchat.kv.memory import available
+from kvchat.protocol.figures import Stats
+from kvchat.protocol.messages import (
+    Chat,
+    Failed,
+    Finished,
+    Keeping,
+    Load,
+    Loaded,
+    Peek,
+    Peeked,
+    Started,
+    Tokenize,
+    Tokenized,
+    Turn,
+)
+from kvchat.serve import server
+from kvchat.serve.engine import Ended, Engine
+from kvchat.serve.refusals import Refusal
+
+LOADED = Loaded("m", "L", 1, "cpu", "float32", 64, 2, 2, 32, 64, "full", {}, notes=("No GPU.",))
+CHAT = Chat((Turn("user", "Hi."),))
+
+
+class Noting:
+    """In place of the child's client."""
+
+    def __init__(self) -> None:
+        self.sent: list[object] = []
+
+    def send(self, command: object) -> None:
+        self.sent.append(command)
+
+
+def loaded(tmp_path: Path, limit: int = 9, parked: int = 0) -> tuple[Engine, Noting, list[str]]:
+    said: list[str] = []
+    engine = Engine(Load(keeping=Keeping(parked)), tmp_path / "log", limit, lambda stage: None, said.append, ())
+    engine._client = client = Noting()
+    engine._take(LOADED)
+    return engine, client, said
+
+
+def test_where_none_may_wait_one_at_a_time_is_answered(tmp_path):
+    engine, client, _ = loaded(tmp_path, limit=0)
+    for _ in range(2):
+        engine.submit(CHAT)
+        with pytest.raises(Refusal, match="wait already"):
+            engine.submit(CHAT)
+        for report in (Started(1, 0), Finished("eos", "", Stats()), Peeked(0, 0, "")):
+            engine._take(report)
+    assert client.sent.count(CHAT) == 2
+
+
+def test_of_a_prompt_that_does_not_fit_only_the_number_of_tokens_comes(tmp_path):
+    engine, client, _ = loaded(tmp_path)
+    job = engine.submit(CHAT)
+    engine._take(Failed("It does not fit.", kind="DoesNotFitError"))
+    assert client.sent == [CHAT, Tokenize(CHAT.turns, is_counted=True), Peek(0, 0)]
+    engine._take(Tokenized(70))
+    engine._take(Peeked(0, 0, ""))
+    ended = job.events.get_nowait()
+    assert isinstance(ended, Ended)
+    assert ended.refusal
+    error = ended.refusal.body["error"]
+    assert (error["n_prompt_tokens"], error["n_ctx"]) == (70, 64)
+
+
+def test_what_the_model_should_be_known_for_and_the_room_for_talks_is_said(tmp_path):
+    _, _, said = loaded(tmp_path, parked=64 * 1234)
+    assert "No GPU." in said
+    assert [line for line in said if "1,234 tokens" in line]
+    _, _, said = loaded(tmp_path)
+    assert len(said) == 2
+
+
+@pytest.mark.parametrize(("free", "given", "room"), [(40, "", 10), (4, "", 2), (40, "1", 1)])
+def test_a_quarter_of_free_memory_is_for_talks_unless_the_settings_say(tmp_path, monkeypatch, free, given, room):
+    if given:
+        monkeypatch.setenv("KVCHAT_KV_PARKED_GIB", given)
+    loads: list[Load] = []
+    monkeypatch.setattr(available, "host_free", lambda: free * 2**30)
+    monkeypatch.setattr(server, "serve", lambda load, *rest: loads.append(load))
+    command.serve(load_settings(), "127.0.0.1", 0, "", (), 1)
+    assert loads[0].keeping.parked_bytes == room * 2**30
