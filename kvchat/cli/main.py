@@ -371,11 +371,12 @@ def locate() -> None:
 def _note_unused(resolved: Resolved, used: list[str]) -> None:
     """Say which mode parameters on the command line have no effect."""
     having: dict[str, set[str]] = {}
+    in_use = {*used, *(modes.ENTERED_BY_AUTO if modes.AUTO in used else ())}
     for key, origin in resolved.origins.items():
         if origin.startswith("--") and len(key) == 3:
             having.setdefault(origin, set()).add(key[1])
     for origin, names in having.items():
-        if not names & set(used):
+        if not names & in_use:
             spills = origin == "--budget" and "resident" in modes.choosable()[used[0]].model_fields
             hint = f" What {used[0]} keeps on a GPU is --param resident=N." if spills else ""
             own = [mode for mode in used if origin == "--budget" and "budget" in modes.choosable()[mode].own]

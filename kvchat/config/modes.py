@@ -400,6 +400,8 @@ class AutoParameters(ModeParameters):
 
     tokens_per_s: float = Field(10.0, ge=0.1, le=1000, allow_inf_nan=False)
     """as fast as an answer is to be; the most faithful mode that is, never streaming"""
+    budget: int | None = Field(None, ge=MIN_BUDGET)
+    """the most tokens per KV head that a token may read where not everything is read (auto: half of the context)"""
 
 
 BUILT_IN: tuple[type[ModeParameters], ...] = (
@@ -423,6 +425,7 @@ REFERENCE = FullParameters.name  # what reads everything, and others are compare
 COMPARED = SpeculativeParameters.name  # what it is compared with where no other is named
 HOLDS_LEAST = StreamingParameters.name
 AUTO = AutoParameters.name
+ENTERED_BY_AUTO = (REFERENCE, COMPARED, SyncParameters.name)
 
 
 def registered() -> Mapping[str, type[ModeParameters]]:

@@ -17,7 +17,7 @@ from kvchat import thoughts
 from kvchat.config.schema import checked_sampling
 from kvchat.engine.detokenizer import AnswerText
 from kvchat.engine.metrics import RATE_TOKENS, AnswerMetrics, MetricsCollector
-from kvchat.engine.mode_switcher import ModeSwitcher
+from kvchat.engine.mode_switcher import AHEAD, ModeSwitcher
 from kvchat.engine.prompt import Prompt, PromptEncoder, Stored, common_prefix, is_text
 from kvchat.engine.recovery import RecoveryMonitor, Trigger
 from kvchat.engine.runner import ModelRunner
@@ -25,6 +25,7 @@ from kvchat.engine.sampler import Grammar, Sampler, Vocabulary, read
 from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.manager import explained
 from kvchat.kv.modes.recovery_levels import Level
+from kvchat.kv.ops import cpu_ops
 from kvchat.protocol.messages import (
     Event,
     Finished,
@@ -44,7 +45,6 @@ from kvchat.protocol.messages import (
 
 T = TypeVar("T")
 Between = Callable[[int], None]
-AHEAD = 512  # tokens of an answer that auto expects at most
 MEMORY_TOKENS = 256  # of an answer, after which auto looks at the memory
 ENOUGH = 8  # tokens of a short answer that tell how long one takes
 
@@ -273,10 +273,13 @@ class AnswerLoop(Released):
         """Draw and store tokens; those after the end of the ``thought`` are held to the ``grammar``."""
         sampling = sampler.sampling
         text, monitor = self.text_of(sampling, (), thoughts.goes_on(prompt.text)), RecoveryMonitor(sampler)
-        prepared = None
+        prepared, looked, weighed = None, 0, 0
         while not (reason := self._end_reason(text, sampling, between)):
-            if self._switcher.auto.is_on and len(self.token_ids) % RATE_TOKENS == 0:
-                yield from self._follow_time(answer)
+            if self._switcher.auto.is_on and len(self.token_ids) >= looked + RATE_TOKENS:
+                looked = len(self.token_ids)
+                is_due = looked >= weighed + MEMORY_TOKENS
+                weighed = looked if is_due else weighed
+                yield from self._follow_time(answer, is_due)
             if due := monitor.take():
                 logits, text = yield from self._recover(monitor, due, logits, text, answer, grammar)
             held = grammar if thought in text.shown else None
@@ -300,13 +303,13 @@ class AnswerLoop(Released):
                 if text.stopped:
                     self._forget_drafts(len(accepted), number)
                     break
-                answer.token()
+                answer.token(is_draft=True)
                 self.token_ids.append(draft)
                 yield from self._shown(text, draft)
         if piece := text.finish():
             yield Text(piece, 0)
         self.stored.mark_text(self.encoder.answered(prompt, text.decoded))
-        self._switcher.note_speed(answer.typical_s(ENOUGH))
+        self._switcher.note_speed(self._measured(answer, ENOUGH))
         yield Finished(reason, text.shown, self._metrics.stats(answer))
 
     def _advance(self, token: int, sampler: Sampler, most: int) -> tuple[list[int], Tensor]:
@@ -413,12 +416,18 @@ class AnswerLoop(Released):
             switched = self.switched(lambda: self._switcher.follow(choice, tokens, measured))
             yield switched if self._switcher.parameters != before else Noted(switched.auto)
 
-    def _follow_time(self, answer: AnswerMetrics) -> Iterator[Event]:
-        """In an answer, let auto choose again where tokens take too long, and from time to time for the memory."""
-        measured = answer.typical_s(RATE_TOKENS)
-        if measured and (self._switcher.auto.is_slow(measured) or len(self.token_ids) % MEMORY_TOKENS == 0):
+    def _follow_time(self, answer: AnswerMetrics, is_due: bool) -> Iterator[Event]:
+        """In an answer, let auto choose again where tokens take too long, and where it ``is_due`` for the memory."""
+        measured = self._measured(answer, RATE_TOKENS)
+        if measured and (is_due or self._switcher.auto.is_slow(measured)):
             self._switcher.note_speed(measured)
             yield from self._follow_auto(self._kv.total + MEMORY_TOKENS, measured)
+
+    @staticmethod
+    def _measured(answer: AnswerMetrics, least: int) -> float | None:
+        """What a token takes; None too while loops are compiled, without which it takes longer than it will."""
+        is_compiling = any(not known.is_set() for known in cpu_ops.awaited.values())
+        return None if is_compiling else answer.typical_s(least)
 
     # ---- pinned messages
 

@@ -16,7 +16,7 @@ from kvchat.config.modes import COMPARED, HOLDS_LEAST, REFERENCE, FreezeParamete
 from kvchat.engine.plan import Observed, activations, observe
 from kvchat.errors import DoesNotFitError, ModelError, UsageError, did_you_mean
 from kvchat.kv import auto
-from kvchat.kv.auto import EIGHT_BIT, OVER_LINK, Conversation, Machine, Way
+from kvchat.kv.auto import OVER_LINK, Conversation, Machine, Way
 from kvchat.kv.geometry import GROWTH_HEADROOM
 from kvchat.kv.memory import available
 from kvchat.models.description import describe, quiet
@@ -123,7 +123,7 @@ def computed_ms(
     rows: dict[str, dict[int, float | None]] = {}
     for tokens in contexts:
         for way in _ways(load, machine, seen, tokens):
-            rows.setdefault(way.kind, {})[tokens] = None if way.lacks else 1000 * way.seconds
+            rows.setdefault(f"{way.parameters.name}{way.place}", {})[tokens] = None if way.lacks else 1000 * way.seconds
     return rows
 
 
@@ -135,7 +135,8 @@ def _ways(load: Load, machine: Machine, seen: Observed, tokens: int) -> Iterator
         return modes.effective_params(mode, load.mode_params, load.given, changes)
 
     for way in auto.ways(machine, *model, conversation, merged):
-        if way.parameters.name == REFERENCE and way.place != EIGHT_BIT:  # which hides nothing of a device's own
+        if way.parameters.name == REFERENCE and (way.over_link or not way.quantizes):
+            # 8 bits save nothing of what a device holds.
             yield way
     for mode in MODES:
         yield auto.way_of(merged(mode, {}), machine, *model, conversation)

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -71,7 +70,8 @@ class Counts:
 class AnswerMetrics:
     """Measurements of one answer in progress; times are ``perf_counter`` seconds.
 
-    ``mode`` is the one in which it began, ``cosine`` what that one had reported by then.
+    ``mode`` is the one in which it began, ``cosine`` what that one had reported by then. ``drawn`` are the places in
+    ``token_times`` of what was no accepted draft.
     """
 
     before: Counts
@@ -82,13 +82,16 @@ class AnswerMetrics:
     began: float = field(default_factory=time.perf_counter)
     prefilled: float | None = None
     token_times: list[float] = field(default_factory=list)
+    drawn: list[int] = field(default_factory=list)
     switches: list[Params] = field(default_factory=list)
     recoveries: int = 0
     withdrawn: int = 0
     recovery: str = ""
 
-    def token(self) -> None:
-        """Note a drawn token."""
+    def token(self, is_draft: bool = False) -> None:
+        """Note a drawn token, or an accepted draft."""
+        if not is_draft:
+            self.drawn.append(len(self.token_times))
         self.token_times.append(time.perf_counter())
 
     def rate(self) -> float | None:
@@ -101,14 +104,17 @@ class AnswerMetrics:
         return _rate(self.token_times[since:][-RATE_TOKENS - 1 :])
 
     def typical_s(self, least: int) -> float | None:
-        """Seconds between two of the last ``RATE_TOKENS`` tokens, of which the two longest do not count.
+        """Seconds a token of the last ``RATE_TOKENS`` rounds, of which the two longest do not count.
 
-        None where since the last switch there are not ``least`` behind the first few, which warm up.
+        A round is a drawn token with the drafts that were accepted behind it, one step. None where since the last
+        switch there are not ``least`` behind the first few, which warm up.
         """
-        since = self.switches[-1]["at"] if self.switches else 0
-        times = self.token_times[since + SETTLING :][-RATE_TOKENS - 1 :]
-        gaps = sorted(later - before for before, later in pairwise(times))
-        return fmean(gaps[:-2]) if len(gaps) >= least else None
+        since = (self.switches[-1]["at"] if self.switches else 0) + SETTLING
+        begun = [at for at in self.drawn if at >= since][-RATE_TOKENS - 1 :]
+        rounds = sorted((self.token_times[end] - self.token_times[at], end - at) for at, end in pairwise(begun))
+        if len(rounds) < least:
+            return None
+        return sum(taken for taken, _ in rounds[:-2]) / sum(tokens for _, tokens in rounds[:-2])
 
     @property
     def ttft_s(self) -> float | None:

@@ -34,6 +34,7 @@ from kvchat.protocol.messages import HostDtype, Load
 PRICES_S = 1.0  # switches are priced at most this often
 READ_BYTES = {"cuda": 2**28, "cpu": 2**26}  # to measure the memory with where no profile has its rate
 LINK_BYTES = 2**26
+AHEAD = 512  # tokens of an answer that auto expects at most
 
 
 class ModeSwitcher:
@@ -87,16 +88,26 @@ class ModeSwitcher:
     def switch(self, mode: str, changes: Params) -> int:
         """Enter ``mode`` and keep ``changes`` for those to come; the bytes moved to the device.
 
-        Auto chooses no more then; without a ``mode`` the current one gets the changes, and auto goes on.
+        ``auto`` chooses one from now on, any other ends that. Without a ``mode`` the current one gets the changes, or
+        auto those that it has itself, and it chooses anew.
 
         Raises:
             UsageError, DoesNotFitError: it cannot be entered; the old mode goes on.
         """
-        name = mode or self._kv.mode.name
-        moved = self.enter(self.merged(name, changes))
+        goes_on = not mode and self.auto.is_on
+        is_of_auto = goes_on and changes.keys() <= modes.AutoParameters.model_fields.keys()
+        name = mode or (modes.AUTO if is_of_auto else self._kv.mode.name)
+        chosen = self.merged(name, changes)
+        if name != modes.AUTO and not goes_on:
+            moved = self.enter(chosen)
+            modes.remember(self.given, name, changes)
+            self.auto.is_on = False
+            return moved + self._raise_budget()
+        if name != modes.AUTO:
+            self.build(chosen)
+        self.check_pinned(chosen, self.system_tokens, self._kv.state.pins)
         modes.remember(self.given, name, changes)
-        self.auto.is_on &= not mode
-        return moved + self._raise_budget()
+        return self._begin_auto()
 
     def enter(self, chosen: ModeParameters) -> int:
         """Enter the mode of these parameters; the bytes moved to the device."""
@@ -195,20 +206,11 @@ class ModeSwitcher:
 
     # ---- auto
 
-    def begin_auto(self, changes: Params, tokens: int) -> int:
-        """Let auto choose the mode from now on, and keep ``changes`` of its parameters; the bytes moved to the device.
-
-        It chooses for an answer that ends at ``tokens``.
-
-        Raises:
-            UsageError: an unknown parameter, or a value out of range.
-        """
-        chosen = self.merged(modes.AUTO, changes)
-        assert isinstance(chosen, modes.AutoParameters)
-        modes.remember(self.given, modes.AUTO, changes)
-        self.auto.begin(chosen)
-        choice = self.decide(tokens)
-        return self.follow(choice, tokens) if choice else 0
+    def _begin_auto(self) -> int:
+        parameters, tokens = self.merged(modes.AUTO, {}), self._kv.total + AHEAD
+        assert isinstance(parameters, modes.AutoParameters)
+        self.auto.begin(parameters)
+        return self.follow(self.decide(tokens), tokens)
 
     def decide(self, tokens: int, measured: float | None = None) -> Choice | None:
         """What auto would have in place of what is in force, for an answer that ends at ``tokens``; None for nothing.
@@ -217,31 +219,34 @@ class ModeSwitcher:
         """
         if not self.auto.is_on:
             return None
-        possible = [way for way in self._ways(tokens) if way.label not in self.auto.refused]
+        possible = [way for way in self._ways(tokens) if way not in self.auto.refused]
         if measured is None:
             if self.auto.choice and self._spills_beside(self.auto.choice.way):
                 self.auto.choice = None
             return self.auto.between(possible, self._kv.state.steps) if possible else None
         return self.auto.within(possible, self._kv.state.steps, measured)
 
-    def follow(self, choice: Choice, tokens: int, measured: float | None = None) -> int:
+    def follow(self, choice: Choice | None, tokens: int, measured: float | None = None) -> int:
         """Enter what auto has chosen, or what it would choose next where that is refused; the bytes moved."""
-        moved, wanted = 0, [choice]
-        for one in wanted:
+        moved, state = 0, self._kv.state
+        quantized = state.quantizes
+        while choice:
             try:
-                is_in_force = one.way.parameters == self.parameters and not self._spills_beside(one.way)
-                moved = 0 if is_in_force else self.enter(one.way.parameters)
-                self._kv.state.quantize_pages(one.way.quantizes)
-                self.auto.entered(one, self._kv.state.steps)
+                state.quantize_pages(choice.way.quantizes)
+                is_in_force = choice.way.parameters == self.parameters and not self._spills_beside(choice.way)
+                moved = 0 if is_in_force else self.enter(choice.way.parameters)
+                self.auto.entered(choice, state.steps)
+                break
             except KvchatError:
-                self.auto.refused.add(one.way.label)
-                wanted += filter(None, [self.decide(tokens, measured)])
+                state.quantize_pages(quantized)
+                self.auto.refused.append(choice.way)
+                choice = self.decide(tokens, measured)
         self.auto.refused.clear()
         return moved
 
     def _spills_beside(self, way: Way) -> bool:
         """Full mode reads over the link, although all of it fits: what grew had no room for both its copies."""
-        return bool(getattr(self._kv.mode, "spills", False)) and auto.OVER_LINK not in way.place
+        return bool(getattr(self._kv.mode, "spills", False)) and not way.over_link
 
     def note_speed(self, measured: float | None) -> None:
         """A token of the answer in progress took ``measured`` seconds, where that is known."""
@@ -259,12 +264,17 @@ class ModeSwitcher:
         machine = Machine(*self._rates(), model.weight_bytes - table, *map(available.usable, free))
         page = state.geometry.page
         rounded = page * sum(state.host.quantized[: state.total // page])
-        conversation = Conversation(tokens, state.total - rounded, rounded, self.auto.quantizes)
-        own = {"recovery": True} if self.auto.parameters.recovery else {}
-        traits = traits_of(model, self.calibration)
+        exact, quantizes = state.total - rounded, self.auto.quantizes
+        conversation = Conversation(tokens, exact, rounded, quantizes, self.system_tokens, tuple(state.pins))
         return auto.ways(
-            machine, state.geometry, traits, conversation, lambda mode, changes: self.merged(mode, changes | own)
+            machine, state.geometry, traits_of(model, self.calibration), conversation, self._merged_in_auto
         )
+
+    def _merged_in_auto(self, mode: str, changes: Params) -> ModeParameters:
+        """``merged``, and what was asked for in auto counts in each mode that has it."""
+        known = modes.registered()[mode].model_fields
+        asked = self.auto.parameters.model_dump(include=set(known), exclude_unset=True)
+        return self.merged(mode, asked | changes)
 
     def _rates(self) -> tuple[float, float]:
         """Bytes/s of the device's memory and of the link, 0 without one: of the profile, else measured once."""

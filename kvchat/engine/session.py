@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from kvchat.config import modes
-from kvchat.config.modes import ModeParameters
+from kvchat.config.modes import AutoParameters, ModeParameters
 from kvchat.engine import calibration, synthetic_text
-from kvchat.engine.answer import AHEAD, AnswerLoop, Released
+from kvchat.engine.answer import AnswerLoop, Released
 from kvchat.engine.compare import Comparison
 from kvchat.engine.detokenizer import hold_back
 from kvchat.engine.metrics import MetricsCollector
@@ -213,8 +213,13 @@ class Session(Released):
 
     def _entered(self, variant: Variant | None) -> Iterator[Event]:
         """Enter the mode of a ``variant``, if it is another; nothing of it is kept for later."""
-        chosen = self._switcher.merged(variant.mode, variant.params) if variant else self._switcher.parameters
-        if chosen != self._switcher.parameters:
+        if variant is None:
+            return
+        auto, chosen = self._switcher.auto, self._switcher.merged(variant.mode, variant.params)
+        if isinstance(chosen, AutoParameters):
+            if not auto.is_on or auto.parameters != chosen:
+                auto.begin(chosen)  # the answer follows it
+        elif auto.is_on or chosen != self._switcher.parameters:
             yield self.enter(chosen)
 
     def tokenize(self, turns: Sequence[Turn], template_args: Sequence[str] | None = None) -> list[int]:
@@ -352,13 +357,12 @@ class Session(Released):
         """Enter a mode, or change the parameters of the current one; nothing stored changes.
 
         ``auto`` chooses one, now and between answers; any other mode by its name ends that. A parameter once given
-        stays: budget for every mode, others for the mode they are given to.
+        stays: budget for every mode, others for the mode they are given to. Without a mode's name auto goes on with
+        them: its own count in whatever it enters.
 
         Raises:
             UsageError: an unknown mode or parameter; DoesNotFitError: it cannot be entered. The old mode goes on.
         """
-        if mode == modes.AUTO:
-            return self._switched(lambda: self._switcher.begin_auto(params, self._kv.total + AHEAD))
         return self._switched(lambda: self._switcher.switch(mode, params))
 
     def enter(self, parameters: ModeParameters) -> Switched:

@@ -18,7 +18,7 @@ Ours. Others choose a size by themselves: llama.cpp's ``--fit`` the context, Twi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from kvchat.config.modes import COMPARED, REFERENCE, AutoParameters, ModeParameters, Params, SyncParameters
@@ -28,7 +28,7 @@ from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory import eight_bit_pages
 from kvchat.kv.memory.host_pool import layer_bytes
 from kvchat.kv.modes import build
-from kvchat.kv.modes.base import AUTO_BUDGET, ModelTraits
+from kvchat.kv.modes.base import AUTO_BUDGET, Mode, ModelTraits
 from kvchat.kv.prefill import CHUNKS, staging_bytes
 from kvchat.units import figure, size
 
@@ -43,7 +43,8 @@ WORTH = 0.9  # of the present time: what a way may take to be entered in an answ
 EARLY = 0.75  # of the host's memory: what exact pages may take, so that there is room for rounded ones behind them
 APART = 64  # steps before a change is taken back
 WEIGHT = 0.3  # of a new measurement beside those before
-FADING = 0.1  # of the way to what is measured now: so much is forgotten at each answer of a way that does not run
+FADING = 0.1  # of the way to what is measured now: so much is forgotten of a way that does not run
+UNDECIDED = "auto: it chooses at the next question"
 EIGHT_BIT, OVER_LINK = " with 8-bit pages", " over the link"
 
 Merged = Callable[[str, Params], ModeParameters]
@@ -68,32 +69,41 @@ class Machine:
 class Conversation:
     """``tokens`` at the end of the answer; by now so many are stored in ``exact`` and in ``rounded`` pages.
 
-    A person who ``quantizes`` asked for 8-bit pages.
+    A person who ``quantizes`` asked for 8-bit pages. The first ``system_tokens`` are the system prompt, ``pins`` the
+    positions of pinned messages' tokens.
     """
 
     tokens: int
     exact: int = 0
     rounded: int = 0
     quantizes: bool = False
+    system_tokens: int = 0
+    pins: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Way:
-    """A mode with parameters, and what pages are kept in that get full; ``seconds`` a token before any correction.
+    """A mode with parameters, what pages are kept in that get full, and whether a part is read ``over_link``.
 
-    ``place`` says in words where or how the K/V are read, ``lacks`` what does not fit, if so.
+    Two ways are equal where these are. ``seconds`` is a token's time before any correction, ``lacks`` says what does
+    not fit, if so.
     """
 
     parameters: ModeParameters
     quantizes: bool
-    seconds: float
-    place: str = ""
-    lacks: str = ""
+    seconds: float = field(compare=False)
+    over_link: bool = False
+    lacks: str = field(default="", compare=False)
 
     @property
     def kind(self) -> str:
-        """What a correction is known for."""
-        return f"{self.parameters.name}{self.place}"
+        """What a correction is known for: the same with 8-bit pages, which are not chosen for their speed on a CPU."""
+        return f"{self.parameters.name}{OVER_LINK * self.over_link}"
+
+    @property
+    def place(self) -> str:
+        """Where and how the K/V are read, in words: `` over the link with 8-bit pages``."""
+        return f"{OVER_LINK * self.over_link}{EIGHT_BIT * self.quantizes}"
 
     @property
     def name(self) -> str:
@@ -125,9 +135,7 @@ def ways(
     found = list(_reading_everything(costs, merged(REFERENCE, {})))
     for name, changes in _choosing(costs, merged(COMPARED, {})):
         try:
-            parameters = merged(name, changes)
-            way = costs.way(parameters, costs.pages[0])
-            found.append(costs.way(parameters, costs.pages[-1]) if way.lacks else way)
+            found += [costs.way(merged(name, changes), quantizes) for quantizes in costs.pages]
         except KvchatError:  # a window that was given leaves a small budget no room, or a model has one layer
             continue
     return found
@@ -149,9 +157,9 @@ def way_of(
 
 
 def _reading_everything(costs: _Costs, parameters: ModeParameters) -> Iterator[Way]:
-    mode, is_given = build(parameters, costs.apart, costs.traits), getattr(parameters, "resident", None) is not None
+    mode, is_given = costs.mode(parameters, costs.apart), getattr(parameters, "resident", None) is not None
     if costs.geometry.unified or not is_given:
-        yield from (costs.way(parameters, quantizes, EIGHT_BIT * quantizes) for quantizes in costs.pages)
+        yield from (costs.way(parameters, quantizes) for quantizes in costs.pages)
     if not costs.geometry.unified:
         mode.limit(costs.capacity, costs.machine.device_free)
         resident = min(getattr(mode, "resident", None) or costs.capacity, costs.capacity)
@@ -160,8 +168,11 @@ def _reading_everything(costs: _Costs, parameters: ModeParameters) -> Iterator[W
 
 
 def _choosing(costs: _Costs, asked: ModeParameters) -> Iterator[tuple[str, Params]]:
-    """Modes that choose what a token reads; a budget that a person gave is the largest."""
-    half, given = costs.conversation.tokens // 2, getattr(asked, "budget", None)
+    """Modes that choose what a token reads; a budget that a person gave is the largest.
+
+    They are the same however long the conversation is: the one in force is always among them.
+    """
+    half, given = costs.traits.context // 2, getattr(asked, "budget", None)
     budgets = [2**power for power in range(half.bit_length() - 1, LEAST_BUDGET.bit_length() - 2, -1)]
     if given is not None:
         budgets = [given, *(budget for budget in budgets if budget < given)]
@@ -191,20 +202,26 @@ class _Costs:
         """What pages may be kept in: 8 bits alone where a person asked for them."""
         return (True,) if self.conversation.quantizes else (False, True)
 
-    def way(self, parameters: ModeParameters, quantizes: bool, place: str = "") -> Way:
+    def mode(self, parameters: ModeParameters, geometry: Geometry) -> Mode:
+        """A mode with what is pinned in the conversation."""
+        mode = build(parameters, geometry, self.traits, self.conversation.system_tokens)
+        mode.pin(self.conversation.pins)
+        return mode
+
+    def way(self, parameters: ModeParameters, quantizes: bool) -> Way:
         """A mode whose slots are what a token reads.
 
         Raises:
             KvchatError: the mode cannot run with these parameters.
         """
         m = self.machine
-        read = build(parameters, self.apart, self.traits).plan(self.conversation.tokens).device_bytes(self.apart)
+        read = self.mode(parameters, self.apart).plan(self.conversation.tokens).device_bytes(self.apart)
         seconds = (m.weights + read) / m.read
         if m.link and (new := NEW.get(parameters.name)):
             chosen = min(read, (getattr(parameters, "budget", None) or read) * self.geometry.token_bytes)
             seconds = max(seconds, new * chosen * self._share(quantizes) / m.link)  # copied while other layers run
-        held = build(parameters, self.geometry, self.traits).plan(self.capacity).device_bytes(self.geometry)
-        return Way(parameters, quantizes, seconds, place, self._lacks(parameters.name, held, quantizes))
+        held = self.mode(parameters, self.geometry).plan(self.capacity).device_bytes(self.geometry)
+        return Way(parameters, quantizes, seconds, lacks=self._lacks(parameters.name, held, quantizes))
 
     def spilling(self, parameters: ModeParameters, quantizes: bool, resident: int) -> Way:
         """Full mode that reads all but the last ``resident`` tokens over the link."""
@@ -212,8 +229,7 @@ class _Costs:
         over = max(0, self.conversation.tokens - resident)
         seconds = (m.weights + (self.conversation.tokens - over) * token) / m.read
         seconds += over * token * self._share(quantizes) / (m.link or m.read)
-        place = f"{OVER_LINK}{EIGHT_BIT * quantizes}"
-        return Way(parameters, quantizes, seconds, place, self._lacks(parameters.name, 0, quantizes))
+        return Way(parameters, quantizes, seconds, True, self._lacks(parameters.name, 0, quantizes))
 
     def _share(self, quantizes: bool) -> float:
         """Bytes of the host pool's K/V for each that they have exactly."""
@@ -245,7 +261,7 @@ def choose(
     possible: Sequence[Way],
     target: float,
     ratios: Mapping[str, float] | None = None,
-    current: str = "",
+    current: Way | None = None,
     below: int = 0,
 ) -> Choice:
     """The first way that fits and takes at most ``target`` seconds a token, or hardly more than the quickest does.
@@ -254,22 +270,22 @@ def choose(
         possible: the most faithful first, at least one.
         target: seconds.
         ratios: by kind, what was measured over what was predicted.
-        current: label of the way in use: a more faithful one has to be taken easily.
+        current: the way in use: a more faithful one has to be taken easily.
         below: ways before this place are not taken.
     """
     timed = [way.seconds * _ratio(ratios or {}, way.kind) for way in possible]
-    here = place(possible, current) or 0
+    here = (current is not None and place(possible, current)) or 0
     allowed = range(below, len(possible))
     fitting = [at for at in allowed if not possible[at].lacks] or [*allowed]
-    least = min(timed[at] for at in fitting)
-    limit = max(target, NEARLY * least)
-    at = next((at for at in fitting if timed[at] <= limit * (EASILY if at < here else 1)), timed.index(least))
+    quickest = min(fitting, key=timed.__getitem__)
+    limit = max(target, NEARLY * timed[quickest])
+    at = next((at for at in fitting if timed[at] <= limit * (EASILY if at < here else 1)), quickest)
     return Choice(possible[at], timed[at], _line(possible, timed, at, target, bool(ratios)))
 
 
-def place(possible: Sequence[Way], label: str) -> int | None:
+def place(possible: Sequence[Way], way: Way) -> int | None:
     """Where a way stands among those that are possible; None where it is none of them."""
-    return next((at for at, way in enumerate(possible) if way.label == label), None)
+    return possible.index(way) if way in possible else None
 
 
 def _ratio(ratios: Mapping[str, float], kind: str) -> float:
@@ -298,8 +314,8 @@ def _ms(seconds: float) -> str:
 class Auto:
     """Chooses anew between two answers, and within one where memory or time force it.
 
-    ``ratios`` are what was measured over what was predicted, by the kind of way. ``refused`` are labels of ways that
-    could not be entered for this answer. ``quantizes`` says that a person asked for 8-bit pages.
+    ``ratios`` are what was measured over what was predicted, by the kind of way. ``refused`` are ways that could not be
+    entered for this answer. ``quantizes`` says that a person asked for 8-bit pages.
     """
 
     def __init__(self, quantizes: bool = False) -> None:
@@ -308,13 +324,13 @@ class Auto:
         self.quantizes = quantizes
         self.choice: Choice | None = None
         self.ratios: dict[str, float] = {}
-        self.refused: set[str] = set()
+        self.refused: list[Way] = []
         self._changed_at = -APART
 
     @property
     def line(self) -> str:
         """What is chosen now and why; "" where a person chose."""
-        return self.choice.line if self.is_on and self.choice else ""
+        return (self.choice.line if self.choice else UNDECIDED) if self.is_on else ""
 
     def begin(self, parameters: AutoParameters) -> None:
         """Choose from now on; what is in force counts for nothing."""
@@ -322,16 +338,13 @@ class Auto:
 
     def between(self, possible: Sequence[Way], steps: int) -> Choice | None:
         """What the next answer is to be decoded in, after ``steps`` in all; None where that is in force."""
-        label, kind = (self.choice.way.label, self.choice.way.kind) if self.choice else ("", "")
-        for other in self.ratios.keys() - {kind} if kind in self.ratios else ():
-            self.ratios[other] += FADING * (self.ratios[kind] - self.ratios[other])
-        found, here = choose(possible, self._target, self.ratios, label), place(possible, label)
-        goes_back = here is not None and (place(possible, found.way.label) or 0) < here
-        if found.way.label == label:
+        current = self.choice.way if self.choice else None
+        found, here = choose(possible, self._target, self.ratios, current), self._here(possible)
+        if found.way == current:
             self.choice = found  # with its present time
-        if found.way.label == label or (goes_back and steps - self._changed_at < APART):
             return None
-        return found
+        goes_back = here is not None and possible.index(found.way) < here
+        return None if goes_back and steps - self._changed_at < APART else found
 
     def is_slow(self, measured: float) -> bool:
         """A token that takes so many seconds changes the way in an answer."""
@@ -339,7 +352,7 @@ class Auto:
 
     def within(self, possible: Sequence[Way], steps: int, measured: float) -> Choice | None:
         """What to go on with where a token takes ``measured`` seconds; None for what is in force."""
-        here = place(possible, self.choice.way.label) if self.choice else None
+        here = self._here(possible)
         if here is None or here + 1 == len(possible):
             return None
         lacks = possible[here].lacks
@@ -350,16 +363,20 @@ class Auto:
         return found if helps else None
 
     def note(self, possible: Sequence[Way], measured: float) -> None:
-        """A token took ``measured`` seconds in the way in force, which is one of those that are possible now."""
-        here = place(possible, self.choice.way.label) if self.choice else None
-        if here is not None:
+        """A token took ``measured`` seconds in the way in force; what is known of others fades a little."""
+        if (here := self._here(possible)) is not None:
             way = possible[here]
             seen, before = measured / way.seconds, self.ratios.get(way.kind)
             self.ratios[way.kind] = seen if before is None else before + WEIGHT * (seen - before)
+            for other in self.ratios.keys() - {way.kind}:
+                self.ratios[other] += FADING * (self.ratios[way.kind] - self.ratios[other])
 
     def entered(self, choice: Choice, steps: int) -> None:
         """The choice is in force."""
         self.choice, self._changed_at = choice, steps
+
+    def _here(self, possible: Sequence[Way]) -> int | None:
+        return place(possible, self.choice.way) if self.choice else None
 
     @property
     def _target(self) -> float:

@@ -25,6 +25,7 @@ from kvchat.kv.inspect import read_tokens
 from kvchat.kv.manager import KVManager
 from kvchat.kv.memory import available
 from kvchat.kv.modes.full import Full
+from kvchat.kv.ops import cpu_ops
 from kvchat.kv.prefill import CHUNKS, staging_bytes
 from kvchat.models.load import LoadedModel
 from kvchat.protocol.messages import Finished, Load, Noted, Sampling, Switched, Turn
@@ -61,6 +62,7 @@ class SlowMemory:
         monkeypatch.setattr(runner, "step", slow)
         clock = SimpleNamespace(perf_counter=lambda: self.now, monotonic=time.monotonic)
         monkeypatch.setattr(metrics, "time", clock)
+        monkeypatch.setattr(cpu_ops, "awaited", {})  # loops that are compiled beside the suite
         return self
 
 

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from kvchat.kv.memory import available
 
 RUNS = 5
 COLUMNS = 4096  # of the matrix that is read: the width of an 8B model
@@ -31,10 +34,12 @@ def read(device: torch.device, dtype: torch.dtype, size: int) -> float:
 
 
 def link(device: torch.device, to_device: bool, size: int = LINK_BYTES) -> float:
-    """Bytes/s of one large copy of ``size`` bytes between pinned host memory and the device."""
+    """Bytes/s of one large copy of ``size`` bytes between host memory, pinned where that can be, and the device."""
     size = _affordable(device, size)
     here = torch.ones(size, dtype=torch.uint8, device=device)
-    there = torch.ones(size, dtype=torch.uint8, pin_memory=True)
+    there = torch.ones(size, dtype=torch.uint8)
+    with suppress(RuntimeError):  # K/V are pageable then too
+        there = there.pin_memory()
     source, target = (there, here) if to_device else (here, there)
     return size / seconds(lambda: target.copy_(source, non_blocking=True), device)
 
@@ -61,4 +66,4 @@ def _timed(run: Callable[[], Tensor], device: torch.device) -> float:
 
 def _affordable(device: torch.device, size: int) -> int:
     """``size`` bytes, at most a quarter of the device's free memory: two such tensors are allocated."""
-    return min(size, torch.cuda.mem_get_info(device)[0] // 4) if device.type == "cuda" else size
+    return min(size, available.free_bytes(device) // 4)
