@@ -484,6 +484,12 @@ def accepting(parameter: str, value: Any) -> list[str]:
     return [name for name in having(parameter) if accepts(name)]
 
 
+def by_mode(mode: str, changes: Params) -> dict[str, Params]:
+    """``changes`` by the mode that they are for: those of auto may hold other modes' by their names, and its own."""
+    of_others = {name: changes[name] for name in registered() if mode == AUTO and name in changes}
+    return {**of_others, mode: {name: value for name, value in changes.items() if name not in of_others}}
+
+
 def remember(given: dict[str, Params], mode: str, changes: Params) -> None:
     """Note values given at run time for ``mode`` in ``given``; a shared one replaces what others that share it had."""
     for other, params in given.items():

@@ -89,7 +89,8 @@ class ModeSwitcher:
         """Enter ``mode`` and keep ``changes`` for those to come; the bytes moved to the device.
 
         ``auto`` chooses one from now on, any other ends that. Without a ``mode`` the current one gets the changes, or
-        auto those that it has itself, and it chooses anew.
+        auto those that it has itself, and it chooses anew. Those of auto may hold others by their mode's name, for
+        when it enters that.
 
         Raises:
             UsageError, DoesNotFitError: it cannot be entered; the old mode goes on.
@@ -97,16 +98,18 @@ class ModeSwitcher:
         goes_on = not mode and self.auto.is_on
         is_of_auto = goes_on and changes.keys() <= modes.AutoParameters.model_fields.keys()
         name = mode or (modes.AUTO if is_of_auto else self._kv.mode.name)
-        chosen = self.merged(name, changes)
+        chosen = [self.merged(one, params) for one, params in modes.by_mode(name, changes).items()]
         if name != modes.AUTO and not goes_on:
-            moved = self.enter(chosen)
+            moved = self.enter(chosen[0])
             modes.remember(self.given, name, changes)
             self.auto.is_on = False
             return moved + self._raise_budget()
-        if name != modes.AUTO:
-            self.build(chosen)
-        self.check_pinned(chosen, self.system_tokens, self._kv.state.pins)
-        modes.remember(self.given, name, changes)
+        for one in chosen:
+            if one.name != modes.AUTO:
+                self.build(one)
+            self.check_pinned(one, self.system_tokens, self._kv.state.pins)
+        for other, params in modes.by_mode(name, changes).items():
+            modes.remember(self.given, other, params)
         return self._begin_auto()
 
     def enter(self, chosen: ModeParameters) -> int:

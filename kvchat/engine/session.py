@@ -358,7 +358,8 @@ class Session(Released):
 
         ``auto`` chooses one, now and between answers; any other mode by its name ends that. A parameter once given
         stays: budget for every mode, others for the mode they are given to. Without a mode's name auto goes on with
-        them: its own count in whatever it enters.
+        them: its own count in whatever it enters. ``switch("auto", speculative={"window": 64})`` gives others to a
+        mode that it enters.
 
         Raises:
             UsageError: an unknown mode or parameter; DoesNotFitError: it cannot be entered. The old mode goes on.

@@ -6,11 +6,11 @@ keep on a device. A way that has run is corrected by what was measured over what
 mean of those that have: a step costs more than its bytes in all of them.
 
 The order is: everything, everything in 8-bit pages, everything with a part of it over the link (the same with 8-bit
-pages), speculative with smaller and smaller budgets, sync once the model's heads were measured. 8-bit pages are those
-that get full from then on; what was stored before stays exact. They are taken where exact ones do not fit, or halve
-what comes over a link; on a CPU a step with them takes 1.3 times as long. Drafts are not chosen, because what they
-bring depends on the text; where a person asked for them they are measured like any step. Streaming is never chosen: it
-forgets.
+pages), speculative with smaller and smaller budgets, sync once the model's heads were measured; these with 8-bit pages
+behind each, too. 8-bit pages are those that get full from then on; what was stored before stays exact. They are taken
+where exact ones do not fit, or halve what comes over a link; on a CPU a step with them takes 1.3 times as long. Drafts
+are not chosen, because what they bring depends on the text; where a person asked for them they are measured like any
+step. Streaming is never chosen: it forgets.
 
 Ours. Others choose a size by themselves: llama.cpp's ``--fit`` the context, Twilight (arXiv 2502.02770) the budget.
 """
@@ -270,7 +270,7 @@ def choose(
         possible: the most faithful first, at least one.
         target: seconds.
         ratios: by kind, what was measured over what was predicted.
-        current: the way in use: a more faithful one has to be taken easily.
+        current: the way in use: a more faithful one that is slower has to be taken easily.
         below: ways before this place are not taken.
     """
     timed = [way.seconds * _ratio(ratios or {}, way.kind) for way in possible]
@@ -279,7 +279,8 @@ def choose(
     fitting = [at for at in allowed if not possible[at].lacks] or [*allowed]
     quickest = min(fitting, key=timed.__getitem__)
     limit = max(target, NEARLY * timed[quickest])
-    at = next((at for at in fitting if timed[at] <= limit * (EASILY if at < here else 1)), quickest)
+    easily = [EASILY if at < here and timed[at] > timed[here] else 1 for at in range(len(possible))]
+    at = next((at for at in fitting if timed[at] <= limit * easily[at]), quickest)
     return Choice(possible[at], timed[at], _line(possible, timed, at, target, bool(ratios)))
 
 

@@ -219,16 +219,21 @@ class ChatController:
         """
         self.state.refuse_served()
         target = mode or self.state.mode
-        modes.parse(target, params or {})
+        for one, given in modes.by_mode(target, params or {}).items():
+            modes.parse(one, given)
         is_restarting = self.state.phase is Phase.LOADING and not self.client.alive
         if self.state.info is None or is_restarting:
             raise UsageError("The model is not loaded yet.", hint="Switch the mode as soon as it is ready.")
         if self.state.phase is Phase.DOWN:
             raise UsageError("The engine is down.", hint="/restart or the next question starts it again.")
         asked = {**self.state.take_later(target), **(params or {})}
+        if mode == modes.AUTO:  # it enters them by itself
+            kept = {one: self.state.take_later(one) for one in modes.ENTERED_BY_AUTO}
+            asked |= {one: given for one, given in kept.items() if given}
         if mode:
             self.state.wanted = mode
-        modes.remember(self.state.pending, target, asked)
+        for one, given in modes.by_mode(target, asked).items():
+            modes.remember(self.state.pending, one, given)
         self._send(Switch(mode, asked))
 
     def switch_by(self, step: int) -> None:
@@ -241,12 +246,13 @@ class ChatController:
         self.switch(modes.beside(self.state.mode if wanted in ("", modes.AUTO) else wanted, step))
 
     def set_parameter(self, name: str, value: int | float | bool | str) -> None:
-        """Change a parameter of the current mode.
+        """Change a parameter of the current mode, or of auto, which chooses anew.
 
         Raises:
             UsageError: the mode has no such parameter, or the value is out of range.
         """
-        self.switch("", {name: value})
+        is_of_auto = self.state.asked == modes.AUTO and name in modes.AutoParameters.model_fields
+        self.switch(modes.AUTO if is_of_auto else "", {name: value})
 
     def set_later(self, name: str, value: int | float | bool | str) -> None:
         """Keep a parameter for the next mode that has it.
@@ -258,6 +264,9 @@ class ChatController:
         if not modes.accepting(name, value):
             modes.parse(modes.having(name)[0], {name: value})
         self.state.later[name] = value
+        if self._is_auto and any(name in modes.choosable()[one].model_fields for one in modes.ENTERED_BY_AUTO):
+            self.switch(modes.AUTO)
+            return
         self.view.add_note(f"The {self.state.mode} mode has no {name}; {value} counts from the next mode that has one.")
 
     def set_for_mode(self, mode: str, name: str, value: int | float | bool | str | None) -> None:
@@ -267,12 +276,17 @@ class ChatController:
             UsageError: the mode has no such parameter, or the value is out of range.
         """
         modes.parse(mode, {name: value})
-        if mode == modes.AUTO == self.state.asked and self.state.info is not None:
-            self.switch(mode, {name: value})
-        elif mode == self.state.mode and self.state.info is not None:
+        if self._is_auto and mode in (modes.AUTO, *modes.ENTERED_BY_AUTO):
+            self.switch(modes.AUTO, {name: value} if mode == modes.AUTO else {mode: {name: value}})
+        elif mode == self.state.asked and self.state.info is not None:
             self.switch("", {name: value})
         else:
             self.state.awaiting.setdefault(mode, {})[name] = value
+
+    @property
+    def _is_auto(self) -> bool:
+        """True if auto chooses, or is to once the engine has answered."""
+        return self.state.info is not None and (self.state.wanted or self.state.asked) == modes.AUTO
 
     def set_sampling(self, name: str, value: str) -> None:
         """Change a sampling parameter from the next answer on.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvchat.config import sources
-from kvchat.config.modes import AUTO, asked_for, choosable, grouped, registered
+from kvchat.config.modes import AUTO, AutoParameters, asked_for, choosable, grouped, registered
 from kvchat.config.sources import Resolved
 from kvchat.conversations import attachments
 from kvchat.conversations.comparison import Comparison, label
@@ -157,8 +157,9 @@ class ChatState:
 
     @property
     def parameters(self) -> Mapping[str, Any]:
-        """The fields of the current mode's parameters by name; none of a mode that only the engine knows."""
-        return registered()[self.mode].model_fields if self.mode in registered() else {}
+        """The fields of the mode in force by name, and auto's; none of a mode that only the engine knows."""
+        current = registered()[self.mode].model_fields if self.mode in registered() else {}
+        return {**current, **AutoParameters.model_fields} if self.asked == AUTO else current
 
     @property
     def model_name(self) -> str:

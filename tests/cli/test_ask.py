@@ -227,6 +227,8 @@ def test_a_parameter_without_effect_is_said(run: Run, session: FakeSession) -> N
     assert not lacks(outcome.err, "--budget", "full", "speculative, streaming, sync", "--param resident=")
     assert outcome.code == 0
     assert run("ask", "hello", "--budget", "512", "--switch-at", "1:streaming").err == ""
+    assert run("ask", "hello", "--mode", "auto", "--budget", "512", "--param", "speculative.window=64").err == ""
+    assert "sigma" in run("ask", "hello", "--mode", "auto", "--param", "sigma=8").err
 
 
 @pytest.mark.parametrize(

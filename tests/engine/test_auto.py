@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -28,7 +29,7 @@ from kvchat.kv.modes.full import Full
 from kvchat.kv.ops import cpu_ops
 from kvchat.kv.prefill import CHUNKS, staging_bytes
 from kvchat.models.load import LoadedModel
-from kvchat.protocol.messages import Finished, Load, Noted, Sampling, Switched, Turn
+from kvchat.protocol.messages import Finished, Load, Noted, Sampling, Switched, Turn, Variant
 
 OVERHEAD = 1.2  # of a step, beside reading its bytes: what auto has to find out
 ANSWER = Sampling(temperature=0, max_new_tokens=48)
@@ -132,7 +133,7 @@ def test_a_person_overrides_it_until_it_is_asked_for_again(small_model, monkeypa
     assert back.auto == session.snapshot().auto
     assert session.switch(pin_system=True).auto == back.auto, "a parameter alone ends nothing"
     quick = session.switch("auto", tokens_per_s=0.5)
-    assert (quick.mode, quick.given["auto"]) == ("full", {"tokens_per_s": 0.5})
+    assert (quick.mode, quick.given["auto"]) == ("full", {"pin_system": True, "tokens_per_s": 0.5})
     with pytest.raises(UsageError):
         session.switch("auto", tokens_per_s=0)
     assert session.snapshot().auto
@@ -221,6 +222,113 @@ def test_a_budget_that_a_person_gives_is_the_most(small_model, monkeypatch):
     for seed in range(2):
         talk(session, turns, story(900, seed))
     assert session._kv.mode.report().params["budget"] == 300
+    session.close()
+
+
+def in_speculative(model: LoadedModel, monkeypatch) -> tuple[Session, list[Turn]]:
+    """A session in which auto has entered speculative mode."""
+    session = Session(model, Load(mode="auto", read_bytes_per_s=rate_for(model, 400)))
+    SlowMemory(session, rate_for(model, 400)).install(monkeypatch)
+    turns = list[Turn]()
+    for seed in range(3):
+        talk(session, turns, story(700, seed))
+    assert session._kv.mode.name == "speculative"
+    return session, turns
+
+
+def test_a_parameter_without_a_mode_is_auto_s_own_or_the_mode_s_and_the_budget_stays(small_model, monkeypatch):
+    session, turns = in_speculative(small_model, monkeypatch)
+    budget = session._switcher.parameters.budget
+    assert budget
+    for changes, of in (({"recovery": True}, "auto"), ({"sink": 8}, "speculative"), ({"recovery": False}, "auto")):
+        switched = session.switch(**changes)
+        assert switched.given[of].items() >= changes.items()
+        assert switched.params.items() >= {"budget": budget, **changes}.items()
+        assert switched.auto.startswith(f"auto: speculative {budget}")
+    for refused in ({"sink": 100_000}, {"sigma": 8}, {"budget": 1}):
+        with pytest.raises(UsageError):
+            session.switch(**refused)
+        assert session._switcher.parameters.sink == 8
+        assert not refused.keys() & (
+            session._switcher.given["speculative"] | session._switcher.given["auto"]
+        ).keys() - {"sink"}
+    session.switch(budget=70)
+    talk(session, turns, "And then?")
+    assert session._kv.mode.report().params["budget"] == 70
+    session.close()
+
+
+def test_recovery_counts_in_whatever_auto_enters(small_model, monkeypatch):
+    session = Session(small_model, Load(mode="auto", read_bytes_per_s=rate_for(small_model, 400)))
+    SlowMemory(session, rate_for(small_model, 400)).install(monkeypatch)
+    assert session._kv.mode.name == "full"
+    session.switch(recovery=True)
+    turns = list[Turn]()
+    for seed in range(3):
+        talk(session, turns, story(700, seed))
+    assert (session._kv.mode.name, session._switcher.parameters.recovery) == ("speculative", True)
+    session.close()
+
+
+def test_what_is_given_to_a_mode_in_auto_counts_when_it_enters_that(small_model, monkeypatch):
+    session = Session(small_model, Load(mode="auto", read_bytes_per_s=rate_for(small_model, 400)))
+    SlowMemory(session, rate_for(small_model, 400)).install(monkeypatch)
+    switched = session.switch("auto", speculative={"window": 48})
+    assert (switched.mode, switched.given["speculative"]) == ("full", {"window": 48})
+    with pytest.raises(UsageError):
+        session.switch("auto", speculative={"window": -1})
+    turns = list[Turn]()
+    for seed in range(3):
+        talk(session, turns, story(700, seed))
+    assert session._kv.mode.report().params["window"] == 48
+    session.close()
+
+
+def test_a_request_may_ask_for_auto_and_for_another_mode_between(small_model):
+    session, turns, seen = Session(small_model, Load(mode="auto")), [Turn("user", "Hello!")], list[tuple[bool, float]]()
+    asked = (
+        Variant("auto"),
+        Variant("full"),
+        Variant("full", {"recovery": True}),
+        Variant("auto", {"tokens_per_s": 20}),
+        Variant("auto"),
+    )
+    for variant in asked:
+        list(session.answer(turns, Sampling(max_new_tokens=2), conversation=None, variant=variant))
+        auto = session._switcher.auto
+        seen.append((auto.is_on, auto.parameters.tokens_per_s))
+        assert bool(session.snapshot().auto) == auto.is_on
+    assert seen == [(True, 10), (False, 10), (False, 10), (True, 20), (True, 10)]
+    assert not any(session._switcher.given.values()), "nothing of a request is kept"
+    session.close()
+
+
+def test_nothing_is_held_against_a_mode_whose_loops_are_not_compiled_yet(small_model, monkeypatch):
+    session = Session(small_model, Load(mode="auto", read_bytes_per_s=1e12))
+    ended = threading.Event()
+    monkeypatch.setattr(cpu_ops, "awaited", {"loops": ended})
+    turns = list[Turn]()
+    talk(session, turns, "Hello!")
+    assert not session._switcher.auto.ratios
+    ended.set()  # they could not be compiled: it stays as slow
+    talk(session, turns, "And then?")
+    assert session._switcher.auto.ratios.keys() == {"full"}
+    session.close()
+
+
+def test_with_drafts_it_looks_as_often(small_model, monkeypatch):
+    session = Session(small_model, Load(mode="auto", given={"full": {"draft": "window"}}, read_bytes_per_s=1e12))
+    monkeypatch.setattr(cpu_ops, "awaited", {})
+    looked = list[int]()
+    monkeypatch.setattr(
+        session._loop, "_follow_time", lambda answer, is_due: looked.append(len(session.token_ids)) or iter(())
+    )
+    turns = [Turn("user", story(300, 1))]
+    *_, finished = session.answer(turns, Sampling(temperature=0, max_new_tokens=300))
+    assert isinstance(finished, Finished)
+    assert finished.stats.generated_tokens == 300
+    assert len(looked) >= 300 // (metrics.RATE_TOKENS + 8)
+    assert all(later - before >= metrics.RATE_TOKENS for before, later in pairwise(looked))
     session.close()
 
 

@@ -235,3 +235,17 @@ def test_a_comparison_leaves_the_conversations_coverage_as_it_was(model, at_ever
     assert 0 < streaming.stats.lowest_coverage < 1
     assert session.snapshot().coverage == before
     session.close()
+
+
+def test_what_a_token_takes_counts_accepted_drafts_and_no_stalls(session, monkeypatch):
+    clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
+    monkeypatch.setattr(metrics, "time", clock)
+    answer = MetricsCollector(session._kv, session._runner.recurrent, 0, 0).begin(10, 0)
+    for at in range(20):
+        clock.now += 5.0 if at in (8, 12) else 0.2
+        answer.token()
+        for _ in range(3):
+            clock.now += 1e-6
+            answer.token(is_draft=True)
+    assert answer.typical_s(8) == pytest.approx(0.05, rel=1e-3)
+    assert answer.typical_s(32) is None

@@ -153,6 +153,41 @@ def test_a_person_who_asked_for_8_bit_pages_or_for_a_ring_gets_no_other():
     assert [way.label for way in found[:2]] == ["full over the link", "full over the link with 8-bit pages"]
 
 
+def test_pages_change_also_where_the_budget_stays():
+    """What RAM gets short of, and what it has again."""
+    roomy, short = (possible("8B", (80, 0, 0, host), 32_000, {"budget": 4096}) for host in (64, 4))
+    chooser = begun(choose(roomy, 0.1))
+    assert chooser.choice.way.label == "speculative 4096"
+    for changed in (chooser.within(short, 1, 0.1), chooser.between(short, 1)):
+        assert changed is not None
+        assert changed.way.label == "speculative 4096 with 8-bit pages"
+    chooser.entered(changed, 1)
+    back = chooser.between(roomy, 1 + auto.APART)
+    assert back is not None
+    assert not back.way.quantizes
+
+
+def test_what_is_in_force_is_possible_however_long_the_conversation_is():
+    short, long = (possible("8B", RTX_3060, tokens) for tokens in (500, 100_000))
+    assert [way.name for way in short if way.parameters.name == "speculative"] == [
+        way.name for way in long if way.parameters.name == "speculative"
+    ]
+
+
+def test_what_is_pinned_is_read_and_takes_slots():
+    plain, pinned = (possible("8B", SMALL_3060, 64_000, pins=pins) for pins in ((), tuple(range(9000, 29_000))))
+    at = [way.label for way in plain].index("speculative 8192")
+    assert pinned[at].seconds > 1.1 * plain[at].seconds
+    assert not plain[at].lacks
+    assert "on the device" in pinned[at].lacks
+
+
+def test_what_does_not_fit_is_never_chosen_though_nothing_is_quick():
+    full, *others = made(0.05, 0.05, 0.06)
+    short = [replace(full, lacks="full takes 9 GiB"), *others]
+    assert choose(short, 0.01, current=others[1]).way == others[0]
+
+
 # ---- corrected by what was measured
 
 
@@ -203,6 +238,15 @@ def test_what_is_known_of_a_way_that_does_not_run_fades():
         assert answers < 20
     assert answers > 3
     assert chosen.way.name == "full"
+
+
+def test_choosing_twice_for_one_answer_forgets_nothing():
+    found = made(0.05, 0.03)
+    chooser = begun(choose(found, 0.1, {"full": 3.0}))
+    chooser.ratios = {"full": 3.0, "speculative": 1.0}
+    chooser.between(found, 1000)
+    chooser.between(found, 1000)
+    assert chooser.ratios == {"full": 3.0, "speculative": 1.0}
 
 
 # ---- when it changes

@@ -25,6 +25,7 @@ from kvchat.protocol.messages import (
 )
 from kvchat.tui.client import Report
 from kvchat.tui.controller import PEEK_TOKENS
+from kvchat.tui.prompt import arguments
 from kvchat.tui.state import Phase
 
 DONE = Finished("eos", "hi", Stats(generated_tokens=1))
@@ -257,3 +258,55 @@ async def test_a_preset_changes_nothing_where_its_mode_is_refused(chat):
     with pytest.raises(UsageError):  # no model is loaded yet
         chat.controller.use_preset(presets.find("cod"))
     assert chat.controller.state.conversation.system == "You write code."
+
+
+FULL_BY_AUTO = "auto: full, 12 ms a token"
+
+
+async def test_in_auto_what_a_later_mode_takes_is_told_at_once(chat):
+    await chat.load(auto=FULL_BY_AUTO)
+    chat.controller.set_parameter("budget", 512)
+    chat.controller.set_for_mode("speculative", "window", 64)
+    chat.controller.set_for_mode("full", "recovery", True)
+    chat.controller.set_later("sink", 8)
+    assert chat.client.sent == [
+        Switch("auto", {"budget": 512}),
+        Switch("auto", {"speculative": {"window": 64}}),
+        Switch("auto", {"full": {"recovery": True}}),
+        Switch("auto", {"speculative": {"sink": 8}}),
+    ]
+    state = chat.controller.state
+    assert (state.later, state.awaiting) == ({}, {})
+    assert state.pending["speculative"] == {"window": 64, "sink": 8}
+    chat.controller.set_for_mode("streaming", "sigma", 8)  # it never enters that
+    assert state.awaiting == {"streaming": {"sigma": 8}}
+    with pytest.raises(UsageError):
+        chat.controller.set_for_mode("speculative", "window", -1)
+
+
+async def test_what_was_kept_for_a_mode_goes_with_auto(chat):
+    await chat.load()
+    chat.controller.set_for_mode("speculative", "window", 64)
+    chat.controller.switch("auto", {"tokens_per_s": 5})
+    assert chat.client.sent == [Switch("auto", {"tokens_per_s": 5, "speculative": {"window": 64}})]
+
+
+async def test_in_auto_set_changes_a_parameter_of_auto_or_of_the_mode(chat):
+    await chat.load(auto=FULL_BY_AUTO)
+    run = chat.controller.set_parameter
+    assert "tokens_per_s" in chat.controller.state.parameters
+    assert arguments.in_words(chat.controller.state, "tokens_per_s") == "10.0"
+    run("tokens_per_s", 5)
+    run("draft", "lookup")
+    assert chat.client.sent == [Switch("auto", {"tokens_per_s": 5}), Switch("", {"draft": "lookup"})]
+
+
+async def test_a_preset_of_auto_keeps_the_budget(chat):
+    await chat.load(auto=FULL_BY_AUTO)
+    given = {"speculative": {"budget": 512}, "auto": {"recovery": True}}
+    await chat.controller.handle(Switched("full", "full", {}, 0, 0, 0.1, given=given, auto=FULL_BY_AUTO))
+    assert chat.controller.state.conversation.params == {"budget": 512, "recovery": True}
+    chat.controller.save_preset("quick")
+    await chat.controller.handle(Switched("full", "full", {}, 0, 0, 0.1))
+    chat.controller.use_preset(presets.find("quick"))
+    assert chat.client.sent[-1] == Switch("auto", {"budget": 512, "recovery": True})

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from kvchat.config.modes import choosable
+from kvchat.config.modes import AUTO, choosable, effective_params
 from kvchat.config.presets import names as preset_names
 from kvchat.config.schema import SamplingSettings, checked_sampling
 from kvchat.config.validation_errors import choices, expected
@@ -107,7 +107,11 @@ def parameters(state: ChatState) -> Iterator[tuple[str, Any]]:
 
 def current(state: ChatState, name: str) -> Any:
     """The value in force of a parameter of the sampling or the mode."""
-    return getattr(state.sampling, name) if name in NAMES else state.params.get(name)
+    if name in NAMES:
+        return getattr(state.sampling, name)
+    if name in state.params or state.asked != AUTO:
+        return state.params.get(name)
+    return getattr(effective_params(AUTO, state.settings, state.given), name)
 
 
 def shown(value: Any) -> str:
