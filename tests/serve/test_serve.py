@@ -101,7 +101,10 @@ def test_a_stream_that_waits_for_its_turn_is_kept_alive(tmp_path):
         held = served.sent(CHAT, asking("hold", stream=True))
         first = held.getresponse()
         assert first.readline().startswith(b"data: ")
-        waiting = [served.sent(CHAT, asking(prompt, stream=True)) for prompt in ("hello", "hold", "hello")]
+        waiting = []
+        for number, prompt in enumerate(("hello", "hold", "hello"), 1):
+            waiting.append(served.sent(CHAT, asking(prompt, stream=True)))
+            wait_until(lambda number=number: served.figure("requests_deferred") == number)
         replies = [connection.getresponse() for connection in waiting]
         assert [reply.readline() for reply in replies] == [b": ping\n"] * 3
         first.close()
