@@ -272,7 +272,15 @@ def test_a_paste_shows_its_control_characters_as_marks(terminal: Terminal) -> No
 
 # Every text of every event is to be seen, but what the application knows by itself or has no place for.
 NOT_DRAWN = {
-    *("Failed.kind", "Finished.reason", "Turn.role", "Resumed.conversation", "Snapshot.ribbon", "Snapshot.attended"),
+    *(
+        "Failed.kind",
+        "Finished.reason",
+        "Turn.role",
+        "Turn.thought",
+        "Resumed.conversation",
+        "Snapshot.ribbon",
+        "Snapshot.attended",
+    ),
     *("Loaded.architecture", "Loaded.dtype", "Loaded.fast", "Price.mode", "Price.refusal"),
     "Loaded.model",  # its last part is
     "Loaded.auto",  # Snapshot.auto is
