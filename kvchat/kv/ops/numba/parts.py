@@ -7,6 +7,8 @@ import numpy as np
 
 from kvchat.kv.ops.numba.loops import FINITE_OR_NOT, Array, exp, widened
 
+TINY = np.float32(1e-30)  # where scores are no numbers
+
 
 @numba.njit(fastmath=True)  # type: ignore[untyped-decorator]
 def score_pages(query: Array, bounds: Array, scaling: float, scores: Array) -> None:
@@ -37,6 +39,35 @@ def add_softmax(scores: Array, weights: Array, powers: Array) -> None:
         total += powers[i]
     for i in range(len(scores)):
         weights[i] += powers[i] / total
+
+
+@numba.njit(fastmath=FINITE_OR_NOT)  # type: ignore[untyped-decorator]
+def join_parts(highest: Array, totals: Array, sums: Array, sinks: Array, result: Array) -> None:
+    """Attention over all tokens, of that over parts of them, into ``result [H, rows, d_v]``.
+
+    Args:
+        highest: each part's highest score ``[H, part, rows or more]``.
+        totals: the sums of e to the power of its scores, less the highest; of the same shape.
+        sums: its values times these powers, ``[H, part, rows, d_v]``.
+        sinks: learned logits ``[H, rows]``, or ``[0, 0]``.
+    """
+    heads, rows, d_v = result.shape
+    for head in range(heads):
+        for row in range(rows):
+            most, whole = highest[head, 0, row], np.float32(0)
+            for part in range(sums.shape[1]):
+                most = max(most, highest[head, part, row])
+            if len(sinks):
+                most = max(most, sinks[head, row])
+                whole = exp(sinks[head, row] - most)
+            result[head, row] = 0
+            for part in range(sums.shape[1]):
+                share = exp(highest[head, part, row] - most)
+                whole += share * totals[head, part, row]
+                for i in range(d_v):
+                    result[head, row, i] += share * sums[head, part, row, i]
+            for i in range(d_v):
+                result[head, row, i] /= whole + TINY
 
 
 @numba.njit  # type: ignore[untyped-decorator]

@@ -22,6 +22,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from kvchat.kv.ops.numba.loops import FINITE_OR_NOT, HAS_THREADS, LINE, Array, compiled, exp, prefetch, widened
+from kvchat.kv.ops.numba.parts import join_parts
 
 LANES = 16  # rows of a vector
 TOKENS = 512  # that one thread reads at a time
@@ -318,22 +319,7 @@ def attend_rows(
                 _add_wide(scores, of, values, value_at + i, value_token, tokens, done, i, d_v)
             for i in range(whole, d_v, LANES):
                 _add_vector(scores, of, values, value_at + i, value_token, tokens, done, i, d_v)
-    for head in range(heads):
-        for row in range(rows):
-            most, whole_sum = highest[head, 0, row], np.float32(0)
-            for part in range(parts):
-                most = max(most, highest[head, part, row])
-            if len(sinks):
-                most = max(most, sinks[head, row])
-                whole_sum = exp(sinks[head, row] - most)
-            result[head, row] = 0
-            for part in range(parts):
-                share = exp(highest[head, part, row] - most)
-                whole_sum += share * totals[head, part, row]
-                for i in range(d_v):
-                    result[head, row, i] += share * sums[head, part, row, i]
-            for i in range(d_v):
-                result[head, row, i] /= whole_sum
+    join_parts(highest, totals, sums, sinks, result)
 
 
 @compiled("void(f4[:, ::1], f4[:, ::1], f4[:, ::1])", parallel=HAS_THREADS)

@@ -19,13 +19,13 @@ from numba.extending import intrinsic
 from kvchat.kv.geometry import PAGE
 from kvchat.kv.memory.device_slots import EMPTY
 from kvchat.kv.ops.numba.loops import FINITE_OR_NOT, HAS_THREADS, LINE, Array, compiled, exp, prefetch, widened
+from kvchat.kv.ops.numba.parts import TINY, join_parts
 
 LANES = 16
 TOGETHER = 4  # query heads whose sums stay in registers; each number of them takes 0.3 s to compile
 PART = 16  # pages that one thread scores at a time
 BLOCK = 8  # tokens that are left out together, where none of them can be chosen
 HIGHEST = 2**31 - 1
-TINY = np.float32(1e-30)  # where scores are no numbers
 ATTENDED = 64  # tokens that one thread attends to at a time
 AHEAD = 16  # tokens before they are due they are asked for
 
@@ -393,19 +393,4 @@ def attend_tokens(
             for g in range(group):
                 for i in range(d_v):
                     total[g, i] += weights[g, at] * widened(value[i])
-    for head in range(heads):
-        for g in range(group):
-            most, whole = highest[head, 0, g], np.float32(0)
-            for part in range(parts):
-                most = max(most, highest[head, part, g])
-            if len(sinks):
-                most = max(most, sinks[head, g])
-                whole = exp(sinks[head, g] - most)
-            result[head, g] = 0
-            for part in range(parts):
-                share = exp(highest[head, part, g] - most)
-                whole += share * totals[head, part, g]
-                for i in range(d_v):
-                    result[head, g, i] += share * sums[head, part, g, i]
-            for i in range(d_v):
-                result[head, g, i] /= whole + TINY
+    join_parts(highest, totals, sums, sinks, result)
