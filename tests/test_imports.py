@@ -61,7 +61,7 @@ MAY = {
     "conversations": {*LEAVES, "protocol", "conversations", "pydantic"},
     "replay": {*LEAVES, "protocol", "replay"},
     "tui": {*LEAVES, "config", "protocol", "conversations", "models.catalog", "remote", "tui", "textual", "rich"},
-    "serve": {*LEAVES, "config", "protocol", "tui.client", "serve", "pydantic"},
+    "serve": {*LEAVES, "config", "protocol", "serve", "pydantic"},
     "doctor": {*LEAVES, "nvml", "config", "kv.memory", "doctor"},
     "bench": {*BELOW_ENGINE, "models", "engine", "bench", "kvchat", *HEAVY},
     "cli": {

@@ -13,9 +13,9 @@ from support.patience import PATIENCE_S, wait_until
 from kvchat import process as process_module
 from kvchat.cli import chat
 from kvchat.protocol import wire
+from kvchat.protocol.client import ENGINE
 from kvchat.protocol.messages import Load
 from kvchat.tui import models
-from kvchat.tui.client import ENGINE
 
 # Prints the child's process id once the child has called die_with_parent; the child never looks at its stdin.
 START = """

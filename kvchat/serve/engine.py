@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvchat.errors import DoesNotFitError, EngineError, KvchatError, OutOfMemoryError, TooMuchPinnedError, UsageError
+from kvchat.protocol.client import Crashed, EngineClient, Report
 from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import (
     AnswerEvent,
@@ -32,7 +33,6 @@ from kvchat.protocol.messages import (
     Tokenized,
 )
 from kvchat.serve.refusals import Refusal, invalid, unavailable
-from kvchat.tui.client import Crashed, EngineClient, Report
 from kvchat.units import size
 
 OF_REQUESTS = {error.__name__ for error in (UsageError, TooMuchPinnedError, DoesNotFitError)}

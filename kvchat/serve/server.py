@@ -14,11 +14,11 @@ from types import FrameType
 import uvicorn
 
 from kvchat.errors import UsageError
+from kvchat.protocol.client import ENGINE
 from kvchat.protocol.messages import Load
 from kvchat.serve.app import application
 from kvchat.serve.engine import Engine
 from kvchat.serve.requests import Defaults
-from kvchat.tui.client import ENGINE
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 LAST_ANSWERS_S = 5  # what the end may wait for answers in progress

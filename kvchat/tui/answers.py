@@ -11,8 +11,8 @@ from time import monotonic
 from kvchat import thoughts
 from kvchat.conversations.conversation import CUT_OFF, Conversation, Message, ModeChange
 from kvchat.errors import UsageError
+from kvchat.protocol.client import EngineClient
 from kvchat.protocol.messages import Finished, Started, Stop, Switched, Text
-from kvchat.tui.client import EngineClient
 from kvchat.tui.state import ChatState, Phase
 from kvchat.tui.view import AnswerView, ChatView, QuestionView, SwitchView
 

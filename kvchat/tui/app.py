@@ -40,9 +40,9 @@ from textual.worker import WorkerFailed
 from kvchat.config.modes import AUTO, choosable, mode_names
 from kvchat.errors import UsageError, did_you_mean, resolve
 from kvchat.foreign_text import visible
+from kvchat.protocol.client import EngineClient
 from kvchat.tui import ARE_FRAMES_CHOSEN, FRAMES, themes
 from kvchat.tui.actions import COMMANDS, KEYED, bindings
-from kvchat.tui.client import EngineClient
 from kvchat.tui.panel_rows import has_gpu
 from kvchat.tui.rebinding import check_keys, describe_keys
 from kvchat.tui.screens.base import Palette, open_once

@@ -14,9 +14,9 @@ from kvchat.config import modes
 from kvchat.conversations.conversation import Conversation
 from kvchat.conversations.store import BUSY_S, ConversationStore, StoreError, Summary
 from kvchat.errors import UsageError
+from kvchat.protocol.client import EngineClient
 from kvchat.protocol.figures import Params
 from kvchat.protocol.messages import Switch
-from kvchat.tui.client import EngineClient
 from kvchat.tui.state import ChatState
 from kvchat.tui.view import ChatView
 

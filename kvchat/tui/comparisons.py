@@ -13,6 +13,7 @@ from kvchat.config import modes
 from kvchat.conversations.comparison import label
 from kvchat.errors import UsageError, resolve
 from kvchat.foreign_text import visible
+from kvchat.protocol.client import EngineClient
 from kvchat.protocol.figures import Run
 from kvchat.protocol.messages import (
     MAX_VARIANTS,
@@ -28,7 +29,6 @@ from kvchat.protocol.messages import (
     Variant,
 )
 from kvchat.tui.branches import Branches
-from kvchat.tui.client import EngineClient
 from kvchat.tui.prompt.arguments import parse_assignments
 from kvchat.tui.state import ChatState, Phase, RunningComparison
 from kvchat.tui.view import ChatView

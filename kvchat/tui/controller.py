@@ -13,12 +13,12 @@ from kvchat.config import modes, presets, sources
 from kvchat.conversations.conversation import Conversation
 from kvchat.conversations.store import Summary
 from kvchat.errors import EngineError, KvchatError, UsageError
+from kvchat.protocol.client import EngineClient, Report
 from kvchat.protocol.figures import Params
 from kvchat.protocol.messages import Command, Forget, Peek, Rebuild, Switch
 from kvchat.tui.answers import Answers
 from kvchat.tui.archive import Archive, ModeOfConversation
 from kvchat.tui.branches import Branches, Pins
-from kvchat.tui.client import EngineClient, Report
 from kvchat.tui.comparisons import Comparisons
 from kvchat.tui.events import EngineEvents
 from kvchat.tui.models import Models

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvchat.config import modes
 from kvchat.errors import DoesNotFitError, EngineError, KvchatError, OutOfMemoryError, TooMuchPinnedError, UsageError
+from kvchat.protocol.client import Crashed, Report
 from kvchat.protocol.figures import Planned, Snapshot
 from kvchat.protocol.messages import (
     Asked,
@@ -39,7 +40,6 @@ from kvchat.protocol.messages import (
 from kvchat.tui.answers import Answers
 from kvchat.tui.archive import ModeOfConversation
 from kvchat.tui.branches import Pins
-from kvchat.tui.client import Crashed, Report
 from kvchat.tui.comparisons import Comparisons
 from kvchat.tui.models import Models
 from kvchat.tui.replay import DetailsWatch, Replay

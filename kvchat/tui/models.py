@@ -19,9 +19,9 @@ from kvchat.foreign_text import visible
 from kvchat.models import catalog
 from kvchat.models.catalog import FoundModel
 from kvchat.paths import is_server
+from kvchat.protocol.client import EngineClient
 from kvchat.protocol.figures import MemoryPlan, Planned, Proposal, StoredNeed
 from kvchat.protocol.messages import HostDtype, KeepPages, Load, Plan, Quantize, SetTemplateArgs, Stop, parse_args
-from kvchat.tui.client import EngineClient
 from kvchat.tui.state import INSTEAD, AppConfig, ChatState, Phase
 from kvchat.tui.view import ChatView, Remedy, load_anyway
 from kvchat.units import count, figure, size

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvchat.errors import UsageError
+from kvchat.protocol.client import EngineClient
 from kvchat.protocol.messages import MAX_PACE, Pace, Watch
-from kvchat.tui.client import EngineClient
 from kvchat.tui.view import ChatView
 
 SLOWEST = 1 / 8

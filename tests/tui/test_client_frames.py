@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from support.frames import bodies, framed, fuzzed
 from support.patience import PATIENCE_S
 
+from kvchat.protocol import client as client_module
 from kvchat.protocol import wire
+from kvchat.protocol.client import Crashed, EngineClient, Report
 from kvchat.protocol.messages import Command, Event, Loading, Text
-from kvchat.tui import client as client_module
-from kvchat.tui.client import Crashed, EngineClient, Report
 
 EVENTS = get_args(Event)
 

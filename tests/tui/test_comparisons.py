@@ -7,6 +7,7 @@ from support.message import lacks
 
 from kvchat.config.modes import mode_names
 from kvchat.errors import UsageError
+from kvchat.protocol.client import Crashed
 from kvchat.protocol.figures import Run, Snapshot, Stats
 from kvchat.protocol.messages import (
     MAX_VARIANTS,
@@ -23,7 +24,6 @@ from kvchat.protocol.messages import (
     Turn,
     Variant,
 )
-from kvchat.tui.client import Crashed
 from kvchat.tui.comparisons import completed, parse_variants, seeded
 from kvchat.tui.state import Phase, RunningComparison
 

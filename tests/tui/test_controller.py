@@ -9,6 +9,7 @@ import pytest
 from kvchat.config import presets
 from kvchat.config.modes import mode_names
 from kvchat.errors import EngineError, UsageError
+from kvchat.protocol.client import Report
 from kvchat.protocol.figures import Snapshot, Stats
 from kvchat.protocol.messages import (
     Chat,
@@ -23,7 +24,6 @@ from kvchat.protocol.messages import (
     Switched,
     Turn,
 )
-from kvchat.tui.client import Report
 from kvchat.tui.controller import PEEK_TOKENS
 from kvchat.tui.prompt import arguments
 from kvchat.tui.state import Phase

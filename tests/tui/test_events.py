@@ -9,6 +9,7 @@ from support.message import lacks
 
 from kvchat.config.modes import beside
 from kvchat.protocol import messages
+from kvchat.protocol.client import Crashed
 from kvchat.protocol.figures import Snapshot, Stats
 from kvchat.protocol.messages import (
     Failed,
@@ -26,7 +27,6 @@ from kvchat.protocol.messages import (
     Text,
 )
 from kvchat.tui import events
-from kvchat.tui.client import Crashed
 from kvchat.tui.events import describe_exit
 from kvchat.tui.state import Phase
 

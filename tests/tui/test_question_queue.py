@@ -8,6 +8,7 @@ import pytest
 from support.app_driver import press, typed
 
 from kvchat.errors import UsageError
+from kvchat.protocol.client import Crashed
 from kvchat.protocol.figures import Stats
 from kvchat.protocol.messages import (
     Chat,
@@ -19,7 +20,6 @@ from kvchat.protocol.messages import (
     Switch,
     Text,
 )
-from kvchat.tui.client import Crashed
 from kvchat.tui.state import Phase
 
 DONE = Finished("eos", "hi", Stats(generated_tokens=1))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from kvchat.protocol import messages
+from kvchat.protocol.client import Crashed
 from kvchat.protocol.figures import Stats
 from kvchat.protocol.messages import (
     Failed,
     Text,
 )
-from kvchat.tui.client import Crashed
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ from functools import partial
 from kvchat.config.modes import choosable
 from kvchat.config.sources import KEYS, dotted
 from kvchat.errors import KvchatError, UsageError
+from kvchat.protocol.client import EngineClient
 from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import Details
 from kvchat.tui.actions import COMMANDS, is_command, parse_command
-from kvchat.tui.client import EngineClient
 from kvchat.tui.controller import ChatController
 from kvchat.tui.panel_rows import (
     FETCH_TIMES,

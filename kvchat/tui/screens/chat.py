@@ -21,11 +21,11 @@ from kvchat.conversations.conversation import Message
 from kvchat.conversations.store import Summary
 from kvchat.errors import KvchatError, UsageError
 from kvchat.foreign_text import visible
+from kvchat.protocol.client import EngineClient
 from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import Details, Switched
 from kvchat.tui import terminal
 from kvchat.tui.actions import BY_ID, REPLAY, Action, Scope, bindings, is_command, parse_command
-from kvchat.tui.client import EngineClient
 from kvchat.tui.controller import ChatController
 from kvchat.tui.prompt import arguments, external_editor
 from kvchat.tui.prompt.arguments import Surroundings

@@ -18,11 +18,11 @@ from support.patience import PATIENCE_S
 
 from kvchat.cli.chat import ENGINE
 from kvchat.foreign_text import visible
+from kvchat.protocol.client import EngineClient
 from kvchat.protocol.figures import Stats
 from kvchat.protocol.messages import Asked, Finished, Load, Loaded, Started, Text
 from kvchat.protocol.recording import Recorder
 from kvchat.tui.actions import COMMANDS
-from kvchat.tui.client import EngineClient
 from kvchat.tui.plain.chat import INTERRUPTED, PROMPT, REFUSED, PlainChat
 from kvchat.tui.plain.view import LineReader, LineWriter
 from kvchat.tui.state import Phase

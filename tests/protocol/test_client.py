@@ -16,10 +16,10 @@ from support.hostile_engine import ANSWER
 from support.patience import PATIENCE_S
 
 from kvchat.errors import EngineError, UsageError
+from kvchat.protocol import client as client_module
+from kvchat.protocol.client import Crashed, EngineClient, Report, coalesce
 from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import Chat, Finished, Load, Loaded, Prefilled, Rebuild, Sampling, Stop, Text, Turn
-from kvchat.tui import client as client_module
-from kvchat.tui.client import Crashed, EngineClient, Report, coalesce
 
 HOSTILE_ENGINE = Path(__file__).parents[1] / "support" / "hostile_engine.py"
 FAKE_ENGINE = (sys.executable, str(start_app.FAKE_ENGINE))

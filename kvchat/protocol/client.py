@@ -1,4 +1,4 @@
-"""The engine's child process as the application sees it: commands go in, coalesced events come out.
+"""The engine's child process as the application and the server see it: commands go in, coalesced events come out.
 
 The child is started with asyncio's own subprocess (multiprocessing crashes inside Textual, which redirects the
 standard streams). Its stderr goes to a log file so that no C library paints over the screen. It ends when its stdin
