@@ -14,6 +14,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+INSTEAD = "/model loads a model of this machine, where modes switch live."  # of what a server decides
+
 
 class KvchatError(Exception):
     """Base of all errors that may be shown as they are.

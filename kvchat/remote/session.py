@@ -20,7 +20,7 @@ import httpx2
 import openai
 from openai import AsyncOpenAI
 
-from kvchat.errors import DoesNotFitError, EngineError, KvchatError, ModelError, UsageError
+from kvchat.errors import INSTEAD, DoesNotFitError, EngineError, KvchatError, ModelError, UsageError
 from kvchat.protocol.figures import Price, ServerFigures, Snapshot
 from kvchat.protocol.messages import Details, Event, Load, Loaded, Sampling, Turn, Variant, parse_args
 from kvchat.remote import servers
@@ -39,7 +39,6 @@ OVER: Final = object()
 NO_KEY = "none"  # the openai library insists on one
 OF_OPENAI = ("OpenAI-Organization", "OpenAI-Project")  # the library takes them from variables that are not meant here
 DECIDES = "The server decides how K/V are kept and read."
-INSTEAD = "/model loads a model of this machine, where modes switch live."
 
 
 def open_session(load: Load, progress: Callable[[str], None] = lambda stage: None) -> RemoteSession:

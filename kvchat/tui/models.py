@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, get_args
 
 from kvchat import libraries, process
 from kvchat.config.schema import checked_model
-from kvchat.errors import EngineError, KvchatError, ModelError, UsageError
+from kvchat.errors import INSTEAD, EngineError, KvchatError, ModelError, UsageError
 from kvchat.foreign_text import visible
 from kvchat.models import catalog
 from kvchat.models.catalog import FoundModel
@@ -22,7 +22,7 @@ from kvchat.paths import is_server
 from kvchat.protocol.client import EngineClient
 from kvchat.protocol.figures import MemoryPlan, Planned, Proposal, StoredNeed
 from kvchat.protocol.messages import HostDtype, KeepPages, Load, Plan, Quantize, SetTemplateArgs, Stop, parse_args
-from kvchat.tui.state import INSTEAD, AppConfig, ChatState, Phase
+from kvchat.tui.state import AppConfig, ChatState, Phase
 from kvchat.tui.view import ChatView, Remedy, load_anyway
 from kvchat.units import count, figure, size
 

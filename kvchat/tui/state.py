@@ -16,7 +16,7 @@ from kvchat.config.sources import Resolved
 from kvchat.conversations import attachments
 from kvchat.conversations.comparison import Comparison, label
 from kvchat.conversations.conversation import CUT_OFF, Conversation, Message
-from kvchat.errors import UsageError
+from kvchat.errors import INSTEAD, UsageError
 from kvchat.models.catalog import short_name
 from kvchat.protocol.figures import Gpu, Params, Price, Snapshot, Stats
 from kvchat.protocol.messages import Compared, Comparing, Details, Finished, Load, Loaded, Sampling, Switched, Variant
@@ -27,7 +27,6 @@ Footed = tuple[Message, str]
 PINNED = "◆ pinned"
 ENDINGS = {"stopped": "stopped", "length": "token limit", "context": "context full", "stop": "stop string"}
 REUSED = "not read again"
-INSTEAD = "/model loads a model of this machine, where modes switch live."
 CORRECTED = "choices of heads replaced before attention because the query had turned, of all choices"
 RECEIPT = {
     "read": "stored tokens that a token attended to, as a share, on average over the answer, and how many were stored",
