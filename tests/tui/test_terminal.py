@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import get_args
 
@@ -307,38 +308,38 @@ STEPS = {  # what is typed, and a text that comes of it
 }
 
 
-def test_no_sequence_of_any_event_reaches_the_terminal(tmp_path: Path) -> None:
-    assert OF_EVENTS >= NOT_DRAWN
-    run = PtyRun(start_app.command(tmp_path, HOSTILE_ENGINE), environ(TERM="xterm-256color"))
+@contextmanager
+def over_hostile_engine(tmp_path: Path, **more: str) -> Iterator[PtyRun]:
+    """The application, ready; afterwards it is quit, and nothing may have reached the terminal that is forbidden."""
+    run = PtyRun(start_app.command(tmp_path, HOSTILE_ENGINE), environ(TERM="xterm-256color", **more))
     try:
         run.until("«Loaded.notes»")
+        yield run
+        run.type(b"\x11")
+        assert run.finish() == 0
+    finally:
+        run.close()
+    assert not forbidden_in(run.written)
+
+
+def test_no_sequence_of_any_event_reaches_the_terminal(tmp_path: Path) -> None:
+    assert OF_EVENTS >= NOT_DRAWN
+    with over_hostile_engine(tmp_path) as run:
         for keys, name in STEPS.items():
             run.type(keys.encode())
             run.until(name)
         for name in (*OF_TEXTS, *sorted(OF_EVENTS - NOT_DRAWN)):
             run.until(f"«{name}»")
-        run.type(b"\x11")
-        assert run.finish() == 0
-    finally:
-        run.close()
-    assert not forbidden_in(run.written)
     assert "[bold]markup[/]" in run.written.decode()
 
 
 def test_no_sequence_of_a_servers_model_reaches_the_terminal(tmp_path: Path) -> None:
-    run = PtyRun(start_app.command(tmp_path, HOSTILE_ENGINE), environ(TERM="xterm-256color", SERVED="1"))
-    try:
-        run.until("«Loaded.notes»")
+    with over_hostile_engine(tmp_path, SERVED="1") as run:
         run.type(b"\x1b[18~")  # F7: all figures
         run.until("«ServerFigures.kind»")
         run.type(b"\x1b[17~")  # F6: the server decides
         for name in sorted(OF_SERVER - CUT):
             run.until(f"«{name}»")
-        run.type(b"\x11")
-        assert run.finish() == 0
-    finally:
-        run.close()
-    assert not forbidden_in(run.written)
 
 
 @pytest.fixture
