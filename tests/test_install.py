@@ -27,9 +27,11 @@ def test_the_packages_are_those_of_pyproject() -> None:
     }
 
 
-def test_the_command_is_that_of_this_python() -> None:
-    """It runs: pip finds what is installed already, and asks no index."""
-    ran = subprocess.run(libraries.command("pip"), shell=True, capture_output=True, text=True, check=False)
+def test_the_command_is_that_of_this_python(tmp_path: Path) -> None:
+    """It runs: pip finds what is installed already, and asks no index. Paths below its folder it cuts."""
+    ran = subprocess.run(
+        libraries.command("pip"), shell=True, capture_output=True, text=True, check=False, cwd=tmp_path
+    )
     assert ran.returncode == 0, ran.stderr
     assert "already satisfied" in ran.stdout
     assert sys.prefix in ran.stdout
