@@ -82,7 +82,7 @@ def test_each_line_of_the_example_in_python_runs(capsys):
     example = re.search(r"```python\n(import kvchat\n.*?)```", TEXTS[STRUCTURE], re.DOTALL).group(1)
     exec(compile(example, "the example", "exec"), {})
     told = capsys.readouterr().out
-    for piece in ("length, of what is stored", "streaming: budget = 1 is not valid.", "[('full', ", "('sync', "):
+    for piece in ("length: ", "streaming: budget = 1 is not valid.", "[('full', ", "('sync', "):
         assert piece in told
 
 

@@ -225,19 +225,21 @@ app.command("compare")(compare_command)
 def serve_command(
     ctx: typer.Context,
     host: Annotated[str, typer.Option(help="the address to listen on; 0.0.0.0 for all of this machine")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes one that is free")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free port")] = 8000,
     api_key: Annotated[
         str,
         typer.Option(
             envvar="KVCHAT_API_KEY",
-            help="answer only who sends it; other users see it in a list of processes, not in the variable",
+            help="require this key; other users can see it in the process list, so prefer the variable",
         ),
     ] = "",
     cors: Annotated[
         list[str] | None,
-        typer.Option(metavar="ORIGIN", help="web pages of it may ask, such as https://chat.example; repeatable"),
+        typer.Option(
+            metavar="ORIGIN", help="allow web pages from this origin, such as https://chat.example; repeatable"
+        ),
     ] = None,
-    queue: Annotated[int, typer.Option(min=0, help="requests that may wait for the one in progress")] = 32,
+    queue: Annotated[int, typer.Option(min=0, help="maximum number of queued requests")] = 32,
 ) -> None:
     """Serve other programs by OpenAI's API."""
     from kvchat.cli.serve import serve
@@ -299,7 +301,7 @@ def plan_command(
     model: ModelArgument = "bundled",
     context: Annotated[int | None, typer.Option(help="tokens of the conversation; the model's context")] = None,
     card: Annotated[
-        str, typer.Option(help='a token\'s time on a card that need not be here, computed: "RTX 3060"', metavar="NAME")
+        str, typer.Option(help='compute the time per token on a card you may not have, such as "RTX 3060"', metavar="NAME")
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:

@@ -32,9 +32,9 @@ KEYS = {
 }
 Prompt = Annotated[str | None, typer.Argument(help="the first question; it is sent when the model is ready")]
 Files = Annotated[list[Path] | None, typer.Option("-f", "--file", help="put before the prompt; repeatable")]
-Resume = Annotated[bool, typer.Option("-c", "--continue", help="go on with the latest conversation")]
+Resume = Annotated[bool, typer.Option("-c", "--continue", help="continue the latest conversation")]
 Record = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="write what is said and measured to FILE, for kvchat replay")
+    Path | None, typer.Option(metavar="FILE", help="record text and measurements to FILE, for kvchat replay")
 ]
 Plain = Annotated[bool, typer.Option("--plain", help="line by line, without colors, for screen readers and pipes")]
 Offer = tuple[str, str]
@@ -274,7 +274,7 @@ SYSTEM = {
         str | None,
         typer.Option(
             metavar="NAME",
-            help="a system prompt, sampling and mode kept by /preset; other options go before it",
+            help="a system prompt, sampling and mode saved with /preset; other options override it",
             autocompletion=complete_preset,
         ),
     ],
@@ -293,7 +293,7 @@ UI = {
 SERVED = {
     "keep": Annotated[
         bool | None,
-        typer.Option("--keep", help="keep K/V on disk too: after a restart what was said is not read again"),
+        typer.Option("--keep", help="also save K/V to disk, so that conversations need no prefill after a restart"),
     ],
 }
 

@@ -97,7 +97,7 @@ class FullParameters(ModeParameters):
     resident: int | None = Field(None, ge=MIN_BUDGET)
     """most recent tokens kept on a GPU; the rest is streamed from RAM (auto: all, or what fits; none on a CPU)"""
     draft: Literal["off", "auto", "lookup", "window"] = "off"
-    """verify drafts of several tokens at once, the same answer sooner: of repeated text, or by the last tokens alone"""
+    """guess several tokens and verify them at once: lookup finds repeated text, window drafts from recent tokens"""
 
 
 class PaperParameters(ModeParameters):
@@ -108,7 +108,7 @@ class PaperParameters(ModeParameters):
     unless: ClassVar[Mapping[str, str]] = {}
 
     profile: Literal["default", "paper"] = "default"
-    """paper: the values of the mode's paper where nothing else is given"""
+    """paper: use the values of the mode's paper by default"""
 
     @model_validator(mode="before")
     @classmethod
@@ -129,7 +129,9 @@ class BudgetParameters(ModeParameters):
 
 class StreamingParameters(BudgetParameters, PaperParameters):
     name: ClassVar[str] = "streaming"
-    title: ClassVar[str] = "sinks and a recent window (StreamingLLM with Lazy Pruning, Slack, Max_Drop)"
+    title: ClassVar[str] = (
+        "reads the first and the most recent tokens, forgets the middle (StreamingLLM with Lazy Pruning)"
+    )
     implementation: ClassVar[str] = "kvchat.kv.modes.streaming:Streaming"
     published: ClassVar[Mapping[str, Any]] = {"budget": 2048, "sink": 4, "B": 0, "R": 32, "sigma": 16, "delta": 32}
     unless: ClassVar[Mapping[str, str]] = {"budget": "window"}
@@ -157,7 +159,9 @@ class StreamingParameters(BudgetParameters, PaperParameters):
 
 class SpeculativeParameters(BudgetParameters, PaperParameters):
     name: ClassVar[str] = "speculative"
-    title: ClassVar[str] = "tokens chosen one by one by an index of two-bit keys, one layer ahead on a GPU"
+    title: ClassVar[str] = (
+        "reads the tokens that matter, found by a two-bit copy of their keys; fetches them one layer ahead on a GPU"
+    )
     version: ClassVar[int] = 3
     implementation: ClassVar[str] = "kvchat.kv.modes.speculative:Speculative"
     published: ClassVar[Mapping[str, Any]] = {
@@ -188,7 +192,7 @@ class SpeculativeParameters(BudgetParameters, PaperParameters):
     index: Literal["bounds", "blocks", "bits2", "bits4"] | None = None
     """chosen by: keys in 2 or 4 bits (auto: 2, or as calibrated), or for pages bounds of all keys or of 8 (FreeKV)"""
     unit: Literal["token", "page"] = "token"
-    """what is chosen: tokens one by one, or pages of 32 (FreeKV)"""
+    """choose single tokens, or pages of 32 (FreeKV)"""
     query: Literal["own", "ahead", "last"] | None = None
     """whose query chooses: the token's own, one estimated a layer ahead, the last token's (auto: ahead on a GPU)"""
     sink: int | None = Field(None, ge=0)
@@ -258,7 +262,7 @@ class FreezeParameters(PaperParameters):
 
 class SyncParameters(BudgetParameters, PaperParameters):
     name: ClassVar[str] = "sync"
-    title: ClassVar[str] = "representative heads see everything and choose for the others (SyncKV)"
+    title: ClassVar[str] = "a few heads read everything and choose what the other heads read (SyncKV)"
     implementation: ClassVar[str] = "kvchat.kv.modes.sync:Sync"
     published: ClassVar[Mapping[str, Any]] = {"mem": 0.5, "representatives": "centroid", "rho": 0.5, "m": 5}
     unless: ClassVar[Mapping[str, str]] = {"mem": "budget"}
@@ -395,13 +399,13 @@ class AutoParameters(ModeParameters):
     """No mode: what is entered in place of one for kvchat to choose among them, ``kvchat.kv.auto``."""
 
     name: ClassVar[str] = "auto"
-    title: ClassVar[str] = "chooses the mode itself: reads as much as the time for a token allows"
+    title: ClassVar[str] = "chooses the mode for you: the most faithful one that is fast enough"
     implementation: ClassVar[str] = ""
 
     tokens_per_s: float = Field(10.0, ge=0.1, le=1000, allow_inf_nan=False)
-    """as fast as an answer is to be; the most faithful mode that is, never streaming"""
+    """the speed to reach; kvchat takes the most faithful mode that reaches it, never streaming"""
     budget: int | None = Field(None, ge=MIN_BUDGET)
-    """the most tokens per KV head that a token may read where not everything is read (auto: half of the context)"""
+    """maximum tokens per KV head that a token may read if not everything (auto: half of the context)"""
 
 
 BUILT_IN: tuple[type[ModeParameters], ...] = (

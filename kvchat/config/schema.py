@@ -56,15 +56,15 @@ class ModelSettings(Section):
     fast: bool = Load.fast
     """swap small pieces of the model for faster ones, checked when it is loaded"""
     force: bool = Load.force
-    """load a model also where its weights do not fit the memory that is free"""
+    """load a model even if its weights do not fit in free memory"""
     chat_template: str = ""
-    """a file with a chat template in place of the model's own (Jinja, as in chat_template.jinja)"""
+    """a chat template file to use instead of the model's own (Jinja, like chat_template.jinja)"""
     template_args: Texts = ()
     """variables of the chat template as KEY=VALUE, such as enable_thinking=false or reasoning_effort=low"""
     folders: Texts = ()
-    """more folders of models, beside the hub's cache, ~/models and those of Ollama, LM Studio and llama.cpp"""
+    """more model folders, besides the hub's cache, ~/models and those of Ollama, LM Studio and llama.cpp"""
     servers: Texts = ()
-    """addresses of servers whose models are listed beside those of this machine, such as http://127.0.0.1:8000"""
+    """servers whose models are listed with the local ones, such as http://127.0.0.1:8000"""
     system: Annotated[str, AfterValidator(unmarked)] = ""
     """system prompt before every conversation; empty for none"""
 
@@ -91,7 +91,7 @@ class KvSettings(Section):
     parked_gib: float = Field(2.0, ge=0, le=2**20)
     """GiB of RAM for the K/V of other open conversations (instant switching); 0 for none"""
     saved_gib: float = Field(4.0, ge=0, le=2**20)
-    """GiB of disk for K/V beside conversations, which then go on without being read again; 0 for none"""
+    """GiB of disk for saved K/V, so that reopened conversations need no prefill; 0 for none"""
 
     def params(self, mode: str) -> Params:
         """The parameters set for ``mode`` by any source; kvchat chooses the rest."""
@@ -103,8 +103,7 @@ def _kv_section() -> type[KvSettings]:
     known: Any = Literal[tuple(choosable())]
     mode = (known, Field(Load.mode, description="the KV mode a conversation starts in; auto chooses"))
     sections: dict[str, Any] = {
-        name: (cls, Field(cls(), description=f"parameters of the {name} mode, whenever it is entered"))
-        for name, cls in choosable().items()
+        name: (cls, Field(cls(), description=f"parameters of the {name} mode")) for name, cls in choosable().items()
     }
     return create_model("KvSettings", __base__=KvSettings, mode=mode, **sections)
 
@@ -117,7 +116,7 @@ else:
 
 class SamplingSettings(Section):
     temperature: float | None = Field(DEFAULTS.temperature, ge=0, le=100)
-    """0 always takes the likeliest token; unset takes the model's own, of its generation_config.json, or else 0.7"""
+    """0 always takes the likeliest token; unset: the model's own, from generation_config.json, or else 0.7"""
     top_k: int = Field(DEFAULTS.top_k, ge=0)
     """draw among the k likeliest tokens; 0 for all"""
     # A smaller share is lost in float32 when it is subtracted from 1.
@@ -126,7 +125,7 @@ class SamplingSettings(Section):
     min_p: float = Field(DEFAULTS.min_p, ge=0, lt=1)
     """draw among tokens at least this fraction as likely as the likeliest"""
     repetition_penalty: float = Field(DEFAULTS.repetition_penalty, ge=0.01, le=100)
-    """over 1 makes tokens already there less likely"""
+    """over 1 makes tokens that already occurred less likely"""
     seed: int | None = Field(DEFAULTS.seed, ge=0, le=2**63 - 1)
     """the same seed gives the same text; unset draws a new seed for each answer"""
     stop: Texts = DEFAULTS.stop
@@ -174,9 +173,9 @@ class UiSettings(Section):
     theme: str = "kvchat-dark"
     """name of a bundled or own theme"""
     history: bool = True
-    """keep prompts for the next start"""
+    """save the prompt history between runs"""
     conversations: bool = True
-    """keep conversations on disk; without it they end with the application, as what a pipe asks does unless --keep"""
+    """save conversations to disk (piped questions only with --keep)"""
 
 
 class KeySettings(Section):

@@ -245,7 +245,7 @@ def notes(model: LoadedModel, calibration: Calibration | None) -> tuple[str, ...
     measuring = (
         "Modes sync and speculative measure" if model.kv_heads > 1 and not calibration else "Mode speculative measures"
     )
-    return (f"{measuring} this model on its first long prompt; better: kvchat calibrate {model.name}",)
+    return (f"{measuring} this model on its first long prompt; for better results run kvchat calibrate {model.name}",)
 
 
 def save(calibration: Calibration, file: Path | None = None) -> Path:

@@ -46,7 +46,9 @@ MOST = 4  # processes: each imports torch, and takes some 300 MB
 LOOK_S = 0.2
 LOWEST = 19  # priority
 IN_BFLOAT16 = "bfloat16"
-NOTE = "kvchat compiles loops for this processor in the background, once: answers get faster in about a minute."
+NOTE = (
+    "kvchat is compiling code for this processor in the background (once only): answers get faster in about a minute."
+)
 
 
 def begin(dtype: torch.dtype, first: Collection[str] = ()) -> None:
@@ -86,7 +88,7 @@ def _wait(progress: Progress, events: Iterable[threading.Event]) -> None:
     for event in events:
         while not event.is_set():
             took = units.seconds(int(time.monotonic() - began))
-            progress(f"Compiling loops for this processor, once on this machine · {took}")
+            progress(f"Compiling for this processor (once only) · {took}")
             event.wait(LOOK_S)
 
 

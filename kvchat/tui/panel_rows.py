@@ -12,7 +12,7 @@ from kvchat.units import MISSING, count, figure, percent, size
 
 Rows = list[tuple[str, str]]
 READ_BY_HEAD, HELD_BY_HEAD = "read by layer and head", "on the device by layer and head"
-FETCH_TIMES, GPU_HISTORY, READ_OF_STORED = "fetch times", "GPU history", "read of what is stored"
+FETCH_TIMES, GPU_HISTORY, READ_OF_STORED = "fetch times", "GPU history", "tokens read and stored"
 EVENTS = "events"
 
 FIGURES = {

@@ -12,11 +12,11 @@ from kvchat.config.modes import BudgetParameters
 
 class StridedParameters(BudgetParameters):
     name: ClassVar[str] = "strided"
-    title: ClassVar[str] = "a window, and before it one page of every few"
+    title: ClassVar[str] = "a recent window, and one of every few pages before it"
     implementation: ClassVar[str] = "kvchat_strided.mode:Strided"
-    figures: ClassVar[Mapping[str, str]] = {"pages": "that a token reads in each KV head, beside sinks and window"}
+    figures: ClassVar[Mapping[str, str]] = {"pages": "that a token reads in each KV head, beyond sinks and window"}
 
     window: int = Field(128, ge=32)
     """most recent tokens, always attended"""
     stride: int = Field(2, ge=1)
-    """of so many pages one is read; as many of the newest as the budget holds"""
+    """read one page of every N, the newest first, as many as the budget allows"""
