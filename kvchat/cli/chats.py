@@ -28,7 +28,7 @@ app = typer.Typer(rich_markup_mode=None, help="List, export, import or delete co
 
 @app.command("list")
 def list_chats(
-    text: Annotated[str | None, typer.Argument(help="only those that say this")] = None,
+    text: Annotated[str | None, typer.Argument(help="only conversations that contain this text")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print a JSON list")] = False,
 ) -> None:
     """List the conversations, the latest first. The commands here and /open take their numbers."""
@@ -41,7 +41,7 @@ def list_chats(
     for summary in found:
         echo(_line(summary, numbers[summary.id]))
     if not found:
-        note("no conversation says this." if text else "no conversation has been kept yet.")
+        note("no conversation contains this." if text else "no conversation has been saved yet.")
 
 
 @app.command("export")

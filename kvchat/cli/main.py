@@ -301,7 +301,8 @@ def plan_command(
     model: ModelArgument = "bundled",
     context: Annotated[int | None, typer.Option(help="tokens of the conversation; the model's context")] = None,
     card: Annotated[
-        str, typer.Option(help='compute the time per token on a card you may not have, such as "RTX 3060"', metavar="NAME")
+        str,
+        typer.Option(help='compute the time per token on a card you may not have, such as "RTX 3060"', metavar="NAME"),
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:

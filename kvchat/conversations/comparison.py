@@ -140,7 +140,7 @@ def _verdict(name: str, run: Run, first: str) -> str:
     a = run.agreement
     course = f"draws the same tokens as {first}"
     if a.first_difference is not None:
-        course = f"goes its own way from token {count(a.first_difference + 1)} on"
+        course = f"differs from token {count(a.first_difference + 1)} on"
     if a.same_choice is None:
         return f"{name} {course}."
     divergence = "" if a.kl_mean is None else f" (KL {a.kl_mean:.3f} nats on average, {a.kl_max:.3f} at most)"

@@ -345,7 +345,7 @@ def keep_pages(state: KVState, host_dtype: HostDtype) -> str:
         full = state.host.quantized[: state.total // state.geometry.page]
         exact, pages = full.count(False), len(full)
         before = f" {exact:,} of {pages:,} pages stay exact." if pages else ""
-        return f"Pages of K/V that get full are kept in 8 bits from now on.{before}"
+        return f"New K/V pages are stored in 8 bits from now on.{before}"
     quantized, pages = len(state.left_quantized), state.geometry.pages(state.total)
     stay = f" {quantized:,} of {pages:,} pages are in 8 bits: /rebuild makes them exact." if quantized else ""
-    return f"Pages of K/V that get full are kept exactly from now on.{stay}"
+    return f"New K/V pages are stored exactly from now on.{stay}"

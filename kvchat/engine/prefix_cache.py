@@ -199,7 +199,7 @@ class PrefixCache(Released):
             yield Noted(f"This conversation is read again: {error}")
             return
         if there < tokens:
-            yield Noted("A page of the saved K/V is damaged; what follows it is read again.")
+            yield Noted("A page of the saved K/V is damaged; everything after it is processed again.")
         stored.truncate(there)
         self._loop.stored.replace_with(stored)
         if recurrent.exists:

@@ -83,7 +83,7 @@ def _explained(name: str) -> Iterator[None]:
         ) from error
     except errors.GatedRepoError as error:
         hint = f"Accept its terms at https://huggingface.co/{name}, then log in with `hf auth login`."
-        raise ModelError(f"{name} is gated.", "Its owner asks for an agreement first.", hint) from error
+        raise ModelError(f"{name} is gated.", "Its owner requires you to accept its terms first.", hint) from error
     except errors.RepositoryNotFoundError as error:
         raise ModelError(
             f"The hub has no model {name}.",

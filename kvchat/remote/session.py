@@ -353,11 +353,11 @@ def explained(error: Exception, address: Address, model: str, has_begun: bool) -
         case openai.APIConnectionError() if not has_begun:
             return servers.unreachable(address, error.__cause__ if isinstance(error.__cause__, Exception) else error)
         case openai.APIError() if error.body:
-            return EngineError(f"{address.place} broke the answer off.", servers.words_of(error.body), AGAIN)
+            return EngineError(f"{address.place} ended the answer early.", servers.words_of(error.body), AGAIN)
         case openai.APIError() | httpx2.HTTPError():
             return broken_off(address, f"{str(error.__cause__ or error) or type(error).__name__}.")
     return EngineError(
-        f"{address.place} sent what is no answer.",
+        f"{address.place} sent an invalid answer.",
         f"{type(error).__name__}: {error}"[: servers.MAX_SAID],
         "Is it an OpenAI-compatible server of chats?",
     )
@@ -387,7 +387,7 @@ def _refused(error: openai.APIStatusError, address: Address, model: str) -> Kvch
                 "/new begins another one, /edit shortens the question; or start the server with more room for it.",
             )
         case 429 | 503:
-            return EngineError(f"{address.place} takes no question now.", said, "Ask again in a moment.")
+            return EngineError(f"{address.place} accepts no question now.", said, "Ask again in a moment.")
     return EngineError(f"{address.place} refuses the question: HTTP {error.status_code}.", said, INSTEAD)
 
 

@@ -241,7 +241,7 @@ def parked(loaded: Loaded, keeping: Keeping) -> Iterator[str]:
     """How many tokens of other talks stay in host memory, if any."""
     if keeping.parked_bytes and loaded.kv_bytes_per_token:
         tokens = keeping.parked_bytes // loaded.kv_bytes_per_token
-        yield f"About {tokens:,} tokens of talks beside the current one stay in RAM ({size(keeping.parked_bytes)})."
+        yield f"About {tokens:,} tokens of other conversations stay in RAM ({size(keeping.parked_bytes)})."
 
 
 def _error(failed: Failed) -> KvchatError:

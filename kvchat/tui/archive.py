@@ -104,7 +104,9 @@ class Archive:
         if await self._run(self._leave_memory, 0.0):
             self._tried = None
             self.writes += 1
-            self._view.toast("The database is free again: what was kept in memory is saved.", title="Conversations")
+            self._view.toast(
+                "The database is free again: the conversations kept in memory are saved.", title="Conversations"
+            )
         else:
             self._tried = monotonic()
 

@@ -165,7 +165,7 @@ def completed(variants: Sequence[Variant], mode: str) -> tuple[Variant, ...]:
     for variant in chosen:
         modes.parse(variant.mode, variant.params)
     if len(set(map(label, chosen))) < len(chosen):
-        raise UsageError("A mode is named twice.", hint="Give one another budget: sync sync budget=256")
+        raise UsageError("A mode is listed twice.", hint="Give one another budget: sync sync budget=256")
     return chosen
 
 

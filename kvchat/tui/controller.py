@@ -157,7 +157,7 @@ class ChatController:
     async def defer(self, line: str, run: Callable[[], Awaitable[None]]) -> None:
         """Queue a command; ``run`` does it when its turn comes, and tells by itself what is refused."""
         if self.state.phase is not Phase.LOADING:
-            self.view.toast(f"{line} waits for its turn behind what is queued; keys act at once.")
+            self.view.toast(f"{line} is queued behind the questions; keys act at once.")
         command = await self.view.add_command(line)
         self.answers.defer(command, run)
         # The phase may have changed while the command was mounted.
@@ -406,7 +406,7 @@ class ChatController:
         if end is None:
             raise UsageError("There is nothing to copy yet.", hint="Ask something first.")
         await self.take(self.state.conversation.fork(end))
-        self.view.toast("This is a copy; the conversation it was copied from is as it was.")
+        self.view.toast("This is a copy; the original conversation is unchanged.")
 
     async def open_last(self) -> None:
         """Go on with the conversation written to last, besides the current one.
@@ -438,7 +438,7 @@ class ChatController:
         """
         if not self._deleted:
             raise UsageError(
-                "Nothing has been deleted since the application was started.",
+                "Nothing was deleted in this run.",
                 hint="/chats lists the conversations there are.",
             )
         await self.archive.restore(self._deleted[-1])

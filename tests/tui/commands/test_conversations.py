@@ -129,7 +129,7 @@ async def test_titles_copies_and_deleting(running, config):
         typed(app, "/restore")
         await until(lambda: questions(app) == ["❯ hello"])
         typed(app, "/restore")
-        await until(lambda: "Nothing has been deleted" in toasts(app))
+        await until(lambda: "Nothing was deleted" in toasts(app))
 
 
 async def test_export_and_import(running, config, tmp_path, monkeypatch):
