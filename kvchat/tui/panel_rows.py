@@ -35,7 +35,8 @@ FIGURES = {
     "mode": {
         READ_OF_STORED: "the course of it, from the first token at the left to the newest: solid is what a token read,"
         " shaded what was stored then; ▾ where the mode changed",
-        "may read": "tokens that a token may attend to in each KV head: the budget",
+        "budget": "tokens that a token may attend to in a KV head for which the mode chooses; in their first layers, or"
+        " in some heads, some modes read everything",
         "parameters": "/settings lists those of all modes with what they mean and what they are now, and changes them",
         "next mode": "the one that the key for the next mode switches to",
         "to switch": "what is copied from host to device for it, and the time that is likely to take",
@@ -179,9 +180,9 @@ def plain_rows(s: Snapshot) -> Rows:
 
 
 def mode_rows(s: Snapshot) -> Rows:
-    """Rows for the tokens the mode may read, its parameters, and the cost of switching to the next mode."""
+    """Rows for the mode's budget, its parameters, and the cost of switching to the next mode."""
     budget = s.params.get("budget")
-    limit = [("may read", f"{count(budget)} tokens")] if isinstance(budget, int) else []
+    limit = [("budget", f"{count(budget)} tokens a head")] if isinstance(budget, int) else []
     return [*limit, ("parameters", "in /settings"), *price_rows(s)]
 
 

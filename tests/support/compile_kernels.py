@@ -99,6 +99,7 @@ def launch_everything(dtype, d, tokens):
     for bits in (2, 4):
         codes = KeyCodes(g, CPU, bits=bits)
         codes.reserve(tokens)
+        ops.encode_keys(torch.zeros((HEADS, tokens - tokens % 5, d), dtype=dtype), bits)
         ops.token_scores(query, codes.of(0), bits, 0.1)
         nothing = torch.zeros(codes.pages * g.page, dtype=torch.bool)
         for k in (476, 4096):

@@ -40,7 +40,7 @@ def as_dict(rows: Rows) -> dict[str, str]:
     return dict(rows)
 
 
-def test_a_mode_says_what_it_may_read_and_what_the_next_one_moves():
+def test_a_mode_says_its_budget_and_what_the_next_one_moves():
     prices = (Price("freeze", 2**20, seconds=0.004), Price("sync", 2**30))
     shown = snapshot(params={"budget": None, "resident": None, "recovery": False}, prices=prices)
     assert mode_rows(shown) == [
@@ -48,7 +48,7 @@ def test_a_mode_says_what_it_may_read_and_what_the_next_one_moves():
         ("next mode", "freeze"),
         ("to switch", "moves 1.0 MiB · 4 ms"),
     ]
-    assert as_dict(mode_rows(snapshot(params={"budget": 1024})))["may read"] == "1,024 tokens"
+    assert as_dict(mode_rows(snapshot(params={"budget": 1024})))["budget"] == "1,024 tokens a head"
     for price, text in ((Price("freeze", seconds=0.004), "moves nothing"), (Price("freeze", refusal="x"), "refused")):
         assert as_dict(mode_rows(snapshot(prices=(price,))))["to switch"] == text
 

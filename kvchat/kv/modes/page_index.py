@@ -22,15 +22,19 @@ from kvchat.kv.ops.selection import page_bounds
 from kvchat.kv.state import KVState
 
 BLOCK = 8  # tokens of a block of ``index=blocks``
-TOGETHER = 64  # pages summed up by the same calls, of several layers: one in each of 30 took twice as long
+# Pages summed up by the same calls: of 30 layers each in calls of its own took twice as long, and what calls make
+# beside the rows is eight times a page's keys in 16 bits, which at once for 128K tokens would be gigabytes.
+TOGETHER, MOST = 64, 512
 BLOCK_SHARE = 0.25  # of the way from a block's mean key to its bounds
 
 
 class PageIndex:
     """One row ``width`` long for each page, ``data [layers, H, page, width]``, of the layers ``first`` to the last.
 
-    It covers the first ``tokens`` tokens.
+    It covers the first ``tokens`` tokens. The operations of ``state``, where it is given, make the rows.
     """
+
+    state: KVState | None = None
 
     dtype: torch.dtype
     width: int
@@ -81,12 +85,16 @@ class PageIndex:
         self.reserve(g.grown(host.total))
         self.data[:, :, begin:] = self.empty
         self.tokens = host.total
-        if begin == end:
-            return
+        for start in range(begin, end, MOST):
+            self._read(host, start, min(start + MOST, end))
+
+    def _read(self, host: HostPool, begin: int, end: int) -> None:
+        """Cover the pages from ``begin`` up to ``end``, which is after it."""
+        g, tokens = self.geometry, min(host.total, end * self.geometry.page)
         together = max(1, TOGETHER // (end - begin))
         for first in range(self.first, g.layers, together):
             layers = range(first, min(first + together, g.layers))
-            parts = [host.dense(layer, host.total, begin)[0] for layer in layers]
+            parts = [host.dense(layer, tokens, begin)[0] for layer in layers]
             keys = torch.cat(parts) if len(parts) > 1 else parts[0]  # of many pages a copy is large
             rows = self.summary(keys, end - begin).view(len(layers), g.kv_heads, end - begin, self.width)
             self.data[first - self.first : layers.stop - self.first, :, begin:end] = rows
@@ -157,6 +165,8 @@ class KeyCodes(PageIndex):
         super().__init__(geometry, device, first)
 
     def summary(self, keys: Tensor, pages: int) -> Tensor:
+        if self.state:
+            return self.state.ops.encode_keys(keys, self.bits)
         return key_codes.encode(keys, self.geometry.page, self.bits)
 
     def scores(self, ops: Any, layer: int, query: Tensor, scaling: float) -> Tensor:
@@ -216,6 +226,7 @@ class IndexedMode(Mode):
     def attach(self, state: KVState) -> None:
         super().attach(state)
         self.index = self._index(state.device)
+        self.index.state = state
 
     def prefilled(self, layer: int, start: int, keys: Tensor) -> None:
         if layer >= self.first:

@@ -175,6 +175,10 @@ class TorchOps:
         placed = assign_slots(top_pages(scores, candidates.masked, resident.shape[1]), resident)
         return placed if flagged is None else torch.where(flagged[:, None], placed, resident)
 
+    def encode_keys(self, keys: Tensor, bits: int) -> Tensor:
+        """``key_codes.encode``: ``keys [H, n, d_k]`` -> int32 ``[H, page, words]``."""
+        return key_codes.encode(keys, self.geometry.page, bits)
+
     def token_scores(self, query: Tensor, index: Tensor, bits: int, scaling: float) -> Tensor:
         """``key_codes.token_scores``: ``query [H_q, d_k]``, ``index [H, page, words]`` -> ``[H, G, token]``."""
         return key_codes.token_scores(query, index, self.geometry.page, bits, scaling)

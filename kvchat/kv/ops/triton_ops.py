@@ -97,6 +97,10 @@ class TritonOps(TorchOps):
         with self._on:
             return select.choose(scores, candidates, resident, flagged)
 
+    def encode_keys(self, keys: Tensor, bits: int) -> Tensor:
+        with self._on:
+            return tokens.encode(keys, self.geometry.page, bits)
+
     def token_scores(self, query: Tensor, index: Tensor, bits: int, scaling: float) -> Tensor:
         with self._on:
             return tokens.token_scores(query, index, self.geometry.page, bits, scaling)

@@ -122,13 +122,14 @@ class _Step:
         hidden, masked = tokens >= (PAGES - 1) * g.page, (tokens < 5) | (tokens >= (PAGES - 2) * g.page)
         resident = torch.full((g.kv_heads, k), -1, dtype=torch.int32, device=self.device)
         for bits in (2, 4):
-            index = key_codes.encode(self.keys, g.page, bits)
+            index = self.ops.encode_keys(self.keys[:, : -g.page // 2], bits)
             by = self.query, index, bits, self.spec.scaling
             scores = self.ops.token_scores(*by)
             resident.copy_(self.ops.choose_tokens(*by, hidden, masked, resident))
             chosen = torch.zeros((g.kv_heads, len(tokens) + 1), dtype=torch.bool, device=self.device)
             chosen = chosen.scatter_(1, resident.long().remainder(len(tokens) + 1), True)[:, :-1]
             weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).mean(1) * chosen
+            found[f"{bits}-bit keys"] = key_codes.decode(index, g.d_k, g.page, bits, g.dtype)
             found |= {f"{bits}-bit scores": scores, f"{bits}-bit weights": weights.sort().values}
             found[f"{bits}-bit choice"] = (chosen & ~masked).sum(1)
         return found

@@ -14,6 +14,7 @@ from support.toy_model import toy
 from kvchat.kv import manager as store_module
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.host_pool import HostPool
+from kvchat.kv.modes import page_index
 from kvchat.kv.modes.page_index import KeyCodes, PageBounds
 from kvchat.kv.ops import key_codes
 from kvchat.kv.prefill import StagedPrefill
@@ -74,6 +75,20 @@ def test_bounds_of_a_failed_prefill_are_forgotten(after):
         assert_bounds_right(run)
     run.prefill(20)
     assert_bounds_right(run)
+
+
+@pytest.mark.parametrize("row", ["freekv", "freekv-blocks", "freekv-bits", "speculative"])
+def test_an_index_of_many_pages_is_made_in_parts(row, monkeypatch):
+    run = Run(toy(("plain", "plain", "plain"), page=8), ROWS[row][0], **ROWS[row][1])
+    run.prefill(203)
+    index = run.kv.mode.index
+    made = index.data.clone()
+    monkeypatch.setattr(page_index, "MOST", 3)
+    index.tokens = 0
+    run.kv.refill(fresh=True)
+    assert index.tokens == 203
+    assert torch.allclose(index.data[:, :, :25].float(), made[:, :, :25].float(), rtol=1e-6)  # 203 // 8 full pages
+    assert torch.equal(index.data[:, :, 26:], made[:, :, 26:])
 
 
 @pytest.mark.parametrize("bits", [2, 4])

@@ -157,7 +157,7 @@ async def test_details_are_lines(config, monkeypatch):
     assert (code, session.errors.getvalue()) == (0, "")
     for line in (
         "this answer:\n  reads 59 of 59, 100 %",
-        "speculative mode:\n  may read 512 tokens",
+        "speculative mode:\n  budget 512 tokens a head",
         "memory:\n  GPU ",
         "read by layer and head, of 59:\n  layer 0 59 in each head\n  layer 1 14, 29, 44, 59\n",
         "  0.5 to 1 ms 90 tokens\n",

@@ -1,8 +1,9 @@
 """tokens: which tokens a KV head reads next, by the codes of their keys (``ops.key_codes``), and in which slots.
 
-Two launches, of shapes that the contents do not change: scores of all tokens, in blocks of pages; of each KV head the
-best, and their slots. Of more tokens than one program takes, the best of each chunk come between. Nothing is sorted
-(``select.top``). Codes are unpacked in registers, and not read where no token may be chosen.
+Keys are put in codes by one launch, without torch's copies of them in 32 and 64 bits. Choosing is two launches, of
+shapes that the contents do not change: scores of all tokens, in blocks of pages; of each KV head the best, and their
+slots. Of more tokens than one program takes, the best of each chunk come between. Nothing is sorted (``select.top``).
+Codes are unpacked in registers, and not read where no token may be chosen.
 """
 
 from __future__ import annotations
@@ -25,6 +26,46 @@ PER_WARP, PER_WARP_OF_CHUNK = 1024, 512
 CHOSEN, RESIDENT = tl.constexpr(1), tl.constexpr(2)  # marks of tokens
 INTEGERS = tl.constexpr(8388608.0)  # 2 ** 23: from here on a float32's lowest bits count by one
 INTEGER_BITS = tl.constexpr(0x4B000000)
+
+
+@triton.jit(do_not_specialize=["tokens", "pages", "head_stride", "token_stride"])
+def _pack_keys(
+    keys,
+    rows,
+    edges,
+    tokens,
+    pages,
+    head_stride,
+    token_stride,
+    BITS: tl.constexpr,
+    D_K: tl.constexpr,
+    PAGE: tl.constexpr,
+    WORDS: tl.constexpr,
+    PAGE_ROWS: tl.constexpr,
+):
+    """One word of each token of a page, and its channels' lowest and highest keys; ``edges`` are ``rows`` in 16 bits.
+
+    What lies beyond the last token has the page's first key.
+    """
+    page, head, word = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    per: tl.constexpr = 32 // BITS
+    line, i = tl.arange(0, PAGE_ROWS), tl.arange(0, per)
+    stored, col = line < tl.minimum(tokens - page * PAGE, PAGE), word * per + i
+    token = (page * PAGE + tl.where(stored, line, 0)).to(tl.int64)
+    at = keys + head * head_stride + token[:, None] * token_stride + col[None, :]
+    key = tl.load(at, mask=(col < D_K)[None, :], other=0).to(tl.float32)
+    low = tl.min(key, 0).to(edges.dtype.element_ty)
+    high = tl.max(key, 0).to(edges.dtype.element_ty)
+    begin = (head * pages + page) * (WORDS * (PAGE + per))
+    edge = edges + 2 * (begin + WORDS * PAGE) + col
+    tl.store(edge, low)
+    tl.store(edge + WORDS * per, high)
+    lowest = low.to(tl.float32)
+    scale = tl.maximum(high.to(tl.float32) - lowest, 1.1754943508222875e-38)[None, :]
+    share = tl.minimum(tl.maximum(tl.div_rn(key - lowest[None, :], scale), 0), 1)
+    # Rounded as torch does, a half to the even one.
+    code = (share * ((1 << BITS) - 1) + INTEGERS).to(tl.int32, bitcast=True) & ((1 << BITS) - 1)
+    tl.store(rows + begin + word * PAGE + line, tl.sum(code << (i * BITS)[None, :], 1), mask=line < PAGE)
 
 
 @triton.jit(
@@ -277,6 +318,29 @@ def _place_tokens(
     rank = tl.cumsum(free, 0) - 1
     comes = tl.load(fresh + head * k + rank, mask=(free > 0) & (rank < tl.sum(missing, 0)), other=-1)
     tl.store(placed + head * k + slot, tl.where(stays, held, comes).to(tl.int64), mask=slot < k)
+
+
+def encode(keys: Tensor, page: int, bits: int) -> Tensor:
+    """``key_codes.encode``"""
+    keys = keys if keys.stride(2) == 1 else keys.contiguous()
+    heads, tokens, d_k = keys.shape
+    pages, words = triton.cdiv(tokens, page), key_codes.width_of(d_k, bits) * bits // key_codes.WORD
+    rows = torch.empty((heads, pages, key_codes.words_of(d_k, page, bits)), dtype=torch.int32, device=keys.device)
+    _pack_keys[(pages, heads, words)](
+        keys,
+        rows,
+        rows.view(key_codes.edge_dtype(keys.dtype)),
+        tokens,
+        pages,
+        *keys.stride()[:2],
+        bits,
+        d_k,
+        page,
+        words,
+        triton.next_power_of_2(page),
+        num_warps=1,
+    )
+    return rows
 
 
 def token_scores(query: Tensor, index: Tensor, page: int, bits: int, scaling: float) -> Tensor:

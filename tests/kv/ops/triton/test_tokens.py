@@ -34,6 +34,16 @@ def index_of(keys, page, bits, tokens):
 
 
 @pytest.mark.parametrize(("heads", "group", "d", "bits", "dtype", "page", "n", "k", "sight"), CASES, ids=str)
+def test_keys_are_put_in_the_codes_that_torch_gives_them(heads, group, d, bits, dtype, page, n, k, sight, device):
+    stored = noise(0, device, dtype, heads, n + 5, d + 3)
+    stored = stored.to(key_codes.edge_dtype(dtype)).to(dtype)  # Triton's interpreter cuts off where a GPU rounds
+    stored[0, :page] = stored[0, 0, 0]  # no channel of the page spans anything
+    stored[-1, page : 2 * page, : d // 2] = 7 * torch.arange(page, device=device)[:, None].to(dtype)  # halves
+    keys = stored[:, 2 : n + 2, :d]  # not in one block
+    assert torch.equal(kernels.encode(keys, page, bits), key_codes.encode(keys, page, bits))
+
+
+@pytest.mark.parametrize(("heads", "group", "d", "bits", "dtype", "page", "n", "k", "sight"), CASES, ids=str)
 def test_scores_and_choices(heads, group, d, bits, dtype, page, n, k, sight, device):
     room = n + 3 * page
     index = index_of(noise(0, device, dtype, heads, n, d), page, bits, room)
