@@ -250,6 +250,7 @@ def _files_in(bundled: Path, own: Path, incomplete: str) -> list[Offer]:
 LOAD = {
     "model": left_out(ModelSettings, "name", "-m", "--model", complete=complete_model),
     "device": left_out(ModelSettings, "device", complete=complete_device),
+    "gpus": left_out(ModelSettings, "gpus"),
     "dtype": left_out(ModelSettings, "dtype"),
     "quantize": left_out(ModelSettings, "quantize"),
     "force": left_out(ModelSettings, "force", "--force"),

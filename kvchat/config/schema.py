@@ -49,6 +49,8 @@ class ModelSettings(Section):
     """bundled, a folder, a model's id on the hub, or the address of a server"""
     device: str = Field(Load.device, pattern=DEVICES)
     """auto, cpu, cuda or cuda:N"""
+    gpus: int = Field(Load.gpus, ge=1)
+    """GPUs that a model too large for one is split over, layer by layer; the first, the device, has all K/V"""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """number format of weights and K/V (auto: the model's own if a GPU has it; CPU: the faster of it and float32)"""
     quantize: Quantize = "auto"

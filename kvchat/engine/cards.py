@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from kvchat.config import modes
 from kvchat.config.modes import COMPARED, HOLDS_LEAST, REFERENCE, FreezeParameters, SyncParameters
-from kvchat.engine.plan import Observed, activations, observe
+from kvchat.engine.plan import Observed, observe
+from kvchat.engine.runner import CHUNK
 from kvchat.errors import DoesNotFitError, ModelError, UsageError, did_you_mean
 from kvchat.kv import auto
 from kvchat.kv.auto import OVER_LINK, Conversation, Machine, Way
@@ -101,7 +102,7 @@ def card_costs(load: Load, name: str, contexts: Sequence[int], progress: Progres
             raise ModelError(
                 f"{load.model} is a mixture of experts.", "A token reads some of them.", "Take a model without experts."
             )
-        free = available.usable(int(card.memory * 2**30)) - weights - activations(seen)
+        free = available.usable(int(card.memory * 2**30)) - weights - described.activations(CHUNK)
         machine = Machine(REACHED * card.read * 1e9, REACHED * card.link * 1e9, read, free, HOST_FREE)
         computed = computed_ms(load, machine, seen, contexts)
         if any(ms is not None for mode in MODES for ms in computed[mode].values()):

@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from kvchat import libraries
 from kvchat.config import modes
@@ -115,7 +114,7 @@ def _proposed(made: MemoryPlan, load: Load, seen: Observed) -> MemoryPlan:
     """A plan with its proposal; modes that take less where the device is short are planned in the room beside it."""
     made = replace(made, proposal=propose(made, list(_smaller_budgets(made, load, seen))))
     beside = made.proposal.quantize if made.proposal and load.quantize == "auto" else _asked_weights(made, load)
-    room = available.usable(made.device_free) - made.weights[beside] - made.state - activations(seen)
+    room = available.usable(made.device_free) - made.weights[beside] - made.state - seen.described.activations(CHUNK)
     limited = {name: mode_need(name, load, seen, made.context, made.host_share, room) for name in made.modes}
     fitting = {name: need for name, need in limited.items() if has_room(made, beside, need)}
     return replace(made, beside=beside, modes=made.modes | fitting)
@@ -277,18 +276,10 @@ def mode_need(
         return ModeNeed(0, {}, str(error))
 
 
-def activations(seen: Observed) -> int:
-    """Bytes of the outputs of one layer's Linears in one prefill forward."""
-    layers: int = seen.described.shapes.config.get_text_config(decoder=True).num_hidden_layers
-    modules = seen.described.shapes.get_decoder().modules()
-    widths = sum(module.out_features for module in modules if type(module) is nn.Linear) // layers
-    return CHUNK * widths * seen.geometry.dtype.itemsize
-
-
 def _workspace(seen: Observed, tokens: int) -> int:
     """Approximate bytes of one prefill forward: its activations, and on a GPU a layer's K/V."""
     staged = staging_bytes(seen.geometry, max(0, tokens - CHUNK), CHUNK) + PREFILL_WORKSPACE
-    return activations(seen) + (staged if seen.described.device.type == "cuda" else 0)
+    return seen.described.activations(CHUNK) + (staged if seen.described.device.type == "cuda" else 0)
 
 
 def propose(made: MemoryPlan, smaller: Sequence[ModeNeed] = ()) -> Proposal | None:

@@ -80,6 +80,8 @@ class ModelRunner:
         self.recurrent = RecurrentState(model.model.config, model.reads_chunks)
         # Not captured: whether each architecture's state stays at its address was seen on no GPU yet.
         eager = "recurrent layers run eagerly" if self.recurrent.exists else ""
+        if len(model.devices) > 1:  # torch's pool for a graph is one device's
+            eager = f"its layers are on {len(model.devices)} GPUs"
         self.graphs = GraphRunner(self.kv, recorder or recorder_for(model.device), eager)
         self.thread_budget = ThreadBudget(model.device)
 
@@ -166,7 +168,7 @@ class ModelRunner:
             with explained(self.kv, "reading the prompt"):
                 self._token_bytes = prefill_bytes_per_token(self.model)
         state = self.kv.state
-        return prefill_chunk(state.geometry, state.total, tokens, self._token_bytes, state.device)
+        return prefill_chunk(state.geometry, state.total, tokens, self._token_bytes, self.model.devices)
 
     def _read_chunk(self, ids: Sequence[int], done: int, tokens: int) -> tuple[Sequence[int], Tensor | None]:
         """Store the next ``tokens`` of ``ids`` after ``done`` of them; half as many whenever memory runs out."""
@@ -308,13 +310,15 @@ def prefill_bytes_per_token(model: LoadedModel) -> int:
 
 
 def _peak_of_forward(model: LoadedModel, tokens: int) -> int:
-    """Bytes at the peak of a forward of ``tokens`` tokens, above what was allocated before."""
+    """Bytes at the peak of a forward of ``tokens`` tokens, above what was allocated before, on the fullest device."""
     ids = torch.arange(tokens, device=model.device) % model.vocab
     positions = torch.arange(tokens, device=model.device)
-    before = torch.cuda.memory_allocated(model.device)
-    torch.cuda.reset_peak_memory_stats(model.device)
+    before = [torch.cuda.memory_allocated(device) for device in model.devices]
+    for device in model.devices:
+        torch.cuda.reset_peak_memory_stats(device)
     attention_hook.forward(model.model, ids, positions, WithoutAttention(), logits=False)
-    return torch.cuda.max_memory_allocated(model.device) - before
+    peaks = map(torch.cuda.max_memory_allocated, model.devices)
+    return max(peak - held for peak, held in zip(peaks, before, strict=True))
 
 
 class CudaRecorder:

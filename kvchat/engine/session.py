@@ -54,6 +54,7 @@ def load(
     model: str | Path = Load.model,
     *,
     device: str = Load.device,
+    gpus: int = Load.gpus,
     dtype: str = Load.dtype,
     mode: str = Load.mode,
     system: str | None = None,
@@ -72,6 +73,7 @@ def load(
     Args:
         model: ``bundled``, a folder or a hub repository.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+        gpus: GPUs that a model too large for one is split over, layer by layer; the device has all K/V.
         dtype: ``auto``, ``float32``, ``bfloat16`` or ``float16``.
         mode: the KV mode to begin with; ``auto`` lets kvchat choose.
         system: system prompt of ``Session.chat``.
@@ -94,6 +96,7 @@ def load(
     asked = Load(
         model=str(model),
         device=device,
+        gpus=gpus,
         dtype=dtype,
         quantize=quantize,
         fast=fast,
@@ -440,7 +443,7 @@ class Session(Released):
             model=model.name,
             architecture=type(model.model).__name__,
             parameters=int4_rows.unpacked_elements(model.model),
-            device=str(model.device),
+            device=" + ".join(map(str, model.devices)),
             dtype=str(model.dtype).removeprefix("torch."),
             context=model.context,
             layers=model.layers,

@@ -43,15 +43,17 @@ def prefill_bytes(geometry: Geometry, stored: int, new: int, token_bytes: int) -
     return staging_bytes(geometry, stored, new) + new * token_bytes + PREFILL_WORKSPACE
 
 
-def prefill_chunk(geometry: Geometry, stored: int, new: int, token_bytes: int, device: torch.device) -> int:
+def prefill_chunk(geometry: Geometry, stored: int, new: int, token_bytes: int, devices: Sequence[torch.device]) -> int:
     """Number of the ``new`` tokens after ``stored`` that one forward takes; ``token_bytes`` as above.
 
-    The largest that takes at most half of the free memory: the rest allows for fragmentation.
+    The largest that takes at most half of the free memory: the rest allows for fragmentation. The first of ``devices``
+    has the K/V, layers are on all.
 
     Raises:
         DoesNotFitError: not even the fewest fit.
     """
-    free = available.usable(available.free_bytes(device))
+    free, *beside = (available.usable(available.free_bytes(device)) for device in devices)
+    most = min(beside, default=free) // 2
 
     def needed(chunk: int) -> int:
         last = min(chunk, new)
@@ -61,12 +63,13 @@ def prefill_chunk(geometry: Geometry, stored: int, new: int, token_bytes: int, d
     if needed(least) > free:
         raise DoesNotFitError(
             "There is no room to read the prompt.",
-            f"{new:,} tokens after {stored:,} stored ones need {size(needed(least), 2)} on {device}, read {least} at a "
-            f"time: {size(staging_bytes(geometry, stored, new), 2)} for one layer's K/V on its way, the rest for the "
-            f"layers' intermediate results. {size(free, 2)} are free.",
+            f"{new:,} tokens after {stored:,} stored ones need {size(needed(least), 2)} on {devices[0]}, read {least} "
+            f"at a time: {size(staging_bytes(geometry, stored, new), 2)} for one layer's K/V on its way, the rest for "
+            f"the layers' intermediate results. {size(free, 2)} are free.",
             "Take a mode with a budget (streaming, speculative), a smaller budget or a shorter prompt.",
         )
-    return max((chunk for chunk in CHUNKS if needed(chunk) <= free // 2), default=least)
+    fitting = (chunk for chunk in CHUNKS if needed(chunk) <= free // 2 and min(chunk, new) * token_bytes <= most)
+    return max(fitting, default=least)
 
 
 def prefill_over(host: HostPool, tokens: int, first: int = 0) -> Prefill:

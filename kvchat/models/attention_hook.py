@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
@@ -35,6 +36,7 @@ HARMLESS = frozenset({"position_ids", "use_cache", "output_router_logits", "outp
 KNOWN = HARMLESS | {"scaling", "dropout", "sliding_window", "softcap", "s_aux"}
 _backend: ContextVar[AttentionBackend] = ContextVar("kvchat_attention_backend")
 _layers: WeakKeyDictionary[nn.Module, Layer] = WeakKeyDictionary()
+_homes: WeakKeyDictionary[nn.Module, torch.device] = WeakKeyDictionary()
 ANGLES = "position_embeddings"
 CLOSE = 0.9  # mean cosine to the query itself: of SmolLM2 0.21 in layer 1, 0.66 in layer 2, 0.95 and more in the others
 TOKENS = 32  # of the text that this is measured on, drawn at random
@@ -64,12 +66,14 @@ class Shape(NamedTuple):
 class Layer(NamedTuple):
     """An attention module's number among those of its model, its rule, and the shape that all layers are padded to.
 
-    ``padded_shape`` is None where all layers have the same shape anyway.
+    ``padded_shape`` is None where all layers have the same shape anyway. ``home`` is the device of the K/V, None where
+    the layer is there itself.
     """
 
     number: int
     spec: AttentionSpec
     padded_shape: Shape | None = None
+    home: torch.device | None = None
 
 
 def register() -> None:
@@ -107,7 +111,14 @@ def unify_layers(model: Any, attending: Sequence[int], padded_shape: Shape | Non
     for module in model.modules():
         if module in _layers:
             layer = _layers[module]
-            _layers[module] = Layer(attending.index(module.layer_idx), layer.spec, padded_shape or layer.padded_shape)
+            number, shape = attending.index(module.layer_idx), padded_shape or layer.padded_shape
+            _layers[module] = layer._replace(number=number, padded_shape=shape)
+
+
+def attend_on(home: torch.device, layer: nn.Module) -> None:
+    """Let the attention of a decoder ``layer`` that is on another device run on ``home``, where the K/V are."""
+    for module in layer.modules():
+        _homes[module] = home
 
 
 def forward(
@@ -149,7 +160,7 @@ def attention(
     """
     if attention_mask is not None or not kwargs.keys() <= KNOWN:
         _refuse_unknown(module, attention_mask, kwargs)
-    layer, spec, padded_shape = _layers.get(module) or _register_layer(module, query.shape[-1], kwargs)
+    layer, spec, padded_shape, home = _layers.get(module) or _register_layer(module, query.shape[-1], kwargs)
     backend = _backend.get(None)
     if backend is None:
         raise EngineError(
@@ -157,13 +168,23 @@ def attention(
             f"{type(module).__name__} found none bound.",
             "Call attention_hook.forward, which binds one.",
         )
+    heads = query[0], key[0], value[0]
+    if home is not None:
+        heads = _moved_heads(*heads, home)
     if padded_shape is None:
-        attended = backend.attention(layer, query[0], key[0], value[0], spec)
+        attended = backend.attention(layer, *heads, spec)
     else:
-        attended = backend.attention(layer, *_pad_heads(query[0], key[0], value[0], padded_shape), spec)[
-            ..., : value.shape[-1]
-        ]
-    return attended.transpose(0, 1)[None].contiguous(), None
+        attended = backend.attention(layer, *_pad_heads(*heads, padded_shape), spec)[..., : value.shape[-1]]
+    return attended.transpose(0, 1)[None].contiguous().to(query.device), None
+
+
+def _moved_heads(query: Tensor, key: Tensor, value: Tensor, home: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """The three on another device, where their sizes are alike by one copy: of a token each costs its latency."""
+    if not query.shape[1:] == key.shape[1:] == value.shape[1:]:
+        return query.to(home), key.to(home), value.to(home)
+    together = torch.cat((query, key, value)).to(home)
+    query, key, value = torch.split(together, [len(query), len(key), len(value)])
+    return query, key, value
 
 
 def _pad_heads(query: Tensor, key: Tensor, value: Tensor, padded_shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
@@ -176,7 +197,10 @@ def _register_layer(module: nn.Module, d_k: int, kwargs: dict[str, Any]) -> Laye
     number: int | None = module.layer_idx  # type: ignore[assignment]
     if number is None or number < 0:
         raise _refusal(module, "does not tell which layer it attends for, so its layers' K/V cannot be kept apart")
-    layer = _layers[module] = Layer(number, _spec_of(module, d_k, kwargs))
+    home, spec = _homes.get(module), _spec_of(module, d_k, kwargs)
+    if home is not None and spec.sinks is not None:
+        spec = replace(spec, sinks=spec.sinks.to(home))
+    layer = _layers[module] = Layer(number, spec, home=home)
     return layer
 
 
@@ -317,7 +341,9 @@ def install(model: Any, known: Collection[int] | None = None) -> frozenset[int]:
         return frozenset(known)
     given: dict[nn.Module, Any] = {}
     watches = [
-        layer.register_forward_pre_hook(_watcher(given), with_kwargs=True) for pair in pairs for layer in pair[:2]
+        layer.register_forward_pre_hook(_watcher(given), with_kwargs=True, prepend=True)  # before they are moved
+        for pair in pairs
+        for layer in pair[:2]
     ]
     hooks = {
         number: before.register_forward_pre_hook(_estimator(after, number), with_kwargs=True)
@@ -369,7 +395,7 @@ def _estimator(after: nn.Module, number: int) -> Callable[..., None]:
             return
         try:
             with bound(asking):
-                after.forward(*arguments, **named)
+                after(*arguments, **named)
         except _Asked as asked:
             backend.estimated(number, asked.query)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvchat.errors import KvchatError, UsageError, did_you_mean
 from kvchat.models import attention_hook, support, weights
@@ -54,7 +54,8 @@ CLEARLY = 0.85
 class ModelDescription:
     """A model that kvchat can run, and how: transformers' class for its text, device and dtype.
 
-    ``config`` is that of the whole checkpoint, ``text_config`` the one to build the class with.
+    ``config`` is that of the whole checkpoint, ``text_config`` the one to build the class with. Layers may lie on
+    ``others`` beside the device.
     """
 
     location: ModelLocation
@@ -63,6 +64,7 @@ class ModelDescription:
     text_config: Any
     device: torch.device
     dtype: torch.dtype
+    others: tuple[torch.device, ...] = ()
 
     @cached_property
     def shapes(self) -> Any:
@@ -101,7 +103,7 @@ class ModelDescription:
         """The device with its capability."""
         if self.device.type == "cpu":
             return Place("cpu")
-        return Place("cuda", torch.cuda.get_device_capability(self.device))
+        return Place("cuda", min(map(torch.cuda.get_device_capability, (self.device, *self.others))))
 
     def loaded_bytes(self, quantize: str) -> int:
         """Bytes of the weights once they are loaded."""
@@ -115,6 +117,13 @@ class ModelDescription:
         """
         return self.weights.by_quantization(self.dtype_name, self.place)
 
+    def activations(self, tokens: int) -> int:
+        """Bytes of the outputs of one layer's Linears for so many tokens."""
+        layers: int = self.shapes.config.get_text_config(decoder=True).num_hidden_layers
+        modules = self.shapes.get_decoder().modules()
+        widths = sum(module.out_features for module in modules if type(module) is nn.Linear) // layers
+        return tokens * widths * self.dtype.itemsize
+
 
 def without_memory(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
     """The model on torch's meta device, where tensors have shapes and no memory."""
@@ -127,24 +136,26 @@ def without_memory(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
         ).eval()
 
 
-def describe(name: str, device: str, dtype: str, progress: Progress) -> ModelDescription:
+def describe(name: str, device: str, dtype: str, progress: Progress, gpus: int = 1) -> ModelDescription:
     """Locate the model ``name`` and read its configuration, of a hub repository without its weights.
 
     Raises:
-        ModelError: it cannot be found or read, or kvchat cannot run it; UsageError: no such device or dtype.
+        ModelError: it cannot be found or read, or kvchat cannot run it; UsageError: no such device or dtype, or fewer
+            ``gpus``.
     """
     on = resolve_device(device)
+    others = resolve_others(on, gpus)
     location = locate(name, progress)
     try:
         config = _read_config(location)
         support.check_quantization(config, location.name)
         model_class, text_config = support.model_class(config)
-        resolved = resolve_dtype(dtype, config, on)
+        resolved = resolve_dtype(dtype, config, min((on, *others), key=_capability))
     except KvchatError:
         raise
     except Exception as error:  # whatever its configuration leads to
         raise support.unreadable(location.name, "its configuration", error) from error
-    return ModelDescription(location, config, model_class, text_config, on, resolved)
+    return ModelDescription(location, config, model_class, text_config, on, resolved, others)
 
 
 @contextlib.contextmanager
@@ -200,6 +211,27 @@ def resolve_device(device: str) -> torch.device:
     if resolved.type == "cpu":
         return torch.device("cpu")
     return _cuda_device(device, resolved.index or 0)
+
+
+def resolve_others(first: torch.device, gpus: int) -> tuple[torch.device, ...]:
+    """The GPUs beside ``first`` that layers may lie on, in CUDA's order, so that there are ``gpus`` in all.
+
+    Raises:
+        UsageError: there are fewer.
+    """
+    if gpus == 1:
+        return ()
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if first.type == "cpu" or gpus > there:
+        why = f"the model is to run on {first}." if there and first.type == "cpu" else f"torch sees {there}."
+        most = f"Give --gpus {there} or fewer" if there > 1 else "Leave --gpus out"
+        raise UsageError(f"There are no {gpus} GPUs.", why[0].upper() + why[1:], f"{most}; kvchat doctor lists them.")
+    numbers = [number for number in range(there) if number != first.index]
+    return tuple(torch.device("cuda", number) for number in numbers[: gpus - 1])
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 def overflows(name: str) -> UsageError:

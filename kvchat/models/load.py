@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from hashlib import blake2b
 from importlib import metadata
 from pathlib import Path
@@ -31,7 +31,7 @@ from kvchat import files, paths
 from kvchat.errors import KvchatError, UsageError
 from kvchat.files import read_text
 from kvchat.kv.manager import is_out_of_memory
-from kvchat.models import attention_hook, compile_ahead, description, reading, repacking, support
+from kvchat.models import attention_hook, compile_ahead, description, reading, repacking, split, support
 from kvchat.models import checkpoint as checkpoints
 from kvchat.models import tokenizer as tokenizers
 from kvchat.models.attention_hook import DenseManager
@@ -104,6 +104,11 @@ class LoadedModel:
     advised: Sampling = Sampling(temperature=TEMPERATURE)
     gguf: Path | None = None
 
+    @cached_property
+    def devices(self) -> tuple[torch.device, ...]:
+        """All that its weights lie on, that of its embeddings, which is ``device``, first."""
+        return tuple(dict.fromkeys(weight.device for weight in self.model.parameters()))
+
 
 def load_model(asked: Load, progress: Progress) -> LoadedModel:
     """Load the model ``asked`` for ("bundled", a folder or a hub repository); ``progress`` is called with each stage.
@@ -112,6 +117,7 @@ def load_model(asked: Load, progress: Progress) -> LoadedModel:
     float32, the faster one.
     ``model`` may also be a GGUF file. Its weights, and those of a checkpoint that is quantized as nothing here
     multiplies, are unpacked to the dtype; with "auto" those of 8 bits or fewer are packed again.
+    With several ``gpus`` decoder layers lie on those beside the device too.
     ``quantize`` keeps the weights in 8 bits ("int8") or 4 ("int4", "nf4"); of a model that is quantized already what
     can be multiplied stays as it is with "auto" and "none".
     ``fast`` replaces the modules that the fast path recognizes; ``force`` tries also what does not fit.
@@ -125,7 +131,7 @@ def load_model(asked: Load, progress: Progress) -> LoadedModel:
     cores.sample()
     template = _own_template(asked.chat_template)
     with quiet():
-        described = describe(asked.model, asked.device, asked.dtype, progress)
+        described = describe(asked.model, asked.device, asked.dtype, progress, asked.gpus)
         chosen = repacking.choose(asked.quantize, described)
         quantized = quantization.resolve(chosen.quantize, described.config, described.dtype, described.device)
         has_blocks = bool(quantized.method or described.location.gguf)  # of weights, to be packed or unpacked
@@ -140,13 +146,14 @@ def load_model(asked: Load, progress: Progress) -> LoadedModel:
             tokenizer.chat_template = template or tokenizer.chat_template
             if has_blocks:
                 compile_ahead.wait(progress, [BLOCKS_OF_WEIGHTS])
+            places = split.shares(described, chosen.quantize).places if described.others else ()
             stage = _loading_weights(chosen.quantize, described, checkpoint)
             progress(stage)
             packing = mmap_large_allocations() if quantized.method else contextlib.nullcontext()
             with reading.reported(_sizes(described, checkpoint), stage, progress, cores), packing:
-                model = reading.read(described, checkpoint, quantized)
+                model = reading.read(described, checkpoint, quantized, places)
                 with cores:
-                    model = reading.finished(model, described, quantized)
+                    model = reading.finished(model, described, quantized, places)
             if quantized.method:
                 compile_ahead.wait(progress, [PRODUCTS])  # with which the model is tested
             progress("Preparing the model")
@@ -157,7 +164,8 @@ def load_model(asked: Load, progress: Progress) -> LoadedModel:
                 loss = partial(note, model, tokenizer, described, checkpoint)
                 loaded = wrap(model, tokenizer, checkpoint.name, checkpoint.revision, asked.fast, loss)
     malloc_trim()
-    notes = (*loaded.notes, *reading_notes, *_notes_on(described, asked.dtype, chosen))
+    on_gpus = split.note(described.device, places)
+    notes = (*loaded.notes, *filter(None, [on_gpus]), *reading_notes, *_notes_on(described, asked.dtype, chosen))
     return replace(loaded, notes=notes, gguf=checkpoint.weights[0] if checkpoint.gguf else None)
 
 
@@ -229,9 +237,10 @@ def tested_by(digest: str, model: Any, fuse: bool) -> str:
     code = [(str(file), file.stat().st_mtime_ns) for folder in files_of for file in folder.rglob("*.py")]
     libraries = [_version(name) for name in LIBRARIES]
     device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else torch.get_num_threads()
+    devices = sorted({str(weight.device) for weight in model.parameters()})
     processor = torch.backends.cpu.get_cpu_capability()
     config = {name: value for name, value in model.config.to_dict().items() if not name.startswith("_")}
-    told = digest, config, str(model.dtype), device, processor, fuse, sorted(code), libraries
+    told = digest, config, str(model.dtype), device, devices, processor, fuse, sorted(code), libraries
     return digest_of_text(repr(told)).hex()
 
 

@@ -209,7 +209,8 @@ def _changes_with_length(model: Any, base: _Observer, rotations: list[Rotation |
 
 
 def _candidates(model: Any, d_k: int) -> Iterator[Rotation]:
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq")}
+    named = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith("inv_freq"))
+    buffers = {name: buffer.to(model.device) for name, buffer in named}
     distinct: list[Tensor] = []
     for name, buffer in buffers.items():
         if "original" not in name and not any(torch.equal(buffer, other) for other in distinct):

@@ -12,7 +12,7 @@ import ctypes
 import io
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, redirect_stderr, redirect_stdout
 from importlib.util import find_spec
 from typing import Any
@@ -25,7 +25,7 @@ from kvchat.kv.manager import is_out_of_memory
 from kvchat.kv.memory import available
 from kvchat.kv.memory.available import free_bytes
 from kvchat.kv.memory.pinned import aligned, use_huge_pages
-from kvchat.models import attention_hook, repacking, support
+from kvchat.models import attention_hook, repacking, split, support
 from kvchat.models import checkpoint as checkpoints
 from kvchat.models.checkpoint import Checkpoint
 from kvchat.models.description import ModelDescription
@@ -43,10 +43,13 @@ LARGE = 5 * 2**18  # bytes from which on a tensor has pages of its own while wei
 LARGEST_KEPT = 2**25  # glibc's own limit
 
 
-def read(described: ModelDescription, checkpoint: Checkpoint, quantized: Quantization) -> Any:
+def read(
+    described: ModelDescription, checkpoint: Checkpoint, quantized: Quantization, places: Sequence[torch.device] = ()
+) -> Any:
     """Read a model to the CPU: transformers reads to a GPU only with accelerate, which kvchat needs for nothing else.
 
-    Quantized weights are read to their device: most cannot be moved, and what cannot be needs accelerate anyway.
+    Quantized weights are read to their device: most cannot be moved, and what cannot be needs accelerate anyway. Of a
+    model over several GPUs ``places`` are the layers' devices.
 
     Raises:
         ModelError: transformers refuses them, or a package is missing.
@@ -54,7 +57,9 @@ def read(described: ModelDescription, checkpoint: Checkpoint, quantized: Quantiz
     attention_hook.register()
     quantization.import_package(quantized)
     quantization.unpack_while_reading(described.text_config, described.device)
-    placement = {"device_map": {"": described.device}} if _is_in_place(described, quantized) else {}
+    in_place = _is_in_place(described, quantized)
+    by_name = split.device_map(described, places) if places else {"": described.device}
+    placement = {"device_map": by_name} if in_place else {}
     packing = quantized.options.get("quantization_config")
     unpacked = repacking.is_unpacked(described)
     meanwhile = repacking.read_unpacked(described, packing) if unpacked else contextlib.nullcontext()
@@ -85,6 +90,10 @@ def read(described: ModelDescription, checkpoint: Checkpoint, quantized: Quantiz
         if is_out_of_memory(error):
             raise
         raise support.unreadable(checkpoint.name, "its weights", error) from error
+    if in_place and places:
+        from accelerate.hooks import remove_hook_from_module
+
+        remove_hook_from_module(model, recurse=True)  # its own way to move what layers are given
     support.check_tensors(model, checkpoint.folder, info)
     if checkpoint.gguf:
         checkpoints.take_from_gguf(described.gguf.values, model.generation_config)
@@ -93,16 +102,22 @@ def read(described: ModelDescription, checkpoint: Checkpoint, quantized: Quantiz
     return model
 
 
-def finished(model: Any, described: ModelDescription, quantized: Quantization) -> Any:
-    """The model as it multiplies, on its device, with what is packed or unpacked only now."""
+def finished(
+    model: Any, described: ModelDescription, quantized: Quantization, places: Sequence[torch.device] = ()
+) -> Any:
+    """The model as it multiplies, on its device or ``places``, with what is packed or unpacked only now."""
     device = described.device
     if not described.location.gguf and quantization.own_method(described.config):
         quantization.finish_loading(model, described.config, described.dtype)
     if _is_packed_later(described, quantized):
-        repacking.pack(model, quantized.options["quantization_config"], described)
+        repacking.pack(model, quantized.options["quantization_config"], described, split.devices_of(model, places))
     if device.type == "cpu":
         quantization.multiply_on_cpu(model)
-    return model.eval() if _is_in_place(described, quantized) else model.eval().to(device)
+    model.eval()
+    if not _is_in_place(described, quantized):
+        split.move(model, device, places)
+    split.connect(model, device, places)
+    return model
 
 
 def _is_in_place(described: ModelDescription, quantized: Quantization) -> bool:
@@ -245,7 +260,9 @@ def check(described: ModelDescription, quantize: str) -> None:
     Raises:
         DoesNotFitError; ModelError: a file is missing or damaged.
     """
-    if described.loaded_bytes(quantize) > free_bytes(described.device):
+    if described.others:
+        _check_shares(described, quantize)
+    elif described.loaded_bytes(quantize) > free_bytes(described.device):
         raise does_not_fit(described, quantize)
     if repacking.needs_full_dequantization(described, quantize):
         _check_unpacked(described)
@@ -262,6 +279,22 @@ def does_not_fit(described: ModelDescription, quantize: str) -> DoesNotFitError:
         f"Its weights take {size(needed, 2)}, and {size(free, 2)}{total} are free.",
         f"Choose a smaller model{_packed(described, min(free, needed - 1))}, or free memory there. "
         "--force loads it anyway.",
+    )
+
+
+def _check_shares(described: ModelDescription, quantize: str) -> None:
+    """Refuse weights of which the first GPU has no room for what the others do not take."""
+    shares, free = split.shares(described, quantize), free_bytes(described.device)
+    if shares.first <= free:
+        return
+    taken = zip(described.others, shares.others, strict=True)
+    parts = ", ".join(f"{size(nbytes, 2)} of it fit {device}" for device, nbytes in taken)
+    room = free + sum(shares.others)
+    raise DoesNotFitError(
+        f"{described.location.name} does not fit {1 + len(described.others)} GPUs.",
+        f"Its weights take {size(described.loaded_bytes(quantize), 2)}: {parts}, {size(shares.first, 2)} are left for "
+        f"{described.device}, where {size(free, 2)} are free.",
+        f"Choose a smaller model{_packed(described, room)}, more GPUs, or free memory there. --force loads it anyway.",
     )
 
 

@@ -8,12 +8,12 @@ device never holds the unpacked weights.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvchat import libraries
 from kvchat.errors import ModelError
@@ -113,9 +113,12 @@ def read_unpacked(described: ModelDescription, config: Any) -> Iterator[None]:
         yield
 
 
-def pack(model: Any, config: Any, described: ModelDescription) -> None:
+def pack(
+    model: Any, config: Any, described: ModelDescription, devices: Mapping[nn.Module, torch.device] | None = None
+) -> None:
     """Quantize the Linears of ``model`` but its head by transformers' ``config``, each on its device.
 
+    That is one of ``devices``, or the model's.
     On a CPU also its experts, and only those that are not packed yet.
     """
     model.config.quantization_config = config
@@ -132,7 +135,8 @@ def pack(model: Any, config: Any, described: ModelDescription) -> None:
     from torchao.quantization import quantize_
 
     for linear in body(model):
-        quantize_(linear.to(described.device), config.quant_type, filter_fn=lambda module, name: True)
+        device = (devices or {}).get(linear, described.device)
+        quantize_(linear.to(device), config.quant_type, filter_fn=lambda module, name: True)
 
 
 def _packing(described: ModelDescription, config: Any) -> Callable[[list[Any]], list[Any]]:

@@ -76,12 +76,13 @@ class Load:
     that is not fatal its ``Loaded`` comes. ``force`` loads also what does not fit. ``mode_params`` are the settings of
     each mode and of auto, ``given`` values given at run time by the mode: the budget overrides that of every mode,
     others that of one. ``link_bytes_per_s`` and ``read_bytes_per_s`` are the measured rates of recall and of the
-    device's memory. ``chat_template`` is a file in place of the model's own, ``template_args`` are its variables as
-    ``KEY=VALUE``.
+    device's memory. With several ``gpus`` layers lie on those beside the device too. ``chat_template`` is a file in
+    place of the model's own, ``template_args`` are its variables as ``KEY=VALUE``.
     """
 
     model: str = BUNDLED
     device: str = "auto"
+    gpus: Annotated[int, Field(ge=1)] = 1
     dtype: str = "auto"
     mode: str = "full"
     given: dict[str, Params] = field(default_factory=dict)

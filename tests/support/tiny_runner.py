@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -15,6 +16,7 @@ from kvchat.engine.runner import ModelRunner, geometry_of, traits_of
 from kvchat.kv.inspect import attended, check_integrity, read_tokens
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import Mode
+from kvchat.models import split
 from kvchat.models.load import LoadedModel
 from kvchat.models.probe import probe, reads_chunks
 
@@ -57,9 +59,20 @@ class Wordless:
         return SimpleNamespace(input_ids=[])
 
 
-def loaded(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32, **changes: Any) -> LoadedModel:
-    """Return a tiny random model as ``load_model`` returns one; ``changes`` are its config's."""
-    model = tiny_models.fresh(name, **changes).to(device, dtype)
+def loaded(
+    name: str,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    places: Sequence[torch.device] = (),
+    **changes: Any,
+) -> LoadedModel:
+    """Return a tiny random model as ``load_model`` returns one; ``changes`` are its config's.
+
+    Its layers are on ``places``, where there are any.
+    """
+    model = tiny_models.fresh(name, **changes).to(dtype)
+    split.move(model, torch.device(device), places)
+    split.connect(model, torch.device(device), places)
     seen = probe(model)
     chunked = reads_chunks(model)
     sizes = (len(seen.specs), seen.q_heads, seen.kv_heads, seen.d_k, seen.d_v)

@@ -1,4 +1,4 @@
-"""A fake CUDA device: tensors that report ``cuda:0`` and keep their elements in host memory.
+"""A fake CUDA device, or two: tensors that report ``cuda:0`` and keep their elements in host memory.
 
 ``pytest --fake-cuda -m cuda`` runs the tests marked ``cuda`` on it, without a GPU. torch's CPU operations and Triton's
 interpreter compute real values. What CUDA refuses is refused: operands on two devices, copies and synchronizations
@@ -59,7 +59,7 @@ def _with_aliases(as_tensor):
     def seen(data, *args, **kwargs):
         if isinstance(data, torch.Tensor) or not hasattr(data, "__cuda_array_interface__"):
             return as_tensor(data, *args, **kwargs)
-        alias = gpu.alias(data.__cuda_array_interface__)
+        alias = gpu.alias(data.__cuda_array_interface__, torch.device(kwargs["device"]))
         alias.inner.owner = data  # lives as long
         return alias
 

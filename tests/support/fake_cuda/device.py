@@ -8,6 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,19 +43,20 @@ class OnGpu(torch.Tensor):
     hold: Hold
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor, requires_grad: bool = False) -> OnGpu:
-        """Wrap ``inner`` as a tensor on the fake device."""
+    def __new__(cls, inner: torch.Tensor, device: torch.device = GPU, requires_grad: bool = False) -> OnGpu:
+        """Wrap ``inner`` as a tensor on a fake device."""
+        device = GPU if device.index is None else device
         made = torch.Tensor._make_wrapper_subclass(
             cls,
             inner.size(),
             strides=inner.stride(),
             storage_offset=inner.storage_offset(),
             dtype=inner.dtype,
-            device=GPU,
+            device=device,
             requires_grad=requires_grad,
         )
         made.inner = inner
-        made.hold = gpu.hold(inner)
+        made.hold = gpu.hold(inner, device.index)
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -74,13 +76,13 @@ class OnGpu(torch.Tensor):
         return self.inner.untyped_storage()
 
     def numpy(self, *, force: bool = False):
-        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
+        raise TypeError(f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() first.")
 
     def __repr__(self, *, tensor_contents=None) -> str:
         return f"OnGpu({self.inner!r})"
 
     def __deepcopy__(self, memo: dict) -> OnGpu:
-        return OnGpu(self.inner.clone())
+        return OnGpu(self.inner.clone(), self.device)
 
 
 class Everywhere(TorchDispatchMode):
@@ -99,7 +101,7 @@ class Numbered(TorchFunctionMode):
         if func is torch.Tensor.cuda:
             return args[0].to(GPU)
         if func is torch.Tensor.new_tensor and isinstance(args[0], OnGpu):
-            return torch.tensor(*args[1:], **{"dtype": args[0].dtype, "device": GPU, **(kwargs or {})})
+            return torch.tensor(*args[1:], **{"dtype": args[0].dtype, "device": args[0].device, **(kwargs or {})})
         kwargs = {key: _numbered(value) for key, value in (kwargs or {}).items()}
         if kwargs.pop("pin_memory", False):
             made = func(*args, **kwargs)
@@ -116,29 +118,59 @@ def _numbered(value: Any) -> Any:
     return GPU if isinstance(value, str | torch.device) and str(value) == "cuda" else value
 
 
-class Gpu:
-    """State of the fake device: allocated and pinned memory, streams, the capture in progress.
+@dataclass
+class Memory:
+    """Bytes of one device."""
 
+    total: int = TOTAL
+    allocated: int = 0
+    peak: int = 0
+
+    @property
+    def free_and_total(self) -> tuple[int, int]:
+        return self.total - self.allocated, self.total
+
+
+class Gpu:
+    """State of the fake devices: allocated and pinned memory, streams, the capture in progress.
+
+    There are ``count`` of them, each with its own of ``memories``, and ``current`` is the number of the current one. No
+    operation and no kernel takes operands on two; on all of them work runs in the order of its launches.
     At most ``pinnable`` bytes of host memory are pinned. Where it is seen ``elsewhere``, as in WSL2, each registration
-    has an address of its own, which no other had before. The device has ``total`` bytes of memory; while it is
+    has an address of its own, which no other had before. The first device has ``total`` bytes of memory; while it is
     ``behind`` no event that was recorded is through.
     """
 
     def __init__(self) -> None:
-        self.total, self.behind = TOTAL, False
+        self.count, self.current, self.memories = 1, 0, (Memory(), Memory())
+        self.behind = False
         self.pinnable, self.elsewhere = 2**40, False
         self._shifts: dict[int, int] = {}
         self._registered = 0
         self.tape: Tape | None = None
         self.impatient = False
         self.hazards: list[str] = []
-        self.allocated = self.peak = 0
         self.pinned: dict[int, int] = {}
         # The last is current: a capture has an order of its own.
         self.orders = [races.Order()]
         self.streams: list[Any] = []
         self._holders: Counter[int] = Counter()
+        self._held_by: dict[int, Memory] = {}
         self._aliases: dict[int, int] = {}
+
+    @property
+    def total(self) -> int:
+        """Bytes of the first device."""
+        return self.memories[0].total
+
+    @total.setter
+    def total(self, size: int) -> None:
+        self.memories[0].total = size
+
+    @property
+    def allocated(self) -> int:
+        """Bytes allocated on the first device."""
+        return self.memories[0].allocated
 
     @property
     def order(self) -> races.Order:
@@ -161,7 +193,8 @@ class Gpu:
         leaves = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         on_gpu = [leaf for leaf in leaves if isinstance(leaf, OnGpu)]
         wanted = kwargs.get("device")
-        here = torch.device(wanted).type == "cuda" if wanted is not None else bool(on_gpu)
+        device = torch.device(wanted) if wanted is not None else on_gpu[0].device if on_gpu else CPU
+        here = device.type == "cuda"
         if not on_gpu and not here:
             if any(map(self.addresses, leaves)):
                 self._note(name, schema, args, kwargs, None, races.HOST)
@@ -173,7 +206,7 @@ class Gpu:
         result = run() if self.tape is None else self.tape.operation(run, schema)
         if schema.name in UNWRITTEN:
             poison(result)
-        outer = self._outer(schema, args, kwargs, result, here)
+        outer = self._outer(schema, args, kwargs, result, device)
         self._note(name, schema, args, kwargs, outer, self.stream)
         return outer
 
@@ -247,9 +280,11 @@ class Gpu:
             return
         if self.tape is not None and any(leaf.dim() for leaf in off):
             self.wait(f"{name} with an operand in host memory", [])
+        if len(devices := {str(leaf.device) for leaf in on_gpu}) > 1:
+            raise Refused(f"Expected all tensors to be on the same device, {name}: {' and '.join(sorted(devices))}")
         beside = [leaf for leaf in off if leaf.dim() or name.startswith((*INDEXES, "index_", "gather", "scatter"))]
         if on_gpu and beside and name not in INDEXES:
-            raise Refused(f"Expected all tensors to be on the same device, {name}: cuda:0 and cpu")
+            raise Refused(f"Expected all tensors to be on the same device, {name}: {on_gpu[0].device} and cpu")
         if name in INDEXES and off and not isinstance(leaves[0], OnGpu):
             raise Refused("indices should be either on cpu or on the same device as the indexed tensor (cpu)")
         if name in INTEGER_PRODUCTS and not on_gpu[0].is_floating_point():
@@ -264,8 +299,8 @@ class Gpu:
         if tensor.numel() and segments[0] != segments[1]:
             raise Refused("invalid argument: a copy across two segments of pinned memory")
 
-    def _outer(self, schema, args: tuple, kwargs: dict, result: Any, here: bool) -> Any:
-        """Wrap a result for the device; an operation in place returns the tensor it was given."""
+    def _outer(self, schema, args: tuple, kwargs: dict, result: Any, device: torch.device) -> Any:
+        """Wrap a result for its device; an operation in place returns the tensor it was given."""
         given = {id(leaf.inner): leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, OnGpu)}
 
         def outer(value: Any) -> Any:
@@ -273,9 +308,7 @@ class Gpu:
                 return value
             if id(value) in given:
                 return given[id(value)]
-            if not here:
-                return value
-            return OnGpu(value)
+            return OnGpu(value, device) if device.type == "cuda" else value
 
         # A view is what its base is, an inference tensor or none, whatever the mode it was made in.
         views = [leaf for leaf in given.values() if any(r.alias_info is not None for r in schema.returns)]
@@ -284,17 +317,18 @@ class Gpu:
 
     # ---- memory
 
-    def hold(self, tensor: torch.Tensor) -> Hold:
+    def hold(self, tensor: torch.Tensor, number: int = 0) -> Hold:
         """Count the device tensors of an allocation: it is freed with the last one, even if a tape still holds it."""
         hold, storage = Hold(), tensor.untyped_storage()
         address, size = storage.data_ptr(), storage.nbytes()
         if not size or address in self._aliases:
             return hold
         if not self._holders[address]:
-            if self.allocated + size > self.total:
-                raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size} bytes.")
-            self.allocated += -(-size // 512) * 512
-            self.peak = max(self.peak, self.allocated)
+            memory = self._held_by[address] = self.memories[number]
+            if memory.allocated + size > memory.total:
+                raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size} bytes. GPU {number}")
+            memory.allocated += -(-size // 512) * 512
+            memory.peak = max(memory.peak, memory.allocated)
             self.order.made(address, size, self.stream)
         self._holders[address] += 1
         weakref.finalize(hold, self._let_go, address, size, self.order).atexit = False
@@ -303,7 +337,7 @@ class Gpu:
     def _let_go(self, address: int, size: int, order: races.Order) -> None:
         self._holders[address] -= 1
         if not self._holders[address]:
-            self.allocated -= -(-size // 512) * 512
+            self._held_by.pop(address).allocated -= -(-size // 512) * 512
             self.hazards += filter(None, [order.freed(address)])
             self._forget(address)  # what a capture made may have been used outside
 
@@ -342,7 +376,7 @@ class Gpu:
             start <= tensor.data_ptr() < start + size for start, size in self.pinned.items()
         )
 
-    def alias(self, interface: dict) -> OnGpu:
+    def alias(self, interface: dict, device: torch.device) -> OnGpu:
         """Return the device's view of pinned host memory."""
         (size,), (seen, _) = interface["shape"], interface["data"]
         found = [start for start, shift in self._shifts.items() if start + shift == seen]
@@ -351,7 +385,7 @@ class Gpu:
         (address,) = found
         self._aliases[address] = seen - address
         buffer = (ctypes.c_uint8 * size).from_address(address)
-        return OnGpu(torch.frombuffer(buffer, dtype=torch.uint8))
+        return OnGpu(torch.frombuffer(buffer, dtype=torch.uint8), device)
 
 
 def inner_of(leaf: Any) -> Any:

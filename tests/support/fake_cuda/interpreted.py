@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from support.fake_cuda import races
-from support.fake_cuda.device import Refused, gpu, inner_of
+from support.fake_cuda.device import OnGpu, Refused, gpu, inner_of
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
@@ -25,6 +25,8 @@ def install() -> None:
         operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if not all(map(gpu.addresses, operands)):
             raise Refused("Pointer argument cannot be accessed from Triton (cpu tensor?)")
+        if away := {str(each.device) for each in operands if isinstance(each, OnGpu)} - {f"cuda:{gpu.current}"}:
+            raise Refused(f"an illegal memory access was encountered: {away} while cuda:{gpu.current} is current")
         args, kwargs = tree_map(inner_of, args), tree_map(inner_of, kwargs)
 
         def run() -> races.Touched:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from support.fake_cuda import races
-from support.fake_cuda.device import GPU, TOTAL, Refused, gpu
+from support.fake_cuda.device import GPU, TOTAL, Memory, Refused, gpu
 from support.fake_cuda.tape import Tape
 
 NAME = "fake CUDA device"
@@ -117,16 +117,34 @@ def capturing(graph: Graph, pool: Any = None, stream: Stream | None = None, **_:
 
 
 class On:
-    """``torch.cuda.device`` of the only device."""
+    """``torch.cuda.device``"""
 
     def __init__(self, device: Any = None) -> None:
-        self.device = device
+        self.number = number_of(device)
 
     def __enter__(self) -> None:
-        pass
+        self.number, gpu.current = gpu.current, self.number
 
     def __exit__(self, *_: object) -> None:
-        pass
+        gpu.current = self.number
+
+
+def number_of(device: Any) -> int:
+    """The number of a device, in any form that torch takes; of none that of the current one."""
+    if isinstance(device, torch.Tensor):
+        return device.device.index or 0
+    index = device if isinstance(device, int) else None if device is None else torch.device(device).index
+    return gpu.current if index is None else index
+
+
+def memory_of(device: Any) -> Memory:
+    """The memory of a device."""
+    return gpu.memories[number_of(device)]
+
+
+def reset_peak(device: Any = None) -> None:
+    """``torch.cuda.reset_peak_memory_stats``"""
+    memory_of(device).peak = memory_of(device).allocated
 
 
 class Runtime:
@@ -162,16 +180,16 @@ def replaced() -> dict[str, Any]:
         "_lazy_init": lambda: None,
         "is_available": lambda: True,
         "is_initialized": lambda: True,
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
+        "device_count": lambda: gpu.count,
+        "current_device": lambda: gpu.current,
         "get_device_name": lambda device=None: NAME,
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_properties": lambda device=None: properties,
-        "mem_get_info": lambda device=None: (gpu.total - gpu.allocated, gpu.total),
-        "memory_allocated": lambda device=None: gpu.allocated,
-        "memory_reserved": lambda device=None: gpu.allocated,
-        "max_memory_allocated": lambda device=None: gpu.peak,
-        "reset_peak_memory_stats": lambda device=None: setattr(gpu, "peak", gpu.allocated),
+        "mem_get_info": lambda device=None: memory_of(device).free_and_total,
+        "memory_allocated": lambda device=None: memory_of(device).allocated,
+        "memory_reserved": lambda device=None: memory_of(device).allocated,
+        "max_memory_allocated": lambda device=None: memory_of(device).peak,
+        "reset_peak_memory_stats": reset_peak,
         "empty_cache": lambda: None,
         "synchronize": lambda device=None: gpu.wait("synchronize"),
         "set_sync_debug_mode": lambda mode: setattr(gpu, "impatient", mode == "error"),
