@@ -131,6 +131,8 @@ def gpu_checks(device: str, torch: Any, has_triton: bool) -> Iterator[Check]:
     for info in infos:
         yield guarded("GPU", partial(gpu, info))
     yield guarded("device", lambda: chosen_device(device, torch))
+    if sees_gpu(torch) and torch.cuda.device_count() > 1:
+        yield guarded("several GPUs", lambda: several(torch))
     cuda = device != "cpu" and sees_gpu(torch)
     pinned = guarded("pinning", lambda: pinning(torch, cuda))
     yield pinned
@@ -182,6 +184,15 @@ def chosen_device(device: str, torch: Any) -> Check:
         return Check("device", "problem", f"{device} is set, torch sees {count(gpus)} GPU", advice)
     used = "cpu" if device == "cpu" or not there else "cuda" if device == "auto" else device
     return Check("device", "ok", f"{device} is set, {used} is used" if device == "auto" else used)
+
+
+def several(torch: Any) -> Check:
+    """The GPUs that a model can be split over, and how the first exchanges data with each of the others."""
+    count = torch.cuda.device_count()
+    direct = {f"cuda:{n}": bool(torch.cuda.can_device_access_peer(0, n)) for n in range(1, count)}
+    told = [f"{'directly' if direct[each] else 'through host memory'} with {each}" for each in direct]
+    found = f"--gpus {count} splits a model that is too large for one; cuda:0 exchanges data {', '.join(told)}"
+    return Check("several GPUs", "ok", found)
 
 
 def pinning(torch: Any, cuda: bool, registrar: Any = None) -> Check:

@@ -88,6 +88,8 @@ def card_costs(load: Load, name: str, contexts: Sequence[int], progress: Progres
             DoesNotFitError: its weights leave no room.
     """
     name = _known(name)
+    if load.gpus > 1:
+        raise UsageError("A card's figures are those of one.", "", "Leave --gpus out.")
     card = CARDS[name]
     with quiet():
         described = describe(load.model, "cpu", DTYPE if load.dtype == "auto" else load.dtype, progress)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -123,15 +123,27 @@ class AnswerMetrics:
 
 
 class MetricsCollector:
-    """Reads a KV manager and the recurrent state beside it; ``weight_bytes`` and ``context`` are the model's."""
+    """Reads a KV manager and the recurrent state beside it; ``weight_bytes`` and ``context`` are the model's.
 
-    def __init__(self, kv: KVManager, recurrent: RecurrentState, weight_bytes: int, context: int) -> None:
+    ``elsewhere`` are those of the bytes that lie on other GPUs than the K/V, by their names.
+    """
+
+    def __init__(
+        self,
+        kv: KVManager,
+        recurrent: RecurrentState,
+        weight_bytes: int,
+        context: int,
+        elsewhere: Mapping[str, int] | None = None,
+    ) -> None:
         self._kv = kv
         self._recurrent = recurrent
         self._weight_bytes = weight_bytes
         self._context = context
-        self._gpu_reader, self._gpu_name = _gpu_of(kv.state.device)
-        self._gpu: Gpu | None = None
+        self._elsewhere = dict(elsewhere or {})
+        devices = [kv.state.device, *map(torch.device, self._elsewhere)]
+        self._gpu_readers = {str(device): _gpu_of(device) for device in devices if device.type == "cuda"}
+        self._gpus: dict[str, Gpu] = {}
         self._gpu_read = float("-inf")
         self._last = Counts.of(kv)
         self._step_bytes = 0.0
@@ -139,7 +151,7 @@ class MetricsCollector:
         self._recall_rate: float | None = None
         self._beside_bytes = self._beside_corrections = 0
         self._ribbon = Ribbon(kv)
-        self._pcie = PcieReading(self._gpu_reader)
+        self._pcie = PcieReading(self._gpu_readers[str(kv.state.device)][0] if self._gpu_readers else None)
         self._coverage, self._covered_in = CoverageWatch(kv.state), kv.mode
         self.answer: AnswerMetrics | None = None
 
@@ -238,6 +250,7 @@ class MetricsCollector:
         report = kv.mode.report()
         cell, letters, shares = self._ribbon.cells(counts, report)
         cuda = kv.state.device.type == "cuda"
+        gpus = self._read_gpus()
         return Snapshot(
             mode=kv.mode.name,
             params=report.params,
@@ -257,7 +270,9 @@ class MetricsCollector:
             process_bytes=resident_bytes(),
             torch_allocated=torch.cuda.memory_allocated(kv.state.device) if cuda else None,
             torch_reserved=torch.cuda.memory_reserved(kv.state.device) if cuda else None,
-            gpu=self._read_gpu(),
+            gpu=gpus.get(str(kv.state.device)),
+            elsewhere=self._elsewhere,
+            other_gpus={name: gpus[name] for name in self._elsewhere},
             tokens_per_s=self.answer.present_rate() if self.answer else None,
             ttft_s=self.answer.ttft_s if self.answer else None,
             step_bytes=self._step_bytes,
@@ -330,17 +345,16 @@ class MetricsCollector:
             self._recall_rate = _recall_rate(self._last, now)
             self._last = now
 
-    def _read_gpu(self) -> Gpu | None:
-        if self._gpu_reader and time.monotonic() - self._gpu_read >= GPU_S:
-            self._gpu = Gpu(self._gpu_name, **asdict(self._gpu_reader.usage()))
+    def _read_gpus(self) -> dict[str, Gpu]:
+        if time.monotonic() - self._gpu_read >= GPU_S:
+            readers = self._gpu_readers.items()
+            self._gpus = {device: Gpu(name, **asdict(reader.usage())) for device, (reader, name) in readers}
             self._gpu_read = time.monotonic()
-        return self._gpu
+        return self._gpus
 
 
-def _gpu_of(device: torch.device) -> tuple[GpuReader | None, str]:
+def _gpu_of(device: torch.device) -> tuple[GpuReader, str]:
     """NVML's reader of a CUDA device, and the device's name; by UUID, because NVML ignores CUDA_VISIBLE_DEVICES."""
-    if device.type != "cuda":
-        return None, ""
     properties = torch.cuda.get_device_properties(device)
     return GpuReader(str(properties.uuid)), properties.name
 

@@ -29,7 +29,7 @@ from kvchat.kv.modes import build
 from kvchat.kv.modes.base import AUTO_BUDGET, ModelTraits
 from kvchat.kv.modes.sync_heads import Calibration, default_clusters
 from kvchat.kv.prefill import staging_bytes
-from kvchat.models import repacking
+from kvchat.models import repacking, split
 from kvchat.models.description import ModelDescription, describe, quiet
 from kvchat.models.hub import Progress
 from kvchat.models.probe import observe_shape
@@ -41,7 +41,7 @@ from kvchat.protocol.figures import MemoryPlan, ModeNeed, Proposal, Snapshot, St
 from kvchat.protocol.messages import Load
 from kvchat.units import size
 
-GIVEN = ("device", "dtype", "host_dtype", "quantize")
+GIVEN = ("device", "gpus", "dtype", "host_dtype", "quantize")
 LEAST_BUDGET = AUTO_BUDGET["least"]  # what no smaller budget is proposed than
 WEIGHTS = ("none", "int8", "nf4")  # 8 bits give up little, 4 bits more
 
@@ -56,7 +56,7 @@ def memory_plan(load: Load, context: int | None, progress: Progress, in_use: Sna
             that the model does not have.
     """
     with quiet():
-        described = describe(load.model, load.device, load.dtype, progress)
+        described = describe(load.model, load.device, load.dtype, progress, load.gpus)
         quantization.check(repacking.choose(load.quantize, described).quantize, described.config, described.device)
         seen = observe(described)
         if in_use is not None:
@@ -73,7 +73,7 @@ def fits_beside(load: Load, progress: Progress) -> bool:
         KvchatError: it cannot be loaded at all.
     """
     made = memory_plan(load, 1, progress)
-    return made.weights[_asked_weights(made, load)] + made.workspace <= available.usable(made.device_free)
+    return made.on_device(_asked_weights(made, load)) + made.workspace <= available.usable(made.device_free)
 
 
 # ---- parts -----------------------------------------------------------------------------------------
@@ -85,6 +85,7 @@ def _taken(load: Load, seen: Observed, tokens: int, in_use: Snapshot | None) -> 
     is_quantized = load.host_dtype == "int8"
     share = _host_share(geometry) if is_quantized else 1.0
     device_given, host_given = _given_back(in_use, described.device)
+    given_back = in_use.elsewhere if in_use else {}
     return MemoryPlan(
         model=load.model,
         architecture=described.model_class.__name__,
@@ -107,6 +108,10 @@ def _taken(load: Load, seen: Observed, tokens: int, in_use: Snapshot | None) -> 
         packed=_packed_files(described),
         floor_ms=_floors(described, weights, load.read_bytes_per_s),
         given=_given(load),
+        elsewhere=_elsewhere(described, weights, given_back),
+        others_free={
+            str(device): available.free_bytes(device) + given_back.get(str(device), 0) for device in described.others
+        },
     )
 
 
@@ -114,7 +119,7 @@ def _proposed(made: MemoryPlan, load: Load, seen: Observed) -> MemoryPlan:
     """A plan with its proposal; modes that take less where the device is short are planned in the room beside it."""
     made = replace(made, proposal=propose(made, list(_smaller_budgets(made, load, seen))))
     beside = made.proposal.quantize if made.proposal and load.quantize == "auto" else _asked_weights(made, load)
-    room = available.usable(made.device_free) - made.weights[beside] - made.state - seen.described.activations(CHUNK)
+    room = available.usable(made.device_free) - made.on_device(beside) - made.state - seen.described.activations(CHUNK)
     limited = {name: mode_need(name, load, seen, made.context, made.host_share, room) for name in made.modes}
     fitting = {name: need for name, need in limited.items() if has_room(made, beside, need)}
     return replace(made, beside=beside, modes=made.modes | fitting)
@@ -171,7 +176,7 @@ def any_heads(geometry: Geometry, architecture: str) -> Calibration:
 
 def _given(load: Load) -> dict[str, str]:
     """The options of ``load`` that a plan depends on and that are not the default, by their names."""
-    return {name: chosen for name in GIVEN if (chosen := getattr(load, name)) != getattr(Load, name)}
+    return {name: str(chosen) for name in GIVEN if (chosen := getattr(load, name)) != getattr(Load, name)}
 
 
 def _context(seen: Observed, asked: int | None) -> int:
@@ -197,7 +202,7 @@ def _packed_files(described: ModelDescription) -> int:
 def _stored_need(made: MemoryPlan, in_use: Snapshot, load: Load, seen: Observed) -> StoredNeed:
     """The need of the conversation that is stored now, with the room that there is for it."""
     # As a loaded model does, which leaves the margin of what its weights left.
-    room = available.usable(made.device_free - made.weights[_asked_weights(made, load)] - made.state)
+    room = available.usable(made.device_free - made.on_device(_asked_weights(made, load)) - made.state)
     read = mode_need(in_use.mode, load, seen, in_use.device_room - 1, made.host_share, room).device_bytes
     pool = seen.geometry.layers * layer_bytes(seen.geometry, in_use.exact_room, in_use.rounded_room)
     rooms = in_use.device_room, in_use.exact_room + in_use.rounded_room
@@ -208,11 +213,23 @@ def _given_back(in_use: Snapshot | None, device: torch.device) -> tuple[int, int
     """Bytes that the model in use holds on ``device`` and on the host; on a CPU both are all of it."""
     if in_use is None:
         return 0, 0
-    computed_with = in_use.weight_bytes + in_use.kv_device_bytes
+    computed_with = in_use.weight_bytes - sum(in_use.elsewhere.values()) + in_use.kv_device_bytes
     if in_use.torch_allocated is None:
         held = computed_with + in_use.kv_host_bytes
         return (held if device.type == "cpu" else 0), held
     return (in_use.kv_host_bytes if device.type == "cpu" else computed_with), in_use.kv_host_bytes
+
+
+def _elsewhere(
+    described: ModelDescription, choices: Iterable[str], given_back: dict[str, int]
+) -> dict[str, dict[str, int]]:
+    """By quantization the bytes of the weights on each GPU beside the device."""
+    names = [str(device) for device in described.others]
+    return {
+        name: dict(zip(names, split.shares(described, name, given_back).others, strict=True))
+        for name in choices
+        if names
+    }
 
 
 def _floors(described: ModelDescription, choices: Iterable[str], rate: float | None) -> dict[str, float]:
@@ -325,7 +342,7 @@ def _fits(made: MemoryPlan, quantize: str, need: ModeNeed, spills: bool) -> bool
 
 def _beside_kv(made: MemoryPlan, quantize: str) -> int:
     """Bytes on the device beside the K/V that are read."""
-    return made.weights[quantize] + made.state + made.workspace
+    return made.on_device(quantize) + made.state + made.workspace
 
 
 def _spilled(made: MemoryPlan, quantize: str) -> int:

@@ -147,7 +147,8 @@ class Session(Released):
         self._kv = self._runner.kv
         self._kv.state.quantize_pages(is_quantized(asked.host_dtype))
         self._switcher.attach(self._kv)
-        self._metrics = MetricsCollector(self._kv, self._runner.recurrent, model.weight_bytes, model.context)
+        of_model = model.weight_bytes, model.context, model.elsewhere
+        self._metrics = MetricsCollector(self._kv, self._runner.recurrent, *of_model)
         self._loop = AnswerLoop(self._runner, self._switcher, self._metrics, stored, asked.template_args)
         self._prefix_cache = PrefixCache(self._runner, self._loop, asked.keeping)
         self._turns = (Turn("system", system),) if system else ()

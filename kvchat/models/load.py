@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -103,6 +104,14 @@ class LoadedModel:
     reads_chunks: bool = True
     advised: Sampling = Sampling(temperature=TEMPERATURE)
     gguf: Path | None = None
+
+    @cached_property
+    def elsewhere(self) -> dict[str, int]:
+        """Bytes of its weights on devices beside ``device``, by their names."""
+        held = Counter[str]()
+        for _, tensor in weights(self.model) if len(self.devices) > 1 else ():
+            held[str(tensor.device)] += tensor.nbytes
+        return {name: held[name] for name in map(str, self.devices[1:])}
 
     @cached_property
     def devices(self) -> tuple[torch.device, ...]:

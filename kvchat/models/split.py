@@ -13,7 +13,7 @@ The other GPUs are filled first, because the room that is left on the first one 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,8 +44,10 @@ def decoder_layers(model: Any) -> tuple[str, nn.ModuleList]:
     return next((name, module) for name, module in lists if len(module) == count)
 
 
-def shares(described: ModelDescription, quantize: str) -> Shares:
+def shares(described: ModelDescription, quantize: str, given: Mapping[str, int] | None = None) -> Shares:
     """Where the weights lie; those on the first GPU need not fit it.
+
+    ``given`` are bytes by device that count as free, because the model in use is unloaded.
 
     Raises:
         ModelError: this model cannot be split.
@@ -60,7 +62,8 @@ def shares(described: ModelDescription, quantize: str) -> Shares:
     end, places = len(layers), [described.device] * len(layers)
     others = dict.fromkeys(described.others, 0)
     for device in reversed(described.others):
-        room = available.usable(available.free_bytes(device)) - described.activations(FORWARD)
+        free = available.free_bytes(device) + (given or {}).get(str(device), 0)
+        room = available.usable(free) - described.activations(FORWARD)
         while end and others[device] + layers[end - 1] <= room:
             end -= 1
             others[device] += layers[end]

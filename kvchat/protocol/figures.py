@@ -176,7 +176,9 @@ class MemoryPlan:
     measured: no token takes less. Of a GGUF file, and of others on a GPU, such weights lie ``unpacked`` in host memory,
     all of them, before they are packed again; ``packed`` is the size on disk of a checkpoint, no GGUF file, that has
     them, else 0. Where a model is in use, ``stored`` is set, and what that holds counts as free. ``given`` are the
-    options, by name, that were not left to kvchat and that the plan depends on.
+    options, by name, that were not left to kvchat and that the plan depends on. Of a model over several GPUs
+    ``elsewhere`` has, by quantization, the bytes of weights on each beside the device, and ``others_free`` what is free
+    on them.
     """
 
     model: str
@@ -203,6 +205,12 @@ class MemoryPlan:
     floor_ms: dict[str, float] = field(default_factory=dict)
     stored: StoredNeed | None = None
     given: dict[str, str] = field(default_factory=dict)
+    elsewhere: dict[str, dict[str, Count]] = field(default_factory=dict)
+    others_free: dict[str, Count] = field(default_factory=dict)
+
+    def on_device(self, quantize: str) -> int:
+        """Bytes of the weights that lie on the device."""
+        return self.weights[quantize] - sum(self.elsewhere.get(quantize, {}).values())
 
 
 @dataclass(frozen=True)
@@ -276,7 +284,8 @@ class Snapshot:
     8-bit pages. ``process_bytes`` is the engine's memory on the host. ``prices`` are the other modes'. ``badges`` warn
     of how the engine runs: a few words, a colon, the reason. ``server`` is set where a server has the model, and what
     is read and held is not known. Where kvchat chooses the mode,
-    ``auto`` says why this one.
+    ``auto`` says why this one. ``elsewhere`` are the weights' bytes on GPUs beside the one with the K/V, ``other_gpus``
+    the readings of those.
     """
 
     mode: str
@@ -320,3 +329,5 @@ class Snapshot:
     rounded_room: Count = 0
     server: ServerFigures | None = None
     auto: str = ""
+    elsewhere: dict[str, Count] = field(default_factory=dict)
+    other_gpus: dict[str, Gpu] = field(default_factory=dict)

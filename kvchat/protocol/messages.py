@@ -82,7 +82,6 @@ class Load:
 
     model: str = BUNDLED
     device: str = "auto"
-    gpus: Annotated[int, Field(ge=1)] = 1
     dtype: str = "auto"
     mode: str = "full"
     given: dict[str, Params] = field(default_factory=dict)
@@ -96,6 +95,7 @@ class Load:
     host_dtype: HostDtype = "model"
     chat_template: str = ""
     template_args: tuple[str, ...] = ()
+    gpus: Annotated[int, Field(ge=1)] = 1
 
 
 @dataclass(frozen=True)

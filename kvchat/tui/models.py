@@ -411,6 +411,8 @@ def _rows(made: MemoryPlan) -> Iterator[Row]:
         chosen = ", by default" if name == made.by_default != "none" else ""
         unpacked = f", unpacked from {size(made.packed, 2)}" if made.packed and name == "none" else ""
         yield Row(f"weights {name}", f"weights, {name}{chosen}{unpacked}", where, size(needed, 2))
+        for device, nbytes in made.elsewhere.get(name, {}).items():
+            yield Row(f"weights {name} {device}", "  of it there", device, size(nbytes, 2))
         if name in made.floor_ms:
             yield Row(f"floor {name}", "  floor, a token", where, figure(made.floor_ms[name], "ms", 1))
     for name, need in made.modes.items():
@@ -436,6 +438,8 @@ def _rows(made: MemoryPlan) -> Iterator[Row]:
     free = "free without the model in use" if made.stored else "free"
     if made.device != "cpu":
         yield Row("device free", free, made.device, size(made.device_free, 2))
+    for device, nbytes in made.others_free.items():
+        yield Row(f"{device} free", free, device, size(nbytes, 2))
     yield Row("host free", free, "host", size(made.host_free, 2))
 
 

@@ -252,6 +252,10 @@ def memory_rows(s: Snapshot) -> Rows:
     own = [("weights", size(s.weight_bytes)), ("K/V on the host", size(s.kv_host_bytes))]
     if s.kv_parked_bytes:
         own.append(("parked", size(s.kv_parked_bytes)))
+    for device, nbytes in s.elsewhere.items():
+        gpu = s.other_gpus.get(device)
+        used = f"{size(gpu.used)} / {size(gpu.total)}, " if gpu and gpu.used is not None else ""
+        own.append((device, f"{used}weights {size(nbytes)}"))
     if not has_gpu(s):
         process = [("this process", size(s.process_bytes))] if s.process_bytes is not None else []
         return [("no GPU", "all K/V is in RAM"), *process, *own]
