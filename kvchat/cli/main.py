@@ -295,7 +295,7 @@ def completion_command(
 
 
 @app.command("plan")
-@taking({name: LOAD[name] for name in ("device", "dtype", "host_dtype")}, PARAMS)
+@taking({name: LOAD[name] for name in ("device", "gpus", "dtype", "host_dtype")}, PARAMS)
 def plan_command(
     ctx: typer.Context,
     model: ModelArgument = "bundled",

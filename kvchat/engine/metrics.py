@@ -141,6 +141,7 @@ class MetricsCollector:
         self._weight_bytes = weight_bytes
         self._context = context
         self._elsewhere = dict(elsewhere or {})
+        self._home = str(kv.state.device)
         devices = [kv.state.device, *map(torch.device, self._elsewhere)]
         self._gpu_readers = {str(device): _gpu_of(device) for device in devices if device.type == "cuda"}
         self._gpus: dict[str, Gpu] = {}
@@ -151,7 +152,7 @@ class MetricsCollector:
         self._recall_rate: float | None = None
         self._beside_bytes = self._beside_corrections = 0
         self._ribbon = Ribbon(kv)
-        self._pcie = PcieReading(self._gpu_readers[str(kv.state.device)][0] if self._gpu_readers else None)
+        self._pcie = PcieReading(self._gpu_readers[self._home][0] if self._gpu_readers else None)
         self._coverage, self._covered_in = CoverageWatch(kv.state), kv.mode
         self.answer: AnswerMetrics | None = None
 
@@ -270,7 +271,7 @@ class MetricsCollector:
             process_bytes=resident_bytes(),
             torch_allocated=torch.cuda.memory_allocated(kv.state.device) if cuda else None,
             torch_reserved=torch.cuda.memory_reserved(kv.state.device) if cuda else None,
-            gpu=gpus.get(str(kv.state.device)),
+            gpu=gpus.get(self._home),
             elsewhere=self._elsewhere,
             other_gpus={name: gpus[name] for name in self._elsewhere},
             tokens_per_s=self.answer.present_rate() if self.answer else None,

@@ -223,9 +223,9 @@ def resolve_others(first: torch.device, gpus: int) -> tuple[torch.device, ...]:
         return ()
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if first.type == "cpu" or gpus > there:
-        why = f"the model is to run on {first}." if there and first.type == "cpu" else f"torch sees {there}."
+        why = "The model is to run on the CPU." if there and first.type == "cpu" else f"torch sees {there or 'none'}."
         most = f"Give --gpus {there} or fewer" if there > 1 else "Leave --gpus out"
-        raise UsageError(f"There are no {gpus} GPUs.", why[0].upper() + why[1:], f"{most}; kvchat doctor lists them.")
+        raise UsageError(f"There are no {gpus} GPUs.", why, f"{most}; kvchat doctor tells what is there.")
     numbers = [number for number in range(there) if number != first.index]
     return tuple(torch.device("cuda", number) for number in numbers[: gpus - 1])
 

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from support import tiny_models
+from support import byte_tokenizer, tiny_models
 from support.fake_cuda.device import gpu
 from support.tiny_runner import PARAMS, Wordless, loaded, mode_of, prefilled, runner_of, same_steps, token_ids
 
+from kvchat.engine.plan import memory_plan
 from kvchat.engine.runner import ModelRunner
-from kvchat.models import attention_hook, split
-from kvchat.models.load import LoadedModel, wrap
+from kvchat.engine.session import Session
+from kvchat.errors import DoesNotFitError, ModelError, UsageError
+from kvchat.kv.inspect import check_integrity
+from kvchat.models import attention_hook, reading, split
+from kvchat.models.description import describe
+from kvchat.models.load import LoadedModel, load_model, wrap
+from kvchat.models.probe import relative_error
+from kvchat.protocol.messages import Keeping, Load, Sampling, Turn
 
 pytestmark = [pytest.mark.cuda, pytest.mark.fake_cuda]
 
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
+ONE, TWO = "The sea was calm and the whale went on. " * 5, "A fox ran over the hill to the old mill. " * 5
 
 
 @pytest.fixture(autouse=True)
@@ -54,12 +64,132 @@ def test_a_query_is_estimated_ahead_across_the_border(monkeypatch):
 
 
 def test_a_model_that_is_fused_computes_the_same():
-    model, plain = (tiny_models.fresh("llama", num_hidden_layers=2) for _ in range(2))
+    """Held to transformers' own forward as it is wrapped."""
+    model = tiny_models.fresh("llama", num_hidden_layers=2)
     split.move(model, FIRST, (FIRST, SECOND))
     split.connect(model, FIRST, (FIRST, SECOND))
-    one, two = (
-        runner_of(each) for each in (wrap(plain.to(FIRST), Wordless(), "llama"), wrap(model, Wordless(), "llama"))
-    )
-    assert one.model.fused == two.model.fused != ""
-    assert torch.equal(prefilled(one, token_ids(20)), prefilled(two, token_ids(20)))
+    one, two = runner_of(loaded("llama", "cuda:0", num_hidden_layers=2)), runner_of(wrap(model, Wordless(), "llama"))
+    assert two.model.fused
+    assert relative_error(prefilled(two, token_ids(20)), prefilled(one, token_ids(20))) < 1e-5
+    assert relative_error(two.step(7), one.step(7)) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma3"])
+def test_sinks_and_angles_of_several_kinds_come_along(name, monkeypatch):
+    fresh = tiny_models.fresh
+
+    def without_histogram(name, **changes):  # which the fake GPU lacks, for experts
+        model = fresh(name, **changes)
+        model.set_experts_implementation("batched_mm")
+        return model
+
+    monkeypatch.setattr(tiny_models, "fresh", without_histogram)
+    one, two = (runner_of(model) for model in (loaded(name, "cuda:0"), halves(name)))
+    assert torch.equal(prefilled(one, token_ids(40)), prefilled(two, token_ids(40)))
     same_steps(one, two, token_ids(2, seed=1))
+
+
+def test_memory_that_runs_out_on_the_second_gpu_costs_no_token(monkeypatch):
+    one, two = (runner_of(model, "streaming", budget=64) for model in (loaded("llama", "cuda:0"), halves()))
+    for each in (one, two):
+        prefilled(each, token_ids(100))
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu.memories[1], "total", gpu.memories[1].allocated + 2**10)
+        for failing in (lambda: prefilled(two, token_ids(60)), lambda: two.step(5)):
+            with pytest.raises(DoesNotFitError):
+                failing()
+            assert two.kv.total == 100
+    for token in token_ids(2, seed=1):
+        assert torch.equal(one.step(token), two.step(token))
+    check_integrity(two.kv.state)
+
+
+def speaking(places: tuple[torch.device, ...] = ()) -> LoadedModel:
+    end = byte_tokenizer.SIZE - 1
+    model = loaded("llama", "cuda:0", places=places, vocab_size=end + 1, num_hidden_layers=2)
+    return replace(model, tokenizer=byte_tokenizer.byte_level(), vocab=end + 1, eos_ids=frozenset({end}))
+
+
+def test_conversations_are_switched_cut_parked_and_saved_as_on_one(tmp_path):
+    said, logits = [], []
+    for number, places in enumerate([(), (FIRST, SECOND)]):
+        keeping = Keeping(2**20, 2**20, str(tmp_path / str(number)))
+        session = Session(speaking(places), Load(keeping=keeping))
+        greedy, told = Sampling(temperature=0, max_new_tokens=3), []
+        for conversation, question, mode in [
+            ("a", ONE, "full"),
+            ("b", TWO, "streaming"),
+            ("a", ONE, "freeze"),
+        ]:
+            session.switch(mode)
+            told += list(session.answer((Turn("user", question),), greedy, None, conversation))
+        session.truncate(session.total - 2)
+        logits.append(session.step(5))
+        session.close()
+        again = Session(speaking(places), Load(keeping=keeping))
+        told += list(again.answer((Turn("user", TWO),), greedy, None, "b"))
+        named = [getattr(each, "text", getattr(each, "where", type(each).__name__)) for each in told]
+        said.append([each for each in named if each != "Preparing"])  # a graph, on one alone
+        assert again.snapshot().elsewhere.keys() == {str(place) for place in places} - {str(FIRST)}
+        again.close()
+    assert said[0] == said[1]
+    assert torch.equal(*logits)
+    assert {"memory", "disk"} <= set(said[1])
+
+
+# ---- loading
+
+
+@pytest.fixture
+def folder(tmp_path):
+    tiny_models.fresh("llama", vocab_size=byte_tokenizer.SIZE).save_pretrained(tmp_path)
+    byte_tokenizer.byte_level().save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def room_on(monkeypatch, device: torch.device, size: int) -> None:
+    """Let a GPU have so much free."""
+    memory = gpu.memories[device.index]
+    monkeypatch.setattr(memory, "allocated", memory.total - size)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_the_second_gpu_takes_as_many_layers_as_fit(folder, monkeypatch, in_place):
+    """Also where transformers puts each layer on its GPU as it reads it, as it does with packed weights."""
+    monkeypatch.setattr(reading, "_is_in_place", lambda *_: in_place)
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # the fake GPU knows one thread
+    load = Load(folder, "cuda", gpus=2, fast=False)
+    described = describe(folder, "cuda", "auto", print, 2)
+    (layer, *_), beside = split._layer_bytes(described, "none")
+    room_on(monkeypatch, SECOND, int(1.07 * (2.5 * layer + described.activations(split.FORWARD))))
+    planned, free = memory_plan(load, 256, print), torch.cuda.mem_get_info(SECOND)[0]
+    model = load_model(load, print)
+    assert model.devices == (FIRST, SECOND)
+    assert [next(each.parameters()).device for each in model.model.model.layers] == [FIRST, FIRST, SECOND, SECOND]
+    assert planned.elsewhere["none"] == model.elsewhere == {"cuda:1": 2 * layer}
+    assert planned.on_device("none") == beside + 2 * layer
+    angles = model.weight_bytes - beside - 4 * layer  # which no file has
+    assert 0 <= angles < 2**10
+    assert 2 * layer <= free - torch.cuda.mem_get_info(SECOND)[0] <= 2 * layer + 2**14, "in blocks of 512 bytes"
+    assert sum("2 on cuda:0, 2 on cuda:1" in note for note in model.notes) == 1
+    one = runner_of(load_model(replace(load, gpus=1), print))
+    two = runner_of(model)
+    assert torch.equal(prefilled(one, token_ids(20)), prefilled(two, token_ids(20)))
+    assert two.graphs.badges == ("no CUDA graph: its layers are on 2 GPUs",)
+
+
+def test_what_two_gpus_have_no_room_for_is_refused_with_the_numbers(folder, monkeypatch):
+    for device in (FIRST, SECOND):
+        room_on(monkeypatch, device, 100_000)
+    with pytest.raises(DoesNotFitError, match=r"cuda:1.*cuda:0, where 97.66 KiB are free"):
+        load_model(Load(folder, "cuda", gpus=2), print)
+
+
+def test_more_gpus_than_there_are_and_recurrent_layers_are_refused(folder, tmp_path):
+    with pytest.raises(UsageError, match="sees 2"):
+        describe(folder, "cuda", "auto", print, 3)
+    with pytest.raises(UsageError, match="on the CPU"):
+        describe(folder, "cpu", "auto", print, 2)
+    tiny_models.fresh("qwen3_5").save_pretrained(tmp_path / "hybrid")
+    with pytest.raises(ModelError, match="recurrent"):
+        split.shares(describe(str(tmp_path / "hybrid"), "cuda", "auto", print, 2), "none")

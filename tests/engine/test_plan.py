@@ -169,7 +169,7 @@ def test_what_full_reads_over_the_link_is_counted():
 
 
 def test_on_a_small_card_full_takes_what_is_left_and_reads_the_rest_over_the_link(monkeypatch):
-    def card(name, device, dtype, progress):
+    def card(name, device, dtype, progress, gpus=1):
         return replace(describe(name, "cpu", dtype, progress), device=torch.device("cuda"))
 
     monkeypatch.setattr(plan, "describe", card)

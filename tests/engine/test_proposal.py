@@ -135,7 +135,7 @@ def on_a_card(monkeypatch, tmp_path):
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(kvchat.__file__).parent / "models/bundled" / file, tmp_path)
 
-    def card(name, device, dtype, progress):
+    def card(name, device, dtype, progress, gpus=1):
         return replace(describe(name, "cpu", dtype, progress), device=torch.device("cuda"))
 
     monkeypatch.setattr(plan, "describe", card)

@@ -23,7 +23,7 @@ LONG = (
 )
 # As few as keep two workers busy to the end: each loads torch and transformers, and holds the kernels to the reference.
 PARTS = {
-    "fake device, host pool, prefill, sampling, faults, a fixed change rate": [
+    "fake device, two of them, host pool, prefill, sampling, faults, a fixed change rate": [
         "tests/bench/test_fixed_change_rate.py",
         "--deselect=tests/bench/test_fixed_change_rate.py::test_on_a_gpu_exactly_the_fixed_share_of_tokens_moves[0.0]",
         "tests/fake_cuda/test_fake_cuda.py",
@@ -33,6 +33,7 @@ PARTS = {
         "tests/engine/test_sampler.py",
         "tests/engine/test_session_faults.py",
         "tests/engine/test_auto.py",
+        "tests/engine/test_gpus.py",
     ],
     "graphs, 8-bit pages, switches, pinned messages, tokens read over the link": [
         "tests/engine/test_cuda.py",

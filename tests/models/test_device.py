@@ -11,7 +11,7 @@ from transformers import Gemma3TextConfig
 
 from kvchat.errors import UsageError
 from kvchat.models import description
-from kvchat.models.description import resolve_device, resolve_dtype
+from kvchat.models.description import resolve_device, resolve_dtype, resolve_others
 
 
 @pytest.mark.parametrize(("device", "message"), [("gpu", '"gpu"'), ("meta", '"meta"'), ("cuda:x", '"cuda:x"')])
@@ -35,6 +35,19 @@ def test_a_gpu_that_is_not(monkeypatch):
     assert resolve_device("cuda:1") == torch.device("cuda:1")
     with pytest.raises(UsageError, match="2 GPU"):
         resolve_device("cuda:2")
+
+
+def test_layers_go_to_the_gpus_beside_the_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    second = torch.device("cuda:1")
+    assert resolve_others(second, 1) == ()
+    assert resolve_others(second, 3) == (torch.device("cuda:0"), torch.device("cuda:2"))
+    with pytest.raises(UsageError, match="sees 3"):
+        resolve_others(second, 4)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UsageError, match="sees none"):
+        resolve_others(torch.device("cpu"), 2)
 
 
 @pytest.mark.parametrize(
