@@ -31,7 +31,7 @@ def request(
     extra: dict[str, Any] = {}
     asked: dict[str, Any] = {
         "model": model,
-        "messages": [{"role": turn.role, "content": _said(turn)} for turn in turns],
+        "messages": [{"role": turn.role, "content": _said(turn, turn is turns[-1])} for turn in turns],
         "stream": True,
         "stream_options": {"include_usage": True},
         "max_tokens": sampling.max_new_tokens,
@@ -53,11 +53,12 @@ def request(
     return asked | ({"extra_body": extra} if extra else {})
 
 
-def _said(turn: Turn) -> str:
-    """A message without the thought before it, which templates leave out too; a thought alone is gone on with."""
+def _said(turn: Turn, is_last: bool) -> str:
+    """A message without the thought before it, which templates leave out too; the last one's is gone on with."""
     if turn.role != "assistant":
         return turn.content
-    return thoughts.split(turn.content, turn.thought)[1] or turn.content
+    said = thoughts.split(turn.content, turn.thought)[1]
+    return said or turn.content if is_last else said
 
 
 def open_thought(turn: Turn) -> str:

@@ -140,6 +140,13 @@ def test_a_thought_that_a_template_began_is_not_sent(serve, connect) -> None:
     assert [one["content"] for one in server.asked[0]["messages"]] == ["Hi.", "Hello.", "And </think>?"]
 
 
+def test_an_answer_that_never_came_out_of_its_thought_is_sent_empty(serve, connect) -> None:
+    server = serve()
+    turns = (*HI, Turn("assistant", "<think>\nhm"), Turn("user", "And?"), Turn("assistant", "<think>\nhm"))
+    asked(connect(server.url), turns)
+    assert [one["content"] for one in server.asked[0]["messages"]] == ["Hi.", "", "And?", "<think>\nhm"]
+
+
 @pytest.mark.parametrize(
     "begun",
     [Turn("assistant", "<think>\nIt is"), Turn("assistant", "It is", thought="</think>")],
