@@ -117,6 +117,11 @@ def served_kv_dir() -> Path:
     return data_dir() / "served"
 
 
+def server_slots_file() -> Path:
+    """The conversations whose K/V servers have in files of their own."""
+    return data_dir() / "server_slots.json"
+
+
 def saved_kv(folder: Path, conversation: str) -> Path:
     """The file of a conversation in such a folder; an id that is no plain name, of an imported one, is rewritten."""
     name = (

@@ -80,17 +80,20 @@ class MetricsReader:
                 return replace(nothing, missing=NOT_TOLD.get(self._kind, f"/metrics answers {reply.status_code}"))
             figures, written = FIGURES[self._kind](Samples(reply.text), nothing)
             if self._kind == LLAMA:
-                figures = replace(figures, capacity=await self._slots())
+                capacity, used = await self._slots()
+                figures = replace(figures, capacity=capacity or None, used_share=_share(used, capacity))
         except (httpx2.HTTPError, ValueError) as error:
             return replace(nothing, missing=f"{type(error).__name__}: {error}"[:100])
         speed = self._speed(written) if figures.tokens_per_s is None else figures.tokens_per_s
         return replace(figures, tokens_per_s=speed)
 
-    async def _slots(self) -> int | None:
-        """The tokens that fit all slots of llama-server; None where it does not list them."""
+    async def _slots(self) -> tuple[int, int]:
+        """The tokens that fit all slots of llama-server, and those that are in them; 0 where it does not list them."""
         reply = await self._http.get(f"{self._address.root}/slots")
-        slots = reply.json() if reply.is_success else []
-        return sum(whole(slot.get("n_ctx")) for slot in slots if isinstance(slot, dict)) or None
+        slots = [slot for slot in (reply.json() if reply.is_success else []) if isinstance(slot, dict)]
+        return sum(whole(slot.get("n_ctx")) for slot in slots), sum(
+            whole(slot.get("n_prompt_tokens")) for slot in slots
+        )
 
     def _speed(self, written: float | None) -> float | None:
         """Tokens written a second for all users, since the reading before."""

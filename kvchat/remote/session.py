@@ -20,13 +20,15 @@ import httpx2
 import openai
 from openai import AsyncOpenAI
 
+from kvchat import files
 from kvchat.errors import INSTEAD, DoesNotFitError, EngineError, KvchatError, ModelError, UsageError
 from kvchat.protocol.figures import Price, ServerFigures, Snapshot
-from kvchat.protocol.messages import Details, Event, Load, Loaded, Sampling, Turn, Variant, parse_args
+from kvchat.protocol.messages import Details, Event, Load, Loaded, Noted, Sampling, Turn, Variant, parse_args
 from kvchat.remote import servers
 from kvchat.remote.answer import TAKING_VARIABLES, Answer, open_thought, request
 from kvchat.remote.metrics import MetricsReader
-from kvchat.remote.servers import Address, NotReadyError, Server
+from kvchat.remote.servers import LLAMA, Address, NotReadyError, Server
+from kvchat.remote.slots import Slots
 
 T = TypeVar("T")
 MODE = "server"  # in the place of a mode's name
@@ -142,6 +144,10 @@ class RemoteSession:
         self._answer = Answer(Sampling())
         self._frames: SimpleQueue[Any] = SimpleQueue()
         self._is_canceled = False
+        self._slots: Slots | None = None  # where the server saves them
+        if server.kind == LLAMA and load.keeping.saved_bytes and load.keeping.folder:
+            slots = Slots(self._address, http)
+            self._slots = slots if loop.run(slots.is_offered()) else None
 
     # ---- talking
 
@@ -171,10 +177,11 @@ class RemoteSession:
         self._is_canceled, self._frames = False, SimpleQueue()
         asked = request(self._server.kind, self._model.id, turns, sampling, self._template_args)
         self._answer = Answer(sampling, open_thought(turns[-1]))
-        return self._events(asked, between or (lambda tokens: None))
+        return self._events(asked, conversation or "", between or (lambda tokens: None))
 
-    def _events(self, asked: dict[str, Any], between: Callable[[int], None]) -> Iterator[Event]:
+    def _events(self, asked: dict[str, Any], conversation: str, between: Callable[[int], None]) -> Iterator[Event]:
         frames, answer = self._frames, self._answer
+        yield from self._go_to(conversation)
         end = self._loop.begin(self._read(asked, frames))
         try:
             while not self._is_canceled:
@@ -196,6 +203,8 @@ class RemoteSession:
             end()
         if not self._is_canceled and not answer.finish_reason:
             raise broken_off(self._address, "Its stream ended before the answer did.")
+        if self._slots:
+            self._slots.note(answer.total)
         yield from answer.finish(self._is_canceled)
 
     async def _read(self, asked: dict[str, Any], frames: SimpleQueue[Any]) -> None:
@@ -215,12 +224,20 @@ class RemoteSession:
         self._frames.put(OVER)  # whoever waits need not wait longer
 
     def resume(self, conversation: str, turns: Sequence[Turn]) -> Iterator[Event]:
-        """Nothing is kept here: the server finds what it has by the conversation's beginning."""
+        """Have llama-server restore what it saved of it; else it finds what it has by the conversation's beginning."""
         self._answer = Answer(Sampling())
-        return iter(())
+        return self._go_to(conversation)
+
+    def _go_to(self, conversation: str) -> Iterator[Event]:
+        try:
+            yield from self._loop.run(self._slots.go_to(conversation)) if self._slots else ()
+        except OSError as error:
+            yield Noted(f"K/V in the server's files cannot be kept track of: {files.reason(error)}.")
 
     def forget(self, conversation: str) -> None:
-        """Nothing of it is kept here."""
+        """Have nothing of it kept in the server's files: it was marked as deleted."""
+        if self._slots:
+            self._loop.run(self._slots.empty_deleted())
 
     def set_template_args(self, args: Sequence[str]) -> str:
         """Give the server's chat template these variables, ``KEY=VALUE``; what that means.
@@ -339,7 +356,10 @@ class RemoteSession:
         return ()
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection; before that the server is told to save the conversation."""
+        with suppress(TimeoutError, OSError):
+            if self._slots:
+                self._loop.run(asyncio.wait_for(self._slots.save(), CLOSE_S))
         with suppress(TimeoutError):
             self._loop.run(asyncio.wait_for(self._http.aclose(), CLOSE_S))
         self._loop.close()

@@ -1,4 +1,4 @@
-"""llama.cpp's server with SmolLM2 in a process of its own: ``llama_server.py FILE PORT CONTEXT SLOTS``.
+"""llama.cpp's server with SmolLM2 in a process of its own: ``llama_server.py FILE PORT CONTEXT FOLDER/``.
 
 It ends with its standard input. A port that was free before it was started may be taken by then: whoever starts it then
 gets no answer, and the test fails.
@@ -29,7 +29,7 @@ class LlamaServer:
     def __enter__(self) -> LlamaServer:
         from support.real_models import FILES
 
-        words = [str(FILES["smollm2"]), str(self.port), str(self.context), str(self.slots or "")]
+        words = [str(FILES["smollm2"]), str(self.port), str(self.context), f"{self.slots}/" if self.slots else ""]
         self._process = subprocess.Popen(
             [sys.executable, __file__, *words],
             stdin=subprocess.PIPE,

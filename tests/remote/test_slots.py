@@ -1,0 +1,140 @@
+"""llama.cpp's own server that saves slots: conversations come back from its disk, deleted ones leave nothing there."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from support.fake_server import HI
+from support.llama_server import LlamaServer
+
+from kvchat import paths
+from kvchat.protocol.figures import Stats
+from kvchat.protocol.messages import Keeping, Load, Noted, Resumed, Sampling, Turn
+from kvchat.remote.session import RemoteSession, open_session
+from kvchat.remote.slots import mark_deleted
+
+pytestmark = [pytest.mark.real_model("smollm2"), pytest.mark.slow("a model of 135M on one thread")]
+CAT, DOG = ((Turn("user", f"My {pet}. " * 20),) for pet in ("cat is called Biscuit", "dog is a dachshund"))
+EMPTY_BYTES = 36
+SHORT = Sampling(temperature=0, max_new_tokens=4)
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where the server saves."""
+    pytest.importorskip("xllamacpp")
+    monkeypatch.setenv("KVCHAT_DATA_DIR", str(tmp_path / "data"))
+    (tmp_path / "slots").mkdir()
+    return tmp_path / "slots"
+
+
+KEEPING = Keeping(0, 2**30, "kv")
+
+
+@pytest.fixture
+def keeping(connect):
+    """Open a session that keeps K/V on disk."""
+    return lambda server: connect(server.url, keeping=KEEPING)
+
+
+def said_and_left(server: LlamaServer, turns: tuple[Turn, ...], conversation: str) -> Stats:
+    """The cost of an answer in a session that ends after it."""
+    with closing(open_session(Load(model=server.url, keeping=KEEPING))) as session:
+        return answered(session, turns, conversation)[1]
+
+
+def answered(session: RemoteSession, turns: tuple[Turn, ...], conversation: str):
+    """All events of an answer in a conversation, and its cost."""
+    events = list(session.answer(turns, SHORT, conversation=conversation))
+    return events, events[-1].stats
+
+
+def test_a_conversation_is_saved_when_it_is_left_and_restored_when_it_is_gone_back_to(keeping, folder) -> None:
+    with LlamaServer(context=512, slots=folder) as server:
+        session = keeping(server)
+        _, first = answered(session, CAT, "cat")
+        assert not list(folder.iterdir())
+        answered(session, DOG, "dog")
+        assert [file.name for file in folder.iterdir()] == ["kvchat-cat.kv"]
+        (resumed,) = session.resume("cat", CAT)
+        assert isinstance(resumed, Resumed)
+        assert (resumed.conversation, resumed.tokens) == ("cat", first.total_tokens - 1)
+        assert list(session.resume("cat", CAT)) == []
+        _, again = answered(session, CAT, "cat")
+        assert again.reused_tokens == first.prompt_tokens - 1
+        assert isinstance(answered(session, DOG, "dog")[0][0], Resumed)  # an answer goes there by itself
+
+
+def test_a_server_that_was_started_again_restores_what_it_lost_and_only_that(keeping, folder) -> None:
+    with LlamaServer(context=512, slots=folder) as server:
+        first = said_and_left(server, CAT, "cat")
+        assert list(keeping(server).resume("cat", CAT)) == []  # its slot has it still
+    with LlamaServer(context=512, port=server.port, slots=folder) as server:
+        (resumed,) = keeping(server).resume("cat", CAT)
+        assert isinstance(resumed, Resumed)
+        _, again = answered(keeping(server), CAT, "")
+        assert again.reused_tokens == first.prompt_tokens - 1
+
+
+def test_of_a_deleted_conversation_nothing_stays_and_the_current_one_is_not_read_again(keeping, folder) -> None:
+    with LlamaServer(context=512, slots=folder) as server:
+        session = keeping(server)
+        answered(session, CAT, "cat")
+        _, first = answered(session, DOG, "dog")
+        assert (folder / "kvchat-cat.kv").stat().st_size > 2**20
+        mark_deleted("cat")
+        session.forget("cat")
+        assert (folder / "kvchat-cat.kv").stat().st_size == EMPTY_BYTES
+        assert answered(session, DOG, "dog")[1].reused_tokens == first.prompt_tokens - 1
+        mark_deleted("dog")
+        session.forget("dog")
+        assert {file.stat().st_size for file in folder.iterdir()} == {EMPTY_BYTES}
+        assert answered(session, DOG, "")[1].reused_tokens < first.prompt_tokens // 2  # nor in the slot
+        assert "dog" not in paths.server_slots_file().read_text()
+
+
+def test_what_was_deleted_while_another_model_was_in_use_is_emptied_later(keeping, folder) -> None:
+    with LlamaServer(context=512, slots=folder) as server:
+        said_and_left(server, CAT, "cat")
+        mark_deleted("cat")
+        answered(keeping(server), HI, "hi")
+        assert (folder / "kvchat-cat.kv").stat().st_size == EMPTY_BYTES
+
+
+def test_a_file_that_is_gone_is_told_and_read_again(keeping, folder) -> None:
+    with LlamaServer(context=512, slots=folder) as server:
+        session = keeping(server)
+        answered(session, CAT, "cat")
+        answered(session, DOG, "dog")
+        (folder / "kvchat-cat.kv").unlink()
+        (noted,) = session.resume("cat", CAT)
+        assert isinstance(noted, Noted)
+        assert list(session.resume("dog", DOG))
+        assert list(session.resume("cat", CAT)) == []
+
+
+def test_a_server_that_cannot_write_is_told(keeping, folder) -> None:
+    with LlamaServer(context=512, slots=folder) as server:
+        folder.rmdir()
+        session = keeping(server)
+        answered(session, CAT, "cat")
+        (noted,) = session.resume("dog", DOG)
+        assert "Unable to save" in noted.text
+
+
+def test_where_nothing_is_offered_or_wanted_nothing_is_saved(keeping, folder, connect) -> None:
+    with LlamaServer(context=512) as server:
+        session = keeping(server)
+        for name, turns in (("cat", CAT), ("dog", DOG), ("cat", CAT)):
+            answered(session, turns, name)
+    with LlamaServer(context=512, slots=folder) as server:
+        sessions = connect(server.url), keeping(server)
+        answered(sessions[0], CAT, "cat")
+        for kept in ("", ""):  # conversations that are not kept
+            answered(sessions[1], CAT, kept)
+        for session in sessions:
+            assert list(session.resume("dog", DOG)) == []
+    assert not list(folder.iterdir())
+    assert not paths.server_slots_file().exists()
