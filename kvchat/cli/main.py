@@ -271,11 +271,12 @@ def modes_command(as_json: Annotated[bool, typer.Option("--json", help="print a 
 def models_command(
     ctx: typer.Context,
     as_json: Annotated[bool, typer.Option("--json", help="print a JSON list")] = False,
+    around: Annotated[bool, typer.Option("--servers", help="also of servers on the usual ports")] = False,
 ) -> None:
     """List the models on this machine, and whether they fit."""
     from kvchat.cli.models import list_models
 
-    list_models(load_settings(options.flags(ctx.params)).settings.model, as_json)
+    list_models(load_settings(options.flags(ctx.params)).settings.model, as_json, around)
 
 
 @app.command("keys")

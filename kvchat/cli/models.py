@@ -48,14 +48,20 @@ class Row:
     problem: str = ""
 
 
-def list_models(chosen: ModelSettings, as_json: bool) -> None:
-    """Print every model that is found in the settings' folders and servers, in the hub's cache and with kvchat."""
+def list_models(chosen: ModelSettings, as_json: bool, looks_around: bool = False) -> None:
+    """Print every model that is found in the settings' folders and servers, in the hub's cache and with kvchat.
+
+    ``looks_around``: also those of servers where they usually listen on this machine.
+    """
     there = room(chosen.device)
     found = catalog.find(map(Path, chosen.folders))
-    if chosen.servers:
+    if chosen.servers or looks_around:
         from kvchat.tui.models import of_servers
 
-        found += asyncio.run(of_servers(chosen.servers))
+        served = asyncio.run(of_servers(chosen.servers, looks_around))
+        found += served
+        if not served:
+            note("No server listens where one usually does. `kvchat doctor` has commands that start one here.")
     rows = [_row(one, chosen.dtype, there) for one in found]
     if as_json:
         echo(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))

@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Iterator
 
-from kvchat.doctor import installation, machine
+from kvchat.doctor import installation, machine, servers
 from kvchat.doctor.installation import Check
 from kvchat.foreign_text import visible
 
@@ -39,6 +39,7 @@ def checks() -> Iterator[Check]:
     yield from machine.checks(torch.get_num_threads() if torch else None)
     yield settings
     yield from installation.checks(device)
+    yield from servers.checks()
 
 
 def _line(check: Check) -> str:

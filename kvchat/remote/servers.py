@@ -28,6 +28,8 @@ from kvchat.protocol.messages import GIVEN
 PROBE_S = 2.0
 MAX_SAID = 300  # characters of an answer that nobody expected
 KEY = "KVCHAT_API_KEY"
+USUAL = tuple(f"http://127.0.0.1:{port}" for port in (8080, 9931, 8000, 30000, 11434, 1234))
+"""Where llama-server (of old and today), vLLM, SGLang, Ollama and LM Studio listen unless they are told otherwise."""
 LLAMA, VLLM, SGLANG, OLLAMA, LM_STUDIO = "llama-server", "vLLM", "SGLang", "Ollama", "LM Studio"
 TRANSFORMERS, KVCHAT, OTHER = "transformers serve", "kvchat serve", "an OpenAI-compatible server"
 OWNERS = {"llamacpp": LLAMA, "vllm": VLLM, "sglang": SGLANG, "kvchat": KVCHAT}
@@ -178,13 +180,13 @@ OF_PROGRAMS = {"strftime_now", "raise_exception"}  # what those that render temp
 EXAMPLE = 'Write a line "http://127.0.0.1:8080" = "KEY" for each server.'
 
 
-def client(address: Address) -> httpx2.AsyncClient:
+def client(address: Address, environ: Mapping[str, str] = os.environ) -> httpx2.AsyncClient:
     """A client that sends the server's key, and follows no other address with it.
 
     Raises:
         UsageError: as ``key_of``.
     """
-    key = key_of(address)
+    key = key_of(address, environ)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     return httpx2.AsyncClient(headers=headers, timeout=PROBE_S)
 
@@ -216,18 +218,28 @@ async def recognize(address: Address, http: httpx2.AsyncClient) -> Server:
     return Server(kind, address, tuple(map(_model, listed)))
 
 
-async def find(addresses: Iterable[str]) -> list[Server | tuple[str, KvchatError]]:
+Found = Server | tuple[str, KvchatError]
+
+
+async def find(addresses: Iterable[str]) -> list[Found]:
     """The servers at several addresses, or an address and the reason why it is none."""
+    return list(await asyncio.gather(*map(_look, addresses)))
 
-    async def look(text: str) -> Server | tuple[str, KvchatError]:
-        try:
-            address = parse(text)
-            async with client(address) as http:
-                return await recognize(address, http)
-        except KvchatError as error:
-            return text, error
 
-    return list(await asyncio.gather(*map(look, addresses)))
+async def find_usual(others: Iterable[str]) -> list[Found]:
+    """The servers where they usually listen on this machine, but for ``others``; the key for all is not sent there."""
+    unnamed = [text for text in USUAL if text not in others]
+    found = await asyncio.gather(*(_look(text, {}) for text in unnamed))
+    return [one for one in found if isinstance(one, Server) or not isinstance(one[1], EngineError)]
+
+
+async def _look(text: str, environ: Mapping[str, str] = os.environ) -> Found:
+    try:
+        address = parse(text)
+        async with client(address, environ) as http:
+            return await recognize(address, http)
+    except KvchatError as error:
+        return text, error
 
 
 async def _listed(address: Address, http: httpx2.AsyncClient) -> list[dict[str, Any]]:

@@ -220,6 +220,8 @@ ACTIONS = (
            doc="show the previous or next branch of the last message that has branches; no argument: the next"),
     Action(id="model", keys="ctrl+o", command="model", usage="NAME key=value…", run=chat.choose,
            doc="load another model, which reads the conversation; no argument: the models on this machine"),
+    Action(id="servers", command="servers", run=alone(lambda it: it.view.show_models(looks_around=True)),
+           doc="the same list with the models of servers on the usual ports of this machine"),
     Action(id="think", command="think", usage="on", run=chat.think, waits="argument",
            values=arguments.one_of("on", "off", "low", "medium", "high", "auto"),
            doc="let the model think before it answers, and how much; auto: its own default; no argument: show it"),

@@ -78,11 +78,12 @@ class Models:
         """True while a model is downloaded or planned for; the engine's phase shows neither."""
         return self._downloading is not None or (self._plans > 0 and self._state.phase is not Phase.DOWN)
 
-    async def find(self) -> list[FoundModel]:
-        """The models on this machine, and those of the servers named in the settings and of the one in use."""
+    async def find(self, looks_around: bool = False) -> list[FoundModel]:
+        """The models on this machine, and those of servers: named in the settings, in use, or as ``of_servers``."""
         addresses = dict.fromkeys((*self._servers, *([self.in_use.model] if is_server(self.in_use.model) else [])))
-        here, served = await asyncio.gather(asyncio.to_thread(catalog.find, self.folders), of_servers(addresses))
-        return here + served
+        served = of_servers(addresses, looks_around)
+        here, there = await asyncio.gather(asyncio.to_thread(catalog.find, self.folders), served)
+        return here + there
 
     # ---- loading ---------------------------------------------------------------------------------
 
@@ -270,18 +271,22 @@ class Models:
         }
 
 
-async def of_servers(addresses: Iterable[str]) -> list[FoundModel]:
-    """The models of the servers at these addresses; one that cannot be asked has a problem."""
+async def of_servers(addresses: Iterable[str], looks_around: bool = False) -> list[FoundModel]:
+    """The models of the servers at these addresses; one that cannot be asked has a problem.
+
+    ``looks_around``: also where servers usually listen on this machine, if any does.
+    """
     named, found = list(addresses), {}
-    if not named:
+    if not (named or looks_around):
         return []
     try:
-        libraries.check_remote(named[0])
+        libraries.check_remote(named[0] if named else "servers")
     except ModelError as refused:
-        return [FoundModel(text, SERVER, problem=str(refused)) for text in named]
+        return [FoundModel(text, SERVER, problem=str(refused)) for text in named or ("servers",)]
     from kvchat.remote import servers  # imports httpx2
 
-    for server in await servers.find(named):
+    around = await servers.find_usual(named) if looks_around else []
+    for server in await servers.find(named) + around:
         if isinstance(server, tuple):
             text, error = server
             found[text] = FoundModel(text, SERVER, problem=str(error))

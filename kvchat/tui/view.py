@@ -144,8 +144,8 @@ class ChatView(Protocol):
     def show_conversations(self, kept: Sequence[Summary], current: str) -> None:
         """Show which conversations are kept, the one written to last first; ``current`` is the id of this one."""
 
-    async def show_models(self) -> None:
-        """Show the models on this machine and of servers, of which one can be chosen."""
+    async def show_models(self, looks_around: bool = False) -> None:
+        """Show the models on this machine and of servers, of which one can be chosen; as ``Models.find``."""
 
     def restore_prompt(self, text: str) -> bool:
         """Give a question back to the prompt, unless another has been begun there; whether it was."""

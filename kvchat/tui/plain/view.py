@@ -329,9 +329,9 @@ class PlainView:
     def show_conversations(self, kept: Sequence[Summary], current: str) -> None:
         """Only /chats lists them."""
 
-    async def show_models(self) -> None:
+    async def show_models(self, looks_around: bool = False) -> None:
         """Print the models on this machine and of servers."""
-        for model in [*catalog.find(self._model_folders), *await of_servers(self._servers)]:
+        for model in [*catalog.find(self._model_folders), *await of_servers(self._servers, looks_around)]:
             facts = model.problem or model.served
             self._lines.line(f"{model.name}   {size(model.weights.nbytes) if model.weights else facts}")
         self._lines.line("/model NAME loads one; NAME may also be a path, a name on the hub or a server's address.")

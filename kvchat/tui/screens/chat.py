@@ -402,8 +402,8 @@ class ChatScreen(Screen[None]):
     def show_conversations(self, kept: Sequence[Summary], current: str) -> None:
         self.query_one(ConversationColumn).show(kept, current)
 
-    async def show_models(self) -> None:
-        open_once(self.app, ModelsScreen(self.controller))
+    async def show_models(self, looks_around: bool = False) -> None:
+        open_once(self.app, ModelsScreen(self.controller, looks_around))
 
     def restore_prompt(self, text: str) -> bool:
         prompt = self.query_one(Prompt)

@@ -194,9 +194,9 @@ class ModelsScreen(SearchScreen[FoundModel]):
 
     CSS = css_of("ModelsScreen", width=110)
 
-    def __init__(self, controller: ChatController) -> None:
+    def __init__(self, controller: ChatController, looks_around: bool = False) -> None:
         super().__init__()
-        self._controller = controller
+        self._controller, self._looks_around = controller, looks_around
         self._models = controller.models
         self._found: list[FoundModel] | None = None
         self._room: Room | None = None
@@ -257,7 +257,7 @@ class ModelsScreen(SearchScreen[FoundModel]):
         load, snapshot = self._models.in_use, self._controller.state.snapshot
         released = snapshot.weight_bytes + snapshot.kv_device_bytes if snapshot else 0
         self._room, self._found = await asyncio.gather(
-            asyncio.to_thread(room, load.device, released), self._models.find()
+            asyncio.to_thread(room, load.device, released), self._models.find(self._looks_around)
         )
         if self.query(OptionList):
             self._show()

@@ -1,0 +1,52 @@
+"""Commands for ``kvchat doctor`` that start a server of models on this machine, with what it can do with K/V here.
+
+Options and their units are those of llama.cpp of October 2026, vLLM 0.32 and SGLang 0.5.23 by their own documentation.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+
+from kvchat import nvml
+from kvchat.doctor.installation import Check
+from kvchat.kv.memory import available
+from kvchat.nvml import GpuInfo
+
+SHARE = 4  # a quarter of what is free is for K/V in host memory; the weights may lie there too
+FP8 = (8, 9)  # the first compute capability that calculates in it
+LEAST_RATIO = 1.1  # SGLang's room in host memory has to be larger than that on the GPUs
+
+
+def checks() -> Iterator[Check]:
+    """A command for each program."""
+    gpus, free = [reader.info() for reader in nvml.all_gpus()], available.host_free()
+    for name, command in commands(gpus, free).items():
+        is_here = shutil.which("llama-server") if name == "llama-server" else find_spec(name.lower())
+        starts = f"starts with: {command}" if command else "needs a GPU"
+        yield Check(name, "ok", f"{'installed' if is_here else 'not installed'}; {starts}")
+
+
+def commands(gpus: Sequence[GpuInfo], free: int) -> dict[str, str]:
+    """The commands on a machine with these GPUs, all of which are used, and so many bytes of free host memory."""
+    room, count = free // SHARE, len(gpus)
+    llama = (
+        f"llama-server -m FILE.gguf -ctk q8_0 -ctv q8_0 --cache-ram {room // 2**20} --slot-save-path FOLDER --metrics"
+    )
+    if not gpus:
+        vllm = f"VLLM_CPU_KVCACHE_SPACE={max(room // 2**30, 1)} vllm serve MODEL --enable-prompt-tokens-details"
+        return {"llama-server": llama, "vLLM": vllm, "SGLang": ""}
+    split = f" --tensor-parallel-size {count}" if count > 1 else ""
+    is_fp8 = all((gpu.compute_capability or (0, 0)) >= FP8 for gpu in gpus)
+    vllm = f"vllm serve MODEL{split}{' --kv-cache-dtype fp8' if is_fp8 else ''} --enable-prompt-tokens-details"
+    vllm += f" --kv-offloading-size {room // 2**30}" if room >= 2**30 else ""
+    ratio = free / 2 / (sum(gpu.memory or 0 for gpu in gpus) or free)
+    sglang = f"python -m sglang.launch_server --model-path MODEL{split}{' --kv-cache-dtype fp8_e5m2' if is_fp8 else ''}"
+    sglang += f" --enable-hierarchical-cache --hicache-ratio {min(ratio, 2):.1f}" if ratio >= LEAST_RATIO else ""
+    several = "; over several GPUs: --tensor-parallel-size N" if count == 1 else ""
+    return {
+        "llama-server": f"{llama}{' (layers are split over the GPUs)' if count > 1 else ''}",
+        "vLLM": vllm + several,
+        "SGLang": f"{sglang} --enable-metrics --enable-cache-report{several}",
+    }
