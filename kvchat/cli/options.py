@@ -284,7 +284,18 @@ SYSTEM = {
 }
 SAMPLING = {
     name: left_out(SamplingSettings, name)
-    for name in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop", "seed")
+    for name in (
+        "max_new_tokens",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "stop",
+        "seed",
+    )
 }
 UI = {
     "theme": left_out(UiSettings, "theme", complete=complete_theme),

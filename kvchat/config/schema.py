@@ -128,6 +128,10 @@ class SamplingSettings(Section):
     """draw among tokens at least this fraction as likely as the likeliest"""
     repetition_penalty: float = Field(DEFAULTS.repetition_penalty, ge=0.01, le=100)
     """over 1 makes tokens that already occurred less likely"""
+    presence_penalty: float = Field(DEFAULTS.presence_penalty, ge=-2, le=2)
+    """subtracted from the logit of each token that already occurs in the answer"""
+    frequency_penalty: float = Field(DEFAULTS.frequency_penalty, ge=-2, le=2)
+    """subtracted from the logit of a token once for each time it occurs in the answer"""
     seed: int | None = Field(DEFAULTS.seed, ge=0, le=2**63 - 1)
     """the same seed gives the same text; unset draws a new seed for each answer"""
     stop: Texts = DEFAULTS.stop

@@ -35,6 +35,7 @@ from kvchat.protocol.messages import (
     Rebuilt,
     Recovered,
     Sampling,
+    Score,
     Started,
     Switched,
     Text,
@@ -46,6 +47,7 @@ from kvchat.protocol.messages import (
 T = TypeVar("T")
 Between = Callable[[int], None]
 MEMORY_TOKENS = 256  # of an answer, after which auto looks at the memory
+LEAST_LOGPROB = -9999.0  # of a token that is ruled out; JSON has no infinity
 ENOUGH = 8  # tokens of a short answer that tell how long one takes
 
 
@@ -231,7 +233,12 @@ class AnswerLoop(Released):
     # ---- one answer
 
     def answer(
-        self, turns: Sequence[Turn], sampling: Sampling, between: Between, json_schema: str = ""
+        self,
+        turns: Sequence[Turn],
+        sampling: Sampling,
+        between: Between,
+        json_schema: str = "",
+        top_logprobs: int | None = None,
     ) -> Iterator[Event]:
         """``Session.answer``, after ``ask``."""
         with explained(self._kv, "answering"):
@@ -258,7 +265,7 @@ class AnswerLoop(Released):
             self._switcher.calibrate()
             self._runner.pin(pinned)
             sampler.see(prompt.ids)
-            yield from self._generate(logits, prompt, sampler, answer, between, grammar, thought)
+            yield from self._generate(logits, prompt, sampler, answer, between, grammar, thought, top_logprobs)
 
     def _generate(
         self,
@@ -269,11 +276,13 @@ class AnswerLoop(Released):
         between: Between,
         grammar: Grammar | None,
         thought: str,
+        top_logprobs: int | None,
     ) -> Iterator[Event]:
         """Draw and store tokens; those after the end of the ``thought`` are held to the ``grammar``."""
         sampling = sampler.sampling
         text, monitor = self.text_of(sampling, (), thoughts.goes_on(prompt.text)), RecoveryMonitor(sampler)
         prepared, looked, weighed = None, 0, 0
+        scores: list[Score] = []  # of tokens whose text is not shown yet
         while not (reason := self._end_reason(text, sampling, between)):
             if self._switcher.auto.is_on and len(self.token_ids) >= looked + RATE_TOKENS:
                 looked = len(self.token_ids)
@@ -292,13 +301,15 @@ class AnswerLoop(Released):
             if token in self.ends:
                 reason = "eos"
                 break
+            if top_logprobs is not None:
+                scores.append(self._score(logits, token, top_logprobs))
             if self._runner.graphs.prepares and self._kv.mode is not prepared:
                 prepared = self._kv.mode
                 yield Preparing(prepared.name)
             # On a GPU the step only begins here, and runs while the text is decoded and shown.
             most = min(sampling.max_new_tokens - len(self.token_ids), self._runner.rows - 1)
-            accepted, logits = ([], self.step(token)) if grammar else self._advance(token, sampler, most)
-            yield from self._shown(text, token)
+            accepted, logits = ([], self.step(token)) if grammar or scores else self._advance(token, sampler, most)
+            yield from self._shown(text, token, scores)
             for number, draft in enumerate(accepted):
                 if text.stopped:
                     self._forget_drafts(len(accepted), number)
@@ -307,7 +318,7 @@ class AnswerLoop(Released):
                 self.token_ids.append(draft)
                 yield from self._shown(text, draft)
         if piece := text.finish():
-            yield Text(piece, 0)
+            yield Text(piece, 0, tuple(scores))
         self.stored.mark_text(self.encoder.answered(prompt, text.decoded))
         self._switcher.note_speed(self._measured(answer, ENOUGH))
         yield Finished(reason, text.shown, self._metrics.stats(answer))
@@ -349,9 +360,19 @@ class AnswerLoop(Released):
         self.forget(self._kv.total - drafts + kept)
 
     @staticmethod
-    def _shown(text: AnswerText, token: int) -> Iterator[Event]:
+    def _shown(text: AnswerText, token: int, scores: list[Score] | None = None) -> Iterator[Event]:
         if piece := text.add(token):
-            yield Text(piece, 1)
+            yield Text(piece, 1, tuple(scores or ()))
+            if scores:
+                scores.clear()
+
+    def _score(self, logits: Tensor, token: int, most: int) -> Score:
+        """A drawn token and the ``most`` likeliest by the model's ``logits`` [vocab]."""
+        logprobs = logits.float().log_softmax(0)
+        values, ids = logprobs.topk(min(most, len(logprobs)))
+        likeliest = zip(ids.tolist(), values.clamp(min=LEAST_LOGPROB).tolist(), strict=True)
+        top = tuple((self.encoder.spelled(one), value) for one, value in likeliest)
+        return Score(self.encoder.spelled(token), max(float(logprobs[token]), LEAST_LOGPROB), top)
 
     def _end_reason(self, text: AnswerText, sampling: Sampling, between: Between) -> str:
         """Return why no further token is drawn, empty if one is; the one place where the mode may change."""
@@ -554,7 +575,7 @@ class AnswerLoop(Released):
 
     def text_of(self, sampling: Sampling, tokens: Sequence[int], in_thought: bool = False) -> AnswerText:
         """The text of an answer whose first ``tokens`` are known; one may go on ``in_thought``."""
-        text = AnswerText(self._model.tokenizer, sampling.stop, in_thought)
+        text = AnswerText(self._model.tokenizer, sampling.stop, in_thought, self.encoder.marks_of_calls)
         for token in tokens:
             text.add(token)
         return text

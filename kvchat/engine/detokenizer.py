@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvchat import thoughts
@@ -106,14 +107,20 @@ class AnswerText:
     """The text of one answer as its tokens come: what may be shown now, and what all of them decode to.
 
     A stop string may have control tokens in it, which are no part of the text: they are matched by id. Control tokens
-    that begin or end a thought are a part of the text. Of an answer in parts the first thought stands between tags; one
-    ``in_thought`` goes on with it, without the tag that begins it.
+    that begin or end a thought, or are ``kept``, are a part of the text. Of an answer in parts the first thought stands
+    between tags; one ``in_thought`` goes on with it, without the tag that begins it.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], in_thought: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop: Sequence[str],
+        in_thought: bool = False,
+        kept: Collection[str] = (),
+    ) -> None:
         self._detokenizer = Detokenizer(tokenizer)
         special = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self._tags = {i: content for i, content in special.items() if thoughts.is_tag(content)}
+        self._tags = {i: content for i, content in special.items() if thoughts.is_tag(content) or content in kept}
         self._parts = {i: content for i, content in special.items() if content in thoughts.PARTS}
         if len(self._parts) < len(thoughts.PARTS):
             self._parts = {}
@@ -210,4 +217,4 @@ def _cut(held: deque[Text], chars: int) -> None:
         kept = max(len(last.text) - chars, 0)
         chars -= len(last.text) - kept
         if kept:
-            held.append(Text(last.text[:kept], last.tokens))
+            held.append(replace(last, text=last.text[:kept]))

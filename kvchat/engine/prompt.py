@@ -9,20 +9,21 @@ common prefix of ids decides.
 
 from __future__ import annotations
 
+import json
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import count, product
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvchat.engine import escaping
 from kvchat.engine.escaping import EDGE, ESCAPE, Edges, Escaper, Placeholders, found_edges, mask
-from kvchat.engine.template import ChatTemplate, LimitExceededError
+from kvchat.engine.template import TOOLS, ChatTemplate, LimitExceededError
 from kvchat.errors import ModelError, UsageError, did_you_mean
 from kvchat.foreign_text import visible
 from kvchat.kv.memory.page_file import Link
@@ -33,9 +34,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "tool")
 TEXT = "text"  # of a turn that is all of a prompt, without the template
-NAMES = {"user": "question", "assistant": "answer"}
+NAMES = {"user": "question", "assistant": "answer", "tool": "tool's answer"}
 # Unicode noncharacters, as ``ESCAPE``: they never occur in real text and are taken out of what is given.
 GUARD = "\ufdd1"  # around the outer white space of an answer, where a template would trim it and so end the reuse
 PROBE = "kvchat-probe"
@@ -98,6 +99,9 @@ class PromptEncoder:
         self._control = control - escaping.unknown(tokenizer) | turn_markers
         self._escaper = Escaper(tokenizer, self._control)
         self.notes = (*notes, *self._changes())
+        if tools := variables.get(TOOLS):
+            self._template = ChatTemplate(tokenizer, {**variables, TOOLS: self._escaped(tools)})
+        self.marks_of_calls = self._marks_of_calls() if tools else frozenset[str]()
         # What ends an answer, by the form of the prompt: control tokens, and stop strings.
         self.turn_end, self.stop = self._turn_end() if tokenizer.chat_template else (frozenset[int](), ("\nUser:",))
 
@@ -105,6 +109,11 @@ class PromptEncoder:
     def variables(self) -> tuple[str, ...]:
         """The names of the variables that the chat template looks at."""
         return self._template.variables if self._tokenizer.chat_template else ()
+
+    @property
+    def calls(self) -> str:
+        """How the model calls tools, as ``ChatTemplate.calls``."""
+        return self._template.calls if self._tokenizer.chat_template else ""
 
     def encode(self, turns: Sequence[Turn], stored: Stored) -> Prompt:
         """The ids of a conversation, reusing what is stored; ``stored`` is not modified.
@@ -269,7 +278,10 @@ class PromptEncoder:
 
     def _apply_template(self, turns: Sequence[Turn], write: Callable[[str], str] = str) -> str:
         """The template's text, in which ``write`` of what a turn says stands for it."""
-        messages = [{"role": turn.role, "content": self._content(turn, write)} for turn in turns]
+        messages = [
+            {"role": turn.role, "content": self._content(turn, write), **self._escaped(json.loads(turn.more or "{}"))}
+            for turn in turns
+        ]
         try:
             return self._template.render(messages, self._began(turns)).replace(GUARD, "")
         except LimitExceededError as error:
@@ -310,6 +322,30 @@ class PromptEncoder:
         after = GUARD if turn.role == "assistant" and text[-1:].isspace() else ""
         text = f"{before}{write(text)}{after}"
         return [{"type": "text", "text": text}] if self._in_parts else text
+
+    def _escaped(self, value: Any) -> Any:
+        """What a client gave the template beside messages, with ``_escape`` of every text in it."""
+        match value:
+            case str():
+                return self._escape(value)
+            case list():
+                return [self._escaped(one) for one in value]
+            case dict():
+                return {self._escape(name): self._escaped(one) for name, one in value.items()}
+        return value
+
+    def spelled(self, token: int) -> str:
+        """The text of a token within a text; of a part of a character U+FFFD."""
+        before = self._tokenizer.encode("a", add_special_tokens=False)
+        decode = partial(self._tokenizer.decode, clean_up_tokenization_spaces=False)
+        return str(decode([*before, token])[len(decode(before)) :])
+
+    def _marks_of_calls(self) -> frozenset[str]:
+        """The control tokens by which the model writes calls of tools; they are a part of its text."""
+        field = json.loads(self.calls or "{}").get("fields", {}).get("tool_calls", {})
+        written = json.dumps(field, ensure_ascii=False).replace("\\", "")
+        names = {token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special}
+        return frozenset(name for name in names if name.strip() and name in written)
 
     def _escape(self, text: str) -> str:
         return self._escaper.escape(_plainly(text))

@@ -1,6 +1,7 @@
 """Logits -> the next token, on the logits' device and without waiting for it.
 
-The order is transformers': repetition penalty, temperature, top-k, top-p, min-p. Departure: top-k keeps exactly k
+The order is transformers': repetition penalty, temperature, top-k, top-p, min-p; OpenAI's penalties for presence and
+frequency come after the first, and count the answer's tokens alone, as in vLLM. Departure: top-k keeps exactly k
 tokens where several tie for the last place. Nothing here synchronizes, so a call may be part of a CUDA graph (register
 ``Sampler.generator`` with it); only ``read`` waits.
 
@@ -37,10 +38,11 @@ WHITE_SPACE = r"[ \n]{0,16}"
 
 
 class SamplerState(NamedTuple):
-    """The state of a sampler, to resume it: that of the generator, and ``seen`` [vocab], a bool tensor."""
+    """The state of a sampler: that of the generator, ``seen`` [vocab], bools, and how often each was ``drawn``."""
 
     generator: Tensor
     seen: Tensor
+    drawn: Tensor
 
 
 def _with(advised: Sampling, sampling: Sampling) -> Sampling:
@@ -71,6 +73,9 @@ class Sampler:
         self.generator.manual_seed(self._seed)
         self._penalized = sampling.repetition_penalty != 1
         self._seen = torch.zeros(vocab if self._penalized else 0, dtype=torch.bool, device=device)
+        self._counts = bool(sampling.presence_penalty or sampling.frequency_penalty)
+        self._drawn = torch.zeros(vocab if self._counts else 0, device=device)
+        self._once = torch.ones(1, device=device)
 
     def __call__(self, logits: Tensor) -> Tensor:
         """The next token, 0-d int64, from float32 logits [vocab]; ``NO_TOKEN`` where they hold NaN or infinity.
@@ -79,12 +84,17 @@ class Sampler:
         """
         if self._penalized:
             logits = self._penalize(logits)
+        if self._counts:
+            logits = logits - self.sampling.frequency_penalty * self._drawn
+            logits = logits - self.sampling.presence_penalty * (self._drawn > 0)
         top, token = logits.max(0)
         if not self.greedy:
             token = self._draw(*self.weights(logits - top))
         token = token.masked_fill(~top.isfinite(), NO_TOKEN)
         if self._penalized:
             self._seen.index_fill_(0, token.clamp(min=0).view(1), True)
+        if self._counts:
+            self._drawn.index_add_(0, token.clamp(min=0).view(1), self._once)
         return token
 
     def agrees(self, rows: Tensor, drafts: Sequence[int]) -> int:
@@ -124,12 +134,13 @@ class Sampler:
 
     def state(self) -> SamplerState:
         """A copy of the state."""
-        return SamplerState(self.generator.get_state(), self._seen.clone())
+        return SamplerState(self.generator.get_state(), self._seen.clone(), self._drawn.clone())
 
     def set_state(self, state: SamplerState) -> None:
         """Go back to ``state``."""
         self.generator.set_state(state.generator)
         self._seen.copy_(state.seen)
+        self._drawn.copy_(state.drawn)
 
     def fork(self) -> None:
         """Go on with other random numbers, which the seed and the number of forks so far determine."""

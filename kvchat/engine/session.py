@@ -188,6 +188,7 @@ class Session(Released):
         variant: Variant | None = None,
         template_args: Sequence[str] | None = None,
         json_schema: str = "",
+        top_logprobs: int | None = None,
     ) -> Iterator[Event]:
         """Answer the last turn: ``Started``, ``Prefilled``*, ``Text``*, then one ``Finished``.
 
@@ -199,7 +200,7 @@ class Session(Released):
         Where ``conversation`` is not the current one the events of ``resume`` come first; afterwards its K/V are saved.
         None is the stored one that ``turns`` go on with, or else a new one. The answer is given in ``variant``, and
         with these ``template_args`` instead of those in force, where they are not None; both stay. With ``json_schema``
-        what is said after a thought is JSON that fits it.
+        what is said after a thought is JSON that fits it, with ``top_logprobs`` each ``Text`` has scores.
 
         Raises:
             UsageError: an empty prompt, a setting out of range, or a schema that llguidance does not know.
@@ -208,7 +209,7 @@ class Session(Released):
         self._loop.ask()
         self._take(template_args)
         opened, entered = self._prefix_cache.open(conversation, turns), self._entered(variant)
-        answer = self._loop.answer(turns, sampling, between or _nothing, json_schema)
+        answer = self._loop.answer(turns, sampling, between or _nothing, json_schema, top_logprobs)
         return self._loop.lock.in_turn(self._saving(opened, entered, answer))
 
     def _take(self, template_args: Sequence[str] | None) -> None:
@@ -464,6 +465,7 @@ class Session(Released):
             fast=model.fused,
             temperature=model.advised.temperature or 0.0,
             template_variables=self._loop.encoder.variables,
+            calls=self._loop.encoder.calls,
             auto=switcher.auto.line,
         )
 

@@ -7,11 +7,12 @@ it can be stopped, within one it cannot: ``10 ** 10**9`` may cost the engine's p
 from __future__ import annotations
 
 import ctypes
+import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from jinja2 import Template, meta
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 SECONDS, BYTES = 2.0, 2**27  # a template takes milliseconds, and a few times the conversation
 Result = TypeVar("Result")
 POLL_S = 0.02
+TOOLS = "tools"  # the variable that tools are given in
+# The kind of model, of those that transformers knows, whose calls are written as in a template with such a tag.
+WRITTEN_AS = {"<function=": "qwen3_5", "<tool_call>": "qwen3", "<|tool_call>": "gemma4"}
 LOOKS = 100  # turns of a loop: at each the interpreter looks for errors that another thread has set
 
 
@@ -48,9 +52,9 @@ class ChatTemplate:
         """
         given = {
             **self._tokenizer.special_tokens_map,
+            TOOLS: None,
             **self._variables,
             "messages": list(messages),
-            "tools": None,
             "documents": None,
             "add_generation_prompt": True,
             "strftime_now": clock.strftime,
@@ -63,10 +67,30 @@ class ChatTemplate:
     @property
     def variables(self) -> tuple[str, ...]:
         """The names of the variables that the template looks at, but for those that every template is given."""
+        return tuple(sorted(self._names - GIVEN - {TOOLS}))
+
+    @property
+    def calls(self) -> str:
+        """How the model calls tools: transformers' response template as JSON; empty where nobody knows, or none are.
+
+        It is the tokenizer's own, else the one for models whose template writes calls between the same tags.
+        """
+        if TOOLS not in self._names:
+            return ""
+        try:
+            from transformers.cli.serving.utils import get_response_template
+        except ImportError:  # of an older version
+            return ""
+        like = next((kind for tag, kind in WRITTEN_AS.items() if tag in self._source()), "")
+        found = get_response_template(self._tokenizer, SimpleNamespace(config=SimpleNamespace(model_type=like)))
+        return json.dumps(found) if found else ""
+
+    @property
+    def _names(self) -> set[str]:
         environment = self._compiled().environment
-        parsed = environment.parse(self._source())
-        known = meta.find_undeclared_variables(parsed) - GIVEN - self._tokenizer.special_tokens_map.keys()
-        return tuple(sorted(known - environment.globals.keys()))
+        known: set[str] = meta.find_undeclared_variables(environment.parse(self._source()))
+        known.difference_update(self._tokenizer.special_tokens_map, environment.globals)
+        return known
 
     def _compiled(self) -> Template:
         # apply_chat_template would tell the template the present time. Seen in transformers 5.23.

@@ -272,7 +272,7 @@ class Server:
         self._snapshot()
 
     def _answer(self, session: Session | RemoteSession, chat: Chat) -> Iterator[Event]:
-        own = (chat.variant, chat.template_args, chat.json_schema)
+        own = (chat.variant, chat.template_args, chat.json_schema, chat.top_logprobs)
         events = session.answer(chat.turns, chat.sampling, self._between, chat.conversation, *own)
         if not chat.is_final:
             return events
@@ -497,7 +497,8 @@ class Outbox:
 
     def flush(self) -> None:
         if self._pieces:
-            self._write(Text("".join(p.text for p in self._pieces), sum(p.tokens for p in self._pieces)))
+            scores = tuple(score for piece in self._pieces for score in piece.scores)
+            self._write(Text("".join(p.text for p in self._pieces), sum(p.tokens for p in self._pieces), scores))
             self._pieces.clear()
             self._flushed = self._clock()
 

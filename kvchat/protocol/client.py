@@ -251,7 +251,7 @@ def coalesce(reports: Iterable[Report]) -> list[Report]:
     for report in reports:
         last = kept[-1] if kept else None
         if isinstance(report, messages.Text) and isinstance(last, messages.Text):
-            kept[-1] = messages.Text(last.text + report.text, last.tokens + report.tokens)
+            kept[-1] = last + report
             continue
         if isinstance(report, figures.Snapshot | messages.Details | messages.Prefilled):
             if (index := latest.get(type(report))) is not None:

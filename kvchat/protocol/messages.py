@@ -20,19 +20,22 @@ Quantize = Literal["auto", "none", "int8", "int4", "nf4"]  # what weights are ke
 HostDtype = Literal["model", "int8"]  # what full pages of the host pool are kept in: the model's own, or 8 bits
 TEMPERATURE = 0.7  # of a model that names none
 MAX_VARIANTS = 8
+MAX_LOGPROBS = 20
 MAX_NEEDLE_TOKENS = 10_000_000
 # Milliseconds that separate the bins of the recall histogram; the first bin is below the first of them.
 RECALL_EDGES_MS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
 Heads = tuple[tuple[Count, ...], ...]  # a number for each KV head of each layer
 Milliseconds = Annotated[float, Field(ge=0)]
 MAX_PACE = 64.0
-GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})  # to every template
+GIVEN = frozenset({"messages", "documents", "add_generation_prompt"})  # to every template
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One message; ``role`` is system, user or assistant. Every mode attends to a ``pinned`` one.
+    """One message; ``role`` is system, user, assistant or tool. Every mode attends to a ``pinned`` one.
 
+    One of the role tool has what a tool gave. ``more`` is a JSON object, empty for none, of what a chat template is
+    given of the message beside its role and content: the calls of tools, and which of them is answered.
     One alone of the role text is a prompt as it is, without the chat template: control tokens in it are such.
     ``at`` is when it was written, in seconds since the epoch, 0 where nobody knows: a chat template is told the time at
     which its conversation began. ``thought`` is the tag that ends the thought before an answer, empty without one.
@@ -43,6 +46,7 @@ class Turn:
     pinned: bool = False
     at: float = field(default=0.0, compare=False)
     thought: str = field(default="", compare=False)
+    more: str = ""
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,8 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
     max_new_tokens: int = 512
@@ -122,6 +128,7 @@ class Chat:
     empty for one whose K/V are not kept, None for the stored one that the turns go on with or else a new one. It is
     answered in ``variant`` and with ``template_args``, as ``SetTemplateArgs`` has them; None leaves what is in force.
     ``is_final``: text comes when recovery can no longer take it back. What is said is held to ``json_schema``, a text.
+    With ``top_logprobs`` each ``Text`` has scores, of so many of the likeliest tokens beside that which was drawn.
     """
 
     turns: tuple[Turn, ...]
@@ -131,6 +138,7 @@ class Chat:
     template_args: tuple[str, ...] | None = None
     is_final: bool = False
     json_schema: str = ""
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
 
 @dataclass(frozen=True)
@@ -233,7 +241,8 @@ class Loaded:
     ``weights`` names how they are quantized and ``fast`` the kinds of modules that are fused, empty for none.
     ``temperature`` is the model's own. ``template_variables`` are names that its chat template looks at. ``server`` is
     the program that has the model where that is another one: it decides what is read, and ``offers`` says how.
-    ``takes_variables``: those of a chat template can be set.
+    ``takes_variables``: those of a chat template can be set. ``calls`` says how the model calls tools: transformers'
+    response template as JSON, empty where its chat template knows none or that is not known.
     ``auto`` is that of ``Switched``.
     """
 
@@ -258,6 +267,7 @@ class Loaded:
     offers: str = ""
     auto: str = ""
     takes_variables: bool = True
+    calls: str = ""
 
 
 @dataclass(frozen=True)
@@ -308,11 +318,27 @@ class Preparing:
 
 
 @dataclass(frozen=True)
+class Score:
+    """A token of an answer, and the logarithms of its probability and of those of the likeliest tokens there.
+
+    They are the model's own: what temperature, penalties and the like change of them does not count.
+    """
+
+    token: str
+    logprob: float
+    top: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True)
 class Text:
-    """Text decoded since the last such event (at most 30 a second), from ``tokens`` tokens."""
+    """Text decoded since the last such event (at most 30 a second), from ``tokens`` tokens; ``scores`` if asked for."""
 
     text: str
     tokens: Count
+    scores: tuple[Score, ...] = ()
+
+    def __add__(self, other: Text) -> Text:
+        return Text(self.text + other.text, self.tokens + other.tokens, self.scores + other.scores)
 
 
 @dataclass(frozen=True)

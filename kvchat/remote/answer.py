@@ -15,6 +15,7 @@ from kvchat.remote.servers import KVCHAT, LLAMA, SGLANG, TRANSFORMERS, VLLM, who
 THOUGHT = "<think>"
 RECENT = 32  # tokens that the speed is taken from
 TIMED_S = 0.1  # frames that come together tell no speed
+ITS_OWN = ("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty")  # of OpenAI's protocol
 ENDINGS = {"length": "length"}
 REPEATED = {LLAMA: "repeat_penalty"}  # what a program calls it, where not as most do
 TAKING_VARIABLES = (LLAMA, VLLM, SGLANG, TRANSFORMERS, KVCHAT)
@@ -37,7 +38,7 @@ def request(
         "max_tokens": sampling.max_new_tokens,
     }
     changed = {name: value for name, value in vars(sampling).items() if value != getattr(Sampling(), name)}
-    asked |= {name: changed[name] for name in ("temperature", "top_p", "seed") if name in changed}
+    asked |= {name: changed[name] for name in ITS_OWN if name in changed}
     asked |= {"stop": list(sampling.stop)} if sampling.stop else {}
     extra |= {name: changed[name] for name in ("top_k", "min_p") if name in changed}
     if "repetition_penalty" in changed:

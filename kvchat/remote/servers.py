@@ -176,7 +176,7 @@ def _keys_in(file: Path) -> dict[str, Any]:
         raise UsageError(f"{file} is no list of keys.", f"Line {error.lineno}: {error.msg}.", EXAMPLE) from None
 
 
-OF_PROGRAMS = {"strftime_now", "raise_exception"}  # what those that render templates give to each
+OF_PROGRAMS = {"strftime_now", "raise_exception", "tools"}  # what those that render templates give to each
 EXAMPLE = 'Write a line "http://127.0.0.1:8080" = "KEY" for each server.'
 
 

@@ -160,17 +160,18 @@ class RemoteSession:
         variant: Variant | None = None,
         template_args: Sequence[str] | None = None,
         json_schema: str = "",
+        top_logprobs: int | None = None,
     ) -> Iterator[Event]:
         """Answer the last turn, or go on with it: ``Started``, ``Prefilled``*, ``Text``*, then one ``Finished``.
 
-        ``between`` is called between two frames and while none comes, with the number of tokens so far. A ``variant``
-        and a ``json_schema`` are for a model here.
+        ``between`` is called between two frames and while none comes, with the number of tokens so far. A ``variant``,
+        a ``json_schema`` and ``top_logprobs`` are for a model here.
 
         Raises:
             DoesNotFitError: the conversation is longer than the server's context; ModelError: the model is gone;
                 UsageError: the key is refused; EngineError: the server cannot be reached, breaks off or fails.
         """
-        if variant or json_schema:
+        if variant or json_schema or top_logprobs is not None:
             raise self.refuse()
         if template_args is not None:
             self.set_template_args(template_args)

@@ -2,25 +2,79 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvchat import thoughts
 from kvchat.protocol.figures import Snapshot, Stats
-from kvchat.protocol.messages import AnswerEvent, Finished, Resumed, Started, Text
+from kvchat.protocol.messages import AnswerEvent, Finished, Resumed, Score, Started, Text
 
 REASONS = {"eos": "stop", "stop": "stop", "stopped": "stop", "length": "length", "context": "length"}
 Json = dict[str, Any]
 
 
-class Answer:
-    """One answer while it comes. A thought before it is told apart from what is said, in a chat."""
+class Calls:
+    """Tells calls of ``tools`` from what is said beside them, by transformers' parser and its ``form`` for them."""
 
-    def __init__(self, model: str, is_chat: bool, streams_usage: bool = False) -> None:
+    def __init__(self, form: str, tools: Sequence[Json]) -> None:
+        from transformers.utils.chat_parsing import ResponseParser
+
+        self._parser: Any = ResponseParser(json.loads(form), prefix="", tools=tools)
+        self._is_broken = False
+        self._within = ""  # a call that has begun
+        self.found = 0
+
+    def feed(self, text: str, is_last: bool) -> Iterator[Json]:
+        """What more of an answer says and calls, as fields of a message; a call that is none is said."""
+        if self._is_broken:
+            yield from self._said(text)
+            return
+        self._within += text
+        try:
+            events = self._parser.feed(text)
+            events += self._parser.finalize()[1] if is_last else []
+        except ValueError:  # no JSON: the text is all there is of it
+            self._is_broken = True
+            yield from self._said(self._within)
+            return
+        for event in events:
+            if event["type"] == "region_chunk" and event["field"] == "content":
+                yield from self._said(event["text"])
+                self._within = self._within.partition(event["text"])[2]
+            elif event["type"] == "region_close" and event["field"] == "tool_calls":
+                self._within = ""
+                yield from self._called(event["value"].get("function"))
+
+    @staticmethod
+    def _said(text: str) -> Iterator[Json]:
+        if text:
+            yield {"content": text}
+
+    def _called(self, function: Any) -> Iterator[Json]:
+        if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
+            yield from self._said(json.dumps(function, ensure_ascii=False))
+            return
+        arguments = function.get("arguments", {})
+        written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        call = {"name": function["name"], "arguments": written}
+        number, self.found = self.found, self.found + 1
+        yield {
+            "tool_calls": [
+                {"index": number, "id": f"call_{secrets.token_hex(12)}", "type": "function", "function": call}
+            ]
+        }
+
+
+class Answer:
+    """One answer while it comes. In a chat thought and ``calls`` are told apart from what is said."""
+
+    def __init__(self, model: str, is_chat: bool, streams_usage: bool = False, calls: Calls | None = None) -> None:
         self._is_chat = is_chat
         self._streams_usage = streams_usage
+        self._calls = calls
         kind = "chat.completion" if is_chat else "text_completion"
         self._head: Json = {
             "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}",
@@ -31,6 +85,8 @@ class Answer:
         self._text = self._end = ""
         self._tags: tuple[str, ...] = ()
         self._thought = self._said = ""  # as far as they were told
+        self._scores: list[Score] = []  # that were not told
+        self._offset = 0  # of the next of them in the text
         self._resumed: Resumed | None = None
 
     def feed(self, event: AnswerEvent | Resumed) -> None:
@@ -38,8 +94,9 @@ class Answer:
         match event:
             case Started(thought=end, tags=tags):
                 self._end, self._tags = end, tags
-            case Text(text):
+            case Text(text, scores=scores):
                 self._text += text
+                self._scores += scores
                 if not self._end and (tag := thoughts.begun_with(self._text, self._tags)):
                     self._end = thoughts.end_of(tag)
             case Resumed():
@@ -49,14 +106,22 @@ class Answer:
 
     def whole(self, finished: Finished, snapshot: Snapshot | None) -> Json:
         """The body of an answer that is over."""
-        reason = REASONS[finished.reason]
         thought, said = self._split(finished.text, finished.reason)
-        choice: Json = {"index": 0, "finish_reason": reason, "logprobs": None}
+        choice: Json = {"index": 0, "logprobs": self._logprobs()}
         if self._is_chat:
-            told = {"reasoning_content": thought} if thought else {}
-            choice["message"] = {"role": "assistant", "content": said, **told}
+            told: Json = {"reasoning_content": thought} if thought else {}
+            parts = [*self._parts(said, is_last=True)]
+            text = "".join(part.get("content", "") for part in parts)
+            calls = [call for part in parts for call in part.get("tool_calls", ())]
+            told |= (
+                {"tool_calls": [{name: call[name] for name in call if name != "index"} for call in calls]}
+                if calls
+                else {}
+            )
+            choice["message"] = {"role": "assistant", "content": None if calls and not text else text, **told}
         else:
             choice["text"] = said
+        choice["finish_reason"] = self._reason(finished)
         return {**self._head, "choices": [choice], "usage": usage(finished.stats), **self._figures(finished, snapshot)}
 
     # ---- in pieces
@@ -74,25 +139,60 @@ class Answer:
             thought = thought[: len(thought) - held].rstrip()
         yield from self._since(thought, said)
 
+    def _parts(self, said: str, is_last: bool) -> Iterator[Json]:
+        """What is said as fields of a message, without the calls in it."""
+        if self._calls:
+            yield from self._calls.feed(said, is_last)
+        elif said:
+            yield {"content": said}
+
+    def _reason(self, finished: Finished) -> str:
+        reason = REASONS[finished.reason]
+        return "tool_calls" if self._calls and self._calls.found and reason == "stop" else reason
+
     def end(self, finished: Finished, snapshot: Snapshot | None) -> Iterator[Json]:
         """The rest, and the figures."""
         self._text = finished.text
-        yield from self._since(*self._split(finished.text, finished.reason))
-        yield {**self._piece({}, REASONS[finished.reason]), **self._figures(finished, snapshot)}
+        yield from self._since(*self._split(finished.text, finished.reason), is_last=True)
+        yield {**self._piece({}, self._reason(finished)), **self._figures(finished, snapshot)}
         if self._streams_usage:
             yield {**self._chunk([]), "usage": usage(finished.stats)}
 
-    def _since(self, thought: str, said: str) -> Iterator[Json]:
+    def _since(self, thought: str, said: str, is_last: bool = False) -> Iterator[Json]:
         if more := thought.removeprefix(self._thought):
             self._thought = thought
             yield self._piece({"reasoning_content": more})
-        if more := said.removeprefix(self._said):
-            self._said = said
-            yield self._piece({"content": more})
+        more, self._said = said.removeprefix(self._said), said
+        if more or is_last:
+            yield from map(self._piece, self._parts(more, is_last))
 
     def _piece(self, delta: Json, reason: str | None = None) -> Json:
         told = {"delta": delta} if self._is_chat else {"text": delta.get("content", "")}
-        return self._chunk([{"index": 0, **told, "finish_reason": reason, "logprobs": None}])
+        return self._chunk([{"index": 0, **told, "finish_reason": reason, "logprobs": self._logprobs()}])
+
+    def _logprobs(self) -> Json | None:
+        """The scores that were not told yet, in the form of a chat or a text."""
+        scores, self._scores = self._scores, []
+        if not scores:
+            return None
+        if self._is_chat:
+            return {
+                "content": [
+                    {**_scored(one.token, one.logprob), "top_logprobs": [_scored(*two) for two in one.top]}
+                    for one in scores
+                ],
+                "refusal": None,
+            }
+        offsets = []
+        for one in scores:
+            offsets.append(self._offset)
+            self._offset += len(one.token)
+        return {
+            "tokens": [one.token for one in scores],
+            "token_logprobs": [one.logprob for one in scores],
+            "top_logprobs": [dict(one.top) for one in scores],
+            "text_offset": offsets,
+        }
 
     def _chunk(self, choices: list[Json]) -> Json:
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"
@@ -121,6 +221,11 @@ class Answer:
             in_force = {"mode": snapshot.mode, "params": snapshot.params, "reduced": snapshot.reduced_tokens}
             figures = {**in_force, **figures}
         return {"timings": timings(stats), "kvchat": figures}
+
+
+def _scored(token: str, logprob: float) -> Json:
+    """A token; of a part of a character no bytes are told."""
+    return {"token": token, "logprob": logprob, "bytes": None if "\ufffd" in token else [*token.encode()]}
 
 
 def usage(stats: Stats) -> Json:

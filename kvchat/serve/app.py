@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvchat.protocol.figures import Stats
 from kvchat.protocol.messages import Chat, Finished, Loaded, Started, Tokenize, Tokenized
-from kvchat.serve.answers import Answer
+from kvchat.serve.answers import Answer, Calls
 from kvchat.serve.engine import Ended, Engine, Job
 from kvchat.serve.refusals import Refusal, invalid, of_body, unavailable
 from kvchat.serve.requests import Asked, ChatRequest, Defaults, TextRequest, TokenizeRequest
@@ -235,8 +235,11 @@ class Service:
             template_args=asked.template_args(self._engine.load, loaded),
             is_final=True,
             json_schema=asked.json_schema(),
+            top_logprobs=asked.scored(),
         )
-        answer = Answer(loaded.model, is_chat, asked.streams_usage)
+        tools = asked.called_tools()  # the parser is imported, which takes a second
+        calls = await asyncio.to_thread(Calls, loaded.calls, tools) if tools else None
+        answer = Answer(loaded.model, is_chat, asked.streams_usage, calls)
         async with self._submitted(request, command) as job:
             event: Any = None
             begins = time.monotonic() + PING_S  # what is refused until then has a status of its own

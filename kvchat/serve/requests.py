@@ -16,26 +16,24 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationIn
 from kvchat.config import modes
 from kvchat.config.schema import checked_sampling
 from kvchat.errors import UsageError
-from kvchat.protocol.messages import Load, Loaded, Sampling, Turn, Variant, parse_args
+from kvchat.protocol.messages import MAX_LOGPROBS, Load, Loaded, Sampling, Turn, Variant, parse_args
 from kvchat.serve.refusals import invalid, of_error
 from kvchat.thoughts import TAGS, end_of
 
 MOST_STOPS = 16
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-NO_TOOLS = "kvchat calls no tools"
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+NO_FUNCTIONS = "it is of an older form; give tools"
+NO_CALLS = "This model's chat template knows no tools, or transformers no form of its calls."
+NO_FORCE = "kvchat cannot make a model call a tool: it decides"
 # Fields that only some values of are accepted, those that ask for nothing, and why no other is.
 NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "n": ((1,), "one answer is given to a request; send it again for another"),
     "best_of": ((1,), "one answer is drawn"),
-    "presence_penalty": ((0,), "kvchat's sampler has none; repetition_penalty is like it"),
-    "frequency_penalty": ((0,), "kvchat's sampler has none; repetition_penalty is like it"),
     "logit_bias": (({},), "kvchat's sampler has none"),
-    "logprobs": ((False,), "kvchat tells no probabilities"),
-    "top_logprobs": ((0,), "kvchat tells no probabilities"),
-    "tools": (([],), NO_TOOLS),
-    "tool_choice": (("none", "auto"), NO_TOOLS),
-    "functions": (([],), NO_TOOLS),
-    "function_call": (("none", "auto"), NO_TOOLS),
+    "tool_choice": (("none", "auto"), NO_FORCE),
+    "parallel_tool_calls": ((True,), NO_FORCE),
+    "functions": (([],), NO_FUNCTIONS),
+    "function_call": (("none", "auto"), NO_FUNCTIONS),
     "modalities": ((["text"],), "kvchat writes text"),
     "audio": ((), "kvchat writes text"),
     "prediction": ((), "kvchat takes none; the mode parameter draft=lookup drafts from what was said"),
@@ -46,12 +44,10 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "suffix": (("",), "write the model's own tokens for filling in into the prompt"),
 }
 NEUTRAL_OF_MESSAGE: dict[str, tuple[tuple[Any, ...], str]] = {
-    "tool_calls": (([],), NO_TOOLS),
-    "function_call": ((), NO_TOOLS),
+    "function_call": ((), NO_FUNCTIONS),
     "audio": ((), "kvchat reads text"),
     "refusal": (("",), "write it as content"),
     "annotations": (([],), "kvchat's models see none"),
-    "name": (("",), "kvchat's models see no names"),
 }
 
 
@@ -100,16 +96,55 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
+class CalledFunction(Body):
+    name: str
+    arguments: str
+
+
+class ToolCall(Body):
+    """What the model called; a template is given its arguments as an object, if they are one."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def given(self) -> dict[str, Any]:
+        """The call for the template."""
+        try:
+            arguments = json.loads(self.function.arguments)
+        except (ValueError, RecursionError):
+            arguments = None
+        known = arguments if isinstance(arguments, dict) else self.function.arguments
+        return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": known}}
+
+
+class Tool(BaseModel):
+    """A tool; what it takes is for the model to read."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    type: Literal["function"]
+    function: dict[str, Any]
+
+    @field_validator("function")
+    @classmethod
+    def _has_a_name(cls, function: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(function.get("name"), str):
+            raise ValueError("a function needs a name")
+        return function
+
+
 class Message(Body):
     role: str
-    content: Annotated[str, BeforeValidator(_joined)]
+    content: Annotated[str, BeforeValidator(_joined)] = ""
     reasoning_content: str | None = None
-    tool_calls: Any = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
     function_call: Any = None
     audio: Any = None
     refusal: Any = None
     annotations: Any = None
-    name: Any = None
+    name: str | None = None
 
     @field_validator(*NEUTRAL_OF_MESSAGE)
     @classmethod
@@ -120,13 +155,35 @@ class Message(Body):
     @classmethod
     def _is_known(cls, role: str) -> str:
         if role not in ROLES:
-            raise ValueError(NO_TOOLS if role in ("tool", "function") else f"must be one of {', '.join(ROLES)}")
+            raise ValueError(f"must be one of {', '.join(ROLES)}")
         return role
+
+    @model_validator(mode="before")
+    @classmethod
+    def _calls_say_enough(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("content") is None and given.get("tool_calls"):
+            return {**given, "content": ""}
+        return given
+
+    @model_validator(mode="after")
+    def _fits_its_role(self) -> Self:
+        if "content" not in self.model_fields_set:
+            raise ValueError("content is missing")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("only the assistant calls tools")
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise ValueError("tool_call_id and the role tool go together")
+        if self.name and self.role != "tool":
+            raise ValueError("kvchat's models see no names")
+        return self
 
     def turn(self) -> Turn:
         """The message for the engine; a thought stands before what was said, as the model wrote it."""
         thought = f"{TAGS[0]}\n{self.reasoning_content}\n{end_of(TAGS[0])}\n\n" if self.reasoning_content else ""
-        return Turn(ROLES[self.role], thought + self.content)
+        more: dict[str, Any] = {"tool_calls": [one.given() for one in self.tool_calls]} if self.tool_calls else {}
+        if self.tool_call_id is not None:
+            more |= {"tool_call_id": self.tool_call_id} | ({"name": self.name} if self.name else {})
+        return Turn(ROLES[self.role], thought + self.content, more=json.dumps(more) if more else "")
 
 
 class KvchatFields(Body):
@@ -185,6 +242,8 @@ class Asked(Body):
     """What both kinds of requests have; ``UNUSED`` are for bookkeeping and change no answer."""
 
     UNUSED: ClassVar = ("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key")
+    PENALTIES: ClassVar = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    DRAWN: ClassVar = ("temperature", "top_p", "top_k", "min_p", *PENALTIES, "seed", "stop")
 
     model: str | None = None
     stream: bool | None = None
@@ -199,10 +258,9 @@ class Asked(Body):
     stop: Annotated[Annotated[list[str], Field(max_length=MOST_STOPS)] | None, BeforeValidator(_listed)] = None
     kvchat: KvchatFields = KvchatFields()
     n: Any = None
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
     logit_bias: Any = None
-    logprobs: Any = None
     user: Any = None
     metadata: Any = None
     service_tier: Any = None
@@ -227,6 +285,14 @@ class Asked(Body):
         """What the answer is held to, "" for nothing."""
         return ""
 
+    def scored(self) -> int | None:
+        """How many of the likeliest tokens are told beside each; None if no probability is."""
+        raise NotImplementedError
+
+    def called_tools(self) -> list[dict[str, Any]]:
+        """The tools that the model is told of."""
+        return []
+
     def most_tokens(self) -> int | None:
         """The largest length of the answer that was asked for."""
         return self.max_tokens
@@ -241,8 +307,7 @@ class Asked(Body):
         Raises:
             Refusal: a value is out of range.
         """
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop")
-        given = {name: getattr(self, name) for name in names} | {"max_new_tokens": self.most_tokens()}
+        given = {name: getattr(self, name) for name in self.DRAWN} | {"max_new_tokens": self.most_tokens()}
         most = self.most_tokens_of(context)
         default = defaults.sampling if defaults.is_limited else replace(defaults.sampling, max_new_tokens=most)
         try:
@@ -265,9 +330,10 @@ class ChatRequest(Asked):
     max_completion_tokens: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
-    top_logprobs: Any = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
-    tools: Any = None
+    tools: list[Tool] | None = None
     tool_choice: Any = None
     parallel_tool_calls: Any = None
     functions: Any = None
@@ -278,6 +344,22 @@ class ChatRequest(Asked):
     web_search_options: Any = None
     verbosity: Any = None
     store: Any = None
+
+    @model_validator(mode="after")
+    def _can_be_done(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs")
+        if self.called_tools() and self.json_schema():
+            raise ValueError("an answer that is held to JSON calls no tools: leave tools or response_format out")
+        return self
+
+    def scored(self) -> int | None:
+        """How many of the likeliest tokens are told beside each; None if no probability is."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def called_tools(self) -> list[dict[str, Any]]:
+        """The tools that the model is told of."""
+        return [] if self.tool_choice == "none" else [one.model_dump() for one in self.tools or ()]
 
     def json_schema(self) -> str:
         """What the answer is held to, "" for nothing."""
@@ -295,9 +377,12 @@ class ChatRequest(Asked):
         """The variables of the chat template: those of the server, and what was asked for.
 
         Raises:
-            Refusal: the template does not look at one.
+            Refusal: the template does not look at one, or knows no tools.
         """
         given = dict(self.chat_template_kwargs or {})
+        tools = self.called_tools()
+        if not loaded.calls and (tools or any(message.tool_calls or message.tool_call_id for message in self.messages)):
+            raise invalid(NO_CALLS, "tools" if tools else "messages")
         if self.reasoning_effort is not None:
             given["reasoning_effort"] = self.reasoning_effort
         known = loaded.template_variables
@@ -305,6 +390,7 @@ class ChatRequest(Asked):
             if name not in known:
                 raise invalid(f"The model's chat template does not look at {name}, only at {_names(known)}.", name)
         kept = [text for text in load.template_args if text.partition("=")[0] not in given]
+        given |= {"tools": tools} if tools else {}
         args = (*kept, *(f"{name}={json.dumps(value)}" for name, value in given.items()))
         try:
             parse_args(args)
@@ -320,6 +406,11 @@ class TextRequest(Asked):
     best_of: Any = None
     echo: Any = None
     suffix: Any = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    def scored(self) -> int | None:
+        """How many of the likeliest tokens are told beside each; None if no probability is."""
+        return self.logprobs
 
     def most_tokens_of(self, context: int) -> int:
         """The largest length where none was asked for."""

@@ -27,6 +27,8 @@ REFUSED = {
     "top_p": ("0", "6e-8", "9.9e-7", "1.0000001", "-1", "nan"),
     "min_p": ("-1e-9", "1", "1.0", "1.5", "nan"),
     "repetition_penalty": ("0", "-1", "0.0099", "100.1", "inf"),
+    "presence_penalty": ("-2.1", "2.1", "nan"),
+    "frequency_penalty": ("-2.1", "2.1", "inf"),
     "seed": ("-1", "9223372036854775808", "0.5", "'x'"),
     "max_new_tokens": ("0", "-1", "1.5", "None"),
 }
@@ -36,6 +38,8 @@ ALLOWED = {
     "top_p": ("1e-6", "0.5", "1"),
     "min_p": ("0", "0.5", "0.999999"),
     "repetition_penalty": ("0.01", "1", "100"),
+    "presence_penalty": ("-2", "2"),
+    "frequency_penalty": ("-2", "2"),
     "seed": ("0", "9223372036854775807"),
     "max_new_tokens": ("1", "1000000"),
 }

@@ -112,6 +112,24 @@ def test_greedy_takes_the_largest_also_after_the_penalty():
     assert [read(sampler(scores)) for _ in range(3)] == [7, 9, 7]  # a drawn token is penalized from then on
 
 
+def test_presence_counts_once_and_frequency_each_time_and_of_the_prompt_neither():
+    scores = torch.full((VOCAB,), -9.0)
+    scores[7], scores[9] = 2.0, 0.9
+    present = Sampler(Sampling(temperature=0, presence_penalty=1.0), VOCAB, "cpu")
+    often = Sampler(Sampling(temperature=0, frequency_penalty=0.5), VOCAB, "cpu")
+    for sampler in (present, often):
+        sampler.see([7] * 10)
+    assert [read(present(scores)) for _ in range(5)] == [7] * 5  # 2 - 1 is more than 0.9, however often
+    assert [read(often(scores)) for _ in range(5)] == [7, 7, 7, 9, 7]  # 2.0 1.5 1.0, then 0.5 and 0.4
+    before = often.state()
+    after = [read(often(scores)) for _ in range(4)]
+    often.set_state(before)
+    assert [read(often(scores)) for _ in range(4)] == after
+    liked = Sampler(Sampling(temperature=0, presence_penalty=-2.0), VOCAB, "cpu")
+    liked(scores.index_fill(0, torch.tensor([9]), 3.0))
+    assert read(liked(scores)) == 9
+
+
 def test_a_token_is_a_scalar_on_the_device():
     token = Sampler(Sampling(), VOCAB, "cpu")(logits(0))
     assert (token.shape, token.dtype) == (torch.Size([]), torch.int64)

@@ -189,6 +189,28 @@ def test_another_model_is_named(fake):
     assert fake.chat("hello", model="kvchat-pocket").status == fake.chat("hello", model="bundled").status == 200
 
 
+# ---- calls of tools
+
+WEATHER = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+
+
+def test_a_call_is_told_apart_whole_and_in_pieces(fake):
+    with fake.client() as client:
+        asked = {"model": "kvchat-pocket", "messages": messages("call"), "tools": WEATHER}
+        choice = client.chat.completions.create(**asked).choices[0]
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I look.")
+        (call,) = choice.message.tool_calls
+        assert (call.function.name, call.function.arguments) == ("weather", '{"city": "Paris"}')
+        pieces = [piece.choices[0] for piece in client.chat.completions.create(**asked, stream=True)]
+        assert "".join(piece.delta.content or "" for piece in pieces) == "I look."
+        (told,) = [one for piece in pieces for one in piece.delta.tool_calls or ()]
+        assert (told.index, told.function.name, told.function.arguments) == (0, "weather", call.function.arguments)
+        assert told.id != call.id
+        assert pieces[-1].finish_reason == "tool_calls"
+        without = client.chat.completions.create(model="kvchat-pocket", messages=messages("call")).choices[0]
+        assert (without.finish_reason, "<tool_call>" in without.message.content) == ("stop", True)
+
+
 # ---- an engine that dies
 
 

@@ -7,6 +7,7 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.fake_engine import CALLS
 from support.served import Served, messages
 
 from kvchat import libraries
@@ -15,7 +16,7 @@ from kvchat.config.sources import Resolved
 from kvchat.errors import UsageError
 from kvchat.protocol.figures import Stats
 from kvchat.protocol.messages import Finished, Load, Loaded, Started, Text, parse_args
-from kvchat.serve.answers import Answer, timings
+from kvchat.serve.answers import Answer, Calls, timings
 from kvchat.serve.requests import ChatRequest, Defaults
 
 THOUGHTFUL = "<think>\nThey ask, so </ I answer.\n</think>\n\nParis, </think> of course."
@@ -57,6 +58,55 @@ def test_a_thought_is_told_apart() -> None:
         "They ask, so </ I answer.",
         "Paris, </think> of course.",
     )
+
+
+CALLING = (
+    'I look.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n'
+    '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
+)
+
+
+@given(
+    text=st.sampled_from([CALLING, f"<think>\nhm</think>\n\n{CALLING}", "I <look> for a <tool_cal", "Paris.", ""]),
+    cuts=st.lists(st.integers(0, len(CALLING)), max_size=9),
+)
+def test_calls_in_pieces_are_those_of_the_whole(text: str, cuts: list[int]) -> None:
+    answer, whole = (Answer("m", is_chat=True, calls=Calls(CALLS, [])) for _ in range(2))
+    whole.feed(Text(text, 1))
+    finished = Finished("eos", text, Stats())
+    message = whole.whole(finished, None)["choices"][0]["message"]
+    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    pieces = []
+    for begin, end in itertools.pairwise(places):
+        answer.feed(Text(text[begin:end], 1))
+        pieces += answer.more()
+    pieces += answer.end(finished, None)
+    deltas = [piece["choices"][0]["delta"] for piece in pieces]
+    calls = [call["function"] for delta in deltas for call in delta.get("tool_calls", ())]
+    assert calls == [call["function"] for call in message.get("tool_calls", ())]
+    assert len(calls) == (2 if CALLING in text else 0)
+    assert "".join(delta.get("content", "") for delta in deltas) == (message["content"] or "")
+    assert pieces[-1]["choices"][0]["finish_reason"] == ("tool_calls" if calls else "stop")
+
+
+@pytest.mark.parametrize("call", ['{"name": "f", "arguments": {"a": }', "[1]", '{"name": 7}', '"f"', "{"])
+def test_what_is_no_call_is_said(call: str) -> None:
+    text = f"Oh. <tool_call>{call}</tool_call>"
+    answer = Answer("m", is_chat=True, calls=Calls(CALLS, []))
+    answer.feed(Text(text, 1))
+    choice = answer.whole(Finished("eos", text, Stats()), None)["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    assert "tool_calls" not in choice["message"]
+    assert call.strip('"') in choice["message"]["content"].replace('"name":7', '"name": 7')
+
+
+def test_a_call_that_is_cut_off_is_no_call() -> None:
+    text = 'I look. <tool_call>{"name": "f", "argu'
+    answer = Answer("m", is_chat=True, calls=Calls(CALLS, []))
+    answer.feed(Text(text, 1))
+    choice = answer.whole(Finished("length", text, Stats()), None)["choices"][0]
+    assert (choice["finish_reason"], "tool_calls" in choice["message"]) == ("length", False)
+    assert '{"name": "f", "argu' in choice["message"]["content"]
 
 
 def test_times_are_those_that_were_measured() -> None:

@@ -23,6 +23,16 @@ QUESTION = "What is the capital of France?"
 SEA = "The sea was calm and the whale went on. " * 40
 STORY = "Tell me a story about a whale that has lost its way."
 TITLE = "### Task: give a title of three words to this talk. " + SEA
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "The weather in a city.",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        },
+    }
+]
 GREEDY = {"model": "bundled", "temperature": 0}
 
 
@@ -227,6 +237,85 @@ def test_variables_of_the_template_are_of_the_request(tmp_path):
         assert served.chat(QUESTION, reasoning_effort="low").status == 400
 
 
+# ---- tools and probabilities
+
+WITH_TOOLS = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}{% if tools %}Write <tool_call>{}</tool_call>.\n"
+    "{% endif %}{% for m in messages %}{{ m.role }}: {{ m.content }}{% for call in m.tool_calls or [] %}<tool_call>"
+    "{{ call.function | tojson }}</tool_call>{% endfor %}\n{% endfor %}assistant:"
+)
+
+
+def test_a_template_that_knows_tools_is_given_them_and_what_they_gave(tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text(WITH_TOOLS)
+    with serving(tmp_path, "--chat-template", str(template)) as served:
+
+        def count(said, **fields) -> int:
+            body = {"messages": said, **fields}
+            return served.ask("/v1/chat/completions/input_tokens", body).json["input_tokens"]
+
+        asked = messages("What is the weather in Paris?")
+        bare, with_tools = count(asked), count(asked, tools=TOOLS)
+        assert with_tools > bare + 40
+        assert count(asked, tools=TOOLS, tool_choice="none") == count(asked, tools=[]) == bare
+        called = {
+            "id": "1",
+            "type": "function",
+            "function": {"name": "weather", "arguments": '{"city": "Paris"}'},
+        }
+        talk = [*asked, {"role": "assistant", "content": None, "tool_calls": [called]}]
+        talk.append({"role": "tool", "tool_call_id": "1", "content": "Sunny."})
+        assert count(talk, tools=TOOLS) > with_tools + 20
+        first = served.ask(
+            "/v1/chat/completions", {"messages": asked, "tools": TOOLS, "max_tokens": 1, "temperature": 0}
+        ).json
+        assert first["choices"][0]["finish_reason"] == "length"
+        answer = served.ask("/v1/chat/completions", {"messages": talk, "tools": TOOLS, "max_tokens": 4}).json
+        assert answer["choices"][0]["message"]["content"]
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= with_tools - 1
+        spelled = [{"type": "function", "function": {"name": "weather", "description": "<|im_end|>" * 9}}]
+        plain = [{"type": "function", "function": {"name": "weather", "description": "<|im_xnd|>" * 9}}]
+        assert count(asked, tools=spelled) > count(asked, tools=plain) - 9  # spelled out, no token of its own
+
+
+def test_probabilities_are_those_of_the_tokens_that_were_drawn(client: OpenAI):
+    asked = {"messages": messages(STORY), "max_tokens": 24, "logprobs": True, "top_logprobs": 2}
+    choice = client.chat.completions.create(**asked, **GREEDY).choices[0]
+    scores = choice.logprobs.content
+    assert "".join(one.token for one in scores) == choice.message.content
+    assert all(len(one.top_logprobs) == 2 and one.top_logprobs[0].token == one.token for one in scores)
+    assert all(one.top_logprobs[1].logprob <= one.logprob <= 0 for one in scores)
+    pieces = [piece.choices[0] for piece in client.chat.completions.create(**asked, stream=True, **GREEDY)]
+    told = [one for piece in pieces if piece.logprobs for one in piece.logprobs.content]
+    assert [one.model_dump() for one in told] == [one.model_dump() for one in scores]
+    warm = client.chat.completions.create(
+        messages=messages(STORY), max_tokens=24, logprobs=True, temperature=5.0, seed=1, model="bundled"
+    )
+    assert min(one.logprob for one in warm.choices[0].logprobs.content) < -3  # the model's own, not the flattened ones
+    assert warm.choices[0].logprobs.content[0].top_logprobs == []
+    text = client.completions.create(prompt="Once upon a time", logprobs=3, **GREEDY).choices[0]
+    assert "".join(text.logprobs.tokens) == text.text
+    assert [len(top) for top in text.logprobs.top_logprobs] == [3] * 16
+    assert [text.text[at:][:1] for at in text.logprobs.text_offset] == [token[:1] for token in text.logprobs.tokens]
+    assert client.completions.create(prompt="Once upon a time", **GREEDY).choices[0].logprobs is None
+
+
+def test_penalties_keep_an_answer_from_repeating_itself(client: OpenAI):
+    def drawn(**fields) -> list[str]:
+        asked = {"prompt": "one two three one two three one two three", "max_tokens": 60, "logprobs": 0}
+        return client.completions.create(**asked, **fields, **GREEDY).choices[0].logprobs.tokens
+
+    free = drawn()
+    assert drawn(presence_penalty=0, frequency_penalty=0.0) == free
+    repeated = len(free) - len(set(free))
+    for fields in ({"presence_penalty": 2}, {"frequency_penalty": 2}):
+        held = drawn(**fields)
+        assert len(held) - len(set(held)) < repeated
+    liked = drawn(frequency_penalty=-2)
+    assert len(set(liked)) < len(set(free))
+
+
 # ---- refusals
 
 
@@ -244,15 +333,25 @@ def test_a_talk_longer_than_the_context_is_refused_with_numbers(client: OpenAI):
     ("fields", "param"),
     [
         ({"n": 2}, "n"),
-        ({"presence_penalty": 0.5}, "presence_penalty"),
-        ({"frequency_penalty": -1}, "frequency_penalty"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
+        ({"frequency_penalty": -2.5}, "frequency_penalty"),
         ({"logit_bias": {"5": 3}}, "logit_bias"),
-        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": 3}, "logprobs"),
+        ({"top_logprobs": 3}, None),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"response_format": {"type": "grammar"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "obj"}}}}, None),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"messages": [{"role": "tool", "content": "a", "tool_call_id": "1"}]}, "messages.0.role"),
+        ({"tools": TOOLS}, "tools"),
+        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, None),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools.0.function"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"messages": [*messages("Hi."), {"role": "tool", "content": "a", "tool_call_id": "1"}]}, "messages"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0"),
+        ({"messages": [{"role": "function", "content": "a"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user"}]}, "messages.0"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
         ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
         ({"messages": messages("Hi.", "Hello.")[1:]}, None),

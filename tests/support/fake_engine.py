@@ -2,7 +2,7 @@
 
 ``crash`` ends the process with exit code 3, ``fail`` is refused, ``slow`` answers with 100 words a second until it is
 stopped, ``prose`` the same in paragraphs, ``hold`` answers one word and waits for a command, ``waver`` takes some
-words back; any other prompt gets ``ANSWER``. Budget 64 is refused.
+words back; ``call`` calls a tool, any other prompt gets ``ANSWER``. Budget 64 is refused.
 ``FAKE_LOAD=crash`` crashes while loading, ``refuse`` has no model, ``wait`` loads until stdin closes; ``FAKE_GPU`` adds
 a GPU and ``FAKE_REPEAT=100`` stores every prompt a hundred times; ``FAKE_WORDS`` ends ``slow`` after so many words;
 ``FAKE_BADGES`` are its badges, with ``|`` between them; into the file ``FAKE_LEDGER`` it writes when it said each word.
@@ -10,6 +10,7 @@ a GPU and ``FAKE_REPEAT=100`` stores every prompt a hundred times; ``FAKE_WORDS`
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import re
@@ -71,6 +72,18 @@ def interest(amount, months):
 
 That is all there is to it.
 """
+CALL = 'I look. <tool_call> {"name": "weather", "arguments": {"city": "Paris"}} </tool_call>'
+CALLS = json.dumps({
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant",
+    "fields": {
+        "tool_calls": {
+            "open_pattern": r"\s*<tool_call>", "close": "</tool_call>", "repeats": True, "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"content": "text"},
+    },
+})  # fmt: skip
 WORDS = ("the", "window", "moves", "and", "older", "pages", "rest", "on", "the", "host")
 PARAGRAPH = 50  # words
 READ = str.maketrans("SWDRHFX", "9999000")
@@ -128,7 +141,19 @@ class FakeEngine:
             sys.exit(0)
         send(
             Loaded(
-                "kvchat-pocket", "llama", 43_000_000, "cpu", "float32", 16384, 8, 4, 32, 16384, self.mode, self.params
+                "kvchat-pocket",
+                "llama",
+                43_000_000,
+                "cpu",
+                "float32",
+                16384,
+                8,
+                4,
+                32,
+                16384,
+                self.mode,
+                self.params,
+                calls=CALLS,
             )
         )
         send(self.snapshot())
@@ -307,7 +332,7 @@ def pieces(prompt: str) -> Iterator[str]:
             f"{WORDS[i % 10]}{ends.get(i % PARAGRAPH, ' ')}" for i in range(int(os.environ.get("FAKE_WORDS", 10_000)))
         )
     else:
-        yield from re.findall(r"\s*\S+", ANSWER)
+        yield from re.findall(r"\s*\S+", CALL if prompt == "call" else ANSWER)
 
 
 def send(event: messages.Event) -> None:
