@@ -62,6 +62,7 @@ MAY = {
     "replay": {*LEAVES, "protocol", "replay"},
     "tui": {*LEAVES, "config", "protocol", "conversations", "models.catalog", "remote", "tui", "textual", "rich"},
     "serve": {*LEAVES, "config", "protocol", "serve", "pydantic"},
+    "serve.answers": {"transformers"},  # the parser of tool calls, once there are some
     "doctor": {*LEAVES, "nvml", "config", "kv.memory", "doctor"},
     "bench": {*BELOW_ENGINE, "models", "engine", "bench", "kvchat", *HEAVY},
     "cli": {

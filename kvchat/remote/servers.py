@@ -180,13 +180,13 @@ OF_PROGRAMS = {"strftime_now", "raise_exception", "tools"}  # what those that re
 EXAMPLE = 'Write a line "http://127.0.0.1:8080" = "KEY" for each server.'
 
 
-def client(address: Address, environ: Mapping[str, str] = os.environ) -> httpx2.AsyncClient:
-    """A client that sends the server's key, and follows no other address with it.
+def client(address: Address, key: str | None = None) -> httpx2.AsyncClient:
+    """A client that sends the server's key, by default that of ``key_of``, and follows no other address with it.
 
     Raises:
         UsageError: as ``key_of``.
     """
-    key = key_of(address, environ)
+    key = key_of(address) if key is None else key
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     return httpx2.AsyncClient(headers=headers, timeout=PROBE_S)
 
@@ -229,14 +229,14 @@ async def find(addresses: Iterable[str]) -> list[Found]:
 async def find_usual(others: Iterable[str]) -> list[Found]:
     """The servers where they usually listen on this machine, but for ``others``; the key for all is not sent there."""
     unnamed = [text for text in USUAL if text not in others]
-    found = await asyncio.gather(*(_look(text, {}) for text in unnamed))
+    found = await asyncio.gather(*(_look(text, is_named=False) for text in unnamed))
     return [one for one in found if isinstance(one, Server) or not isinstance(one[1], EngineError)]
 
 
-async def _look(text: str, environ: Mapping[str, str] = os.environ) -> Found:
+async def _look(text: str, is_named: bool = True) -> Found:
     try:
         address = parse(text)
-        async with client(address, environ) as http:
+        async with client(address, None if is_named else key_of(address, {})) as http:
             return await recognize(address, http)
     except KvchatError as error:
         return text, error

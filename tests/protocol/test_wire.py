@@ -39,7 +39,8 @@ def filled(hint: Any) -> Any:
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return filled(typing.get_args(hint)[0])
     if typing.get_origin(hint) is tuple:
-        return (filled(typing.get_args(hint)[0]),) * 2
+        parts = typing.get_args(hint)
+        return (filled(parts[0]),) * 2 if parts[-1] is ... else tuple(map(filled, parts))
     if typing.get_origin(hint) is dict:
         _, values = typing.get_args(hint)
         return {"budget": 512, "tau": 0.5, "list": [1]} if values is Any else {"full": filled(values)}

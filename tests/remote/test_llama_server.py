@@ -89,6 +89,7 @@ def test_its_own_figures_are_read_once_a_second(llama, connect) -> None:
     session.details()
     figures = session.snapshot().server
     assert (figures.capacity, figures.running, figures.waiting) == (512, 0, 0)
+    assert 0 < figures.used_share < 1
     assert figures.prefix_tokens >= 0
     assert not figures.missing
 

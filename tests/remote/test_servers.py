@@ -206,6 +206,18 @@ def test_a_key_does_not_follow_to_another_address(serve, monkeypatch) -> None:
     assert other.seen == []
 
 
+def test_usual_ports_are_asked_without_the_key_for_all_and_silent_ones_left_out(serve, monkeypatch) -> None:
+    named, found, locked = serve(), serve(), serve()
+    locked.key = "geheim"
+    usual = (named.url, found.url, locked.url, "http://127.0.0.1:1")
+    monkeypatch.setattr(servers, "USUAL", usual)
+    monkeypatch.setenv("KVCHAT_API_KEY", "geheim")
+    one, (address, refused) = asyncio.run(servers.find_usual([named.url]))
+    assert (one.kind, one.address.root) == ("vLLM", found.url)
+    assert (address, isinstance(refused, UsageError)) == (locked.url, True)
+    assert not named.seen
+
+
 def test_servers_are_asked_side_by_side_and_a_bad_one_hides_no_other(serve) -> None:
     good, bad = serve(), serve()
     bad.routes = {}

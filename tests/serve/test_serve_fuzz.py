@@ -1,6 +1,6 @@
 """Bodies of any kind: each gets an answer or a reason, and the server goes on.
 
-``KVCHAT_TEST_BODIES=2000`` sends so many.
+``KVCHAT_TEST_BODIES=2000`` sends so many to the fake engine, and a tenth of them to the bundled model.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from support.served import Served
 
 BODIES = int(os.environ.get("KVCHAT_TEST_BODIES", "150"))
@@ -24,15 +25,24 @@ FIELDS = (
     "model", "messages", "prompt", "content", "stream", "stream_options", "max_tokens", "max_completion_tokens",
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "kvchat", "n", "logprobs",
     "presence_penalty", "logit_bias", "tools", "response_format", "chat_template_kwargs", "reasoning_effort", "user",
-    "best_of", "echo", "suffix", "metadata", "nothing", "", "__class__",
+    "best_of", "echo", "suffix", "metadata", "nothing", "", "__class__", "top_logprobs", "tool_choice",
 )  # fmt: skip
 
 
+TOLD = {"role": "tool", "tool_call_id": "1", "content": "a"}
+
+
 def valid(path: str, draw: random.Random) -> dict[str, Any]:
-    said = [{"role": draw.choice(("user", "system", "assistant")), "content": draw.choice(("a", "Hello!"))}]
+    said: list[dict[str, Any]] = [{"role": draw.choice(("user", "system", "assistant")), "content": "a"}]
+    if draw.random() < 0.3:
+        function = {"name": "f", "arguments": "{}"}
+        called = {"id": "1", "type": "function", "function": function}
+        said = [draw.choice(({"role": "assistant", "content": None, "tool_calls": [called]}, TOLD))]
     body: dict[str, Any] = {"max_tokens": 2, "temperature": 0} if path.startswith("/v1") else {}
     if path == "/v1/completions":
         return body | {"prompt": "Once"}
+    if path == "/v1/chat/completions" and draw.random() < 0.3:
+        body |= {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]}
     return body | {"messages": [{"role": "user", "content": "Hello!"}, *said][: draw.randint(1, 2)]}
 
 
@@ -71,15 +81,20 @@ def body_of(number: int) -> tuple[str, bytes]:
     return path, raw if draw.random() < 0.6 else draw.choice(WAYS)(raw, draw)
 
 
-def test_every_body_gets_an_answer_or_a_reason(fake: Served, count: Counter[str]) -> None:
-    for number in range(BODIES):
+@pytest.mark.parametrize(("server", "bodies"), [("fake", BODIES), ("bundled", BODIES // 10)])
+def test_every_body_gets_an_answer_or_a_reason(
+    server: str, bodies: int, request: pytest.FixtureRequest, count: Counter[str]
+) -> None:
+    served: Served = request.getfixturevalue(server)
+    for number in range(bodies):
         path, raw = body_of(number)
-        reply = fake.ask(path, raw)
+        reply = served.ask(path, raw)
         assert reply.status in (200, 400, 404, 413), (number, path, raw[:300], reply.text)
         count[str(reply.status)] += 1
         if reply.status != 200:
             assert reply.error["message"], (number, raw[:300])
             assert reply.headers["content-type"] == "application/json"
-    assert min(count["200"], count["400"]) > BODIES // 20
-    assert fake.chat("hello").status == 200
-    assert "Traceback" not in "".join(fake.said)
+    assert min(count["200"], count["400"]) > bodies // 20
+    assert served.chat("hello", max_tokens=2).status == 200
+    assert served.figure("engine_restarts") == 0
+    assert "Traceback" not in "".join(served.said)

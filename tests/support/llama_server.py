@@ -22,7 +22,7 @@ class LlamaServer:
     """``url`` answers while it is entered."""
 
     def __init__(self, context: int, port: int = 0, slots: Path | None = None) -> None:
-        self.context, self.port, self.slots = context, port or _free_port(), slots
+        self.context, self.port, self.slots = context, port or free_port(), slots
         self.url = f"http://127.0.0.1:{self.port}"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -61,7 +61,7 @@ class LlamaServer:
             return False
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])

@@ -13,6 +13,7 @@ from kvchat.errors import UsageError
 from kvchat.protocol import wire
 from kvchat.protocol.figures import ServerFigures, Snapshot, Stats
 from kvchat.protocol.messages import Finished, Load, Switch
+from kvchat.remote import servers
 from kvchat.tui.actions import parse_command
 from kvchat.tui.screens import choosing
 from kvchat.tui.screens.choosing import ModelsScreen
@@ -223,6 +224,15 @@ async def test_the_picker_lists_the_models_of_servers(running, config, server, m
         press(app, "enter")
         wanted = f"{server.url}#Qwen/Qwen3-4B"
         await until(lambda: app.controller.models.in_use.model == wanted)
+
+
+async def test_servers_on_usual_ports_are_listed_when_asked(running, config, server, monkeypatch) -> None:
+    monkeypatch.setattr(choosing.catalog, "find", lambda folders: [])
+    monkeypatch.setattr(servers, "USUAL", (server.url, "http://127.0.0.1:1"))
+    async with running(config) as (app, _, until):
+        typed(app, "/servers")
+        await until(lambda: opened(app, ModelsScreen) and app.screen.query_one(OptionList).option_count == 1)
+        assert "Qwen/Qwen3-4B" in str(app.screen.query_one(OptionList).get_option_at_index(0).prompt)
 
 
 async def test_the_first_screen_promises_nothing_that_a_server_refuses(running, served) -> None:
