@@ -94,7 +94,7 @@ def test_every_body_gets_an_answer_or_a_reason(
         if reply.status != 200:
             assert reply.error["message"], (number, raw[:300])
             assert reply.headers["content-type"] == "application/json"
-    assert min(count["200"], count["400"]) > bodies // 25
+    assert min(count["200"], count["400"]) >= bodies // 25
     assert served.chat("hello", max_tokens=2).status == 200
     assert served.figure("engine_restarts") == 0
     assert "Traceback" not in "".join(served.said)
