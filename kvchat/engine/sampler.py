@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 DEFAULTS, ADVISED = Sampling(), Sampling(temperature=TEMPERATURE)
 DRAWN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # what a model's makers may advise
 GREEDY_BELOW = 1e-5  # a temperature that leaves one token in float32
+LONGEST = 32.0  # a random time that is none of 2**24: finite, so that no token of weight 0 comes as early
 NO_TOKEN = -1  # drawn from logits that are not finite
 # Between the parts of JSON, or a small model may write white space without end.
 WHITE_SPACE = r"[ \n]{0,16}"
@@ -56,7 +57,8 @@ def _with(advised: Sampling, sampling: Sampling) -> Sampling:
 class Sampler:
     """Draws the tokens of one answer; the same seed gives the same tokens.
 
-    On a CPU a greedy call costs about 10 µs at 8,192 logits; top-p costs a sort of the tokens that might be kept.
+    On a CPU a greedy call costs about 10 µs at 8,192 logits, a drawn one 40 µs and at 49,152 200 µs; top-p costs a sort
+    of the tokens that might be kept.
     """
 
     def __init__(self, sampling: Sampling, vocab: int, device: torch.device | str, advised: Sampling = ADVISED) -> None:
@@ -71,6 +73,7 @@ class Sampler:
         self._seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         self._forks = 0
         self.generator.manual_seed(self._seed)
+        self._vocab = vocab
         self._penalized = sampling.repetition_penalty != 1
         self._seen = torch.zeros(vocab if self._penalized else 0, dtype=torch.bool, device=device)
         self._counts = bool(sampling.presence_penalty or sampling.frequency_penalty)
@@ -153,11 +156,16 @@ class Sampler:
         return torch.where(self._seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
     def _draw(self, weights: Tensor, tokens: Tensor | None) -> Tensor:
-        """One token by its weight. A search in the sums: one random number instead of one for each token."""
-        sums = weights.cumsum(0, dtype=torch.float64)
-        point = torch.rand(1, dtype=torch.float64, device=sums.device, generator=self.generator) * sums[-1]
-        index = torch.searchsorted(sums, point, right=True).clamp(max=len(sums) - 1)
-        return (index if tokens is None else tokens[index]).squeeze(0)
+        """One token by its weight: the one that comes first, where each waits for a random time over its weight.
+
+        Each token has a random number of its own, so that nearly the same weights nearly always draw the same token:
+        drafts are accepted (Daliri et al., arXiv:2408.07978). One number for all, sought in the sums of the weights,
+        draws another token wherever the weights before it changed.
+        """
+        bits = torch.empty(self._vocab, dtype=torch.int32, device=weights.device).random_(generator=self.generator)
+        chances = ((bits if tokens is None else bits[tokens]) + 0.5) * 2.0**-31  # of 31 bits: above 0
+        index = (weights / chances.neg_().log1p_().neg_().clamp_(max=LONGEST)).argmax()
+        return index if tokens is None else tokens[index]
 
 
 def read(token: Tensor) -> int:

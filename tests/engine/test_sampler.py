@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -98,10 +99,27 @@ def test_tokens_are_drawn_by_their_probability():
     assert (counts - wanted).abs().max() < 5 * math.sqrt(0.25 / n)
 
 
-def test_the_smallest_random_number_draws_no_token_of_weight_zero(monkeypatch):
-    monkeypatch.setattr(torch, "rand", lambda *shape, **options: torch.zeros(*shape, dtype=torch.float64))
+@pytest.mark.parametrize("bits", [0, 2**31 - 1])
+def test_no_random_number_draws_a_token_of_weight_zero(monkeypatch, bits):
+    monkeypatch.setattr(Tensor, "random_", lambda self, **_options: self.fill_(bits))
     scores = torch.arange(VOCAB) * 1.0
     assert read(Sampler(Sampling(min_p=0.9), VOCAB, "cpu")(scores)) == VOCAB - 1
+
+
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0.8), Sampling(temperature=0.8, top_p=0.9)], ids=str)
+def test_nearly_the_same_logits_nearly_always_draw_the_same_token(sampling):
+    """As often as two who each know one of the distributions and the same random numbers can agree on."""
+    samplers = [Sampler(replace(sampling, seed=5), VOCAB, "cpu") for _ in range(2)]
+    same, bound, draws = 0, 0.0, 2000
+    for number in range(draws):
+        scores = logits(number, 2.0)
+        both = scores, scores + 0.3 * torch.randn(VOCAB, generator=torch.Generator().manual_seed(number))
+        same += len({read(sampler(one)) for sampler, one in zip(samplers, both, strict=True)}) == 1
+        one, other = (reference(sampling, each, []) for each in both)
+        apart = float((one - other).abs().sum()) / 2
+        bound += (1 - apart) / (1 + apart)
+    assert 0.4 < bound / draws < 0.9
+    assert same / draws > bound / draws - 4 * math.sqrt(0.25 / draws)
 
 
 def test_greedy_takes_the_largest_also_after_the_penalty():
