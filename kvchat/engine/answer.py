@@ -22,8 +22,9 @@ from kvchat.engine.prompt import Prompt, PromptEncoder, Stored, common_prefix, i
 from kvchat.engine.recovery import RecoveryMonitor, Trigger
 from kvchat.engine.runner import ModelRunner
 from kvchat.engine.sampler import Grammar, Sampler, Vocabulary, read
-from kvchat.errors import DoesNotFitError, UsageError
+from kvchat.errors import DoesNotFitError, KvchatError, UsageError
 from kvchat.kv.manager import explained
+from kvchat.kv.modes.drafting import Drafter
 from kvchat.kv.modes.recovery_levels import Level
 from kvchat.kv.ops import cpu_ops
 from kvchat.protocol.messages import (
@@ -73,13 +74,14 @@ class SessionLock:
     """Only one answer or rebuild works on the stored tokens, in the process that loaded the model.
 
     Whatever changes what is stored or read does so inside ``with``: a thread is there alone, and may enter again.
+    ``is_closed`` is set by ``close``.
     """
 
     def __init__(self) -> None:
         self._process = os.getpid()
         self._working = threading.Lock()
         self._inside = threading.RLock()
-        self._is_closed = False
+        self.is_closed = False
 
     def __enter__(self) -> None:
         """Let no other thread in until the block ends.
@@ -96,7 +98,7 @@ class SessionLock:
 
     def close(self) -> None:
         """Let nothing go on that is in progress."""
-        self._is_closed = True
+        self.is_closed = True
 
     @property
     def is_forked(self) -> bool:
@@ -142,7 +144,7 @@ class SessionLock:
                 while event is not None:
                     yield event
                     with self:
-                        if self._is_closed:
+                        if self.is_closed:
                             raise _closed()
                         event = next(events, None)
             finally:
@@ -308,29 +310,53 @@ class AnswerLoop(Released):
                 yield Preparing(prepared.name)
             # On a GPU the step only begins here, and runs while the text is decoded and shown.
             most = min(sampling.max_new_tokens - len(self.token_ids), self._runner.rows - 1)
-            accepted, logits = ([], self.step(token)) if grammar or scores else self._advance(token, sampler, most)
-            yield from self._shown(text, token, scores)
-            for number, draft in enumerate(accepted):
-                if text.stopped:
-                    self._forget_drafts(len(accepted), number)
-                    break
-                answer.token(is_draft=True)
-                self.token_ids.append(draft)
-                yield from self._shown(text, draft)
+            accepted, logits = yield from self._advance(token, sampler, 0 if grammar or scores else most)
+            shown = 0
+            try:
+                yield from self._shown(text, token, scores)
+                for draft in accepted:
+                    if text.stopped:
+                        break
+                    answer.token(is_draft=True)
+                    self.token_ids.append(draft)
+                    shown += 1
+                    yield from self._shown(text, draft)
+            finally:  # closed in between too
+                if shown < len(accepted) and not (self.lock.is_closed or self.lock.is_forked):
+                    self._forget_drafts(len(accepted), shown)
         if piece := text.finish():
             yield Text(piece, 0, tuple(scores))
         self.stored.mark_text(self.encoder.answered(prompt, text.decoded))
         self._switcher.note_speed(self._measured(answer, ENOUGH))
         yield Finished(reason, text.shown, self._metrics.stats(answer))
 
-    def _advance(self, token: int, sampler: Sampler, most: int) -> tuple[list[int], Tensor]:
+    def _advance(
+        self, token: int, sampler: Sampler, most: int
+    ) -> Generator[Event, None, tuple[Sequence[int], Tensor]]:
         """Store the drawn ``token``, and at most ``most`` drafts after it that the sampler draws too.
 
-        Returns these, and the logits ``[vocab]`` after the last.
+        Returns these, and the logits ``[vocab]`` after the last. Where drafting fails it is off from then on.
         """
-        drafter = self._kv.mode.drafter
-        if not drafter or self._kv.mode.parameters.recovery or self._runner.recurrent.exists:
+        mode = self._kv.mode
+        drafts: list[int] = []
+        if mode.drafter and most > 0 and not (mode.parameters.recovery or self._runner.recurrent.exists):
+            try:
+                drafts = self._drafts(mode.drafter, token, sampler, most)
+            except KvchatError as error:
+                mode.drafter = None
+                yield Noted(f"The answer goes on without drafts, until draft is set again: {error}")
+        if not mode.drafter or not drafts:
             return [], self.step(token)
+        logits = self._runner.verify([token, *drafts])
+        self._store([token, *drafts])
+        accepted = sampler.agrees(logits, drafts)
+        self._forget_drafts(len(drafts), accepted)
+        mode.drafter.verified(drafts, accepted)
+        self._kv.state.count_verified(1 + accepted)
+        return drafts[:accepted], logits[accepted]
+
+    def _drafts(self, drafter: Drafter, token: int, sampler: Sampler, most: int) -> list[int]:
+        """What ``drafter`` gives after ``token``; what it guesses is drawn with the random numbers of the answer."""
         drafter.begin(self.stored.ids)
         has_guessed = False
         with ExitStack() as guessing:  # begun by the first guess: what is looked up does not pay for it
@@ -343,16 +369,7 @@ class AnswerLoop(Released):
                     guessing.enter_context(self._runner.guessing())
                 return read(sampler(self._runner.step(last)))
 
-            drafts = drafter.draft(token, most, self.ends, guess)
-        if not drafts:
-            return [], self.step(token)
-        logits = self._runner.verify([token, *drafts])
-        self._store([token, *drafts])
-        accepted = sampler.agrees(logits, drafts)
-        self._forget_drafts(len(drafts), accepted)
-        drafter.verified(drafts, accepted)
-        self._kv.state.count_verified(1 + accepted)
-        return drafts[:accepted], logits[accepted]
+            return drafter.draft(token, most, self.ends, guess)
 
     def _forget_drafts(self, drafts: int, kept: int) -> None:
         """Forget all but the first ``kept`` of the last ``drafts`` tokens, which one forward verified."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+import sys
 from contextlib import ExitStack
 
 import pytest
 import torch
 from support.loads import entering
-from support.memory_faults import MemoryRunsOut
+from support.memory_faults import PLACES, MemoryRunsOut
 
 from kvchat.engine.sampler import Sampler
 from kvchat.engine.session import Session
@@ -16,7 +17,7 @@ from kvchat.errors import DoesNotFitError, EngineError, KvchatError
 from kvchat.kv.inspect import check_integrity
 from kvchat.kv.modes import drafting, full
 from kvchat.kv.modes.drafting import Lookup, Window
-from kvchat.protocol.messages import Finished, Sampling, Text, Turn, Variant
+from kvchat.protocol.messages import Finished, Noted, Sampling, Text, Turn, Variant
 
 TURNS = (Turn("user", "Tell me a story about a dragon and a lighthouse."),)
 GREEDY = Sampling(temperature=0, max_new_tokens=120)
@@ -39,6 +40,14 @@ def drafted(monkeypatch):
 
     set_answer([])
     return set_answer
+
+
+@pytest.fixture
+def guessing(monkeypatch):
+    """Lets a window of 24 tokens guess five at a time, whatever it takes."""
+    monkeypatch.setattr(full, "RECENT", 24)
+    monkeypatch.setattr(drafting, "RECENT", 24)
+    monkeypatch.setattr(Window, "_length", lambda self, share, draft_s=0.0: 5)
 
 
 def opened(model, draft="lookup", **changes):
@@ -206,10 +215,7 @@ def test_a_mode_that_recovers_draws_token_by_token(model, drafted):
 
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("host_dtype", ["model", "int8"])
-def test_what_a_window_guesses_changes_nothing(model, monkeypatch, sampling, host_dtype):
-    monkeypatch.setattr(full, "RECENT", 24)
-    monkeypatch.setattr(drafting, "RECENT", 24)
-    monkeypatch.setattr(Window, "_length", lambda self, share, draft_s: 5)
+def test_what_a_window_guesses_changes_nothing(model, guessing, sampling, host_dtype):
     with_drafts, without = (opened(model, draft, host_dtype=host_dtype) for draft in ("window", "off"))
     mine, _ = answered(with_drafts, sampling), answered(without, sampling)
     assert with_drafts.token_ids == without.token_ids
@@ -221,9 +227,7 @@ def test_what_a_window_guesses_changes_nothing(model, monkeypatch, sampling, hos
     assert_same_kv(with_drafts, without, within=1e-4 if host_dtype == "model" else 0.2)
 
 
-def test_a_guess_that_fails_is_forgotten(model, monkeypatch):
-    monkeypatch.setattr(drafting, "RECENT", 24)
-    monkeypatch.setattr(Window, "_length", lambda self, share, draft_s: 5)
+def test_a_guess_that_fails_turns_drafts_off(model, guessing):
     session, without = opened(model, "window"), opened(model, "off")
     step, calls = session._runner.step, []
 
@@ -234,16 +238,18 @@ def test_a_guess_that_fails_is_forgotten(model, monkeypatch):
         return step(token)
 
     session._runner.step = fail
-    with pytest.raises(EngineError):
-        answered(session)
-    assert session.total == len(session._loop.stored.ids)
-    assert answered(session).text == answered(without).text
+    events = list(session.answer(TURNS, GREEDY))
+    [noted] = [event for event in events if isinstance(event, Noted)]
+    assert "It fails here." in noted.text
+    assert session._kv.mode.drafter is None
+    assert events[-1].text == answered(without).text
     assert_same_kv(session, without)
+    session.switch("full")
+    answered(session)
+    assert session._kv.mode.drafter.rounds
 
 
-def test_a_guess_is_forgotten_where_memory_stays_short(model, monkeypatch):
-    monkeypatch.setattr(drafting, "RECENT", 24)
-    monkeypatch.setattr(Window, "_length", lambda self, share, draft_s: 5)
+def test_a_guess_is_forgotten_where_memory_stays_short(model, guessing):
     session, without, fault = opened(model, "window"), opened(model, "off"), MemoryRunsOut(1, short=True)
     step, calls = session._runner.step, []
 
@@ -263,6 +269,93 @@ def test_a_guess_is_forgotten_where_memory_stays_short(model, monkeypatch):
     assert_same_kv(session, without)
 
 
+def test_an_answer_closed_inside_a_round_leaves_what_was_shown(model, drafted):
+    without = opened(model, "off")
+    answered(without)
+    drafted(without.token_ids)
+    inside = 0
+    for events in range(4, 24):
+        session = opened(model)
+        answer = session.answer(TURNS, GREEDY)
+        for _ in range(events):
+            next(answer)
+        at_once = session.total
+        answer.close()
+        inside += session.total < at_once
+        stored, tokens = session._loop.stored.ids, session.token_ids
+        assert stored[len(stored) - len(tokens) :] == tokens == without.token_ids[: len(tokens)]
+        assert session.total == len(stored)
+        check_integrity(session._kv.state)
+    assert inside > 5
+    assert answered(session).text == answered(without).text
+    assert_same_kv(session, without)
+
+
+FILES = ("answer.py", "drafting.py", "runner.py", "sampler.py", "manager.py", "full.py", "host_pool.py", "state.py")
+
+
+class LineFails:
+    """Raises at one of the lines that run inside a round: the ``place``-th of those in ``FILES``."""
+
+    def __init__(self, place: int) -> None:
+        self.place, self.count = place, 0
+
+    def round(self, advance, *args):
+        """One round, with each line of it counted."""
+        sys.settrace(lambda frame, *_: self._line if frame.f_code.co_filename.endswith(FILES) else None)
+        try:
+            return (yield from advance(*args))
+        finally:
+            sys.settrace(None)
+
+    def _line(self, _frame, event, _arg):
+        if event == "line":
+            self.count += 1
+            if self.count == self.place:
+                raise EngineError("It fails here.", "", "")
+        return self._line
+
+
+@pytest.mark.parametrize("draft", ["lookup", "window", "auto"])
+def test_a_round_that_fails_at_any_line_loses_nothing(model, drafted, guessing, draft, count):
+    short, at_round = Sampling(temperature=0, max_new_tokens=16), 4
+    without = opened(model, "off")
+    expected = answered(without, short).text
+    drafted(without.token_ids)
+
+    def fails_at(place):
+        session, fault, calls = opened(model, draft), LineFails(place), []
+        advance = session._loop._advance
+
+        def traced(*args):
+            calls.append(args)
+            return fault.round(advance, *args) if len(calls) == at_round else advance(*args)
+
+        session._loop._advance = traced
+        raised = None
+        try:
+            answered(session, short)
+        except KvchatError as error:
+            raised = error
+        session._loop._advance = advance
+        return session, fault, raised
+
+    session, fault, _ = fails_at(0)
+    lines = fault.count
+    assert session._kv.mode.drafter.rounds
+    assert lines > 100
+    steps = min(lines, int(min(PLACES, lines)) or 8)
+    for place in range(1, lines + 1, -(-lines // steps)):
+        session, _, raised = fails_at(place)
+        count["lines that failed"] += 1
+        assert session.total == len(session._loop.stored.ids), place
+        check_integrity(session._kv.state)
+        if raised is None:
+            assert session._loop.stored.ids == without._loop.stored.ids, place
+        assert answered(session, short).text == expected, place
+        assert_same_kv(session, without)
+
+
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 def test_a_sampler_agrees_as_far_as_it_draws_the_same(sampling):
     rows = torch.randn(6, 50, generator=torch.Generator().manual_seed(1))
@@ -272,10 +365,7 @@ def test_a_sampler_agrees_as_far_as_it_draws_the_same(sampling):
     assert [int(other(row)) for row in rows[3:]] == drawn[3:]
 
 
-def test_auto_is_entered_live_and_answers_as_without(model, monkeypatch):
-    monkeypatch.setattr(full, "RECENT", 24)
-    monkeypatch.setattr(drafting, "RECENT", 24)
-    monkeypatch.setattr(Window, "_length", lambda self, share, draft_s=0.0: 5)
+def test_auto_is_entered_live_and_answers_as_without(model, guessing):
     session, without = opened(model, "off"), opened(model, "off")
     answered(session, between=lambda generated: session.switch("full", draft="auto") if generated == 9 else None)
     answered(without)
