@@ -315,7 +315,7 @@ class ModelChoice:
         from kvchat.models import compile_ahead  # imports torch
         from kvchat.models.load import load_model
 
-        loaded = load_model(self._asked, report)
+        loaded = load_model(self.asked, report)
         compile_ahead.finish(report)
         return loaded
 
@@ -327,14 +327,15 @@ class ModelChoice:
         """
         from kvchat.engine.session import Session
 
-        return Session(self.load(report), self._asked)
+        return Session(self.load(report), self.asked)
 
     def settings(self) -> dict[str, str]:
         """The part of the choice that the model's identity does not say, as settings of an experiment."""
         return {} if self.host_dtype == "model" else {"host_dtype": self.host_dtype}
 
     @property
-    def _asked(self) -> Load:
+    def asked(self) -> Load:
+        """What a session is told of it."""
         return Load(**{each.name: getattr(self, each.name) for each in fields(ModelChoice)})
 
 

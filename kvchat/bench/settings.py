@@ -194,17 +194,26 @@ class Decode:
 
 @dataclass(frozen=True)
 class Draft:
-    """Speed of answers with drafts, beside the same without."""
+    """Speed of answers with drafts, and what of these is accepted, beside the same answers without."""
 
-    tasks: Annotated[tuple[str, ...], Option("--task", help="quote edit list story; repeatable")] = (
+    drafts: Annotated[tuple[str, ...], Option("--draft", help="lookup window auto; repeatable")] = (
+        "lookup",
+        "window",
+        "auto",
+    )
+    tasks: Annotated[tuple[str, ...], Option("--task", help="quote edit list code story; repeatable")] = (
         "quote",
         "edit",
         "list",
+        "code",
         "story",
     )
-    tokens: Annotated[int, Option(min=2, help="tokens of an answer at most")] = 200
-    temperature: Annotated[float, Option(min=0, help="0 always takes the likeliest token")] = 0.0
-    rounds: Annotated[int, Option(min=1, help="rounds in which both have their turn")] = 3
+    temperatures: Annotated[
+        tuple[float, ...], Option("--temperature", min=0, help="0 always takes the likeliest token; repeatable")
+    ] = (0.0, 0.8)
+    context: Annotated[int, Option(min=0, help="tokens of a book before the task")] = 3000
+    tokens: Annotated[int, Option(min=2, help="tokens of an answer at most")] = 120
+    rounds: Annotated[int, Option(min=1, help="rounds in which all have their turn")] = 1
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typer.models import OptionInfo
 
 from kvchat import paths
 from kvchat.config import modes, presets, schema, sources
-from kvchat.config.modes import SHARED, BudgetParameters, ModeParameters
+from kvchat.config.modes import SHARED, BudgetParameters, FullParameters, ModeParameters
 from kvchat.config.schema import KvSection, ModelSettings, SamplingSettings, UiSettings
 from kvchat.config.sources import Key, SettingsSource
 from kvchat.config.validation_errors import choices
@@ -260,6 +260,7 @@ LOAD = {
 }
 PARAMS = {
     "budget": left_out(BudgetParameters, "budget"),
+    "draft": left_out(FullParameters, "draft"),
     "param": Annotated[
         list[str] | None,
         typer.Option(

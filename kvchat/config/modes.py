@@ -24,7 +24,7 @@ MIN_BUDGET = 64
 MAX_COUNT = 10**12  # of tokens or steps: more than any conversation has, and sums of several fit 64 bits
 # These mean the same in every mode that does not have them of its ``own``; tau, k, sink or window of one mode is
 # unrelated to that of another.
-SHARED = frozenset({"budget", "pin_system"})
+SHARED = frozenset({"budget", "pin_system", "draft"})
 GROUP = "kvchat.modes"
 SHARE = 2  # of the model's context at most one part in so many is pinned
 PAGE_FIGURES = {

@@ -330,9 +330,7 @@ class AnswerLoop(Released):
         self._switcher.note_speed(self._measured(answer, ENOUGH))
         yield Finished(reason, text.shown, self._metrics.stats(answer))
 
-    def _advance(
-        self, token: int, sampler: Sampler, most: int
-    ) -> Generator[Event, None, tuple[Sequence[int], Tensor]]:
+    def _advance(self, token: int, sampler: Sampler, most: int) -> Generator[Event, None, tuple[Sequence[int], Tensor]]:
         """Store the drawn ``token``, and at most ``most`` drafts after it that the sampler draws too.
 
         Returns these, and the logits ``[vocab]`` after the last. Where drafting fails it is off from then on.

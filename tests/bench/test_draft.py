@@ -16,16 +16,31 @@ CPU = ModelChoice(device="cpu", dtype="float32")
 
 
 def test_rows_tell_what_drafts_saved():
-    lines = []
-    result = draft.run(Draft(tasks=("quote", "story"), tokens=60, rounds=1), CPU, Frame(report=lines.append))
-    assert [row["task"] for row in result["rows"]] == ["quote", "story"]
+    lines, settings = [], Draft(tasks=("quote", "story"), context=700, tokens=60)
+    result = draft.run(settings, CPU, Frame(report=lines.append))
+    assert [(row["task"], row["temperature"], row["draft"]) for row in result["rows"]] == [
+        (task, temperature, kind)
+        for task in ("quote", "story")
+        for temperature in (0.0, 0.8)
+        for kind in ("lookup", "window", "auto")
+    ]
     for row in result["rows"]:
         assert row["same"]
         assert 0 < row["forwards"] <= row["tokens"] <= 60
-        assert row["gain"] == pytest.approx(row["tokens_per_s"] / row["tokens_per_s_without"])
-        assert row["accepted"] is None if row["forwards"] == row["tokens"] else row["accepted"] > 0
+        assert row["gain"] == pytest.approx(row["ms_without"] / row["ms"])
+        if row["drafted"]:
+            assert row["tokens_a_round"] >= 1
+            assert row["accepted"] == pytest.approx((row["tokens"] - row["forwards"]) / row["drafted"])
+        else:
+            assert row["accepted"] is None
+    assert any(row["drafted"] for row in result["rows"])
     json.dumps(result)
-    assert len(tables(result)[0].rows) == 2
+    assert len(tables(result)[0].rows) == 12
+
+
+def test_without_a_book_the_task_is_all_that_is_asked():
+    result = draft.run(Draft(drafts=("lookup",), tasks=("list",), temperatures=(0.0,), context=0, tokens=8), CPU)
+    assert len(result["rows"]) == 1
 
 
 def test_a_task_nobody_knows_is_refused_before_a_model_is_loaded():

@@ -23,7 +23,7 @@ from kvchat.cli.options import (
     one_of,
 )
 from kvchat.config import modes, sources
-from kvchat.config.modes import SHARED, BudgetParameters, ModeParameters, choosable
+from kvchat.config.modes import SHARED, BudgetParameters, FullParameters, ModeParameters, choosable
 from kvchat.config.schema import Settings
 from kvchat.config.validation_errors import field_at
 
@@ -83,7 +83,9 @@ def test_an_option_of_a_setting_says_what_the_schema_says(command: str) -> None:
             assert option.help.removesuffix("; repeatable") == field.description
 
 
-@pytest.mark.parametrize(("name", "section"), [("budget", BudgetParameters), ("pin_system", ModeParameters)])
+@pytest.mark.parametrize(
+    ("name", "section"), [("budget", BudgetParameters), ("draft", FullParameters), ("pin_system", ModeParameters)]
+)
 def test_an_option_of_every_mode_says_what_the_parameter_says(name: str, section: type[ModeParameters]) -> None:
     option = next(option for option in COMMANDS["ask"].params if option.name == name)
     assert name in SHARED

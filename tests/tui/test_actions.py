@@ -18,7 +18,7 @@ from kvchat.tui.actions import (
 )
 
 SLASH = (
-    "stop queue mode next previous budget sink window set system pin regen continue edit undo branch rebuild new "
+    "stop queue mode next previous budget sink window draft set system pin regen continue edit undo branch rebuild new "
     "last open title fork delete restore export import stats copy code compare needle pause speed editor file thinking "
     "theme panels details restart help settings chats quit model unload plan profile newest think template preset"
 )

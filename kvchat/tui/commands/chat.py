@@ -58,13 +58,21 @@ def set_tokens(name: str) -> Handler:
     async def change(chat: ChatController, argument: str) -> None:
         if not argument.isdecimal() and argument != "auto":
             raise UsageError(f'/{name} "{argument}" is not valid.', hint="It takes a whole number of tokens, or auto.")
-        value = parse_literal(argument)
-        if name in chat.state.parameters:
-            chat.set_parameter(name, value)
-        else:
-            chat.set_later(name, value)
+        _set_now_or_later(chat, name, parse_literal(argument))
 
     return change
+
+
+async def set_draft(chat: ChatController, argument: str) -> None:
+    """``/draft WHAT``."""
+    _set_now_or_later(chat, "draft", argument)
+
+
+def _set_now_or_later(chat: ChatController, name: str, value: int | float | bool | str) -> None:
+    if name in chat.state.parameters:
+        chat.set_parameter(name, value)
+    else:
+        chat.set_later(name, value)
 
 
 async def set_value(chat: ChatController, argument: str) -> None:

@@ -10,12 +10,13 @@ from support.app_driver import finished, notes, press, prompt, texts, toasts, ty
 
 from kvchat.config.modes import registered
 from kvchat.errors import UsageError
-from kvchat.protocol.messages import MAX_NEEDLE_TOKENS, Switch, Turn
+from kvchat.protocol.messages import MAX_NEEDLE_TOKENS, Switch, Switched, Turn
 from kvchat.tui.commands.chat import (
     MIN_NEEDLE_TOKENS,
     code_blocks,
     pin,
     search_needle,
+    set_draft,
     set_tokens,
     set_value,
     switch_mode,
@@ -80,6 +81,19 @@ async def test_what_kvchat_chooses_by_itself_is_left_to_it_by_command(chat):
         Switch("full", {"resident": "auto"}),
         Switch("streaming", {"budget": "auto"}),
     ]
+
+
+async def test_drafts_count_at_once_or_from_the_next_mode_that_has_them(chat):
+    await chat.load()
+    await set_draft(chat.controller, "lookup")
+    await switch_mode(chat.controller, "speculative")
+    await chat.controller.handle(Switched("full", "speculative", {"budget": 512}, 0, 0, 0.1))
+    await set_draft(chat.controller, "auto")
+    await switch_mode(chat.controller, "full")
+    with pytest.raises(UsageError, match="lookup"):
+        await set_draft(chat.controller, "sparse")
+    sent = [command for command in chat.client.sent if isinstance(command, Switch)]
+    assert sent == [Switch("", {"draft": "lookup"}), Switch("speculative", {}), Switch("full", {"draft": "auto"})]
 
 
 def test_blocks_of_code_are_found_in_a_time_that_grows_with_the_text():
