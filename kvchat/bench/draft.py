@@ -49,6 +49,7 @@ class Answer(NamedTuple):
     tokens_per_s: float
     drafted: int
     accepted: int
+    tried: int
     rounds: int
 
 
@@ -101,7 +102,7 @@ def _answer(session: Session, draft: str, turns: tuple[Turn, ...], sampling: Sam
     *_, finished = session.answer(turns, sampling)
     assert isinstance(finished, Finished)
     drafter = session._kv.mode.drafter
-    counted = (drafter.drafted, drafter.accepted, drafter.rounds) if drafter else (0, 0, 0)
+    counted = (drafter.drafted, drafter.accepted, drafter.tried, drafter.rounds) if drafter else (0, 0, 0, 0)
     return Answer(session.token_ids, finished.stats.decode_tokens_per_s or 0.0, *counted)
 
 
@@ -114,6 +115,7 @@ def _row(draft: str, answers: list[Answer], without: list[Answer]) -> Row:
         "forwards": len(last.ids) - last.accepted,
         "drafted": last.drafted,
         "accepted": last.accepted / last.drafted if last.drafted else None,
+        "goes_on": last.accepted / last.tried if last.tried else None,  # each, given that those before it did
         "tokens_a_round": 1 + last.accepted / last.rounds if last.rounds else None,
         "ms": 1000 / speed if speed else None,
         "ms_without": 1000 / its if its else None,

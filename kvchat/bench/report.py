@@ -237,6 +237,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("drafts", lambda row: row["draft"]),
         Column("accepted", share("accepted")),
         Column("of", figure("drafted")),
+        Column("each goes on", share("goes_on")),
         Column("tokens a round", figure("tokens_a_round", 1)),
         Column("tokens", figure("tokens")),
         Column("forwards", figure("forwards")),

@@ -243,7 +243,7 @@ class AnswerLoop(Released):
         top_logprobs: int | None = None,
     ) -> Iterator[Event]:
         """``Session.answer``, after ``ask``."""
-        with explained(self._kv, "answering"):
+        with explained(self._kv, "answering"), self._all_noted():
             prompt, pinned = self.encoder.encode(turns, self.stored), self.pinned(turns)
             prompt = prompt._replace(reused=self._kv.state.reusable(prompt.reused))
             sampling = self.ending(turns, sampling)
@@ -568,6 +568,16 @@ class AnswerLoop(Released):
         return last
 
     # ---- inside
+
+    @contextmanager
+    def _all_noted(self) -> Iterator[None]:
+        """Where something fails after tokens were stored and before they were noted, forget them."""
+        try:
+            yield
+        except (Exception, KeyboardInterrupt):
+            if len(self.stored.ids) < self._kv.total:
+                self._runner.truncate(len(self.stored.ids))
+            raise
 
     def _store(self, chunk: Sequence[int]) -> None:
         """Note a chunk of a prompt that the runner has read."""

@@ -3,6 +3,9 @@
 The sums are auto's (``kvchat.kv.auto``): bytes read from the card's memory and over its link by their rates, of which
 ``REACHED`` is taken. What a step costs beside its bytes (launches, choosing, waiting) is not in them: ``MEASURED`` says
 how many times as long each way took where it was measured.
+
+A round of drafts costs its drafts, each of which reads what is on the device, and one step that reads everything for
+all of them (Leviathan et al., arXiv:2211.17192, section 3.3, with the costs of this step).
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from kvchat.kv import auto
 from kvchat.kv.auto import OVER_LINK, Conversation, Machine, Way
 from kvchat.kv.geometry import GROWTH_HEADROOM
 from kvchat.kv.memory import available
+from kvchat.kv.modes.drafting import LENGTHS
 from kvchat.models.description import describe, quiet
 from kvchat.models.hub import Progress
 from kvchat.models.weights import Place
@@ -29,6 +33,7 @@ from kvchat.units import size
 CONTEXTS = (8192, 32_768, 131_072)
 MODES = (FreezeParameters.name, SyncParameters.name, COMPARED, HOLDS_LEAST)
 DTYPE = "bfloat16"
+DRAFTED = ", draft=window"
 # Of a data sheet's rates: an H200 read 4,265 of 4,800 GB/s and copied 54.5 of 63.0 from pinned memory.
 REACHED = 0.87
 # Measured over computed on that H200, of an 8B in bfloat16 after 32,768 tokens with a budget of 2,080, of which a
@@ -41,6 +46,10 @@ MEASURED = {
     COMPARED: 1.99,
     HOLDS_LEAST: 1.31,
 }
+# Of a window's drafts, each where those before it were accepted: SmolLM2's, greedy or at temperature 0.8, after 3,000
+# tokens (``kvchat bench draft -m smollm2``).
+ACCEPTED = 0.86
+ROW = 0.02  # of the time to read the weights, a row more of one forward takes; assumed, not measured
 HOST_FREE = 2**50  # bytes: as much as is needed
 
 
@@ -126,8 +135,25 @@ def computed_ms(
     rows: dict[str, dict[int, float | None]] = {}
     for tokens in contexts:
         for way in _ways(load, machine, seen, tokens):
-            rows.setdefault(f"{way.parameters.name}{way.place}", {})[tokens] = None if way.lacks else 1000 * way.seconds
+            name = f"{way.parameters.name}{way.place}"
+            rows.setdefault(name, {})[tokens] = None if way.lacks else 1000 * way.seconds
+            if way.over_link:
+                drafted = seconds_with_drafts(way, machine.weights / machine.read)
+                rows.setdefault(f"{name}{DRAFTED}", {})[tokens] = None if way.lacks else 1000 * drafted
     return rows
+
+
+def seconds_with_drafts(way: Way, weights_s: float, accepted: float = ACCEPTED) -> float:
+    """A token's time ``over_link`` with drafts that read nothing over it, in rounds of the best length.
+
+    ``weights_s`` is the time to read the weights, ``accepted`` the share of drafts that go on where those before did.
+    """
+
+    def of_length(drafts: int) -> float:
+        round_s = drafts * (way.seconds - way.link_seconds) + way.seconds + drafts * ROW * weights_s
+        return round_s * (1 - accepted) / (1 - accepted ** (drafts + 1))
+
+    return min(map(of_length, LENGTHS))
 
 
 def _ways(load: Load, machine: Machine, seen: Observed, tokens: int) -> Iterator[Way]:

@@ -85,8 +85,8 @@ class Conversation:
 class Way:
     """A mode with parameters, what pages are kept in that get full, and whether a part is read ``over_link``.
 
-    Two ways are equal where these are. ``seconds`` is a token's time before any correction, ``lacks`` says what does
-    not fit, if so.
+    Two ways are equal where these are. ``seconds`` is a token's time before any correction, ``link_seconds`` of it what
+    is read over the link in full mode; ``lacks`` says what does not fit, if so.
     """
 
     parameters: ModeParameters
@@ -94,6 +94,7 @@ class Way:
     seconds: float = field(compare=False)
     over_link: bool = False
     lacks: str = field(default="", compare=False)
+    link_seconds: float = field(default=0.0, compare=False)
 
     @property
     def kind(self) -> str:
@@ -228,8 +229,8 @@ class _Costs:
         m, token = self.machine, self.geometry.token_bytes
         over = max(0, self.conversation.tokens - resident)
         seconds = (m.weights + (self.conversation.tokens - over) * token) / m.read
-        seconds += over * token * self._share(quantizes) / (m.link or m.read)
-        return Way(parameters, quantizes, seconds, True, self._lacks(parameters.name, 0, quantizes))
+        link = over * token * self._share(quantizes) / (m.link or m.read)
+        return Way(parameters, quantizes, seconds + link, True, self._lacks(parameters.name, 0, quantizes), link)
 
     def _share(self, quantizes: bool) -> float:
         """Bytes of the host pool's K/V for each that they have exactly."""

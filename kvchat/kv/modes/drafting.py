@@ -40,11 +40,12 @@ Guess = Callable[[int], int]
 class Drafter:
     """Drafts for one conversation; ``clock`` gives seconds.
 
-    ``drafted`` and ``accepted`` count tokens, ``rounds`` verifications, since the mode was entered.
+    ``drafted`` and ``accepted`` count tokens, ``tried`` those of which all before were accepted, ``rounds``
+    verifications, since the mode was entered.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.drafted = self.accepted = self.rounds = 0
+        self.drafted = self.accepted = self.tried = self.rounds = 0
         self._clock = clock
         self._tokens = 0
         self._seconds: dict[int, float] = {}  # by rows of a forward; 1 is a step
@@ -78,6 +79,7 @@ class Drafter:
         self.rounds += 1
         self.drafted += len(drafts)
         self.accepted += accepted
+        self.tried += min(accepted + 1, len(drafts))
         for draft in drafts[:accepted]:
             self._add(draft)
 
