@@ -46,8 +46,8 @@ MEASURED = {
     COMPARED: 1.99,
     HOLDS_LEAST: 1.31,
 }
-# Of a window's drafts, each where those before it were accepted: SmolLM2's, greedy or at temperature 0.8, after 3,000
-# tokens (``kvchat bench draft -m smollm2``).
+# Share of a window's drafts that is what full draws: SmolLM2's over 105 tokens of a book after 3,000, 512 read, greedy
+# 0.857 and at temperature 0.8 0.866; measured once.
 ACCEPTED = 0.86
 ROW = 0.02  # of the time to read the weights, a row more of one forward takes; assumed, not measured
 HOST_FREE = 2**50  # bytes: as much as is needed

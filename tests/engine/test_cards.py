@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import kvchat.bench
+from kvchat.config.modes import FullParameters
 from kvchat.engine import cards
 from kvchat.engine.plan import Observed, any_heads
 from kvchat.errors import DoesNotFitError, UsageError
-from kvchat.kv.auto import Machine
+from kvchat.kv.auto import Machine, Way
 from kvchat.kv.geometry import GROWTH_HEADROOM, Geometry
 from kvchat.kv.modes.base import ModelTraits
 from kvchat.protocol.messages import Load
@@ -50,6 +51,25 @@ def test_full_is_read_over_the_link_where_it_does_not_fit_and_8_bit_pages_halve_
     exact, rounded = (found[f"full over the link{pages}"][65_536] for pages in ("", " with 8-bit pages"))
     assert 0.5 < rounded / exact < 0.6
     assert found["streaming"][65_536] < found["speculative"][65_536] < exact
+
+
+@pytest.mark.parametrize(
+    ("link", "weights_s", "gains"),
+    [(22e9, 0.0096, {0.7: 2.3, 0.85: 3.6, 0.95: 6.4}), (3.5e9, 0.013, {0.7: 2.9, 0.85: 5.2})],
+)
+def test_drafts_over_a_link_gain_what_the_formula_says(link, weights_s, gains):
+    """About an 8B in 4 bits on a card of 500 GB/s, all but 2,048 tokens in RAM."""
+    tokens = 32_768
+    machine = Machine(500e9, link, int(weights_s * 500e9), 2**40, cards.HOST_FREE)
+    load = Load("an 8B", given={"full": {"resident": 2048}})
+    found = cards.computed_ms(load, machine, llama_8b(), [tokens])
+    full = found["full over the link"][tokens]
+    way = Way(FullParameters(), False, full / 1000, True, link_seconds=(tokens - 2048) * 131_072 / link)
+    for accepted, gain in gains.items():
+        mine = full / 1000 / cards.seconds_with_drafts(way, weights_s, accepted)
+        assert mine == pytest.approx(gain, rel=0.1), accepted
+    drafted = found[f"full over the link{cards.DRAFTED}"][tokens]
+    assert drafted == pytest.approx(1000 * cards.seconds_with_drafts(way, weights_s), rel=0.02)
 
 
 def test_all_weights_that_leave_room_and_no_context_that_the_model_has_not():
