@@ -494,6 +494,16 @@ def by_mode(mode: str, changes: Params) -> dict[str, Params]:
     return {**of_others, mode: {name: value for name, value in changes.items() if name not in of_others}}
 
 
+def together(mode: str, *parts: Params) -> Params:
+    """Several changes for ``mode`` as one, as ``by_mode`` reads them; later ones go over earlier ones."""
+    found: dict[str, Params] = {mode: {}}
+    for part in parts:
+        for one, params in by_mode(mode, part).items():
+            found.setdefault(one, {}).update(params)
+    own = found.pop(mode)
+    return {**own, **{one: params for one, params in found.items() if params}}
+
+
 def remember(given: dict[str, Params], mode: str, changes: Params) -> None:
     """Note values given at run time for ``mode`` in ``given``; a shared one replaces what others that share it had."""
     for other, params in given.items():
@@ -546,6 +556,15 @@ def asked_for(mode: str, settings: Mapping[str, Params], given: Mapping[str, Par
     known = choosable()[mode].model_fields if mode in choosable() else {}
     shared = {name: value for name, value in shared.items() if name in known}
     return {**settings.get(mode, {}), **shared, **own}
+
+
+def to_keep(mode: str, settings: Mapping[str, Params], given: Mapping[str, Params]) -> Params:
+    """``asked_for``, for a conversation or a preset: of auto also, by name, in the modes that it enters."""
+    own = asked_for(mode, settings, given)
+    entered = {one: asked_for(one, settings, given) for one in ENTERED_BY_AUTO if mode == AUTO}
+    return own | {
+        one: beside for one, params in entered.items() if (beside := {n: params[n] for n in params if n not in own})
+    }
 
 
 def _explain(cls: type[ModeParameters], details: Any) -> tuple[str, ...]:

@@ -434,3 +434,12 @@ def read_params(text: object) -> Params:
         return _PARAMS.validate_json(text)  # type: ignore[arg-type]
     except ValueError:
         return {}
+
+
+def in_words(params: Params) -> list[str]:
+    """``window 64``, and of another mode's that auto's hold ``speculative window 64``."""
+    found = list[str]()
+    for name, value in params.items():
+        held = value if isinstance(value, Mapping) else {"": value}
+        found += [" ".join(filter(None, (name, inner, str(one)))) for inner, one in held.items() if one is not None]
+    return found

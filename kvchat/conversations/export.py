@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
 
 from kvchat import files
-from kvchat.conversations.conversation import Conversation, Message, SwitchLines, new_id, read_stats
+from kvchat.conversations.conversation import Conversation, Message, SwitchLines, in_words, new_id, read_stats
 from kvchat.errors import UsageError
 from kvchat.protocol.figures import Params, Stats
 
@@ -61,8 +61,7 @@ _FACTORS = re.compile(r"[A-Za-z0-9]{2}|\)\(")  # before and after asterisks that
 def provenance(conversation: Conversation) -> str:
     """When it was begun, the models that answered on its path, and its mode with what was asked for in that."""
     models = dict.fromkeys(message.model for message in conversation.path if message.model)
-    asked = [f"{name} {value}" for name, value in conversation.params.items() if value is not None]
-    mode = ", ".join((f"{conversation.mode} mode", *asked)) if conversation.mode else ""
+    mode = ", ".join((f"{conversation.mode} mode", *in_words(conversation.params))) if conversation.mode else ""
     return " · ".join(filter(None, (_moment(conversation.created), ", ".join(models), mode)))
 
 

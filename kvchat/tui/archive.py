@@ -11,7 +11,7 @@ from time import monotonic
 from typing import TypeVar
 
 from kvchat.config import modes
-from kvchat.conversations.conversation import Conversation
+from kvchat.conversations.conversation import Conversation, in_words
 from kvchat.conversations.store import BUSY_S, ConversationStore, StoreError, Summary
 from kvchat.errors import UsageError
 from kvchat.protocol.client import EngineClient
@@ -211,7 +211,8 @@ class ModeOfConversation:
         if not kept.mode or state.is_served:
             return
         try:
-            modes.parse(kept.mode, kept.params)
+            for one, params in modes.by_mode(kept.mode, kept.params).items():
+                modes.parse(one, params)
         except UsageError as gone:
             self._view.add_note(f"This conversation was in {_described(kept)}; it goes on in {state.mode}. {gone}")
             return
@@ -235,14 +236,18 @@ class ModeOfConversation:
 
     def _changes(self, kept: Conversation) -> Params:
         """What has to be asked for so that the mode has the conversation's parameters and no others."""
-        now = modes.asked_for(kept.mode, self._state.settings, self._state.given)
-        fields = modes.choosable()[kept.mode].model_fields
-        unset = {name: fields[name].default for name in now}
-        wanted = {**unset, **kept.params}
-        return {name: value for name, value in wanted.items() if now.get(name, fields[name].default) != value}
+        in_force = modes.to_keep(kept.mode, self._state.settings, self._state.given)
+        now, then = (modes.by_mode(kept.mode, params) for params in (in_force, kept.params))
+        changes = {one: self._changed(one, now.get(one, {}), then.get(one, {})) for one in now | then}
+        return modes.together(kept.mode, changes.pop(kept.mode), changes)
+
+    @staticmethod
+    def _changed(mode: str, now: Params, then: Params) -> Params:
+        default = {name: field.default for name, field in modes.choosable()[mode].model_fields.items()}
+        wanted = {**{name: default[name] for name in now}, **then}
+        return {name: value for name, value in wanted.items() if now.get(name, default[name]) != value}
 
 
 def _described(kept: Conversation) -> str:
     """``speculative mode, budget 128``"""
-    chosen = [f"{name} {value}" for name, value in kept.params.items() if value is not None]
-    return ", ".join((f"{kept.mode} mode", *chosen))
+    return ", ".join((f"{kept.mode} mode", *in_words(kept.params)))

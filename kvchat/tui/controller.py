@@ -226,10 +226,7 @@ class ChatController:
             raise UsageError("The model is not loaded yet.", hint="Switch the mode as soon as it is ready.")
         if self.state.phase is Phase.DOWN:
             raise UsageError("The engine is down.", hint="/restart or the next question starts it again.")
-        asked = {**self.state.take_later(target), **(params or {})}
-        if mode == modes.AUTO:  # it enters them by itself
-            kept = {one: self.state.take_later(one) for one in modes.ENTERED_BY_AUTO}
-            asked |= {one: given for one, given in kept.items() if given}
+        asked = modes.together(target, self.state.take_later(target), params or {})
         if mode:
             self.state.wanted = mode
         for one, given in modes.by_mode(target, asked).items():
@@ -338,7 +335,8 @@ class ChatController:
         values |= {("sampling", key): value for key, value in vars(self.state.sampling).items()}
         if not self.state.is_served:
             values[presets.MODE] = mode
-            values |= {("kv", mode, key): value for key, value in conversation.params.items()}
+            kept = modes.by_mode(mode, conversation.params)
+            values |= {("kv", one, key): value for one, params in kept.items() for key, value in params.items()}
         return presets.save(name, values)
 
     def peek(self, start: int, end: int) -> None:
@@ -393,7 +391,10 @@ class ChatController:
         if is_first and asked.asked_mode not in ("", conversation.mode):
             conversation.mode = ""
         elif is_first:
-            conversation.params |= asked.asked_params.get(conversation.mode, {})
+            entered = modes.ENTERED_BY_AUTO if conversation.mode == modes.AUTO else ()
+            own = asked.asked_params.get(conversation.mode, {})
+            others = {one: asked.asked_params[one] for one in entered if one in asked.asked_params}
+            conversation.params = modes.together(conversation.mode, conversation.params, own, others)
         await self._exchange(conversation)
 
     async def fork(self) -> None:

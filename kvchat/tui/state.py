@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvchat.config import sources
-from kvchat.config.modes import AUTO, AutoParameters, asked_for, choosable, grouped, registered
+from kvchat.config.modes import (
+    AUTO,
+    ENTERED_BY_AUTO,
+    AutoParameters,
+    accepting,
+    choosable,
+    grouped,
+    registered,
+    to_keep,
+)
 from kvchat.config.sources import Resolved
 from kvchat.conversations import attachments
 from kvchat.conversations.comparison import Comparison, label
@@ -183,7 +192,7 @@ class ChatState:
         """Note in the conversation which mode it is in, and what was asked for in it; a server's is none."""
         if not self.is_served:
             self.conversation.mode = self.asked
-            self.conversation.params = asked_for(self.asked, self.settings, self.given)
+            self.conversation.params = to_keep(self.asked, self.settings, self.given)
 
     def marks(self, snapshot: Snapshot) -> Callable[[str], Mark | None]:
         """The mark of a message of the path by its id: how much of it the model reads, None where nothing is stored."""
@@ -251,11 +260,20 @@ class ChatState:
         return [(message, _footer(message, families[message.parent])) for message in self.conversation.path]
 
     def take_later(self, mode: str) -> Params:
-        """Remove and return the values kept for ``mode``, or for a later mode that has them."""
+        """Remove and return the values kept for ``mode``, or for a later mode that has them.
+
+        Those of auto hold by their names those of the modes that it enters; a value that several have is for each.
+        """
         known = choosable()[mode].model_fields.keys() - choosable()[mode].own.keys()
-        taken = {name: value for name, value in self.later.items() if name in known}
-        self.later = {name: value for name, value in self.later.items() if name not in known}
-        return {**taken, **self.awaiting.pop(mode, {})}
+        taken = {name: self.later.pop(name) for name in known & self.later.keys()}
+        found = {**taken, **self.awaiting.pop(mode, {})}
+        entered = {one: self.awaiting.pop(one, {}) for one in ENTERED_BY_AUTO if mode == AUTO}
+        for name in list(self.later):
+            if having := entered.keys() & accepting(name, self.later[name]):
+                value = self.later.pop(name)
+                for one in having:
+                    entered[one] = {name: value, **entered[one]}
+        return found | {one: params for one, params in entered.items() if params}
 
     def receipt(self, finished: Finished) -> str:
         """Return the line under an answer."""

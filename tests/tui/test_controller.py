@@ -291,6 +291,34 @@ async def test_what_was_kept_for_a_mode_goes_with_auto(chat):
     assert chat.client.sent == [Switch("auto", {"tokens_per_s": 5, "speculative": {"window": 64}})]
 
 
+async def test_what_was_kept_for_several_of_auto_s_modes_goes_to_each_that_accepts_it(chat):
+    await chat.load()
+    for name, value in (("profile", "paper"), ("sink", 8), ("mem", 0.7), ("budget", 512), ("window", 64)):
+        chat.controller.set_later(name, value)
+    chat.controller.switch("auto", {"speculative": {"window": 96}})
+    asked = {
+        "budget": 512,
+        "speculative": {"profile": "paper", "sink": 8, "window": 96},
+        "sync": {"profile": "paper", "mem": 0.7},
+    }
+    (sent,) = chat.client.sent
+    assert (sent.mode, sent.params) == ("auto", asked)
+    assert (chat.controller.state.later, chat.controller.state.awaiting) == ({}, {})
+
+
+async def test_a_preset_of_auto_keeps_what_was_asked_for_in_its_modes(chat):
+    await chat.load(auto=FULL_BY_AUTO)
+    given = {"speculative": {"window": 64}, "auto": {"tokens_per_s": 5}}
+    await chat.controller.handle(Switched("full", "full", {}, 0, 0, 0.1, given=given, auto=FULL_BY_AUTO))
+    chat.controller.save_preset("wide")
+    await chat.controller.handle(Switched("full", "full", {}, 0, 0, 0.1))
+    chat.controller.use_preset(presets.find("wide"))
+    assert chat.client.sent == [
+        Switch("auto", {"tokens_per_s": 5}),
+        Switch("auto", {"speculative": {"window": 64}}),
+    ]
+
+
 async def test_in_auto_set_changes_a_parameter_of_auto_or_of_the_mode(chat):
     await chat.load(auto=FULL_BY_AUTO)
     run = chat.controller.set_parameter

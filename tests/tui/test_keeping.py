@@ -168,6 +168,55 @@ async def test_the_latest_conversation_goes_on_in_its_mode_unless_another_is_ask
     await then.controller.close()
 
 
+FULL_BY_AUTO = "auto: full, 12 ms a token"
+OF_AUTO = {"auto": {"tokens_per_s": 5}, "speculative": {"window": 64, "budget": 512}}
+
+
+async def in_auto(chat):
+    """A conversation that is on disk and was in auto, with a window for one of the modes that it enters; its id."""
+    await chat.controller.open_archive()
+    await chat.load()
+    await chat.controller.handle(Switched("full", "full", {}, 0, 0, 0.0, given=OF_AUTO, auto=FULL_BY_AUTO))
+    await chat.ask("one")
+    await chat.controller.handle(DONE)
+    return chat.controller.state.conversation.id
+
+
+async def test_what_was_asked_for_in_the_modes_that_auto_enters_comes_back_with_it(chat):
+    kept = await in_auto(chat)
+    assert chat.controller.state.conversation.params == {
+        "tokens_per_s": 5,
+        "budget": 512,
+        "speculative": {"window": 64},
+    }
+    await chat.controller.new()
+    await chat.controller.handle(Switched("full", "full", {}, 0, 0, 0.0, given={"sync": {"mem": 0.7}}))
+    await chat.ask("two")
+    await chat.controller.handle(DONE)
+    chat.client.sent.clear()
+    await chat.controller.open(kept)
+    asked = {"tokens_per_s": 5, "budget": 512, "sync": {"mem": None}, "speculative": {"window": 64}}
+    assert switches(chat) == [("auto", asked)]
+    given = {**OF_AUTO, "sync": {"mem": None}}
+    await chat.controller.handle(Switched("full", "full", {}, 0, 0, 0.0, given=given, auto=FULL_BY_AUTO))
+    assert not lacks(" ".join(chat.view.notes[-2:]), "auto mode", "tokens_per_s 5", "speculative window 64")
+
+
+async def test_over_what_auto_s_modes_had_goes_what_the_command_line_asks_of_them(config, chat_of, tmp_path):
+    config = replace(config, database=tmp_path / "chats.db")
+    first = chat_of(config)
+    await in_auto(first)
+    await first.controller.close()
+    asked = {"speculative": {"window": 96}, "sync": {"mem": 0.7}, "streaming": {"sigma": 8}}
+    then = chat_of(replace(config, resume=True, asked_params=asked))
+    await then.controller.open_archive(resume=True)
+    await then.controller.start()
+    await then.load()
+    entered = {"speculative": {"window": 96}, "sync": {"mem": 0.7}}
+    assert switches(then) == [("auto", {"tokens_per_s": 5, "budget": 512, **entered})]
+    await then.controller.close()
+
+
 async def test_a_mode_that_is_gone_is_said_and_the_conversation_goes_on(chat):
     kept = await in_speculative(chat)
     chat.controller.state.conversation.mode = "strided"
