@@ -43,10 +43,14 @@ Sample = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds per token by wall clock: of the median step, and the mean of all."""
+    """Milliseconds per token: of the median step and the mean of all by wall clock, and this process's processor time.
+
+    The last is of all its threads, and hardly depends on what else runs; None where other processes compute.
+    """
 
     ms: float
     wall_ms: float
+    processor_ms: float | None = None
 
 
 class Variant(Protocol):
@@ -82,15 +86,18 @@ def time_steps(step: Callable[[int], object], tokens: Sequence[int], device: tor
     """Time ``step`` of each token but the first ``warm_up``, as in a chat: the next one waits until the device is
     through, because its token is read from this one's logits.
     """
-    first, times = warm_up(device), []
+    first, times, spent = warm_up(device), [], 0.0
     for number, token in enumerate(tokens):
+        if number == first:
+            spent = time.process_time()
         began = time.perf_counter()
         step(token)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         if number >= first:
             times.append(1000 * (time.perf_counter() - began))
-    return Timing(statistics.median(times), statistics.fmean(times))
+    spent = time.process_time() - spent
+    return Timing(statistics.median(times), statistics.fmean(times), 1000 * spent / len(times))
 
 
 def fingerprint(device: torch.device) -> dict[str, Any]:

@@ -48,6 +48,8 @@ def _budgets(settings: Any) -> Sequence[int]:
 def compared(lab: Lab) -> list[Row]:
     """A row for each variant: facts found, agreement with full on passages, and ms a token measured in turns.
 
+    The last are those of the median step by the clock, and of the processors: these hardly depend on what else runs.
+
     Raises:
         KvchatError: every mode refuses, or a text is too short.
     """
@@ -80,8 +82,8 @@ def _figures(variant: str, settings: Any, found: Result, agreed: Result, times: 
         figures |= {name: agreeing[of] for name, of in AGREEMENT.items() if of in ("same_top", "covered")}
         stored = settings.context + (settings.compared + 1) / 2  # mean of the steps
         figures["share read"] = agreeing["read_mean"] / stored
-    if ms := [each["ms"] for each in timed if "ms" in each]:
-        figures["ms a token"] = ms[0]
+    if spent := [each for each in timed if "ms" in each]:
+        figures |= {"ms a token": spent[0]["ms"], "processor ms a token": spent[0]["processor_ms"]}
     reasons = [each[name] for each in (*answers, *passages, *timed) for name in ("refused", "failed") if name in each]
     return figures | ({"refused": reasons[0]} if reasons else {})
 

@@ -253,8 +253,8 @@ PARTS = {
         "The paper compares task scores of large models; here it is facts told in a book's text, and tokens of books. "
         "p is how probable so uneven a split is by chance: of questions that one of two answered (McNemar, exact), of "
         "passages by which is nearer to full (sign test). A question ends the prompt, by whose end SnapKV, PyramidKV, "
-        "CAKE and H2O choose. Freeze has no budget, RaaS' is of the answer alone. The bundled model "
-        "finds no fact.",
+        "CAKE and H2O choose. Freeze has no budget, RaaS' is of the answer alone. Processor ms are "
+        "those of all threads, which hardly depend on what else runs. The bundled model finds no fact.",
         comparison.compared,
     ),
 }
