@@ -254,7 +254,8 @@ class AnswerLoop(Released):
             self._switcher.narrow()
             self.forget(prompt.reused)  # first: what another conversation has pinned does not count
             self._switcher.note_system_tokens(self.encoder.system_tokens(turns))
-            yield from self._follow_auto(len(prompt.ids) + min(sampling.max_new_tokens, AHEAD))
+            end = len(prompt.ids) + min(sampling.max_new_tokens, AHEAD)
+            yield from self._follow_auto(end)
             answer = self._metrics.begin(len(prompt.ids), prompt.reused)
             thought = self.encoder.thought_end(turns, prompt)
             yield Started(len(prompt.ids), prompt.reused, thought, self.encoder.thought_tags)
@@ -265,6 +266,8 @@ class AnswerLoop(Released):
                 return
             self.stored.mark_text(prompt.text)
             self._switcher.calibrate()
+            if self._switcher.has_spilled:
+                yield from self._follow_auto(end)
             self._runner.pin(pinned)
             sampler.see(prompt.ids)
             yield from self._generate(logits, prompt, sampler, answer, between, grammar, thought, top_logprobs)

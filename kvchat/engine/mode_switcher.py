@@ -63,6 +63,8 @@ class ModeSwitcher:
         self.parameters = self.merged(modes.REFERENCE if asked.mode == modes.AUTO else asked.mode, {})
         self.auto = Auto(is_quantized(asked.host_dtype))
         self._machine: tuple[float, float] | None = None
+        self._new = dict(auto.NEW)
+        self._fetched: tuple[Mode, int, int] | None = None
 
     def attach(self, kv: KVManager) -> None:
         """Switch this manager, which is in the mode of ``parameters``."""
@@ -121,6 +123,7 @@ class ModeSwitcher:
             self.check_pinned(chosen, self.system_tokens, self._kv.state.pins)
             with torch.inference_mode():
                 moved = self._kv.switch(mode)
+        self._fetched = mode, self._kv.state.steps, self._kv.state.transfer.totals.moved
         self.parameters = chosen
         return moved + self._calibrate_heads()
 
@@ -224,7 +227,7 @@ class ModeSwitcher:
             return None
         possible = [way for way in self._ways(tokens) if way not in self.auto.refused]
         if measured is None:
-            if self.auto.choice and self._spills_beside(self.auto.choice.way):
+            if self.has_spilled:
                 self.auto.choice = None
             return self.auto.between(possible, self._kv.state.steps) if possible else None
         return self.auto.within(possible, self._kv.state.steps, measured)
@@ -247,14 +250,29 @@ class ModeSwitcher:
         self.auto.refused.clear()
         return moved
 
+    @property
+    def has_spilled(self) -> bool:
+        """Full mode reads over the link although auto found room for all: it is to be entered again."""
+        return self.auto.is_on and self.auto.choice is not None and self._spills_beside(self.auto.choice.way)
+
     def _spills_beside(self, way: Way) -> bool:
         """Full mode reads over the link, although all of it fits: what grew had no room for both its copies."""
         return bool(getattr(self._kv.mode, "spills", False)) and not way.over_link
 
     def note_speed(self, measured: float | None) -> None:
         """A token of the answer in progress took ``measured`` seconds, where that is known."""
-        if self.auto.is_on and measured is not None:
+        if self.auto.is_on and measured is not None and not self.has_spilled:
+            self._note_fetched()
             self.auto.note(self._ways(self._kv.total), measured)
+
+    def _note_fetched(self) -> None:
+        """What the mode in force fetched at a step since the last time, as a share of the budget that auto gave it."""
+        mode, state, before = self._kv.mode, self._kv.state, self._fetched
+        self._fetched = mode, state.steps, state.transfer.totals.moved
+        budget = getattr(self.parameters, "budget", None)
+        if budget and mode.name in self._new and before and before[0] is mode and state.steps > before[1]:
+            pairs = (self._fetched[2] - before[2]) / (state.steps - before[1])
+            self._new[mode.name] = pairs / (budget * state.geometry.layers * state.geometry.kv_heads)
 
     def _ways(self, tokens: int) -> list[Way]:
         state, kv, model = self._kv.state, self._kv, self._model
@@ -264,7 +282,8 @@ class ModeSwitcher:
         on_host = available.host_free()
         on_device = on_host if state.geometry.unified else available.free_bytes(state.device)
         free = on_device + kv.device_bytes, on_host + state.host.nbytes
-        machine = Machine(*self._rates(), model.weight_bytes - table, *map(available.usable, free))
+        device, host = map(available.usable, free)
+        machine = Machine(*self._rates(), model.weight_bytes - table, device, host, self._new)
         page = state.geometry.page
         rounded = page * sum(state.host.quantized[: state.total // page])
         exact, quantizes = state.total - rounded, self.auto.quantizes

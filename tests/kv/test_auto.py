@@ -46,17 +46,17 @@ MACHINES = [
     ("8B", (360, 25, 1, 64), 16_000, 10, {}, "full over the link"),
     ("8B", (360, 25, 6, 64), 64_000, 10, {}, "full over the link with 8-bit pages"),
     # Beyond that a part is read, as much of it as there is time for.
-    ("8B", RTX_3060, 64_000, 10, {}, "speculative 32768"),
+    ("8B", RTX_3060, 64_000, 10, {}, "speculative 32768 with 8-bit pages"),
     ("8B", SMALL_3060, 64_000, 10, {}, "speculative 8192"),
-    ("8B", SMALL_3060, 64_000, 30, {}, "speculative 8192"),
-    ("8B", SLOW_LINK, 64_000, 10, {}, "speculative 16384 with 8-bit pages"),
-    ("8B", SLOW_LINK, 64_000, 40, {}, "speculative 4096 with 8-bit pages"),
+    ("8B", SMALL_3060, 64_000, 30, {}, "speculative 8192 with 8-bit pages"),
+    ("8B", SLOW_LINK, 64_000, 10, {}, "speculative 8192 with 8-bit pages"),
+    ("8B", SLOW_LINK, 64_000, 40, {}, "speculative 1024 with 8-bit pages"),
     ("32B", (900, 25, 4, 64), 32_000, 10, {}, "speculative 8192"),
     ("8B", RTX_3060, 64_000, 10, {"budget": 1000}, "speculative 1000"),
     ("8B", RTX_3060, 64_000, 10, {"budget": 128}, "speculative 128"),
     # Where nothing is quick enough it is the most faithful of those that are not much slower than the quickest.
     ("8B", SMALL_3060, 128_000, 10, {}, "full over the link with 8-bit pages"),
-    ("8B", SMALL_3060, 64_000, 60, {}, "speculative 4096"),
+    ("8B", SMALL_3060, 64_000, 60, {}, "speculative 1024"),
     ("8B", LAPTOP, 500, 10, {}, "full"),
     ("8B", LAPTOP, 4000, 10, {}, "full"),
     ("8B", LAPTOP, 64_000, 10, {}, "speculative 4096"),
@@ -79,12 +79,12 @@ MACHINES = [
 ]
 
 
-def possible(shape, machine, tokens, given=None, calibration=None, **stored) -> list[Way]:
+def possible(shape, machine, tokens, given=None, calibration=None, new=auto.NEW, **stored) -> list[Way]:
     layers, q_heads, kv_heads, d, dtype, context, weights = SHAPES[shape]
     read, link, device, host = machine
     headroom = 2048 if link else 128
     geometry = Geometry(layers, q_heads, kv_heads, d, d, dtype, headroom=headroom, unified=not link)
-    measured = Machine(read * 1e9, link * 1e9, weights, device * GIB, host * GIB)
+    measured = Machine(read * 1e9, link * 1e9, weights, device * GIB, host * GIB, new)
 
     def merged(mode, changes):
         return modes.effective_params(mode, {}, {"speculative": given or {}}, changes)
@@ -215,6 +215,20 @@ def test_a_way_that_has_run_is_corrected_and_others_by_the_mean():
     assert choose(found, 0.08, {"full": 3.0}).way.name == "speculative 2048"
     assert choose(found, 0.1, {"full": 3.0, "speculative": 1.0}).way.name == "speculative 4096"
     assert choose(found, 0.1, {"full": 1.5, "speculative": 9.0}).way.name == "full"
+
+
+def test_what_comes_over_the_link_is_beside_the_rest_and_counts_as_it_was_measured():
+    shares = (0.0, 0.25, 0.5)
+    ways_by_share = [possible("8B", SLOW_LINK, 64_000, new={"speculative": share}) for share in shares]
+    none, quarter, half = (next(way for way in ways if way.name == "speculative 2048") for ways in ways_by_share)
+    moved = 0.25 * 2048 * 131_072 / 3e9
+    assert quarter.seconds - none.seconds == pytest.approx(moved)
+    assert half.seconds - quarter.seconds == pytest.approx(moved)
+    assert [choose(ways, 0.1).way.name for ways in ways_by_share] == [
+        "speculative 32768",
+        "speculative 8192",
+        "speculative 4096",
+    ]
 
 
 def test_what_is_measured_moves_what_is_known_a_part_of_the_way():

@@ -1,0 +1,140 @@
+"""auto on the bundled model, in a conversation that grows on a small device behind a slow link.
+
+The CPU plays a device with memory of its own, of a given size. Steps compute what they do; their time is that of the
+bytes that they read there and of those that come over the link, by a clock that both move. ``.ci/long`` lets the
+conversation grow to 12,000 tokens.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+
+from kvchat.engine import metrics, runner
+from kvchat.engine.mode_switcher import ModeSwitcher
+from kvchat.engine.session import Session
+from kvchat.engine.synthetic_text import passage, sentences
+from kvchat.kv.attention import PREFILL_WORKSPACE
+from kvchat.kv.auto import NEW
+from kvchat.kv.geometry import GROWTH_HEADROOM, Geometry
+from kvchat.kv.inspect import read_tokens
+from kvchat.kv.memory import available
+from kvchat.kv.ops import cpu_ops
+from kvchat.kv.prefill import CHUNKS, staging_bytes
+from kvchat.models.load import LoadedModel
+from kvchat.protocol.messages import Load, Sampling, Turn
+
+GROWN = int(os.environ.get("KVCHAT_TEST_GROWN", "0"))  # tokens, of the long form
+READ, LINK = 2e9, 1e8  # bytes/s
+ROOM = 3000  # tokens, on the device
+TARGET_S = 0.1
+OVERHEAD = 1.3  # of a step beside its bytes: what auto has to find out
+ANSWER = Sampling(temperature=0, max_new_tokens=48)
+SECRET, ASK = "41872", "What is the passkey?"
+KNOWN = "41"  # of it, after so much text, in full mode too
+
+
+@dataclass
+class SlowLink:
+    """The time of a session's steps by what they read and fetch."""
+
+    session: Session
+    now: float = 0.0
+    steps: list[float] = field(default_factory=list)
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> SlowLink:
+        model_runner, state = self.session._runner, self.session._kv.state
+        step, token = model_runner.step, state.geometry.token_bytes
+
+        def slow(id: int) -> object:
+            before, moved = read_tokens(state), state.transfer.totals.moved_bytes
+            logits = step(id)
+            fetched = state.transfer.totals.moved_bytes - moved
+            held = max(0.0, (read_tokens(state) - before) * token - fetched)
+            taken = OVERHEAD * (self.session.model.weight_bytes + held) / READ + fetched / LINK
+            self.steps.append(taken)
+            self.now += taken
+            return logits
+
+        monkeypatch.setattr(model_runner, "step", slow)
+        clock = SimpleNamespace(perf_counter=lambda: self.now, monotonic=time.monotonic)
+        monkeypatch.setattr(metrics, "time", clock)
+        monkeypatch.setattr(cpu_ops, "awaited", {})  # loops that are compiled beside the suite
+        return self
+
+
+@dataclass(frozen=True)
+class Answered:
+    """An answer at ``tokens`` stored: the way that it ended in, auto's line, seconds a token at its end, its text."""
+
+    tokens: int
+    way: str
+    line: str
+    seconds: float
+    text: str
+
+
+@pytest.fixture
+def session(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
+    monkeypatch.setattr(runner, "Geometry", lambda *sizes, unified, **rest: Geometry(*sizes, **rest))
+    monkeypatch.setitem(GROWTH_HEADROOM, "cpu", 512)
+    monkeypatch.setattr(ModeSwitcher, "_rates", lambda self: (READ, LINK))
+    session = Session(model, Load())
+    state, token = session._kv.state, session.info.kv_bytes_per_token
+    beside = staging_bytes(state.geometry, model.context, CHUNKS[0]) + PREFILL_WORKSPACE
+    monkeypatch.setattr(available, "free_bytes", lambda device: beside + ROOM * token - state.slot_bytes)
+    monkeypatch.setattr(available, "usable", lambda free: free)
+    session.switch("auto")
+    yield session
+    session.close()
+
+
+def _filler(session: Session, seed: int) -> str:
+    return passage(sentences(seed), max(60, min(700, session.total // 2)), session.model.tokenizer)
+
+
+def grow(session: Session, link: SlowLink, most: int, turns: list[Turn]) -> Iterator[Answered]:
+    """Tell a number, then stories from 100 tokens on until ``most`` are stored, then ask for the number."""
+    seed, asks = 0, False
+    while not asks:
+        asks = session.total > most - 1000
+        text = ASK if asks else f"{_filler(session, seed)} Tell me a story."
+        text = text if seed else f"The passkey is {SECRET}. Remember it."
+        turns.append(Turn("user", text))
+        link.steps.clear()
+        *_, finished = session.answer(turns, ANSWER)
+        turns.append(Turn("assistant", finished.text))
+        chosen = session._switcher.auto.choice
+        assert chosen is not None
+        seconds = sum(link.steps[-8:]) / len(link.steps[-8:])
+        yield Answered(session.total, chosen.way.label, chosen.line, seconds, finished.text)
+        seed += 1
+
+
+@pytest.mark.slow("the bundled model decodes a dozen answers in a conversation that grows")
+def test_auto_in_a_conversation_that_grows_on_a_small_device_behind_a_slow_link(session, monkeypatch, record_property):
+    most = GROWN or 7000
+    link = SlowLink(session).install(monkeypatch)
+    turns = list[Turn]()
+    seen = list(grow(session, link, most, turns))
+    for each in seen:
+        record_property(f"{each.tokens} tokens", f"{1000 * each.seconds:.0f} ms, {each.line}")
+    assert seen[0].tokens < 110
+    assert most - 1000 < seen[-1].tokens <= most
+    ways = [each.way for each in seen]
+    assert ways[0] == "full"
+    assert len(set(ways)) == sum(one != other for one, other in pairwise(ways)) + 1, f"back and forth: {ways}"
+    assert not [each for each in seen if each.seconds > 1.1 * TARGET_S and "nothing that fits" not in each.line]
+    assert all("streaming" not in way for way in ways)
+    assert ways[-1] != "full", "it has no room"
+    assert session._switcher._new["speculative"] not in (0, NEW["speculative"]), "it was measured"
+    assert KNOWN in seen[-1].text
+    session.switch("full")
+    *_, finished = session.answer(turns[:-1], ANSWER)
+    assert finished.text == seen[-1].text, "what full finds of what was told first"
