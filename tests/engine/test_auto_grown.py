@@ -104,8 +104,9 @@ def grow(session: Session, link: SlowLink, most: int, turns: list[Turn]) -> Iter
     seed, asks = 0, False
     while not asks:
         asks = session.total > most - 1000
-        text = ASK if asks else f"{_filler(session, seed)} Tell me a story."
-        text = text if seed else f"The passkey is {SECRET}. Remember it."
+        text = ASK if asks else "Tell me a long story." if seed else f"The passkey is {SECRET}. Remember it."
+        if seed and not asks:
+            turns += [Turn("user", _filler(session, seed)), Turn("assistant", "I see.")]
         turns.append(Turn("user", text))
         link.steps.clear()
         *_, finished = session.answer(turns, ANSWER)
@@ -133,6 +134,7 @@ def test_auto_in_a_conversation_that_grows_on_a_small_device_behind_a_slow_link(
     assert not [each for each in seen if each.seconds > 1.1 * TARGET_S and "nothing that fits" not in each.line]
     assert all("streaming" not in way for way in ways)
     assert ways[-1] != "full", "it has no room"
+    record_property("new at a step", session._switcher._new["speculative"])
     assert session._switcher._new["speculative"] not in (0, NEW["speculative"]), "it was measured"
     assert KNOWN in seen[-1].text
     session.switch("full")

@@ -254,7 +254,8 @@ PARTS = {
         "p is how probable so uneven a split is by chance: of questions that one of two answered (McNemar, exact), of "
         "passages by which is nearer to full (sign test). A question ends the prompt, by whose end SnapKV, PyramidKV, "
         "CAKE and H2O choose. Freeze has no budget, RaaS' is of the answer alone. Processor ms are "
-        "those of all threads, which hardly depend on what else runs. The bundled model finds no fact.",
+        "those of all threads, which hardly depend on what else runs. The bundled model answers few of these "
+        "questions.",
         comparison.compared,
     ),
 }
