@@ -32,6 +32,7 @@ from kvchat.models import checkpoint
 SHORT = 16  # tokens of the prompt that is answered first; what a library does once is done then
 # By the module that runs them, what they are called in the table; of llama.cpp there may be two builds.
 OTHERS = {"xllamacpp": "llama.cpp", "llama_cpp": "llama.cpp by llama-cpp-python", "transformers": "transformers"}
+BUILT = "llama_cpp"  # for this processor, where it was installed from its source
 OF_FILES = ModelChoice(quantize="auto")  # weights as small as the file's: those that llama.cpp multiplies
 
 
@@ -121,12 +122,14 @@ def run(settings: Peers, choice: ModelChoice = OF_FILES, frame: Frame | None = N
             starts = [
                 (name, OTHERS[name], *(unpacked if name == "transformers" else (str(gguf), {}))) for name in others
             ]
+            if BUILT in others:  # which is faster depends on context and processor
+                starts.append((BUILT, f"{OTHERS[BUILT]}, flash attention", str(gguf), {"flash_attn": True}))
             starts += [("kvchat", f"kvchat {mode}", choice.model, _given(mode, choice)) for mode in settings.modes]
             peers = [Peer(*start, ids, spare) for start in starts]
             measured = Rounds(peers, settings.rounds, 0, None, Measured(), model.device).rows([0] * (spare - 1))
             for row in measured:
                 ratios = row.get("times_as_fast", {})
-                row["times_as_fast"] = {name: ratios[name] for name in OTHERS.values() if name in ratios}
+                row["times_as_fast"] = {name: ratios[name] for name in ratios if not name.startswith("kvchat")}
             return measured
 
         return frame.measure(experiment, [{"context": context} for context in contexts], rows, line)

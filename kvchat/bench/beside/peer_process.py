@@ -100,8 +100,9 @@ def _xllamacpp() -> Callable[..., Decode]:
 def _llama_cpp() -> Callable[..., Decode]:
     import llama_cpp
 
-    def load(file: str, context: int, threads: int) -> Decode:
-        model = llama_cpp.Llama(file, n_ctx=context, n_threads=threads, n_threads_batch=threads, verbose=False)
+    def load(file: str, context: int, threads: int, **options: Any) -> Decode:
+        chosen = {"n_ctx": context, "n_threads": threads, "n_threads_batch": threads, "verbose": False}
+        model = llama_cpp.Llama(file, **chosen, **options)
         return lambda prompt, count: Decoded(_stamps(model.generate(prompt, temp=0.0), count))
 
     return load
