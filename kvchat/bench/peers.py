@@ -119,7 +119,7 @@ def run(settings: Peers, choice: ModelChoice = OF_FILES, frame: Frame | None = N
 
         def rows(cell: Cell) -> list[Row]:
             ids = prose(model.tokenizer, cell["context"])
-            starts = [
+            starts: list[tuple[str, str, str, dict[str, Any]]] = [
                 (name, OTHERS[name], *(unpacked if name == "transformers" else (str(gguf), {}))) for name in others
             ]
             if BUILT in others:  # which is faster depends on context and processor
