@@ -6,7 +6,6 @@ data and state both.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from contextlib import suppress
@@ -49,15 +48,13 @@ def name_home() -> None:
 
 
 def with_commit(version: str) -> str:
-    """A version, and the commit where it is known: of a checkout, or that pip installed from a repository."""
+    """A version and its commit, where it is known: of a build (``.ci/commit.py``) or a checkout."""
     return f"{version} ({commit[:8]})" if (commit := _commit()) else version
 
 
 def _commit() -> str:
-    with suppress(metadata.PackageNotFoundError, OSError, ValueError, AttributeError):
-        origin = json.loads(metadata.distribution("kvchat").read_text("direct_url.json") or "{}")
-        if commit := origin.get("vcs_info", {}).get("commit_id"):
-            return str(commit)
+    with suppress(OSError):
+        return (PACKAGE / "commit.txt").read_text(encoding="utf-8")
     if not (PACKAGE.parent / ".git").exists():
         return ""
     command = ["git", "-C", str(PACKAGE.parent), "rev-parse", "HEAD"]

@@ -49,7 +49,8 @@ def test_the_wheel_is_complete_and_holds_nothing_else(wheel: Path) -> None:
     kept = {p.relative_to(ROOT).as_posix() for p in (ROOT / "kvchat").rglob("*") if p.is_file()}
     kept = {name for name in kept if "__pycache__" not in name and not name.startswith(BESIDE_THE_SOURCE)}
     themes = {f"kvchat/themes/{p.name}" for p in (ROOT / "themes").iterdir()}
-    assert names == kept | themes
+    commit = {"kvchat/commit.txt"} if (ROOT / ".git").exists() else set()
+    assert names == kept | themes | commit
     assert {Path(name).suffix for name in names} <= SUFFIXES
     assert len(themes) >= 2
     assert {

@@ -1,0 +1,24 @@
+"""A hook of the build: wheel and sdist say in ``kvchat/commit.txt`` which commit they are of."""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+
+class Commit(BuildHookInterface[Any]):
+    """Adds the file where there is a checkout; an sdist has it already."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Write the file outside the tree, so that no checkout says what it was built from once."""
+        if version == "editable" or not (Path(self.root) / ".git").exists():
+            return
+        named = subprocess.run(["git", "-C", self.root, "rev-parse", "HEAD"], capture_output=True, text=True)
+        if not named.returncode:
+            with tempfile.NamedTemporaryFile("w", suffix=".txt", delete=False) as file:
+                file.write(named.stdout)
+            build_data["force_include"][file.name] = "kvchat/commit.txt"
