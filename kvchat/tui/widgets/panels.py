@@ -170,7 +170,7 @@ class KvColumn(ShowsFigures):
         """Show all labels without numbers, so that nothing jumps when the numbers come."""
         self.show(Snapshot("mode", {}, 0, 0, 0, 0, 0))
         for block in self.query(Rowed):
-            block.rows = [(label, "…") for label, _ in block.rows]
+            block.rows = [(label, "–") for label, _ in block.rows]
 
     def show(self, s: Snapshot) -> None:
         """Draw one snapshot."""

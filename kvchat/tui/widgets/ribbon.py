@@ -178,7 +178,7 @@ class Ribbon(Widget, can_focus=True):
 
     def _caption(self) -> str:
         snapshot = self.snapshot
-        return f" {short(snapshot.active)}/{short(snapshot.total)} " if snapshot else " 0/0 "
+        return f" {short(snapshot.active)}/{short(snapshot.total)} " if snapshot and snapshot.total else " empty "
 
     def _width(self) -> int:
         return max(self.size.width - len(LABEL) - max(len(self._caption()), 12), 1)

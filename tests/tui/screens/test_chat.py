@@ -208,7 +208,7 @@ async def test_without_a_model_there_are_no_figures(running):
         await until(lambda: app.controller.state.phase is Phase.DOWN)
         await until(lambda: app.controller.state.snapshot is None)
         assert chat.query_one(StatusBar).render().plain == ""
-        assert dict(chat.query_one("#memory-rows", Rowed).rows)["weights"] == "…"
+        assert dict(chat.query_one("#memory-rows", Rowed).rows)["weights"] == "–"
 
 
 async def test_prompts_wait_are_taken_back_and_not_sent_by_a_stop(running):

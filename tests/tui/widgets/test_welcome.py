@@ -31,7 +31,7 @@ async def test_it_is_seen_whole_and_gone_after_the_first_question(running, size)
         shown = str(welcome.content)
         assert all(text in shown for text in (ABOUT_BUNDLED, *EXAMPLES[True], ABOUT_NEEDLE, "F6 changes how much"))
         await until(lambda: 0 < welcome.region.height <= transcript.region.height)
-        assert ("explain the figures" in shown) == (size[1] >= 40)
+        assert ("what the figures mean" in shown) == (size[1] >= 40)
         press(app, "enter")
         await until(lambda: finished(app))
         assert app.controller.state.conversation.turns[0].content == EXAMPLES[True][0]
