@@ -78,7 +78,7 @@ class Slots:
             return []
         await self.empty_deleted()
         told = await self.save()
-        self._current = conversation
+        self._current, self._unsaved = conversation, 0
         return [*told, *await self._restore()]
 
     async def save(self) -> list[Event]:
@@ -127,7 +127,7 @@ class Slots:
     async def _idle(self) -> dict[int, int]:
         """How many tokens are in each slot that is not at work."""
         try:
-            reply = await self._http.get(f"{self._root}/slots")
+            reply = await self._http.get(f"{self._root}/slots", timeout=ACT_S)  # a busy one answers after its batch
             slots = reply.json() if reply.is_success else []
         except (httpx2.HTTPError, ValueError):
             return {}

@@ -12,6 +12,7 @@ from support.llama_server import LlamaServer
 from kvchat import paths
 from kvchat.protocol.figures import Stats
 from kvchat.protocol.messages import Keeping, Load, Noted, Resumed, Sampling, Turn
+from kvchat.remote.servers import PROBE_S
 from kvchat.remote.session import RemoteSession, open_session
 from kvchat.remote.slots import mark_deleted
 
@@ -113,6 +114,15 @@ def test_a_file_that_is_gone_is_told_and_read_again(keeping, folder) -> None:
         assert isinstance(noted, Noted)
         assert list(session.resume("dog", DOG))
         assert list(session.resume("cat", CAT)) == []
+
+
+def test_a_server_that_is_busy_is_waited_for(keeping, folder) -> None:
+    with LlamaServer(context=512, slots=folder) as server:
+        session = keeping(server)
+        answered(session, CAT, "cat")
+        server.pause(PROBE_S + 0.5)
+        answered(session, DOG, "dog")
+        assert (folder / "kvchat-cat.kv").exists()
 
 
 def test_a_server_that_cannot_write_is_told(keeping, folder) -> None:

@@ -6,9 +6,12 @@ gets no answer, and the test fails.
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -52,6 +55,12 @@ class LlamaServer:
             self._process.kill()
             self._process.communicate()
             self._process = None
+
+    def pause(self, seconds: float) -> None:
+        """Let it do nothing for so long, as a server of others' prompts."""
+        assert self._process is not None
+        os.kill(self._process.pid, signal.SIGSTOP)
+        threading.Timer(seconds, os.kill, (self._process.pid, signal.SIGCONT)).start()
 
     def _is_ready(self) -> bool:
         try:
