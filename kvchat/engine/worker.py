@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from kvchat import files, libraries
 from kvchat.errors import EngineError, KvchatError, ModelError, UsageError
 from kvchat.kv.memory.available import check_address_space
-from kvchat.paths import is_server, server_slots_file
+from kvchat.paths import is_server
 from kvchat.process import claim_stdio, spin_briefly, use_physical_cores
 from kvchat.protocol import figures, messages, wire
 from kvchat.protocol.messages import (
@@ -162,10 +162,6 @@ class Server:
                 case Resume(conversation, turns):
                     self._work(lambda session: session.resume(conversation, turns))
                 case Forget(conversation):
-                    if server_slots_file().exists():  # then the client of servers is installed
-                        from kvchat.remote.slots import mark_deleted
-
-                        mark_deleted(conversation)
                     if self._session:
                         self._session.forget(conversation)
                 case Rebuild():

@@ -2,53 +2,25 @@
 
 A conversation's slot is saved when another conversation is gone over to and at the end, not after each answer: it is
 written whole each time. It is restored where no slot has as many tokens as were saved. The server deletes no file, so
-that of a deleted conversation is overwritten with an empty slot, which takes 36 bytes. Only this list here knows the
-files; a server that is not in use when a conversation is deleted is told when it is used again.
+that of a deleted conversation is overwritten with an empty slot, which takes 36 bytes. A server that is not in use when
+a conversation is deleted is told when it is used again.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 
 import httpx2
 
-from kvchat import files, paths
+from kvchat import paths
 from kvchat.protocol.messages import Event, Noted, Resumed
+from kvchat.remote import slot_files
 from kvchat.remote.servers import Address, said, whole
 
 ACT_S = 60.0  # gigabytes are written
 NOT_OFFERED = 501
 NO_FILE = "/"  # no name that the server takes
-DELETED = 0  # in place of the number of tokens in a file: it is to be emptied
-Files = dict[str, dict[str, int]]
-
-
-def mark_deleted(conversation: str) -> None:
-    """A conversation was deleted: its files are to be emptied.
-
-    Raises:
-        OSError: the list cannot be written.
-    """
-    known = _known()
-    for of_server in known.values():
-        if conversation in of_server:
-            of_server[conversation] = DELETED
-    _write(known)
-
-
-def _known() -> Files:
-    """By the server's root and the conversation's id how many tokens its file has."""
-    try:
-        known: Files = json.loads(files.read(paths.server_slots_file()))
-    except FileNotFoundError:
-        return {}
-    return known
-
-
-def _write(known: Files) -> None:
-    files.write(paths.server_slots_file(), json.dumps(known).encode())
 
 
 class Slots:
@@ -86,16 +58,17 @@ class Slots:
         slot = await self._nearest(self._unsaved) if self._current and self._unsaved else None
         if slot is None:
             return []
-        self._list(self._current, self._unsaved)  # first: at the end the reply may not be waited for
+        slot_files.note(self._root, self._current, self._unsaved)  # first: at the end the reply may not be waited for
         reply = await self._post(slot, "save", _file(self._current))
         self._unsaved = 0
         if saved := _counted(reply, "n_saved"):
-            self._list(self._current, saved)
+            slot_files.note(self._root, self._current, saved)
         return [] if saved or reply is None else [Noted(f"The server cannot save its K/V of the chat: {said(reply)}")]
 
     async def empty_deleted(self) -> None:
         """Leave nothing in the files of deleted conversations."""
-        deleted = [one for one, tokens in _known().get(self._root, {}).items() if tokens == DELETED]
+        listed = slot_files.known().get(self._root, {})
+        deleted = [conversation for conversation, tokens in listed.items() if tokens == slot_files.DELETED]
         if not deleted:
             return
         if self._current in deleted:
@@ -108,12 +81,12 @@ class Slots:
             return
         for conversation in deleted:
             if _is_done(await self._post(slot, "save", _file(conversation))):
-                self._list(conversation, None)
+                slot_files.note(self._root, conversation, None)
         await self._restore()
 
     async def _restore(self) -> list[Event]:
-        tokens, idle = _known().get(self._root, {}).get(self._current, 0), await self._idle()
-        if not (tokens and idle) or tokens in idle.values():  # the server has it still
+        tokens, idle = slot_files.known().get(self._root, {}).get(self._current, 0), await self._idle()
+        if tokens <= 0 or not idle or tokens in idle.values():  # the server has it still
             return []
         began = time.monotonic()
         reply = await self._post(min(idle, key=idle.__getitem__), "restore", _file(self._current))
@@ -121,7 +94,7 @@ class Slots:
             return [Resumed(self._current, restored, time.monotonic() - began, "the server's disk")]
         if reply is None:
             return []
-        self._list(self._current, None)
+        slot_files.note(self._root, self._current, slot_files.USELESS)
         return [Noted(f"The server cannot restore its K/V of the chat, which is read again: {said(reply)}")]
 
     async def _idle(self) -> dict[int, int]:
@@ -144,15 +117,6 @@ class Slots:
             return await self._http.post(url, json={"filename": file}, timeout=ACT_S)
         except httpx2.HTTPError:
             return None
-
-    def _list(self, conversation: str, tokens: int | None) -> None:
-        known = _known()
-        of_server = known.setdefault(self._root, {})
-        if tokens is None:
-            of_server.pop(conversation, None)
-        else:
-            of_server[conversation] = tokens
-        _write(known)
 
 
 def _file(conversation: str) -> str:

@@ -17,6 +17,7 @@ from kvchat.errors import UsageError
 from kvchat.protocol.client import EngineClient
 from kvchat.protocol.figures import Params
 from kvchat.protocol.messages import Switch
+from kvchat.remote.slot_files import mark_deleted
 from kvchat.tui.state import ChatState
 from kvchat.tui.view import ChatView
 
@@ -151,6 +152,7 @@ class Archive:
 
     async def delete(self, id: str) -> None:
         """Delete a conversation; ``restore`` brings it back."""
+        await self._run(mark_deleted, id)
         await self._ask(lambda store: store.delete(id))
         self.writes += 1
 

@@ -12,6 +12,7 @@ from kvchat.cli.main import app
 from kvchat.conversations.conversation import Conversation
 from kvchat.conversations.store import ConversationStore
 from kvchat.errors import UsageError
+from kvchat.remote import slot_files
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +67,15 @@ def test_export_and_import(folder):
     (folder / "empty.json").write_text(json.dumps({**json.loads(file.read_text()), "messages": [], "leaf": None}))
     with pytest.raises(UsageError, match="holds no message"):
         run("import", str(folder / "empty.json"))
+
+
+def test_a_server_is_to_empty_the_file_of_a_deleted_conversation():
+    cat, dog = keep("cat"), keep("dog")
+    run("delete", cat.id)
+    assert slot_files.known() == {}
+    slot_files.note("http://127.0.0.1:8080", dog.id, 90)
+    run("delete", dog.id)
+    assert slot_files.known() == {"http://127.0.0.1:8080": {dog.id: slot_files.DELETED}}
 
 
 def test_deleting_and_restoring():

@@ -14,7 +14,7 @@ from kvchat.protocol.figures import Stats
 from kvchat.protocol.messages import Keeping, Load, Noted, Resumed, Sampling, Turn
 from kvchat.remote.servers import PROBE_S
 from kvchat.remote.session import RemoteSession, open_session
-from kvchat.remote.slots import mark_deleted
+from kvchat.remote.slot_files import mark_deleted
 
 pytestmark = [pytest.mark.real_model("smollm2"), pytest.mark.slow("a model of 135M on one thread")]
 CAT, DOG = ((Turn("user", f"My {pet}. " * 20),) for pet in ("cat is called Biscuit", "dog is a dachshund"))
@@ -114,6 +114,19 @@ def test_a_file_that_is_gone_is_told_and_read_again(keeping, folder) -> None:
         assert isinstance(noted, Noted)
         assert list(session.resume("dog", DOG))
         assert list(session.resume("cat", CAT)) == []
+
+
+def test_a_file_that_cannot_be_restored_is_emptied_with_its_conversation(keeping, folder) -> None:
+    with LlamaServer(context=512, slots=folder) as server:
+        said_and_left(server, (Turn("user", CAT[0].content * 2),), "cat")
+        file = folder / "kvchat-cat.kv"
+    with LlamaServer(context=256, port=server.port, slots=folder) as server:  # too few tokens for it
+        session = keeping(server)
+        (noted,) = session.resume("cat", CAT)
+        assert isinstance(noted, Noted)
+        mark_deleted("cat")
+        session.forget("cat")
+        assert file.stat().st_size == EMPTY_BYTES
 
 
 def test_a_server_that_is_busy_is_waited_for(keeping, folder) -> None:
