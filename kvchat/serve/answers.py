@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 from kvchat import thoughts
@@ -13,49 +14,74 @@ from kvchat.protocol.figures import Snapshot, Stats
 from kvchat.protocol.messages import AnswerEvent, Finished, Resumed, Score, Started, Text
 
 REASONS = {"eos": "stop", "stop": "stop", "stopped": "stop", "length": "length", "context": "length"}
+CALLED, SAID = "tool_calls", "content"  # fields of a message, and of transformers' form
 Json = dict[str, Any]
 
 
 class Calls:
-    """Tells calls of ``tools`` from what is said beside them, by transformers' parser and its ``form`` for them."""
+    """Tells calls of ``tools`` from what is said beside them, by transformers' parser and its ``form`` for them.
+
+    It is fed one character after the other, so that an answer in pieces says and calls what the whole does.
+    """
 
     def __init__(self, form: str, tools: Sequence[Json]) -> None:
         from transformers.utils.chat_parsing import ResponseParser
+        from transformers.utils.chat_parsing.response_templates import load_response_template
 
-        self._parser: Any = ResponseParser(json.loads(form), prefix="", tools=tools)
+        written = json.loads(form)
+        # Thoughts were told apart already: a later one would be left out.
+        written["fields"] = {name: field for name, field in written["fields"].items() if name in (CALLED, SAID)}
+        template: Any = load_response_template(written)
+        self._parser: Any = ResponseParser(template, prefix="", tools=tools)
+        self._close = template.fields[CALLED].close_re
         self._is_broken = False
         self._within = ""  # a call that has begun
         self.found = 0
 
     def feed(self, text: str, is_last: bool) -> Iterator[Json]:
         """What more of an answer says and calls, as fields of a message; a call that is none is said."""
-        if self._is_broken:
-            yield from self._said(text)
-            return
-        self._within += text
-        try:
-            events = self._parser.feed(text)
-            events += self._parser.finalize()[1] if is_last else []
-        except ValueError:  # no JSON: the text is all there is of it
-            self._is_broken = True
-            yield from self._said(self._within)
-            return
-        for event in events:
-            if event["type"] == "region_chunk" and event["field"] == "content":
-                yield from self._said(event["text"])
-                self._within = self._within.partition(event["text"])[2]
-            elif event["type"] == "region_close" and event["field"] == "tool_calls":
-                self._within = ""
-                yield from self._called(event["value"].get("function"))
+        said = ""
+        for part in (*chain.from_iterable(map(self._fed, text)), *(self._ended() if is_last else ())):
+            if SAID in part:
+                said += part[SAID]
+                continue
+            if said:
+                yield {SAID: said}
+            said = ""
+            yield part
+        if said:
+            yield {SAID: said}
 
-    @staticmethod
-    def _said(text: str) -> Iterator[Json]:
-        if text:
-            yield {"content": text}
+    def _fed(self, character: str) -> Iterator[Json]:
+        self._within += character
+        yield from self._told(lambda: self._parser.feed(character))
+
+    def _ended(self) -> Iterator[Json]:
+        yield from self._told(lambda: self._parser.finalize()[1])
+
+    def _told(self, parse: Callable[[], list[Json]]) -> Iterator[Json]:
+        try:
+            events = [] if self._is_broken else parse()
+        except ValueError:  # no JSON: the text is all there is of it
+            events, self._is_broken = [], True
+        for event in events:
+            if event["type"] == "region_chunk" and event["field"] == SAID:
+                self._within = self._within.removeprefix(event["text"])
+                yield {SAID: event["text"]}
+            elif event["type"] == "region_close" and event["field"] == CALLED:
+                ended = self._close and self._close.search(self._within)
+                if self._close and not ended:  # cut off: arguments may be missing
+                    self._is_broken = True
+                    break
+                self._within = self._within[ended.end() :] if ended else ""
+                yield from self._called(event["value"].get("function"))
+        if self._is_broken:
+            said, self._within = self._within, ""
+            yield {SAID: said}
 
     def _called(self, function: Any) -> Iterator[Json]:
         if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
-            yield from self._said(json.dumps(function, ensure_ascii=False))
+            yield {SAID: json.dumps(function, ensure_ascii=False)}
             return
         arguments = function.get("arguments", {})
         written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

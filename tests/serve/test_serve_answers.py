@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import json
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_engine import CALLS
 from support.served import Served, messages
+from transformers.cli.serving.utils import get_response_template
 
 from kvchat import libraries
 from kvchat.cli import serve as command
@@ -66,8 +69,13 @@ CALLING = (
 )
 
 
+BROKEN = 'I look. <tool_call>{"name": "f", "arguments": {}}</tool_call> <tool_call>{"name": "g", "arg</tool_call> Oh.'
+
+
 @given(
-    text=st.sampled_from([CALLING, f"<think>\nhm</think>\n\n{CALLING}", "I <look> for a <tool_cal", "Paris.", ""]),
+    text=st.sampled_from(
+        [CALLING, f"<think>\nhm</think>\n\n{CALLING}", BROKEN, "I <look> for a <tool_cal", "Paris. <think>So", ""]
+    ),
     cuts=st.lists(st.integers(0, len(CALLING)), max_size=9),
 )
 def test_calls_in_pieces_are_those_of_the_whole(text: str, cuts: list[int]) -> None:
@@ -84,7 +92,7 @@ def test_calls_in_pieces_are_those_of_the_whole(text: str, cuts: list[int]) -> N
     deltas = [piece["choices"][0]["delta"] for piece in pieces]
     calls = [call["function"] for delta in deltas for call in delta.get("tool_calls", ())]
     assert calls == [call["function"] for call in message.get("tool_calls", ())]
-    assert len(calls) == (2 if CALLING in text else 0)
+    assert len(calls) == (2 if CALLING in text else text == BROKEN)
     assert "".join(delta.get("content", "") for delta in deltas) == (message["content"] or "")
     assert pieces[-1]["choices"][0]["finish_reason"] == ("tool_calls" if calls else "stop")
 
@@ -107,6 +115,18 @@ def test_a_call_that_is_cut_off_is_no_call() -> None:
     choice = answer.whole(Finished("length", text, Stats()), None)["choices"][0]
     assert (choice["finish_reason"], "tool_calls" in choice["message"]) == ("length", False)
     assert '{"name": "f", "argu' in choice["message"]["content"]
+
+
+@pytest.mark.parametrize("reason", ["length", "eos"])
+def test_a_call_that_lacks_its_last_arguments_is_no_call(reason: str) -> None:
+    form = get_response_template(SimpleNamespace(), SimpleNamespace(config=SimpleNamespace(model_type="qwen3_5")))
+    whole = "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
+    cut = f"{whole}\n{whole[: whole.index('</function>')]}<parameter=b>\nto be wri"
+    answer = Answer("m", is_chat=True, calls=Calls(json.dumps(form), []))
+    answer.feed(Text(cut, 1))
+    message = answer.whole(Finished(reason, cut, Stats()), None)["choices"][0]["message"]
+    assert [call["function"]["arguments"] for call in message["tool_calls"]] == ['{"a": "1"}']
+    assert message["content"] == cut.removeprefix(whole)
 
 
 def test_times_are_those_that_were_measured() -> None:
