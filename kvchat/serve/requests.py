@@ -99,6 +99,7 @@ class Body(BaseModel):
 class CalledFunction(Body):
     name: str
     arguments: str
+    parsed_arguments: Any = None  # this, ``index`` and ``parsed`` are what OpenAI's client adds to what it was answered
 
 
 class ToolCall(Body):
@@ -107,6 +108,7 @@ class ToolCall(Body):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
+    index: int | None = None
 
     def given(self) -> dict[str, Any]:
         """The call for the template."""
@@ -144,6 +146,7 @@ class Message(Body):
     audio: Any = None
     refusal: Any = None
     annotations: Any = None
+    parsed: Any = None
     name: str | None = None
 
     @field_validator(*NEUTRAL_OF_MESSAGE)

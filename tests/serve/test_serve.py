@@ -212,6 +212,11 @@ def test_a_call_is_told_apart_whole_and_in_pieces(fake):
         assert (told.index, told.function.name, told.function.arguments) == (0, "weather", call.function.arguments)
         assert told.id != call.id
         assert pieces[-1].finish_reason == "tool_calls"
+        with client.chat.completions.stream(**asked) as stream:
+            read = stream.get_final_completion().choices[0].message  # which has fields that only this client knows
+        answer = {"role": "tool", "tool_call_id": read.tool_calls[0].id, "content": "Sunny."}
+        told_more = client.chat.completions.create(**asked | {"messages": [*asked["messages"], read, answer]})
+        assert told_more.choices[0].message.content.startswith("Section 3")
         without = client.chat.completions.create(model="kvchat-pocket", messages=messages("call")).choices[0]
         assert (without.finish_reason, "<tool_call>" in without.message.content) == ("stop", True)
 
