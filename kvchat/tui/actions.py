@@ -196,7 +196,7 @@ ACTIONS = (
            doc="most recent tokens, always attended"),
     Action(id="draft", command="draft", usage="WHAT", needs_argument=True,
            values=arguments.one_of("auto", "lookup", "window", "off"), run=chat.set_draft, waits="argument",
-           doc="what drafts tokens that full mode verifies several at once: auto, lookup, window or off"),
+           doc="how full mode drafts tokens, of which it verifies several at once: auto, lookup, window or off"),
     Action(id="set", command="set", usage="KEY VALUE", values=arguments.values_to_set, run=chat.set_value,
            waits="argument",
            doc="change sampling (temperature, seed, …) or a parameter of the mode; no argument: list all values"),
