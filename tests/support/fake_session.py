@@ -87,6 +87,7 @@ class FakeSession:
         variant: Variant | None = None,
         template_args: Sequence[str] | None = None,
         json_schema: str = "",
+        top_logprobs: int | None = None,
     ) -> Iterator[Event]:
         self.canceled.clear()
         self.asked.append((tuple(turns), sampling))
