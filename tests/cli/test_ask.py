@@ -98,7 +98,7 @@ def test_flags_reach_the_session(run: Run, session: FakeSession) -> None:
     assert "freeze" not in mode_params, "its budget is its own, and tau of one mode is unrelated to that of another"
     turns, sampling = session.asked[0]
     assert turns == (Turn("system", "Short."), Turn("user", "hello"))
-    assert sampling == Sampling(0, 3, 0.5, 0.1, 1.1, 0, ("a", "b"), 9)
+    assert sampling == Sampling(0, 3, 0.5, 0.1, 1.1, seed=0, stop=("a", "b"), max_new_tokens=9)
 
 
 def test_text_comes_as_it_is_generated(run: Run, session: FakeSession, capfd: pytest.CaptureFixture[str]) -> None:
