@@ -164,7 +164,7 @@ def attention(
     backend = _backend.get(None)
     if backend is None:
         raise EngineError(
-            "A forward ran without a KV manager.",
+            "A forward pass ran without a KV manager.",
             f"{type(module).__name__} found none bound.",
             "Call attention_hook.forward, which binds one.",
         )
@@ -196,7 +196,7 @@ def _pad_heads(query: Tensor, key: Tensor, value: Tensor, padded_shape: Shape) -
 def _register_layer(module: nn.Module, d_k: int, kwargs: dict[str, Any]) -> Layer:
     number: int | None = module.layer_idx  # type: ignore[assignment]
     if number is None or number < 0:
-        raise _refusal(module, "does not tell which layer it attends for, so its layers' K/V cannot be kept apart")
+        raise _refusal(module, "does not say which layer it belongs to, so the K/V of its layers cannot be kept apart")
     home, spec = _homes.get(module), _spec_of(module, d_k, kwargs)
     if home is not None and spec.sinks is not None:
         spec = replace(spec, sinks=spec.sinks.to(home))
@@ -221,7 +221,7 @@ def _spec_of(module: nn.Module, d_k: int, kwargs: dict[str, Any]) -> AttentionSp
 
 def _refuse_unknown(module: nn.Module, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> None:
     if attention_mask is not None:
-        raise _refusal(module, "passes a mask of its own")
+        raise _refusal(module, "passes its own mask")
     unknown = sorted(name for name in kwargs.keys() - KNOWN if kwargs[name] is not None)
     if unknown:
         raise _refusal(module, f"passes {', '.join(unknown)}, which kvchat does not know")

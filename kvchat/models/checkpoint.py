@@ -83,14 +83,14 @@ def locate(name: str, progress: Progress) -> ModelLocation:
         ModelError: there is no such model here.
     """
     if is_server(name):
-        raise ModelError(f"{name} is a server's model.", "This needs one on this machine.", "`kvchat ask -m` asks it.")
+        raise ModelError(f"{name} is a server.", "This needs a model on this machine.", "Ask it with `kvchat ask -m`.")
     try:
         location = _locate(name, progress)
     except (OSError, ValueError) as error:  # a name too long, a loop of links, a null character
         raise ModelError(f'"{name[:80]}" cannot be opened.', f"{error}"[:300], "Check the path.") from error
     if location.gguf and not (location.folder / location.gguf).is_file():
         why = f"The repository has no file {location.gguf}." if location.on_hub else f"{location.gguf} is not a file."
-        raise ModelError(f"{name} is not there.", why, "Check the spelling.")
+        raise ModelError(f"{name} does not exist.", why, "Check the spelling.")
     if not location.gguf and not (location.folder / "config.json").is_file():
         raise ModelError(f"{_where(location)} is not a model.", "It has no config.json.", format_hint(location.folder))
     return location
@@ -114,7 +114,7 @@ def complete(location: ModelLocation, progress: Progress) -> Checkpoint:
     if not any((folder / tokenizer).is_file() for tokenizer in TOKENIZERS):
         raise ModelError(
             f"{_where(location)} has no tokenizer.",
-            f"None of {', '.join(TOKENIZERS)} is there.",
+            f"None of {', '.join(TOKENIZERS)} was found.",
             "Download the model again, with its tokenizer.",
         )
     for file in weights:
@@ -151,7 +151,7 @@ def _locate(name: str, progress: Progress) -> ModelLocation:
         return ModelLocation(name, folder.parent, gguf=folder.name)
     if folder.is_file():
         raise ModelError(
-            f"{name} is a file.", hint="A model is a folder with config.json, weights and tokenizer, or GGUF."
+            f"{name} is a file.", hint="A model is a folder with config.json, weights and a tokenizer, or a GGUF file."
         )
     if name in NAMED:
         return _named(name)
@@ -221,15 +221,15 @@ def note(generation_config: Any) -> str:
     """A sentence about what is advised beside a temperature, or why nothing is taken; else empty."""
     named = _values_named(generation_config)
     if wrong := [f"{name} {value}" for name, value in named.items() if not _is_within(name, value)]:
-        return f"How its generation config says that answers are drawn is left out: {', '.join(wrong)} is out of range."
+        return f"The sampling of its generation config is ignored: {', '.join(wrong)} is out of range."
     unknown = [name for name in UNKNOWN if getattr(generation_config, name, None) not in (None, 0, 1, [], {})]
-    left_out = f" Its {', '.join(unknown)} {'are' if len(unknown) > 1 else 'is'} left out." if unknown else ""
+    left_out = f" Its {', '.join(unknown)} {'are' if len(unknown) > 1 else 'is'} ignored." if unknown else ""
     listed = ", ".join(f"{name} {value:g}" for name, value in named.items())
     if _is_greedy(generation_config):
         listed = ", ".join(filter(None, ["always the likeliest token", listed]))
     elif not set(named) - {"temperature"}:
         return left_out.strip()
-    told = f"Answers are drawn as its generation config says: {listed}. A temperature that you give takes its place."
+    told = f"Answers are sampled as its generation config says: {listed}. A temperature you set replaces its own."
     return told + left_out
 
 

@@ -205,9 +205,9 @@ def resolve_device(device: str) -> torch.device:
     try:
         resolved = torch.device(name)
     except (RuntimeError, TypeError):
-        raise UsageError(f'There is no device "{device}".', "", "Give auto, cpu, cuda or cuda:0.") from None
+        raise UsageError(f'There is no device "{device}".', "", "Use auto, cpu, cuda or cuda:0.") from None
     if resolved.type not in ("cpu", "cuda"):
-        raise UsageError(f'kvchat does not run on "{device}".', "", "Give auto, cpu, cuda or cuda:0.")
+        raise UsageError(f'kvchat does not run on "{device}".', "", "Use auto, cpu, cuda or cuda:0.")
     if resolved.type == "cpu":
         return torch.device("cpu")
     return _cuda_device(device, resolved.index or 0)
@@ -223,9 +223,9 @@ def resolve_others(first: torch.device, gpus: int) -> tuple[torch.device, ...]:
         return ()
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if first.type == "cpu" or gpus > there:
-        why = "The model is to run on the CPU." if there and first.type == "cpu" else f"torch sees {there or 'none'}."
-        most = f"Give --gpus {there} or fewer" if there > 1 else "Leave --gpus out"
-        raise UsageError(f"There are no {gpus} GPUs.", why, f"{most}; kvchat doctor tells what is there.")
+        why = "The model runs on the CPU." if there and first.type == "cpu" else f"torch sees {there or 'none'}."
+        most = f"Use --gpus {there} or fewer" if there > 1 else "Omit --gpus"
+        raise UsageError(f"{gpus} GPUs are not available.", why, f"{most}; kvchat doctor lists them.")
     numbers = [number for number in range(there) if number != first.index]
     return tuple(torch.device("cuda", number) for number in numbers[: gpus - 1])
 
@@ -238,8 +238,8 @@ def overflows(name: str) -> UsageError:
     """The refusal of float16 for a model whose numbers are too large for it."""
     return UsageError(
         f"{name} does not run in float16.",
-        "Between its layers it has numbers above 65,504, the largest there is in float16.",
-        "Give --dtype bfloat16, float32 or auto.",
+        "Its activations exceed 65,504, the largest number in float16.",
+        "Use --dtype bfloat16, float32 or auto.",
     )
 
 
@@ -275,11 +275,11 @@ def _cuda_device(given: str, index: int) -> torch.device:
         return torch.device("cuda", index)
     if not torch.cuda.is_available():
         why = "torch was built without CUDA" if torch.version.cuda is None else "torch finds no CUDA GPU"
-        raise UsageError(f'There is no device "{given}".', f"{why}.", "Give auto or cpu.")
+        raise UsageError(f'There is no device "{given}".', f"{why}.", "Use auto or cpu.")
     raise UsageError(
         f'There is no device "{given}".',
         f"This machine has {torch.cuda.device_count()} GPU(s).",
-        "Give one of these, or auto.",
+        "Use one of these, or auto.",
     )
 
 
@@ -306,11 +306,11 @@ def note(dtype: str, chosen: torch.dtype, config: Any, packs: bool = False) -> s
     if dtype != "auto" or chosen != torch.bfloat16 or quantization.own_dtype(config, CPU):
         return ""
     if packs:
-        return "It runs in bfloat16, in which K/V take half as much as in float32 (model.dtype = float32 overrules)."
+        return "It runs in bfloat16, where K/V take half as much memory as in float32 (model.dtype = float32 changes that)."
     exact, half = milliseconds(*_largest(config))
     return (
         f"It runs in bfloat16: its largest matrix takes {figure(half, 'ms', 1)} a token here, in float32 "
-        f"{figure(exact, 'ms', 1)} (model.dtype = float32 overrules)."
+        f"{figure(exact, 'ms', 1)} (model.dtype = float32 changes that)."
     )
 
 

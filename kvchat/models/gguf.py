@@ -189,7 +189,7 @@ def apply(scaling: Scaling, config: Any, name: str) -> None:
 def _floats(tensor: gguf_file.Tensor) -> tuple[float, ...]:
     """The values of a tensor in float32, as these are written."""
     if tensor.kind != 0:
-        raise ValueError(f"{tensor.name} is no float32")
+        raise ValueError(f"{tensor.name} is not float32")
     return tuple(np.fromfile(tensor.path, "<f4", math.prod(tensor.shape), offset=tensor.start).tolist())
 
 
@@ -205,8 +205,8 @@ def _divides(config: Any, divisors: tuple[float, ...]) -> bool:
 def _refusal(name: str, how: str) -> ModelError:
     return ModelError(
         f"{name} cannot be loaded.",
-        f"It scales its positions {how}, which transformers does not read from a GGUF file.",
-        "Take the model as safetensors.",
+        f"It scales its positions {how}, which transformers cannot read from a GGUF file.",
+        "Use the model's safetensors.",
     )
 
 

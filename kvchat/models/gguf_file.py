@@ -42,9 +42,9 @@ SPLIT = re.compile(r"-(\d{5})-of-(\d{5})(?=\.gguf$|$)", re.IGNORECASE)
 NO_MODEL = {
     "adapter": "It is an adapter (LoRA) for another model.",
     "mmproj": "It is the image or audio part (projector) of a multimodal model.",
-    "imatrix": "It is an importance matrix, which was made to quantize a model.",
-    "embedder": "It is an embedding or ranking model, which writes no text.",
-    "vocabulary": "It has a vocabulary and no weights.",
+    "imatrix": "It is an importance matrix, used to quantize a model.",
+    "embedder": "It is an embedding or ranking model; it generates no text.",
+    "vocabulary": "It has a vocabulary but no weights.",
     "control vector": "It is a control vector for another model.",
 }
 ARCHITECTURES_OF = {"clip": "mmproj", "controlvector": "control vector"}
@@ -236,7 +236,7 @@ def _read_part(path: Path) -> GgufFile:
 def _check_end(path: Path, tensors: Sequence[Tensor]) -> None:
     absent = max((one.start + one.nbytes for one in tensors), default=0) - path.stat().st_size
     if absent > 0:
-        raise ValueError(f"by its header its tensors end {absent:,} bytes behind its end")
+        raise ValueError(f"by its header, its tensors end {absent:,} bytes past its end")
 
 
 class _Walk:
@@ -250,8 +250,8 @@ class _Walk:
         (version,) = self._numbers("I")
         if version not in VERSIONS:
             reversed_ = int.from_bytes(version.to_bytes(4, "little"), "big")
-            of = "of a machine of the other byte order" if reversed_ in VERSIONS else f"of version {version:,}"
-            raise ValueError(f"it is {of}, which nothing reads here")
+            of = "in the other byte order" if reversed_ in VERSIONS else f"of version {version:,}"
+            raise ValueError(f"it is {of}, which kvchat cannot read")
         tensors, count = self._numbers("QQ")
         values = dict(self._value() for _ in range(count))
         entries = [self._tensor() for _ in range(tensors)]
@@ -296,7 +296,7 @@ class _Walk:
             begin = at + 8
             at = begin + length_at(mapped, at)[0]
             if at > size:
-                raise ValueError("a text leads past its end")
+                raise ValueError("a string runs past its end")
             found.append(mapped[begin:at])
         self._at = at
         return tuple(found)

@@ -203,7 +203,7 @@ def _fetch(file: RemoteFile, before: int, total: int, progress: ByteProgress) ->
         try:
             fcntl.flock(partial, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise ModelError("The model is being downloaded by another process.", hint="Wait for it.") from error
+            raise ModelError("The model is being downloaded by another process.", hint="Wait until it is done.") from error
         start = partial.tell()
         constants.DOWNLOAD_CHUNK_SIZE = min(constants.DOWNLOAD_CHUNK_SIZE, CHUNK)
         bar = _bar(lambda done: progress.tell(before + done, total), start)
@@ -228,7 +228,7 @@ def _check(file: RemoteFile) -> None:
         digest = hashlib.file_digest(partial, "sha256").hexdigest()
     if digest != file.blob.name:
         file.partial.unlink()
-        raise ModelError("A file of the model arrived damaged.", f"{file.url}"[:200], "Download the model again.")
+        raise ModelError("A downloaded file of the model is damaged.", f"{file.url}"[:200], "Download the model again.")
 
 
 def _bar(tell: Callable[[float], None], start: int) -> type:

@@ -56,7 +56,7 @@ UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, Recur
 MOST_TESTED = 100  # models that are noted to have passed their tests
 LIBRARIES = ("kvchat", "torch", "transformers", "numba", "triton")
 NAMED_SHARE = 0.05
-ONE_BY_ONE = "Further turns are read token by token: transformers' code of this model reads a text only from its start."
+ONE_BY_ONE = "Later turns are processed token by token: transformers' code for this model can prefill only from the start."
 MOST = 0.005  # nats: a loss below that is not told
 LARGEST = 2**29  # weights of a model that is measured
 TOKENS = 32
@@ -363,7 +363,7 @@ def _own_template(file: str) -> str:
         Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
     except TemplateSyntaxError as error:
         detail = f"Line {error.lineno}: {error.message}."
-        raise UsageError(f"{file} is not a chat template.", detail, "Give one in Jinja.") from None
+        raise UsageError(f"{file} is not a chat template.", detail, "Use a Jinja template.") from None
     return source
 
 
@@ -411,11 +411,11 @@ def _notes(model: Any, tokenizer: Any, seen: Probe, pinned: bool) -> tuple[str, 
         expanded = seen.kv_heads * (seen.d_k + seen.d_v) / (latent + text.qk_rope_head_dim)
         notes.append(f"K/V are stored expanded and take {expanded:.0f} times the memory of this model's latent form.")
     if seen.unlike:
-        notes.append("Its layers differ in their heads: K/V of each are stored as large as those of the largest.")
+        notes.append("Its layers have different heads: the K/V of every layer take as much memory as the largest.")
     if shared:
         notes.append(f"{shared} layers share K/V with others; kvchat stores them for each layer.")
     if pinned:
-        notes.append("The rotary frequencies are those for the whole context, for short texts too.")
+        notes.append("The rotary frequencies are those of the full context, even for short texts.")
     if told := checkpoints.note(model.generation_config):
         notes.append(told)
     if not tokenizer.chat_template:
@@ -450,8 +450,8 @@ def note(model: Any, tokenizer: Any, described: ModelDescription, checkpoint: Ch
         return ""
     kind = quantization.describe(model)
     return (
-        f"In {kind} its weights answer otherwise than unpacked: KL {divergence:.2g} on average over a short text, "
-        f"{same:.0%} of its tokens the same. --quantize {'int8 or none is' if kind == 'int4' else 'none is'} closer."
+        f"With its weights in {kind} the model answers differently: KL {divergence:.2g} on average over a short text, "
+        f"the same next token for {same:.0%}. --quantize {'int8 or none is' if kind == 'int4' else 'none is'} closer."
     )
 
 

@@ -164,7 +164,7 @@ def _check_attending(model: Any, seen: _Observer) -> list[int]:
     attending = attending_layers(model.config)
     if sorted(seen.shapes) not in (attending, list(range(len(attending)))):
         raise cannot_run(
-            model, f"{len(seen.shapes)} of its layers attend, and by its configuration {len(attending)} should."
+            model, f"{len(seen.shapes)} of its layers attend; by its configuration {len(attending)} should."
         )
     return attending
 

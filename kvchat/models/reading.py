@@ -309,7 +309,7 @@ def _check_unpacked(described: ModelDescription) -> None:
     unpacked, free = described.loaded_bytes("none"), available.host_free()
     if unpacked > free:
         raise DoesNotFitError(
-            f"{described.location.name} does not fit this machine's memory while it is read.",
-            f"Unpacked its weights take {size(unpacked, 2)}, and {size(free, 2)} are free.",
+            f"{described.location.name} does not fit in this machine's memory while it is loaded.",
+            f"Unpacked, its weights take {size(unpacked, 2)}, and {size(free, 2)} are free.",
             "Use the unquantized safetensors with --quantize, or free memory. --force loads it anyway.",
         )

@@ -58,8 +58,8 @@ def choose(quantize: str, described: ModelDescription) -> Choice:
     if described.location.gguf and quantize in {*quantization.CHOICES} - {"auto", *OF_UNPACKED}:
         raise ModelError(
             f"{described.location.name} is a GGUF file.",
-            f"Its weights cannot be made {quantize}.",
-            f"Give --quantize {', '.join(OF_UNPACKED[:-1])} or {OF_UNPACKED[-1]}, or leave it out.",
+            f"Its weights cannot be quantized to {quantize}.",
+            f"Use --quantize {', '.join(OF_UNPACKED[:-1])} or {OF_UNPACKED[-1]}, or omit it.",
         )
     if quantize != "auto":
         return Choice(quantize, _against(quantize, described))

@@ -55,8 +55,8 @@ def shares(described: ModelDescription, quantize: str, given: Mapping[str, int] 
     if described.others and RecurrentState(described.shapes.config).exists:
         raise ModelError(
             f"{described.location.name} cannot be split over several GPUs.",
-            "Its recurrent layers keep a state beside their weights, which kvchat saves and restores on one GPU.",
-            "Leave --gpus out.",
+            "Its recurrent layers keep a state, which kvchat saves and restores on one GPU only.",
+            "Omit --gpus.",
         )
     layers, beside = _layer_bytes(described, quantize)
     end, places = len(layers), [described.device] * len(layers)

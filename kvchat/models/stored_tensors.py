@@ -67,7 +67,7 @@ def weight_files(folder: Path, where: str) -> tuple[Path, ...]:
     shards = sorted({str(shard) for shard in _weight_map(index).values()})
     if outside := [shard for shard in shards if Path(shard).name != shard]:
         raise ModelError(
-            f"{where} names weights outside of it.",
+            f"{where} names weights outside it.",
             f"{outside[0]!r}."[:200],
             "Choose another model: this one reads files that are not its own.",
         )
@@ -102,14 +102,14 @@ def read_json(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ModelError(f"{file.name} cannot be read.", f"{file}: {error}.", "Download the model again.") from error
     if not isinstance(content, dict):
-        raise ModelError(f"{file.name} cannot be read.", f"{file} holds no JSON object.", "Download the model again.")
+        raise ModelError(f"{file.name} cannot be read.", f"{file} does not contain a JSON object.", "Download the model again.")
     return content
 
 
 def format_hint(folder: Path) -> str:
     """What to do about a folder without safetensors."""
     if gguf_file.models_in(folder):
-        return "It has several GGUF files: give one of them."
+        return "It has several GGUF files: name one of them."
     return "kvchat reads safetensors and GGUF, not .bin files." if any(folder.glob("*.bin")) else ""
 
 

@@ -72,19 +72,19 @@ def refusal(config: Any, model_class: Any) -> str | None:
     if not model_class._can_set_attn_implementation():
         return "transformers does not let its attention be replaced"
     if needed := _needed_beside_text(model_class):
-        return f"transformers' code of it reads no text alone: it needs {' and '.join(needed)}"
+        return f"transformers' code for it cannot read text alone: it needs {' and '.join(needed)}"
     if not hasattr(text, "num_hidden_layers"):  # of blt and pi0 each part has layers
-        return "Its configuration does not tell how many layers it has"
+        return "Its configuration does not say how many layers it has"
     if model_class._is_stateful and not is_recurrent(config):
-        return "It keeps a recurrent state in a way of its own, which cannot be rolled back to an earlier token"
+        return "It keeps a recurrent state in its own way, which cannot be rolled back to an earlier token"
     if hasattr(model_class, "_setup_cache"):  # makes room for the state in the layers
         return IN_LAYERS
     if others := sorted(set(layer_types(config)) - KNOWN_LAYERS):
         return f"It has layers of the kind {', '.join(others)}; kvchat knows full, sliding and linear attention"
     if not attending_layers(config):
-        return "No layer of it attends, so there are no K/V to keep"
+        return "None of its layers attends, so there are no K/V to keep"
     if not getattr(text, "max_position_embeddings", None):
-        return "Its configuration does not tell how many tokens it can read"
+        return "Its configuration does not say how many tokens it can read"
     return None
 
 
@@ -94,7 +94,7 @@ def _check_writes(config: Any) -> None:
         if "Classification" in name:
             raise ModelError(
                 f"{name} is not a chat model.",
-                "Its config.json says by that name that it classifies what it reads: it writes no text.",
+                "Its config.json names a classifier, which generates no text.",
                 "Choose a chat model.",
             )
 
@@ -118,16 +118,16 @@ def check_quantization(config: Any, name: str) -> None:
     if method == COMPRESSED and _has_several_schemes(section):
         raise ModelError(
             f"{name} is quantized in several ways at once.",
-            "transformers unpacks all of its layers in one of them.",
-            "Choose a GGUF file of it, or the model that is not quantized, with --quantize int4 or int8.",
+            "transformers would unpack all of its layers in one of them.",
+            "Use a GGUF file of it, or the unquantized model with --quantize int4 or int8.",
         )
     of_bitsandbytes = section.get("load_in_4bit") or section.get("load_in_8bit")  # without a name, in its first years
     if not section or of_bitsandbytes or method in {str(known.value) for known in QuantizationMethod}:
         return
     raise ModelError(
-        f"{name} is quantized in a way that transformers does not read.",
+        f"{name} is quantized in a way that transformers cannot read.",
         f"Its config.json names the method {method}." if method else "Its config.json names no method.",
-        "Choose a GGUF file of it, or the model that is not quantized, with --quantize int4 or int8.",
+        "Use a GGUF file of it, or the unquantized model with --quantize int4 or int8.",
     )
 
 
@@ -162,7 +162,7 @@ def check_tensors(model: Any, folder: Path, loading_info: dict[str, Any]) -> Non
         raise ModelError(
             f"The weights in {folder} do not belong to its config.json.",
             f"{len(ignored)} tensors have no place in {type(model).__name__}, the first is {ignored[0]}.",
-            "Download the model again; config.json has to be that of these weights.",
+            "Download the model again; config.json must belong to these weights.",
         )
 
 
@@ -208,7 +208,7 @@ def unreadable(name: str, what: str, error: Exception) -> ModelError:
     if "trust_remote_code" in str(error):
         return ModelError(
             f"{name} cannot be loaded.",
-            f"According to {what} it needs Python code of its own, and kvchat never runs code that comes with a model.",
+            f"According to {what} it needs its own Python code, and kvchat never runs code that comes with a model.",
             "Choose a model of an architecture that transformers includes.",
         )
     if isinstance(error, ImportError):

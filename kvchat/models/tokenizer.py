@@ -187,7 +187,7 @@ class _Vocabulary:
         self.tokens = [_decoded(token) or f"[EMPTY_{id}]" for id, token in enumerate(tokens)]
         self.types = list(file.values.get(f"{KEY}token_type") or [NORMAL] * len(tokens))
         if len(self.types) != len(self.tokens):
-            raise self._refusal(f"It has {len(self.tokens):,} tokens and the types of {len(self.types):,}.")
+            raise self._refusal(f"It has {len(self.tokens):,} tokens but types for {len(self.types):,}.")
         self.special = {key: id for key, named in SPECIAL.items() if (id := self._id(named)) is not None}
         self.ends = dict.fromkeys(id for named in ENDS if (id := self._id(named)) is not None)
         self._check_rows()
@@ -246,7 +246,7 @@ class _Vocabulary:
         """The pairs of tokens that make a token, in the order of its score."""
         scores = self._file.values.get(f"{KEY}scores") or ()
         if len(scores) != len(self.tokens):
-            raise self._refusal(f"It has {len(self.tokens):,} tokens and the scores of {len(scores):,}.")
+            raise self._refusal(f"It has {len(self.tokens):,} tokens but scores for {len(scores):,}.")
         best_first = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
         return [
             (left, right)
@@ -319,7 +319,7 @@ def check(tokenizer: Any, rows: int, name: str) -> list[str]:
             )
         notes.append(f"{counts}.")
     if lost := [script for script, text in TEXTS.items() if not _comes_back(tokenizer, text)]:
-        notes.append(f"Its tokenizer does not keep every text as it is: {', '.join(lost)}.")
+        notes.append(f"Its tokenizer does not preserve every text: {', '.join(lost)}.")
     return notes
 
 
@@ -365,7 +365,7 @@ def explained_panics() -> Iterator[None]:
         if type(error).__module__ != "pyo3_runtime":
             raise
         raise ModelError(
-            "The model's tokenizer fails at this text.",
+            "The model's tokenizer fails on this text.",
             f"Its message: {str(error)[:300]}.",
-            "Write it in other words, or choose another model.",
+            "Rephrase it, or choose another model.",
         ) from None

@@ -120,7 +120,7 @@ def _note(model: Any, swaps: Swaps, failure: str) -> str:
     if failure:
         return f"The fast path runs without its kernels ({failure})."
     if model.device.type == "cuda" and not swaps.kinds:
-        return "The fast path recognizes no module of this model, which runs as transformers wrote it."
+        return "The fast path recognizes no module of this model; it runs transformers' own code."
     return ""
 
 

@@ -74,9 +74,9 @@ def check(quantize: str, config: Any, device: torch.device) -> None:
     packs_again = quantize in ("int8", "int4") and (own == "gguf" or is_unpacked(config, device))
     if own and quantize not in ("auto", "none") and not packs_again:
         raise ModelError(
-            f"The model is quantized already, by {own}.",
-            f"Its weights cannot be made {quantize} again.",
-            f"Leave --quantize out, or give --quantize {quantize} with the model that is not quantized.",
+            f"The model is already quantized by {own}.",
+            f"Its weights cannot be quantized to {quantize} again.",
+            f"Omit --quantize, or use --quantize {quantize} with the unquantized model.",
         )
 
 
@@ -242,9 +242,9 @@ def _check_dtype(config: Any, dtype: torch.dtype, device: torch.device) -> None:
     if only not in (None, dtype):
         name, given = (str(each).removeprefix("torch.") for each in (only, dtype))
         raise UsageError(
-            f"The model's weights are multiplied in {name} only.",
-            f"Given: {given}. torchao packed them so.",
-            f"Give --dtype {name} or auto.",
+            f"The model's weights run only in {name}.",
+            f"Given: {given}. torchao packed them for that dtype.",
+            f"Use --dtype {name} or auto.",
         )
 
 
@@ -298,14 +298,14 @@ def _no_int4(device: torch.device, dtype: torch.dtype) -> UsageError | None:
     if dtype != torch.bfloat16:
         return UsageError(
             "int4 weights need bfloat16 on a GPU.",
-            f"Given: {str(dtype).removeprefix('torch.')}. torchao multiplies int4 in no other dtype.",
-            "Give --dtype bfloat16, or int8.",
+            f"Given: {str(dtype).removeprefix('torch.')}. torchao supports int4 in no other dtype.",
+            "Use --dtype bfloat16, or int8.",
         )
     if (capability := torch.cuda.get_device_capability(device)) < INT4_CAPABILITY:
         return UsageError(
             "int4 weights need a GPU of compute capability 8.0 or more.",
             f"This one has {capability[0]}.{capability[1]}, whose tensor cores have no bfloat16.",
-            "Give int8 or nf4.",
+            "Use int8 or nf4.",
         )
     return None
 
