@@ -345,7 +345,7 @@ class AnswerLoop(Released):
                 drafts = self._drafts(mode.drafter, token, sampler, most)
             except KvchatError as error:
                 mode.drafter = None
-                yield Noted(f"The answer goes on without drafts, until draft is set again: {error}")
+                yield Noted(f"Drafts are off for this answer and later ones, until draft is set again: {error}")
         if not mode.drafter or not drafts:
             return [], self.step(token)
         logits = self._runner.verify([token, *drafts])
@@ -620,7 +620,7 @@ def _closed() -> UsageError:
 def _at_once() -> UsageError:
     return UsageError(
         "Another thread is using the session.",
-        "A session is for one thread at a time; only cancel may be called from any thread at any moment.",
+        "A session belongs to one thread at a time; only cancel may be called from any thread.",
         "Call it from one thread, or hold a lock while you do.",
     )
 
@@ -628,6 +628,6 @@ def _at_once() -> UsageError:
 def _busy() -> UsageError:
     return UsageError(
         "An answer is in progress.",
-        "A session does one thing at a time; between two tokens only switch and cancel may be called.",
+        "A session does one thing at a time; between two tokens, only switch and cancel may be called.",
         "Read the answer to its end, or close its generator.",
     )

@@ -68,15 +68,15 @@ def calibrate(
     """
     if not samples:
         raise UsageError(
-            "There is too little text to calibrate on.",
+            "The text is too short to calibrate on.",
             f"At least {MIN_TOKENS} tokens are needed.",
-            "Give a longer text.",
+            "Use a longer text.",
         )
     if clusters is not None and not 1 <= clusters <= model.kv_heads:
         raise UsageError(
-            f"{clusters} clusters are refused.",
+            f"{clusters} clusters are not possible.",
             f"The model has {model.kv_heads} KV heads a layer.",
-            "Give fewer clusters than that.",
+            "Use at most that many clusters.",
         )
     recorder = Recorder(model)
     for done, sample in enumerate(samples, 1):
@@ -291,7 +291,7 @@ def _checked(calibration: Calibration) -> Calibration:
         raise ValueError("A score is not a number.")
     if calibration.choice:
         if not math.isfinite(calibration.choice.covered):
-            raise ValueError("What is covered is not a number.")
+            raise ValueError("The coverage is not a number.")
         parse(SpeculativeParameters.name, calibration.choice.params)
     if not 1 <= calibration.clusters <= heads:
         raise ValueError(f"{calibration.clusters} clusters of {heads} heads are impossible.")

@@ -98,7 +98,7 @@ def card_costs(load: Load, name: str, contexts: Sequence[int], progress: Progres
     """
     name = _known(name)
     if load.gpus > 1:
-        raise UsageError("A card's figures are those of one.", "", "Leave --gpus out.")
+        raise UsageError("Times are computed for one card only.", "", "Omit --gpus.")
     card = CARDS[name]
     with quiet():
         described = describe(load.model, "cpu", DTYPE if load.dtype == "auto" else load.dtype, progress)
@@ -111,7 +111,9 @@ def card_costs(load: Load, name: str, contexts: Sequence[int], progress: Progres
         read = described.weights.read_bytes(quantize, dtype, place)
         if read is None:
             raise ModelError(
-                f"{load.model} is a mixture of experts.", "A token reads some of them.", "Take a model without experts."
+                f"{load.model} is a mixture of experts.",
+                "A token reads only some of the experts, so its time cannot be computed.",
+                "Use a model without experts.",
             )
         free = available.usable(int(card.memory * 2**30)) - weights - described.activations(CHUNK)
         machine = Machine(REACHED * card.read * 1e9, REACHED * card.link * 1e9, read, free, HOST_FREE)
@@ -122,8 +124,8 @@ def card_costs(load: Load, name: str, contexts: Sequence[int], progress: Progres
     if not found:
         raise DoesNotFitError(
             f"The weights of {load.model} leave no room for K/V.",
-            f"A card {name} has {size(card.memory * 2**30)}.",
-            "Take a smaller model.",
+            f"The {name} has {size(card.memory * 2**30)}.",
+            "Use a smaller model.",
         )
     return sorted(found, key=lambda costs: -costs.weights)
 

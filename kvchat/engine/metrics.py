@@ -306,7 +306,7 @@ class MetricsCollector:
         watch = self._watch()
         lowest = watch.lowest if watch.has_seen_enough else None
         if lowest is not None and lowest < ENOUGH_COVERED:
-            yield f"low coverage: {lowest:.0%} of the attention fell on what was read, facts may be missed; {READ_MORE}"
+            yield f"low coverage: {lowest:.0%} of the attention went to what was read, facts may be missed; {READ_MORE}"
 
     def _recall_times(self) -> Params:
         """Median and 95th percentile in ms of what recall took for a step, and of what of it was waited for."""

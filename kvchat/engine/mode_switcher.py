@@ -187,8 +187,8 @@ class ModeSwitcher:
         if tokens > self._model.context:
             raise DoesNotFitError(
                 "The conversation does not fit the model's context.",
-                f"It takes {tokens:,} tokens, {self._model.name} was made for {self._model.context:,}.",
-                "Shorten it, begin a new one or go on in streaming mode; what is stored is kept.",
+                f"It has {tokens:,} tokens; {self._model.name} was made for {self._model.context:,}.",
+                "Shorten it, start a new one or continue in streaming mode; nothing stored is lost.",
             )
 
     def check_prompt(self, tokens: int) -> None:
@@ -349,7 +349,7 @@ def is_quantized(host_dtype: HostDtype) -> bool:
         UsageError: there is no such format.
     """
     if host_dtype not in (known := get_args(HostDtype)):
-        raise UsageError(f'Pages of K/V cannot be kept in "{host_dtype}".'[:200], did_you_mean(host_dtype, known))
+        raise UsageError(f'K/V pages cannot be stored in "{host_dtype}".'[:200], did_you_mean(host_dtype, known))
     return host_dtype == "int8"
 
 

@@ -188,7 +188,7 @@ def _context(seen: Observed, asked: int | None) -> int:
     raise UsageError(
         f"A context of {asked:,} tokens is not valid.",
         f"{name} was made for 1 to {longest:,}.",
-        "Give a context in that range.",
+        "Use a context in that range.",
     )
 
 
@@ -357,7 +357,7 @@ def _lost_bits(made: MemoryPlan, quantize: str) -> Iterator[str]:
         return
     if 0 < made.file_bits <= AT_MOST.get(quantize, 0):
         if made.packed:  # in other steps than these
-            yield f"precision of the weights: the files' {made.file_bits:.1f} bits are quantized again, to {bits}"
+            yield f"precision of the weights: the files' {made.file_bits:.1f} bits are requantized to {bits}"
     else:
         instead = f"the file's {made.file_bits:.1f}" if made.file_bits else made.dtype
         yield f"precision of the weights: {bits} bits instead of {instead}"
@@ -376,5 +376,5 @@ def _lost_reading(made: MemoryPlan, quantize: str, mode: str, need: ModeNeed, sp
         yield lost
     if budget := need.params.get("budget"):
         effective = made.modes[mode].params["budget"]
-        less = f"; the budget in force is {effective:,}" if budget < effective else ""
-        yield f"more than {budget:,} tokens read by a head for a token{less}"
+        less = f"; the budget now is {effective:,}" if budget < effective else ""
+        yield f"reading more than {budget:,} tokens per head and token{less}"

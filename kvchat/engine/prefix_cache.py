@@ -154,7 +154,7 @@ class PrefixCache(Released):
                 sources += self._saved_sources(conversation, text)
             except (DamagedFileError, OSError) as error:
                 reason = error.strerror if isinstance(error, OSError) else str(error)
-                yield Noted(f"This conversation is read again; its saved K/V cannot be used: {reason}.")
+                yield Noted(f"This conversation is processed again; its saved K/V cannot be used: {reason}.")
         best = max(sources, key=lambda source: source.prefix.tokens, default=None)
         if best and best.prefix.tokens >= current + self._kv.state.geometry.page:
             yield from self._adopt(best, began)
@@ -196,7 +196,7 @@ class PrefixCache(Released):
             with torch.inference_mode(), explained(self._kv, "taking up the conversation again"):
                 there = self._kv.adopt(source.prefix)
         except (DoesNotFitError, OSError) as error:
-            yield Noted(f"This conversation is read again: {error}")
+            yield Noted(f"This conversation is processed again: {error}")
             return
         if there < tokens:
             yield Noted("A page of the saved K/V is damaged; everything after it is processed again.")
@@ -205,7 +205,9 @@ class PrefixCache(Released):
         if recurrent.exists:
             recurrent.adopt(stored.ids, [state for state in states if state and state.tokens <= there])
             if recurrent.position < tokens == there:
-                yield Noted("A saved recurrent state is damaged; what follows the one before it is read again.")
+                yield Noted(
+                    "A saved recurrent state is damaged; everything after the one before it is processed again."
+                )
             self._truncate(there := recurrent.position)
         if there:
             yield Resumed(self._current, there, time.perf_counter() - began, source.where)
@@ -322,7 +324,7 @@ class PrefixCache(Released):
             del self._parked[next(iter(self._parked))]
         free = available.usable(available.host_free())
         if needed > free:
-            yield from self._told_unparked(needed, f"{size(free)} of memory can be used")
+            yield from self._told_unparked(needed, f"only {size(free)} of RAM is usable")
             return
         self._parked[self._current] = Parked(
             copy.deepcopy(stored),
@@ -337,7 +339,9 @@ class PrefixCache(Released):
         """Say that a conversation is read again, where that is not asked for and no file has it either."""
         if self._keeping.parked_bytes and not (self._saves or self._is_room_told):
             self._is_room_told = True
-            yield Noted(f"What was said before is read again when it goes on: its K/V take {size(needed)}, {room}.")
+            yield Noted(
+                f"The previous conversation will be processed again when reopened: its K/V take {size(needed)}, {room}."
+            )
 
     def save(self) -> None:
         """Begin to write what is new, of the current conversation and of parked ones."""
@@ -631,7 +635,7 @@ class WriteBehind:
         allowed = self._folder.make_room(job.file.path, end)
         if allowed < end:
             room = f"kv.saved_gib and the disk have room for {size(allowed)}"
-            self.problem = f"those of this conversation take {size(end)}, {room}"
+            self.problem = f"they take {size(end)}, {room}"
         for start in range(0, len(job.rows), self._page):
             page = job.first + start // self._page
             with self._copying:

@@ -124,7 +124,7 @@ class PromptEncoder:
         text = self.render(turns)
         ids = self.ids_of(text, stored)
         if not ids:
-            raise UsageError("The model's chat template writes nothing of this conversation.", hint="Say it otherwise.")
+            raise UsageError("The model's chat template renders nothing of this conversation.", hint="Rephrase it.")
         return Prompt(ids, min(common_prefix(stored.ids, ids), len(ids) - 1), text)
 
     def ids_of(self, text: str, stored: Stored) -> list[int]:
@@ -170,7 +170,7 @@ class PromptEncoder:
         if found is None or found[0] != text or not pinned <= {turn for turn, *_ in found[1]}:
             raise UsageError(
                 "Messages of this conversation cannot be pinned.",
-                "The model's chat template leaves out or changes what a message says.",
+                "The model's chat template drops or changes a message's text.",
                 "Unpin them: /pin none.",
             )
         said = [(-1, 0, 0), *found[1], (-1, len(text), len(text))]
@@ -268,8 +268,8 @@ class PromptEncoder:
         role, number = turns[last].role, sum(turn.role == turns[last].role for turn in turns[: last + 1])
         place = "the system prompt" if role == "system" else f"{NAMES[role]} {number}"
         raise UsageError(
-            f"The model's chat template would make a control token of what {place} says.",
-            "It changes messages (their case, their spaces), and some text in this one is then spelled like one.",
+            f"The model's chat template would turn text in {place} into a control token.",
+            "It changes the case or spaces of messages, and text in this one then reads as such a token.",
             f"Edit or delete {place}, or choose another model.",
         )
 
@@ -286,7 +286,7 @@ class PromptEncoder:
             return self._template.render(messages, self._began(turns)).replace(GUARD, "")
         except LimitExceededError as error:
             raise UsageError(
-                "The model's chat template is stopped: no conversation needs what it does.",
+                "The model's chat template was stopped: it uses too much.",
                 f"{error}.",
                 "Choose another model.",
             ) from error
@@ -294,7 +294,7 @@ class PromptEncoder:
             raise UsageError(
                 "The model's chat template refuses this conversation.",
                 f"Its message: {str(error)[:500] or type(error).__name__}.",
-                "Turns that alternate between user and assistant, starting with user, suit every template.",
+                "Every template accepts turns that alternate between user and assistant, starting with user.",
             ) from error
 
     def _began(self, turns: Sequence[Turn]) -> datetime:
@@ -438,7 +438,7 @@ class PromptEncoder:
                     first = re.search(rf"{PROBE}-\d+\.", text)
                     read = "the one before" if first and same >= first.end() else "the whole conversation"
                     how = self._change(text, longer, same)
-                    return [f"{when} each question {read} is read again: the chat template {how}."]
+                    return [f"{when} each question, {read} is processed again: the chat template {how}."]
         return []
 
     def _change(self, text: str, longer: str, same: int) -> str:
@@ -446,9 +446,9 @@ class PromptEncoder:
         if not self.begins_with_system and TOLD.content in longer[same:]:
             return "moves the system prompt to the last question"
         if _asked(1) not in longer:
-            return "leaves out all but the last messages"
+            return "drops all but the last messages"
         lines = (one[max(0, same - EXCERPT) : same + EXCERPT].replace("\n", " ").strip() for one in (text, longer))
-        return "first writes “{}”, then “{}”".format(*map(visible, lines))
+        return "writes “{}” first and “{}” later".format(*map(visible, lines))
 
     def _notes(self) -> tuple[str, ...]:
         """What the template does that a person should know of.
@@ -463,15 +463,15 @@ class PromptEncoder:
         except UsageError as error:
             if not self._folds_system:  # it wants a system prompt
                 return ()
-            why, hint = error.detail, "Choose another model, or give another template: --chat-template FILE."
+            why, hint = error.detail, "Choose another model, or use another template: --chat-template FILE."
             raise ModelError("The model's chat template refuses every conversation.", why, hint) from error
         if not self._tokenize(text, anchored=False):
             raise ModelError(
-                "The model's chat template writes nothing.",
-                "Of a question nothing is left, so there is nothing that the model could answer.",
+                "The model's chat template renders nothing.",
+                "Questions come out empty, so the model has nothing to answer.",
                 "Choose another model.",
             )
-        return ("The model's chat template leaves out what a user says: answers do not depend on the questions.",)
+        return ("The model's chat template drops user messages: answers do not depend on the questions.",)
 
     # ---- ids ------------------------------------------------------------------------------------
 

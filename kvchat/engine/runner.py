@@ -289,7 +289,7 @@ class ModelRunner:
             raise UsageError(
                 f"There is no token {unknown}.",
                 f"{self.model.name} has tokens 0 to {vocab - 1:,}.",
-                "Give ids of this model's tokenizer.",
+                "Use ids from this model's tokenizer.",
             )
 
 

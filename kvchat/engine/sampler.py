@@ -187,7 +187,7 @@ def checked(token: int) -> int:
         raise EngineError(
             "The model produced no finite logits.",
             "They hold NaN or infinity, so there is no next token.",
-            "Load the model with dtype bfloat16 or float32; if it happens there too its weights are damaged.",
+            "Load the model with dtype bfloat16 or float32; if that fails too, its weights are damaged.",
         )
     return token
 
@@ -213,15 +213,17 @@ class Vocabulary:
         """Raises UsageError: llguidance is missing, or does not know such a tokenizer."""
         if libraries.absent("grammar"):
             hint = f"Run: {libraries.extra('grammar')}"
-            raise UsageError("To hold an answer to JSON takes llguidance.", "It is not installed.", hint)
+            raise UsageError("JSON answers need the package llguidance.", "It is not installed.", hint)
         from llguidance.hf import from_tokenizer
 
         self.vocab = vocab
         try:
             self.tokens = from_tokenizer(tokenizer, n_vocab=vocab, eos_token=sorted(ends))
         except ValueError as error:
-            hint = "Take another model, or leave response_format out."
-            raise UsageError("This model's answers cannot be held to JSON.", f"Its tokenizer: {error}.", hint) from None
+            hint = "Use another model, or omit response_format."
+            raise UsageError(
+                "This model's answers cannot be constrained to JSON.", f"Its tokenizer: {error}.", hint
+            ) from None
 
 
 class Grammar:
@@ -256,7 +258,7 @@ class Grammar:
         """
         if not self._matcher.consume_token(token):
             hint = "Ask again, or with a simpler schema."
-            raise EngineError("The answer cannot be held to its schema any more.", self._matcher.get_error(), hint)
+            raise EngineError("The answer can no longer follow its JSON schema.", self._matcher.get_error(), hint)
         self._taken += 1
 
     def go_back(self, tokens: int) -> None:
@@ -266,5 +268,5 @@ class Grammar:
 
 
 def _refused(why: str) -> UsageError:
-    hint = "Change the part of the schema that it names."
-    return UsageError("An answer cannot be held to this JSON schema.", f"{why.splitlines()[0]}."[:500], hint)
+    hint = "Change the part of the schema named above."
+    return UsageError("This JSON schema is not supported.", f"{why.splitlines()[0]}."[:500], hint)

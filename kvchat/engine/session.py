@@ -317,7 +317,7 @@ class Session(Released):
                 short.
         """
         if not (ids := _whole(ids)):
-            raise UsageError("There is nothing to prefill.", "No ids were given.", "Give at least one token id.")
+            raise UsageError("There is nothing to prefill.", "No ids were given.", "Pass at least one token id.")
         with self._loop.lock:
             self._loop.ask()
             with self._prefix_cache.changing():
@@ -350,7 +350,7 @@ class Session(Released):
             if not 0 <= tokens <= total:
                 raise UsageError(
                     f"A conversation of {total:,} tokens cannot be truncated to {tokens:,}.",
-                    hint=f"Give 0 to {total:,}, the number of tokens to keep.",
+                    hint=f"Use 0 to {total:,}, the number of tokens to keep.",
                 )
             self._loop.ask()
             with self._prefix_cache.changing():
@@ -422,8 +422,8 @@ class Session(Released):
             known = self._loop.encoder.variables
         unknown = [name for name in (text.partition("=")[0] for text in args) if name not in known]
         given = ", ".join(args) or "none"
-        told = f" It does not look at {', '.join(unknown)}, only at {', '.join(known) or 'none'}." if unknown else ""
-        return f"The template's variables: {given}, from the next question on.{told}"
+        told = f" It ignores {', '.join(unknown)} and reads only {', '.join(known) or 'none'}." if unknown else ""
+        return f"Template variables from the next question on: {given}.{told}"
 
     # ---- what there is: each call computes it
 
@@ -501,7 +501,7 @@ class Session(Released):
             raise UsageError(
                 f"There is no layer {layer}.",
                 f"The model has layers 0 to {self._model.layers - 1}.",
-                "Give one of these.",
+                "Use one of these.",
             )
         with explained(self._kv, LOOKING):
             return attended(self._kv.state, layer)
@@ -552,8 +552,8 @@ def _whole(ids: Iterable[int | Tensor] | Tensor) -> list[int]:
     except TypeError as error:
         raise UsageError(
             "Token ids are whole numbers.",
-            f"Given was a {type(ids).__name__}: {error}.",
-            "Give a list of ids, or a tensor of one dimension.",
+            f"Given: a {type(ids).__name__}: {error}.",
+            "Pass a list of ids or a one-dimensional tensor.",
         ) from error
 
 

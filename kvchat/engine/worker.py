@@ -187,7 +187,9 @@ class Server:
                 case Stop():
                     pass  # the answer it was meant for is over
                 case Refused(reason):
-                    raise EngineError("The engine got a command that it cannot read.", reason, "Install kvchat again.")
+                    raise EngineError(
+                        "The engine received a command that it cannot read.", reason, "Install kvchat again."
+                    )
 
     def _load(self, command: Load) -> None:
         """Load another model. The one in use stays until that is ready, or is loaded again if both did not fit."""
@@ -409,7 +411,10 @@ class Loader:
             ModelError: a server has the model; KvchatError: as there.
         """
         if is_server(asked.load.model):
-            raise ModelError("The server has the model, and its memory is its own.", hint="Only it can say.")
+            raise ModelError(
+                "The model runs on a server, in the server's memory.",
+                hint="See the server's own log for what it takes.",
+            )
         from kvchat.engine.plan import memory_plan
 
         return memory_plan(asked.load, asked.context, progress, in_use)
@@ -440,7 +445,7 @@ class Inbox:
         with self._changed:
             self._waiting_bytes += nbytes + COMMAND_BYTES
             if self._waiting_bytes > MAX_WAITING_BYTES:
-                raise ValueError(f"{len(self._commands):,} commands wait to be done; no more are taken")
+                raise ValueError(f"{len(self._commands):,} commands are waiting; no more are accepted")
             self._commands.append((command, nbytes))
             self._changed.notify()
 
@@ -502,9 +507,9 @@ class Outbox:
         message = wire.encode(event)
         if len(message) > wire.MAX_MESSAGE_BYTES:  # the application ends an engine that sends more
             raise UsageError(
-                "What was asked for is too long to send.",
+                "The reply is too long to send.",
                 f"It has {len(message):,} bytes; at most {wire.MAX_MESSAGE_BYTES:,} can be sent.",
-                "Ask for a part of it.",
+                "Ask for less.",
             )
         self._stream.write(message)
         self._stream.flush()

@@ -44,7 +44,7 @@ EARLY = 0.75  # of the host's memory: what exact pages may take, so that there i
 APART = 64  # steps before a change is taken back
 WEIGHT = 0.3  # of a new measurement beside those before
 FADING = 0.1  # of the way to what is measured now: so much is forgotten of a way that does not run
-UNDECIDED = "auto: it chooses at the next question"
+UNDECIDED = "auto: chooses at the next question"
 EIGHT_BIT, OVER_LINK = " with 8-bit pages", " over the link"
 
 Merged = Callable[[str, Params], ModeParameters]
@@ -301,7 +301,7 @@ def _line(possible: Sequence[Way], timed: Sequence[float], at: int, target: floa
     taken = f"{'' if is_measured else 'at least '}{_ms(timed[at])} a token"  # by its bytes alone
     if timed[at] > target:
         is_met = any(one <= target for one, other in zip(timed, possible, strict=True) if not other.lacks)
-        why = "what reads less is hardly quicker" if is_met else f"nothing that fits is as quick as {_ms(target)}"
+        why = "modes that read less are hardly faster" if is_met else f"nothing that fits is as fast as {_ms(target)}"
         return f"auto: {way.label}, {taken}: {why}"
     if not before:
         return f"auto: {way.label}, {taken}"

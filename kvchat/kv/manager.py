@@ -460,9 +460,9 @@ def _check_room(state: KVState, start: int) -> None:
     needed, free = sum(map(state.host.page_bytes, quantized)), available.usable(available.host_free())
     if needed > free:
         raise DoesNotFitError(
-            "There is not enough host memory to keep a copy of the conversation.",
+            "There is not enough RAM for a copy of the conversation.",
             f"K/V of {tokens:,} tokens take {size(needed, 2)}; {size(free, 2)} are free.",
-            "Free memory, or do it in a shorter conversation; what is stored is as it was.",
+            "Free memory, or use a shorter conversation; nothing changed.",
         )
 
 

@@ -62,11 +62,11 @@ def prefill_chunk(geometry: Geometry, stored: int, new: int, token_bytes: int, d
     least = CHUNKS[0]
     if needed(least) > free:
         raise DoesNotFitError(
-            "There is no room to read the prompt.",
+            "There is not enough memory to process the prompt.",
             f"{new:,} tokens after {stored:,} stored ones need {size(needed(least), 2)} on {devices[0]}, read {least} "
             f"at a time: {size(staging_bytes(geometry, stored, new), 2)} for one layer's K/V on its way, the rest for "
             f"the layers' intermediate results. {size(free, 2)} are free.",
-            "Take a mode with a budget (streaming, speculative), a smaller budget or a shorter prompt.",
+            "Use a mode with a budget (streaming, speculative), a smaller budget or a shorter prompt.",
         )
     fitting = (chunk for chunk in CHUNKS if needed(chunk) <= free // 2 and min(chunk, new) * token_bytes <= most)
     return max(fitting, default=least)

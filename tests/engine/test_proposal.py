@@ -73,7 +73,7 @@ HALF = ModeNeed(200, {"budget": 512})
         (1700, ("nf4", "full", None, FOUR_BITS)),
         (1300, ("int8", "speculative", 1024, EIGHT_BITS, CHOOSES, READS.format("1,024"))),
         (1150, ("nf4", "speculative", 1024, FOUR_BITS, CHOOSES, READS.format("1,024"))),
-        (880, ("nf4", "speculative", 512, FOUR_BITS, CHOOSES, f"{READS.format(512)}; the budget in force is 1,024")),
+        (880, ("nf4", "speculative", 512, FOUR_BITS, CHOOSES, f"{READS.format(512)}; the budget now is 1,024")),
         (720, ("nf4", "streaming", None, FOUR_BITS, "everything between the first tokens and the window")),
     ],
 )
@@ -165,7 +165,7 @@ def test_what_reads_nothing_over_the_link_is_proposed_first(on_a_card, billions,
     proposal = on_a_card(billions, gib, context).proposal
     assert (proposal.quantize, proposal.mode, proposal.budget) == (quantize, mode, chosen)
     assert not any("streamed from RAM" in lost for lost in proposal.gave_up)
-    reduced = f"{READS.format('512')}; the budget in force is 2,048"
+    reduced = f"{READS.format('512')}; the budget now is 2,048"
     assert (reduced in proposal.gave_up) == (chosen == 512)
 
 

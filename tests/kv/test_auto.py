@@ -60,7 +60,7 @@ MACHINES = [
     ("8B", LAPTOP, 500, 10, {}, "full"),
     ("8B", LAPTOP, 4000, 10, {}, "full"),
     ("8B", LAPTOP, 64_000, 10, {}, "speculative 4096"),
-    # And where what reads less is hardly quicker.
+    # And where modes that read less are hardly faster.
     ("135M", (2.75, 0, 0, 4), 600, 10, {}, "full"),
     ("32B", LAPTOP, 8000, 10, {}, "full"),
     # On a CPU everything fits the device; time decides, and the host's memory.

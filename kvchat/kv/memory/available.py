@@ -64,10 +64,10 @@ def check_address_space(limit: int | None = None) -> None:
     soft = resource.getrlimit(resource.RLIMIT_AS)[0] if limit is None else limit
     if soft != resource.RLIM_INFINITY and soft < LEAST_ADDRESSES:
         raise DoesNotFitError(
-            "There is too little memory to start a model.",
-            f"A limit of this process (ulimit -v) allows {size(soft)} of addresses; torch and the smallest model need "
+            "There is not enough memory to start a model.",
+            f"This process's limit (ulimit -v) allows {size(soft)} of address space; torch and the smallest model need "
             f"{size(LEAST_ADDRESSES)}.",
-            "Raise the limit, or lift it with ulimit -v unlimited.",
+            "Raise the limit, or remove it with ulimit -v unlimited.",
         )
 
 
@@ -153,5 +153,5 @@ def check_fits(mode: str, needed: int, tokens: int, device: torch.device, releas
         raise DoesNotFitError(
             f"The {mode} mode does not fit.",
             f"Its K/V of {tokens:,} tokens takes {size(needed, 2)} on {device}, {size(left, 2)} are free.",
-            "Take a mode with a budget (streaming, speculative), a smaller budget or a shorter conversation.",
+            "Use a mode with a budget (streaming, speculative), a smaller budget or a shorter conversation.",
         )

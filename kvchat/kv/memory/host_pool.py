@@ -258,7 +258,7 @@ class HostPool:
             try:
                 return [PinnedRegion(size, self._layout.parts) for _ in range(self.geometry.layers)]
             except OSError as error:
-                reason = f"the system gives no address space for it: {error.strerror}."
+                reason = f"the system has no address space for it: {error.strerror}."
         raise self._does_not_fit(least, reason)
 
     @property
@@ -338,9 +338,9 @@ class HostPool:
     def _does_not_fit(self, tokens: int, reason: str) -> DoesNotFitError:
         taken = self._layout.nbytes(tokens) * self.geometry.layers
         return DoesNotFitError(
-            "There is not enough host memory for the conversation.",
+            "There is not enough RAM for the conversation.",
             f"K/V of {self.geometry.round_up(tokens):,} tokens take {units.size(taken, 2)}; {reason}",
-            "Shorten the conversation or free memory; what is stored is kept.",
+            "Shorten the conversation or free memory; nothing stored is lost.",
         )
 
 

@@ -27,7 +27,7 @@ def implementation(parameters: ModeParameters) -> type[Mode]:
         UsageError: it cannot be imported, or is no mode.
     """
     if parameters.name == AUTO:
-        raise UsageError("auto is no mode of its own.", "It chooses among the modes.", "Name one of them.")
+        raise UsageError("auto is not a mode of its own.", "It chooses one of the other modes.", "Use one of those.")
     module, _, name = parameters.implemented_by.partition(":")
     try:
         mode = getattr(import_module(module), name)
@@ -39,7 +39,7 @@ def implementation(parameters: ModeParameters) -> type[Mode]:
         ) from error
     if not (isinstance(mode, type) and issubclass(mode, Mode)):
         raise UsageError(
-            f"The {parameters.name} mode is none.",
+            f"The {parameters.name} mode is not a mode.",
             f"{parameters.implemented_by} is not a subclass of {Mode.__name__}.",
             "Repair or remove the package that provides it.",
         )

@@ -374,5 +374,5 @@ def refuse_small_budget(name: str, budget: int, sink: int, window: int, more: st
         raise UsageError(
             f"The {name} budget is too small.",
             f"budget = {budget} tokens is smaller than sink + window = {sink} + {window} = {sink + window}{more}.",
-            f"Give a budget of at least {sink + window}{given and f', or less {given}'}.",
+            f"Use a budget of at least {sink + window}{given and f', or less {given}'}.",
         )

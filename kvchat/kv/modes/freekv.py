@@ -190,7 +190,7 @@ class FreeKV(IndexedMode):
         if self.parameters.query == "ahead":
             raise UsageError(
                 "Pages are not chosen one layer ahead.",
-                f"query = ahead chooses tokens, and unit = {self.parameters.unit}.",
+                f"query = ahead chooses tokens, but unit = {self.parameters.unit}.",
                 "Set unit=token, or query=last or own.",
             )
         if self.parameters.query == "own":

@@ -340,5 +340,5 @@ class Freeze(Mode):
             raise UsageError(
                 "The freeze budget is too small.",
                 f"budget = {budget} tokens is not above sinks + K = {self.sink} + {self.window} = {least}.",
-                f"Give a budget above {least}, or a smaller K.",
+                f"Use a budget above {least}, or a smaller K.",
             )

@@ -197,7 +197,7 @@ class IndexedMode(Mode):
             raise UsageError(
                 "The speculative window is too small.",
                 f"window = {window}, at least one page = {page} tokens.",
-                "Give a larger window.",
+                "Use a larger window.",
             )
         self.budget, self.sink, self.window = budget, sink, window
         self.first = 1 if first_full else 0

@@ -86,15 +86,15 @@ class Speculative(IndexedMode):
         self._share_out(budget, values["sink"], window, parameters.first_full)
         if not self.bits:
             raise UsageError(
-                "This index does not tell tokens apart.",
-                f"index = {parameters.index} keeps bounds of pages, and unit = token.",
+                "This index holds pages, not tokens.",
+                f"index = {parameters.index} keeps bounds of pages, but unit = token.",
                 f"Set unit=page, or index to one of {', '.join(BITS)}.",
             )
         if parameters.tau is not None:
             raise UsageError(
-                "Tokens are not corrected by tau.",
+                "tau does not apply to tokens.",
                 f"tau = {parameters.tau:g} is for unit = page.",
-                "Set unit=page, or leave tau out.",
+                "Set unit=page, or omit tau.",
             )
         self.k = self.budget - self.sink - self.window
         self._pin_to_sinks()

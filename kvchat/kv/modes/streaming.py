@@ -88,7 +88,7 @@ class Streaming(Mode):
         super().__init__(parameters, geometry, traits, system_tokens)
         if traits.realign_refusal:
             raise DoesNotFitError(
-                "Streaming cannot re-align this model's sinks.", traits.realign_refusal, "Take another mode."
+                "Streaming cannot re-align this model's sinks.", traits.realign_refusal, "Use another mode."
             )
         self.capacity = self._soft_capacity()
         self.sink = self._sinks()
@@ -225,7 +225,7 @@ class Streaming(Mode):
             raise UsageError(
                 "The streaming budget contradicts its window.",
                 f"budget = {self.capacity} is not {names} = {numbers} = {self.sink + p.window + p.B}.",
-                "Give the streaming mode a budget or a window, not both.",
+                "Set a budget or a window, not both.",
             )
 
     def _sinks(self) -> int:

@@ -313,7 +313,7 @@ class Sync(Mode):
         if self._reads_all(self.state.total) or (share := self._memory_share()) < 1:
             return ()
         why = "a smaller budget" if self.parameters.offload else "offload=true"
-        return (f"sync saves no memory: its K/V takes {share:.0%} of full's on the device; {why} would save some",)
+        return (f"sync saves no memory: its K/V take {share:.0%} of full's on the device; {why} would save some",)
 
     def _memory_share(self) -> float:
         """K/V on the device as a fraction of full's; above 1 where followers keep nearly everything."""

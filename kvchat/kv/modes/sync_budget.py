@@ -35,6 +35,6 @@ def refuse_small_mem(mem: float, kv_heads: int, representatives: int) -> None:
     if mem <= floor:
         raise DoesNotFitError(
             f"Sync does not fit {mem:.0%} of the K/V.",
-            f"{representatives} of {kv_heads} KV heads keep everything, which takes {floor:.0%} already.",
-            f"Give mem over {floor:.2f}, or fewer clusters.",
+            f"{representatives} of {kv_heads} KV heads keep everything, which already takes {floor:.0%}.",
+            f"Use mem over {floor:.2f}, or fewer clusters.",
         )

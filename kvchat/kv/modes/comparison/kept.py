@@ -64,7 +64,7 @@ class ObservedMode(KeptMode):
             raise UsageError(
                 f"The {self.name} budget is too small.",
                 f"budget = {self.budget} tokens is not more than window = {window}.",
-                "Give a larger budget, or a smaller window.",
+                "Use a larger budget or a smaller window.",
             )
         self._pin_to_sinks()
 
