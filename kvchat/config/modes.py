@@ -28,12 +28,12 @@ SHARED = frozenset({"budget", "pin_system", "draft"})
 GROUP = "kvchat.modes"
 SHARE = 2  # of the model's context at most one part in so many is pinned
 PAGE_FIGURES = {
-    "pages per head": "pages of 32 tokens that each KV head chooses, beside those it always reads",
-    "candidate pages": "stored pages that it chooses them from",
+    "pages per head": "pages of 32 tokens that each KV head chooses, besides those it always reads",
+    "candidate pages": "stored pages that it chooses from",
 }
 OBSERVED_FIGURES = {
-    "observed": "last tokens of the prompt by whose queries it was chosen what is kept",
-    "dropped": "tokens of the prompt that are not read until the next one, on average over the layers",
+    "observed": "last tokens of the prompt, whose queries chose what is kept",
+    "dropped": "prompt tokens not read until the next prompt, on average over the layers",
 }
 
 
@@ -89,9 +89,9 @@ class FullParameters(ModeParameters):
     title: ClassVar[str] = "reads everything"
     implementation: ClassVar[str] = "kvchat.kv.modes.full:Full"
     figures: ClassVar[Mapping[str, str]] = {
-        "streamed from RAM": "tokens without a slot on the GPU, which attention reads from host memory",
-        "drafts accepted": "with draft: share of the drafted tokens that the answer went on with",
-        "tokens a round": "with draft: tokens that one verification brought, its own one included",
+        "streamed from RAM": "tokens without a slot on the GPU, which attention reads from RAM",
+        "drafts accepted": "with draft: share of drafted tokens that the answer kept",
+        "tokens a round": "with draft: tokens gained by one verification, its own included",
     }
 
     resident: int | None = Field(None, ge=MIN_BUDGET)
@@ -136,8 +136,8 @@ class StreamingParameters(BudgetParameters, PaperParameters):
     published: ClassVar[Mapping[str, Any]] = {"budget": 2048, "sink": 4, "B": 0, "R": 32, "sigma": 16, "delta": 32}
     unless: ClassVar[Mapping[str, str]] = {"budget": "window"}
     figures: ClassVar[Mapping[str, str]] = {
-        "cached": "tokens that are kept: the sinks, and what no prune has dropped yet",
-        "dropped": "tokens between the sinks and what is kept: out of reach here, but stored for other modes",
+        "cached": "tokens kept: the sinks, and whatever no prune has dropped yet",
+        "dropped": "tokens between the sinks and those kept: not readable here, but stored for other modes",
     }
     tradeoff: ClassVar[str] = "everything between the first tokens and the window"
 
@@ -148,7 +148,7 @@ class StreamingParameters(BudgetParameters, PaperParameters):
     window: int | None = Field(None, ge=1)
     """W, most recent tokens kept by a prune, instead of budget, then sink + window + B (auto: from the budget)"""
     B: int = Field(0, ge=0)
-    """non-core tokens: recent ones that are kept beside the window"""
+    """non-core tokens: recent ones kept besides the window"""
     R: int = Field(64, ge=0)
     """Lazy Pruning: prune when the cache exceeds the budget by R tokens; 0 never prunes"""
     sigma: int = Field(64, ge=0)
@@ -173,17 +173,17 @@ class SpeculativeParameters(BudgetParameters, PaperParameters):
         "query": "last",
     }
     figures: ClassVar[Mapping[str, str]] = {
-        "tokens per head": "tokens that each KV head chooses for a token, beside sinks and window",
-        "candidate tokens": "stored tokens that it chooses them from",
-        "index": "bytes of the keys in a few bits, on the device, by which they are chosen",
-        "measured on": "the text by which the budget was chosen",
-        "expected to cover": "share of the attention to everything that the budget covered there",
-        "pages per head": "with unit=page: pages of 32 tokens that each KV head chooses, beside sinks and window",
-        "candidate pages": "with unit=page: stored pages that it chooses them from",
-        "heads corrected": "with unit=page: KV heads whose choice was replaced before attention, of all since the mode"
-        " was entered",
-        "mean C": "with unit=page: cosine of a head's query to its last one, on average since the mode was entered:"
-        " 1 is no turn, and below tau the head is corrected",
+        "tokens per head": "tokens that each KV head chooses per token, besides sinks and window",
+        "candidate tokens": "stored tokens that it chooses from",
+        "index": "bytes of the low-bit keys on the device that tokens are chosen by",
+        "measured on": "the text that the budget was measured on",
+        "expected to cover": "share of full attention that the budget covered there",
+        "pages per head": "with unit=page: pages of 32 tokens that each KV head chooses, besides sinks and window",
+        "candidate pages": "with unit=page: stored pages that it chooses from",
+        "heads corrected": "with unit=page: share of KV heads whose choice was replaced before attention, since the"
+        " mode was entered",
+        "mean C": "with unit=page: cosine between a head's query and its last one, on average since the mode was"
+        " entered: 1 is no change; below tau the head is corrected",
     }
     tradeoff: ClassVar[str] = "reading everything for every token: speculative chooses what to read"
 
@@ -233,9 +233,9 @@ class FreezeParameters(PaperParameters):
     implementation: ClassVar[str] = "kvchat.kv.modes.freeze:Freeze"
     published: ClassVar[Mapping[str, Any]] = {"score": "always", "tau": 0.5, "k": 2.0, "K": 32, "recovery": False}
     figures: ClassVar[Mapping[str, str]] = {
-        "frozen now": "tokens that have left the device until their timers run out, the same in all layers and heads",
-        "mean timer": "steps that a frozen token still has to wait, on average",
-        "restored per step": "tokens that come back, on average since the mode was entered",
+        "frozen now": "tokens off the device until their timers run out, the same in all layers and heads",
+        "mean timer": "steps a frozen token still waits, on average",
+        "restored per step": "tokens brought back per step, on average since the mode was entered",
     }
     own: ClassVar[Mapping[str, str]] = {
         "budget": "with a budget freeze forgets: tokens beyond it stay frozen even when the model looks for them, and"
@@ -268,12 +268,12 @@ class SyncParameters(BudgetParameters, PaperParameters):
     unless: ClassVar[Mapping[str, str]] = {"mem": "budget"}
     figures: ClassVar[Mapping[str, str]] = {
         "representative heads": "KV heads that see everything and choose for the others, layer by layer",
-        "measured on": "the text by which they were found",
+        "measured on": "the text that they were found on",
         "k": "tokens that a following head reads because its representative chose them",
-        "recent": "most recent tokens, which every following head reads beside those",
+        "recent": "most recent tokens, which every following head also reads",
         "of full's memory": "K/V on the device, as a share of what full mode holds there",
-        "anticipation steps": "steps that chose again what the next ones read, since the mode was entered",
-        "set overlap": "of what was chosen, the share that had been chosen the time before too",
+        "anticipation steps": "steps that chose anew what the next steps read, since the mode was entered",
+        "set overlap": "share of the choice that was also in the previous choice",
     }
 
     budget: int | None = Field(None, ge=MIN_BUDGET)
@@ -300,7 +300,7 @@ class ComparedParameters(BudgetParameters):
 
 class QuestParameters(ComparedParameters):
     name: ClassVar[str] = "quest"
-    title: ClassVar[str] = "pages by the bounds of their keys, chosen by each token's own query (Quest)"
+    title: ClassVar[str] = "pages by bounds on their keys, chosen by each token's own query (Quest)"
     implementation: ClassVar[str] = "kvchat.kv.modes.comparison.quest:Quest"
     figures: ClassVar[Mapping[str, str]] = PAGE_FIGURES
 
@@ -317,7 +317,7 @@ class ArkValeParameters(ComparedParameters):
 
 class ShadowKVParameters(ComparedParameters):
     name: ClassVar[str] = "shadowkv"
-    title: ClassVar[str] = "pages by their mean keys, beside outliers (ShadowKV without its compressed keys)"
+    title: ClassVar[str] = "pages by their mean keys, plus outliers (ShadowKV without its compressed keys)"
     implementation: ClassVar[str] = "kvchat.kv.modes.comparison.shadowkv:ShadowKV"
     figures: ClassVar[Mapping[str, str]] = PAGE_FIGURES
 
@@ -328,15 +328,15 @@ class RaaSParameters(ModeParameters):
     implementation: ClassVar[str] = "kvchat.kv.modes.comparison.raas:RaaS"
     for_comparison: ClassVar[bool] = True
     figures: ClassVar[Mapping[str, str]] = {
-        "answer pages": "pages of 32 tokens, of those decoded since the prompt, that a token reads beside it",
-        "dropped pages": "that are not read any more until the next prompt",
+        "answer pages": "pages of 32 tokens decoded since the prompt that a token reads besides the prompt",
+        "dropped pages": "pages no longer read until the next prompt",
     }
     own: ClassVar[Mapping[str, str]] = {
-        "budget": "here the budget is that of the answer alone, and the prompt is read whole beside it"
+        "budget": "here the budget covers the answer only; the prompt is read whole in addition"
     }
 
     budget: int = Field(1024, ge=MIN_BUDGET)
-    """decoded tokens that a token attends to, in whole pages, beside the prompt; not shared with other modes"""
+    """decoded tokens that a token attends to, in whole pages, besides the prompt; not shared with other modes"""
 
 
 class RazorParameters(ComparedParameters):
@@ -345,13 +345,13 @@ class RazorParameters(ComparedParameters):
     implementation: ClassVar[str] = "kvchat.kv.modes.comparison.razor:Razor"
     figures: ClassVar[Mapping[str, str]] = {
         "retrieval heads": "KV heads that read everything",
-        "recent": "most recent tokens that each of the others reads, beside the first 4",
+        "recent": "most recent tokens that each other head reads, besides the first 4",
     }
 
     budget: int | None = Field(None, ge=MIN_BUDGET)
-    """tokens that a head attends to which is no retrieval head, or a fifth of a longer prompt (auto: context/32)"""
+    """tokens that each other head attends to, or a fifth of a longer prompt (auto: context/32)"""
     share: float = Field(0.15, gt=0, le=1)
-    """of all KV heads, those that read everything"""
+    """share of KV heads that read everything"""
 
 
 class SnapKVParameters(ComparedParameters):
@@ -372,7 +372,7 @@ class PyramidKVParameters(SnapKVParameters):
     implementation: ClassVar[str] = "kvchat.kv.modes.comparison.pyramidkv:PyramidKV"
 
     beta: int = Field(20, ge=1)
-    """the last layer keeps a beta-th of the average, the first what makes up for it; 1 gives all the same"""
+    """the last layer keeps 1/beta of the average and the first makes up for it; 1 keeps all the same"""
 
 
 class CakeParameters(SnapKVParameters):
@@ -381,11 +381,11 @@ class CakeParameters(SnapKVParameters):
     implementation: ClassVar[str] = "kvchat.kv.modes.comparison.cake:Cake"
 
     tau1: float = Field(1.0, ge=0.1, allow_inf_nan=False)
-    """the larger, the less it counts for a layer's budget that its attention is spread out"""
+    """the larger, the less a layer's spread of attention counts for its budget"""
     tau2: float = Field(1.0, ge=0.1, allow_inf_nan=False)
-    """the larger, the less it counts that its attention moves from query to query"""
+    """the larger, the less it counts that attention moves from query to query"""
     gamma: float = Field(200.0, ge=0, allow_inf_nan=False)
-    """what the variance of a token's weights counts beside their mean"""
+    """how much the variance of a token's weights counts relative to their mean"""
 
 
 class H2OParameters(ComparedParameters):
@@ -405,7 +405,7 @@ class AutoParameters(ModeParameters):
     tokens_per_s: float = Field(10.0, ge=0.1, le=1000, allow_inf_nan=False)
     """the speed to reach; kvchat takes the most faithful mode that reaches it, never streaming"""
     budget: int | None = Field(None, ge=MIN_BUDGET)
-    """maximum tokens per KV head that a token may read if not everything (auto: half of the context)"""
+    """maximum tokens per KV head that a token may read when not reading everything (auto: half of the context)"""
 
 
 BUILT_IN: tuple[type[ModeParameters], ...] = (
@@ -586,12 +586,12 @@ def _registry() -> tuple[dict[str, type[ModeParameters]], tuple[str, ...]]:
             cls = entry.load()
             _check(cls)
             if cls.name in (*classes, AUTO):
-                raise ValueError(f'there is a mode "{cls.name}" already')
+                raise ValueError(f'there is already a mode "{cls.name}"')
             classes[cls.name] = cls
         except Exception as error:  # noqa: BLE001  # another package's code may raise anything
             detail = str(error).partition("\n")[0] or type(error).__name__
             package = f"{entry.dist.name} {entry.dist.version}" if entry.dist else "an unknown package"
-            problems.append(f'The mode "{entry.name}" of {package} is left out: {detail}.')
+            problems.append(f'The mode "{entry.name}" of {package} is ignored: {detail}.')
     return classes, tuple(problems)
 
 
@@ -607,7 +607,7 @@ def _check(cls: Any) -> None:
         if not isinstance(getattr(cls, attribute, None), str):
             raise ValueError(f"{cls.__name__} has no {attribute}")
     if not re.fullmatch(r"[a-z][a-z0-9_]*", cls.name) or hasattr(BaseModel, cls.name) or cls.name in ("mode", "params"):
-        raise ValueError(f'"{cls.name}" is not a valid name for a mode: lower-case letters, digits and _ make one')
+        raise ValueError(f'"{cls.name}" is not a valid name for a mode: use lower-case letters, digits and _')
     if not re.fullmatch(r"[\w.]+:\w+", cls.implementation):
         raise ValueError(f'its implementation "{cls.implementation}" is not package.module:Class')
     missing = [name for name, field in cls.model_fields.items() if field.is_required()]
@@ -628,7 +628,7 @@ def refuse_too_much(model: str, context: int, messages: int, system: int = 0) ->
     pinned = " and ".join(f"{name} {tokens:,}" for name, tokens in parts if tokens)
     raise TooMuchPinnedError(
         "Too much is pinned.",
-        f"In tokens: {pinned}; of the {context:,} that {model} can read at once at most {context // SHARE:,} may be "
-        "pinned, so that room is left for what a mode keeps.",
+        f"Tokens: {pinned}. Of the {context:,} that {model} can read at once, at most {context // SHARE:,} may be "
+        "pinned, to leave room for the mode.",
         "Pin less: /pin on a pinned message unpins it, /pin system the system prompt, /pin none all.",
     )

@@ -31,7 +31,7 @@ def find(name: str) -> Path:
         UsageError: there is none, or several begin so.
     """
     if not names():
-        raise UsageError(f'There is no preset "{name}".', hint=f"/preset save {name} in the chat keeps one.")
+        raise UsageError(f'There is no preset "{name}".', hint=f"To save one: /preset save {name} in the chat.")
     return _file(resolve(name, names(), "preset"))
 
 
@@ -48,7 +48,7 @@ def read(path: Path) -> SettingsSource:
             raise UsageError(
                 f"{source.origins[key]}: a preset does not set {dotted(key)}.",
                 "It sets model.system, the table [sampling], kv.mode and the parameters of modes.",
-                f"Take it out of {path}.",
+                f"Remove it from {path}.",
             )
     return source
 
@@ -62,7 +62,7 @@ def save(name: str, values: Mapping[Key, Any]) -> Path:
     from kvchat.config import settings_file  # tomlkit: 70 ms that only saving needs
 
     if not re.fullmatch(r"\w[\w.-]*", name):
-        raise UsageError(f'"{name}" cannot be the name of a preset.', hint="Letters, digits, - and _ make one.")
+        raise UsageError(f'"{name}" cannot be the name of a preset.', hint="Use letters, digits, - and _.")
     path = _file(name)
     replaced = dict.fromkeys(file_source(path).values)
     settings_file.save(path, {**replaced, **values})

@@ -67,7 +67,7 @@ class Measured(Section):
     """Ceilings of a device, in GB/s unless said otherwise; unset is not measured."""
 
     read: Rate = None
-    """its memory read by kernels"""
+    """GPU memory read by kernels"""
     to_device: Rate = None
     """copied from pinned host memory"""
     to_host: Rate = None

@@ -56,7 +56,7 @@ class ModelSettings(Section):
     quantize: Quantize = "auto"
     """int8, int4 (on a GPU with torchao) or nf4 (bitsandbytes): weights in 8 or 4 bits; auto: small files stay small"""
     fast: bool = Load.fast
-    """swap small pieces of the model for faster ones, checked when it is loaded"""
+    """replace small parts of the model with faster ones, checked when it is loaded"""
     force: bool = Load.force
     """load a model even if its weights do not fit in free memory"""
     chat_template: str = ""

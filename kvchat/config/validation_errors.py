@@ -25,7 +25,7 @@ def reason(model: type[BaseModel], details: ErrorDetails) -> str:
         return str(details["ctx"]["error"])
     field = field_at(model, details["loc"])
     if field and len(details["loc"]) > 1 and _section(field).model_config.get("extra") == "allow":
-        return "it must be a text that is not empty"  # a name of the person's in an open section
+        return "it must be non-empty text"  # a name of the person's in an open section
     return f"it must be {expected(field)}" if field else "it must be a table"
 
 
@@ -61,24 +61,24 @@ def expected(field: FieldInfo) -> str:
     """
     kind = _kind(field.annotation)
     if any(getattr(constraint, "pattern", None) for constraint in field.metadata):
-        return field.description or "another text"
+        return field.description or "other text"
     if get_origin(kind) is Literal:
         return f"one of {', '.join(map(str, get_args(kind)))}"
     if kind in (int, float):
         return f"{'a whole number' if kind is int else 'a number'}{_range(field)}"
     if _section(field) is not BaseModel:
         return "a table"
-    words = {bool: "true or false", str: "a text that is not empty" if field.metadata else "a text"}
+    words = {bool: "true or false", str: "non-empty text" if field.metadata else "text"}
     return words.get(kind) or _listed(kind) or f"as described: {field.description}"
 
 
 def advice(field: FieldInfo | None) -> str:
     """The hint of the error: the way out for a refused value."""
     if field is None or field.is_required():
-        return "Give such a value."
+        return "Use such a value."
     default = field.get_default(call_default_factory=True)
     shown = "" if default in (None, "", ()) else f", {json.dumps(default)}"
-    return f"Give such a value, or keep the default{shown}."
+    return f"Use such a value, or keep the default{shown}."
 
 
 def choices(field: FieldInfo) -> tuple[str, ...]:
@@ -121,5 +121,5 @@ def _listed(kind: Any) -> str:
         return ""
     items = get_args(kind)
     if items[-1] is not Ellipsis:
-        return f"a list of {len(items)} {'numbers' if set(items) <= {int, float} else 'texts'}"
-    return "a list of texts, none of them empty" if get_origin(items[0]) else "a list of texts"
+        return f"a list of {len(items)} {'numbers' if set(items) <= {int, float} else 'strings'}"
+    return "a list of non-empty strings" if get_origin(items[0]) else "a list of strings"

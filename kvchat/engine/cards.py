@@ -112,7 +112,7 @@ def card_costs(load: Load, name: str, contexts: Sequence[int], progress: Progres
         if read is None:
             raise ModelError(
                 f"{load.model} is a mixture of experts.",
-                "A token reads only some of the experts, so its time cannot be computed.",
+                "A token reads only some experts.",
                 "Use a model without experts.",
             )
         free = available.usable(int(card.memory * 2**30)) - weights - described.activations(CHUNK)

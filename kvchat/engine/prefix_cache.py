@@ -205,9 +205,7 @@ class PrefixCache(Released):
         if recurrent.exists:
             recurrent.adopt(stored.ids, [state for state in states if state and state.tokens <= there])
             if recurrent.position < tokens == there:
-                yield Noted(
-                    "A saved recurrent state is damaged; everything after the one before it is processed again."
-                )
+                yield Noted("A saved recurrent state is damaged; what follows the one before it is processed again.")
             self._truncate(there := recurrent.position)
         if there:
             yield Resumed(self._current, there, time.perf_counter() - began, source.where)
@@ -339,9 +337,7 @@ class PrefixCache(Released):
         """Say that a conversation is read again, where that is not asked for and no file has it either."""
         if self._keeping.parked_bytes and not (self._saves or self._is_room_told):
             self._is_room_told = True
-            yield Noted(
-                f"The previous conversation will be processed again when reopened: its K/V take {size(needed)}, {room}."
-            )
+            yield Noted(f"The previous conversation will be processed again: its K/V take {size(needed)}, {room}.")
 
     def save(self) -> None:
         """Begin to write what is new, of the current conversation and of parked ones."""

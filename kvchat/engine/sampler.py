@@ -221,9 +221,7 @@ class Vocabulary:
             self.tokens = from_tokenizer(tokenizer, n_vocab=vocab, eos_token=sorted(ends))
         except ValueError as error:
             hint = "Use another model, or omit response_format."
-            raise UsageError(
-                "This model's answers cannot be constrained to JSON.", f"Its tokenizer: {error}.", hint
-            ) from None
+            raise UsageError("This model cannot be constrained to JSON.", f"Its tokenizer: {error}.", hint) from None
 
 
 class Grammar:

@@ -187,9 +187,7 @@ class Server:
                 case Stop():
                     pass  # the answer it was meant for is over
                 case Refused(reason):
-                    raise EngineError(
-                        "The engine received a command that it cannot read.", reason, "Install kvchat again."
-                    )
+                    raise EngineError("The engine cannot read a command.", reason, "Install kvchat again.")
 
     def _load(self, command: Load) -> None:
         """Load another model. The one in use stays until that is ready, or is loaded again if both did not fit."""
@@ -413,7 +411,7 @@ class Loader:
         if is_server(asked.load.model):
             raise ModelError(
                 "The model runs on a server, in the server's memory.",
-                hint="See the server's own log for what it takes.",
+                hint="See its log.",
             )
         from kvchat.engine.plan import memory_plan
 
