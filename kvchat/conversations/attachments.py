@@ -56,7 +56,7 @@ def read(path: Path, limit: int = MAX_BYTES) -> str:
     found = raw if not raw.startswith(files.WIDE) else files.decoded(raw, f"The file {path}").encode()
     if b"\0" in found:
         raise UsageError(
-            f"The file {path} is not a text file.", f"Byte {found.index(0):,} is NUL.", "Only text can be sent."
+            f"The file {path} is not a text file.", f"Byte {found.index(0):,} is NUL.", "Attach a text file."
         )
     return files.for_a_model(found, f"The file {path}")
 
@@ -105,6 +105,6 @@ def _read(path: Path, limit: int) -> bytes:
     """The first ``limit`` bytes; opening a pipe or a device would wait for it."""
     if not stat.S_ISREG(kind := path.stat().st_mode):
         found = KINDS.get(stat.S_IFMT(kind), "a device")
-        raise UsageError(f"{path} is {found}, not a file.", hint="Only the text of a regular file can be sent.")
+        raise UsageError(f"{path} is {found}, not a file.", hint="Attach a regular text file.")
     with path.open("rb") as file:
         return file.read(limit)

@@ -14,13 +14,13 @@ from kvchat.protocol.messages import Sampling, Variant
 from kvchat.units import MISSING, count, figure, percent, size
 
 FIGURES = {
-    "tok/s": "tokens written a second",
-    "read": "stored tokens that a token attended to, as a share, on average over the answer",
+    "tok/s": "tokens written per second",
+    "read": "share of stored tokens that a token attended to, on average over the answer",
     "fetched": "copied from host to device for the answer",
-    "hits": "of what was chosen, the share that was on the device already",
-    "alike": "tokens at the beginning that are the first answer's",
-    "agree": "of the first answer's tokens, the share for which both find the same token likeliest",
-    "KL": "Kullback-Leibler divergence of the next token from the first answer's, on average over its tokens, in nats",
+    "hits": "share of the choice that was already on the device",
+    "alike": "tokens at the start that match the first answer",
+    "agree": "share of the first answer's tokens for which both find the same token most likely",
+    "KL": "Kullback-Leibler divergence of the next token from the first answer, on average over its tokens, in nats",
 }
 """What the columns mean."""
 COLUMNS = ("", *FIGURES)
@@ -73,7 +73,7 @@ def to_text(comparison: Comparison) -> str:
     table = "\n".join(
         "  ".join((f"{line[0]:<{widths[0]}}", *map(str.rjust, line[1:], widths[1:]))).rstrip() for line in lines
     )
-    head = f"seed {comparison.sampling.seed}, {count(comparison.prompt_tokens)} tokens of prompt read once"
+    head = f"seed {comparison.sampling.seed}, {count(comparison.prompt_tokens)} prompt tokens read once"
     return "\n\n".join(filter(None, (*answers, table, "\n".join(verdicts(comparison)), head)))
 
 
@@ -85,7 +85,7 @@ def to_markdown(comparison: Comparison) -> str:
     parts = [
         "# Comparison",
         comparison.question.strip(),
-        f"{head}, {count(comparison.prompt_tokens)} tokens of prompt read once.",
+        f"{head}, {count(comparison.prompt_tokens)} prompt tokens read once.",
         _markdown_table(comparison),
         "\n".join(f"- {sentence}" for sentence in verdicts(comparison)),
     ]
@@ -136,17 +136,15 @@ def _verdict(name: str, run: Run, first: str) -> str:
     if run.refusal:
         return f"{name} is refused: {run.refusal}"
     if run.agreement is None:
-        return f"{name} has nothing to be compared with."
+        return f"{name} cannot be compared."
     a = run.agreement
     course = f"draws the same tokens as {first}"
     if a.first_difference is not None:
         course = f"differs from token {count(a.first_difference + 1)} on"
     if a.same_choice is None:
         return f"{name} {course}."
-    divergence = "" if a.kl_mean is None else f" (KL {a.kl_mean:.3f} nats on average, {a.kl_max:.3f} at most)"
-    chosen = (
-        f"given {first}'s text it finds the same next token likeliest in {percent(a.same_choice)} of {count(a.tokens)}"
-    )
+    divergence = "" if a.kl_mean is None else f" (KL {a.kl_mean:.3f} nats on average, {a.kl_max:.3f} at worst)"
+    chosen = f"given {first}'s text, it agrees on the next token for {percent(a.same_choice)} of {count(a.tokens)}"
     may_be_smaller = "budget" in run.params and run.stats.read_share == 1
     advice = " It read everything: a smaller budget would tell them apart." if may_be_smaller else ""
     return f"{name} {course}; {chosen}{divergence}.{advice}"

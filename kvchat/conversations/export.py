@@ -223,7 +223,7 @@ def check_ending(path: Path, formats: Iterable[str]) -> None:
         UsageError: it does not.
     """
     if path.suffix not in formats:
-        raise UsageError(f'"{path}" names no format.', hint=f"A file's name ends in one of {', '.join(formats)}.")
+        raise UsageError(f'"{path}" has no known file ending.', hint=f"Use one of {', '.join(formats)}.")
 
 
 def check_new(path: Path) -> None:
@@ -237,7 +237,7 @@ def check_new(path: Path) -> None:
             raise UsageError(f"{path} exists.", hint="Choose another name.")
         if not path.absolute().parent.is_dir():
             raise UsageError(
-                f"{path} cannot be written.", f"There is no folder {path.absolute().parent}.", "Make it first."
+                f"{path} cannot be written.", f"There is no folder {path.absolute().parent}.", "Create it first."
             )
     except (OSError, ValueError) as error:
         raise files.unwritable(path, error, "Choose another place.") from None
@@ -251,7 +251,7 @@ def read(path: Path) -> Conversation:
     """
     try:
         if path.exists() and not path.is_file():
-            raise UsageError(f"{path} is not a file.", hint="Give a file that kvchat exported.")
+            raise UsageError(f"{path} is not a file.", hint="Use a file exported by kvchat.")
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
@@ -262,7 +262,7 @@ def read(path: Path) -> Conversation:
         raise UsageError(
             f"{path} is too large for a conversation.",
             f"At most {MAX_BYTES:,} bytes are read.",
-            "Give a file that kvchat exported.",
+            "Use a file exported by kvchat.",
         )
     return from_json(data, str(path))
 
@@ -286,7 +286,7 @@ def from_json(data: bytes, name: str) -> Conversation:
         if given.id in ids:
             raise _refusal(name, f"Two messages have the id {given.id}.")
         if given.parent not in roles or roles[given.parent] == given.role:
-            raise _refusal(name, f"The message {given.id} follows none of the other role.")
+            raise _refusal(name, f"The message {given.id} does not follow one of the other role.")
         ids[given.id], roles[given.id] = new_id(), given.role
         parent = None if given.parent is None else ids[given.parent]
         conversation.add(Message(**{**dict(given), "id": ids[given.id], "parent": parent}))
@@ -297,9 +297,7 @@ def from_json(data: bytes, name: str) -> Conversation:
 
 
 def _refusal(name: str, detail: str) -> UsageError:
-    return UsageError(
-        f"{name} is not a kvchat conversation.", detail, "Only JSON that kvchat exported can be imported."
-    )
+    return UsageError(f"{name} is not a kvchat conversation.", detail, "Import JSON that kvchat exported.")
 
 
 def keep_as_written(parser: MarkdownIt) -> None:

@@ -412,10 +412,10 @@ def _hint(reason: str) -> str:
     if any(damage in reason for damage in ("malformed", "not a database", "codec can't decode")):
         return "Move the file away, or restore it from a backup: kvchat never deletes it."
     if "Not a directory" in reason:
-        return "Set KVCHAT_DATA_DIR to a folder of yours."
+        return "Set KVCHAT_DATA_DIR to a folder you can write to."
     if LOCKED in reason:
-        return "Another program uses it; it is tried again."
-    return "See whether the disk is full and who may write there."
+        return "Another program is using it; kvchat will try again."
+    return "Check free space and permissions there."
 
 
 def _ancestors(changes: Changes, ids: Iterable[str]) -> set[str]:
@@ -453,7 +453,7 @@ def _message(row: sqlite3.Row) -> Message:
 
 def _header(row: sqlite3.Row) -> dict[str, Any]:
     if not isinstance(row["title"], str) or not all(isinstance(row[name], str | None) for name in ("system", "leaf")):
-        raise sqlite3.DatabaseError("what it says of the conversation is malformed")
+        raise sqlite3.DatabaseError("its record of the conversation is malformed")
     mode = row["mode"] if isinstance(row["mode"], str) else ""
     return {**dict(row), "created": _time(row), "mode": mode, "params": read_params(row["params"])}
 
@@ -461,7 +461,7 @@ def _header(row: sqlite3.Row) -> dict[str, Any]:
 def _time(row: sqlite3.Row) -> float:
     created = row["created"]
     if not isinstance(created, int | float) or not math.isfinite(created):
-        raise sqlite3.DatabaseError("a time in it is malformed")
+        raise sqlite3.DatabaseError("a timestamp in it is malformed")
     return created
 
 
