@@ -23,9 +23,9 @@ from kvchat.remote.servers import KVCHAT, LLAMA, SGLANG, VLLM, Address, whole
 LEAST_S = 0.5  # between two readings of a counter that a rate is made of
 NOT_TOLD = {
     LLAMA: "needs llama-server --metrics",
-    SGLANG: "needs --enable-metrics of SGLang",
+    SGLANG: "needs SGLang's --enable-metrics",
 }
-NONE = "the server has none"
+NONE = "the server has no metrics"
 
 
 class Samples:
@@ -77,7 +77,7 @@ class MetricsReader:
         try:
             reply = await self._http.get(f"{self._address.root}/metrics")
             if not reply.is_success:
-                return replace(nothing, missing=NOT_TOLD.get(self._kind, f"/metrics answers {reply.status_code}"))
+                return replace(nothing, missing=NOT_TOLD.get(self._kind, f"/metrics returned {reply.status_code}"))
             figures, written = FIGURES[self._kind](Samples(reply.text), nothing)
             if self._kind == LLAMA:
                 capacity, used = await self._slots()

@@ -35,16 +35,15 @@ TRANSFORMERS, KVCHAT, OTHER = "transformers serve", "kvchat serve", "an OpenAI-c
 OWNERS = {"llamacpp": LLAMA, "vllm": VLLM, "sglang": SGLANG, "kvchat": KVCHAT}
 """Who owns the models that a server lists, where its program says so."""
 OFFERS = {
-    LLAMA: "Started with -ctk q8_0 -ctv q8_0 it keeps K/V in 8 bits, with -nkvo in host memory; --cache-ram MIB keeps"
+    LLAMA: "Started with -ctk q8_0 -ctv q8_0 it keeps K/V in 8 bits, with -nkvo in RAM; --cache-ram MIB keeps"
     " whole prompts there.",
-    VLLM: "Started with --kv-cache-dtype fp8 it keeps K/V in 8 bits; --kv-offloading-size GIB keeps more in host"
-    " memory.",
+    VLLM: "Started with --kv-cache-dtype fp8 it keeps K/V in 8 bits; --kv-offloading-size GIB keeps more in RAM.",
     SGLANG: "Started with --kv-cache-dtype fp8_e5m2 it keeps K/V in 8 bits; --enable-hierarchical-cache with"
-    " --hicache-ratio keeps more in host memory.",
+    " --hicache-ratio keeps more in RAM.",
     OLLAMA: "Started with OLLAMA_FLASH_ATTENTION=1 OLLAMA_KV_CACHE_TYPE=q8_0 it keeps K/V in 8 bits;"
-    " OLLAMA_CONTEXT_LENGTH=N sets how many tokens.",
-    LM_STUDIO: "The settings of a model there say in how many bits K/V are kept and whether on the GPU.",
-    KVCHAT: "Its modes are chosen where it is started, by --mode and --budget.",
+    " OLLAMA_CONTEXT_LENGTH=N sets the context.",
+    LM_STUDIO: "Its model settings choose the bits of the K/V and whether they stay on the GPU.",
+    KVCHAT: "Its mode is chosen when it is started, by --mode and --budget.",
 }
 """What a program does with K/V, and how it is told to."""
 
@@ -134,9 +133,9 @@ def parse(text: str) -> Address:
     except ValueError:
         is_address = False
     if not is_address or parts.query:
-        raise UsageError(f'"{text[:100]}" is no address of a server.', hint="Write it as http://127.0.0.1:8080.")
+        raise UsageError(f'"{text[:100]}" is not the address of a server.', hint="Write it as http://127.0.0.1:8080.")
     if "@" in parts.netloc:
-        raise UsageError("An address with a password would be seen by others.", hint=f"Give the key in {KEY}.")
+        raise UsageError("Others could see a password in the address.", hint=f"Put the key in {KEY}.")
     base = url.rstrip("/") if re.search(r"/v\d+/?$", parts.path) else f"{url.rstrip('/')}/v1"
     return Address(re.sub(r"/v\d+$", "", base), base, model)
 
@@ -150,12 +149,12 @@ def key_of(address: Address, environ: Mapping[str, str] = os.environ) -> str:
     file = paths.server_keys_file()
     key = _keys_in(file).get(address.root, environ.get(KEY, ""))
     if not isinstance(key, str):
-        raise UsageError(f"The key of {address.root} in {file} is no text.", hint=EXAMPLE)
+        raise UsageError(f"The key of {address.root} in {file} is not text.", hint=EXAMPLE)
     key = key.strip()  # the end of the line that it was copied with
     if not (key.isascii() and key.isprintable()):  # libraries repeat the header that they refuse
         raise UsageError(
             f"The key of {address.root} cannot be sent.",
-            "It has characters beside letters, digits and signs of ASCII.",
+            "It has characters that are not printable ASCII.",
             f"Copy it again, into {KEY} or {file}.",
         )
     return key
@@ -169,11 +168,11 @@ def _keys_in(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise files.unreadable(str(file), error) from None
     if mode & 0o077:
-        raise UsageError(f"{file} may be read by others.", f"Its mode is {mode:04o}.", f"Run: chmod 600 {file}")
+        raise UsageError(f"{file} can be read by others.", f"Its mode is {mode:04o}.", f"Run: chmod 600 {file}")
     try:
         return {parse(name).root: key for name, key in tomli.loads(text).items()}
     except tomli.TOMLDecodeError as error:
-        raise UsageError(f"{file} is no list of keys.", f"Line {error.lineno}: {error.msg}.", EXAMPLE) from None
+        raise UsageError(f"{file} is not a list of keys.", f"Line {error.lineno}: {error.msg}.", EXAMPLE) from None
 
 
 OF_PROGRAMS = {"strftime_now", "raise_exception", "tools"}  # what those that render templates give to each
@@ -251,16 +250,16 @@ async def _listed(address: Address, http: httpx2.AsyncClient) -> list[dict[str, 
     if reply.status_code in (401, 403):
         raise key_refused(address, said(reply))
     if reply.status_code == 503:
-        raise NotReadyError(f"{address.place} is not ready.", said(reply), "Wait until its model is loaded.")
+        raise NotReadyError(f"{address.place} is not ready.", said(reply), "Wait until its model has loaded.")
     body = _json(reply) if reply.is_success else {}
     entries = body.get("data")
     if entries is None and body.get("object") == "list":
         entries = []  # of Ollama without a model
     if not isinstance(entries, list):
         raise UsageError(
-            f"{address.root} is no server of models.",
-            f"{address.base}/models answers {reply.status_code}: {said(reply) or 'nothing'}",
-            "Give the address of an OpenAI-compatible server, as http://127.0.0.1:8080.",
+            f"{address.root} is not a model server.",
+            f"{address.base}/models returned {reply.status_code}: {said(reply) or 'nothing'}",
+            "Use the address of an OpenAI-compatible server, such as http://127.0.0.1:8080.",
         )
     return [one for one in entries if isinstance(one, dict) and isinstance(one.get("id"), str)]
 
@@ -375,7 +374,7 @@ def unreachable(address: Address, error: Exception) -> EngineError:
     return EngineError(
         f"No server answers at {address.root}.",
         f"{str(error)[:MAX_SAID] or type(error).__name__}.",
-        "Start it, or give another address; the conversation is kept.",
+        "Start it, or use another address; the conversation is saved.",
     )
 
 
@@ -383,7 +382,7 @@ def key_refused(address: Address, words: str) -> UsageError:
     """The server wants a key, or another one."""
     file = paths.server_keys_file()
     return UsageError(
-        f"{address.root} asks for a key that it knows.",
+        f"{address.root} needs a valid key.",
         words,
-        f'Put it into {KEY}, or as "{address.root}" = "KEY" into {file} with mode 0600, and start kvchat again.',
+        f'Put it in {KEY}, or as "{address.root}" = "KEY" in {file} with mode 0600, and restart kvchat.',
     )

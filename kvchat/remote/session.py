@@ -40,7 +40,7 @@ GARBAGE = (AttributeError, TypeError, ValueError, KeyError, RecursionError)
 OVER: Final = object()
 NO_KEY = "none"  # the openai library insists on one
 OF_OPENAI = ("OpenAI-Organization", "OpenAI-Project")  # the library takes them from variables that are not meant here
-DECIDES = "The server decides how K/V are kept and read."
+DECIDES = "The server decides how K/V are stored and read."
 
 
 def open_session(load: Load, progress: Callable[[str], None] = lambda stage: None) -> RemoteSession:
@@ -53,9 +53,9 @@ def open_session(load: Load, progress: Callable[[str], None] = lambda stage: Non
     address = servers.parse(load.model)
     if load.chat_template:
         raise UsageError(
-            "The server renders conversations, with its own chat template.",
+            "The server uses its own chat template.",
             f"Given: {load.chat_template}.",
-            "/template KEY=VALUE sets variables of that; --chat-template of llama-server takes another.",
+            "/template KEY=VALUE sets its variables; to replace it, start llama-server with --chat-template.",
         )
     loop = Loop()
     try:
@@ -203,7 +203,7 @@ class RemoteSession:
         finally:
             end()
         if not self._is_canceled and not answer.finish_reason:
-            raise broken_off(self._address, "Its stream ended before the answer did.")
+            raise broken_off(self._address, "Its stream ended before the answer was complete.")
         if self._slots:
             self._slots.note(answer.total)
         yield from answer.finish(self._is_canceled)
@@ -233,7 +233,7 @@ class RemoteSession:
         try:
             yield from self._loop.run(self._slots.go_to(conversation)) if self._slots else ()
         except OSError as error:
-            yield Noted(f"K/V in the server's files cannot be kept track of: {files.reason(error)}.")
+            yield Noted(f"K/V in the server's files cannot be tracked: {files.reason(error)}.")
 
     def forget(self, conversation: str) -> None:
         """Have nothing of it kept in the server's files: it was marked as deleted."""
@@ -248,9 +248,9 @@ class RemoteSession:
         """
         parse_args(args)
         if args and not self._takes_variables:
-            raise UsageError(f"{self._server.kind} takes no variables of a chat template.", hint=INSTEAD)
+            raise UsageError(f"{self._server.kind} accepts no chat template variables.", hint=INSTEAD)
         self._template_args = tuple(args)
-        return f"Sent to the server's template: {', '.join(args) or 'nothing'}, from the next question on."
+        return f"From the next question on, the server's template gets: {', '.join(args) or 'nothing'}."
 
     # ---- what the server decides
 
@@ -294,10 +294,10 @@ class RemoteSession:
         model, server = self._model, self._server
         others = len(server.models) - 1
         notes = [f"{server.kind} at {self._address.place}. {DECIDES} {server.offers}".rstrip()]
-        notes += [f"It has {others:,} more: /model lists them."] if others > 0 else []
+        notes += [f"It has {others:,} more models: /model lists them."] if others > 0 else []
         if self._template_args and not self._takes_variables:
             unsent = ", ".join(self._template_args)
-            notes.append(f"{server.kind} takes no variables of a chat template: {unsent} is not sent.")
+            notes.append(f"{server.kind} accepts no chat template variables: {unsent} is not sent.")
         return Loaded(
             model=model.id,
             architecture=server.kind,
@@ -380,11 +380,11 @@ def explained(error: Exception, address: Address, model: str, has_begun: bool) -
     return EngineError(
         f"{address.place} sent an invalid answer.",
         f"{type(error).__name__}: {error}"[: servers.MAX_SAID],
-        "Is it an OpenAI-compatible server of chats?",
+        "Is it an OpenAI-compatible chat server?",
     )
 
 
-AGAIN = "/continue goes on with it once the server is there, /regen answers again; the conversation is kept."
+AGAIN = "Once the server is back, /continue continues it and /regen starts it over; the conversation is saved."
 
 
 def broken_off(address: Address, reason: str) -> EngineError:
@@ -399,17 +399,17 @@ def _refused(error: openai.APIStatusError, address: Address, model: str) -> Kvch
         case 401 | 403:
             return servers.key_refused(address, said)
         case 404:
-            return ModelError(f"{address.place} has no {model}.", said, "/model lists what it has.")
+            return ModelError(f"{address.place} has no {model}.", said, "/model lists its models.")
         case 400 | 413 | 422 if body.get("type") == TOO_LONG or "context length" in said:
             counts = [f"{body[name]:,} {what}" for name, what in COUNTS.items() if isinstance(body.get(name), int)]
             return DoesNotFitError(
                 "The conversation is longer than the server's context.",
                 " ".join(filter(None, (said, ", ".join(counts) and f"({', '.join(counts)})"))),
-                "/new begins another one, /edit shortens the question; or start the server with more room for it.",
+                "/new starts another one, /edit shortens the question; or start the server with a larger context.",
             )
         case 429 | 503:
-            return EngineError(f"{address.place} accepts no question now.", said, "Ask again in a moment.")
-    return EngineError(f"{address.place} refuses the question: HTTP {error.status_code}.", said, INSTEAD)
+            return EngineError(f"{address.place} is busy.", said, "Ask again in a moment.")
+    return EngineError(f"{address.place} refused the question: HTTP {error.status_code}.", said, INSTEAD)
 
 
-COUNTS = {"n_prompt_tokens": "tokens asked", "n_ctx": "the most"}
+COUNTS = {"n_prompt_tokens": "tokens asked", "n_ctx": "at most"}

@@ -63,7 +63,7 @@ class Slots:
         self._unsaved = 0
         if saved := _counted(reply, "n_saved"):
             slot_files.note(self._root, self._current, saved)
-        return [] if saved or reply is None else [Noted(f"The server cannot save its K/V of the chat: {said(reply)}")]
+        return [] if saved or reply is None else [Noted(f"The server cannot save the K/V of this chat: {said(reply)}")]
 
     async def empty_deleted(self) -> None:
         """Leave nothing in the files of deleted conversations."""
@@ -95,7 +95,7 @@ class Slots:
         if reply is None:
             return []
         slot_files.note(self._root, self._current, slot_files.USELESS)
-        return [Noted(f"The server cannot restore its K/V of the chat, which is read again: {said(reply)}")]
+        return [Noted(f"The server cannot restore the K/V of this chat, which is processed again: {said(reply)}")]
 
     async def _idle(self) -> dict[int, int]:
         """How many tokens are in each slot that is not at work."""

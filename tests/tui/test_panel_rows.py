@@ -126,10 +126,10 @@ def test_every_label_is_explained():
 
 
 def test_of_a_server_only_what_it_tells_is_shown_and_no_memory_here():
-    nothing = snapshot(server=ServerFigures("Ollama", "h:1", missing="the server has none"))
+    nothing = snapshot(server=ServerFigures("Ollama", "h:1", missing="the server has no metrics"))
     shown = blocks(nothing)
     assert shown["memory"] == ("memory", [])
-    assert shown["recall"][1] == [("no more figures", "the server has none")]
+    assert shown["recall"][1] == [("no more figures", "the server has no metrics")]
     other = ServerFigures("vLLM", "h:1", prompt_tokens=9, reused_tokens=3, prompt_tokens_per_s=5.0)
     assert blocks(snapshot(server=other))["context"][1] == [("context used", "0 tok")]  # of another conversation
     some = ServerFigures("vLLM", "h:1", capacity=65_536, used_share=0.12, prefix_share=0.75, running=1)
