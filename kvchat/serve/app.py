@@ -62,10 +62,10 @@ class Guard:
                 message = "The API key is missing or wrong: send it as Authorization: Bearer KEY."
                 return Refusal(401, message, "authentication_error", code="invalid_api_key")
         elif self._is_local and not self._key and host not in LOOPBACK:
-            message = f"Without --api-key only {', '.join(LOOPBACK)} are answered, not the host {host[:100]}."
+            message = f"Without --api-key only {', '.join(LOOPBACK)} are served, not the host {host[:100]}."
             return Refusal(403, message, "permission_error", code="unknown_host")
         if request.method == "POST" and not request.headers.get("content-type", "").startswith("application/json"):
-            return invalid("The body has to be JSON: send Content-Type: application/json.", status=415)
+            return invalid("The body must be JSON: send Content-Type: application/json.", status=415)
         return None
 
 
@@ -74,24 +74,24 @@ class Figures:
 
     def __init__(self, engine: Engine) -> None:
         self._registry = CollectorRegistry()
-        self._requests = self._counter("requests", "answers by how they ended", ["reason"])
-        self._prompt = self._counter("prompt_tokens", "tokens of prompts that were read")
-        self._cached = self._counter("prompt_tokens_cached", "tokens of prompts that were stored and not read again")
-        self._prompt_s = self._counter("prompt_seconds", "time to read prompts")
-        self._drawn = self._counter("tokens_predicted", "tokens of answers")
-        self._drawn_s = self._counter("tokens_predicted_seconds", "time to write answers")
+        self._requests = self._counter("requests", "answers by reason of ending", ["reason"])
+        self._prompt = self._counter("prompt_tokens", "prompt tokens processed")
+        self._cached = self._counter("prompt_tokens_cached", "prompt tokens reused from stored K/V")
+        self._prompt_s = self._counter("prompt_seconds", "time spent processing prompts")
+        self._drawn = self._counter("tokens_predicted", "tokens generated")
+        self._drawn_s = self._counter("tokens_predicted_seconds", "time spent generating")
         self._recalled = self._counter("recalled_bytes", "K/V copied to the device by modes")
-        self._first = Histogram("kvchat:time_to_first_token_seconds", "from the turn's begin", registry=self._registry)
+        self._first = Histogram("kvchat:time_to_first_token_seconds", "from the turn's start", registry=self._registry)
         self._gauge("requests_processing", "answers in progress", lambda: engine.working)
-        self._gauge("requests_deferred", "requests that wait", lambda: engine.waiting)
-        self._gauge("engine_restarts", "starts of the engine after it ended unasked", lambda: engine.restarts)
+        self._gauge("requests_deferred", "requests waiting", lambda: engine.waiting)
+        self._gauge("engine_restarts", "restarts of the engine after a crash", lambda: engine.restarts)
         shown = {
             "kv_tokens": ("tokens stored of the current conversation", "total"),
-            "kv_tokens_read": ("tokens that the last one attended to, the mean over heads", "active"),
+            "kv_tokens_read": ("tokens that the last token attended to, mean over heads", "active"),
             "kv_device_bytes": ("K/V on the device", "kv_device_bytes"),
             "kv_host_bytes": ("K/V in the host pool", "kv_host_bytes"),
-            "kv_parked_bytes": ("K/V of other conversations in host memory", "kv_parked_bytes"),
-            "coverage": ("share of full attention that fell on what was read, of the last answer", "coverage"),
+            "kv_parked_bytes": ("K/V of other conversations in RAM", "kv_parked_bytes"),
+            "coverage": ("share of full attention on the tokens read, in the last answer", "coverage"),
             "process_bytes": ("memory of the engine's process", "process_bytes"),
         }
         for name, (about, of) in shown.items():
@@ -336,7 +336,7 @@ async def parsed(request: Request, kind: type[B]) -> B:
     async for piece in request.stream():
         body += piece
         if len(body) > MAX_BODY_BYTES:
-            raise invalid(f"The body is too long: at most {size(MAX_BODY_BYTES)} are taken.", status=413)
+            raise invalid(f"The body is too long: at most {size(MAX_BODY_BYTES)} are accepted.", status=413)
     try:
         return kind.model_validate_json(bytes(body))
     except ValidationError as error:
@@ -373,12 +373,12 @@ async def _refused(_: Request, refusal: Refusal) -> Response:
 async def _no_route(request: Request, error: HTTPException) -> Response:
     path = request.url.path[:100]
     if error.status_code == 405:
-        return invalid(f"{path} does not take {request.method}.", status=405).response()
+        return invalid(f"{path} does not accept {request.method}.", status=405).response()
     return Refusal(error.status_code, f"There is no {path} here.", "not_found_error", code="not_found").response()
 
 
 async def _gone(_: Request, __: ClientDisconnect) -> Response:
-    return unavailable("The client left.").response()
+    return unavailable("The client disconnected.").response()
 
 
 async def _failed(_: Request, error: Exception) -> Response:

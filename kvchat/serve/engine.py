@@ -117,11 +117,11 @@ class Engine:
             Refusal: the model is not ready, or too many wait.
         """
         if self._is_closing:
-            raise unavailable("The server ends.")
+            raise unavailable("The server is shutting down.")
         if self.loaded is None:
             raise unavailable("The model is being loaded.")
         if self._job is not None and len(self._waiting) >= self._limit:
-            raise unavailable(f"{self._limit} requests wait already.")
+            raise unavailable(f"{self._limit} requests are already waiting.")
         self._waiting.append(job := Job(command))
         self._begin()
         return job
@@ -130,7 +130,7 @@ class Engine:
         """Give up a job that nobody waits for any more; nothing happens to one that is over."""
         if job in self._waiting:
             self._waiting.remove(job)
-            job.events.put_nowait(Ended(refusal=unavailable("The client left.")))
+            job.events.put_nowait(Ended(refusal=unavailable("The client disconnected.")))
         elif job is self._job and self._last is None:
             self._client.send(Stop())
 
@@ -138,7 +138,7 @@ class Engine:
         """Refuse what waits and what comes, and end the answer in progress."""
         self._is_closing = True
         while self._waiting:
-            self._waiting.popleft().events.put_nowait(Ended(refusal=unavailable("The server ends.")))
+            self._waiting.popleft().events.put_nowait(Ended(refusal=unavailable("The server is shutting down.")))
         if self._job:
             self.leave(self._job)
 
@@ -198,7 +198,7 @@ class Engine:
         last, context = self._last, self.loaded.context if self.loaded else 0
         if not isinstance(last, Failed):
             if isinstance(last, Finished) and last.reason == "stopped" and self._is_closing:
-                return Ended(refusal=unavailable("The server ends."))
+                return Ended(refusal=unavailable("The server is shutting down."))
             return Ended(last, self.snapshot)
         message = str(_error(last))
         if self._tokens > context:
@@ -223,10 +223,10 @@ class Engine:
             raise error
         self.loaded = self.snapshot = None
         self.restarts += 1
-        self._say(f"{error} It is started again.")
+        self._say(f"{error} It is restarting.")
         while self._waiting:
-            self._waiting.popleft().events.put_nowait(Ended(refusal=unavailable("The engine ended; it starts again.")))
-        self._end(Ended(refusal=unavailable(f"{error.title} It is started again.")))
+            self._waiting.popleft().events.put_nowait(Ended(refusal=unavailable("The engine is restarting.")))
+        self._end(Ended(refusal=unavailable(f"{error.title} It is restarting.")))
         await self._client.restart()
         self._client.send(self.load)
 

@@ -54,6 +54,6 @@ def of_body(error: ValidationError) -> Refusal:
     details = error.errors(include_url=False, include_context=False)[0]
     param = ".".join(map(str, details["loc"])) or None
     if details["type"] == "extra_forbidden":
-        return invalid(f"There is no field {param} here: it would be ignored.", param)
+        return invalid(f"Unknown field {param}.", param)
     message = details["msg"].removeprefix("Value error, ")
     return invalid(f"{param}: {message}." if param else f"{message}.", param)

@@ -22,32 +22,32 @@ from kvchat.thoughts import TAGS, end_of
 
 MOST_STOPS = 16
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-NO_FUNCTIONS = "it is of an older form; give tools"
-NO_CALLS = "This model's chat template knows no tools, or transformers no form of its calls."
-NO_FORCE = "kvchat cannot make a model call a tool: it decides"
+NO_FUNCTIONS = "this form is outdated; use tools"
+NO_CALLS = "This model's chat template has no tools, or transformers cannot parse its calls."
+NO_FORCE = "the model decides whether to call a tool"
 # Fields that only some values of are accepted, those that ask for nothing, and why no other is.
 NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
-    "n": ((1,), "one answer is given to a request; send it again for another"),
-    "best_of": ((1,), "one answer is drawn"),
-    "logit_bias": (({},), "kvchat's sampler has none"),
+    "n": ((1,), "a request gets one answer; send it again for another"),
+    "best_of": ((1,), "only one answer is generated"),
+    "logit_bias": (({},), "kvchat has no logit bias"),
     "tool_choice": (("none", "auto"), NO_FORCE),
     "parallel_tool_calls": ((True,), NO_FORCE),
     "functions": (([],), NO_FUNCTIONS),
     "function_call": (("none", "auto"), NO_FUNCTIONS),
-    "modalities": ((["text"],), "kvchat writes text"),
-    "audio": ((), "kvchat writes text"),
-    "prediction": ((), "kvchat takes none; the mode parameter draft=lookup drafts from what was said"),
-    "web_search_options": ((), "kvchat searches nothing"),
-    "verbosity": ((), "kvchat's models know none"),
-    "store": ((False,), "kvchat keeps no answers for later"),
-    "echo": ((False,), "the prompt is not repeated"),
-    "suffix": (("",), "write the model's own tokens for filling in into the prompt"),
+    "modalities": ((["text"],), "kvchat generates only text"),
+    "audio": ((), "kvchat generates only text"),
+    "prediction": ((), "not supported; the mode parameter draft=lookup drafts from earlier text"),
+    "web_search_options": ((), "kvchat does not search the web"),
+    "verbosity": ((), "not supported by kvchat's models"),
+    "store": ((False,), "kvchat does not store answers"),
+    "echo": ((False,), "the prompt is not echoed"),
+    "suffix": (("",), "put the model's own fill-in-the-middle tokens in the prompt"),
 }
 NEUTRAL_OF_MESSAGE: dict[str, tuple[tuple[Any, ...], str]] = {
     "function_call": ((), NO_FUNCTIONS),
-    "audio": ((), "kvchat reads text"),
+    "audio": ((), "kvchat reads only text"),
     "refusal": (("",), "write it as content"),
-    "annotations": (([],), "kvchat's models see none"),
+    "annotations": (([],), "kvchat's models do not see them"),
 }
 
 
@@ -64,7 +64,7 @@ def _joined(content: Any) -> Any:
         return content
     for part in content:
         if not isinstance(part, dict) or part.keys() != {"type", "text"} or part["type"] != "text":
-            raise ValueError('each part must be {"type": "text", "text": "..."}: kvchat reads text')
+            raise ValueError('each part must be {"type": "text", "text": "..."}: kvchat reads only text')
     return "\n".join(part["text"] if isinstance(part["text"], str) else "" for part in content)
 
 
@@ -75,7 +75,7 @@ def _listed(value: Any) -> Any:
 def _only(value: Any) -> Any:
     if isinstance(value, list):
         if len(value) != 1 or not isinstance(value[0], str):
-            raise ValueError("one text is continued at a time, given as a text")
+            raise ValueError("one prompt at a time, as a string")
         return value[0]
     return value
 
@@ -177,7 +177,7 @@ class Message(Body):
         if (self.role == "tool") != (self.tool_call_id is not None):
             raise ValueError("tool_call_id and the role tool go together")
         if self.name and self.role != "tool":
-            raise ValueError("kvchat's models see no names")
+            raise ValueError("kvchat's models do not see names")
         return self
 
     def turn(self) -> Turn:
@@ -353,7 +353,7 @@ class ChatRequest(Asked):
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs")
         if self.called_tools() and self.json_schema():
-            raise ValueError("an answer that is held to JSON calls no tools: leave tools or response_format out")
+            raise ValueError("an answer constrained to JSON cannot call tools: omit tools or response_format")
         return self
 
     def scored(self) -> int | None:
@@ -391,7 +391,7 @@ class ChatRequest(Asked):
         known = loaded.template_variables
         for name in given:
             if name not in known:
-                raise invalid(f"The model's chat template does not look at {name}, only at {_names(known)}.", name)
+                raise invalid(f"The model's chat template does not use {name}, only {_names(known)}.", name)
         kept = [text for text in load.template_args if text.partition("=")[0] not in given]
         given |= {"tools": tools} if tools else {}
         args = (*kept, *(f"{name}={json.dumps(value)}" for name, value in given.items()))
@@ -437,7 +437,7 @@ class TokenizeRequest(Body):
             Refusal: both, or neither.
         """
         if (self.content is None) == (self.messages is None):
-            raise invalid("Give content, a text, or messages.")
+            raise invalid("Send either content (text) or messages.")
         if self.messages is not None:
             return _turns(self.messages, defaults)
         return (Turn("text", self.content or ""),)

@@ -53,9 +53,9 @@ def serve(
     is_local = options.host in LOCAL
     app = application(engine, defaults, options.key, is_local, options.origins)
     host, port = listening.getsockname()[:2]
-    say(f"http://{f'[{host}]' if ':' in host else host}:{port}/v1 · Ctrl+C ends it")
+    say(f"http://{f'[{host}]' if ':' in host else host}:{port}/v1 · Ctrl+C stops it")
     if not (is_local or options.key):
-        say("Everyone who reaches this address can use it: --api-key KEY, or KVCHAT_API_KEY, lets in who has the key.")
+        say("Anyone who can reach this address can use it: require a key with --api-key KEY or KVCHAT_API_KEY.")
     quiet = uvicorn.Config(
         app,
         log_level="error",
@@ -113,5 +113,5 @@ def _listen(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise UsageError(
-            f"{host}:{port} cannot be used.", f"{why}.", "Another: --port 0 takes one that is free."
+            f"{host}:{port} cannot be used.", f"{why}.", "Use another: --port 0 picks a free one."
         ) from None

@@ -118,7 +118,7 @@ def test_a_stream_that_waits_for_its_turn_is_kept_alive(tmp_path):
         served.process.send_signal(signal.SIGINT)
         refused = replies[2].read().decode()
         assert '"unavailable_error"' in refused
-        assert "The server ends." in refused
+        assert "The server is shutting down." in refused
         assert "[DONE]" not in refused
         for connection in waiting:
             connection.close()
