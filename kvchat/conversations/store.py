@@ -412,7 +412,7 @@ def _hint(reason: str) -> str:
     if any(damage in reason for damage in ("malformed", "not a database", "codec can't decode")):
         return "Move the file away, or restore it from a backup: kvchat never deletes it."
     if "Not a directory" in reason:
-        return "Set KVCHAT_DATA_DIR to a folder you can write to."
+        return "Set KVCHAT_DATA_DIR to a writable folder."
     if LOCKED in reason:
         return "Another program is using it; kvchat will try again."
     return "Check free space and permissions there."

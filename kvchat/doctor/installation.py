@@ -35,7 +35,7 @@ def checks(device: str) -> Iterator[Check]:
 def settings() -> tuple[Check, str]:
     """The settings file, and the device in the settings ("auto" if they are wrong)."""
     file = paths.config_file()
-    where = f"{file}{'' if file.exists() else ' (not there; the defaults hold)'}"
+    where = f"{file}{'' if file.exists() else ' (not there; defaults apply)'}"
     try:
         resolved = sources.load(profiles=lambda device: profiles.find(device).sources)
     except UsageError as error:
@@ -46,7 +46,7 @@ def settings() -> tuple[Check, str]:
 def environment() -> Check:
     """Variables that begin like kvchat's."""
     given = sorted(name for name in os.environ if name.startswith("KVCHAT_"))
-    found = ", ".join(given) or "no variable of kvchat is set"
+    found = ", ".join(given) or "no KVCHAT_ variable is set"
     if unknown := sources.unknown_variables():
         return Check("environment", "warning", found, " ".join(unknown))
     return Check("environment", "ok", found)
@@ -87,9 +87,9 @@ def data_folder() -> Check:
     free = shutil.disk_usage(there).free
     found = f"{place}, {size(free)} free"
     if not (there.is_dir() and os.access(there, os.W_OK)):
-        return Check("data folder", "warning", f"{found}, not writable", "Set KVCHAT_DATA_DIR to a folder of yours.")
+        return Check("data folder", "warning", f"{found}, not writable", "Set KVCHAT_DATA_DIR to a writable folder.")
     if free < LITTLE_DISK:
-        return Check("data folder", "warning", found, "Make room: logs, calibrations and models need it.")
+        return Check("data folder", "warning", found, "Free some space for logs, calibrations and models.")
     return Check("data folder", "ok", found)
 
 
@@ -133,7 +133,7 @@ def library(name: str) -> Check:
     wanted = _specifier(name)
     # CUDA builds append a local version (2.9.0+cu128), which is no part of the comparison.
     if wanted is not None and not wanted.contains(module.__version__.partition("+")[0], prereleases=True):
-        advice = f"kvchat was tested with {name}{wanted}; another may fail or be wrong."
+        advice = f"kvchat was tested with {name}{wanted}; other versions may fail or give wrong results."
         return Check(name, "warning", f"{module.__version__}{build}", advice)
     return Check(name, "ok", f"{module.__version__}{build}")
 
@@ -145,10 +145,10 @@ def triton(cuda: bool) -> Check:
     except ImportError:
         if not cuda:
             return Check("Triton", "ok", "not installed; only a GPU needs it")
-        advice = f"{libraries.command('triton')}; without it decoding is slower."
+        advice = f"{libraries.command('triton')}; without it, decoding is slower."
         return Check("Triton", "warning", "not installed", advice)
     if cuda and not os.environ.get("CC") and not any(map(shutil.which, ("cc", "gcc", "clang"))):
-        advice = "Install gcc or clang: kernels are built with it."
+        advice = "Install gcc or clang, which build the kernels."
         return Check("Triton", "warning", f"{version}, but no C compiler", advice)
     return Check("Triton", "ok", version)
 
@@ -158,7 +158,7 @@ def numba() -> Check:
     try:
         return Check("numba", "ok", str(import_module("numba").__version__))
     except ImportError as error:
-        advice = f"{libraries.command('numba')}; without it a CPU takes longer to choose pages."
+        advice = f"{libraries.command('numba')}; without it, choosing pages on a CPU is slower."
         return Check("numba", "warning", f"cannot be imported: {error}", advice)
 
 

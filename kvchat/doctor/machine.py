@@ -23,7 +23,7 @@ SMALLEST = (40, 12)  # columns and lines the chat needs
 LITTLE_MEMORY = 2 * 2**30  # a small model's weights and some thousand tokens
 TRIAL_BYTES = 256 * 2**20
 PINNED_ADVICE = (
-    "It works, but recall goes over the processor and steps are not captured. In a container: --ulimit memlock=-1 and "
+    "It works, but recall goes through the CPU and steps are not captured. In a container: --ulimit memlock=-1 and "
     "enough memory."
 )
 
@@ -43,11 +43,11 @@ def processors(threads: int | None, cgroups: Path = CGROUPS) -> Check:
     """The processors this process may use, how many of them the container grants, and torch's threads."""
     usable, present = len(usable_processors()), os.cpu_count() or 0
     share = processor_share(cgroups)
-    found = f"{usable} of {present}, torch computes with {MISSING if threads is None else threads} threads"
+    found = f"{usable} of {present}, torch uses {MISSING if threads is None else threads} threads"
     if share is not None and share < usable:
-        found += f", the container grants the time of {share:.1f}"
+        found += f", the container allows {share:.1f}"
         if threads is not None and threads > share + 1:
-            return Check("processors", "warning", found, f"Threads wait for each other: OMP_NUM_THREADS={int(share)}")
+            return Check("processors", "warning", found, f"Too many threads: set OMP_NUM_THREADS={int(share)}")
     return Check("processors", "ok", found)
 
 
@@ -57,7 +57,7 @@ def host_memory(proc: Path = available.PROC, cgroups: Path = CGROUPS) -> Check:
     found = f"{size(free)} free"
     if free < LITTLE_MEMORY:
         return Check(
-            "host memory", "warning", found, "All K/V is kept here: close programs or keep conversations short."
+            "host memory", "warning", found, "All K/V are kept here: close programs or keep conversations short."
         )
     return Check("host memory", "ok", found)
 
@@ -78,7 +78,7 @@ def wsl(proc: Path = available.PROC) -> Check:
     release = system_text(proc / "sys" / "kernel" / "osrelease")
     if "microsoft" not in release.lower():
         return Check("WSL", "ok", "no" if release else MISSING)
-    advice = "Windows limits pinned memory, to about half of the machine's; beyond that recall is slow."
+    advice = "Windows limits pinned memory, to about half of the machine's; beyond that, recall is slow."
     return Check("WSL", "warning", release, advice)
 
 
@@ -94,8 +94,8 @@ def numa(bus: str, sysfs: Path = SYS) -> Check:
         system_text(sysfs / "devices" / "system" / "node" / f"node{near}" / "cpulist"),
     )
     if cpus and _numbers(cpus).isdisjoint(usable_processors()):
-        advice = f"K/V would cross between sockets: numactl --cpunodebind={near} --membind={near} kvchat"
-        return Check("NUMA", "warning", f"{found}, this process runs on others' processors only", advice)
+        advice = f"K/V would cross sockets; run: numactl --cpunodebind={near} --membind={near} kvchat"
+        return Check("NUMA", "warning", f"{found}, but this process runs only on other nodes' processors", advice)
     return Check("NUMA", "ok", found)
 
 
@@ -107,7 +107,7 @@ def terminal() -> Check:
     term, colors = os.environ.get("TERM", ""), os.environ.get("COLORTERM", "")
     found = f"TERM={term or MISSING} COLORTERM={colors or MISSING}, {columns}x{lines}"
     if term in ("", "dumb"):
-        return Check("terminal", "warning", found, "The chat needs a terminal that can move its cursor; ask works.")
+        return Check("terminal", "warning", found, "The chat needs cursor control; kvchat ask works here.")
     if columns < SMALLEST[0] or lines < SMALLEST[1]:
         return Check("terminal", "warning", found, "The chat needs {}x{}: enlarge the window.".format(*SMALLEST))
     if colors not in ("truecolor", "24bit") and "direct" not in term:
@@ -146,7 +146,7 @@ def driver(version: str | None, gpus: int, torch: Any) -> Check:
         return Check("driver", "ok", f"no NVML; {seen}")
     found = f"{version}, {gpus} GPU"
     if torch is not None and not torch.version.cuda:
-        return Check("driver", "warning", found, "This torch is built without CUDA: install a CUDA build of it.")
+        return Check("driver", "warning", found, "This torch was built without CUDA: install a CUDA build.")
     if torch is not None and not torch.cuda.is_available():
         advice = "torch does not see the GPU: the driver may be too old for it, or CUDA_VISIBLE_DEVICES hides it."
         return Check("driver", "warning", found, advice)
@@ -167,7 +167,7 @@ def gpu(info: GpuInfo) -> Check:
         f"PCIe {_link(info.link)}, at best {_link(info.link_max)}"
     )
     if info.link.width and info.link_max.width and info.link.width < info.link_max.width:
-        advice = "The link has fewer lanes than it could: another slot or a riser may share them. Recall is as slow."
+        advice = "The link uses fewer lanes than it could, which slows recall: another slot or a riser may share them."
         return Check("GPU", "warning", found, advice)
     return Check("GPU", "ok", found)
 
@@ -176,12 +176,12 @@ def chosen_device(device: str, torch: Any) -> Check:
     """Check that torch has the device in the settings."""
     there = sees_gpu(torch)
     if device.startswith("cuda") and not there:
-        advice = 'Set [model] device = "auto", or make torch see the GPU.'
-        return Check("device", "problem", f"{device} is set, torch sees no GPU", advice)
+        advice = 'Set [model] device = "auto", or make the GPU visible to torch.'
+        return Check("device", "problem", f"{device} is set, but torch sees no GPU", advice)
     number = int(device.partition(":")[2] or 0)
     if device.startswith("cuda") and number >= (gpus := torch.cuda.device_count()):
         advice = f'Set [model] device = "cuda:{gpus - 1}" or lower; CUDA counts from 0.'
-        return Check("device", "problem", f"{device} is set, torch sees {count(gpus)} GPU", advice)
+        return Check("device", "problem", f"{device} is set, but torch sees {count(gpus)} GPU", advice)
     used = "cpu" if device == "cpu" or not there else "cuda" if device == "auto" else device
     return Check("device", "ok", f"{device} is set, {used} is used" if device == "auto" else used)
 
@@ -190,8 +190,8 @@ def several(torch: Any) -> Check:
     """The GPUs that a model can be split over, and how the first exchanges data with each of the others."""
     count = torch.cuda.device_count()
     direct = {f"cuda:{n}": bool(torch.cuda.can_device_access_peer(0, n)) for n in range(1, count)}
-    told = [f"{'directly' if direct[each] else 'through host memory'} with {each}" for each in direct]
-    found = f"--gpus {count} splits a model that is too large for one; cuda:0 exchanges data {', '.join(told)}"
+    told = [f"{'directly' if direct[each] else 'through RAM'} with {each}" for each in direct]
+    found = f"--gpus {count} splits a model too large for one; cuda:0 exchanges data {', '.join(told)}"
     return Check("several GPUs", "ok", found)
 
 
@@ -202,7 +202,7 @@ def pinning(torch: Any, cuda: bool, registrar: Any = None) -> Check:
     from kvchat.kv.memory import available, pinned  # they import torch
 
     if available.usable(available.host_free()) < TRIAL_BYTES:
-        advice = f"Less than {size(TRIAL_BYTES)} of host memory is free, too little to try it."
+        advice = f"Less than {size(TRIAL_BYTES)} of RAM is free, too little to test pinning."
         return Check("pinning", "warning", MISSING, advice)
     region = pinned.PinnedRegion(TRIAL_BYTES)
     region.commit(TRIAL_BYTES)
@@ -225,7 +225,7 @@ def decode_steps(cuda: bool, has_triton: bool, pinned: bool) -> Check:
     if not pinned:
         return Check(name, "warning", "stock torch operations, no CUDA graph", "Host memory is not pinned: see above.")
     if not has_triton:
-        return Check(name, "warning", "CUDA graph with stock torch operations", "Triton is not there: see above.")
+        return Check(name, "warning", "CUDA graph with stock torch operations", "Triton is missing: see above.")
     return Check(name, "ok", "CUDA graph with Triton kernels (stock torch operations for float32 models)")
 
 

@@ -50,6 +50,6 @@ def _line(check: Check) -> str:
 def _verdict(found: list[Check]) -> str:
     count = {state: sum(check.state == state for check in found) for state in GLYPHS}
     if count["problem"]:
-        return f"\nkvchat cannot run: {count['problem']} to solve first.\n"
-    more = f"; {count['warning']} to look at" if count["warning"] else ""
+        return f"\nkvchat cannot run. Problems to fix: {count['problem']}.\n"
+    more = f"; warnings: {count['warning']}" if count["warning"] else ""
     return f"\nkvchat can run{more}.\n"

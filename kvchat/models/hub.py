@@ -203,7 +203,9 @@ def _fetch(file: RemoteFile, before: int, total: int, progress: ByteProgress) ->
         try:
             fcntl.flock(partial, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise ModelError("The model is being downloaded by another process.", hint="Wait until it is done.") from error
+            raise ModelError(
+                "The model is being downloaded by another process.", hint="Wait until it is done."
+            ) from error
         start = partial.tell()
         constants.DOWNLOAD_CHUNK_SIZE = min(constants.DOWNLOAD_CHUNK_SIZE, CHUNK)
         bar = _bar(lambda done: progress.tell(before + done, total), start)

@@ -56,7 +56,9 @@ UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, Recur
 MOST_TESTED = 100  # models that are noted to have passed their tests
 LIBRARIES = ("kvchat", "torch", "transformers", "numba", "triton")
 NAMED_SHARE = 0.05
-ONE_BY_ONE = "Later turns are processed token by token: transformers' code for this model can prefill only from the start."
+ONE_BY_ONE = (
+    "Later turns are processed token by token: transformers' code for this model can prefill only from the start."
+)
 MOST = 0.005  # nats: a loss below that is not told
 LARGEST = 2**29  # weights of a model that is measured
 TOKENS = 32

@@ -102,7 +102,9 @@ def read_json(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ModelError(f"{file.name} cannot be read.", f"{file}: {error}.", "Download the model again.") from error
     if not isinstance(content, dict):
-        raise ModelError(f"{file.name} cannot be read.", f"{file} does not contain a JSON object.", "Download the model again.")
+        raise ModelError(
+            f"{file.name} cannot be read.", f"{file} does not contain a JSON object.", "Download the model again."
+        )
     return content
 
 
