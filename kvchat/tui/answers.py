@@ -218,7 +218,7 @@ class Answers:
         if self.answer is not None and self.answer.text:
             self._keep(self.answer, "stopped", self._lines())
         if queued := self.queue.take_texts():
-            self._restore(queued, "What was queued")
+            self._restore(queued, "The queued text")
         self.answer = self._question = None
         self._switch = None
 
@@ -258,7 +258,7 @@ class Answers:
         self._show_phase(Phase.DOWN)
         self.queue.hold()
         if len(self.queue) == 1:
-            self._restore(await self.queue.take_back(), "What was queued")
+            self._restore(await self.queue.take_back(), "The queued text")
 
     def _keep(self, answer: AnswerView, ending: str, switch_lines: tuple[ModeChange, ...]) -> Message:
         """Put an answer as far as it has come into the conversation."""
@@ -270,7 +270,7 @@ class Answers:
         """Put the question that got no answer back into the prompt; one with earlier answers shows the newest."""
         conversation = self.state.conversation
         if text := conversation.withdraw():
-            self._restore(text, "No word of the answer has come; the question")
+            self._restore(text, "The answer had not started; the question")
             if self._question is not None:
                 await self._question.remove()
         elif conversation.leaf is not None:

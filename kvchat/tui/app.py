@@ -329,8 +329,8 @@ class KvchatApp(App[None]):
         except (ImportError, AttributeError, ValueError, RuntimeError) as error:
             raise UsageError(
                 f"TEXTUAL_DRIVER is {constants.DRIVER!r}.",
-                f"It names no driver of Textual's: {error}.",
-                "Give module:Class, or unset it for this platform's own.",
+                f"It is not a Textual driver: {error}.",
+                "Use module:Class, or unset it for the platform's default.",
             ) from None
 
     def get_line_filters(self) -> Sequence[LineFilter]:

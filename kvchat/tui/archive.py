@@ -49,8 +49,8 @@ class Archive:
         try:
             await self._run(self._use, self._path)
         except StoreError as error:
-            kept = "only" if not error.is_locked else "until then"
-            text = f"{error} The conversations of this run are kept in memory {kept}."
+            kept = "only in memory" if not error.is_locked else "in memory until then"
+            text = f"{error} This run keeps its conversations {kept}."
             self._view.toast(text, title="Conversations", severity="warning", timeout=20)
             await self._run(self._use, None)
             self._tried = monotonic() if error.is_locked else None
@@ -190,7 +190,7 @@ class Archive:
     def _show_problem(self, error: StoreError) -> None:
         if not self._is_problem_shown:
             self._is_problem_shown = True
-            text = f"{error} The conversation is kept in memory, and saving is tried again."
+            text = f"{error} The conversation stays in memory; kvchat keeps trying to save it."
             self._view.toast(text, title="Not saved", severity="error", timeout=20)
 
 
@@ -216,7 +216,7 @@ class ModeOfConversation:
             for one, params in modes.by_mode(kept.mode, kept.params).items():
                 modes.parse(one, params)
         except UsageError as gone:
-            self._view.add_note(f"This conversation was in {_described(kept)}; it goes on in {state.mode}. {gone}")
+            self._view.add_note(f"This conversation used {_described(kept)}; it continues in {state.mode}. {gone}")
             return
         changes = self._changes(kept)
         self.is_due = bool(changes) or kept.mode != (state.wanted or state.asked)
@@ -233,7 +233,7 @@ class ModeOfConversation:
         """Something was switched to; whether it is told here, because it was this mode."""
         is_told, self.is_due = self.is_due and self._state.asked == self._state.conversation.mode, False
         if is_told:
-            self._view.add_note(f"Back in {_described(self._state.conversation)}, which this conversation was in.")
+            self._view.add_note(f"Back in {_described(self._state.conversation)}, the mode of this conversation.")
         return is_told
 
     def _changes(self, kept: Conversation) -> Params:

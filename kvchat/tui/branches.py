@@ -42,7 +42,7 @@ class Branches:
         self.require_ready()
         answer = self.state.conversation.leaf
         if answer is None or answer.role != "assistant":
-            raise UsageError("There is no answer to go on with.", hint="Ask something first.")
+            raise UsageError("There is no answer to continue.", hint="Ask something first.")
         await self.view.show_messages((), below=answer.parent)
         await self.answers.begin(answer)
 
@@ -145,7 +145,7 @@ class Branches:
         if self.state.phase is Phase.DOWN:
             raise UsageError("The engine is down.", hint="/restart or the next question starts it again.")
         if self.state.phase is not Phase.READY:
-            raise UsageError("The engine is busy.", hint="/stop ends the answer; then try again.")
+            raise UsageError("The engine is busy.", hint="/stop stops the answer; then try again.")
 
     async def _end_before(self, question: Message) -> None:
         self.state.conversation.go_to(question.parent)
@@ -197,7 +197,7 @@ class Pins:
         self._last = ""
         if last is not None and last.pinned:
             self._mark(last, False)
-            self.view.toast("The message pinned last is unpinned again.")
+            self.view.toast("The message pinned last was unpinned again.")
 
     def _mark(self, message: Message, pinned: bool) -> None:
         changed = self.state.conversation.pin(message.id, pinned)

@@ -86,7 +86,7 @@ class Comparisons:
         """Ask the modes for the fact that has been hidden; False if it was stopped meanwhile."""
         running = self.running
         if running is None or running.is_stopping:
-            self.abandon("Stopped before a mode was asked.")
+            self.abandon("Stopped before any mode was asked.")
             return False
         running.question, running.fact = hidden.turns[-1].content, hidden.fact
         running.sampling = replace(running.sampling, max_new_tokens=hidden.tokens)
@@ -143,7 +143,7 @@ def parse_variants(words: Sequence[str]) -> list[Variant]:
         elif groups:
             groups[-1].append(word)
         else:
-            raise UsageError(f"{word} belongs to no mode.", hint="A mode comes first: full streaming budget=256")
+            raise UsageError(f"{word} is before the first mode.", hint="Put a mode first: full streaming budget=256")
     if len(groups) > MAX_VARIANTS:
         raise UsageError(
             f"{len(groups)} modes are too many.", f"At most {MAX_VARIANTS} are compared at once.", "Leave some out."
@@ -165,7 +165,7 @@ def completed(variants: Sequence[Variant], mode: str) -> tuple[Variant, ...]:
     for variant in chosen:
         modes.parse(variant.mode, variant.params)
     if len(set(map(label, chosen))) < len(chosen):
-        raise UsageError("A mode is listed twice.", hint="Give one another budget: sync sync budget=256")
+        raise UsageError("A mode is listed twice.", hint="Use another budget for one: sync sync budget=256")
     return chosen
 
 
@@ -205,7 +205,7 @@ def verdict(shown: RunningComparison) -> str:
         sentences.insert(
             0, f"{least.mode} found it and read {percent(least.stats.read_share)} of the text at each token."
         )
-    return " ".join(sentences) or "No mode has answered."
+    return " ".join(sentences) or "No mode answered."
 
 
 def is_found(run: Run, fact: str | None) -> bool:

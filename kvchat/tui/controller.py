@@ -99,7 +99,7 @@ class ChatController:
         await self.client.close()
         self.state.forget_engine()
         self.view.show_snapshot(None)
-        self.view.add_note("The model is unloaded, the conversation is kept; the next question loads the model again.")
+        self.view.add_note("The model was unloaded, the conversation is safe; the next question loads it again.")
 
     async def listen(self) -> None:
         """Handle the engine's events until canceled, of an engine that is being ended no more."""
@@ -264,7 +264,7 @@ class ChatController:
         if self._is_auto and any(name in modes.choosable()[one].model_fields for one in modes.ENTERED_BY_AUTO):
             self.switch(modes.AUTO)
             return
-        self.view.add_note(f"The {self.state.mode} mode has no {name}; {value} counts from the next mode that has one.")
+        self.view.add_note(f"The {self.state.mode} mode has no {name}; {value} applies in the next mode with one.")
 
     def set_for_mode(self, mode: str, name: str, value: int | float | bool | str | None) -> None:
         """Change a parameter of any mode, at once or when the mode is entered; None leaves the choice to kvchat.
@@ -360,7 +360,7 @@ class ChatController:
             self.view.toast(str(error), title="Conversations", severity="warning", timeout=20)
             return None
         if resume and latest is None:
-            self.view.toast("There is no earlier conversation to go on with.", severity="warning")
+            self.view.toast("There is no earlier conversation to continue.", severity="warning")
         return latest
 
     async def keep(self) -> None:
@@ -429,7 +429,7 @@ class ChatController:
         if self.state.info is not None:
             self._send(Forget(id))  # after its file was moved away: what the engine wrote since is deleted
         self._deleted.append(id)
-        self.view.toast(f"“{title}” is deleted; /restore brings it back within a day.", timeout=10)
+        self.view.toast(f"“{title}” was deleted; /restore brings it back within a day.", timeout=10)
 
     async def restore(self) -> None:
         """Bring the conversation deleted last back and go on with it.
@@ -440,7 +440,7 @@ class ChatController:
         if not self._deleted:
             raise UsageError(
                 "Nothing was deleted in this run.",
-                hint="/chats lists the conversations there are.",
+                hint="/chats lists the saved conversations.",
             )
         await self.archive.restore(self._deleted[-1])
         await self.open(self._deleted.pop())

@@ -190,7 +190,7 @@ class EngineEvents:
         level = next((level for level in CONTEXT_LEVELS if context and tokens >= level * context), 0.0)
         before, self._warned = self._warned, level
         if level > before and self.state.mode != modes.HOLDS_LEAST:
-            goes_on = "" if self.state.is_served else f", or /mode {modes.HOLDS_LEAST}, which goes on beyond it"
+            goes_on = "" if self.state.is_served else f", or /mode {modes.HOLDS_LEAST}, which continues beyond it"
             self.view.toast(
                 f"{count(tokens)} of {count(context)} tokens: {percent(tokens / context)} of the model's context."
                 f" Before it is full: /new{goes_on}.",
@@ -244,7 +244,7 @@ class EngineEvents:
         self._show_error(UsageError(f"The mode stays {refused.mode}.", refused.message, "/mode lists all modes."))
 
     async def _rebuilt(self, rebuilt: Rebuilt) -> None:
-        left = f"; {count(rebuilt.reduced_tokens)} are left" if rebuilt.reduced_tokens else ""
+        left = f"; {count(rebuilt.reduced_tokens)} remain" if rebuilt.reduced_tokens else ""
         self.view.add_note(f"Recomputed {count(rebuilt.tokens)} tokens in {seconds(rebuilt.seconds)}{left}.")
         await self.answers.ready()
 
@@ -264,7 +264,7 @@ class EngineEvents:
 
     def _replayed(self, replayed: Replayed) -> None:
         self.replay.is_over = True
-        self.view.toast(f"The recording is over: {seconds(replayed.seconds)}. /restart plays it again.", timeout=10)
+        self.view.toast(f"The recording has ended: {seconds(replayed.seconds)}. /restart plays it again.", timeout=10)
 
     async def _failed(self, failed: Failed) -> None:
         was_busy = self.state.phase.busy

@@ -32,20 +32,20 @@ DOWNLOAD = process.python("-m", "kvchat.models.download", str(os.getpid()))
 # Values of --quantize that are worth naming; other names are those of checkpoints quantized already.
 CHOICES = {*get_args(Quantize)} - {"auto", "none"}
 FLOOR = (
-    "floor: reading the weights once, at the rate that kvchat bench decode --save-profile measured; no token is faster"
+    "floor: reading the weights once, at the rate measured by kvchat bench decode --save-profile; no token is faster"
 )
 PLANNED = {
     "weights": "the model's weights, by how they are quantized",
-    "K/V read": "what each mode holds beside the weights to read K/V, once the conversation is as long as planned",
-    "unpacked": "the weights, all of them in host memory while they are loaded, before they are packed again",
-    "streamed from RAM": "what full mode with resident reads from the host for every token, beside the weights named",
-    "recurrent state": "layers that keep a state of fixed size in place of K/V",
-    "workspace": "what computing takes for a moment: an estimate",
-    "K/V stored": "the K/V of all tokens in host memory, in every mode; on a CPU full mode reads it there",
-    "snapshots": "copies of the recurrent state to go back to, at most",
-    "free": "memory that nothing uses now",
-    "measured": "what the loaded model takes at this moment, beside what was planned; memory once taken for a longer "
-    "conversation is kept as room",
+    "K/V read": "what each mode holds besides the weights to read K/V, once the conversation is as long as planned",
+    "unpacked": "all weights in RAM while loading, before they are requantized",
+    "streamed from RAM": "what full mode with resident reads from RAM for every token, with the named weights",
+    "recurrent state": "layers that keep a fixed-size state instead of K/V",
+    "workspace": "temporary memory for computing: an estimate",
+    "K/V stored": "the K/V of all tokens in RAM, in every mode; on a CPU full mode reads them there",
+    "snapshots": "saved copies of the recurrent state, at most",
+    "free": "unused memory",
+    "measured": "what the loaded model takes now, next to what was planned; memory allocated for a longer "
+    "conversation stays allocated",
 }
 """What the rows of ``/plan`` mean, by how their names begin."""
 
@@ -98,9 +98,7 @@ class Models:
             self._require_idle()
             await self._begin(load)
         elif self._downloading is not None:
-            raise UsageError(
-                "Another model is being downloaded.", hint="/stop ends that; it can be gone on with later."
-            )
+            raise UsageError("Another model is being downloaded.", hint="/stop stops it; it can be resumed later.")
         else:
             self._downloading = asyncio.create_task(self._fetch(load))
 
@@ -144,12 +142,12 @@ class Models:
         name, others = self._asked.model, self._state.info is not None
         if self._stops == 2 - others:
             self._client.send(Stop())
-            self._view.toast(f"Loading {name} is being stopped; /stop once more ends the engine.")
+            self._view.toast(f"Stopping the loading of {name}; /stop again ends the engine.")
         elif self._stops > 2 - others:
             self._asked = None
             await self._restart()
         else:
-            self._view.toast(f"/stop once more ends loading {name}.")
+            self._view.toast(f"/stop again stops loading {name}.")
 
     def keep_pages(self, host_dtype: HostDtype) -> None:
         """Keep pages of K/V that get full from now on exactly or in int8, also during an answer."""
@@ -174,7 +172,7 @@ class Models:
         """
         parse_args(args)
         if args and (info := self._state.info) and not info.takes_variables:
-            raise UsageError(f"{info.server} takes no variables of a chat template.", hint=INSTEAD)
+            raise UsageError(f"{info.server} accepts no chat template variables.", hint=INSTEAD)
         self.in_use, self._base = (replace(load, template_args=tuple(args)) for load in (self.in_use, self._base))
         if self._state.info is not None and self._state.phase is not Phase.DOWN:
             self._client.send(SetTemplateArgs(tuple(args)))
@@ -200,9 +198,9 @@ class Models:
 
     def _require_idle(self) -> None:
         if self._state.phase.busy:
-            raise UsageError("An answer is under way.", hint="/stop ends it; then choose the model.")
+            raise UsageError("An answer is in progress.", hint="/stop stops it; then choose the model.")
         if self._state.phase is Phase.LOADING:
-            raise UsageError("A model is being loaded.", hint="/stop ends that; then choose another one.")
+            raise UsageError("A model is being loaded.", hint="/stop stops it; then choose another one.")
 
     # ---- downloading -----------------------------------------------------------------------------
 
@@ -219,7 +217,7 @@ class Models:
                     await asyncio.sleep(ANSWER_POLL_S)
                 await self._begin(load)
             else:
-                self._view.toast(f"The download is stopped; /model {load.model} goes on with it.", timeout=10)
+                self._view.toast(f"The download was stopped; /model {load.model} resumes it.", timeout=10)
         except KvchatError as error:
             self._view.add_error(error)
         finally:
@@ -242,7 +240,7 @@ class Models:
             raise UsageError("The engine is down.", hint="/restart or the next question starts it again.")
         load = self._load(name, {}) if name else self.in_use
         load = replace(load, given=self._state.given)
-        self._view.toast(f"What {load.model} takes is being worked out.")
+        self._view.toast(f"Planning memory for {load.model} …")
         self._client.send(Plan(load, context))
         self._plans += 1
 
@@ -353,7 +351,7 @@ class Download:
             report(visible(said["stage"]))
         if self._is_stopped:
             return False
-        raise EngineError(f"The download of {name} ended by itself.", hint=f"/model {name} goes on with it.")
+        raise EngineError(f"The download of {name} ended unexpectedly.", hint=f"/model {name} resumes it.")
 
 
 class Row(NamedTuple):
@@ -450,7 +448,7 @@ def _rows(made: MemoryPlan) -> Iterator[Row]:
 
 def _proposed(made: MemoryPlan) -> Iterator[str]:
     if made.proposal is None:
-        yield "Nothing fits: take a smaller model or a shorter context."
+        yield "Nothing fits: use a smaller model or a shorter context."
         yield f"{_started(made)} --force loads it anyway."
         return
     if made.proposal.install:

@@ -17,79 +17,79 @@ EVENTS = "events"
 
 FIGURES = {
     "at a glance": {
-        "memory used": "by the model and the conversation: on a GPU what is in use there, else of the engine in RAM",
+        "memory used": "by the model and the conversation: GPU memory in use, or without a GPU the engine's RAM",
         "context used": "stored tokens, as a share of what the model can attend to",
     },
     "this answer": {
         "reads": "stored tokens that the last token attended to, on average over layers and KV heads",
-        "attention covered": "of the attention that the model would give to all that is stored, the share that fell on"
-        " what was read: one layer is looked at from time to time, and all of them are averaged",
-        "over the budget": "tokens read beyond it: some modes read everything in their first layer, or keep some slack",
-        "on the device": "K/V in the GPU's memory, of all that is stored; the rest is fetched when it is chosen",
-        "copied to read": "K/V that this mode holds a second time, side by side; full mode reads what is stored itself",
+        "attention covered": "share of the model's attention to everything stored that falls on the tokens"
+        " read: sampled in one layer from time to time, averaged over all layers",
+        "over the budget": "tokens read beyond it: some modes read everything in their first layer or allow slack",
+        "on the device": "K/V in the GPU's memory, of all stored; the rest is fetched when chosen",
+        "copied to read": "K/V that this mode copies into one place to read; full mode reads the stored K/V directly",
         "saved there": "what full mode would hold on the device beyond what this mode holds now",
-        "fetched per token": "copied from host to device for one token, and the median time that took",
+        "fetched per token": "copied from RAM to the GPU for one token, and the median time",
         "of the context": "stored tokens, as a share of what the model can attend to",
-        "reduced context": "tokens computed while less than everything was read; /rebuild computes them again, exactly",
+        "reduced context": "tokens computed while reading less than everything; /rebuild recomputes them exactly",
     },
     "mode": {
-        READ_OF_STORED: "the course of it, from the first token at the left to the newest: solid is what a token read,"
+        READ_OF_STORED: "over time, from the first token at the left to the newest: solid is what a token read,"
         " shaded what was stored then; ▾ where the mode changed",
-        "budget": "tokens that a token may attend to in a KV head for which the mode chooses; in their first layers, or"
+        "budget": "tokens a token may attend to in a KV head that the mode chooses for; in their first layers, or"
         " in some heads, some modes read everything",
-        "parameters": "/settings lists those of all modes with what they mean and what they are now, and changes them",
-        "next mode": "the one that the key for the next mode switches to",
-        "to switch": "what is copied from host to device for it, and the time that is likely to take",
-        "pinned": "tokens that every mode attends to: pinned messages and system prompt; how many go beyond the budget",
-        "recurrent state": "memory of layers that keep a state of fixed size in place of K/V; and of its copies",
-        "recovery": "what was done when the entropy of the text went wrong: SR and WR bring tokens back, FR reads"
-        " more for a while, RR takes back the last words; calm: nothing",
+        "parameters": "/settings lists and changes the parameters of all modes",
+        "next mode": "the mode that the next-mode key switches to",
+        "to switch": "what switching copies from RAM to the GPU, and about how long it takes",
+        "pinned": "tokens every mode attends to: pinned messages and system prompt; how many exceed the budget",
+        "recurrent state": "memory of layers that keep a fixed-size state instead of K/V, and of its copies",
+        "recovery": "what was done when the text's entropy went wrong: SR and WR bring tokens back, FR reads"
+        " more for a while, RR undoes the last words; calm: nothing",
     },
     "fetching": {
-        "in all": "fetched since the model was loaded, for comparisons not counted",
-        "hit rate": "of what was chosen, the share that was on the device already",
+        "in all": "fetched since the model was loaded, comparisons not counted",
+        "hit rate": "share of the choice that was already on the device",
         "corrections": "choices replaced before attention because the query had turned, since the model was loaded",
-        "time p50 / p95": "time to fetch for one token, by a clock around it: the median, and what 95 % stay below",
-        "fetch rate": "the bytes fetched over the time that it took, and the share of the link's rate where that was"
+        "time p50 / p95": "time to fetch for one token: the median and the 95th percentile",
+        "fetch rate": "bytes fetched per second, and the share of the link's rate where that was"
         " measured (kvchat bench decode --save-profile)",
-        "waited for": "the part of that time that the model had to wait, exposed; the rest was hidden behind its work",
+        "waited for": "the part of that time the model waited (exposed); the rest was hidden behind its work",
     },
     "memory": {
         "no GPU": "the engine computes on the CPU",
         "GPU": "its name",
         "used": "memory in use on the GPU, by all programs; read by NVML",
-        "this process": "memory of the engine: on a GPU by NVML, else as the system counts it",
+        "this process": "memory of the engine: on a GPU by NVML, else from the system",
         "load": "use of the GPU, its temperature and power; read by NVML",
         "torch": "GPU memory allocated by torch, of what it has reserved",
         "weights": "memory of the model's weights",
         "parked": "the K/V of other conversations, kept in RAM until they are reopened",
-        "K/V on the host": "the K/V of all tokens, always complete: nothing is lost by leaving the device",
+        "K/V on the host": "the K/V of all tokens, always complete: leaving the device loses nothing",
     },
     "of a server": {
-        "decided by": "the server's program: what is kept and read of the K/V is not told, and no mode changes it",
+        "decided by": "the server's program: it does not report what K/V it keeps and reads, and no mode changes that",
         "at": "the server's host and port",
-        "not read again": "tokens of the last prompt that the server had stored already, of all of the prompt",
-        "prompt read at": "its new tokens over the time that the server took for them",
-        "server's K/V": "of the room that the server has for K/V, what is taken: of all its users, as all that follows",
-        "server's hits": "tokens of prompts that were stored already, as a share and a number, since its start",
-        "K/V in its RAM": "of the room for K/V in host memory, what is taken",
-        "found there": "tokens of prompts whose K/V came back from host memory",
-        "loaded from there": "K/V copied from host memory since it was started",
-        "stored there": "K/V copied to host memory since it was started",
-        "server writes": "tokens a second, for all its users",
-        "server's queue": "requests that are being answered, and that wait",
-        "drafts accepted": "of the tokens that the server drafted, the share that was verified",
-        "no more figures": "why the server tells no others",
+        "not read again": "tokens of the last prompt that the server already had, out of the whole prompt",
+        "prompt read at": "new prompt tokens per second on the server",
+        "server's K/V": "K/V memory in use on the server, for all its users, as are the rows below",
+        "server's hits": "prompt tokens already stored, as a share and a number, since its start",
+        "K/V in its RAM": "K/V memory in use in the server's RAM",
+        "found there": "prompt tokens whose K/V came back from RAM",
+        "loaded from there": "K/V copied from RAM since its start",
+        "stored there": "K/V copied to RAM since its start",
+        "server writes": "tokens per second, for all its users",
+        "server's queue": "requests being answered, and waiting",
+        "drafts accepted": "share of the server's drafted tokens that were accepted",
+        "no more figures": "why the server reports no others",
     },
     "details": {
-        READ_BY_HEAD: "a column for each layer, a row for each KV head: a full block reads all that is stored, each"
-        " step lower half of it",
-        HELD_BY_HEAD: "the same of the tokens whose K/V lie in slots; on a CPU those that the mode copied to read them",
-        FETCH_TIMES: "the last 256 tokens that something was fetched for, by the time it took: hidden behind the"
-        " model's work or waited for; a CPU hides nothing",
-        GPU_HISTORY: "memory in use, load, power and PCIe traffic both ways, a bar a second, by NVML; a full bar is all"
-        " the memory, 100 %, and the most power or traffic shown",
-        EVENTS: "the last of them, the newest first: what was loaded, read, answered, switched, and what went wrong",
+        READ_BY_HEAD: "a column per layer, a row per KV head: a full block reads everything stored, each"
+        " step down half as much",
+        HELD_BY_HEAD: "the same for tokens whose K/V are in slots; on a CPU, those the mode copied to read",
+        FETCH_TIMES: "the last 256 tokens that needed fetching, by the time it took: hidden behind the"
+        " model's work, or waited for; a CPU hides nothing",
+        GPU_HISTORY: "memory in use, load, power and PCIe traffic both ways, a bar per second, by NVML; a full bar is"
+        " all the memory, 100 %, and the most power or traffic shown",
+        EVENTS: "the latest, newest first: what was loaded, read, answered, switched, and what went wrong",
     },
 }
 """What each label means, by the panel it stands in; the modes say what their own figures mean."""

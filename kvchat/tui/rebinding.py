@@ -56,7 +56,7 @@ def check_keys(rebound: Mapping[str, str]) -> None:
             others = owners.setdefault(key, [])
             if (other := next((one for one in others if _act_together(one, action)), None)) is not None:
                 raise UsageError(
-                    f'The key "{key}" would do two things: {other.id} and {action.id}.', hint="Give one another key."
+                    f'The key "{key}" would do two things: {other.id} and {action.id}.', hint="Use another key for one."
                 )
             others.append(action)
 
@@ -71,7 +71,7 @@ def _check_names(action: Action, keys: list[str]) -> None:
     if not keys or not all(map(is_key, keys)):
         raise UsageError(given, hint="Keys are written as in f9, ctrl+n or shift+f6.")
     if action.scope not in LETTERS and any(map(types_text, keys)):
-        raise UsageError(given, "It types text.", "Use a function key, or one with ctrl or alt.")
+        raise UsageError(given, "That key types text.", "Use a function key, or one with ctrl or alt.")
 
 
 def describe_key(key: str) -> str:

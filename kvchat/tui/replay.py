@@ -41,9 +41,7 @@ class Replay:
             UsageError: one is replayed.
         """
         if self.name:
-            raise UsageError(
-                "This is a recording: no model is behind it to answer.", hint="`kvchat` alone starts a chat."
-            )
+            raise UsageError("This is a recording: there is no model to answer.", hint="`kvchat` alone starts a chat.")
 
     def change(self, factor: float) -> None:
         """Play faster or slower, and go on if it is paused.
@@ -60,7 +58,7 @@ class Replay:
             UsageError: nothing is replayed, or no such speed is possible.
         """
         if not SLOWEST <= speed <= MAX_PACE:
-            raise UsageError(f"The speed {speed:g} is not valid.", hint=f"It is {SLOWEST:g} to {MAX_PACE:g}.")
+            raise UsageError(f"The speed {speed:g} is not valid.", hint=f"Use {SLOWEST:g} to {MAX_PACE:g}.")
         self._set(speed, is_paused=False)
 
     def begin(self) -> None:

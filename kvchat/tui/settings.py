@@ -123,9 +123,9 @@ class SettingsEditor:
         from kvchat.config import settings_file  # tomlkit: 70 ms that only saving needs
 
         if self.file is None:
-            raise UsageError("Settings are not saved here.", hint="kvchat config show says where they are kept.")
+            raise UsageError("Settings are not saved here.", hint="kvchat config show says where they are saved.")
         if not self._unsaved:
-            return "Nothing has been changed since it was saved."
+            return "Nothing has changed since it was saved."
         settings_file.save(self.file, self._unsaved)
         saved, self._unsaved = self._unsaved, {}
         stronger = self._stronger(saved)

@@ -36,28 +36,28 @@ Footed = tuple[Message, str]
 PINNED = "◆ pinned"
 ENDINGS = {"stopped": "stopped", "length": "token limit", "context": "context full", "stop": "stop string"}
 REUSED = "not read again"
-CORRECTED = "choices of heads replaced before attention because the query had turned, of all choices"
+CORRECTED = "share of heads' choices replaced before attention because the query had turned"
 RECEIPT = {
-    "read": "stored tokens that a token attended to, as a share, on average over the answer, and how many were stored",
-    "covered": "share of the attention to everything stored that fell on what was read: the least it was in the answer",
-    REUSED: "tokens of the prompt that a server had stored already, of all of the prompt",
+    "read": "share of stored tokens that a token attended to, on average over the answer, and how many were stored",
+    "covered": "share of full attention that fell on the tokens read: its lowest value in the answer",
+    REUSED: "prompt tokens that a server already had, out of the whole prompt",
     "corrected": CORRECTED,
-    "mean C": "cosine of a head's query to the one before, on average over the answer: 1 is no turn",
-    "fetched in": "time to fetch for one token: the median, and what 95 % of the last tokens stay below",
-    "waited": "the part of that time that the model waited, again the median and what 95 % stay below",
+    "mean C": "cosine between a head's query and its previous one, on average over the answer: 1 is no change",
+    "fetched in": "time to fetch for one token: the median and the 95th percentile",
+    "waited": "the part of that time the model waited: the median and the 95th percentile",
 }
 """What the words of a receipt mean, but for those that the status bar has too."""
 SUMS = {
-    "answers": "how many, those on other branches included; the rows below add them up or take their mean",
-    "generated": "tokens that the model wrote",
-    "prefilled": "tokens of prompts that the model read, each after what was stored already",
-    "reused": "tokens of prompts that were stored already, so that they were not read again",
-    "speed": "tokens written a second, by the time that all answers took",
+    "answers": "how many, including other branches; the rows below are sums or means over them",
+    "generated": "tokens the model generated",
+    "prefilled": "prompt tokens the model processed, not counting those already stored",
+    "reused": "prompt tokens already stored, so not processed again",
+    "speed": "tokens generated per second, over all answers",
     "first token": "from a question to the first token of its answer, on average",
-    "read": "stored tokens that a token attended to, as a share, on average over all tokens",
-    "covered": "share of the attention to everything stored that fell on what was read, on average over all tokens",
-    "fetched": "copied from host to device",
-    "hit rate": "of what was chosen, the share that was on the device already",
+    "read": "share of stored tokens that a token attended to, on average over all tokens",
+    "covered": "share of full attention that fell on the tokens read, on average over all tokens",
+    "fetched": "copied from RAM to the GPU",
+    "hit rate": "share of the choice that was already on the device",
     "corrected": CORRECTED,
 }
 """What the rows of ``/stats`` mean."""
@@ -376,7 +376,7 @@ def summarize(stats: Iterable[Stats]) -> str:
     """Sum up the answers as an aligned table of numbers."""
     answers = list(stats)
     if not answers:
-        return "No answers yet: ask something first."
+        return "There are no answers yet: ask something first."
     rows = [
         ("answers", count(len(answers))),
         ("generated", f"{count(sum(s.generated_tokens for s in answers))} tok"),
@@ -483,7 +483,7 @@ class RunningComparison:
         self.progress[comparing.index] = comparing
         name = label(self.variants[comparing.index])
         if comparing.checked:
-            self.stage = f"{name} is given the first answer: {count(comparing.checked)} tok"
+            self.stage = f"{name} checks the first answer: {count(comparing.checked)} tok"
         else:
             self.stage = f"{name} answers: {count(comparing.tokens)} tok"
 

@@ -200,7 +200,7 @@ async def copy_to_system(text: str, patience_s: float = PATIENCE_S) -> str:
     try:
         return await asyncio.wait_for(_beside(lambda: _copy(text)), patience_s)
     except TimeoutError:
-        return "it does not answer"
+        return "it does not respond"
 
 
 def describe(text: str, refusal: str | None) -> str:
@@ -211,7 +211,7 @@ def describe(text: str, refusal: str | None) -> str:
     if refusal:
         return f"The system's clipboard refused: {visible(refusal)}. {sent} It may ignore them: {TO_FILE}"
     is_much = len(text.encode("utf-8", "replace")) > TERMINALS_TAKE
-    return f"{sent} Many terminals take less: {TO_FILE}" if is_much else sent
+    return f"{sent} Many terminals accept less: {TO_FILE}" if is_much else sent
 
 
 def _copy(text: str) -> str:

@@ -50,7 +50,7 @@ def color_system() -> Any:
         raise UsageError(
             f"{COLORS_VARIABLE} is {asked!r}.",
             f"It can be {DETECTED}, {', '.join(COLOR_SYSTEMS)}.",
-            did_you_mean(asked, COLOR_SYSTEMS) or "Without it the terminal's own are found.",
+            did_you_mean(asked, COLOR_SYSTEMS) or "Unset it to use the terminal's own.",
         )
     return asked
 
@@ -135,7 +135,7 @@ def _check(fields: dict[str, object]) -> None:
         try:
             Color.parse(str(value))
         except ColorParseError:
-            raise ValueError(f'{key} = "{value}" is no color; write it as "#rrggbb"') from None
+            raise ValueError(f'{key} = "{value}" is not a color; write it as "#rrggbb"') from None
 
 
 def _refused(path: Path, reason: str) -> UsageError:

@@ -176,7 +176,7 @@ def remedies(state: ChatState, is_cut_off: bool) -> tuple[Remedy, ...]:
         found.append(
             Remedy(f"use the mode that needs the least memory{goes_on}", (f"/mode {modes.HOLDS_LEAST}", *after))
         )
-    return (*found, Remedy("unload the model, which frees all its memory", ("/unload",)))
+    return (*found, Remedy("unload the model to free its memory", ("/unload",)))
 
 
 def load_anyway(load: Load, settings: Load) -> tuple[Remedy, ...]:

@@ -41,7 +41,7 @@ SCREENS = {
     "help": "kvchat help",
     "settings": "Find a setting",
     "conversations": "^Z restore",
-    "models": "what it will take",
+    "models": "memory it needs",
     "compare": "write to files",
     "needle": "of the context",
     "details": "Tab next part",

@@ -57,7 +57,7 @@ def set_tokens(name: str) -> Handler:
 
     async def change(chat: ChatController, argument: str) -> None:
         if not argument.isdecimal() and argument != "auto":
-            raise UsageError(f'/{name} "{argument}" is not valid.', hint="It takes a whole number of tokens, or auto.")
+            raise UsageError(f'/{name} "{argument}" is not valid.', hint="Use a whole number of tokens, or auto.")
         _set_now_or_later(chat, name, parse_literal(argument))
 
     return change
@@ -111,15 +111,15 @@ async def preset(chat: ChatController, argument: str) -> None:
             chat.view.add_note(
                 f"Presets: {kept}   ({paths.presets_dir()})"
                 if kept
-                else "There are no presets yet; /preset save NAME keeps system prompt, sampling and mode as one."
+                else "There are no presets yet; /preset save NAME saves the system prompt, sampling and mode."
             )
         case ["save", name]:
-            chat.view.toast(f"{name} is kept in {chat.save_preset(name)}.", title="Preset")
+            chat.view.toast(f"{name} saved in {chat.save_preset(name)}.", title="Preset")
         case [name]:
             chat.use_preset(file := presets.find(name))
             chat.view.add_note(f"Preset {file.stem}. Sampling: {arguments.describe_sampling(chat.state.sampling)}")
         case _:
-            raise UsageError(f'/preset "{argument}" is not valid.', hint="It takes a NAME, or save NAME.")
+            raise UsageError(f'/preset "{argument}" is not valid.', hint="Use NAME, or save NAME.")
 
 
 async def show_stats(chat: ChatController, argument: str) -> None:
@@ -160,7 +160,7 @@ async def set_pace(chat: ChatController, argument: str) -> None:
     try:
         chat.replay.set_speed(float(argument or chat.replay.speed))
     except ValueError:
-        raise UsageError(f'/speed "{argument}" is not valid.', hint="It takes a number, as in /speed 2.") from None
+        raise UsageError(f'/speed "{argument}" is not valid.', hint="Use a number, as in /speed 2.") from None
 
 
 async def attach(chat: ChatController, argument: str) -> None:
@@ -216,7 +216,7 @@ async def search_needle(chat: ChatController, argument: str) -> None:
     if argument and not (argument.isdecimal() and MIN_NEEDLE_TOKENS <= int(argument) <= MAX_NEEDLE_TOKENS):
         raise UsageError(
             f'/needle "{argument}" is not valid.',
-            hint=f"It takes the length of the text, {MIN_NEEDLE_TOKENS} to {MAX_NEEDLE_TOKENS:,} tokens.",
+            hint=f"Use the length of the text, {MIN_NEEDLE_TOKENS} to {MAX_NEEDLE_TOKENS:,} tokens.",
         )
     chat.comparisons.search_needle(int(argument or NEEDLE_TOKENS))
 
@@ -237,17 +237,13 @@ async def plan(chat: ChatController, argument: str) -> None:
     options = parse_assignments(words)
     context = options.pop("context", None)
     if options or not (context is None or (isinstance(context, int) and context > 0)):
-        raise UsageError(
-            f'/plan "{argument}" is not valid.', hint="It takes a model and context=N, a number of tokens."
-        )
+        raise UsageError(f'/plan "{argument}" is not valid.', hint="Use a model and context=N, a number of tokens.")
     chat.models.plan(name, context)
 
 
 async def show_profile(chat: ChatController, argument: str) -> None:
     """``/profile``"""
-    chat.view.add_note(
-        f"Profiles in force: {chat.models.profile or 'none'}   (kvchat profile match says what they set)"
-    )
+    chat.view.add_note(f"Active profiles: {chat.models.profile or 'none'}   (kvchat profile match says what they set)")
 
 
 async def think(chat: ChatController, argument: str) -> None:
@@ -258,7 +254,7 @@ async def think(chat: ChatController, argument: str) -> None:
     if argument and argument != "auto" and not names:
         raise UsageError(
             f"/think {argument} has no effect on this model.",
-            f"Its chat template looks at {', '.join(known) or 'no variable'}.",
+            f"Its chat template uses {', '.join(known) or 'no variables'}.",
             "/template KEY=VALUE sets one.",
         )
     others = [one for one in chat.models.in_use.template_args if one.partition("=")[0] not in (*SWITCHES, EFFORT)]
@@ -279,7 +275,7 @@ async def template(chat: ChatController, argument: str) -> None:
     elif len(words) == 1:
         await chat.models.use_template("" if words[0] == "own" else os.path.abspath(os.path.expanduser(words[0])))
     else:
-        raise UsageError(f'/template "{argument}" is not valid.', hint="It takes KEY=VALUE, a FILE or own.")
+        raise UsageError(f'/template "{argument}" is not valid.', hint="Use KEY=VALUE, a FILE or own.")
 
 
 def _tell_template(chat: ChatController) -> None:
@@ -287,8 +283,8 @@ def _tell_template(chat: ChatController) -> None:
     known = ", ".join(info.template_variables) if info else ""
     source = load.chat_template or "the model's own"
     chat.view.add_note(
-        f"Chat template: {source}, with {', '.join(load.template_args) or 'no variable'}"
-        f" set; it looks at {known or 'none'}."
+        f"Chat template: {source}, with {', '.join(load.template_args) or 'no variables'}"
+        f" set; it uses {known or 'none'}."
     )
 
 
@@ -305,7 +301,7 @@ async def pin(chat: ChatController, argument: str) -> None:
             chat.view.toast("Unpinned.")
         else:
             chat.pins.pin(message)
-            chat.view.toast("Pinned: every mode attends to it from now on, beyond its budget.")
+            chat.view.toast("Pinned: every mode attends to it from now on, in addition to its budget.")
 
 
 def _unpin_all(chat: ChatController) -> None:
@@ -320,7 +316,7 @@ def _unpin_all(chat: ChatController) -> None:
 def _pin_system(chat: ChatController) -> None:
     pinned = not chat.state.params.get("pin_system", False)
     if pinned and not chat.state.conversation.system:
-        raise UsageError("There is no system prompt to pin.", hint="/system TEXT gives one.")
+        raise UsageError("There is no system prompt to pin.", hint="Set one with /system TEXT.")
     chat.set_parameter("pin_system", pinned)
     chat.view.add_note(f"The system prompt is {'pinned: attended in every mode' if pinned else 'no longer pinned'}.")
 
@@ -330,7 +326,7 @@ def _question(chat: ChatController, argument: str) -> Message:
     if not (argument.isdecimal() and 1 <= int(argument) <= len(questions)):
         raise UsageError(
             f'/pin "{argument}" is not valid.',
-            f"It takes the number of a question; {count(len(questions))} are asked.",
+            f"Use the number of a question; {count(len(questions))} are asked.",
             "/pin system pins the system prompt, /pin none unpins all.",
         )
     return questions[int(argument) - 1]

@@ -76,5 +76,5 @@ async def edit(chat: ChatController, argument: str) -> None:
 async def show_branch(chat: ChatController, argument: str) -> None:
     """``/branch previous`` or ``/branch next``; alone the next."""
     if argument not in ("", *STEPS):
-        raise UsageError(f'/branch "{argument}" is not valid.', hint=f"It takes {' or '.join(STEPS)}.")
+        raise UsageError(f'/branch "{argument}" is not valid.', hint=f"Use {' or '.join(STEPS)}.")
     await chat.branches.select_sibling(STEPS[argument or "next"])

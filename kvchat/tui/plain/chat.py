@@ -38,13 +38,13 @@ from kvchat.units import count, figure, size
 
 PROMPT = "> "
 NO_LINES = "Start kvchat in a terminal without --plain."
-WELCOME = "kvchat, line by line. /help lists the commands, Ctrl+C stops an answer, Ctrl+D leaves."
+WELCOME = "kvchat, line by line. /help lists the commands, Ctrl+C stops an answer, Ctrl+D quits."
 INTERRUPTED = 130
 DETAILS = "lines"  # who watches them
 REFUSED = {
-    "theme": ("Lines have no colors.", NO_LINES),
-    "panels": ("Lines have no panels.", "/details prints the figures that stand in them."),
-    "newest": ("Lines do not scroll.", "The newest is the one printed last."),
+    "theme": ("Line mode has no colors.", NO_LINES),
+    "panels": ("Line mode has no panels.", "/details prints their figures."),
+    "newest": ("Line mode does not scroll.", "The newest line is the last one printed."),
 }
 """Why an action has no place here, by its id, and what there is in place of it."""
 
@@ -142,7 +142,7 @@ class PlainChat:
         Raises:
             UsageError: lines have no keys.
         """
-        raise UsageError("Lines have no keys.", hint="/help lists the commands.")
+        raise UsageError("Line mode has no keys.", hint="/help lists the commands.")
 
     # ---- lines -----------------------------------------------------------------------------------
 
@@ -187,7 +187,7 @@ class PlainChat:
             if is_command(line) and not is_pasted:
                 await self._run_command(line.strip(), is_its_turn)
             elif not self._is_typed and self.chat.state.info is None:
-                self._lines.problem("Nothing is asked: there is no model.")  # why is said; it would fail once more
+                self._lines.problem("Not asked: there is no model.")  # why is said; it would fail once more
                 self._left.set()
             else:
                 await self.chat.ask(arguments.compose(_with_piped(line, piped, is_pasted), self.chat.state))
@@ -285,7 +285,7 @@ class PlainChat:
             f" {count(one.messages)} messages"
             for one in found
         )
-        self._lines.line("/open NUMBER goes on with one." if found else "None was found.")
+        self._lines.line("/open NUMBER continues one." if found else "No conversation was found.")
 
     async def _show_details(self, argument: str) -> None:
         """Print the figures of the panels; by layer and head as soon as the engine has sent them."""
@@ -306,15 +306,15 @@ class PlainChat:
 
     async def _fold_thoughts(self, argument: str) -> None:
         self.view.folds_thoughts = not self.view.folds_thoughts
-        how = "left out from now on, but for their length" if self.view.folds_thoughts else "printed from now on"
+        how = "no longer printed, except for their length" if self.view.folds_thoughts else "printed from now on"
         self._lines.line(f"Thoughts are {how}.")
 
     async def _edit(self, argument: str) -> None:
         """Ask what was written in the user's own editor, which has the terminal meanwhile."""
         if not self._is_typed:
-            raise UsageError("Nobody is at a terminal to write.", hint="Send the question as a line.")
+            raise UsageError("stdin is not a terminal.", hint="Send the question as a line.")
         if self.chat.state.phase.busy:
-            raise UsageError("An answer would be printed into the editor.", hint="Wait for its end, or /stop it.")
+            raise UsageError("An answer is in progress.", hint="Wait for it to end, or /stop it.")
         try:
             text = await asyncio.to_thread(external_editor.edit, "", self._began_editing)
         finally:

@@ -324,7 +324,7 @@ class PlainView:
     def show_queue(self, waiting: int, is_held: bool) -> None:
         """Say how questions that were held back are sent."""
         if waiting and is_held:
-            self._lines.line(f"{count(waiting)} waiting; /queue send asks them, /queue clear forgets them.")
+            self._lines.line(f"{count(waiting)} waiting; /queue send asks them, /queue clear drops them.")
 
     def show_conversations(self, kept: Sequence[Summary], current: str) -> None:
         """Only /chats lists them."""
@@ -339,7 +339,7 @@ class PlainView:
     def restore_prompt(self, text: str) -> bool:
         """Print a question that is given back, to be copied."""
         self._lines.text(f"{YOU}{text}\n")
-        self._lines.line("[this question is not sent; type it again to change it]")
+        self._lines.line("[this question was not sent; type it again to change it]")
         return True
 
     def copy(self, text: str) -> None:
@@ -348,7 +348,7 @@ class PlainView:
         Raises:
             UsageError: lines have no clipboard.
         """
-        raise UsageError("There is no clipboard here.", hint="With a FILE behind it the command writes into that.")
+        raise UsageError("Line mode has no clipboard.", hint="With a FILE argument the command writes to that file.")
 
 
 class LineReader:
@@ -385,7 +385,7 @@ class LineReader:
             for line in _joined(lines):
                 yield line.removesuffix("\r")
             if len(rest) > LONGEST:
-                raise UsageError("A line of stdin does not end.", f"It is over {size(LONGEST)} long.", "End each line.")
+                raise UsageError("A line of stdin is too long.", f"It is over {size(LONGEST)}.", "End each line.")
         if rest:
             yield rest.replace(f"{CONTINUED}\n", "\n")
 

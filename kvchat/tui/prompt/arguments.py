@@ -75,7 +75,7 @@ def presets(now: Surroundings, words: Sequence[str]) -> Iterator[Suggestion]:
     """``/preset``: those there are, and to keep one."""
     if not words:
         yield from (Suggestion(name, name) for name in preset_names())
-        yield Suggestion("save ", "save NAME", "keep system prompt, sampling and mode")
+        yield Suggestion("save ", "save NAME", "save the system prompt, sampling and mode")
 
 
 def tokens(name: str) -> Values:
@@ -151,7 +151,7 @@ def split_words(argument: str) -> list[str]:
     try:
         return shlex.split(argument)
     except ValueError as error:
-        raise UsageError(f"The argument {argument} cannot be read.", f"{error}.", "Close the quotation.") from None
+        raise UsageError(f"The argument {argument} cannot be read.", f"{error}.", "Close the quotes.") from None
 
 
 def parse_assignments(words: list[str]) -> Params:

@@ -46,14 +46,14 @@ def edit(text: str, started: Callable[[Editor], object] = lambda editor: None) -
         if code:
             raise UsageError(
                 f"The editor {command[0]} ended with exit code {code}.",
-                "The text is as it was.",
-                "VISUAL and EDITOR name another.",
+                "The text is unchanged.",
+                "Set VISUAL or EDITOR to another.",
             )
         return unmarked(path.read_bytes().decode()).removesuffix("\n")
     except (OSError, UnicodeDecodeError) as error:
         detail = error.strerror if isinstance(error, OSError) else "It left bytes that are not UTF-8"
         raise UsageError(
-            f"The editor {command[0]} failed: {detail}.", "The text is as it was.", "VISUAL and EDITOR name another."
+            f"The editor {command[0]} failed: {detail}.", "The text is unchanged.", "Set VISUAL or EDITOR to another."
         ) from None
     finally:
         with suppress(OSError):
@@ -71,7 +71,7 @@ async def edit_suspended(app: App[None], text: str) -> str:
             # An error would not let Textual take the terminal back.
             edited = (await asyncio.gather(asyncio.to_thread(edit, text, started), return_exceptions=True))[0]
     except SuspendNotSupported:
-        raise UsageError("An editor cannot be run in this terminal.", hint="Write in the prompt.") from None
+        raise UsageError("No editor can run in this terminal.", hint="Write in the prompt.") from None
     if isinstance(edited, BaseException):
         raise edited
     return edited
@@ -107,8 +107,8 @@ def _command() -> list[str]:
             try:
                 return shlex.split(given)
             except ValueError as error:
-                raise UsageError(f"{variable}={given} cannot be read.", f"{error}.", "Close the quotation.") from None
+                raise UsageError(f"{variable}={given} cannot be read.", f"{error}.", "Close the quotes.") from None
     found = next(filter(shutil.which, DEFAULTS), None)
     if found is None:
-        raise UsageError("There is no editor.", f"Looked for {', '.join(DEFAULTS)}.", "Name one in EDITOR.")
+        raise UsageError("No editor was found.", f"Looked for {', '.join(DEFAULTS)}.", "Set EDITOR to one.")
     return [found]

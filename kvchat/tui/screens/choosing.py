@@ -65,7 +65,7 @@ class ConversationsScreen(SearchScreen[Summary]):
             box.border_title = "conversations"
             yield ConversationField(self._text, "Search in all messages…")
             yield FoundList()
-            yield TitleField(placeholder="Another title…")
+            yield TitleField(placeholder="New title…")
             yield KeyHints()
 
     async def on_mount(self) -> None:
@@ -207,7 +207,7 @@ class ModelsScreen(SearchScreen[FoundModel]):
         with Vertical() as box:
             box.border_title = "models"
             box.border_subtitle = "looking…"
-            yield ModelField(placeholder="Type to search, or a path, or a name on the hub such as Qwen/Qwen3-4B…")
+            yield ModelField(placeholder="Search, or type a path or a hub name such as Qwen/Qwen3-4B…")
             yield FoundList()
             yield Static(id="room", markup=False)
             yield KeyHints()
@@ -297,7 +297,7 @@ def typed(text: str, found: list[FoundModel]) -> list[FoundModel]:
     if not text or any(model.name == text and not model.problem for model in found):
         return []
     if is_server(text):
-        return [FoundModel(text, "server", served="asked when it is chosen")]
+        return [FoundModel(text, "server", served="asked when chosen")]
     if (there := catalog.at(Path(text))) is not None:
         return [there]
     return [FoundModel(text, DOWNLOADED)] if catalog.is_hub_name(text) else []

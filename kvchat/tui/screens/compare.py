@@ -208,7 +208,7 @@ def show(app: App[None], comparisons: Comparisons, shown: RunningComparison) -> 
 def task(shown: RunningComparison) -> Content:
     """The hidden fact, its place and the question."""
     if not shown.fact:
-        return Content("A fact is being hidden in a long text.")
+        return Content("Hiding a fact in a long text.")
     read = f" of {count(shown.result.prompt_tokens)} tokens" if shown.result else ""
     return Content.assemble(
         f"A text{read} says once, early, ", (visible(shown.fact), "bold"), ". Every mode read it with the same exact"

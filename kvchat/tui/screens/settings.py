@@ -152,7 +152,7 @@ class SettingsScreen(ClosesOnce, ModalScreen[None]):
         else:
             if self._editor.unsaved:
                 keys = describe_keys(BY_ID["settings.save"], self._editor.rebound)
-                text = f"Changed settings hold until kvchat is closed; {keys} in the settings keeps them in the file."
+                text = f"Changed settings last until kvchat is closed; {keys} in the settings saves them to the file."
                 self.app.notify(text, timeout=6)
             self.dismiss()
 

@@ -30,10 +30,10 @@ DOTS = {
     Phase.DOWN: ("✖", "$error", "down"),
 }
 STATUS = {
-    "tok/s": "tokens written a second, over the last 32 of this answer; the bars are the last readings",
+    "tok/s": "tokens generated per second, over the last 32 of this answer; the bars are the last readings",
     "TTFT": "time to first token: from the question to the first token of its answer",
-    "fetching p95": "95 % of the tokens were fetched for in less time",
-    "VRAM": "memory in use on the GPU, of all it has; read by NVML",
+    "fetching p95": "95 % of tokens were fetched for in less time",
+    "VRAM": "GPU memory in use, out of all it has; read by NVML",
     "ctx": "stored tokens, as a share of what the model can attend to",
 }
 """What the words of the status bar mean that stand in no panel."""

@@ -19,7 +19,7 @@ from kvchat.tui.widgets.base import Options
 
 ABOUT_BUNDLED = (
     "The bundled model is tiny (17M): it remembers what it is told, finds facts in long texts, tells short stories and"
-    " explains the KV modes. It knows nothing of the world and writes no code; -m MODEL loads another."
+    " explains the KV modes. It has no world knowledge and writes no code; -m MODEL loads another."
 )
 EXAMPLES = {
     True: (
@@ -66,7 +66,7 @@ class Welcome(Static):
 
     def offer(self, title: str) -> None:
         """Offer to go on with the conversation of this title."""
-        self._offer = f"\n\n{self._key('last')} goes on with “{visible(title)}”."
+        self._offer = f"\n\n{self._key('last')} continues “{visible(title)}”."
         self.update(self._content())
 
     def _content(self) -> Content:
@@ -74,7 +74,7 @@ class Welcome(Static):
 
     def _about_recording(self) -> str:
         return (
-            f"{visible(self._recording)} is a recording and begins in a moment; no model is behind it to answer."
+            f"{visible(self._recording)} is a recording and starts in a moment; there is no model to answer."
             f"\n\n{self._key('replay.pause')} pauses it, {self._key('replay.faster')} plays it faster,"
             f" {self._key('replay.slower')} slower. {self._key('help')} says what the figures mean;"
             " `kvchat` alone starts a chat."
