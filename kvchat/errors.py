@@ -92,5 +92,5 @@ def resolve(given: str, known: Iterable[str], kind: str) -> str:
     if not found or not given:
         raise UsageError(f'There is no {kind} "{given}".', did_you_mean(given.lower(), words))
     if not all(word.startswith(found[0]) for word in found):
-        raise UsageError(f'"{given}" is the beginning of several: {", ".join(sorted(found))}.', hint="Type more of it.")
+        raise UsageError(f'"{given}" is ambiguous: {", ".join(sorted(found))}.', hint="Type more of it.")
     return found[0]

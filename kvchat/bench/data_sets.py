@@ -345,7 +345,7 @@ def longbench(folder: Path) -> Iterator[Item]:
     for file in files(folder):
         task = file.stem.removesuffix("_e")  # LongBench-E: the same tasks
         if task not in LONGBENCH:
-            raise UsageError(f"{file} is no task of LongBench that can be scored.", did_you_mean(task, LONGBENCH))
+            raise UsageError(f"{file} is not a LongBench task that can be scored.", did_you_mean(task, LONGBENCH))
         kind, tokens = LONGBENCH[task]
         for line in lines(file):
             prompt = _filled(prompts.get(task, kind.prompt), line)
@@ -361,8 +361,8 @@ def _published_prompts(folder: Path) -> Mapping[str, str]:
         if not isinstance(prompts, dict) or not all(isinstance(prompt, str) for prompt in prompts.values()):
             raise UsageError(
                 f"{file} is not valid.",
-                "It does not give a prompt for each task.",
-                "Give the file that LongBench publishes.",
+                "It does not have a prompt for each task.",
+                "Use the file published by LongBench.",
             )
         return prompts
     return {}
@@ -398,9 +398,9 @@ def ruler(folder: Path) -> Iterator[Item]:
         kind = next((kind for kind in RULER if task.startswith(kind)), None)
         if kind is None:
             raise UsageError(
-                f"{file} is no task of RULER.",
+                f"{file} is not a RULER task.",
                 f"Their names begin with {', '.join(RULER)}.",
-                "Rename it, or take it out of the folder.",
+                "Rename it, or remove it from the folder.",
             )
         for line in lines(file):
             references = line.texts("outputs")
@@ -424,7 +424,7 @@ def aime(folder: Path) -> Iterator[Item]:
     """The problems of all files.
 
     Raises:
-        UsageError: a bad row, or an answer that is no integer from 0 to 999.
+        UsageError: a bad row, or an answer that is not an integer from 0 to 999.
     """
     for file in files(folder):
         for line in lines(file):
@@ -435,7 +435,7 @@ def aime(folder: Path) -> Iterator[Item]:
 def _aime_score(line: Line) -> Score:
     text = line.text("answer", "Answer")
     if not text.isdecimal() or int(text) > HIGHEST:
-        raise line.refusal(f"Its answer {text[:40]!r} is no integer from 0 to 999.")
+        raise line.refusal(f"Its answer {text[:40]!r} is not an integer from 0 to 999.")
     return lambda answer: float(final_integer(answer) == int(text))
 
 

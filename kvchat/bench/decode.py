@@ -53,7 +53,7 @@ def run(settings: Decode, choice: ModelChoice = ModelChoice(), frame: Frame | No
     """
     _wanted(settings)  # refuses before the model is loaded
     if settings.corrections and not _corrected(settings):
-        raise UsageError("Only speculative mode corrects.", hint="Take --mode speculative, or no --corrections.")
+        raise UsageError("Only speculative mode corrects.", hint="Use --mode speculative, or omit --corrections.")
     baselines.check(settings.baselines or ())
     frame = frame or Frame()
     model = decoding.open_model(settings, choice, frame.report)
@@ -123,7 +123,7 @@ def _without_spilled(settings: Decode, model: LoadedModel, report: Report) -> De
     reason = f"On {model.device} full mode reads the host pool itself: nothing is read over a link."
     rest = tuple(text for text in settings.modes if text not in spilled)
     if not rest:
-        raise UsageError(f"{', '.join(spilled)} cannot be measured here.", reason, "Take full.")
+        raise UsageError(f"{', '.join(spilled)} cannot be measured here.", reason, "Use full.")
     report(f"{', '.join(spilled)} left out. {reason}")
     return replace(settings, modes=rest)
 

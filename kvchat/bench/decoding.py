@@ -55,7 +55,7 @@ def open_model(settings: Decode, choice: ModelChoice, report: Report) -> LoadedM
         raise DoesNotFitError(
             "The contexts do not fit the model.",
             f"{needed:,} tokens are needed; the model reads {model.context:,}.",
-            "Take a smaller --context.",
+            "Use a smaller --context.",
         )
     return model
 
@@ -156,7 +156,7 @@ class ModeRun:
             raise UsageError(
                 "The model's heads are not calibrated.",
                 "The context is too short to calibrate them on.",
-                "Take a longer context, or run `kvchat calibrate` first.",
+                "Use a longer context, or run `kvchat calibrate` first.",
             )
         state, geometry = kv.state, kv.state.geometry
         held, predicted = kv.device_bytes, kv.mode.plan(geometry.grown(kv.total + 1)).device_bytes(geometry)
@@ -227,7 +227,7 @@ class Window:
             raise UsageError(
                 f"A change rate of {rate:g} needs a longer context or a smaller budget.",
                 f"{slots} are selected per head, {changed} of them new; {max(0, end - first)} are stored.",
-                "Take a longer --context, a smaller budget or a smaller change rate.",
+                "Use a longer --context, a smaller budget or a smaller change rate.",
             )
         draw = torch.Generator().manual_seed(0)
         self._order = (torch.randperm(end - first, generator=draw) + first).to(device)

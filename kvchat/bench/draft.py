@@ -61,7 +61,7 @@ def run(settings: Draft, choice: ModelChoice = ModelChoice(), frame: Frame | Non
     """
     for task in settings.tasks:
         if task not in TASKS:
-            raise UsageError(f'There is no task "{task}".', hint=f"Give one of {', '.join(TASKS)}.")
+            raise UsageError(f'There is no task "{task}".', hint=f"Use one of {', '.join(TASKS)}.")
     frame, found = frame or Frame(), methods([f"full:draft={draft}" for draft in settings.drafts])
     model = choice.load(frame.report)
     what = "full mode with drafts: the answer's speed in times of the same without, and what was accepted"
@@ -93,7 +93,7 @@ def _books(tokens: int, tokenizer: Any) -> str:
     parts = passages((), min(tokens, PASSAGE), tokenizer)
     ids = [token for part in parts for token in part.ids][:tokens]
     if len(ids) < tokens:
-        raise UsageError(f"The books have {len(ids):,} tokens.", hint="Give a smaller --context.")
+        raise UsageError(f"The books have {len(ids):,} tokens.", hint="Use a smaller --context.")
     return str(tokenizer.decode(ids, skip_special_tokens=True))
 
 

@@ -100,7 +100,7 @@ class Frame:
         try:
             files.write(self.file, (json.dumps(result) + "\n").encode())
         except OSError as error:
-            raise files.unwritable(self.file, error, "Give another --out.") from None
+            raise files.unwritable(self.file, error, "Use another --out.") from None
 
 
 def load(file: Path) -> Result:
@@ -113,13 +113,13 @@ def load(file: Path) -> Result:
         result = json.loads(files.read_text(file))
     except (ValueError, RecursionError) as error:
         raise UsageError(
-            f"{file} is no result of kvchat bench.", f"It is no JSON: {error}.", "Give a file that --out wrote."
+            f"{file} is not a result of kvchat bench.", f"It is not JSON: {error}.", "Use a file written by --out."
         ) from None
     if not _is_result(result):
         raise UsageError(
-            f"{file} is no result of kvchat bench.",
+            f"{file} is not a result of kvchat bench.",
             "It lacks the experiment, its settings, its environment or its rows.",
-            "Give a file that --out wrote.",
+            "Use a file written by --out.",
         )
     found: Result = result
     return found

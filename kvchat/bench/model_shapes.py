@@ -114,10 +114,10 @@ def choose(shape: str, choice: ModelChoice, report: Callable[[str], None]) -> Lo
     if not shape:
         return choice.load(report)
     if choice.model != ModelChoice.model:
-        raise UsageError("A model and a shape exclude each other.", hint="Give either --model or --shape.")
+        raise UsageError("A model and a shape cannot be combined.", hint="Use either --model or --shape.")
     if choice.quantize != ModelChoice.quantize:
         raise UsageError(
-            "Random weights are not quantized.", f"Given: --quantize {choice.quantize}.", "Give a --model."
+            "Random weights cannot be quantized.", f"Given: --quantize {choice.quantize}.", "Use a --model."
         )
     return build(shape, choice.device, choice.dtype)
 
@@ -149,7 +149,7 @@ def build(name: str, device: str = "auto", dtype: str = "auto") -> LoadedModel:
         if not is_out_of_memory(error):
             raise
         raise DoesNotFitError(
-            f"{name} does not fit {on}.", str(error).partition("\n")[0], "Take a smaller --shape or a smaller dtype."
+            f"{name} does not fit {on}.", str(error).partition("\n")[0], "Use a smaller --shape or a smaller dtype."
         ) from error
 
 

@@ -138,7 +138,7 @@ def write(figure: Figure, file: Path) -> None:
     try:
         files.write(file, drawn.getvalue())
     except OSError as error:
-        raise files.unwritable(file, error, "Give another --plot.") from None
+        raise files.unwritable(file, error, "Use another --plot.") from None
 
 
 def _environment(result: Mapping[str, Any]) -> str:
@@ -163,7 +163,7 @@ def draw(result: Mapping[str, Any], file: Path) -> None:
     name = result["experiment"]
     drawn = paper if "parts" in result else DRAWN.get(name)
     if drawn is None:
-        raise UsageError(f'There is no picture of "{name}".', hint=f"There are pictures of {', '.join(sorted(DRAWN))}.")
+        raise UsageError(f'There is no plot of "{name}".', hint=f"There are plots of {', '.join(sorted(DRAWN))}.")
     try:
         drawn(result, file)
     except (KeyError, TypeError, ValueError) as error:
@@ -214,7 +214,7 @@ def paper(result: Mapping[str, Any], file: Path) -> None:
     matrices = [row for row in result["summary"] if "matrix" in row]
     pictures = [*dict.fromkeys(row["part"] for row in lines), *matrices]
     if not pictures:
-        raise UsageError(f"{result['experiment']} has no picture of these parts.", hint="Measure parts that have one.")
+        raise UsageError(f"{result['experiment']} has no plot of these parts.", hint="Measure parts that have a plot.")
     figure = empty(9, 3.4 * len(pictures) + 0.6)
     for panel, picture in zip(figure.subplots(len(pictures), squeeze=False)[:, 0], pictures, strict=True):
         if isinstance(picture, str):
@@ -253,11 +253,11 @@ def check(file: Path) -> None:
     """
     if file.suffix.lower() not in FORMATS:
         raise UsageError(
-            f"{file} is no name for a plot.",
-            "It ends in neither .svg nor .png.",
-            "Give a name that ends in .svg or .png.",
+            f"{file} is not a plot file.",
+            "It does not end in .svg or .png.",
+            "Use a name that ends in .svg or .png.",
         )
     if not file.absolute().parent.is_dir():
-        raise UsageError(f"There is no folder {file.absolute().parent}.", hint="Make it first.")
+        raise UsageError(f"There is no folder {file.absolute().parent}.", hint="Create it first.")
     if find_spec("matplotlib") is None:
         raise UsageError("A plot needs matplotlib.", "It is not installed.", f"Run: {libraries.extra('plot')}")

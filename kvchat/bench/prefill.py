@@ -64,7 +64,7 @@ def _check_lengths(settings: Prefill, model: LoadedModel) -> None:
             "The prompt is longer than the model's context.",
             f"{max(settings.lengths):,} tokens and a turn of {settings.turn:,} after them are {longest:,}; "
             f"{model.name} reads {model.context:,}.",
-            "Take shorter prompts.",
+            "Use shorter prompts.",
         )
 
 

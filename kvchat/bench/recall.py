@@ -72,11 +72,11 @@ def _check(settings: Recall) -> None:
             raise UsageError(f'There is no task "{task}".', did_you_mean(task, TASKS))
     for depth in settings.depths:
         if not 0 <= depth <= 1:
-            raise UsageError(f"The depth {depth:g} is not valid.", hint="0 is the beginning of the text, 1 its end.")
+            raise UsageError(f"The depth {depth:g} is not valid.", hint="0 is the start of the text, 1 its end.")
     if not 2 <= settings.keys <= len(NAMES):
-        raise UsageError(f"{settings.keys} keys are refused.", hint=f"Give 2 to {len(NAMES)}.")
+        raise UsageError(f"{settings.keys} keys are not possible.", hint=f"Use 2 to {len(NAMES)}.")
     if settings.inside and TURNS in settings.tasks:
-        raise UsageError("The questions of turns are turns of their own.", hint="Leave out --inside, or that task.")
+        raise UsageError("In the task turns, each question is its own turn.", hint="Omit --inside, or that task.")
 
 
 def _places(settings: Recall) -> list[Row]:

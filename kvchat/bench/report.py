@@ -38,9 +38,9 @@ def read(files: Sequence[Path]) -> list[Result]:
     for file, result in zip(files[1:], results[1:], strict=True):
         if reason := incompatible(results[0], result):
             raise UsageError(
-                f"{files[0]} and {file} do not stand in one report.",
+                f"{files[0]} and {file} cannot be in one report.",
                 f"They differ: {reason}.",
-                "Measure both in one environment, or make two reports.",
+                "Measure both in one environment, or write two reports.",
             )
     return results
 
@@ -65,7 +65,7 @@ def compared(one: Path, other: Path, modes: Sequence[str] = ()) -> Table:
         UsageError: the results are of different experiments or not complete, or share no row; or not two ``modes``.
     """
     if modes and len(modes) != 2:
-        raise UsageError("Two modes are compared.", f"{len(modes)} were given.", "Give --mode twice, or not at all.")
+        raise UsageError("Two modes can be compared.", f"{len(modes)} were given.", "Use --mode twice, or not at all.")
     before, after = load(one), load(other)
     if before["experiment"] != after["experiment"]:
         raise UsageError(
@@ -115,7 +115,7 @@ def _differences(before: Result, after: Result) -> tuple[str, ...]:
     measurement, machine = difference(before, after), incompatible(before, after)
     notes = [f"They are different measurements: {measurement}."] if measurement else []
     if machine and machine != measurement:
-        notes.append(f"They do not stand side by side: {machine}.")
+        notes.append(f"They are not comparable: {machine}.")
     return tuple(notes)
 
 
@@ -312,7 +312,7 @@ def _tables(name: str, result: Result) -> list[Table]:
     if name == "recall":
         return _recall(title, rows)
     if name not in COLUMNS:
-        raise UsageError(f'There is no table of "{name}".', hint="Give a result of another experiment.")
+        raise UsageError(f'There is no table of "{name}".', hint="Use a result of another experiment.")
     return [tabulated(title, COLUMNS[name], rows)]
 
 

@@ -72,7 +72,7 @@ class Coverage(Variants):
     context: Annotated[int, Option(min=1, help="tokens before the decoded ones")] = 3072
     tokens: Annotated[int, Option(min=1, help="decoded tokens of a passage")] = 32
     passages: Annotated[int, Option(min=0, help="passages of books at most")] = 3
-    facts: Annotated[int, Option(min=0, help="questions about what such a text tells")] = 6
+    facts: Annotated[int, Option(min=0, help="questions about the content of such a text")] = 6
     texts: Texts = ()
     seed: Seed = 0
 
@@ -94,7 +94,7 @@ class Recall(Variants):
         1000,
         3000,
     )
-    depths: Annotated[tuple[float, ...], Option("--depth", help="where the fact stands, from 0 to 1; repeatable")] = (
+    depths: Annotated[tuple[float, ...], Option("--depth", help="depth of the fact, from 0 to 1; repeatable")] = (
         0.0,
         0.25,
         0.5,
@@ -102,7 +102,7 @@ class Recall(Variants):
         1.0,
     )
     cases: Annotated[int, Option(min=1, help="conversations of each length and depth")] = 4
-    keys: Annotated[int, Option(help="facts told where several are")] = 4
+    keys: Annotated[int, Option(help="number of facts in tasks with several")] = 4
     inside: Annotated[int, Option(min=0, help="tokens of an answer before the question, in the same turn")] = 0
     seed: Seed = 0
 
@@ -117,7 +117,7 @@ class Data(Variants):
     name: Annotated[str, Argument(metavar="NAME", help="longbench, ruler, aime, pg19 or wikitext")]
     folder: Annotated[str, Option(help="the folder with its files")]
     rows: Annotated[int | None, Option(min=1, help="rows of a task, passages of texts (default: all)")] = None
-    samples: Annotated[int, Option(min=1, help="answers to each row, sampled where there are several")] = 1
+    samples: Annotated[int, Option(min=1, help="answers per row, sampled if more than one")] = 1
     tokens: Annotated[
         int | None, Option(min=1, help="tokens of an answer or a passage (default: the data set's; 1000)")
     ] = None
@@ -172,10 +172,10 @@ class Decode:
     ] = (NATURAL,)
     corrections: Annotated[
         tuple[float, ...],
-        Option(min=0, max=1, help="share of heads that speculative corrects at each step, as one row more; repeatable"),
+        Option(min=0, max=1, help="share of heads that speculative corrects at each step, as an extra row; repeatable"),
     ] = ()
     steps: Annotated[int, Option(min=1, help="tokens of a round that count")] = 64
-    rounds: Annotated[int, Option(min=1, help="rounds in which every variant has its turn")] = 5
+    rounds: Annotated[int, Option(min=1, help="rounds; each variant runs once per round")] = 5
     baselines: Annotated[
         tuple[str, ...] | None,
         Option(
@@ -185,7 +185,7 @@ class Decode:
         ),
     ] = None
     prefill: Annotated[bool, Option("--prefill", help="read a prompt with random weights too")] = False
-    load: Annotated[int, Option(min=0, help="busy processes beside which all is measured once more")] = 0
+    load: Annotated[int, Option(min=0, help="busy processes under which everything is measured again")] = 0
 
     def __post_init__(self) -> None:
         for mode in self.modes:
@@ -209,11 +209,11 @@ class Draft:
         "story",
     )
     temperatures: Annotated[
-        tuple[float, ...], Option("--temperature", min=0, help="0 always takes the likeliest token; repeatable")
+        tuple[float, ...], Option("--temperature", min=0, help="0 always takes the most likely token; repeatable")
     ] = (0.0, 0.8)
     context: Annotated[int, Option(min=0, help="tokens of a book before the task")] = 3000
     tokens: Annotated[int, Option(min=2, help="tokens of an answer at most")] = 120
-    rounds: Annotated[int, Option(min=1, help="rounds in which all have their turn")] = 1
+    rounds: Annotated[int, Option(min=1, help="rounds; each draft kind runs once per round")] = 1
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ class Prefill:
     lengths: Annotated[tuple[int, ...], Option("--length", min=1, help="tokens of a prompt; repeatable")] = (512, 2048)
     turn: Annotated[int, Option(min=1, help="tokens of a second prompt after it")] = 64
     mode: Annotated[str, Option(metavar=VARIANT, help="the KV mode")] = "streaming"
-    rounds: Annotated[int, Option(min=1, help="rounds in which both have their turn")] = 3
+    rounds: Annotated[int, Option(min=1, help="rounds; both run once per round")] = 3
 
     def __post_init__(self) -> None:
         parsed(self.mode)
@@ -245,11 +245,11 @@ class Peers(Variants):
 
     contexts: Annotated[
         tuple[int, ...],
-        Option("--context", min=0, help="tokens of a prompt, after which is decoded; 0: the longest; repeatable"),
+        Option("--context", min=0, help="prompt tokens before decoding; 0: the longest; repeatable"),
     ] = (512, 2048, 4096, 0)
     peers: Annotated[
         tuple[str, ...] | None,
         Option(parser=named, metavar="NAMES", help="xllamacpp, llama_cpp, transformers; by commas, or none"),
     ] = None
     steps: Annotated[int, Option(min=2, help="decoded tokens that count")] = 32
-    rounds: Annotated[int, Option(min=1, help="rounds in which every peer has its turn")] = 3
+    rounds: Annotated[int, Option(min=1, help="rounds; each peer runs once per round")] = 3

@@ -48,7 +48,7 @@ def passages(texts: Sequence[str], size: int, tokenizer: Any, joined: bool = Fal
         raise UsageError(
             "The text is too short to measure on.",
             f"A passage has {size:,} tokens; none of the texts has that many.",
-            "Give a longer text, or fewer tokens.",
+            "Use a longer text, or fewer tokens.",
         )
     return found
 
@@ -61,7 +61,7 @@ def check(texts: Sequence[str]) -> None:
     """
     for name in texts:
         if not _read(Path(name)).strip():
-            raise UsageError(f"{name} is empty.", "", "Give a text to measure on.")
+            raise UsageError(f"{name} is empty.", "", "Use a text to measure on.")
 
 
 def _of_file(file: Path, size: int, tokenizer: Any, joined: bool) -> list[Passage]:
@@ -126,7 +126,7 @@ class Line:
 
     def refusal(self, reason: str) -> UsageError:
         """The error for a row that is not as the data set's publisher writes it."""
-        return UsageError(f"{self.place} is not valid.", reason, "Give the data set as it was published.")
+        return UsageError(f"{self.place} is not valid.", reason, "Use the data set as published.")
 
 
 def files(folder: Path, endings: Sequence[str] = (".jsonl",)) -> list[Path]:
@@ -136,13 +136,13 @@ def files(folder: Path, endings: Sequence[str] = (".jsonl",)) -> list[Path]:
         UsageError: there is no such folder, or no such file in it.
     """
     if not folder.is_dir():
-        raise UsageError(f"There is no folder {folder}.", hint="Give the folder that holds the data set's files.")
+        raise UsageError(f"There is no folder {folder}.", hint="Use the folder with the data set's files.")
     found = sorted(path for path in folder.rglob("*") if path.suffix in endings and path.is_file())
     if not found:
         raise UsageError(
             f"{folder} has no file that ends in {' or '.join(endings)}.",
-            "The data set is such files.",
-            "Give the folder that holds the data set's files.",
+            "The data set consists of such files.",
+            "Use the folder with the data set's files.",
         )
     return found
 
@@ -162,9 +162,9 @@ def _object(file: Path, number: int, text: str) -> Mapping[str, Any]:
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{file}, line {number} is no JSON.", f"{error}.", "Download the file again.") from None
+        raise UsageError(f"{file}, line {number} is not JSON.", f"{error}.", "Download the file again.") from None
     if not isinstance(fields, dict):
         raise UsageError(
-            f"{file}, line {number} is not valid.", "It is JSON, but no object.", "Download the file again."
+            f"{file}, line {number} is not valid.", "It is JSON, but not an object.", "Download the file again."
         )
     return fields

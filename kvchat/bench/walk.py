@@ -77,7 +77,7 @@ class Walk:
             raise DoesNotFitError(
                 "The text does not fit the model.",
                 f"{tokens:,} tokens are needed; {self.model.name} reads {self.model.context:,}.",
-                "Take less context.",
+                "Use a shorter context.",
             )
 
     def enter(self, parameters: ModeParameters, prompt: Sequence[int] = ()) -> None:
@@ -96,7 +96,7 @@ class Walk:
             raise UsageError(
                 "The model's heads are not calibrated.",
                 f"{len(prompt):,} tokens are too few to calibrate them on.",
-                "Take a longer context, or run `kvchat calibrate` first.",
+                "Use a longer context, or run `kvchat calibrate` first.",
             )
 
     def step(self, token: int) -> Tensor:

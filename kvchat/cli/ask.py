@@ -113,7 +113,7 @@ def _finish_loops() -> None:
     from kvchat.models import compile_ahead  # imports torch, as the session has
 
     with suppress(KeyboardInterrupt):
-        compile_ahead.finish(lambda stage: progress(f"{stage} · Ctrl+C leaves it to the next start"))
+        compile_ahead.finish(lambda stage: progress(f"{stage} · Ctrl+C postpones it to the next start"))
     progress("")
 
 

@@ -117,9 +117,9 @@ class Measurement:
 
     def __init__(self, out: Path | None, as_json: bool, plot: Path | None) -> None:
         if out and not out.absolute().parent.is_dir():
-            raise UsageError(f"There is no folder {out.absolute().parent}.", hint="Make it first.")
+            raise UsageError(f"There is no folder {out.absolute().parent}.", hint="Create it first.")
         if out and out.is_dir():
-            raise UsageError(f"{out} is a folder.", "", "Give --out the name of a file.")
+            raise UsageError(f"{out} is a folder.", "", "Use a file name for --out.")
         if plot:
             plots.check(plot)
         self.frame = Frame(out, report, command=_command(sys.argv[1:]), drawn=plot is not None)
@@ -190,7 +190,7 @@ def compare_results(
     before: Annotated[Path, typer.Argument(metavar="A.json")],
     after: Annotated[Path, typer.Argument(metavar="B.json")],
     mode: Annotated[
-        list[str] | None, typer.Option(metavar=settings.VARIANT, help="the variant of A, then that of B; A may be B")
+        list[str] | None, typer.Option(metavar=settings.VARIANT, help="the variant in A, then the one in B; A may be B")
     ] = None,
 ) -> None:
     """Changes from one result to another of the same experiment. With possible reasons for them, chance among them."""

@@ -176,7 +176,7 @@ def compose(prompt: str | None, files: Sequence[Path], piped: bytes) -> str:
     parts += [context, written] if not written.strip() else [as_file(context), written]
     text = "\n\n".join(part.rstrip("\n") for part in parts if part.strip())
     if not text:
-        raise UsageError("The prompt is empty.", hint="Write it behind the command or pipe it in.")
+        raise UsageError("The prompt is empty.", hint="Put it after the command, or pipe it in.")
     return text
 
 
@@ -199,7 +199,7 @@ def _read(path: Path) -> str:
     try:
         kind = path.stat().st_mode
         if stat.S_ISCHR(kind) or stat.S_ISBLK(kind):
-            raise UsageError(f"{path} cannot be read.", "It is a device.", "Give a text file or a pipe.")
+            raise UsageError(f"{path} cannot be read.", "It is a device.", "Use a text file or a pipe.")
         with path.open("rb") as file:
             return for_a_model(_limited(file, str(path)), str(path))
     except OSError as error:
@@ -212,7 +212,7 @@ def _limited(stream: BinaryIO, name: str) -> bytes:
     if len(raw) > MAX_BYTES:
         tokens = count(MAX_BYTES // BYTES_PER_TOKEN)
         detail = f"At most {size(MAX_BYTES)} are read: about {tokens} tokens, more than models take."
-        raise DoesNotFitError(f"{name} is too large.", detail, "Give a smaller excerpt.")
+        raise DoesNotFitError(f"{name} is too large.", detail, "Use a smaller excerpt.")
     return raw
 
 

@@ -22,7 +22,7 @@ from kvchat.units import count
 
 ID_CHARACTERS = 8  # of 32: enough to tell conversations apart
 
-Chat = Annotated[str, typer.Argument(metavar="CHAT", help="its number in `kvchat chats list`, or how its id begins")]
+Chat = Annotated[str, typer.Argument(metavar="CHAT", help="its number in `kvchat chats list`, or the start of its id")]
 
 app = typer.Typer(rich_markup_mode=None, help="List, export, import or delete conversations.", no_args_is_help=True)
 
@@ -69,7 +69,7 @@ def import_chat(file: Annotated[Path, typer.Argument(help="JSON that kvchat expo
     conversation = export.read(file)
     changes = conversation.changes()
     if changes is None:
-        raise UsageError(f"{file} holds no message.", hint="Give a conversation that kvchat exported.")
+        raise UsageError(f"{file} has no messages.", hint="Use a conversation exported by kvchat.")
     with _store() as store:
         store.save(changes)
     echo(conversation.id[:ID_CHARACTERS])
@@ -111,9 +111,9 @@ def _find(store: ConversationStore, named: str) -> str:
     else:
         found = [id for id in ids if id.startswith(named)]
     if not found:
-        raise UsageError(f'There is no conversation "{named}".', hint="`kvchat chats list` shows them.")
+        raise UsageError(f'There is no conversation "{named}".', hint="`kvchat chats list` shows them all.")
     if len(found) > 1:
-        raise UsageError(f'{len(found)} conversations have an id that begins with "{named}".', hint="Give more of it.")
+        raise UsageError(f'{len(found)} conversations have an id that begins with "{named}".', hint="Type more of it.")
     return found[0]
 
 

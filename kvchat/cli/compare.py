@@ -83,7 +83,7 @@ def compare(
         _follow(events, running)
     session.close()
     if running.result is None or not running.result.runs:
-        raise EngineError("Stopped before a mode has answered.", hint="Run it again and let a mode end.")
+        raise EngineError("Stopped before any mode answered.", hint="Run it again and let one mode finish.")
     return running.result, bool(interrupted)
 
 

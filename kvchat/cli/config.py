@@ -31,7 +31,7 @@ def show() -> None:
 
 
 @app.command()
-def validate(file: Annotated[Path | None, typer.Argument(help="instead of the settings in force")] = None) -> None:
+def validate(file: Annotated[Path | None, typer.Argument(help="instead of the current settings")] = None) -> None:
     """Check the settings and your profiles. Or one FILE of either kind; exit code 2 if something is wrong."""
     path = file or paths.config_file()
     if file and not file.exists():
@@ -41,7 +41,7 @@ def validate(file: Annotated[Path | None, typer.Argument(help="instead of the se
         profiles.read_file(file, None)
     else:
         sources.check_all(lambda: sources.resolve(source), lambda: _check_theme(source), lambda: _check_keys(source))
-    echo(f"{path}: {'good' if path.exists() else 'not there; the defaults hold'}")
+    echo(f"{path}: {'good' if path.exists() else 'not there; defaults apply'}")
     if not file:
         check_files(own_files())
 
@@ -51,7 +51,7 @@ def init() -> None:
     """Write a settings file in which every setting is explained."""
     path = paths.config_file()
     if os.path.lexists(path):
-        raise UsageError(f"{path} is there already and stays as it is.", hint="Edit it, or delete it first.")
+        raise UsageError(f"{path} already exists and was not changed.", hint="Edit it, or delete it first.")
     try:
         files.write(path, sources.template().encode())
     except OSError as error:
@@ -72,7 +72,7 @@ def _check_theme(source: SettingsSource) -> None:
     wanted = source.values.get(("ui", "theme"), themes.DEFAULT)
     known, _ = themes.load_all((paths.user_themes_dir(),))
     if isinstance(wanted, str) and wanted not in known:
-        own = f"Your own are files in {paths.user_themes_dir()}."
+        own = f"Your own themes are files in {paths.user_themes_dir()}."
         raise _refused(
             source, ("ui", "theme"), f'there is no theme "{wanted}".', f"{did_you_mean(wanted, known)} {own}"
         )

@@ -68,7 +68,7 @@ def main() -> None:
         note(str(error))
         sys.exit(error.exit_code)
     except MemoryError:
-        note("Memory ran out. The system or a limit such as ulimit -v gives this process no more.")
+        note("Memory ran out: the system, or a limit such as ulimit -v, allows this process no more.")
         sys.exit(DoesNotFitError.exit_code)
     except Exception as error:  # noqa: BLE001  # a person is told where the traceback is instead of seeing it
         note(f"unexpected {type(error).__name__}: {error}".splitlines()[0] + f" {_log_traceback()}")
@@ -92,7 +92,7 @@ class Commands(TyperGroup):
         word = args[0]
         if word not in self.commands and not ctx.resilient_parsing:
             meant = MEANT.get(word) or get_close_matches(word, self.commands, n=1)[0]
-            ctx.fail(f'There is no command "{word}". Did you mean {meant}? As a question: kvchat chat "{word}"')
+            ctx.fail(f'There is no command "{word}". Did you mean {meant}? To ask it: kvchat chat "{word}"')
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
@@ -111,7 +111,7 @@ class Commands(TyperGroup):
                 raise
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             raise KvchatError(
-                "The output cannot be written.", f"{error.strerror}.", "Free space on the disk, or write elsewhere."
+                "The output cannot be written.", f"{error.strerror}.", "Free some disk space, or write elsewhere."
             ) from None
 
     def _is_question(self, word: str) -> bool:
@@ -133,7 +133,7 @@ def _made_visible() -> Iterator[None]:
 def _refusal(error: typer.BadParameter, value: object, wanted: str) -> UsageError:
     """The value of an option or argument that typer had pydantic refuse, in kvchat's words."""
     named = error.param.opts[-1] if error.param and error.param.opts else "An argument"
-    return UsageError(f'{named} "{value}" is not valid.', f"It must be {wanted}.", "`-h` describes the options.")
+    return UsageError(f'{named} "{value}" is not valid.', f"It must be {wanted}.", "See -h for the options.")
 
 
 # Plain help: the same on every terminal, and quicker than with boxes.
@@ -198,13 +198,13 @@ def chat_command(
 @taking(LOAD, MODE, SYSTEM, SAMPLING)
 def ask_command(
     ctx: typer.Context,
-    prompt: Annotated[str | None, typer.Argument(help="what to ask; stdin where it is left out")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="what to ask; by default stdin")] = None,
     file: Files = None,
     switch_at: Annotated[
         list[str] | None,
         typer.Option(metavar="N:MODE[,KEY=VALUE...]", help="switch after N generated tokens; repeatable"),
     ] = None,
-    stats: Annotated[bool, typer.Option("--stats", help="print what the answer cost on stderr")] = False,
+    stats: Annotated[bool, typer.Option("--stats", help="print the answer's cost on stderr")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead of the text")] = False,
 ) -> None:
     """Answer one prompt on stdout. Piped text is the prompt, or stands before PROMPT as a file."""
@@ -224,8 +224,8 @@ app.command("compare")(compare_command)
 @taking(LOAD, MODE, SYSTEM, SAMPLING, SERVED)
 def serve_command(
     ctx: typer.Context,
-    host: Annotated[str, typer.Option(help="the address to listen on; 0.0.0.0 for all of this machine")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free port")] = 8000,
+    host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0 for all interfaces")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free port")] = 8000,
     api_key: Annotated[
         str,
         typer.Option(
@@ -249,7 +249,7 @@ def serve_command(
 
 @app.command("replay")
 def replay_command(
-    file: Annotated[Path | None, typer.Argument(help="a recording; without it the demonstration is played")] = None,
+    file: Annotated[Path | None, typer.Argument(help="a recording; by default the demonstration")] = None,
     plain: Plain = False,
 ) -> None:
     """Play a recorded chat without a model. `kvchat --record FILE` records one; neither torch nor a GPU is needed."""
@@ -289,7 +289,7 @@ def keys_command(as_json: Annotated[bool, typer.Option("--json", help="print a J
 
 @app.command("completion")
 def completion_command(
-    shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(help="the shell that is to complete")],
+    shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(help="shell to complete for")],
 ) -> None:
     """Print a script that completes kvchat's commands in a shell."""
     echo(options.script(shell))
@@ -300,7 +300,7 @@ def completion_command(
 def plan_command(
     ctx: typer.Context,
     model: ModelArgument = "bundled",
-    context: Annotated[int | None, typer.Option(help="tokens of the conversation; the model's context")] = None,
+    context: Annotated[int | None, typer.Option(help="tokens to plan for; default: the model's context")] = None,
     card: Annotated[
         str,
         typer.Option(help='compute the time per token on a card you may not have, such as "RTX 3060"', metavar="NAME"),
@@ -323,13 +323,13 @@ def calibrate(
     text: Annotated[
         list[Path] | None,
         typer.Option(
-            exists=True, dir_okay=False, help="for the heads: read this file instead of generated text; repeatable"
+            exists=True, dir_okay=False, help="for the heads: use this text file instead of generated text; repeatable"
         ),
     ] = None,
-    clusters: Annotated[int | None, typer.Option(help="representative heads a layer; a quarter of the heads")] = None,
-    representatives: Annotated[str, typer.Option(help="retrieval or centroid; which ones are shown")] = "retrieval",
+    clusters: Annotated[int | None, typer.Option(help="representative heads per layer; by default a quarter")] = None,
+    representatives: Annotated[str, typer.Option(help="retrieval or centroid: which heads represent")] = "retrieval",
     coverage: Annotated[
-        float, typer.Option(min=0, max=1, help="share of the attention that speculative mode's budget is to cover")
+        float, typer.Option(min=0, max=1, help="share of the attention that speculative mode's budget should cover")
     ] = 0.9,
     out: Annotated[Path | None, typer.Option(help="write here instead of kvchat's data folder")] = None,
     plot: Annotated[Path | None, typer.Option(help="draw the overlap of the heads to .svg or .png")] = None,
@@ -382,10 +382,10 @@ def _note_unused(resolved: Resolved, used: list[str]) -> None:
     for origin, names in having.items():
         if not names & in_use:
             spills = origin == "--budget" and "resident" in modes.choosable()[used[0]].model_fields
-            hint = f" What {used[0]} keeps on a GPU is --param resident=N." if spills else ""
+            hint = f" To set what {used[0]} keeps on a GPU: --param resident=N." if spills else ""
             own = [mode for mode in used if origin == "--budget" and "budget" in modes.choosable()[mode].own]
-            hint = f" For {own[0]} it is --param {own[0]}.budget=N." if own else hint
-            note(f"{origin} has no effect in the {used[0]} mode, only in {', '.join(sorted(names))}.{hint}")
+            hint = f" For {own[0]}: --param {own[0]}.budget=N." if own else hint
+            note(f"{origin} has no effect in {used[0]} mode, only in {', '.join(sorted(names))}.{hint}")
 
 
 def _note_own(resolved: Resolved, switches: Iterable[SwitchAt]) -> None:

@@ -61,14 +61,14 @@ def list_models(chosen: ModelSettings, as_json: bool, looks_around: bool = False
         served = asyncio.run(of_servers(chosen.servers, looks_around))
         found += served
         if not served:
-            note("No server listens where one usually does. `kvchat doctor` has commands that start one here.")
+            note("No server was found on the usual ports. `kvchat doctor` has commands to start one.")
     rows = [_row(one, chosen.dtype, there) for one in found]
     if as_json:
         echo(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
         return
     echo("\n".join(_lines(rows)))
     where = "of this machine's memory" if there.device == "cpu" else "on the GPU"
-    note(f"{size(there.free)} {where} are free. `kvchat plan MODEL` says exactly what one takes.")
+    note(f"{size(there.free)} {where} are free. `kvchat plan MODEL` computes exactly what a model needs.")
 
 
 def _row(found: FoundModel, dtype: str, there: Room) -> Row:
@@ -123,8 +123,8 @@ def card_costs(load: Load, card: str, context: int | None, as_json: bool) -> Non
         echo(json.dumps([asdict(costs) for costs in made], indent=2))
         return
     echo("\n".join(line for costs in made for line in _card_lines(costs)))
-    echo("Computed by the bytes that a token reads and the rates of a data sheet; - does not fit. Last column: so many")
-    echo("times as long an 8B took on an H200. `kvchat bench decode` measures the card that is here.")
+    echo("Computed from the bytes a token reads and data-sheet rates; - does not fit. Last column: how many")
+    echo("times as long an 8B took on an H200. `kvchat bench decode` measures this machine's card.")
 
 
 def _card_lines(made: CardCosts) -> Iterator[str]:
@@ -146,7 +146,7 @@ def list_modes(as_json: bool) -> None:
     else:
         for group, members in modes.grouped().items():
             if group:
-                echo(f"\n{group}: methods of other papers, which F6 passes by")
+                echo(f"\n{group}: methods from other papers, skipped by F6")
             echo("\n".join(_describe(_info(parameters)) for parameters in members))
     for problem in modes.problems():
         note(problem)
@@ -189,7 +189,7 @@ def list_keys(rebound: Mapping[str, str], as_json: bool) -> None:
     for row, action in zip(rows, ACTIONS, strict=True):
         cells = [f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)]
         echo("  ".join([*cells, action.doc]))
-    echo('\nOther keys stand in config.toml under [keys], as in mode.next = "f12"; built-in ones cannot be changed.')
+    echo('\nTo change a key, set it under [keys] in config.toml, as in mode.next = "f12"; built-in keys are fixed.')
 
 
 def _as_json(action: Action, rebound: Mapping[str, str]) -> dict[str, object]:
@@ -222,7 +222,7 @@ def calibrate(
         KvchatError: the model, a text or an option is refused.
     """
     if out and not out.absolute().parent.is_dir():
-        raise UsageError(f"There is no folder {out.absolute().parent}.", hint="Make it first.")
+        raise UsageError(f"There is no folder {out.absolute().parent}.", hint="Create it first.")
     parse(SyncParameters.name, {"representatives": rule, "clusters": clusters})
     if plot:
         plots.check(plot)

@@ -30,7 +30,7 @@ KEYS = {
     "keep": (("ui", "conversations"),),
     **{key[1]: (key,) for key, _ in sources.leaves() if len(key) == 2 and key != NAME},
 }
-Prompt = Annotated[str | None, typer.Argument(help="the first question; it is sent when the model is ready")]
+Prompt = Annotated[str | None, typer.Argument(help="the first question, sent when the model is ready")]
 Files = Annotated[list[Path] | None, typer.Option("-f", "--file", help="put before the prompt; repeatable")]
 Resume = Annotated[bool, typer.Option("-c", "--continue", help="continue the latest conversation")]
 Record = Annotated[

@@ -50,13 +50,13 @@ def list_profiles(device: NamedDevice = "auto") -> None:
 def show(
     name: Annotated[
         str,
-        typer.Argument(help="such as 8gb, or a file; the profiles in force", autocompletion=complete_profile),
+        typer.Argument(help="such as 8gb, or a file; by default the active profiles", autocompletion=complete_profile),
     ] = "",
 ) -> None:
     """Print a profile as it is written, without NAME those in force."""
     files = [_named(name)] if name else [file.path for file in profiles.find("auto").active]
     if not files:
-        note("No profile is in force: the defaults hold.")
+        note("No profile applies; defaults are used.")
     for file in files:
         echo(f"# {file}\n{file.read_text('utf-8', 'replace').rstrip()}\n")
 
@@ -66,7 +66,7 @@ def match(device: NamedDevice = "auto") -> None:
     """Say which profiles are in force here, and why. With where each value they give comes from."""
     gpu, found = _read_gpu(device), profiles.find(device)
     echo("no GPU" if gpu is None else f"{gpu.name or MISSING}, {size(gpu.memory)}")
-    echo("\n".join(f"{file.name} ({file.why})" for file in found.active) or "no profile: the defaults hold")
+    echo("\n".join(f"{file.name} ({file.why})" for file in found.active) or "no profile: defaults are used")
     set_here = (line for line in load_settings(problem=note).lines() if "# profiles/" in line)
     for line in (*set_here, *found.measured_lines()):
         echo(f"  {line}")
@@ -108,8 +108,8 @@ def _read_gpu(device: str) -> GpuInfo | None:
     sources.typed(sources.DEVICE, device)
     gpu = profiles.read_gpu(device)
     if gpu is None and device.startswith("cuda"):
-        why = "No GPU has this number." if profiles.read_gpu() else "There is no GPU that torch uses."
-        raise UsageError(f'There is no device "{device}".', why, "Give auto or cpu.")
+        why = "There is no GPU with that number." if profiles.read_gpu() else "torch sees no GPU."
+        raise UsageError(f'There is no device "{device}".', why, "Use auto or cpu.")
     return gpu
 
 

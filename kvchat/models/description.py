@@ -306,11 +306,11 @@ def note(dtype: str, chosen: torch.dtype, config: Any, packs: bool = False) -> s
     if dtype != "auto" or chosen != torch.bfloat16 or quantization.own_dtype(config, CPU):
         return ""
     if packs:
-        return "It runs in bfloat16, where K/V take half as much memory as in float32 (model.dtype = float32 changes that)."
+        return "It runs in bfloat16, where K/V take half the memory of float32 (override: model.dtype = float32)."
     exact, half = milliseconds(*_largest(config))
     return (
         f"It runs in bfloat16: its largest matrix takes {figure(half, 'ms', 1)} a token here, in float32 "
-        f"{figure(exact, 'ms', 1)} (model.dtype = float32 changes that)."
+        f"{figure(exact, 'ms', 1)} (override: model.dtype = float32)."
     )
 
 

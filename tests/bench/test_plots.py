@@ -62,5 +62,5 @@ def test_facts_found_are_drawn_by_what_is_read_all_lengths_and_depths_together(t
 def test_a_result_without_what_is_drawn_and_one_without_a_picture_are_refused(tmp_path):
     with pytest.raises(UsageError, match=r"agreement cannot be drawn\. KeyError: 'kl_mean'"):
         draw(tmp_path, "agreement", summary=[{"variant": "full"}])
-    with pytest.raises(UsageError, match=r'no picture of "prefill". There are pictures of agreement, decode, recall'):
+    with pytest.raises(UsageError, match=r'no plot of "prefill". There are plots of agreement, decode, recall'):
         draw(tmp_path, "prefill", summary=[])

@@ -94,7 +94,7 @@ def test_all_that_is_wrong_is_said_at_once(run: Run) -> None:
         "config.toml:1: zork: there is no such setting",
         'config.toml:4: kv.mode: "spec" is not one of',
         'config.toml:6: there is no theme "kvchat-drak". Did you mean "kvchat-dark"?',
-        f"Your own are files in {paths.user_themes_dir()}.\n  {paths.config_file()}\n  theme = 'kvchat-drak'",
+        f"Your own themes are files in {paths.user_themes_dir()}.\n  {paths.config_file()}\n  theme = 'kvchat-drak'",
         'config.toml:8: [keys]: There is no action "mode.nxt".',
         f"\n  {paths.config_file()}\n  mode.nxt = 'f8'",
     ):

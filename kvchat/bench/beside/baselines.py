@@ -162,7 +162,7 @@ class Offloaded(Dynamic):
 
     def _reset(self) -> None:
         if self.model.device.type != "cuda":
-            raise UsageError("The offloaded cache needs a GPU.", hint="Leave it out, or measure on a GPU.")
+            raise UsageError("The offloaded cache needs a GPU.", hint="Omit it, or measure on a GPU.")
         super()._reset()
 
 
@@ -192,7 +192,7 @@ class Static(Baseline):
         self.cache = StaticCache(config=self.model.model.config, max_cache_len=self.context + self.spare)
         if any(layer.is_sliding for layer in self.cache.layers):
             raise UsageError(
-                "The static cache of a model with sliding layers cannot be rewound.", hint="Leave it out of --baseline."
+                "The static cache of a model with sliding layers cannot be rewound.", hint="Omit it from --baseline."
             )
         self._fill()
 
@@ -315,7 +315,7 @@ def refuse_llama_cpp(model: LoadedModel) -> None:
     """
     if model.device.type != "cpu":
         raise UsageError(
-            "llama.cpp is compared on a CPU only.", "The package brings it compiled for CPUs.", "Give --device cpu."
+            "llama.cpp is compared only on a CPU.", "The package has it compiled for CPUs.", "Use --device cpu."
         )
     if absent := next((package for package in PACKAGES if find_spec(package) is None), ""):
         raise UsageError(
@@ -376,8 +376,8 @@ class PeerProcess:
         answer = self._answer()
         if (came := len(answer["stamps"])) < count:
             raise UsageError(
-                f"{self.name} gave {came} tokens, {count} were asked for.",
-                hint=f"Take a smaller context, or leave {self.name} out.",
+                f"{self.name} gave {came} tokens, {count} were requested.",
+                hint=f"Use a smaller context, or omit {self.name}.",
             )
         return answer | {"stamps": answer["stamps"][:count]}
 
@@ -391,7 +391,7 @@ class PeerProcess:
         answer: dict[str, Any] = json.loads(line) if line else {}
         reason = answer.get("failed") or (not line and f"Its process ended with code {self._process.wait()}.")
         if reason:
-            raise UsageError(f"{self.name} ended.", str(reason), f"Take a smaller context, or leave {self.name} out.")
+            raise UsageError(f"{self.name} ended.", str(reason), f"Use a smaller context, or omit {self.name}.")
         return answer
 
 
@@ -409,7 +409,7 @@ def write(model: LoadedModel, file: Path) -> None:
         raise UsageError(
             f"{model.name} cannot be copied to GGUF.",
             "Only Llama models with plain rotary positions are copied.",
-            "Take the bundled model, or leave llama.cpp out.",
+            "Use the bundled model, or omit llama.cpp.",
         )
     writer = gguf.GGUFWriter(file, "llama")
     describe(writer, config)

@@ -52,7 +52,7 @@ def _variants(settings: Settings) -> list[str]:
 def _streaming(settings: Settings, params: str) -> str:
     if settings.cap <= SINK:
         raise UsageError(
-            f"cap={settings.cap} is not valid.", hint=f"It must hold {SINK} sinks and a window behind them."
+            f"cap={settings.cap} is not valid.", hint=f"It must hold {SINK} sinks and a window after them."
         )
     return f"streaming:sink={SINK},window={settings.cap - SINK},{params}"
 

@@ -45,7 +45,7 @@ def chosen(
     sizes: dict[str, Any] = {name: value for name, value in compared.items() if value}
     if sizes and not hasattr(settings, "modes"):
         raise UsageError(
-            f"The study of {paper} compares no modes.", hint="Leave out --mode and --budget, or take freekv."
+            f"The study of {paper} does not compare modes.", hint="Omit --mode and --budget, or use freekv."
         )
     for text in given:
         name, _, value = text.partition("=")

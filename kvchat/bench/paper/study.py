@@ -109,7 +109,7 @@ class Study:
                 raise UsageError(f'{self.name} has no part "{part}".', did_you_mean(part, self.parts))
         pictures = [name for name, part in self.parts.items() if part.drawn]
         if drawn and only and not set(only) & set(pictures):
-            raise UsageError("These parts have no picture.", hint=f"{', '.join(pictures)} have one.")
+            raise UsageError("These parts have no plot.", hint=f"{', '.join(pictures)} have one.")
 
     def run(
         self,
@@ -153,7 +153,7 @@ def _refuse_beyond_context(settings: Any, model: LoadedModel) -> None:
             raise DoesNotFitError(
                 f"{size.name} = {value:,} does not fit the model.",
                 f"{model.name} reads {model.context:,} tokens.",
-                f"Give --set {size.name}=N with fewer.",
+                f"Use --set {size.name}=N with fewer.",
             )
 
 

@@ -218,9 +218,9 @@ def corpora(model: LoadedModel, texts: int) -> dict[str, Calibration]:
     """
     if model.kv_heads < 3:
         raise UsageError(
-            "Two heads make no clusters.",
+            "Two heads cannot be clustered.",
             f"A layer of {model.name} has {model.kv_heads} KV heads.",
-            "Take a model with more KV heads.",
+            "Use a model with more KV heads.",
         )
     books = sorted(BOOKS.glob("*.txt"))
     return {book.stem: calibrate(model, file_samples(model, [book])[:texts], book.stem) for book in books}
