@@ -14,7 +14,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-INSTEAD = "/model loads a model of this machine, where modes switch live."  # of what a server decides
+INSTEAD = "/model loads a model on this machine, where modes switch live."  # of what a server decides
 
 
 class KvchatError(Exception):

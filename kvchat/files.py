@@ -61,7 +61,7 @@ def write(path: Path, data: bytes) -> None:
 
 def unwritable(path: Path, error: OSError | ValueError, hint: str) -> UsageError:
     """The error for a file that could not be written; ``hint`` is the advice where the disk has room."""
-    hint = "Free space on the disk, or write elsewhere." if getattr(error, "errno", None) in FULL else hint
+    hint = "Free some disk space, or write elsewhere." if getattr(error, "errno", None) in FULL else hint
     return UsageError(f"{path} cannot be written.", f"{reason(error)}.", hint)
 
 
@@ -133,7 +133,7 @@ def read_text(file: Path) -> str:
         UsageError: there is none, it is something else such as a device, or it is not UTF-8.
     """
     if file.exists() and not file.is_file():
-        raise UsageError(f"{file} cannot be read.", "It is not a regular file.", "Give a text file.")
+        raise UsageError(f"{file} cannot be read.", "It is not a regular file.", "Use a text file.")
     try:
         return for_a_model(file.read_bytes(), str(file))
     except OSError as error:

@@ -100,7 +100,7 @@ class EngineClient:
             few = error.errno in (errno.EMFILE, errno.ENFILE)
             cure = "Raise the limit of open files (ulimit -n)." if few else "Repair the installation."
             raise EngineError(
-                "The engine cannot be started.",
+                "The engine cannot start.",
                 f"{self.command[0]}: {error.strerror}.",
                 f"{cure} /restart tries again.",
             ) from None
@@ -121,7 +121,7 @@ class EngineClient:
             raise UsageError(
                 "The conversation is too long to send.",
                 f"It has {len(message):,} bytes; at most {wire.MAX_MESSAGE_BYTES:,} can be sent to the engine.",
-                "Shorten the question, or begin a new conversation with /new.",
+                "Shorten the question, or start a new conversation with /new.",
             )
         if self._process and self._process.stdin and self.alive:
             if self.recorder:

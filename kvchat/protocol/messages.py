@@ -552,9 +552,9 @@ def parse_args(args: Iterable[str]) -> dict[str, Any]:
     for text in args:
         name, equals, value = text.partition("=")
         if not equals or not name.isidentifier():
-            raise UsageError(f'"{text[:100]}" is no variable of a template.', hint="Write it as enable_thinking=false.")
+            raise UsageError(f'"{text[:100]}" is not a template variable.', hint="Write it as enable_thinking=false.")
         if name in GIVEN:
-            raise UsageError(f"{name} is given to the template by kvchat.", hint="Choose another name.")
+            raise UsageError(f"{name} is set by kvchat.", hint="Choose another name.")
         variables[name] = _value(value)
     return variables
 

@@ -66,7 +66,7 @@ class Recorder:
             self._end(f"{error.strerror}")
         else:
             if self._bytes > MAX_BYTES * 0.9:
-                self._end("it is as long as a recording may be")
+                self._end("it has reached the maximum length")
 
     def close(self) -> None:
         """End the recording."""
@@ -99,7 +99,7 @@ def read(path: Path) -> list[Entry]:
     """
     lines = _unpacked(path).split(b"\n")
     if lines.pop():
-        raise _refusal(path, len(lines) + 1, "it is cut off")
+        raise _refusal(path, len(lines) + 1, "it is truncated")
     _check_header(path, lines)
     return list(_entries(path, lines))
 
@@ -113,7 +113,7 @@ def _entries(path: Path, lines: list[bytes]) -> Iterator[Entry]:
         except (ValueError, TypeError, RecursionError) as error:
             raise _refusal(path, number, str(error)[:200]) from None
         if not isinstance(seconds, int | float) or not before <= seconds <= LAST_S:
-            raise _refusal(path, number, f"{seconds!r:.40} is no time after {before}")
+            raise _refusal(path, number, f"{seconds!r:.40} is not a time after {before}")
         before = float(seconds)
         yield Entry(before, event)
 
@@ -130,7 +130,7 @@ def _check_header(path: Path, lines: list[bytes]) -> None:
         raise UsageError(
             f"{path} is a recording of version {version!r:.40}.",
             f"This kvchat plays version {VERSION}.",
-            "Play it with the kvchat that recorded it, or a later one.",
+            "Play it with the version of kvchat that recorded it, or a later one.",
         )
 
 
@@ -152,14 +152,14 @@ def _unpacked(path: Path) -> bytes:
         raise UsageError(
             f"{path} is too long for a recording.",
             f"At most {MAX_BYTES:,} bytes are read.",
-            "Give a file that --record wrote.",
+            "Use a file written by --record.",
         )
     return data
 
 
 def _refusal(path: Path, line: int, detail: str) -> UsageError:
     return UsageError(
-        f"{path} is no recording of kvchat, or is damaged.",
+        f"{path} is not a kvchat recording, or is damaged.",
         f"Line {line}: {detail}.",
-        "Give a file that --record wrote.",
+        "Use a file written by --record.",
     )

@@ -146,7 +146,7 @@ def parse_variants(words: Sequence[str]) -> list[Variant]:
             raise UsageError(f"{word} is before the first mode.", hint="Put a mode first: full streaming budget=256")
     if len(groups) > MAX_VARIANTS:
         raise UsageError(
-            f"{len(groups)} modes are too many.", f"At most {MAX_VARIANTS} are compared at once.", "Leave some out."
+            f"{len(groups)} modes are too many.", f"At most {MAX_VARIANTS} are compared at once.", "Drop some of them."
         )
     known = modes.registered()
     return [Variant(resolve(mode, known, "KV mode"), parse_assignments(words)) for mode, *words in groups]

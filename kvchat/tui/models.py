@@ -426,7 +426,7 @@ def _rows(made: MemoryPlan) -> Iterator[Row]:
         if need.link_bytes:
             yield Row(
                 f"link {name}",
-                f"  streamed from RAM, a token, beside weights, {made.beside}",
+                f"  streamed from RAM per token, with weights, {made.beside}",
                 "host",
                 size(need.link_bytes, 2),
             )

@@ -40,7 +40,7 @@ async def test_starting_loads_the_model(chat):
 
 
 async def test_an_engine_that_cannot_be_started_gives_the_question_back(chat):
-    chat.client.start_error = EngineError("The engine cannot be started.")
+    chat.client.start_error = EngineError("The engine cannot start.")
     await chat.ask("hello")
     await chat.controller.start()
     assert chat.view.errors == [chat.client.start_error]

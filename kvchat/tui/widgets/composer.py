@@ -78,8 +78,8 @@ class Composer(Vertical):
 
     def show_editing(self, is_editing: bool, is_answer: bool) -> None:
         """Show what becomes of the text: a question of its own, or one in place of a message."""
-        does = "goes on from this answer" if is_answer else "asks"
-        title = f"editing: {self._key('prompt.send')} {does} on a new branch, {self._key('stop')} ends it"
+        does = "continues this answer" if is_answer else "asks"
+        title = f"editing: {self._key('prompt.send')} {does} on a new branch, {self._key('stop')} cancels"
         self._prompt.border_title = title if is_editing else ""
 
     def on_text_area_changed(self, message: TextArea.Changed) -> None:
