@@ -177,7 +177,7 @@ def test_the_table_says_beside_which_weights_full_reads_over_the_link(on_a_card)
         made = on_a_card(1, 4, 131072, quantize=asked)
         taken = made.weights[beside] + made.workspace + made.modes["full"].device_bytes
         assert 0.95 * available.usable(made.device_free) < taken <= available.usable(made.device_free)
-        assert f"streamed from RAM, a token, beside weights, {beside}" in rows(made)[1]
+        assert f"streamed from RAM per token, with weights, {beside}" in rows(made)[1]
     for asked in ("auto", "none"):  # has room, and not even without K/V
         (full,) = rows(on_a_card(8, 12, 32768, quantize=asked))
         assert full.endswith("4.25 GiB")

@@ -34,7 +34,7 @@ async def test_it_tells_how_far_it_is_is_stopped_and_gone_on_with(running, hub):
         typed(app, "hello")
         await until(lambda: finished(app))
         press(app, "escape")
-        await until(lambda: "The download is stopped; /model org/model goes on with it." in toasts(app))
+        await until(lambda: "The download was stopped; /model org/model resumes it." in toasts(app))
         hub.pause = 0.0
         typed(app, "/model org/model")
         await until(lambda: app.controller.models.in_use.model == "org/model")
