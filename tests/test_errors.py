@@ -77,7 +77,7 @@ def test_a_word_or_its_beginning(given, word):
 
 
 @pytest.mark.parametrize(
-    ("given", "reason"), [("st", "several: stats, stop"), ("stpo", 'no word "stpo".*"stop"'), ("", "no word")]
+    ("given", "reason"), [("st", "ambiguous: stats, stop"), ("stpo", 'no word "stpo".*"stop"'), ("", "no word")]
 )
 def test_several_or_none(given, reason):
     with pytest.raises(UsageError, match=reason):

@@ -81,7 +81,7 @@ def test_sync_recalls_at_half_the_memory_and_streaming_does_not():
         ({"tasks": ("passkeys",)}, 'Did you mean "passkey"'),
         ({"depths": (1.5,)}, "depth 1.5"),
         ({"keys": 1}, "1 keys are refused"),
-        ({"tasks": ("turns",), "inside": 5}, "are turns of their own"),
+        ({"tasks": ("turns",), "inside": 5}, "each question is its own turn"),
     ],
 )
 def test_bad_input_is_refused_before_the_model_is_loaded(settings, message):

@@ -46,7 +46,7 @@ def test_the_published_prompts_are_used_where_the_folder_has_them(tmp_path):
     (item,) = longbench(tmp_path)
     assert item.prompt == "Read: Anne came. {input} Q: Who? A:"
     written(tmp_path / "config" / "dataset2prompt.json", ["no"])
-    with pytest.raises(UsageError, match="does not give a prompt for each task"):
+    with pytest.raises(UsageError, match="does not have a prompt for each task"):
         list(longbench(tmp_path))
 
 
@@ -79,9 +79,9 @@ def test_aime_compares_integers(tmp_path):
         ("vcsum.jsonl", row(), longbench, r"vcsum\.jsonl is no task of LongBench that can be scored"),
         ("qasper.jsonl", row(answers=[]), longbench, r"qasper\.jsonl, line 1.*'answers'"),
         ("trec.jsonl", row(), longbench, r"trec\.jsonl, line 1.*'all_classes'"),
-        ("math.jsonl", row(), ruler, "no task of RULER"),
+        ("math.jsonl", row(), ruler, "not a RULER task"),
         ("vt.jsonl", row(), ruler, r"vt\.jsonl, line 1.*'outputs'"),
-        ("a.jsonl", {"problem": "x", "answer": "1/2"}, aime, r"a\.jsonl, line 1.*no integer from 0 to 999"),
+        ("a.jsonl", {"problem": "x", "answer": "1/2"}, aime, r"a\.jsonl, line 1.*not an integer from 0 to 999"),
     ],
 )
 def test_bad_rows_are_refused(tmp_path, name, fields, read, message):

@@ -65,7 +65,7 @@ def test_export_and_import(folder):
     with pytest.raises(UsageError, match="names no format"):
         run("export", imported, str(folder / "chat.pdf"))
     (folder / "empty.json").write_text(json.dumps({**json.loads(file.read_text()), "messages": [], "leaf": None}))
-    with pytest.raises(UsageError, match="holds no message"):
+    with pytest.raises(UsageError, match="has no messages"):
         run("import", str(folder / "empty.json"))
 
 

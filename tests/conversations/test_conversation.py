@@ -244,14 +244,14 @@ def test_the_verdict_says_where_each_leaves_the_first_and_how_far_it_is():
 def test_a_mode_without_a_budget_is_given_no_advice_on_a_smaller_one():
     full = Run("full", {"resident": 128}, ("A", " b"), "eos", Stats(read_share=1.0), Agreement(None, 9, 1.0, 0.0, 0.0))
     again = replace(DONE, variants=(Variant("full"), Variant("full", {"resident": 128})), runs=(RUNS[0], full))
-    assert verdicts(again)[0].endswith("at most).")
+    assert verdicts(again)[0].endswith("at worst).")
 
 
 def test_files_hold_every_figure_and_none_is_replaced(tmp_path):
     comparison.write(DONE, tmp_path / "one.md")
     text = (tmp_path / "one.md").read_text()
     assert "| speculative budget=256 | 41.2 |" in text
-    assert "1,234 tokens of prompt" in text
+    assert "1,234 prompt tokens" in text
     comparison.write(DONE, tmp_path / "one.json")
     data = json.loads((tmp_path / "one.json").read_text())
     assert (data["format"], data["version"]) == ("kvchat-comparison", 1)

@@ -130,7 +130,7 @@ def test_a_full_disk_and_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
     assert installation.data_folder().state == "ok"
     with monkeypatch.context() as full:
         full.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
-        assert "Make room" in installation.data_folder().advice
+        assert "Free some space" in installation.data_folder().advice
     monkeypatch.setattr(paths, "data_dir", lambda: Path("/dev/null/kvchat"))
     assert "KVCHAT_DATA_DIR" in installation.data_folder().advice
 

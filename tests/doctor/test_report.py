@@ -31,10 +31,10 @@ def test_a_line_a_check_with_what_to_do(found, capsys):
     rows = [line.split() for line in out.splitlines()]
     assert rows[:2] == [["✓", "ok", "torch", "2.9"], ["!", "warning", "pinning", "refused"]]
     assert rows[2] == ["→", "ulimit", "-l", "unlimited"]
-    assert "can run; 1 " in out
+    assert "can run; warnings: 1" in out
     found.append(Check("torch", "problem", "gone"))
     assert report.doctor(as_json=False) == 1
-    assert "cannot run: 1" in capsys.readouterr().out
+    assert "Problems to fix: 1" in capsys.readouterr().out
 
 
 def test_names_of_drivers_and_gpus_are_harmless(found, capsys):

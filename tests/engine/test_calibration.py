@@ -88,7 +88,7 @@ def test_samples_of_a_text_repeat_at_the_end_what_they_hide():
 
 def test_too_little_text_is_refused(model, tmp_path):
     (tmp_path / "short.txt").write_text("Too short.")
-    with pytest.raises(UsageError, match="too little text"):
+    with pytest.raises(UsageError, match="too short to calibrate"):
         calibration.calibrate(model, calibration.file_samples(model, [tmp_path / "short.txt"]), "x")
     with pytest.raises(UsageError, match=r"none\.txt"):
         calibration.file_samples(model, [tmp_path / "none.txt"])

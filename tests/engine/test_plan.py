@@ -165,7 +165,7 @@ def test_what_full_reads_over_the_link_is_counted():
     assert need.device_bytes == pytest.approx(512 * geometry.token_bytes, rel=WITHIN)
     made = replace(planned("bundled"), modes={"full": need})
     assert any("full, resident 512" in line for line in plan_lines(made))
-    assert any("streamed from RAM, a token" in line for line in plan_lines(made))
+    assert any("streamed from RAM per token" in line for line in plan_lines(made))
 
 
 def test_on_a_small_card_full_takes_what_is_left_and_reads_the_rest_over_the_link(monkeypatch):

@@ -309,7 +309,7 @@ def test_an_unknown_role_is_refused_with_the_nearest(encoder):
 
 
 def test_a_template_that_makes_too_much_ends_the_first_try(tokenizer):
-    with pytest.raises(UsageError, match="template is stopped"):
+    with pytest.raises(UsageError, match="template was stopped"):
         with_template(tokenizer, "{{ 'x' * 10 ** 15 }}")
 
 
@@ -520,8 +520,8 @@ def test_a_templates_clock_stands_still_for_a_conversation(tokenizer):
     [
         (SYSTEM_WITH_LAST, ["With a system prompt", "the one before", "moves the system prompt"]),
         ("{{ messages | length }} messages. " + NO_SYSTEM, ["At each", "the whole", "“3 messages.", "“5 messages."]),
-        (NO_SYSTEM.replace("in messages", "in messages[-15:]"), ["At each", "the whole", "leaves out"]),
-        ("{{ messages[-1].content + '\n' }}" + NO_SYSTEM, ["At each", "the whole", "first writes"]),
+        (NO_SYSTEM.replace("in messages", "in messages[-15:]"), ["At each", "the whole", "drops all"]),
+        ("{{ messages[-1].content + '\n' }}" + NO_SYSTEM, ["At each", "the whole", "and later"]),
     ],
 )
 def test_a_template_that_changes_earlier_text_is_told_with_the_reason(tokenizer, template, told):

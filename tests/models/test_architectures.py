@@ -28,7 +28,7 @@ REFUSED = {
     "mpt": "does not let its attention be replaced",
     "t5": "encoder-decoder",
     "bart": "encoder-decoder",
-    "mamba2": "No layer of it attends",
+    "mamba2": "None of its layers attends",
     "llama4": "kind chunked_attention",
     "deepseek_v32": "kind indexed_attention",
     "blt": "how many layers it has",

@@ -80,7 +80,7 @@ def test_no_scaling_is_the_usual_one():
     [
         ({"head_mask": 1}, "passes head_mask, which kvchat does not know"),
         ({"b": 1, "a": 2}, "passes a, b, which"),
-        ({"mask": torch.zeros(1)}, "a mask of its own"),
+        ({"mask": torch.zeros(1)}, "its own mask"),
         ({"dropout": 0.1}, "training mode"),
     ],
 )

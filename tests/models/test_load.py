@@ -247,7 +247,7 @@ def damaged_tokenizer(folder):
         (no_config, "is not a model. It has no config.json"),
         (gguf_only, "GGUF file"),
         (damaged_config, "config.json cannot be read"),
-        (list_config, "holds no JSON object"),
+        (list_config, "does not contain a JSON object"),
         (unknown_type, "llamma"),
         (not_a_chat_model, '"clip" is not a chat model'),
         (recurrent, "kvchat cannot run Mamba2ForCausalLM. No layer of it attends"),

@@ -103,7 +103,7 @@ def damaged(good: bytes) -> dict[str, bytes]:
         "cut off": good[:-5],
         "line 3": b"\n".join([*lines[:2], b"[1.0, {}]", *lines[3:]]),
         "line 4": b"\n".join([*lines[:3], b'["soon", ' + lines[3].split(b",", 1)[1], *lines[4:]]),
-        "no time after": b"\n".join([*lines[:3], b"[0.1," + lines[3].split(b",", 1)[1], *lines[4:]]),
+        "not a time after": b"\n".join([*lines[:3], b"[0.1," + lines[3].split(b",", 1)[1], *lines[4:]]),
         "time after 0.0": b"\n".join([lines[0], b"[1" + b"0" * 400 + b"," + lines[1].split(b",", 1)[1], *lines[2:]]),
         "NaN is no time|nan is no time": b"\n".join([lines[0], b"[NaN," + lines[1].split(b",", 1)[1], *lines[2:]]),
         "damaged": gzip.compress(good)[:-20],

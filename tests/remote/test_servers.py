@@ -120,7 +120,7 @@ def test_nobody_there_is_told() -> None:
 def test_what_is_no_server_of_models_is_refused(serve, body) -> None:
     server = serve()
     server.routes = {"/v1/models": body}
-    with pytest.raises(UsageError, match="no server of models"):
+    with pytest.raises(UsageError, match="not a model server"):
         look(server.url)
 
 

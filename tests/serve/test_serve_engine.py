@@ -54,7 +54,7 @@ def test_where_none_may_wait_one_at_a_time_is_answered(tmp_path):
     engine, client, _ = loaded(tmp_path, limit=0)
     for _ in range(2):
         engine.submit(CHAT)
-        with pytest.raises(Refusal, match="wait already"):
+        with pytest.raises(Refusal, match="already waiting"):
             engine.submit(CHAT)
         for report in (Started(1, 0), Finished("eos", "", Stats()), Peeked(0, 0, "")):
             engine._take(report)

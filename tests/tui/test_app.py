@@ -298,7 +298,7 @@ async def test_the_engine_is_restarted_by_command(running):
 async def test_a_bad_user_theme_is_a_toast_and_the_default_stays(running, config, tmp_path):
     (tmp_path / "bad.toml").write_text('primary = "no color"\n')
     async with running(replace(config, theme_dirs=(tmp_path,), theme="bad")) as (app, _pilot, until):
-        await until(lambda: "bad.toml" in toasts(app) and "is no color" in toasts(app))
+        await until(lambda: "bad.toml" in toasts(app) and "is not a color" in toasts(app))
         assert app.theme == "kvchat-dark"
 
 

@@ -125,7 +125,7 @@ async def test_actions_without_a_key_take_one_and_show_it_everywhere(running, co
         press(app, "f12", "ctrl+g", "alt+b")
         await until(lambda: "only one branch" in toasts(app))
         await until(lambda: [note for note in notes(app) if note.startswith("Themes: ")])
-        assert [note for note in notes(app) if note.startswith("Profiles in force")]
+        assert [note for note in notes(app) if note.startswith("Active profiles")]
         press(app, "f11", "a")
         await until(lambda: prompt(app).text == "/import a")
         app.rebind({})

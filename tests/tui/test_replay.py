@@ -74,10 +74,10 @@ async def test_a_replay_says_that_it_is_one_and_takes_no_question(running, confi
         press(app, "f10")
         await until(lambda: app.controller.replay.is_paused)
         press(app, "enter")
-        await until(lambda: "This is a recording: no model is behind it to answer" in toasts(app))
+        await until(lambda: "This is a recording: there is no model to answer" in toasts(app))
         app.clear_notifications()
         typed(app, "hello there")
-        await until(lambda: "This is a recording: no model is behind it to answer" in toasts(app))
+        await until(lambda: "This is a recording: there is no model to answer" in toasts(app))
         assert (len(app.controller.answers.queue), prompt(app).text) == (0, "hello there")
 
 

@@ -104,7 +104,7 @@ async def test_variables_that_a_server_does_not_take_are_refused_before_they_are
     await chat.load(**SERVED, takes_variables=False)
     sent = len(chat.client.sent)
     action, argument = parse_command(line)
-    with pytest.raises(UsageError, match="takes no variables"):
+    with pytest.raises(UsageError, match="accepts no chat template variables"):
         await action.run(chat.controller, argument)
     assert len(chat.client.sent) == sent
     assert chat.controller.models.in_use.template_args == ()

@@ -108,7 +108,7 @@ def test_every_row_of_the_sums_is_explained():
 
 
 def test_answers_are_summed():
-    assert "No answers yet" in summarize([])
+    assert "There are no answers yet" in summarize([])
     lines = summarize([Stats(generated_tokens=10, ttft_s=0.5), Stats(generated_tokens=2000)]).split("\n")
     assert {len(line) for line in lines} == {28}
     assert lines[1].split() == ["generated", "2,010", "tok"]

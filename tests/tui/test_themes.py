@@ -170,7 +170,7 @@ async def test_no_color_leaves_no_color_in_the_terminals_own_theme(running, conf
     [
         ("primary = ", "Invalid value"),
         ('secondary = "#fff"', "primary is missing"),
-        ('primary = "#12"', "is no color"),
+        ('primary = "#12"', "is not a color"),
         ('primary = "#123456"\nprimari = "#fff"', '"primary"?'),
         ('primary = "#123456"\n[variables]\nribbon-sink = "reddish"', 'ribbon-sink = "reddish"'),
         ('primary = "#123456"\nvariables = 3', "variables"),

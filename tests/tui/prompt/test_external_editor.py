@@ -78,5 +78,5 @@ async def test_a_terminal_that_cannot_be_left_keeps_the_prompt(running):
     async with running() as (app, _pilot, until):
         prompt(app).insert("draft")
         press(app, "f4")
-        await until(lambda: "cannot be run in this terminal" in toasts(app))
+        await until(lambda: "can run in this terminal" in toasts(app))
         assert prompt(app).text == "draft"

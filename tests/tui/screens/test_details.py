@@ -51,7 +51,7 @@ async def test_the_last_events_stand_there_where_there_is_no_column_for_them(run
         press(app, "shift+tab")
         await until(lambda: log.has_focus and "answered: 58 tok" in drawn(app))
         said = app.screen.query_one("#explanation", Static)
-        await until(lambda: "the newest first" in str(said.content))
+        await until(lambda: "newest first" in str(said.content))
         app.chat.log_event("a later one")
         await until(lambda: "a later one" in str(log.content))
         press(app, "escape")

@@ -96,7 +96,7 @@ async def test_a_mode_is_chosen_by_keys_and_shown_when_the_engine_has_switched(r
         await until(lambda: "freeze" in rows(app)[1])
         await edit(app, until, "choices")
         press(app, "escape", "escape")
-        await until(lambda: app.screen is app.chat and "hold until kvchat is closed" in toasts(app))
+        await until(lambda: app.screen is app.chat and "last until kvchat is closed" in toasts(app))
 
 
 async def test_a_key_is_changed_and_works(running):
