@@ -521,7 +521,7 @@ def test_a_templates_clock_stands_still_for_a_conversation(tokenizer):
         (SYSTEM_WITH_LAST, ["With a system prompt", "the one before", "moves the system prompt"]),
         ("{{ messages | length }} messages. " + NO_SYSTEM, ["At each", "the whole", "“3 messages.", "“5 messages."]),
         (NO_SYSTEM.replace("in messages", "in messages[-15:]"), ["At each", "the whole", "drops all"]),
-        ("{{ messages[-1].content + '\n' }}" + NO_SYSTEM, ["At each", "the whole", "and later"]),
+        ("{{ messages[-1].content + '\n' }}" + NO_SYSTEM, ["At each", "the whole", "first and"]),
     ],
 )
 def test_a_template_that_changes_earlier_text_is_told_with_the_reason(tokenizer, template, told):
