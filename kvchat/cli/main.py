@@ -133,7 +133,7 @@ def _made_visible() -> Iterator[None]:
 def _refusal(error: typer.BadParameter, value: object, wanted: str) -> UsageError:
     """The value of an option or argument that typer had pydantic refuse, in kvchat's words."""
     named = error.param.opts[-1] if error.param and error.param.opts else "An argument"
-    return UsageError(f'{named} "{value}" is not valid.', f"It must be {wanted}.", "See -h for the options.")
+    return UsageError(f'{named} "{value}" is not valid.', f"It must be {wanted}.", "See `-h` for the options.")
 
 
 # Plain help: the same on every terminal, and quicker than with boxes.

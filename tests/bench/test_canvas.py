@@ -37,7 +37,8 @@ def test_a_file_that_cannot_be_written_is_an_error_with_its_name(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("times.jpeg", r"does not end in \.svg or \.png"), ("no/times.svg", "There is no folder .*no")]
+    ("name", "message"),
+    [("times.jpeg", r"does not end in \.svg or \.png"), ("no/times.svg", "There is no folder .*no")],
 )
 def test_a_plot_that_cannot_be_drawn_is_refused(tmp_path, name, message):
     with pytest.raises(UsageError, match=message):

@@ -80,7 +80,7 @@ def test_sync_recalls_at_half_the_memory_and_streaming_does_not():
     [
         ({"tasks": ("passkeys",)}, 'Did you mean "passkey"'),
         ({"depths": (1.5,)}, "depth 1.5"),
-        ({"keys": 1}, "1 keys are refused"),
+        ({"keys": 1}, "1 keys are not possible"),
         ({"tasks": ("turns",), "inside": 5}, "each question is its own turn"),
     ],
 )

@@ -47,13 +47,13 @@ def test_tables_of_several_results(write):
 
 @pytest.mark.parametrize("changed", [{"environment": {"torch": "y"}}, {"environment": {"gpu": "H200"}}])
 def test_environments_are_not_mixed(write, changed):
-    with pytest.raises(UsageError, match=r"a\.json and .*b\.json do not stand in one report.*environment\."):
+    with pytest.raises(UsageError, match=r"a\.json and .*b\.json cannot be in one report.*environment\."):
         report.read([write("a.json"), write("b.json", **changed)])
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"summary": [{"variant": "x"}, 3]}, "is no result"), ({"summary": [{"no": 1}]}, "cannot be read"),
+    [({"summary": [{"variant": "x"}, 3]}, "is not a result"), ({"summary": [{"no": 1}]}, "cannot be read"),
      ({"experiment": "gone"}, 'no table of "gone"'), ({"model": {}}, "cannot be read")],
 )  # fmt: skip
 def test_a_damaged_result_is_refused(write, changes, message):
@@ -114,7 +114,7 @@ def test_a_comparison_says_that_measurement_and_machine_differ(write):
     before, after = write("a.json"), write("b.json", settings={"tokens": 9}, environment=threads)
     text = run("compare", before, after).stdout
     assert "different measurements: settings.tokens is 8 in one and 9 in the other" in text
-    assert "do not stand side by side: environment.threads is" in text
+    assert "are not comparable: environment.threads is" in text
     alone = run("compare", before, write("c.json", environment=threads)).stdout
     assert alone.count("environment.threads is") == 1
 

@@ -76,7 +76,7 @@ def test_aime_compares_integers(tmp_path):
 @pytest.mark.parametrize(
     ("name", "fields", "read", "message"),
     [
-        ("vcsum.jsonl", row(), longbench, r"vcsum\.jsonl is no task of LongBench that can be scored"),
+        ("vcsum.jsonl", row(), longbench, r"vcsum\.jsonl is not a LongBench task that can be scored"),
         ("qasper.jsonl", row(answers=[]), longbench, r"qasper\.jsonl, line 1.*'answers'"),
         ("trec.jsonl", row(), longbench, r"trec\.jsonl, line 1.*'all_classes'"),
         ("math.jsonl", row(), ruler, "not a RULER task"),

@@ -121,7 +121,7 @@ def test_questions_are_those_of_the_data_set(monkeypatch, tmp_path):
 def test_a_folder_is_no_file_to_keep_rows_in(tmp_path):
     ran = CliRunner().invoke(app, ["bench", "recall", "--model", "none", "--out", str(tmp_path)])
     assert isinstance(ran.exception, UsageError)
-    assert "is a folder. Give --out the name of a file" in str(ran.exception)
+    assert "is a folder. Use a file name for --out" in str(ran.exception)
 
 
 @pytest.mark.parametrize(

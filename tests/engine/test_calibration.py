@@ -92,7 +92,7 @@ def test_too_little_text_is_refused(model, tmp_path):
         calibration.calibrate(model, calibration.file_samples(model, [tmp_path / "short.txt"]), "x")
     with pytest.raises(UsageError, match=r"none\.txt"):
         calibration.file_samples(model, [tmp_path / "none.txt"])
-    with pytest.raises(UsageError, match="5 clusters are refused"):
+    with pytest.raises(UsageError, match="5 clusters are not possible"):
         calibration.calibrate(model, samples_of(list(range(600))), "x", clusters=5)
 
 

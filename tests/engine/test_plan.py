@@ -68,7 +68,7 @@ def test_what_is_planned_is_what_is_measured(folder):
     [
         ("recurrent_gemma", "It keeps recurrent state in its layers"),
         ("minimax", "MiniMax uses cache of its own"),
-        ("zamba", "ZambaAttention does not tell which layer it attends for"),
+        ("zamba", "ZambaAttention does not say which layer it belongs to"),
     ],
 )
 def test_what_one_forward_shows_is_refused_as_by_loading(tmp_path, name, reason):

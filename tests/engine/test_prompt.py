@@ -582,7 +582,7 @@ def test_what_several_conversations_agree_to_is_tokenized_once(tokenizer, encode
 
 @pytest.mark.parametrize("template", ["{{ '' }}", "{# nothing #}", "{% for m in messages %}{% endfor %}"])
 def test_a_template_that_writes_nothing_is_refused_at_load(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
-    with pytest.raises(ModelError, match="writes nothing"):
+    with pytest.raises(ModelError, match="renders nothing"):
         with_template(tokenizer, template)
 
 
@@ -596,5 +596,5 @@ def test_a_conversation_of_which_a_template_writes_nothing_is_refused(tokenizer:
     only_the_first = "{% if messages | length == 1 %}{{ messages[0].content }}{% endif %}"
     encoder = with_template(tokenizer, only_the_first)
     turns = (Turn("user", "a"), Turn("assistant", "b"), Turn("user", "c"))
-    with pytest.raises(UsageError, match="writes nothing"):
+    with pytest.raises(UsageError, match="renders nothing"):
         encoder.encode(turns, Stored())

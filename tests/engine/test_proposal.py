@@ -31,7 +31,7 @@ BILLIONS = {  # shapes of Llama models of so many parameters
     8: {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
 }
 EIGHT_BITS, FOUR_BITS = (f"precision of the weights: {bits} bits instead of float32" for bits in (8, 4))
-READS = "more than {} tokens read by a head for a token"
+READS = "reading more than {} tokens per head and token"
 CHOOSES = "reading everything for every token: speculative chooses what to read"
 
 

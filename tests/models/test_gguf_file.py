@@ -142,7 +142,7 @@ def test_types_are_those_of_the_package() -> None:
     assert {int(kind): (kind.name, *size) for kind, size in sizes.items()} == gguf_file.TYPES
 
 
-# ---- The scaling of positions in GGUF files, which transformers does not read
+# ---- The scaling of positions in GGUF files, which transformers cannot read
 
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -210,7 +210,7 @@ def test_gemmas_sliding_layers_are_not_scaled(tmp_path):
 @pytest.mark.parametrize(
     ("tensors", "reason"),
     [
-        ({"rope_factors_long.weight": np.ones(16, np.float32)}, "by longrope, which transformers does not read"),
+        ({"rope_factors_long.weight": np.ones(16, np.float32)}, "by longrope, which transformers cannot read"),
         ({"rope_freqs.weight": np.full(16, 3, np.float32)}, "by divisors that are not Llama 3's"),
     ],
 )

@@ -250,7 +250,7 @@ def damaged_tokenizer(folder):
         (list_config, "does not contain a JSON object"),
         (unknown_type, "llamma"),
         (not_a_chat_model, '"clip" is not a chat model'),
-        (recurrent, "kvchat cannot run Mamba2ForCausalLM. No layer of it attends"),
+        (recurrent, "kvchat cannot run Mamba2ForCausalLM. None of its layers attends"),
         (no_weights, "has no weights"),
         (missing_shard, "1 of 2 weight files are missing: model-00002-of-00002.safetensors"),
         (damaged_index, "model.safetensors.index.json cannot be read"),

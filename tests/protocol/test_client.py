@@ -226,7 +226,7 @@ async def test_a_limit_of_open_files_is_told_as_such(tmp_path, monkeypatch):
 
 async def test_a_command_that_does_not_exist(tmp_path):
     client = EngineClient(("/nonexistent/engine",), tmp_path / "log")
-    with pytest.raises(EngineError, match="cannot be started"):
+    with pytest.raises(EngineError, match="cannot start"):
         await client.start()
     await client.close()
 

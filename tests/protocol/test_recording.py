@@ -66,7 +66,7 @@ def test_a_recording_ends_where_it_is_long_enough_and_says_so(tmp_path, monkeypa
     for _ in range(100):
         recorder.note(Text("word " * 5, 1))
     assert len(told) == 1
-    assert "as long as" in told[0]
+    assert "maximum length" in told[0]
     assert 10 < len(read(tmp_path / "long")) < 60
 
 
@@ -97,15 +97,17 @@ def damaged(good: bytes) -> dict[str, bytes]:
     lines = good.split(b"\n")
     later = json.dumps({"format": recording.FORMAT, "version": 2}).encode()
     return {
-        "no recording": b"",
+        "not a kvchat recording": b"",
         "line 1": b'{"format": "other"}\n',
         "version 2": b"\n".join([later, *lines[1:]]),
-        "cut off": good[:-5],
+        "truncated": good[:-5],
         "line 3": b"\n".join([*lines[:2], b"[1.0, {}]", *lines[3:]]),
         "line 4": b"\n".join([*lines[:3], b'["soon", ' + lines[3].split(b",", 1)[1], *lines[4:]]),
         "not a time after": b"\n".join([*lines[:3], b"[0.1," + lines[3].split(b",", 1)[1], *lines[4:]]),
         "time after 0.0": b"\n".join([lines[0], b"[1" + b"0" * 400 + b"," + lines[1].split(b",", 1)[1], *lines[2:]]),
-        "NaN is no time|nan is no time": b"\n".join([lines[0], b"[NaN," + lines[1].split(b",", 1)[1], *lines[2:]]),
+        "NaN is not a time|nan is not a time": b"\n".join(
+            [lines[0], b"[NaN," + lines[1].split(b",", 1)[1], *lines[2:]]
+        ),
         "damaged": gzip.compress(good)[:-20],
         "protocol": b"\n".join([lines[0], b'[1, {"type":"Stop"}]', b""]),
         "Line 2": b"\n".join([lines[0], b"[" * 100_000, b""]),
