@@ -100,7 +100,7 @@ def test_every_word_of_a_receipt_is_explained():
     assert length == "3 tok"
     assert [part for part in parts if not any(word in part for word in explained)] == ["full"]
     assert set(RECEIPT) <= explained
-    assert all("median" in RECEIPT[word] and "95 %" in RECEIPT[word] for word in ("fetched in", "waited"))
+    assert all("median" in RECEIPT[word] and "95th" in RECEIPT[word] for word in ("fetched in", "waited"))
 
 
 def test_every_row_of_the_sums_is_explained():

@@ -164,7 +164,7 @@ async def test_a_budget_given_in_full_counts_from_the_next_mode_on(running):
     async with running() as (app, _pilot, until):
         await until(lambda: app.controller.state.phase is Phase.READY)
         typed(app, "/budget 96")
-        await until(lambda: any("96 counts from the next mode" in text for text in texts(app.chat.query(Note))))
+        await until(lambda: any("96 applies in the next mode" in text for text in texts(app.chat.query(Note))))
         assert not app.chat.query(Problem)
         typed(app, "/mode streaming")
         await until(lambda: app.controller.state.mode == "streaming")

@@ -47,7 +47,7 @@ async def test_a_conversation_survives_the_application(running, config):
         said = app.controller.state.conversation.turns
     async with running(config) as (app, _pilot, until):
         await until(lambda: app.chat.query(Welcome))
-        await until(lambda: "goes on with “hello there”" in str(app.chat.query_one(Welcome).content))
+        await until(lambda: "continues “hello there”" in str(app.chat.query_one(Welcome).content))
         press(app, "ctrl+r")
         await until(lambda: questions(app) == ["❯ hello there"] and answers(app))
         assert app.controller.state.conversation.turns == said
@@ -126,7 +126,7 @@ async def test_titles_copies_and_deleting(running, config):
         await until(lambda: questions(app) == ["❯ hello"])
         typed(app, "/delete")
         await until(lambda: app.chat.query(Welcome))
-        await until(lambda: "“A greeting” is deleted" in toasts(app))
+        await until(lambda: "“A greeting” was deleted" in toasts(app))
         typed(app, "/restore")
         await until(lambda: questions(app) == ["❯ hello"])
         typed(app, "/restore")
