@@ -110,5 +110,5 @@ def test_what_is_piped_in_is_for_the_question_of_the_command_line_and_else_quest
 
 def test_a_file_that_is_no_recording_is_refused_before_the_screen(tmp_path):
     (tmp_path / "notes.txt").write_text("hello\n")
-    with pytest.raises(UsageError, match="no recording"):
+    with pytest.raises(UsageError, match="not a kvchat recording"):
         replay(tmp_path / "notes.txt", plain=True)

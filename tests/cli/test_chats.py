@@ -62,7 +62,7 @@ def test_export_and_import(folder):
     assert run("list").split()[1] == imported
     with pytest.raises(UsageError, match="exists"):
         run("export", imported, str(file))
-    with pytest.raises(UsageError, match="names no format"):
+    with pytest.raises(UsageError, match="has no known file ending"):
         run("export", imported, str(folder / "chat.pdf"))
     (folder / "empty.json").write_text(json.dumps({**json.loads(file.read_text()), "messages": [], "leaf": None}))
     with pytest.raises(UsageError, match="has no messages"):
