@@ -134,7 +134,7 @@ def test_what_is_no_file_or_too_long_is_refused(recorded, tmp_path, monkeypatch)
 def test_the_demonstration_shows_a_switch_that_forgets():
     events = [entry.event for entry in read(bundled_recording())]
     assert sum(isinstance(event, Loaded) for event in events) == 1
-    assert [event.mode for event in events if isinstance(event, Switched)] == ["speculative", "streaming"]
+    assert [event.mode for event in events if isinstance(event, Switched)] == ["streaming", "speculative", "full"]
     answers = [event.text for event in events if isinstance(event, Finished)]
     assert len(answers) == sum(isinstance(event, Asked) for event in events)
     assert bundled_recording().stat().st_size < 100_000
