@@ -23,7 +23,7 @@ from openai import AsyncOpenAI
 from kvchat import files
 from kvchat.errors import INSTEAD, DoesNotFitError, EngineError, KvchatError, ModelError, UsageError
 from kvchat.protocol.figures import Price, ServerFigures, Snapshot
-from kvchat.protocol.messages import Details, Event, Load, Loaded, Noted, Sampling, Turn, Variant, parse_args
+from kvchat.protocol.messages import Details, Event, Load, Loaded, Noted, Resumed, Sampling, Turn, Variant, parse_args
 from kvchat.remote import servers
 from kvchat.remote.answer import TAKING_VARIABLES, Answer, open_thought, request
 from kvchat.remote.metrics import MetricsReader
@@ -182,8 +182,7 @@ class RemoteSession:
 
     def _events(self, asked: dict[str, Any], conversation: str, between: Callable[[int], None]) -> Iterator[Event]:
         frames, answer = self._frames, self._answer
-        yield from self._go_to(conversation)
-        end = self._loop.begin(self._read(asked, frames))
+        end = self._loop.begin(self._read(asked, conversation, frames))
         try:
             while not self._is_canceled:
                 try:
@@ -195,6 +194,9 @@ class RemoteSession:
                     break
                 if isinstance(frame, Exception):
                     raise explained(frame, self._address, self._model.id, answer.is_started)
+                if isinstance(frame, Resumed | Noted):
+                    yield frame
+                    continue
                 try:
                     yield from answer.take(frame)
                 except GARBAGE as error:
@@ -208,9 +210,11 @@ class RemoteSession:
             self._slots.note(answer.total)
         yield from answer.finish(self._is_canceled)
 
-    async def _read(self, asked: dict[str, Any], frames: SimpleQueue[Any]) -> None:
+    async def _read(self, asked: dict[str, Any], conversation: str, frames: SimpleQueue[Any]) -> None:
         """Put the frames of an answer into ``frames``, at last ``OVER`` or what went wrong."""
         try:
+            for event in await self._go_to(conversation):
+                frames.put(event)
             stream = await self._openai.chat.completions.create(**asked)
             async with stream:
                 async for frame in stream:
@@ -227,13 +231,13 @@ class RemoteSession:
     def resume(self, conversation: str, turns: Sequence[Turn]) -> Iterator[Event]:
         """Have llama-server restore what it saved of it; else it finds what it has by the conversation's beginning."""
         self._answer = Answer(Sampling())
-        return self._go_to(conversation)
+        return iter(self._loop.run(self._go_to(conversation)))
 
-    def _go_to(self, conversation: str) -> Iterator[Event]:
+    async def _go_to(self, conversation: str) -> list[Event]:
         try:
-            yield from self._loop.run(self._slots.go_to(conversation)) if self._slots else ()
+            return await self._slots.go_to(conversation) if self._slots else []
         except OSError as error:
-            yield Noted(f"K/V in the server's files cannot be tracked: {files.reason(error)}.")
+            return [Noted(f"K/V in the server's files cannot be tracked: {files.reason(error)}.")]
 
     def forget(self, conversation: str) -> None:
         """Have nothing of it kept in the server's files: it was marked as deleted."""
