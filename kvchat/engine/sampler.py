@@ -165,7 +165,7 @@ class Sampler:
         bits = torch.empty(self._vocab, dtype=torch.int32, device=weights.device).random_(generator=self.generator)
         chances = ((bits if tokens is None else bits[tokens]) + 0.5) * 2.0**-31  # of 31 bits: above 0
         index = (weights / chances.neg_().log1p_().neg_().clamp_(max=LONGEST)).argmax()
-        return index if tokens is None else tokens[index]
+        return index if tokens is None else tokens.take(index)  # an index of no dimension would be read by the CPU
 
 
 def read(token: Tensor) -> int:

@@ -161,7 +161,7 @@ def test_shapes_have_the_published_sizes(name, billions, token_bytes):
 
 @pytest.mark.parametrize(
     ("choice", "message"),
-    [(ModelChoice("x/y"), "cannot be combined"), (ModelChoice(quantize="int8"), "not quantized"),
+    [(ModelChoice("x/y"), "cannot be combined"), (ModelChoice(quantize="int8"), "cannot be quantized"),
      (ModelChoice(dtype="int8"), 'no dtype "int8"')],
 )  # fmt: skip
 def test_what_random_weights_cannot_be_is_refused(choice, message):

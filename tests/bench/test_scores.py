@@ -110,8 +110,8 @@ def test_a_quantile_that_the_count_does_not_carry_is_missing():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"a": "1", "all": ["2"]}\n\n{"a": ', r"rows\.jsonl, line 3 is no JSON"),
-        ('{"a": 1, "all": ["2"]}\n[1]', r"rows\.jsonl, line 2.*no object"),
+        ('{"a": "1", "all": ["2"]}\n\n{"a": ', r"rows\.jsonl, line 3 is not JSON"),
+        ('{"a": 1, "all": ["2"]}\n[1]', r"rows\.jsonl, line 2.*not an object"),
         ('{"b": "1"}', r"rows\.jsonl, line 1.*no text 'a'"),
         ('{"a": true}', r"rows\.jsonl, line 1.*no text 'a'"),
         ('{"a": "1", "all": [1]}', r"line 1.*no list of texts 'all'"),

@@ -130,5 +130,5 @@ def test_the_chat_goes_on_where_no_file_can_be_written(tmp_path: Path) -> None:
     result = run("chat", "--plain", given=b"Hello!\n/export told.md\n", file_limit=0, folder=tmp_path)
     told = result.stderr.decode()
     assert b"model: " in result.stdout
-    assert not lacks(told, "in memory only", "engine's messages", "told.md")
+    assert not lacks(told, "only in memory", "engine's messages", "told.md")
     assert "Traceback" not in told

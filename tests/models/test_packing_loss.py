@@ -41,7 +41,7 @@ def test_a_loss_that_changes_answers_is_told_as_large_as_it_is() -> None:
     divergence = float((expected.exp() * (expected - found)).sum(-1).mean())
     same = float((expected.argmax(-1) == found.argmax(-1)).double().mean())
     (note,) = told(packed)
-    figures = re.search(r"KL ([\d.]+) .* (\d+)% ", note)
+    figures = re.search(r"KL ([\d.]+) .* (\d+)%", note)
     assert figures
     assert float(figures[1]) == pytest.approx(divergence, rel=0.1)
     assert divergence > 0.1

@@ -200,11 +200,11 @@ def test_a_short_warm_up_of_every_way_comes_before_the_trials(model, monkeypatch
         (["freekv", "--set", "tokens=1.5"], "whole number of 1 to 12 digits"),
         (["synckv", "--set", "context=99999999"], "context = 99,999,999 does not fit the model. bundled reads"),
         (["lazy-pruning", "--set", "cap=4"], "cap=4"),
-        (["synckv", "--mode", "quest"], "synckv compares no modes"),
+        (["synckv", "--mode", "quest"], "does not compare modes"),
         (["freekv", "--mode", "qest"], 'Did you mean "quest"'),
         (["freekv", "--set", "modes=3"], 'no size "modes"'),
         (["freekv", "--part", "figure-3"], 'has no part "figure-3"'),
-        (["freekv", "--part", "accuracy", "--plot", "x.svg"], "have no picture"),
+        (["freekv", "--part", "accuracy", "--plot", "x.svg"], "have no plot"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_measured(arguments, message):

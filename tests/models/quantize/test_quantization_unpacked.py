@@ -223,11 +223,11 @@ def test_each_weight_is_packed_as_soon_as_it_is_unpacked(checkpoints, monkeypatc
     """Once all are read nothing is left to be packed."""
     left, genuine = [], repacking.pack
 
-    def pack(model, config, described):
+    def pack(model, config, described, devices):
         chosen = [linear.weight for linear in PACKINGS[config.quant_method].linears(model)]
         stacks = [stack.weight for _, stack in packing.chosen_stacks(model, config.quant_method)]
         left.append([weight for weight in (*chosen, *stacks) if weight.is_floating_point()])
-        genuine(model, config, described)
+        genuine(model, config, described, devices)
 
     monkeypatch.setattr(repacking, "pack", pack)
     load(checkpoints(name)[0])
