@@ -67,7 +67,7 @@ def test_what_cannot_be_parked_is_told_once(tmp_path, monkeypatch, lacks):
         monkeypatch.setattr(prefix_cache, "available", none)
     assert notes(chat.say("a", TALE)) == []
     (told,) = notes(chat.say("b", OTHER))
-    assert "read again" in told
+    assert "processed again" in told
     assert notes(chat.say("a", TALE)) == []
     assert chat.cache.parked_bytes == 0
 

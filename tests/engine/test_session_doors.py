@@ -154,7 +154,7 @@ def test_names_that_nothing_has_are_refused(session):
         (entering("streaming", {"budget": 64}, mode_params={"streaming": {"budget": 1}}), "budget = 1"),
         (Load(mode_params={"freeze": {"tau": "high"}}), "freeze: tau = 'high'"),
         (Load(given={"sync": {"rhoo": 1}}), 'no parameter "rhoo"'),
-        (Load(host_dtype="int4"), 'cannot be kept in "int4"'),
+        (Load(host_dtype="int4"), 'cannot be stored in "int4"'),
     ],
 )
 def test_a_wrong_value_is_refused_before_anything_is_loaded(monkeypatch, asked, said):

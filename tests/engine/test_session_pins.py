@@ -121,7 +121,7 @@ LINE = "The river runs by the old mill and nobody knows where the boats have gon
 def test_the_system_prompt_and_messages_share_one_limit(model, system, pinned, numbers):
     session = Session(replace(model, context=500), entering("streaming", {"budget": 64, "pin_system": True}))
     turns = (Turn("system", LINE * system), Turn("user", f"Hello. {LINE * pinned}", pinned=bool(pinned)))
-    with pytest.raises(TooMuchPinnedError, match=rf"{numbers}; of the 500 .* 250"):
+    with pytest.raises(TooMuchPinnedError, match=rf"{numbers}. Of the 500 .* 250"):
         finished(session, turns)
     assert session.total == 0
     session.switch(pin_system=False)

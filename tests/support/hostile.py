@@ -74,6 +74,8 @@ def _value(hint: Any, name: str) -> Any:
         return hint(1)
     if dataclasses.is_dataclass(hint):
         return fill(hint)
+    if get_origin(hint) is tuple and Ellipsis not in get_args(hint):
+        return tuple(_value(kind, name) for kind in get_args(hint))
     kinds = [kind for kind in get_args(hint) if kind not in (type(None), Ellipsis)]
     value = _value(kinds[0], name)
     return (value,) if Ellipsis in get_args(hint) else value

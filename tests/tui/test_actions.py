@@ -19,8 +19,9 @@ from kvchat.tui.actions import (
 
 SLASH = (
     "stop queue mode next previous budget sink window draft set system pin regen continue edit undo branch rebuild new "
-    "last open title fork delete restore export import stats copy code compare needle pause speed editor file thinking "
-    "theme panels details restart help settings chats quit model unload plan profile newest think template preset"
+    "last open title fork delete restore export import stats copy code compare needle pause speed editor file "
+    "thinking theme panels details restart help settings chats quit model servers unload plan profile newest think "
+    "template preset"
 )
 
 
@@ -40,7 +41,7 @@ def test_every_action_has_a_description_and_a_way_to_reach_it():
         ("compair", ("/compair", "/compare")),
         ("zzz", ("/zzz", "/help")),
         ("", ("/",)),
-        ("re", ('"re"', "several")),
+        ("re", ('"re"', "ambiguous")),
     ],
 )
 def test_an_unknown_command_names_the_nearest_few(name, facts):

@@ -196,7 +196,7 @@ async def test_a_terminal_without_a_column_for_a_list_ends_nothing(running):
 async def test_an_engine_that_cannot_be_started_is_told(running, config):
     async with running(replace(config, engine_command=("/nonexistent/engine",)), ready=False) as (app, _pilot, until):
         await until(lambda: app.chat.query(Problem))
-        assert "cannot be started" in app.chat.query_one(Problem).error.title
+        assert "cannot start" in app.chat.query_one(Problem).error.title
         assert app.controller.state.phase is Phase.DOWN
 
 

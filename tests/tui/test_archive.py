@@ -86,7 +86,7 @@ async def test_a_database_that_cannot_be_used_leaves_memory(tmp_path, view):
     path.write_text("no database " * 1000)
     archive = Archive(path, view)
     await archive.open()
-    assert "in memory only" in view.toasts[0]
+    assert "only in memory" in view.toasts[0]
     await archive.save(asked("one"))
     assert (await archive.latest()).title == "one"
     await archive.close()

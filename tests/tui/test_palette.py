@@ -72,7 +72,7 @@ async def test_branches_are_stepped_through_by_command(running):
         typed(app, "/branch")
         await until(lambda: conversation.leaf.id == second)
         typed(app, "/branch sideways")
-        await until(lambda: "It takes next or previous" in toasts(app))
+        await until(lambda: "next or previous" in toasts(app))
 
 
 class FakeScreen:

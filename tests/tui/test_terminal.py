@@ -285,6 +285,7 @@ NOT_DRAWN = {
     *("Loaded.architecture", "Loaded.dtype", "Loaded.fast", "Price.mode", "Price.refusal"),
     "Loaded.model",  # its last part is
     "Loaded.auto",  # Snapshot.auto is
+    *("Loaded.calls", "Score.token", "Score.top", "Turn.more", "MemoryPlan.elsewhere.of", "Snapshot.other_gpus.of"),
     *("Loaded.template_variables", "Started.tags", "Started.thought"),
     "Snapshot.extras.key",  # below the end of this screen
     *("MemoryPlan.by_default", "MemoryPlan.floor_ms.of", "Proposal.quantize", "StoredNeed.mode", "Run.reason"),

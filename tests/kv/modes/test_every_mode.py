@@ -40,7 +40,7 @@ MODULES = {
 }
 COSTS = {
     *("EMPTY", "FOREVER", "GROWTH_HEADROOM", "RESIZE_INTERVAL", "RESIZE_INTERVAL_IN_PLACE"),
-    *("MIN_ROOM", "SPARE", "SPARE_IN_PLACE", "ROOM_SHARE", "SHRINK", "TOGETHER"),
+    *("MIN_ROOM", "SPARE", "SPARE_IN_PLACE", "ROOM_SHARE", "SHRINK", "TOGETHER", "MOST"),
 }
 ROOMY = {"full": {}, "freeze": {"tau": 0.0, "budget": None}}
 

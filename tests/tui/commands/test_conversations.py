@@ -141,7 +141,7 @@ async def test_a_server_is_to_empty_the_file_of_what_is_deleted_without_a_model(
         typed(app, "/unload")
         await until(lambda: app.controller.state.phase is Phase.DOWN)
         typed(app, "/delete")
-        await until(lambda: "is deleted" in toasts(app))
+        await until(lambda: "was deleted" in toasts(app))
         assert slot_files.known() == {"http://127.0.0.1:8080": {id: slot_files.DELETED}}
 
 

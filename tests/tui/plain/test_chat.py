@@ -227,7 +227,7 @@ async def test_keys_are_the_editors_while_it_has_the_terminal(config, monkeypatc
 
 async def test_thoughts_are_left_out_and_printed_again(config):
     _, session = await piped(config, "/thinking\n/thinking\n")
-    assert re.search("left out.*\n.*printed", session.said)
+    assert re.search("no longer printed.*\n.*printed", session.said)
 
 
 async def test_without_a_model_a_pipe_is_told_once_why(config, monkeypatch):

@@ -32,7 +32,7 @@ async def test_f8_shows_both_answers_and_w_writes_them(running, size, tmp_path, 
         typed(app, "hello")
         await until(lambda: finished(app))
         press(app, "f8")
-        await until(lambda: opened(app, CompareScreen) and "own way from token 3" in shown(app, "#verdict"))
+        await until(lambda: opened(app, CompareScreen) and "differs from token 3" in shown(app, "#verdict"))
         said = f"All said {MARK}by full here.\nAll said {MARK}by speculative here."
         await until(lambda: shown(app, "#answers Static") == said)
         one, other = app.screen.query(VerticalScroll).results(VerticalScroll)
