@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 from support import byte_tokenizer
 from support.loads import entering
+from support.step_clock import StepClock
 from support.tiny_runner import loaded
 
 from kvchat.config import modes
@@ -22,7 +21,6 @@ from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.attention import PREFILL_WORKSPACE
 from kvchat.kv.auto import APART
 from kvchat.kv.geometry import GROWTH_HEADROOM
-from kvchat.kv.inspect import read_tokens
 from kvchat.kv.manager import KVManager
 from kvchat.kv.memory import available
 from kvchat.kv.modes.full import Full
@@ -36,35 +34,17 @@ ANSWER = Sampling(temperature=0, max_new_tokens=48)
 TARGET_S = 0.1
 
 
-@dataclass
-class SlowMemory:
-    """A clock that goes on by what a step reads; ``busy`` makes all of it slower."""
+@dataclass(kw_only=True)
+class SlowMemory(StepClock):
+    """Steps take as long as it takes to read weights, K/V and index; ``busy`` makes all of it slower."""
 
-    session: Session
     rate: float
     busy: float = 1.0
-    now: float = 0.0
-    steps: list[float] = field(default_factory=list)
 
-    def install(self, monkeypatch) -> SlowMemory:
-        runner, kv = self.session._runner, self.session._kv
-        step = runner.step
-
-        def slow(token):
-            before = read_tokens(kv.state)
-            logits = step(token)
-            read = (read_tokens(kv.state) - before) * kv.state.geometry.token_bytes
-            index = kv.mode.index.data.nbytes if kv.mode.name == "speculative" else 0
-            taken = self.busy * OVERHEAD * (self.session.model.weight_bytes + read + index) / self.rate
-            self.steps.append(taken)
-            self.now += taken
-            return logits
-
-        monkeypatch.setattr(runner, "step", slow)
-        clock = SimpleNamespace(perf_counter=lambda: self.now, monotonic=time.monotonic)
-        monkeypatch.setattr(metrics, "time", clock)
-        monkeypatch.setattr(cpu_ops, "awaited", {})  # loops that are compiled beside the suite
-        return self
+    def seconds(self, read: float, moved: int) -> float:
+        mode = self.session._kv.mode
+        index = mode.index.data.nbytes if mode.name == "speculative" else 0
+        return self.busy * OVERHEAD * (self.session.model.weight_bytes + read + index) / self.rate
 
 
 def rate_for(model: LoadedModel, tokens: int) -> float:
@@ -92,7 +72,7 @@ def talk(session: Session, turns: list[Turn], text: str) -> tuple[list[Switched 
 
 def test_a_conversation_that_grows_reads_less_where_a_token_would_take_too_long(small_model, monkeypatch):
     session = Session(small_model, Load(mode="auto", read_bytes_per_s=rate_for(small_model, 2000)))
-    memory = SlowMemory(session, rate_for(small_model, 2000)).install(monkeypatch)
+    memory = SlowMemory(session=session, rate=rate_for(small_model, 2000)).install(monkeypatch)
     assert (session.info.mode, session.info.auto) == ("full", session.snapshot().auto)
     turns, seen, told = list[Turn](), list[tuple[int, str, int | None]](), list[Switched | Noted]()
     for seed in range(9):
@@ -118,7 +98,7 @@ def test_a_conversation_that_grows_reads_less_where_a_token_would_take_too_long(
 
 def test_a_person_overrides_it_until_it_is_asked_for_again(small_model, monkeypatch):
     session = Session(small_model, Load(mode="auto", read_bytes_per_s=rate_for(small_model, 400)))
-    SlowMemory(session, rate_for(small_model, 400)).install(monkeypatch)
+    SlowMemory(session=session, rate=rate_for(small_model, 400)).install(monkeypatch)
     turns = list[Turn]()
     for seed in range(3):
         talk(session, turns, story(700, seed))
@@ -152,7 +132,7 @@ def test_a_refused_switch_ends_nothing(small_model):
 
 def test_in_an_answer_that_gets_much_too_slow_it_changes_and_not_again_within_64_tokens(small_model, monkeypatch):
     session = Session(small_model, Load(mode="auto", read_bytes_per_s=rate_for(small_model, 3000)))
-    memory = SlowMemory(session, rate_for(small_model, 3000)).install(monkeypatch)
+    memory = SlowMemory(session=session, rate=rate_for(small_model, 3000)).install(monkeypatch)
     turns = list[Turn]()
     talk(session, turns, story(1500, 0))
     assert session._kv.mode.name == "full"
@@ -194,7 +174,7 @@ def test_where_ram_gets_short_pages_are_rounded_and_stay_so(small_model, monkeyp
 
 def test_a_way_that_is_refused_gives_way_to_the_next(small_model, monkeypatch):
     session = Session(small_model, Load(mode="auto", read_bytes_per_s=rate_for(small_model, 300)))
-    SlowMemory(session, rate_for(small_model, 300)).install(monkeypatch)
+    SlowMemory(session=session, rate=rate_for(small_model, 300)).install(monkeypatch)
     enter = KVManager.switch
     tried = list[int]()
 
@@ -217,7 +197,7 @@ def test_a_way_that_is_refused_gives_way_to_the_next(small_model, monkeypatch):
 def test_a_budget_that_a_person_gives_is_the_most(small_model, monkeypatch):
     rate = rate_for(small_model, 300)
     session = Session(small_model, Load(mode="auto", given={"speculative": {"budget": 300}}, read_bytes_per_s=rate))
-    SlowMemory(session, rate).install(monkeypatch)
+    SlowMemory(session=session, rate=rate).install(monkeypatch)
     turns = list[Turn]()
     for seed in range(2):
         talk(session, turns, story(900, seed))
@@ -228,7 +208,7 @@ def test_a_budget_that_a_person_gives_is_the_most(small_model, monkeypatch):
 def in_speculative(model: LoadedModel, monkeypatch) -> tuple[Session, list[Turn]]:
     """A session in which auto has entered speculative mode."""
     session = Session(model, Load(mode="auto", read_bytes_per_s=rate_for(model, 400)))
-    SlowMemory(session, rate_for(model, 400)).install(monkeypatch)
+    SlowMemory(session=session, rate=rate_for(model, 400)).install(monkeypatch)
     turns = list[Turn]()
     for seed in range(3):
         talk(session, turns, story(700, seed))
@@ -260,7 +240,7 @@ def test_a_parameter_without_a_mode_is_auto_s_own_or_the_mode_s_and_the_budget_s
 
 def test_recovery_counts_in_whatever_auto_enters(small_model, monkeypatch):
     session = Session(small_model, Load(mode="auto", read_bytes_per_s=rate_for(small_model, 400)))
-    SlowMemory(session, rate_for(small_model, 400)).install(monkeypatch)
+    SlowMemory(session=session, rate=rate_for(small_model, 400)).install(monkeypatch)
     assert session._kv.mode.name == "full"
     session.switch(recovery=True)
     turns = list[Turn]()
@@ -272,7 +252,7 @@ def test_recovery_counts_in_whatever_auto_enters(small_model, monkeypatch):
 
 def test_what_is_given_to_a_mode_in_auto_counts_when_it_enters_that(small_model, monkeypatch):
     session = Session(small_model, Load(mode="auto", read_bytes_per_s=rate_for(small_model, 400)))
-    SlowMemory(session, rate_for(small_model, 400)).install(monkeypatch)
+    SlowMemory(session=session, rate=rate_for(small_model, 400)).install(monkeypatch)
     switched = session.switch("auto", speculative={"window": 48})
     assert (switched.mode, switched.given["speculative"]) == ("full", {"window": 48})
     with pytest.raises(UsageError):

@@ -8,24 +8,21 @@ conversation grow to 12,000 tokens.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
+from support.step_clock import StepClock
 
-from kvchat.engine import metrics, runner
+from kvchat.engine import runner
 from kvchat.engine.mode_switcher import ModeSwitcher
 from kvchat.engine.session import Session
 from kvchat.engine.synthetic_text import passage, sentences
 from kvchat.kv.attention import PREFILL_WORKSPACE
 from kvchat.kv.auto import NEW
 from kvchat.kv.geometry import GROWTH_HEADROOM, Geometry
-from kvchat.kv.inspect import read_tokens
 from kvchat.kv.memory import available
-from kvchat.kv.ops import cpu_ops
 from kvchat.kv.prefill import CHUNKS, staging_bytes
 from kvchat.models.load import LoadedModel
 from kvchat.protocol.messages import Load, Sampling, Turn
@@ -40,33 +37,12 @@ SECRET, ASK = "41872", "What is the passkey?"
 KNOWN = "41"  # of it, after so much text, in full mode too
 
 
-@dataclass
-class SlowLink:
-    """The time of a session's steps by what they read and fetch."""
+class SlowLink(StepClock):
+    """Steps take as long as what is on the device is read there, and what is fetched comes over the link."""
 
-    session: Session
-    now: float = 0.0
-    steps: list[float] = field(default_factory=list)
-
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> SlowLink:
-        model_runner, state = self.session._runner, self.session._kv.state
-        step, token = model_runner.step, state.geometry.token_bytes
-
-        def slow(id: int) -> object:
-            before, moved = read_tokens(state), state.transfer.totals.moved_bytes
-            logits = step(id)
-            fetched = state.transfer.totals.moved_bytes - moved
-            held = max(0.0, (read_tokens(state) - before) * token - fetched)
-            taken = OVERHEAD * (self.session.model.weight_bytes + held) / READ + fetched / LINK
-            self.steps.append(taken)
-            self.now += taken
-            return logits
-
-        monkeypatch.setattr(model_runner, "step", slow)
-        clock = SimpleNamespace(perf_counter=lambda: self.now, monotonic=time.monotonic)
-        monkeypatch.setattr(metrics, "time", clock)
-        monkeypatch.setattr(cpu_ops, "awaited", {})  # loops that are compiled beside the suite
-        return self
+    def seconds(self, read: float, moved: int) -> float:
+        held = max(0.0, read - moved)
+        return OVERHEAD * (self.session.model.weight_bytes + held) / READ + moved / LINK
 
 
 @dataclass(frozen=True)
@@ -121,7 +97,7 @@ def grow(session: Session, link: SlowLink, most: int, turns: list[Turn]) -> Iter
 @pytest.mark.slow("the bundled model decodes a dozen answers in a conversation that grows")
 def test_auto_in_a_conversation_that_grows_on_a_small_device_behind_a_slow_link(session, monkeypatch, record_property):
     most = GROWN or 7000
-    link = SlowLink(session).install(monkeypatch)
+    link = SlowLink(session=session).install(monkeypatch)
     turns = list[Turn]()
     seen = list(grow(session, link, most, turns))
     for each in seen:
