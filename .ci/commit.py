@@ -19,6 +19,7 @@ class Commit(BuildHookInterface[Any]):
             return
         named = subprocess.run(["git", "-C", self.root, "rev-parse", "HEAD"], capture_output=True, text=True)
         if not named.returncode:
-            with tempfile.NamedTemporaryFile("w", suffix=".txt", delete=False) as file:
-                file.write(named.stdout)
-            build_data["force_include"][file.name] = "kvchat/commit.txt"
+            self._folder = tempfile.TemporaryDirectory()  # removed with the hook
+            file = Path(self._folder.name) / "commit.txt"
+            file.write_text(named.stdout)
+            build_data["force_include"][str(file)] = "kvchat/commit.txt"

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache
 from itertools import count, product
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -336,9 +336,17 @@ class PromptEncoder:
 
     def spelled(self, token: int) -> str:
         """The text of a token within a text; of a part of a character U+FFFD."""
+        before, written = self._before_a_token
+        return self._decode([*before, token])[len(written) :]
+
+    @cached_property
+    def _before_a_token(self) -> tuple[list[int], str]:
+        """Ids that a token is decoded after, so that it is not the first of a text, and their text."""
         before = self._tokenizer.encode("a", add_special_tokens=False)
-        decode = partial(self._tokenizer.decode, clean_up_tokenization_spaces=False)
-        return str(decode([*before, token])[len(decode(before)) :])
+        return before, self._decode(before)
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
     def _marks_of_calls(self) -> frozenset[str]:
         """The control tokens by which the model writes calls of tools; they are a part of its text."""

@@ -222,7 +222,7 @@ class _Costs:
         seconds = (m.weights + read) / m.read
         if m.link and (new := m.new.get(parameters.name)):
             chosen = min(read, (getattr(parameters, "budget", None) or read) * self.geometry.token_bytes)
-            seconds += new * chosen * self._share(quantizes) / m.link  # as on an H200, which hid none of 46 MiB
+            seconds += new * chosen * self._share(quantizes) / m.link  # an H200 hid a part of it, not all
         held = self.mode(parameters, self.geometry).plan(self.capacity).device_bytes(self.geometry)
         return Way(parameters, quantizes, seconds, lacks=self._lacks(parameters.name, held, quantizes))
 

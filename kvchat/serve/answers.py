@@ -87,11 +87,7 @@ class Calls:
         written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         call = {"name": function["name"], "arguments": written}
         number, self.found = self.found, self.found + 1
-        yield {
-            "tool_calls": [
-                {"index": number, "id": f"call_{secrets.token_hex(12)}", "type": "function", "function": call}
-            ]
-        }
+        yield {CALLED: [{"index": number, "id": f"call_{secrets.token_hex(12)}", "type": "function", "function": call}]}
 
 
 class Answer:
@@ -137,14 +133,11 @@ class Answer:
         if self._is_chat:
             told: Json = {"reasoning_content": thought} if thought else {}
             parts = [*self._parts(said, is_last=True)]
-            text = "".join(part.get("content", "") for part in parts)
-            calls = [call for part in parts for call in part.get("tool_calls", ())]
-            told |= (
-                {"tool_calls": [{name: call[name] for name in call if name != "index"} for call in calls]}
-                if calls
-                else {}
-            )
-            choice["message"] = {"role": "assistant", "content": None if calls and not text else text, **told}
+            text: str | None = "".join(part.get(SAID, "") for part in parts)
+            if calls := [call for part in parts for call in part.get(CALLED, ())]:
+                told[CALLED] = [{name: call[name] for name in call if name != "index"} for call in calls]
+                text = text or None
+            choice["message"] = {"role": "assistant", SAID: text, **told}
         else:
             choice["text"] = said
         choice["finish_reason"] = self._reason(finished)
@@ -170,11 +163,11 @@ class Answer:
         if self._calls:
             yield from self._calls.feed(said, is_last)
         elif said:
-            yield {"content": said}
+            yield {SAID: said}
 
     def _reason(self, finished: Finished) -> str:
         reason = REASONS[finished.reason]
-        return "tool_calls" if self._calls and self._calls.found and reason == "stop" else reason
+        return CALLED if self._calls and self._calls.found and reason == "stop" else reason
 
     def end(self, finished: Finished, snapshot: Snapshot | None) -> Iterator[Json]:
         """The rest, and the figures."""
@@ -193,7 +186,7 @@ class Answer:
             yield from map(self._piece, self._parts(more, is_last))
 
     def _piece(self, delta: Json, reason: str | None = None) -> Json:
-        told = {"delta": delta} if self._is_chat else {"text": delta.get("content", "")}
+        told = {"delta": delta} if self._is_chat else {"text": delta.get(SAID, "")}
         return self._chunk([{"index": 0, **told, "finish_reason": reason, "logprobs": self._logprobs()}])
 
     def _logprobs(self) -> Json | None:
