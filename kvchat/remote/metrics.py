@@ -18,7 +18,7 @@ import httpx2
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvchat.protocol.figures import ServerFigures
-from kvchat.remote.servers import KVCHAT, LLAMA, SGLANG, VLLM, Address, whole
+from kvchat.remote.servers import KVCHAT, LLAMA, SGLANG, VLLM, Address, slots_of, whole
 
 LEAST_S = 0.5  # between two readings of a counter that a rate is made of
 NOT_TOLD = {
@@ -89,8 +89,7 @@ class MetricsReader:
 
     async def _slots(self) -> tuple[int, int]:
         """The tokens that fit all slots of llama-server, and those that are in them; 0 where it does not list them."""
-        reply = await self._http.get(f"{self._address.root}/slots")
-        slots = [slot for slot in (reply.json() if reply.is_success else []) if isinstance(slot, dict)]
+        slots = await slots_of(self._address, self._http)
         return sum(whole(slot.get("n_ctx")) for slot in slots), sum(
             whole(slot.get("n_prompt_tokens")) for slot in slots
         )

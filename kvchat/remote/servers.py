@@ -241,6 +241,17 @@ async def _look(text: str, is_named: bool = True) -> Found:
         return text, error
 
 
+async def slots_of(address: Address, http: httpx2.AsyncClient, timeout_s: float = PROBE_S) -> list[dict[str, Any]]:
+    """What llama-server tells of each of its slots; nothing where it does not list them.
+
+    Raises:
+        httpx2.HTTPError: it does not answer; ValueError: that is no JSON.
+    """
+    reply = await http.get(f"{address.root}/slots", timeout=timeout_s)
+    slots = reply.json() if reply.is_success else []
+    return [slot for slot in slots if isinstance(slot, dict)]
+
+
 async def _listed(address: Address, http: httpx2.AsyncClient) -> list[dict[str, Any]]:
     """The entries of the server's list of models; those without an id are left out."""
     try:

@@ -16,7 +16,7 @@ import httpx2
 from kvchat import paths
 from kvchat.protocol.messages import Event, Noted, Resumed
 from kvchat.remote import slot_files
-from kvchat.remote.servers import Address, said, whole
+from kvchat.remote.servers import Address, said, slots_of, whole
 
 ACT_S = 60.0  # gigabytes are written
 NOT_OFFERED = 501
@@ -31,7 +31,7 @@ class Slots:
     """
 
     def __init__(self, address: Address, http: httpx2.AsyncClient) -> None:
-        self._root, self._http = address.root, http
+        self._address, self._root, self._http = address, address.root, http
         self._current = ""
         self._unsaved = 0  # tokens in the current one's slot, where they are not in its file
 
@@ -100,8 +100,7 @@ class Slots:
     async def _idle(self) -> dict[int, int]:
         """How many tokens are in each slot that is not at work."""
         try:
-            reply = await self._http.get(f"{self._root}/slots", timeout=ACT_S)  # a busy one answers after its batch
-            slots = reply.json() if reply.is_success else []
+            slots = await slots_of(self._address, self._http, ACT_S)  # a busy one answers after its batch
         except (httpx2.HTTPError, ValueError):
             return {}
         return {whole(one["id"]): whole(one.get("n_prompt_tokens")) for one in slots if not one.get("is_processing")}
