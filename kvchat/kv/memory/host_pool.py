@@ -307,15 +307,17 @@ class HostPool:
         moved = self._reserved(2 * tokens, tokens)
         if self.registrar:
             self.pageable_reason = "it is being moved"  # so that no view keeps what a layer leaves
-        for layer, region in enumerate(moved):
-            region.commit(size)
-            self._layout.table(region.bytes)[:used] = self._layout.table(self._regions[layer].bytes)[:used]
-            if not unified:
-                self._regions[layer] = region
-                self._rebuild_views()
-        self._regions = moved
-        self._pin()
-        self._rebuild_views()
+        try:
+            for layer, region in enumerate(moved):
+                region.commit(size)
+                self._layout.table(region.bytes)[:used] = self._layout.table(self._regions[layer].bytes)[:used]
+                if not unified:
+                    self._regions[layer] = region
+                    self._rebuild_views()
+            self._regions = moved
+        finally:  # ended midway, every layer is whole where it lies
+            self._pin()
+            self._rebuild_views()
 
     def _rebuild_views(self) -> None:
         """Make the views of the regions, and measure them."""

@@ -16,7 +16,7 @@ from kvchat.errors import DoesNotFitError
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory import available, host_pool
 from kvchat.kv.memory.host_pool import HostPool, gather, layer_bytes, pool_tokens, scatter
-from kvchat.kv.memory.pinned import CudaRegistrar
+from kvchat.kv.memory.pinned import CudaRegistrar, PinnedRegion
 
 CPU = torch.device("cpu")
 GiB = 2**30
@@ -155,6 +155,29 @@ def test_a_move_needs_room_for_one_layer_twice(monkeypatch):
         pool.reserve(1000)
     monkeypatch.setattr(available, "host_free", lambda: more + pool._regions[0].committed)
     assert pool.reserve(1000)
+
+
+def test_a_move_that_ends_midway_leaves_the_pool_whole_and_pinned(monkeypatch):
+    pins = Pins()
+    pool = pool_of(0, pins, layers=3)
+    written, commit, calls = filled(pool, 100), PinnedRegion.commit, []
+
+    def fail_at_the_second(region, size):
+        calls.append(size)
+        if len(calls) == 2:
+            raise MemoryError
+        commit(region, size)
+
+    monkeypatch.setattr(PinnedRegion, "commit", fail_at_the_second)
+    with pytest.raises(MemoryError):
+        pool.reserve(1000)
+    assert pool.pinned
+    assert not pool.badges
+    monkeypatch.undo()
+    more = filled(pool, 900, seed=1)
+    for layer in range(3):
+        assert same(pool, layer, 0, *written[layer])
+        assert same(pool, layer, 100, *more[layer])
 
 
 def test_where_address_space_is_short_only_what_is_needed_is_reserved(monkeypatch):
