@@ -21,9 +21,9 @@ from typer.core import TyperGroup
 
 import kvchat
 from kvchat import files, paths
-from kvchat.cli import bench, chats, config, options, profile
+from kvchat.cli import bench, chats, config, models, options, profile
 from kvchat.cli.ask import SwitchAt, ask
-from kvchat.cli.chat import chat, load_of, turns
+from kvchat.cli.chat import chat, load_of, replay, turns
 from kvchat.cli.compare import compare_command
 from kvchat.cli.options import (
     LOAD,
@@ -35,7 +35,6 @@ from kvchat.cli.options import (
     UI,
     Files,
     ModelArgument,
-    NamedDevice,
     Plain,
     Prompt,
     Record,
@@ -147,14 +146,8 @@ app = typer.Typer(
 
 
 app.add_typer(config.app, name="config")
-
-
 app.add_typer(bench.app, name="bench")
-
-
 app.add_typer(chats.app, name="chats")
-
-
 app.add_typer(profile.app, name="profile")
 
 
@@ -253,38 +246,12 @@ def replay_command(
     plain: Plain = False,
 ) -> None:
     """Play a recorded chat without a model. `kvchat --record FILE` records one; neither torch nor a GPU is needed."""
-    from kvchat.cli.chat import replay
-
     raise typer.Exit(replay(file, plain))
 
 
-@app.command("modes")
-def modes_command(as_json: Annotated[bool, typer.Option("--json", help="print a JSON list")] = False) -> None:
-    """List the KV modes, their parameters and defaults."""
-    from kvchat.cli.models import list_modes
-
-    list_modes(as_json)
-
-
-@app.command("models")
-@taking({name: LOAD[name] for name in ("device", "dtype")})
-def models_command(
-    ctx: typer.Context,
-    as_json: Annotated[bool, typer.Option("--json", help="print a JSON list")] = False,
-    around: Annotated[bool, typer.Option("--servers", help="also of servers on the usual ports")] = False,
-) -> None:
-    """List the models on this machine, and whether they fit."""
-    from kvchat.cli.models import list_models
-
-    list_models(load_settings(options.flags(ctx.params)).settings.model, as_json, around)
-
-
-@app.command("keys")
-def keys_command(as_json: Annotated[bool, typer.Option("--json", help="print a JSON list")] = False) -> None:
-    """List keys and commands of the chat. With the ids that rebind them."""
-    from kvchat.cli.models import list_keys
-
-    list_keys(load_settings().settings.keys.given(), as_json)
+app.command("modes")(models.list_modes)
+app.command("models")(models.list_models)
+app.command("keys")(models.list_keys)
 
 
 @app.command("completion")
@@ -308,37 +275,14 @@ def plan_command(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Say what memory a model takes, and what fits. By quantization and mode; nothing is loaded."""
-    from kvchat.cli import models as run
-
     load = replace(load_of(load_settings(options.flags(ctx.params)).settings), model=model)
     if card:
-        run.card_costs(load, card, context, as_json)
+        models.card_costs(load, card, context, as_json)
         return
-    raise typer.Exit(run.plan(load, context, as_json))
+    raise typer.Exit(models.plan(load, context, as_json))
 
 
-@app.command()
-def calibrate(
-    model: ModelArgument = "bundled",
-    text: Annotated[
-        list[Path] | None,
-        typer.Option(
-            exists=True, dir_okay=False, help="for the heads: use this text file instead of generated text; repeatable"
-        ),
-    ] = None,
-    clusters: Annotated[int | None, typer.Option(help="representative heads per layer; by default a quarter")] = None,
-    representatives: Annotated[str, typer.Option(help="retrieval or centroid: which heads represent")] = "retrieval",
-    coverage: Annotated[
-        float, typer.Option(min=0, max=1, help="share of the attention that speculative mode's budget should cover")
-    ] = 0.9,
-    out: Annotated[Path | None, typer.Option(help="write here instead of kvchat's data folder")] = None,
-    plot: Annotated[Path | None, typer.Option(help="draw the overlap of the heads to .svg or .png")] = None,
-    device: NamedDevice = "auto",
-) -> None:
-    """Measure a model for the modes sync and speculative. Which heads attend alike, and how many tokens to read."""
-    from kvchat.cli.models import calibrate as run
-
-    run(model, text or (), clusters, representatives, device, out, plot, coverage)
+app.command("calibrate")(models.calibrate)
 
 
 @app.command()

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
-import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from kvchat import libraries, paths
 from kvchat.bench import plots
+from kvchat.cli import options
+from kvchat.cli.options import LOAD, ModelArgument, NamedDevice, taking
 from kvchat.cli.output import echo, note, progress
+from kvchat.cli.profile import load_settings
 from kvchat.config import modes
 from kvchat.config.modes import ModeParameters, SyncParameters, parse
-from kvchat.config.schema import ModelSettings
 from kvchat.errors import UsageError
 from kvchat.models import catalog
 from kvchat.models.catalog import FoundModel, Room, fit, room
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from kvchat.tui.actions import Action
 
 
+AsList = Annotated[bool, typer.Option("--json", help="print a JSON list")]
 # Tokens of a text, those decoded after it in each way, and how many texts the budget is chosen on.
 CONTEXT, STEPS, BOOKS, FACTS = 3072, 16, 1, 3
 
@@ -48,23 +51,28 @@ class Row:
     problem: str = ""
 
 
-def list_models(chosen: ModelSettings, as_json: bool, looks_around: bool = False) -> None:
-    """Print every model that is found in the settings' folders and servers, in the hub's cache and with kvchat.
-
-    ``looks_around``: also those of servers where they usually listen on this machine.
-    """
+@taking({name: LOAD[name] for name in ("device", "dtype")})
+def list_models(
+    ctx: typer.Context,
+    as_json: AsList = False,
+    around: Annotated[bool, typer.Option("--servers", help="also of servers on the usual ports")] = False,
+) -> None:
+    """List the models on this machine, and whether they fit."""
+    chosen = load_settings(options.flags(ctx.params)).settings.model
     there = room(chosen.device)
     found = catalog.find(map(Path, chosen.folders))
-    if chosen.servers or looks_around:
+    if chosen.servers or around:
+        import asyncio  # 30 ms that no other command needs
+
         from kvchat.tui.models import of_servers
 
-        served = asyncio.run(of_servers(chosen.servers, looks_around))
+        served = asyncio.run(of_servers(chosen.servers, around))
         found += served
         if not served:
             note("No server was found on the usual ports. `kvchat doctor` has commands to start one.")
     rows = [_row(one, chosen.dtype, there) for one in found]
     if as_json:
-        echo(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
+        echo(json.dumps([asdict(row) for row in rows], indent=2))
         return
     echo("\n".join(_lines(rows)))
     where = "of this machine's memory" if there.device == "cpu" else "on the GPU"
@@ -139,8 +147,8 @@ def _card_lines(made: CardCosts) -> Iterator[str]:
     yield ""
 
 
-def list_modes(as_json: bool) -> None:
-    """Print every mode on stdout, and on stderr what was left out."""
+def list_modes(as_json: AsList = False) -> None:
+    """List the KV modes, their parameters and defaults."""
     if as_json:
         echo(json.dumps([_info(parameters) for parameters in modes.choosable().values()], indent=2))
     else:
@@ -171,15 +179,12 @@ def _describe(info: dict[str, Any]) -> str:
     return "\n".join((f"{info['name']:<12} {info['title']}", *rows))
 
 
-def list_keys(rebound: Mapping[str, str], as_json: bool) -> None:
-    """Print every action with its keys in force, where ``rebound`` are those of the settings by id.
-
-    Raises:
-        UsageError: a changed key cannot be used.
-    """
+def list_keys(as_json: AsList = False) -> None:
+    """List keys and commands of the chat. With the ids that rebind them."""
     from kvchat.tui.actions import ACTIONS  # imports textual
     from kvchat.tui.rebinding import check_keys, describe_keys
 
+    rebound = load_settings().settings.keys.given()
     check_keys(rebound)
     if as_json:
         echo(json.dumps([_as_json(action, rebound) for action in ACTIONS], indent=2, ensure_ascii=False))
@@ -207,23 +212,26 @@ def _as_json(action: Action, rebound: Mapping[str, str]) -> dict[str, object]:
 
 
 def calibrate(
-    model: str,
-    texts: Sequence[Path],
-    clusters: int | None,
-    rule: str,
-    device: str,
-    out: Path | None,
-    plot: Path | None = None,
-    coverage: float = 0.9,
+    model: ModelArgument = "bundled",
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(
+            exists=True, dir_okay=False, help="for the heads: use this text file instead of generated text; repeatable"
+        ),
+    ] = None,
+    clusters: Annotated[int | None, typer.Option(help="representative heads per layer; by default a quarter")] = None,
+    representatives: Annotated[str, typer.Option(help="retrieval or centroid: which heads represent")] = "retrieval",
+    coverage: Annotated[
+        float, typer.Option(min=0, max=1, help="share of the attention that speculative mode's budget should cover")
+    ] = 0.9,
+    out: Annotated[Path | None, typer.Option(help="write here instead of kvchat's data folder")] = None,
+    plot: Annotated[Path | None, typer.Option(help="draw the overlap of the heads to .svg or .png")] = None,
+    device: NamedDevice = "auto",
 ) -> None:
-    """Measure and save a calibration; print the representatives and the files' locations.
-
-    Raises:
-        KvchatError: the model, a text or an option is refused.
-    """
+    """Measure a model for the modes sync and speculative. Which heads attend alike, and how many tokens to read."""
     if out and not out.absolute().parent.is_dir():
         raise UsageError(f"There is no folder {out.absolute().parent}.", hint="Create it first.")
-    parse(SyncParameters.name, {"representatives": rule, "clusters": clusters})
+    parse(SyncParameters.name, {"representatives": representatives, "clusters": clusters})
     if plot:
         plots.check(plot)
     # Imports torch, so after the checks.
@@ -234,8 +242,8 @@ def calibrate(
     from kvchat.models.load import load_model
 
     loaded = load_model(Load(model, device), progress)
-    samples = engine.file_samples(loaded, texts) if texts else engine.default_samples(loaded)
-    read = f"{len(samples)} parts of {', '.join(t.name for t in texts)}" if texts else f"{len(samples)} generated texts"
+    samples = engine.file_samples(loaded, text) if text else engine.default_samples(loaded)
+    read = f"{len(samples)} parts of {', '.join(t.name for t in text)}" if text else f"{len(samples)} generated texts"
     measured = engine.calibrate(
         loaded, samples, read, clusters, lambda done, total: progress(f"Reading text {done} of {total}")
     )
@@ -244,7 +252,7 @@ def calibrate(
     choice = choose(loaded, read_in, coverage, progress)
     measured = replace(measured, choice=choice)
     progress("")
-    chosen = engine.representatives(measured, rule)
+    chosen = engine.representatives(measured, representatives)
     file = engine.save(measured, out)
     for layer, (heads, scores) in enumerate(zip(chosen, measured.retrieval, strict=True)):
         listed = ", ".join(f"{head} ({scores[head]:.3f})" for head in heads)

@@ -208,11 +208,7 @@ def complete_model(incomplete: str) -> list[Offer]:
 ModelArgument = Annotated[str, typer.Argument(help=described(ModelSettings, "name"), autocompletion=complete_model)]
 
 
-def complete_device(incomplete: str) -> list[Offer]:
-    """The devices that every machine may have."""
-    return [(word, "") for word in ("auto", "cpu", "cuda") if word.startswith(incomplete)]
-
-
+complete_device = one_of(("auto", "cpu", "cuda"))  # what every machine may have
 NamedDevice = Annotated[str, setting(ModelSettings, "device", complete=complete_device)]
 
 
@@ -234,17 +230,21 @@ def complete_param(incomplete: str) -> list[Offer]:
 
 def complete_theme(incomplete: str) -> list[Offer]:
     """The bundled themes and the person's own."""
-    return _files_in(paths.bundled_themes_dir(), paths.user_themes_dir(), incomplete)
+    return _files_in(incomplete, paths.bundled_themes_dir(), paths.user_themes_dir())
+
+
+def complete_profile(incomplete: str) -> list[Offer]:
+    """The bundled profiles and the person's own."""
+    return _files_in(incomplete, paths.bundled_profiles_dir(), paths.user_profiles_dir())
 
 
 def complete_preset(incomplete: str) -> list[Offer]:
     """The person's presets."""
-    return [(name, "") for name in presets.names() if name.startswith(incomplete)]
+    return _files_in(incomplete, paths.presets_dir())
 
 
-def _files_in(bundled: Path, own: Path, incomplete: str) -> list[Offer]:
-    names = {path.stem for folder in (bundled, own) for path in folder.glob("*.toml")}
-    return [(name, "") for name in sorted(names) if name.startswith(incomplete)]
+def _files_in(incomplete: str, *folders: Path) -> list[Offer]:
+    return one_of(sorted({path.stem for folder in folders for path in folder.glob("*.toml")}))(incomplete)
 
 
 LOAD = {
@@ -316,8 +316,3 @@ def script(shell: str) -> str:
     from typer.completion import get_completion_script  # type: ignore[attr-defined]  # typer lists no exports
 
     return get_completion_script(prog_name=PROGRAM, complete_var=VARIABLE, shell=shell)
-
-
-def complete_profile(incomplete: str) -> list[Offer]:
-    """The bundled profiles and the person's own."""
-    return _files_in(paths.bundled_profiles_dir(), paths.user_profiles_dir(), incomplete)

@@ -291,7 +291,7 @@ def test_the_command_saves_and_draws(model, monkeypatch, capsys, tmp_path):
     text.write_text(" ".join(sentence for _, sentence in zip(range(60), sentences(2), strict=False)))
     for name, less in (("CONTEXT", 600), ("STEPS", 4), ("FACTS", 1)):
         monkeypatch.setattr(f"kvchat.cli.models.{name}", less)
-    command("bundled", [text], 2, "retrieval", "cpu", tmp_path / "out.json")
+    command("bundled", [text], 2, device="cpu", out=tmp_path / "out.json")
     printed = capsys.readouterr()
     assert printed.out.count("representative KV heads") == 8
     choice = load(tmp_path / "out.json").choice
@@ -307,7 +307,7 @@ def test_a_folder_that_is_not_there_is_refused_before_the_model_is_loaded_and_no
 
     monkeypatch.setattr("kvchat.models.load.load_model", lambda *args: pytest.fail("loaded"))
     with pytest.raises(UsageError, match="nope"):
-        command("bundled", [], None, "retrieval", "cpu", tmp_path / "nope" / "out.json")
+        command("bundled", device="cpu", out=tmp_path / "nope" / "out.json")
     assert not (tmp_path / "nope").exists()
 
 
@@ -317,4 +317,4 @@ def test_wrong_options_are_refused_before_the_model_is_loaded(clusters, rule, mo
 
     monkeypatch.setattr("kvchat.models.load.load_model", lambda *args: pytest.fail("loaded"))
     with pytest.raises(UsageError):
-        command("bundled", [], clusters, rule, "cpu", None)
+        command("bundled", None, clusters, rule, device="cpu")
