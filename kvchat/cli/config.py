@@ -37,7 +37,8 @@ def validate(file: Annotated[Path | None, typer.Argument(help="instead of the cu
     if file and not file.exists():
         raise UsageError(f"There is no file {file}.", hint="Check the path.")
     source = sources.file_source(path)
-    if file and (profiles.is_profile(source) or _is_among_profiles(file)):
+    is_among_profiles = path.resolve().parent == paths.user_profiles_dir().resolve()
+    if file and (is_among_profiles or any(key[0] in profiles.HEAD for key in source.values)):
         profiles.read_file(file, None)
     else:
         sources.check_all(lambda: sources.resolve(source), lambda: _check_theme(source), lambda: _check_keys(source))
@@ -96,7 +97,3 @@ def _refused(source: SettingsSource, key: Key, title: str, hint: str = "") -> Us
     """The error of a value, with its line of the file and where that lies."""
     said = " ".join(filter(None, (title, hint)))
     return UsageError(f"{source.origins[key]}: {said}{source.excerpts.get(key, '')}")
-
-
-def _is_among_profiles(file: Path) -> bool:
-    return file.resolve().parent == paths.user_profiles_dir().resolve()

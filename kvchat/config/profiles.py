@@ -28,7 +28,7 @@ from kvchat.config.sources import Key, SettingsSource, check, dotted, file_sourc
 from kvchat.errors import UsageError
 from kvchat.nvml import GpuInfo
 
-HEAD = ("match", "measured")
+HEAD = ("match", "measured")  # what only profiles have
 CPU = "cpu"  # the name of a machine without a GPU
 
 
@@ -131,15 +131,10 @@ class ProfileFile:
     def settings(self) -> SettingsSource:
         """The settings alone, each with the reason beside its place."""
         values = {key: value for key, value in self.source.values.items() if key[0] not in HEAD}
-        return replace(self.source, values=values, origins={key: self._origin(key) for key in values})
+        return replace(self.source, values=values, origins={key: self.origin(key) for key in values})
 
-    def measured_lines(self) -> Iterator[str]:
-        """The measured speeds as lines of TOML, each with its place as a comment."""
-        for key, value in self.source.values.items():
-            if key[0] == "measured":
-                yield f"{dotted(key)} = {to_toml(value)}   # {self._origin(key)}"
-
-    def _origin(self, key: Key) -> str:
+    def origin(self, key: Key) -> str:
+        """The place of a value, and why it counts."""
         return f"{self.source.origins[key]} ({self.why})"
 
 
@@ -167,7 +162,10 @@ class Found:
 
     def measured_lines(self) -> Iterator[str]:
         """These speeds as lines of TOML, each with its place as a comment."""
-        return self._measuring.measured_lines() if self._measuring else iter(())
+        if (file := self._measuring) is not None:
+            for key, value in file.source.values.items():
+                if key[0] == "measured":
+                    yield f"{dotted(key)} = {to_toml(value)}   # {file.origin(key)}"
 
     @property
     def _measuring(self) -> ProfileFile | None:
@@ -202,11 +200,6 @@ def read_file(file: Path, gpu: GpuInfo | None) -> ProfileFile:
     source = file_source(file, name)
     profile = check(source, Profile)
     return ProfileFile(name, file, profile, source, profile.match.holds(gpu))
-
-
-def is_profile(source: SettingsSource) -> bool:
-    """True if a file has what only profiles have."""
-    return any(key[0] in HEAD for key in source.values)
 
 
 def read_gpu(device: str = "auto") -> GpuInfo | None:
