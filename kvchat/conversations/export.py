@@ -168,20 +168,13 @@ def destination(conversation: Conversation, given: str) -> Path:
     wanted = f".{given.lower().removeprefix('.')}"
     if wanted in FORMATS:
         path, ending = Path(), wanted
-    elif not given or given.endswith("/") or _is_folder(path):
+    elif not given or given.endswith("/") or os.path.isdir(path):
         ending = MARKDOWN
     else:
         return path if path.suffix else path.with_name(f"{path.name}{MARKDOWN}")
     name = _file_name(conversation.title)
     numbered = (path / f"{name}{f' {number}' if number > 1 else ''}{ending}" for number in count(1))
     return next(file for file in numbered if not os.path.lexists(file))
-
-
-def _is_folder(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except (OSError, ValueError):  # a name that is too long, or has a NUL
-        return False
 
 
 def _file_name(title: str) -> str:

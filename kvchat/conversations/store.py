@@ -484,12 +484,8 @@ def folded(text: str) -> str:
 
 def _is_anywhere(word: str) -> bool:
     """True if the index does not have it as a word: for it marks over and under letters end one, and signs are none."""
-    composed = normalize("NFC", word)
-    return bool(_UNSPACED.search(composed)) or any(category(one)[0] == "M" for one in composed) or not _is_word(word)
-
-
-def _is_word(word: str) -> bool:
-    return any(character.isalnum() for character in word)
+    composed, is_sign = normalize("NFC", word), not any(map(str.isalnum, word))
+    return is_sign or bool(_UNSPACED.search(composed)) or any(category(one)[0] == "M" for one in composed)
 
 
 def _match(words: list[str], is_last_begun: bool) -> str:
