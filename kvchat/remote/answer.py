@@ -16,7 +16,6 @@ THOUGHT = "<think>"
 RECENT = 32  # tokens that the speed is taken from
 TIMED_S = 0.1  # frames that come together tell no speed
 ITS_OWN = ("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty")  # of OpenAI's protocol
-ENDINGS = {"length": "length"}
 REPEATED = {LLAMA: "repeat_penalty"}  # what a program calls it, where not as most do
 TAKING_VARIABLES = (LLAMA, VLLM, SGLANG, TRANSFORMERS, KVCHAT)
 CONTINUING = (VLLM, SGLANG)  # they begin another answer unless they are told; llama-server goes on by itself
@@ -173,9 +172,9 @@ class Answer:
         if self._is_thinking and not is_stopped and (end := self._end_of_thought()):
             self._pieces.append(end)
             yield Text(end, 0)
-        reason = "stopped" if is_stopped else ENDINGS.get(self.finish_reason, "eos")
-        if reason == "length" and self.tokens < self._sampling.max_new_tokens:
-            reason = "context"
+        reason = "stopped" if is_stopped else "eos"
+        if not is_stopped and self.finish_reason == "length":
+            reason = "context" if self.tokens < self._sampling.max_new_tokens else "length"
         yield Finished(reason, "".join(self._pieces), self._stats())
 
     def _stats(self) -> Stats:

@@ -80,19 +80,13 @@ class MetricsReader:
                 return replace(nothing, missing=NOT_TOLD.get(self._kind, f"/metrics returned {reply.status_code}"))
             figures, written = FIGURES[self._kind](Samples(reply.text), nothing)
             if self._kind == LLAMA:
-                capacity, used = await self._slots()
+                slots = await slots_of(self._address, self._http)  # none where it does not list them
+                capacity, used = (sum(whole(one.get(of)) for one in slots) for of in ("n_ctx", "n_prompt_tokens"))
                 figures = replace(figures, capacity=capacity or None, used_share=_share(used, capacity))
         except (httpx2.HTTPError, ValueError) as error:
             return replace(nothing, missing=f"{type(error).__name__}: {error}"[:100])
         speed = self._speed(written) if figures.tokens_per_s is None else figures.tokens_per_s
         return replace(figures, tokens_per_s=speed)
-
-    async def _slots(self) -> tuple[int, int]:
-        """The tokens that fit all slots of llama-server, and those that are in them; 0 where it does not list them."""
-        slots = await slots_of(self._address, self._http)
-        return sum(whole(slot.get("n_ctx")) for slot in slots), sum(
-            whole(slot.get("n_prompt_tokens")) for slot in slots
-        )
 
     def _speed(self, written: float | None) -> float | None:
         """Tokens written a second for all users, since the reading before."""

@@ -262,33 +262,15 @@ class RemoteSession:
         """The refusal of what only a model here can do."""
         return UsageError(DECIDES, self._server.offers, INSTEAD)
 
-    def switch(self, mode: str = "", /, **params: Any) -> Any:
-        """Refused, as all that follows.
+    def switch(self, *_: Any, **__: Any) -> Any:
+        """Refused, as all that needs the model here.
 
         Raises:
             UsageError: always.
         """
         raise self.refuse()
 
-    def keep_pages(self, host_dtype: str) -> str:
-        """Refused."""
-        raise self.refuse()
-
-    def rebuild(self) -> Iterator[Event]:
-        """Refused."""
-        raise self.refuse()
-
-    def compare(self, turns: Sequence[Turn], variants: Sequence[Any], sampling: Sampling) -> Iterator[Event]:
-        """Refused."""
-        raise self.refuse()
-
-    def hide_needle(self, tokens: int, seed: int) -> Any:
-        """Refused."""
-        raise self.refuse()
-
-    def text(self, start: int, end: int) -> str:
-        """Refused."""
-        raise self.refuse()
+    keep_pages = rebuild = compare = hide_needle = text = switch
 
     # ---- what there is
 

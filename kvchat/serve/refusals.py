@@ -8,8 +8,6 @@ from typing import Any
 from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
-from kvchat.errors import KvchatError
-
 RETRY_S = 5
 
 
@@ -42,11 +40,6 @@ def invalid(message: str, param: str | None = None, status: int = 400) -> Refusa
 def unavailable(message: str) -> Refusal:
     """The refusal of a request that may be sent again later."""
     return Refusal(503, message, "unavailable_error", code="unavailable")
-
-
-def of_error(error: KvchatError, param: str | None = None) -> Refusal:
-    """The refusal of what kvchat refuses."""
-    return invalid(str(error), param)
 
 
 def of_body(error: ValidationError) -> Refusal:

@@ -17,7 +17,7 @@ from kvchat.config import modes
 from kvchat.config.schema import checked_sampling
 from kvchat.errors import UsageError
 from kvchat.protocol.messages import MAX_LOGPROBS, Load, Loaded, Sampling, Turn, Variant, parse_args
-from kvchat.serve.refusals import invalid, of_error
+from kvchat.serve.refusals import invalid
 from kvchat.thoughts import TAGS, end_of
 
 MOST_STOPS = 16
@@ -207,7 +207,7 @@ class KvchatFields(Body):
         try:
             modes.parse(mode, params)
         except UsageError as error:
-            raise of_error(error, "kvchat") from None
+            raise invalid(str(error), "kvchat") from None
         return Variant(mode, params)
 
 
@@ -317,7 +317,7 @@ class Asked(Body):
             return checked_sampling(default, **{name: value for name, value in given.items() if value is not None})
         except UsageError as error:
             name = error.title.split()[0]
-            raise of_error(error, "max_tokens" if name == "max_new_tokens" else name) from None
+            raise invalid(str(error), "max_tokens" if name == "max_new_tokens" else name) from None
 
     def template_args(self, load: Load, loaded: Loaded) -> tuple[str, ...]:
         """The variables of the chat template: those of the server, and what was asked for.
@@ -391,14 +391,15 @@ class ChatRequest(Asked):
         known = loaded.template_variables
         for name in given:
             if name not in known:
-                raise invalid(f"The model's chat template does not use {name}, only {_names(known)}.", name)
+                others = ", ".join(known) or "none"
+                raise invalid(f"The model's chat template does not use {name}, only {others}.", name)
         kept = [text for text in load.template_args if text.partition("=")[0] not in given]
         given |= {"tools": tools} if tools else {}
         args = (*kept, *(f"{name}={json.dumps(value)}" for name, value in given.items()))
         try:
             parse_args(args)
         except UsageError as error:
-            raise of_error(error, "chat_template_kwargs") from None
+            raise invalid(str(error), "chat_template_kwargs") from None
         return args
 
 
@@ -447,7 +448,3 @@ def _turns(messages: Sequence[Message], defaults: Defaults) -> tuple[Turn, ...]:
     turns = tuple(message.turn() for message in messages)
     has_own = not defaults.system or any(turn.role == "system" for turn in turns)
     return turns if has_own else (Turn("system", defaults.system), *turns)
-
-
-def _names(names: Sequence[str]) -> str:
-    return ", ".join(names) or "none"
