@@ -238,15 +238,6 @@ def _difference(name: str, one: Any, other: Any) -> str:
     return "" if one == other else f"{name} is {one!r} in one and {other!r} in the other"
 
 
-def enter(session: Session, variant: str) -> None:
-    """Enter the variant's mode with the parameters that it names and no others.
-
-    Raises:
-        KvchatError: an unknown mode or parameter, or the mode cannot be entered.
-    """
-    session.enter(parsed(variant))
-
-
 def parsed(variant: str, budget: int | None = None) -> ModeParameters:
     """Parse the variant's parameters; ``budget`` is used where the mode works with one and the variant names none.
 

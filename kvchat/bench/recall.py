@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 
-from kvchat.bench.frame import Cell, Experiment, Frame, ModelChoice, Result, Row, enter, mean, methods, wilson
+from kvchat.bench.frame import Cell, Experiment, Frame, ModelChoice, Result, Row, mean, methods, parsed, wilson
 from kvchat.bench.recall_tasks import NAMES, TASKS, WITHOUT_DEPTH, Case, case, inside_answer
 from kvchat.bench.settings import Recall
 from kvchat.bench.walk import answered, decode
@@ -92,7 +92,7 @@ def _places(settings: Recall) -> list[Row]:
 
 def _rows(session: Session, asked: Case, cell: Cell, settings: Recall, variants: Sequence[str]) -> Iterator[Row]:
     """A row for each question of the case, or for each mode that is asked in."""
-    enter(session, cell["variant"])
+    session.enter(parsed(cell["variant"]))
     if cell["task"] == SWITCHES:
         yield from _switched(session, asked, cell, settings.inside or INSIDE, variants)
     elif settings.inside:
@@ -133,10 +133,10 @@ def _switched(session: Session, asked: Case, cell: Cell, inside: int, variants: 
         session.step(token)
     for mode in variants:
         # The last token again: what the mode asked in finds is what the first one left.
-        enter(session, cell["variant"])
+        session.enter(parsed(cell["variant"]))
         session.truncate(len(prompt) + len(story) - 1)
         session.step(story[-1])
-        enter(session, mode)
+        session.enter(parsed(mode))
         answer = decode(session, question, ANSWER_TOKENS)
         read = {"prompt_tokens": len(prompt), "read_tokens": statistics.fmean(answer.read)}
         yield {"asked": mode} | _row(session, answer.text, asked.answers) | read

@@ -9,7 +9,7 @@ import pytest
 
 import kvchat
 from kvchat.bench import frame
-from kvchat.bench.frame import Experiment, difference, enter, incompatible, load, methods, parsed
+from kvchat.bench.frame import Experiment, difference, incompatible, load, methods, parsed
 from kvchat.bench.report import rendered
 from kvchat.config.modes import ModeParameters, SyncParameters
 
@@ -31,16 +31,16 @@ class Entered:
 )
 def test_only_what_is_named_is_sent(variant: str, named: set[str]) -> None:
     session: Any = Entered()
-    enter(session, variant)
+    session.enter(parsed(variant))
     assert session.parameters.model_fields_set == named
 
 
 def test_a_variant_forgets_what_an_earlier_one_was_given() -> None:
     session = kvchat.load("bundled")
-    enter(session, "speculative:budget=128,unit=page,tau=0.1,sink=4,window=32")
-    enter(session, "speculative:budget=160,unit=page")
+    session.enter(parsed("speculative:budget=128,unit=page,tau=0.1,sink=4,window=32"))
+    session.enter(parsed("speculative:budget=160,unit=page"))
     assert session.info.params["tau"] == 0.8
-    enter(session, "streaming")
+    session.enter(parsed("streaming"))
     assert session.info.params["budget"] == 512
     assert parsed("freeze:K=8", 300).model_fields_set == {"K"}
     assert parsed("sync:m=3", 300).model_fields_set == {"m", "budget"}

@@ -9,7 +9,7 @@ from support.loads import entering
 from support.real_models import real_model
 
 from kvchat.bench.decoding import prose
-from kvchat.bench.frame import enter
+from kvchat.bench.frame import parsed
 from kvchat.bench.recall_tasks import case
 from kvchat.bench.walk import answered
 from kvchat.engine.session import Session
@@ -39,7 +39,7 @@ def test_speculative_mode_finds_the_facts_that_full_attention_finds() -> None:
     for number, depth in enumerate((0.0, 0.5, 0.9)):
         asked = case("fact", 600, depth, 2, f"told/{number}", session.model.tokenizer)
         for variant in right:
-            enter(session, variant)
+            session.enter(parsed(variant))
             right[variant] += asked.answers[0] in answered(session, asked.turns, 24).text
     session.close()
     assert right["full"] == 3
