@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 from typing import TypeVar
@@ -185,7 +186,7 @@ class Archive:
         return await self._run(lambda: work(self._opened()))
 
     async def _run(self, function: Callable[..., T], *arguments: object) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: function(*arguments))
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
     def _show_problem(self, error: StoreError) -> None:
         if not self._is_problem_shown:
@@ -194,21 +195,21 @@ class Archive:
             self._view.toast(text, title="Not saved", severity="error", timeout=20)
 
 
+@dataclass(eq=False)
 class ModeOfConversation:
     """Brings back the mode and the parameters that a conversation was in, and tells it once they are in force.
 
     ``is_due``: they are not yet.
     """
 
-    def __init__(self, state: ChatState, client: EngineClient, view: ChatView) -> None:
-        self._state = state
-        self._client = client
-        self._view = view
-        self.is_due = False
+    state: ChatState
+    client: EngineClient
+    view: ChatView
+    is_due: bool = False
 
     def restore(self, is_ready: bool) -> None:
         """Switch to the mode that the conversation was in, unless it is in force; once a model ``is_ready``."""
-        kept, state = self._state.conversation, self._state
+        kept, state = self.state.conversation, self.state
         self.is_due = False
         if not kept.mode or state.is_served:
             return
@@ -216,29 +217,25 @@ class ModeOfConversation:
             for one, params in modes.by_mode(kept.mode, kept.params).items():
                 modes.parse(one, params)
         except UsageError as gone:
-            self._view.add_note(f"This conversation used {_described(kept)}; it continues in {state.mode}. {gone}")
+            self.view.add_note(f"This conversation used {_described(kept)}; it continues in {state.mode}. {gone}")
             return
         changes = self._changes(kept)
         self.is_due = bool(changes) or kept.mode != (state.wanted or state.asked)
         if self.is_due and is_ready:
             state.wanted = kept.mode
             with suppress(UsageError):  # an engine that is gone: as soon as the next one is ready
-                self._client.send(Switch(kept.mode, changes))
-
-    def refused(self) -> None:
-        """A switch was refused, which is told."""
-        self.is_due = False
+                self.client.send(Switch(kept.mode, changes))
 
     def told(self) -> bool:
         """Something was switched to; whether it is told here, because it was this mode."""
-        is_told, self.is_due = self.is_due and self._state.asked == self._state.conversation.mode, False
+        is_told, self.is_due = self.is_due and self.state.asked == self.state.conversation.mode, False
         if is_told:
-            self._view.add_note(f"Back in {_described(self._state.conversation)}, the mode of this conversation.")
+            self.view.add_note(f"Back in {_described(self.state.conversation)}, the mode of this conversation.")
         return is_told
 
     def _changes(self, kept: Conversation) -> Params:
         """What has to be asked for so that the mode has the conversation's parameters and no others."""
-        in_force = modes.to_keep(kept.mode, self._state.settings, self._state.given)
+        in_force = modes.to_keep(kept.mode, self.state.settings, self.state.given)
         now, then = (modes.by_mode(kept.mode, params) for params in (in_force, kept.params))
         changes = {one: self._changed(one, now.get(one, {}), then.get(one, {})) for one in now | then}
         return modes.together(kept.mode, changes.pop(kept.mode), changes)

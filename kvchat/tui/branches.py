@@ -5,6 +5,8 @@ Edit a question, answer it again, go on with an answer, walk between siblings.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from kvchat.config.modes import refuse_too_much
 from kvchat.conversations.conversation import Message
 from kvchat.errors import UsageError
@@ -13,13 +15,13 @@ from kvchat.tui.state import ChatState, Phase, message_ranges
 from kvchat.tui.view import ChatView
 
 
+@dataclass(eq=False)
 class Branches:
     """Each needs an engine that is ready. They act on the message chosen in the transcript, else on the last one."""
 
-    def __init__(self, state: ChatState, answers: Answers, view: ChatView) -> None:
-        self.state = state
-        self.answers = answers
-        self.view = view
+    state: ChatState
+    answers: Answers
+    view: ChatView
 
     async def regenerate(self) -> None:
         """Answer a question again; its answers so far stay as siblings.
@@ -165,14 +167,14 @@ class Branches:
         return found
 
 
+@dataclass(eq=False)
 class Pins:
-    """Marks messages as pinned; the last one is unmarked where the engine says that it is too much."""
+    """Marks messages as pinned; ``last``, an id, is unmarked where the engine says that it is too much."""
 
-    def __init__(self, state: ChatState, answers: Answers, view: ChatView) -> None:
-        self.state = state
-        self.answers = answers
-        self.view = view
-        self._last = ""
+    state: ChatState
+    answers: Answers
+    view: ChatView
+    last: str = ""
 
     def pin(self, message: Message) -> None:
         """Pin a message.
@@ -185,7 +187,7 @@ class Pins:
         if self.state.info is not None:
             refuse_too_much(self.state.info.model, self.state.info.context, self._known_tokens(message))
         self._mark(message, True)
-        self._last = message.id
+        self.last = message.id
 
     def unpin(self, message: Message) -> None:
         """Pin a message no longer."""
@@ -193,8 +195,8 @@ class Pins:
 
     def take_back(self) -> None:
         """Unpin the message that was pinned last: the engine has refused it."""
-        last = next((one for one in self.state.conversation.path if one.id == self._last), None)
-        self._last = ""
+        last = next((one for one in self.state.conversation.path if one.id == self.last), None)
+        self.last = ""
         if last is not None and last.pinned:
             self._mark(last, False)
             self.view.toast("The message pinned last was unpinned again.")

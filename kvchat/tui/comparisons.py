@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from kvchat.config import modes
 from kvchat.conversations.comparison import label
@@ -39,15 +39,15 @@ HEADINGS = ("", "answer", "", "read", "fetched", "tok/s")
 FOUND, MISSED, WAITING = "✓ found", "✗ missed", "…"
 
 
+@dataclass(eq=False)
 class Comparisons:
     """At most one at a time; ``running`` is None between them."""
 
-    def __init__(self, state: ChatState, client: EngineClient, branches: Branches, view: ChatView) -> None:
-        self.state = state
-        self.client = client
-        self.view = view
-        self._branches = branches
-        self.running: RunningComparison | None = None
+    state: ChatState
+    client: EngineClient
+    branches: Branches
+    view: ChatView
+    running: RunningComparison | None = None
 
     def begin(self, variants: Sequence[Variant]) -> None:
         """Compare modes on the question chosen in the transcript, else on the last one.
@@ -59,8 +59,8 @@ class Comparisons:
                 conversation is too long to send, or a server has the model.
         """
         self.state.refuse_served()
-        self._branches.require_ready()
-        question = self._branches.chosen("user")
+        self.branches.require_ready()
+        question = self.branches.chosen("user")
         chosen = completed(variants, self.state.mode)
         conversation, sampling = self.state.conversation, seeded(self.state.sampling)
         system = (Turn("system", conversation.system),) if conversation.system else ()
@@ -75,7 +75,7 @@ class Comparisons:
             UsageError: the engine is busy, or a server has the model.
         """
         self.state.refuse_served()
-        self._branches.require_ready()
+        self.branches.require_ready()
         sampling = seeded(Sampling(temperature=0.0))
         self.client.send(HideNeedle(tokens, sampling.seed or 0))
         variants = tuple(map(Variant, modes.mode_names()[:MAX_VARIANTS]))

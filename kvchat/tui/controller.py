@@ -438,10 +438,7 @@ class ChatController:
             UsageError: none was deleted.
         """
         if not self._deleted:
-            raise UsageError(
-                "Nothing was deleted in this run.",
-                hint="/chats lists the saved conversations.",
-            )
+            raise UsageError("Nothing was deleted in this run.", hint="/chats lists the saved conversations.")
         await self.archive.restore(self._deleted[-1])
         await self.open(self._deleted.pop())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any
 
@@ -50,56 +50,38 @@ from kvchat.units import count, figure, percent, seconds
 CONTEXT_LEVELS = (0.95, 0.8)  # shares of the context, the highest first
 
 
+@dataclass(eq=False)
 class EngineEvents:
     """Handles every event of the protocol and the end of the engine; ``restart`` starts a fresh one."""
 
-    def __init__(
-        self,
-        state: ChatState,
-        answers: Answers,
-        pins: Pins,
-        comparisons: Comparisons,
-        models: Models,
-        details: DetailsWatch,
-        replay: Replay,
-        mode_of_conversation: ModeOfConversation,
-        view: ChatView,
-        restart: Callable[[], Awaitable[None]],
-    ) -> None:
-        self.state = state
-        self.answers = answers
-        self.pins = pins
-        self.comparisons = comparisons
-        self.models = models
-        self.details = details
-        self.replay = replay
-        self.mode_of_conversation = mode_of_conversation
-        self.view = view
-        self._restart = restart
+    state: ChatState
+    answers: Answers
+    pins: Pins
+    comparisons: Comparisons
+    models: Models
+    details: DetailsWatch
+    replay: Replay
+    mode_of_conversation: ModeOfConversation
+    view: ChatView
+    restart: Callable[[], Awaitable[None]]
+
+    def __post_init__(self) -> None:
         self._may_restart = True
         self._reading_since = monotonic()
         self._warned = 0.0  # the level of the context that was last warned of
-        self._handlers = self._by_event()
-
-    async def handle(self, report: Report) -> None:
-        """Handle one event of the engine, or its end."""
-        if (going := self._handlers[type(report)](report)) is not None:
-            await going
-
-    def _by_event(self) -> dict[type, Callable[[Any], Awaitable[None] | None]]:
-        return {
+        self._handlers: dict[type, Callable[[Any], Awaitable[None] | None]] = {
             Snapshot: self._snapshot,
             Details: self._details,
             Text: self.answers.feed,
             Loading: self._loading,
             Loaded: self._loaded,
             Resumed: self._resumed,
-            Noted: self._noted,
+            Noted: lambda noted: self.view.add_note(noted.text),
             Started: self._started,
             Prefilled: self._prefilled,
             Preparing: self._preparing,
             Recovered: self._recovered,
-            Withdrawn: self._withdrawn,
+            Withdrawn: lambda withdrawn: self.answers.withdraw(withdrawn.chars),
             Finished: self._finished,
             Switched: self._switched,
             SwitchRefused: self._switch_refused,
@@ -107,14 +89,19 @@ class EngineEvents:
             Comparing: self.comparisons.note,
             NeedleHidden: self._needle_hidden,
             Compared: self._compared,
-            Peeked: self._peeked,
+            Peeked: lambda peeked: self.view.show_page_text(peeked.start, peeked.text),
             Tokenized: lambda tokenized: None,  # the server's question, never the application's
-            Asked: self._asked,
+            Asked: lambda asked: self.answers.ask(asked.text),
             Replayed: self._replayed,
             Planned: self.models.show_plan,
             Failed: self._failed,
             Crashed: self._crashed,
         }
+
+    async def handle(self, report: Report) -> None:
+        """Handle one event of the engine, or its end."""
+        if (going := self._handlers[type(report)](report)) is not None:
+            await going
 
     def _snapshot(self, snapshot: Snapshot) -> None:
         if self.state.phase is Phase.COMPARING:
@@ -155,9 +142,6 @@ class EngineEvents:
             text = f"Restored {count(resumed.tokens)} tokens from {resumed.where} in {seconds(resumed.seconds)}."
             self.view.add_note(text)
             self.view.log_event(text)
-
-    def _noted(self, noted: Noted) -> None:
-        self.view.add_note(noted.text)
 
     def _started(self, started: Started) -> None:
         new, reused = started.prompt_tokens - started.reused_tokens, started.reused_tokens
@@ -209,15 +193,11 @@ class EngineEvents:
         self.view.add_note(f"── {text} ──")
         self.view.log_event(text)
 
-    async def _withdrawn(self, withdrawn: Withdrawn) -> None:
-        await self.answers.withdraw(withdrawn.chars)
-
     async def _finished(self, finished: Finished) -> None:
         self._may_restart = True
         ending = ENDINGS.get(finished.reason, "")
-        self.view.log_event(
-            ", ".join(filter(None, (f"answered: {count(finished.stats.generated_tokens)} tok", ending)))
-        )
+        told = (f"answered: {count(finished.stats.generated_tokens)} tok", ending)
+        self.view.log_event(", ".join(filter(None, told)))
         await self.answers.finish(finished)
         await self.answers.ready()
 
@@ -239,7 +219,7 @@ class EngineEvents:
 
     def _switch_refused(self, refused: SwitchRefused) -> None:
         self.state.pending.clear()
-        self.mode_of_conversation.refused()
+        self.mode_of_conversation.is_due = False
         self.state.mode = refused.mode  # `wanted` stays, so that the next F6 goes past the refused mode
         self._show_error(UsageError(f"The mode stays {refused.mode}.", refused.message, "/mode lists all modes."))
 
@@ -255,12 +235,6 @@ class EngineEvents:
     async def _compared(self, compared: Compared) -> None:
         self.comparisons.finish(compared)
         await self.answers.ready()
-
-    def _peeked(self, peeked: Peeked) -> None:
-        self.view.show_page_text(peeked.start, peeked.text)
-
-    async def _asked(self, asked: Asked) -> None:
-        await self.answers.ask(asked.text)
 
     def _replayed(self, replayed: Replayed) -> None:
         self.replay.is_over = True
@@ -293,7 +267,7 @@ class EngineEvents:
         reason = ("Memory may have run out.",) if crashed.lacked_memory and was_busy else ()
         error = EngineError(title, "\n".join((*crashed.log, *reason)), f"{hint}; the conversation is kept.")
         self._show_error(error, remedies(self.state, is_cut_off) if reason else ())
-        await (self._restart() if again else self.answers.down())
+        await (self.restart() if again else self.answers.down())
 
     def _show_error(self, error: KvchatError, remedies: Sequence[Remedy] = ()) -> None:
         self.view.add_error(error, remedies)
