@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 MISSING = "n/a"
 BARS = "▁▂▃▄▅▆▇█"
+UNREAD = "·"  # in place of a block
 
 
 def count(value: float | None) -> str:
@@ -58,7 +59,9 @@ def percent(share: float | None) -> str:
     return MISSING if share is None else f"{share * 100:.0f} %"
 
 
-def bars(values: Sequence[float]) -> str:
-    """One block a value, scaled to the largest."""
-    top = max(values, default=0.0)
-    return "".join(BARS[round(value / top * (len(BARS) - 1))] if top else BARS[0] for value in values)
+def bars(values: Sequence[float | None], top: float | None = None) -> str:
+    """One block a value, a full one for ``top``, by default for the largest; a dot for what was not read."""
+    full, last = max(filter(None, values), default=0.0) if top is None else top, len(BARS) - 1
+    return "".join(
+        UNREAD if value is None else BARS[min(round(value / full * last), last) if full else 0] for value in values
+    )

@@ -9,34 +9,28 @@ from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import Vertical, VerticalScroll
 from textual.events import DescendantFocus
-from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from kvchat.protocol.messages import Details
 from kvchat.tui.actions import bindings
 from kvchat.tui.controller import ChatController
-from kvchat.tui.screens.base import ClosesOnce
+from kvchat.tui.screens.base import Dialog
 from kvchat.tui.widgets.bars import KeyHints
-from kvchat.tui.widgets.charts import GpuHistoryPlot, HeadMap, RecallHistogram
+from kvchat.tui.widgets.charts import Chart, GpuHistoryPlot, HeadMap, RecallHistogram
 from kvchat.tui.widgets.panels import EventLog
 
 WATCHER = "screen"
 LAST_EVENTS = 12  # as many as a screen of 24 lines holds
-Part = HeadMap | RecallHistogram | GpuHistoryPlot | EventLog
 
 
-class DetailsScreen(ClosesOnce, ModalScreen[None]):
+class DetailsScreen(Dialog):
     """The parts of the detail column, each to be focused: the line at the end says what is under the cursor.
 
     ``events`` is the log whose last lines are shown; None where it stands beside the chat.
     """
 
     CSS = """
-    DetailsScreen { align: center middle; }
-    DetailsScreen > Vertical {
-        width: 100; max-width: 100%; height: 100%; max-height: 44; padding: 0 1; background: $surface;
-        border: round $primary;
-    }
+    DetailsScreen > Vertical { width: 100; height: 100%; max-height: 44; }
     DetailsScreen VerticalScroll { height: 1fr; scrollbar-size-vertical: 1; }
     DetailsScreen #explanation { height: 2; color: $foreground; }
     """
@@ -52,7 +46,7 @@ class DetailsScreen(ClosesOnce, ModalScreen[None]):
         with Vertical() as box:
             box.border_title = "details"
             with VerticalScroll(can_focus=False):
-                parts: list[Part] = [HeadMap(), HeadMap(holds=True), RecallHistogram(), GpuHistoryPlot()]
+                parts: list[Chart | EventLog] = [HeadMap(), HeadMap(holds=True), RecallHistogram(), GpuHistoryPlot()]
                 if self._events is not None:
                     parts.append(EventLog())
                 for part in parts:
@@ -86,5 +80,5 @@ class DetailsScreen(ClosesOnce, ModalScreen[None]):
     @on(HeadMap.Moved)
     def explain(self) -> None:
         """Say what the focused part shows."""
-        if isinstance(self.focused, Part):
+        if isinstance(self.focused, Chart | EventLog):
             self.query_one("#explanation", Static).update(self.focused.explanation)

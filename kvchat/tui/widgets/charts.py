@@ -28,7 +28,7 @@ from kvchat.tui.panel_rows import (
     recall_times,
 )
 from kvchat.tui.state import GpuHistory, Moment
-from kvchat.units import BARS, MISSING, count, figure, percent, size
+from kvchat.units import BARS, MISSING, bars, count, figure, percent, size
 
 Counts = Sequence[Sequence[int]]
 NONE = "·"
@@ -39,22 +39,35 @@ HIDDEN, EXPOSED = "░", "█"
 TIME_LABEL_WIDTH, COUNT_WIDTH = 10, 4
 NOTHING_FETCHED = "nothing was fetched for the last tokens"
 READING_LABEL_WIDTH, VALUE_WIDTH = 7, 20
-UNREAD = "·"  # the sign of a moment without a reading
 NO_GPU = "no GPU, so there is no history"
 NO_READING = "NVML gives no reading of this GPU"
 
 
-class HeadMap(Widget, can_focus=False):
+class Chart(Widget, can_focus=False):
+    """A block under its ``heading``."""
+
+    DEFAULT_CSS = """
+    Chart { height: auto; border-top: solid $foreground 15%; border-title-color: $primary; padding: 0 1;
+            color: $text-muted; }
+    Chart:focus { border-top: solid $primary; }
+    """
+    heading: str
+
+    def on_mount(self) -> None:
+        self.border_title = f" {self.heading} "
+
+    @property
+    def explanation(self) -> str:
+        """The meaning of the figures shown."""
+        return EXPLANATIONS[self.heading]
+
+
+class HeadMap(Chart):
     """The tokens that each layer and KV head reads, or those it ``holds``; at most ``max_rows`` rows of heads.
 
     Where it can be focused a cursor walks over layers and heads, and ``explanation`` tells the figures under it.
     """
 
-    DEFAULT_CSS = """
-    HeadMap { height: auto; border-top: solid $foreground 15%; border-title-color: $primary; padding: 0 1;
-              color: $text-muted; }
-    HeadMap:focus { border-top: solid $primary; }
-    """
     BINDINGS: ClassVar[list[BindingType]] = bindings("map")
 
     details: reactive[Details] = reactive(Details(0))
@@ -65,12 +78,9 @@ class HeadMap(Widget, can_focus=False):
 
     def __init__(self, holds: bool = False, max_rows: int = 8, id: str | None = None) -> None:
         super().__init__(id=id)
-        self._title = HELD_BY_HEAD if holds else READ_BY_HEAD
+        self.heading = HELD_BY_HEAD if holds else READ_BY_HEAD
         self._holds = holds
         self._max_rows = max_rows
-
-    def on_mount(self) -> None:
-        self.border_title = f" {self._title} "
 
     @property
     def counts(self) -> Counts:
@@ -81,9 +91,9 @@ class HeadMap(Widget, can_focus=False):
     def explanation(self) -> str:
         """The meaning of the figures shown, and those under the cursor."""
         layer, head = self.cursor
-        if not self._has(layer, head):
-            return EXPLANATIONS[self._title]
         d = self.details
+        if layer >= len(d.read) or head >= len(d.read[layer]):
+            return super().explanation
         held = d.held[layer][head] if layer < len(d.held) and head < len(d.held[layer]) else 0
         read = d.read[layer][head]
         share = percent(read / d.total) if d.total else ""
@@ -132,9 +142,6 @@ class HeadMap(Widget, can_focus=False):
             cells.append((glyph(share) * grid.column, style))
         return Content.assemble(f"{first:<{HEAD_LABEL_WIDTH}}", *cells)
 
-    def _has(self, layer: int, head: int) -> bool:
-        return layer < len(self.details.read) and head < len(self.details.read[layer])
-
 
 @dataclass(frozen=True)
 class Grid:
@@ -175,25 +182,12 @@ def _within(place: int, many: int) -> int:
     return max(0, min(place, many - 1))
 
 
-class RecallHistogram(Widget, can_focus=False):
+class RecallHistogram(Chart):
     """A line for each range of times, from the shortest to the longest that occurred; the percentiles below."""
 
-    DEFAULT_CSS = """
-    RecallHistogram { height: auto; border-top: solid $foreground 15%; border-title-color: $primary; padding: 0 1;
-                      color: $text-muted; }
-    RecallHistogram:focus { border-top: solid $primary; }
-    """
-
+    heading = FETCH_TIMES
     bins: reactive[tuple[RecallBin, ...]] = reactive(())
     times: reactive[tuple[tuple[str, str], ...]] = reactive(())
-
-    def on_mount(self) -> None:
-        self.border_title = f" {FETCH_TIMES} "
-
-    @property
-    def explanation(self) -> str:
-        """The meaning of the figures shown."""
-        return EXPLANATIONS[FETCH_TIMES]
 
     def show(self, bins: Sequence[RecallBin], snapshot: Snapshot | None) -> None:
         """Draw the bins, and the snapshot's percentiles."""
@@ -263,25 +257,12 @@ def bar(one: RecallBin, most: int, width: int) -> tuple[tuple[str, str], ...]:
     )
 
 
-class GpuHistoryPlot(Widget, can_focus=False):
+class GpuHistoryPlot(Chart):
     """Memory, load, power and PCIe traffic; one line that says why where there are none."""
 
-    DEFAULT_CSS = """
-    GpuHistoryPlot { height: auto; border-top: solid $foreground 15%; border-title-color: $primary; padding: 0 1;
-                     color: $text-muted; }
-    GpuHistoryPlot:focus { border-top: solid $primary; }
-    """
-
+    heading = GPU_HISTORY
     lines: reactive[tuple[tuple[str, tuple[float | None, ...], float, str], ...]] = reactive(())
     absence: reactive[str] = reactive(NO_GPU)
-
-    def on_mount(self) -> None:
-        self.border_title = f" {GPU_HISTORY} "
-
-    @property
-    def explanation(self) -> str:
-        """The meaning of the figures shown."""
-        return EXPLANATIONS[GPU_HISTORY]
 
     def show(self, history: GpuHistory, snapshot: Snapshot | None) -> None:
         """Draw the history as it is now."""
@@ -302,7 +283,7 @@ class GpuHistoryPlot(Widget, can_focus=False):
         return Content("\n").join(
             Content.assemble(
                 f"{name:<{READING_LABEL_WIDTH}}",
-                (spark(values[-room:], top).rjust(room), "$primary"),
+                (bars(values[-room:], top).rjust(room), "$primary"),
                 (f" {value:>{VALUE_WIDTH}}", "dim" if value == MISSING else "$foreground"),
             )
             for name, values, top, value in self.lines
@@ -324,13 +305,5 @@ def rows(moments: Sequence[Moment]) -> tuple[tuple[str, tuple[float | None, ...]
     )
 
 
-def spark(values: Sequence[float | None], top: float) -> str:
-    """A block for each value, of which one of ``top`` is a full one."""
-    last = len(BARS) - 1
-    return "".join(
-        UNREAD if value is None else BARS[min(round(value / top * last), last)] if top else BARS[0] for value in values
-    )
-
-
 def _top(values: Sequence[float | None]) -> float:
-    return max((value for value in values if value is not None), default=0.0)
+    return max(filter(None, values), default=0.0)

@@ -16,7 +16,6 @@ from kvchat.tui.widgets.charts import (
     EXPOSED,
     HIDDEN,
     NONE,
-    UNREAD,
     HeadMap,
     arranged,
     bar,
@@ -24,10 +23,9 @@ from kvchat.tui.widgets.charts import (
     label,
     occupied,
     rows,
-    spark,
 )
 from kvchat.tui.widgets.panels import MARK, MAX_POINTS, STORED, Point, Timeline, by_tokens, column
-from kvchat.units import BARS
+from kvchat.units import BARS, UNREAD, bars
 
 
 def test_a_column_shows_read_below_stored():
@@ -118,7 +116,7 @@ GiB = 2**30
 
 def test_each_reading_has_its_scale_and_its_present_value():
     moments = [Moment(6 * GiB, 24 * GiB, 50, 100.0), Moment(12 * GiB, 24 * GiB, 100, None, GiB)]
-    lines = {name: (spark(values, top), value) for name, values, top, value in rows(moments)}
+    lines = {name: (bars(values, top), value) for name, values, top, value in rows(moments)}
     assert lines == {
         "memory": (BARS[2] + BARS[4], "12.0 GiB / 24.0 GiB"),
         "load": (BARS[4] + BARS[7], "100 %"),
@@ -126,7 +124,7 @@ def test_each_reading_has_its_scale_and_its_present_value():
         "PCIe": (UNREAD + BARS[7], "1.0 GiB/s"),
     }
     assert rows([]) == ()
-    assert spark([0, 0, None], 0) == BARS[0] * 2 + UNREAD
+    assert bars([0, 0, None], 0) == BARS[0] * 2 + UNREAD
 
 
 # ---- The history of NVML's readings: a moment a second, nothing where NVML is silent
