@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar, Generic, TypeAlias, TypeVar
 
 from textual import work
@@ -14,19 +16,26 @@ from textual.events import Click
 from textual.screen import ModalScreen, Screen
 from textual.widgets import Input, OptionList
 
+from kvchat.errors import KvchatError
 from kvchat.tui.actions import bindings
 from kvchat.tui.widgets.base import Options, PaletteOptions
 
 Found = TypeVar("Found")
 
 
+@contextmanager
+def refusals_as_toasts(app: App[None]) -> Iterator[None]:
+    """Show what is refused inside the context as a toast."""
+    try:
+        yield
+    except KvchatError as error:
+        app.notify(str(error), severity="warning")
+
+
 def css_of(screen: str, width: int) -> str:
     """The styles of the screen of that name: Textual applies a screen's ``CSS`` by the name of its own class only."""
     return f"""
-    {screen} {{ align: center middle; }}
-    {screen} > Vertical {{
-        width: {width}; max-width: 100%; height: 90%; padding: 0 1; background: $surface; border: round $primary;
-    }}
+    {screen} > Vertical {{ width: {width}; height: 90%; }}
     {screen} Input {{ border: none; height: 1; margin: 0 0 1 0; background: $surface; }}
     {screen} OptionList {{ height: 1fr; border: none; padding: 0; background: $surface; }}
     {screen} Static {{ color: $text-muted; height: 1; }}
@@ -60,7 +69,16 @@ class ClosesOnce(Closing):
         return super().dismiss(result) if self.is_active else AwaitComplete()
 
 
-class SearchScreen(ClosesOnce, ModalScreen[None], Generic[Found]):
+class Dialog(ClosesOnce, ModalScreen[None]):
+    """A box in the middle of what lies below it."""
+
+    DEFAULT_CSS = """
+    Dialog { align: center middle; }
+    Dialog > Vertical { max-width: 100%; padding: 0 1; background: $surface; border: round $primary; }
+    """
+
+
+class SearchScreen(Dialog, Generic[Found]):
     """``shown`` are the things in the list, by the ids of their options."""
 
     AUTO_FOCUS = "SearchField"

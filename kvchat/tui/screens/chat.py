@@ -32,7 +32,7 @@ from kvchat.tui.prompt.arguments import Surroundings
 from kvchat.tui.prompt.history import PromptHistory
 from kvchat.tui.rebinding import describe_keys
 from kvchat.tui.screens import compare
-from kvchat.tui.screens.base import open_once
+from kvchat.tui.screens.base import open_once, refusals_as_toasts
 from kvchat.tui.screens.choosing import ConversationsScreen, ModelsScreen
 from kvchat.tui.screens.details import DetailsScreen
 from kvchat.tui.state import AppConfig, ChatState, Footed, RunningComparison
@@ -160,7 +160,7 @@ class ChatScreen(Screen[None]):
 
     async def on_prompt_took_back(self) -> None:
         """Give the question queued last back; another text may have been begun meanwhile."""
-        with self._refusals_as_toasts():
+        with refusals_as_toasts(self.app):
             await self.controller.take_back()
 
     async def run_command(self, line: str, is_its_turn: bool = False) -> bool:
@@ -197,7 +197,7 @@ class ChatScreen(Screen[None]):
         if BY_ID[id].needs_argument:
             self.begin_command(f"/{BY_ID[id].command} ")
             return
-        with self._refusals_as_toasts():
+        with refusals_as_toasts(self.app):
             await self._run(BY_ID[id], "")
 
     async def run_keyed(self, id: str) -> None:
@@ -230,7 +230,7 @@ class ChatScreen(Screen[None]):
 
     async def action_ask_example(self, typed: str) -> None:
         """Ask a question of the first screen."""
-        with self._refusals_as_toasts():
+        with refusals_as_toasts(self.app):
             if asked := self._example(typed):
                 await self._do_example(asked)
 
@@ -260,7 +260,7 @@ class ChatScreen(Screen[None]):
     @on(ConversationColumn.Chosen)
     async def open_chosen(self, event: ConversationColumn.Chosen) -> None:
         """Go on with the conversation that was clicked."""
-        with self._refusals_as_toasts():
+        with refusals_as_toasts(self.app):
             await self.controller.open(event.id)
 
     def on_key(self, event: events.Key) -> None:
@@ -480,7 +480,7 @@ class ChatScreen(Screen[None]):
 
     async def _edit_outside(self) -> None:
         prompt = self.query_one(Prompt)
-        with self._refusals_as_toasts():
+        with refusals_as_toasts(self.app):
             prompt.replace_all(await external_editor.edit_suspended(self.app, prompt.expanded()))
 
     async def _open_archive(self) -> None:
@@ -492,10 +492,3 @@ class ChatScreen(Screen[None]):
             self.query_one(Prompt).action_send()
         run_worker(self, partial(asyncio.to_thread, prepare_answers))
         await self.controller.keep()
-
-    @contextmanager
-    def _refusals_as_toasts(self) -> Iterator[None]:
-        try:
-            yield
-        except KvchatError as error:
-            self.toast(str(error), severity="warning")

@@ -20,14 +20,13 @@ from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 from kvchat.conversations.store import MARK, Summary
-from kvchat.errors import KvchatError
 from kvchat.foreign_text import visible
 from kvchat.models import catalog
 from kvchat.models.catalog import FoundModel, Room, fit, room
 from kvchat.paths import is_server
 from kvchat.tui.actions import bindings
 from kvchat.tui.controller import ChatController
-from kvchat.tui.screens.base import FoundList, SearchField, SearchScreen, css_of
+from kvchat.tui.screens.base import FoundList, SearchField, SearchScreen, css_of, refusals_as_toasts
 from kvchat.tui.widgets.bars import KeyHints
 from kvchat.tui.widgets.base import run_worker
 from kvchat.units import count, size
@@ -128,18 +127,14 @@ class ConversationsScreen(SearchScreen[Summary]):
 
     async def _open(self, chosen: Summary) -> None:
         self.dismiss()
-        try:
+        with refusals_as_toasts(self.app):
             await self._controller.open(chosen.id, chosen.message)
-        except KvchatError as error:
-            self.app.notify(str(error), severity="warning")
 
     async def _search(self, text: str) -> None:
-        try:
+        found: list[Summary] | None = None
+        with refusals_as_toasts(self.app):
             found = await self._controller.archive.search(text)
-        except KvchatError as error:
-            self.app.notify(str(error), severity="warning")
-            return
-        if not self.query(OptionList):
+        if found is None or not self.query(OptionList):
             return  # the screen was closed meanwhile
         self._text = text
         self.shown = {summary.id: summary for summary in found}
@@ -153,10 +148,8 @@ class ConversationsScreen(SearchScreen[Summary]):
         self.query_one(Vertical).border_subtitle = f"{count(len(found))} found" if found else shown
 
     async def _try(self, change: Coroutine[Any, Any, None]) -> None:
-        try:
+        with refusals_as_toasts(self.app):
             await change
-        except KvchatError as error:
-            self.app.notify(str(error), severity="warning")
         await self._search(self.query_one(ConversationField).value)
 
 
@@ -237,20 +230,16 @@ class ModelsScreen(SearchScreen[FoundModel]):
         self._show_typed()
         if self.highlighted is not None:
             self.dismiss()
-            try:
+            with refusals_as_toasts(self.app):
                 self._models.plan(self.highlighted.name, None)
-            except KvchatError as error:
-                self.app.notify(str(error), severity="warning")
 
     def _choose(self, model: FoundModel) -> None:
         self.dismiss()
         run_worker(self.app, partial(self._load, model.name))  # this screen's own work ends with it
 
     async def _load(self, name: str) -> None:
-        try:
+        with refusals_as_toasts(self.app):
             await self._models.choose(name, {})
-        except KvchatError as error:
-            self.app.notify(str(error), severity="warning")
 
     async def _look(self) -> None:
         """Look for models beside the screen's work: folders may be large and disks slow."""

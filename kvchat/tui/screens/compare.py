@@ -13,17 +13,15 @@ from textual.app import App, ComposeResult
 from textual.binding import BindingType
 from textual.containers import Container, Vertical, VerticalScroll
 from textual.content import Content
-from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from kvchat.conversations import comparison
 from kvchat.conversations.comparison import COLUMNS, Comparison, first_difference, label
-from kvchat.errors import KvchatError
 from kvchat.foreign_text import visible
 from kvchat.protocol.figures import Run
 from kvchat.tui.actions import bindings
 from kvchat.tui.comparisons import FOUND, HEADINGS, MISSED, Comparisons, needle_rows, verdict
-from kvchat.tui.screens.base import ClosesOnce
+from kvchat.tui.screens.base import Dialog, refusals_as_toasts
 from kvchat.tui.state import RunningComparison
 from kvchat.tui.widgets.bars import KeyHints
 from kvchat.units import count
@@ -34,12 +32,10 @@ GAP, ANSWER, RIGHT = 2, 1, 2  # between columns; the column of answers, and that
 LEAST, KEPT = 8, 4  # cells of an answer, and columns that give way only after it
 
 
-class CompareScreen(ClosesOnce, ModalScreen[None]):
+class CompareScreen(Dialog):
     """Shows one comparison, ``shown``, from its beginning on."""
 
     CSS = """
-    CompareScreen { align: center middle; }
-    CompareScreen > Vertical { padding: 0 1; background: $surface; border: round $primary; }
     CompareScreen #question { height: auto; max-height: 2; color: $text-muted; }
     CompareScreen #answers { layout: vertical; height: 1fr; }
     CompareScreen.-wide #answers { layout: horizontal; }
@@ -116,12 +112,9 @@ class CompareScreen(ClosesOnce, ModalScreen[None]):
         """Write the result beside each other as Markdown and as JSON, into the current folder."""
         assert self.shown.result is not None
         name = time.strftime("comparison-%Y%m%d-%H%M%S")
-        try:
+        with refusals_as_toasts(self.app):
             for ending in comparison.FORMATS:
                 comparison.write(self.shown.result, Path(f"{name}{ending}"))
-        except KvchatError as error:
-            self.app.notify(str(error), severity="warning")
-        else:
             endings = " and ".join(comparison.FORMATS)
             self.app.notify(f"{Path(name).absolute()}: {endings}", title="Written", timeout=10)
 
@@ -168,10 +161,7 @@ class NeedleScreen(CompareScreen):
     """Rows fill as the modes answer."""
 
     CSS = """
-    NeedleScreen { align: center middle; }
-    NeedleScreen > Vertical {
-        width: 92; max-width: 100%; height: auto; padding: 0 1; background: $surface; border: round $primary;
-    }
+    NeedleScreen > Vertical { width: 92; height: auto; }
     NeedleScreen Static { height: auto; margin: 0 0 1 0; }
     """
 

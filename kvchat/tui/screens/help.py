@@ -12,7 +12,6 @@ from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.color import Color
 from textual.containers import Vertical, VerticalScroll
-from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from kvchat.config.modes import ModeParameters
@@ -22,20 +21,17 @@ from kvchat.tui.actions import ACTIONS, BY_ID, COMMANDS, FIRST_KEYS, bindings
 from kvchat.tui.models import PLANNED
 from kvchat.tui.panel_rows import FIGURES
 from kvchat.tui.rebinding import describe_keys, keys_of
-from kvchat.tui.screens.base import ClosesOnce
+from kvchat.tui.screens.base import Dialog
 from kvchat.tui.state import RECEIPT, SUMS
 from kvchat.tui.widgets.bars import STATUS, KeyHints
 from kvchat.tui.widgets.panels import legend
 
 
-class HelpScreen(ClosesOnce, ModalScreen[None]):
+class HelpScreen(Dialog):
     """Scrolls; the key that opened it closes it too."""
 
     CSS = """
-    HelpScreen { align: center middle; }
-    HelpScreen > Vertical {
-        width: 92; max-width: 100%; padding: 0 1; background: $surface; border: round $primary;
-    }
+    HelpScreen > Vertical { width: 92; }
     HelpScreen VerticalScroll {
         padding: 0 1; background: $surface;
         scrollbar-size-vertical: 1; scrollbar-background: $surface; scrollbar-color: $foreground 25%;

@@ -9,7 +9,6 @@ from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import Horizontal, Vertical
 from textual.content import Content
-from textual.screen import ModalScreen
 from textual.widget import Widget
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
@@ -19,7 +18,7 @@ from kvchat.errors import KvchatError
 from kvchat.foreign_text import visible
 from kvchat.tui.actions import BY_ID, bindings
 from kvchat.tui.rebinding import describe_keys
-from kvchat.tui.screens.base import ClosesOnce
+from kvchat.tui.screens.base import Dialog
 from kvchat.tui.settings import DEFAULT, HERE, Setting, SettingsEditor
 from kvchat.tui.widgets.bars import KeyHints
 from kvchat.tui.widgets.base import Options
@@ -29,14 +28,11 @@ REFRESH_S = 0.3  # the engine answers a change of the mode later
 NAME_CELLS, VALUE_CELLS = 24, 26
 
 
-class SettingsScreen(ClosesOnce, ModalScreen[None]):
+class SettingsScreen(Dialog):
     """Narrow the list by the typed text; Enter or a click changes the chosen setting in the line below the list."""
 
     CSS = """
-    SettingsScreen { align: center middle; }
-    SettingsScreen > Vertical {
-        width: 104; max-width: 100%; height: 94%; padding: 0 1; background: $surface; border: round $primary;
-    }
+    SettingsScreen > Vertical { width: 104; height: 94%; }
     SettingsScreen Input { border: none; height: 1; padding: 0; background: $surface; }
     SettingsScreen #find { margin: 0 0 1 0; }
     SettingsScreen OptionList { height: 1fr; border: none; padding: 0; background: $surface; }
@@ -194,7 +190,8 @@ class SettingsScreen(ClosesOnce, ModalScreen[None]):
 
     def _found(self) -> list[Setting]:
         words = self.query_one("#find", Input).value.lower().split()
-        return [one for one in self._editor.settings() if all(word in _searched(one) for word in words)]
+        every = self._editor.settings()
+        return [one for one in every if all(word in f"{dotted(one.key)} {one.doc}".lower() for word in words)]
 
     def _show(self) -> None:
         """List the settings that fit what is typed, the highlighted one where it was."""
@@ -242,7 +239,3 @@ def about(setting: Setting) -> Content:
         f"\n{visible(takes)}{when}",
         (f"\n{dotted(setting.key)} = {visible(setting.shown)}   ({visible(setting.origin)})", "dim"),
     )
-
-
-def _searched(setting: Setting) -> str:
-    return f"{dotted(setting.key)} {setting.doc}".lower()
