@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Literal
 
 from textual.binding import Binding, BindingType
@@ -412,7 +413,7 @@ def find_command(name: str) -> Action:
     is_alias = name in ALIASES or (not _is_begun(name, COMMANDS) and _is_begun(name, ALIASES))
     known = ALIASES if is_alias else COMMANDS
     if not name or not _is_begun(name, known):
-        near = " or ".join(f"/{word}" for word in arguments.nearest(name, COMMANDS))
+        near = " or ".join(f"/{word}" for word in get_close_matches(name, COMMANDS, cutoff=0.5))
         hint = f"Did you mean {near}? " if near else ""
         raise UsageError(f"There is no command /{name}.", hint=f"{hint}/help lists all.")
     return known[resolve(name, known, "command")]

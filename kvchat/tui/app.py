@@ -16,11 +16,11 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from rich.segment import Segments
 from textual import constants
-from textual.app import App
+from textual.app import App, SystemCommand
 from textual.binding import BindingType
 from textual.color import BLACK
 from textual.command import DiscoveryHit, Hit, Hits, Provider
@@ -87,14 +87,6 @@ def run(config: AppConfig) -> int:
     return app.return_code or 0
 
 
-class Choice(NamedTuple):
-    """One line of the palette."""
-
-    title: str
-    doc: str
-    run: Callable[[], object]
-
-
 class CommandProvider(Provider):
     """Commands that need an argument are typed into the prompt; the others run at once.
 
@@ -104,24 +96,24 @@ class CommandProvider(Provider):
     async def discover(self) -> Hits:
         """List all choices, before anything is typed."""
         for choice in self._choices():
-            yield DiscoveryHit(escape(choice.title), choice.run, choice.title, escape(choice.doc))
+            yield DiscoveryHit(escape(choice.title), choice.callback, choice.title, escape(choice.help))
 
     async def search(self, query: str) -> Hits:
         """Find the choices whose title or description matches."""
         matcher = self.matcher(query)
         for choice in self._choices():
-            score = max(matcher.match(choice.title), matcher.match(choice.doc) * 0.5)
+            score = max(matcher.match(choice.title), matcher.match(choice.help) * 0.5)
             if score > 0:
                 title = matcher.highlight(escape(choice.title))
-                yield Hit(score, title, choice.run, choice.title, escape(choice.doc))
+                yield Hit(score, title, choice.callback, choice.title, escape(choice.help))
 
-    def _choices(self) -> Iterator[Choice]:
+    def _choices(self) -> Iterator[SystemCommand]:
         app = self.app
         assert isinstance(app, KvchatApp)
         return choices(app.chat, app.keys, app.themes)
 
 
-def choices(chat: ChatScreen, keys: Mapping[str, str], themes: Iterable[str]) -> Iterator[Choice]:
+def choices(chat: ChatScreen, keys: Mapping[str, str], themes: Iterable[str]) -> Iterator[SystemCommand]:
     """All lines of the palette, with the keys in force."""
 
     def run(line: str) -> None:
@@ -130,17 +122,17 @@ def choices(chat: ChatScreen, keys: Mapping[str, str], themes: Iterable[str]) ->
     for action in COMMANDS.values():
         doc = f"{action.doc}  {describe_keys(action, keys)}".rstrip()
         start = partial(chat.begin_command, f"/{action.command} ") if action.usage else partial(run, action.line)
-        yield Choice(action.line, doc, start)
+        yield SystemCommand(action.line, doc, start)
     commands = [action.run for action in COMMANDS.values() if action.run]
     for action in KEYED:
         if action.scope in REACHED and action.run not in commands:
             doc = f"{action.doc}  {describe_keys(action, keys)}"
             start = partial(run_worker, chat, partial(chat.run_keyed, action.id))
-            yield Choice(action.id.replace(".", " "), doc, start)
+            yield SystemCommand(action.id.replace(".", " "), doc, start)
     for name in (AUTO, *mode_names()):
-        yield Choice(f"mode {name}", choosable()[name].title, partial(run, f"/mode {name}"))
+        yield SystemCommand(f"mode {name}", choosable()[name].title, partial(run, f"/mode {name}"))
     for name in themes:
-        yield Choice(f"theme {name}", "colors", partial(run, f"/theme {name}"))
+        yield SystemCommand(f"theme {name}", "colors", partial(run, f"/theme {name}"))
 
 
 class KeysInTurn:
@@ -178,10 +170,7 @@ class KeysInTurn:
 
     async def _handled(self, target: DOMNode) -> None:
         way = target.ancestors_with_self
-        for node in (
-            *way,
-            *way,
-        ):  # also where it is stopped: Textual stops it as well where the application's turn begins
+        for node in way * 2:  # also where it is stopped: Textual stops it as well where the application's turn begins
             await _done(node)
         await _done(self._app.screen)  # it may have been opened just now
 

@@ -105,7 +105,7 @@ class SettingsEditor:
             UsageError: the setting does not take it; in a sentence. Or config.toml cannot be read.
         """
         value = _parsed(key, text) if text else None
-        is_to_save = value is not None or self._is_in_file(key)
+        is_to_save = value is not None or (self.file is not None and key in sources.file_source(self.file).values)
         self._apply(key, self._default(key) if value is None else value)
         self._unsaved.pop(key, None)
         self._changed.pop(key, None)
@@ -128,7 +128,8 @@ class SettingsEditor:
             return "Nothing has changed since it was saved."
         settings_file.save(self.file, self._unsaved)
         saved, self._unsaved = self._unsaved, {}
-        stronger = self._stronger(saved)
+        set_before = {self._resolved.origins.get(key, "") for key in saved}
+        stronger = sorted(origin for origin in set_before if origin.startswith(("--", "KVCHAT_")))  # of this start
         origins = {key: origin for key, origin in self._resolved.origins.items() if key not in saved}
         written = {key: origin for key, origin in sources.file_source(self.file).origins.items() if key in saved}
         self._resolved = replace(self._resolved, origins=origins | written)
@@ -194,9 +195,6 @@ class SettingsEditor:
         origin = self._resolved.origins.get(key, DEFAULT)
         return SESSION if origin != DEFAULT and self._changed.get(key, origin) is None else origin
 
-    def _is_in_file(self, key: Key) -> bool:
-        return self.file is not None and key in sources.file_source(self.file).values
-
     # ---- what a change does ----------------------------------------------------------------------
 
     def _apply(self, key: Key, value: Any) -> None:
@@ -221,11 +219,6 @@ class SettingsEditor:
     @staticmethod
     def _default(key: Key) -> Any:
         return "" if key[0] == KEYS else sources.at(sources.resolve().settings, key)
-
-    def _stronger(self, keys: Mapping[Key, Any]) -> list[str]:
-        """The flags and variables of this start that set any of ``keys``."""
-        origins = {self._resolved.origins.get(key, "") for key in keys}
-        return sorted(origin for origin in origins if origin.startswith(("--", "KVCHAT_")))
 
 
 def _is_live(key: Key) -> bool:

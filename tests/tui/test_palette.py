@@ -42,7 +42,7 @@ async def test_what_has_only_a_key_acts_from_the_palette(running):
         for place in (1, 2):
             typed(app, "hello")
             await until(lambda place=place: finished(app, place))
-        acts = {choice.title: choice.run for choice in choices(app.chat, app.keys, ())}
+        acts = {choice.title: choice.callback for choice in choices(app.chat, app.keys, ())}
         transcript = app.chat.query_one(Transcript)
         acts["message previous"]()
         await until(lambda: transcript.has_focus and transcript.chosen == app.controller.state.conversation.leaf.id)

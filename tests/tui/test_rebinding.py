@@ -100,7 +100,7 @@ async def test_a_rebound_key_works_and_is_shown_everywhere(running, config):
         assert "F6" not in hints.render().plain
         press(app, "f6", "f11")
         await until(lambda: app.controller.state.mode == "freeze")
-        docs = {choice.title: choice.doc for choice in choices(app.chat, app.keys, app.themes)}
+        docs = {choice.title: choice.help for choice in choices(app.chat, app.keys, app.themes)}
         assert docs["/next"].endswith("  F11")
         press(app, "f12")
         await until(lambda: opened(app, HelpScreen))
@@ -119,7 +119,7 @@ async def test_actions_without_a_key_take_one_and_show_it_everywhere(running, co
     async with running(replace(config, keys=WITHOUT_KEYS), size=(200, 60)) as (app, _pilot, until):
         await until(lambda: " F12 profile  F11 import  ^G theme" in hints(app))
         assert "none:" not in hints(app)
-        docs = {choice.title: choice.doc for choice in choices(app.chat, app.keys, app.themes)}
+        docs = {choice.title: choice.help for choice in choices(app.chat, app.keys, app.themes)}
         assert docs["/import FILE"].endswith("  F11")
         assert {("F11", BY_ID["import"].doc), ("Ctrl+G", BY_ID["theme"].doc)} <= set(key_rows(app.keys))
         press(app, "f12", "ctrl+g", "alt+b")

@@ -148,7 +148,8 @@ class PlainChat:
 
     async def _read(self, reader: LineReader) -> None:
         asking = asyncio.create_task(self._ask_when_idle()) if self._is_typed else None
-        playing = asyncio.create_task(self._leave_when_over()) if self._plays_to_the_end else None
+        is_played = bool(self.chat.replay.name) and not self._is_typed
+        playing = asyncio.create_task(self._leave_when_over()) if is_played else None
         waits = not self._is_typed and playing is None  # a recording asks by itself
         try:
             async for line, piped in self._given(reader):
@@ -225,10 +226,6 @@ class PlainChat:
             if self._is_idle() and not self._is_taking:
                 self._lines.ask()
             await self._change()
-
-    @property
-    def _plays_to_the_end(self) -> bool:
-        return bool(self.chat.replay.name) and not self._is_typed
 
     async def _leave_when_over(self) -> None:
         """Leave at the end of the recording: nobody is there to play it again."""

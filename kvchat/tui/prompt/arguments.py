@@ -6,7 +6,6 @@ import dataclasses
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 from kvchat.config.modes import AUTO, choosable, effective_params
@@ -219,8 +218,3 @@ def compose(parts: Iterable[mentions.Part], state: ChatState) -> str:
     if state.edits_answer:
         return "".join(part.text for part in parts)
     return mentions.attach(parts, state.file_limit).text
-
-
-def nearest(given: str, known: Iterable[str]) -> list[str]:
-    """The few known words that are most like ``given``."""
-    return get_close_matches(given, list(known), n=3, cutoff=0.5)

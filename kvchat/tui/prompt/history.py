@@ -118,8 +118,5 @@ def estimate(parts: Iterable[Part], per_token: float) -> int:
 
 def _size(name: str) -> int:
     """Bytes of a file, 0 where there is none."""
-    try:
-        path = Path(os.path.expanduser(name))
-        return path.stat().st_size if path.is_file() else 0
-    except (OSError, ValueError):
-        return 0
+    path = os.path.expanduser(name)
+    return os.path.getsize(path) if os.path.isfile(path) else 0

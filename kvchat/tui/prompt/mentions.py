@@ -180,10 +180,7 @@ def _is_mention(name: str, is_quoted: bool) -> bool:
 
 
 def _exists(name: str) -> bool:
-    try:
-        return Path(os.path.expanduser(name)).exists()
-    except (OSError, ValueError):  # too long, or in a folder that may not be read
-        return False
+    return os.path.exists(os.path.expanduser(name))
 
 
 class Entry(NamedTuple):

@@ -126,9 +126,13 @@ class StatusBar(Widget):
             (bars(self._speeds), "$primary"),
         )
         reads = f"reads {percent(s.active / s.total)}" if s.total and not s.server else ""
-        words = [reads, f"TTFT {figure(s.ttft_s, 's', 2)}" if s.ttft_s is not None else "", *self._recall(s)]
-        if s.gpu:
-            words.append(f"VRAM {size(s.gpu.used)}/{size(s.gpu.total)}")
+        words = [
+            reads,
+            f"TTFT {figure(s.ttft_s, 's', 2)}" if s.ttft_s is not None else "",
+            f"fetching p95 {figure(s.recall_ms_p95, 'ms', 1)}" if s.recall_ms_p95 is not None else "",
+            f"hit rate {percent(s.recall_hit_rate)}" if s.recall_hit_rate is not None else "",
+            f"VRAM {size(s.gpu.used)}/{size(s.gpu.total)}" if s.gpu else "",
+        ]
         used = s.total / s.context if s.context else None
         style = ("$foreground", "bold $warning", "bold $error")[sum((used or 0) >= level for level in FULL)]
         right = Content.assemble((f" ctx {percent(used)} ", style))
@@ -139,12 +143,6 @@ class StatusBar(Widget):
             if line.cell_length + len(spaced) + right.cell_length <= self.size.width:
                 line += spaced
         return spread(line, right, self.size.width)
-
-    def _recall(self, s: Snapshot) -> list[str]:
-        return [
-            f"fetching p95 {figure(s.recall_ms_p95, 'ms', 1)}" if s.recall_ms_p95 is not None else "",
-            f"hit rate {percent(s.recall_hit_rate)}" if s.recall_hit_rate is not None else "",
-        ]
 
 
 class KeyHints(Widget):

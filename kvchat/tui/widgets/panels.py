@@ -260,11 +260,7 @@ class DetailColumn(ShowsFigures, can_focus=False):
         self.query_one(HeadMap).details = details
         self.query_one(RecallHistogram).show(details.recall, s)
         self.query_one(GpuHistoryPlot).show(state.gpu_history, s)
-        self._show_legend(s is None or has_gpu(s))
-
-    def _show_legend(self, on_gpu: bool) -> None:
-        """Only where it is another one: an update is a new layout."""
-        if on_gpu != self._on_gpu:
+        if (on_gpu := s is None or has_gpu(s)) != self._on_gpu:  # an update is a new layout
             self._on_gpu = on_gpu
             self.query_one("#legend", Static).update(legend(on_gpu))
 
