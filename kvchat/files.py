@@ -59,6 +59,28 @@ def write(path: Path, data: bytes) -> None:
         raise
 
 
+def save(path: Path, data: bytes, hint: str) -> None:
+    """``write`` for a person; ``hint`` is the advice where the disk has room.
+
+    Raises:
+        UsageError: it cannot be written; the old file is as it was.
+    """
+    try:
+        write(path, data)
+    except (OSError, ValueError) as error:
+        raise unwritable(path, error, hint) from None
+
+
+def check_folder(path: Path) -> None:
+    """Refuse a file that has no folder, before there is anything to write.
+
+    Raises:
+        UsageError: the folder is not there.
+    """
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"There is no folder {path.absolute().parent}.", hint="Create it first.")
+
+
 def unwritable(path: Path, error: OSError | ValueError, hint: str) -> UsageError:
     """The error for a file that could not be written; ``hint`` is the advice where the disk has room."""
     hint = "Free some disk space, or write elsewhere." if getattr(error, "errno", None) in FULL else hint

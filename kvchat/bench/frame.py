@@ -95,12 +95,8 @@ class Frame:
         return result
 
     def _keep(self, result: Result) -> None:
-        if self.file is None:
-            return
-        try:
-            files.write(self.file, (json.dumps(result) + "\n").encode())
-        except OSError as error:
-            raise files.unwritable(self.file, error, "Use another --out.") from None
+        if self.file is not None:
+            files.save(self.file, (json.dumps(result) + "\n").encode(), "Use another --out.")
 
 
 def load(file: Path) -> Result:

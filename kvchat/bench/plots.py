@@ -135,10 +135,7 @@ def write(figure: Figure, file: Path) -> None:
     drawn, form = BytesIO(), file.suffix.lower().removeprefix(".")
     with rc_context(STYLE):
         figure.savefig(drawn, format=form, dpi=150, metadata={"Date": None} if form == "svg" else None)
-    try:
-        files.write(file, drawn.getvalue())
-    except OSError as error:
-        raise files.unwritable(file, error, "Use another --plot.") from None
+    files.save(file, drawn.getvalue(), "Use another --plot.")
 
 
 def _environment(result: Mapping[str, Any]) -> str:
@@ -257,7 +254,6 @@ def check(file: Path) -> None:
             "It does not end in .svg or .png.",
             "Use a name that ends in .svg or .png.",
         )
-    if not file.absolute().parent.is_dir():
-        raise UsageError(f"There is no folder {file.absolute().parent}.", hint="Create it first.")
+    files.check_folder(file)
     if find_spec("matplotlib") is None:
         raise UsageError("A plot needs matplotlib.", "It is not installed.", f"Run: {libraries.extra('plot')}")

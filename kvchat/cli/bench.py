@@ -17,6 +17,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
+from kvchat import files
 from kvchat.bench import plots, settings
 from kvchat.bench import report as reports
 from kvchat.bench.frame import Frame, ModelChoice, Result
@@ -116,10 +117,10 @@ class Measurement:
     """
 
     def __init__(self, out: Path | None, as_json: bool, plot: Path | None) -> None:
-        if out and not out.absolute().parent.is_dir():
-            raise UsageError(f"There is no folder {out.absolute().parent}.", hint="Create it first.")
-        if out and out.is_dir():
-            raise UsageError(f"{out} is a folder.", "", "Use a file name for --out.")
+        if out:
+            files.check_folder(out)
+            if out.is_dir():
+                raise UsageError(f"{out} is a folder.", "", "Use a file name for --out.")
         if plot:
             plots.check(plot)
         self.frame = Frame(out, report, command=_command(sys.argv[1:]), drawn=plot is not None)

@@ -53,10 +53,7 @@ def init() -> None:
     path = paths.config_file()
     if os.path.lexists(path):
         raise UsageError(f"{path} already exists and was not changed.", hint="Edit it, or delete it first.")
-    try:
-        files.write(path, sources.template().encode())
-    except OSError as error:
-        raise files.unwritable(path, error, "Check the folder's permissions.") from None
+    files.save(path, sources.template().encode(), "Check the folder's permissions.")
     echo(str(path))
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvchat import libraries, paths
+from kvchat import files, libraries, paths
 from kvchat.bench import plots
 from kvchat.cli import options
 from kvchat.cli.options import LOAD, ModelArgument, NamedDevice, taking
@@ -18,7 +18,6 @@ from kvchat.cli.output import echo, note, progress
 from kvchat.cli.profile import load_settings
 from kvchat.config import modes
 from kvchat.config.modes import ModeParameters, SyncParameters, parse
-from kvchat.errors import UsageError
 from kvchat.models import catalog
 from kvchat.models.catalog import FoundModel, Room, fit, room
 from kvchat.protocol.messages import Load
@@ -229,8 +228,8 @@ def calibrate(
     device: NamedDevice = "auto",
 ) -> None:
     """Measure a model for the modes sync and speculative. Which heads attend alike, and how many tokens to read."""
-    if out and not out.absolute().parent.is_dir():
-        raise UsageError(f"There is no folder {out.absolute().parent}.", hint="Create it first.")
+    if out:
+        files.check_folder(out)
     parse(SyncParameters.name, {"representatives": representatives, "clusters": clusters})
     if plot:
         plots.check(plot)

@@ -30,10 +30,7 @@ def save(path: Path, changes: Mapping[Key, Any]) -> None:
     text = files.read_text(path) if path.exists() else ""
     for key, value in changes.items():
         text = _without(text, key) if value is None else _with(text, key, _plain(value))
-    try:
-        files.write(path, text.encode())
-    except OSError as error:
-        raise files.unwritable(path, error, "Check its permissions.") from None
+    files.save(path, text.encode(), "Check its permissions.")
 
 
 def _plain(value: Any) -> Any:

@@ -203,10 +203,7 @@ def write_new(path: Path, text: str) -> None:
         UsageError: it exists, its folder does not, or it cannot be written.
     """
     check_new(path)
-    try:
-        files.write(path, text.encode("utf-8", "replace"))
-    except (OSError, ValueError) as error:
-        raise files.unwritable(path, error, "Choose another place.") from None
+    files.save(path, text.encode("utf-8", "replace"), "Choose another place.")
 
 
 def check_ending(path: Path, formats: Iterable[str]) -> None:
