@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any, ClassVar
 
 from rich.segment import Segments
-from textual import constants
 from textual.app import App, SystemCommand
 from textual.binding import BindingType
 from textual.color import BLACK
@@ -72,12 +71,7 @@ if not ARE_FRAMES_CHOSEN:
 
 
 def run(config: AppConfig) -> int:
-    """Run the application until the user leaves; the exit code. No engine outlives it.
-
-    Raises:
-        UsageError: Textual's variables name colors or a driver that there are not.
-    """
-    themes.color_system()
+    """Run the application until the user leaves; the exit code. No engine outlives it."""
     app = KvchatApp(config)
     try:
         postpone_full_collections()
@@ -308,19 +302,8 @@ class KvchatApp(App[None]):
         return themes.RIBBON_DEFAULTS
 
     def get_driver_class(self) -> type[Driver]:
-        """The driver of this platform or of TEXTUAL_DRIVER, which survives bytes that are not UTF-8.
-
-        Raises:
-            UsageError: there is no such driver.
-        """
-        try:
-            return decode_leniently(super().get_driver_class())
-        except (ImportError, AttributeError, ValueError, RuntimeError) as error:
-            raise UsageError(
-                f"TEXTUAL_DRIVER is {constants.DRIVER!r}.",
-                f"It is not a Textual driver: {error}.",
-                "Use module:Class, or unset it for the platform's default.",
-            ) from None
+        """The driver of this platform or of TEXTUAL_DRIVER, which survives bytes that are not UTF-8."""
+        return decode_leniently(super().get_driver_class())
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         """Textual's filters, the one for control characters, and dim text that can be read with every theme."""

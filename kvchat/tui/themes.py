@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import tomli
-from rich.console import COLOR_SYSTEMS, Console
+from rich.console import Console
 from textual.color import Color, ColorParseError
 from textual.theme import BUILTIN_THEMES, Theme
 
@@ -21,7 +21,6 @@ from kvchat.paths import bundled_themes_dir
 DEFAULT = "kvchat-dark"
 ANSI = "kvchat-ansi"
 THEME_VARIABLE = "TEXTUAL_THEME"
-COLORS_VARIABLE, DETECTED = "TEXTUAL_COLOR_SYSTEM", "auto"
 DIM = 0.75  # how much of its color dim text keeps; terminals differ, and many make it too faint to read
 # What a theme that leaves them out gets: readable on dark and light.
 RIBBON_DEFAULTS = {
@@ -39,29 +38,13 @@ _COLORS = {"primary", "secondary", "warning", "error", "success", "accent", "for
 }
 
 
-def color_system() -> Any:
-    """The colors asked for by TEXTUAL_COLOR_SYSTEM, where Textual says how many a terminal shows.
-
-    Raises:
-        UsageError: there are none of this name.
-    """
-    asked = os.environ.get(COLORS_VARIABLE, DETECTED)
-    if asked not in (DETECTED, *COLOR_SYSTEMS):
-        raise UsageError(
-            f"{COLORS_VARIABLE} is {asked!r}.",
-            f"It can be {DETECTED}, {', '.join(COLOR_SYSTEMS)}.",
-            did_you_mean(asked, COLOR_SYSTEMS) or "Unset it to use the terminal's own.",
-        )
-    return asked
-
-
 def suited(directories: Iterable[Path] = ()) -> str:
     """The theme where the settings choose none: that of TEXTUAL_THEME, one of ``directories``, bundled or Textual's.
 
     Without it a terminal of sixteen colors, and who wants none (NO_COLOR), get their own.
 
     Raises:
-        UsageError: TEXTUAL_THEME names no theme, or TEXTUAL_COLOR_SYSTEM no colors.
+        UsageError: TEXTUAL_THEME names no theme.
     """
     if asked := os.environ.get(THEME_VARIABLE):
         known, _ = load_all(directories)
@@ -72,7 +55,8 @@ def suited(directories: Iterable[Path] = ()) -> str:
                 did_you_mean(asked, {*known, *BUILTIN_THEMES}),
             )
         return asked
-    terminal = Console(force_terminal=True, color_system=color_system())
+    colors: Any = os.environ.get("TEXTUAL_COLOR_SYSTEM", "auto")  # as Textual asks
+    terminal = Console(force_terminal=True, color_system=colors)
     return ANSI if terminal.no_color or terminal.color_system == "standard" else DEFAULT
 
 

@@ -19,10 +19,8 @@ from textual.widget import Widget
 from textual.widgets import OptionList, Static
 from textual.widgets._markdown import MarkdownTableCellContents
 
-from kvchat.errors import UsageError
 from kvchat.foreign_text import visible
 from kvchat.protocol.messages import Load
-from kvchat.tui.app import KvchatApp, run
 from kvchat.tui.screens import chat
 from kvchat.tui.screens.base import Palette
 from kvchat.tui.screens.help import HelpScreen
@@ -50,20 +48,6 @@ def test_a_key_need_not_wait_for_a_slow_frame_unless_somebody_chose_it_and_an_ed
 async def test_settings_that_could_not_be_used_are_told(running, config):
     async with running(replace(config, problems=("profiles/a.toml:1: wrong.",))) as (app, _pilot, until):
         await until(lambda: "profiles/a.toml:1: wrong." in toasts(app).splitlines())
-
-
-@pytest.mark.parametrize("driver", ["nonsense", "no.such:Driver", "textual.driver:Missing", "pathlib:Path", ""])
-def test_a_driver_that_there_is_not_is_refused(config, monkeypatch, driver):
-    monkeypatch.setattr("textual.constants.DRIVER", driver)
-    with pytest.raises(UsageError, match="TEXTUAL_DRIVER is") as refused:
-        KvchatApp(config)
-    assert "unset it" in refused.value.hint
-
-
-def test_colors_that_there_are_not_end_it_before_it_begins(config, monkeypatch):
-    monkeypatch.setenv("TEXTUAL_COLOR_SYSTEM", "rainbow")
-    with pytest.raises(UsageError, match="TEXTUAL_COLOR_SYSTEM is 'rainbow'"):
-        run(config)
 
 
 async def test_ctrl_c_stops_then_quits_when_pressed_twice(running, monkeypatch):

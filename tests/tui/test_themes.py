@@ -145,13 +145,6 @@ async def test_a_theme_that_there_is_not_names_the_folder_of_ones_own(running, c
         await until(lambda: str(tmp_path) in toasts(app))
 
 
-def test_colors_that_there_are_not_are_refused(monkeypatch):
-    monkeypatch.setenv("TEXTUAL_COLOR_SYSTEM", "truecolors")
-    with pytest.raises(UsageError, match="truecolors") as refused:
-        suited()
-    assert '"truecolor"?' in refused.value.hint
-
-
 async def test_no_color_leaves_no_color_in_the_terminals_own_theme(running, config, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     async with running(replace(config, theme=ANSI)) as (app, _pilot, until):
