@@ -242,10 +242,14 @@ class StreamOptions(Body):
 
 
 class Asked(Body):
-    """What both kinds of requests have; ``UNUSED`` are for bookkeeping and change no answer."""
+    """What both kinds of requests have; ``UNUSED`` are for bookkeeping and change no answer.
+
+    An answer has at most ``MOST`` tokens where no length was asked for, None: as many as the context.
+    """
 
     UNUSED: ClassVar = ("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key")
     PENALTIES: ClassVar = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    MOST: ClassVar[int | None] = None
     DRAWN: ClassVar = ("temperature", "top_p", "top_k", "min_p", *PENALTIES, "seed", "stop")
 
     model: str | None = None
@@ -300,10 +304,6 @@ class Asked(Body):
         """The largest length of the answer that was asked for."""
         return self.max_tokens
 
-    def most_tokens_of(self, context: int) -> int:
-        """The largest length where none was asked for, of a model with this ``context``."""
-        return context
-
     def sampling(self, defaults: Defaults, context: int) -> Sampling:
         """The way tokens are drawn: that of the server, and what was asked for.
 
@@ -311,7 +311,7 @@ class Asked(Body):
             Refusal: a value is out of range.
         """
         given = {name: getattr(self, name) for name in self.DRAWN} | {"max_new_tokens": self.most_tokens()}
-        most = self.most_tokens_of(context)
+        most = self.MOST or context
         default = defaults.sampling if defaults.is_limited else replace(defaults.sampling, max_new_tokens=most)
         try:
             return checked_sampling(default, **{name: value for name, value in given.items() if value is not None})
@@ -404,7 +404,7 @@ class ChatRequest(Asked):
 
 
 class TextRequest(Asked):
-    MOST: ClassVar = 16  # as OpenAI has it: a text need not come to an end
+    MOST = 16  # as OpenAI has it: a text need not come to an end
 
     prompt: Annotated[str, BeforeValidator(_only)]
     best_of: Any = None
@@ -415,10 +415,6 @@ class TextRequest(Asked):
     def scored(self) -> int | None:
         """How many of the likeliest tokens are told beside each; None if no probability is."""
         return self.logprobs
-
-    def most_tokens_of(self, context: int) -> int:
-        """The largest length where none was asked for."""
-        return self.MOST
 
     def turns(self, defaults: Defaults) -> tuple[Turn, ...]:
         """The text as it is."""

@@ -96,11 +96,6 @@ class Moment:
     power: float | None = None
     pcie: int | None = None
 
-    @property
-    def is_empty(self) -> bool:
-        """NVML said nothing."""
-        return self == Moment()
-
 
 class GpuHistory:
     """At most one moment a second, the oldest first; ``clock`` in seconds."""
@@ -117,7 +112,7 @@ class GpuHistory:
         directions = (details.pcie_to_device, details.pcie_to_host) if details else ()
         known = [one for one in directions if one is not None]
         moment = Moment(gpu.used, gpu.total, gpu.utilization, gpu.power, sum(known) if known else None)
-        if not moment.is_empty:
+        if moment != Moment():  # NVML said something
             self.moments.append(moment)
             self._noted = self._clock()
 

@@ -22,6 +22,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 
 from rich.segment import Segment
+from rich.style import Style
 from textual.color import Color
 from textual.driver import Driver
 from textual.filter import LineFilter, dim_style
@@ -67,11 +68,10 @@ class ReadableDim(LineFilter):
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
         """Return the segments with dim styles as colors."""
-        return [self._dimmed(segment, background) if _is_dim(segment) else segment for segment in segments]
-
-    def _dimmed(self, segment: Segment, background: Color) -> Segment:
-        assert segment.style is not None
-        return Segment(segment.text, dim_style(segment.style, background, self._factor), segment.control)
+        return [
+            Segment(text, dim_style(style, background, self._factor) if style and _is_dim(style) else style, control)
+            for text, style, control in segments
+        ]
 
 
 def _end() -> None:
@@ -81,9 +81,8 @@ def _end() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _is_dim(segment: Segment) -> bool:
-    style = segment.style
-    if style is None or not style.dim or style.color is None or style.bgcolor is None:
+def _is_dim(style: Style) -> bool:
+    if not style.dim or style.color is None or style.bgcolor is None:
         return False
     return style.color.triplet is not None and (style.bgcolor.is_default or style.bgcolor.triplet is not None)
 

@@ -433,17 +433,17 @@ class LineWriter:
 
     def line(self, text: str) -> None:
         """Write kvchat's own words, in lines of their own."""
-        self.end()
-        self._out.write(f"{visible(spoken(text))}\n")
-        self._out.flush()
-        self.changed.set()
+        self._write(self._out, text)
 
     def problem(self, text: str) -> None:
         """Write what went wrong, in lines of their own, to stderr."""
+        self._write(self._errors, text)
+
+    def _write(self, stream: TextIO, text: str) -> None:
         self.end()
         self._out.flush()
-        self._errors.write(f"{visible(spoken(text))}\n")
-        self._errors.flush()
+        stream.write(f"{visible(spoken(text))}\n")
+        stream.flush()
         self.changed.set()
 
     def text(self, text: str) -> None:

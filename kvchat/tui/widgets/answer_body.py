@@ -247,7 +247,8 @@ class AnswerBody(Vertical):
 def prepare() -> None:
     """Compile what the first link and the first block of code of a process would hold up the screen for."""
     _Parser({}).parse("See https://kvchat.invalid, kvchat.org, mail@kvchat.invalid.")
-    prepare_languages()
+    for language in WITH_LARGE_TABLES:
+        CodeBlock.highlight("x", language)
 
 
 async def pause() -> None:
@@ -315,9 +316,3 @@ def _apart(token: Token) -> Iterator[Token]:
         yield Token("code_inline", "code", 0, content=found[0])
         end = found.end()
     yield token.copy(content=token.content[end:]) if end else token
-
-
-def prepare_languages() -> None:
-    """Prepare those that take long, for which the first block of code would have to wait."""
-    for language in WITH_LARGE_TABLES:
-        CodeBlock.highlight("x", language)
