@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
@@ -49,19 +49,15 @@ def run(settings: Agreement, choice: ModelChoice = ModelChoice(), frame: Frame |
     )
 
 
+@dataclass(eq=False)
 class Forced:
     """Decodes passages in full, once each, and in the variants; only these over 8-bit pages, where it ``quantizes``."""
 
-    def __init__(self, walk: Walk, settings: Agreement, texts: Sequence[Passage], quantizes: bool = False) -> None:
-        self._walk = walk
-        self._quantizes = quantizes
-        self._settings = settings
-        self._texts = texts
-        self._exact: tuple[int, Tensor] | None = None
-
-    def ids(self, number: int) -> Sequence[int]:
-        """Passage ``number``: the context, and the tokens that are decoded after it."""
-        return self._texts[number].ids
+    walk: Walk
+    settings: Agreement
+    texts: Sequence[Passage]
+    quantizes: bool = False
+    _exact: tuple[int, Tensor] | None = None
 
     def row(self, number: int, parameters: ModeParameters) -> Row:
         """Decode passage ``number`` in a mode; lists by token, shares covered by layer and KV head.
@@ -69,9 +65,9 @@ class Forced:
         Raises:
             KvchatError: the mode refuses.
         """
-        text, walk, exact = self._texts[number], self._walk, self._of_full(number)
-        context = self._settings.context
-        logits = walk.begin(text.ids[:context], parameters, self._settings.tokens, self._quantizes)
+        text, walk, exact = self.texts[number], self.walk, self._of_full(number)
+        context = self.settings.context
+        logits = walk.begin(text.ids[:context], parameters, self.settings.tokens, self.quantizes)
         divergences, same, read, covered, nats = [], [], [], [], []
         for token, its in zip(text.ids[context:], exact[1:], strict=True):
             nats.append(_nats(logits, token))
@@ -95,9 +91,9 @@ class Forced:
     def _of_full(self, number: int) -> Tensor:
         """Full's logits before and after each decoded token, ``[tokens + 1, vocab]``; the last passage's are kept."""
         if self._exact is None or self._exact[0] != number:
-            ids, context = self._texts[number].ids, self._settings.context
-            logits = self._walk.begin(ids[:context], FullParameters(), self._settings.tokens)
-            self._exact = number, torch.stack([logits, *(self._walk.step(token) for token in ids[context:])])
+            ids, context = self.texts[number].ids, self.settings.context
+            logits = self.walk.begin(ids[:context], FullParameters(), self.settings.tokens)
+            self._exact = number, torch.stack([logits, *(self.walk.step(token) for token in ids[context:])])
         return self._exact[1]
 
 

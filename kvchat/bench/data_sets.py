@@ -100,23 +100,22 @@ def chosen(settings: Data) -> list[Item]:
     return [item for of_task in by_task.values() for item in of_task[: settings.rows]]
 
 
+@dataclass(frozen=True)
 class _Asker:
     """Asks one model every item in every variant."""
 
-    def __init__(self, walk: Walk, settings: Data) -> None:
-        self._walk = walk
-        self._settings = settings
+    walk: Walk
+    settings: Data
 
     def rows(self, item: Item, cell: Cell) -> list[Row]:
-        tokens = min(self._settings.tokens or item.tokens, self._walk.model.context // 2)
-        prompt, cut = self._prompt(item, self._walk.model.context - tokens)
+        tokens = min(self.settings.tokens or item.tokens, self.walk.model.context // 2)
+        prompt, cut = self._prompt(item, self.walk.model.context - tokens)
         return [
-            self._answered(item, cell, prompt, tokens, sample) | {"cut": cut}
-            for sample in range(self._settings.samples)
+            self._answered(item, cell, prompt, tokens, sample) | {"cut": cut} for sample in range(self.settings.samples)
         ]
 
     def _answered(self, item: Item, cell: Cell, prompt: Sequence[int], tokens: int, sample: int) -> Row:
-        walk, model = self._walk, self._walk.model
+        walk, model = self.walk, self.walk.model
         sampler = Sampler(self._sampling(sample), model.vocab, model.device)
         logits = walk.begin(prompt, parsed(cell["variant"]), tokens)
         ids, tokens_read = list[int](), list[float]()
@@ -135,13 +134,13 @@ class _Asker:
         }
 
     def _sampling(self, sample: int) -> Sampling:
-        if self._settings.samples == 1:
+        if self.settings.samples == 1:
             return Sampling(temperature=0)
-        return Sampling(temperature=0.6, top_p=0.95, seed=self._settings.seed + sample)
+        return Sampling(temperature=0.6, top_p=0.95, seed=self.settings.seed + sample)
 
     def _prompt(self, item: Item, room: int) -> tuple[Sequence[int], int]:
         """The prompt's ids, and how many tokens were cut from its middle."""
-        tokenizer = self._walk.model.tokenizer
+        tokenizer = self.walk.model.tokenizer
         text, cut = item.prompt, 0
         while True:
             ids = self._encoded(item, text)
@@ -155,7 +154,7 @@ class _Asker:
             cut += len(of_text) - kept
 
     def _encoded(self, item: Item, text: str) -> Sequence[int]:
-        tokenizer = self._walk.model.tokenizer
+        tokenizer = self.walk.model.tokenizer
         if item.chat:
             return PromptEncoder(tokenizer).encode((Turn("user", text),), Stored()).ids
         ids: Sequence[int] = tokenizer.encode(text)

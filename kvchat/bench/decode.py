@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -161,6 +161,7 @@ def _corrected(settings: Decode) -> list[tuple[str, ModeParameters, float]]:
     ]
 
 
+@dataclass(eq=False)
 class Rounds:
     """Measures ``variants`` in turns, so that a ratio is of one round's medians.
 
@@ -168,24 +169,17 @@ class Rounds:
     ``measured`` of the device belong to the rows.
     """
 
-    def __init__(
-        self,
-        variants: Sequence[Variant],
-        rounds: int,
-        load: int,
-        floor: float | None,
-        measured: Measured,
-        device: torch.device,
-    ) -> None:
-        self.variants = variants
-        self.rounds = rounds
-        self.load = load
-        self.floor = floor
-        self.measured = measured
-        self.device = device
-        self.times: Times = {variant: [] for variant in variants}
-        self.beside: Times = {variant: [] for variant in variants}
-        self.others: dict[Variant, list[float]] = {variant: [] for variant in variants}
+    variants: Sequence[Variant]
+    rounds: int
+    load: int
+    floor: float | None
+    measured: Measured
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self.times: Times = {variant: [] for variant in self.variants}
+        self.beside: Times = {variant: [] for variant in self.variants}
+        self.others: dict[Variant, list[float]] = {variant: [] for variant in self.variants}
         self.failed: dict[Variant, str] = {}
 
     def rows(self, tokens: Sequence[int]) -> list[Row]:

@@ -515,28 +515,28 @@ def _excerpt(text: str, words: list[str]) -> str:
     return f"{'…' * (start > 0)}{shown}{'…' * (end < len(text))}"
 
 
+@dataclass(frozen=True)
 class SavedKv:
     """The files in ``folder``, which need not exist."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    folder: Path
 
     def delete(self, conversation: str) -> None:
         """The conversation is deleted; its file can be brought back until ``purge``."""
-        path = paths.saved_kv(self._folder, conversation)
+        path = paths.saved_kv(self.folder, conversation)
         with suppress(OSError):
             os.utime(path)
             path.rename(_aside(path))
 
     def restore(self, conversation: str) -> None:
         """The conversation is restored."""
-        path = paths.saved_kv(self._folder, conversation)
+        path = paths.saved_kv(self.folder, conversation)
         with suppress(OSError):
             _aside(path).rename(path)
 
     def purge(self, after_s: float) -> None:
         """Delete what was deleted longer ago than that."""
-        for path in self._folder.glob(f"*{paths.SAVED_KV}{ASIDE}"):
+        for path in self.folder.glob(f"*{paths.SAVED_KV}{ASIDE}"):
             with suppress(OSError):
                 if time.time() - path.stat().st_mtime > after_s:
                     path.unlink()

@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -38,6 +39,7 @@ OPEN = ("/health",)  # also without the key
 B = TypeVar("B", bound=BaseModel)
 
 
+@dataclass(frozen=True)
 class Guard:
     """Lets in who has the ``key``, and without one only who asks for a name of this machine, if ``is_local``.
 
@@ -45,23 +47,22 @@ class Guard:
     comes back. So bodies have to be declared as JSON, which a page may not do unasked.
     """
 
-    def __init__(self, app: ASGIApp, key: str, is_local: bool) -> None:
-        self._app = app
-        self._key = key
-        self._is_local = is_local
+    app: ASGIApp
+    key: str
+    is_local: bool
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._refusal(Request(scope)) if scope["type"] == "http" else None
-        await (refusal.response() if refusal else self._app)(scope, receive, send)
+        await (refusal.response() if refusal else self.app)(scope, receive, send)
 
     def _refusal(self, request: Request) -> Refusal | None:
         host = request.headers.get("host", "").rpartition(":")[0] or request.headers.get("host", "")
-        if request.url.path not in OPEN and self._key:
+        if request.url.path not in OPEN and self.key:
             given = request.headers.get("authorization", "").removeprefix("Bearer ")
-            if not hmac.compare_digest(given.encode(), self._key.encode()):
+            if not hmac.compare_digest(given.encode(), self.key.encode()):
                 message = "The API key is missing or wrong: send it as Authorization: Bearer KEY."
                 return Refusal(401, message, "authentication_error", code="invalid_api_key")
-        elif self._is_local and not self._key and host not in LOOPBACK:
+        elif self.is_local and not self.key and host not in LOOPBACK:
             message = f"Without --api-key only {', '.join(LOOPBACK)} are served, not the host {host[:100]}."
             return Refusal(403, message, "permission_error", code="unknown_host")
         if request.method == "POST" and not request.headers.get("content-type", "").startswith("application/json"):
