@@ -40,7 +40,6 @@ FIRST_KEYS = {
 }
 """The eight keys to begin with: the ids of their actions, each with a few words."""
 _COMMAND = re.compile(r"/(\?|[^\W\d_][\w=,.;:!?-]*)?(?!\S)")
-MAX_DIGITS = 1000  # of a number that is a whole argument: Python reads none of 5,000
 REPLAY = "replay."  # begins the ids of what only a replay can do
 NO_KEY = "none:"  # begins a key that no terminal sends: Textual changes keys of bindings, and makes no binding for one
 Scope = Literal[
@@ -391,16 +390,13 @@ def parse_command(line: str) -> tuple[Action, str]:
     The beginning of a name will do where no other name has it.
 
     Raises:
-        UsageError: there is no such command, or several begin so; names the nearest. Or it takes no argument, or a
-            number is too long.
+        UsageError: there is no such command, or several begin so; names the nearest. Or it takes no argument.
     """
     name, _, argument = line.removeprefix("/").partition(" ")
     action, argument = find_command(name.strip().lower()), argument.strip()
     if argument and not action.usage:
         line = f"/{action.command}"
         raise UsageError(f'{line} "{argument}" is not valid.', "It accepts no argument.", f"Use {line} alone.")
-    if argument.isdecimal() and len(argument) > MAX_DIGITS:
-        raise UsageError(f"/{name} is not valid.", f"The number has {len(argument):,} digits.", "Use a smaller one.")
     return action, argument
 
 
