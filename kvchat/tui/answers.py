@@ -19,6 +19,7 @@ from kvchat.tui.view import AnswerView, ChatView, QuestionView, SwitchView
 NO_TEXT = Message(parent=None, role="assistant", text="")
 
 
+@dataclass(eq=False)
 class Answers:
     """At most one answer in progress, and the ``queue`` of questions behind it.
 
@@ -26,24 +27,18 @@ class Answers:
     ``save`` writes the conversation to disk; speeds are measured only while it ``is_real_time``.
     """
 
-    def __init__(
-        self,
-        state: ChatState,
-        client: EngineClient,
-        view: ChatView,
-        save: Callable[[], Awaitable[None]],
-        is_real_time: Callable[[], bool] = lambda: True,
-    ) -> None:
-        self.state = state
-        self.client = client
-        self.view = view
-        self._save = save
-        self._is_real_time = is_real_time
+    state: ChatState
+    client: EngineClient
+    view: ChatView
+    save: Callable[[], Awaitable[None]]
+    is_real_time: Callable[[], bool] = lambda: True
+
+    def __post_init__(self) -> None:
         self._continued = NO_TEXT
         self._tags: tuple[str, ...] = ()
         self.is_asking = self._is_stop_due = False
         self.answer: AnswerView | None = None
-        self.queue = QuestionQueue(view)
+        self.queue = QuestionQueue(self.view)
         self._question: QuestionView | None = None
         self._switch: SwitchView | None = None
         self._marks: list[tuple[int, SwitchView]] = []  # the switches since it began, behind so many characters
@@ -120,7 +115,7 @@ class Answers:
         self.answer.feed(piece.text)
         if not self.answer.thought and (tag := thoughts.begun_with(self.answer.text, self._tags)):
             self.answer.thought = thoughts.end_of(tag)
-        if self._switch is not None and self._is_real_time():
+        if self._switch is not None and self.is_real_time():
             self._switch.count(piece.tokens, monotonic())
 
     async def withdraw(self, chars: int) -> None:
@@ -186,7 +181,7 @@ class Answers:
                 answer.thought,
             )
             await answer.finish(message, self.state.footer(message))
-            await self._save()
+            await self.save()
         else:
             await answer.remove()
             await self._give_back()
@@ -207,7 +202,7 @@ class Answers:
         if answer.text:
             message = self._keep(answer, CUT_OFF, switch_lines)
             await answer.finish(message, self.state.footer(message))
-            await self._save()
+            await self.save()
         else:
             await answer.remove()
             await self._give_back()
@@ -249,7 +244,7 @@ class Answers:
         message = conversation.ask(question.text, pinned)
         question.send(message, self.state.footer(message))
         self._begin_asking()
-        await self._save()
+        await self.save()
         if not self._is_left(conversation):
             await self.begin()
 
@@ -276,7 +271,7 @@ class Answers:
         elif conversation.leaf is not None:
             await self.view.show_messages(self.state.footed()[-1:], below=conversation.leaf.parent)
         self._question = None
-        await self._save()
+        await self.save()
 
     def _restore(self, text: str, what: str) -> None:
         """Put a text that was sent back into the prompt; beside another text it stays in the prompt history."""

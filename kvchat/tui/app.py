@@ -32,7 +32,7 @@ from textual.filter import LineFilter, Monochrome, NoColor
 from textual.markup import escape
 from textual.message_pump import MessagePump
 from textual.notifications import Notification, Notify, SeverityLevel
-from textual.timer import Timer, TimerCallback
+from textual.timer import Timer
 from textual.widget import MountError
 from textual.worker import WorkerFailed
 
@@ -286,16 +286,9 @@ class KvchatApp(App[None]):
         """The themes that can be used."""
         return tuple(self.themes)
 
-    def set_timer(
-        self,
-        delay: float,
-        callback: TimerCallback | None = None,
-        *,
-        name: str | None = None,
-        pause: bool = False,
-    ) -> Timer:
+    def set_timer(self, *arguments: Any, **options: Any) -> Timer:
         """Call back once, late where it must be: without it Textual would never again see a new size."""
-        return unskipped(super().set_timer(delay, callback, name=name, pause=pause))
+        return unskipped(super().set_timer(*arguments, **options))
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
         """The ribbon's colors where a theme leaves them out."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from kvchat.errors import UsageError
 from kvchat.protocol.client import EngineClient
 from kvchat.protocol.messages import MAX_PACE, Pace, Watch
@@ -11,6 +13,7 @@ SLOWEST = 1 / 8
 RECORDING = "recording"
 
 
+@dataclass(eq=False)
 class Replay:
     """The pace of the recording ``name``, empty where a real engine runs.
 
@@ -18,13 +21,13 @@ class Replay:
     it was played to its end.
     """
 
-    def __init__(self, name: str, client: EngineClient, view: ChatView) -> None:
-        self.name = name
-        self.speed = 1.0
-        self.is_paused = self.is_over = False
-        self._client = client
-        self._view = view
-        self.is_real_time = True
+    name: str
+    client: EngineClient
+    view: ChatView
+    speed: float = 1.0
+    is_paused: bool = False
+    is_over: bool = False
+    is_real_time: bool = True
 
     def pause(self) -> None:
         """Pause, or go on.
@@ -65,7 +68,7 @@ class Replay:
         """The engine begins to play, at its own pace: let it be this one."""
         self.is_real_time, self.is_over = self._pace == 1, False
         if self.name and not self.is_real_time:
-            self._client.send(Pace(self._pace))
+            self.client.send(Pace(self._pace))
 
     @property
     def _pace(self) -> float:
@@ -76,8 +79,8 @@ class Replay:
             raise UsageError("Nothing is being replayed.", hint="`kvchat replay` plays a recording.")
         self.is_real_time = False
         self.speed, self.is_paused = speed, is_paused
-        self._client.send(Pace(self._pace))
-        self._view.toast("Paused." if is_paused else f"{speed:g} times the speed of the recording.", title="Replay")
+        self.client.send(Pace(self._pace))
+        self.view.toast("Paused." if is_paused else f"{speed:g} times the speed of the recording.", title="Replay")
 
 
 class DetailsWatch:

@@ -151,7 +151,7 @@ async def test_a_stop_while_the_question_is_saved_stops_the_answer_as_soon_as_it
     async def stop():
         chat.controller.stop()
 
-    chat.controller.answers._save = stop
+    chat.controller.answers.save = stop
     await chat.ask("one")
     assert [type(command) for command in chat.client.sent] == [Chat, Stop]
 
@@ -182,7 +182,7 @@ async def test_another_conversation_begun_before_the_answer_is_asked_for_leaves_
         return await add()
 
     if when == "saved":
-        chat.controller.answers._save = leave
+        chat.controller.answers.save = leave
     else:
         chat.view.add_answer = mount
     await chat.ask("one")

@@ -30,7 +30,7 @@ def test_speed_and_pause(replay):
     replay.pause()
     replay.pause()
     replay.set_speed(0.5)
-    assert [command.speed for command in replay._client.sent[-3:]] == [0.0, MAX_PACE, 0.5]
+    assert [command.speed for command in replay.client.sent[-3:]] == [0.0, MAX_PACE, 0.5]
     for wrong in (0.0, -1.0, SLOWEST / 2, MAX_PACE * 2, float("nan")):
         with pytest.raises(UsageError):
             replay.set_speed(wrong)
@@ -38,10 +38,10 @@ def test_speed_and_pause(replay):
 
 def test_an_engine_started_again_gets_the_pace(replay):
     replay.begin()
-    assert replay._client.sent == []
+    assert replay.client.sent == []
     replay.set_speed(4)
     replay.begin()
-    assert replay._client.sent == [Pace(4), Pace(4)]
+    assert replay.client.sent == [Pace(4), Pace(4)]
 
 
 def test_speeds_are_true_until_the_pace_is_changed(replay):

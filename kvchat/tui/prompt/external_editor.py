@@ -42,22 +42,19 @@ def edit(text: str, started: Callable[[Editor], object] = lambda editor: None) -
             file.write(text.encode("utf-8", "replace"))
         editor = subprocess.Popen([*command, name])
         started(editor)
-        code = editor.wait()
-        if code:
-            raise UsageError(
-                f"The editor {command[0]} ended with exit code {code}.",
-                "The text is unchanged.",
-                "Set VISUAL or EDITOR to another.",
-            )
+        if code := editor.wait():
+            raise _refusal(f"The editor {command[0]} ended with exit code {code}.")
         return unmarked(path.read_bytes().decode()).removesuffix("\n")
     except (OSError, UnicodeDecodeError) as error:
         detail = error.strerror if isinstance(error, OSError) else "It left bytes that are not UTF-8"
-        raise UsageError(
-            f"The editor {command[0]} failed: {detail}.", "The text is unchanged.", "Set VISUAL or EDITOR to another."
-        ) from None
+        raise _refusal(f"The editor {command[0]} failed: {detail}.") from None
     finally:
         with suppress(OSError):
             path.unlink()
+
+
+def _refusal(title: str) -> UsageError:
+    return UsageError(title, "The text is unchanged.", "Set VISUAL or EDITOR to another.")
 
 
 async def edit_suspended(app: App[None], text: str) -> str:
