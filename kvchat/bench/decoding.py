@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pydoc_data import topics
 from typing import TYPE_CHECKING, Any
 
@@ -118,29 +119,25 @@ def spills(chosen: ModeParameters) -> bool:
     return isinstance(chosen, FullParameters) and chosen.resident is not None
 
 
+@dataclass(eq=False)
 class ModeRun:
     """A mode of kvchat with the parameters ``chosen``.
 
-    ``change_rate`` None leaves the selection to the mode, ``corrections`` None who is corrected.
+    ``change_rate`` None leaves the selection to the mode, ``corrections`` None who is corrected. ``figures`` are bytes
+    on the device, bytes moved per token, the share of selected K/V that was new, and corrections per token.
     """
 
-    def __init__(
-        self,
-        runner: ModelRunner,
-        name: str,
-        chosen: ModeParameters,
-        change_rate: float | None,
-        calibration: Calibration | None,
-        corrections: float | None = None,
-    ) -> None:
-        self.name = name
-        self.change_rate = change_rate
-        self.corrections = corrections
-        self._figures: dict[str, Any] = {}
-        self._runner = runner
-        self.chosen = chosen
-        self._context = runner.kv.total
-        self._traits = traits_of(runner.model, calibration)
+    runner: ModelRunner
+    name: str
+    chosen: ModeParameters
+    change_rate: float | None
+    calibration: Calibration | None
+    corrections: float | None = None
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._context = self.runner.kv.total
+        self._traits = traits_of(self.runner.model, self.calibration)
 
     def measure(self, tokens: Sequence[int]) -> Timing:
         """Decode ``tokens`` in the mode, as ``Variant.measure``; also record bytes on the device and bytes moved.
@@ -148,7 +145,7 @@ class ModeRun:
         Raises:
             KvchatError: the mode cannot be entered.
         """
-        kv = self._runner.kv
+        kv = self.runner.kv
         with torch.inference_mode():
             kv.truncate(self._context)
             kv.switch(self._mode())
@@ -161,9 +158,9 @@ class ModeRun:
         state, geometry = kv.state, kv.state.geometry
         held, predicted = kv.device_bytes, kv.mode.plan(geometry.grown(kv.total + 1)).device_bytes(geometry)
         before = state.transfer.totals
-        timing = time_steps(self._runner.step, tokens, state.device)
+        timing = time_steps(self.runner.step, tokens, state.device)
         moved, wanted, corrected, moved_bytes = (b - a for a, b in zip(before, state.transfer.totals, strict=True))
-        self._figures = {
+        self.figures = {
             "kv_device_bytes": held,
             "kv_predicted_bytes": predicted,
             "kv_host_bytes": state.host.nbytes,
@@ -171,27 +168,22 @@ class ModeRun:
             "changed": moved / wanted if wanted else None,
             "corrections": corrected / len(tokens),
             "corrected": self._corrected_share(corrected / len(tokens)),
-            "not_captured": self._runner.graphs.refusal,
+            "not_captured": self.runner.graphs.refusal,
         }
         return timing
-
-    @property
-    def figures(self) -> dict[str, Any]:
-        """Bytes on the device, bytes moved per token, share of selected K/V that was new, corrections per token."""
-        return self._figures
 
     def _corrected_share(self, per_token: float) -> float | None:
         """Of the KV heads of layers that retrieve; None in other modes."""
         if not isinstance(self.chosen, SpeculativeParameters):
             return None
-        g = self._runner.kv.state.geometry
+        g = self.runner.kv.state.geometry
         return per_token / ((g.layers - self.chosen.first_full) * g.kv_heads)
 
     def close(self) -> None:
         """Do nothing: all memory belongs to the KV manager."""
 
     def _mode(self) -> Mode:
-        geometry = geometry_of(self._runner.model)
+        geometry = geometry_of(self.runner.model)
         if isinstance(self.chosen, SpeculativeParameters):
             if self.change_rate is not None:
                 return fixed_change_rate(self.change_rate, self.chosen, geometry, self._traits)

@@ -40,6 +40,7 @@ ASKED = ("task", "tokens", "depth", "case", "passage")
 NORMAL_95 = 1.959964  # standard deviations on both sides that hold 95 % of a normal distribution
 
 
+@dataclass(frozen=True)
 class Frame:
     """Keeps a measurement's rows, and tells of them.
 
@@ -47,19 +48,11 @@ class Frame:
     ``command`` is noted in the result; ``drawn`` says that the result is to be drawn.
     """
 
-    def __init__(
-        self,
-        file: Path | None = None,
-        report: Report = lambda line: None,
-        clock: Callable[[], float] = time.monotonic,
-        command: str = "",
-        drawn: bool = False,
-    ) -> None:
-        self.file = file
-        self.command = command
-        self.report = report
-        self.drawn = drawn
-        self._clock = clock
+    file: Path | None = None
+    report: Report = lambda line: None
+    clock: Callable[[], float] = time.monotonic
+    command: str = ""
+    drawn: bool = False
 
     def measure(
         self,
@@ -78,13 +71,13 @@ class Frame:
             KvchatError: no cell could be measured; the first one's reason.
         """
         result: Result = _plain({**experiment.head(), "command": self.command, "cells": len(cells), "rows": []})
-        began, refused = self._clock(), list[KvchatError]()
+        began, refused = self.clock(), list[KvchatError]()
         for done, cell in enumerate(cells, 1):
             rows, error = _measured(cell, measure)
             refused += [error] if error else []
             result["rows"] += rows
             self._keep(result)
-            left = (self._clock() - began) / done * (len(cells) - done)
+            left = (self.clock() - began) / done * (len(cells) - done)
             ahead = f"{done}/{len(cells)}" + (f", {units.seconds(left)} left" if left else "")
             for row in rows:
                 self.report(f"[{ahead}] {row['refused'] if 'refused' in row else line(row)}")

@@ -55,6 +55,7 @@ class Job:
     events: asyncio.Queue[AnswerEvent | Resumed | Ended] = field(default_factory=asyncio.Queue)
 
 
+@dataclass(eq=False)
 class Engine:
     """Does one job after the other; ``limit`` of them may wait.
 
@@ -62,23 +63,18 @@ class Engine:
     loading, "" at their end, and ``say`` what a person should know.
     """
 
-    def __init__(
-        self,
-        load: Load,
-        log_file: Path,
-        limit: int,
-        show: Callable[[str], None],
-        say: Callable[[str], None],
-        command: Sequence[str],
-    ) -> None:
-        self.load = load
-        self.loaded: Loaded | None = None
-        self.snapshot: Snapshot | None = None
-        self.restarts = 0
-        self._client = EngineClient(command, log_file)
-        self._limit = limit
-        self._show = show
-        self._say = say
+    load: Load
+    log_file: Path
+    limit: int
+    show: Callable[[str], None]
+    say: Callable[[str], None]
+    command: Sequence[str]
+    loaded: Loaded | None = None
+    snapshot: Snapshot | None = None
+    restarts: int = 0
+
+    def __post_init__(self) -> None:
+        self._client = EngineClient(self.command, self.log_file)
         self._waiting: deque[Job] = deque()
         self._job: Job | None = None
         self._last: Finished | Failed | Tokenized | None = None
@@ -120,8 +116,8 @@ class Engine:
             raise unavailable("The server is shutting down.")
         if self.loaded is None:
             raise unavailable("The model is being loaded.")
-        if self._job is not None and len(self._waiting) >= self._limit:
-            raise unavailable(f"{self._limit} requests are already waiting.")
+        if self._job is not None and len(self._waiting) >= self.limit:
+            raise unavailable(f"{self.limit} requests are already waiting.")
         self._waiting.append(job := Job(command))
         self._begin()
         return job
@@ -161,22 +157,22 @@ class Engine:
             case Snapshot():
                 self.snapshot = report
             case Loading(stage):
-                self._show(stage)
+                self.show(stage)
             case Loaded():
-                self._show("")
+                self.show("")
                 self.loaded = report
-                self._say(ready(report))
+                self.say(ready(report))
                 for note in (*report.notes, *parked(report, self.load.keeping)):
-                    self._say(note)
+                    self.say(note)
             case Noted(text):
-                self._say(text)
+                self.say(text)
             case Peeked():  # whatever the last command led to has been told
                 self._end(self._ended())
             case Failed() if self.loaded is None:
-                self._show("")
+                self.show("")
                 raise _error(report)
             case Failed() if self._job is None or self._last:
-                self._say(str(_error(report)))  # an answer was given, and what came after it failed
+                self.say(str(_error(report)))  # an answer was given, and what came after it failed
             case Tokenized(tokens) if self._last:
                 self._tokens = tokens
             case Finished() | Failed() | Tokenized():
@@ -223,7 +219,7 @@ class Engine:
             raise error
         self.loaded = self.snapshot = None
         self.restarts += 1
-        self._say(f"{error} It is restarting.")
+        self.say(f"{error} It is restarting.")
         while self._waiting:
             self._waiting.popleft().events.put_nowait(Ended(refusal=unavailable("The engine is restarting.")))
         self._end(Ended(refusal=unavailable(f"{error.title} It is restarting.")))

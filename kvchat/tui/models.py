@@ -9,7 +9,7 @@ import shlex
 import subprocess
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, get_args
 
 from kvchat import libraries, process
@@ -50,39 +50,37 @@ PLANNED = {
 """What the rows of ``/plan`` mean, by how their names begin."""
 
 
+@dataclass(eq=False)
 class Models:
     """``in_use`` is what a restart loads. ``restart`` replaces the engine by a fresh one."""
 
-    def __init__(
-        self,
-        config: AppConfig,
-        state: ChatState,
-        client: EngineClient,
-        view: ChatView,
-        restart: Callable[[], Awaitable[None]],
-    ) -> None:
-        self.in_use = config.load
-        self.folders, self._servers = config.model_folders, config.servers
-        self.profile = config.profile
-        self._base = config.load
-        self._state, self._client, self._view, self._restart = state, client, view, restart
+    config: AppConfig
+    state: ChatState
+    client: EngineClient
+    view: ChatView
+    restart: Callable[[], Awaitable[None]]
+
+    def __post_init__(self) -> None:
+        self.in_use = self._base = self.config.load
         self._asked: Load | None = None
         self._is_kept = False
         self._stops = 0
         self._plans = 0  # asked for, and not told yet
-        self._download = Download(config.download_command)
+        self._download = Download(self.config.download_command)
         self._downloading: asyncio.Task[None] | None = None
 
     @property
     def is_working(self) -> bool:
         """True while a model is downloaded or planned for; the engine's phase shows neither."""
-        return self._downloading is not None or (self._plans > 0 and self._state.phase is not Phase.DOWN)
+        return self._downloading is not None or (self._plans > 0 and self.state.phase is not Phase.DOWN)
 
     async def find(self, looks_around: bool = False) -> list[FoundModel]:
         """The models on this machine, and those of servers: named in the settings, in use, or as ``of_servers``."""
-        addresses = dict.fromkeys((*self._servers, *([self.in_use.model] if is_server(self.in_use.model) else [])))
+        addresses = dict.fromkeys(
+            (*self.config.servers, *([self.in_use.model] if is_server(self.in_use.model) else []))
+        )
         served = of_servers(addresses, looks_around)
-        here, there = await asyncio.gather(asyncio.to_thread(catalog.find, self.folders), served)
+        here, there = await asyncio.gather(asyncio.to_thread(catalog.find, self.config.model_folders), served)
         return here + there
 
     # ---- loading ---------------------------------------------------------------------------------
@@ -114,8 +112,8 @@ class Models:
             return False
         asked, self._asked = self._asked or self.in_use, None
         if asked != self.in_use:
-            self._state.forget_engine()
-            self._view.show_snapshot(None)
+            self.state.forget_engine()
+            self.view.show_snapshot(None)
         self.in_use = asked
         return True
 
@@ -135,25 +133,25 @@ class Models:
         The first model of all stops when asked twice. An engine that does not stop is ended, and the model that was in
         use loaded by a fresh one.
         """
-        if self._asked is None or self._state.phase is not Phase.LOADING:
+        if self._asked is None or self.state.phase is not Phase.LOADING:
             self.stop_download()
             return
         self._stops += 1
-        name, others = self._asked.model, self._state.info is not None
+        name, others = self._asked.model, self.state.info is not None
         if self._stops == 2 - others:
-            self._client.send(Stop())
-            self._view.toast(f"Stopping the loading of {name}; /stop again ends the engine.")
+            self.client.send(Stop())
+            self.view.toast(f"Stopping the loading of {name}; /stop again ends the engine.")
         elif self._stops > 2 - others:
             self._asked = None
-            await self._restart()
+            await self.restart()
         else:
-            self._view.toast(f"/stop again stops loading {name}.")
+            self.view.toast(f"/stop again stops loading {name}.")
 
     def keep_pages(self, host_dtype: HostDtype) -> None:
         """Keep pages of K/V that get full from now on exactly or in int8, also during an answer."""
         self.in_use, self._base = (replace(load, host_dtype=host_dtype) for load in (self.in_use, self._base))
-        if self._state.info is not None and not self._state.is_served and self._state.phase is not Phase.DOWN:
-            self._client.send(KeepPages(host_dtype))
+        if self.state.info is not None and not self.state.is_served and self.state.phase is not Phase.DOWN:
+            self.client.send(KeepPages(host_dtype))
 
     async def use_template(self, file: str) -> None:
         """Load the model in use again with the chat template in ``file``, "" for its own.
@@ -171,25 +169,25 @@ class Models:
             UsageError: one is not written as KEY=VALUE, or the server in use takes none.
         """
         parse_args(args)
-        if args and (info := self._state.info) and not info.takes_variables:
+        if args and (info := self.state.info) and not info.takes_variables:
             raise UsageError(f"{info.server} accepts no chat template variables.", hint=INSTEAD)
         self.in_use, self._base = (replace(load, template_args=tuple(args)) for load in (self.in_use, self._base))
-        if self._state.info is not None and self._state.phase is not Phase.DOWN:
-            self._client.send(SetTemplateArgs(tuple(args)))
+        if self.state.info is not None and self.state.phase is not Phase.DOWN:
+            self.client.send(SetTemplateArgs(tuple(args)))
 
     async def _begin(self, load: Load) -> None:
-        if self._state.phase is Phase.DOWN:
+        if self.state.phase is Phase.DOWN:
             self.in_use = load
-            await self._restart()
+            await self.restart()
         else:
             self._send(load)
 
     def _send(self, load: Load) -> None:
         self._asked, self._stops = load, 0
-        self._state.enter_phase(Phase.LOADING, f"loading {load.model}")
-        self._view.show_state(self._state)
-        mode = load.mode if self._state.is_served else self._state.asked  # a server's is none
-        self._client.send(replace(load, mode=mode, given=self._state.given))
+        self.state.enter_phase(Phase.LOADING, f"loading {load.model}")
+        self.view.show_state(self.state)
+        mode = load.mode if self.state.is_served else self.state.asked  # a server's is none
+        self.client.send(replace(load, mode=mode, given=self.state.given))
 
     def _load(self, name: str, options: dict[str, Any]) -> Load:
         is_other = name != self._base.model  # whose template is another
@@ -197,9 +195,9 @@ class Models:
         return replace(base, **checked_model(name, options))
 
     def _require_idle(self) -> None:
-        if self._state.phase.busy:
+        if self.state.phase.busy:
             raise UsageError("An answer is in progress.", hint="/stop stops it; then choose the model.")
-        if self._state.phase is Phase.LOADING:
+        if self.state.phase is Phase.LOADING:
             raise UsageError("A model is being loaded.", hint="/stop stops it; then choose another one.")
 
     # ---- downloading -----------------------------------------------------------------------------
@@ -213,20 +211,20 @@ class Models:
         self._show_download(f"Starting the download of {load.model}")
         try:
             if await self._download.run(load.model, self._show_download):
-                while self._state.phase.busy or self._state.phase is Phase.LOADING:
+                while self.state.phase.busy or self.state.phase is Phase.LOADING:
                     await asyncio.sleep(ANSWER_POLL_S)
                 await self._begin(load)
             else:
-                self._view.toast(f"The download was stopped; /model {load.model} resumes it.", timeout=10)
+                self.view.toast(f"The download was stopped; /model {load.model} resumes it.", timeout=10)
         except KvchatError as error:
-            self._view.add_error(error)
+            self.view.add_error(error)
         finally:
             self._downloading = None
             self._show_download("")
 
     def _show_download(self, stage: str) -> None:
-        self._state.download = stage
-        self._view.show_state(self._state)
+        self.state.download = stage
+        self.view.show_state(self.state)
 
     # ---- planning --------------------------------------------------------------------------------
 
@@ -236,26 +234,26 @@ class Models:
         Raises:
             UsageError: no engine runs.
         """
-        if self._state.phase is Phase.DOWN or not self._client.alive:
+        if self.state.phase is Phase.DOWN or not self.client.alive:
             raise UsageError("The engine is down.", hint="/restart or the next question starts it again.")
         load = self._load(name, {}) if name else self.in_use
-        load = replace(load, given=self._state.given)
-        self._view.toast(f"Planning memory for {load.model} …")
-        self._client.send(Plan(load, context))
+        load = replace(load, given=self.state.given)
+        self.view.toast(f"Planning memory for {load.model} …")
+        self.client.send(Plan(load, context))
         self._plans += 1
 
     def show_plan(self, planned: Planned) -> None:
         """Show a plan as a table, with what was measured beside it for the model in use."""
         self._plans = max(0, self._plans - 1)  # a recording tells plans that nobody has asked for
         if planned.plan is None:
-            self._view.add_error(UsageError(f"{planned.model} cannot be planned for.", planned.refusal))
+            self.view.add_error(UsageError(f"{planned.model} cannot be planned for.", planned.refusal))
             return
         measured = self._measured() if planned.model == self.in_use.model else {}
-        self._view.add_note("\n".join(plan_lines(planned.plan, measured)))
+        self.view.add_note("\n".join(plan_lines(planned.plan, measured)))
 
     def _measured(self) -> dict[str, int]:
         """Bytes of what is there once the model is loaded, by the keys of the table's rows."""
-        snapshot, info = self._state.snapshot, self._state.info
+        snapshot, info = self.state.snapshot, self.state.info
         if not snapshot or not info:
             return {}
         loaded = {f"weights {info.weights or 'none'}": snapshot.weight_bytes}

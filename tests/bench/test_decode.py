@@ -89,7 +89,7 @@ def test_recall_is_hidden_as_far_as_the_link_needs_more_than_what_shows(tiny_sha
         ModeRun,
         "measure",
         lambda self, tokens: (
-            setattr(self, "_figures", {"moved_bytes": 2e6, "corrections": 0}),
+            setattr(self, "figures", {"moved_bytes": 2e6, "corrections": 0}),
             Timing(times[self.change_rate], 0.0),
         )[1],
     )
@@ -107,7 +107,7 @@ def test_the_bound_of_full_with_resident_is_the_link(tiny_shape, monkeypatch):
         ModeRun,
         "measure",
         lambda self, tokens: (
-            setattr(self, "_figures", {"moved_bytes": 2e6, "corrections": 0}),
+            setattr(self, "figures", {"moved_bytes": 2e6, "corrections": 0}),
             Timing(3.0, 0.0),
         )[1],
     )
@@ -149,7 +149,7 @@ def test_modes_see_a_load_come_and_go_before_they_are_measured(monkeypatch):
 
     def measure(self, tokens):
         settled = now["seen"] in (None, now["load"])  # at first nothing has to be forgotten
-        now["seen"], self._figures = now["load"], {"moved_bytes": 0}
+        now["seen"], self.figures = now["load"], {"moved_bytes": 0}
         return Timing(1.0, (4.0 if now["load"] else 2.0) if settled else 100.0)
 
     monkeypatch.setattr(timing, "keep_busy", busy)

@@ -243,7 +243,8 @@ async def plan(chat: ChatController, argument: str) -> None:
 
 async def show_profile(chat: ChatController, argument: str) -> None:
     """``/profile``"""
-    chat.view.add_note(f"Active profiles: {chat.models.profile or 'none'}   (kvchat profile match says what they set)")
+    active = chat.models.config.profile or "none"
+    chat.view.add_note(f"Active profiles: {active}   (kvchat profile match says what they set)")
 
 
 async def think(chat: ChatController, argument: str) -> None:
