@@ -237,10 +237,11 @@ class Rounds:
         if variant in self.failed:
             return row | {"failed": self.failed[variant]}
         ms = statistics.median(timing.ms for timing in self.times[variant])
+        spent = [timing.processor_ms for timing in self.times[variant] if timing.processor_ms is not None]
         row |= {
             "ms": ms,
             "wall_ms": statistics.median(timing.wall_ms for timing in self.times[variant]),
-            "processor_ms": self._processor_ms(variant),
+            "processor_ms": statistics.median(spent) if spent else None,
             "ms_spread": [pick(timing.ms for timing in self.times[variant]) for pick in (min, max)],
             "tokens_per_s": 1000 / ms,
             "times_floor": ms / self.floor if self.floor else None,
@@ -249,10 +250,6 @@ class Rounds:
         }
         recall = self._recall(variant) if isinstance(variant, ModeRun) else {}
         return row | self._kept(variant) | variant.figures | recall
-
-    def _processor_ms(self, variant: Variant) -> float | None:
-        spent = [timing.processor_ms for timing in self.times[variant] if timing.processor_ms is not None]
-        return statistics.median(spent) if spent else None
 
     def _ratios(self, variant: Variant) -> dict[str, float]:
         """Times as fast as each baseline, the median of the rounds."""

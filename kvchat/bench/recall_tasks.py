@@ -13,6 +13,7 @@ import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from kvchat.bench.texts import BOOKS, BREAK
@@ -170,16 +171,11 @@ def _system(draw: Draw) -> Case:
 
 
 def _told(draw: Draw, pinned: bool = False) -> Case:
-    """The first message tells a passkey, which is asked for after turns about something else."""
+    """The first message, which may be ``pinned``, tells a passkey, which is asked for after other turns."""
     number = draw.number()
     told = Turn("user", f"The passkey is {number}. Remember it.", pinned)
     turns = (told, Turn("assistant", "Got it."), *_turns_between(draw), Turn("user", "What is the passkey?"))
     return Case(turns, (number,))
-
-
-def _pinned(draw: Draw) -> Case:
-    """``told``, and the first message is pinned."""
-    return _told(draw, pinned=True)
 
 
 def _turns(draw: Draw) -> Case:
@@ -210,7 +206,7 @@ TASKS: dict[str, Callable[[Draw], Case]] = {
     "rule": _rule,
     "system": _system,
     "told": _told,
-    "pinned": _pinned,
+    "pinned": partial(_told, pinned=True),
     "turns": _turns,
     "switches": _switches,
 }

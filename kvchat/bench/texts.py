@@ -87,16 +87,11 @@ def _read(file: Path) -> str:
 
 @dataclass(frozen=True)
 class Line:
-    """A row of a file; ``place`` names it for a person."""
+    """A row of a file."""
 
     file: Path
     number: int
     fields: Mapping[str, Any]
-
-    @property
-    def place(self) -> str:
-        """FILE, line N."""
-        return f"{self.file}, line {self.number}"
 
     def within(self, folder: Path) -> str:
         """FILE:N, as the folder names it."""
@@ -126,7 +121,7 @@ class Line:
 
     def refusal(self, reason: str) -> UsageError:
         """The error for a row that is not as the data set's publisher writes it."""
-        return UsageError(f"{self.place} is not valid.", reason, "Use the data set as published.")
+        return UsageError(f"{self.file}, line {self.number} is not valid.", reason, "Use the data set as published.")
 
 
 def files(folder: Path, endings: Sequence[str] = (".jsonl",)) -> list[Path]:

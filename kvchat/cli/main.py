@@ -101,7 +101,11 @@ class Commands(TyperGroup):
         except typer.BadParameter as error:
             if (refused := refused_by_pydantic(error.__cause__)) is None:
                 raise
-            raise _refusal(error, *refused) from None
+            value, wanted = refused
+            named = error.param.opts[-1] if error.param and error.param.opts else "An argument"
+            raise UsageError(
+                f'{named} "{value}" is not valid.', f"It must be {wanted}.", "See `-h` for the options."
+            ) from None
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python still flushes at its exit
             raise typer.Exit(0) from None
@@ -127,12 +131,6 @@ def _made_visible() -> Iterator[None]:
     except typer.TyperException as error:
         error.message = visible(error.message)
         raise
-
-
-def _refusal(error: typer.BadParameter, value: object, wanted: str) -> UsageError:
-    """The value of an option or argument that typer had pydantic refuse, in kvchat's words."""
-    named = error.param.opts[-1] if error.param and error.param.opts else "An argument"
-    return UsageError(f'{named} "{value}" is not valid.', f"It must be {wanted}.", "See `-h` for the options.")
 
 
 # Plain help: the same on every terminal, and quicker than with boxes.

@@ -82,11 +82,12 @@ def to_markdown(comparison: Comparison) -> str:
     sampling = comparison.sampling
     drawn = "the model's own temperature" if sampling.temperature is None else f"temperature {sampling.temperature:g}"
     head = f"{comparison.model}, {drawn}, seed {sampling.seed}"
+    lines = [COLUMNS, ("---", *["---:"] * (len(COLUMNS) - 1)), *rows(comparison)]
     parts = [
         "# Comparison",
         comparison.question.strip(),
         f"{head}, {count(comparison.prompt_tokens)} prompt tokens read once.",
-        _markdown_table(comparison),
+        "\n".join(f"| {' | '.join(line)} |" for line in lines),
         "\n".join(f"- {sentence}" for sentence in verdicts(comparison)),
     ]
     for variant, run in zip(comparison.variants, comparison.runs, strict=False):
@@ -148,11 +149,6 @@ def _verdict(name: str, run: Run, first: str) -> str:
     may_be_smaller = "budget" in run.params and run.stats.read_share == 1
     advice = " It read everything: a smaller budget would tell them apart." if may_be_smaller else ""
     return f"{name} {course}; {chosen}{divergence}.{advice}"
-
-
-def _markdown_table(comparison: Comparison) -> str:
-    lines = [COLUMNS, ("---", *["---:"] * (len(COLUMNS) - 1)), *rows(comparison)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 FORMATS: dict[str, Callable[[Comparison], str]] = {".md": to_markdown, ".json": to_json}

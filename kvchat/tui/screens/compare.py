@@ -83,7 +83,8 @@ class CompareScreen(Dialog):
         """Update the widgets."""
         self.query_one("#question", Static).update(visible(shown.question.strip()))
         answers = self.query("#answers Static").results(Static)
-        texts = result_texts(shown.result) if shown.result else running_texts(shown)
+        said = (shown.progress[i].text if i in shown.progress else "" for i in range(len(shown.variants)))
+        texts = result_texts(shown.result) if shown.result else map(Content, map(visible, said))
         for static, text in zip(answers, texts, strict=True):
             static.update(text)
         self._show_figures(shown)
@@ -117,12 +118,6 @@ class CompareScreen(Dialog):
                 comparison.write(self.shown.result, Path(f"{name}{ending}"))
             endings = " and ".join(comparison.FORMATS)
             self.app.notify(f"{Path(name).absolute()}: {endings}", title="Written", timeout=10)
-
-
-def running_texts(shown: RunningComparison) -> list[Content]:
-    """The text of each variant so far."""
-    texts = (shown.progress[i].text if i in shown.progress else "" for i in range(len(shown.variants)))
-    return [Content(visible(text)) for text in texts]
 
 
 def result_texts(result: Comparison) -> list[Content]:
