@@ -139,7 +139,7 @@ async def test_a_file_is_taken_by_enter_sent_whole_and_shown_folded(running, tmp
         prompt(app).load_text("")
         typed(app, "/edit")
         await until(lambda: prompt(app).text == "[notes.txt · 8 B]\n\nsum notes.txt ")
-        assert prompt(app).expanded() == question
+        assert prompt(app).written.text == question
 
 
 async def test_a_refused_file_leaves_the_prompt_as_it_was(running, tmp_path):

@@ -481,7 +481,7 @@ class ChatScreen(Screen[None]):
     async def _edit_outside(self) -> None:
         prompt = self.query_one(Prompt)
         with refusals_as_toasts(self.app):
-            prompt.replace_all(await external_editor.edit_suspended(self.app, prompt.expanded()))
+            prompt.replace_all(await external_editor.edit_suspended(self.app, prompt.written.text))
 
     async def _open_archive(self) -> None:
         latest = await self.controller.open_archive(self._resume)

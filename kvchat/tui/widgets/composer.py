@@ -93,14 +93,14 @@ class Composer(Vertical):
     async def _count(self) -> None:
         """Estimate the tokens of what is typed, beside the loop: a paste may be long, a file on a slow disk."""
         self._count_due.pause()
-        state, parts = self._surroundings().state, self._prompt.parts
+        state, parts = self._surroundings().state, self._prompt.written.parts
         if is_command("".join(part.text for part in parts[:1])):
             self._show_count(0, 0)
             return
         path = state.conversation.path
         tokens = await asyncio.to_thread(lambda: estimate(parts, bytes_per_token(path)))
         stored = state.snapshot.total if state.snapshot else 0
-        if self._prompt.parts == parts:
+        if self._prompt.written.parts == parts:
             self._show_count(tokens, state.info.context - stored if state.info else 0)
 
     def _show_count(self, tokens: int, room: int) -> None:
@@ -146,12 +146,15 @@ class Prompt(TextArea):
         @property
         def parts(self) -> tuple[Part, ...]:
             """The typed and the pasted parts, in turn."""
-            return _parts(self.typed, self.pastes)
+            parts = [Part(self.typed)]
+            for label in sorted(self.pastes, key=len, reverse=True):
+                parts = [piece for part in parts for piece in _split(part, label, self.pastes[label])]
+            return tuple(part for part in parts if part.text) or (Part(self.typed),)
 
         @property
         def text(self) -> str:
             """All parts as one text."""
-            return _expanded(self.typed, self.pastes)
+            return "".join(part.text for part in self.parts)
 
         @property
         def is_command(self) -> bool:
@@ -185,8 +188,8 @@ class Prompt(TextArea):
         return super().scroll_cursor_visible(center, animate)
 
     def action_send(self) -> None:
-        """Post the text, folded pastes in full."""
-        self.post_message(self.Sent(self.text, self._pastes))
+        """Post what is written."""
+        self.post_message(self.written)
         if self.text.strip():
             self._pastes = {}
             self.load_text("")
@@ -201,13 +204,9 @@ class Prompt(TextArea):
         self._replace_via_keyboard("\n", *self.selection)
 
     @property
-    def parts(self) -> tuple[Part, ...]:
-        """The typed and the pasted parts, in turn."""
-        return _parts(self.text, self._pastes)
-
-    def expanded(self) -> str:
-        """The text with every folded paste in full."""
-        return _expanded(self.text, self._pastes)
+    def written(self) -> Sent:
+        """What would be sent now."""
+        return self.Sent(self.text, self._pastes)
 
     @property
     def begun(self) -> str:
@@ -241,7 +240,7 @@ class Prompt(TextArea):
         Raises:
             OSError: the history file cannot be written.
         """
-        text = self.expanded()
+        text = self.written.text
         self.load_text("")
         if text.strip():
             self.prompts.add(text)
@@ -356,24 +355,12 @@ class Prompt(TextArea):
         self.move_cursor(self.document.end)
 
 
-def _parts(text: str, pastes: dict[str, str]) -> tuple[Part, ...]:
-    """The typed and the pasted parts of the text, in turn."""
-    parts = [Part(text)]
-    for label in sorted(pastes, key=len, reverse=True):
-        parts = [piece for part in parts for piece in _split(part, label, pastes[label])]
-    return tuple(part for part in parts if part.text) or (Part(text),)
-
-
 def _split(part: Part, label: str, paste: str) -> list[Part]:
     """A typed part at each ``label``, which stands for a paste."""
     if not part.is_typed:
         return [part]
     pieces = [piece for typed in part.text.split(label) for piece in (Part(typed), Part(paste, is_typed=False))]
     return pieces[:-1]
-
-
-def _expanded(text: str, pastes: dict[str, str]) -> str:
-    return "".join(part.text for part in _parts(text, pastes))
 
 
 class SuggestionList(Options):

@@ -106,7 +106,7 @@ async def test_many_lines_fold_although_they_are_few_characters(running):
         prompt = paste(app, "x\n" * FOLD_LINES)
         await until(lambda: prompt.text)
         assert prompt.text == "[pasted 48 B, 25 lines]"
-        assert prompt.expanded() == "x\n" * FOLD_LINES
+        assert prompt.written.text == "x\n" * FOLD_LINES
         prompt.load_text("")
         paste(app, "x\n" * (FOLD_LINES - 1))
         await until(lambda: prompt.text)
@@ -120,7 +120,7 @@ async def test_two_large_pastes_of_one_size_stay_apart(running):
         await until(lambda: prompt.text)
         paste(app, second)
         await until(lambda: prompt.text.count("[") == 2)
-        assert prompt.expanded() == first + second
+        assert prompt.written.text == first + second
 
 
 async def test_a_text_given_back_does_not_overwrite_what_was_begun(running):
@@ -158,12 +158,12 @@ async def test_a_refused_text_comes_back_before_what_was_typed_since(running, mo
         monkeypatch.setattr(app.controller, "ask", refuse)
         prompt = paste(app, "a" * (FOLD_CHARACTERS + 1))
         await until(lambda: prompt.text)
-        shown, sent = prompt.text, prompt.expanded()
+        shown, sent = prompt.text, prompt.written.text
         prompt.action_send()
         assert prompt.text == ""
         prompt.insert("more")
         await until(lambda: prompt.text == f"{shown}\nmore")
-        assert prompt.expanded() == f"{sent}\nmore"
+        assert prompt.written.text == f"{sent}\nmore"
 
 
 async def test_many_lines_can_be_undone_and_done_again(running):
