@@ -1,4 +1,4 @@
-"""Agreement of a mode with full attention: both decode the same text, and their next-token distributions compare.
+"""Agreement of a mode with full: both decode the same text, and their next-token distributions are compared.
 
 Teacher-forced: after an exactly read context every token of the text is decoded by a step in the mode, so that what
 differs is what the steps read. KL divergence is that of the mode's distribution from full's, in nats. The attention
@@ -51,7 +51,7 @@ def run(settings: Agreement, choice: ModelChoice = ModelChoice(), frame: Frame |
 
 @dataclass(eq=False)
 class Forced:
-    """Decodes passages in full, once each, and in the variants; only these over 8-bit pages, where it ``quantizes``."""
+    """Decodes each passage once in full mode and in the variants; with ``quantizes``, only these have 8-bit pages."""
 
     walk: Walk
     settings: Agreement
@@ -98,7 +98,7 @@ class Forced:
 
 
 def _nats(logits: Tensor, token: int) -> float:
-    """What the token costs by the logits ``[vocab]`` of the step before it."""
+    """The token's negative log-probability in nats, by the previous step's logits ``[vocab]``."""
     return -float(logits.float().log_softmax(-1)[token])
 
 
@@ -109,7 +109,7 @@ def divergence(exact: Tensor, approximate: Tensor) -> float:
 
 
 def summarized(rows: Sequence[Row], variant: str) -> Row:
-    """All passages of one variant as one row."""
+    """One variant's passages summarized in one row."""
     mine = [row for row in rows if row["variant"] == variant and "refused" not in row]
     if not mine:
         return {"variant": variant, "refused": next(row["refused"] for row in rows if row["variant"] == variant)}

@@ -1,4 +1,4 @@
-"""Coverage: the share of the full softmax mass that lies on what a mode reads, by layer and KV head, step by step.
+"""Coverage: the share of full attention that falls on the tokens a mode reads, by layer and KV head, step by step.
 
 Each text is decoded in the mode with its own next tokens, after a prompt that is read exactly. Books are what a model
 usually reads; facts are questions about what the prompt tells, answered with the words that full attention found: there
@@ -34,7 +34,7 @@ WORTH = 0.005  # of the attention: what other sinks or another window have to co
 
 
 class Forced(NamedTuple):
-    """A text whose tokens are decoded after a prompt; no tokens are those that full attention draws."""
+    """A prompt and the tokens decoded after it; without tokens, those that full attention draws."""
 
     kind: str
     prompt: Sequence[int]
@@ -52,7 +52,7 @@ def run(settings: Coverage, choice: ModelChoice = ModelChoice(), frame: Frame | 
     walk, texts = Walk(model), list(_texts(settings, model.tokenizer))
     experiment = Experiment.of(
         "coverage",
-        "share of the full softmax mass on what is read, and on the best pages and tokens of the same number",
+        "share of full attention that falls on the tokens read, and on the best choice of as many pages or tokens",
         asdict(settings) | choice.settings(),
         found,
         model,
@@ -101,7 +101,7 @@ def row(walk: Walk, text: Forced, parameters: ModeParameters) -> Row:
 
 
 def choose(model: LoadedModel, settings: Coverage, enough: float, report: Callable[[str], object]) -> TokenChoice:
-    """The fewest tokens by which speculative mode covers ``enough`` of the attention in books and in told facts.
+    """The smallest budget with which speculative mode covers ``enough`` of the attention, in books and in facts.
 
     Four bits come before more tokens; other sinks and windows are taken where they cover ``WORTH`` more. Where nothing
     covers enough it is what covers most. ``settings`` without modes say what is read; ``report`` is called with each
@@ -114,7 +114,7 @@ def choose(model: LoadedModel, settings: Coverage, enough: float, report: Callab
     looked_at = seeing_all(model.probe.specs, settings.context)
 
     def measured(variants: Sequence[TokenChoice]) -> list[float]:
-        """The share that each covers in the kind of text where it covers less."""
+        """The share each covers, in the kind of text where it covers less."""
         found: dict[str, list[Tensor]] = {}
         for number, text in enumerate(texts):
             texts[number] = text = _with_tokens(walk, text)
@@ -168,7 +168,7 @@ def _texts(settings: Coverage, tokenizer: Any) -> Iterator[Forced]:
 
 
 def _with_tokens(walk: Walk, text: Forced) -> Forced:
-    """The text with the answer that full attention draws, its end included, where no tokens are given."""
+    """The text; if it has no tokens, with the answer that full attention draws, end token included."""
     if text.tokens:
         return text
     logits, drawn = walk.begin(text.prompt, FullParameters(), ANSWER_TOKENS), list[int]()

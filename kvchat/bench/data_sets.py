@@ -1,4 +1,4 @@
-"""Questions of LongBench, RULER and AIME, and the scores of answers as each defines them: mode against mode.
+"""LongBench, RULER and AIME: their questions, and each data set's own scores, compared between modes.
 
 Of PG19 and WikiText, which are texts, the agreement with full is measured.
 """
@@ -77,14 +77,14 @@ def run(settings: Data, choice: ModelChoice = ModelChoice(), frame: Frame | None
 
 
 def _agreement(settings: Data, choice: ModelChoice, frame: Frame | None) -> Result:
-    """Of texts: only a short prompt is read exactly, so that tokens that a mode does not read count from the start."""
+    """For texts, only a short prompt is prefilled exactly, so the tokens a mode skips matter from the start."""
     found = tuple(map(str, files(Path(settings.folder), ENDINGS[settings.name])))
     asked = Agreement(settings.modes, PROMPT, settings.tokens or TEXT_TOKENS, settings.rows, found, joined=False)
     return agreement.run(asked, choice, frame)
 
 
 def chosen(settings: Data) -> list[Item]:
-    """The rows that are measured, all of them read and checked.
+    """The rows to measure, all read and checked.
 
     Raises:
         UsageError: an unknown data set, or a bad row.

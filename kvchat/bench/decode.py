@@ -1,4 +1,4 @@
-"""Decode speed, memory and traffic of the modes against transformers' own caches in the same run.
+"""Decode speed, memory and traffic of the modes, compared with transformers' own caches in the same run.
 
 In rounds every variant decodes the same tokens after one context, quiet and beside busy processes. The roofline of the
 device stands beside: rates of its memory, of the link to the host, and of scattered pages of the host pool, each the
@@ -112,7 +112,7 @@ def _wanted(settings: Decode) -> list[Wanted]:
 
 
 def _without_spilled(settings: Decode, model: LoadedModel, report: Report) -> Decode:
-    """Leave out what is to be read over the link where there is none.
+    """Leave out variants that stream from RAM if the device does not need to.
 
     Raises:
         UsageError: nothing else is wanted.
@@ -120,7 +120,7 @@ def _without_spilled(settings: Decode, model: LoadedModel, report: Report) -> De
     spilled = [text for text in settings.modes if spills(parsed(text, settings.budget))]
     if not (spilled and geometry_of(model).unified):
         return settings
-    reason = f"On {model.device} full mode reads the host pool itself: nothing is read over a link."
+    reason = f"On {model.device} full mode reads the host pool in place: nothing is streamed."
     rest = tuple(text for text in settings.modes if text not in spilled)
     if not rest:
         raise UsageError(f"{', '.join(spilled)} cannot be measured here.", reason, "Use full.")
@@ -129,7 +129,7 @@ def _without_spilled(settings: Decode, model: LoadedModel, report: Report) -> De
 
 
 def _rates(settings: Decode, mode: str) -> list[float | None]:
-    """Return the change rates of a mode; a fixed rate adds rate 0, which it is compared with."""
+    """Return the change rates of a mode; a fixed rate adds rate 0 for comparison."""
     rates = [_rate(text) for text in settings.change_rates]
     if mode.partition(":")[0] != "speculative" or rates == [None]:
         return [None]
@@ -163,7 +163,7 @@ def _corrected(settings: Decode) -> list[tuple[str, ModeParameters, float]]:
 
 @dataclass(eq=False)
 class Rounds:
-    """Measures ``variants`` in turns, so that a ratio is of one round's medians.
+    """Measures ``variants`` in turns; a ratio compares medians of one round.
 
     With ``load`` each has a second turn in a round, beside so many busy processes. ``floor`` in ms and the rates
     ``measured`` of the device belong to the rows.
@@ -216,7 +216,7 @@ class Rounds:
             self._release()
 
     def _settle(self, tokens: Sequence[int]) -> None:
-        """Let the modes, which share a runner, see what else runs now: they take the threads that it leaves."""
+        """Update the shared runner's thread count to the cores that other programs leave free."""
         shared = next((each for each in self.variants if isinstance(each, ModeRun) and each not in self.failed), None)
         until = time.monotonic() + SETTLED_S
         while shared is not None and shared not in self.failed and time.monotonic() < until:
@@ -252,7 +252,7 @@ class Rounds:
         return row | self._kept(variant) | variant.figures | recall
 
     def _ratios(self, variant: Variant) -> dict[str, float]:
-        """Times as fast as each baseline, the median of the rounds."""
+        """Speed relative to each baseline, median of the rounds."""
         others = [c for c in self.variants if not isinstance(c, ModeRun) and c not in self.failed]
         return {
             other.name: statistics.median(
@@ -262,7 +262,7 @@ class Rounds:
         }
 
     def _kept(self, variant: Variant) -> Row:
-        """The speed kept beside the busy processes; by wall clock, since a median step may never be interrupted."""
+        """The share of speed kept beside busy processes; by wall clock, as a median step may never be interrupted."""
         if not self.load:
             return {}
         pairs = list(zip(self.times[variant], self.beside[variant], strict=True))
@@ -272,7 +272,7 @@ class Rounds:
         }
 
     def _recall(self, variant: ModeRun) -> Row:
-        """Recall per step in ms: the time the link needs, its exposed and its hidden part.
+        """Recall per step in ms: the time the transfer needs, its exposed and its hidden part.
 
         Of what full mode reads over the link ``link_ms``, the time of one large copy: no step is faster.
         """

@@ -1,4 +1,4 @@
-"""Decoding as it is measured: the modes, the model, and the conversation before it.
+"""What a decoding benchmark needs: modes, the model, and a stored conversation.
 
 Speculative mode also with a fixed share of its choice new at each step, because random weights change nearly all of it:
 tokens or pages are scored and chosen at the usual cost, then a window that slides over all candidates in random order,
@@ -62,7 +62,7 @@ def open_model(settings: Decode, choice: ModelChoice, report: Report) -> LoadedM
 
 
 def smallest(settings: Decode, model: LoadedModel, context: int) -> Mode:
-    """Return the mode with the fewest bytes on the device: the context is stored in it.
+    """Return the mode with the fewest bytes on the device; the context is stored in that mode.
 
     Raises:
         KvchatError: the model can run in none of the modes.
@@ -98,7 +98,7 @@ def decoded(settings: Decode, model: LoadedModel, context: int) -> list[int]:
 
 
 def calibrated(settings: Decode, model: LoadedModel, ids: Sequence[int]) -> Calibration | None:
-    """Return the calibration that some modes need; None without them or for too short a context."""
+    """Return the calibration that some modes need; None if no mode does or the context is too short."""
     if CALIBRATED.isdisjoint(text.partition(":")[0] for text in settings.modes):
         return None
     if settings.shape:
@@ -107,7 +107,7 @@ def calibrated(settings: Decode, model: LoadedModel, ids: Sequence[int]) -> Cali
 
 
 def _ids(settings: Decode, model: LoadedModel, tokens: int) -> list[int]:
-    """The first tokens of the corpus, or drawn for random weights."""
+    """The first tokens of the corpus; random tokens for random weights."""
     if settings.shape:
         draw = random.Random(0)
         return [draw.randrange(model.vocab) for _ in range(tokens)]
@@ -115,7 +115,7 @@ def _ids(settings: Decode, model: LoadedModel, tokens: int) -> list[int]:
 
 
 def spills(chosen: ModeParameters) -> bool:
-    """The mode is to read over the link what is not resident."""
+    """Whether the mode streams from RAM what is not resident."""
     return isinstance(chosen, FullParameters) and chosen.resident is not None
 
 
@@ -173,7 +173,7 @@ class ModeRun:
         return timing
 
     def _corrected_share(self, per_token: float) -> float | None:
-        """Of the KV heads of layers that retrieve; None in other modes."""
+        """The share of KV heads corrected, in layers that retrieve; None in other modes."""
         if not isinstance(self.chosen, SpeculativeParameters):
             return None
         g = self.runner.kv.state.geometry
@@ -207,7 +207,7 @@ def prose(tokenizer: Any, tokens: int) -> list[int]:
 
 
 class Window:
-    """Of ``slots`` items of each KV head, ``round(rate * slots)`` are others at each position.
+    """At each position, ``round(rate * slots)`` of each KV head's ``slots`` items change.
 
     Raises:
         UsageError: there are too few items from ``first`` to ``end`` for the rate.
@@ -240,7 +240,7 @@ class Window:
 
 
 class FixedTokens(Speculative):
-    """Of the k tokens of every layer and KV head on a GPU, ``round(rate * k)`` are others at each step."""
+    """At each step, ``round(rate * k)`` of the k tokens of every layer and KV head on a GPU change."""
 
     def __init__(self, rate: float, parameters: SpeculativeParameters, geometry: Geometry, traits: ModelTraits) -> None:
         super().__init__(parameters, geometry, traits)
@@ -269,7 +269,7 @@ class FixedTokens(Speculative):
 
 
 class FixedPages(FreeKV):
-    """Of the k pages of every layer and KV head, ``round(rate * k)`` are others at each step."""
+    """At each step, ``round(rate * k)`` of the k pages of every layer and KV head change."""
 
     def __init__(self, rate: float, parameters: SpeculativeParameters, geometry: Geometry, traits: ModelTraits) -> None:
         super().__init__(parameters.of_pages(), geometry, traits)
@@ -302,13 +302,13 @@ class FixedPages(FreeKV):
 def fixed_change_rate(
     rate: float, parameters: SpeculativeParameters, geometry: Geometry, traits: ModelTraits
 ) -> Speculative | FreeKV:
-    """Speculative mode with this share of its selection new at each step; on a CPU tokens are read in place."""
+    """Speculative mode with a fixed share of its selection new at each step; on a CPU tokens are read in place."""
     by_tokens = parameters.unit == "token" and not geometry.unified
     return (FixedTokens if by_tokens else FixedPages)(rate, parameters, geometry, traits)
 
 
 class FixedCorrections(FreeKV):
-    """In ``share`` of all steps a KV head is corrected, drawn for each layer and head.
+    """Corrects a KV head in ``share`` of all steps, drawn for each layer and head.
 
     Whether queries turned is found out at the usual cost; then the answer is replaced, by the position on the device,
     so that a CUDA graph can contain it.

@@ -1,4 +1,4 @@
-"""Answers with drafts beside the same answers without: their speed, and the share of drafts that was accepted.
+"""Answers with drafts and the same answers without: speed, and the share of drafts accepted.
 
 Tasks that repeat what was told and tasks that do not, after a part of a book, greedy and sampled. The ways have their
 turns in each round, each entered anew; what is stored of the prompt is not read again.
@@ -43,7 +43,7 @@ TASKS = {
 
 
 class Answer(NamedTuple):
-    """Its ids, how fast they came, and what its drafter counted."""
+    """An answer's ids, their speed and its drafter's counts."""
 
     ids: list[int]
     tokens_per_s: float
@@ -64,7 +64,7 @@ def run(settings: Draft, choice: ModelChoice = ModelChoice(), frame: Frame | Non
             raise UsageError(f'There is no task "{task}".', hint=f"Use one of {', '.join(TASKS)}.")
     frame, found = frame or Frame(), methods([f"full:draft={draft}" for draft in settings.drafts])
     model = choice.load(frame.report)
-    what = "full mode with drafts: the answer's speed in times of the same without, and what was accepted"
+    what = "full mode with drafts: speed relative to the same answer without drafts, and the share of drafts accepted"
     experiment = Experiment.of("draft", what, asdict(settings) | choice.settings(), found, model)
     quoted = model.tokenizer.decode(passages((), PASSAGE, model.tokenizer)[-1].ids, skip_special_tokens=True)
     told: tuple[Turn, ...] = ()

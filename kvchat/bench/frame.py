@@ -1,4 +1,4 @@
-"""The frame of every measurement: cell after cell, kept in a file as they finish.
+"""Runs every measurement cell by cell and saves each to a file as it finishes.
 
 A cell is what is measured at once, named by its coordinates such as the variant and the case; it gives one or more
 rows, each with the cell's coordinates in it. A variant is written ``MODE[:KEY=VALUE[,KEY=VALUE...]]``.
@@ -42,7 +42,7 @@ NORMAL_95 = 1.959964  # standard deviations on both sides that hold 95 % of a no
 
 @dataclass(frozen=True)
 class Frame:
-    """Keeps a measurement's rows, and tells of them.
+    """Saves a measurement's rows and reports them.
 
     ``file`` None keeps them in memory only; one that is there is replaced. ``report`` gets lines for a person;
     ``command`` is noted in the result; ``drawn`` says that the result is to be drawn.
@@ -131,7 +131,7 @@ def _measured(cell: Cell, measure: Callable[[Cell], Sequence[Row]]) -> tuple[lis
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON gives it back: lists for tuples."""
+    """The value after a round trip through JSON: tuples become lists."""
     return json.loads(json.dumps(value))
 
 
@@ -160,7 +160,7 @@ class Experiment:
         model: LoadedModel,
         **found: Any,
     ) -> Experiment:
-        """The experiment on a model that is loaded here."""
+        """The experiment on a loaded model."""
         from kvchat.bench.timing import fingerprint  # imports torch
 
         return cls(name, what, settings, methods, model_identity(model), fingerprint(model.device), found)
@@ -193,7 +193,7 @@ def methods(variants: Sequence[str], budget: int | None = None) -> dict[str, Any
 
 
 def model_identity(model: LoadedModel) -> dict[str, Any]:
-    """The weights: name, revision, dtype and quantization, and the kind of device that they are on."""
+    """The weights: name, revision, dtype, quantization and kind of device."""
     return {
         "name": model.name,
         "revision": model.revision,
@@ -204,7 +204,7 @@ def model_identity(model: LoadedModel) -> dict[str, Any]:
 
 
 def difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """The first thing by which two results are different measurements, as words; "" where they are one."""
+    """The first setting in which two results differ, in words; "" if they are the same measurement."""
     for name in ("experiment", "settings", "methods", "model", "environment"):
         if found := _difference(name, one.get(name), other.get(name)):
             return found
@@ -212,13 +212,13 @@ def difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
 
 
 def incompatible(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """The reason why two results must not stand side by side, as words; "" where they may."""
+    """Why two results cannot be compared, in words; "" if they can."""
     environments = [{key: result["environment"].get(key) for key in COMPARED} for result in (one, other)]
     return _difference("environment", *environments) or _difference("model", one.get("model"), other.get("model"))
 
 
 def _difference(name: str, one: Any, other: Any) -> str:
-    """The innermost difference, named by its place; keys that one side lacks count."""
+    """The first innermost difference, with its path; a missing key is a difference."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         for key in dict.fromkeys((*one, *other)):
             if found := _difference(f"{name}.{key}", one.get(key), other.get(key)):
@@ -228,7 +228,7 @@ def _difference(name: str, one: Any, other: Any) -> str:
 
 
 def parsed(variant: str, budget: int | None = None) -> ModeParameters:
-    """Parse the variant's parameters; ``budget`` is used where the mode works with one and the variant names none.
+    """Parse the variant's parameters; ``budget`` applies if the mode has one and the variant names none.
 
     Raises:
         UsageError: an unknown mode or parameter, or a value out of range.
@@ -255,7 +255,7 @@ def split(variant: str) -> tuple[str, Params]:
 
 
 def with_budgets(variants: Sequence[str], budgets: Sequence[int]) -> tuple[str, ...]:
-    """Each variant at each budget in tokens; one that names a budget, or whose mode has none, stays as it is.
+    """Each variant at each budget in tokens; unchanged if it names a budget or its mode has none.
 
     Raises:
         UsageError: an unknown mode or parameter, or a budget out of range.
@@ -278,7 +278,7 @@ def _at_budgets(variant: str, budgets: Sequence[int]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """A model, its device, dtype, quantization and what full pages are kept in, as the command line names them."""
+    """Model, device, dtype, quantization and host dtype, as on the command line."""
 
     model: str = "bundled"
     device: str = "auto"
@@ -310,7 +310,7 @@ class ModelChoice:
         return Session(self.load(report), self.asked)
 
     def settings(self) -> dict[str, str]:
-        """The part of the choice that the model's identity does not say, as settings of an experiment."""
+        """The settings that the model's identity does not include."""
         return {} if self.host_dtype == "model" else {"host_dtype": self.host_dtype}
 
     @property
@@ -320,13 +320,13 @@ class ModelChoice:
 
 
 def mean(values: Iterable[float]) -> float | None:
-    """The arithmetic mean; None of nothing."""
+    """The arithmetic mean; None without values."""
     found = list(values)
     return math.fsum(found) / len(found) if found else None
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:
-    """The smallest value that at least ``share`` of all do not exceed.
+    """The smallest value that at least a ``share`` of the values do not exceed.
 
     None where fewer than one value lies beyond it: the 99.9 % quantile needs 1,000 values.
     """
@@ -346,18 +346,18 @@ def wilson(right: int, cases: int) -> tuple[float, float] | None:
 
 
 def sign_test(more: int, fewer: int) -> float:
-    """How probable by chance so uneven a split of ``more`` and ``fewer`` is, or a more uneven one: two-sided, exact.
+    """The probability by chance of a split as uneven as ``more`` and ``fewer``, or more so: two-sided, exact.
 
-    Of questions that one of two settings answered and the other did not it is McNemar's exact test.
+    For questions that only one of two settings answered, this is McNemar's exact test.
     """
     pairs = more + fewer
     return min(1.0, 2 * sum(math.comb(pairs, each) for each in range(min(more, fewer) + 1)) / (1 << pairs))
 
 
 def differing(one: Sequence[Row], other: Sequence[Row], figure: str) -> tuple[int, int, int]:
-    """Of what both were asked: where ``figure`` is more in the one, where it is less, and all.
+    """Of the cells in both: in how many ``figure`` is higher in the first, in how many lower, and how many there are.
 
-    Lists count by their mean. Questions that follow on others, and those that were refused, are no pairs.
+    A list counts by its mean. Follow-up questions and refused ones are left out.
     """
     sides = [
         {
@@ -372,6 +372,6 @@ def differing(one: Sequence[Row], other: Sequence[Row], figure: str) -> tuple[in
 
 
 def chance(one: Sequence[Row], other: Sequence[Row], figure: str) -> float | None:
-    """``sign_test`` of where ``figure`` differs between rows of two settings; None where nothing was asked of both."""
+    """``sign_test`` of the rows whose ``figure`` differs between two settings; None if they share no question."""
     more, fewer, pairs = differing(one, other, figure)
     return sign_test(more, fewer) if pairs else None

@@ -1,4 +1,4 @@
-"""Models of real shapes with random weights: speed and memory depend on shapes, not on what the weights say.
+"""Models of real shapes with random weights: speed and memory depend on shapes, not on the weights' values.
 
 The shapes are those published with the models; nothing is downloaded, and weights are drawn on the device itself.
 """
@@ -93,7 +93,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class NoTokenizer:
-    """The tokenizer of a model that neither reads nor writes text: it has no special token."""
+    """The tokenizer of a model without text: it has no special tokens."""
 
     chat_template: str = "none"
     eos_token_id: int | None = None
@@ -106,7 +106,7 @@ class NoTokenizer:
 
 
 def choose(shape: str, choice: ModelChoice, report: Callable[[str], None]) -> LoadedModel:
-    """The model of ``choice``, or random weights in the shape named on its device.
+    """The model of ``choice``, or random weights in the shape that is named, on its device.
 
     Raises:
         UsageError: both a shape and a model or a quantization were given; KvchatError: it cannot be loaded.
@@ -154,7 +154,7 @@ def build(name: str, device: str = "auto", dtype: str = "auto") -> LoadedModel:
 
 
 def fill(kv: KVManager, tokens: int) -> None:
-    """Append random K/V of ``tokens`` tokens and random queries, without reading a prompt.
+    """Append random K/V of ``tokens`` tokens and random queries, without prefill.
 
     Every slot then holds data: empty slots are masked and would make steps look too fast.
     """
@@ -173,7 +173,7 @@ def fill(kv: KVManager, tokens: int) -> None:
 
 
 def calibration(model: LoadedModel) -> Calibration:
-    """Draw a calibration for sync mode, whose cost does not depend on which head represents which."""
+    """A random calibration for sync mode: the cost does not depend on which head represents which."""
     draw = torch.Generator().manual_seed(0)
     scores = torch.rand((model.layers, model.kv_heads, model.kv_heads), generator=draw, dtype=torch.float64)
     alike = (scores + scores.transpose(1, 2)) / 2

@@ -1,4 +1,4 @@
-"""kvchat beside llama.cpp and transformers, each in a process of its own: start, prompts, decoding and memory.
+"""kvchat, llama.cpp and transformers, each in its own process: start, prefill, decoding and memory.
 
 After each context every peer is started anew in each round, in turns, and does what a person's first question does:
 load, answer a short prompt, read the context, decode after it. Files were read before, so a disk's speed counts for
@@ -37,7 +37,7 @@ OF_FILES = ModelChoice(quantize="auto")  # weights as small as the file's: those
 
 
 class Peer:
-    """One peer after one context: each measurement is a process of its own, ``options`` are those of its program."""
+    """One peer after one context; each measurement is a new process, started with ``options``."""
 
     def __init__(
         self, program: str, name: str, file: str, options: Mapping[str, Any], ids: Sequence[int], spare: int
@@ -48,7 +48,7 @@ class Peer:
         self._measured: list[Row] = []
 
     def measure(self, tokens: Sequence[int]) -> Timing:
-        """Start it, answer a short prompt, read the context and decode as many ``tokens``, its own ones.
+        """Start it, answer a short prompt, prefill the context and generate ``tokens`` tokens.
 
         Raises:
             UsageError: its process ended, or gave fewer tokens.
@@ -76,7 +76,7 @@ class Peer:
 
     @property
     def figures(self) -> Row:
-        """Medians of the rounds: seconds until it is ready, of them loading, until the first token; tokens/s read."""
+        """Medians of the rounds: seconds until ready, to load, to the first token; tokens/s of prefill."""
         found = {key: [each[key] for each in self._measured] for key in self._measured[0]}
         medians = {key: statistics.median(values) for key, values in found.items() if None not in values}
         return medians | {"prompt_tokens_per_s": len(self._prompt) / medians.pop("prompt_s")}
@@ -107,7 +107,7 @@ def run(settings: Peers, choice: ModelChoice = OF_FILES, frame: Frame | None = N
         frame.report(f"Not installed, left out: {', '.join(absent)}")
     experiment = Experiment.of(
         "peers",
-        "each in a process of its own, started anew for each figure",
+        "each measured in a fresh process",
         asdict(settings) | {"contexts": contexts, "peers": others},
         found,
         model,
@@ -136,7 +136,7 @@ def run(settings: Peers, choice: ModelChoice = OF_FILES, frame: Frame | None = N
 
 
 def _given(variant: str, choice: ModelChoice) -> dict[str, Any]:
-    """What kvchat's own process is told: the choice of the weights, the mode and the parameters that are named."""
+    """Options for kvchat's own process: weights, mode and the parameters that are named."""
     mode, named = split(variant)
     params = {name: getattr(parsed(variant), name) for name in named}
     return {"dtype": choice.dtype, "quantize": choice.quantize, "mode": mode} | params

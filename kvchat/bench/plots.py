@@ -1,4 +1,4 @@
-"""Plots of measurements, drawn with matplotlib (the extra ``plot``) to SVG or PNG by the file's ending.
+"""Plots of results, drawn with matplotlib (the extra ``plot``) as SVG or PNG, by the file name.
 
 They are made without a display, and of one style.
 """
@@ -32,7 +32,7 @@ Row = Mapping[str, Any]
 
 
 def decode(result: Mapping[str, Any], file: Path) -> None:
-    """Draw ms per decoded token by the tokens stored: a line per variant, dashed those of transformers; the floor.
+    """Plot ms per decoded token against tokens stored: a line per variant, dashed for transformers, and the floor.
 
     Raises:
         UsageError: the file cannot be written.
@@ -52,7 +52,7 @@ def decode(result: Mapping[str, Any], file: Path) -> None:
 
 
 def agreement(result: Mapping[str, Any], file: Path) -> None:
-    """Draw the KL divergence by the tokens read, a line per mode and a point per budget.
+    """Plot KL divergence against tokens read: a line per mode, a point per budget.
 
     Raises:
         UsageError: the file cannot be written.
@@ -67,11 +67,11 @@ def agreement(result: Mapping[str, Any], file: Path) -> None:
     _by_tokens_read(panel, points)
     panel.set(ylabel="KL divergence from full in nats", yscale="log")
     panel.legend(frameon=False, fontsize=8)
-    save(figure, file, result, "agreement with full by what is read")
+    save(figure, file, result, "agreement with full, by tokens read")
 
 
 def recall(result: Mapping[str, Any], file: Path) -> None:
-    """Draw the share right by the tokens read: a panel per task, a line per mode asked in and a point per budget.
+    """Plot the share of right answers against tokens read: a panel per task, a line per mode, a point per budget.
 
     Raises:
         UsageError: the file cannot be written.
@@ -90,7 +90,7 @@ def recall(result: Mapping[str, Any], file: Path) -> None:
 
 
 def _recalled(rows: Sequence[Row], variant: str) -> tuple[str, float, float]:
-    """The tokens that a variant read, and its share right, of all lengths and depths."""
+    """The tokens a variant read and its share of right answers, over all lengths and depths."""
     mine = [row for row in rows if row["variant"] == variant]
     cases = sum(row["cases"] for row in mine)
     read = sum(row["read_tokens"] * row["cases"] for row in mine) / cases
@@ -98,7 +98,7 @@ def _recalled(rows: Sequence[Row], variant: str) -> tuple[str, float, float]:
 
 
 def _by_tokens_read(panel: Axes, points: Sequence[tuple[str, float, float]]) -> None:
-    """Draw points of variant, tokens read and a figure: a line for all budgets of what else is the same."""
+    """Plot (variant, tokens read, figure); variants that differ only in budget share a line."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for variant, read, value in points:
         lines.setdefault(BUDGET.sub("", variant).rstrip(":,"), []).append((read, value))
@@ -184,7 +184,7 @@ def calibration(similarity: Sequence[Any], representatives: Sequence[Sequence[in
             _heat_map(panel, f"layer {layer}", similarity[layer], representatives[layer])
         else:
             panel.remove()
-    figure.suptitle("Overlap of the KV heads' most attended tokens; ▸ represents", fontsize=10)
+    figure.suptitle("Overlap of the KV heads' most attended tokens; ▸ marks representatives", fontsize=10)
     write(figure, file)
 
 

@@ -1,4 +1,4 @@
-"""Time and memory of reading a prompt against transformers' one forward over all of it in the same run.
+"""Time and memory of prefill, compared with one forward pass of transformers in the same run.
 
 The one forward keeps the K/V of all layers on the device; kvchat keeps one layer's there and the rest on the host.
 Variants have their turns in each round, and ratios are of one round's times.
@@ -28,7 +28,7 @@ from kvchat.models.load import LoadedModel
 
 @dataclass(frozen=True)
 class Reading:
-    """Seconds, and peak bytes: allocated on a GPU, else of the process in RAM; None where the system does not tell."""
+    """Seconds, and peak bytes: allocated on a GPU, else the process's RAM; None if the system does not say."""
 
     seconds: float
     peak_bytes: int | None
@@ -47,7 +47,7 @@ def run(settings: Prefill, choice: ModelChoice = ModelChoice(), frame: Frame | N
     token_bytes = prefill_bytes_per_token(model) if model.device.type == "cuda" else None
     experiment = Experiment.of(
         "prefill",
-        "seconds and peak bytes of reading a prompt",
+        "seconds and peak bytes",
         asdict(settings),
         found,
         model,
@@ -97,7 +97,7 @@ def _row(settings: Prefill, runner: ModelRunner, length: int, token_bytes: int |
 
 
 def _without_pool(runner: ModelRunner, theirs: Reading | None) -> int | None:
-    """The one forward's peak; in a CPU's memory kvchat's host pool lies beside it, as its last reading left it.
+    """The peak of the one forward pass, without kvchat's host pool, which is still in RAM.
 
     Giving its memory back instead would make kvchat's next reading pay for it again.
     """
@@ -108,7 +108,7 @@ def _without_pool(runner: ModelRunner, theirs: Reading | None) -> int | None:
 
 
 def _prepared(runner: ModelRunner, prompt: list[int], token_bytes: int | None) -> tuple[int, int | None]:
-    """Read the prompt once without measuring: the tokens of its largest forward, and the peak prefill_plan predicts."""
+    """Prefill once, untimed; return the tokens of the largest chunk and the peak that prefill_plan predicts."""
     _forget(runner)
     chunk = _read(runner, prompt)
     _forget(runner)
@@ -125,12 +125,12 @@ def _forget(runner: ModelRunner) -> None:
 
 
 def _read(runner: ModelRunner, ids: list[int]) -> int:
-    """Store ``ids``; the number of tokens of the largest forward."""
+    """Store ``ids``; return the number of tokens of the largest chunk."""
     return max(len(chunk) for chunk, _ in runner.prefill(ids))
 
 
 def _one_shot(model: LoadedModel, prompt: list[int]) -> Reading | None:
-    """transformers' forward over all of it with its own cache; None where the device has no memory for it."""
+    """One forward pass of transformers with its own cache; None if it does not fit on the device."""
     tokens = torch.tensor([prompt], device=model.device)
     with as_written(model.model):
         try:

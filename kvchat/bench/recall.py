@@ -48,7 +48,7 @@ def run(settings: Recall, choice: ModelChoice = ModelChoice(), frame: Frame | No
     session = choice.open(frame.report)
     experiment = Experiment.of(
         "recall",
-        "facts found in a long text; right is every part of the answer",
+        "facts found in a long text; an answer counts if every part of it is right",
         asdict(settings),
         found,
         session.model,
@@ -153,7 +153,7 @@ def _row(session: Session, text: str, answers: Sequence[str]) -> Row:
 
 
 def _summary(rows: Sequence[Row]) -> list[Row]:
-    """Of ``turns`` and ``switches`` a refused cell has no place, which has a coordinate more than the cell."""
+    """A cell's refused row; ``turns`` and ``switches`` have one more coordinate, which it lacks."""
     placed = [row for row in rows if "refused" not in row or row["task"] not in (TURNS, SWITCHES)]
     places = [{name: row[name] for name in COORDINATES if name in row} for row in placed]
     return [_of_place(rows, dict(place)) for place in dict.fromkeys(tuple(place.items()) for place in places)]

@@ -1,4 +1,4 @@
-"""Questions whose answers stand in a long text: what is told, where, and what is asked.
+"""Questions about facts hidden in a long text: the fact, its place, and the question.
 
 A case is a conversation of about a given length whose filler sentences hide the facts at a given depth (0: at the
 beginning, 1: at the end). What several facts are told of is spread over the whole text, and the one that is asked for
@@ -49,7 +49,7 @@ FACTS = (
 
 @dataclass(frozen=True)
 class Case:
-    """A conversation that ends with the question, and everything that the answer must contain.
+    """A conversation that ends with the question, and all that the answer must contain.
 
     ``later`` are further questions with their answers, each asked in a turn of its own after the answer before it.
     """
@@ -61,7 +61,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Draw:
-    """A task's source: length in tokens, depth from 0 to 1, number of keys, and the seeded draw itself."""
+    """The random source of a case: length in tokens, depth from 0 to 1, number of keys, a seeded generator."""
 
     tokens: int
     depth: float
@@ -74,11 +74,11 @@ class Draw:
         return str(self.random_.randrange(10_000, 100_000))
 
     def filler(self, tokens: int) -> list[str]:
-        """Made sentences of about so many tokens."""
+        """Synthetic sentences, about ``tokens`` tokens."""
         return self._of(sentences(self.random_.randrange(2**32)), tokens)
 
     def book(self, tokens: int) -> list[str]:
-        """Sentences of one of the shipped books that follow each other, of about so many tokens; it begins anew."""
+        """Consecutive sentences of a bundled book, about ``tokens`` tokens; after its end it starts again."""
         text = self.random_.choice(sorted(BOOKS.glob("*.txt"))).read_text("utf-8").replace(BREAK, " ")
         all_ = re.split(r"(?<=[.!?]) ", " ".join(text.split()))
         at = self.random_.randrange(len(all_))

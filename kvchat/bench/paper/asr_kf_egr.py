@@ -1,4 +1,4 @@
-"""ASR-KF-EGR (freeze mode): Tables 1 to 3, Figure 1 and the sensitivity that section 6 leaves open."""
+"""ASR-KF-EGR (freeze mode): Tables 1 to 3, Figure 1, and the sensitivity study that section 6 leaves open."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ EXPLANATION = "Explain quantum entanglement."
 EXPLANATION_TOKENS = 269
 SAMPLING = Sampling(temperature=0.7, top_k=40, top_p=0.9, seed=0)
 WINDOWS, SOFTNESS, THRESHOLD = (16, 32, 64), (1.0, 2.0, 4.0), 0.5
-FLAGGED = (0.1, 0.25, 0.5, 0.75, 0.9)  # of a text's tokens: what the published tau flags none of
+FLAGGED = (0.1, 0.25, 0.5, 0.75, 0.9)  # shares of a text's tokens; the published tau flags none
 
 
 @dataclass(frozen=True)
 class Settings:
-    """``tokens`` generated for Table 1, ``cases`` passkeys for Table 2, asked ``inside`` tokens into an answer.
+    """Table 1 generates ``tokens`` tokens; Table 2 asks for ``cases`` passkeys, ``inside`` tokens into an answer.
 
-    The sensitivity is measured on those, and on ``forced`` tokens of a book after ``context``.
+    The sensitivity study uses both, and ``forced`` tokens of a book after ``context`` tokens.
     """
 
     tokens: int = 500
@@ -55,7 +55,7 @@ def _by_threshold(tau: float) -> str:
 
 
 def _thresholds(lab: Lab) -> Iterator[tuple[str, float]]:
-    """A tau for each share of the tokens outside the window that it flags at the end of the text's context."""
+    """For each share in ``FLAGGED``, the tau that flags that share of the tokens outside the window."""
     lab.walk.begin(lab.passage(lab.settings.context), parsed("full"))
     scores = lab.walk.products()[: -WINDOWS[1]].double().sort().values
     for share in FLAGGED:
@@ -98,11 +98,11 @@ def _open_prompt(lab: Lab) -> list[int]:
 def _generated(
     lab: Lab, variant: str, prompt: Sequence[int], tokens: int, published: dict[str, float] | None = None
 ) -> Row:
-    """Generate ``tokens`` tokens after a prompt; what each step read is the line of Figure 1."""
+    """Generate ``tokens`` tokens after a prompt; the tokens read at each step are the line of Figure 1."""
     logits = lab.walk.begin(prompt, parsed(variant), tokens)
     seconds, active, ids, began = 0.0, [], [], time.perf_counter()
     for token in lab.generate(logits, tokens, SAMPLING):
-        seconds += time.perf_counter() - began  # without the look at what was read
+        seconds += time.perf_counter() - began  # counting the tokens read is not timed
         ids.append(token)
         active.append(round(lab.walk.tokens_read(), 1))
         began = time.perf_counter()
@@ -117,7 +117,7 @@ def _generated(
 
 
 def _in_common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens with which both begin."""
+    """The number of tokens at the start that are the same in both."""
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
@@ -168,32 +168,33 @@ def _sensitive(lab: Lab, label: str, variant: str, decoded: Forced, asked: Seque
 PARTS = {
     "table-1": Part(
         "Table 1 and Figure 1: active K/V over a generation",
-        "LLaMA-3 8B on a GPU there. Active is what the last step read, before its own freezing, mean over layers and "
-        "KV heads. profile=paper flags every token outside the window, as the published counts imply; freeze alone is "
-        "kvchat's own rule, which freezes nothing below a floor. Times depend on the load of the machine.",
+        'The paper ran LLaMA-3 8B on a GPU. "Active" counts the tokens that the last step read, before it froze any '
+        "itself (mean over layers and KV heads). profile=paper flags every token outside the window, as the paper's "
+        "counts imply. Plain freeze is kvchat's own rule, which freezes nothing in short texts. Times depend on what "
+        "else runs on the machine.",
         _memory,
         drawn=True,
     ),
     "table-2": Part(
         "Table 2: passkey retrieval",
-        "One passkey there, asked at the end of the prompt, which is read exactly. Asked inside an answer, tokens have "
-        "frozen before the question: that is the harder test.",
+        "The paper asks for one passkey at the end of the prompt, where prefill has read everything. Asking in the "
+        "middle of an answer is harder: by then, tokens are frozen.",
         _passkeys,
     ),
     "table-3": Part(
         "Table 3: active K/V of an explanation",
-        "The published length in all; the same prompt, seed and sampling in every row, whose texts are kept in the "
-        "result. A 17M model explains no quantum physics.",
+        "Prompt and answer together are as long as in the paper. Every row has the same prompt, seed and sampling; the "
+        "result file has the texts. Do not expect physics from a 17M model.",
         _explanation,
         drawn=True,
     ),
     "sensitivity": Part(
         "Sensitivity to K, k and tau (section 6; no figures published)",
-        "score=raw is Eq. 2 with tau; the others flag every token outside the window. The published tau of 0.5 flags "
-        "nothing where |q·k| is larger, as here: the last rows take tau from the scores that the book's last token "
-        "gives to those outside the window. Agreement with full on a book, where freezing begins in an exactly read "
-        "text.",
+        "score=raw is Eq. 2 with tau; the other rows flag every token outside the window. The paper's tau of 0.5 flags "
+        "nothing if |q·k| is always larger, as in this model. The last rows therefore take tau from the scores that "
+        "the book's last token gives to the tokens outside the window. Agreement with full is measured on a book that "
+        "was prefilled exactly.",
         _sensitivity,
     ),
 }
-STUDY = Study("asr-kf-egr", "active K/V, retrieval and sensitivity of freezing", PARTS, _variants)
+STUDY = Study("asr-kf-egr", "freeze mode: active K/V, retrieval and sensitivity", PARTS, _variants)

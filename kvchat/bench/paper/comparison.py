@@ -1,5 +1,7 @@
-"""The comparison of all modes at one budget, those of other papers too: what the measurements of their own find, in one
-table. Two settings are compared question by question and passage by passage; p is that of as uneven a split by chance.
+"""All modes at one budget, including those of other papers: facts found, agreement with full and time, in one table.
+
+Two variants are compared question by question and passage by passage; p is the probability of as uneven a split by
+chance.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ ROUNDS = 3  # of times
 
 @dataclass(frozen=True)
 class Loaded(ModelChoice):
-    """The choice of a model that is loaded."""
+    """A choice whose model is already loaded."""
 
     model_here: LoadedModel | None = None
 
@@ -33,9 +35,9 @@ class Loaded(ModelChoice):
 
 
 def variants(settings: Any) -> list[str]:
-    """Full, speculative and the modes that were asked for (none: all, and FreeKV as published), at each budget."""
+    """Full, speculative and the modes asked for (default: all, and FreeKV as published), at each budget."""
     asked = dict.fromkeys((FULL, SPECULATIVE, *(settings.modes or (FREEKV, *registered()))))
-    # RaaS' budget is shared with no other mode: it is that of the answer.
+    # --budget does not apply to RaaS by itself: its budget counts the answer's tokens only.
     budgeted = [f"raas:budget={budget}" for budget in _budgets(settings)]
     named = [each for variant in asked for each in (budgeted if variant == "raas" else [variant])]
     return list(with_budgets(named, _budgets(settings)))
@@ -46,12 +48,12 @@ def _budgets(settings: Any) -> Sequence[int]:
 
 
 def compared(lab: Lab) -> list[Row]:
-    """A row for each variant: facts found, agreement with full on passages, and ms a token measured in turns.
+    """A row for each variant: facts found, agreement with full on passages, and ms per token, measured in turns.
 
-    The last are those of the median step by the clock, and of the processors: these hardly depend on what else runs.
+    The times are of the median step: wall-clock time, and processor time, which other programs hardly change.
 
     Raises:
-        KvchatError: every mode refuses, or a text is too short.
+        KvchatError: no mode accepts the model, or a text is too short.
     """
     settings, modes = lab.settings, tuple(variants(lab.settings))
     choice, context, tokens = Loaded(**vars(lab.choice), model_here=lab.model), settings.context, settings.compared
@@ -64,7 +66,7 @@ def compared(lab: Lab) -> list[Row]:
 
 
 def _figures(variant: str, settings: Any, found: Result, agreed: Result, times: Result) -> dict[str, Any]:
-    """What was measured of a variant, beside full and beside speculative at its budget; or what refused it."""
+    """A variant's figures, compared with full and with speculative at its budget; or why it was refused."""
     answers, passages, timed = (_of(result["rows"], variant) for result in (found, agreed, times))
     budget = split(variant)[1].get("budget", _budgets(settings)[0])
     beside = {FULL: FULL, SPECULATIVE: f"{SPECULATIVE}:budget={budget}"}

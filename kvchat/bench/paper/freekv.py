@@ -1,5 +1,5 @@
-"""FreeKV (speculative mode): Figure 3, the share of heads corrected by tau, which is what Figure 3 decides, and the
-ablations of its appendix: how a group's scores are pooled, and whose query retrieves. And all modes compared."""
+"""FreeKV (speculative mode): Figure 3, the share of heads that each tau corrects, and the appendix's ablations: how a
+group's scores are pooled, and which query retrieves. Also the comparison of all modes."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from kvchat.protocol.messages import Sampling
 
 TAUS = (0.0, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 ACCURACY_TAUS = (-2.0, 0.5, 0.8, 0.9, 2.0)
-# How a group agrees on pages, with what the paper says of it.
+# How the scores of a group are pooled, and the paper's verdict.
 POOLINGS: dict[str, str] = {"MeanS": "used", "MaxS": "worse", "MeanQK": "", "MaxQK": ""}
-# Whose query retrieves: tau, the source and what the paper says of it.
+# Which query retrieves: tau, the source and the paper's verdict.
 SOURCES: dict[str, tuple[float, Source, str]] = {
     "the step before, never corrected": (-2.0, "own", "significantly worse than with correction"),
     "the step before, corrected at tau 0.8": (0.8, "own", "used"),
     "the layer below, same step": (2.0, "layer below", "worse than the step before"),
-    "the layer's own, same step": (2.0, "own", "not speculative: recall is waited for"),
+    "the layer's own, same step": (2.0, "own", "not speculative: the step waits for the recall"),
 }
 SHOWN = 4  # heads whose C is drawn over time
 CELLS = 40  # lines and columns of an attention map
@@ -39,10 +39,10 @@ Source = Literal["own", "layer below"]
 
 @dataclass(frozen=True)
 class Settings:
-    """``tokens`` generated after ``context`` tokens of book text; ``budget`` for what the corrections are worth.
+    """Generates ``tokens`` tokens after ``context`` tokens of a book; ``budget`` is that of the accuracy and ablations.
 
-    Of the comparison: ``cases`` questions at each depth of a text, ``compared`` tokens of each of the ``passages``; its
-    ``modes`` (none: all) and ``budgets`` (none: ``budget``).
+    The comparison has ``cases`` questions at each depth, ``compared`` tokens of each of ``passages`` passages,
+    ``modes`` (default: all) and ``budgets`` (default: ``budget``).
     """
 
     tokens: int = 500
@@ -71,7 +71,7 @@ def _generation(lab: Lab) -> Iterator[int]:
 
 
 def _similarities(lab: Lab) -> Tensor:
-    """C of every step, layer and query head, ``[steps, layers, H_q]``, over a generation in full."""
+    """C (cosine of adjacent queries) ``[steps, layers, H_q]`` while full mode generates."""
     generation = _generation(lab)
     before, found = lab.walk.queries.clone(), []
     for _ in generation:
@@ -94,7 +94,7 @@ def _figure_3a(lab: Lab) -> list[Row]:
 
 
 def _figure_3b(lab: Lab) -> list[Row]:
-    """The middle layer's weights, mean of its heads, by tokens generated (down) and tokens read (across)."""
+    """The middle layer's weights (mean of its heads): generated tokens down, tokens read across."""
     settings, layer = lab.settings, lab.model.layers // 2
     total = settings.context + settings.tokens
     lines = []
@@ -113,18 +113,18 @@ def _figure_3b(lab: Lab) -> list[Row]:
 
 
 def _on_recent(weights: Tensor, context: int, recent: int) -> float:
-    """The share of each step's weights ``[steps, tokens]`` on its last tokens, itself included; mean."""
+    """The share of the weights ``[steps, tokens]`` on the ``recent`` newest tokens, the step's own included; mean."""
     shares = [line[: context + i + 1][-recent:].sum() for i, line in enumerate(weights)]
     return float(torch.stack(shares).mean())
 
 
 def _others(seen: Tensor) -> Tensor:
-    """Weights ``[tokens]`` without the first four's, as shares."""
+    """Weights ``[tokens]`` without the first four tokens, as shares."""
     return seen[4:] / seen[4:].sum()
 
 
 def _pooled(cells: Tensor, dim: int) -> Tensor:
-    """The largest of each of ``CELLS`` runs along a dimension, or every one of fewer."""
+    """The maximum of each of ``CELLS`` runs along a dimension (fewer if the dimension is shorter)."""
     runs = cells.tensor_split(min(CELLS, cells.shape[dim]), dim)
     return torch.stack([run.amax(dim) for run in runs], dim)
 
@@ -140,12 +140,17 @@ def _figure_3c(lab: Lab) -> list[Row]:
         "heads that are outliers, mean of steps": float(outliers.float().mean()),
     }
     return [
-        row("C over time", measured, {"steps with an outlier head": "certain steps, other ones by head"}, lines=lines)
+        row(
+            "C over time",
+            measured,
+            {"steps with an outlier head": "certain steps, different for each head"},
+            lines=lines,
+        )
     ]
 
 
 def _corrections(lab: Lab) -> list[Row]:
-    """Of every KV head, in layers that retrieve: its group's mean C below tau."""
+    """The share of steps and KV heads whose mean C is below tau, without the first layer, which retrieves nothing."""
     similar = _similarities(lab)
     grouped = similar.view(*similar.shape[:2], lab.model.kv_heads, -1).mean(-1)[:, 1:]
     shares = {tau: float((grouped < tau).float().mean()) for tau in TAUS}
@@ -154,7 +159,7 @@ def _corrections(lab: Lab) -> list[Row]:
 
 
 def _accuracy(lab: Lab) -> list[Row]:
-    """The worth of corrections: agreement with full from never to always correcting."""
+    """What corrections are worth: agreement with full, from never correcting to always."""
     decoded = forced(lab)
     taus = {f"tau {tau:g}": tau for tau in ACCURACY_TAUS}
     return lab.each(taus, lambda label: row(label, agreement(decoded, parsed(_at(lab.settings, taus[label])))))
@@ -188,7 +193,7 @@ def _said(words: str) -> dict[str, str]:
 
 
 class AblatedParameters(SpeculativeParameters):
-    """Of ``SpeculativeParameters``; the source "layer below" is asked at every step, so that it needs a tau above 1."""
+    """``SpeculativeParameters`` for the ablations. The source "layer below" retrieves every step: use tau above 1."""
 
     implementation: ClassVar[str] = "kvchat.bench.paper.freekv:Ablated"
 
@@ -197,69 +202,70 @@ class AblatedParameters(SpeculativeParameters):
         return self.implementation
 
     pooling: Pooling = "MeanS"
-    """how a KV head's query heads agree on pages: mean or maximum of their weights (S) or of their scores (QK)"""
+    """how the scores of a group's query heads are pooled: mean or maximum of weights (S) or of scores (QK)"""
     source: Source = "own"
-    """the query that retrieves: the layer's own, or at the same step that of the layer below"""
+    """the query that retrieves: the layer's own, or the same step's query in the layer below"""
 
 
 PARTS = {
     "figure-3a": Part(
-        "Figure 3a: cosine of adjacent queries, mean of a generation by head",
-        "13,000 tokens of Llama-3.1-8B and DeepSeek-R1-Qwen-14B there. The bundled model's queries turn much more, so "
-        "that a published tau corrects nearly every head of it.",
+        "Figure 3a: cosine of adjacent queries (C), each head's mean over a generation",
+        "The paper generated 13,000 tokens with Llama-3.1-8B and DeepSeek-R1-Qwen-14B. The bundled model's queries "
+        "change direction much more, so the paper's tau corrects nearly every head.",
         _figure_3a,
         drawn=True,
     ),
     "figure-3b": Part(
         "Figure 3b: attention map of a generation",
-        "One layer, the middle one, mean of its heads; a cell is the highest root of a weight among its tokens. The "
-        "paper shows a plot of a 14B model that reasons, and no numbers.",
+        "The middle layer, mean of its heads. Each cell shows the square root of the largest weight among its tokens. "
+        "The paper has a plot of a 14B reasoning model, without numbers.",
         _figure_3b,
         drawn=True,
     ),
     "figure-3c": Part(
         "Figure 3c: C over a generation",
-        "An outlier is a step more than two standard deviations below its head's mean; the paper shows a plot only.",
+        "An outlier is a step whose C is more than two standard deviations below its head's mean. The paper has a "
+        "plot, without numbers.",
         _figure_3c,
         drawn=True,
     ),
     "corrections": Part(
-        "Share of head-steps corrected, by tau",
-        "Not published as a table; the first layer retrieves nothing and is left out. tau that corrects nearly "
-        "everything is synchronous retrieval.",
+        "Share of heads corrected per step, by tau",
+        "The paper has no such table. The first layer retrieves nothing and is left out. A tau that corrects nearly "
+        "every head amounts to synchronous retrieval.",
         _corrections,
     ),
     "accuracy": Part(
         "What corrections are worth: agreement with full by tau",
-        "tau -2 never corrects, 2 always. The paper compares task scores of large models, which a 17M model cannot be "
-        "asked for.",
+        "tau=-2 never corrects, tau=2 always does. The paper compares task scores of large models; a small model fails "
+        "those tasks.",
         _accuracy,
     ),
     "pooling": Part(
         "Pooling over the query heads of a group (appendix)",
         "Mean or maximum of the heads' page weights (S, after the softmax) or scores (QK, before it), at tau 0.8. The "
-        "paper compares task scores and prefers the mean of weights. Where a head is corrected, and most are on the "
-        "bundled model, its present query is pooled.",
+        "paper compares task scores and prefers the mean of weights. A corrected head (in the bundled model, most of "
+        "them) pools its current query.",
         _pooling,
     ),
     "query-source": Part(
         "The query that retrieves (appendix)",
-        "The paper compares task scores. The layer below is asked at the same step, as methods that predict from one "
-        "layer to the next do, without their projection.",
+        "The paper compares task scores. The layer below lends its query of the same step, as in methods that predict "
+        "from one layer to the next, but without their projection.",
         _sources,
     ),
     "comparison": Part(
         "All modes at one budget",
-        "The paper compares task scores of large models; here it is facts told in a book's text, and tokens of books. "
-        "p is how probable so uneven a split is by chance: of questions that one of two answered (McNemar, exact), of "
-        "passages by which is nearer to full (sign test). A question ends the prompt, by whose end SnapKV, PyramidKV, "
-        "CAKE and H2O choose. Freeze has no budget, RaaS' is of the answer alone. Processor ms are "
-        "those of all threads, which hardly depend on what else runs. The bundled model answers few of these "
-        "questions.",
+        "The paper compares task scores of large models. Here the tasks are facts hidden in a book and the next tokens "
+        "of books. p is the probability of as uneven a split by chance: of the questions that only one of two variants "
+        "answers (exact McNemar test), or of the passages on which one is closer to full (sign test). The question "
+        "ends the prompt, which helps SnapKV, PyramidKV, CAKE and H2O: they choose by the prompt's end. Freeze has no "
+        "budget; RaaS' budget counts the answer only. Processor ms add up all threads and hardly depend on other "
+        "programs. The bundled model answers few of these questions.",
         comparison.compared,
     ),
 }
-STUDY = Study("freekv", "similarity of adjacent queries and what is corrected", PARTS, _variants)
+STUDY = Study("freekv", "speculative mode: adjacent queries, corrections, all modes compared", PARTS, _variants)
 
 
 def _max_of_weights(scores: Tensor, candidates: Candidates) -> Tensor:

@@ -1,6 +1,6 @@
-"""Lazy Pruning, Slack and Max_Drop (streaming mode): Tables 1 to 3, their empty cells filled.
+"""Lazy Pruning, Slack and Max_Drop (streaming mode): Tables 1 to 3, with the cells that the paper leaves empty.
 
-The baseline without a cache reads a window of the last C tokens again for every token, as the paper's does.
+As in the paper, the baseline has no cache: for every token it processes the last C tokens again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PROMPT = 16
 SINK = 4
 WARM_UP = 32  # tokens
 BASELINE = "sliding window, recomputed"
-# R, sigma and delta: the paper's toy example, the only values that it gives; each ablation takes one mechanism away.
+# R, sigma and delta are the paper's toy example, its only values; each ablation turns one mechanism off.
 OURS = {
     "StreamingLLM": "R=1,sigma=0,delta=0",
     "Ours (Lazy, Slack, Max_Drop)": "R=32,sigma=16,delta=32",
@@ -37,7 +37,7 @@ ABLATIONS = {
 
 @dataclass(frozen=True)
 class Settings:
-    """Effective context ``cap`` C in tokens; texts longer and shorter than it; ``trials`` after a short warm-up."""
+    """``cap``, the effective context C in tokens; a text longer and one shorter than it; ``trials`` after a warm-up."""
 
     cap: int = 256
     long: int = 600
@@ -72,7 +72,7 @@ def _ablated(lab: Lab) -> list[Row]:
 
 
 def _table(lab: Lab, tokens: int, lines: dict[str, str | None], published: dict[str, dict[str, float]]) -> list[Row]:
-    """Every configuration in every trial, so that the load of the machine is the same for all."""
+    """Each trial runs every configuration, so that other load on the machine affects all alike."""
     ids = lab.passage(PROMPT + tokens)
     for params in lines.values():
         _decoded(lab, ids[: PROMPT + WARM_UP], params)
@@ -87,7 +87,7 @@ def _table(lab: Lab, tokens: int, lines: dict[str, str | None], published: dict[
 
 
 def _smooth(nats: Sequence[float], over: int = 32) -> list[float]:
-    """The mean of each token's nats and those before it, at most ``over``: cliffs of a release stay visible."""
+    """The running mean over ``over`` tokens: sudden steps where tokens are released stay visible."""
     return [round(statistics.fmean(nats[max(0, end - over) : end]), 4) for end in range(1, len(nats) + 1)]
 
 
@@ -113,7 +113,7 @@ def _deviation(values: Sequence[float]) -> float | None:
 
 
 def _decoded(lab: Lab, ids: Sequence[int], params: str | None) -> dict[str, Any]:
-    """The text decoded once: time to the first token and per token in ms, perplexity, peak bytes on a GPU."""
+    """Decode the text once: time to the first token and per token in ms, perplexity, peak bytes on a GPU."""
     device = lab.model.device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -163,26 +163,25 @@ def _recomputing(lab: Lab, ids: Sequence[int]) -> Callable[[int], Tensor]:
 
 PARTS = {
     "table-1": Part(
-        "Table 1: a text longer than the cap (PG19 there)",
-        "Pythia-2.8B with C = 2,048 there; the rows of StreamingLLM and Ours are empty in the paper. StreamingLLM is "
-        "the paper's framework-only configuration: kvchat's code with the three mechanisms off. Mean and standard "
-        "deviation of the trials after a warm-up; times depend on the load of the machine. K/V is what is kept on the "
-        "device; peak memory is measured on a GPU only.",
+        "Table 1: a text longer than C (PG19 in the paper)",
+        "The paper ran Pythia-2.8B with C = 2,048 and leaves the rows of StreamingLLM and Ours empty. StreamingLLM is "
+        "kvchat's code with the three mechanisms off. Mean and standard deviation of the trials after a warm-up; times "
+        "depend on what else runs on the machine. K/V MB is on the device; peak memory is measured on a GPU only.",
         _long,
         drawn=True,
     ),
     "table-2": Part(
-        "Table 2: a text within the cap (WikiText-103 there)",
-        "Nothing is pruned, so all perplexities are those of full attention.",
+        "Table 2: a text shorter than C (WikiText-103 in the paper)",
+        "Nothing is pruned, so every perplexity is that of full attention.",
         _short,
         drawn=True,
     ),
     "table-3": Part(
         "Table 3: ablations",
-        "All cells are empty in the paper. By Eq. 8, sigma = 0 and delta = 0 prune to C alike, and so does the full "
-        "method with the paper's delta = R, one token at a time: the perplexities are equal by construction.",
+        "The paper leaves all cells empty. By Eq. 8, sigma = 0 and delta = 0 both prune to C, and so does the full "
+        "method with the paper's delta = R when it decodes one token at a time: the perplexities must be equal.",
         _ablated,
         drawn=True,
     ),
 }
-STUDY = Study("lazy-pruning", "streaming with a bounded cache against recomputing a window", PARTS, _variants)
+STUDY = Study("lazy-pruning", "streaming mode: a bounded cache against recomputing a window", PARTS, _variants)

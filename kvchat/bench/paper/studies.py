@@ -1,4 +1,4 @@
-"""The papers that are studied, and the sizes of a study as a person gives them."""
+"""The papers that ``kvchat bench paper`` reproduces, and the sizes given with ``--set``."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from kvchat.errors import UsageError, did_you_mean
 STUDIES: dict[str, tuple[Study, type]] = {
     module.STUDY.name: (module.STUDY, module.Settings) for module in (asr_kf_egr, lazy_pruning, synckv, freekv)
 }
-DIGITS = 12  # of a size: Python reads no number of thousands
+DIGITS = 12  # of a size: int() refuses numbers of thousands of digits
 
 
 def run(settings: Paper, choice: ModelChoice, frame: Frame) -> Result:
-    """Measure the paper's parts, as ``Study.run``.
+    """Measure the paper's parts; see ``Study.run``.
 
     Raises:
-        UsageError: an unknown paper, part or size, or parts to be drawn that have no picture; KvchatError: as there.
+        UsageError: an unknown paper, part or size, or a plot of parts that have none; KvchatError: as there.
     """
     study, sizes = chosen(settings.paper, settings.sizes, settings.modes, settings.budgets)
     study.check(settings.parts, frame.drawn)
@@ -32,10 +32,11 @@ def run(settings: Paper, choice: ModelChoice, frame: Frame) -> Result:
 def chosen(
     paper: str, given: Sequence[str], modes: Sequence[str] = (), budgets: Sequence[int] = ()
 ) -> tuple[Study, Any]:
-    """The study of a paper, and its settings with what was ``given`` as ``KEY=VALUE``, and what modes are compared.
+    """The study of a paper, and its settings: ``given`` as ``KEY=VALUE``, and the modes and budgets to compare.
 
     Raises:
-        UsageError: an unknown paper or key, a value that is no whole number above 0, or a paper that compares no modes.
+        UsageError: an unknown paper or key, a value that is not a positive whole number, or modes for a study that
+            compares none.
     """
     if paper not in STUDIES:
         raise UsageError(f'There is no paper "{paper}".', did_you_mean(paper, STUDIES))

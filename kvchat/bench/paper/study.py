@@ -1,6 +1,6 @@
-"""Shared by the studies of all papers: parts, each a table or figure, with the published figures beside the measured.
+"""Shared by the studies of all papers. A part is one table or figure, with published figures beside measured ones.
 
-A part's rows have ``row``, a label; ``measured`` and ``published``, figures by name; and where the part is a figure
+A row of a part has ``row``, its label; ``measured`` and ``published``, figures by name; and, if the part is a figure,
 ``lines`` (by name) or a ``matrix``.
 """
 
@@ -37,7 +37,7 @@ TOKENS = ("context", "forced", "longest", "prompt_tokens", "tokens")  # sizes th
 
 @dataclass(frozen=True)
 class Part:
-    """One table or figure: what the paper shows, what differs here, its measurement, and whether it is a picture."""
+    """One table or figure: its title, how it differs from the paper's, how it is measured, whether it has a plot."""
 
     title: str
     differs: str
@@ -47,9 +47,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Lab:
-    """A part's tools; ``settings`` are those of the paper's study, ``texts`` files instead of the books.
+    """A part's tools: ``settings`` of the study; ``texts``, files to use instead of the books.
 
-    ``report`` is told what of a part was measured; ``choice`` is the one of the model.
+    ``report`` shows progress within a part; ``choice`` is how the model was chosen.
     """
 
     walk: Walk
@@ -60,11 +60,11 @@ class Lab:
 
     @property
     def model(self) -> LoadedModel:
-        """The model that walks."""
+        """The model under test."""
         return self.walk.model
 
     def each(self, labels: Iterable[str], measure: Callable[[str], T]) -> list[T]:
-        """Measure each label, and tell of it: a part may take minutes."""
+        """Measure each label and report it: a part may take minutes."""
         found = []
         for label in labels:
             began = time.monotonic()
@@ -76,12 +76,12 @@ class Lab:
         """The first ``size`` ids of the text.
 
         Raises:
-            UsageError: no text is so long, or a file cannot be read.
+            UsageError: no text is long enough, or a file cannot be read.
         """
         return passages(self.texts, size, self.model.tokenizer, joined=True)[0].ids
 
     def generate(self, logits: Tensor, tokens: int, sampling: Sampling) -> Iterator[int]:
-        """Sample ``tokens`` tokens and store each; what they did can be looked at between two of them."""
+        """Sample ``tokens`` tokens and store each; the caller can inspect the walk between two of them."""
         sampler = Sampler(sampling, self.model.vocab, self.model.device)
         for _ in range(tokens):
             token = read(sampler(logits))
@@ -91,7 +91,7 @@ class Lab:
 
 @dataclass(frozen=True)
 class Study:
-    """A paper: its parts by name, and the variants that they measure."""
+    """A paper: its parts by name, and the variants they measure."""
 
     name: str
     title: str
@@ -99,7 +99,7 @@ class Study:
     variants: Callable[[Any], Sequence[str]]
 
     def check(self, only: Sequence[str], drawn: bool = False) -> None:
-        """Check names of parts, and where they are to be ``drawn`` that one can be.
+        """Check that the parts exist and, for ``drawn``, that one of them has a plot.
 
         Raises:
             UsageError
@@ -119,13 +119,13 @@ class Study:
         only: Sequence[str] = (),
         texts: Sequence[str] = (),
     ) -> Result:
-        """Measure the parts, or those named ``only``; return plain data, ready for JSON, a row for each line.
+        """Measure all parts, or those named ``only``; return plain data, ready for JSON, with a row for each line.
 
-        ``texts`` are files to read instead of the shipped books; the first that is long enough is used.
+        ``texts`` are files to use instead of the bundled books; the first that is long enough is used.
 
         Raises:
-            UsageError: an unknown part; DoesNotFitError: a size that was given is beyond the model's context;
-            KvchatError: the model cannot be loaded, or every part is refused.
+            UsageError: an unknown part; DoesNotFitError: a given size exceeds the model's context;
+            KvchatError: the model cannot be loaded, or no part can be measured.
         """
         self.check(only)
         frame, found = frame or Frame(), methods(list(dict.fromkeys(self.variants(settings))))
@@ -146,7 +146,7 @@ class Study:
 
 
 def _refuse_beyond_context(settings: Any, model: LoadedModel) -> None:
-    """Of the study's own sizes one that does not fit a small model costs the parts that need it."""
+    """Refuse a given size; a default that exceeds a small model's context only fails the parts that need it."""
     for size in fields(settings):
         value = getattr(settings, size.name)
         if size.name in TOKENS and value != size.default and value > model.context:
@@ -158,7 +158,7 @@ def _refuse_beyond_context(settings: Any, model: LoadedModel) -> None:
 
 
 def _timed(part: Part, lab: Lab) -> list[Row]:
-    """The rows of a part, each with the seconds that all of them took."""
+    """The rows of a part, each with the seconds the whole part took."""
     began = time.monotonic()
     rows = part.measure(lab)
     seconds = round(time.monotonic() - began, 1)
@@ -166,14 +166,14 @@ def _timed(part: Part, lab: Lab) -> list[Row]:
 
 
 def forced(lab: Lab) -> Forced:
-    """Decodes ``forced`` tokens of the text after ``context`` tokens, as the study's settings say."""
+    """Decodes the text's ``forced`` tokens after ``context`` tokens (both from the study's settings)."""
     settings = Agreement(context=lab.settings.context, tokens=lab.settings.forced)
     size = settings.context + settings.tokens
     return Forced(lab.walk, settings, passages(lab.texts, size, lab.model.tokenizer, joined=True)[:1])
 
 
 def agreement(decoded: Forced, parameters: ModeParameters) -> dict[str, Any]:
-    """A mode's agreement with full on that text: the figures of a row."""
+    """A mode's agreement with full on that text, as a row's figures."""
     found = summarized([{**decoded.row(0, parameters), "variant": ""}], "")
     return {name: found[of] for name, of in AGREEMENT.items()}
 
@@ -184,7 +184,7 @@ def row(label: str, measured: Mapping[str, Any], published: Mapping[str, Any] | 
 
 
 def rounded(values: Tensor) -> list[Any]:
-    """The values with three digits, nested as the tensor is."""
+    """The values rounded to three decimals, as nested lists."""
     found: list[Any] = (values.double() * 1000).round().div(1000).tolist()
     return found
 

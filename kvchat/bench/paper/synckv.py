@@ -1,4 +1,4 @@
-"""SyncKV (sync mode): Figures 2a to 2c, Figure 4, Table 3 and Figure 6 by agreement with full, and appendix B.1."""
+"""SyncKV (sync mode): Figures 2a to 2c and 4, appendix B.1, and Table 3 and Figure 6 as agreement with full."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvchat.protocol.messages import Sampling
 
 TOP = 64
 PAPER = "sync:profile=paper"
-# Table 3: each row is a value of a parameter; with the LongBench average, the prompt in seconds and a step in ms.
+# Table 3: parameters, and the published LongBench average, prefill in seconds and ms per step.
 ABLATIONS = {
     "SyncKV (N_r=2, m=5)": ("clusters=2,m=5,rho=0.5", 48.12, 2.45, 40),
     "w/o Init. (nothing leaves the GPU)": ("clusters=2,m=5,rho=0.5,offload=false", 48.12, 2.19, 50),
@@ -43,11 +43,11 @@ NEEDLE_SCORE = 0.989  # Figure 4
 
 @dataclass(frozen=True)
 class Settings:
-    """``tokens`` generated after ``context`` tokens of book text.
+    """Generates ``tokens`` tokens after ``context`` tokens of a book.
 
-    For the ablations ``forced`` are decoded, of which a following head may attend to ``budget``. Figure 4 has
-    ``lengths`` lengths up to ``longest`` tokens and ``depths`` depths, ``cases`` needles each. Appendix B.1 reads
-    ``articles`` texts of each corpus.
+    The ablations decode ``forced`` tokens, where a follower head may attend to ``budget``. Figure 4 has ``lengths``
+    lengths up to ``longest`` tokens and ``depths`` depths, with ``cases`` needles each. Appendix B.1 uses ``articles``
+    texts of each corpus.
     """
 
     tokens: int = 100
@@ -80,7 +80,7 @@ def _at_ratio(rho: float) -> str:
 
 # ---- Figure 2 --------------------------------------------------------------------------------------
 def _top_sets(lab: Lab) -> Tensor:
-    """The most attended tokens of each step, layer and KV head as 0 and 1, ``[steps, layers, H, total]``."""
+    """1 for the most attended tokens of each step, layer and KV head, else 0: ``[steps, layers, H, total]``."""
     walk, end = lab.walk, lab.settings.context + lab.settings.tokens
     logits = walk.begin(lab.passage(lab.settings.context), FullParameters(), lab.settings.tokens)
     found = []
@@ -113,7 +113,7 @@ def _locality(lab: Lab) -> list[Row]:
 
 
 def _similarity(lab: Lab) -> list[Row]:
-    """The mean overlap of the heads of two layers; within a layer of two different heads."""
+    """The mean overlap of heads in two layers; within one layer, of two different heads."""
     sets, heads = _top_sets(lab).transpose(1, 0), lab.model.kv_heads
     layers = len(sets)
     matrix = torch.zeros(layers, layers)
@@ -151,7 +151,7 @@ def _agreed(lab: Lab, decoded: Forced, label: str, params: str, published: dict[
 
 
 def _times(lab: Lab, variant: str) -> dict[str, float]:
-    """Reading the prompt and entering the mode, and a decoded token of the same text."""
+    """Seconds of the prefill and the switch to the mode, and ms per decoded token of the same text."""
     context, tokens = int(lab.settings.context), int(lab.settings.forced)
     prefill, step = lab.walk.times(lab.passage(context + tokens), context, parsed(variant))
     return {PREFILL: prefill, STEP: 1000 * step}
@@ -159,7 +159,7 @@ def _times(lab: Lab, variant: str) -> dict[str, float]:
 
 # ---- Figure 4 --------------------------------------------------------------------------------------
 def _needles(lab: Lab) -> list[Row]:
-    """Shares of needles found by depth (lines) and length (columns), in full, by the paper's settings and ours."""
+    """Share of needles found by depth (lines) and length (columns): full, the paper's settings, kvchat's."""
     variants = {
         "full": "full",
         "sync, as published": _paper(lab.settings, _at_ratio(0.5)),
@@ -187,7 +187,7 @@ def _needles(lab: Lab) -> list[Row]:
 
 
 def _answers(lab: Lab, variants: dict[str, str], tokens: int, depth: float, number: int) -> dict[str, bool]:
-    """True for each variant that finds the same needle."""
+    """For each variant, whether it finds the needle."""
     tokenizer = lab.model.tokenizer
     asked = case("passkey", tokens, depth, 1, str(number), tokenizer)
     prompt = PromptEncoder(tokenizer).encode(asked.turns, Stored()).ids
@@ -201,7 +201,7 @@ def _answers(lab: Lab, variants: dict[str, str], tokens: int, depth: float, numb
 
 # ---- appendix B.1 ----------------------------------------------------------------------------------
 def _clusters(lab: Lab) -> list[Row]:
-    """Agreement of the heads' clusters between every two of the books, for each N_r that leaves a follower."""
+    """Agreement of the heads' clusters for each pair of books, for each N_r that leaves a follower."""
     measured = corpora(lab.model, lab.settings.articles)
     return [
         row(label, figures, {"same cluster": "vast majority"})
@@ -211,10 +211,10 @@ def _clusters(lab: Lab) -> list[Row]:
 
 
 def corpora(model: LoadedModel, texts: int) -> dict[str, Calibration]:
-    """A calibration on the first ``texts`` texts of each shipped book, by the book's name.
+    """A calibration on the first ``texts`` texts of each bundled book, by the book's name.
 
     Raises:
-        UsageError: the model has too few heads to compare clusters of.
+        UsageError: the model has too few heads to compare clusters.
     """
     if model.kv_heads < 3:
         raise UsageError(
@@ -227,7 +227,7 @@ def corpora(model: LoadedModel, texts: int) -> dict[str, Calibration]:
 
 
 def concordance(measured: Mapping[str, Calibration], clusters: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """For every two corpora: shares of heads in the same cluster, and of the same representatives by each rule."""
+    """For each pair of corpora: the share of heads in the same cluster, and of equal representatives by each rule."""
     for one, other in itertools.combinations(measured, 2):
         pair = measured[one], measured[other]
         labels = [[_labels(layer, clusters) for layer in each.similarity] for each in pair]
@@ -241,7 +241,7 @@ def concordance(measured: Mapping[str, Calibration], clusters: int) -> Iterator[
 
 
 def matching(one: Sequence[int], other: Sequence[int]) -> float:
-    """The share of heads in the same cluster of two clusterings, under the numbering that makes most of them so."""
+    """The share of heads in the same cluster of two clusterings, clusters matched as well as possible."""
     names = range(max(*one, *other) + 1)
     best = max(
         sum(renamed[a] == b for a, b in zip(one, other, strict=True)) for renamed in itertools.permutations(names)
@@ -257,14 +257,14 @@ def _labels(similarity: Sequence[Sequence[float]], clusters: int) -> list[int]:
 
 PARTS = {
     "figure-2a": Part(
-        "Figure 2a: overlap of the most attended tokens with the first step's",
-        f"Top {TOP} tokens of each KV head (maximum over its query heads) on a book; the paper's k and texts are not "
-        "published with the figure.",
+        "Figure 2a: how many of the most attended tokens are the same as at the first step",
+        f"The top {TOP} tokens of each KV head (maximum over its query heads), on a book. The paper does not say which "
+        "k and texts it used.",
         _drift,
         drawn=True,
     ),
     "figure-2b": Part(
-        "Figure 2b: overlap of each pair of steps", "As Figure 2a; a heat-map there.", _locality, drawn=True
+        "Figure 2b: overlap of each pair of steps", "As Figure 2a; the paper has a heat map.", _locality, drawn=True
     ),
     "figure-2c": Part(
         "Figure 2c: overlap within and between layers",
@@ -274,28 +274,30 @@ PARTS = {
     ),
     "table-3": Part(
         "Table 3: components",
-        "LongBench averages of Llama-3.1-8B at 50 % of the memory there; here agreement with full on a book at one "
-        "budget, because half of few KV heads cannot hold two that keep everything; the rest is profile=paper. "
-        "Prefill is a prompt of 1,000 tokens and the switch to the mode; any prompt is written to the host while it is "
-        "read, so that w/o Init. saves no time here.",
+        "The paper has LongBench averages of Llama-3.1-8B at 50 % of the memory. Here it is agreement with full on a "
+        "book at one budget, because half the memory of a model with few KV heads cannot hold two heads that keep "
+        "everything; the rest is profile=paper. Prefill is a prompt of 1,000 tokens and the switch to the mode. "
+        "kvchat writes every prompt to RAM during prefill, so w/o Init. saves no time.",
         _ablations,
     ),
     "figure-4": Part(
         "Figure 4: needles found by depth and length",
-        "16,000 to 128,000 tokens of Llama-3.1-8B there, here a passkey in the lengths of the picture, greedy answers. "
-        "The default lets the head that retrieves best represent a cluster, the published rule the nearest to its "
-        "centroid.",
+        "The paper has 16,000 to 128,000 tokens and Llama-3.1-8B. Here a passkey is hidden in texts of the lengths "
+        "shown, with greedy answers. By default the head that retrieves best represents a cluster; in the paper it is "
+        "the head nearest to the centroid.",
         _needles,
         drawn=True,
     ),
     "appendix-b1": Part(
         "Appendix B.1: clusters of heads on separate corpora",
-        "50 Wikipedia articles of 1,000 tokens a corpus there, here texts of 512 tokens of different books. Clusters "
-        "are matched by the heads that they share.",
+        "In the paper a corpus is 50 Wikipedia articles of 1,000 tokens; here it is texts of 512 tokens of one book. "
+        "Clusters are matched by the heads they share.",
         _clusters,
     ),
     "figure-6": Part(
-        "Figure 6: static ratio rho", "Agreement with full; the paper plots task scores, best at 0.5.", _static_ratios
+        "Figure 6: static ratio rho",
+        "Agreement with full. The paper plots task scores, which are best at 0.5.",
+        _static_ratios,
     ),
 }
-STUDY = Study("synckv", "drift, locality and similarity of attention, and ablations", PARTS, _variants)
+STUDY = Study("synckv", "sync mode: drift, locality and similarity of attention; ablations", PARTS, _variants)
