@@ -7,6 +7,7 @@ from collections.abc import Sequence
 MISSING = "n/a"
 BARS = "▁▂▃▄▅▆▇█"
 UNREAD = "·"  # in place of a block
+METER = 8  # cells
 
 
 def count(value: float | None) -> str:
@@ -57,6 +58,12 @@ def figure(value: float | None, unit: str = "", digits: int = 0) -> str:
 def percent(share: float | None) -> str:
     """``0.941`` -> ``94 %``."""
     return MISSING if share is None else f"{share * 100:.0f} %"
+
+
+def meter(share: float) -> str:
+    """``0.5`` -> ``▰▰▰▰▱▱▱▱``."""
+    full = int(min(share, 1.0) * METER)
+    return "▰" * full + "▱" * (METER - full)
 
 
 def bars(values: Sequence[float | None], top: float | None = None) -> str:

@@ -40,6 +40,7 @@ Plain = Annotated[bool, typer.Option("--plain", help="line by line, without colo
 Offer = tuple[str, str]
 Completer = Callable[[str], list[Offer]]
 PROGRAM, VARIABLE = "kvchat", "_KVCHAT_COMPLETE"
+FEW = 6  # words of an option, which stand beside it
 
 
 def described(section: Section, name: str) -> str:
@@ -50,13 +51,13 @@ def described(section: Section, name: str) -> str:
 
 
 def setting(section: Section, name: str, *flags: str, complete: Completer | None = None) -> Any:
-    """The option of a setting: its schema has the help, and the words where it takes one of few."""
+    """The option of a setting: its schema has the help, and the words where it takes one of a few."""
     field = section.model_fields[name]
     words, number = choices(field), _number(field.annotation)
     return typer.Option(
         *flags,
         help=described(section, name),
-        metavar="|".join(words) or number,
+        metavar="|".join(words if len(words) <= FEW else [name.upper()]) or number,
         parser=_parsed if number else None,
         autocompletion=complete or one_of(words),
     )

@@ -16,7 +16,7 @@ from pydantic import (
     field_validator,
 )
 
-from kvchat.config.modes import Params, choosable
+from kvchat.config.modes import Params, choosable, mode_names
 from kvchat.config.validation_errors import advice, reason
 from kvchat.errors import UsageError, did_you_mean
 from kvchat.files import unmarked
@@ -103,7 +103,8 @@ class KvSettings(Section):
 
 def _kv_section() -> type[KvSettings]:
     known: Any = Literal[tuple(choosable())]
-    mode = (known, Field(Load.mode, description="the KV mode a conversation starts in; auto chooses"))
+    about = f"the KV mode to start in: {', '.join(mode_names())}, or auto, which chooses; `kvchat modes` lists more"
+    mode = (known, Field(Load.mode, description=about))
     sections: dict[str, Any] = {
         name: (cls, Field(cls(), description=f"parameters of the {name} mode")) for name, cls in choosable().items()
     }

@@ -238,14 +238,12 @@ def find(revision: str, problem: Callable[[UsageError], object] = lambda error: 
     return None
 
 
-def notes(model: LoadedModel, calibration: Calibration | None) -> tuple[str, ...]:
-    """A note to the user where the model has no calibration: two modes then measure it themselves."""
-    if calibration is not None and calibration.choice is not None:
+def notes(model: LoadedModel, calibration: Calibration | None, mode: str) -> tuple[str, ...]:
+    """A note to the user if the mode in use must measure the model itself, because the model is not calibrated."""
+    measured = {"sync": calibration or model.kv_heads == 1, "speculative": calibration and calibration.choice}
+    if measured.get(mode, True):
         return ()
-    measuring = (
-        "Modes sync and speculative measure" if model.kv_heads > 1 and not calibration else "Mode speculative measures"
-    )
-    return (f"{measuring} this model on its first long prompt; for better results run kvchat calibrate {model.name}",)
+    return (f"The first long prompt measures the model for {mode} mode; more exactly: kvchat calibrate {model.name}",)
 
 
 def save(calibration: Calibration, file: Path | None = None) -> Path:

@@ -193,7 +193,7 @@ class Server:
         """Load another model. The one in use stays until that is ready, or is loaded again if both did not fit."""
         # The first load takes seconds before the loader can say anything.
         needs_torch = self._session is None and not is_server(command.model)
-        self._outbox.send(Loading("importing torch" if needs_torch else f"loading {command.model}"))
+        self._outbox.send(Loading("starting PyTorch" if needs_torch else f"loading {command.model}"))
         with self._failures_reported():
             self._replace_session(command)
         if self._session is None and (in_use := self._in_use):

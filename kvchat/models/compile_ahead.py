@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from platformdirs import user_cache_path
 
-from kvchat import paths, process, units
+from kvchat import paths, process
 from kvchat.kv.ops import cpu_ops
 from kvchat.models.hub import Progress
 from kvchat.models.quantize.rows import BLOCKS_OF_WEIGHTS, PRODUCTS
@@ -46,9 +46,7 @@ MOST = 4  # processes: each imports torch, and takes some 300 MB
 LOOK_S = 0.2
 LOWEST = 19  # priority
 IN_BFLOAT16 = "bfloat16"
-NOTE = (
-    "kvchat is compiling code for this processor in the background (once only): answers get faster in about a minute."
-)
+NOTE = "Answers get faster in about a minute: code is compiled once per machine."
 
 
 def begin(dtype: torch.dtype, first: Collection[str] = ()) -> None:
@@ -87,8 +85,7 @@ def _wait(progress: Progress, events: Iterable[threading.Event]) -> None:
     began = time.monotonic()
     for event in events:
         while not event.is_set():
-            took = units.seconds(int(time.monotonic() - began))
-            progress(f"Compiling for this processor (once only) · {took}")
+            progress(f"Compiling for this processor (once only) · {time.monotonic() - began:.0f} s")
             event.wait(LOOK_S)
 
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from kvchat.errors import ModelError
 from kvchat.models.stored_tensors import StoredTensor
-from kvchat.units import seconds, size
+from kvchat.units import meter, seconds, size
 
 Progress = Callable[[str], None]
 NOT_DOWNLOADED = ["*/*", "consolidated*"]  # the same weights once more, in other layouts
@@ -263,14 +263,14 @@ class ByteProgress:
         self._ended = True
 
     def tell(self, done: float, total: float) -> None:
-        """``Downloading 1.4 GiB of 2.8 GiB · 45.0 MiB/s · 32.0 s left``."""
+        """``Downloading ▰▰▰▰▱▱▱▱ 1.4 GiB of 2.8 GiB · 45.0 MiB/s · 32.0 s left``."""
         now = self._clock()
         too_soon = self._samples and now - self._samples[-1][0] < REPORT_S and done < total
         if self._ended or too_soon:
             return
         self._samples.append((now, done))
         began, first = self._samples[0]
-        text = f"{self._doing} {size(done)} of {size(total)}"
+        text = f"{self._doing} {meter(done / total if total else 0.0)} {size(done)} of {size(total)}"
         if now - began >= REPORT_S and done > first:
             rate = (done - first) / (now - began)
             text += f" · {size(rate)}/s · {seconds((total - done) / rate)} left"

@@ -158,10 +158,9 @@ def load_model(asked: Load, progress: Progress) -> LoadedModel:
             if has_blocks:
                 compile_ahead.wait(progress, [BLOCKS_OF_WEIGHTS])
             places = split.shares(described, chosen.quantize).places if described.others else ()
-            stage = _loading_weights(chosen.quantize, described, checkpoint)
-            progress(stage)
+            progress(_loading_weights(chosen.quantize, described, checkpoint))
             packing = mmap_large_allocations() if quantized.method else contextlib.nullcontext()
-            with reading.reported(_sizes(described, checkpoint), stage, progress, cores), packing:
+            with reading.reported(_sizes(described, checkpoint), progress, cores), packing:
                 model = reading.read(described, checkpoint, quantized, places)
                 with cores:
                     model = reading.finished(model, described, quantized, places)

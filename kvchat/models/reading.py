@@ -134,13 +134,13 @@ def _is_packed_later(described: ModelDescription, quantized: Quantization) -> bo
 
 @contextmanager
 def reported(
-    sizes: Mapping[str, int], stage: str, progress: Callable[[str], None], cores: AbstractContextManager[None]
+    sizes: Mapping[str, int], progress: Callable[[str], None], cores: AbstractContextManager[None]
 ) -> Iterator[None]:
-    """While a model is read ``progress`` is called with ``stage`` and the share of the files' bytes.
+    """While a model is read, report the share of the files' bytes to ``progress``.
 
     Each weight is taken in on the ``cores`` that are free. What makes it names the tensors, whose ``sizes`` are known.
     """
-    words = ByteProgress(_unredirected(progress), f"{stage} ·")
+    words = ByteProgress(_unredirected(progress), "Loading the weights")
     with repacking.passed_through(lambda items: _counted(items, sizes, words, cores)):
         yield
 

@@ -72,8 +72,9 @@ def choose(quantize: str, described: ModelDescription) -> Choice:
             "none",
             f"With {packages} its weights would stay small, in {small}: {libraries.extra(libraries.EXTRA_OF[small])}",
         )
-    stored = "GGUF file's" if described.location.gguf else quantization.own_method(described.config)
-    return Choice(small, f"The {stored} weights are kept in {small}; --quantize none unpacks them.")
+    method = quantization.own_method(described.config)
+    told = f"The {method} weights are kept in {small}; --quantize none unpacks them."
+    return Choice(small, "" if described.location.gguf else told)
 
 
 def _against(quantize: str, described: ModelDescription) -> str:

@@ -202,7 +202,7 @@ def test_a_model_without_one_is_measured_on_its_first_long_prompt(model, monkeyp
     text = " ".join(sentence for _, sentence in zip(range(60), sentences(5), strict=False))
     list(session.answer([Turn("user", text)], Sampling(temperature=0, max_new_tokens=2)))
     extras = session.snapshot().extras
-    assert not any("Modes sync" in note for note in session.info.notes)
+    assert not any("kvchat calibrate" in note for note in session.info.notes)
     assert extras["measured on"].startswith("this prompt")
     assert len(extras["representative heads"].split()) == 8
     assert not bool(session.attended(0).all())

@@ -111,7 +111,7 @@ def test_speed_and_time_left_are_of_the_last_seconds() -> None:
         with contextlib.suppress(StopIteration):
             progress.tell(done * 2**20, 400 * 2**20)
     first, *others = said
-    assert first == "Downloading 100 MiB of 400 MiB"
+    assert first == "Downloading ▰▰▱▱▱▱▱▱ 100 MiB of 400 MiB"
     expected = (
         ("200 MiB of 400 MiB", "50.0 MiB/s", "4.0 s"),
         ("250 MiB of 400 MiB", "50.0 MiB/s", "3.0 s"),

@@ -26,7 +26,7 @@ from kvchat.tui.screens.base import Palette
 from kvchat.tui.screens.help import HelpScreen
 from kvchat.tui.screens.settings import SettingsScreen
 from kvchat.tui.state import Phase
-from kvchat.tui.widgets.bars import ModeBar
+from kvchat.tui.widgets.bars import ModeBar, StatusBar
 from kvchat.tui.widgets.messages import Problem, Question
 from kvchat.tui.widgets.transcript import Transcript
 
@@ -194,7 +194,7 @@ async def test_an_unwritable_log_is_told_once(running, config):
 async def test_loading_stages_are_visible(running, monkeypatch):
     monkeypatch.setenv("FAKE_LOAD", "wait")
     async with running(ready=False) as (app, _pilot, until):
-        await until(lambda: "reading the weights" in app.chat.query_one(ModeBar).render().plain)
+        await until(lambda: "Reading the weights" in app.chat.query_one(StatusBar).render().plain)
 
 
 async def test_a_crash_is_shown_and_the_conversation_goes_on(running):

@@ -369,7 +369,8 @@ class ChatScreen(Screen[None]):
 
     def show_state(self, state: ChatState) -> None:
         bar = self.query_one(ModeBar)
-        bar.info, bar.phase, bar.stage, bar.download = state.info, state.phase, state.stage, state.download
+        bar.info, bar.phase, bar.download = state.info, state.phase, state.download
+        self.query_one(StatusBar).stage = state.stage
         bar.mode, bar.params = f"auto: {state.mode}" if state.auto else state.mode, state.params
         self.query_one(Composer).show_editing(state.edited is not None, state.edits_answer)
         if self.has_class("served") != state.is_served:

@@ -55,7 +55,6 @@ class ModeBar(Widget):
     DEFAULT_CSS = "ModeBar { height: 1; background: $panel; color: $text-muted; }"
 
     phase: reactive[Phase] = reactive(Phase.LOADING)
-    stage: reactive[str] = reactive("")
     download: reactive[str] = reactive("")
     info: reactive[Loaded | None] = reactive(None)
     mode: reactive[str] = reactive("")
@@ -81,18 +80,18 @@ class ModeBar(Widget):
 
     def _state(self, wide: bool) -> Content:
         dot, style, word = DOTS[self.phase]
-        text = self.stage if self.phase is Phase.LOADING and self.stage else word
         far = f" {self.download.removeprefix('Downloading ')}" if wide else ""
         download = (f"  ↓{far}", "$accent") if self.download else ""
-        return Content.assemble(download, "  ", (dot, f"bold {style}"), f" {text} " if wide else " ")
+        return Content.assemble(download, "  ", (dot, f"bold {style}"), f" {word} " if wide else " ")
 
 
 class StatusBar(Widget):
-    """Tokens per second with its recent course, time to first token, recall, badges and context used."""
+    """Speed with its recent course, time to first token, recall, badges and context used; or the stage of a load."""
 
     DEFAULT_CSS = "StatusBar { height: 1; color: $text-muted; }"
 
     snapshot: reactive[Snapshot | None] = reactive(None)
+    stage: reactive[str] = reactive("")
 
     def __init__(self, id: str | None = None) -> None:
         super().__init__(id=id)
@@ -116,7 +115,10 @@ class StatusBar(Widget):
         self._speed = self.snapshot = None
 
     def render(self) -> Content:
-        """Show what is measured and fits."""
+        """Show what is measured and fits; while a model loads, what it does."""
+        if self.stage:
+            line = Content.assemble(f" {self.stage[0].upper()}{self.stage[1:]}")
+            return line.truncate(self.size.width, ellipsis=True)
         s = self.snapshot
         if s is None:
             return Content("")

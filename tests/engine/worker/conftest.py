@@ -28,6 +28,6 @@ def session(clock: Clock) -> FakeSession:
 def child(session: FakeSession, clock: Clock) -> Iterator[Child]:
     child = Child(FakeLoader(session), clock)
     child.send(Load("bundled", mode="speculative", given={"speculative": {"budget": 128}}))
-    assert [e.stage for e in child.until(Loaded)[:-1]] == ["importing torch", "reading the weights"]
+    assert [e.stage for e in child.until(Loaded)[:-1]] == ["starting PyTorch", "reading the weights"]
     yield child
     child.close()

@@ -220,7 +220,7 @@ def test_errors_become_failures_and_the_server_goes_on(
 def test_without_a_model_everything_fails_for_good(clock: Clock) -> None:
     child = Child(FakeLoader(DoesNotFitError("Too big.")), clock)
     child.send(Load("huge"), CHAT)
-    assert child.until(Failed) == [Loading("importing torch"), Failed("Too big.", kind="DoesNotFitError", fatal=True)]
+    assert child.until(Failed) == [Loading("starting PyTorch"), Failed("Too big.", kind="DoesNotFitError", fatal=True)]
     assert [failed.fatal for failed in child.until(Failed)] == [True]
     child.close()
 
