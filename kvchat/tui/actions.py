@@ -50,7 +50,7 @@ WIDGETS: tuple[Scope, ...] = (
     "prompt", "transcript", "ribbon", "panels", "search", "conversations", "title", "models", "map",
 )  # fmt: skip
 """A key of another scope goes before those of the focused widget."""
-LETTERS: tuple[Scope, ...] = ("transcript", "ribbon", "panels", "compare", "details", "map", "help")
+LETTERS: tuple[Scope, ...] = ("transcript", "ribbon", "panels", "compare", "details", "map")
 """Nothing is typed here, so that a letter may be a key."""
 _CHILDREN: dict[Scope, tuple[Scope, ...]] = {
     "app": ("chat", "search", "title", "settings", "compare", "details", "help"),
@@ -88,6 +88,16 @@ class Action:
     needs_argument: bool = False
     waits: Literal["", "always", "argument", "questions"] = ""
     hint: str = ""
+
+    @property
+    def brief(self) -> str:
+        """Its ``doc`` without what it does in special cases, for lists of one line each."""
+        return self.doc.partition(";")[0]
+
+    @property
+    def rarity(self) -> int:
+        """Its place in lists, the most used commands first."""
+        return OFTEN.index(self.id) if self.id in OFTEN else len(OFTEN)
 
     @property
     def line(self) -> str:
@@ -353,7 +363,12 @@ ACTIONS = (
            doc="in a map: the next KV head"),
     Action(id="details.close", keys="escape,q", action="dismiss", scope="details", hint="close",
            doc="close the details"),
-    Action(id="help.close", keys="escape,q", action="dismiss", scope="help", hint="close", doc="close the help"),
+    Action(id="help.up", keys="up", action="scroll('up')", scope="help", doc="in the help: a line up"),
+    Action(id="help.down", keys="down", action="scroll('down')", scope="help", doc="in the help: a line down"),
+    Action(id="help.pageup", keys="pageup", action="scroll('page_up')", scope="help", doc="in the help: a page up"),
+    Action(id="help.pagedown", keys="pagedown", action="scroll('page_down')", scope="help",
+           doc="in the help: a page down"),
+    Action(id="help.close", keys="escape", action="dismiss", scope="help", hint="close", doc="close the help"),
 )  # fmt: skip
 BY_ID = {action.id: action for action in ACTIONS}
 COMMANDS = {action.command: action for action in ACTIONS if action.command}

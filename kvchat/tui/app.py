@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from operator import attrgetter
 from typing import Any, ClassVar
 
 from rich.segment import Segments
@@ -23,6 +24,7 @@ from textual.app import App, SystemCommand
 from textual.binding import BindingType
 from textual.color import BLACK
 from textual.command import DiscoveryHit, Hit, Hits, Provider
+from textual.content import Content
 from textual.css.query import NoMatches
 from textual.dom import DOMNode
 from textual.driver import Driver
@@ -90,7 +92,7 @@ class CommandProvider(Provider):
     async def discover(self) -> Hits:
         """List all choices, before anything is typed."""
         for choice in self._choices():
-            yield DiscoveryHit(escape(choice.title), choice.callback, choice.title, escape(choice.help))
+            yield DiscoveryHit(_one_line(Content(choice.title), choice.help), choice.callback, choice.title)
 
     async def search(self, query: str) -> Hits:
         """Find the choices whose title or description matches."""
@@ -99,12 +101,16 @@ class CommandProvider(Provider):
             score = max(matcher.match(choice.title), matcher.match(choice.help) * 0.5)
             if score > 0:
                 title = matcher.highlight(escape(choice.title))
-                yield Hit(score, title, choice.callback, choice.title, escape(choice.help))
+                yield Hit(score, _one_line(title, choice.help), choice.callback, choice.title)
 
     def _choices(self) -> Iterator[SystemCommand]:
         app = self.app
         assert isinstance(app, KvchatApp)
         return choices(app.chat, app.keys, app.themes)
+
+
+def _one_line(title: Content, doc: str) -> Content:
+    return Content.assemble(title, "  ", (doc, "not bold"))
 
 
 def choices(chat: ChatScreen, keys: Mapping[str, str], themes: Iterable[str]) -> Iterator[SystemCommand]:
@@ -113,8 +119,8 @@ def choices(chat: ChatScreen, keys: Mapping[str, str], themes: Iterable[str]) ->
     def run(line: str) -> None:
         run_worker(chat, partial(chat.run_command, line))
 
-    for action in COMMANDS.values():
-        doc = f"{action.doc}  {describe_keys(action, keys)}".rstrip()
+    for action in sorted(COMMANDS.values(), key=attrgetter("rarity")):
+        doc = f"{action.brief}  {describe_keys(action, keys)}".rstrip()
         start = partial(chat.begin_command, f"/{action.command} ") if action.usage else partial(run, action.line)
         yield SystemCommand(action.line, doc, start)
     commands = [action.run for action in COMMANDS.values() if action.run]

@@ -120,7 +120,7 @@ def shown(app, kind: type[Widget]) -> list[Widget]:
 def listed(app) -> list[str]:
     """The titles in the open palette."""
     lines = app.screen.query(CommandList)
-    return [str(choice.prompt).split("\n")[0] for choice in lines.first().options] if lines else []
+    return [str(choice.prompt).split("  ")[0] for choice in lines.first().options] if lines else []
 
 
 async def test_help_and_palette(running):

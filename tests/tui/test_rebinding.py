@@ -171,7 +171,7 @@ REBOUND = {
     "settings.close": "ctrl+g",
     "details.close": "x",
     "map.right": "l",
-    "help.close": "x",
+    "help.close": "f11",
 }
 
 
@@ -188,8 +188,8 @@ async def test_keys_of_other_screens_can_be_rebound_and_are_hinted(running, conf
         press(app, "ctrl+g", "shift+f7")
         await until(lambda: opened(app, DetailsScreen) and "←/L/↑/↓ layer and head  X close" in hints(app))
         press(app, "x", "f1")
-        await until(lambda: opened(app, HelpScreen) and hints(app) == " X close ")
-        press(app, "x")
+        await until(lambda: opened(app, HelpScreen) and hints(app) == " F11 close ")
+        press(app, "f11")
         await until(lambda: app.screen is app.chat)
 
 

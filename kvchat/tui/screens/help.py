@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import ClassVar, cast
 
 from rich.style import Style
 from rich.table import Table
@@ -12,7 +12,7 @@ from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.color import Color
 from textual.containers import Vertical, VerticalScroll
-from textual.widgets import Static
+from textual.widgets import Input, Static
 
 from kvchat.config.modes import ModeParameters
 from kvchat.conversations import comparison
@@ -28,7 +28,7 @@ from kvchat.tui.widgets.panels import legend
 
 
 class HelpScreen(Dialog):
-    """Scrolls; the key that opened it closes it too."""
+    """Scrolls, and shows only what is typed; the key that opened it closes it too."""
 
     CSS = """
     HelpScreen > Vertical { width: 92; }
@@ -38,6 +38,7 @@ class HelpScreen(Dialog):
     }
     HelpScreen .title { color: $primary; text-style: bold; margin: 0; }
     HelpScreen Static { margin: 0 0 1 0; }
+    HelpScreen Input { border: none; height: 1; margin: 0 0 1 0; background: $surface; }
     """
     BINDINGS: ClassVar[list[BindingType]] = bindings("help")
 
@@ -50,16 +51,39 @@ class HelpScreen(Dialog):
     def compose(self) -> ComposeResult:
         with Vertical() as box:
             box.border_title = "kvchat help"
-            with VerticalScroll():
-                yield from self._sections()
+            yield Input(placeholder="type to filter")
+            with VerticalScroll(can_focus=False):
+                for title, rows in self._sections():
+                    yield Static(title, classes="title")
+                    yield Static(table(rows, self._color), classes="rows")
+                yield Static("Ribbon", classes="title ribbon")
+                yield Static(legend(self._on_gpu), classes="ribbon")
             yield KeyHints()
 
-    def _sections(self) -> Iterator[Static]:
-        color = Color.parse(self.app.theme_variables["accent"])
+    @property
+    def _color(self) -> Color:
+        return Color.parse(self.app.theme_variables["accent"])
+
+    def action_scroll(self, how: str) -> None:
+        """Scroll the text, while the filter has the focus."""
+        getattr(self.query_one(VerticalScroll), f"scroll_{how}")(animate=False)
+
+    def on_input_changed(self, changed: Input.Changed) -> None:
+        """Show only rows that contain each word typed, and sections that have any."""
+        words = changed.value.casefold().split()
+        titles, bodies = self.query(".title"), self.query(".rows")
+        for title, body, (name, rows) in zip(titles, bodies, self._sections(), strict=False):
+            found = [row for row in rows if all(word in f"{name} {' '.join(row)}".casefold() for word in words)]
+            title.display = body.display = bool(found)
+            cast("Static", body).update(table(found, self._color))
+        self.query(".ribbon").set(display=not words)
+        self.query_one(VerticalScroll).scroll_home(animate=False)
+
+    def _sections(self) -> Iterable[tuple[str, Sequence[tuple[str, str]]]]:
         offered = [mode for mode in self._modes if not mode.for_comparison]
         compared = [(mode.name, mode.title) for mode in self._modes if mode.for_comparison]
         first = [(describe_keys(BY_ID[id], self._keys).split(" / ")[0], words) for id, words in FIRST_KEYS.items()]
-        sections = (
+        return (
             ("To begin with", first),
             ("Keys", key_rows(self._keys)),
             ("Commands", [(action.line, action.doc) for action in COMMANDS.values()]),
@@ -67,11 +91,6 @@ class HelpScreen(Dialog):
             ("Methods of other papers, for comparison", compared),
             ("What the figures mean", figure_rows(offered)),
         )
-        for title, rows in sections:
-            yield Static(title, classes="title")
-            yield Static(table(rows, color))
-        yield Static("Ribbon", classes="title")
-        yield Static(legend(self._on_gpu))
 
 
 def table(rows: Iterable[tuple[str, str]], color: Color) -> Table:

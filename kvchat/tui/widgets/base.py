@@ -65,7 +65,9 @@ class Options(_Steady, OptionList):
 
 
 class PaletteOptions(_Steady, CommandList):
-    """The command palette's list."""
+    """The command palette's list, one line each."""
+
+    DEFAULT_CSS = "PaletteOptions { text-wrap: nowrap; text-overflow: ellipsis; }"
 
 
 class PlainText(Widget):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import ClassVar
 
 from textual import events
@@ -24,7 +25,7 @@ from textual.widgets.option_list import Option
 from kvchat.conversations.attachments import pieces
 from kvchat.errors import UsageError
 from kvchat.foreign_text import typed, visible
-from kvchat.tui.actions import ACTIONS, ALIASES, COMMANDS, OFTEN, Action, bindings, find_command, is_command
+from kvchat.tui.actions import ACTIONS, ALIASES, COMMANDS, Action, bindings, find_command, is_command
 from kvchat.tui.prompt import mentions
 from kvchat.tui.prompt.arguments import Surroundings
 from kvchat.tui.prompt.history import PromptHistory, bytes_per_token, estimate
@@ -445,18 +446,14 @@ def _names(typed: str) -> Offer | None:
     found += [action for alias, action in ALIASES.items() if typed and alias.startswith(typed.lower())]
     if not found and len(typed) > 1:
         found = [action for name, action in COMMANDS.items() if typed.lower() in name]
-    rows = [_command(action) for action in sorted(ACTIONS, key=_rarity) if action in found]
+    rows = [_command(action) for action in sorted(ACTIONS, key=attrgetter("rarity")) if action in found]
     is_begun = len(rows) > 1 and typed.lower() not in (*COMMANDS, *ALIASES)  # sent, it would name no one command
     return Offer(f"/{typed}", tuple(rows), takes_by_enter=is_begun) if rows else None
 
 
-def _rarity(action: Action) -> int:
-    return OFTEN.index(action.id) if action.id in OFTEN else len(OFTEN)
-
-
 def _command(action: Action) -> Suggestion:
     others = f"  (also {', '.join(f'/{alias}' for alias in action.aliases)})" if action.aliases else ""
-    return Suggestion(f"/{action.command}{' ' * bool(action.usage)}", action.line, action.doc + others)
+    return Suggestion(f"/{action.command}{' ' * bool(action.usage)}", action.line, action.brief + others)
 
 
 def _argument(name: str, argument: str, now: Surroundings) -> Offer | None:

@@ -45,6 +45,19 @@ async def test_help_is_shown_in_the_terminals_own_colors(running, config):
         await until(lambda: opened(app, HelpScreen) and "Ctrl+J" in drawn(app))
 
 
+async def test_what_is_typed_filters_the_rows_and_leaves_out_empty_sections(running):
+    async with running() as (app, _pilot, until):
+        press(app, "f1")
+        await until(lambda: opened(app, HelpScreen) and "Ctrl+J" in drawn(app))
+        press(app, *"clipboard q")
+        await until(lambda: "Ctrl+J" not in drawn(app))
+        press(app, *["backspace"] * 11, *"export")
+        await until(lambda: "/export FILE" in drawn(app) and "Ctrl+J" not in drawn(app))
+        assert "To begin with" not in drawn(app)
+        press(app, "escape")
+        await until(lambda: app.screen is app.chat)
+
+
 # ---- What the screens that search in a list share: their styles reach both
 
 
