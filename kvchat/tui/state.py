@@ -314,7 +314,7 @@ def _recall(s: Stats) -> list[str]:
 
 
 def _footer(message: Message, siblings: list[Message]) -> str:
-    place = f"{siblings.index(message) + 1} of {len(siblings)}" if len(siblings) > 1 else ""
+    place = f"branch {siblings.index(message) + 1} of {len(siblings)}" if len(siblings) > 1 else ""
     cut = CUT_OFF if message.role == "assistant" and message.ending in ("", CUT_OFF) else ""
     return " · ".join(filter(None, (message.receipt or cut, place, PINNED * message.pinned)))
 

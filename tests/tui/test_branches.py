@@ -53,10 +53,10 @@ async def test_regenerating_keeps_the_answer_as_a_sibling(talk, branches):
     assert talk.view.shown[-1] == ([], [], question)
     await talk.controller.handle(done("zwei"))
     assert talk.turns == ["one", "1", "two", "zwei"]
-    assert talk.view.answers[-1].receipt == "1 tok · full · 2 of 2"
+    assert talk.view.answers[-1].receipt == "1 tok · full · branch 2 of 2"
     await branches.select_sibling(1)
     assert talk.turns[-1] == "2"
-    assert talk.view.shown[-1] == (["2"], ["1 tok · full · 1 of 2"], question)
+    assert talk.view.shown[-1] == (["2"], ["1 tok · full · branch 1 of 2"], question)
     await branches.select_sibling(-1)
     assert talk.turns[-1] == "zwei"
 
@@ -84,14 +84,18 @@ async def test_an_edited_question_is_asked_on_a_branch_of_its_own(talk, branches
     assert (talk.view.prompt, talk.view.edited) == ("one", path[0].id)
     await talk.ask("uno")
     assert talk.view.shown[-1] == ([], [], None)
-    assert talk.view.questions[-1].footer == "2 of 2"
+    assert talk.view.questions[-1].footer == "branch 2 of 2"
     assert talk.client.sent[-1].turns == (Turn("user", "uno"),)
     assert talk.controller.state.edited is None
     await talk.controller.handle(done("I"))
     talk.view.chosen = None
     await branches.select_sibling(-1)
     assert talk.turns == ["one", "1", "two", "2"]
-    assert talk.view.shown[-1] == (["one", "1", "two", "2"], ["1 of 2", *["1 tok · full", "", "1 tok · full"]], None)
+    assert talk.view.shown[-1] == (
+        ["one", "1", "two", "2"],
+        ["branch 1 of 2", *["1 tok · full", "", "1 tok · full"]],
+        None,
+    )
 
 
 async def test_what_is_edited_stays_pinned(talk, branches):
