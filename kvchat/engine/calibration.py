@@ -27,6 +27,7 @@ from kvchat.engine.synthetic_text import sentences
 from kvchat.errors import UsageError
 from kvchat.files import read_text
 from kvchat.kv.attention import AttentionSpec
+from kvchat.kv.modes.base import Mode
 from kvchat.kv.modes.sync_heads import RULES, Calibration, TokenChoice, default_clusters, roles
 from kvchat.models import attention_hook
 from kvchat.models.load import LoadedModel
@@ -238,12 +239,13 @@ def find(revision: str, problem: Callable[[UsageError], object] = lambda error: 
     return None
 
 
-def notes(model: LoadedModel, calibration: Calibration | None, mode: str) -> tuple[str, ...]:
+def notes(model: LoadedModel, mode: Mode) -> tuple[str, ...]:
     """A note to the user if the mode in use must measure the model itself, because the model is not calibrated."""
-    measured = {"sync": calibration or model.kv_heads == 1, "speculative": calibration and calibration.choice}
-    if measured.get(mode, True):
+    if not mode.needs_calibration:
         return ()
-    return (f"The first long prompt measures the model for {mode} mode; more exactly: kvchat calibrate {model.name}",)
+    return (
+        f"The first long prompt measures the model for {mode.name} mode; more exactly: kvchat calibrate {model.name}",
+    )
 
 
 def save(calibration: Calibration, file: Path | None = None) -> Path:

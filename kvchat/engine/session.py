@@ -458,7 +458,7 @@ class Session(Released):
                 *model.notes,
                 *self._loop.encoder.notes,
                 *map(str, switcher.calibration_problems),
-                *calibration.notes(model, switcher.calibration, kv.mode.name),
+                *calibration.notes(model, kv.mode),
                 *filter(None, [switcher.auto.line]),
             ),
             weights=model.weights,
