@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.integrity import check_integrity
 from support.shape_runner import filled
 
 from kvchat.bench import decode, model_shapes
@@ -14,7 +15,6 @@ from kvchat.bench.settings import Decode
 from kvchat.config.profiles import Measured
 from kvchat.engine.runner import geometry_of, traits_of
 from kvchat.errors import UsageError
-from kvchat.kv.inspect import check_integrity
 from kvchat.kv.modes import build
 
 SPECULATIVE = parsed("speculative:sink=64,window=64", 320)  # six retrieved pages

@@ -9,6 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from support.integrity import check_integrity
 from support.memory_faults import HostMemoryError
 from support.shape_runner import filled
 from typer.testing import CliRunner
@@ -19,7 +20,6 @@ from kvchat.bench.settings import Prefill
 from kvchat.cli.bench import app
 from kvchat.engine.runner import ModelRunner, geometry_of, traits_of
 from kvchat.errors import DoesNotFitError, UsageError
-from kvchat.kv.inspect import check_integrity
 from kvchat.kv.modes import build
 
 CPU = ModelChoice(device="cpu")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from contextlib import suppress
 
 import pytest
+from support.integrity import check_integrity
 from support.loads import entering
 from support.memory_faults import PLACES, MemoryRunsOut, places_of
 
 from kvchat.config.modes import mode_names
 from kvchat.engine.session import Session
 from kvchat.errors import DoesNotFitError
-from kvchat.kv.inspect import check_integrity
 from kvchat.models.load import LoadedModel, load_model
 from kvchat.protocol.messages import Load, Sampling, Turn
 

@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from support import tiny_multimodal
+from support.integrity import check_integrity
 from support.loads import entering
 from support.tiny_runner import speaking
 
@@ -18,7 +19,6 @@ from kvchat.engine.prefix_cache import WriteBehind
 from kvchat.engine.session import Session
 from kvchat.engine.synthetic_text import sentences
 from kvchat.errors import DoesNotFitError, UsageError
-from kvchat.kv.inspect import check_integrity
 from kvchat.kv.memory import available
 from kvchat.models.load import load_model
 from kvchat.protocol.messages import Compared, Comparing, Keeping, Load, Prefilled, Sampling, Started, Turn, Variant

@@ -13,6 +13,7 @@ import random
 import pytest
 import torch
 from support.dense_attention import softmax
+from support.integrity import check_integrity
 from support.reference import coded
 from support.tiny_models import CONTEXT
 from support.tiny_runner import PARAMS, loaded, mode_of, prefilled, same_steps, token_ids
@@ -20,7 +21,7 @@ from support.tiny_runner import PARAMS, loaded, mode_of, prefilled, same_steps, 
 from kvchat.config.modes import FullParameters
 from kvchat.engine.runner import GraphRunner, ModelRunner, geometry_of, traits_of
 from kvchat.kv import inspect
-from kvchat.kv.inspect import attended, check_integrity
+from kvchat.kv.inspect import attended
 from kvchat.kv.modes import build
 from kvchat.kv.transfer import SideStream
 from kvchat.models import attention_hook

@@ -8,13 +8,13 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+from support.integrity import check_integrity
 from support.loads import entering
 from support.memory_faults import PLACES, MemoryRunsOut
 
 from kvchat.engine.sampler import Sampler
 from kvchat.engine.session import Session
 from kvchat.errors import DoesNotFitError, EngineError, KvchatError
-from kvchat.kv.inspect import check_integrity
 from kvchat.kv.modes import drafting, full
 from kvchat.kv.modes.drafting import Lookup, Window
 from kvchat.protocol.messages import Finished, Noted, Sampling, Text, Turn, Variant

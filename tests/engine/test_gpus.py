@@ -8,13 +8,13 @@ import pytest
 import torch
 from support import byte_tokenizer, tiny_models
 from support.fake_cuda.device import gpu
+from support.integrity import check_integrity
 from support.tiny_runner import PARAMS, Wordless, loaded, mode_of, prefilled, runner_of, same_steps, token_ids
 
 from kvchat.engine.plan import memory_plan
 from kvchat.engine.runner import ModelRunner
 from kvchat.engine.session import Session
 from kvchat.errors import DoesNotFitError, ModelError, UsageError
-from kvchat.kv.inspect import check_integrity
 from kvchat.models import attention_hook, reading, split
 from kvchat.models.description import describe
 from kvchat.models.load import LoadedModel, load_model, wrap

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from support.integrity import check_integrity
 from support.patience import PATIENCE_S
 
 from kvchat.config.modes import mode_names
@@ -16,7 +17,6 @@ from kvchat.engine import answer as answers
 from kvchat.engine.answer import Released
 from kvchat.engine.session import Session, load
 from kvchat.errors import KvchatError, UsageError
-from kvchat.kv.inspect import check_integrity
 from kvchat.models.load import LoadedModel
 from kvchat.protocol.messages import Finished, Prefilled, Sampling, Started, Turn, Variant
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.integrity import check_integrity
 from support.kept_chat import OTHER, TALE, Chat, came_back, notes
 from support.tiny_runner import PARAMS, Wordless, loaded, mode_of, prefilled, token_ids
 
@@ -17,7 +18,6 @@ from kvchat.engine import prefix_cache
 from kvchat.engine.prefix_cache import SavedFolder, WriteBehind, rows_of
 from kvchat.engine.prompt import Stored
 from kvchat.engine.runner import ModelRunner
-from kvchat.kv.inspect import check_integrity
 from kvchat.kv.memory.page_file import HEADER_BYTES
 from kvchat.models.recurrent import TAIL
 from kvchat.protocol.messages import Turn

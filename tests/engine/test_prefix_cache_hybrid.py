@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from support import tiny_models
+from support.integrity import check_integrity
 from support.kept_chat import OTHER, TALE, Chat, came_back, notes
 from support.tiny_runner import loaded, mode_of, prefilled, token_ids
 
 from kvchat.engine import prefix_cache
-from kvchat.kv.inspect import check_integrity
 from kvchat.models.recurrent import TAIL
 from kvchat.protocol.messages import Resumed, Turn
 

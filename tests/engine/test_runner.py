@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from support import tiny_models
+from support.integrity import check_integrity
 from support.tiny_runner import loaded, prefilled, runner_of, token_ids
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvchat.config.modes import parse
 from kvchat.engine.runner import ModelRunner, geometry_of, traits_of
 from kvchat.errors import DoesNotFitError, UsageError
-from kvchat.kv.inspect import attended, check_integrity
+from kvchat.kv.inspect import attended
 from kvchat.kv.modes import build
 from kvchat.models import attention_hook
 

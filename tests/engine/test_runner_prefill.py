@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.integrity import check_integrity
 from support.tiny_runner import loaded, prefilled, runner_of
 
 from kvchat.bench.beside.baselines import as_written
@@ -11,7 +12,6 @@ from kvchat.engine import runner
 from kvchat.engine.runner import WithoutAttention, prefill_bytes_per_token
 from kvchat.errors import DoesNotFitError
 from kvchat.kv import prefill
-from kvchat.kv.inspect import check_integrity
 from kvchat.kv.memory import available
 from kvchat.models import attention_hook
 from kvchat.models.load import load_model

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.integrity import check_integrity
 from support.loads import entering
 from support.patience import PATIENCE_S
 
@@ -21,7 +22,6 @@ from kvchat.config.modes import MAX_COUNT
 from kvchat.engine import session as sessions
 from kvchat.engine.session import Session, load, open_session
 from kvchat.errors import KvchatError, UsageError
-from kvchat.kv.inspect import check_integrity
 from kvchat.paths import bundled_model_dir
 from kvchat.protocol.messages import Finished, Keeping, Load, Sampling, Turn, Variant
 

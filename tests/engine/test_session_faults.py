@@ -15,6 +15,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from support.attended_logits import logits_over_attended
+from support.integrity import check_integrity
 from support.loads import entering
 from support.memory_faults import PLACES, MemoryRunsOut, places_of
 from support.tiny_runner import PARAMS, loaded, token_ids
@@ -25,7 +26,6 @@ from kvchat.engine.runner import geometry_of
 from kvchat.engine.session import Session
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.geometry import GROWTH_HEADROOM
-from kvchat.kv.inspect import check_integrity
 from kvchat.kv.manager import SlotsState
 from kvchat.models.load import LoadedModel
 

@@ -25,6 +25,7 @@ from hypothesis.stateful import (
 )
 from support.attended_logits import logits_over_attended
 from support.byte_tokenizer import MARKERS, SIZE
+from support.integrity import check_integrity
 from support.memory_faults import PLACES, MemoryRunsOut
 from support.tiny_models import CONTEXT
 from support.tiny_runner import PARAMS, speaking
@@ -35,7 +36,6 @@ from kvchat.engine.runner import geometry_of
 from kvchat.engine.session import Session
 from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.geometry import GROWTH_HEADROOM
-from kvchat.kv.inspect import check_integrity
 from kvchat.protocol.messages import Finished, Sampling, Turn, Variant
 
 HYBRID = "qwen3_5"

@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 from support.fake_cuda.device import TOTAL, Refused, gpu
 from support.fake_cuda.races import Race
+from support.integrity import check_integrity
 from support.tiny_runner import loaded, mode_of, prefilled, runner_of, token_ids
 
 from kvchat.engine.runner import GraphRunner, ModelRunner
 from kvchat.errors import DoesNotFitError
-from kvchat.kv.inspect import check_integrity
 from kvchat.kv.memory import pinned
 from kvchat.kv.transfer import SideStream
 from kvchat.models.load import LoadedModel

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 from support.dense_attention import softmax
+from support.integrity import check_integrity
 from support.kv_run import Run
 from support.mode_rows import FIRST, MIXED
 from support.toy_model import toy
@@ -15,7 +16,6 @@ from kvchat.kv import inspect
 from kvchat.kv.inspect import (
     attended,
     attended_counts,
-    check_integrity,
     held_per_head,
     read_per_head,
     read_tokens,

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.eight_bit_run import EightBitRun
 from support.grids import pairwise, thinned
+from support.integrity import check_integrity
 from support.kv_run import Run
 from support.kv_steps import decode_step, forward, prefill
 from support.memory import stored_rows
@@ -16,7 +17,7 @@ from support.mode_rows import CORE, FIRST, MIXED, ROWS
 from support.toy_model import toy
 
 from kvchat.errors import DoesNotFitError
-from kvchat.kv.inspect import attended, check_integrity
+from kvchat.kv.inspect import attended
 from kvchat.kv.manager import take_checkpoint
 from kvchat.kv.memory import available
 from kvchat.kv.memory.device_slots import DeviceSlots

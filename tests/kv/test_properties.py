@@ -6,12 +6,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.dense_attention import assert_near
+from support.integrity import check_integrity
 from support.kv_run import Run
 from support.kv_steps import as_on_a_gpu
 from support.toy_model import KINDS, toy
 
 from kvchat.config.modes import mode_names
-from kvchat.kv.inspect import attended, check_integrity
+from kvchat.kv.inspect import attended
 
 DEEP = settings(max_examples=25)
 

@@ -7,13 +7,14 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from support.integrity import check_integrity
 from support.kv_run import Run
 from support.kv_steps import as_on_a_gpu, decode_step, forward
 from support.mode_rows import FIRST, MET, MIXED, ROWS
 from support.toy_model import toy
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from kvchat.kv.inspect import attended, check_integrity
+from kvchat.kv.inspect import attended
 from kvchat.kv.manager import KVManager
 from kvchat.kv.memory import host_pool
 from kvchat.kv.ops import torch_ops

@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import torch
 from support.dense_attention import assert_near, dense
+from support.integrity import check_integrity
 from support.kv_run import Run
 from support.kv_steps import prefill
 from support.toy_model import Toy
 from torch import Tensor
 
-from kvchat.kv.inspect import attended, check_integrity
+from kvchat.kv.inspect import attended
 from kvchat.kv.memory.device_slots import DeviceSlots
 
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.integrity import check_integrity
 from support.kv_steps import decode_step, forward, prefill
 
 from kvchat.config.modes import parse
 from kvchat.kv.attention import AttentionSpec
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.inspect import check_integrity
 from kvchat.kv.manager import KVManager
 from kvchat.kv.modes import (
     build,

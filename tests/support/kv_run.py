@@ -9,6 +9,7 @@ from support.comparison_reference import COMPARISON
 from support.comparison_reference import ROWS as ASKED
 from support.dense_attention import assert_near, dense
 from support.freeze_reference import FreezeReference
+from support.integrity import check_integrity
 from support.kv_steps import decode_step, forward, prefill
 from support.mode_rows import ROWS
 from support.reference import (
@@ -22,7 +23,7 @@ from support.toy_model import Toy
 from torch import Tensor
 
 from kvchat.config.modes import parse
-from kvchat.kv.inspect import attended, check_integrity
+from kvchat.kv.inspect import attended
 from kvchat.kv.manager import KVManager
 from kvchat.kv.modes import build
 from kvchat.kv.modes.freekv import FreeKV

@@ -9,11 +9,12 @@ from typing import Any, ClassVar
 
 import torch
 from support import byte_tokenizer, tiny_models
+from support.integrity import check_integrity
 from support.toy_model import calibration
 
 from kvchat.config.modes import parse
 from kvchat.engine.runner import ModelRunner, geometry_of, traits_of
-from kvchat.kv.inspect import attended, check_integrity, read_tokens
+from kvchat.kv.inspect import attended, read_tokens
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import Mode
 from kvchat.models import split

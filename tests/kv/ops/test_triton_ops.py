@@ -7,13 +7,14 @@ import dataclasses
 import pytest
 import torch
 from support.dense_attention import assert_near, dense
+from support.integrity import check_integrity
 from support.kv_run import Run
 from support.kv_steps import decode_step, forward, prefill
 from support.mode_rows import FIRST, ROWS
 from support.toy_model import toy
 
 from kvchat.config.modes import parse
-from kvchat.kv.inspect import attended, check_integrity
+from kvchat.kv.inspect import attended
 from kvchat.kv.manager import KVManager
 from kvchat.kv.modes import build
 from kvchat.kv.ops.triton_ops import TritonOps
