@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from support import quick_stylesheets, start_app
+from support import quick_engine, quick_stylesheets
 from support.app_driver import prompt, wait_for
 from support.fake_view import FakeClient, FakeView
 from support.patience import PATIENCE_S
@@ -25,7 +24,6 @@ from kvchat.tui.state import AppConfig, Phase
 from kvchat.tui.widgets.composer import Prompt
 
 quick_stylesheets.install()
-FAKE_ENGINE = (sys.executable, str(start_app.FAKE_ENGINE))
 LOADED = Loaded("bundled", "llama", 43_000_000, "cpu", "float32", 16384, 8, 4, 32, 16384, "full", {})
 
 Condition = Callable[[], object]
@@ -33,12 +31,18 @@ Until = Callable[[Condition], Awaitable[None]]
 Running = Callable[..., AbstractAsyncContextManager[tuple[KvchatApp, Pilot[None], Until]]]
 
 
+@pytest.fixture(scope="session")
+def engine_command() -> Iterator[tuple[str, ...]]:
+    with quick_engine.started() as command:
+        yield command
+
+
 @pytest.fixture
-def config(tmp_path: Path) -> AppConfig:
+def config(tmp_path: Path, engine_command: tuple[str, ...]) -> AppConfig:
     return AppConfig(
         log_file=tmp_path / "state" / "kvchat.log",
         history_file=tmp_path / "state" / "history",
-        engine_command=FAKE_ENGINE,
+        engine_command=engine_command,
     )
 
 
