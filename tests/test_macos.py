@@ -8,16 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.in_turn import run_in_turn
 
 STUB = Path(__file__).parent / "support" / "macos"
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(STUB), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "kvchat", *arguments]
-    return subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=120, check=False
-    )
+ASKED = ["ask", "My cat is called Biscuit. What is my cat called?", "--temperature", "0", "--max-new-tokens", "20"]
 
 
 def test_the_stub_takes_away_what_only_linux_has():
@@ -27,16 +21,12 @@ def test_the_stub_takes_away_what_only_linux_has():
     assert "FileNotFoundError" in ended.stderr
 
 
-@pytest.mark.parametrize("mode", ["full", "speculative"])
-def test_a_question_is_answered(mode):
-    asked = "My cat is called Biscuit. What is my cat called?"
-    ended = run("ask", asked, "--mode", mode, "--temperature", "0", "--max-new-tokens", "20")
-    assert ended.returncode == 0, ended.stderr
-    assert "Biscuit" in ended.stdout
-
-
-def test_models_plan_and_doctor_find_the_machine():
-    for arguments in (["models"], ["plan", "bundled"], ["doctor"]):
-        ended = run(*arguments)
-        assert ended.returncode == 0, (arguments, ended.stderr)
-        assert "could not be read" not in ended.stdout, ended.stdout
+@pytest.mark.slow("a process imports torch and answers twice")
+def test_questions_are_answered_and_models_plan_and_doctor_find_the_machine():
+    path = os.pathsep.join([str(STUB), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    asked = [[*ASKED, "--mode", mode] for mode in ("full", "speculative")]
+    looked = [["models"], ["plan", "bundled"], ["doctor"]]
+    done = run_in_turn([*asked, *looked], os.environ | {"PYTHONPATH": path})
+    assert [one.code for one in done] == [0] * 5, [one.err for one in done]
+    assert all("Biscuit" in one.out for one in done[:2])
+    assert not [one.out for one in done[2:] if "could not be read" in one.out]

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from support.environment import environ
+from support.in_turn import run_in_turn
 
 from kvchat import libraries
 from kvchat.engine.worker import Loader
@@ -36,21 +37,20 @@ def test_one_answer_goes_to_stdout_and_the_rest_to_stderr(serve) -> None:
     assert (told["text"], told["model"], told["mode"]) == ("Hello.", "Qwen/Qwen3-4B", "server")
 
 
-@pytest.mark.slow("commands in processes of their own")
-@pytest.mark.parametrize(
-    ("words", "code"),
-    [
-        (("ask", "Hi.", "-m", "http://127.0.0.1:1"), 1),
-        (("ask", "Hi.", "-m", "http://me:geheim@127.0.0.1:1"), 2),
-        (("plan", "http://127.0.0.1:1"), 2),
-        (("compare", "Hi.", "full", "sync", "-m", "http://127.0.0.1:1"), 2),
-    ],
-)
-def test_refusals_have_a_code_and_no_traceback(words, code: int) -> None:
-    done = kvchat(*words)
-    assert (done.returncode, done.stdout) == (code, "")
-    assert "Traceback" not in done.stderr
-    assert "geheim" not in done.stderr
+CODES = {
+    ("ask", "Hi.", "-m", "http://127.0.0.1:1"): 1,
+    ("ask", "Hi.", "-m", "http://me:geheim@127.0.0.1:1"): 2,
+    ("plan", "http://127.0.0.1:1"): 2,
+    ("compare", "Hi.", "full", "sync", "-m", "http://127.0.0.1:1"): 2,
+}
+
+
+@pytest.mark.slow("commands in a process of their own")
+def test_refusals_have_a_code_and_no_traceback() -> None:
+    for one, (words, code) in zip(run_in_turn([*CODES], environ()), CODES.items(), strict=True):
+        assert (one.code, one.out) == (code, ""), words
+        assert "Traceback" not in one.err
+        assert "geheim" not in one.err
 
 
 @pytest.mark.slow("commands in processes of their own")

@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 import torch
+from support.grids import thinned
 from support.kv_run import Run
 from support.memory import resident, tensors_of
 from support.mode_rows import CORE, ROWS
@@ -77,8 +78,10 @@ def test_8_bit_pages_lie_one_after_another():
 PLAIN = ("plain", "plain")
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"d_k": 32, "d_v": 8}, {"dtype": torch.bfloat16, "kv_heads": 4}])
-@pytest.mark.parametrize("row", ROWS)
+SIZES = [{}, {"d_k": 32, "d_v": 8}, {"dtype": torch.bfloat16, "kv_heads": 4}]
+
+
+@pytest.mark.parametrize(("row", "kwargs"), thinned(ROWS, SIZES))
 def test_bytes_reported_are_bytes_allocated_and_bytes_foretold(row, kwargs):
     run = Run.of_row(row, toy(PLAIN, page=8, **kwargs))
     run.prefill(300)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.grids import pairwise
 
 from kvchat.kv.attention import AttentionSpec
 from kvchat.kv.ops import cpu_ops
@@ -29,13 +30,13 @@ def exact(query, keys, values, start, spec):
     return scores.softmax(-1)[..., : start + n] @ values
 
 
-@pytest.mark.parametrize("dtype", cpu_ops.KNOWN, ids=str)
-@pytest.mark.parametrize(("heads", "group", "d_k", "d_v"), [(4, 2, 64, 64), (1, 3, 20, 16), (2, 7, 128, 96)])
-@pytest.mark.parametrize(
-    ("window", "softcap", "has_sinks"),
-    [(None, None, False), (100, None, True), (1, 5.0, False), (4000, None, True), (2050, 3.0, True)],
-)
-def test_rows_attend_to_what_each_of_them_sees(heads, group, d_k, d_v, window, softcap, has_sinks, dtype):
+SHAPES = [(4, 2, 64, 64), (1, 3, 20, 16), (2, 7, 128, 96)]  # heads, queries of each, d_k, d_v
+LAYERS = [(None, None, False), (100, None, True), (1, 5.0, False), (4000, None, True), (2050, 3.0, True)]
+
+
+@pytest.mark.parametrize(("layer", "shape", "dtype"), pairwise(LAYERS, SHAPES, [*cpu_ops.KNOWN]), ids=str)
+def test_rows_attend_to_what_each_of_them_sees(layer, shape, dtype):
+    (window, softcap, has_sinks), (heads, group, d_k, d_v) = layer, shape
     draw = torch.Generator().manual_seed(1)
     spec = AttentionSpec(d_k**-0.5, window, softcap, torch.randn(heads * group, generator=draw) if has_sinks else None)
     for n, start in ((1, 2048), (2, 2559), (5, 2049), (8, 3000), (32, 2100)):
