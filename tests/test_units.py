@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
 
-import kvchat
 from kvchat import units
 
 
@@ -46,14 +42,3 @@ from kvchat import units
 )
 def test_numbers(shown, text):
     assert shown == text
-
-
-BY_HAND = re.compile(r":[,.\d]*[fg]\} ?(B|[KMG]iB|ms|s|s/GiB|%)\b")
-PACKAGE = Path(kvchat.__file__).parent
-
-
-def test_no_other_file_formats_bytes_or_times() -> None:
-    """But the benchmarks, whose columns are aligned."""
-    files = [path for path in PACKAGE.rglob("*.py") if path.name != "units.py" and "bench" not in path.parts]
-    assert len(files) > 200
-    assert not [(path.name, found[0]) for path in files for found in BY_HAND.finditer(path.read_text("utf-8"))]

@@ -1,32 +1,23 @@
-"""``kvchat ask`` with the bundled model: once in a process of its own, as a person starts it, otherwise in this one."""
+"""``kvchat ask`` with the bundled model, in this process; ``test_main_environment`` starts one as a person does."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 from support.command_line import Run
 
-pytestmark = pytest.mark.slow("the bundled model is loaded, once by a process of its own")
+pytestmark = pytest.mark.slow("the bundled model is loaded")
 GREEDY = ("--temperature", "0")
 
 
-def ask(*args: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
-    env = {**os.environ, "TERM": "dumb"}
-    command = [sys.executable, "-m", "kvchat", "ask", *args]
-    return subprocess.run(command, input=stdin, capture_output=True, timeout=600, env=env)
-
-
 def test_a_question_is_answered_and_nothing_else_is_printed(run: Run) -> None:
-    plain = ask("What is the capital of France?", *GREEDY)
-    assert (plain.returncode, plain.stderr) == (0, b"")
+    plain = run("ask", "What is the capital of France?", *GREEDY)
+    assert (plain.code, plain.err) == (0, "")
     as_json = run("ask", "--json", *GREEDY, stdin=b"What is the capital of France?\n")
     assert (as_json.code, as_json.err) == (0, "")
     result = json.loads(as_json.out)
-    assert plain.stdout.decode() == result["text"] + "\n"
+    assert plain.out == result["text"] + "\n"
     assert (result["mode"], result["finish_reason"]) == ("full", "eos")
     assert len(result["token_ids"]) == result["stats"]["generated_tokens"] > 0
 

@@ -42,12 +42,19 @@ HELLO = (Turn("user", "Hello! My name is Maria."),)
         lambda s: s.info,
         lambda s: s.model,
         lambda s: s.withdrawable,
+        lambda s: list(s.resume("other", HELLO)),
+        lambda s: list(s.compare(HELLO, [Variant("full")], GREEDY)),
+        lambda s: s.forget("other"),
+        lambda s: s.keep_pages("int8"),
+        lambda s: s.hide_needle(300, 1),
+        lambda s: s.details(),
     ],
 )
 def test_a_closed_session_says_so(session, use):
     session.close()
     with pytest.raises(UsageError, match="closed"):
         use(session)
+    assert session.token_ids == []
     session.cancel()
     session.close()
 

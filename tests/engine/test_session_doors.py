@@ -35,24 +35,6 @@ LARGEST = [(mode, name) for mode in modes.mode_names() for name in modes.registe
 # ---- closed
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda s: list(s.resume("other", HELLO)),
-        lambda s: list(s.compare(HELLO, BOTH, GREEDY)),
-        lambda s: s.forget("other"),
-        lambda s: s.keep_pages("int8"),
-        lambda s: s.hide_needle(300, 1),
-        lambda s: s.details(),
-    ],
-)
-def test_a_closed_session_says_so(session, use):
-    session.close()
-    with pytest.raises(UsageError, match="closed"):
-        use(session)
-    assert session.token_ids == []
-
-
 @pytest.mark.parametrize("begin", [lambda s: s.rebuild(), lambda s: s.compare(LONG, BOTH, GREEDY)])
 def test_what_goes_on_after_close_says_so(model, begin):
     session = Session(model, entering("streaming", {"budget": 64}))
