@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,13 +9,12 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from support.integrity import check_integrity
-from support.patience import PATIENCE_S
 
 from kvchat.config.modes import mode_names
 from kvchat.engine import answer as answers
 from kvchat.engine.answer import Released
-from kvchat.engine.session import Session, load
-from kvchat.errors import KvchatError, UsageError
+from kvchat.engine.session import Session
+from kvchat.errors import UsageError
 from kvchat.models.load import LoadedModel
 from kvchat.protocol.messages import Finished, Prefilled, Sampling, Started, Turn, Variant
 
@@ -179,29 +177,6 @@ def test_cancels_from_another_thread_at_any_moment_end_answers_and_nothing_else(
         done.set()
         thread.join()
     assert list(session.answer(HELLO, GREEDY))[-1].reason != "stopped"
-
-
-# ---- a fork
-
-
-def in_a_fork(session: Session, queue: multiprocessing.Queue[str]) -> None:
-    for use in (lambda: list(session.chat("Hello")), lambda: session.switch("streaming"), lambda: session.step(5)):
-        try:
-            use()
-        except KvchatError as error:
-            queue.put(error.title)
-
-
-@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
-def test_a_fork_after_loading_is_refused_and_does_not_hang():
-    session, context = load("bundled", device="cpu"), multiprocessing.get_context("fork")
-    queue: multiprocessing.Queue[str] = context.Queue()
-    process = context.Process(target=in_a_fork, args=(session, queue))
-    process.start()
-    assert all("forked" in queue.get(timeout=PATIENCE_S) for _ in range(3))
-    process.join(PATIENCE_S)
-    assert process.exitcode == 0
-    session.close()
 
 
 # ---- Threads that use one session at once: what one of them does is whole, and the others are told so

@@ -257,6 +257,8 @@ def test_a_fork_loads_no_model(session):
     assert "forked process" in outcome(compared.close)
     assert "No model can be loaded" in outcome(lambda: load("bundled", device="cpu"))
     assert outcome(lambda: session.total) == repr(session.total)
+    for use in (lambda: list(session.chat("Hello")), lambda: session.switch("streaming"), lambda: session.step(5)):
+        assert "forked process" in outcome(use)
 
 
 # ---- the end of the process
