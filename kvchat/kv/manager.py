@@ -368,7 +368,7 @@ class KVManager:
     def _attend_step(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         ops, held = self.state.ops, self.state.slots_of[layer]
         ops.append(held, layer, key, value)
-        needs_weights = self.mode.attention_begin(layer, query, key, spec)
+        needs_weights = self.mode.attention_begin(layer, query, key)
         parts = [ops.attend(slots, layer, query, spec, needs_weights) for slots in held]
         self._queries[layer] = query
         self.mode.attention_end(layer, query, [weights for _, weights in parts if weights], spec)

@@ -14,7 +14,6 @@ from kvchat.bench.frame import Row, parsed
 from kvchat.bench.paper import comparison
 from kvchat.bench.paper.study import Lab, Part, Study, agreement, forced, rounded, row
 from kvchat.config.modes import FullParameters, SpeculativeParameters
-from kvchat.kv.attention import AttentionSpec
 from kvchat.kv.modes.freekv import FreeKV
 from kvchat.kv.ops.selection import Candidates
 from kvchat.kv.state import KVState
@@ -291,10 +290,10 @@ class Ablated(FreeKV):
         super().attach(state)
         self._below = state.query[0]
 
-    def attention_begin(self, layer: int, query: Tensor, key: Tensor, spec: AttentionSpec) -> bool:
+    def attention_begin(self, layer: int, query: Tensor, key: Tensor) -> bool:
         below, self._below = self._below, query
         asked = below if self.parameters.source == "layer below" and layer else query
-        return super().attention_begin(layer, asked, key, spec)
+        return super().attention_begin(layer, asked, key)
 
     def choose(self, layer: int, scores: Tensor, candidates: Candidates, flagged: Tensor | None = None) -> Tensor:
         return super().choose(layer, POOLED[self.parameters.pooling](scores, candidates), candidates, flagged)

@@ -174,7 +174,7 @@ class Mode:
     before a step        ``prepare_step()``                             grow; what kind of step it is
     in a step            ``forward_begin(position)``                    give the new token its slots
     ... one layer ahead  ``estimated(layer, query)``                    choose with an estimate of the layer's query
-    ... in each layer    ``attention_begin(layer, query, key, spec)``   correct; are the weights wanted?
+    ... in each layer    ``attention_begin(layer, query, key)``         correct; are the weights wanted?
     ... in each layer    ``attention_end(layer, query, weights, spec)`` score, select, recall
     in a step            ``forward_end(position)``                      look back at the whole step
     on an alarm          ``recover(level)``                             read more for a while
@@ -301,7 +301,7 @@ class Mode:
     def estimated(self, layer: int, query: Tensor) -> None:
         """Act before the layer before runs, given an estimate ``query [H_q, d_k]`` of what this layer will ask."""
 
-    def attention_begin(self, layer: int, query: Tensor, key: Tensor, spec: AttentionSpec) -> bool:
+    def attention_begin(self, layer: int, query: Tensor, key: Tensor) -> bool:
         """Act before the layer's attention, given the new token's ``query [H_q, d_k]`` and ``key [H, d_k]``.
 
         Returns:

@@ -133,7 +133,7 @@ class FreeKV(IndexedMode):
         if self._has_all:
             self._open_pages(self.slots, slice(None), self._oldest)
 
-    def attention_begin(self, layer: int, query: Tensor, key: Tensor, spec: AttentionSpec) -> bool:
+    def attention_begin(self, layer: int, query: Tensor, key: Tensor) -> bool:
         if layer < self.first:
             return False
         if self.state.ops.reads_back:

@@ -236,7 +236,7 @@ class Freeze(Mode):
         self._scores = Scores(self.parameters.score, self.sink, self.slots.table[0, 0])
         self._keys = list[Tensor]()
 
-    def attention_begin(self, layer: int, query: Tensor, key: Tensor, spec: AttentionSpec) -> bool:
+    def attention_begin(self, layer: int, query: Tensor, key: Tensor) -> bool:
         self._keys.append(key)
         return self.parameters.score == "prob_rel"
 

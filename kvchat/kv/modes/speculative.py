@@ -42,7 +42,6 @@ from torch import Tensor
 
 from kvchat.config.modes import SpeculativeParameters
 from kvchat.errors import UsageError
-from kvchat.kv.attention import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import Layout
 from kvchat.kv.modes.base import (
@@ -151,7 +150,7 @@ class Speculative(IndexedMode):
             self._choose(layer, query)
         self._begun.append(layer)
 
-    def attention_begin(self, layer: int, query: Tensor, key: Tensor, spec: AttentionSpec) -> bool:
+    def attention_begin(self, layer: int, query: Tensor, key: Tensor) -> bool:
         if layer < self.first:
             return False
         if layer not in self._begun:

@@ -216,7 +216,7 @@ class Sync(Mode):
         if width > self.held.shape[2]:
             self.held = torch.nn.functional.pad(self.held, (0, width - self.held.shape[2]), value=EMPTY)
 
-    def attention_begin(self, layer: int, query: Tensor, key: Tensor, spec: AttentionSpec) -> bool:
+    def attention_begin(self, layer: int, query: Tensor, key: Tensor) -> bool:
         return self.split and self.held.shape[2] > 0 and self.anticipates
 
     def attention_end(self, layer: int, query: Tensor, weights: list[Weights], spec: AttentionSpec) -> None:

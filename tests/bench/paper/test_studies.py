@@ -293,7 +293,7 @@ def test_the_layer_below_is_asked_at_the_same_step(tiny_shape, monkeypatch):
     monkeypatch.setattr(
         FreeKV,
         "attention_begin",
-        lambda self, layer, query, key, spec: given.append(query.clone()) or begin(self, layer, query, key, spec),
+        lambda self, layer, query, key: given.append(query.clone()) or begin(self, layer, query, key),
     )
     walk = Walk(tiny_shape)
     walk.begin(PROMPT, AblatedParameters(budget=192, tau=2, source="layer below"))

@@ -77,7 +77,7 @@ class H2O(ObservedMode):
         self._grow()
         return Step(exact=self.state.total < self.budget)
 
-    def attention_begin(self, layer: int, query: Tensor, key: Tensor, spec: AttentionSpec) -> bool:
+    def attention_begin(self, layer: int, query: Tensor, key: Tensor) -> bool:
         table = self.slots.table_of(layer)
         may_go = (table >= 0) & (table <= self.state.position - self.window) & ~self._always(table)
         worst = self.sums[layer].masked_fill(~may_go, torch.inf).argmin(-1, keepdim=True)

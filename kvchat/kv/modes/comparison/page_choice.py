@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from kvchat.config.modes import BudgetParameters
-from kvchat.kv.attention import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY, Layout
 from kvchat.kv.modes.base import ModelTraits, ModeReport, Plan, Step, budget_of, refuse_small_budget
@@ -73,7 +72,7 @@ class PageChoice(IndexedMode):
         super().forward_begin(position)
         self._begin(position)
 
-    def attention_begin(self, layer: int, query: Tensor, key: Tensor, spec: AttentionSpec) -> bool:
+    def attention_begin(self, layer: int, query: Tensor, key: Tensor) -> bool:
         if layer >= self.first:
             self._choose(layer, query)
         return False

@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from kvchat.config.modes import RaaSParameters
-from kvchat.kv.attention import AttentionSpec
 from kvchat.kv.geometry import PAGE, Geometry
 from kvchat.kv.memory.device_slots import EMPTY
 from kvchat.kv.modes.base import ModelTraits, ModeReport, Plan, Step
@@ -85,7 +84,7 @@ class RaaS(KeptMode):
         self._grow()
         return Step(exact=self._decoded() <= self.pages)
 
-    def attention_begin(self, layer: int, query: Tensor, key: Tensor, spec: AttentionSpec) -> bool:
+    def attention_begin(self, layer: int, query: Tensor, key: Tensor) -> bool:
         g, times, position = self.geometry, self.times[layer], self.state.position
         tiles = self.slots.table_of(layer).view(g.kv_heads, -1, g.page)
         number = torch.arange(tiles.shape[1], device=position.device)
