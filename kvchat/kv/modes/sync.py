@@ -19,6 +19,8 @@ Departures and decisions:
       refuses 50 % where representatives alone take it.
     * Each follower gets the set of its own cluster (equation 7; algorithm 1, line 23 joins all clusters' sets).
     * Representatives are the best retrievers of their clusters, with ``profile=paper`` the centroid's as in the paper.
+    * Representatives read everything. With an index they could read less, but then so could every head by itself:
+      that is speculative mode, nearer to full on SmolLM2 with half of what sync reads (``bench/README.md``).
     * Clusters by 24 generated texts of 512 tokens that hide a fact (the paper: 50 articles of 1,000); another text can
       be given to ``kvchat calibrate``. By the paper's rule the representative then differs in half of the layers of
       the bundled model, by retrieval in none.
