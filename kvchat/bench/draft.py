@@ -1,13 +1,16 @@
 """Answers with drafts and the same answers without: speed, and the share of drafts accepted.
 
 Tasks that repeat what was told and tasks that do not, after a part of a book, greedy and sampled. The ways have their
-turns in each round, each entered anew; what is stored of the prompt is not read again.
+turns in each round, each entered anew; what is stored of the prompt is not read again. No token ends an answer, so that
+all are as long. Of the rounds the fastest counts, by wall clock and by this process's processor time: the second hardly
+depends on what else runs, but on a GPU tells nothing.
 """
 
 from __future__ import annotations
 
-import statistics
-from dataclasses import asdict
+import time
+from dataclasses import asdict, replace
+from itertools import cycle, islice
 from typing import Any, NamedTuple
 
 from kvchat.bench.frame import Cell, Experiment, Frame, ModelChoice, Result, Row, methods
@@ -15,7 +18,7 @@ from kvchat.bench.settings import Draft
 from kvchat.bench.texts import passages
 from kvchat.engine.session import Session
 from kvchat.errors import UsageError
-from kvchat.protocol.messages import Finished, Sampling, Turn
+from kvchat.protocol.messages import Sampling, Turn
 
 OFF = "off"
 READ = "I have read it."
@@ -31,8 +34,14 @@ CODE = """class Box:
 
     def surface(self):
         return 2 * (self.width * self.height + self.width * self.depth + self.height * self.depth)
+
+    def holds(self, other):
+        return self.width > other.width and self.height > other.height and self.depth > other.depth
 """
-NAMES = "Anna Weaver, Bruno Castle, Clara Field, David North, Emma Stone, Felix Green, Greta Winter, Hugo Black"
+NAMES = (
+    "Anna Weaver, Bruno Castle, Clara Field, David North, Emma Stone, Felix Green, Greta Winter, Hugo Black, "
+    "Ida Marsh, Jonas Reed, Karla Bishop, Leo Fisher, Marta Hill, Nils Carter, Olga Brook, Paul Archer, Simon Wood"
+)
 TASKS = {
     "quote": "Repeat this text word for word:\n\n{passage}",
     "edit": f"Rename the class Box to Crate and write the whole program again:\n\n```python\n{CODE}```",
@@ -43,10 +52,11 @@ TASKS = {
 
 
 class Answer(NamedTuple):
-    """An answer's ids, their speed and its drafter's counts."""
+    """An answer's ids, milliseconds per token after the first ones, and its drafter's counts."""
 
     ids: list[int]
-    tokens_per_s: float
+    ms: float
+    processor_ms: float
     drafted: int
     accepted: int
     tried: int
@@ -57,7 +67,7 @@ def run(settings: Draft, choice: ModelChoice = ModelChoice(), frame: Frame | Non
     """Measure and return plain data, ready for JSON: a row for each task, temperature and kind of drafts.
 
     Raises:
-        UsageError: there is no such task or kind, or the books are too short; KvchatError: the model cannot be loaded.
+        UsageError: there is no such task or kind; KvchatError: the model cannot be loaded.
     """
     for task in settings.tasks:
         if task not in TASKS:
@@ -67,21 +77,25 @@ def run(settings: Draft, choice: ModelChoice = ModelChoice(), frame: Frame | Non
     what = "full mode with drafts: speed relative to the same answer without drafts, and the share of drafts accepted"
     experiment = Experiment.of("draft", what, asdict(settings) | choice.settings(), found, model)
     quoted = model.tokenizer.decode(passages((), PASSAGE, model.tokenizer)[-1].ids, skip_special_tokens=True)
-    told: tuple[Turn, ...] = ()
-    if settings.context:
-        told = Turn("user", f"Read this:\n\n{_books(settings.context, model.tokenizer)}"), Turn("assistant", READ)
-    session = Session(model, choice.asked)
+    session = Session(replace(model, eos_ids=frozenset()), choice.asked)
+    session._loop.encoder.turn_end = frozenset()
     cells: list[Cell] = [
-        {"task": task, "temperature": temperature} for task in settings.tasks for temperature in settings.temperatures
+        {"context": context, "task": task, "temperature": temperature}
+        for context in settings.contexts
+        for task in settings.tasks
+        for temperature in settings.temperatures
     ]
 
     def measure(cell: Cell) -> list[Row]:
-        turns = (*told, Turn("user", TASKS[cell["task"]].format(passage=quoted)))
+        told = f"Read this:\n\n{_books(cell['context'], model.tokenizer)}"
+        read = (Turn("user", told), Turn("assistant", READ)) if cell["context"] else ()
+        turns = (*read, Turn("user", TASKS[cell["task"]].format(passage=quoted)))
         sampling = Sampling(temperature=cell["temperature"], seed=1, max_new_tokens=settings.tokens)
         answers: dict[str, list[Answer]] = {draft: [] for draft in (OFF, *settings.drafts)}
         for _ in range(settings.rounds):
             for draft, its in answers.items():
-                its.append(_answer(session, draft, turns, sampling))
+                session.switch("full", draft=draft, resident=settings.resident)
+                its.append(_answer(session, turns, sampling))
         without = answers.pop(OFF)
         return [_row(draft, its, without) for draft, its in answers.items()]
 
@@ -89,25 +103,30 @@ def run(settings: Draft, choice: ModelChoice = ModelChoice(), frame: Frame | Non
 
 
 def _books(tokens: int, tokenizer: Any) -> str:
-    """The first ``tokens`` of the books, one after the other."""
-    parts = passages((), min(tokens, PASSAGE), tokenizer)
-    ids = [token for part in parts for token in part.ids][:tokens]
-    if len(ids) < tokens:
-        raise UsageError(f"The books have {len(ids):,} tokens.", hint="Use a smaller --context.")
-    return str(tokenizer.decode(ids, skip_special_tokens=True))
+    """The first ``tokens`` of the books, one after the other and from the first one again."""
+    ids = cycle(token for part in passages((), PASSAGE, tokenizer) for token in part.ids)
+    return str(tokenizer.decode(list(islice(ids, tokens)), skip_special_tokens=True))
 
 
-def _answer(session: Session, draft: str, turns: tuple[Turn, ...], sampling: Sampling) -> Answer:
-    session.switch("full", draft=draft)
-    *_, finished = session.answer(turns, sampling)
-    assert isinstance(finished, Finished)
+def _answer(session: Session, turns: tuple[Turn, ...], sampling: Sampling) -> Answer:
+    begun: list[tuple[int, float, float]] = []
+
+    def between(generated: int) -> None:
+        if generated and not begun:  # what the first token takes is the prompt's
+            begun.append((generated, time.perf_counter(), time.process_time()))
+
+    for _ in session.answer(turns, sampling, between):
+        pass
+    now = len(session.token_ids), time.perf_counter(), time.process_time()
+    tokens, seconds, processor_s = (end - begin for end, begin in zip(now, begun[0], strict=True))
     drafter = session._kv.mode.drafter
     counted = (drafter.drafted, drafter.accepted, drafter.tried, drafter.rounds) if drafter else (0, 0, 0, 0)
-    return Answer(session.token_ids, finished.stats.decode_tokens_per_s or 0.0, *counted)
+    return Answer(session.token_ids, 1000 * seconds / tokens, 1000 * processor_s / tokens, *counted)
 
 
 def _row(draft: str, answers: list[Answer], without: list[Answer]) -> Row:
-    speed, its = (statistics.median(answer.tokens_per_s for answer in each) for each in (answers, without))
+    ms, ms_without = (min(answer.ms for answer in each) for each in (answers, without))
+    processor_ms, its = (min(answer.processor_ms for answer in each) for each in (answers, without))
     last = answers[-1]
     return {
         "draft": draft,
@@ -117,13 +136,14 @@ def _row(draft: str, answers: list[Answer], without: list[Answer]) -> Row:
         "accepted": last.accepted / last.drafted if last.drafted else None,
         "goes_on": last.accepted / last.tried if last.tried else None,  # each, given that those before it did
         "tokens_a_round": 1 + last.accepted / last.rounds if last.rounds else None,
-        "ms": 1000 / speed if speed else None,
-        "ms_without": 1000 / its if its else None,
-        "gain": speed / its if its else None,
+        "ms": ms,
+        "ms_without": ms_without,
+        "gain": ms_without / ms,
+        "processor_gain": its / processor_ms,
         "same": all(answer.ids == without[0].ids for answer in (*answers, *without)),
     }
 
 
 def _line(row: Row) -> str:
-    gain = "nothing measured" if row["gain"] is None else f"{row['gain']:.2f} x without"
-    return f"{row['task']} at {row['temperature']:g}, {row['draft']}: {row['tokens']} tokens, {gain}"
+    what = f"{row['task']} after {row['context']:,} tokens at {row['temperature']:g}, {row['draft']}"
+    return f"{what}: {row['gain']:.2f} x without, {row['processor_gain']:.2f} x by processor time"

@@ -232,6 +232,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("moved a token", size("moved_bytes")),
     ),
     "draft": (
+        Column("context", figure("context")),
         Column("task", lambda row: row["task"]),
         Column("temperature", lambda row: f"{row['temperature']:g}"),
         Column("drafts", lambda row: row["draft"]),
@@ -244,6 +245,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("ms a token", figure("ms", 1)),
         Column("without", figure("ms_without", 1)),
         Column("times as fast", figure("gain", 2)),
+        Column("by processor time", figure("processor_gain", 2)),
         Column("the same tokens", lambda row: "yes" if row["same"] else "no"),
     ),
     "peers": (

@@ -11,6 +11,7 @@ from typing import Annotated, ClassVar
 from typer import Argument, Option
 
 from kvchat.bench.frame import parsed, with_budgets
+from kvchat.config.modes import MIN_BUDGET
 
 VARIANT = "MODE[:KEY=VALUE,...]"
 NATURAL = "natural"
@@ -211,9 +212,16 @@ class Draft:
     temperatures: Annotated[
         tuple[float, ...], Option("--temperature", min=0, help="0 always takes the most likely token; repeatable")
     ] = (0.0, 0.8)
-    context: Annotated[int, Option(min=0, help="tokens of a book before the task")] = 3000
-    tokens: Annotated[int, Option(min=2, help="tokens of an answer at most")] = 120
-    rounds: Annotated[int, Option(min=1, help="rounds; each draft kind runs once per round")] = 1
+    contexts: Annotated[
+        tuple[int, ...], Option("--context", min=0, help="tokens of books before the task; repeatable")
+    ] = (3000,)
+    resident: Annotated[
+        int | None, Option(min=MIN_BUDGET, help="tokens on a GPU; the others are read over the link")
+    ] = None
+    tokens: Annotated[int, Option(min=8, help="tokens of an answer")] = 100
+    rounds: Annotated[
+        int, Option(min=1, help="rounds, of which the fastest counts; each draft kind runs once in each")
+    ] = 2
 
 
 @dataclass(frozen=True)

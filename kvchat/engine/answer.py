@@ -21,7 +21,7 @@ from kvchat.engine.mode_switcher import AHEAD, ModeSwitcher
 from kvchat.engine.prompt import Prompt, PromptEncoder, Stored, common_prefix, is_text
 from kvchat.engine.recovery import RecoveryMonitor, Trigger
 from kvchat.engine.runner import ModelRunner
-from kvchat.engine.sampler import Grammar, Sampler, Vocabulary, read
+from kvchat.engine.sampler import Grammar, Sampler, Vocabulary, checked
 from kvchat.errors import DoesNotFitError, KvchatError, UsageError
 from kvchat.kv.manager import explained
 from kvchat.kv.modes.drafting import Drafter
@@ -336,23 +336,34 @@ class AnswerLoop(Released):
     def _advance(self, token: int, sampler: Sampler, most: int) -> Generator[Event, None, tuple[Sequence[int], Tensor]]:
         """Store the drawn ``token``, and at most ``most`` drafts after it that the sampler draws too.
 
-        Returns these, and the logits ``[vocab]`` after the last. Where drafting fails it is off from then on.
+        Returns these, and the logits ``[vocab]`` after the last. Where a round fails nothing of it stays, drafts are
+        off from then on, and ``token`` is stored as without.
         """
-        mode = self._kv.mode
-        drafts: list[int] = []
-        if mode.drafter and most > 0 and not (mode.parameters.recovery or self._runner.recurrent.exists):
+        mode, drafter = self._kv.mode, self._kv.mode.drafter
+        recovers = mode.parameters.recovery or self._runner.recurrent.exists
+        if drafter and not drafter.failed and most > 0 and not recovers:
+            total, before = self._kv.total, sampler.state()
             try:
-                drafts = self._drafts(mode.drafter, token, sampler, most)
+                with explained(self._kv, "drafting"):
+                    if verified := self._round(drafter, token, sampler, most):
+                        return verified
             except KvchatError as error:
-                mode.drafter = None
+                drafter.failed = True
+                sampler.set_state(before)
+                with suppress(DoesNotFitError):  # forgotten all the same, and the step fills the slots
+                    self.forget(total)
                 yield Noted(f"Drafts are off for this answer and later ones, until draft is set again: {error}")
-        if not mode.drafter or not drafts:
-            return [], self.step(token)
+        return [], self.step(token)
+
+    def _round(self, drafter: Drafter, token: int, sampler: Sampler, most: int) -> tuple[Sequence[int], Tensor] | None:
+        """``_advance`` by a round of drafts; None, and nothing is stored, where ``drafter`` has none."""
+        if not (drafts := self._drafts(drafter, token, sampler, most)):
+            return None
         logits = self._runner.verify([token, *drafts])
         self._store([token, *drafts])
         accepted = sampler.agrees(logits, drafts)
         self._forget_drafts(len(drafts), accepted)
-        mode.drafter.verified(drafts, accepted)
+        drafter.verified(drafts, accepted)
         self._kv.state.count_verified(1 + accepted)
         return drafts[:accepted], logits[accepted]
 
@@ -362,13 +373,13 @@ class AnswerLoop(Released):
         has_guessed = False
         with ExitStack() as guessing:  # begun by the first guess: what is looked up does not pay for it
 
-            def guess(last: int) -> int:
+            def guess(last: int, tokens: int) -> list[int]:
                 nonlocal has_guessed
                 if not has_guessed:
                     has_guessed = True
                     guessing.callback(sampler.set_state, sampler.state())
                     guessing.enter_context(self._runner.guessing())
-                return read(sampler(self._runner.step(last)))
+                return [checked(one) for one in self._runner.guess(last, tokens, sampler)]
 
             return drafter.draft(token, most, self.ends, guess)
 

@@ -6,7 +6,8 @@ differ only in what their decode steps read. A variant that drew other tokens th
 tokens in a second pass, so that the two distributions can be compared at every one of them. What all this displaces is
 checkpointed before and restored byte for byte, also when it is stopped or fails.
 
-Decision: recovery is off, because it would rewrite an answer by the answer's own course.
+Decision: recovery is off, because it would rewrite an answer by the answer's own course, and so are drafts, because
+each token is one step of its mode. Both are refused where a variant asks for them, and else ignored.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from kvchat.engine.mode_switcher import ModeSwitcher
 from kvchat.engine.prompt import Stored
 from kvchat.engine.runner import ModelRunner
 from kvchat.engine.sampler import Sampler, read
-from kvchat.errors import DoesNotFitError, KvchatError
+from kvchat.errors import DoesNotFitError, KvchatError, UsageError
 from kvchat.kv.manager import Checkpoint, explained, take_checkpoint
 from kvchat.protocol.figures import Agreement, Run, Stats
 from kvchat.protocol.messages import Compared, Comparing, Event, Sampling, Started, Turn, Variant
@@ -200,6 +201,13 @@ class Comparison:
         return Sampler(sampling, model.vocab, model.device, model.advised)
 
     def _token_by_token(self, variant: Variant) -> ModeParameters:
+        for name, off in OFF.items():
+            if variant.params.get(name, off) != off:
+                raise UsageError(
+                    f"A comparison does not take {name}.",
+                    "In it each token is one step of its mode; drafts and recovery are off.",
+                    f"Omit {name}. kvchat bench draft measures drafts.",
+                )
         merged = self._switcher.merged(variant.mode, variant.params)
         return merged.model_copy(update={name: off for name, off in OFF.items() if name in type(merged).model_fields})
 

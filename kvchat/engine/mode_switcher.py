@@ -239,7 +239,8 @@ class ModeSwitcher:
         while choice:
             try:
                 state.quantize_pages(choice.way.quantizes)
-                is_in_force = choice.way.parameters == self.parameters and not self._spills_beside(choice.way)
+                is_lacking = self._spills_beside(choice.way) or self._kv.mode.drafts_failed
+                is_in_force = choice.way.parameters == self.parameters and not is_lacking
                 moved = 0 if is_in_force else self.enter(choice.way.parameters)
                 self.auto.entered(choice, state.steps)
                 break

@@ -101,15 +101,35 @@ class ModelRunner:
             DoesNotFitError: memory is short. Nothing is stored then.
         """
         self._check_tokens((token,))
+        return self._step(token, token in self._control)
+
+    def guess(self, token: int, tokens: int, draw: Callable[[Tensor], Tensor]) -> list[int]:
+        """Store ``token`` and what ``draw`` makes of the logits after it, and so on; the ``tokens`` drawn.
+
+        Inside ``guessing``. They are read at once: on a GPU the steps run without waiting for one another's token. The
+        last is not stored. A token below 0, which no finite logits gave, is stored as token 0.
+
+        Raises:
+            DoesNotFitError: memory is short.
+        """
+        drawn = torch.empty(tokens, dtype=torch.int64, device=self.model.device)
+        last: int | Tensor = token
+        for number in range(tokens):
+            drawn[number] = draw(self._step(last))
+            last = drawn[number].clamp(min=0)
+        found: list[int] = drawn.tolist()
+        return found
+
+    def _step(self, token: int | Tensor, control: bool = False) -> Tensor:
         with torch.inference_mode(), explained(self.kv, "decoding"), self.thread_budget:
             self._reread()
             try:
-                self.kv.begin_step(control=token in self._control)
+                self.kv.begin_step(control)
                 self._token.fill_(token)
                 logits = self.graphs.run(self._forward)
                 self.kv.commit_step()
                 if self.recurrent.exists:
-                    self.recurrent.commit([token])
+                    self.recurrent.commit([int(token)])
             except BaseException:
                 self.recurrent.rollback()
                 self.kv.rollback_step()

@@ -16,17 +16,18 @@ CPU = ModelChoice(device="cpu", dtype="float32")
 
 
 def test_rows_tell_what_drafts_saved():
-    lines, settings = [], Draft(tasks=("quote", "story"), context=700, tokens=60)
+    lines, settings = [], Draft(tasks=("quote", "story"), contexts=(700,), tokens=60, rounds=1)
     result = draft.run(settings, CPU, Frame(report=lines.append))
-    assert [(row["task"], row["temperature"], row["draft"]) for row in result["rows"]] == [
-        (task, temperature, kind)
+    assert [(row["context"], row["task"], row["temperature"], row["draft"]) for row in result["rows"]] == [
+        (700, task, temperature, kind)
         for task in ("quote", "story")
         for temperature in (0.0, 0.8)
         for kind in ("lookup", "window", "auto")
     ]
     for row in result["rows"]:
         assert row["same"]
-        assert 0 < row["forwards"] <= row["tokens"] <= 60
+        assert 0 < row["forwards"] <= row["tokens"] == 60
+        assert row["processor_gain"] > 0
         assert row["gain"] == pytest.approx(row["ms_without"] / row["ms"])
         if row["drafted"]:
             assert row["tokens_a_round"] >= 1
@@ -39,8 +40,8 @@ def test_rows_tell_what_drafts_saved():
 
 
 def test_without_a_book_the_task_is_all_that_is_asked():
-    result = draft.run(Draft(drafts=("lookup",), tasks=("list",), temperatures=(0.0,), context=0, tokens=8), CPU)
-    assert len(result["rows"]) == 1
+    asked = Draft(drafts=("lookup",), tasks=("list",), temperatures=(0.0,), contexts=(0, 64), tokens=8, rounds=1)
+    assert [row["context"] for row in draft.run(asked, CPU)["rows"]] == [0, 64]
 
 
 def test_a_task_nobody_knows_is_refused_before_a_model_is_loaded():

@@ -57,7 +57,7 @@ def session(model) -> Session:
 
 def test_modes_are_told_apart_and_the_same_mode_is_not(session):
     before = state_of(session)
-    events = list(session.compare(STORY, (*VARIANTS, Variant("full", {"recovery": True})), SAMPLING))
+    events = list(session.compare(STORY, (*VARIANTS, Variant("full")), SAMPLING))
     assert isinstance(events[0], Started)
     full, streaming, speculative, again = events[-1].runs
     assert full.agreement is None

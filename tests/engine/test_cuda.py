@@ -147,6 +147,35 @@ def test_a_guess_reads_nothing_that_spills_and_is_forgotten(dtype):
     check_integrity(one.kv.state)
 
 
+@pytest.mark.parametrize("dtype", DTYPES[:1], ids=str)
+def test_guesses_wait_for_none_of_their_tokens(dtype):
+    """Between the drafts nothing is read back; all are read at once."""
+    model, ids = llama(dtype), token_ids(150)
+    parameters = FullParameters(resident=64, draft="window")
+    runner = ModelRunner(model, build(parameters, geometry_of(model), traits_of(model)))
+    prefilled(runner, ids[:149])
+    with runner.guessing():
+        runner.guess(ids[149], 4, torch.argmax)  # warms up, and is captured
+    drawn = []
+
+    def draw(logits):
+        drawn.append(logits.argmax())
+        torch.cuda.set_sync_debug_mode("error" if len(drawn) < 4 else "default")
+        return drawn[-1]
+
+    with runner.guessing():
+        try:
+            found = runner.guess(ids[149], 4, draw)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert found == torch.stack(drawn).tolist()
+    with runner.guessing():
+        one_by_one = [int(runner.step(token).argmax()) for token in (ids[149], *found[:3])]
+    assert found == one_by_one
+    assert not runner.graphs.refusal
+    check_integrity(runner.kv.state)
+
+
 @pytest.mark.parametrize("row", ["speculative", "full-resident", "freeze"])
 def test_graphs_over_8_bit_pages_change_no_bit(row):
     model = llama(torch.float16)

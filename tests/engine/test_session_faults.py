@@ -23,11 +23,13 @@ from support.toy_model import calibration
 
 from kvchat.engine import calibration as measured
 from kvchat.engine.runner import geometry_of
+from kvchat.engine.sampler import Sampler
 from kvchat.engine.session import Session
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.geometry import GROWTH_HEADROOM
-from kvchat.kv.manager import SlotsState
+from kvchat.kv.manager import SlotsState, explained
 from kvchat.models.load import LoadedModel
+from kvchat.protocol.messages import Sampling
 
 TWO_LAYERS = {"num_hidden_layers": 2}
 HYBRID = "qwen3_5"
@@ -199,6 +201,47 @@ def test_nothing_is_lost_wherever_memory_runs_out(architecture, case, count):
 @pytest.mark.parametrize("case", ROWS if PLACES else random.Random(0).sample(ROWS, 2))
 def test_nothing_is_lost_wherever_memory_runs_out_on_a_gpu(case, count):
     count["failures of memory"] += hold("cuda", "llama", *case)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_a_round_of_drafts_that_finds_no_memory_stores_its_token_without(device, count):
+    """Over a ring of slots, which a GPU has: rejected drafts leave it, and what they took the place of comes back."""
+
+    def begun():
+        session = Session(tiny("llama", device), entering("full", {"resident": 64, "draft": "lookup"}))
+        session.prefill(LATER[:TOKENS])
+        session._kv.mode.drafter.draft = lambda *_: [11, 12, 13]
+        return session, Sampler(Sampling(temperature=0), session.model.vocab, session.model.device)
+
+    def advance(session, sampler):
+        told, advance = [], session._loop._advance(7, sampler, 3)
+        with explained(session._kv, "answering"), session._loop._all_noted():
+            while True:
+                try:
+                    told.append(next(advance))
+                except StopIteration as end:
+                    return told, end.value[0]
+
+    clean, sampler = begun()
+    with MemoryRunsOut() as counting:
+        assert advance(clean, sampler) == ([], [])
+    logits = clean.step(9)
+    for places in places_of(counting.count, "drafts", 1 if device == "cpu" else FAKE_CUDA_COST):
+        session, sampler = begun()
+        before = stored(session)
+        try:
+            with MemoryRunsOut(*places):
+                told, accepted = advance(session, sampler)
+            assert (len(told), accepted) == (1, [])
+            assert session._kv.mode.drafts_failed
+        except DoesNotFitError:
+            assert len(places) > 1, "the step had no memory either"
+            assert session.total == len(session._loop.stored.ids) == TOKENS
+            session.step(7)
+        count["failures of memory"] += 1
+        assert session.total == len(session._loop.stored.ids) == TOKENS + 1
+        assert all(torch.equal(was, now[:, :TOKENS]) for was, now in zip(before, stored(session), strict=True))
+        check_last_step(session, session.step(9), logits)
 
 
 def test_heads_that_cannot_be_measured_now_are_measured_later(monkeypatch):

@@ -289,6 +289,11 @@ class Mode:
     def guess(self, begins: bool) -> None:
         """Read little from the next step on, whose tokens are only guessed, until it no longer ``begins``."""
 
+    @property
+    def drafts_failed(self) -> bool:
+        """Drafts are off until the mode is entered again."""
+        return bool(self.drafter and self.drafter.failed)
+
     def graph_buffers(self) -> list[Tensor]:
         """Return what the mode keeps on the device from step to step, beside the slots."""
         return [self.pin_mask] if self.pins else []

@@ -9,7 +9,8 @@ itself is accepted wherever both distributions give the same.
 and list. ``Window`` lets the model go on with its first and last tokens alone (as MagicDec, arXiv:2408.11049, does for
 many users): it pays where reading everything is what a token costs, over a link most of all. ``Auto`` takes whichever
 has something that promises to be faster, or none. Departures: a match is followed as long as it holds, and both choose
-the length of a draft by measured times and by what was accepted.
+the length of a draft by measured times and by what was accepted. A window reads no pages that the verification's
+attention chose (SparseSpec, arXiv:2512.01278): in a simulation these were accepted about as often.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ LENGTHS = (3, 7, 15)  # tokens of a draft: with one more, numbers of rows that p
 LONG = (4, 8, 16, 32)  # matches from so many tokens on are counted apart
 EXPECTED = (0.4, 0.55, 0.7, 0.8, 0.9)  # share that goes on, by length of the match ...
 TRUST = 4.0  # ... which counts as much as so many matches seen
-OF_WINDOW = 0.8  # share of a window's drafts that is expected until some were verified
+OF_WINDOW = 0.8  # share of a window's drafts that is expected until some were verified ...
+HOPED = 0.95  # ... and that a trial hopes for
 STEP_OF_WINDOW = 0.3  # of a step's time, until one was timed
 GAIN = 1.1  # times faster than steps a draft has to promise to be
 FIRST_ROW, MORE_ROWS = 1.6, 0.06  # of a verification's time, in steps, until one of so many rows was timed ...
@@ -34,18 +36,19 @@ WEIGHT = 0.2  # of the newest time in the mean
 OUTLIER = 3.0  # times the mean: something else took the time
 RECENT = 512  # tokens that a window reads beside the first ones, where it has no slots
 
-Guess = Callable[[int], int]
+Guess = Callable[[int, int], list[int]]
 
 
 class Drafter:
     """Drafts for one conversation; ``clock`` gives seconds.
 
     ``drafted`` and ``accepted`` count tokens, ``tried`` those of which all before were accepted, ``rounds``
-    verifications, since the mode was entered.
+    verifications, since the mode was entered. It drafts no more once a round ``failed``.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.drafted = self.accepted = self.tried = self.rounds = 0
+        self.failed = False
         self._clock = clock
         self._tokens = 0
         self._seconds: dict[int, float] = {}  # by rows of a forward; 1 is a step
@@ -62,8 +65,8 @@ class Drafter:
     def draft(self, token: int, most: int, ends: Collection[int], guess: Guess) -> list[int]:
         """Return at most ``most`` tokens that may follow the drawn ``token``; none where a step is likely to be faster.
 
-        None of them is one of ``ends``. ``guess`` gives the token after one that is not stored yet, by what a window
-        holds. What is stored until the next call is taken for what takes the time until then.
+        None of them is one of ``ends``. ``guess`` gives so many tokens after one that is not stored yet, by what a
+        window holds. What is stored until the next call is taken for what takes the time until then.
         """
         if self._rows:
             self._note(self._rows, self._clock() - self._began)
@@ -181,22 +184,22 @@ class Window(Drafter):
         if self._tokens <= RECENT:  # it would read everything
             return []
         draft_s = self._draft_s or STEP_OF_WINDOW * self._seconds[1]
-        length = self._length(self._share, draft_s)
+        length, is_trial = self._length(self._share, draft_s), False
         if length:
             self._pause = TRIALS[0]
-        elif (not self._drafted_at or self._tokens - self._drafted_at > self._pause) and self._length(1, draft_s):
-            length, self._pause = LENGTHS[0], min(2 * self._pause, TRIALS[1])
-        drafts: list[int] = []
+        elif not self._drafted_at or self._tokens - self._drafted_at > self._pause:
+            length, is_trial, self._pause = LENGTHS[0], True, min(2 * self._pause, TRIALS[1])
+        if not (length := min(length, most)):
+            return []
         began = self._clock()
-        for _ in range(min(length, most)):
-            token = guess(token)
-            if token in ends:
-                break
-            drafts.append(token)
-        if drafts:
-            each = (self._clock() - began) / len(drafts)
-            self._draft_s, self._drafted_at = _mean(self._draft_s or each, each), self._tokens
-        return drafts
+        drafts = guess(token, 1 if is_trial else length)
+        draft_s = (self._clock() - began) / len(drafts)
+        self._draft_s, self._drafted_at = _mean(self._draft_s or draft_s, draft_s), self._tokens
+        if is_trial:
+            if not self._length(HOPED, draft_s):
+                return []
+            drafts += guess(drafts[-1], length - 1)
+        return list(takewhile(lambda draft: draft not in ends, drafts))
 
     def verified(self, drafts: Sequence[int], accepted: int) -> None:
         super().verified(drafts, accepted)
