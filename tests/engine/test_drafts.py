@@ -320,18 +320,18 @@ def test_an_answer_closed_inside_a_round_leaves_what_was_shown(model, drafted):
     assert_same_kv(session, without)
 
 
-FILES = ("answer.py", "drafting.py", "runner.py", "sampler.py", "manager.py", "full.py", "host_pool.py", "state.py")
+TRACED = ("answer.py", "drafting.py", "runner.py", "sampler.py", "manager.py", "full.py", "host_pool.py", "state.py")
 
 
 class LineFails:
-    """Raises at one of the lines that run inside a round: the ``place``-th of those in ``FILES``."""
+    """Raises at one of the lines that run inside a round: the ``place``-th of those in ``TRACED``."""
 
     def __init__(self, place: int) -> None:
         self.place, self.count = place, 0
 
     def round(self, advance, *args):
         """One round, with each line of it counted."""
-        sys.settrace(lambda frame, *_: self._line if frame.f_code.co_filename.endswith(FILES) else None)
+        sys.settrace(lambda frame, *_: self._line if frame.f_code.co_filename.endswith(TRACED) else None)
         try:
             return (yield from advance(*args))
         finally:
@@ -456,7 +456,7 @@ SUBJECTS = "sea fox king tree boat moon cat hill river house storm bread horse g
 def test_answers_to_many_prompts_are_those_without_drafts(model, name, sampling, monkeypatch, count):
     """Over a book, so that there is what to look up and what a window does not see; no token ends an answer."""
     monkeypatch.setattr(Window, "_length", lambda self, share, draft_s=0.0: 5)  # also where it does not pay
-    loaded = replace(model if name == "bundled" else load_model(UNPACKED), eos_ids=frozenset())
+    loaded = replace(model if name == "bundled" else load_model(UNPACKED, lambda *_: None), eos_ids=frozenset())
     session, books = Session(loaded, entering("full", {})), passages((), 560, loaded.tokenizer)
     session._loop.encoder.turn_end = frozenset()
     prompts, tokens = (int(LONG), 500) if LONG else (1, 60)
