@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -90,8 +91,10 @@ def run(settings: Peers, choice: ModelChoice = OF_FILES, frame: Frame | None = N
 
     A context of 0 or beyond the model's is its longest. A peer that fails is a row that says why.
 
+    llama.cpp is left out, and the reason told, where the model has no GGUF file and cannot be copied to one.
+
     Raises:
-        KvchatError: the model, a mode or a peer is refused, or llama.cpp is not installed.
+        KvchatError: the model, a mode or a peer is refused, or a package that llama.cpp needs is not installed.
     """
     frame, found = frame or Frame(), methods(settings.modes)
     wanted = OTHERS if settings.peers is None else settings.peers
@@ -99,31 +102,40 @@ def run(settings: Peers, choice: ModelChoice = OF_FILES, frame: Frame | None = N
         if name not in OTHERS:
             raise UsageError(f'There is no peer "{name}".', did_you_mean(name, OTHERS))
     model = choice.load(frame.report)
-    refuse_llama_cpp(model)
-    spare = settings.steps + warm_up(model.device) + 1
-    contexts = sorted({min(context or model.context, model.context - spare) for context in settings.contexts})
     others = [name for name in wanted if find_spec(name)]
     if absent := [name for name in wanted if name not in others]:
         frame.report(f"Not installed, left out: {', '.join(absent)}")
-    experiment = Experiment.of(
-        "peers",
-        "each measured in a fresh process",
-        asdict(settings) | {"contexts": contexts, "peers": others},
-        found,
-        model,
-        peers={name: version(name.replace("_cpp", "-cpp-python")) for name in others},
-    )
+    of_files = [name for name in others if name != "transformers"]
+    if of_files or model.device.type != "cpu":
+        refuse_llama_cpp(model)
+    spare = settings.steps + warm_up(model.device) + 1
+    contexts = sorted({min(context or model.context, model.context - spare) for context in settings.contexts})
     location = checkpoint.locate(choice.model, frame.report)
-    with in_gguf(model) as gguf:
+    with ExitStack() as copies:
+        gguf = ""
+        if of_files:
+            try:
+                gguf = str(copies.enter_context(in_gguf(model)))
+            except UsageError as refusal:
+                frame.report(f"Left out: {', '.join(of_files)}. {refusal.title} {refusal.detail}")
+                others = [name for name in others if name not in of_files]
+        experiment = Experiment.of(
+            "peers",
+            "each measured in a fresh process",
+            asdict(settings) | {"contexts": contexts, "peers": others},
+            found,
+            model,
+            peers={name: version(name.replace("_cpp", "-cpp-python")) for name in others},
+        )
         unpacked = str(location.folder / location.gguf), {"dtype": str(model.dtype).removeprefix("torch.")}
 
         def rows(cell: Cell) -> list[Row]:
             ids = prose(model.tokenizer, cell["context"])
             starts: list[tuple[str, str, str, dict[str, Any]]] = [
-                (name, OTHERS[name], *(unpacked if name == "transformers" else (str(gguf), {}))) for name in others
+                (name, OTHERS[name], *(unpacked if name == "transformers" else (gguf, {}))) for name in others
             ]
             if BUILT in others:  # which is faster depends on context and processor
-                starts.append((BUILT, f"{OTHERS[BUILT]}, flash attention", str(gguf), {"flash_attn": True}))
+                starts.append((BUILT, f"{OTHERS[BUILT]}, flash attention", gguf, {"flash_attn": True}))
             starts += [("kvchat", f"kvchat {mode}", choice.model, _given(mode, choice)) for mode in settings.modes]
             peers = [Peer(*start, ids, spare) for start in starts]
             measured = Rounds(peers, settings.rounds, 0, None, Measured(), model.device).rows([0] * (spare - 1))

@@ -46,7 +46,7 @@ class FakeProcess:
 
 
 @pytest.fixture
-def result(monkeypatch):
+def processes(monkeypatch):
     monkeypatch.setattr(peers, "PeerProcess", FakeProcess)
     monkeypatch.setattr(peers, "refuse_llama_cpp", lambda model: None)
     monkeypatch.setattr(peers, "find_spec", lambda name: name != "llama_cpp")
@@ -54,6 +54,10 @@ def result(monkeypatch):
     monkeypatch.setattr(baselines, "write", lambda model, file: None)
     monkeypatch.setattr(FakeProcess, "started", [])
     monkeypatch.setattr(FakeProcess, "closed", [])
+
+
+@pytest.fixture
+def result(processes):
     return peers.run(SHORT, ModelChoice(device="cpu", quantize="auto"), Frame())
 
 
@@ -83,6 +87,18 @@ def test_each_figure_is_of_a_process_of_its_own_in_turns_and_none_is_left(result
     given = next(start for start in FakeProcess.started if start[1].endswith("512"))
     assert given[0] == "kvchat"
     assert given[2:] == ("bundled", 71, {"dtype": "auto", "quantize": "auto", "mode": "streaming", "budget": 512})
+
+
+def test_where_llama_cpp_cannot_read_the_model_the_others_are_compared_and_the_reason_is_told(processes, monkeypatch):
+    def refuse(model, file):
+        raise UsageError("It cannot be copied to GGUF.", "Only others are copied.")
+
+    monkeypatch.setattr(baselines, "write", refuse)
+    told = []
+    found = peers.run(SHORT, ModelChoice(device="cpu"), Frame(report=told.append))
+    assert {start[0] for start in FakeProcess.started} == {"transformers", "kvchat"}
+    assert found["settings"]["peers"] == ["transformers"]
+    assert any("xllamacpp" in line and "Only others are copied." in line for line in told)
 
 
 def test_its_table_has_a_line_for_each_row(result):

@@ -2,8 +2,9 @@
 
 What does not change is skipped. Choosing and moving a layer's pages and the two products of attention, wherever K and V
 lie in the host pool, are loops that numba compiles (``numba``), once on a machine, in other processes. Until they have,
-over few tokens in float32, in float16 and without numba they are torch's, which needs 3 to 10 times as long for
-bfloat16. Tensors are shared with numpy, not copied.
+in float16 and without numba they are torch's, which needs 3 to 10 times as long for bfloat16, and over few tokens in
+float32 where the weights are asked for. Without them one loop attends: over 512 tokens of SmolLM2 torch's two products
+and softmax take 80 us on one thread, the loop 44. Tensors are shared with numpy, not copied.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ class CpuOps(TorchOps):
     def begin_step(self, position: Tensor) -> None:
         super().begin_step(position)
         self._now = int(position)
+        self._stored_tokens = torch.arange(self._now + 1, dtype=torch.int32).expand(self.geometry.kv_heads, -1)
+        self._open_slots: dict[tuple[DeviceSlots, int | None], Tensor] = {}
 
     def attend(
         self, slots: DeviceSlots, layer: int, query: Tensor, spec: AttentionSpec, needs_weights: bool
@@ -60,6 +63,8 @@ class CpuOps(TorchOps):
             return attended, Weights(weights) if needs_weights else None
         if slots.layout.spills and self.geometry.unified:
             return self._attend_stored(slots, layer, query, spec), None
+        if slots.layout.shared and not slots.layout.spills and not needs_weights:
+            return self._attend_slots(slots, layer, query, spec), None
         return super().attend(slots, layer, query, spec, needs_weights)
 
     def attend_new(self, query: Tensor, keys: Tensor, values: Tensor, start: int, spec: AttentionSpec) -> Tensor:
@@ -80,7 +85,17 @@ class CpuOps(TorchOps):
             table = table.to(torch.int32).expand(self.geometry.kv_heads, -1).contiguous()
             return self._attend_some(layer, grouped, table, spec, sinks)
         slots.read_pairs += self.geometry.kv_heads * (end - first)
-        return attend(grouped, self._products_of_all(layer, first, end), None, spec, sinks)[0]
+        return self._attend_all(layer, grouped, first, spec, sinks)
+
+    def _attend_slots(self, slots: DeviceSlots, layer: int, query: Tensor, spec: AttentionSpec) -> Tensor:
+        """Attention over slots whose table all layers and heads share."""
+        bias = slots.bias(layer, self.position, spec.window)
+        grouped, sinks = self._of_slots(slots, layer, query, spec)
+        keys, values, known = slots.keys(layer), slots.values(layer), (slots, spec.window)
+        if known not in self._open_slots:
+            self._open_slots[known] = (bias[0, 0] == 0).nonzero().view(1, -1).to(torch.int32)
+        found = attended(grouped, keys, values, self._open_slots[known].expand(len(keys), -1), spec, sinks)
+        return attend(grouped, self.products(keys, values), bias, spec, sinks)[0] if found is None else found
 
     def _attend_listed(self, slots: DeviceSlots, layer: int, query: Tensor, spec: AttentionSpec) -> Tensor:
         """Attention over the tokens that each head's table names, where they are stored."""
@@ -89,8 +104,16 @@ class CpuOps(TorchOps):
         slots.read_pairs += self.geometry.kv_heads * named
         grouped, sinks = self._of_slots(slots, layer, query, spec)
         if named == end - first:
-            return attend(grouped, self._products_of_all(layer, first, end), None, spec, sinks)[0]
+            return self._attend_all(layer, grouped, first, spec, sinks)
         return self._attend_some(layer, grouped, slots.table_of(layer)[:, :named], spec, sinks)
+
+    def _attend_all(self, layer: int, query: Tensor, first: int, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
+        """Attention of ``query [H, G, d_k]`` over the stored tokens from ``first`` on."""
+        keys, values = self._in_a_row(layer, 0, self._now + 1)
+        found = attended(query, keys, values, self._stored_tokens[:, first:], spec, sinks)
+        if found is None:
+            return attend(query, products(keys[:, first:], values[:, first:]), None, spec, sinks)[0]
+        return found
 
     def _attend_some(
         self, layer: int, query: Tensor, table: Tensor, spec: AttentionSpec, sinks: Tensor | None

@@ -107,7 +107,6 @@ class EightBitCpuOps(EightBitOps, CpuOps):
     def begin_step(self, position: Tensor) -> None:
         super().begin_step(position)
         pages = self.geometry.pages(self._now + 1)
-        self._tokens = torch.arange(self._now + 1, dtype=torch.int32)
         self._runs, self._places = self.host.runs(pages, RUN_PAGES), self.host.places[:pages]
 
     @property
@@ -118,12 +117,15 @@ class EightBitCpuOps(EightBitOps, CpuOps):
         return (self._now + 1) % self.geometry.page == 0
 
     def _products_of_all(self, layer: int, first: int, end: int) -> Products:
-        return self._mixed(layer, self._tokens[None, first:], 0) or products_in_parts(
+        return self._mixed(layer, self._stored_tokens[:1, first:], 0) or products_in_parts(
             list(self._parts(layer, first, end))
         )
 
     def _products_of_some(self, layer: int, table: Tensor, first: int) -> Products:
         return self._mixed(layer, table, first) or products(*self._gathered(layer, table))
+
+    def _attend_all(self, layer: int, query: Tensor, first: int, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
+        return attend(query, self._products_of_all(layer, first, self._now + 1), None, spec, sinks)[0]
 
     def _attend_some(
         self, layer: int, query: Tensor, table: Tensor, spec: AttentionSpec, sinks: Tensor | None

@@ -26,7 +26,7 @@ TOGETHER = 4  # query heads whose sums stay in registers; each number of them ta
 PART = 16  # pages that one thread scores at a time
 BLOCK = 8  # tokens that are left out together, where none of them can be chosen
 HIGHEST = 2**31 - 1
-ATTENDED = 64  # tokens that one thread attends to at a time
+ATTENDED = 128  # tokens that one thread attends to at a time
 AHEAD = 16  # tokens before they are due they are asked for
 
 
@@ -387,9 +387,21 @@ def attend_tokens(
             highest[head, part, g] = _highest(weights[g])
             totals[head, part, g] = _to_powers(weights[g], highest[head, part, g])
         total = sums[head, part]
+        starts = np.empty(len(tokens), np.int64)
         for at in range(len(tokens)):
-            start = head * value_head + max(tokens[at], 0) * value_token
-            value = values[start : start + d_v]
+            starts[at] = head * value_head + max(tokens[at], 0) * value_token
+        whole = len(tokens) - len(tokens) % 4
+        # Four tokens at once: the sums are read and written a quarter as often.
+        for at in range(0, whole, 4):
+            v0, v1 = values[starts[at] : starts[at] + d_v], values[starts[at + 1] : starts[at + 1] + d_v]
+            v2, v3 = values[starts[at + 2] : starts[at + 2] + d_v], values[starts[at + 3] : starts[at + 3] + d_v]
+            for g in range(group):
+                w = weights[g, at : at + 4]
+                for i in range(d_v):
+                    two = w[0] * widened(v0[i]) + w[1] * widened(v1[i])
+                    total[g, i] += two + w[2] * widened(v2[i]) + w[3] * widened(v3[i])
+        for at in range(whole, len(tokens)):
+            value = values[starts[at] : starts[at] + d_v]
             for g in range(group):
                 for i in range(d_v):
                     total[g, i] += weights[g, at] * widened(value[i])
