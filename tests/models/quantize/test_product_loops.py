@@ -45,9 +45,11 @@ def test_four_bits(width, x):
     torch.testing.assert_close(torch.from_numpy(out).double(), weights @ rounded(x), rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("pairs", [False, product_loops.PAIRS])
 @pytest.mark.parametrize("width", [16, 32])
-def test_on_a_processor_without_those_instructions(width, monkeypatch):
-    monkeypatch.setattr(product_loops, "PAIRS", False)
+def test_on_a_processor_without_those_instructions(width, pairs, monkeypatch):
+    monkeypatch.setattr(product_loops, "PAIRS", pairs)
+    monkeypatch.setattr(product_loops, "FOURS", False)
     four, eight, halves = product_loops._four_bit_rows(width), product_loops._eight_bit_rows(1), product_loops._halves
 
     @numba.njit
