@@ -88,7 +88,7 @@ class Way:
     """A mode with parameters, what pages are kept in that get full, and whether a part is read ``over_link``.
 
     Two ways are equal where these are. ``seconds`` is a token's time before any correction, ``link_seconds`` of it what
-    is read over the link in full mode; ``lacks`` says what does not fit, if so.
+    the link adds in full mode, beyond what is staged meanwhile; ``lacks`` says what does not fit, if so.
     """
 
     parameters: ModeParameters
@@ -167,7 +167,8 @@ def _reading_everything(costs: _Costs, parameters: ModeParameters) -> Iterator[W
         mode.limit(costs.capacity, costs.machine.device_free)
         resident = min(getattr(mode, "resident", None) or costs.capacity, costs.capacity)
         if is_given or resident < costs.capacity:
-            yield from (costs.spilling(parameters, quantizes, resident) for quantizes in costs.pages)
+            staged = mode.plan(costs.capacity).layouts[0].staged * costs.geometry.page
+            yield from (costs.spilling(parameters, quantizes, resident, staged) for quantizes in costs.pages)
 
 
 def _choosing(costs: _Costs, asked: ModeParameters) -> Iterator[tuple[str, Params]]:
@@ -226,12 +227,17 @@ class _Costs:
         held = self.mode(parameters, self.geometry).plan(self.capacity).device_bytes(self.geometry)
         return Way(parameters, quantizes, seconds, lacks=self._lacks(parameters.name, held, quantizes))
 
-    def spilling(self, parameters: ModeParameters, quantizes: bool, resident: int) -> Way:
-        """Full mode that reads all but the last ``resident`` tokens over the link."""
+    def spilling(self, parameters: ModeParameters, quantizes: bool, resident: int, staged: int) -> Way:
+        """Full mode that reads all but the last ``resident`` tokens over the link.
+
+        In each layer the first ``staged`` of exact ones come while what is on the device is read.
+        """
         m, token = self.machine, self.geometry.token_bytes
         over = max(0, self.conversation.tokens - resident)
         seconds = (m.weights + (self.conversation.tokens - over) * token) / m.read
         link = over * token * self._share(quantizes) / (m.link or m.read)
+        if not (quantizes or self.conversation.rounded):
+            link -= min(seconds, min(over, staged) * token / (m.link or m.read))
         return Way(parameters, quantizes, seconds + link, True, self._lacks(parameters.name, 0, quantizes), link)
 
     def _share(self, quantizes: bool) -> float:

@@ -52,6 +52,11 @@ class Geometry:
         """Bytes of one token's K and V over all KV heads and layers."""
         return self.layers * self.kv_heads * 2 * self.row_bytes
 
+    @cached_property
+    def page_bytes(self) -> int:
+        """Bytes of one page's K and V over all KV heads of one layer."""
+        return self.page * self.kv_heads * 2 * self.row_bytes
+
     def pages(self, tokens: int) -> int:
         """Pages that hold ``tokens`` tokens."""
         return -(-tokens // self.page)

@@ -18,7 +18,7 @@ from kvchat.kv.attention import PREFILL_WORKSPACE
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory import available
 from kvchat.kv.memory.eight_bit_pool import EightBitPool
-from kvchat.kv.memory.host_pool import HostPool
+from kvchat.kv.memory.host_pool import HostPool, copy_segments
 from kvchat.kv.transfer import SideStream
 from kvchat.units import size
 
@@ -31,8 +31,7 @@ def staging_bytes(geometry: Geometry, stored: int, new: int) -> int:
     """Device bytes of ``StagedPrefill`` for ``new`` tokens after ``stored``."""
     pages = geometry.pages(stored + new)
     changed = pages - stored // geometry.page
-    page_bytes = geometry.kv_heads * 2 * geometry.page * geometry.row_bytes
-    return (pages + geometry.pages(stored) + changed) * page_bytes
+    return (pages + geometry.pages(stored) + changed) * geometry.page_bytes
 
 
 def prefill_bytes(geometry: Geometry, stored: int, new: int, token_bytes: int) -> int:
@@ -153,7 +152,7 @@ class StagedPrefill:
         self.new.copy_(pages[self._changed :])
         with self._side_stream():
             first, last = self._page + self._changed, self._page + len(pages)
-            _copy(self._host.segments(layer, first, last), self.new, to_device=False)
+            copy_segments(self._host.segments(layer, first, last), self.new, to_device=False)
         if layer + 1 < g.layers:
             self._fetch(layer + 1)
         return keys[:, self._first :], values[:, self._first :]
@@ -165,18 +164,8 @@ class StagedPrefill:
     def _fetch(self, layer: int) -> None:
         with self._side_stream():
             last = self._page + len(self.earlier)
-            _copy(self._host.segments(layer, self._page, last), self.earlier, to_device=True)
+            copy_segments(self._host.segments(layer, self._page, last), self.earlier, to_device=True)
         self._fetched = layer
 
 
 Prefill = DirectPrefill | StagedPrefill
-
-
-def _copy(segments: Sequence[Tensor], buffer: Tensor, to_device: bool) -> None:
-    """Copy between host memory (uint8, cut into ``segments``) and a buffer of the same bytes on the device."""
-    as_bytes, done = buffer.view(-1).view(torch.uint8), 0
-    for segment in segments:
-        part = as_bytes[done : done + len(segment)]
-        to, source = (part, segment) if to_device else (segment, part)
-        to.copy_(source, non_blocking=True)
-        done += len(segment)

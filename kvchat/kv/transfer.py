@@ -17,6 +17,7 @@ from torch import Tensor
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import DeviceSlots
 from kvchat.kv.memory.eight_bit_pages import block_bytes
+from kvchat.kv.memory.host_pool import copy_segments
 from kvchat.kv.ops.torch_ops import TorchOps
 
 STEPS = 256
@@ -252,6 +253,15 @@ class Transfer:
         slots.table.index_copy_(2, targets, entries.expand(1, 1, -1))
         with self.timer.copying():
             self.ops.move_shared(slots, positions, targets, taken)
+
+    def stage(self, slots: DeviceSlots, layer: int) -> None:
+        """Begin to copy the layer's first ``slots.staged`` pages to ``slots.staging``, by a copy engine.
+
+        Behind everything queued so far; a CUDA graph holds the copies like anything else. ``join`` waits for them.
+        """
+        slots.staged_layer = layer
+        with self.side_stream(), self.timer.copying(hidden=True):
+            copy_segments(self.ops.host.segments(layer, 0, slots.staged), slots.staging[: slots.staged], to_device=True)
 
     def count_wanted(self, pairs: Tensor) -> None:
         """Add K/V pairs that a step wanted and that nothing else counts (0-d)."""

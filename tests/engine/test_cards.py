@@ -16,10 +16,10 @@ from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.auto import Machine, Way
 from kvchat.kv.geometry import GROWTH_HEADROOM, Geometry
 from kvchat.kv.modes.base import ModelTraits
+from kvchat.kv.modes.full import STAGED_BYTES
 from kvchat.protocol.messages import Load
 
 RESULT = json.loads((Path(kvchat.bench.__file__).parent / "results" / "gpu-decode-32k.json").read_text())
-VARIANTS = {"full over the link": "full:resident=2048"}  # what a way is called there
 
 
 def llama_8b() -> Observed:
@@ -34,12 +34,9 @@ def h200(device_free: int = 100 * 2**30) -> Machine:
 
 def test_what_was_measured_over_what_is_computed_is_that_of_the_committed_measurement():
     given = {mode: {"budget": 2080} for mode in ("streaming", "speculative", "sync")}
-    computed = {}
-    for full in ({"resident": 2048}, {}):
-        computed |= cards.computed_ms(Load("an 8B", given={**given, "full": full}), h200(), llama_8b(), [32_768])
+    computed = cards.computed_ms(Load("an 8B", given=given), h200(), llama_8b(), [32_768])
     for way, expected in cards.MEASURED.items():
-        variant = VARIANTS.get(way, way)
-        rows = [row for row in RESULT["summary"] if row["variant"] == variant]
+        rows = [row for row in RESULT["summary"] if row["variant"] == way]
         measured = next((row["ms"] for row in rows if row.get("change_rate") == 0.25), rows[0]["ms"])
         assert measured / computed[way][32_768] == pytest.approx(expected, abs=0.006), way
 
@@ -63,11 +60,14 @@ def test_drafts_over_a_link_gain_what_the_formula_says(link, weights_s, gains):
     machine = Machine(500e9, link, int(weights_s * 500e9), 2**40, cards.HOST_FREE)
     load = Load("an 8B", given={"full": {"resident": 2048}})
     found = cards.computed_ms(load, machine, llama_8b(), [tokens])
-    full = found["full over the link"][tokens]
-    way = Way(FullParameters(), False, full / 1000, True, link_seconds=(tokens - 2048) * 131_072 / link)
+    over_link, on_device = (tokens - 2048) * 131_072 / link, weights_s + 2048 * 131_072 / 500e9
     for accepted, gain in gains.items():
-        mine = full / 1000 / cards.seconds_with_drafts(way, weights_s, accepted)
+        way = Way(FullParameters(), False, on_device + over_link, True, link_seconds=over_link)
+        mine = way.seconds / cards.seconds_with_drafts(way, weights_s, accepted)
         assert mine == pytest.approx(gain, rel=0.1), accepted
+    over_link -= min(on_device, STAGED_BYTES / link)
+    way = Way(FullParameters(), False, on_device + over_link, True, link_seconds=over_link)
+    assert found["full over the link"][tokens] == pytest.approx(1000 * way.seconds, rel=0.01)
     drafted = found[f"full over the link{cards.DRAFTED}"][tokens]
     assert drafted == pytest.approx(1000 * cards.seconds_with_drafts(way, weights_s), rel=0.02)
 

@@ -20,9 +20,9 @@ from support.tiny_runner import PARAMS, loaded, mode_of, prefilled, same_steps, 
 
 from kvchat.config.modes import FullParameters
 from kvchat.engine.runner import GraphRunner, ModelRunner, geometry_of, traits_of
-from kvchat.kv import inspect
+from kvchat.kv import inspect, transfer
 from kvchat.kv.inspect import attended
-from kvchat.kv.modes import build
+from kvchat.kv.modes import build, full
 from kvchat.kv.transfer import SideStream
 from kvchat.models import attention_hook
 from kvchat.models.load import LoadedModel
@@ -62,9 +62,9 @@ def late(runner: ModelRunner) -> ModelRunner:
 
 
 def delayed(operation, dice: random.Random):
-    def slow(*args):
+    def slow(*args, **kwargs):
         torch.cuda._sleep(dice.randrange(5_000_000))
-        return operation(*args)
+        return operation(*args, **kwargs)
 
     return slow
 
@@ -120,6 +120,41 @@ def test_full_answers_the_same_whatever_is_resident(dtype):
             assert relative_error(ring, whole) < 4 * torch.finfo(dtype).eps, f"{prompt} tokens"
     assert [each.kv.state.slots[0].layout.spills for each in runners] == [False, True]
     assert not any(each.graphs.refusal for each in runners)
+
+
+@pytest.mark.parametrize(("name", "layers", "share"), [("llama", 2, 1.0), ("gemma2", 4, 0.5)])
+def test_what_is_staged_while_layers_compute_changes_nothing(name, layers, share, monkeypatch):
+    """By graphs, as pages leave the ring, after a truncation and after a switch; in layers without a window."""
+    monkeypatch.setattr(full, "STAGED_SHARE", share)
+    monkeypatch.setattr(transfer, "copy_segments", delayed(transfer.copy_segments, random.Random(0)))
+    model = loaded(name, "cuda", torch.bfloat16, num_hidden_layers=layers)
+    whole, one, other = (ModelRunner(model, mode_of(model, row)) for row in ("full", "full-resident", "full-resident"))
+    everyone = whole, one, eager(other)
+    reading_all = [layer for layer, spec in enumerate(one.kv.state.specs) if spec.window is None]
+    staged, stage = [], transfer.Transfer.stage
+
+    def noted(self, slots, layer):
+        staged.append((slots.staged, layer))
+        stage(self, slots, layer)
+
+    monkeypatch.setattr(transfer.Transfer, "stage", noted)
+    acts = (93, "", 4), (160, "", 1), (94, "", 3), (97, "streaming", 1), (98, "full-resident", 2)
+    for prompt, mode, steps in acts:
+        for each in everyone:
+            if each.kv.total > prompt:
+                each.truncate(prompt)
+            prefilled(each, token_ids(prompt)[each.kv.total :] or token_ids(1))
+            if mode and each is not whole:
+                with torch.inference_mode():
+                    each.kv.switch(mode_of(model, mode))
+        for token in token_ids(steps, seed=prompt):
+            exact, found, same = (each.step(token) for each in everyone)
+            assert torch.equal(found, same)
+            assert mode == "streaming" or relative_error(found, exact) < 16 * torch.finfo(torch.bfloat16).eps
+    assert one.kv.state.transfer.totals == other.kv.state.transfer.totals
+    assert {*staged} == {(pages, layer) for pages in (1, 3) for layer in reading_all}
+    assert not one.graphs.refusal
+    check_integrity(one.kv.state)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[::2], ids=str)

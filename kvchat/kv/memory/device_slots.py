@@ -7,6 +7,7 @@ block.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,7 +30,8 @@ class Layout:
     is read all the same: attention reads tokens that left the window from the host pool. Slots of ``pinned``
     messages' tokens keep them for good; the window's and the pages' slots of the same tokens stay masked. A layout
     ``in_place`` (unordered, or not shared with a window only) is a table alone, in unified memory: attention reads the
-    tokens it names in the host pool.
+    tokens it names in the host pool. A layer's first ``staged`` pages of those that spill have room on the device, which
+    all layers share.
     """
 
     first: int
@@ -43,6 +45,7 @@ class Layout:
     spills: bool = False
     pinned: int = 0
     in_place: bool = False
+    staged: int = 0
 
     @property
     def listed(self) -> bool:
@@ -64,7 +67,7 @@ class Layout:
         tables = (1 if self.shared else heads) * (2 - self.listed) + (self.unordered and not self.in_place)
         pages = heads * self.pages * torch.int64.itemsize
         rows = 0 if self.in_place else heads * n * 2 * geometry.row_bytes
-        return rows + pages + tables * n * torch.int32.itemsize
+        return rows + pages + tables * n * torch.int32.itemsize + self.staged * geometry.page_bytes
 
 
 class DeviceSlots:
@@ -80,7 +83,8 @@ class DeviceSlots:
     ``current_slot [1]`` (int64) is the slot of the token being decoded. The window's slots begin at ``ring``.
     ``read_pairs`` counts what was read: (token, KV head, layer) triples, summed over steps. Where ``recent_only`` is
     not 0 attention does not read what spills, and without slots only the sinks and so many recent tokens: the step's
-    token is a guess.
+    token is a guess. ``staging [staged, kv_heads, 2, p, d]`` is laid out as in the host pool; once ``arrived`` was called
+    its first ``staged`` pages are those of layer ``staged_layer``.
     """
 
     def __init__(self, layout: Layout, geometry: Geometry, device: torch.device) -> None:
@@ -109,18 +113,22 @@ class DeviceSlots:
         self._write_rows = self._row_starts
         self.read_pairs = torch.zeros((), dtype=torch.int64, device=device)
         self.recent_only = 0
+        self.staging = self._room_to_stage()
+        self.staged, self.staged_layer = 0, -1
+        self.arrived: Callable[[], None] = lambda: None
         self._masks: dict[tuple[int, int | None], tuple[Tensor, Tensor]] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated."""
         tables = {id(x): x for x in (self.table, self.attended)}.values()
-        return sum(x.nbytes for x in (self.kv, *tables, self.held, self.pages))
+        return sum(x.nbytes for x in (self.kv, *tables, self.held, self.pages, self.staging))
 
     def graph_buffers(self) -> list[Tensor]:
         """Return the tensors that last from step to step."""
         constants = [self.page_blocks, self._all, self._row_starts, *([] if self.heads is None else [self.heads])]
-        return [self.kv, self.table, self.attended, self.held, self.pages, self.read_pairs, *constants]
+        changed = [self.kv, self.table, self.attended, self.held, self.pages, self.read_pairs, self.staging]
+        return [*changed, *constants]
 
     def heads_of(self, layer: int) -> Tensor:
         """The KV heads held, ``[H]`` int64."""
@@ -208,8 +216,9 @@ class DeviceSlots:
 
         Where there are as many, which only begin to spill, they stay what they are.
         """
-        if replace(layout, spills=self.layout.spills) == self.layout:
+        if replace(layout, spills=self.layout.spills, staged=self.layout.staged) == self.layout:
             self.layout = layout
+            self.staging = self._room_to_stage()
             return self
         if layout.unordered:
             return self._resettled(layout)
@@ -225,6 +234,10 @@ class DeviceSlots:
         larger.pages[:, :, : self.pages.shape[2]] = self.pages
         larger.read_pairs = self.read_pairs
         return larger
+
+    def _room_to_stage(self) -> Tensor:
+        g, device = self.geometry, self.table.device
+        return torch.empty((self.layout.staged, g.kv_heads, 2, g.page, g.d), dtype=g.dtype, device=device)
 
     def _resettled(self, layout: Layout) -> DeviceSlots:
         """The tokens of an unordered layout in as many slots as ``layout`` has, from the first slot on."""

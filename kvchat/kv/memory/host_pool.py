@@ -356,6 +356,16 @@ def scatter(view: Tensor, index: Tensor, rows: Tensor) -> None:
     view.index_copy_(0, index.to(view.device), rows.to(view.device))
 
 
+def copy_segments(segments: Sequence[Tensor], buffer: Tensor, to_device: bool) -> None:
+    """Copy between host memory (uint8, cut into ``segments``) and a buffer of the same bytes on the device."""
+    as_bytes, done = buffer.view(-1).view(torch.uint8), 0
+    for segment in segments:
+        part = as_bytes[done : done + len(segment)]
+        to, source = (part, segment) if to_device else (segment, part)
+        to.copy_(source, non_blocking=True)
+        done += len(segment)
+
+
 class ByPage:
     """``[page, H, 2, p, d]``: one (page, head) is one contiguous block of K then V, and memory grows at the end."""
 
@@ -363,7 +373,7 @@ class ByPage:
 
     def __init__(self, geometry: Geometry) -> None:
         self.geometry = geometry
-        self.page_bytes = geometry.kv_heads * 2 * geometry.page * geometry.row_bytes
+        self.page_bytes = geometry.page_bytes
 
     def nbytes(self, tokens: int) -> int:
         """Bytes of memory for ``tokens``, in whole system pages."""

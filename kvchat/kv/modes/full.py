@@ -6,6 +6,12 @@ ring of slots, and attention reads all earlier ones from pinned host memory over
 no longer grows, the answer is the same, and a step takes as long as the link needs for the rest. Layers with a window
 that fits the ring read nothing over the link.
 
+So that the link is not idle while a layer's weights are read, a copy engine stages the first pages of the next layer
+meanwhile, in a small buffer that all layers share: as soon as one layer attended to it, it is the next one's. The rest
+is read by the attention kernel, before it waits for what is staged. A step then takes the longer of both times, not
+their sum, where the buffer holds what the link brings in a layer's time. Full-precision pages are staged, by the Triton
+kernels, and in layers without a window.
+
 In unified memory (a CPU) there are no slots: attention reads the host pool itself, and K/V is held once.
 """
 
@@ -20,12 +26,18 @@ import torch
 from torch import Tensor
 
 from kvchat.config.modes import MIN_BUDGET, FullParameters
-from kvchat.kv.attention import PREFILL_WORKSPACE
+from kvchat.kv.attention import PREFILL_WORKSPACE, AttentionSpec, Weights
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.memory.device_slots import SINKS_OF_GUESS, Layout
+from kvchat.kv.memory.device_slots import SINKS_OF_GUESS, DeviceSlots, Layout
 from kvchat.kv.modes.base import Mode, ModelTraits, ModeReport, Plan, Step, everything
 from kvchat.kv.modes.drafting import RECENT, Auto, Drafter, Lookup, Window
 from kvchat.kv.prefill import CHUNKS, staging_bytes
+
+
+# Over all layers, and of the slots' bytes at most: 512 MiB is what a link brings while the weights are read (16 ms at
+# 25 GB/s, 23 ms at 12 GB/s are 400 and 280 MB).
+STAGED_BYTES, STAGED_SHARE = 512 * 2**20, 1 / 8
+LEVELS = 4  # numbers of pages that are staged as a conversation grows: each has graphs of its own
 
 
 class Full(Mode):
@@ -49,7 +61,8 @@ class Full(Mode):
         layers = self.geometry.layers
         if self.resident is None or self.resident >= capacity or self.geometry.unified:
             return Plan([replace(everything(self.geometry, 0, layers, capacity), sink=self._sink)])
-        return Plan([Layout(0, layers, self._sink, self.resident, spills=True)])
+        slots = Layout(0, layers, self._sink, self.resident, spills=True)
+        return Plan([replace(slots, staged=self._staging(slots.nbytes(self.geometry)) // self.geometry.page_bytes)])
 
     def limit(self, capacity: int, free: int, held: int = 0) -> None:
         if self.parameters.resident is not None or self.geometry.unified:
@@ -57,6 +70,7 @@ class Full(Mode):
         # What reading the next prompt takes on the device.
         usable = free - staging_bytes(self.geometry, capacity, CHUNKS[0]) - PREFILL_WORKSPACE
         if self.plan(capacity).device_bytes(self.geometry) > usable:
+            usable -= self._staging(int(usable / (1 + STAGED_SHARE)))
             fitting = usable // Layout(0, self.geometry.layers, 0, self.geometry.page).nbytes(self.geometry)
             fits = held or max(MIN_BUDGET, fitting * self.geometry.page)
             self.resident = min(fits, self.resident or fits)  # a ring that has come round cannot grow
@@ -76,14 +90,48 @@ class Full(Mode):
         return any(slots.recent_only for slots in self.state.slots)
 
     def prepare_step(self) -> Step:
+        if not self.spills:
+            return Step(exact=not self.guesses)
+        (slots,) = self.state.slots
+        slots.staged, slots.staged_layer, slots.arrived = self._stageable(slots), -1, self.state.transfer.join
         # Stock torch reads as many blocks as there is memory for.
-        return Step((self.state.host.room, self.guesses) if self.spills else (), exact=not self.guesses)
+        return Step((self.state.host.room, self.guesses, slots.staged), exact=not self.guesses)
+
+    def forward_begin(self, position: Tensor) -> None:
+        super().forward_begin(position)
+        self._stage(-1)
+
+    def attention_end(self, layer: int, query: Tensor, weights: list[Weights], spec: AttentionSpec) -> None:
+        self._stage(layer)
 
     def forward_end(self, position: Tensor) -> None:
         if self.spills and not self.guesses:
             read, fetched = self._pairs(position + 1)
             self.state.transfer.count_wanted(read)
             self.state.transfer.count_fetched(fetched)
+
+    def _staging(self, slot_bytes: int) -> int:
+        """Bytes of the buffer beside slots of so many bytes."""
+        return int(min(STAGED_BYTES / self.geometry.layers, slot_bytes * STAGED_SHARE))
+
+    def _stageable(self, slots: DeviceSlots) -> int:
+        """Pages that the next step stages: of those that left the ring whole, as many as there is room for."""
+        if self.guesses or not self.state.ops.reads_staged:
+            return 0
+        room = slots.layout.staged
+        left = max(0, self.state.total + 1 - slots.layout.window) // self.geometry.page
+        unit = max(1, room // LEVELS)
+        return min(left, room) // unit * unit
+
+    def _stage(self, read: int) -> None:
+        """Begin to stage the next layer without a window, once the one was ``read`` that is staged; -1 at the begin."""
+        (slots,) = self.state.slots
+        if not slots.staged or slots.staged_layer != read:
+            return
+        specs = enumerate(self.state.specs[read + 1 :], read + 1)
+        following = next((layer for layer, spec in specs if spec is None or spec.window is None), None)
+        if following is not None:
+            self.state.transfer.stage(slots, following)
 
     def _pairs(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """K/V pairs that the last of ``tokens`` (0-d) reads, and how many of them come over the link."""

@@ -34,11 +34,13 @@ SPILLED_BLOCK = 1024  # tokens that are brought from the host pool at a time, to
 class TorchOps:
     """A step's operations on the host pool and slots.
 
-    ``reads_back`` is true where nothing runs beside the model, so that reading a tensor's values costs no wait.
+    ``reads_back`` is true where nothing runs beside the model, so that reading a tensor's values costs no wait;
+    ``reads_staged`` where attention reads what spills from ``DeviceSlots.staging``.
     """
 
     name = "torch"
     reads_back = False
+    reads_staged = False
 
     def __init__(self, geometry: Geometry, host: HostPool, device: torch.device, kernel_refusal: str = "") -> None:
         self.geometry = geometry

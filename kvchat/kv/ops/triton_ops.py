@@ -39,6 +39,7 @@ class TritonOps(TorchOps):
     """
 
     name = "triton"
+    reads_staged = True
 
     def __init__(self, geometry: Geometry, host: HostPool, device: torch.device) -> None:
         super().__init__(geometry, host, device)
@@ -147,7 +148,12 @@ class TritonOps(TorchOps):
 
 
 class EightBitTritonOps(TritonOps, EightBitOps):
-    """``TritonOps`` over a pinned pool with 8-bit pages: the same kernels, which unpack behind the link."""
+    """``TritonOps`` over a pinned pool with 8-bit pages: the same kernels, which unpack behind the link.
+
+    They are not staged: the pages of a conversation lie in two pools, in an order that only ``places`` knows.
+    """
+
+    reads_staged = False
 
     @property
     def badges(self) -> tuple[str, ...]:

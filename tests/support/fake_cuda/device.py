@@ -199,7 +199,8 @@ class Gpu:
             if any(map(self.addresses, leaves)):
                 self._note(name, schema, args, kwargs, None, races.HOST)
             return func(*args, **kwargs)
-        self._refuse(name, leaves, on_gpu, here)
+        waits = not kwargs.get("non_blocking") and not (name == "copy_" and args[2:] and args[2])
+        self._refuse(name, leaves, on_gpu, here, waits)
         func = attention.REPLACED.get(name, func)
         inner_args, inner_kwargs = mapped(inner_of, args), mapped(inner_of, kwargs)
         run = functools.partial(func, *inner_args, **inner_kwargs)
@@ -207,7 +208,7 @@ class Gpu:
         if schema.name in UNWRITTEN:
             poison(result)
         outer = self._outer(schema, args, kwargs, result, device)
-        self._note(name, schema, args, kwargs, outer, self.stream)
+        self._note(name, schema, args, kwargs, outer, self.stream, waits)
         return outer
 
     def launch(self, name: str, run: Callable[[], races.Touched], tensors: list[torch.Tensor]) -> None:
@@ -230,7 +231,9 @@ class Gpu:
             end += self.pinned[end]
         return end - address
 
-    def _note(self, name: str, schema, args: tuple, kwargs: dict, outer: Any, who: object) -> None:
+    def _note(
+        self, name: str, schema, args: tuple, kwargs: dict, outer: Any, who: object, waits: bool = True
+    ) -> None:
         """Record what one of torch's operations reads and writes."""
         if any(spec.alias_info is not None and not spec.alias_info.is_write for spec in schema.returns):
             return  # a view touches nothing
@@ -252,7 +255,6 @@ class Gpu:
             if leaf.numel()
         ]
         self.order.launch(who, name, accesses)
-        waits = not kwargs.get("non_blocking") and not (name == "copy_" and args[2:] and args[2])
         if name.startswith(WAITS) or (name in COPIES and not made and waits):
             self.order.host_waits([who])
 
@@ -268,13 +270,14 @@ class Gpu:
             raise Refused(f"called a synchronizing CUDA operation: {what}")
         self.order.host_waits(for_whom)
 
-    def _refuse(self, name: str, leaves: list, on_gpu: list, here: bool) -> None:
+    def _refuse(self, name: str, leaves: list, on_gpu: list, here: bool, waits: bool) -> None:
         off = [leaf for leaf in leaves if not isinstance(leaf, OnGpu)]
         if name.startswith(WAITS):
             self.wait(name, [])
         if name in COPIES:
             if off or not here:
-                self.wait(f"{name} between host and device", [])
+                if waits or not all(map(self.addresses, off)):  # else it is queued, also in a capture
+                    self.wait(f"{name} between host and device", [])
                 for tensor in off:
                     self._one_segment(tensor)
             return

@@ -2,7 +2,8 @@
 
 The query heads of one KV head are the rows of one tile, so K and V are read once. A slot that may not be read is not
 loaded either. Exponentials are base 2, all sums float32. What left slots that spill makes parts of its own, read from
-pinned host memory as if it were the device's: how many tokens that are only the device knows.
+pinned host memory as if it were the device's: how many tokens that are only the device knows. The first of them may be
+staged on the device, and are waited for last.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ TILES = {(0, 0): 4096, (8, 0): 16384, (8, 6): 8192, (9, 0): 16384, (12, 0): 8192
 EIGHT_BIT_TILE = 4096  # both kinds of page are in registers at once: with more they spill
 MOST_SLOTS = 128
 PARTS = 32  # joined at a time
+NO_LIMIT = 2**31 - 1
 
 
 @triton.jit
@@ -138,7 +140,9 @@ def _group_of(query, rows, stride, col, mask):
     return operand(tl.load(query + rows[:, None] * stride + col[None, :], mask=mask, other=0.0))
 
 
-@triton.jit(do_not_specialize=["first", "parts", "ring", "window"], do_not_specialize_on_alignment=["heads"])
+@triton.jit(
+    do_not_specialize=["first", "parts", "sink", "ring", "limit", "window"], do_not_specialize_on_alignment=["heads"]
+)
 def _attend_spilled(
     query,
     host,
@@ -154,6 +158,7 @@ def _attend_spilled(
     parts,
     sink,
     ring,
+    limit,
     window,
     query_stride,
     scale,
@@ -173,14 +178,14 @@ def _attend_spilled(
     COLS_V: tl.constexpr,
     ITEM: tl.constexpr,
 ):
-    """``_attend_part`` over the tokens from ``sink`` on that left a window of ``ring``, in the host pool.
+    """``_attend_part`` over the tokens from ``sink`` up to ``limit`` that left a window of ``ring``, in the host pool.
 
     Its parts begin at number ``first``.
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head = tl.load(heads + row) if PICKED else row
     now = tl.load(position).to(tl.int32)
-    end, begin = tl.maximum(now - ring + 1, 0), sink
+    end, begin = tl.minimum(tl.maximum(now - ring + 1, 0), limit), sink
     if WINDOWED:
         begin = tl.maximum(now - window + 1, sink)
     g = tl.arange(0, GROUP_ROWS)
@@ -271,7 +276,8 @@ def attend(
     most = max(1, programs // width)
     blocks, first = _split(slots.n, block, most)
     spills = slots.layout.spills and not slots.recent_only
-    parts = first + (most if spills else 0)
+    staged = slots.staged if spills and slots.staged_layer == layer else 0
+    parts = first + most * (spills + (staged > 0))
     rows = width, g.group
     sums = torch.empty((*rows, parts, g.d_v), dtype=torch.float32, device=query.device)
     extremes = sums.new_empty((*rows, parts, 2))
@@ -290,13 +296,21 @@ def attend(
     )  # fmt: skip
     if spills:
         tokens = _tokens_of_a_tile(min(tile, EIGHT_BIT_TILE) if host.item else tile, cols_k, cols_v)
-        # Both kinds of page at once in two stages would take more shared memory than most GPUs have.
-        _attend_spilled[width, most](
-            query, *host[:4], slots.read_pairs, position, heads, sums, extremes,
-            first, parts, slots.layout.sink, slots.layout.window, *rule, picked, *has,
-            g.kv_heads, g.page, *sizes, tokens, cols_k, cols_v, host.item,
-            num_warps=4, num_stages=1 if host.item else 2,
-        )  # fmt: skip
+        waits_from, layout = staged * g.page, slots.layout
+        ranges = [(host, max(layout.sink, waits_from), NO_LIMIT)]
+        if staged:
+            rows_staged = slots.staging.view(-1, g.d)
+            ranges.append((HostTensors(rows_staged, rows_staged, rows_staged, rows_staged, 0), layout.sink, waits_from))
+        for begun, (source, begin, limit) in enumerate(ranges):
+            if begun:
+                slots.arrived()
+            # Both kinds of page at once in two stages would take more shared memory than most GPUs have.
+            _attend_spilled[width, most](
+                query, *source[:4], slots.read_pairs, position, heads, sums, extremes,
+                first + begun * most, parts, begin, layout.window, limit, *rule, picked, *has,
+                g.kv_heads, g.page, *sizes, tokens, cols_k, cols_v, source.item,
+                num_warps=4, num_stages=1 if source.item else 2,
+            )  # fmt: skip
     sinks = spread if spec.sinks is None else spec.sinks
     of_heads = spec.sinks is not None, picked, g.group, g.d_v, cols_v, PARTS
     _join[(width * g.group,)](sums, extremes, sinks, heads, attended, spread, parts, *of_heads, num_warps=4)

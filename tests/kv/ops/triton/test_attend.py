@@ -94,6 +94,18 @@ def test_what_left_the_slots_is_read_from_the_host_pool(shape, kind, dtype, devi
         (expected, read), (measured, also) = found
         assert_near(measured, expected, dtype)
         assert read == also > 0
+        stage(slots, side.ops.host, 1)
+        assert_near(side.ops.attend(slots, 1, query.to(slots.kv.dtype), spec, False)[0], expected, dtype)
+        assert int(slots.read_pairs) == 2 * read
+
+
+def stage(slots, host, layer):
+    """Let pages that left the ring arrive once they are waited for; what is not among them may hold anything."""
+    slots.staged = max(0, host.total + 1 - slots.layout.window) // slots.geometry.page
+    pages = host.table(layer)[: slots.staged]
+    slots.staging = pages.new_full((slots.staged + 1, *pages.shape[1:]), torch.nan)
+    slots.arrived = lambda: slots.staging[: slots.staged].copy_(pages)
+    slots.staged_layer = layer
 
 
 def test_slots_that_may_not_be_read_may_hold_anything(device):
