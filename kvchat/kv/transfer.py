@@ -257,10 +257,11 @@ class Transfer:
     def stage(self, slots: DeviceSlots, layer: int) -> None:
         """Begin to copy the layer's first ``slots.staged`` pages to ``slots.staging``, by a copy engine.
 
-        Behind everything queued so far; a CUDA graph holds the copies like anything else. ``join`` waits for them.
+        Behind everything queued so far; a CUDA graph holds the copies like anything else. ``slots.arrived`` waits for
+        them. They are not timed: the rest of what spills is read where no event can tell it from attention.
         """
-        slots.staged_layer = layer
-        with self.side_stream(), self.timer.copying(hidden=True):
+        slots.staged_layer, slots.arrived = layer, self.side_stream.join
+        with self.side_stream():
             copy_segments(self.ops.host.segments(layer, 0, slots.staged), slots.staging[: slots.staged], to_device=True)
 
     def count_wanted(self, pairs: Tensor) -> None:

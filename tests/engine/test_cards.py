@@ -16,7 +16,7 @@ from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.auto import Machine, Way
 from kvchat.kv.geometry import GROWTH_HEADROOM, Geometry
 from kvchat.kv.modes.base import ModelTraits
-from kvchat.kv.modes.full import STAGED_BYTES
+from kvchat.kv.modes.full import STAGED_BYTES, STAGED_SHARE
 from kvchat.protocol.messages import Load
 
 RESULT = json.loads((Path(kvchat.bench.__file__).parent / "results" / "gpu-decode-32k.json").read_text())
@@ -65,7 +65,7 @@ def test_drafts_over_a_link_gain_what_the_formula_says(link, weights_s, gains):
         way = Way(FullParameters(), False, on_device + over_link, True, link_seconds=over_link)
         mine = way.seconds / cards.seconds_with_drafts(way, weights_s, accepted)
         assert mine == pytest.approx(gain, rel=0.1), accepted
-    over_link -= min(on_device, STAGED_BYTES / link)
+    over_link -= min(on_device, min(STAGED_BYTES, 2048 * 131_072 * STAGED_SHARE * 32) / link)
     way = Way(FullParameters(), False, on_device + over_link, True, link_seconds=over_link)
     assert found["full over the link"][tokens] == pytest.approx(1000 * way.seconds, rel=0.01)
     drafted = found[f"full over the link{cards.DRAFTED}"][tokens]

@@ -30,8 +30,8 @@ class Layout:
     is read all the same: attention reads tokens that left the window from the host pool. Slots of ``pinned``
     messages' tokens keep them for good; the window's and the pages' slots of the same tokens stay masked. A layout
     ``in_place`` (unordered, or not shared with a window only) is a table alone, in unified memory: attention reads the
-    tokens it names in the host pool. A layer's first ``staged`` pages of those that spill have room on the device, which
-    all layers share.
+    tokens it names in the host pool. There is room on the device, which all layers share, to copy the first ``staged``
+    pages of what spills ahead.
     """
 
     first: int
@@ -83,8 +83,8 @@ class DeviceSlots:
     ``current_slot [1]`` (int64) is the slot of the token being decoded. The window's slots begin at ``ring``.
     ``read_pairs`` counts what was read: (token, KV head, layer) triples, summed over steps. Where ``recent_only`` is
     not 0 attention does not read what spills, and without slots only the sinks and so many recent tokens: the step's
-    token is a guess. ``staging [staged, kv_heads, 2, p, d]`` is laid out as in the host pool; once ``arrived`` was called
-    its first ``staged`` pages are those of layer ``staged_layer``.
+    token is a guess. ``staging [staged, kv_heads, 2, p, d]`` is laid out as in the host pool; once ``arrived`` was
+    called its first ``staged`` pages are those of layer ``staged_layer``.
     """
 
     def __init__(self, layout: Layout, geometry: Geometry, device: torch.device) -> None:

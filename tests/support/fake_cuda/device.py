@@ -231,9 +231,7 @@ class Gpu:
             end += self.pinned[end]
         return end - address
 
-    def _note(
-        self, name: str, schema, args: tuple, kwargs: dict, outer: Any, who: object, waits: bool = True
-    ) -> None:
+    def _note(self, name: str, schema, args: tuple, kwargs: dict, outer: Any, who: object, waits: bool = True) -> None:
         """Record what one of torch's operations reads and writes."""
         if any(spec.alias_info is not None and not spec.alias_info.is_write for spec in schema.returns):
             return  # a view touches nothing
