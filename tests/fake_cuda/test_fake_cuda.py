@@ -60,7 +60,23 @@ def test_a_capture_carries_nothing_out_and_a_replay_does():
     assert (total.tolist(), doubled.tolist()) == ([3.0] * 8, [6.0] * 8)
 
 
-@pytest.mark.parametrize("asks", [torch.Tensor.item, torch.Tensor.cpu, torch.nonzero, lambda x: torch.ones(1).to(x)])
+def test_a_graph_copies_what_pinned_memory_holds_at_its_replay():
+    source, target, graph = torch.zeros(8, pin_memory=True), ones(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        target.copy_(source, non_blocking=True)
+    source.fill_(3)
+    assert target.tolist() == [1.0] * 8
+    graph.replay()
+    assert target.tolist() == [3.0] * 8
+
+
+ASKING = [
+    *(torch.Tensor.item, torch.Tensor.cpu, torch.nonzero, lambda x: torch.ones(1).to(x)),
+    *(lambda x: x.copy_(torch.ones(1), non_blocking=True), lambda x: x.to("cpu", non_blocking=True)),
+]
+
+
+@pytest.mark.parametrize("asks", ASKING)
 def test_nothing_is_asked_or_sent_while_a_graph_is_captured(asks):
     one = ones(1)
     with (

@@ -274,7 +274,7 @@ class Gpu:
             self.wait(name, [])
         if name in COPIES:
             if off or not here:
-                if waits or not all(map(self.addresses, off)):  # else it is queued, also in a capture
+                if waits or not off or not all(map(self.addresses, off)):  # else it is queued, also in a capture
                     self.wait(f"{name} between host and device", [])
                 for tensor in off:
                     self._one_segment(tensor)
