@@ -157,6 +157,27 @@ def test_what_is_staged_while_layers_compute_changes_nothing(name, layers, share
     check_integrity(one.kv.state)
 
 
+def test_what_a_failed_capture_staged_is_not_read(monkeypatch):
+    monkeypatch.setattr(full, "STAGED_SHARE", 1.0)
+    model = loaded("llama", "cuda", torch.bfloat16, num_hidden_layers=2)
+    one, other = (ModelRunner(model, mode_of(model, "full-resident")) for _ in range(2))
+    eager(other)
+    record = one.graphs._recorder
+
+    def fails(run):
+        record(lambda: run().item())
+
+    one.graphs._recorder = fails
+    for each in (one, other):
+        prefilled(each, token_ids(128))
+    for token in token_ids(2):
+        with torch.inference_mode():
+            one.kv.state.slots[0].staging.fill_(torch.nan)
+        same_steps(one, other, [token])
+    assert one.graphs.refusal
+    assert one.kv.state.slots[0].staged == 2
+
+
 @pytest.mark.parametrize("dtype", DTYPES[::2], ids=str)
 def test_a_guess_reads_nothing_that_spills_and_is_forgotten(dtype):
     """By graphs; the verification and the steps after it are those of a runner that never guessed."""

@@ -14,7 +14,7 @@ from support.memory_faults import PLACES
 ROOT = Path(__file__).parents[2]
 # In the long form freeze by the paper's rules, which differ in numbers, and pinned messages in every mode are read too.
 SHORT = (
-    "change_no_bit and dtype0 and not (paper or reuse) or staged and llama"
+    "change_no_bit and dtype0 and not (paper or reuse) or staged and not gemma"
     " or (8_bit or pinned) and speculative or switches and reuse or (resident or guess) and bfloat16"
 )
 LONG = (

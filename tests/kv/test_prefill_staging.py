@@ -225,13 +225,13 @@ def test_a_missing_join_would_be_found(monkeypatch):
 def test_a_gpu_stores_and_reads_the_same_however_late_a_stream_is(late, monkeypatch):
     device, g = torch.device("cuda"), geometry(16, 16, dtype=torch.bfloat16)
     if late == "aside":
-        plain = prefill_module._copy
+        plain = prefill_module.copy_segments
 
         def sleepy(*args, **kwargs):
             torch.cuda._sleep(20_000_000)
             plain(*args, **kwargs)
 
-        monkeypatch.setattr(prefill_module, "_copy", sleepy)
+        monkeypatch.setattr(prefill_module, "copy_segments", sleepy)
     staged, direct = HostPool(g, device), HostPool(g, CPU)
     for seed, tokens in enumerate((700, 1, 45, 2000)):
         on_host = new_kv(g, tokens, seed)

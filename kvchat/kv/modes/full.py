@@ -92,12 +92,14 @@ class Full(Mode):
         if not self.spills:
             return Step(exact=not self.guesses)
         (slots,) = self.state.slots
-        slots.staged, slots.staged_layer = self._stageable(slots), -1
+        slots.staged = self._stageable(slots)
         # Stock torch reads as many blocks as there is memory for.
         return Step((self.state.host.room, self.guesses, slots.staged), exact=not self.guesses)
 
     def forward_begin(self, position: Tensor) -> None:
         super().forward_begin(position)
+        for slots in self.state.slots:
+            slots.staged_layer = -1  # here, because a capture that failed left it at its last one
         self._stage(-1)
 
     def attention_end(self, layer: int, query: Tensor, weights: list[Weights], spec: AttentionSpec) -> None:
