@@ -252,6 +252,7 @@ LOAD = {
     "model": left_out(ModelSettings, "name", "-m", "--model", complete=complete_model),
     "device": left_out(ModelSettings, "device", complete=complete_device),
     "gpus": left_out(ModelSettings, "gpus"),
+    "split": left_out(ModelSettings, "split"),
     "dtype": left_out(ModelSettings, "dtype"),
     "quantize": left_out(ModelSettings, "quantize"),
     "force": left_out(ModelSettings, "force", "--force"),

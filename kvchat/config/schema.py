@@ -20,7 +20,7 @@ from kvchat.config.modes import Params, choosable, mode_names
 from kvchat.config.validation_errors import advice, reason
 from kvchat.errors import UsageError, did_you_mean
 from kvchat.files import unmarked
-from kvchat.protocol.messages import HostDtype, Load, Quantize, Sampling, parse_args
+from kvchat.protocol.messages import HostDtype, Load, Quantize, Sampling, Split, parse_args
 
 DEFAULTS = Sampling()
 DEVICES = r"^(auto|cpu|cuda(:\d+)?)$"
@@ -50,7 +50,9 @@ class ModelSettings(Section):
     device: str = Field(Load.device, pattern=DEVICES)
     """auto, cpu, cuda or cuda:N"""
     gpus: int = Field(Load.gpus, ge=1)
-    """GPUs that a model too large for one is split over, layer by layer; the first, the device, has all K/V"""
+    """GPUs that a model too large for one is split over; the first is the device"""
+    split: Split = Load.split
+    """with several GPUs: layers (the first GPU has all K/V), or heads: each has a part of every layer and its K/V"""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """number format of weights and K/V (auto: the model's own if a GPU has it; CPU: the faster of it and float32)"""
     quantize: Quantize = "auto"

@@ -30,7 +30,7 @@ from kvchat.engine.prompt import Stored
 from kvchat.engine.runner import ModelRunner
 from kvchat.engine.sampler import Sampler, read
 from kvchat.errors import DoesNotFitError, KvchatError, UsageError
-from kvchat.kv.manager import Checkpoint, explained, take_checkpoint
+from kvchat.kv.manager import Checkpoint, explained
 from kvchat.protocol.figures import Agreement, Run, Stats
 from kvchat.protocol.messages import Compared, Comparing, Event, Sampling, Started, Turn, Variant
 
@@ -216,7 +216,7 @@ class Comparison:
         """Put the tokens from ``start`` on, their ids and the mode back at the end of the block."""
         loop, switcher = self._loop, self._switcher
         switcher.narrow()
-        checkpoint, stored = take_checkpoint(self._runner.kv.state, start), copy.deepcopy(loop.stored)
+        checkpoint, stored = self._runner.kv.checkpoint(start), copy.deepcopy(loop.stored)
         parameters, system_tokens = switcher.parameters, switcher.system_tokens
         with self._metrics.beside():
             try:

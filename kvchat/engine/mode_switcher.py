@@ -25,7 +25,6 @@ from kvchat.kv.modes import build
 from kvchat.kv.modes.base import Mode
 from kvchat.kv.modes.recovery_levels import RECENT, WIDER, Level
 from kvchat.kv.modes.sync_heads import TokenChoice
-from kvchat.kv.state import KVState
 from kvchat.models.load import LoadedModel
 from kvchat.models.quantize.rows import is_tied
 from kvchat.protocol.figures import Params, Price
@@ -85,7 +84,15 @@ class ModeSwitcher:
             UsageError: parameters contradict each other; DoesNotFitError: the model cannot run in this mode.
         """
         traits = traits_of(self._model, self.calibration, self.choice)
-        return build(chosen, geometry_of(self._model), traits, self.system_tokens)
+        mode = build(chosen, geometry_of(self._model), traits, self.system_tokens)
+        if self._model.ranks > 1 and not mode.chooses_by_head:
+            raise UsageError(
+                f"The {mode.name} mode does not work on heads that are split.",
+                f"It chooses for all KV heads together, and each of {self._model.ranks} processes has "
+                f"{self._model.kv_heads} of them.",
+                "Use full, streaming or speculative (with unit=token), or --split layers.",
+            )
+        return mode
 
     def switch(self, mode: str, changes: Params) -> int:
         """Enter ``mode`` and keep ``changes`` for those to come; the bytes moved to the device.
@@ -238,14 +245,14 @@ class ModeSwitcher:
         quantized = state.quantizes
         while choice:
             try:
-                state.quantize_pages(choice.way.quantizes)
+                self._kv.quantize_pages(choice.way.quantizes)
                 is_lacking = self._spills_beside(choice.way) or self._kv.mode.drafts_failed
                 is_in_force = choice.way.parameters == self.parameters and not is_lacking
                 moved = 0 if is_in_force else self.enter(choice.way.parameters)
                 self.auto.entered(choice, state.steps)
                 break
             except KvchatError:
-                state.quantize_pages(quantized)
+                self._kv.quantize_pages(quantized)
                 self.auto.refused.append(choice.way)
                 choice = self.decide(tokens, measured)
         self.auto.refused.clear()
@@ -354,13 +361,14 @@ def is_quantized(host_dtype: HostDtype) -> bool:
     return host_dtype == "int8"
 
 
-def keep_pages(state: KVState, host_dtype: HostDtype) -> str:
+def keep_pages(kv: KVManager, host_dtype: HostDtype) -> str:
     """Keep pages that get full from now on in the model's number format or in int8; return a sentence about it.
 
     Raises:
         UsageError: no such format; DoesNotFitError: no host memory for the first page. Nothing changed.
     """
-    state.quantize_pages(is_quantized(host_dtype))
+    kv.quantize_pages(is_quantized(host_dtype))
+    state = kv.state
     if state.quantizes:
         full = state.host.quantized[: state.total // state.geometry.page]
         exact, pages = full.count(False), len(full)

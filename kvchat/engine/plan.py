@@ -41,7 +41,7 @@ from kvchat.protocol.figures import MemoryPlan, ModeNeed, Proposal, Snapshot, St
 from kvchat.protocol.messages import Load
 from kvchat.units import size
 
-GIVEN = ("device", "gpus", "dtype", "host_dtype", "quantize")
+GIVEN = ("device", "gpus", "split", "dtype", "host_dtype", "quantize")
 LEAST_BUDGET = AUTO_BUDGET["least"]  # what no smaller budget is proposed than
 WEIGHTS = ("none", "int8", "nf4")  # 8 bits give up little, 4 bits more
 
@@ -55,6 +55,12 @@ def memory_plan(load: Load, context: int | None, progress: Progress, in_use: Sna
         ModelError: the model cannot be found or run; UsageError: an unknown device, dtype or parameter, or a context
             that the model does not have.
     """
+    if load.split == "heads" and load.gpus > 1:
+        raise UsageError(
+            "A plan is for one GPU, or for layers on several.",
+            f"split = heads puts about 1/{load.gpus} of weights and K/V on each of {load.gpus} GPUs.",
+            "Use --split layers, or --gpus 1.",
+        )
     with quiet():
         described = describe(load.model, load.device, load.dtype, progress, load.gpus)
         quantization.check(repacking.choose(load.quantize, described).quantize, described.config, described.device)
@@ -72,6 +78,8 @@ def fits_beside(load: Load, progress: Progress) -> bool:
     Raises:
         KvchatError: it cannot be loaded at all.
     """
+    if load.split == "heads" and load.gpus > 1:
+        return False  # this process leads one group of them at a time
     made = memory_plan(load, 1, progress)
     return made.on_device(_asked_weights(made, load)) + made.workspace <= available.usable(made.device_free)
 

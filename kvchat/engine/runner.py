@@ -67,13 +67,15 @@ class ModelRunner:
 
     least = CHUNKS[0]
 
-    def __init__(self, model: LoadedModel, mode: Mode, recorder: CudaRecorder | None = None) -> None:
+    def __init__(
+        self, model: LoadedModel, mode: Mode, recorder: CudaRecorder | None = None, kv: KVManager | None = None
+    ) -> None:
         self.model = model
         self._control = control_ids(model.tokenizer)
         self.chunk = None if model.device.type == "cuda" else CHUNK
         self._token_bytes: int | None = None
         with torch.inference_mode():
-            self.kv = KVManager(geometry_of(model), model.device, mode)
+            self.kv = kv or KVManager(geometry_of(model), model.device, mode)
             for layer, spec in enumerate(model.probe.specs):
                 self.kv.state.note_spec(layer, spec)
             self._token = torch.zeros(1, dtype=torch.int64, device=model.device)
@@ -82,6 +84,8 @@ class ModelRunner:
         eager = "recurrent layers run eagerly" if self.recurrent.exists else ""
         if len(model.devices) > 1:  # torch's pool for a graph is one device's
             eager = f"its layers are on {len(model.devices)} GPUs"
+        if model.ranks > 1:  # whether a sum over ranks can be captured was seen on no two GPUs yet
+            eager = f"its heads are on {model.ranks} GPUs"
         self.graphs = GraphRunner(self.kv, recorder or recorder_for(model.device), eager)
         self.thread_budget = ThreadBudget(model.device)
 
@@ -166,7 +170,7 @@ class ModelRunner:
         with torch.inference_mode(), explained(self.kv, "reading the conversation again"):
             self._reread()
         self.recurrent.keep(before_answer=True)
-        chunk_size = self.chunk or self._planned_chunk(len(ids))
+        chunk_size = self.chunk or self.planned_chunk(len(ids))
         done = 0
         while done < len(ids):
             self.thread_budget.sample()  # so that the first token knows
@@ -182,7 +186,7 @@ class ModelRunner:
         with torch.inference_mode(), explained(self.kv, "answering"):
             self.kv.refill()
 
-    def _planned_chunk(self, tokens: int) -> int:
+    def planned_chunk(self, tokens: int) -> int:
         """Number of the ``tokens`` new ones that one forward takes."""
         if self._token_bytes is None:
             with explained(self.kv, "reading the prompt"):
@@ -196,7 +200,7 @@ class ModelRunner:
             while True:
                 chunk = ids[done : done + tokens]
                 try:
-                    return chunk, self._forward_chunk(chunk, logits=done + len(chunk) == len(ids))
+                    return chunk, self.forward_chunk(chunk, logits=done + len(chunk) == len(ids))
                 except (RuntimeError, MemoryError) as error:
                     if len(chunk) <= self.least or not is_out_of_memory(error):
                         raise
@@ -232,7 +236,7 @@ class ModelRunner:
         """
         self._check_tokens(ids)
         with explained(self.kv, "verifying drafts"), self.thread_budget:
-            logits = self._forward_chunk(ids, logits=True, rows=len(ids))
+            logits = self.forward_chunk(ids, logits=True, rows=len(ids))
         assert logits is not None
         return logits
 
@@ -241,7 +245,7 @@ class ModelRunner:
         with torch.inference_mode():
             self.kv.end_at(row)
 
-    def _forward_chunk(self, chunk: Sequence[int], logits: bool, rows: int = 1) -> Tensor | None:
+    def forward_chunk(self, chunk: Sequence[int], logits: bool, rows: int = 1) -> Tensor | None:
         device, start = self.model.device, self.kv.total - self.kv.mode.context_policy.base_of(self.kv.total)
         with torch.inference_mode():
             try:
@@ -302,7 +306,11 @@ class ModelRunner:
     # ---- refusals
 
     def _check_tokens(self, ids: Sequence[int]) -> None:
-        """On a GPU an id outside the vocabulary would end the process, not only the forward."""
+        """Refuse ids outside the vocabulary, which on a GPU would end the process, not only the forward.
+
+        Raises:
+            UsageError: with the first of them.
+        """
         vocab = self.model.vocab
         unknown = next((token for token in ids if not 0 <= token < vocab), None)
         if unknown is not None:

@@ -23,22 +23,27 @@ from kvchat.engine.metrics import MetricsCollector
 from kvchat.engine.mode_switcher import ModeSwitcher, is_quantized, keep_pages
 from kvchat.engine.prefix_cache import LAST_WRITES_S, PrefixCache
 from kvchat.engine.prompt import Stored
+from kvchat.engine.ranks.leader import Followers, LeadingKV, LeadingRunner
 from kvchat.engine.recovery import REGENERATE_TOKENS
-from kvchat.engine.runner import ModelRunner
+from kvchat.engine.runner import ModelRunner, geometry_of
 from kvchat.errors import UsageError
 from kvchat.kv.inspect import attended
 from kvchat.kv.manager import explained
+from kvchat.kv.modes.base import Mode
 from kvchat.models.load import LoadedModel, load_model
 from kvchat.models.quantize import int4_rows
+from kvchat.models.ranks import heads
 from kvchat.protocol.figures import Params, Price, Snapshot
 from kvchat.protocol.messages import (
     Details,
     Event,
     HostDtype,
+    Keeping,
     Load,
     Loaded,
     NeedleHidden,
     Sampling,
+    Split,
     Switched,
     Text,
     Turn,
@@ -55,6 +60,7 @@ def load(
     *,
     device: str = Load.device,
     gpus: int = Load.gpus,
+    split: Split = Load.split,
     dtype: str = Load.dtype,
     mode: str = Load.mode,
     system: str | None = None,
@@ -73,7 +79,9 @@ def load(
     Args:
         model: ``bundled``, a folder or a hub repository.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
-        gpus: GPUs that a model too large for one is split over, layer by layer; the device has all K/V.
+        gpus: GPUs that a model too large for one is split over.
+        split: ``layers`` (the device has all K/V), or ``heads``: a process for each GPU, with its part of every layer
+            and of the K/V. If one of them ends, this process does.
         dtype: ``auto``, ``float32``, ``bfloat16`` or ``float16``.
         mode: the KV mode to begin with; ``auto`` lets kvchat choose.
         system: system prompt of ``Session.chat``.
@@ -97,6 +105,7 @@ def load(
         model=str(model),
         device=device,
         gpus=gpus,
+        split=split,
         dtype=dtype,
         quantize=quantize,
         fast=fast,
@@ -123,7 +132,14 @@ def open_session(
     is_quantized(asked.host_dtype)
     for name, params in ((asked.mode, {}), *asked.mode_params.items(), *asked.given.items()):
         modes.parse(name, params)
-    return Session(load_model(asked, progress), asked, system)
+    if asked.gpus == 1 or asked.split == "layers":
+        return Session(load_model(asked, progress), asked, system)
+    followers = Followers(asked)
+    try:
+        return Session(load_model(asked, progress, followers.meet), asked, system, followers)
+    except BaseException:
+        followers.close()
+        raise
 
 
 class Session(Released):
@@ -134,26 +150,41 @@ class Session(Released):
     ``resume``, ``prefill``, ``step`` and ``truncate`` raise UsageError; ``switch`` and ``cancel`` may be called.
     After ``close`` and in a forked process what works with the model raises UsageError, an answer in progress too.
 
-    ``asked`` is what ``model`` was loaded by; ``system`` is the system prompt of ``chat``.
+    ``asked`` is what ``model`` was loaded by; ``system`` is the system prompt of ``chat``. ``followers`` have the other
+    heads of a model that is split so.
     """
 
     _held = ("_runner", "_kv", "_metrics", "_switcher", "_model", "_prefix_cache")
 
-    def __init__(self, model: LoadedModel, asked: Load = Load(), system: str | None = None) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        asked: Load = Load(),
+        system: str | None = None,
+        followers: Followers | None = None,
+    ) -> None:
         stored = Stored()
+        self._followers = followers
         self._model = model
         self._switcher = ModeSwitcher(model, asked, stored)
-        self._runner = ModelRunner(model, self._switcher.build(self._switcher.parameters))
+        self._runner = self._make_runner(self._switcher.build(self._switcher.parameters))
         self._kv = self._runner.kv
-        self._kv.state.quantize_pages(is_quantized(asked.host_dtype))
+        self._kv.quantize_pages(is_quantized(asked.host_dtype))
         self._switcher.attach(self._kv)
         of_model = model.weight_bytes, model.context, model.elsewhere
         self._metrics = MetricsCollector(self._kv, self._runner.recurrent, *of_model)
         self._loop = AnswerLoop(self._runner, self._switcher, self._metrics, stored, asked.template_args)
-        self._prefix_cache = PrefixCache(self._runner, self._loop, asked.keeping)
+        self._prefix_cache = PrefixCache(self._runner, self._loop, Keeping() if followers else asked.keeping)
         self._turns = (Turn("system", system),) if system else ()
         if asked.mode == modes.AUTO:
             self.switch(modes.AUTO)
+
+    def _make_runner(self, mode: Mode) -> ModelRunner:
+        model, followers = self._model, self._followers
+        if followers is None:
+            return ModelRunner(model, mode)
+        kv = LeadingKV(followers, geometry_of(model), model.device, mode)
+        return LeadingRunner(followers, model, mode, kv)
 
     # ---- talking
 
@@ -407,7 +438,7 @@ class Session(Released):
             UsageError: no such format; DoesNotFitError: no host memory for the first page. Nothing changed.
         """
         with self._loop.lock:
-            told = keep_pages(self._kv.state, host_dtype)
+            told = keep_pages(self._kv, host_dtype)
             self._switcher.auto.quantizes = is_quantized(host_dtype)
         return told
 
@@ -444,7 +475,9 @@ class Session(Released):
         return Loaded(
             model=model.name,
             architecture=type(model.model).__name__,
-            parameters=int4_rows.unpacked_elements(model.model),
+            parameters=heads.elements(model.model, model.ranks)
+            if model.ranks > 1
+            else int4_rows.unpacked_elements(model.model),
             device=" + ".join(map(str, model.devices)),
             dtype=str(model.dtype).removeprefix("torch."),
             context=model.context,
@@ -532,6 +565,8 @@ class Session(Released):
             self._prefix_cache.close(writing_s)
         self._loop.close()
         self._release()
+        if self._followers:
+            self._followers.close()
         gc.collect()  # a model's layers and what was fused in them refer to each other
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -307,6 +307,10 @@ class KVManager:
             self._slots, self._fresh = max(self._slots, SlotsState.DIRTY), True
             raise
 
+    def checkpoint(self, start: int) -> Checkpoint:
+        """``take_checkpoint`` of what is stored."""
+        return take_checkpoint(self.state, start)
+
     def restore(self, checkpoint: Checkpoint) -> None:
         """Store the tokens of ``checkpoint`` again; the mode fills its slots at the next switch or step."""
         self._end_prefill()
@@ -329,6 +333,10 @@ class KVManager:
             self._slots, self._fresh = max(self._slots, SlotsState.DIRTY), True
             raise
         return self.total
+
+    def quantize_pages(self, quantizes: bool) -> None:
+        """``KVState.quantize_pages``."""
+        self.state.quantize_pages(quantizes)
 
     # ---- called by the model's layers and their attention
 

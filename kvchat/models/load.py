@@ -45,6 +45,8 @@ from kvchat.models.probe import Probe, pin_frequencies, probe, reads_chunks, sel
 from kvchat.models.quantize import quantization
 from kvchat.models.quantize.quantization import weights
 from kvchat.models.quantize.rows import BLOCKS_OF_WEIGHTS, PRODUCTS, ROWS, STACKS, PackedRows, ThreadBudget
+from kvchat.models.ranks import heads
+from kvchat.models.ranks.group import Rank
 from kvchat.models.reading import defragment, malloc_trim, mmap_large_allocations
 from kvchat.models.recurrent import RecurrentState
 from kvchat.models.stored_tensors import read_json
@@ -80,7 +82,7 @@ class LoadedModel:
     ``context`` is in tokens; ``layers`` are those that attend; ``weights`` names their quantization,
     ``fingerprint`` is a digest of them, ``fused`` the kinds of modules that are fused. ``reads_chunks`` is that of
     ``RecurrentState``. Answers are drawn as ``advised`` where no temperature is given. ``gguf`` is the file with the
-    weights, where they are in one.
+    weights, where they are in one. Of a model whose heads are split over several ``ranks`` it is this one's part.
     """
 
     model: Any
@@ -106,6 +108,7 @@ class LoadedModel:
     reads_chunks: bool = True
     advised: Sampling = Sampling(temperature=TEMPERATURE)
     gguf: Path | None = None
+    ranks: int = 1
 
     @cached_property
     def elsewhere(self) -> dict[str, int]:
@@ -121,14 +124,15 @@ class LoadedModel:
         return tuple(dict.fromkeys(weight.device for weight in self.model.parameters()))
 
 
-def load_model(asked: Load, progress: Progress) -> LoadedModel:
+def load_model(asked: Load, progress: Progress, meet: Callable[[ModelDescription], Rank] | None = None) -> LoadedModel:
     """Load the model ``asked`` for ("bundled", a folder or a hub repository); ``progress`` is called with each stage.
 
     ``device`` "auto" is CUDA where there is one; ``dtype`` "auto" is the checkpoint's on CUDA, and on a CPU that or
     float32, the faster one.
     ``model`` may also be a GGUF file. Its weights, and those of a checkpoint that is quantized as nothing here
     multiplies, are unpacked to the dtype; with "auto" those of 8 bits or fewer are packed again.
-    With several ``gpus`` decoder layers lie on those beside the device too.
+    With several ``gpus`` decoder layers lie on those beside the device too. Where the heads are split instead ``meet``
+    returns once all ranks are there, and each loads its part.
     ``quantize`` keeps the weights in 8 bits ("int8") or 4 ("int4", "nf4"); of a model that is quantized already what
     can be multiplied stays as it is with "auto" and "none".
     ``fast`` replaces the modules that the fast path recognizes; ``force`` tries also what does not fit.
@@ -142,14 +146,17 @@ def load_model(asked: Load, progress: Progress) -> LoadedModel:
     cores.sample()
     template = _own_template(asked.chat_template)
     with quiet():
-        described = describe(asked.model, asked.device, asked.dtype, progress, asked.gpus)
+        described = describe(asked.model, asked.device, asked.dtype, progress, 1 if meet else asked.gpus)
         chosen = repacking.choose(asked.quantize, described)
         quantized = quantization.resolve(chosen.quantize, described.config, described.dtype, described.device)
         has_blocks = bool(quantized.method or described.location.gguf)  # of weights, to be packed or unpacked
         checkpoint = complete(described.location, progress)
         with _explained(described, chosen.quantize):
-            if not asked.force:
+            if meet:
+                heads.check(described, chosen.quantize, asked.gpus, asked.force)
+            elif not asked.force:
                 reading.check(described, chosen.quantize)
+            rank = meet(described) if meet else None
             if described.device.type == "cpu":  # after the check, which counts the memory that is free
                 compile_ahead.begin(described.dtype, OF_PACKED if has_blocks else ())
             progress("Loading the tokenizer")
@@ -163,6 +170,8 @@ def load_model(asked: Load, progress: Progress) -> LoadedModel:
             with reading.reported(_sizes(described, checkpoint), progress, cores), packing:
                 model = reading.read(described, checkpoint, quantized, places)
                 with cores:
+                    if rank:
+                        heads.cut(model, rank, checkpoint.name)
                     model = reading.finished(model, described, quantized, places)
             if quantized.method:
                 compile_ahead.wait(progress, [PRODUCTS])  # with which the model is tested
@@ -172,9 +181,10 @@ def load_model(asked: Load, progress: Progress) -> LoadedModel:
                 rows = model.get_input_embeddings().weight.shape[0]
                 reading_notes = (*reading_notes, *tokenizers.check(tokenizer, rows, checkpoint.name))
                 loss = partial(note, model, tokenizer, described, checkpoint)
-                loaded = wrap(model, tokenizer, checkpoint.name, checkpoint.revision, asked.fast, loss)
+                ranks = rank.count if rank else 1
+                loaded = wrap(model, tokenizer, checkpoint.name, checkpoint.revision, asked.fast, loss, ranks)
     malloc_trim()
-    on_gpus = split.note(described.device, places)
+    on_gpus = heads.note(loaded.kv_heads, ranks) if rank else split.note(described.device, places)
     notes = (*loaded.notes, *filter(None, [on_gpus]), *reading_notes, *_notes_on(described, asked.dtype, chosen))
     return replace(loaded, notes=notes, gguf=checkpoint.weights[0] if checkpoint.gguf else None)
 
@@ -186,10 +196,12 @@ def wrap(
     revision: str = "",
     fuse: bool = True,
     loss: Callable[[], str] = str,
+    ranks: int = 1,
 ) -> LoadedModel:
     """Probe, test and fuse a transformers ``model`` that is on its device, with kvchat's attention.
 
-    ``loss`` measures what its packed weights lose. Neither that nor the tests are done again of what passed before.
+    ``loss`` measures what its packed weights lose. Neither that nor the tests are done again of what passed before, but
+    for a part of a model: all ``ranks`` have to run it together.
 
     Raises:
         ModelError: kvchat cannot run it correctly.
@@ -197,7 +209,7 @@ def wrap(
     pinned = pin_frequencies(model)
     seen = probe(model)
     digest = digest_of_weights(model)  # before any of them is merged
-    before = find_tested(key := tested_by(digest, model, fuse))
+    before = find_tested(key := tested_by(digest, model, fuse)) if ranks == 1 else None
     if before:
         chunked, plain, lost = before.chunked, None, before.lost
     else:
@@ -212,9 +224,9 @@ def wrap(
     ahead: Collection[int] = ()
     if not RecurrentState(model.config).exists:  # whose state a layer that is run early would change
         ahead = attention_hook.install(model, before.ahead if before else None)
-    if not (before or fusion.note):
+    if not (before or fusion.note or ranks > 1):
         keep_tested(key, Tested(chunked, lost, sorted(ahead)))
-    loaded = _loaded(name, revision, model, tokenizer, seen, pinned)
+    loaded = _loaded(name, revision, model, tokenizer, seen, pinned, ranks)
     notes = (*loaded.notes, *filter(None, [fusion.note, lost, "" if chunked else ONE_BY_ONE]))
     return replace(loaded, notes=notes, fingerprint=digest, fused=fusion.fused, reads_chunks=chunked)
 
@@ -368,7 +380,7 @@ def _own_template(file: str) -> str:
     return source
 
 
-def _loaded(name: str, revision: str, model: Any, tokenizer: Any, seen: Probe, pinned: bool) -> LoadedModel:
+def _loaded(name: str, revision: str, model: Any, tokenizer: Any, seen: Probe, pinned: bool, ranks: int) -> LoadedModel:
     text = model.config.get_text_config(decoder=True)
     return LoadedModel(
         model=model,
@@ -390,6 +402,7 @@ def _loaded(name: str, revision: str, model: Any, tokenizer: Any, seen: Probe, p
         weight_bytes=quantization.weight_bytes(model),
         weights=quantization.describe(model),
         advised=checkpoints.sampling(model.generation_config),
+        ranks=ranks,
     )
 
 

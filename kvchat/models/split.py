@@ -58,7 +58,7 @@ def shares(described: ModelDescription, quantize: str, given: Mapping[str, int] 
             "Its recurrent layers keep a state, which kvchat saves and restores on one GPU only.",
             "Omit --gpus.",
         )
-    layers, beside = _layer_bytes(described, quantize)
+    layers, beside = layer_bytes(described, quantize)
     end, places = len(layers), [described.device] * len(layers)
     others = dict.fromkeys(described.others, 0)
     for device in reversed(described.others):
@@ -71,7 +71,7 @@ def shares(described: ModelDescription, quantize: str, given: Mapping[str, int] 
     return Shares(beside + sum(layers[:end]), tuple(others.values()), tuple(places))
 
 
-def _layer_bytes(described: ModelDescription, quantize: str) -> tuple[list[int], int]:
+def layer_bytes(described: ModelDescription, quantize: str) -> tuple[list[int], int]:
     """Bytes of each decoder layer, and of all that is none: on a GPU that is not packed."""
     _, layers = decoder_layers(described.shapes)
     elements = [sum(weight.numel() for weight in layer.parameters()) for layer in layers]

@@ -17,6 +17,7 @@ from kvchat.paths import BUNDLED
 from kvchat.protocol.figures import Count, Params, Planned, Run, Snapshot, Stats
 
 Quantize = Literal["auto", "none", "int8", "int4", "nf4"]  # what weights are kept in; auto: small files stay small
+Split = Literal["layers", "heads"]  # what several GPUs have each: some layers, or some heads of every layer
 HostDtype = Literal["model", "int8"]  # what full pages of the host pool are kept in: the model's own, or 8 bits
 TEMPERATURE = 0.7  # of a model that names none
 MAX_VARIANTS = 8
@@ -82,8 +83,9 @@ class Load:
     that is not fatal its ``Loaded`` comes. ``force`` loads also what does not fit. ``mode_params`` are the settings of
     each mode and of auto, ``given`` values given at run time by the mode: the budget overrides that of every mode,
     others that of one. ``link_bytes_per_s`` and ``read_bytes_per_s`` are the measured rates of recall and of the
-    device's memory. With several ``gpus`` layers lie on those beside the device too. ``chat_template`` is a file in
-    place of the model's own, ``template_args`` are its variables as ``KEY=VALUE``.
+    device's memory. With several ``gpus`` layers lie on those beside the device too; where heads are
+    ``split`` each has a part of every layer. ``chat_template`` is a file in place of the model's own, ``template_args``
+    are its variables as ``KEY=VALUE``.
     """
 
     model: str = BUNDLED
@@ -102,6 +104,7 @@ class Load:
     chat_template: str = ""
     template_args: tuple[str, ...] = ()
     gpus: Annotated[int, Field(ge=1)] = 1
+    split: Split = "layers"
 
 
 @dataclass(frozen=True)

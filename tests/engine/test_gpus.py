@@ -160,7 +160,7 @@ def test_the_second_gpu_takes_as_many_layers_as_fit(folder, monkeypatch, in_plac
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # the fake GPU knows one thread
     load = Load(folder, "cuda", gpus=2, fast=False)
     described = describe(folder, "cuda", "auto", print, 2)
-    (layer, *_), beside = split._layer_bytes(described, "none")
+    (layer, *_), beside = split.layer_bytes(described, "none")
     room_on(monkeypatch, SECOND, int(1.07 * (2.5 * layer + described.activations(split.FORWARD))))
     planned, free = memory_plan(load, 256, print), torch.cuda.mem_get_info(SECOND)[0]
     model = load_model(load, print)

@@ -95,8 +95,8 @@ def test_a_chunk_reads_sinks_what_was_kept_and_itself(monkeypatch, pins):
     chunks = []
     monkeypatch.setattr(
         streaming,
-        "_forward_chunk",
-        lambda ids, logits, forward=streaming._forward_chunk: chunks.append(len(ids)) or forward(ids, logits),
+        "forward_chunk",
+        lambda ids, logits, forward=streaming.forward_chunk: chunks.append(len(ids)) or forward(ids, logits),
     )
     read(streaming, IDS[:300])
     pin(streaming, pins)

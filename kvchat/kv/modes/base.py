@@ -189,6 +189,7 @@ class Mode:
         constants: what decides beside the parameters which tokens it reads; part of what a measurement is of.
         recovery_levels: levels of recovery that change something in this mode.
         widens: WR and FR are carried out by entering the mode with a larger budget, not by ``recover``.
+        chooses_by_head: what a KV head reads depends on no other head: each process may have some of them.
         sink, window: first and most recent tokens that are always attended.
         needs_calibration: the model's heads must be measured first; until then the mode may hold and read everything.
         choice: what was measured of the model and stands for parameters that were not given.
@@ -204,6 +205,7 @@ class Mode:
     constants: ClassVar[Mapping[str, Any]] = {}
     recovery_levels: ClassVar[tuple[Level, ...]] = ("RR",)
     widens: ClassVar[bool] = False
+    chooses_by_head: ClassVar[bool] = False
     sink: int = 0
     window: int = 0
     needs_calibration: bool = False

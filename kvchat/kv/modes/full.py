@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -42,6 +42,7 @@ LEVELS = 4  # numbers of pages that are staged as a conversation grows: each has
 class Full(Mode):
     """One window in all layers, as large as the conversation or the memory; what left it is read where it is stored."""
 
+    chooses_by_head: ClassVar = True
     parameters: FullParameters
 
     def __init__(

@@ -67,6 +67,7 @@ class Speculative(IndexedMode):
     """Sinks, a window and k tokens per layer and KV head."""
 
     constants: ClassVar = {**IndexedMode.constants, "SINK": SINK, "QUARTER": QUARTER, "BITS": BITS}
+    chooses_by_head: ClassVar = True
     parameters: SpeculativeParameters
     index: KeyCodes
 

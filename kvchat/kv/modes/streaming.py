@@ -80,6 +80,7 @@ class Streaming(Mode):
     """Sinks and a lazily pruned window, one choice for all layers and heads."""
 
     constants: ClassVar = {"AUTO_BUDGET": AUTO_BUDGET, "MIN_SINK": MIN_SINK, "SINK_SHARE": SINK_SHARE}
+    chooses_by_head: ClassVar = True
     parameters: StreamingParameters
 
     def __init__(

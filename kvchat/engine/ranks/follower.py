@@ -1,0 +1,162 @@
+"""A rank that follows: ``python -m kvchat.engine.ranks``, which does on its part of a model what it is told.
+
+The leader started it and writes pickles to its stdin: ``Begin``, then orders. ``FORWARDS`` are the runner's and run the
+model, so that all ranks sum together: they are not answered, and one that fails ends the process. All others are
+answered, by what refused or failed, or an empty text. It ends when its stdin closes, also deep in a sum that the leader
+will not join any more.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import queue
+import shutil
+import signal
+import sys
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+
+from kvchat import files
+from kvchat.config.modes import ModeParameters
+from kvchat.engine.runner import ModelRunner, geometry_of, traits_of
+from kvchat.errors import KvchatError
+from kvchat.kv.manager import Checkpoint
+from kvchat.kv.modes import build
+from kvchat.kv.modes.base import Mode
+from kvchat.kv.modes.sync_heads import TokenChoice
+from kvchat.models.load import LoadedModel, load_model
+from kvchat.models.ranks.group import Rank, join
+from kvchat.process import claim_stdio
+from kvchat.protocol.messages import Load
+
+FORWARDS = frozenset({"step", "forward_chunk", "planned_chunk"})
+
+
+class Begin(NamedTuple):
+    """Load this rank's part of what is ``asked``; the ranks meet at the file ``meeting``."""
+
+    asked: Load
+    rank: Rank
+    meeting: str
+
+
+class Order(NamedTuple):
+    """A method's ``name``, and what it is called with."""
+
+    name: str
+    given: tuple[Any, ...] = ()
+    named: dict[str, Any] = {}  # noqa: RUF012  # nobody changes it
+
+
+class ModeOrder(NamedTuple):
+    """A mode as each rank builds it for its own heads."""
+
+    parameters: ModeParameters
+    choice: TokenChoice | None
+    system_tokens: int
+
+    @classmethod
+    def of(cls, mode: Mode) -> ModeOrder:
+        """The order for a mode of the leading rank."""
+        return cls(mode.parameters, mode.traits.choice, mode.system_tokens)
+
+
+class Follower:
+    """Executes orders on its part of ``model``: its own, and those of its runner and KV manager."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        self._model = model
+        self._guessing = ExitStack()
+        self._kept: Checkpoint | None = None
+
+    def do(self, order: Order) -> None:
+        """Execute an order.
+
+        Raises:
+            Exception: whatever refuses it.
+        """
+        if order.name in FORWARDS:
+            getattr(self._runner, order.name)(*order.given, **order.named)
+            return
+        with torch.inference_mode():
+            executes = self if hasattr(Follower, order.name) else self._runner.kv
+            getattr(executes, order.name)(*order.given, **order.named)
+
+    def begin(self, mode: ModeOrder) -> None:
+        """Store nothing yet, in this mode."""
+        self._runner = ModelRunner(self._model, self._built(mode))
+
+    def check_switch(self, mode: ModeOrder) -> None:
+        """``KVManager.check_switch``."""
+        self._runner.kv.check_switch(self._built(mode))
+
+    def switch(self, mode: ModeOrder) -> None:
+        """``KVManager.switch``."""
+        self._runner.kv.switch(self._built(mode))
+
+    def guess(self, begins: bool) -> None:
+        """Begin or end ``KVManager.guessing``."""
+        if begins:
+            self._guessing.enter_context(self._runner.kv.guessing())
+        else:
+            self._guessing.close()
+
+    def checkpoint(self, start: int) -> None:
+        """``KVManager.checkpoint``, kept for ``restore``."""
+        self._kept = self._runner.kv.checkpoint(start)
+
+    def restore(self) -> None:
+        """``KVManager.restore`` of what was kept."""
+        assert self._kept is not None
+        self._runner.kv.restore(self._kept)
+        self._kept = None
+
+    def _built(self, mode: ModeOrder) -> Mode:
+        traits = traits_of(self._model, choice=mode.choice)
+        return build(mode.parameters, geometry_of(self._model), traits, mode.system_tokens)
+
+
+def main() -> None:
+    """Follow the leader at the other end of this process's stdin and stdout."""
+    files.name_temporary_folder()
+    faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    stdin, stdout = claim_stdio()
+    begin: Begin = pickle.load(stdin)
+    orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(stdin, orders, Path(begin.meeting).parent), daemon=True).start()
+    try:
+        model = load_model(begin.asked, lambda _: None, lambda made: join(begin.meeting, begin.rank, made.device))
+        follower = Follower(model)
+        while True:
+            _execute(follower, orders.get(), stdout)
+    except KvchatError as error:
+        sys.exit(f"kvchat: rank {begin.rank.number}: {error}")
+
+
+def _execute(follower: Follower, order: Order, stdout: BinaryIO) -> None:
+    refused = ""
+    try:
+        follower.do(order)
+    except Exception as error:
+        if order.name in FORWARDS:
+            raise
+        refused = str(error) or type(error).__name__
+    if order.name not in FORWARDS:
+        pickle.dump(refused, stdout)
+        stdout.flush()
+
+
+def _receive(stdin: BinaryIO, orders: queue.SimpleQueue[Order], meeting: Path) -> None:
+    try:
+        while True:
+            orders.put(pickle.load(stdin))
+    except EOFError:
+        shutil.rmtree(meeting, ignore_errors=True)  # a leader that was killed has left it
+        os._exit(0)  # it is gone or needs this no more

@@ -1,0 +1,149 @@
+"""Each rank's part of a model's weights: some of the heads and some of the MLP's units of every layer.
+
+transformers' plan of a model for tensor parallelism names its Linears: ``colwise`` ones give each rank some of their
+outputs (queries, keys, values, gate and up), ``rowwise`` ones take these and are summed over the ranks (the attention's
+output, down). So a layer sums twice, and between attention and its output each rank has its own heads, in the model's
+order: their K/V, host pool, slots and index are its own, and a mode that chooses for each KV head chooses what it would
+choose in one process. Norms, embeddings and head are whole on every rank.
+
+transformers' own way to load such a model gives DTensors, which no kernel and no fusion here takes; these are plain
+Linears with fewer rows or columns. Files are mapped, so that each rank holds no more than its part. That the plan says
+what a model does is not taken on trust: its first layer is compared before and after it is cut.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kvchat.errors import DoesNotFitError, ModelError
+from kvchat.kv.memory.available import free_bytes
+from kvchat.models import attention_hook
+from kvchat.models.attention_hook import DenseManager
+from kvchat.models.description import ModelDescription
+from kvchat.models.probe import logits_tolerance, relative_error
+from kvchat.models.ranks.group import Rank
+from kvchat.models.recurrent import RecurrentState
+from kvchat.models.split import decoder_layers, layer_bytes
+from kvchat.units import size as size_of
+
+COLUMNS, ROWS = "colwise", "rowwise"
+TOKENS = 5  # of the comparison
+
+
+class SummedLinear(nn.Linear):
+    """A Linear of which each rank has some of the inputs' columns; the result is the sum over all of them."""
+
+    def __init__(self, whole: nn.Linear, rank: Rank) -> None:
+        super().__init__(whole.in_features // rank.count, whole.out_features, device="meta")
+        self.weight = nn.Parameter(rank.part(whole.weight, 1), requires_grad=False)
+        self.bias = whole.bias
+        self._rank = rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x [..., K / ranks]`` of this rank; the result ``[..., N]`` is the same on all of them."""
+        summed = self._rank.sum(F.linear(x, self.weight))
+        return summed if self.bias is None else summed + self.bias
+
+
+def check(described: ModelDescription, quantize: str, ranks: int, force: bool) -> None:
+    """Refuse a model whose heads cannot be split so, and without ``force`` one whose parts do not fit.
+
+    Raises:
+        ModelError, DoesNotFitError: with the numbers.
+    """
+    name, text = described.location.name, described.shapes.config.get_text_config(decoder=True)
+    if RecurrentState(text).exists:
+        raise _refused(name, "Its recurrent layers keep one state for all heads", "--gpus 1")
+    if described.location.gguf or quantize != "none" or getattr(described.config, "quantization_config", None):
+        raise _refused(name, "Packed weights are not split by heads", "--split layers, or weights that are not packed")
+    queries = text.num_attention_heads
+    heads = getattr(text, "num_key_value_heads", None) or queries
+    if heads % ranks or queries % ranks:
+        counts = [str(count) for count in range(2, heads + 1) if heads % count == queries % count == 0]
+        told = f"It has {heads} KV heads and {queries} query heads, which {ranks} GPUs cannot share equally"
+        raise _refused(name, told, " or ".join([*(f"--gpus {count}" for count in counts[:3]), "--split layers"]))
+    linears = list(_planned(described.shapes))
+    if {style for _, _, style in linears} != {COLUMNS, ROWS}:
+        raise _refused(name, "transformers has no plan for it that names columns and rows alone")
+    for path, linear, style in linears:
+        size = linear.out_features if style == COLUMNS else linear.in_features
+        if size % ranks:
+            raise _refused(name, f"{path} has {size:,} units, which {ranks} GPUs cannot share equally")
+    layers, beside = layer_bytes(described, quantize)
+    part, free = beside + sum(layers) // ranks, free_bytes(described.device)
+    if part > free and not force:
+        raise DoesNotFitError(
+            f"{name} does not fit {ranks} GPUs.",
+            f"A part of its weights takes {size_of(part, 2)}, and {size_of(free, 2)} are free on {described.device}.",
+            "Choose a smaller model or more GPUs, or free memory there. --force loads it anyway.",
+        )
+
+
+def cut(model: Any, rank: Rank, name: str) -> None:
+    """Leave of ``model``, read to the CPU, this rank's part.
+
+    Raises:
+        ModelError: its first layer does not compute the same then.
+    """
+    before = _first_layer(model)
+    for path, whole, style in list(_planned(model)):
+        if style == ROWS:
+            model.set_submodule(path, SummedLinear(whole, rank))
+            continue
+        whole.weight = nn.Parameter(rank.part(whole.weight, 0), requires_grad=False)
+        whole.out_features //= rank.count
+        if whole.bias is not None:
+            whole.bias = nn.Parameter(rank.part(whole.bias, 0), requires_grad=False)
+    error = relative_error(_first_layer(model), before)
+    if not error <= logits_tolerance(model):
+        raise _refused(name, f"Cut by transformers' plan its first layer differs by {error:.2g} (relative)")
+
+
+def elements(model: Any, ranks: int) -> int:
+    """Number of weights of the whole model that this is a part of, biases of what is split aside."""
+    own: int = sum(weight.numel() for weight in model.parameters())
+    return own + (ranks - 1) * sum(linear.weight.numel() for _, linear, _ in _planned(model))
+
+
+def note(kv_heads: int, ranks: int) -> str:
+    """A sentence for people about a model that was split."""
+    return (
+        f"Its heads are split over {ranks} processes, {kv_heads} KV heads in each; figures of memory, K/V and coverage "
+        "are those of one. K/V are neither saved nor parked: another conversation is processed again."
+    )
+
+
+def _planned(model: Any) -> Iterator[tuple[str, nn.Linear, str]]:
+    """The Linears that transformers' plan splits inside the decoder's layers: path, module, style.
+
+    A style that is neither columns nor rows is given too, of whatever it splits.
+    """
+    plan, (layers, _) = model.tp_plan or {}, decoder_layers(model)
+    for path, module in model.named_modules():
+        style = plan.get(re.sub(r"\.\d+\.", ".*.", path), "")
+        if path.startswith(f"{layers}.") and style and "replicated" not in style:
+            yield path, module, style if type(module) is nn.Linear else f"{style} of {type(module).__name__}"
+
+
+def _first_layer(model: Any) -> Tensor:
+    """What a few tokens are after the first layer and the last norm, ``[TOKENS, hidden]``, in float32."""
+    name, layers = decoder_layers(model)
+    owner, attribute = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+    ids = torch.arange(TOKENS)[None]
+    setattr(owner, attribute, layers[:1])
+    try:
+        with torch.inference_mode(), attention_hook.bound(DenseManager()):
+            hidden: Tensor = model.base_model(ids, position_ids=ids, use_cache=False).last_hidden_state
+    finally:
+        setattr(owner, attribute, layers)
+    return hidden[0].float()
+
+
+def _refused(name: str, why: str, instead: str = "--split layers") -> ModelError:
+    return ModelError(f"The heads of {name} cannot be split over several GPUs.", f"{why}.", f"Use {instead}.")

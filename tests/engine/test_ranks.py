@@ -1,0 +1,321 @@
+"""The bundled model's heads in two processes on the CPU: what one process computes, and all of them end together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from support import one_rank, tiny_models
+from support.environment import environ
+from support.patience import PATIENCE_S, wait_until
+from support.streams import read_event
+
+from kvchat.engine.ranks.leader import Followers
+from kvchat.engine.session import Session, load, open_session
+from kvchat.errors import ModelError, UsageError
+from kvchat.models.description import ModelDescription, describe
+from kvchat.models.probe import relative_error
+from kvchat.models.ranks import heads
+from kvchat.models.ranks.group import Rank
+from kvchat.protocol import wire
+from kvchat.protocol.client import ENGINE
+from kvchat.protocol.messages import (
+    Chat,
+    Command,
+    Compared,
+    Finished,
+    Load,
+    Loaded,
+    Sampling,
+    Stop,
+    Switched,
+    Text,
+    Turn,
+    Variant,
+)
+
+pytestmark = pytest.mark.slow("processes that load a model each")
+TALE = (Turn("user", "Tell me a long story about a whale, a lighthouse and two brothers. " * 12),)
+GREEDY = Sampling(temperature=0, max_new_tokens=40)
+DRAWN = Sampling(temperature=0.9, seed=5, max_new_tokens=40)
+ASKED = Load("bundled", "cpu", "float32", gpus=2, split="heads")
+MODES = {"full": {}, "streaming": {"budget": 96}, "speculative": {"budget": 128}}
+
+
+def is_there(pid: int) -> bool:
+    """The process runs; one that ended and was not waited for does not."""
+    status = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout
+    return status.strip()[:1] not in ("", "Z")
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[Session]:
+    session = load("bundled", device="cpu", dtype="float32")
+    yield session
+    session.close()
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Session]:
+    session = load("bundled", device="cpu", dtype="float32", gpus=2, split="heads")
+    yield session
+    session.close()
+
+
+def answered(session: Session, sampling: Sampling = GREEDY, **options: object) -> Finished:
+    *_, finished = session.answer(TALE, sampling, **options)  # type: ignore[arg-type]
+    assert isinstance(finished, Finished)
+    return finished
+
+
+def test_a_load_that_fails_leaves_no_rank_behind(monkeypatch):
+    """Comes first: a process leads one group of ranks at a time."""
+    pids: list[int] = []
+    begin = Followers.meet
+
+    def meet(self: Followers, described: ModelDescription) -> Rank:
+        rank = begin(self, described)
+        pids.extend(self.pids)
+        return rank
+
+    def fail(*_: object) -> None:
+        raise ModelError("It cannot be read.")
+
+    monkeypatch.setattr(Followers, "meet", meet)
+    monkeypatch.setattr(heads, "cut", fail)
+    with pytest.raises(ModelError, match="It cannot be read"):
+        open_session(ASKED)
+    assert len(pids) == 1
+    assert not is_there(pids[0])
+
+
+# ---- what they compute
+
+
+def test_each_has_half_of_the_heads(one, two):
+    assert (two.info.kv_heads, two.info.layers) == (one.info.kv_heads // 2, one.info.layers)
+    assert two.info.parameters == one.info.parameters
+    assert two.snapshot().weight_bytes < 0.8 * one.snapshot().weight_bytes
+    assert two.info.kv_bytes_per_token == one.info.kv_bytes_per_token // 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_logits_and_what_is_read_are_those_of_one_process(one, two, mode):
+    """In speculative mode but for tokens that are a rounding apart, see below."""
+    ids = one.tokenize(TALE)
+    assert two.tokenize(TALE) == ids
+    for session in (one, two):
+        session.truncate(0)
+        session.switch(mode, **MODES[mode])
+    assert relative_error(two.prefill(ids), one.prefill(ids)) < 1e-5
+    for token in ids[:12]:
+        expected, measured = one.step(token), two.step(token)
+        assert relative_error(measured, expected) < (1e-5 if mode != "speculative" else 1e-2)
+        for layer in range(one.info.layers):
+            read, theirs = one.attended(layer)[:2], two.attended(layer)
+            assert (read != theirs).sum() <= (0 if mode != "speculative" else 4)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("mode", MODES)
+def test_answers_are_those_of_one_process(one, two, mode, sampling):
+    for session in (one, two):
+        session.switch(mode, **MODES[mode])
+    assert answered(two, sampling).text == answered(one, sampling).text
+
+
+def test_modes_are_switched_in_an_answer(one, two):
+    def said(session: Session) -> tuple[str, list[str]]:
+        session.switch("full")
+        session.truncate(0)
+        order, entered = {8: "streaming", 16: "speculative", 24: "full", 32: "streaming"}, []
+
+        def between(generated: int) -> None:
+            if mode := order.pop(generated, ""):
+                switched = session.switch(mode, **MODES[mode])
+                assert isinstance(switched, Switched)
+                entered.append(switched.mode)
+
+        return answered(session, between=between).text, entered
+
+    assert said(two) == said(one)
+
+
+@pytest.mark.parametrize("draft", ["lookup", "window"])
+def test_drafts_are_verified_together(one, two, draft):
+    for session in (one, two):
+        session.truncate(0)
+        session.switch("full", draft=draft)
+    assert answered(two).text == answered(one).text
+    for session in (one, two):
+        session.switch("full", draft="off")
+
+
+def test_a_stopped_answer_a_pin_and_a_comparison_leave_all_ranks_alike(one, two):
+    def said(session: Session) -> list[object]:
+        session.truncate(0)
+        session.switch("streaming", budget=96)
+        stopped = answered(session, between=lambda generated: session.cancel() if generated == 5 else None)
+        turns = (Turn("user", TALE[0].content, pinned=True), Turn("assistant", stopped.text), Turn("user", "Go on."))
+        *_, pinned = session.answer(turns, GREEDY)
+        total = session.total
+        variants = [Variant("full"), Variant("speculative", {"budget": 128})]
+        *_, compared = session.compare(turns, variants, GREEDY)
+        assert isinstance(compared, Compared)
+        assert session.total == total
+        *_, last = session.answer((*turns, Turn("assistant", pinned.text), Turn("user", "And then?")), GREEDY)
+        return [stopped.reason, stopped.text, pinned.text, [run.text for run in compared.runs], last.text]
+
+    assert said(two) == said(one)
+
+
+def test_modes_that_choose_for_all_heads_are_refused_and_the_old_one_goes_on(two):
+    two.switch("full")
+    for mode, params in [("freeze", {}), ("sync", {}), ("speculative", {"unit": "page"}), ("h2o", {})]:
+        with pytest.raises(UsageError, match="2 of them"):
+            two.switch(mode, **params)
+    assert two.info.mode == "full"
+    assert {price.mode for price in two.prices() if price.refusal} == {"freeze", "sync"}
+    assert answered(two).text
+
+
+def test_what_each_head_chooses_is_what_it_chooses_in_one_process(tmp_path):
+    """Of 768 choices a few differ by one token, where two are a rounding apart."""
+
+    def run(number: int, count: int) -> subprocess.Popen[bytes]:
+        arguments = (str(number), str(count), str(tmp_path / "meeting"), str(tmp_path / f"{number} of {count}"))
+        return subprocess.Popen([sys.executable, str(Path(one_rank.__file__)), *arguments], env=environ())
+
+    for ranks in ([(0, 1)], [(0, 2), (1, 2)]):
+        with ExitStack() as ends:
+            processes = [ends.enter_context(run(*rank)) for rank in ranks]
+            for each in processes:
+                ends.callback(each.kill)
+            assert [each.wait(3 * PATIENCE_S) for each in processes] == [0] * len(processes)
+    (whole, expected), *parts = (torch.load(tmp_path / name) for name in ("0 of 1", "0 of 2", "1 of 2"))
+    assert torch.equal(parts[0][0], parts[1][0]), "both ranks have the same logits"
+    differing = (torch.cat([read for _, read in parts], 2) != expected).sum(-1)
+    assert expected.sum(-1).float().mean() < 250, "it chooses"
+    assert differing.max() <= 2, "one for another"
+    assert (differing > 0).float().mean() < 0.02
+    same = differing.flatten(1).sum(1) == 0
+    first = int(same.long().argmin()) if not same.all() else len(same)
+    assert first > 2
+    for step in range(first + 1):
+        assert relative_error(parts[0][0][step], whole[step]) < 1e-5
+
+
+# ---- what is refused
+
+
+def test_what_cannot_be_split_is_refused_with_the_numbers(tmp_path):
+    with pytest.raises(ModelError, match=r"4 KV heads and 8 query heads, which 3 GPUs.*--gpus 2 or --gpus 4"):
+        load("bundled", device="cpu", gpus=3, split="heads")
+    with pytest.raises(ModelError, match="Packed"):
+        load("bundled", device="cpu", gpus=2, split="heads", quantize="int8")
+    for name, reason in [("qwen3_5", "recurrent"), ("gpt_oss", "plan")]:
+        tiny_models.fresh(name).save_pretrained(tmp_path / name)
+        with pytest.raises(ModelError, match=reason):
+            heads.check(describe(str(tmp_path / name), "cpu", "auto", print), "none", 2, force=False)
+    with pytest.raises(UsageError, match="2 GPUs are not available"):
+        load("bundled", gpus=2, split="heads")
+
+
+def test_one_process_leads_one_group(two):
+    with pytest.raises(UsageError, match="Close"):
+        open_session(ASKED)
+    assert answered(two).text
+
+
+# ---- the end
+
+
+class Engine:
+    """The engine's process, with a model in two ranks."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder  # for temporary files
+        ours = (*ENGINE[:-1], str(os.getpid()))
+        self.process = subprocess.Popen(
+            ours,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environ(TMPDIR=str(folder)),
+            bufsize=0,
+        )
+        self.send(ASKED)
+        self.until(Loaded)
+        self.follower = self.find_follower()
+
+    def find_follower(self) -> int:
+        command = ["pgrep", "-f", "kvchat.engine.ranks", "-P", str(self.process.pid)]
+        return int(subprocess.run(command, capture_output=True, check=True).stdout)
+
+    def send(self, command: Command) -> None:
+        assert self.process.stdin
+        self.process.stdin.write(wire.encode(command))
+
+    def until(self, kind: type) -> object:
+        assert self.process.stdout
+        while (event := read_event(self.process.stdout)) is not None:  # type: ignore[arg-type]
+            if isinstance(event, kind):
+                return event
+        raise AssertionError("the engine ended")
+
+    def ended(self) -> tuple[int, str]:
+        self.process.wait(PATIENCE_S)
+        _, errors = self.process.communicate()
+        wait_until(lambda: not is_there(self.follower))
+        assert not list(self.folder.glob("kvchat-ranks-*")), "where they met is removed"
+        return self.process.returncode, errors.decode()
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    started = Engine(tmp_path)
+    yield started
+    started.process.kill()
+    started.process.communicate()
+
+
+@pytest.mark.parametrize("is_answering", [False, True])
+def test_a_dead_rank_ends_the_engine(engine, is_answering):
+    if is_answering:
+        engine.send(Chat(TALE, Sampling(max_new_tokens=4000)))
+        engine.until(Text)
+    os.kill(engine.follower, signal.SIGKILL)
+    code, errors = engine.ended()
+    assert code == 1
+    assert "rank 1 of 2 ended (-9)" in errors
+
+
+def test_a_killed_engine_leaves_no_rank_behind(engine):
+    engine.send(Chat(TALE, Sampling(max_new_tokens=4000)))
+    engine.until(Text)
+    engine.process.kill()
+    assert engine.ended()[0] == -signal.SIGKILL
+
+
+def test_a_stopped_answer_another_model_and_the_end_leave_no_rank_behind(engine):
+    engine.send(Chat(TALE, Sampling(max_new_tokens=4000)))
+    engine.until(Text)
+    engine.send(Stop())
+    finished = engine.until(Finished)
+    assert isinstance(finished, Finished)
+    assert finished.reason == "stopped"
+    first = engine.follower
+    engine.send(ASKED)
+    engine.until(Loaded)
+    assert not is_there(first)
+    engine.follower = engine.find_follower()
+    engine.process.stdin.close()
+    engine.process.stdin = None
+    assert "ranks only" not in engine.ended()[1]
