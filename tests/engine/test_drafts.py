@@ -347,18 +347,22 @@ class LineFails:
 
 @pytest.mark.parametrize("draft", ["lookup", "window", "auto"])
 def test_a_round_that_fails_at_any_line_loses_nothing(model, drafted, guessing, draft, count):
-    short, at_round = Sampling(temperature=0, max_new_tokens=16), 4
+    short = Sampling(temperature=0, max_new_tokens=24)
     without = opened(model, "off")
     expected = answered(without, short).text
     drafted(without.token_ids)
 
-    def fails_at(place):
-        session, fault, calls = opened(model, draft), LineFails(place), []
-        advance = session._loop._advance
+    def fails_at(place, call):
+        session, fault, calls, rounds = opened(model, draft), LineFails(place), [], []
+        advance, drafter = session._loop._advance, session._kv.mode.drafter
 
         def traced(*args):
             calls.append(args)
-            return fault.round(advance, *args) if len(calls) == at_round else advance(*args)
+            before = drafter.rounds
+            result = yield from fault.round(advance, *args) if len(calls) == call else advance(*args)
+            if drafter.rounds > before:
+                rounds.append(len(calls))
+            return result
 
         session._loop._advance = traced
         raised = None
@@ -367,15 +371,17 @@ def test_a_round_that_fails_at_any_line_loses_nothing(model, drafted, guessing, 
         except KvchatError as error:
             raised = error
         session._loop._advance = advance
-        return session, fault, raised
+        return session, fault, rounds, raised
 
-    session, fault, _ = fails_at(0)
+    _, _, (_, call, *_), _ = fails_at(0, 0)
+    _, fault, rounds, _ = fails_at(0, call)
     lines = fault.count
-    assert session._kv.mode.drafter.rounds
+    assert call in rounds
     assert lines > 100
     steps = min(lines, int(min(PLACES, lines)) or 8)
     for place in range(1, lines + 1, -(-lines // steps)):
-        session, _, raised = fails_at(place)
+        session, fault, _, raised = fails_at(place, call)
+        assert fault.count >= place
         count["lines that failed"] += 1
         assert session.total == len(session._loop.stored.ids), place
         check_integrity(session._kv.state)
