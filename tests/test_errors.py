@@ -8,7 +8,6 @@ import pytest
 
 import kvchat
 from kvchat.errors import DoesNotFitError, EngineError, KvchatError, ModelError, UsageError, did_you_mean, resolve
-from kvchat.tui.prompt.arguments import nearest
 
 PACKAGE = Path(kvchat.__file__).parent
 FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
@@ -82,8 +81,3 @@ def test_a_word_or_its_beginning(given, word):
 def test_several_or_none(given, reason):
     with pytest.raises(UsageError, match=reason):
         resolve(given, KNOWN, "word")
-
-
-def test_only_a_few_are_near():
-    assert nearest("compair", ("copy", "compare", "code", "quit", "compact")) == ["compare", "compact", "copy"]
-    assert nearest("zzz", ("copy", "compare")) == []

@@ -196,7 +196,7 @@ def test_pages_in_8_bits_are_rounded_once(model, drafted):
 FAULTS = [EngineError("It fails here.", "", ""), MemoryError(), torch.OutOfMemoryError("CUDA out of memory.")]
 
 
-@pytest.mark.parametrize("place", ["verify", "_forward_chunk", "agrees", "forget", "end_at"])
+@pytest.mark.parametrize("place", ["verify", "forward_chunk", "agrees", "forget", "end_at"])
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: type(fault).__name__)
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 def test_a_round_that_fails_turns_drafts_off_and_the_answer_goes_on(

@@ -130,7 +130,7 @@ class Followers:
         """
         self._send(Order("check_switch", (mode,)))
         if refused := " ".join(filter(None, self._answers())):
-            raise DoesNotFitError("Another GPU has no room.", refused)
+            raise DoesNotFitError("Another GPU has no room.", refused, "Use a smaller budget, or shorten the conversation.")
 
     def _send(self, order: Order) -> None:
         for each in self._processes:

@@ -117,6 +117,7 @@ class DeviceSlots:
         self.staged, self.staged_layer = 0, -1
         self.arrived: Callable[[], None] = lambda: None
         self._masks: dict[tuple[int, int | None], tuple[Tensor, Tensor]] = {}
+        self._unmasked: dict[int | None, Tensor] = {}
 
     @property
     def nbytes(self) -> int:
@@ -256,6 +257,7 @@ class DeviceSlots:
     def begin_step(self) -> None:
         """Forget the masks of the last step."""
         self._masks.clear()
+        self._unmasked.clear()
 
     def bias(self, layer: int, position: Tensor, window: int | None) -> Tensor:
         """The additive mask ``[H or 1, 1, n]``: 0 where the layer may read the slot, else -inf; called once a step.
@@ -276,3 +278,9 @@ class DeviceSlots:
         bias, pairs = self._masks[key]
         self.read_pairs += pairs
         return bias
+
+    def unmasked(self, bias: Tensor, window: int | None) -> Tensor:
+        """The slots that the ``bias`` of a shared table and a window lets be read, ``[1, m]`` int32."""
+        if window not in self._unmasked:
+            self._unmasked[window] = (bias[0, 0] == 0).nonzero().view(1, -1).to(torch.int32)
+        return self._unmasked[window]

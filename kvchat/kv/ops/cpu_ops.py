@@ -10,7 +10,7 @@ and softmax take 80 us on one thread, the loop 44. Tensors are shared with numpy
 from __future__ import annotations
 
 import threading
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -50,8 +50,12 @@ class CpuOps(TorchOps):
     def begin_step(self, position: Tensor) -> None:
         super().begin_step(position)
         self._now = int(position)
-        self._stored_tokens = torch.arange(self._now + 1, dtype=torch.int32).expand(self.geometry.kv_heads, -1)
-        self._open_slots: dict[tuple[DeviceSlots, int | None], Tensor] = {}
+
+    @property
+    def _stored_tokens(self) -> Tensor:
+        """The positions of all tokens up to the new one, ``[H, n]`` int32."""
+        count = self._now + 1
+        return _positions(1 << count.bit_length())[:count].expand(self.geometry.kv_heads, -1)
 
     def attend(
         self, slots: DeviceSlots, layer: int, query: Tensor, spec: AttentionSpec, needs_weights: bool
@@ -91,10 +95,9 @@ class CpuOps(TorchOps):
         """Attention over slots whose table all layers and heads share."""
         bias = slots.bias(layer, self.position, spec.window)
         grouped, sinks = self._of_slots(slots, layer, query, spec)
-        keys, values, known = slots.keys(layer), slots.values(layer), (slots, spec.window)
-        if known not in self._open_slots:
-            self._open_slots[known] = (bias[0, 0] == 0).nonzero().view(1, -1).to(torch.int32)
-        found = attended(grouped, keys, values, self._open_slots[known].expand(len(keys), -1), spec, sinks)
+        keys, values = slots.keys(layer), slots.values(layer)
+        table = slots.unmasked(bias, spec.window).expand(len(keys), -1)
+        found = attended(grouped, keys, values, table, spec, sinks)
         return attend(grouped, self.products(keys, values), bias, spec, sinks)[0] if found is None else found
 
     def _attend_listed(self, slots: DeviceSlots, layer: int, query: Tensor, spec: AttentionSpec) -> Tensor:
@@ -234,6 +237,11 @@ class CpuOps(TorchOps):
             return
         stored, held = (rows.view(torch.uint8).numpy() for rows in (host, slots))
         loops.move_rows(stored, held, source.numpy(), v_source, target.numpy(), v_target, changed.numpy())
+
+
+@lru_cache(maxsize=1)
+def _positions(count: int) -> Tensor:
+    return torch.arange(count, dtype=torch.int32)
 
 
 def _by_head(query: Tensor, bounds: Tensor) -> tuple[np.ndarray[Any, Any], Tensor]:

@@ -48,7 +48,7 @@ async def test_help_is_shown_in_the_terminals_own_colors(running, config):
 async def test_what_is_typed_filters_the_rows_and_leaves_out_empty_sections(running):
     async with running() as (app, _pilot, until):
         press(app, "f1")
-        await until(lambda: opened(app, HelpScreen) and "Ctrl+J" in drawn(app))
+        await until(lambda: opened(app, HelpScreen) and "Ctrl+J" in drawn(app) and isinstance(app.focused, Input))
         press(app, *"clipboard q")
         await until(lambda: "Ctrl+J" not in drawn(app))
         press(app, *["backspace"] * 11, *"export")
