@@ -130,7 +130,8 @@ class Followers:
         """
         self._send(Order("check_switch", (mode,)))
         if refused := " ".join(filter(None, self._answers())):
-            raise DoesNotFitError("Another GPU has no room.", refused, "Use a smaller budget, or shorten the conversation.")
+            hint = "Use a smaller budget, or shorten the conversation."
+            raise DoesNotFitError("Another GPU has no room.", refused, hint)
 
     def _send(self, order: Order) -> None:
         for each in self._processes:
