@@ -70,13 +70,12 @@ class HelpScreen(Dialog):
 
     def on_input_changed(self, changed: Input.Changed) -> None:
         """Show only rows that contain each word typed, and sections that have any."""
-        words = changed.value.casefold().split()
         titles, bodies = self.query(".title"), self.query(".rows")
         for title, body, (name, rows) in zip(titles, bodies, self._sections(), strict=False):
-            found = [row for row in rows if all(word in f"{name} {' '.join(row)}".casefold() for word in words)]
+            found = matching(changed.value, name, rows)
             title.display = body.display = bool(found)
             cast("Static", body).update(table(found, self._color))
-        self.query(".ribbon").set(display=not words)
+        self.query(".ribbon").set(display=not changed.value.strip())
         self.query_one(VerticalScroll).scroll_home(animate=False)
 
     def _sections(self) -> Iterable[tuple[str, Sequence[tuple[str, str]]]]:
@@ -91,6 +90,12 @@ class HelpScreen(Dialog):
             ("Methods of other papers, for comparison", compared),
             ("What the figures mean", figure_rows(offered)),
         )
+
+
+def matching(typed: str, section: str, rows: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The rows of a section that contain each word typed, in any case; all of them if its name does."""
+    words = typed.casefold().split()
+    return [row for row in rows if all(word in f"{section} {' '.join(row)}".casefold() for word in words)]
 
 
 def table(rows: Iterable[tuple[str, str]], color: Color) -> Table:

@@ -10,7 +10,7 @@ from textual.widgets import Input, OptionList
 from kvchat.config.modes import mode_names, registered
 from kvchat.tui.actions import ACTIONS, BY_ID
 from kvchat.tui.screens.base import SearchScreen
-from kvchat.tui.screens.help import HelpScreen, figure_rows, key_rows, mode_rows
+from kvchat.tui.screens.help import HelpScreen, figure_rows, key_rows, matching, mode_rows
 from kvchat.tui.themes import ANSI
 
 
@@ -45,17 +45,12 @@ async def test_help_is_shown_in_the_terminals_own_colors(running, config):
         await until(lambda: opened(app, HelpScreen) and "Ctrl+J" in drawn(app))
 
 
-async def test_what_is_typed_filters_the_rows_and_leaves_out_empty_sections(running):
-    async with running() as (app, _pilot, until):
-        press(app, "f1")
-        await until(lambda: opened(app, HelpScreen) and "Ctrl+J" in drawn(app) and isinstance(app.focused, Input))
-        press(app, *"clipboard q")
-        await until(lambda: "Ctrl+J" not in drawn(app))
-        press(app, *["backspace"] * 11, *"export")
-        await until(lambda: "/export FILE" in drawn(app) and "Ctrl+J" not in drawn(app))
-        assert "To begin with" not in drawn(app)
-        press(app, "escape")
-        await until(lambda: app.screen is app.chat)
+def test_what_is_typed_leaves_the_rows_that_contain_each_word():
+    rows = [("/export FILE", "write the conversation"), ("Ctrl+J", "newline")]
+    assert matching("", "Commands", rows) == matching(" ", "Commands", rows) == rows
+    assert matching("EXPORT con", "Commands", rows) == rows[:1]
+    assert matching("export newline", "Commands", rows) == []
+    assert matching("commands new", "Commands", rows) == rows[1:]
 
 
 # ---- What the screens that search in a list share: their styles reach both
