@@ -55,7 +55,7 @@ def memory_plan(load: Load, context: int | None, progress: Progress, in_use: Sna
         ModelError: the model cannot be found or run; UsageError: an unknown device, dtype or parameter, or a context
             that the model does not have.
     """
-    if load.split == "heads" and load.gpus > 1:
+    if load.splits_heads:
         raise UsageError(
             "A plan is for one GPU, or for layers on several.",
             f"split = heads puts about 1/{load.gpus} of weights and K/V on each of {load.gpus} GPUs.",
@@ -78,7 +78,7 @@ def fits_beside(load: Load, progress: Progress) -> bool:
     Raises:
         KvchatError: it cannot be loaded at all.
     """
-    if load.split == "heads" and load.gpus > 1:
+    if load.splits_heads:
         return False  # this process leads one group of them at a time
     made = memory_plan(load, 1, progress)
     return made.on_device(_asked_weights(made, load)) + made.workspace <= available.usable(made.device_free)
@@ -91,7 +91,7 @@ def _taken(load: Load, seen: Observed, tokens: int, in_use: Snapshot | None) -> 
     weights, by_default = described.by_quantization(), repacking.by_default(described)
     asked = by_default if load.quantize == "auto" else load.quantize
     is_quantized = load.host_dtype == "int8"
-    share = _host_share(geometry) if is_quantized else 1.0
+    share = eight_bit_pages.share(geometry) if is_quantized else 1.0
     device_given, host_given = _given_back(in_use, described.device)
     given_back = in_use.elsewhere if in_use else {}
     return MemoryPlan(
@@ -250,11 +250,6 @@ def _asked_weights(made: MemoryPlan, load: Load) -> str:
     """The weights as ``load`` asks for them; the largest where it is not known how they are kept."""
     quantize = made.by_default if load.quantize == "auto" else load.quantize
     return quantize if quantize in made.weights else max(made.weights, key=made.weights.__getitem__)
-
-
-def _host_share(geometry: Geometry) -> float:
-    """Bytes of an 8-bit page for each of an exact one."""
-    return eight_bit_pages.page_bytes(geometry) * geometry.layers / (geometry.page * geometry.token_bytes)
 
 
 def _smaller_budgets(made: MemoryPlan, load: Load, seen: Observed) -> Iterator[ModeNeed]:

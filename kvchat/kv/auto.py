@@ -244,8 +244,7 @@ class _Costs:
         """Bytes of the host pool's K/V for each that they have exactly."""
         g, c = self.geometry, self.conversation
         rounded = (c.tokens - c.exact if quantizes else c.rounded) / max(c.tokens, 1)
-        of_page = eight_bit_pages.page_bytes(g) * g.layers / (g.page * g.token_bytes)
-        return 1 - rounded * (1 - of_page)
+        return 1 - rounded * (1 - eight_bit_pages.share(g))
 
     def _on_host(self, quantizes: bool) -> int:
         g, c = self.geometry, self.conversation

@@ -28,6 +28,11 @@ def page_bytes(g: Geometry) -> int:
     return g.kv_heads * block_bytes(g)
 
 
+def share(g: Geometry) -> float:
+    """Bytes of an 8-bit page for each of an exact one."""
+    return page_bytes(g) / g.page_bytes
+
+
 def parts(blocks: Tensor, g: Geometry) -> tuple[Tensor, Tensor, Tensor]:
     """Views of ``blocks [..., block_bytes]`` (uint8).
 

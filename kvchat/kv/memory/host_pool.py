@@ -207,7 +207,7 @@ class HostPool:
     def page_bytes(self, quantized: bool) -> int:
         """Bytes of a page of all layers, of an 8-bit one or a full-precision one."""
         g = self.geometry
-        return g.layers * (eight_bit_pages.page_bytes(g) if quantized else g.page * g.token_bytes // g.layers)
+        return g.layers * (eight_bit_pages.page_bytes(g) if quantized else g.page_bytes)
 
     def copied(self, first: int) -> Pages:
         """Copies of the pages from ``first`` on."""
