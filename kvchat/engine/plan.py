@@ -55,7 +55,7 @@ def memory_plan(load: Load, context: int | None, progress: Progress, in_use: Sna
         ModelError: the model cannot be found or run; UsageError: an unknown device, dtype or parameter, or a context
             that the model does not have.
     """
-    if load.splits_heads:
+    if load.split == "heads" and load.gpus > 1:
         raise UsageError(
             "A plan is for one GPU, or for layers on several.",
             f"split = heads puts about 1/{load.gpus} of weights and K/V on each of {load.gpus} GPUs.",
@@ -78,7 +78,7 @@ def fits_beside(load: Load, progress: Progress) -> bool:
     Raises:
         KvchatError: it cannot be loaded at all.
     """
-    if load.splits_heads:
+    if load.split == "heads" and load.gpus > 1:
         return False  # this process leads one group of them at a time
     made = memory_plan(load, 1, progress)
     return made.on_device(_asked_weights(made, load)) + made.workspace <= available.usable(made.device_free)

@@ -106,11 +106,6 @@ class Load:
     gpus: Annotated[int, Field(ge=1)] = 1
     split: Split = "layers"
 
-    @property
-    def splits_heads(self) -> bool:
-        """Each of several GPUs has some heads of every layer."""
-        return self.gpus > 1 and self.split == "heads"
-
 
 @dataclass(frozen=True)
 class Plan:
