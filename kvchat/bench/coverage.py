@@ -133,7 +133,7 @@ def choose(model: LoadedModel, settings: Coverage, enough: float, report: Callab
     for other, more in zip(others, measured(others), strict=True):
         if more > share + WORTH:
             chosen, share = other, more
-    read = f"{len(texts)} texts of {settings.context:,} tokens"
+    read = f"{len(texts)} texts of {settings.context:,} tok"
     return replace(chosen, measured_on=read, covered=round(share, 4))
 
 

@@ -181,7 +181,7 @@ def chat_command(
     plain: Plain = False,
     record: Record = None,
 ) -> None:
-    """Chat, as kvchat alone does, with a first question if you like."""
+    """Start the chat, as kvchat alone does. PROMPT is its first question."""
     raise typer.Exit(chat(options.flags(ctx.params), resume, plain, record, prompt or ""))
 
 
@@ -198,7 +198,7 @@ def ask_command(
     stats: Annotated[bool, typer.Option("--stats", help="print the answer's cost on stderr")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead of the text")] = False,
 ) -> None:
-    """Answer one prompt on stdout. Piped text is the prompt, or stands before PROMPT as a file."""
+    """Answer one prompt on stdout. Piped text is the prompt, or goes before PROMPT like a file."""
     resolved = load_settings(options.flags(ctx.params))
     chosen = resolved.settings
     switches = tuple(SwitchAt.read(text, chosen) for text in switch_at or ())

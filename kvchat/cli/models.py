@@ -172,10 +172,15 @@ def _info(parameters: type[ModeParameters]) -> dict[str, Any]:
 
 
 def _describe(info: dict[str, Any]) -> str:
-    cells = [(p["name"], "auto" if p["default"] is None else str(p["default"]), p["doc"]) for p in info["params"]]
+    cells = [(p["name"], _default(p["default"]), p["doc"]) for p in info["params"]]
     name_width, default_width = (max(len(row[column]) for row in cells) for column in (0, 1))
     rows = [f"  {name:<{name_width}} {default:<{default_width}} {doc}" for name, default, doc in cells]
     return "\n".join((f"{info['name']:<12} {info['title']}", *rows))
+
+
+def _default(value: Any) -> str:
+    """As it is typed."""
+    return "auto" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def list_keys(as_json: AsList = False) -> None:

@@ -31,8 +31,10 @@ KEYS = {
     **{key[1]: (key,) for key, _ in sources.leaves() if len(key) == 2 and key != NAME},
 }
 Prompt = Annotated[str | None, typer.Argument(help="the first question, sent when the model is ready")]
-Files = Annotated[list[Path] | None, typer.Option("-f", "--file", help="put before the prompt; repeatable")]
-Resume = Annotated[bool, typer.Option("-c", "--continue", help="continue the latest conversation")]
+Files = Annotated[
+    list[Path] | None, typer.Option("-f", "--file", help="a text file to put before the prompt; repeatable")
+]
+Resume = Annotated[bool, typer.Option("-c", "--continue", help="continue the latest conversation, in its mode")]
 Record = Annotated[
     Path | None, typer.Option(metavar="FILE", help="record text and measurements to FILE, for kvchat replay")
 ]

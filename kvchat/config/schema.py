@@ -46,7 +46,7 @@ class ModelSettings(Section):
     OF_APPLICATION: ClassVar = frozenset({"folders", "servers", "system"})
 
     name: str = Field(Load.model, min_length=1, serialization_alias="model")
-    """bundled, a folder, a model's id on the hub, or the address of a server"""
+    """a name that `kvchat models` lists, a file or folder, a Hugging Face id, or a server's address"""
     device: str = Field(Load.device, pattern=DEVICES)
     """auto, cpu, cuda or cuda:N"""
     gpus: int = Field(Load.gpus, ge=1)

@@ -68,7 +68,7 @@ def expected(field: FieldInfo) -> str:
         return f"{'a whole number' if kind is int else 'a number'}{_range(field)}"
     if _section(field) is not BaseModel:
         return "a table"
-    words = {bool: "true or false", str: "non-empty text" if field.metadata else "text"}
+    words = {bool: "true or false", str: "text that is not empty" if field.metadata else "text"}
     return words.get(kind) or _listed(kind) or f"as described: {field.description}"
 
 

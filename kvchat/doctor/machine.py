@@ -88,7 +88,7 @@ def numa(bus: str, sysfs: Path = SYS) -> Check:
     domain, _, rest = bus.lower().partition(":")
     near = system_text(sysfs / "bus" / "pci" / "devices" / f"{domain[-4:]}:{rest}" / "numa_node")
     if not near.isdigit():
-        return Check("NUMA", "ok", f"{bus} at {MISSING}")
+        return Check("NUMA", "ok", f"{bus} at no known node")
     found, cpus = (
         f"{bus} at node {near}",
         system_text(sysfs / "devices" / "system" / "node" / f"node{near}" / "cpulist"),
@@ -102,7 +102,7 @@ def numa(bus: str, sysfs: Path = SYS) -> Check:
 def terminal() -> Check:
     """Colors, size and characters of the terminal."""
     if not sys.stdout.isatty():
-        return Check("terminal", "ok", f"{MISSING}: the output is not a terminal")
+        return Check("terminal", "ok", "none: the output goes to a file or a pipe")
     columns, lines = shutil.get_terminal_size()
     term, colors = os.environ.get("TERM", ""), os.environ.get("COLORTERM", "")
     found = f"TERM={term or MISSING} COLORTERM={colors or MISSING}, {columns}x{lines}"
@@ -143,7 +143,7 @@ def driver(version: str | None, gpus: int, torch: Any) -> Check:
     """The driver, and whether torch can use it."""
     if version is None:
         seen = f"torch sees {torch.cuda.device_count()} GPU" if sees_gpu(torch) else "kvchat runs on the CPU"
-        return Check("driver", "ok", f"no NVML; {seen}")
+        return Check("driver", "ok", f"no NVIDIA driver found; {seen}")
     found = f"{version}, {gpus} GPU"
     if torch is not None and not torch.version.cuda:
         return Check("driver", "warning", found, "This torch was built without CUDA: install a CUDA build.")
@@ -183,7 +183,7 @@ def chosen_device(device: str, torch: Any) -> Check:
         advice = f'Set [model] device = "cuda:{gpus - 1}" or lower; CUDA counts from 0.'
         return Check("device", "problem", f"{device} is set, but torch sees {count(gpus)} GPU", advice)
     used = "cpu" if device == "cpu" or not there else "cuda" if device == "auto" else device
-    return Check("device", "ok", f"{device} is set, {used} is used" if device == "auto" else used)
+    return Check("device", "ok", f"{used}, chosen by auto" if device == "auto" else used)
 
 
 def several(torch: Any) -> Check:
@@ -198,7 +198,7 @@ def several(torch: Any) -> Check:
 def pinning(torch: Any, cuda: bool, registrar: Any = None) -> Check:
     """Pin ``TRIAL_BYTES`` of host memory as the host pool does, and release them."""
     if not cuda:
-        return Check("pinning", "ok", "nothing is pinned on a CPU")
+        return Check("pinning", "ok", "not needed on a CPU")
     from kvchat.kv.memory import available, pinned  # they import torch
 
     if available.usable(available.host_free()) < TRIAL_BYTES:
@@ -221,7 +221,7 @@ def decode_steps(cuda: bool, has_triton: bool, pinned: bool) -> Check:
     """The way a decoded token would be computed, with the reason."""
     name = "decode steps"
     if not cuda:
-        return Check(name, "ok", "CPU: stock torch operations")
+        return Check(name, "ok", "on the CPU: torch, and loops compiled by numba")
     if not pinned:
         return Check(name, "warning", "stock torch operations, no CUDA graph", "Host memory is not pinned: see above.")
     if not has_triton:

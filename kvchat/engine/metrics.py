@@ -27,11 +27,10 @@ from kvchat.nvml import GpuReader, PcieTraffic
 from kvchat.process import resident_bytes
 from kvchat.protocol.figures import MAX_RIBBON_CELLS, Gpu, Params, Snapshot, Stats
 from kvchat.protocol.messages import RECALL_EDGES_MS, Details, RecallBin
-from kvchat.units import size
+from kvchat.units import percent, size
 
 RATE_TOKENS = 32  # the rate shown is that of the last so many tokens
 SETTLING = 4  # first tokens in a mode, which capture a graph or wait for what is loaded
-READ_MORE = "a larger budget, sync and full mode read more"
 GPU_S = 0.3  # NVML is asked at most this often
 LETTERS = {
     TokenState.SINK: "S",
@@ -160,7 +159,7 @@ class MetricsCollector:
         """Begin the figures of an answer."""
         self._kv.state.transfer.timer.steps.clear()
         watch = self._watch()
-        (watch.begin if reused_tokens else watch.restart)()
+        (watch.begin if 2 * reused_tokens > prompt_tokens else watch.restart)()  # any two prompts begin alike
         mode = self._kv.mode
         self.answer = AnswerMetrics(Counts.of(self._kv), mode, mode.report().cosine, prompt_tokens, reused_tokens)
         return self.answer
@@ -256,6 +255,7 @@ class MetricsCollector:
             mode=kv.mode.name,
             params=report.params,
             active=float(counts.sum()) / (kv.state.geometry.layers * kv.state.geometry.kv_heads),
+            is_prompt=not kv.state.after_step and not (self.answer and self.answer.token_times),
             total=kv.total,
             context=self._context,
             kv_device_bytes=kv.device_bytes + self._recurrent.nbytes,
@@ -306,7 +306,10 @@ class MetricsCollector:
         watch = self._watch()
         lowest = watch.lowest if watch.has_seen_enough else None
         if lowest is not None and lowest < ENOUGH_COVERED:
-            yield f"low coverage: {lowest:.0%} of the attention went to what was read, facts may be missed; {READ_MORE}"
+            yield (
+                f"low coverage: at its lowest, {percent(lowest)} of the attention fell on what was read, so facts may "
+                "be missed. Try a larger /budget, or /mode full"
+            )
 
     def _recall_times(self) -> Params:
         """Median and 95th percentile in ms of what recall took for a step, and of what of it was waited for."""

@@ -195,7 +195,8 @@ class ModeSwitcher:
             raise DoesNotFitError(
                 "The conversation does not fit the model's context.",
                 f"It has {tokens:,} tokens; {self._model.name} was made for {self._model.context:,}.",
-                "Shorten it, start a new one or continue in streaming mode; nothing stored is lost.",
+                "/mode streaming (or --mode streaming) continues beyond it; /edit shortens the question, /new starts "
+                "another conversation. Nothing stored is lost.",
             )
 
     def check_prompt(self, tokens: int) -> None:

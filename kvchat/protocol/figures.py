@@ -272,7 +272,8 @@ MAX_RIBBON_CELLS = 1024
 class Snapshot:
     """The KV manager's figures and what it did, read at most 10 times a second.
 
-    ``active`` is the mean number of tokens the last step attended to over layers and KV heads. ``ribbon`` is one letter
+    ``active`` is the mean number of tokens the last step attended to over layers and KV heads; ``is_prompt`` where that
+    was a prompt's, which attends to everything in every mode. ``ribbon`` is one letter
     of ``RIBBON`` per cell of ``cell_tokens`` stored tokens, ``attended`` one digit 0-9 per cell: the share of its
     (layer, head, token) triples that the last step read. ``coverage`` is that of the current answer, as in ``Stats``.
     ``recall_ms_*`` are percentiles of the copies of an answer's last 256 steps, ``exposed_ms_*`` of the time waited for
@@ -331,3 +332,4 @@ class Snapshot:
     auto: str = ""
     elsewhere: dict[str, Count] = field(default_factory=dict)
     other_gpus: dict[str, Gpu] = field(default_factory=dict)
+    is_prompt: bool = False

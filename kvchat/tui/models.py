@@ -411,7 +411,8 @@ def _rows(made: MemoryPlan) -> Iterator[Row]:
     for name, needed in made.weights.items():
         chosen = ", by default" if name == made.by_default != "none" else ""
         unpacked = f", unpacked from {size(made.packed, 2)}" if made.packed and name == "none" else ""
-        yield Row(f"weights {name}", f"weights, {name}{chosen}{unpacked}", where, size(needed, 2))
+        kind = "not quantized" if name == "none" else name
+        yield Row(f"weights {name}", f"weights, {kind}{chosen}{unpacked}", where, size(needed, 2))
         for device, nbytes in made.elsewhere.get(name, {}).items():
             yield Row(f"weights {name} {device}", "  of it there", device, size(nbytes, 2))
         if name in made.floor_ms:

@@ -21,7 +21,8 @@ FIGURES = {
         "context used": "stored tokens, as a share of what the model can attend to",
     },
     "this answer": {
-        "reads": "stored tokens that the last token attended to, on average over layers and KV heads",
+        "reads": "stored tokens that the last token attended to, on average over layers and KV heads; a prompt reads"
+        " everything in every mode",
         "attention covered": "share of the model's attention to everything stored that falls on the tokens"
         " read: sampled in one layer from time to time, averaged over all layers",
         "over the budget": "tokens read beyond it: some modes read everything in their first layer or allow slack",
@@ -168,7 +169,7 @@ def plain_rows(s: Snapshot) -> Rows:
     """The four figures that are shown from the beginning."""
     if s.server is not None:
         return [*answer_rows(s, s.server)[:2], *server_rows(s.server)[:2]]
-    read = f"{count(s.active)} of {count(s.total)} · {percent(s.active / s.total)}" if s.total else "nothing yet"
+    read = _read(s) if s.total else "nothing yet"
     unmeasured = "all" if s.active >= s.total > 0 else "nothing yet"
     used = s.gpu.used if s.gpu else s.process_bytes
     return [
@@ -177,6 +178,11 @@ def plain_rows(s: Snapshot) -> Rows:
         ("memory used", size(used)),
         ("context used", f"{percent(s.total / s.context)} of {count(s.context)}" if s.context else MISSING),
     ]
+
+
+def _read(s: Snapshot) -> str:
+    share = "prompt" if s.is_prompt else percent(s.active / s.total)
+    return f"{count(s.active)} of {count(s.total)} · {share}"
 
 
 def mode_rows(s: Snapshot) -> Rows:
@@ -203,7 +209,7 @@ def context_rows(s: Snapshot) -> Rows:
     """Rows for the tokens the last step read, where they lay, and the bytes fetched for them."""
     if not s.total:
         return [("reads", "nothing stored yet")]
-    rows = [("reads", f"{count(s.active)} of {count(s.total)} · {percent(s.active / s.total)}")]
+    rows = [("reads", _read(s))]
     rows += [("attention covered", percent(s.coverage))] if s.coverage is not None else []
     budget = s.params.get("budget")
     if isinstance(budget, int) and s.active > budget + 0.5:

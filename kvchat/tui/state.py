@@ -34,7 +34,7 @@ from kvchat.units import count, figure, percent, size
 
 Footed = tuple[Message, str]
 PINNED = "◆ pinned"
-ENDINGS = {"stopped": "stopped", "length": "token limit", "context": "context full", "stop": "stop string"}
+ENDINGS = {"stopped": "stopped", "length": "token limit, /continue", "context": "context full", "stop": "stop string"}
 REUSED = "not read again"
 CORRECTED = "share of heads' choices replaced before attention because the query had turned"
 RECEIPT = {

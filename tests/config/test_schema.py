@@ -158,7 +158,7 @@ class Outer(BaseModel):
         ("level", "a whole number from 0 to 9"),
         ("kind", "one of one, two"),
         ("flag", "true or false"),
-        ("name", "non-empty text"),
+        ("name", "text that is not empty"),
         ("pair", "a list of 2 numbers"),
         ("inner", "a table"),
     ],

@@ -110,7 +110,7 @@ def test_pinning_is_tried_and_given_back(monkeypatch):
 @pytest.mark.parametrize(
     ("cuda", "triton", "pinned", "words"),
     [
-        (False, True, True, "CPU: stock"),
+        (False, True, True, "on the CPU"),
         (True, True, True, "CUDA graph with Triton kernels"),
         (True, False, True, "CUDA graph with stock torch operations"),
         (True, True, False, "no CUDA graph"),

@@ -35,7 +35,7 @@ def test_a_process_bound_away_from_its_gpu_is_warned(tmp_path, monkeypatch, cpus
 
 @pytest.mark.parametrize("told", [{}, {"bus/pci/devices/0000:65:00.0/numa_node": "-1\n"}])
 def test_numa_where_there_is_none_or_it_does_not_tell(tmp_path, told):
-    assert numa(BUS, tree(tmp_path, told)) == Check("NUMA", "ok", f"{BUS} at n/a")
+    assert numa(BUS, tree(tmp_path, told)) == Check("NUMA", "ok", f"{BUS} at no known node")
 
 
 def limited(root: Path, limit: int, used: int) -> tuple[Path, Path]:
@@ -108,4 +108,4 @@ def test_the_terminal(monkeypatch, environ, size, state, words):
 
 def test_without_a_terminal(monkeypatch):
     monkeypatch.setattr(machine.sys, "stdout", SimpleNamespace(isatty=lambda: False))
-    assert terminal().found.startswith("n/a")
+    assert terminal().found.startswith("none")

@@ -295,7 +295,9 @@ class PageFile:
                 raise ValueError
             length = struct.unpack_from("<I", header, len(MAGIC))[0]
             found = json.loads(header[len(MAGIC) + 4 :][:length])
-            return next(f"another {name}" for name, value in self._identity.items() if found.get(name) != value)
+            return next(
+                f"they are of another {name}" for name, value in self._identity.items() if found.get(name) != value
+            )
         except (ValueError, RecursionError, struct.error, AttributeError, StopIteration):
             return "the file is damaged"
 

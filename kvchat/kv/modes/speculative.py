@@ -56,7 +56,7 @@ from kvchat.kv.modes.base import (
 from kvchat.kv.modes.page_index import IndexedMode, KeyCodes
 from kvchat.kv.ops.selection import Places
 from kvchat.kv.state import KVState
-from kvchat.units import size
+from kvchat.units import percent, size
 
 SINK = 4
 QUARTER = 4  # of the budget: the window, where the query that chooses is not the token's own
@@ -176,7 +176,7 @@ class Speculative(IndexedMode):
             "index": size(self.index.data.nbytes),
         }
         if self.choice:
-            stats |= {"measured on": self.choice.measured_on, "expected to cover": f"{self.choice.covered:.0%}"}
+            stats |= {"measured on": self.choice.measured_on, "expected to cover": percent(self.choice.covered)}
         return ModeReport(self.parameters.model_dump() | chosen, stats)
 
     # ---- inside

@@ -196,8 +196,8 @@ def task(shown: RunningComparison) -> Content:
         return Content("Hiding a fact in a long text.")
     read = f" of {count(shown.result.prompt_tokens)} tokens" if shown.result else ""
     return Content.assemble(
-        f"A text{read} says once, early, ", (visible(shown.fact), "bold"), ". Every mode read it with the same exact"
-        " K/V and is asked at its end: ", (visible(shown.question.rpartition("\n")[2]), "bold"),
+        f"A text{read} mentions a fact once, near its beginning: ", (visible(shown.fact), "bold"), ". Every mode has"
+        " the same exact K/V of it and is asked at the end: ", (visible(shown.question.rpartition("\n")[2]), "bold"),
     )  # fmt: skip
 
 

@@ -38,6 +38,7 @@ class HelpScreen(Dialog):
     }
     HelpScreen .title { color: $primary; text-style: bold; margin: 0; }
     HelpScreen Static { margin: 0 0 1 0; }
+    HelpScreen #no-match { display: none; color: $text-muted; }
     HelpScreen Input { border: none; height: 1; margin: 0 0 1 0; background: $surface; }
     """
     BINDINGS: ClassVar[list[BindingType]] = bindings("help")
@@ -56,6 +57,7 @@ class HelpScreen(Dialog):
                 for title, rows in self._sections():
                     yield Static(title, classes="title")
                     yield Static(table(rows, self._color), classes="rows")
+                yield Static("Nothing here has all these words.", id="no-match", markup=False)
                 yield Static("Ribbon", classes="title ribbon")
                 yield Static(legend(self._on_gpu), classes="ribbon")
             yield KeyHints()
@@ -71,11 +73,14 @@ class HelpScreen(Dialog):
     def on_input_changed(self, changed: Input.Changed) -> None:
         """Show only rows that contain each word typed, and sections that have any."""
         titles, bodies = self.query(".title"), self.query(".rows")
+        is_found = not changed.value.strip()
         for title, body, (name, rows) in zip(titles, bodies, self._sections(), strict=False):
             found = matching(changed.value, name, rows)
             title.display = body.display = bool(found)
+            is_found |= bool(found)
             cast("Static", body).update(table(found, self._color))
         self.query(".ribbon").set(display=not changed.value.strip())
+        self.query_one("#no-match").display = not is_found
         self.query_one(VerticalScroll).scroll_home(animate=False)
 
     def _sections(self) -> Iterable[tuple[str, Sequence[tuple[str, str]]]]:

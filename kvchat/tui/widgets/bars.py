@@ -127,7 +127,7 @@ class StatusBar(Widget):
             (f"{figure(self._speed, 'tok/s', 1)} " if self._speed is not None else "", "bold $foreground"),
             (bars(self._speeds), "$primary"),
         )
-        reads = f"reads {percent(s.active / s.total)}" if s.total and not s.server else ""
+        reads = f"{'the prompt ' * s.is_prompt}reads {percent(s.active / s.total)}" if s.total and not s.server else ""
         words = [
             reads,
             f"TTFT {figure(s.ttft_s, 's', 2)}" if s.ttft_s is not None else "",

@@ -66,7 +66,7 @@ class Welcome(Static):
 
     def offer(self, title: str) -> None:
         """Offer to go on with the conversation of this title."""
-        self._offer = f"\n\n{self._key('last')} continues “{visible(title)}”."
+        self._offer = f"\n\n{self._key('last')} continues “{visible(title)}”"
         self.update(self._content())
 
     def _content(self) -> Content:
@@ -92,11 +92,11 @@ class Welcome(Static):
         ]
         about = f"{ABOUT_BUNDLED}\n\n" if self._model == BUNDLED else ""
         modes = (
-            f" Everything stays stored; {self._key('mode.next')} changes how much of it the model reads, even during an"
-            " answer."
+            f" The whole conversation stays in memory; {self._key('mode.next')} changes how much of it the model reads,"
+            " even during an answer."
         )
         keys = (
-            f"\n{self._key('prompt.send')} asks the first, a number and {self._key('prompt.send')} another."
+            f"\nPress {self._key('prompt.send')} to ask the first, or a number and {self._key('prompt.send')}."
             f"{modes if is_here else ''} {self._key('help')} lists all keys and commands."
         )
         return Content.assemble(about, *rows, keys, self._offer, *self._first_keys())
