@@ -36,7 +36,7 @@ from kvchat.units import figure, percent, size
 
 SEEDS = 2**31
 HEADINGS = ("", "answer", "", "read", "fetched", "tok/s")
-FOUND, MISSED, WAITING = "✓ found", "✗ missed", "…"
+FOUND, MISSED, STOPPED, WAITING = "✓ found", "✗ missed", "stopped", "…"
 
 
 @dataclass(eq=False)
@@ -191,7 +191,7 @@ def verdict(shown: RunningComparison) -> str:
     """Who found it with the least read, and who did not; where full mode misses, what that means."""
     if shown.result is None:
         return shown.error
-    runs = [run for run in shown.result.runs if not run.refusal]
+    runs = [run for run in shown.result.runs if not run.refusal and _outcome(run, shown.fact) != STOPPED]
     found = [run for run in runs if is_found(run, shown.fact)]
     if runs and runs[0].mode == modes.REFERENCE and runs[0] not in found:
         return (
@@ -213,14 +213,17 @@ def is_found(run: Run, fact: str | None) -> bool:
     return bool(fact) and (fact or "").lower() in run.text.lower()
 
 
+def _outcome(run: Run, fact: str | None) -> str:
+    missed = STOPPED if run.reason == "stopped" else MISSED  # it may have been about to say it
+    return FOUND if is_found(run, fact) else missed
+
+
 def _cells(run: Run, fact: str) -> tuple[str, ...]:
     if run.refusal:
         return (_line(run.refusal), "refused", "", "", "")
     s = run.stats
-    found = FOUND if is_found(run, fact) else MISSED
-    return (
-        _line(run.text), found, percent(s.read_share), size(s.recalled_bytes), figure(s.decode_tokens_per_s, digits=1),
-    )  # fmt: skip
+    speed = figure(s.decode_tokens_per_s, digits=1)
+    return _line(run.text), _outcome(run, fact), percent(s.read_share), size(s.recalled_bytes), speed
 
 
 def _line(text: str) -> str:

@@ -30,7 +30,7 @@ from kvchat.models.catalog import short_name
 from kvchat.protocol.figures import Gpu, Params, Price, Snapshot, Stats
 from kvchat.protocol.messages import Compared, Comparing, Details, Finished, Load, Loaded, Sampling, Switched, Variant
 from kvchat.protocol.recording import Recorder
-from kvchat.units import count, figure, percent, size
+from kvchat.units import MISSING, count, figure, percent, size
 
 Footed = tuple[Message, str]
 PINNED = "◆ pinned"
@@ -356,7 +356,7 @@ def describe_switch(switched: Switched, before: float | None, after: float | Non
     name = switched.mode if switched.before == switched.mode else f"{switched.before} -> {switched.mode}"
     parts = [name, *(f"{key} {value}" for key, value in switched.params.items() if key == "budget" and value)]
     if switched.total:
-        parts.append(f"{count(switched.total)} tok")
+        parts.append(f"at {count(switched.total)} tok")
     speeds = [figure(speed) for speed in (before, after) if speed is not None]
     if speeds:
         parts.append(f"{'then ' if before is None else ''}{' -> '.join(speeds)} tok/s")
@@ -368,7 +368,7 @@ def describe_switch(switched: Switched, before: float | None, after: float | Non
 
 
 def summarize(stats: Iterable[Stats]) -> str:
-    """Sum up the answers as an aligned table of numbers."""
+    """Sum up the answers as an aligned table of the numbers that there are."""
     answers = list(stats)
     if not answers:
         return "There are no answers yet: ask something first."
@@ -385,7 +385,7 @@ def summarize(stats: Iterable[Stats]) -> str:
         ("hit rate", percent(_mean([(s.recall_hit_rate, s.generated_tokens) for s in answers]))),
         ("corrected", percent(_mean([(s.corrected_share, s.generated_tokens) for s in answers]))),
     ]
-    return "\n".join(f"{label:<14}{value:>14}" for label, value in rows)
+    return "\n".join(f"{label:<14}{value:>14}" for label, value in rows if value != MISSING)
 
 
 def _speed(answers: Iterable[Stats]) -> float | None:
@@ -478,7 +478,7 @@ class RunningComparison:
         self.progress[comparing.index] = comparing
         name = label(self.variants[comparing.index])
         if comparing.checked:
-            self.stage = f"{name} checks the first answer: {count(comparing.checked)} tok"
+            self.stage = f"{name} is compared with the first answer: {count(comparing.checked)} tok"
         else:
             self.stage = f"{name} answers: {count(comparing.tokens)} tok"
 

@@ -17,7 +17,7 @@ from kvchat.engine.metrics import MetricsCollector
 from kvchat.engine.session import Session
 from kvchat.kv import inspect
 from kvchat.protocol.figures import RIBBON, Gpu
-from kvchat.protocol.messages import Finished, Sampling, Turn, Variant
+from kvchat.protocol.messages import Finished, Prefilled, Sampling, Text, Turn, Variant
 
 
 def mean_attended(session: Session) -> float:
@@ -199,6 +199,25 @@ def test_an_answer_says_what_of_the_attention_was_covered(model, at_every_step):
     assert session.snapshot().coverage is None, "it was of another mode"
     stats = asked(session).stats
     assert (stats.coverage, stats.lowest_coverage, session.snapshot().coverage) == (None, None, None)
+    session.close()
+
+
+def test_what_an_earlier_conversation_covered_is_forgotten(model, at_every_step):
+    session = Session(model, entering("streaming", {"budget": 64}))
+    asked(session)
+    *_, finished = session.answer((Turn("user", "Hi"),), Sampling(temperature=0, max_new_tokens=4))
+    assert finished.stats.reused_tokens > 0, "prompts begin alike"
+    assert (finished.stats.lowest_coverage, session.snapshot().coverage) == (None, None)
+    session.close()
+
+
+def test_what_a_prompt_reads_is_told_apart_until_the_first_token(model):
+    session = Session(model, entering("streaming", {"budget": 64}))
+    events = session.answer((Turn("user", "Once upon a time there was a little fox. " * 40),), Sampling())
+    told = [session.snapshot().is_prompt for event in events if isinstance(event, Prefilled | Text)]
+    assert told[0]
+    assert not told[-1]
+    assert session.snapshot().active < session.snapshot().total
     session.close()
 
 

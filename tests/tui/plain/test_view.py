@@ -85,9 +85,9 @@ async def test_a_switch_is_told_behind_the_sentence_that_is_being_said():
     await view.add_switch(Switched("full", "freeze", {}, 10, 0, 0.0), None)
     assert out.getvalue().splitlines() == [
         "model: It was a dark night. ",
-        "[sync to streaming, 10 tok]",
+        "[sync to streaming, at 10 tok]",
         "And so it goes on",
-        "[streaming to full, 10 tok]",
+        "[streaming to full, at 10 tok]",
         "[3 tok]",
-        "[full to freeze, 10 tok]",
+        "[full to freeze, at 10 tok]",
     ]

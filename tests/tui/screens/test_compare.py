@@ -15,7 +15,7 @@ from textual.widgets import Static
 from kvchat.config import modes
 from kvchat.protocol.figures import Run, Stats
 from kvchat.protocol.messages import Compared, Comparing, Sampling, Variant
-from kvchat.tui.comparisons import FOUND, MISSED, WAITING, needle_rows, verdict
+from kvchat.tui.comparisons import FOUND, MISSED, STOPPED, WAITING, needle_rows, verdict
 from kvchat.tui.screens.compare import MARK, CompareScreen, NeedleScreen, answer_text, needle_table
 from kvchat.tui.screens.settings import SettingsScreen
 from kvchat.tui.state import Phase, RunningComparison
@@ -170,12 +170,13 @@ def test_rows_fill_while_the_modes_answer():
         Run("full", {}, ("It is ", "123."), stats=Stats(read_share=1.0, decode_tokens_per_s=20.0)),
         Run("streaming", {}, ("It is \x1b7.",), stats=Stats(read_share=0.25)),
         Run("sync", {}, refusal="It does not fit."),
+        Run("freeze", {}, ("It",), "stopped", Stats(read_share=0.5)),
     )
     shown.finish(Compared(runs, 900))
     assert needle_rows(shown) == [
         ("full", "It is 123.", FOUND, "100 %", "0 B", "20.0"),
         ("streaming", "It is ␛7.", MISSED, "25 %", "0 B", "n/a"),
         ("sync", "It does not fit.", "refused", "", "", ""),
-        ("freeze", "", "", "", "", ""),
+        ("freeze", "It", STOPPED, "50 %", "0 B", "n/a"),
     ]
     assert not lacks(verdict(shown), "full found", "100 %", "streaming did not")

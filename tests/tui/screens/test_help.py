@@ -53,6 +53,16 @@ def test_what_is_typed_leaves_the_rows_that_contain_each_word():
     assert matching("commands new", "Commands", rows) == rows[1:]
 
 
+async def test_a_filter_without_a_match_says_so(running):
+    async with running(ready=False) as (app, _pilot, until):
+        press(app, "f1")
+        await until(lambda: opened(app, HelpScreen))
+        nothing, field = app.screen.query_one("#no-match"), app.screen.query_one(Input)
+        for typed, is_said in (("export", False), ("no such words", True), (" ", False)):
+            field.value = typed
+            await until(lambda said=is_said: nothing.display is said)
+
+
 # ---- What the screens that search in a list share: their styles reach both
 
 
