@@ -89,13 +89,16 @@ class FullParameters(ModeParameters):
     title: ClassVar[str] = "reads everything"
     implementation: ClassVar[str] = "kvchat.kv.modes.full:Full"
     figures: ClassVar[Mapping[str, str]] = {
-        "streamed from RAM": "tokens without a slot on the GPU, which attention reads from RAM",
+        "streamed from RAM": "tokens without a slot on the GPU, which it reads from RAM",
+        "attended on the CPU": "tokens in RAM that the CPU attends to, beside the GPU",
         "drafts accepted": "with draft: share of drafted tokens that the answer kept",
         "tokens a round": "with draft: tokens gained by one verification, its own included",
     }
 
     resident: int | None = Field(None, ge=MIN_BUDGET)
     """most recent tokens kept on a GPU; the rest is streamed from RAM (auto: all, or what fits; none on a CPU)"""
+    cpu: float | None = Field(None, ge=0, le=1)
+    """share of what only RAM has that the CPU attends to (auto: measured on a GPU; none of float16 and 8-bit pages)"""
     draft: Literal["off", "auto", "lookup", "window"] = "off"
     """guess several tokens and verify them at once: lookup finds repeated text, window drafts from recent tokens"""
 

@@ -50,6 +50,9 @@ MEASURED = {
 ACCEPTED = 0.86
 ROW = 0.02  # of the time to read the weights, a row more of one forward takes; assumed, not measured
 HOST_FREE = 2**50  # bytes: as much as is needed
+# GB/s of two channels of DDR4-3200, which the CPU and the link share: assumed, because no card says what is beside it.
+RAM = 51.2
+ON_LINK = ", cpu=0"
 
 
 class Card(NamedTuple):
@@ -115,7 +118,9 @@ def card_costs(load: Load, name: str, contexts: Sequence[int], progress: Progres
                 "Use a model without experts.",
             )
         free = available.usable(int(card.memory * 2**30)) - weights - described.activations(CHUNK)
-        machine = Machine(REACHED * card.read * 1e9, REACHED * card.link * 1e9, read, free, HOST_FREE)
+        to_device = REACHED * card.link * 1e9
+        beside = max(0.0, REACHED * RAM * 1e9 - to_device)
+        machine = Machine(REACHED * card.read * 1e9, to_device, read, free, HOST_FREE, beside=beside)
         computed = computed_ms(load, machine, seen, contexts)
         if any(ms is not None for mode in MODES for ms in computed[mode].values()):
             floor = 1000 * read / machine.read
@@ -138,6 +143,9 @@ def computed_ms(
         for way in _ways(load, machine, seen, tokens):
             name = f"{way.parameters.name}{way.place}"
             rows.setdefault(name, {})[tokens] = None if way.lacks else 1000 * way.seconds
+            if way.saved_seconds:
+                alone = way.seconds + way.saved_seconds
+                rows.setdefault(f"{name}{ON_LINK}", {})[tokens] = None if way.lacks else 1000 * alone
             if way.over_link:
                 drafted = seconds_with_drafts(way, machine.weights / machine.read)
                 rows.setdefault(f"{name}{DRAFTED}", {})[tokens] = None if way.lacks else 1000 * drafted
@@ -148,10 +156,12 @@ def seconds_with_drafts(way: Way, weights_s: float, accepted: float = ACCEPTED) 
     """A token's time ``over_link`` with drafts that read nothing over it, in rounds of the best length.
 
     ``weights_s`` is the time to read the weights, ``accepted`` the share of drafts that go on where those before did.
+    A verification reads everything over the link, nothing on the CPU.
     """
+    whole = way.seconds + way.saved_seconds
 
     def of_length(drafts: int) -> float:
-        round_s = drafts * (way.seconds - way.link_seconds) + way.seconds + drafts * ROW * weights_s
+        round_s = drafts * (whole - way.link_seconds) + whole + drafts * ROW * weights_s
         return round_s * (1 - accepted) / (1 - accepted ** (drafts + 1))
 
     return min(map(of_length, LENGTHS))

@@ -25,6 +25,7 @@ from kvchat.kv.modes import build
 from kvchat.kv.modes.base import Mode
 from kvchat.kv.modes.recovery_levels import RECENT, WIDER, Level
 from kvchat.kv.modes.sync_heads import TokenChoice
+from kvchat.kv.ops import host_attention
 from kvchat.models.load import LoadedModel
 from kvchat.models.quantize.rows import is_tied
 from kvchat.protocol.figures import Params, Price
@@ -292,7 +293,9 @@ class ModeSwitcher:
         on_device = on_host if state.geometry.unified else available.free_bytes(state.device)
         free = on_device + kv.device_bytes, on_host + state.host.nbytes
         device, host = map(available.usable, free)
-        machine = Machine(*self._rates(), model.weight_bytes - table, device, host, self._new)
+        spills = state.ops.reads_staged and tokens * state.geometry.token_bytes > device
+        beside = known.beside if spills and (known := host_attention.measured(state.host)) else 0.0
+        machine = Machine(*self._rates(), model.weight_bytes - table, device, host, self._new, beside)
         page = state.geometry.page
         rounded = page * sum(state.host.quantized[: state.total // page])
         exact, quantizes = state.total - rounded, self.auto.quantizes

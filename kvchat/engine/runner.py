@@ -437,7 +437,8 @@ class GraphRunner:
         if self._kv.mode is not self._mode:
             self._forget()
         # A pageable host pool is gathered from by the CPU.
-        return self._recorder is not None and not self.refusal and self._kv.state.host.pinned
+        captured = self._kv.state.host.pinned and not self._kv.step.eager
+        return self._recorder is not None and not self.refusal and captured
 
     def _record(self, kind: tuple[object, ...], step: Callable[[], Tensor]) -> bool:
         assert self._recorder is not None

@@ -25,7 +25,7 @@ from kvchat.config.modes import COMPARED, REFERENCE, AutoParameters, ModeParamet
 from kvchat.errors import KvchatError
 from kvchat.kv.attention import PREFILL_WORKSPACE
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.memory import eight_bit_pages
+from kvchat.kv.memory import eight_bit_pages, rates
 from kvchat.kv.memory.host_pool import layer_bytes
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import AUTO_BUDGET, Mode, ModelTraits
@@ -56,7 +56,8 @@ class Machine:
     """Rates ``read`` and ``link`` in bytes/s, the last 0 where there is none; ``weights``: bytes that a token reads.
 
     ``device_free`` and ``host_free`` are the bytes that K/V may take, with those that they take now. ``new``, by mode,
-    is the share of what it chooses that comes over the link at a step.
+    is the share of what it chooses that comes over the link at a step. The CPU attends to exact K/V in RAM at the rate
+    ``beside`` while the link is busy; 0 where it does not.
     """
 
     read: float
@@ -65,6 +66,7 @@ class Machine:
     device_free: int
     host_free: int
     new: Mapping[str, float] = field(default_factory=lambda: NEW)
+    beside: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,9 @@ class Conversation:
 class Way:
     """A mode with parameters, what pages are kept in that get full, and whether a part is read ``over_link``.
 
-    Two ways are equal where these are. ``seconds`` is a token's time before any correction, ``link_seconds`` of it what
-    the link adds in full mode, beyond what is staged meanwhile; ``lacks`` says what does not fit, if so.
+    Two ways are equal where these are. ``seconds`` is a token's time before any correction, less ``saved_seconds`` that
+    the CPU saves of it in full mode; ``link_seconds`` is what the link would add without it, beyond what is staged
+    meanwhile. ``lacks`` says what does not fit, if so.
     """
 
     parameters: ModeParameters
@@ -97,6 +100,7 @@ class Way:
     over_link: bool = False
     lacks: str = field(default="", compare=False)
     link_seconds: float = field(default=0.0, compare=False)
+    saved_seconds: float = field(default=0.0, compare=False)
 
     @property
     def kind(self) -> str:
@@ -236,9 +240,23 @@ class _Costs:
         over = max(0, self.conversation.tokens - resident)
         seconds = (m.weights + (self.conversation.tokens - over) * token) / m.read
         link = over * token * self._share(quantizes) / (m.link or m.read)
+        saved = 0.0
         if not (quantizes or self.conversation.rounded):
             link -= min(seconds, min(over, staged) * token / (m.link or m.read))
-        return Way(parameters, quantizes, seconds + link, True, self._lacks(parameters.name, 0, quantizes), link)
+            saved = self._saved_on_cpu(getattr(parameters, "cpu", None), over * token, link)
+        lacks = self._lacks(parameters.name, 0, quantizes)
+        return Way(parameters, quantizes, seconds + link - saved, True, lacks, link, saved)
+
+    def _saved_on_cpu(self, given: float | None, nbytes: float, link_s: float) -> float:
+        """Seconds that the CPU saves of ``link_s``, by rates or with the share ``given`` of the ``nbytes`` in RAM."""
+        m, layers = self.machine, self.geometry.layers
+        if not (m.beside and m.link):
+            return 0.0
+        exposed = link_s * m.link
+        on_cpu = exposed * rates.share_on_cpu(exposed, m.link, m.beside, layers) if given is None else given * nbytes
+        if not on_cpu:
+            return 0.0
+        return link_s - max(max(0.0, exposed - on_cpu) / m.link, on_cpu / m.beside) - rates.LAUNCHES_S * layers
 
     def _share(self, quantizes: bool) -> float:
         """Bytes of the host pool's K/V for each that they have exactly."""

@@ -118,7 +118,8 @@ def test_a_switch_keeps_what_was_chosen_and_the_new_mode_has() -> None:
     assert modes.effective_params("streaming", settings, given) == StreamingParameters(budget=512, R=8, delta=3)
     assert modes.effective_params("streaming", {}, given, {"budget": 256}) == StreamingParameters(budget=256, R=8)
     full = modes.effective_params("full", settings, given)
-    assert full.model_dump() == {"recovery": False, "pin_system": False, "resident": None, "draft": "off"}
+    defaults = {"recovery": False, "pin_system": False, "resident": None, "cpu": None, "draft": "off"}
+    assert full.model_dump() == defaults
     with pytest.raises(UsageError, match="no KV mode"):
         modes.effective_params("ful", settings, given)
 

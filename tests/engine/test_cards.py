@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,20 @@ def test_drafts_over_a_link_gain_what_the_formula_says(link, weights_s, gains):
     assert found["full over the link"][tokens] == pytest.approx(1000 * way.seconds, rel=0.01)
     drafted = found[f"full over the link{cards.DRAFTED}"][tokens]
     assert drafted == pytest.approx(1000 * cards.seconds_with_drafts(way, weights_s), rel=0.02)
+
+
+def test_with_and_without_the_cpu_a_token_over_a_link_has_a_row_each():
+    load, tokens = Load("an 8B", given={"full": {"resident": 2048}}), 32_768
+    laptop = Machine(256e9, 13e9, 5 * 2**30, 2**40, cards.HOST_FREE)
+    alone, both = (
+        cards.computed_ms(load, replace(laptop, beside=beside), llama_8b(), [tokens]) for beside in (0.0, 31e9)
+    )
+    name = "full over the link"
+    assert f"{name}{cards.ON_LINK}" not in alone
+    assert both[f"{name}{cards.ON_LINK}"] == alone[name]
+    assert both[name][tokens] < 0.6 * alone[name][tokens]
+    drafted = f"{name}{cards.DRAFTED}"
+    assert both[drafted] == alone[drafted]  # verifications use the link alone
 
 
 def test_all_weights_that_leave_room_and_no_context_that_the_model_has_not():

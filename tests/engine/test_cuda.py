@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -22,7 +23,9 @@ from kvchat.config.modes import FullParameters
 from kvchat.engine.runner import GraphRunner, ModelRunner, geometry_of, traits_of
 from kvchat.kv import inspect, transfer
 from kvchat.kv.inspect import attended
+from kvchat.kv.memory import rates
 from kvchat.kv.modes import build, full
+from kvchat.kv.ops import host_attention
 from kvchat.kv.transfer import SideStream
 from kvchat.models import attention_hook
 from kvchat.models.load import LoadedModel
@@ -155,6 +158,112 @@ def test_what_is_staged_while_layers_compute_changes_nothing(name, layers, share
     assert {*staged} == {(pages, layer) for pages in (1, 3) for layer in reading_all}
     assert not one.graphs.refusal
     check_integrity(one.kv.state)
+
+
+@pytest.mark.parametrize(("name", "layers"), [("llama", 2), ("gemma2", 4)])
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_what_the_cpu_attends_to_is_joined_with_the_rest(name, layers, share, monkeypatch):
+    """Beside pages that are staged or not, as they leave the ring, after a truncation and after a switch."""
+    monkeypatch.setattr(full, "STAGED_SHARE", 0.5)
+    model = loaded(name, "cuda", torch.bfloat16, num_hidden_layers=layers)
+    near = 16 * torch.finfo(torch.bfloat16).eps
+    whole, one = ModelRunner(model, mode_of(model, "full")), ModelRunner(model, mode_of(model, "full"))
+    shared = {"resident": 64, "cpu": share}
+    acts = (93, shared, 3), (160, None, 2), (94, None, 2), (97, {}, 1), (161, shared, 2)
+    for prompt, params, steps in acts:
+        for each in (whole, one):
+            if each.kv.total > prompt:
+                each.truncate(prompt)
+            prefilled(each, token_ids(prompt)[each.kv.total :] or token_ids(1))
+        if params is not None:
+            with torch.inference_mode():
+                one.kv.switch(mode_of(model, "full", params))
+        for token in token_ids(steps, seed=prompt):
+            before, read = (each.kv.state.read_pairs for each in (whole, one))
+            exact, found = (each.step(token) for each in (whole, one))
+            assert relative_error(found, exact) < near
+            assert one.kv.state.read_pairs - read == whole.kv.state.read_pairs - before
+            spilled, (slots,) = max(0, one.kv.total - 64), one.kv.state.slots
+            assert len(slots.on_cpu) == (int(share * spilled) if one.kv.mode.spills else 0)
+            assert one.kv.step.eager == bool(slots.on_cpu)
+    assert not one.graphs.refusal
+    check_integrity(one.kv.state)
+
+
+class Noted:
+    """A kernel, or a function, whose calls are noted by its name."""
+
+    def __init__(self, monkeypatch, owner, name, calls):
+        self.original, self.note = getattr(owner, name), lambda: calls.append(name)
+        monkeypatch.setattr(owner, name, self)
+
+    def __getitem__(self, grid):
+        self.note()
+        return self.original[grid]
+
+    def __call__(self, *args):
+        self.note()
+        return self.original(*args)
+
+
+def test_the_gpu_has_its_part_of_a_layer_before_the_cpu_waits_for_the_query(monkeypatch):
+    from kvchat.kv.ops.triton import attend  # triton is not installed everywhere
+
+    monkeypatch.setattr(full, "STAGED_SHARE", 0.5)
+    model, calls = loaded("llama", "cuda", torch.bfloat16, num_hidden_layers=1), []
+    one = ModelRunner(model, mode_of(model, "full", {"resident": 64, "cpu": 0.3}))
+    prefilled(one, token_ids(160))
+    one.step(5)
+    for name in ("_attend_part", "_attend_spilled", "_join"):
+        Noted(monkeypatch, attend, name, calls)
+    for name in ("ask", "answer"):
+        Noted(monkeypatch, one.kv.mode._host_attention, name, calls)
+    one.step(6)
+    assert calls == ["ask", "_attend_part", "_attend_spilled", "_attend_spilled", "answer", "_join"]
+
+
+def test_by_default_measured_rates_and_what_launches_cost_decide_what_the_cpu_attends_to(monkeypatch):
+    monkeypatch.setattr(host_attention, "READ_BYTES", 2**12)
+    monkeypatch.setattr(full, "STAGED_SHARE", 0.5)
+    model = llama(torch.bfloat16)
+    one = ModelRunner(model, mode_of(model, "full-resident"))
+    prefilled(one, token_ids(160))
+    assert host_attention.is_ready(torch.bfloat16, waits=True)
+    with torch.inference_mode():
+        found = host_attention.measured(one.kv.state.host)
+    assert found.link > 0
+    assert 1e6 < found.beside < 1e12
+    one.step(5)
+    (slots,) = one.kv.state.slots
+    assert not slots.on_cpu
+    assert not one.kv.step.eager
+    monkeypatch.setattr(host_attention, "measured", lambda host: host_attention.Rates(1e9, 3e9))
+    monkeypatch.setattr(rates, "LAUNCHES_S", 0.0)
+    one.step(6)
+    assert slots.staged
+    spilled = one.kv.total - 64 - slots.staged * one.kv.state.geometry.page
+    assert len(slots.on_cpu) == int(0.75 * spilled) > 0
+    assert one.kv.step.eager
+    monkeypatch.setattr(rates, "LAUNCHES_S", 1.0)
+    for token in token_ids(2):
+        one.step(token)
+        assert not slots.on_cpu
+    assert not one.graphs.prepares
+
+
+@pytest.mark.parametrize("way", ["float16", "8-bit pages", "a guess"])
+def test_what_the_cpu_cannot_attend_to_comes_over_the_link(way):
+    model = llama(torch.float16 if way == "float16" else torch.bfloat16)
+    one = ModelRunner(model, mode_of(model, "full", {"resident": 64, "cpu": 1.0, "draft": "window"}))
+    with torch.inference_mode():
+        one.kv.state.quantize_pages(way == "8-bit pages")
+    prefilled(one, token_ids(150))
+    with one.guessing() if way == "a guess" else nullcontext():
+        for token in token_ids(2):
+            one.step(token)
+            assert not one.kv.state.slots[0].on_cpu
+            assert not one.kv.step.eager
+        assert not one.graphs.prepares
 
 
 def test_what_a_failed_capture_staged_is_not_read(monkeypatch):

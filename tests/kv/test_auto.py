@@ -13,6 +13,7 @@ from kvchat.config.modes import AutoParameters
 from kvchat.kv import auto
 from kvchat.kv.auto import Auto, Choice, Conversation, Machine, Way, choose, ways
 from kvchat.kv.geometry import Geometry
+from kvchat.kv.memory import rates
 from kvchat.kv.modes.base import ModelTraits
 from kvchat.kv.modes.sync_heads import Calibration
 
@@ -136,6 +137,34 @@ def test_pages_that_are_stored_already_stay_what_they_are():
     assert fresh[eight].seconds < 0.7 * fresh[exact].seconds  # which are staged
     assert stored[eight].seconds > 0.9 * fresh[exact].seconds
     assert rounded[exact].seconds < 0.7 * fresh[exact].seconds
+
+
+def over_link(beside: float, cpu: float | None = None) -> Way:
+    layers, q_heads, kv_heads, d, dtype, context, weights = SHAPES["8B"]
+    geometry = Geometry(layers, q_heads, kv_heads, d, d, dtype, headroom=2048)
+    machine = Machine(256e9, 13e9, weights, 2 * GIB, 64 * GIB, beside=beside)
+
+    def merged(mode, changes):
+        return modes.effective_params(mode, {"full": {"cpu": cpu}}, {}, changes)
+
+    found = ways(machine, geometry, ModelTraits(context, (None,) * layers), Conversation(32_000), merged)
+    return next(way for way in found if way.label == "full over the link")
+
+
+def test_the_cpu_attends_to_a_part_of_what_only_ram_has():
+    alone, together = over_link(0), over_link(30e9)
+    assert alone.saved_seconds == 0
+    assert together.link_seconds == alone.link_seconds
+    launching = rates.LAUNCHES_S * 32
+    expected = alone.link_seconds * 13 / (13 + 30) + launching
+    assert together.seconds == pytest.approx(alone.seconds - alone.link_seconds + expected)
+    # As a person asks for it, also where that is worse.
+    assert over_link(30e9, 0.0).seconds == alone.seconds
+    on_host = (alone.link_seconds * 13e9) / 131_072
+    whole = over_link(30e9, 1.0)
+    assert whole.seconds - (alone.seconds - alone.link_seconds) - launching >= on_host * 131_072 / 30e9
+    assert over_link(1e9, 0.9).seconds > alone.seconds
+    assert over_link(0, 0.9).seconds == alone.seconds  # nothing is known to attend there
 
 
 def test_a_person_who_asked_for_8_bit_pages_or_for_a_ring_gets_no_other():

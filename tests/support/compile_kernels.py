@@ -90,8 +90,10 @@ def launch_everything(dtype, d, tokens):
         else:
             many = torch.zeros(64, dtype=torch.int64)
             ops.move_shared(slots, many, many, many > 0)
-    for spec in (plain, odd):
-        ops.attend(DeviceSlots(resident, g, CPU), int(tokens == LATER), query, spec, False)
+    for spec, beside in ((plain, None), (odd, None), (plain, lambda: torch.zeros(HEADS, GROUP, d + 1))):
+        slots = DeviceSlots(resident, g, CPU)
+        slots.on_cpu, slots.beside = range(tokens - 5000, tokens), beside
+        ops.attend(slots, int(tokens == LATER), query, spec, False)
     candidates = Candidates.between(1, position, bounds.pages)
     for flags in (None, flagged):
         ops.choose(scores, candidates, held, flags)

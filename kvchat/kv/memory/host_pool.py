@@ -130,6 +130,10 @@ class HostPool:
         """The layer's address space, one row per token and head of K or V: ``[page * H * 2 * p, d]``."""
         return self._rows[layer]
 
+    def rows_on_host(self, layer: int) -> Tensor:
+        """``rows`` in host memory, also where they are pinned."""
+        return self._layout.rows(self._layout.table(self._regions[layer].bytes))
+
     def graph_buffers(self) -> list[Tensor]:
         """Return the tensors by which a step finds the pool; they last from step to step."""
         return self._rows

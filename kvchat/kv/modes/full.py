@@ -12,6 +12,10 @@ is read by the attention kernel, before it waits for what is staged. A step then
 their sum, where the buffer holds what the link brings in a layer's time. Full-precision pages are staged, by the Triton
 kernels, and in layers without a window.
 
+A CPU reads its memory faster than most links do. There the tokens that are read last, of those that are not staged, are
+attended to by the CPU where they are stored, beside the GPU: as many as take it as long as the rest takes over the
+link. That takes steps without a CUDA graph, and is done where it saves more than that costs.
+
 In unified memory (a CPU) there are no slots: attention reads the host pool itself, and K/V is held once.
 """
 
@@ -20,6 +24,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -28,9 +33,12 @@ from torch import Tensor
 from kvchat.config.modes import MIN_BUDGET, FullParameters
 from kvchat.kv.attention import PREFILL_WORKSPACE, AttentionSpec, Weights
 from kvchat.kv.geometry import Geometry
+from kvchat.kv.memory import rates
 from kvchat.kv.memory.device_slots import SINKS_OF_GUESS, DeviceSlots, Layout
 from kvchat.kv.modes.base import Mode, ModelTraits, ModeReport, Plan, Step, everything
 from kvchat.kv.modes.drafting import RECENT, Auto, Drafter, Lookup, Window
+from kvchat.kv.ops import host_attention
+from kvchat.kv.ops.host_attention import HostAttention
 from kvchat.kv.prefill import CHUNKS, staging_bytes
 
 # Over all layers, and of the slots' bytes at most. While a 3060 reads what it holds (29 ms) its link brings 730 MB,
@@ -52,6 +60,7 @@ class Full(Mode):
         self.resident = parameters.resident
         kinds: dict[str, type[Drafter]] = {"lookup": Lookup, "window": Window, "auto": Auto}
         self.drafter = kinds[parameters.draft]() if parameters.draft != "off" else None
+        self._host_attention: HostAttention | None = None
         self._sink = SINKS_OF_GUESS if isinstance(self.drafter, Window) and not geometry.unified else 0
 
     def pin(self, positions: Sequence[int]) -> None:
@@ -94,8 +103,14 @@ class Full(Mode):
             return Step(exact=not self.guesses)
         (slots,) = self.state.slots
         slots.staged = self._stageable(slots)
+        slots.on_cpu = on_cpu = self._left_to_cpu(slots)
+        if on_cpu:
+            slots.staged = min(slots.staged, on_cpu.start // self.geometry.page)
+            if self._host_attention is None or self._host_attention.host is not self.state.host:
+                self._host_attention = HostAttention(self.state.host)
         # Stock torch reads as many blocks as there is memory for.
-        return Step((self.state.host.room, self.guesses, slots.staged), exact=not self.guesses)
+        kind = self.state.host.room, self.guesses, slots.staged, bool(on_cpu)
+        return Step(kind, exact=not self.guesses, eager=bool(on_cpu))
 
     def forward_begin(self, position: Tensor) -> None:
         super().forward_begin(position)
@@ -103,12 +118,23 @@ class Full(Mode):
             slots.staged_layer = -1  # here, because a capture that failed left it at its last one
         self._stage(-1)
 
+    def attention_begin(self, layer: int, query: Tensor, key: Tensor) -> bool:
+        slots, spec, attention = self.state.slots[0], self.state.specs[layer], self._host_attention
+        slots.beside = None
+        if slots.on_cpu and attention and spec and spec.window is None:
+            attention.ask(query)
+            slots.beside = partial(attention.answer, layer, slots.on_cpu, spec)
+        return False
+
     def attention_end(self, layer: int, query: Tensor, weights: list[Weights], spec: AttentionSpec) -> None:
         self._stage(layer)
 
     def forward_end(self, position: Tensor) -> None:
         if self.spills and not self.guesses:
             read, fetched = self._pairs(position + 1)
+            if on_cpu := len(self.state.slots[0].on_cpu) * self._heads_reading_all:
+                self.state.slots[0].read_pairs += on_cpu
+                fetched = fetched - on_cpu
             self.state.transfer.count_wanted(read)
             self.state.transfer.count_fetched(fetched)
 
@@ -124,6 +150,25 @@ class Full(Mode):
         left = max(0, self.state.total + 1 - slots.layout.window) // self.geometry.page
         unit = max(1, room // LEVELS)
         return min(left, room) // unit * unit
+
+    def _left_to_cpu(self, slots: DeviceSlots) -> range:
+        """The last of the tokens that leave the ring with the next step: those that the CPU attends to there."""
+        end, share, ops = self.state.total + 1 - slots.layout.window, self.parameters.cpu, self.state.ops
+        spilled = max(0, end - self._sink)
+        if self.guesses or not ops.reads_staged or not spilled or share == 0:
+            return range(0)
+        if share is not None:
+            share = share if host_attention.is_ready(self.geometry.dtype, waits=True) else 0
+        elif known := host_attention.measured(self.state.host):
+            spilled = end - max(self._sink, slots.staged * self.geometry.page)
+            nbytes = spilled * self._heads_reading_all * self.state.transfer.pair_bytes
+            share = rates.share_on_cpu(nbytes, *known, self.geometry.layers)
+        return range(end - int(spilled * (share or 0)), end)
+
+    @property
+    def _heads_reading_all(self) -> int:
+        """KV heads of all layers without a window."""
+        return self.geometry.kv_heads * sum(spec is None or spec.window is None for spec in self.state.specs)
 
     def _stage(self, read: int) -> None:
         """Begin to stage the next layer without a window, once the one was ``read`` that is staged; -1 at the begin."""
@@ -147,7 +192,10 @@ class Full(Mode):
 
     def report(self) -> ModeReport:
         on_host = max(0, self.state.total - self.state.slots[0].layout.window - self._sink) if self.spills else 0
-        stats: dict[str, Any] = {"streamed from RAM": f"{on_host:,} tok"} if self.spills else {}
+        stats: dict[str, Any] = {}
+        if self.spills:
+            on_cpu = len(self.state.slots[0].on_cpu)
+            stats = {"streamed from RAM": f"{on_host - on_cpu:,} tok", "attended on the CPU": f"{on_cpu:,} tok"}
         if self.drafter:
             stats |= self.drafter.figures()
         return ModeReport(self.parameters.model_dump(), stats, on_host=on_host)

@@ -357,19 +357,28 @@ def token_loops(g: Geometry) -> ModuleType | None:
 
 
 def attended(
-    query: Tensor, keys: Tensor, values: Tensor, table: Tensor, spec: AttentionSpec, sinks: Tensor | None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    spec: AttentionSpec,
+    sinks: Tensor | None,
+    as_part: bool = False,
 ) -> Tensor | None:
     """Attention ``[H, G, d_v]`` of ``query [H, G, d_k]`` over the tokens in ``table [H, n]``; None without a loop.
 
-    They are among those of ``keys [H, token, d_k]`` and ``values [H, token, d_v]``.
+    They are among those of ``keys [H, token, d_k]`` and ``values [H, token, d_v]``. ``as_part`` of what is attended to
+    it is ``[H, G, d_v + 1]`` in float32, the logarithm of the sum of exponentials last.
     """
     if not (loops := _threaded(keys.dtype, TOKENS)):
         return None
     asked = query.contiguous().float().numpy(), spec.scaling
-    made = torch.empty((*query.shape[:2], values.shape[-1]))
+    d_v = values.shape[-1]
+    made = torch.empty((*query.shape[:2], d_v + as_part))
     logits = NO_SINKS if sinks is None else sinks.float().contiguous().numpy()
-    loops.attend_tokens(*asked, *_rows(keys), *_rows(values), table.numpy(), spec.softcap or 0.0, logits, made.numpy())
-    return made.to(query.dtype)
+    named = table.numpy(), spec.softcap or 0.0, logits
+    loops.attend_tokens(*asked, *_rows(keys), *_rows(values), d_v, *named, made.numpy())
+    return made if as_part else made.to(query.dtype)
 
 
 # ---- a few tokens at once

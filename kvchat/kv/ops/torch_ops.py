@@ -35,7 +35,7 @@ class TorchOps:
     """A step's operations on the host pool and slots.
 
     ``reads_back`` is true where nothing runs beside the model, so that reading a tensor's values costs no wait;
-    ``reads_staged`` where attention reads what spills from ``DeviceSlots.staging``.
+    ``reads_staged`` where attention reads what spills from ``DeviceSlots.staging``, and joins what is ``beside``.
     """
 
     name = "torch"

@@ -71,7 +71,7 @@ def test_what_comes_over_the_link_is_counted_and_shown():
     assert read_tokens(run.kv.state) == (sum(range(101, 111)) + 10 * 24) / 2
     assert bool(attended(run.kv.state, 0).all())
     report = run.kv.mode.report()
-    assert report.stats == {"streamed from RAM": "46 tok"}
+    assert report.stats == {"streamed from RAM": "46 tok", "attended on the CPU": "0 tok"}
     cell, letters, shares = Ribbon(run.kv).cells(attended_counts(run.kv.state), report)
     assert (cell, letters) == (8, "HHHHHH" + "DDDDDDDD")
     assert shares[:10] == "5" * 10  # the layer with the window reads the last 24

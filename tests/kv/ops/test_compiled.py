@@ -74,7 +74,7 @@ def test_numbers_that_are_none_end_nothing(scores):
     stored = np.ones(96 * 4, np.float32)
     tokens.choose_tokens(query, 1.0, words, words.view(np.uint16), 16, 2, 96, 0, 4, 80, 96, 20, NONE, table)
     logits = np.empty((0, 0), np.float32)
-    tokens.attend_tokens(query, 1.0, stored, 0, 4, stored, 0, 4, table, 0.0, logits, result)
+    tokens.attend_tokens(query, 1.0, stored, 0, 4, stored, 0, 4, 4, table, 0.0, logits, result)
 
 
 @pytest.mark.parametrize("left_over", [0, 3])

@@ -123,6 +123,22 @@ def test_what_loops_cannot_read_is_left_to_torch(monkeypatch):
     assert cpu_ops.scattered(rows, rows, table, 0) is None
 
 
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("dtype", cpu_ops.KNOWN, ids=str)
+def test_a_part_of_attention_has_the_logarithm_of_its_sum(dtype, softcap):
+    draw, spec = torch.Generator().manual_seed(1), AttentionSpec(0.3, softcap=softcap)
+    query, keys, values = (torch.randn(2, n, d, generator=draw).to(dtype) for n, d in ((3, 20), (700, 20), (700, 24)))
+    table, sinks = torch.arange(9, 700, dtype=torch.int32).expand(2, -1), torch.randn(2, 3, generator=draw)
+    logits = 0.3 * query.double() @ keys[:, 9:].double().transpose(1, 2)
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    for learned in (None, sinks):
+        part = cpu_ops.attended(query, keys, values, table, spec, learned, as_part=True)
+        whole = logits if learned is None else torch.cat((logits, learned.double()[..., None]), -1)
+        expected = whole.softmax(-1)[..., : logits.shape[-1]] @ values[:, 9:].double()
+        expected = torch.cat((expected, whole.logsumexp(-1, keepdim=True)), -1)
+        torch.testing.assert_close(part.double(), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_few_tokens_never_ask_for_numba(monkeypatch):
     monkeypatch.setattr(cpu_ops, "compiled_loops", lambda *_: pytest.fail("asked"))
     rows = torch.ones((2, cpu_ops.MANY - 1, 8))

@@ -100,6 +100,8 @@ class Numbered(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if func is torch.Tensor.cuda:
             return args[0].to(GPU)
+        if func is torch.Tensor.numpy and gpu.addresses(args[0]):
+            gpu.order.launch(races.HOST, "numpy", [races.of_tensor(inner_of(args[0]), writes=False)])
         if func is torch.Tensor.new_tensor and isinstance(args[0], OnGpu):
             return torch.tensor(*args[1:], **{"dtype": args[0].dtype, "device": args[0].device, **(kwargs or {})})
         kwargs = {key: _numbered(value) for key, value in (kwargs or {}).items()}
@@ -302,7 +304,8 @@ class Gpu:
 
     def _outer(self, schema, args: tuple, kwargs: dict, result: Any, device: torch.device) -> Any:
         """Wrap a result for its device; an operation in place returns the tensor it was given."""
-        given = {id(leaf.inner): leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, OnGpu)}
+        operands = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        given = {id(inner_of(leaf)): leaf for leaf in operands}
 
         def outer(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
@@ -312,8 +315,9 @@ class Gpu:
             return OnGpu(value, device) if device.type == "cuda" else value
 
         # A view is what its base is, an inference tensor or none, whatever the mode it was made in.
-        views = [leaf for leaf in given.values() if any(r.alias_info is not None for r in schema.returns)]
-        with torch.inference_mode(views[0].is_inference()) if views else nullcontext():
+        bases = [leaf for leaf in operands if isinstance(leaf, OnGpu)]
+        is_view = bases and any(r.alias_info is not None for r in schema.returns)
+        with torch.inference_mode(bases[0].is_inference()) if is_view else nullcontext():
             return mapped(outer, result)
 
     # ---- memory

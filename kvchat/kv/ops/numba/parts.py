@@ -45,13 +45,16 @@ def add_softmax(scores: Array, weights: Array, powers: Array) -> None:
 def join_parts(highest: Array, totals: Array, sums: Array, sinks: Array, result: Array) -> None:
     """Attention over all tokens, of that over parts of them, into ``result [H, rows, d_v]``.
 
+    Where it has a column more, that is the logarithm of the sum of exponentials.
+
     Args:
         highest: each part's highest score ``[H, part, rows or more]``.
         totals: the sums of e to the power of its scores, less the highest; of the same shape.
         sums: its values times these powers, ``[H, part, rows, d_v]``.
         sinks: learned logits ``[H, rows]``, or ``[0, 0]``.
     """
-    heads, rows, d_v = result.shape
+    heads, rows, columns = result.shape
+    d_v = sums.shape[3]
     for head in range(heads):
         for row in range(rows):
             most, whole = highest[head, 0, row], np.float32(0)
@@ -68,6 +71,8 @@ def join_parts(highest: Array, totals: Array, sums: Array, sinks: Array, result:
                     result[head, row, i] += share * sums[head, part, row, i]
             for i in range(d_v):
                 result[head, row, i] /= whole + TINY
+            if columns > d_v:
+                result[head, row, d_v] = most + np.log(whole + TINY)
 
 
 @numba.njit  # type: ignore[untyped-decorator]

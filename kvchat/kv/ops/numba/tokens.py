@@ -326,7 +326,7 @@ def choose_tokens(
 
 
 @compiled(
-    "void(f4[:, :, ::1], f8, number[::1], i8, i8, number[::1], i8, i8, i4[:, :], f8, f4[:, ::1], f4[:, :, ::1])",
+    "void(f4[:, :, ::1], f8, number[::1], i8, i8, number[::1], i8, i8, i8, i4[:, :], f8, f4[:, ::1], f4[:, :, ::1])",
     fastmath=FINITE_OR_NOT,
     parallel=HAS_THREADS,
 )
@@ -339,6 +339,7 @@ def attend_tokens(
     values: Array,
     value_head: int,
     value_token: int,
+    d_v: int,
     table: Array,
     softcap: float,
     sinks: Array,
@@ -351,12 +352,13 @@ def attend_tokens(
         scaling: the layer's attention scale.
         keys: the memory from the first key on, whose next head and next token lie so many numbers further.
         values: as keys.
+        d_v: numbers of a value.
         table: int32 ``[H, n]``, all of them tokens.
         softcap: of the layer, 0 where there is none.
         sinks: learned logits ``[H, G]``, or ``[0, 0]``.
-        result: float32 ``[H, G, d_v]``, written.
+        result: float32 ``[H, G, d_v]``, written; or with a column more, as in ``join_parts``.
     """
-    heads, group, d_v = result.shape
+    heads, group, _ = result.shape
     n, d_k = table.shape[1], query.shape[2]
     parts = -(-n // ATTENDED)
     sums = np.zeros((heads, parts, group, d_v), np.float32)

@@ -3,7 +3,7 @@
 The query heads of one KV head are the rows of one tile, so K and V are read once. A slot that may not be read is not
 loaded either. Exponentials are base 2, all sums float32. What left slots that spill makes parts of its own, read from
 pinned host memory as if it were the device's: how many tokens that are only the device knows. The first of them may be
-staged on the device, and are waited for last.
+staged on the device, and are waited for last; the last of them the CPU may attend to meanwhile, whose part is joined.
 """
 
 from __future__ import annotations
@@ -214,11 +214,13 @@ def _join(
     sums,
     extremes,
     sinks,
+    beside,
     heads,
     attended,
     spread,
     parts,
     SINKS: tl.constexpr,
+    BESIDE: tl.constexpr,
     PICKED: tl.constexpr,
     GROUP: tl.constexpr,
     D_V: tl.constexpr,
@@ -235,6 +237,13 @@ def _join(
         highest = tl.load(sinks + head * GROUP + row % GROUP).to(tl.float32) * LOG2E
         total += 1.0
     joined = tl.zeros((COLS_V,), tl.float32)
+    if BESIDE:
+        part = beside + row * (D_V + 1)
+        higher = tl.maximum(highest, tl.load(part + D_V) * LOG2E)
+        grown = tl.exp2(tl.load(part + D_V) * LOG2E - higher)
+        joined = tl.load(part + col, mask=col < D_V, other=0.0) * grown
+        total = total * tl.exp2(highest - higher) + grown
+        highest = higher
     for first in range(0, parts, PARTS):
         part = first + tl.arange(0, PARTS)
         index = row.to(tl.int64) * parts + part
@@ -278,6 +287,7 @@ def attend(
     spills = slots.layout.spills and not slots.recent_only
     staged = slots.staged if spills and slots.staged_layer == layer else 0
     parts = first + most * (spills + (staged > 0))
+    beside = slots.beside
     rows = width, g.group
     sums = torch.empty((*rows, parts, g.d_v), dtype=torch.float32, device=query.device)
     extremes = sums.new_empty((*rows, parts, 2))
@@ -297,7 +307,7 @@ def attend(
     if spills:
         tokens = _tokens_of_a_tile(min(tile, EIGHT_BIT_TILE) if host.item else tile, cols_k, cols_v)
         waits_from, layout = staged * g.page, slots.layout
-        ranges = [(host, max(layout.sink, waits_from), NO_LIMIT)]
+        ranges = [(host, max(layout.sink, waits_from), slots.on_cpu.start if beside else NO_LIMIT)]
         if staged:
             rows_staged = slots.staging.view(-1, g.d)
             ranges.append((HostTensors(rows_staged, rows_staged, rows_staged, rows_staged, 0), layout.sink, waits_from))
@@ -312,8 +322,9 @@ def attend(
                 num_warps=4, num_stages=1 if source.item else 2,
             )  # fmt: skip
     sinks = spread if spec.sinks is None else spec.sinks
-    of_heads = spec.sinks is not None, picked, g.group, g.d_v, cols_v, PARTS
-    _join[(width * g.group,)](sums, extremes, sinks, heads, attended, spread, parts, *of_heads, num_warps=4)
+    on_cpu = beside() if beside else spread
+    of_heads = spec.sinks is not None, beside is not None, picked, g.group, g.d_v, cols_v, PARTS
+    _join[(width * g.group,)](sums, extremes, sinks, on_cpu, heads, attended, spread, parts, *of_heads, num_warps=4)
     return attended, TritonWeights(logits, spread) if needs_weights else None
 
 

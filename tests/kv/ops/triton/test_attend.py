@@ -94,15 +94,33 @@ def test_what_left_the_slots_is_read_from_the_host_pool(shape, kind, dtype, devi
         (expected, read), (measured, also) = found
         assert_near(measured, expected, dtype)
         assert read == also > 0
-        stage(slots, side.ops.host, 1)
+        end = max(0, tokens + 1 - layout.window)
+        stage(slots, side.ops.host, 1, end // g.page)
         assert_near(side.ops.attend(slots, 1, query.to(slots.kv.dtype), spec, False)[0], expected, dtype)
         assert int(slots.read_pairs) == 2 * read
+        if len(slots.heads_of(1)) == g.kv_heads:
+            before, slots.on_cpu = slots.read_pairs.clone(), range(max(0, end - 10), end)
+            stage(slots, side.ops.host, 1, slots.on_cpu.start // g.page)
+            slots.beside = lambda of=(slots, side.ops.host, query, spec): attended_on_cpu(*of)
+            assert_near(side.ops.attend(slots, 1, query.to(slots.kv.dtype), spec, False)[0], expected, dtype)
+            assert int(slots.read_pairs - before) == read - len(slots.on_cpu) * g.kv_heads
 
 
-def stage(slots, host, layer):
-    """Let pages that left the ring arrive once they are waited for; what is not among them may hold anything."""
-    slots.staged = max(0, host.total + 1 - slots.layout.window) // slots.geometry.page
-    pages = host.table(layer)[: slots.staged]
+def attended_on_cpu(slots, host, query, spec):
+    """Of the tokens ``on_cpu``, all of which the layer sees, without learned sinks."""
+    g, some = host.geometry, slice(slots.on_cpu.start, slots.on_cpu.stop)
+    keys, values = (rows[:, some].float() for rows in host.dense(1, host.total))
+    logits = spec.scaling * query.float().view(g.kv_heads, g.group, -1) @ keys.transpose(1, 2)
+    if spec.softcap is not None:
+        logits = spec.softcap * torch.tanh(logits / spec.softcap)
+    sums = logits.logsumexp(-1, keepdim=True)
+    return torch.cat(((logits - sums).exp() @ values, sums), -1)
+
+
+def stage(slots, host, layer, staged):
+    """Let the first pages arrive once they are waited for; what is not among them may hold anything."""
+    slots.staged = staged
+    pages = host.table(layer)[:staged]
     slots.staging = pages.new_full((slots.staged + 1, *pages.shape[1:]), torch.nan)
     slots.arrived = lambda: slots.staging[: slots.staged].copy_(pages)
     slots.staged_layer = layer
