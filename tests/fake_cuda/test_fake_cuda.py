@@ -109,6 +109,20 @@ def test_what_another_stream_reads_is_not_written(side):
     shared.zero_()
 
 
+@pytest.mark.parametrize("read", [torch.Tensor.float, torch.Tensor.numpy], ids=["torch", "numpy"])
+def test_what_a_stream_sends_to_the_host_is_waited_for(read):
+    here, sent = torch.empty(8, pin_memory=True), torch.cuda.Event()
+    half = torch.empty(8, dtype=torch.bfloat16, pin_memory=True)
+    for target in (here, half):
+        target.copy_(torch.ones(8, dtype=target.dtype, device="cuda"), non_blocking=True)
+    sent.record()
+    asked = here if read is torch.Tensor.numpy else half
+    with pytest.raises(Race, match="on host reads what"):
+        read(asked)
+    sent.synchronize()
+    assert read(asked).tolist() == [1.0] * 8
+
+
 def test_memory_is_given_back_when_all_that_use_it_are_done(side):
     before, shared = gpu.allocated, ones(1000)
     assert gpu.allocated == before + 4096
