@@ -46,7 +46,7 @@ class HostAttention:
     def ask(self, query: Tensor) -> None:
         """Send ``query [H_q, d_k]`` to the host, behind all that was queued so far."""
         self._query.copy_(query, non_blocking=True)
-        self._asked.record()
+        self._asked.record(torch.cuda.current_stream(self.host.device))  # another device may be the current one
 
     def answer(self, layer: int, tokens: range, spec: AttentionSpec) -> Tensor:
         """Wait for the query; its attention over stored ``tokens``, without learned sinks, on its way to the device.
