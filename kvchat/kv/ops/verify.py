@@ -140,6 +140,9 @@ class _Step:
         shares = torch.zeros(self.slots.n, device=self.device)
         weights.add_shares(shares, torch.ones_like(shares), shares.new_tensor(self.slots.n))
         spilling = DeviceSlots(Layout(0, 1, 0, self.g.page, spills=True), self.g, self.device)
+        # Joined with a part that weighs nothing.
+        nothing = torch.full((self.g.kv_heads, self.g.group, self.g.d_v + 1), -1e4, device=self.device)
+        spilling.on_cpu, spilling.beside = range(PAGES * self.g.page, PAGES * self.g.page), lambda: nothing
         spilled, _ = self.ops.attend(spilling, 0, self.query, self.spec, False)
         best = weights.best().sort().values
         return {"attend": attended, "weights": best, "shares": shares.sum(), "spilled": spilled}

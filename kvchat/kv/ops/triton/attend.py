@@ -238,12 +238,12 @@ def _join(
         total += 1.0
     joined = tl.zeros((COLS_V,), tl.float32)
     if BESIDE:
-        part = beside + row * (D_V + 1)
-        higher = tl.maximum(highest, tl.load(part + D_V) * LOG2E)
-        grown = tl.exp2(tl.load(part + D_V) * LOG2E - higher)
-        joined = tl.load(part + col, mask=col < D_V, other=0.0) * grown
-        total = total * tl.exp2(highest - higher) + grown
-        highest = higher
+        begun = beside + row * (D_V + 1)
+        summed = tl.load(begun + D_V) * LOG2E
+        most = tl.maximum(highest, summed)
+        joined = tl.load(begun + col, mask=col < D_V, other=0.0) * tl.exp2(summed - most)
+        total = total * tl.exp2(highest - most) + tl.exp2(summed - most)
+        highest = most
     for first in range(0, parts, PARTS):
         part = first + tl.arange(0, PARTS)
         index = row.to(tl.int64) * parts + part
