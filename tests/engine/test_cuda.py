@@ -190,6 +190,24 @@ def test_what_the_cpu_attends_to_is_joined_with_the_rest(name, layers, share, mo
     check_integrity(one.kv.state)
 
 
+@pytest.mark.parametrize("tokens", [range(7, 90), range(96, 97), range(150)], ids=str)
+def test_a_part_of_the_cpu_is_attention_over_those_tokens_with_the_logarithm_of_its_sum(tokens):
+    model = llama(torch.bfloat16)
+    one = ModelRunner(model, mode_of(model, "full-resident"))
+    prefilled(one, token_ids(150))
+    host, g, spec = one.kv.state.host, one.kv.state.geometry, one.kv.state.specs[1]
+    assert host_attention.is_ready(g.dtype, waits=True)
+    attention = host_attention.HostAttention(host)
+    query = torch.randn((g.q_heads, g.d_k), generator=torch.Generator().manual_seed(1)).to("cuda", g.dtype)
+    attention.ask(query)
+    found = attention.answer(1, tokens, spec).cpu().double()
+    stored = (rows[:, tokens.start : tokens.stop].cpu().double() for rows in host.dense(1, 150))
+    keys, values = (rows.repeat_interleave(g.group, 0) for rows in stored)
+    logits = spec.scaling * (keys @ query.cpu().double()[:, :, None])[..., 0]
+    expected = torch.cat(((logits.softmax(-1)[:, None] @ values)[:, 0], logits.logsumexp(-1, keepdim=True)), -1)
+    torch.testing.assert_close(found.flatten(0, 1), expected, rtol=1e-5, atol=1e-5)
+
+
 class Noted:
     """A kernel, or a function, whose calls are noted by its name."""
 
