@@ -293,8 +293,9 @@ class ModeSwitcher:
         on_device = on_host if state.geometry.unified else available.free_bytes(state.device)
         free = on_device + kv.device_bytes, on_host + state.host.nbytes
         device, host = map(available.usable, free)
-        spills = state.ops.reads_staged and tokens * state.geometry.token_bytes > device
-        beside = known.beside if spills and (known := host_attention.measured(state.host)) else 0.0
+        # Measured only where it may come to that: a prompt takes a part of what is free.
+        may_spill = state.ops.reads_staged and tokens * state.geometry.token_bytes > device // 2
+        beside = known.beside if may_spill and (known := host_attention.measured(state.host)) else 0.0
         machine = Machine(*self._rates(), model.weight_bytes - table, device, host, self._new, beside)
         page = state.geometry.page
         rounded = page * sum(state.host.quantized[: state.total // page])

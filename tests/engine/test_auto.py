@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import pytest
+import torch
 from support import byte_tokenizer
 from support.loads import entering
 from support.step_clock import StepClock
@@ -22,9 +23,9 @@ from kvchat.kv.attention import PREFILL_WORKSPACE
 from kvchat.kv.auto import APART
 from kvchat.kv.geometry import GROWTH_HEADROOM
 from kvchat.kv.manager import KVManager
-from kvchat.kv.memory import available
+from kvchat.kv.memory import available, rates
 from kvchat.kv.modes.full import Full
-from kvchat.kv.ops import cpu_ops
+from kvchat.kv.ops import cpu_ops, host_attention
 from kvchat.kv.prefill import CHUNKS, staging_bytes
 from kvchat.models.load import LoadedModel
 from kvchat.protocol.messages import Finished, Load, Noted, Sampling, Switched, Turn, Variant
@@ -312,10 +313,10 @@ def test_with_drafts_it_looks_as_often(small_model, monkeypatch):
     session.close()
 
 
-def on_gpu() -> LoadedModel:
+def on_gpu(dtype: torch.dtype = torch.float32) -> LoadedModel:
     """A tiny random model with a token a byte."""
     end = byte_tokenizer.SIZE - 1
-    model = loaded("llama", "cuda", vocab_size=end + 1, num_hidden_layers=4, max_position_embeddings=8192)
+    model = loaded("llama", "cuda", dtype, vocab_size=end + 1, num_hidden_layers=4, max_position_embeddings=8192)
     words = {"tokenizer": byte_tokenizer.byte_level(), "vocab": end + 1, "eos_ids": frozenset({end}), "context": 8192}
     return replace(model, **words)
 
@@ -362,4 +363,30 @@ def test_on_a_gpu_what_has_no_room_is_read_over_the_link_until_that_takes_too_lo
     assert not any(spilled[:over_link]), "it is entered again where both copies of what grew have no room"
     assert any(spilled[over_link:])
     assert list(dict.fromkeys(kinds)) == ["full", "full over the link", "speculative"]
+    session.close()
+
+
+@pytest.mark.cuda
+def test_on_a_gpu_the_cpus_part_of_what_has_no_room_is_counted(monkeypatch):
+    """It attends as fast as the link brings: half of it, where launches cost nothing."""
+    model = on_gpu(torch.bfloat16)
+    token = geometry_of(model).token_bytes
+    rate = 3000 * token
+    session = Session(model, Load(read_bytes_per_s=1e12, link_bytes_per_s=rate))
+    monkeypatch.setattr(rates, "LAUNCHES_S", 0.0)
+    monkeypatch.setattr(host_attention, "measured", lambda host: host_attention.Rates(rate, rate))
+
+    monkeypatch.setattr(available, "usable", lambda free: free)
+
+    def saved(tokens: int) -> float:
+        monkeypatch.setattr(available, "free_bytes", lambda device: tokens * token)
+        ways = session._switcher._ways(4000)
+        return next((way.saved_seconds / way.link_seconds for way in ways if way.over_link), 0.0)
+
+    assert saved(7000) == pytest.approx(0.5)
+    assert saved(9000) == 0
+    session.switch("full", resident=64)
+    with torch.inference_mode():
+        session._kv.quantize_pages(True)
+    assert saved(7000) == 0
     session.close()
