@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvchat.protocol.figures import Stats
 from kvchat.protocol.messages import Chat, Finished, Loaded, Started, Tokenize, Tokenized
 from kvchat.serve.answers import Answer, Calls
-from kvchat.serve.engine import Ended, Engine, Job
+from kvchat.serve.engine import Again, Ended, Engine, Job
 from kvchat.serve.refusals import Refusal, invalid, of_body, unavailable
 from kvchat.serve.requests import Asked, ChatRequest, Defaults, TextRequest, TokenizeRequest
 from kvchat.units import size
@@ -196,6 +196,8 @@ class Service:
 
     def _model(self) -> dict[str, Any]:
         loaded, snapshot = self._loaded(), self._engine.snapshot
+        # Open WebUI looks here before it adds dozens of tools and pictures to a chat, and asks for the usage
+        offered = {"builtin_tools": bool(loaded.calls), "vision": False, "usage": True}
         return {
             "id": loaded.model,
             "object": "model",
@@ -208,6 +210,7 @@ class Service:
                 "size": snapshot.weight_bytes if snapshot else None,
             },
             "kvchat": {"mode": loaded.mode, "params": loaded.params, "template_variables": loaded.template_variables},
+            "info": {"meta": {"capabilities": offered}},
         }
 
     def _check_model(self, name: str | None) -> None:
@@ -241,14 +244,16 @@ class Service:
         tools = asked.called_tools()  # the parser is imported, which takes a second
         calls = await asyncio.to_thread(Calls, loaded.calls, tools) if tools else None
         answer = Answer(loaded.model, is_chat, asked.streams_usage, calls)
-        async with self._submitted(request, command) as job:
+        async with self._submitted(request, command, can_wait=not asked.stream) as job:
             event: Any = None
             begins = time.monotonic() + PING_S  # what is refused until then has a status of its own
             while not (asked.stream and (isinstance(event, Started) or time.monotonic() >= begins)):
                 event = await (_next(job, begins - time.monotonic()) if asked.stream else job.events.get())
                 if isinstance(event, Ended):
                     return JSONResponse(answer.whole(*self._noted(event)))
-                if event:
+                if isinstance(event, Again):
+                    answer = Answer(loaded.model, is_chat, asked.streams_usage, calls)
+                elif event:
                     answer.feed(event)
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         left = BackgroundTask(self._leave, job)  # a client may be gone before the first piece
@@ -294,9 +299,11 @@ class Service:
         return ended.last, ended.snapshot
 
     @asynccontextmanager
-    async def _submitted(self, request: Request, command: Chat | Tokenize) -> AsyncIterator[Job]:
+    async def _submitted(
+        self, request: Request, command: Chat | Tokenize, can_wait: bool = False
+    ) -> AsyncIterator[Job]:
         """A job that is given up when the client leaves during the block, or the block fails."""
-        job = self._engine.submit(command)
+        job = self._engine.submit(command, can_wait)
         left = asyncio.create_task(_left(request))
         left.add_done_callback(lambda task: None if task.cancelled() else self._engine.leave(job))
         try:

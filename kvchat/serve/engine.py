@@ -47,12 +47,20 @@ class Ended:
     refusal: Refusal | None = None
 
 
+class Again:
+    """What came of an answer so far is void: it was interrupted, and is begun anew."""
+
+
 @dataclass
 class Job:
-    """Something that a client wants of the engine; ``events`` end with ``Ended``."""
+    """Something that a client wants of the engine; ``events`` end with ``Ended``, and begin anew with ``Again``.
+
+    What ``can_wait`` nobody reads before it is whole: it lets others go first, and is interrupted for them once.
+    """
 
     command: Chat | Tokenize
-    events: asyncio.Queue[AnswerEvent | Resumed | Ended] = field(default_factory=asyncio.Queue)
+    can_wait: bool = False
+    events: asyncio.Queue[AnswerEvent | Resumed | Again | Ended] = field(default_factory=asyncio.Queue)
 
 
 @dataclass(eq=False)
@@ -78,6 +86,7 @@ class Engine:
         self._waiting: deque[Job] = deque()
         self._job: Job | None = None
         self._last: Finished | Failed | Tokenized | None = None
+        self._is_interrupted = False  # the job, for one that cannot wait
         self._tokens = 0  # of a prompt that did not fit
         self._is_closing = False
 
@@ -106,8 +115,10 @@ class Engine:
                 else:
                     self._take(report)
 
-    def submit(self, command: Chat | Tokenize) -> Job:
+    def submit(self, command: Chat | Tokenize, can_wait: bool = False) -> Job:
         """Let ``command`` be done when its turn comes.
+
+        Front ends ask for a title before the answer that a person waits for, and for suggestions when it is there.
 
         Raises:
             Refusal: the model is not ready, or too many wait.
@@ -118,7 +129,10 @@ class Engine:
             raise unavailable("The model is being loaded.")
         if self._job is not None and len(self._waiting) >= self.limit:
             raise unavailable(f"{self.limit} requests are already waiting.")
-        self._waiting.append(job := Job(command))
+        self._queue(job := Job(command, can_wait))
+        if self._job and self._job.can_wait and self._last is None and not can_wait:
+            self._is_interrupted, self._job.can_wait = True, False
+            self._client.send(Stop())
         self._begin()
         return job
 
@@ -128,6 +142,7 @@ class Engine:
             self._waiting.remove(job)
             job.events.put_nowait(Ended(refusal=unavailable("The client disconnected.")))
         elif job is self._job and self._last is None:
+            self._is_interrupted = job.can_wait = False
             self._client.send(Stop())
 
     def close_door(self) -> None:
@@ -144,9 +159,14 @@ class Engine:
 
     # ---- inside
 
+    def _queue(self, job: Job) -> None:
+        ahead = len(self._waiting) if job.can_wait else sum(not each.can_wait for each in self._waiting)
+        self._waiting.insert(ahead, job)
+
     def _begin(self) -> None:
         if self._job is None and self._waiting:
             self._job, self._last, self._tokens = self._waiting.popleft(), None, 0
+            self._is_interrupted = False
             try:
                 self._client.send(self._job.command)
             except UsageError as error:
@@ -185,9 +205,12 @@ class Engine:
                 self._job.events.put_nowait(report)
 
     def _end(self, ended: Ended) -> None:
-        if self._job:
-            self._job.events.put_nowait(ended)
-        self._job = None
+        job, self._job = self._job, None
+        if job and self._is_interrupted and isinstance(ended.last, Finished) and ended.last.reason == "stopped":
+            job.events.put_nowait(Again())
+            self._queue(job)
+        elif job:
+            job.events.put_nowait(ended)
         self._begin()
 
     def _ended(self) -> Ended:

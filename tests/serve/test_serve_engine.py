@@ -20,12 +20,13 @@ from kvchat.protocol.messages import (
     Peek,
     Peeked,
     Started,
+    Stop,
     Tokenize,
     Tokenized,
     Turn,
 )
 from kvchat.serve import server
-from kvchat.serve.engine import Ended, Engine
+from kvchat.serve.engine import Again, Ended, Engine, Job
 from kvchat.serve.refusals import Refusal
 
 LOADED = Loaded("m", "L", 1, "cpu", "float32", 64, 2, 2, 32, 64, "full", {}, notes=("No GPU.",))
@@ -59,6 +60,56 @@ def test_where_none_may_wait_one_at_a_time_is_answered(tmp_path):
         for report in (Started(1, 0), Finished("eos", "", Stats()), Peeked(0, 0, "")):
             engine._take(report)
     assert client.sent.count(CHAT) == 2
+
+
+def end(engine: Engine, reason: str) -> None:
+    for report in (Finished(reason, "", Stats()), Peeked(0, 0, "")):
+        engine._take(report)
+
+
+def asked(name: str) -> Chat:
+    return Chat((Turn("user", name),))
+
+
+def names(client: Noting) -> list[str]:
+    return [each.turns[0].content for each in client.sent if isinstance(each, Chat)]
+
+
+def drain(job: Job) -> list[type]:
+    return [type(job.events.get_nowait()) for _ in range(job.events.qsize())]
+
+
+def test_what_nobody_watches_lets_others_go_first_and_is_interrupted_for_them_once(tmp_path):
+    engine, client, _ = loaded(tmp_path)
+    title = engine.submit(asked("title"), can_wait=True)
+    tags = engine.submit(asked("tags"), can_wait=True)
+    engine._take(Started(1, 0))
+    shown = [engine.submit(asked(name)) for name in ("first", "second")]
+    assert client.sent.count(Stop()) == 1
+    for reason in ("stopped", "eos", "eos"):
+        end(engine, reason)
+    assert names(client) == ["title", "first", "second", "title"]
+    third = engine.submit(asked("third"))  # the title has waited once
+    assert client.sent.count(Stop()) == 1
+    for reason in ("eos", "eos", "eos"):
+        end(engine, reason)
+    assert names(client)[4:] == ["third", "tags"]
+    assert drain(title) == [Started, Again, Ended]
+    assert [drain(job) for job in (*shown, third, tags)] == [[Ended]] * 4
+    assert not (engine.working or engine.waiting)
+
+
+def test_what_was_interrupted_is_not_begun_anew_if_it_ended_before_or_its_client_left(tmp_path):
+    engine, client, _ = loaded(tmp_path)
+    for reason in ("eos", "stopped"):
+        title = engine.submit(asked("title"), can_wait=True)
+        engine.submit(asked("shown"))
+        if reason == "stopped":
+            engine.leave(title)
+        end(engine, reason)
+        end(engine, "eos")
+        assert drain(title) == [Ended]
+    assert names(client) == ["title", "shown"] * 2
 
 
 def test_of_a_prompt_that_does_not_fit_only_the_number_of_tokens_comes(tmp_path):
