@@ -173,9 +173,11 @@ class Answer:
         """The rest, and the figures."""
         self._text = finished.text
         yield from self._since(*self._split(finished.text, finished.reason), is_last=True)
-        yield {**self._piece({}, self._reason(finished)), **self._figures(finished, snapshot)}
-        if self._streams_usage:
-            yield {**self._chunk([]), "usage": usage(finished.stats)}
+        last = self._piece({}, self._reason(finished))
+        if self._streams_usage:  # times stand beside it, as llama-server's: Open WebUI adds up what comes in two pieces
+            yield last
+            last = {**self._chunk([]), "usage": usage(finished.stats)}
+        yield {**last, **self._figures(finished, snapshot)}
 
     def _since(self, thought: str, said: str, is_last: bool = False) -> Iterator[Json]:
         if more := thought.removeprefix(self._thought):
