@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from kvchat import files, paths
 
@@ -30,13 +33,12 @@ def note(root: str, conversation: str, tokens: int | None) -> None:
     Raises:
         OSError: the list cannot be read or written.
     """
-    found = known()
-    of_server = found.setdefault(root, {})
-    if tokens is None:
-        of_server.pop(conversation, None)
-    else:
-        of_server[conversation] = tokens
-    _write(found)
+    with _changing() as found:
+        of_server = found.setdefault(root, {})
+        if tokens is None:
+            of_server.pop(conversation, None)
+        else:
+            of_server[conversation] = tokens
 
 
 def mark_deleted(conversation: str) -> None:
@@ -46,16 +48,23 @@ def mark_deleted(conversation: str) -> None:
         UsageError: the list cannot be read or written.
     """
     try:
-        found = known()
-        having = [of_server for of_server in found.values() if conversation in of_server]
-        for of_server in having:
-            of_server[conversation] = DELETED
-        if having:
-            _write(found)
+        if any(conversation in of_server for of_server in known().values()):
+            with _changing() as found:
+                for of_server in found.values():
+                    if conversation in of_server:
+                        of_server[conversation] = DELETED
     except OSError as error:
         hint = "It names files of servers with what was said; make it writable, then delete the conversation again."
         raise files.unwritable(paths.server_slots_file(), error, hint) from None
 
 
-def _write(found: Files) -> None:
-    files.write(paths.server_slots_file(), json.dumps(found).encode())
+@contextmanager
+def _changing() -> Iterator[Files]:
+    """The list, which is written at the end; another kvchat that changes it waits."""
+    path = paths.server_slots_file()
+    files.make_folder(path.parent)
+    with open(path.with_suffix(".lock"), "ab") as lock:  # the list's own file is replaced
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        found = known()
+        yield found
+        files.write(path, json.dumps(found).encode())
