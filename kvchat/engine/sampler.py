@@ -252,11 +252,10 @@ class Grammar:
         """Go on with the token that was drawn.
 
         Raises:
-            EngineError: llguidance gave up.
+            UsageError: llguidance gave up: the schema has too many ways to go on.
         """
         if not self._matcher.consume_token(token):
-            hint = "Ask again, or with a simpler schema."
-            raise EngineError("The answer can no longer follow its JSON schema.", self._matcher.get_error(), hint)
+            raise _refused(self._matcher.get_error())
         self._taken += 1
 
     def go_back(self, tokens: int) -> None:
@@ -266,5 +265,5 @@ class Grammar:
 
 
 def _refused(why: str) -> UsageError:
-    hint = "Change the part of the schema named above."
+    hint = "Change the part of the schema named above, or use a simpler one."
     return UsageError("This JSON schema is not supported.", f"{why.splitlines()[0]}."[:500], hint)

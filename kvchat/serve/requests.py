@@ -133,6 +133,8 @@ class Tool(BaseModel):
     def _has_a_name(cls, function: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(function.get("name"), str):
             raise ValueError("a function needs a name")
+        if function.get("strict"):
+            raise ValueError("strict is not supported: the model writes a call's arguments, no schema holds it; omit it")
         return function
 
 

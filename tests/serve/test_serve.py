@@ -187,6 +187,12 @@ def test_there_is_nothing_elsewhere(fake, path):
     assert fake.ask(CHAT).status == 405
 
 
+def test_open_webui_adds_its_tools_only_to_a_model_that_can_call_them(fake, bundled):
+    for served, calls in ((fake, True), (bundled, False)):
+        (model,) = served.ask("/v1/models").json["data"]
+        assert model["info"]["meta"]["capabilities"] == {"builtin_tools": calls, "vision": False, "usage": True}
+
+
 def test_another_model_is_named(fake):
     missing = fake.chat("hello", model="gpt-5")
     assert (missing.status, missing.error["code"], missing.error["param"]) == (404, "model_not_found", "model")

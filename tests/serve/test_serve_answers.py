@@ -37,6 +37,13 @@ def told(answer: Answer, text: str, cuts: list[int], reason: str) -> tuple[str, 
     return tuple("".join(delta.get(name, "") for delta in deltas) for name in ("reasoning_content", "content"))
 
 
+@pytest.mark.parametrize("streams_usage", [False, True])
+def test_a_stream_tells_what_it_cost_once_at_its_end(streams_usage: bool) -> None:
+    pieces = [*Answer("m", is_chat=True, streams_usage=streams_usage).end(Finished("eos", "", Stats(9, 3)), None)]
+    assert ["timings" in piece for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert bool(pieces[-1].get("usage")) == streams_usage
+
+
 @given(
     text=st.sampled_from([THOUGHTFUL, THOUGHTFUL.removeprefix("<think>\n"), "Paris, <think>.", "<thin", ""]),
     begun=st.booleans(),

@@ -329,6 +329,9 @@ def test_a_talk_longer_than_the_context_is_refused_with_numbers(client: OpenAI):
         client.chat.completions.create(messages=messages("word " * 20_000), stream=True, **GREEDY)
 
 
+MANY_WAYS = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(1000)}}
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -342,11 +345,13 @@ def test_a_talk_longer_than_the_context_is_refused_with_numbers(client: OpenAI):
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"response_format": {"type": "grammar"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "obj"}}}}, None),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": MANY_WAYS}}}, None),
         ({"tools": TOOLS}, "tools"),
         ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
         ({"tools": TOOLS, "parallel_tool_calls": False}, "parallel_tool_calls"),
         ({"tools": TOOLS, "response_format": {"type": "json_object"}}, None),
         ({"tools": [{"type": "function", "function": {}}]}, "tools.0.function"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools.0.function"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"messages": [*messages("Hi."), {"role": "tool", "content": "a", "tool_call_id": "1"}]}, "messages"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0"),
