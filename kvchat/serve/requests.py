@@ -134,7 +134,7 @@ class Tool(BaseModel):
         if not isinstance(function.get("name"), str):
             raise ValueError("a function needs a name")
         if function.get("strict"):
-            raise ValueError("strict is not supported: the model writes a call's arguments, no schema holds it; omit it")
+            raise ValueError("strict is not supported: a call's arguments are the model's own; omit it")
         return function
 
 

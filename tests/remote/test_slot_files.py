@@ -20,9 +20,7 @@ for number in range({EACH}):
 def test_what_two_kvchat_note_at_once_and_a_third_deletes_is_all_there(monkeypatch, tmp_path):
     monkeypatch.setenv("KVCHAT_DATA_DIR", str(tmp_path / "data"))
     slot_files.note(ROOT, "old", 9)
-    noting = [
-        subprocess.Popen([sys.executable, "-c", NOTING, name], stdin=subprocess.PIPE, text=True) for name in "ab"
-    ]
+    noting = [subprocess.Popen([sys.executable, "-c", NOTING, name], stdin=subprocess.PIPE, text=True) for name in "ab"]
     for process in noting:
         assert process.stdin
         process.stdin.write("\n")

@@ -96,7 +96,7 @@ def test_what_nobody_watches_lets_others_go_first_and_is_interrupted_for_them_on
     assert names(client)[4:] == ["third", "tags"]
     assert drain(title) == [Started, Again, Ended]
     assert [drain(job) for job in (*shown, third, tags)] == [[Ended]] * 4
-    assert not (engine.working or engine.waiting)
+    assert engine.working + engine.waiting == 0
 
 
 def test_what_was_interrupted_is_not_begun_anew_if_it_ended_before_or_its_client_left(tmp_path):
