@@ -23,7 +23,10 @@ from kvchat.thoughts import TAGS, end_of
 MOST_STOPS = 16
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 NO_FUNCTIONS = "this form is outdated; use tools"
-NO_CALLS = "This model's chat template has no tools, or transformers cannot parse its calls."
+NO_CALLS = (
+    "This model's chat template has no tools, or transformers cannot parse its calls. Send none: in Open WebUI turn "
+    "off Builtin Tools among the model's capabilities."
+)
 NO_FORCE = "the model decides whether to call a tool"
 # Fields that only some values of are accepted, those that ask for nothing, and why no other is.
 NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
