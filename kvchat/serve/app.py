@@ -220,7 +220,7 @@ class Service:
             raise Refusal(404, message, "invalid_request_error", "model", "model_not_found")
 
     async def _tokenized(self, request: Request, command: Tokenize) -> Tokenized:
-        async with self._submitted(request, command) as job:
+        async with self._submitted(request, command, can_wait=True) as job:
             ended = await job.events.get()
         if isinstance(ended, Ended) and isinstance(ended.last, Tokenized):
             return ended.last
@@ -299,9 +299,7 @@ class Service:
         return ended.last, ended.snapshot
 
     @asynccontextmanager
-    async def _submitted(
-        self, request: Request, command: Chat | Tokenize, can_wait: bool = False
-    ) -> AsyncIterator[Job]:
+    async def _submitted(self, request: Request, command: Chat | Tokenize, can_wait: bool) -> AsyncIterator[Job]:
         """A job that is given up when the client leaves during the block, or the block fails."""
         job = self._engine.submit(command, can_wait)
         left = asyncio.create_task(_left(request))

@@ -101,6 +101,19 @@ def test_requests_wait_in_order_and_beyond_the_limit_are_refused(fake):
     assert order == ["a", "b"]
 
 
+def test_an_answer_that_is_not_streamed_is_interrupted_for_a_stream_but_not_to_count_tokens(fake):
+    with fake.sent(CHAT, asking("slow", max_tokens=3000)).sock as slow:
+        wait_until(lambda: fake.figure("requests_processing") == 1)
+        counted = fake.sent("/tokenize", {"content": "hello"})
+        wait_until(lambda: fake.figure("requests_deferred") == 1)
+        assert fake.chat("hello", stream=True).status == 200
+        slow.setblocking(False)
+        with pytest.raises(BlockingIOError):  # it is begun again
+            slow.recv(1)
+        counted.close()
+    wait_until(lambda: is_idle(fake))
+
+
 def test_a_stream_that_waits_for_its_turn_is_kept_alive(tmp_path):
     with serving(tmp_path, fake=True) as served:
         held = served.sent(CHAT, asking("hold", stream=True))
