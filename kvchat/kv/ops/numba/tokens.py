@@ -182,72 +182,69 @@ def _add_share(powers: Array, share: Any, weights: Array) -> None:
 
 
 @numba.njit  # type: ignore[untyped-decorator]
-def _threshold(bits: Array, k: int) -> tuple[int, int]:
-    """The ``k``-th highest of ``bits``, of weights that are not negative, and how many of its equals are among the k.
-
-    Two sweeps over all of them and two over those that share its upper bits, instead of sorting.
-    """
-    prefix, shift, left = 0, 31, k
-    among = bits
-    for lower in (20, 10, 0):
-        bins = np.zeros(1 << (shift - lower), np.int64)
-        for i in range(len(among)):
-            bins[(among[i] >> lower) & ((1 << (shift - lower)) - 1)] += among[i] >= 0
-        chosen = len(bins) - 1
-        while chosen > 0 and bins[chosen] < left:
-            left -= bins[chosen]
-            chosen -= 1
-        prefix |= chosen << lower
-        shift = lower
-        same = np.empty(bins[chosen], np.int32)
-        found = 0
-        for i in range(len(among)):
-            if among[i] >= 0 and among[i] >> lower == prefix >> lower:
-                same[found] = among[i]
-                found += 1
-        among = same
-    return prefix, left
+def _above(bits: Array, bound: int) -> int:
+    """How many of ``bits`` are higher than ``bound``."""
+    limit, count = np.int32(bound), np.int32(0)
+    for i in range(len(bits)):
+        count = np.int32(count + np.int32(bits[i] > limit))
+    return count
 
 
 @numba.njit  # type: ignore[untyped-decorator]
-def _list_read(bits: Array, seen: int, first: int, end: int, k: int, pinned: Array, table: Array) -> int:
+def _threshold(bits: Array, k: int) -> tuple[int, int]:
+    """A number that is at most the ``k``-th highest of ``bits``, and how many of its equals are among the k.
+
+    The others of the k are higher. ``bits`` are those of weights that are not negative. Bit by bit: to count 16 at a
+    time, 31 times at most, takes less than sorting, or counting what falls in each of many bins.
+    """
+    bound = 0
+    for bit in range(30, -1, -1):
+        count = _above(bits, (bound | 1 << bit) - 1)
+        if count >= k:
+            bound |= 1 << bit
+        if count == k:
+            break
+    return bound, k - _above(bits, bound)
+
+
+@numba.njit  # type: ignore[untyped-decorator]
+def _list_read(bits: Array, seen: int, first: int, last: int, end: int, k: int, pinned: Array, table: Array) -> int:
     """Write to ``table`` the tokens that one KV head reads, ascending, then EMPTY; return how many they are.
 
-    ``bits [n]`` are those of the weights from token ``first`` on; all others from ``seen`` up to ``end`` are read.
+    ``bits`` are those of the weights of tokens ``first`` to ``last``, and negative ones that fill up a block; all
+    others from ``seen`` up to ``end`` are read.
     """
-    for token in range(first, min(len(pinned), first + len(bits))):
+    for token in range(first, min(len(pinned), last + 1)):
         if pinned[token]:
             bits[token - first] = HIGHEST
             k += 1
     # k blocks have a token as high as the k-th highest of what is the highest in each: in others none is chosen.
-    whole = len(bits) // BLOCK
-    best = np.empty(whole + 1, np.int32)
-    for block in range(whole):
+    best = np.empty(len(bits) // BLOCK, np.int32)
+    for block in range(len(best)):
         highest = bits[block * BLOCK]
         for i in range(1, BLOCK):
             highest = max(highest, bits[block * BLOCK + i])
         best[block] = highest
-    best[whole] = HIGHEST  # of what is left over, which may be nothing
-    least = _threshold(best, k + 1)[0] if whole > k else 0
-    some, found = np.empty(len(bits), np.int32), 0
-    for block in range(whole + 1):
+    least = _threshold(best, k)[0] if len(best) > k else 0
+    some, places, found = np.empty(len(bits) + 1, np.int32), np.empty(len(bits) + 1, np.int32), 0
+    for block in range(len(best)):
         if best[block] >= least:
-            for i in range(block * BLOCK, min(len(bits), (block + 1) * BLOCK)):
-                some[found] = bits[i]
-                found += bits[i] >= least
+            for i in range(BLOCK):
+                place = block * BLOCK + i
+                # The next overwrites what is too low: a branch would be guessed wrong.
+                some[found], places[found] = bits[place], place
+                found += bits[place] >= least
     bound, equals = _threshold(some[:found], k) if found > k else (least, found)
     n = 0
     for token in range(seen, first):
         table[n] = token
         n += 1
-    for block in range(whole + 1):
-        if best[block] >= bound:
-            for i in range(block * BLOCK, min(len(bits), (block + 1) * BLOCK)):
-                if bits[i] > bound or (bits[i] == bound and equals > 0):
-                    equals -= bits[i] == bound
-                    table[n] = first + i
-                    n += 1
-    for token in range(first + len(bits), end):
+    for i in range(found):
+        equal = (some[i] == bound) & (equals > 0)
+        equals -= equal
+        table[n] = first + places[i]
+        n += (some[i] > bound) | equal
+    for token in range(last + 1, end):
         table[n] = token
         n += 1
     table[n:] = EMPTY
@@ -318,10 +315,11 @@ def choose_tokens(
             totals[head, g, part] = _to_powers(scores[head, g, some], _highest(highest[head, g]))
     count = np.empty(heads, np.int64)
     for head in numba.prange(heads):
-        weights = np.zeros(high_chosen - low_chosen, np.float32)
+        weights = np.full(-(-(high_chosen - low_chosen) // BLOCK) * BLOCK, np.float32(-1))
+        weights[: high_chosen - low_chosen] = 0
         for g in range(group):
             _add_share(scores[head, g, low_chosen:high_chosen], np.float32(1) / (totals[head, g].sum() + TINY), weights)
-        count[head] = _list_read(weights.view(np.int32), seen, first, end, k, pinned, table[head])
+        count[head] = _list_read(weights.view(np.int32), seen, first, last, end, k, pinned, table[head])
     return int(count[0])
 
 
