@@ -236,4 +236,5 @@ class Speculative(IndexedMode):
         known = position - position % self.geometry.page
         places = Places(known, seen, first, last, position + self._stepping)
         codes, scaling = (self.index.of(layer), self.index.bits), state.scaling(layer)
-        state.ops.list_tokens(self.slots, layer, query, *codes, places, self.k, self.pin_mask, scaling)
+        asked = query, *codes, places, self.k, self.pin_mask, scaling, self._stepping
+        state.ops.list_tokens(self.slots, layer, *asked)

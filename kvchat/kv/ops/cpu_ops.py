@@ -13,7 +13,7 @@ import threading
 from functools import cache, lru_cache
 from importlib import import_module
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ ROWS = f"{LOOPS}.rows"
 # Modules of loops that other processes compile now, or could not: each event tells when that is known.
 awaited: dict[str, threading.Event] = {}
 _used = threading.local()
-NO_SINKS = np.empty((0, 0), np.float32)
+NO_SINKS, NOTHING = np.empty((0, 0), np.float32), (np.empty(0, np.float32), 0, 0)
 Arguments = tuple[Any, ...]
 Numbers = np.ndarray[Any, Any]
 
@@ -46,10 +46,12 @@ class CpuOps(TorchOps):
     """``TorchOps`` that may read back."""
 
     reads_back = True
+    attends_as_it_chooses: ClassVar = True  # by one loop
 
     def begin_step(self, position: Tensor) -> None:
         super().begin_step(position)
         self._now = int(position)
+        self._choices: dict[int, Arguments] = {}  # by layer, what its attention is to choose with
 
     @property
     def _stored_tokens(self) -> Tensor:
@@ -102,10 +104,17 @@ class CpuOps(TorchOps):
 
     def _attend_listed(self, slots: DeviceSlots, layer: int, query: Tensor, spec: AttentionSpec) -> Tensor:
         """Attention over the tokens that each head's table names, where they are stored."""
-        end, named = self._now + 1, slots.named[layer - slots.layout.first]
+        end, place = self._now + 1, layer - slots.layout.first
         first = 0 if spec.window is None else max(0, end - spec.window)
-        slots.read_pairs += self.geometry.kv_heads * named
         grouped, sinks = self._of_slots(slots, layer, query, spec)
+        choice, found = self._choices.pop(layer, None), None
+        if choice:
+            stored = self._in_a_row(layer, 0, end)
+            found, slots.named[place] = attended_as_chosen(choice, grouped, *stored, slots.table_of(layer), spec, sinks)
+        named = slots.named[place]
+        slots.read_pairs += self.geometry.kv_heads * named
+        if found is not None:
+            return found
         if named == end - first:
             return self._attend_all(layer, grouped, first, spec, sinks)
         return self._attend_some(layer, grouped, slots.table_of(layer)[:, :named], spec, sinks)
@@ -202,16 +211,20 @@ class CpuOps(TorchOps):
         k: int,
         pinned: Tensor,
         scaling: float,
+        in_step: bool,
     ) -> None:
         g, table = self.geometry, slots.table_of(layer)
         if not (k and (loops := token_loops(g))):
-            super().list_tokens(slots, layer, query, index, bits, places, k, pinned, scaling)
+            super().list_tokens(slots, layer, query, index, bits, places, k, pinned, scaling, in_step)
             return
         grouped = query.contiguous().float().view(g.kv_heads, g.group, g.d_k).numpy()
         stored = index.view(torch.uint32).numpy(), index.view(torch.uint16).numpy()
-        sizes = key_codes.width_of(g.d_k, bits), bits
-        named = loops.choose_tokens(grouped, scaling, *stored, *sizes, *places, k, pinned.numpy(), table.numpy())
-        slots.named[layer - slots.layout.first] = named
+        choice = grouped, *stored, key_codes.width_of(g.d_k, bits), bits, *places, k, pinned.numpy()
+        if in_step and self.attends_as_it_chooses:
+            self._choices[layer] = choice
+            return
+        unattended = scaling, 0.0, NO_SINKS, *NOTHING, *NOTHING, table.numpy(), grouped[..., :0].copy()
+        slots.named[layer - slots.layout.first] = loops.choose_and_attend(*choice, grouped, *unattended)
 
     def open_pages(self, slots: DeviceSlots, layers: slice, first: int, last: Tensor) -> None:
         if not (loops := compiled_loops()):
@@ -372,13 +385,32 @@ def attended(
     """
     if not (loops := _threaded(keys.dtype, TOKENS)):
         return None
-    asked = query.contiguous().float().numpy(), spec.scaling
-    d_v = values.shape[-1]
-    made = torch.empty((*query.shape[:2], d_v + as_part))
-    logits = NO_SINKS if sinks is None else sinks.float().contiguous().numpy()
-    named = table.numpy(), spec.softcap or 0.0, logits
-    loops.attend_tokens(*asked, *_rows(keys), *_rows(values), d_v, *named, made.numpy())
+    made = torch.empty((*query.shape[:2], values.shape[-1] + as_part))
+    loops.attend_tokens(*_attending(query, keys, values, spec, sinks), table.numpy(), made.numpy(), int(as_part))
     return made if as_part else made.to(query.dtype)
+
+
+def attended_as_chosen(
+    choice: Arguments,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    spec: AttentionSpec,
+    sinks: Tensor | None,
+) -> tuple[Tensor, int]:
+    """``attended`` over the tokens that ``choice``, what the loop takes, chooses for ``table``; how many they are."""
+    made = torch.empty((*query.shape[:2], values.shape[-1]))
+    asked = _attending(query, keys, values, spec, sinks)
+    named = _threaded(keys.dtype, TOKENS).choose_and_attend(*choice, *asked, table.numpy(), made.numpy())
+    return made.to(query.dtype), named
+
+
+def _attending(query: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, sinks: Tensor | None) -> Arguments:
+    """What loops that attend take before the table."""
+    logits = NO_SINKS if sinks is None else sinks.float().contiguous().numpy()
+    asked = query.contiguous().float().numpy(), spec.scaling, spec.softcap or 0.0, logits
+    return *asked, *_rows(keys), *_rows(values)
 
 
 # ---- a few tokens at once

@@ -102,6 +102,7 @@ class EightBitOps(TorchOps):
 class EightBitCpuOps(EightBitOps, CpuOps):
     """``EightBitOps`` where reading back costs no wait, and full mode reads the host pool itself."""
 
+    attends_as_it_chooses = False
     move_pages = TorchOps.move_pages  # the loop of ``CpuOps`` copies full-precision pages only
 
     def begin_step(self, position: Tensor) -> None:

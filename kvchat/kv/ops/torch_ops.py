@@ -217,12 +217,13 @@ class TorchOps:
         k: int,
         pinned: Tensor,
         scaling: float,
+        in_step: bool,
     ) -> None:
         """Name in the layer's table what each KV head reads.
 
         That is of ``places`` all outside the candidates, all that are ``pinned`` (bool ``[tokens]``, of which there may
         be fewer), and the ``k`` candidates of highest weight for ``query [H_q, d_k]`` by the ``index [H, page,
-        words]``; there are more than ``k`` candidates.
+        words]``; there are more than ``k`` candidates. ``in_step`` its attention follows, which may do it too.
         """
         known, seen, first, last, end = places
         scores = self.token_scores(query, index, bits, scaling)

@@ -72,9 +72,10 @@ def test_numbers_that_are_none_end_nothing(scores):
     words = np.ones((1, 3, 32 + 16), np.uint32)
     table, result = np.zeros((1, 40), np.int32), np.zeros((1, 2, 4), np.float32)
     stored = np.ones(96 * 4, np.float32)
-    tokens.choose_tokens(query, 1.0, words, words.view(np.uint16), 16, 2, 96, 0, 4, 80, 96, 20, NONE, table)
-    logits = np.empty((0, 0), np.float32)
-    tokens.attend_tokens(query, 1.0, stored, 0, 4, stored, 0, 4, 4, table, 0.0, logits, result)
+    choice = query, words, words.view(np.uint16), 16, 2, 96, 0, 4, 80, 96, 20, NONE
+    attention = query, 1.0, 0.0, np.empty((0, 0), np.float32), stored, 0, 4, stored, 0, 4, table, result
+    tokens.choose_and_attend(*choice, *attention)
+    tokens.attend_tokens(*attention, 0)
 
 
 @pytest.mark.parametrize("left_over", [0, 3])
@@ -82,11 +83,12 @@ def test_numbers_that_are_none_end_nothing(scores):
 def test_the_best_are_listed_however_far_apart_they_lie(far, left_over):
     """Also where each lies in a block of its own, as in a long conversation."""
     k, first, n = 20, 4, 8 * 300 + left_over
-    bits = np.full(n, 5, np.int32)
+    bits = np.full(-(-n // 8) * 8, -5, np.int32)
+    bits[:n] = 5
     best = 16 + far * np.arange(k)
     bits[best] = 100 + np.arange(k)
     table = np.full(first + k + 7 + 20, 77, np.int32)
-    named = tokens._list_read(bits, 0, first, first + n + 7, k, NONE, table[:-20])
+    named = tokens._list_read(bits, 0, first, first + n - 1, first + n + 7, k, NONE, table[:-20])
     assert table[:named].tolist() == [*range(first), *(first + best), *range(first + n, first + n + 7)]
     assert named == first + k + 7
     assert (table[-20:] == 77).all()

@@ -126,6 +126,17 @@ def prefetch(_context: Any, array: Any, index: Any) -> Any:
     return types.void(array, index), generate
 
 
+@intrinsic  # type: ignore[untyped-decorator]
+def add_atomically(_context: Any, array: Any, index: Any, number: Any) -> Any:
+    """Add a whole ``number`` to ``array[index]``, which threads share; what was there before."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        return builder.atomic_rmw("add", builder.gep(data, [arguments[1]]), arguments[2], "seq_cst")
+
+    return types.int64(array, types.int64, types.int64), generate
+
+
 def use_threads(threads: int) -> None:
     """Set the number of threads of this thread's parallel loops; numba's own number is the most."""
     if HAS_THREADS:

@@ -18,7 +18,17 @@ from numba.extending import intrinsic
 
 from kvchat.kv.geometry import PAGE
 from kvchat.kv.memory.device_slots import EMPTY
-from kvchat.kv.ops.numba.loops import FINITE_OR_NOT, HAS_THREADS, LINE, Array, compiled, exp, prefetch, widened
+from kvchat.kv.ops.numba.loops import (
+    FINITE_OR_NOT,
+    HAS_THREADS,
+    LINE,
+    Array,
+    add_atomically,
+    compiled,
+    exp,
+    prefetch,
+    widened,
+)
 from kvchat.kv.ops.numba.parts import TINY, join_parts
 
 LANES = 16
@@ -28,6 +38,8 @@ BLOCK = 8  # tokens that are left out together, where none of them can be chosen
 HIGHEST = 2**31 - 1
 ATTENDED = 128  # tokens that one thread attends to at a time
 AHEAD = 16  # tokens before they are due they are asked for
+STORED = "number[::1], i8, i8, number[::1], i8, i8"  # keys and values, each with two strides
+ATTENDS_WITH = f"f4[:, :, ::1], f8, f8, f4[:, ::1], {STORED}, i4[:, :], f4[:, :, ::1]"
 
 
 def _multiplier(bits: int) -> Callable[..., Any]:
@@ -175,10 +187,24 @@ def _to_powers(scores: Array, highest: Any) -> Any:
     return total
 
 
-@numba.njit(fastmath=True)  # type: ignore[untyped-decorator]
-def _add_share(powers: Array, share: Any, weights: Array) -> None:
-    for i in range(len(powers)):
-        weights[i] += powers[i] * share
+@numba.njit(fastmath=FINITE_OR_NOT)  # type: ignore[untyped-decorator]
+def _weights(powers: Array, highest: Array, totals: Array, low: int, high: int) -> Array:
+    """The weights of the tokens ``low`` up to ``high`` of those with ``powers [G, n]``, added up over the group.
+
+    ``powers`` are less the ``highest [G, part]`` score of their part, and ``totals [G, part]`` are their sums. What
+    fills up a block is -1.
+    """
+    weights = np.full(-(-(high - low) // BLOCK) * BLOCK, np.float32(-1))
+    weights[: high - low] = 0
+    for g in range(len(powers)):
+        most, total = _highest(highest[g]), TINY
+        for part in range(totals.shape[1]):
+            total += totals[g, part] * exp(highest[g, part] - most)
+        for part in range(totals.shape[1]):
+            share = exp(highest[g, part] - most) / total
+            for i in range(max(low, part * PART * PAGE), min(high, (part + 1) * PART * PAGE)):
+                weights[i - low] += powers[g, i] * share
+    return weights
 
 
 @numba.njit  # type: ignore[untyped-decorator]
@@ -251,13 +277,76 @@ def _list_read(bits: Array, seen: int, first: int, last: int, end: int, k: int, 
     return n
 
 
+@numba.njit(fastmath=FINITE_OR_NOT)  # type: ignore[untyped-decorator]
+def _attend_part(
+    query: Array,
+    scale: Any,
+    cap: Any,
+    keys: Array,
+    first_key: int,
+    key_token: int,
+    values: Array,
+    first_value: int,
+    value_token: int,
+    tokens: Array,
+    highest: Array,
+    totals: Array,
+    total: Array,
+) -> None:
+    """One head's attention of ``query [G, d_k]`` over some ``tokens``, for ``join_parts``.
+
+    Into ``highest`` and ``totals [G]``, and the sums ``total [G, d_v]``.
+    """
+    group, d_v = total.shape
+    d_k = query.shape[1]
+    weights = np.empty((group, len(tokens)), np.float32)
+    for at in range(len(tokens)):
+        soon = max(tokens[min(at + AHEAD, len(tokens) - 1)], 0)
+        key_at, value_at = first_key + soon * key_token, first_value + soon * value_token
+        for i in range(0, d_k, LINE // keys.itemsize):
+            prefetch(keys, key_at + i)
+        for i in range(0, d_v, LINE // values.itemsize):
+            prefetch(values, value_at + i)
+        start = first_key + max(tokens[at], 0) * key_token  # EMPTY, where scores are no numbers
+        key = keys[start : start + d_k]
+        for g in range(group):
+            score = np.float32(0)
+            for i in range(d_k):
+                score += query[g, i] * widened(key[i])
+            weights[g, at] = score * scale
+    for g in range(group):
+        if cap > 0:
+            for at in range(len(tokens)):
+                weights[g, at] = cap * np.tanh(weights[g, at] / cap)
+        highest[g] = _highest(weights[g])
+        totals[g] = _to_powers(weights[g], highest[g])
+    total[:] = 0
+    starts = np.empty(len(tokens), np.int64)
+    for at in range(len(tokens)):
+        starts[at] = first_value + max(tokens[at], 0) * value_token
+    whole = len(tokens) - len(tokens) % 4
+    # Four tokens at once: the sums are read and written a quarter as often.
+    for at in range(0, whole, 4):
+        v0, v1 = values[starts[at] : starts[at] + d_v], values[starts[at + 1] : starts[at + 1] + d_v]
+        v2, v3 = values[starts[at + 2] : starts[at + 2] + d_v], values[starts[at + 3] : starts[at + 3] + d_v]
+        for g in range(group):
+            w = weights[g, at : at + 4]
+            for i in range(d_v):
+                two = w[0] * widened(v0[i]) + w[1] * widened(v1[i])
+                total[g, i] += two + w[2] * widened(v2[i]) + w[3] * widened(v3[i])
+    for at in range(whole, len(tokens)):
+        value = values[starts[at] : starts[at] + d_v]
+        for g in range(group):
+            for i in range(d_v):
+                total[g, i] += weights[g, at] * widened(value[i])
+
+
 @compiled(
-    "i8(f4[:, :, ::1], f8, u4[:, :, ::1], u2[:, :, ::1], i8, i8, i8, i8, i8, i8, i8, i8, b1[::1], i4[:, ::1])",
+    f"i8(f4[:, :, ::1], u4[:, :, ::1], u2[:, :, ::1], i8, i8, i8, i8, i8, i8, i8, i8, b1[::1], {ATTENDS_WITH})",
     parallel=HAS_THREADS,
 )
-def choose_tokens(
-    query: Array,
-    scaling: float,
+def choose_and_attend(
+    asking: Array,
     codes: Array,
     edges: Array,
     width: int,
@@ -269,16 +358,30 @@ def choose_tokens(
     end: int,
     k: int,
     pinned: Array,
+    query: Array,
+    scaling: float,
+    softcap: float,
+    sinks: Array,
+    keys: Array,
+    key_head: int,
+    key_token: int,
+    values: Array,
+    value_head: int,
+    value_token: int,
     table: Array,
+    result: Array,
 ) -> int:
-    """Write to ``table [H, n]`` the tokens that each head reads, ascending, then EMPTY; return how many.
+    """``attend_tokens`` over the tokens that each head chooses, which it writes to ``table``; return how many.
 
     Of those from ``seen`` up to ``end`` they are all outside the candidates, all that are pinned, and the ``k >= 1`` of
-    highest weight.
+    highest weight. In ``table [H, n]`` they are ascending, then EMPTY.
+
+    Each thread takes the next task when it is done with one: to score a part of a head's tokens, and after the last of
+    them to choose for that head; then to attend to some of what was chosen. To wait for one another between these
+    steps, as loops in a row do, took SmolLM2's threads as long as the steps.
 
     Args:
-        query: float32 ``[H, G, d_k]``.
-        scaling: the layer's attention scale.
+        asking: what chooses, float32 ``[H, G, d_k]``.
         codes: ``[H, page, words]``, the index.
         edges: the same memory in bfloat16.
         width: channels of a token's codes, d_k and what fills up a word.
@@ -290,119 +393,97 @@ def choose_tokens(
         end: the first token that may not be read.
         k: tokens to choose.
         pinned: bool ``[tokens]``, of which there may be fewer.
-        table: int32, written.
+        query, scaling, softcap, sinks, keys, key_head, key_token, values, value_head, value_token, table: as in
+            ``attend_tokens``.
+        result: float32 ``[H, G, d_v]``, written; of ``d_v = 0`` nothing is attended to.
     """
-    heads, group, _ = query.shape
+    heads, group, d_v = result.shape
     begin = seen // PAGE
     pages = known // PAGE - begin
     parts = -(-pages // PART)
-    low, high = seen - begin * PAGE, pages * PAGE
-    low_chosen, high_chosen = first - begin * PAGE, last + 1 - begin * PAGE
+    low, low_chosen, high_chosen = seen - begin * PAGE, first - begin * PAGE, last + 1 - begin * PAGE
+    named = first - seen + k + pinned[first : last + 1].sum() + end - last - 1
+    read = -(-named // ATTENDED) if d_v else 0
     scores = np.empty((heads, group, pages * PAGE), np.float32)
-    highest, totals = np.empty((heads, group, parts), np.float32), np.zeros((heads, group, parts), np.float32)
-    for task in numba.prange(heads * parts):
-        head, part = task // parts, task % parts
-        start, stop = part * PART, min(pages, (part + 1) * PART)
-        at = slice(begin + start, begin + stop)
-        of_part = scores[head, :, start * PAGE : stop * PAGE]
-        _score_pages(query[head], scaling, codes[head, at], edges[head, at], width, bits, of_part)
-        for g in range(group):
-            highest[head, g, part] = _highest(scores[head, g, max(low, start * PAGE) : min(high, stop * PAGE)])
-    for task in numba.prange(heads * parts):
-        head, part = task // parts, task % parts
-        some = slice(max(low, part * PART * PAGE), min(high, (part + 1) * PART * PAGE))
-        for g in range(group):
-            totals[head, g, part] = _to_powers(scores[head, g, some], _highest(highest[head, g]))
-    count = np.empty(heads, np.int64)
-    for head in numba.prange(heads):
-        weights = np.full(-(-(high_chosen - low_chosen) // BLOCK) * BLOCK, np.float32(-1))
-        weights[: high_chosen - low_chosen] = 0
-        for g in range(group):
-            _add_share(scores[head, g, low_chosen:high_chosen], np.float32(1) / (totals[head, g].sum() + TINY), weights)
-        count[head] = _list_read(weights.view(np.int32), seen, first, last, end, k, pinned, table[head])
-    return int(count[0])
+    highest, totals = np.empty((heads, group, parts), np.float32), np.empty((heads, group, parts), np.float32)
+    most, whole = np.empty((heads, read, group), np.float32), np.empty((heads, read, group), np.float32)
+    sums = np.empty((heads, read, group, d_v), np.float32)
+    scored, taken = np.zeros(heads, np.int64), np.zeros(1, np.int64)
+    cap, scale = np.float32(softcap), np.float32(scaling)
+    for _ in numba.prange(heads * (parts + read)):
+        task = add_atomically(taken, 0, 1)
+        while task < heads * (parts + read):
+            if task < heads * parts:
+                head, part = task // parts, task % parts
+                start, stop = part * PART, min(pages, (part + 1) * PART)
+                at = slice(begin + start, begin + stop)
+                of_part = scores[head, :, start * PAGE : stop * PAGE]
+                _score_pages(asking[head], scaling, codes[head, at], edges[head, at], width, bits, of_part)
+                for g in range(group):
+                    of_head = scores[head, g, max(low, start * PAGE) : stop * PAGE]
+                    highest[head, g, part] = _highest(of_head)
+                    totals[head, g, part] = _to_powers(of_head, highest[head, g, part])
+                if add_atomically(scored, head, 1) == parts - 1:
+                    bits_of = _weights(scores[head], highest[head], totals[head], low_chosen, high_chosen)
+                    _list_read(bits_of.view(np.int32), seen, first, last, end, k, pinned, table[head])
+                    add_atomically(scored, head, 1)
+            else:
+                head, part = (task - heads * parts) // read, (task - heads * parts) % read
+                while add_atomically(scored, head, 0) <= parts:  # another thread has taken what is lacking
+                    pass
+                tokens = table[head, part * ATTENDED : min(named, (part + 1) * ATTENDED)]
+                of_part = most[head, part], whole[head, part], sums[head, part]
+                lie = keys, head * key_head, key_token, values, head * value_head, value_token
+                _attend_part(query[head], scale, cap, *lie, tokens, *of_part)
+            task = add_atomically(taken, 0, 1)
+    if read:
+        join_parts(most, whole, sums, sinks, result)
+    return named
 
 
-@compiled(
-    "void(f4[:, :, ::1], f8, number[::1], i8, i8, number[::1], i8, i8, i8, i4[:, :], f8, f4[:, ::1], f4[:, :, ::1])",
-    fastmath=FINITE_OR_NOT,
-    parallel=HAS_THREADS,
-)
+@compiled(f"void({ATTENDS_WITH}, i8)", parallel=HAS_THREADS)
 def attend_tokens(
     query: Array,
     scaling: float,
+    softcap: float,
+    sinks: Array,
     keys: Array,
     key_head: int,
     key_token: int,
     values: Array,
     value_head: int,
     value_token: int,
-    d_v: int,
     table: Array,
-    softcap: float,
-    sinks: Array,
     result: Array,
+    as_part: int,
 ) -> None:
     """One token's attention over the tokens that each head names, where they are stored.
 
     Args:
         query: float32 ``[H, G, d_k]``.
         scaling: the layer's attention scale.
-        keys: the memory from the first key on, whose next head and next token lie so many numbers further.
-        values: as keys.
-        d_v: numbers of a value.
-        table: int32 ``[H, n]``, all of them tokens.
         softcap: of the layer, 0 where there is none.
         sinks: learned logits ``[H, G]``, or ``[0, 0]``.
-        result: float32 ``[H, G, d_v]``, written; or with a column more, as in ``join_parts``.
+        keys: the memory from the first key on, whose next head and next token lie so many numbers further.
+        key_head: as ``keys`` says.
+        key_token: as ``keys`` says.
+        values: as keys.
+        value_head: as keys.
+        value_token: as keys.
+        table: int32 ``[H, n]``, all of them tokens.
+        result: float32 ``[H, G, d_v]``, written.
+        as_part: 1 if ``result`` has a column more, as in ``join_parts``; else 0.
     """
-    heads, group, _ = result.shape
-    n, d_k = table.shape[1], query.shape[2]
+    heads, group, columns = result.shape
+    n, d_v = table.shape[1], columns - as_part
     parts = -(-n // ATTENDED)
-    sums = np.zeros((heads, parts, group, d_v), np.float32)
+    sums = np.empty((heads, parts, group, d_v), np.float32)
     highest, totals = np.empty((heads, parts, group), np.float32), np.empty((heads, parts, group), np.float32)
     cap, scale = np.float32(softcap), np.float32(scaling)
     for task in numba.prange(heads * parts):
         head, part = task // parts, task % parts
         tokens = table[head, part * ATTENDED : min(n, (part + 1) * ATTENDED)]
-        weights = np.empty((group, len(tokens)), np.float32)
-        for at in range(len(tokens)):
-            soon = max(tokens[min(at + AHEAD, len(tokens) - 1)], 0)
-            key_at, value_at = head * key_head + soon * key_token, head * value_head + soon * value_token
-            for i in range(0, d_k, LINE // keys.itemsize):
-                prefetch(keys, key_at + i)
-            for i in range(0, d_v, LINE // values.itemsize):
-                prefetch(values, value_at + i)
-            start = head * key_head + max(tokens[at], 0) * key_token  # EMPTY, where scores are no numbers
-            key = keys[start : start + d_k]
-            for g in range(group):
-                score = np.float32(0)
-                for i in range(d_k):
-                    score += query[head, g, i] * widened(key[i])
-                weights[g, at] = score * scale
-        for g in range(group):
-            if cap > 0:
-                for at in range(len(tokens)):
-                    weights[g, at] = cap * np.tanh(weights[g, at] / cap)
-            highest[head, part, g] = _highest(weights[g])
-            totals[head, part, g] = _to_powers(weights[g], highest[head, part, g])
-        total = sums[head, part]
-        starts = np.empty(len(tokens), np.int64)
-        for at in range(len(tokens)):
-            starts[at] = head * value_head + max(tokens[at], 0) * value_token
-        whole = len(tokens) - len(tokens) % 4
-        # Four tokens at once: the sums are read and written a quarter as often.
-        for at in range(0, whole, 4):
-            v0, v1 = values[starts[at] : starts[at] + d_v], values[starts[at + 1] : starts[at + 1] + d_v]
-            v2, v3 = values[starts[at + 2] : starts[at + 2] + d_v], values[starts[at + 3] : starts[at + 3] + d_v]
-            for g in range(group):
-                w = weights[g, at : at + 4]
-                for i in range(d_v):
-                    two = w[0] * widened(v0[i]) + w[1] * widened(v1[i])
-                    total[g, i] += two + w[2] * widened(v2[i]) + w[3] * widened(v3[i])
-        for at in range(whole, len(tokens)):
-            value = values[starts[at] : starts[at] + d_v]
-            for g in range(group):
-                for i in range(d_v):
-                    total[g, i] += weights[g, at] * widened(value[i])
+        lie = keys, head * key_head, key_token, values, head * value_head, value_token
+        of_part = highest[head, part], totals[head, part], sums[head, part]
+        _attend_part(query[head], scale, cap, *lie, tokens, *of_part)
     join_parts(highest, totals, sums, sinks, result)
