@@ -10,7 +10,8 @@ and softmax take 80 us on one thread, the loop 44. Tensors are shared with numpy
 from __future__ import annotations
 
 import threading
-from functools import cache, lru_cache
+from collections.abc import Callable
+from functools import cache, lru_cache, partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
@@ -51,7 +52,7 @@ class CpuOps(TorchOps):
     def begin_step(self, position: Tensor) -> None:
         super().begin_step(position)
         self._now = int(position)
-        self._choices: dict[int, Arguments] = {}  # by layer, what its attention is to choose with
+        self._choosing: dict[int, Callable[..., int]] = {}  # by layer, the loop its attention is to choose with
 
     @property
     def _stored_tokens(self) -> Tensor:
@@ -107,10 +108,10 @@ class CpuOps(TorchOps):
         end, place = self._now + 1, layer - slots.layout.first
         first = 0 if spec.window is None else max(0, end - spec.window)
         grouped, sinks = self._of_slots(slots, layer, query, spec)
-        choice, found = self._choices.pop(layer, None), None
-        if choice:
-            stored = self._in_a_row(layer, 0, end)
-            found, slots.named[place] = attended_as_chosen(choice, grouped, *stored, slots.table_of(layer), spec, sinks)
+        found = None
+        if loop := self._choosing.pop(layer, None):
+            stored, table = self._in_a_row(layer, 0, end), slots.table_of(layer)
+            found, slots.named[place] = attended_as_chosen(loop, grouped, *stored, table, spec, sinks)
         named = slots.named[place]
         slots.read_pairs += self.geometry.kv_heads * named
         if found is not None:
@@ -219,12 +220,13 @@ class CpuOps(TorchOps):
             return
         grouped = query.contiguous().float().view(g.kv_heads, g.group, g.d_k).numpy()
         stored = index.view(torch.uint32).numpy(), index.view(torch.uint16).numpy()
-        choice = grouped, *stored, key_codes.width_of(g.d_k, bits), bits, *places, k, pinned.numpy()
+        sizes = key_codes.width_of(g.d_k, bits), bits
+        loop = partial(loops.choose_and_attend, grouped, *stored, *sizes, *places, k, pinned.numpy())
         if in_step and self.attends_as_it_chooses:
-            self._choices[layer] = choice
+            self._choosing[layer] = loop
             return
         unattended = scaling, 0.0, NO_SINKS, *NOTHING, *NOTHING, table.numpy(), grouped[..., :0].copy()
-        slots.named[layer - slots.layout.first] = loops.choose_and_attend(*choice, grouped, *unattended)
+        slots.named[layer - slots.layout.first] = loop(grouped, *unattended)
 
     def open_pages(self, slots: DeviceSlots, layers: slice, first: int, last: Tensor) -> None:
         if not (loops := compiled_loops()):
@@ -391,7 +393,7 @@ def attended(
 
 
 def attended_as_chosen(
-    choice: Arguments,
+    loop: Callable[..., int],
     query: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -399,10 +401,9 @@ def attended_as_chosen(
     spec: AttentionSpec,
     sinks: Tensor | None,
 ) -> tuple[Tensor, int]:
-    """``attended`` over the tokens that ``choice``, what the loop takes, chooses for ``table``; how many they are."""
+    """``attended`` over the tokens that ``loop`` chooses and writes to ``table``; how many they are."""
     made = torch.empty((*query.shape[:2], values.shape[-1]))
-    asked = _attending(query, keys, values, spec, sinks)
-    named = _threaded(keys.dtype, TOKENS).choose_and_attend(*choice, *asked, table.numpy(), made.numpy())
+    named = loop(*_attending(query, keys, values, spec, sinks), table.numpy(), made.numpy())
     return made.to(query.dtype), named
 
 

@@ -7,10 +7,12 @@ import sys
 import numba
 import numpy as np
 import pytest
+import torch
 
 from kvchat.kv.memory.device_slots import EMPTY
-from kvchat.kv.ops import cpu_ops
+from kvchat.kv.ops import cpu_ops, key_codes
 from kvchat.kv.ops.numba import loops, pages, tokens
+from kvchat.kv.ops.selection import heaviest
 
 NONE = np.zeros(0, np.bool_)
 
@@ -92,6 +94,40 @@ def test_the_best_are_listed_however_far_apart_they_lie(far, left_over):
     assert table[:named].tolist() == [*range(first), *(first + best), *range(first + n, first + n + 7)]
     assert named == first + k + 7
     assert (table[-20:] == 77).all()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_a_head_attends_to_what_it_chose_however_many_threads_share_the_work(threads):
+    generator = torch.Generator().manual_seed(threads)
+    heads, group, d, n, k = 3, 2, 16, 1000, 300
+    keys, values = torch.randn((2, heads, n, d), generator=generator).unbind()
+    query, asking = torch.randn((2, heads * group, d), generator=generator).unbind()
+    pinned = torch.zeros(500, dtype=torch.bool)
+    pinned[[3, 400]] = True
+    known, first, last = n - n % 32, 4, n - 40
+    index = key_codes.encode(keys[:, :known], 32, 2)
+    scores = key_codes.token_scores(asking, index, 32, 2, 0.25)
+    masked = torch.arange(known) < first
+    masked |= torch.arange(known) > last
+    masked[: len(pinned)] |= pinned
+    best = heaviest(scores, torch.zeros_like(masked), masked, k)
+    beside = torch.tensor([*range(first), 400, *range(last + 1, n)])
+    wanted = torch.cat((best, beside.expand(heads, -1)), 1).sort(1).values.to(torch.int32)
+    table, result = np.zeros((heads, wanted.shape[1] + 50), np.int32), np.empty((heads, group, d), np.float32)
+    stored = (keys.reshape(-1).numpy(), n * d, d, values.reshape(-1).numpy(), n * d, d)
+    of_heads = [x.reshape(heads, group, d).numpy() for x in (asking, query)]
+    words = index.view(torch.uint32).numpy(), index.view(torch.uint16).numpy()
+    attention = of_heads[1], 0.25, 0.0, np.empty((0, 0), np.float32), *stored
+    loops.use_threads(threads)
+    for _ in range(20):
+        choice = of_heads[0], *words, 16, 2, known, 0, first, last, n, k, pinned.numpy()
+        assert tokens.choose_and_attend(*choice, *attention, table, result) == wanted.shape[1]
+        assert table[:, : wanted.shape[1]].tolist() == wanted.tolist()
+        assert (table[:, wanted.shape[1] :] == EMPTY).all()
+        at = wanted.long()[:, :, None].expand(-1, -1, d)
+        shares = (torch.from_numpy(of_heads[1]) @ keys.gather(1, at).transpose(1, 2) * 0.25).softmax(-1)
+        assert np.allclose(result, (shares @ values.gather(1, at)).numpy(), atol=1e-6)
+        table[:], result[:] = 0, 0
 
 
 def test_a_page_moves_only_where_another_one_lies():

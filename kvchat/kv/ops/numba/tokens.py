@@ -213,7 +213,7 @@ def _above(bits: Array, bound: int) -> int:
     limit, count = np.int32(bound), np.int32(0)
     for i in range(len(bits)):
         count = np.int32(count + np.int32(bits[i] > limit))
-    return count
+    return int(count)
 
 
 @numba.njit  # type: ignore[untyped-decorator]
@@ -432,13 +432,13 @@ def choose_and_attend(
                 while add_atomically(scored, head, 0) <= parts:  # another thread has taken what is lacking
                     pass
                 tokens = table[head, part * ATTENDED : min(named, (part + 1) * ATTENDED)]
-                of_part = most[head, part], whole[head, part], sums[head, part]
+                attended = most[head, part], whole[head, part], sums[head, part]
                 lie = keys, head * key_head, key_token, values, head * value_head, value_token
-                _attend_part(query[head], scale, cap, *lie, tokens, *of_part)
+                _attend_part(query[head], scale, cap, *lie, tokens, *attended)
             task = add_atomically(taken, 0, 1)
     if read:
         join_parts(most, whole, sums, sinks, result)
-    return named
+    return int(named)
 
 
 @compiled(f"void({ATTENDS_WITH}, i8)", parallel=HAS_THREADS)
