@@ -187,6 +187,12 @@ def _to_powers(scores: Array, highest: Any) -> Any:
     return total
 
 
+@numba.njit(fastmath=True)  # type: ignore[untyped-decorator]
+def _add_share(powers: Array, share: Any, weights: Array) -> None:
+    for i in range(len(powers)):
+        weights[i] += powers[i] * share
+
+
 @numba.njit(fastmath=FINITE_OR_NOT)  # type: ignore[untyped-decorator]
 def _weights(powers: Array, highest: Array, totals: Array, low: int, high: int) -> Array:
     """The weights of the tokens ``low`` up to ``high`` of those with ``powers [G, n]``, added up over the group.
@@ -202,8 +208,8 @@ def _weights(powers: Array, highest: Array, totals: Array, low: int, high: int) 
             total += totals[g, part] * exp(highest[g, part] - most)
         for part in range(totals.shape[1]):
             share = exp(highest[g, part] - most) / total
-            for i in range(max(low, part * PART * PAGE), min(high, (part + 1) * PART * PAGE)):
-                weights[i - low] += powers[g, i] * share
+            start, stop = max(low, part * PART * PAGE), min(high, (part + 1) * PART * PAGE)
+            _add_share(powers[g, start:stop], share, weights[start - low :])
     return weights
 
 
