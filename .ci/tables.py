@@ -30,6 +30,16 @@ SHOWN = {
     "paper-lazy-pruning": "table-1",
     "paper-synckv": "table-3",
 }
+# Results of questions of their own, by model; and how the front table calls a variant.
+RECALLED = {"SmolLM2-135M": ("recall-smollm2", "recall-smollm2-more"), "Gemma 3 270M": ("recall-gemma",)}
+MODES = {
+    "speculative:budget=256": "**speculative, 256 tokens**",
+    "speculative:budget=128": "speculative, 128 tokens",
+    "speculative:budget=256,unit=page,index=bounds,query=last": "FreeKV's pages, 256 tokens",
+    "freeze": "freeze",
+    "sync": "sync",
+    "streaming:budget=512": "streaming, 512 tokens",
+}
 PLACE = re.compile(r"(?<=<!-- )(?!end)([\w-]+)( -->\n\n).*?(?=\n\n<!-- end -->)", re.DOTALL)
 
 
@@ -67,6 +77,22 @@ def beside() -> str:
     return _times("decode-load", lambda row: f"{100 * row['kept']:.0f} %", "kept")
 
 
+def recalled() -> str:
+    """Of the facts that full recalls those that a mode does, a column for each model."""
+    counts = [[sum(each) for each in zip(*map(_recalled, names), strict=True)] for names in RECALLED.values()]
+    rows = [[words, *(f"{found[at]} of {found[-1]}" for found in counts)] for at, words in enumerate(MODES.values())]
+    return _table(["of the facts that full recalls", *RECALLED], rows)
+
+
+def _recalled(name: str) -> list[int]:
+    """How many questions of a result each of ``MODES`` answers of those that full does, and how many full does."""
+    right: dict[str, set[tuple[Any, ...]]] = {variant: set() for variant in (*MODES, "full")}
+    for row in load(RESULTS / f"{name}.json")["rows"]:
+        if row["right"] and row["variant"] in right:
+            right[row["variant"]].add((row["tokens"], row["depth"], row["case"]))
+    return [len(found & right["full"]) for found in right.values()]
+
+
 def _times(name: str, figure: Callable[[dict[str, Any]], str], head: str) -> str:
     result = load(RESULTS / f"{name}.json")
     cells = {(row["variant"], row["context"]): row for row in result["rows"]}
@@ -99,6 +125,7 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], others: str = "-
 
 TABLES = {
     "keys": keys,
+    "recalled": recalled,
     "decode": decode,
     "decode-bfloat16": partial(decode, "decode-bfloat16"),
     "decode-load": beside,

@@ -49,6 +49,10 @@ def test_the_keys_are_those_of_the_action_table():
     assert made().keys() in TEXTS[KEYS], "run .ci/tables.py --write"
 
 
+def test_the_recalled_facts_are_those_of_kept_results():
+    assert f"<!-- recalled -->\n\n{made().recalled()}\n\n<!-- end -->" in TEXTS[FRONT], "run .ci/tables.py --write"
+
+
 def test_the_test_command_is_the_one_that_continuous_integration_runs():
     command = re.search(r"&& \.venv/bin/python (-m pytest[^\n]*)", TEXTS[FRONT]).group(1)
     run = (ROOT / ".ci" / "run").read_text(encoding="utf-8")

@@ -24,6 +24,7 @@ Decisions:
     * On a CPU what is chosen is read where it is stored: there are no slots, and nothing moves. On a GPU a chosen token
       keeps its slot from step to step, and rows move one by one.
     * The first layer is read in full by default (``first_full``).
+    * Values have no part in the score: weighed with their length tokens err as much or more (``bench/README.md``).
     * All tokens are scored, also of long conversations. To rank pages first and score tokens in the best of them was
       tried on SmolLM2 (``bench/README.md``): what a page keeps in few bytes does not rank it. By the edges that the
       index has anyway half of the pages lose 0.5 % of all attention for a third fewer bytes, and a quarter 3 to 5 %
