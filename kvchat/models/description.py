@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kvchat import libraries
 from kvchat.errors import KvchatError, UsageError, did_you_mean
 from kvchat.models import attention_hook, support, weights
 from kvchat.models import gguf as ggufs
@@ -129,11 +130,35 @@ def without_memory(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
     """The model on torch's meta device, where tensors have shapes and no memory."""
     attention_hook.register()
     own = deepcopy(config)  # transformers writes into it how the experts are run, and reads that when it loads
-    with torch.device("meta"):
+    with torch.device("meta"), undrawn():
         # Of transformers' ways to run experts this one asks no tensor for its values, which have none.
         return model_class._from_config(
             own, dtype=dtype, attn_implementation=attention_hook.NAME, experts_implementation="batched_mm"
-        ).eval()
+        ).to("meta").eval()
+
+
+@contextlib.contextmanager
+def undrawn() -> Iterator[None]:
+    """Meanwhile models without memory draw no weights, and what they count is counted on the CPU.
+
+    On the meta device torch does both by functions in Python, which import its compiler.
+    """
+    from transformers.initialization import no_init_weights
+
+    def arange(*args: Any, **options: Any) -> Tensor:
+        return own(*args, **options | {"device": options.get("device") or _unless_meta()})
+
+    own, torch.arange = torch.arange, arange
+    try:
+        with no_init_weights():
+            yield
+    finally:
+        torch.arange = own
+
+
+def _unless_meta() -> torch.device:
+    device = torch.get_default_device()
+    return CPU if device.type == "meta" else device
 
 
 def describe(name: str, device: str, dtype: str, progress: Progress, gpus: int = 1) -> ModelDescription:
@@ -146,6 +171,7 @@ def describe(name: str, device: str, dtype: str, progress: Progress, gpus: int =
     on = resolve_device(device)
     others = resolve_others(on, gpus)
     location = locate(name, progress)
+    libraries.import_transformers()
     try:
         config = _read_config(location)
         support.check_quantization(config, location.name)

@@ -28,7 +28,7 @@ from kvchat.kv.memory.pinned import aligned, use_huge_pages
 from kvchat.models import attention_hook, repacking, split, support
 from kvchat.models import checkpoint as checkpoints
 from kvchat.models.checkpoint import Checkpoint
-from kvchat.models.description import ModelDescription
+from kvchat.models.description import ModelDescription, undrawn
 from kvchat.models.hub import ByteProgress
 from kvchat.models.quantize import quantization
 from kvchat.models.quantize.int8_rows import ALIGNED
@@ -71,7 +71,8 @@ def read(
         source = {"pretrained_model_name_or_path": None, "state_dict": described.gguf_weights}
     try:
         # What packages of quantized weights print has no switch.
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()), meanwhile:
+        silent = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
+        with silent[0], silent[1], meanwhile, undrawn():
             model, info = described.model_class.from_pretrained(
                 **source,
                 config=described.text_config,
