@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import operator
 import os
 import shlex
 import shutil
@@ -189,5 +190,5 @@ def _index_by_tensors() -> Any:
 LATER: dict[str, dict[str, Any]] = {
     "torch._dynamo": {"disable": _unmarked, "allow_in_graph": _unmarked, "assume_constant_result": _unmarked},
     "torch._dynamo._trace_wrapped_higher_order_op": {"TransformGetItemToIndex": _index_by_tensors},
-    "torch.fx.experimental.symbolic_shapes": {"guard_or_false": bool},  # of sizes that are numbers
+    "torch.fx.experimental.symbolic_shapes": {"guard_or_false": bool, "sym_eq": operator.eq},  # of sizes in numbers
 }

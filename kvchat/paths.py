@@ -171,6 +171,11 @@ def models_dir() -> Path:
     return given / "models" if given else platformdirs.user_cache_path("kvchat") / "models"
 
 
+def packed_dir() -> Path:
+    """Weights as loading packed them, kept for the next load."""
+    return models_dir().with_name("packed")
+
+
 def named_model(name: str) -> Path | None:
     """The file of a model in ``NAMED``, in ``models_dir`` or in its package, which is not imported; None if absent."""
     named = NAMED.get(name)

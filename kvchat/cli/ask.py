@@ -101,12 +101,12 @@ def ask(
     if interrupted:
         return INTERRUPTED
     if not is_server(load.model):
-        _finish_loops()
+        _finish_keeping()
     return switcher.exit_code
 
 
-def _finish_loops() -> None:
-    """Wait for the loops that are still being compiled: whoever only ever asks would never have them.
+def _finish_keeping() -> None:
+    """Wait for the loops and packed weights that are still being made: whoever only ever asks would never have them.
 
     No process is left instead that would go on unseen. Ctrl+C ends the wait: the answer is there.
     """

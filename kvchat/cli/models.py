@@ -55,8 +55,15 @@ def list_models(
     ctx: typer.Context,
     as_json: AsList = False,
     around: Annotated[bool, typer.Option("--servers", help="also of servers on the usual ports")] = False,
+    clear: Annotated[bool, typer.Option("--clear", help="remove the packed weights that make loading faster")] = False,
 ) -> None:
     """List the models on this machine, and whether they fit."""
+    kept = {file: file.stat().st_size for file in paths.packed_dir().glob("*")}
+    if clear:
+        for file in kept:
+            file.unlink(missing_ok=True)
+        note(f"{size(sum(kept.values()))} of packed weights were removed. The next load of a model packs them again.")
+        return
     chosen = load_settings(options.flags(ctx.params)).settings.model
     there = room(chosen.device)
     found = catalog.find(map(Path, chosen.folders))
@@ -76,6 +83,8 @@ def list_models(
     echo("\n".join(_lines(rows)))
     where = "of this machine's memory" if there.device == "cpu" else "on the GPU"
     note(f"{size(there.free)} {where} are free. `kvchat plan MODEL` computes exactly what a model needs.")
+    if kept:
+        note(f"{size(sum(kept.values()))} of packed weights make loading faster. `kvchat models --clear` removes them.")
 
 
 def _row(found: FoundModel, dtype: str, there: Room) -> Row:

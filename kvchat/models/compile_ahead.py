@@ -28,6 +28,7 @@ from platformdirs import user_cache_path
 from kvchat import paths, process
 from kvchat.kv.ops import cpu_ops
 from kvchat.models.hub import Progress
+from kvchat.models.quantize import kept
 from kvchat.models.quantize.rows import BLOCKS_OF_WEIGHTS, PRODUCTS
 
 OF_PACKED = PRODUCTS, BLOCKS_OF_WEIGHTS  # without which packed weights are not read
@@ -77,8 +78,9 @@ def wait(progress: Progress, names: Collection[str]) -> None:
 
 
 def finish(progress: Progress) -> None:
-    """``wait`` for all that is being compiled."""
+    """``wait`` for all that is being compiled, and for packed weights that are being written."""
     _wait(progress, [_current.ended] if _current else [])
+    kept.finish(progress)
 
 
 def _wait(progress: Progress, events: Iterable[threading.Event]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from kvchat import libraries
 from kvchat.errors import KvchatError, UsageError, did_you_mean
@@ -132,9 +134,13 @@ def without_memory(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
     own = deepcopy(config)  # transformers writes into it how the experts are run, and reads that when it loads
     with torch.device("meta"), undrawn():
         # Of transformers' ways to run experts this one asks no tensor for its values, which have none.
-        return model_class._from_config(
-            own, dtype=dtype, attn_implementation=attention_hook.NAME, experts_implementation="batched_mm"
-        ).to("meta").eval()
+        return (
+            model_class._from_config(
+                own, dtype=dtype, attn_implementation=attention_hook.NAME, experts_implementation="batched_mm"
+            )
+            .to("meta")
+            .eval()
+        )
 
 
 @contextlib.contextmanager
@@ -145,20 +151,27 @@ def undrawn() -> Iterator[None]:
     """
     from transformers.initialization import no_init_weights
 
-    def arange(*args: Any, **options: Any) -> Tensor:
-        return own(*args, **options | {"device": options.get("device") or _unless_meta()})
-
-    own, torch.arange = torch.arange, arange
-    try:
-        with no_init_weights():
-            yield
-    finally:
-        torch.arange = own
+    with no_init_weights(), _CountingOnCPU():
+        yield
 
 
-def _unless_meta() -> torch.device:
-    device = torch.get_default_device()
-    return CPU if device.type == "meta" else device
+class _CountingOnCPU(TorchFunctionMode):
+    """``arange`` makes tensors on the CPU where others have no memory, and what takes both kinds has none."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        options = kwargs or {}
+        if function is torch.arange:
+            device = torch.device(options.get("device") or torch.get_default_device())
+            return function(*args, **options | {"device": CPU if device.type == "meta" else device})
+        try:
+            return function(*args, **options)
+        except RuntimeError:  # torch refuses tensors of two devices
+            if all(not isinstance(one, Tensor) or not one.is_meta for one in tree_leaves((args, options))):
+                raise
+            args, options = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, options))
+            return function(*args, **options)
 
 
 def describe(name: str, device: str, dtype: str, progress: Progress, gpus: int = 1) -> ModelDescription:

@@ -42,8 +42,9 @@ from kvchat.models.description import ModelDescription, describe, overflows, qui
 from kvchat.models.fuse import modules
 from kvchat.models.hub import Progress
 from kvchat.models.probe import Probe, pin_frequencies, probe, reads_chunks, selftest
-from kvchat.models.quantize import quantization
-from kvchat.models.quantize.quantization import weights
+from kvchat.models.quantize import kept, quantization
+from kvchat.models.quantize.kept import Kept
+from kvchat.models.quantize.quantization import Quantization, weights
 from kvchat.models.quantize.rows import BLOCKS_OF_WEIGHTS, PRODUCTS, ROWS, STACKS, PackedRows, ThreadBudget
 from kvchat.models.ranks import heads
 from kvchat.models.ranks.group import Rank
@@ -61,6 +62,7 @@ NAMED_SHARE = 0.05
 ONE_BY_ONE = (
     "Later turns are processed token by token: transformers' code for this model can prefill only from the start."
 )
+KEPT_DAMAGED = "Its weights were packed again: what was kept of them was damaged."
 MOST = 0.005  # nats: a loss below that is not told
 LARGEST = 2**29  # weights of a model that is measured
 TOKENS = 32
@@ -72,7 +74,6 @@ def total(prices):
 """
 Source = Callable[[], Tensor]
 DIGEST_BYTES = 16
-WORD = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,6 +143,7 @@ def load_model(asked: Load, progress: Progress, meet: Callable[[ModelDescription
         UsageError: no such device, dtype or quantization.
         DoesNotFitError: the weights do not fit the device's free memory.
     """
+    kept.stop()
     cores = ThreadBudget(torch.device("cpu"), pause=math.inf)  # for a GPU too weights are taken in here
     cores.sample()
     template = _own_template(asked.chat_template)
@@ -166,13 +168,15 @@ def load_model(asked: Load, progress: Progress, meet: Callable[[ModelDescription
                 compile_ahead.wait(progress, [BLOCKS_OF_WEIGHTS])
             places = split.shares(described, chosen.quantize).places if described.others else ()
             progress(_loading_weights(chosen.quantize, described, checkpoint))
+            file, packed, damaged = _kept(described, checkpoint, quantized)
+            reading_notes += damaged
             packing = mmap_large_allocations() if quantized.method else contextlib.nullcontext()
             with reading.reported(_sizes(described, checkpoint), progress, cores), packing:
-                model = reading.read(described, checkpoint, quantized, places)
+                model = reading.read(described, checkpoint, quantized, places, packed)
                 with cores:
                     if rank:
                         heads.cut(model, rank, checkpoint.name)
-                    model = reading.finished(model, described, quantized, places)
+                    model = reading.finished(model, described, quantized, places, packed)
             if quantized.method:
                 compile_ahead.wait(progress, [PRODUCTS])  # with which the model is tested
             progress("Preparing the model")
@@ -184,8 +188,15 @@ def load_model(asked: Load, progress: Progress, meet: Callable[[ModelDescription
                 ranks = rank.count if rank else 1
                 loaded = wrap(model, tokenizer, checkpoint.name, checkpoint.revision, asked.fast, loss, ranks)
     malloc_trim()
+    if file and not packed:
+        kept.begin(loaded.model, file)
     on_gpus = heads.note(loaded.kv_heads, ranks) if rank else split.note(described.device, places)
-    notes = (*loaded.notes, *filter(None, [on_gpus]), *reading_notes, *_notes_on(described, asked.dtype, chosen))
+    notes = (
+        *loaded.notes,
+        *filter(None, [on_gpus]),
+        *reading_notes,
+        *_notes_on(described, asked.dtype, chosen),
+    )
     return replace(loaded, notes=notes, gguf=checkpoint.weights[0] if checkpoint.gguf else None)
 
 
@@ -255,14 +266,12 @@ class Tested:
 
 def tested_by(digest: str, model: Any, fuse: bool) -> str:
     """A digest of all that the tests of ``model`` depend on: weights, config, device, kvchat's code, libraries."""
-    files_of = (paths.PACKAGE / part for part in ("kv", "models"))
-    code = [(str(file), file.stat().st_mtime_ns) for folder in files_of for file in folder.rglob("*.py")]
     libraries = [_version(name) for name in LIBRARIES]
     device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else torch.get_num_threads()
     devices = sorted({str(weight.device) for weight in model.parameters()})
     processor = torch.backends.cpu.get_cpu_capability()
     config = {name: value for name, value in model.config.to_dict().items() if not name.startswith("_")}
-    told = digest, config, str(model.dtype), device, devices, processor, fuse, sorted(code), libraries
+    told = digest, config, str(model.dtype), device, devices, processor, fuse, _code(), libraries
     return digest_of_text(repr(told)).hex()
 
 
@@ -293,12 +302,31 @@ def _all_tested() -> dict[str, dict[str, Any]]:
     return dict(json.loads(files.read(file))) if file.exists() else {}
 
 
+def _code() -> list[tuple[str, int]]:
+    """The files of kvchat's code that weights and their products depend on, with the times of their last changes."""
+    files_of = (paths.PACKAGE / part for part in ("kv", "models"))
+    return sorted((str(file), file.stat().st_mtime_ns) for folder in files_of for file in folder.rglob("*.py"))
+
+
 # ---- stages ----------------------------------------------------------------------------------------
 def _sizes(described: ModelDescription, checkpoint: Checkpoint) -> dict[str, int]:
     """The bytes of the weights in the files, by the names that transformers reads them by."""
     if checkpoint.gguf:
         return {name: weight.nbytes for name, weight in described.gguf_weights.items()}
     return {tensor.name: tensor.nbytes for tensor in described.stored}
+
+
+def _kept(
+    described: ModelDescription, checkpoint: Checkpoint, quantized: Quantization
+) -> tuple[Path | None, Kept, tuple[str, ...]]:
+    """Of a GGUF file that is packed on a CPU: the file that keeps its packed weights, those, and a note where it was
+    damaged."""
+    if not (checkpoint.gguf and quantized.options and described.device.type == "cpu"):
+        return None, {}, ()
+    how = described.dtype, checkpoint.revision, _code(), [_version(name) for name in LIBRARIES]
+    file = kept.place(checkpoint.weights, quantized.method, *how)
+    was_there, packed = file.exists(), kept.read(file)
+    return file, packed, (KEPT_DAMAGED,) if was_there and not packed else ()
 
 
 def _loading_weights(quantize: str, described: ModelDescription, found: Checkpoint) -> str:
@@ -523,7 +551,7 @@ def digest_of_weights(model: Any) -> str:
     """
     found = blake2b(digest_size=DIGEST_BYTES)
     for name, tensor in weights(model):
-        found.update(f"{name} {tuple(tensor.shape)} {_sum(tensor)}\n".encode())
+        found.update(f"{name} {tuple(tensor.shape)} {kept.sum_of_bits(tensor)}\n".encode())
     return found.hexdigest()
 
 
@@ -539,11 +567,3 @@ def digest_of_tokenizer(tokenizer: Any) -> str:
 def digest_of_text(text: str) -> bytes:
     """A digest of ``text``, ``DIGEST_BYTES`` long."""
     return blake2b(text.encode("utf-8", "replace"), digest_size=DIGEST_BYTES).digest()
-
-
-def _sum(weight: Tensor) -> int:
-    """The words of a tensor's memory added up, and the bytes behind the last whole one."""
-    stored = weight.contiguous().view(-1).view(torch.uint8)
-    whole = stored.numel() // WORD * WORD
-    words, rest = stored[:whole].view(torch.int64), stored[whole:]
-    return int(words.sum()) + int(rest.sum())

@@ -14,6 +14,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, redirect_stderr, redirect_stdout
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -29,27 +30,31 @@ from kvchat.models import attention_hook, repacking, split, support
 from kvchat.models import checkpoint as checkpoints
 from kvchat.models.checkpoint import Checkpoint
 from kvchat.models.description import ModelDescription, undrawn
+from kvchat.models.gguf import Unpacked
 from kvchat.models.hub import ByteProgress
-from kvchat.models.quantize import quantization
+from kvchat.models.quantize import kept, quantization
 from kvchat.models.quantize.int8_rows import ALIGNED
+from kvchat.models.quantize.kept import Kept
 from kvchat.models.quantize.quantization import Quantization
-from kvchat.models.quantize.rows import all_rows
+from kvchat.models.quantize.rows import PIECE, all_rows
 from kvchat.units import size
 
-# Bytes that are there twice while they are moved. Weights of more fill huge pages where they are.
-PIECE = 2**26
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # the numbers of glibc's settings
 LARGE = 5 * 2**18  # bytes from which on a tensor has pages of its own while weights are packed: above those of a chunk
 LARGEST_KEPT = 2**25  # glibc's own limit
 
 
 def read(
-    described: ModelDescription, checkpoint: Checkpoint, quantized: Quantization, places: Sequence[torch.device] = ()
+    described: ModelDescription,
+    checkpoint: Checkpoint,
+    quantized: Quantization,
+    places: Sequence[torch.device] = (),
+    packed: Kept | None = None,
 ) -> Any:
     """Read a model to the CPU: transformers reads to a GPU only with accelerate, which kvchat needs for nothing else.
 
     Quantized weights are read to their device: most cannot be moved, and what cannot be needs accelerate anyway. Of a
-    model over several GPUs ``places`` are the layers' devices.
+    model over several GPUs ``places`` are the layers' devices. Weights that are ``packed`` already are left out.
 
     Raises:
         ModelError: transformers refuses them, or a package is missing.
@@ -65,10 +70,10 @@ def read(
     meanwhile = repacking.read_unpacked(described, packing) if unpacked else contextlib.nullcontext()
     if packing is not None and hasattr(packing, "of_4_bits"):
         packing.of_4_bits = repacking.in_equal_steps(described)
-    chosen = {} if _is_packed_later(described, quantized) else quantized.options
+    chosen = {} if packed or _is_packed_later(described, quantized) else quantized.options
     source: dict[str, Any] = {"pretrained_model_name_or_path": checkpoint.folder}
     if checkpoint.gguf:
-        source = {"pretrained_model_name_or_path": None, "state_dict": described.gguf_weights}
+        source = {"pretrained_model_name_or_path": None, "state_dict": _stored(described, packed or {})}
     try:
         # What packages of quantized weights print has no switch.
         silent = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
@@ -104,13 +109,20 @@ def read(
 
 
 def finished(
-    model: Any, described: ModelDescription, quantized: Quantization, places: Sequence[torch.device] = ()
+    model: Any,
+    described: ModelDescription,
+    quantized: Quantization,
+    places: Sequence[torch.device] = (),
+    packed: Kept | None = None,
 ) -> Any:
-    """The model as it multiplies, on its device or ``places``, with what is packed or unpacked only now."""
+    """The model as it multiplies, on its device or ``places``, with what is or was ``packed`` or unpacked only now."""
     device = described.device
     if not described.location.gguf and quantization.own_method(described.config):
         quantization.finish_loading(model, described.config, described.dtype)
-    if _is_packed_later(described, quantized):
+    if packed:
+        repacking.mark(model, quantized.options["quantization_config"])
+        kept.install(model, packed)
+    elif _is_packed_later(described, quantized):
         repacking.pack(model, quantized.options["quantization_config"], described, split.devices_of(model, places))
     if device.type == "cpu":
         quantization.multiply_on_cpu(model)
@@ -119,6 +131,18 @@ def finished(
         split.move(model, device, places)
     split.connect(model, device, places)
     return model
+
+
+def _stored(described: ModelDescription, packed: Kept) -> dict[str, Unpacked]:
+    """The weights of a GGUF file; those that are ``packed`` already have no memory."""
+
+    def nothing(name: str) -> Tensor:
+        return torch.zeros((), dtype=described.dtype).expand(described.shapes.get_parameter(name).shape)
+
+    return {
+        name: Unpacked(weight.nbytes, partial(nothing, name)) if name in packed else weight
+        for name, weight in described.gguf_weights.items()
+    }
 
 
 def _is_in_place(described: ModelDescription, quantized: Quantization) -> bool:

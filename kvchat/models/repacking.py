@@ -122,8 +122,7 @@ def pack(
     That is one of ``devices``, or the model's.
     On a CPU also its experts, and only those that are not packed yet.
     """
-    model.config.quantization_config = config
-    model.config._is_quantized = True  # as transformers marks others: Jamba's layers ask no Linear for its weight then
+    mark(model, config)
     method, of_4_bits = config.quant_method, in_equal_steps(described)
     if method in PACKINGS:
         for linear in PACKINGS[method].linears(model):
@@ -138,6 +137,12 @@ def pack(
     for linear in body(model):
         device = (devices or {}).get(linear, described.device)
         quantize_(linear.to(device), config.quant_type, filter_fn=lambda module, name: True)
+
+
+def mark(model: Any, config: Any) -> None:
+    """Note in ``model`` that its weights are packed by ``config``, as transformers does where it packs them."""
+    model.config.quantization_config = config
+    model.config._is_quantized = True  # Jamba's layers ask no Linear for its weight then
 
 
 def _packing(described: ModelDescription, config: Any) -> Callable[[list[Any]], list[Any]]:

@@ -69,7 +69,11 @@ def chosen_stacks(model: Any, method: str) -> Iterator[tuple[str, Stack]]:
 
 def pack_stack(module: Any, name: str, value: Tensor, method: str, *, of_4_bits: bool = False) -> None:
     """Quantize ``value``, the stack ``name`` of a module of experts; ``of_4_bits`` is as for one matrix."""
-    rows = PACKINGS[method].stack(_matrices(module, value), of_4_bits=of_4_bits)
+    attach_stack(module, name, PACKINGS[method].stack(_matrices(module, value), of_4_bits=of_4_bits))
+
+
+def attach_stack(module: Any, name: str, rows: PackedRows) -> None:
+    """Let a module of experts multiply by ``rows`` in place of its stack ``name``."""
     rows.data = nn.Parameter(rows.data, requires_grad=False)
     setattr(module, name, rows.data)
     module.__dict__.setdefault(STACKS, {})[name] = rows

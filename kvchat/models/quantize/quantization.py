@@ -22,7 +22,7 @@ from kvchat.errors import ModelError, UsageError, did_you_mean
 from kvchat.libraries import import_bitsandbytes
 from kvchat.models import stored_tensors
 from kvchat.models.quantize import int8_rows
-from kvchat.models.quantize.rows import all_rows, body, packs_head
+from kvchat.models.quantize.rows import ROWS, all_rows, body, packs_head
 from kvchat.models.weights import INT4_CAPABILITY
 from kvchat.protocol.messages import Quantize
 
@@ -221,7 +221,8 @@ def multiply_on_cpu(model: Any) -> None:
             int8_rows.install(linear, weight.qdata, weight.scale.flatten().float())
     head = model.get_output_embeddings()
     packed_here = kind == "int8" or own_method(model.config) == "int4"
-    if packed_here and type(head) is nn.Linear and type(head.weight) is nn.Parameter and packs_head(kind):
+    is_plain = type(head) is nn.Linear and type(head.weight) is nn.Parameter and ROWS not in head.__dict__
+    if packed_here and is_plain and packs_head(kind):
         int8_rows.pack(head)
 
 

@@ -39,6 +39,7 @@ from kvchat.kv.ops.cpu_ops import ROWS as ROWS_TOGETHER
 from kvchat.kv.ops.cpu_ops import compiled_loops, needed_loops, use_threads
 
 ROWS, STACKS = "packed_rows", "packed_stacks"  # the attributes of a Linear, and of a layer's experts
+PIECE = 2**26  # bytes that are there twice while weights are moved: those of more fill huge pages where they are
 CHUNK = 2**18  # weights that are quantized at once: in float32 they stay in a processor's cache
 BLOCK = 64  # rows that int4 interleaves where they are packed, on some processors fewer: what follows begins a new one
 PROCESSOR = Path("/proc/cpuinfo")

@@ -1,0 +1,218 @@
+"""Keeps the weights of GGUF files as they were packed, so that the next load of a file maps them in place of packing.
+
+A file in the cache folder is in safetensors' format and named after all that its content depends on: which file it was
+made of, how it was packed, by which code and for which processor. The file is known by path, inode, size and both
+times: a digest of 5 GB would take seconds, and whoever writes into a file and sets its old time back changes the other
+one (``st_ctime``), which nothing sets. The sums of all bits are in the header, and looked at again: that takes as long
+as memory is read, and is what the digest of a model does too.
+
+It is written by a thread of the lowest priority once the model is ready, under another name until it is whole. All
+together may take a tenth of the room on the disk; those that were used longest ago go first.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import shutil
+import struct
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from kvchat import files, paths
+from kvchat.models.quantize import int4_rows, int8_rows, packing
+from kvchat.models.quantize.rows import PIECE, all_rows, attach
+
+SUFFIX, UNFINISHED = ".safetensors", ".unfinished"
+SHARE = 10  # of the room on the disk: one part in so many
+OLD_S = 3600.0  # after which nobody writes an unfinished file any more
+CHUNK = 2**24  # bytes that are written at once
+LOOK_S = 0.2
+LOWEST = 19  # priority
+DATA = "data"
+WORD = 8
+KINDS: dict[str, Any] = {int4_rows.METHOD: int4_rows.Int4Rows, int8_rows.METHOD: int8_rows.Int8Rows}
+DTYPES = {torch.uint8: "U8", torch.int8: "I8", torch.float16: "F16", torch.float32: "F32", torch.bfloat16: "BF16"}
+Kept = dict[str, dict[str, Tensor]]  # by the names of weights: their data, and the constants by the kind of packing
+
+
+def place(weights: Iterable[Path], quantize: str, *how: object) -> Path:
+    """The file for what is made of the files ``weights`` by ``quantize``; ``how`` is all else that it depends on.
+
+    The names of what is made of the same files in the same way begin alike.
+    """
+    stats = [(os.path.realpath(file), os.stat(file)) for file in weights]
+    known = [(path, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for path, stat in stats]
+    layout = int4_rows.column_bytes(), int8_rows.in_groups(int8_rows.GROUP), torch.backends.cpu.get_cpu_capability()
+    digests = (
+        blake2b(repr(told).encode(), digest_size=12).hexdigest()
+        for told in ((quantize, [path for path, _ in stats]), (known, how, layout))
+    )
+    return paths.packed_dir() / f"{'-'.join(digests)}{SUFFIX}"
+
+
+def read(file: Path) -> Kept:
+    """What is kept in ``file``, mapped; nothing where there is no such file, or it is damaged, which removes it."""
+    try:
+        with safe_open(file, "pt") as opened:
+            found = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
+            sums = json.loads(opened.metadata()["sums"])
+        if sums != {name: sum_of_bits(tensor) for name, tensor in found.items()}:
+            raise ValueError("its bits are not those that were written")
+        os.utime(file)
+    except FileNotFoundError:
+        return {}
+    except (OSError, SafetensorError, ValueError, LookupError, TypeError):
+        with suppress(OSError):
+            file.unlink()
+        return {}
+    kept: Kept = defaultdict(dict)
+    for name, tensor in found.items():
+        weight, _, part = name.rpartition("/")
+        kept[weight][part] = tensor
+    return dict(kept)
+
+
+def install(model: Any, kept: Kept) -> None:
+    """Let ``model`` multiply by what was kept of its weights."""
+    for name, parts in kept.items():
+        path, _, own = name.rpartition(".")
+        module, data = model.get_submodule(path), parts.pop(DATA)
+        if data.nbytes > PIECE or data.data_ptr() % int8_rows.ALIGNED:
+            data = data.clone()  # all others are moved into huge pages, and aligned
+        ((method, constants),) = parts.items()
+        if isinstance(module, nn.Linear):
+            module.weight = nn.Parameter(data, requires_grad=False)
+            attach(module, KINDS[method](module.weight, constants.clone(), module.bias))
+        else:
+            packing.attach_stack(module, own, KINDS[method](data, constants.clone()))
+
+
+class Keeping:
+    """A thread that writes the packed weights of ``model`` to ``file``; ``ended`` tells that it does not any more."""
+
+    def __init__(self, model: Any, file: Path) -> None:
+        self.ended = threading.Event()
+        self._stopped = False
+        self._file, self._weights = file, dict(_tensors(model))
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def stop(self) -> None:
+        """Let go of the weights; the next load of the file packs them again."""
+        self._stopped = True
+        self.ended.wait()
+
+    def _run(self) -> None:
+        try:
+            if sys.platform == "linux":
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST)
+            with suppress(OSError):  # a full disk
+                self._write()
+        finally:
+            self._weights = {}
+            self.ended.set()
+
+    def _write(self) -> None:
+        files.make_folder(self._file.parent)
+        if not _make_room(self._file, sum(tensor.nbytes for tensor in self._weights.values())):
+            return
+        unfinished = self._file.with_name(f"{self._file.name}.{os.getpid()}{UNFINISHED}")
+        try:
+            with open(unfinished, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+                file.write(_header(self._weights))
+                for tensor in self._weights.values():
+                    for part in torch.split(_bytes(tensor), CHUNK):
+                        if self._stopped:
+                            return
+                        file.write(part.numpy())
+            os.replace(unfinished, self._file)  # what a crash leaves of it is found by its sums
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+
+def begin(model: Any, file: Path) -> None:
+    """Write the packed weights of ``model`` to ``file`` meanwhile."""
+    global _current
+    _current = Keeping(model, file)
+
+
+def stop() -> None:
+    """Write no more, and let go of the weights."""
+    if _current:
+        _current.stop()
+
+
+def finish(progress: Callable[[str], None]) -> None:
+    """Wait until what is being written is; ``progress`` is told so."""
+    while _current and not _current.ended.wait(LOOK_S):
+        progress("Keeping the packed weights for the next start")
+
+
+_current: Keeping | None = None
+atexit.register(stop)  # Python ends threads inside torch by aborting the process
+
+
+def kept_files() -> list[Path]:
+    """All that is kept, what was used longest ago first."""
+    return sorted(paths.packed_dir().glob(f"*{SUFFIX}"), key=lambda file: file.stat().st_mtime)
+
+
+def _make_room(new: Path, nbytes: int) -> bool:
+    """Remove what ``new`` replaces and what there is no room for beside it; False where it is too large itself."""
+    for left in new.parent.glob(f"*{UNFINISHED}"):  # of processes that were ended
+        if time.time() - left.stat().st_mtime > OLD_S:
+            left.unlink(missing_ok=True)
+    of_weights = new.name.partition("-")[0]
+    sizes = {file: file.stat().st_size for file in kept_files()}
+    limit = (shutil.disk_usage(new.parent).free + sum(sizes.values())) // SHARE
+    for file in sorted(sizes, key=lambda file: not file.name.startswith(of_weights)):
+        if file.name.startswith(of_weights) or sum(sizes.values()) + nbytes > limit:
+            file.unlink(missing_ok=True)
+            del sizes[file]
+    return nbytes <= limit
+
+
+def _tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """What the packed rows of ``model`` are made of, by the names of their weights and parts; the matrices first."""
+    modules, rows = dict(model.named_modules()), list(all_rows(model))
+    named = [(f"{name}.weight" if name in modules else name, one) for name, one in rows]
+    method = {kind: name for name, kind in KINDS.items()}
+    yield from ((f"{name}/{DATA}", one.data.detach()) for name, one in named)
+    yield from ((f"{name}/{method[type(one)]}", one.constants[0]) for name, one in named)
+
+
+def _header(weights: dict[str, Tensor]) -> bytes:
+    """The beginning of a file with these ``weights``, in whose memory the first is aligned."""
+    sums = {name: sum_of_bits(tensor) for name, tensor in weights.items()}
+    told: dict[str, Any] = {"__metadata__": {"sums": json.dumps(sums)}}
+    end = 0
+    for name, tensor in weights.items():
+        begin, end = end, end + tensor.nbytes
+        told[name] = {"dtype": DTYPES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [begin, end]}
+    text = json.dumps(told).encode()
+    text += b" " * (-(8 + len(text)) % int8_rows.ALIGNED)
+    return struct.pack("<Q", len(text)) + text
+
+
+def sum_of_bits(tensor: Tensor) -> int:
+    """The words of a tensor's memory added up, and the bytes behind the last whole one."""
+    stored = _bytes(tensor)
+    whole = stored.numel() // WORD * WORD
+    words, rest = stored[:whole].view(torch.int64), stored[whole:]
+    return int(words.sum()) + int(rest.sum())
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)

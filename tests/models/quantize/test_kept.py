@@ -1,0 +1,228 @@
+"""Packed weights of GGUF files are kept, and loaded in place of packing."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from support.gguf_files import write_model
+from support.progress import silent
+
+from kvchat import paths
+from kvchat.models import load as loading
+from kvchat.models.fuse.modules import sample_logits
+from kvchat.models.load import KEPT_DAMAGED, load_model
+from kvchat.models.quantize import int4_rows, int8_rows, kept
+from kvchat.protocol.messages import Load
+
+
+@pytest.fixture(scope="module")
+def made(model, tmp_path_factory):
+    path = tmp_path_factory.mktemp("gguf") / "bundled.gguf"
+    write_model(path, model)
+    return path
+
+
+@pytest.fixture
+def file(made, tmp_path):
+    return shutil.copy(made, tmp_path / "model.gguf")
+
+
+@pytest.fixture
+def packed(monkeypatch):
+    """The matrices that are packed meanwhile."""
+    counted = []
+    for rows in (int8_rows, int4_rows):
+        quantize = rows._quantize
+        monkeypatch.setattr(
+            rows, "_quantize", lambda weight, *rest, own=quantize: counted.append(1) or own(weight, *rest)
+        )
+    return counted
+
+
+def load(file, quantize="auto"):
+    loaded = load_model(Load(str(file), "cpu", quantize=quantize), silent)
+    kept.finish(silent)
+    return loaded
+
+
+def kept_bytes():
+    return sum(file.stat().st_size for file in kept.kept_files())
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_a_second_load_packs_nothing_and_computes_the_same_bits(file, packed, quantize):
+    first = load(file, quantize)
+    assert packed
+    packed.clear()
+    second = load(file, quantize)
+    assert not packed
+    assert torch.equal(sample_logits(second.model), sample_logits(first.model))
+    told = [(each.fingerprint, each.weights, each.weight_bytes, each.fused, each.notes) for each in (first, second)]
+    assert told[0] == told[1]
+
+
+def test_nothing_of_what_was_kept_stays_mapped_where_it_is_moved(file):
+    load(file)
+    second = load(file)
+    (kept_file,) = kept.kept_files()
+    assert second.weights == "int8"
+    assert kept_file.name not in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.parametrize("change", ["content", "time", "other"])
+def test_a_file_that_changed_is_packed_again(file, packed, change):
+    load(file)
+    stat = os.stat(file)
+    packed.clear()
+    if change == "time":
+        os.utime(file)
+    elif change == "other":
+        os.replace(shutil.copy2(file, file.with_name("new")), file)
+    else:
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+        os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    load(file)
+    assert packed
+    assert len(kept.kept_files()) == 1, "in place of the other"
+
+
+def test_other_code_and_another_processor_pack_again(file, packed, monkeypatch):
+    load(file)
+    for where, name, value in ((loading, "_code", []), (int4_rows, "column_bytes", 7)):
+        packed.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(where, name, lambda value=value: value)
+            load(file)
+        assert packed
+
+
+def damage_bit(content):
+    content[len(content) // 2] ^= 4
+
+
+def damage_header(content):
+    content[:64] = bytes(64)
+
+
+def cut(content):
+    del content[-100:]
+
+
+def empty(content):
+    content.clear()
+
+
+@pytest.mark.parametrize("damage", [damage_bit, damage_header, cut, empty])
+def test_a_damaged_file_is_replaced_and_told(file, packed, damage):
+    first = load(file)
+    (kept_file,) = kept.kept_files()
+    content = bytearray(kept_file.read_bytes())
+    whole = bytes(content)
+    damage(content)
+    kept_file.write_bytes(content)
+    packed.clear()
+    second = load(file)
+    assert packed
+    assert (KEPT_DAMAGED in second.notes, second.fingerprint) == (True, first.fingerprint)
+    assert kept_file.read_bytes() == whole
+    assert KEPT_DAMAGED not in load(file).notes
+
+
+def test_a_full_disk_keeps_nothing_and_breaks_nothing(file):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
+    try:
+        assert load(file).weights == "int8"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(paths.packed_dir().iterdir()) == []
+
+
+def test_a_tenth_of_the_room_is_used_and_the_oldest_goes_first(made, tmp_path, monkeypatch):
+    models = [shutil.copy(made, tmp_path / f"{name}.gguf") for name in "abc"]
+    load(models[0])
+    size = kept_bytes()
+
+    def room(nbytes):
+        usage = shutil.disk_usage(tmp_path)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=nbytes - kept_bytes()))
+
+    room(25 * size)
+    load(models[1])
+    first, second = kept.kept_files()
+    os.utime(second, ns=(0, 0))
+    load(models[0])  # used last
+    load(models[2])
+    assert first in kept.kept_files()
+    assert second not in kept.kept_files()
+    assert kept_bytes() <= 2.5 * size
+    room(9 * size)
+    load(models[1])
+    assert kept_bytes() == 0, "what there is no room for is not kept"
+
+
+def test_what_an_ended_process_left_is_removed(file):
+    paths.packed_dir().mkdir(parents=True)
+    old, new = (paths.packed_dir() / f"{name}{kept.UNFINISHED}" for name in ("old", "new"))
+    old.touch()
+    new.touch()
+    os.utime(old, (0, 0))
+    load(file)
+    assert (old.exists(), new.exists()) == (False, True)
+
+
+def test_a_load_lets_go_of_what_is_still_being_written(file, monkeypatch):
+    began, go_on = threading.Event(), threading.Event()
+    header = kept._header
+
+    def slow(weights):
+        began.set()
+        go_on.wait(60)
+        return header(weights)
+
+    monkeypatch.setattr(kept, "_header", slow)
+    load_model(Load(str(file), "cpu"), silent)
+    began.wait(60)
+    threading.Timer(0.1, go_on.set).start()
+    kept.stop()
+    assert list(paths.packed_dir().iterdir()) == []
+
+
+LOADS = """
+import sys
+from kvchat.models import load
+from kvchat.models.quantize import kept
+from kvchat.protocol.messages import Load
+loaded = load.load_model(Load(sys.argv[1], "cpu"), lambda stage: None)
+if sys.argv[2] == "wait":
+    kept.finish(lambda stage: None)
+print(loaded.fingerprint)
+"""
+
+
+@pytest.mark.slow("two processes load a model")
+def test_two_processes_keep_the_same_at_once(file, packed):
+    command = [sys.executable, "-c", LOADS, str(file), "wait"]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    fingerprints = {process.communicate()[0].strip() for process in both}
+    assert [process.returncode for process in both] == [0, 0]
+    assert len(list(paths.packed_dir().iterdir())) == 1
+    assert fingerprints == {load(file).fingerprint}
+    assert not packed
+
+
+@pytest.mark.slow("a process loads a model")
+def test_a_process_that_ends_at_once_leaves_nothing(file):
+    done = subprocess.run([sys.executable, "-c", LOADS, str(file), "end"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert all(each.suffix == kept.SUFFIX for each in paths.packed_dir().glob("*"))
