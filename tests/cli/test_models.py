@@ -9,6 +9,7 @@ import pytest
 from support.command_line import Run
 from support.weights import linears
 
+from kvchat import paths
 from kvchat.cli import models
 from kvchat.models import catalog
 from kvchat.models.catalog import FoundModel, Room
@@ -51,3 +52,14 @@ def test_a_program_reads_them_in_bytes(run: Run) -> None:
         "problem": "",
     }
     assert listed[3]["problem"] == "Unreadable."
+
+
+def test_packed_weights_are_counted_and_cleared(run: Run) -> None:
+    assert "packed" not in run("models").err
+    paths.packed_dir().mkdir(parents=True)
+    for name in ("a.safetensors", "b.safetensors.7.unfinished"):
+        (paths.packed_dir() / name).write_bytes(bytes(2**20))
+    assert "2.0 MiB" in run("models").err
+    cleared = run("models", "--clear")
+    assert (cleared.out, "2.0 MiB" in cleared.err) == ("", True)
+    assert list(paths.packed_dir().iterdir()) == []
