@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
@@ -19,10 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
-from kvchat import libraries
 from kvchat.errors import KvchatError, UsageError, did_you_mean
 from kvchat.models import attention_hook, support, weights
 from kvchat.models import gguf as ggufs
@@ -132,7 +129,7 @@ def without_memory(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
     """The model on torch's meta device, where tensors have shapes and no memory."""
     attention_hook.register()
     own = deepcopy(config)  # transformers writes into it how the experts are run, and reads that when it loads
-    with torch.device("meta"), undrawn():
+    with torch.device("meta"), support.WithoutMemory():
         # Of transformers' ways to run experts this one asks no tensor for its values, which have none.
         return (
             model_class._from_config(
@@ -141,37 +138,6 @@ def without_memory(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
             .to("meta")
             .eval()
         )
-
-
-@contextlib.contextmanager
-def undrawn() -> Iterator[None]:
-    """Meanwhile models without memory draw no weights, and what they count is counted on the CPU.
-
-    On the meta device torch does both by functions in Python, which import its compiler.
-    """
-    from transformers.initialization import no_init_weights
-
-    with no_init_weights(), _CountingOnCPU():
-        yield
-
-
-class _CountingOnCPU(TorchFunctionMode):
-    """``arange`` makes tensors on the CPU where others have no memory, and what takes both kinds has none."""
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        options = kwargs or {}
-        if function is torch.arange:
-            device = torch.device(options.get("device") or torch.get_default_device())
-            return function(*args, **options | {"device": CPU if device.type == "meta" else device})
-        try:
-            return function(*args, **options)
-        except RuntimeError:  # torch refuses tensors of two devices
-            if all(not isinstance(one, Tensor) or not one.is_meta for one in tree_leaves((args, options))):
-                raise
-            args, options = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, options))
-            return function(*args, **options)
 
 
 def describe(name: str, device: str, dtype: str, progress: Progress, gpus: int = 1) -> ModelDescription:
@@ -184,7 +150,7 @@ def describe(name: str, device: str, dtype: str, progress: Progress, gpus: int =
     on = resolve_device(device)
     others = resolve_others(on, gpus)
     location = locate(name, progress)
-    libraries.import_transformers()
+    support.import_transformers()
     try:
         config = _read_config(location)
         support.check_quantization(config, location.name)

@@ -29,7 +29,7 @@ from kvchat.kv.memory.pinned import aligned, use_huge_pages
 from kvchat.models import attention_hook, repacking, split, support
 from kvchat.models import checkpoint as checkpoints
 from kvchat.models.checkpoint import Checkpoint
-from kvchat.models.description import ModelDescription, undrawn
+from kvchat.models.description import ModelDescription
 from kvchat.models.gguf import Unpacked
 from kvchat.models.hub import ByteProgress
 from kvchat.models.quantize import kept, quantization
@@ -77,7 +77,7 @@ def read(
     try:
         # What packages of quantized weights print has no switch.
         silent = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
-        with silent[0], silent[1], meanwhile, undrawn():
+        with silent[0], silent[1], meanwhile, support.WithoutMemory():
             model, info = described.model_class.from_pretrained(
                 **source,
                 config=described.text_config,

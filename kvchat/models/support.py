@@ -1,4 +1,4 @@
-"""Refuses models that kvchat cannot run, by configuration, class and tensors; finds the class that runs a checkpoint.
+"""Refuses models that kvchat cannot run, by configuration, class and tensors; imports the class that runs a checkpoint.
 
 Current repositories of Gemma, Qwen, Mistral and others are ``...ForConditionalGeneration``. Where transformers has a
 causal language model that reads such a checkpoint's text tensors, that is taken. Else it is the full class without the
@@ -8,15 +8,20 @@ the files only what the model has.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import math
-from collections.abc import Iterable, Iterator
+import operator
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from kvchat.errors import ModelError
 from kvchat.models.quantize.quantization import Quantization, missing, own_method, own_section
@@ -40,6 +45,7 @@ BESIDE_WEIGHTS = (
     *(".q_scale", ".k_scale", ".v_scale"),
 )
 WEIGHT_KEYS = ("num_bits", "type", "strategy", "group_size", "symmetric")  # of a scheme
+DRAWING = ("normal_", "uniform_")  # torch's functions for weights that are to be trained
 VISION_EXPERTS = "vision_moe"  # in the layers of ERNIE 4.5 VL, beside the experts of text
 
 
@@ -380,3 +386,102 @@ def _without_tensors(module: nn.Module) -> nn.Module:
     for name, child in module.named_children():
         empty.add_module(name, _without_tensors(child))
     return empty
+
+
+# ---- imports and models without memory ----------------------------------------------------------
+
+
+def import_transformers() -> None:
+    """Import transformers' model classes without what they are only prepared for, which takes longer than they do.
+
+    That is torch's compiler, for which functions are marked, torchao, whose files are never written here, and tensors
+    over several processes. Whoever asks for more of the compiler or for torchao gets them; what was marked before stays
+    unmarked.
+    """
+    from transformers.utils.import_utils import is_torch_distributed_available, is_torchao_available
+
+    if not sys.modules.keys().isdisjoint((*LATER, "torchao")):
+        return
+    own, torch.distributed.is_available = torch.distributed.is_available, lambda: False
+    is_torch_distributed_available.cache_clear()
+    is_torch_distributed_available()  # which keeps the answer
+    torch.distributed.is_available = own
+    sys.modules.update({name: _Later(name, known) for name, known in LATER.items()})
+    sys.modules["torchao"] = None  # type: ignore[assignment]  # an import of it fails
+    is_torchao_available.cache_clear()
+    try:
+        importlib.import_module("transformers.modeling_layers")
+    finally:
+        del sys.modules["torchao"]
+        is_torchao_available.cache_clear()
+
+
+class _Later(ModuleType):
+    """In place of a module until more of it is asked for than is ``known``; then all of ``LATER`` are imported."""
+
+    def __init__(self, name: str, known: dict[str, Any]) -> None:
+        super().__init__(name)
+        vars(self).update(known)
+
+    def __getattr__(self, name: str) -> Any:
+        of_package = name == "__path__" and any(other.startswith(f"{self.__name__}.") for other in LATER)
+        if name.startswith("__") and not of_package:  # what an import looks for in any module
+            raise AttributeError(name)
+        for later in LATER:
+            if isinstance(sys.modules.get(later), _Later):
+                del sys.modules[later]
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+def _unmarked(function: Any = None, *_: Any, **__: Any) -> Any:
+    return _unmarked if function is None else function
+
+
+def _index_by_tensors() -> Any:
+    from torch._dynamo import _trace_wrapped_higher_order_op
+
+    return _trace_wrapped_higher_order_op.TransformGetItemToIndex()
+
+
+# What of torch's compiler is asked for where nothing is compiled.
+LATER: dict[str, dict[str, Any]] = {
+    "torch._dynamo": {"disable": _unmarked, "allow_in_graph": _unmarked, "assume_constant_result": _unmarked},
+    "torch._dynamo._trace_wrapped_higher_order_op": {"TransformGetItemToIndex": _index_by_tensors},
+    "torch.fx.experimental.symbolic_shapes": {"guard_or_false": bool, "sym_eq": operator.eq},  # of sizes in numbers
+}
+
+
+class WithoutMemory(TorchFunctionMode):
+    """Meanwhile models on the meta device draw no weights, and what they count is counted on the CPU.
+
+    There torch does both by functions in Python, which import its compiler. What takes tensors of both kinds makes one
+    without memory.
+    """
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        options = kwargs or {}
+        given = [
+            one
+            for value in (*args, *options.values())
+            for one in (value if isinstance(value, list | tuple) else [value])
+        ]
+        if function is torch.arange:
+            device = torch.device(options.get("device") or torch.get_default_device())
+            return function(*args, **options | {"device": "cpu" if device.type == "meta" else device})
+        without = [one for one in given if isinstance(one, Tensor) and one.is_meta]
+        if without and function.__name__ in DRAWING:
+            return without[0]
+        try:
+            return function(*args, **options)
+        except RuntimeError:  # torch refuses tensors of two devices
+            if not without:
+                raise
+            return function(*map(_forgotten, args), **{name: _forgotten(value) for name, value in options.items()})
+
+
+def _forgotten(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_forgotten(one) for one in value]
+    return value.to("meta") if isinstance(value, Tensor) else value

@@ -136,7 +136,7 @@ class Keeping:
                     for part in torch.split(_bytes(tensor), CHUNK):
                         if self._stopped:
                             return
-                        file.write(memoryview(part.numpy()))
+                        file.write(part.numpy().data)
             os.replace(unfinished, self._file)  # what a crash leaves of it is found by its sums
         finally:
             unfinished.unlink(missing_ok=True)

@@ -11,7 +11,7 @@ LOADS = """
 import sys
 from kvchat.models.load import load_model
 from kvchat.protocol.messages import Load
-from kvchat.libraries import LATER
+from kvchat.models.support import LATER
 load_model(Load(sys.argv[1], "cpu"), lambda stage: None)
 heavy = ("sympy", "torchao", "torch._inductor", "torch.distributed.tensor", "torch._dynamo.convert_frame")
 print([name for name in heavy if name in sys.modules])
