@@ -55,7 +55,7 @@ def place(weights: Iterable[Path], quantize: str, *how: object) -> Path:
     """
     stats = [(os.path.realpath(file), os.stat(file)) for file in weights]
     known = [(path, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for path, stat in stats]
-    layout = int4_rows.column_bytes(), int8_rows.in_groups(int8_rows.GROUP), torch.backends.cpu.get_cpu_capability()
+    layout = torch.backends.cpu.get_cpu_capability(), int8_rows.in_groups(int8_rows.GROUP)  # torch packs by the first
     digests = (
         blake2b(repr(told).encode(), digest_size=12).hexdigest()
         for told in ((quantize, [path for path, _ in stats]), (known, how, layout))
