@@ -394,9 +394,9 @@ def _without_tensors(module: nn.Module) -> nn.Module:
 def import_transformers() -> None:
     """Import transformers' model classes without what they are only prepared for, which takes longer than they do.
 
-    That is torch's compiler, for which functions are marked, torchao, whose files are never written here, and tensors
-    over several processes. Whoever asks for more of the compiler or for torchao gets them; what was marked before stays
-    unmarked.
+    That is torch's compiler, for which functions are marked, torchao, of which its quantizer needs one function to
+    write files, and tensors over several processes. Whoever asks for more of the compiler or for torchao gets them;
+    what was marked before stays unmarked.
     """
     from transformers.utils.import_utils import is_torch_distributed_available, is_torchao_available
 
@@ -411,6 +411,8 @@ def import_transformers() -> None:
     is_torchao_available.cache_clear()
     try:
         importlib.import_module("transformers.modeling_layers")
+        torchaos = importlib.import_module("transformers.quantizers.quantizer_torchao")
+        vars(torchaos).setdefault("flatten_tensor_state_dict", _flattened)
     finally:
         del sys.modules["torchao"]
         is_torchao_available.cache_clear()
@@ -435,6 +437,12 @@ class _Later(ModuleType):
 
 def _unmarked(function: Any = None, *_: Any, **__: Any) -> Any:
     return _unmarked if function is None else function
+
+
+def _flattened(*args: Any) -> Any:
+    from torchao.prototype.safetensors import safetensors_support
+
+    return safetensors_support.flatten_tensor_state_dict(*args)
 
 
 def _index_by_tensors() -> Any:
