@@ -238,7 +238,7 @@ def test_speculative_mode_measures_how_many_tokens_the_attention_needs(small_mod
     assert "measured on" not in session.snapshot().extras
     session.prefill([7, 8, 9] * 50)
     assert session.snapshot().extras["measured on"] == "1,050 stored tokens"
-    assert (session.info.params["budget"], session.snapshot().extras["expected to cover"]) == (512, "97%")
+    assert (session.info.params["budget"], session.snapshot().extras["expected to cover"]) == (512, "97 %")
     attending(monkeypatch, 1000)
     session.prefill([7, 8, 9] * 300)
     assert session.info.params["budget"] == 512
@@ -277,7 +277,7 @@ def test_no_budget_is_enough_for_attention_to_everything(small_model, monkeypatc
     attending(monkeypatch, 3000)
     session.prefill([7, 8, 9] * 1000)
     assert session.info.params["budget"] == 2048
-    assert session.snapshot().extras["expected to cover"] == f"{2048 / 3000 - 0.03:.0%}"
+    assert session.snapshot().extras["expected to cover"] == f"{100 * (2048 / 3000 - 0.03):.0f} %"
 
 
 # ---- the command

@@ -125,7 +125,7 @@ def test_the_plan_says_from_what_weights_are_unpacked(checkpoints):
     made = memory_plan(Load(folder, "cpu", "bfloat16"), 64, silent)
     rows = [line for line in plan_lines(made) if line.startswith("weights, ")]
     of_files, none, int8, int4 = (size(nbytes, 2) for nbytes in (made.packed, *made.weights.values()))
-    expected = (("none", of_files, none), ("int8", int8), ("int4", "default", int4))
+    expected = (("not quantized", of_files, none), ("int8", int8), ("int4", "default", int4))
     assert not [row for row, facts in zip(rows, expected, strict=True) if lacks(row, *facts)]
     assert not lacks(made.proposal.gave_up[0], "weights", "4.5 bits", "to 4")
     assert made.unpacked == 0  # each is packed as soon as it is unpacked
