@@ -191,12 +191,7 @@ def load_model(asked: Load, progress: Progress, meet: Callable[[ModelDescription
     if file and not packed:
         kept.begin(loaded.model, file)
     on_gpus = heads.note(loaded.kv_heads, ranks) if rank else split.note(described.device, places)
-    notes = (
-        *loaded.notes,
-        *filter(None, [on_gpus]),
-        *reading_notes,
-        *_notes_on(described, asked.dtype, chosen),
-    )
+    notes = (*loaded.notes, *filter(None, [on_gpus]), *reading_notes, *_notes_on(described, asked.dtype, chosen))
     return replace(loaded, notes=notes, gguf=checkpoint.weights[0] if checkpoint.gguf else None)
 
 
@@ -266,12 +261,11 @@ class Tested:
 
 def tested_by(digest: str, model: Any, fuse: bool) -> str:
     """A digest of all that the tests of ``model`` depend on: weights, config, device, kvchat's code, libraries."""
-    libraries = [_version(name) for name in LIBRARIES]
     device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else torch.get_num_threads()
     devices = sorted({str(weight.device) for weight in model.parameters()})
     processor = torch.backends.cpu.get_cpu_capability()
     config = {name: value for name, value in model.config.to_dict().items() if not name.startswith("_")}
-    told = digest, config, str(model.dtype), device, devices, processor, fuse, _code(), libraries
+    told = digest, config, str(model.dtype), device, devices, processor, fuse, *_code()
     return digest_of_text(repr(told)).hex()
 
 
@@ -302,10 +296,11 @@ def _all_tested() -> dict[str, dict[str, Any]]:
     return dict(json.loads(files.read(file))) if file.exists() else {}
 
 
-def _code() -> list[tuple[str, int]]:
-    """The files of kvchat's code that weights and their products depend on, with the times of their last changes."""
+def _code() -> tuple[list[tuple[str, int]], list[str]]:
+    """What weights and their products depend on: kvchat's files with their last changes, versions of libraries."""
     files_of = (paths.PACKAGE / part for part in ("kv", "models"))
-    return sorted((str(file), file.stat().st_mtime_ns) for folder in files_of for file in folder.rglob("*.py"))
+    ours = sorted((str(file), file.stat().st_mtime_ns) for folder in files_of for file in folder.rglob("*.py"))
+    return ours, [_version(name) for name in LIBRARIES]
 
 
 # ---- stages ----------------------------------------------------------------------------------------
@@ -323,7 +318,7 @@ def _kept(
     damaged."""
     if not (checkpoint.gguf and quantized.options and described.device.type == "cpu"):
         return None, {}, ()
-    how = described.dtype, checkpoint.revision, _code(), [_version(name) for name in LIBRARIES]
+    how = described.dtype, checkpoint.revision, *_code()
     file = kept.place(checkpoint.weights, quantized.method, *how)
     was_there, packed = file.exists(), kept.read(file)
     return file, packed, (KEPT_DAMAGED,) if was_there and not packed else ()

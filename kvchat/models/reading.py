@@ -75,9 +75,12 @@ def read(
     if checkpoint.gguf:
         source = {"pretrained_model_name_or_path": None, "state_dict": _stored(described, packed or {})}
     try:
-        # What packages of quantized weights print has no switch.
-        silent = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
-        with silent[0], silent[1], meanwhile, support.WithoutMemory():
+        with (
+            contextlib.redirect_stdout(io.StringIO()),  # what packages of quantized weights print has no switch
+            contextlib.redirect_stderr(io.StringIO()),
+            meanwhile,
+            support.WithoutMemory(),
+        ):
             model, info = described.model_class.from_pretrained(
                 **source,
                 config=described.text_config,

@@ -110,12 +110,13 @@ class CpuOps(TorchOps):
         grouped, sinks = self._of_slots(slots, layer, query, spec)
         found = None
         if loop := self._choosing.pop(layer, None):
-            stored, table = self._in_a_row(layer, 0, end), slots.table_of(layer)
-            found, slots.named[place] = attended_as_chosen(loop, grouped, *stored, table, spec, sinks)
+            asked = _attending(grouped, *self._in_a_row(layer, 0, end), spec, sinks)
+            found = torch.empty((*grouped.shape[:2], self.geometry.d_v))
+            slots.named[place] = loop(*asked, slots.table_of(layer).numpy(), found.numpy())
         named = slots.named[place]
         slots.read_pairs += self.geometry.kv_heads * named
         if found is not None:
-            return found
+            return found.to(query.dtype)
         if named == end - first:
             return self._attend_all(layer, grouped, first, spec, sinks)
         return self._attend_some(layer, grouped, slots.table_of(layer)[:, :named], spec, sinks)
@@ -390,21 +391,6 @@ def attended(
     made = torch.empty((*query.shape[:2], values.shape[-1] + as_part))
     loops.attend_tokens(*_attending(query, keys, values, spec, sinks), table.numpy(), made.numpy(), int(as_part))
     return made if as_part else made.to(query.dtype)
-
-
-def attended_as_chosen(
-    loop: Callable[..., int],
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    table: Tensor,
-    spec: AttentionSpec,
-    sinks: Tensor | None,
-) -> tuple[Tensor, int]:
-    """``attended`` over the tokens that ``loop`` chooses and writes to ``table``; how many they are."""
-    made = torch.empty((*query.shape[:2], values.shape[-1]))
-    named = loop(*_attending(query, keys, values, spec, sinks), table.numpy(), made.numpy())
-    return made.to(query.dtype), named
 
 
 def _attending(query: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, sinks: Tensor | None) -> Arguments:
