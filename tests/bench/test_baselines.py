@@ -58,3 +58,14 @@ def test_on_a_cpu_they_have_weights_of_their_own_in_ordinary_memory():
     ids = torch.tensor([[3, 4, 5]])
     with baselines.as_written(plain.model), baselines.as_written(bundled.model):
         assert torch.allclose(plain.model(ids).logits, bundled.model(ids).logits, atol=1e-4)
+
+
+def test_packed_weights_are_multiplied_where_transformers_could_not():
+    exact, packed = (
+        load_model(Load("bundled", "cpu", "float32", quantize=q), lambda stage: None) for q in ("none", "int8")
+    )
+    ids = torch.tensor([[3, 4, 5]])
+    with baselines.as_written(exact.model), baselines.as_written(packed.model):
+        expected, found = (model.model(ids).logits for model in (exact, packed))
+    assert not torch.equal(expected, found)
+    assert (expected - found).norm() < 0.05 * expected.norm()
