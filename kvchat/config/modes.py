@@ -206,6 +206,8 @@ class SpeculativeParameters(BudgetParameters, PaperParameters):
     """of pages chosen by the last query: correct a head whose query's cosine to it is below tau (auto: 0.8)"""
     first_full: bool = True
     """keep and attend to all tokens in the first layer"""
+    rest: Literal["mean", "none"] = "mean"
+    """tokens that are not read: their pages' mean values, weighed by the index, or nothing (unit=page: nothing)"""
 
     @model_validator(mode="before")
     @classmethod

@@ -115,7 +115,12 @@ def products_in_parts(parts: Sequence[Part]) -> Products:
 
 
 def attend(
-    query: Tensor, products: Products, bias: Tensor | None, spec: AttentionSpec, sinks: Tensor | None = None
+    query: Tensor,
+    products: Products,
+    bias: Tensor | None,
+    spec: AttentionSpec,
+    sinks: Tensor | None = None,
+    beside: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One token's attention over slots, or over what is stored.
 
@@ -125,13 +130,21 @@ def attend(
         bias: ``[H or 1, 1, n]``, 0 where the token may be read, else -inf; None where all may.
         spec: scaling and soft cap of the layer.
         sinks: learned sink logits ``[H, G]``, where the layer has them.
+        beside: attention to other tokens, ``[H, G, d_v + 1]`` with the logarithm of its sum of exponentials, if any.
 
     Returns:
         ``[H, G, d_v]`` and the weights ``[H, G, n]`` in float32.
     """
     scores = _capped(products.scores(query * spec.scaling), spec)
-    weights = _softmax(scores if bias is None else scores.add_(bias), sinks)
-    return products.sums(weights), weights
+    if beside is not None:
+        others = beside[..., -1]
+        none = others if sinks is None else torch.logaddexp(others, sinks.float())
+    weights = _softmax(scores if bias is None else scores.add_(bias), sinks if beside is None else none)
+    attended = products.sums(weights)
+    if beside is not None:
+        share = (1 - weights.sum(-1)) * (others - none).exp()
+        attended = (attended.float() + share.unsqueeze(-1) * beside[..., :-1]).to(attended.dtype)
+    return attended, weights
 
 
 class Partial:

@@ -369,7 +369,7 @@ class KVManager:
         else:
             self._verified[layer] = query
         keys, values = prefill.extended(layer, key, value)
-        self.mode.prefilled(layer, self.total, keys)
+        self.mode.prefilled(layer, self.total, keys, values)
         keys, values = self.mode.context_policy.limited(layer, keys, values)
         return self.state.ops.attend_new(query, keys, values, keys.shape[1] - query.shape[1], spec)
 

@@ -170,7 +170,7 @@ class Mode:
     ... then             ``plan(capacity)``                             slots and bytes wanted
     ... and growing      ``limit(capacity, free, held)``                want less where it does not fit
     on entering          ``attach(state)``                              allocate what is kept beside the slots
-    in a prefill         ``prefilled(layer, start, keys)``              look at a layer's new keys
+    in a prefill         ``prefilled(layer, start, keys, values)``      look at a layer's new tokens
     ... and beyond it    ``context_policy``                             where the model's context ends: go on, or not
     after it             ``fill(fresh)``                                bring to the slots what the next token reads
     before a step        ``prepare_step()``                             grow; what kind of step it is
@@ -280,8 +280,8 @@ class Mode:
             # One less than the window: the next token takes the slot of the oldest.
             self.state.transfer.load_table(slots, self._wanted_table(slots, slots.layout.window - 1))
 
-    def prefilled(self, layer: int, start: int, keys: Tensor) -> None:
-        """Look at a layer's tokens from ``start`` on, given ``keys [H, n, d_k]`` on the device.
+    def prefilled(self, layer: int, start: int, keys: Tensor, values: Tensor) -> None:
+        """Look at a layer's tokens from ``start`` on, given ``keys`` and ``values [H, n, d]`` on the device.
 
         They are those of all tokens; of those that ``context_policy`` limits, from ``begin_prompt`` on.
         """

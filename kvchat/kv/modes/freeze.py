@@ -147,7 +147,7 @@ class Freeze(Mode):
 
     # ---- between steps
 
-    def prefilled(self, layer: int, start: int, keys: Tensor) -> None:
+    def prefilled(self, layer: int, start: int, keys: Tensor, values: Tensor) -> None:
         if self._read_from is None:
             self._read_from = start
         if self.rule.recalls:

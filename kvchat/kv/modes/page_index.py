@@ -5,6 +5,7 @@ It follows the host pool by whole pages: the candidates of a step are full pages
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -39,6 +40,7 @@ class PageIndex:
     dtype: torch.dtype
     width: int
     empty: float = 0
+    of_values: ClassVar = False  # rows are made of the tokens' values, not of their keys
 
     def __init__(self, geometry: Geometry, device: torch.device, first: int = 0) -> None:
         self.geometry = geometry
@@ -57,8 +59,8 @@ class PageIndex:
         """Bytes of one page in all layers and heads."""
         return self.data.shape[0] * self.geometry.kv_heads * self.width * self.dtype.itemsize
 
-    def summary(self, keys: Tensor, pages: int) -> Tensor:
-        """The rows ``[H, pages, width]`` of ``keys [H, n, d_k]``, of which the last page may be partly filled."""
+    def summary(self, rows: Tensor, pages: int) -> Tensor:
+        """The rows ``[H, pages, width]`` of keys or values ``[H, n, d]``; the last page may be partly filled."""
         raise NotImplementedError
 
     def reserve(self, tokens: int) -> None:
@@ -94,13 +96,13 @@ class PageIndex:
         together = max(1, TOGETHER // (end - begin))
         for first in range(self.first, g.layers, together):
             layers = range(first, min(first + together, g.layers))
-            parts = [host.dense(layer, tokens, begin)[0] for layer in layers]
-            keys = torch.cat(parts) if len(parts) > 1 else parts[0]  # of many pages a copy is large
-            rows = self.summary(keys, end - begin).view(len(layers), g.kv_heads, end - begin, self.width)
+            parts = [host.dense(layer, tokens, begin)[self.of_values] for layer in layers]
+            stored = torch.cat(parts) if len(parts) > 1 else parts[0]  # of many pages a copy is large
+            rows = self.summary(stored, end - begin).view(len(layers), g.kv_heads, end - begin, self.width)
             self.data[first - self.first : layers.stop - self.first, :, begin:end] = rows
 
-    def compute(self, layer: int, start: int, keys: Tensor) -> None:
-        """Cover a layer's tokens from ``start`` on, given the ``keys [H, n, d_k]`` of all tokens during a prefill.
+    def compute(self, layer: int, start: int, rows: Tensor) -> None:
+        """Cover a layer's tokens from ``start`` on, given keys or values ``[H, n, d]`` of all tokens in a prefill.
 
         ``tokens`` advances only after the last layer. ``refresh`` then re-reads at most one page, and clears what a
         failed forward left.
@@ -108,11 +110,11 @@ class PageIndex:
         g = self.geometry
         if start // g.page > self.tokens // g.page:
             return
-        begin, end = start // g.page, g.pages(keys.shape[1])
-        self.reserve(g.grown(keys.shape[1]))
-        self.of(layer)[:, begin:end] = self.summary(keys[:, begin * g.page :], end - begin)
+        begin, end = start // g.page, g.pages(rows.shape[1])
+        self.reserve(g.grown(rows.shape[1]))
+        self.of(layer)[:, begin:end] = self.summary(rows[:, begin * g.page :], end - begin)
         if layer == g.layers - 1:
-            self.tokens = keys.shape[1]
+            self.tokens = rows.shape[1]
 
 
 class PageBounds(PageIndex):
@@ -175,6 +177,22 @@ class KeyCodes(PageIndex):
         return scores.view(*scores.shape[:2], -1, self.geometry.page).logsumexp(-1)
 
 
+class ValueMeans(PageIndex):
+    """The mean value of each page, in 16 bits: 1.6 % of the K/V in 16 bits."""
+
+    of_values = True
+
+    def __init__(self, geometry: Geometry, device: torch.device, first: int = 0) -> None:
+        self.dtype, self.width = key_codes.edge_dtype(geometry.dtype), geometry.d_v
+        super().__init__(geometry, device, first)
+
+    def summary(self, rows: Tensor, pages: int) -> Tensor:
+        (heads, tokens, d_v), page = rows.shape, self.geometry.page
+        whole = tokens // page  # one that is partly filled is read
+        means = rows[:, : whole * page].reshape(heads, whole, page, d_v).mean(2, dtype=torch.float32)
+        return torch.nn.functional.pad(means, (0, 0, 0, pages - whole)).to(self.dtype)
+
+
 class IndexedMode(Mode):
     """Sinks, a window and what an index of the stored keys chooses, behind a first layer that may be read in full."""
 
@@ -184,6 +202,7 @@ class IndexedMode(Mode):
     parameters: BudgetParameters
     index: PageIndex
     first: int
+    _summaries: Sequence[PageIndex]
 
     def _share_out(self, budget: int, sink: int, window: int, first_full: bool) -> None:
         """Take ``budget``, of which sinks and window have their parts.
@@ -210,13 +229,18 @@ class IndexedMode(Mode):
         """An empty index."""
         raise NotImplementedError
 
+    def _summarize(self, device: torch.device) -> Sequence[PageIndex]:
+        """The empty index, and what else is kept of every page."""
+        return [self._index(device)]
+
     def _planned(self, rest: Layout, capacity: int) -> Plan:
         """With ``rest`` for the layers that choose."""
         full = [everything(self.geometry, 0, self.first, capacity)] if self.first else []
-        return Plan([*full, rest], self.geometry.pages(capacity) * self._index(torch.device("meta")).page_bytes)
+        page_bytes = sum(each.page_bytes for each in self._summarize(torch.device("meta")))
+        return Plan([*full, rest], self.geometry.pages(capacity) * page_bytes)
 
     def graph_buffers(self) -> list[Tensor]:
-        return [*super().graph_buffers(), self.index.data]
+        return [*super().graph_buffers(), *(each.data for each in self._summaries)]
 
     @property
     def slots(self) -> DeviceSlots:
@@ -225,18 +249,23 @@ class IndexedMode(Mode):
 
     def attach(self, state: KVState) -> None:
         super().attach(state)
-        self.index = self._index(state.device)
-        self.index.state = state
+        self._summaries = self._summarize(state.device)
+        for each in self._summaries:
+            each.state = state
+        self.index = self._summaries[0]
 
-    def prefilled(self, layer: int, start: int, keys: Tensor) -> None:
+    def prefilled(self, layer: int, start: int, keys: Tensor, values: Tensor) -> None:
         if layer >= self.first:
-            self.index.compute(layer, start, keys)
+            for each in self._summaries:
+                each.compute(layer, start, values if each.of_values else keys)
 
     def fill(self, fresh: bool) -> None:
         super().fill(fresh)
-        self.index.refresh(self.state.host)
+        for each in self._summaries:
+            each.refresh(self.state.host)
 
     def prepare_step(self) -> Step:
         # As much as the slots have: on a GPU both growing at once costs one new graph, not two.
-        self.index.reserve(self.state.capacity)
+        for each in self._summaries:
+            each.reserve(self.state.capacity)
         return super().prepare_step()

@@ -38,6 +38,7 @@ pages. Costs: a step reads the index of all tokens, 9.4 % of what full attention
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -54,8 +55,8 @@ from kvchat.kv.modes.base import (
     Step,
     budget_of,
 )
-from kvchat.kv.modes.page_index import IndexedMode, KeyCodes
-from kvchat.kv.ops.selection import Places
+from kvchat.kv.modes.page_index import IndexedMode, KeyCodes, PageIndex, ValueMeans
+from kvchat.kv.ops.selection import Places, are_among
 from kvchat.kv.state import KVState
 from kvchat.units import percent, size
 
@@ -125,6 +126,7 @@ class Speculative(IndexedMode):
     def attach(self, state: KVState) -> None:
         super().attach(state)
         self._estimates: dict[int, Tensor] = {}
+        self._unread: dict[int, Tensor] = {}  # what attention to a layer's unread tokens would add
         self._begun: list[int] = []  # layers whose copies were begun in this step, the newest last
 
     def fill(self, fresh: bool) -> None:
@@ -135,7 +137,8 @@ class Speculative(IndexedMode):
 
     def prepare_step(self) -> Step:
         super().prepare_step()
-        self.index.follow(self.state.host)
+        for each in self._summaries:
+            each.follow(self.state.host)
         return Step(exact=self.state.total + 1 - self.window - self.sink <= self.k)
 
     def forward_begin(self, position: Tensor) -> None:
@@ -161,6 +164,8 @@ class Speculative(IndexedMode):
             self._choose(layer, self._chosen_with(layer, query))
         elif layer == self._begun[-1]:  # else ``estimated`` waited before it began the next
             self.state.transfer.join()
+        beside = self._unread.get(layer)
+        self.slots.beside = None if beside is None else lambda: beside
         return False
 
     def choose(self, layer: int, query: Tensor, hidden: Tensor, held: Tensor) -> Tensor:
@@ -174,7 +179,7 @@ class Speculative(IndexedMode):
         stats = {
             "tokens per head": self.k,
             "candidate tokens": max(0, self.state.total + 1 - self.window - self.sink),
-            "index": size(self.index.data.nbytes),
+            "index": size(sum(each.data.nbytes for each in self._summaries)),
         }
         if self.choice:
             stats |= {"measured on": self.choice.measured_on, "expected to cover": percent(self.choice.covered)}
@@ -184,6 +189,10 @@ class Speculative(IndexedMode):
 
     def _index(self, device: torch.device) -> KeyCodes:
         return KeyCodes(self.geometry, device, self.first, self.bits)
+
+    def _summarize(self, device: torch.device) -> Sequence[PageIndex]:
+        means = [ValueMeans(self.geometry, device, self.first)] if self.parameters.rest == "mean" else []
+        return [self._index(device), *means]
 
     def _chosen_with(self, layer: int, query: Tensor) -> Tensor:
         if self.query == "ahead":
@@ -195,6 +204,7 @@ class Speculative(IndexedMode):
         self._stepping = stepping
         self._estimates.clear()
         self._begun.clear()
+        self._unread.clear()
         if self.slots.layout.in_place or not self.k:
             return
         # Once a step, not by layer, and before the streams part, because both read it.
@@ -217,13 +227,24 @@ class Speculative(IndexedMode):
             return
         if not self.k:
             return
-        state, spec = self.state, self.state.specs[layer]
+        state = self.state
+        spec = state.specs[layer]
         # A window that became known since the step began hides only what attention does not see either.
         hidden = self._hidden.get(spec.window if spec else None, self._hidden[None])
         held = self.slots.table_of(layer)[:, : min(self.k, self.slots.offset)]
         chosen = self.choose(layer, query, hidden, held)
         state.transfer.load_tokens(self.slots, layer, 0, chosen, held)
         held.copy_(chosen)
+        if (means := self._means(layer)) is not None:
+            unread = ~(hidden | self._masked | are_among(chosen, len(hidden)))
+            codes = self.index.of(layer), self.bits
+            self._unread[layer] = state.ops.of_unread(query, *codes, state.scaling(layer), means, unread)
+
+    def _means(self, layer: int) -> Tensor | None:
+        """The pages' mean values ``[H, page, d_v]``; None where nothing is joined by them: scores are not capped."""
+        spec = self.state.specs[layer]
+        is_capped = spec is not None and spec.softcap is not None
+        return None if is_capped or len(self._summaries) == 1 else self._summaries[1].of(layer)
 
     def _list(self, layer: int, query: Tensor) -> None:
         """List in the layer's table what is read by the token after those stored, itself where a step has begun."""
@@ -237,5 +258,6 @@ class Speculative(IndexedMode):
         known = position - position % self.geometry.page
         places = Places(known, seen, first, last, position + self._stepping)
         codes, scaling = (self.index.of(layer), self.index.bits), state.scaling(layer)
-        asked = query, *codes, places, self.k, self.pin_mask, scaling, self._stepping
-        state.ops.list_tokens(self.slots, layer, *asked)
+        asked = query, *codes, places, self.k, self.pin_mask, scaling, self._means(layer), self._stepping
+        if (beside := state.ops.list_tokens(self.slots, layer, *asked)) is not None:
+            self._unread[layer] = beside

@@ -38,6 +38,7 @@ ROWS = f"{LOOPS}.rows"
 # Modules of loops that other processes compile now, or could not: each event tells when that is known.
 awaited: dict[str, threading.Event] = {}
 _used = threading.local()
+NO_MEANS = np.empty((0, 0, 0), np.uint16)
 NO_SINKS, NOTHING = np.empty((0, 0), np.float32), (np.empty(0, np.float32), 0, 0)
 Arguments = tuple[Any, ...]
 Numbers = np.ndarray[Any, Any]
@@ -119,7 +120,8 @@ class CpuOps(TorchOps):
             return found.to(query.dtype)
         if named == end - first:
             return self._attend_all(layer, grouped, first, spec, sinks)
-        return self._attend_some(layer, grouped, slots.table_of(layer)[:, :named], spec, sinks)
+        beside = slots.beside() if slots.beside else None
+        return self._attend_some(layer, grouped, slots.table_of(layer)[:, :named], spec, sinks, beside)
 
     def _attend_all(self, layer: int, query: Tensor, first: int, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
         """Attention of ``query [H, G, d_k]`` over the stored tokens from ``first`` on."""
@@ -130,13 +132,19 @@ class CpuOps(TorchOps):
         return found
 
     def _attend_some(
-        self, layer: int, query: Tensor, table: Tensor, spec: AttentionSpec, sinks: Tensor | None
+        self,
+        layer: int,
+        query: Tensor,
+        table: Tensor,
+        spec: AttentionSpec,
+        sinks: Tensor | None,
+        beside: Tensor | None = None,
     ) -> Tensor:
-        """Attention of ``query [H, G, d_k]`` over the tokens in ``table [H, n]``."""
+        """Attention of ``query [H, G, d_k]`` over the tokens in ``table [H, n]``; ``beside`` as in ``attend``."""
         keys, values = self._in_a_row(layer, 0, self._now + 1)
-        found = attended(query, keys, values, table, spec, sinks)
+        found = attended(query, keys, values, table, spec, sinks) if beside is None else None
         if found is None:
-            return attend(query, products(*self._gathered(layer, table)), None, spec, sinks)[0]
+            return attend(query, products(*self._gathered(layer, table)), None, spec, sinks, beside)[0]
         return found
 
     def _attend_in_place(
@@ -213,21 +221,24 @@ class CpuOps(TorchOps):
         k: int,
         pinned: Tensor,
         scaling: float,
+        means: Tensor | None,
         in_step: bool,
-    ) -> None:
+    ) -> Tensor | None:
         g, table = self.geometry, slots.table_of(layer)
         if not (k and (loops := token_loops(g))):
-            super().list_tokens(slots, layer, query, index, bits, places, k, pinned, scaling, in_step)
-            return
+            return super().list_tokens(slots, layer, query, index, bits, places, k, pinned, scaling, means, in_step)
         grouped = query.contiguous().float().view(g.kv_heads, g.group, g.d_k).numpy()
         stored = index.view(torch.uint32).numpy(), index.view(torch.uint16).numpy()
         sizes = key_codes.width_of(g.d_k, bits), bits
-        loop = partial(loops.choose_and_attend, grouped, *stored, *sizes, *places, k, pinned.numpy())
+        joined = NO_MEANS if means is None else numbers(means)
+        loop = partial(loops.choose_and_attend, grouped, *stored, *sizes, *places, k, pinned.numpy(), joined)
         if in_step and self.attends_as_it_chooses:
-            self._choosing[layer] = loop
-            return
-        unattended = scaling, 0.0, NO_SINKS, *NOTHING, *NOTHING, table.numpy(), grouped[..., :0].copy()
-        slots.named[layer - slots.layout.first] = loop(grouped, *unattended)
+            self._choosing[layer] = partial(loop, 1)
+            return None
+        beside = torch.empty((g.kv_heads, g.group, joined.shape[2] + 1))
+        unattended = scaling, 0.0, NO_SINKS, *NOTHING, *NOTHING, table.numpy(), beside.numpy()
+        slots.named[layer - slots.layout.first] = loop(0, grouped, *unattended)
+        return None if means is None else beside
 
     def open_pages(self, slots: DeviceSlots, layers: slice, first: int, last: Tensor) -> None:
         if not (loops := compiled_loops()):

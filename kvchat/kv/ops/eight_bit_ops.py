@@ -129,9 +129,15 @@ class EightBitCpuOps(EightBitOps, CpuOps):
         return attend(query, self._products_of_all(layer, first, self._now + 1), None, spec, sinks)[0]
 
     def _attend_some(
-        self, layer: int, query: Tensor, table: Tensor, spec: AttentionSpec, sinks: Tensor | None
+        self,
+        layer: int,
+        query: Tensor,
+        table: Tensor,
+        spec: AttentionSpec,
+        sinks: Tensor | None,
+        beside: Tensor | None = None,
     ) -> Tensor:
-        return attend(query, self._products_of_some(layer, table, 0), None, spec, sinks)[0]
+        return attend(query, self._products_of_some(layer, table, 0), None, spec, sinks, beside)[0]
 
     def _mixed(self, layer: int, table: Tensor, first: int) -> Products | None:
         stored = self.host.by_head(layer), self.host.eight_bit.table(layer)

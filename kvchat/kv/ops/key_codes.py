@@ -58,12 +58,19 @@ def encode(keys: Tensor, page: int, bits: int) -> Tensor:
     return torch.cat((packed, torch.cat((low, high), -1).view(torch.int32)), -1)
 
 
+def edges(index: Tensor, d_k: int, page: int, bits: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The lowest and the highest keys in the pages ``index [H, pages, words]``: float32 ``[H, pages, width]`` each."""
+    width = width_of(d_k, bits)
+    kept = index[..., width * bits // WORD * page :].contiguous().view(edge_dtype(dtype)).float()
+    return kept[..., :width], kept[..., width:]
+
+
 def decode(index: Tensor, d_k: int, page: int, bits: int, dtype: torch.dtype) -> Tensor:
     """What the pages ``index [H, pages, words]`` keep of their keys: float32 ``[H, pages * page, d_k]``."""
     heads, pages, _ = index.shape
     per, width = WORD // bits, width_of(d_k, bits)
     edge = width // per * page
-    low, high = index[..., edge:].contiguous().view(edge_dtype(dtype)).float().view(heads, pages, 2, 1, width).unbind(2)
+    low, high = (each.unsqueeze(2) for each in edges(index, d_k, page, bits, dtype))
     shifts = torch.arange(0, WORD, bits, device=index.device)
     packed = index[..., :edge].view(heads, pages, width // per, 1, page)
     codes = (packed >> shifts.to(torch.int32)[:, None]) & ((1 << bits) - 1)
@@ -77,3 +84,15 @@ def token_scores(query: Tensor, index: Tensor, page: int, bits: int, scaling: fl
     grouped = query.float().view(index.shape[0], -1, query.shape[-1]) * scaling
     keys = decode(index, query.shape[-1], page, bits, query.dtype)
     return torch.bmm(grouped, keys.transpose(1, 2))
+
+
+def excess(query: Tensor, index: Tensor, page: int, bits: int, scaling: float) -> Tensor:
+    """How much too high the logarithms of the pages' masses are by ``token_scores``: float32 ``[H, G, pages]``.
+
+    A code is off by up to half a step, at random; the mean of e to the power of a sum with variance v is e to the power
+    of v / 2 times too high. v = sum over channels of (scaling * q * step) ** 2 / 12.
+    """
+    low, high = edges(index, query.shape[-1], page, bits, query.dtype)
+    steps = ((high - low) / ((1 << bits) - 1))[..., : query.shape[-1]]
+    grouped = query.float().view(len(index), -1, query.shape[-1]) * scaling
+    return torch.bmm(grouped**2, steps.transpose(1, 2) ** 2) / 24

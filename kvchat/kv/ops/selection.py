@@ -13,6 +13,8 @@ from torch import Tensor
 
 from kvchat.kv.memory.device_slots import EMPTY
 
+NOTHING = -1e30  # the logarithm of no mass, finite: the difference of two infinities is no number
+
 
 @dataclass(frozen=True, eq=False)
 class Candidates:
@@ -115,6 +117,25 @@ def heaviest(scores: Tensor, hidden: Tensor, masked: Tensor, k: int) -> Tensor:
     weights = scores.float().masked_fill(hidden, float("-inf")).softmax(-1).mean(1)
     # What may not be chosen must lose against one whose weight underflowed to 0.
     return best(weights.masked_fill(masked | hidden, -torch.inf), k)
+
+
+def of_unread(scores: Tensor, unread: Tensor, excess: Tensor, means: Tensor) -> Tensor:
+    """What attention to tokens that are not read would add, by the pages' mean values: a part of it.
+
+    Args:
+        scores: logits ``[H, G, n]`` by an index, of whole pages.
+        unread: the tokens meant, bool ``[H, n]``.
+        excess: how much too high the logarithms of the pages' masses are, ``[H, G, page]``.
+        means: the pages' mean values ``[H, page, d_v]``.
+
+    Returns:
+        float32 ``[H, G, d_v + 1]``, the logarithm of the sum of exponentials last: ``NOTHING`` where all are read.
+    """
+    shape = *scores.shape[:2], means.shape[1], -1
+    masses = scores.float().masked_fill(~unread.unsqueeze(1), NOTHING).view(shape)
+    logs = (masses.logsumexp(-1) - excess).clamp(min=NOTHING)
+    total = logs.logsumexp(-1, keepdim=True)
+    return torch.cat((torch.bmm((logs - total).exp(), means.float()), total), -1)
 
 
 def best(scores: Tensor, k: int) -> Tensor:

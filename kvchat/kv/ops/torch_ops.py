@@ -20,10 +20,12 @@ from kvchat.kv.ops import key_codes
 from kvchat.kv.ops.selection import (
     Candidates,
     Places,
+    are_among,
     assign_slots,
     assign_token_slots,
     heaviest,
     needs_correction,
+    of_unread,
     page_scores,
     top_pages,
 )
@@ -101,7 +103,7 @@ class TorchOps:
                 slots, layer, Partial(grouped, self.geometry.d_v, spec, sinks), bias, spec
             ), None
         held = self.products(slots.keys(layer), slots.values(layer))
-        attended, weights = attend(grouped, held, bias, spec, sinks)
+        attended, weights = attend(grouped, held, bias, spec, sinks, slots.beside() if slots.beside else None)
         return attended, Weights(weights) if needs_weights else None
 
     def products(self, keys: Tensor, values: Tensor) -> Products:
@@ -206,6 +208,14 @@ class TorchOps:
         wanted = heaviest(scores, hidden, masked, resident.shape[1])
         return assign_token_slots(wanted, resident.long(), scores.shape[-1], reuse=True)
 
+    def of_unread(
+        self, query: Tensor, index: Tensor, bits: int, scaling: float, means: Tensor, unread: Tensor
+    ) -> Tensor:
+        """``selection.of_unread`` for ``query [H_q, d_k]`` by ``index [H, page, words]``: ``[H, G, d_v + 1]``."""
+        scores = self.token_scores(query, index, bits, scaling)
+        excess = key_codes.excess(query, index, self.geometry.page, bits, scaling)
+        return of_unread(scores, unread, excess, means)
+
     def list_tokens(
         self,
         slots: DeviceSlots,
@@ -217,13 +227,18 @@ class TorchOps:
         k: int,
         pinned: Tensor,
         scaling: float,
+        means: Tensor | None,
         in_step: bool,
-    ) -> None:
+    ) -> Tensor | None:
         """Name in the layer's table what each KV head reads.
 
         That is of ``places`` all outside the candidates, all that are ``pinned`` (bool ``[tokens]``, of which there may
         be fewer), and the ``k`` candidates of highest weight for ``query [H_q, d_k]`` by the ``index [H, page,
         words]``; there are more than ``k`` candidates. ``in_step`` its attention follows, which may do it too.
+
+        Returns:
+            ``of_unread`` by the pages' mean values ``means [H, page, d_v]``; None without them, or where attention
+            joins it.
         """
         known, seen, first, last, end = places
         scores = self.token_scores(query, index, bits, scaling)
@@ -239,6 +254,10 @@ class TorchOps:
         table[:, : named.shape[1]] = named
         table[:, named.shape[1] :] = EMPTY
         slots.named[layer - slots.layout.first] = named.shape[1]
+        if means is None:
+            return None
+        unread = ~(hidden | masked | is_pinned[: len(tokens)]) & ~are_among(best, len(tokens))
+        return self.of_unread(query, index, bits, scaling, means, unread)
 
     def open_pages(self, slots: DeviceSlots, layers: slice, first: int, last: Tensor) -> None:
         """``DeviceSlots.open_pages``"""

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from kvchat.kv.attention import AttentionSpec, attend, products
 from kvchat.kv.memory.device_slots import EMPTY
 from kvchat.kv.ops import cpu_ops, key_codes
 from kvchat.kv.ops.numba import loops, pages, tokens
-from kvchat.kv.ops.selection import heaviest
+from kvchat.kv.ops.selection import are_among, heaviest, of_unread
 
 NONE = np.zeros(0, np.bool_)
 
@@ -74,7 +75,7 @@ def test_numbers_that_are_none_end_nothing(scores):
     words = np.ones((1, 3, 32 + 16), np.uint32)
     table, result = np.zeros((1, 40), np.int32), np.zeros((1, 2, 4), np.float32)
     stored = np.ones(96 * 4, np.float32)
-    choice = query, words, words.view(np.uint16), 16, 2, 96, 0, 4, 80, 96, 20, NONE
+    choice = query, words, words.view(np.uint16), 16, 2, 96, 0, 4, 80, 96, 20, NONE, np.zeros((2, 3, 4), np.uint16), 1
     attention = query, 1.0, 0.0, np.empty((0, 0), np.float32), stored, 0, 4, stored, 0, 4, table, result
     tokens.choose_and_attend(*choice, *attention)
     tokens.attend_tokens(*attention, 0)
@@ -96,8 +97,9 @@ def test_the_best_are_listed_however_far_apart_they_lie(far, left_over):
     assert (table[-20:] == 77).all()
 
 
+@pytest.mark.parametrize("joins", [False, True])
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_a_head_attends_to_what_it_chose_however_many_threads_share_the_work(threads):
+def test_a_head_attends_to_what_it_chose_however_many_threads_share_the_work(threads, joins):
     generator = torch.Generator().manual_seed(threads)
     heads, group, d, n, k = 3, 2, 16, 1000, 300
     keys, values = torch.randn((2, heads, n, d), generator=generator).unbind()
@@ -118,16 +120,27 @@ def test_a_head_attends_to_what_it_chose_however_many_threads_share_the_work(thr
     of_heads = [x.reshape(heads, group, d).numpy() for x in (asking, query)]
     words = index.view(torch.uint32).numpy(), index.view(torch.uint16).numpy()
     attention = of_heads[1], 0.25, 0.0, np.empty((0, 0), np.float32), *stored
+    means = values[:, :known].view(heads, -1, 32, d).mean(2).bfloat16()
+    unread = ~(masked | are_among(best, known))
+    excess = key_codes.excess(asking, index, 32, 2, 0.25)
+    added = of_unread(scores, unread, excess, means) if joins else None
     loops.use_threads(threads)
+    joined = means.view(torch.uint16).numpy() if joins else np.empty((0, 0, 0), np.uint16)
     for _ in range(20):
-        choice = of_heads[0], *words, 16, 2, known, 0, first, last, n, k, pinned.numpy()
-        assert tokens.choose_and_attend(*choice, *attention, table, result) == wanted.shape[1]
+        choice = of_heads[0], *words, 16, 2, known, 0, first, last, n, k, pinned.numpy(), joined
+        assert tokens.choose_and_attend(*choice, 1, *attention, table, result) == wanted.shape[1]
         assert table[:, : wanted.shape[1]].tolist() == wanted.tolist()
         assert (table[:, wanted.shape[1] :] == EMPTY).all()
         at = wanted.long()[:, :, None].expand(-1, -1, d)
-        shares = (torch.from_numpy(of_heads[1]) @ keys.gather(1, at).transpose(1, 2) * 0.25).softmax(-1)
-        assert np.allclose(result, (shares @ values.gather(1, at)).numpy(), atol=1e-6)
+        read = products(keys.gather(1, at), values.gather(1, at))
+        exact = attend(query.view(heads, group, d), read, None, AttentionSpec(0.25), None, added)[0]
+        assert np.allclose(result, exact.numpy(), atol=1e-6)
         table[:], result[:] = 0, 0
+    if joins:
+        alone = np.empty((heads, group, d + 1), np.float32)
+        tokens.choose_and_attend(*choice, 0, *attention, table, alone)
+        assert np.allclose(alone, added.numpy(), atol=1e-5)
+        assert table[:, : wanted.shape[1]].tolist() == wanted.tolist()
 
 
 def test_a_page_moves_only_where_another_one_lies():

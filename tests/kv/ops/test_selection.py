@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvchat.kv.attention import AttentionSpec, attend, products
 from kvchat.kv.memory.device_slots import EMPTY
-from kvchat.kv.ops import selection
+from kvchat.kv.ops import key_codes, selection
 from kvchat.kv.ops.selection import Candidates
 
 HEADS, GROUP, D, PAGE = 3, 2, 16, 8
@@ -84,3 +85,36 @@ def test_heads_are_corrected_by_the_mean_cosine_of_their_group():
     assert flagged == [[False, False], [True, False], [True, True]]
     taken = selection.chosen_by(torch.tensor([True, False]), query, 2 * before)
     assert torch.equal(taken, torch.cat((query[:GROUP], 2 * before[GROUP:])))
+
+
+def test_what_tokens_would_add_that_are_not_read_is_right_for_equal_tokens_of_a_page():
+    """Attention to what is read and to the others' mean values is then attention to everything."""
+    heads, group, d, pages = 2, 3, 8, 4
+    keys, values = (torch.randn(heads, pages, 1, d).expand(-1, -1, 32, -1).reshape(heads, -1, d) for _ in range(2))
+    query = torch.randn(heads, group, d)
+    index = key_codes.encode(keys.to(torch.bfloat16), 32, 2)
+    keys = key_codes.decode(index, d, 32, 2, torch.bfloat16)
+    scores, read = query @ keys.transpose(1, 2), torch.arange(5, 40)
+    unread = torch.ones(heads, pages * 32, dtype=torch.bool).index_fill(1, read, False)
+    none = torch.zeros(heads, group, pages)
+    means = values[:, ::32]
+    exact = attend(query, products(keys, values), None, AttentionSpec(1.0))[0]
+    for sinks in (None, torch.randn(heads, group)):
+        exact = attend(query, products(keys, values), None, AttentionSpec(1.0), sinks)[0]
+        added = selection.of_unread(scores, unread, none, means)
+        found = attend(query, products(keys[:, read], values[:, read]), None, AttentionSpec(1.0), sinks, added)[0]
+        assert torch.allclose(found, exact, atol=1e-5)
+    nothing = selection.of_unread(scores, torch.zeros_like(unread), none, means)
+    some = attend(query, products(keys, values), None, AttentionSpec(1.0), None, nothing)[0]
+    assert torch.allclose(some, attend(query, products(keys, values), None, AttentionSpec(1.0))[0], atol=1e-6)
+
+
+def test_codes_make_the_mass_of_a_page_too_high_by_about_the_excess():
+    generator = torch.Generator().manual_seed(0)
+    keys, query = torch.randn((1, 32 * 4000, 16), generator=generator), torch.randn((1, 16), generator=generator)
+    index = key_codes.encode(keys, 32, 2)
+    exact, found = torch.einsum("qd,hnd->hn", query, keys) * 0.5, key_codes.token_scores(query, index, 32, 2, 0.5)[0]
+    too_high = (found.logsumexp(-1) - exact.logsumexp(-1)).item()
+    expected = key_codes.excess(query, index, 32, 2, 0.5).mean().item()
+    assert expected > 0.05
+    assert too_high == pytest.approx(expected, rel=0.25)

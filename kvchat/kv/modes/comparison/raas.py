@@ -68,7 +68,7 @@ class RaaS(KeptMode):
     def kept(self, layer: int) -> Tensor:
         return torch.ones((1, self.state.total), dtype=torch.bool, device=self.state.device)
 
-    def prefilled(self, layer: int, start: int, keys: Tensor) -> None:
+    def prefilled(self, layer: int, start: int, keys: Tensor, values: Tensor) -> None:
         self.index.compute(layer, start, keys)
 
     def fill(self, fresh: bool) -> None:

@@ -130,11 +130,11 @@ _multiply_2, _multiply_4 = _multiplier(2), _multiplier(4)
 
 @numba.njit(fastmath=True)  # type: ignore[untyped-decorator]
 def _score_pages(
-    query: Array, scaling: float, codes: Array, edges: Array, width: int, bits: int, scores: Array
+    query: Array, scaling: float, codes: Array, edges: Array, width: int, bits: int, scores: Array, excess: Array
 ) -> None:
     """One head's ``query [G, d_k]`` times ``scaling`` and the keys of the pages ``codes [pages, words]``.
 
-    ``edges`` is the same memory in bfloat16. Into ``scores [G, pages * PAGE]``.
+    ``edges`` is the same memory in bfloat16. Into ``scores [G, pages * PAGE]``, and ``key_codes.excess [G, pages]``.
     """
     group, d = query.shape
     words = width * bits // 32
@@ -148,11 +148,12 @@ def _score_pages(
             low[i] = widened(lowest[i]) * scale
             high[i] = (widened(highest[i]) - widened(lowest[i])) * step
         for g in range(group):
-            base = np.float32(0)
+            base, squares = np.float32(0), np.float32(0)
             for i in range(d):
                 base += query[g, i] * low[i]
                 parts[g, i] = query[g, i] * high[i]
-            bases[g] = base
+                squares += parts[g, i] * parts[g, i]
+            bases[g], excess[g, page] = base, squares / np.float32(24)
         for g in range(0, group, TOGETHER):
             heads = min(TOGETHER, group - g)
             if bits == 2:
@@ -284,6 +285,47 @@ def _list_read(bits: Array, seen: int, first: int, last: int, end: int, k: int, 
 
 
 @numba.njit(fastmath=FINITE_OR_NOT)  # type: ignore[untyped-decorator]
+def _add_unread(
+    powers: Array,
+    parts: Array,
+    excess: Array,
+    means: Array,
+    tokens: Array,
+    start: int,
+    seen: int,
+    highest: Array,
+    totals: Array,
+    total: Array,
+) -> None:
+    """``selection.of_unread`` of one head, for ``join_parts``: into ``highest`` and ``totals [G]``, ``total [G, d_v]``.
+
+    Args:
+        powers: e to the power of the scores ``[G, n]``, less the highest of their part ``parts [G, part]``; what is
+            read is set to 0.
+        parts: as ``powers`` says.
+        excess: of each page ``[G, page]``.
+        means: the mean values of the same pages ``[page, d_v]``, in bfloat16.
+        tokens: what is read; of those beyond the last page is no score.
+        start: the first token of the first page.
+        seen: the first token meant, counted from there.
+    """
+    group, n = powers.shape
+    for g in range(group):
+        for token in tokens:
+            if start <= token < start + n:
+                powers[g, token - start] = 0
+        highest[g], totals[g], total[g] = _highest(parts[g]), 0, 0
+        for page in range(n // PAGE):
+            mass = np.float32(0)
+            for i in range(max(seen, page * PAGE), (page + 1) * PAGE):
+                mass += powers[g, i]
+            mass *= exp(parts[g, page // PART] - highest[g] - excess[g, page])
+            totals[g] += mass
+            for i in range(total.shape[1]):
+                total[g, i] += mass * widened(means[page, i])
+
+
+@numba.njit(fastmath=FINITE_OR_NOT)  # type: ignore[untyped-decorator]
 def _attend_part(
     query: Array,
     scale: Any,
@@ -348,7 +390,8 @@ def _attend_part(
 
 
 @compiled(
-    f"i8(f4[:, :, ::1], u4[:, :, ::1], u2[:, :, ::1], i8, i8, i8, i8, i8, i8, i8, i8, b1[::1], {ATTENDS_WITH})",
+    f"i8(f4[:, :, ::1], u4[:, :, ::1], u2[:, :, ::1], i8, i8, i8, i8, i8, i8, i8, i8, b1[::1], u2[:, :, ::1], i8, "
+    f"{ATTENDS_WITH})",
     parallel=HAS_THREADS,
 )
 def choose_and_attend(
@@ -364,6 +407,8 @@ def choose_and_attend(
     end: int,
     k: int,
     pinned: Array,
+    means: Array,
+    attends: int,
     query: Array,
     scaling: float,
     softcap: float,
@@ -379,8 +424,8 @@ def choose_and_attend(
 ) -> int:
     """``attend_tokens`` over the tokens that each head chooses, which it writes to ``table``; return how many.
 
-    Of those from ``seen`` up to ``end`` they are all outside the candidates, all that are pinned, and the ``k >= 1`` of
-    highest weight. In ``table [H, n]`` they are ascending, then EMPTY.
+    They are, of those from ``seen`` up to ``end``, all outside the candidates, all that are pinned, and the ``k >= 1``
+    of highest weight. In ``table [H, n]`` they are ascending, then EMPTY. What the others would add is joined.
 
     Each thread takes the next task when it is done with one: to score a part of a head's tokens, and after the last of
     them to choose for that head; then to attend to some of what was chosen. To wait for one another between these
@@ -399,21 +444,25 @@ def choose_and_attend(
         end: the first token that may not be read.
         k: tokens to choose.
         pinned: bool ``[tokens]``, of which there may be fewer.
+        means: the pages' mean values ``[H, page, d_v]`` in bfloat16; ``[H, 0, 0]`` where nothing is joined.
+        attends: 0 if nothing is attended to, and ``result`` only has what the other tokens would add.
         query, scaling, softcap, sinks, keys, key_head, key_token, values, value_head, value_token, table: as in
             ``attend_tokens``.
-        result: float32 ``[H, G, d_v]``, written; of ``d_v = 0`` nothing is attended to.
+        result: float32 ``[H, G, d_v]``, or with a column more as in ``join_parts``; written.
     """
-    heads, group, d_v = result.shape
+    heads, group = asking.shape[:2]
+    joins = int(means.shape[1] > 0)
     begin = seen // PAGE
     pages = known // PAGE - begin
     parts = -(-pages // PART)
     low, low_chosen, high_chosen = seen - begin * PAGE, first - begin * PAGE, last + 1 - begin * PAGE
     named = first - seen + k + pinned[first : last + 1].sum() + end - last - 1
-    read = -(-named // ATTENDED) if d_v else 0
-    scores = np.empty((heads, group, pages * PAGE), np.float32)
+    read = -(-named // ATTENDED) if attends else 0
+    d_v = result.shape[2] if attends else means.shape[2]
+    scores, excess = np.empty((heads, group, pages * PAGE), np.float32), np.empty((heads, group, pages), np.float32)
     highest, totals = np.empty((heads, group, parts), np.float32), np.empty((heads, group, parts), np.float32)
-    most, whole = np.empty((heads, read, group), np.float32), np.empty((heads, read, group), np.float32)
-    sums = np.empty((heads, read, group, d_v), np.float32)
+    joined = heads, read + joins, group
+    most, whole, sums = np.empty(joined, np.float32), np.empty(joined, np.float32), np.empty((*joined, d_v), np.float32)
     scored, taken = np.zeros(heads, np.int64), np.zeros(1, np.int64)
     cap, scale = np.float32(softcap), np.float32(scaling)
     for _ in numba.prange(heads * (parts + read)):
@@ -424,7 +473,8 @@ def choose_and_attend(
                 start, stop = part * PART, min(pages, (part + 1) * PART)
                 at = slice(begin + start, begin + stop)
                 of_part = scores[head, :, start * PAGE : stop * PAGE]
-                _score_pages(asking[head], scaling, codes[head, at], edges[head, at], width, bits, of_part)
+                of_pages = codes[head, at], edges[head, at], width, bits, of_part, excess[head, :, start:stop]
+                _score_pages(asking[head], scaling, *of_pages)
                 for g in range(group):
                     of_head = scores[head, g, max(low, start * PAGE) : stop * PAGE]
                     highest[head, g, part] = _highest(of_head)
@@ -432,6 +482,10 @@ def choose_and_attend(
                 if add_atomically(scored, head, 1) == parts - 1:
                     bits_of = _weights(scores[head], highest[head], totals[head], low_chosen, high_chosen)
                     _list_read(bits_of.view(np.int32), seen, first, last, end, k, pinned, table[head])
+                    if joins:
+                        among = excess[head], means[head, begin : begin + pages], table[head, :named], begin * PAGE
+                        beside = most[head, read], whole[head, read], sums[head, read]
+                        _add_unread(scores[head], highest[head], *among, low, *beside)
                     add_atomically(scored, head, 1)
             else:
                 head, part = (task - heads * parts) // read, (task - heads * parts) % read
@@ -442,7 +496,7 @@ def choose_and_attend(
                 lie = keys, head * key_head, key_token, values, head * value_head, value_token
                 _attend_part(query[head], scale, cap, *lie, tokens, *attended)
             task = add_atomically(taken, 0, 1)
-    if read:
+    if read + joins:
         join_parts(most, whole, sums, sinks, result)
     return int(named)
 
