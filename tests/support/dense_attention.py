@@ -31,23 +31,37 @@ def rotated(x: Tensor, rotation: Rotation | None, positions: Tensor) -> Tensor:
     return out
 
 
-def dense(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, spec: AttentionSpec) -> Tensor:
-    """Compute one token's attention in float64: ``query [H_q, d_k]``, ``mask`` bool ``[H, T]`` -> ``[H_q, d_v]``."""
-    values = values.double().repeat_interleave(len(query) // len(values), 0)
-    return (softmax(query, keys, mask, spec)[:, None] @ values)[:, 0]
+def dense(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    spec: AttentionSpec,
+    others: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Compute one token's attention in float64: ``query [H_q, d_k]``, ``mask`` bool ``[H, T]`` -> ``[H_q, d_v]``.
+
+    ``others`` are logits ``[H_q, n]`` of tokens beside and their values ``[H, n, d_v]``.
+    """
+    weights = softmax(query, keys, mask, spec, others[0] if others else None)
+    values = torch.cat((values.double(), others[1]), 1) if others else values.double()
+    return (weights[:, None] @ values.repeat_interleave(len(query) // len(values), 0))[:, 0]
 
 
-def softmax(query: Tensor, keys: Tensor, mask: Tensor, spec: AttentionSpec) -> Tensor:
-    """Compute the weights of ``dense``, ``[H_q, T]``."""
+def softmax(query: Tensor, keys: Tensor, mask: Tensor, spec: AttentionSpec, others: Tensor | None = None) -> Tensor:
+    """Compute the weights of ``dense``, ``[H_q, T + n]``."""
     group = query.shape[0] // keys.shape[0]
     keys, mask = (x.repeat_interleave(group, 0) for x in (keys.double(), mask))
     logits = spec.scaling * (keys @ query.double()[:, :, None])[:, :, 0]
     if spec.softcap is not None:
         logits = spec.softcap * torch.tanh(logits / spec.softcap)
     logits = logits.masked_fill(~mask, -torch.inf)
+    if others is not None:
+        logits = torch.cat((logits, others), 1)
+    tokens = logits.shape[1]
     if spec.sinks is not None:
         logits = torch.cat((logits, spec.sinks.double()[:, None]), 1)
-    return logits.softmax(1)[:, : keys.shape[1]]
+    return logits.softmax(1)[:, :tokens]
 
 
 def assert_near(output: Tensor, expected: Tensor, dtype: torch.dtype, where: str) -> None:

@@ -162,7 +162,8 @@ class Run:
             for head, token in (seen != mask).nonzero().tolist():
                 does = "reads" if seen[head, token] else "does not read"
                 assert self.reference.tied(layer, head, token), f"{where}: head {head} {does} token {token}"
-        expected = dense(query, self.reference.keys(layer), self.values[layer], seen, spec)
+        others = self.reference.others(layer, seen)
+        expected = dense(query, self.reference.keys(layer), self.values[layer], seen, spec, others)
         assert_near(output, expected, self.toy.geometry.dtype, where)
 
     def _prefill_layer(self, layer: int, ids: list[int], start: int) -> None:

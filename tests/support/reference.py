@@ -29,6 +29,7 @@ class Conversation(Protocol):
     ids: list[int]
     pins: list[int]
     keys: list[Tensor]
+    values: list[Tensor]
     query: list[Tensor]
     asked: list[dict[int, Tensor]]
     kv: KVManager
@@ -52,6 +53,10 @@ class FullReference:
     def keys(self, layer: int) -> Tensor:
         """Return the keys as attention sees them, ``[H, T, d_k]``."""
         return self.run.keys[layer]
+
+    def others(self, layer: int, seen: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return logits ``[H_q, n]`` and values ``[H, n, d_v]`` that stand for tokens not ``seen [H, T]``, if any."""
+        return None
 
     def tied(self, layer: int, head: int, token: int) -> bool:
         """Rounding may decide whether the newest token attends to ``token``."""
@@ -193,9 +198,12 @@ class FreeKVReference(FullReference):
         return ((coded(tile, int((self.p["index"] or "bits2")[-1])) @ q) * scaling).logsumexp(0) / scaling
 
 
-def coded(tile: Tensor, bits: int) -> Tensor:
-    """A page's keys ``[page, d_k]`` in so many bits, by channel between the lowest and the highest, in bfloat16."""
-    low, high = tile.amin(0).bfloat16().float(), tile.amax(0).bfloat16().float()
+SIXTEEN = {torch.float32: torch.bfloat16, torch.bfloat16: torch.bfloat16, torch.float16: torch.float16}
+
+
+def coded(tile: Tensor, bits: int, edge: torch.dtype = torch.bfloat16) -> Tensor:
+    """A page's keys ``[page, d_k]`` in so many bits, by channel between the lowest and the highest, in 16 bits."""
+    low, high = tile.amin(0).to(edge).float(), tile.amax(0).to(edge).float()
     steps = 2**bits - 1
     codes = ((tile.float() - low) / (high - low)).nan_to_num(0).clamp(0, 1).mul(steps).round().double()
     return low.double() + codes * (high - low).double() / steps
@@ -215,7 +223,7 @@ class SpeculativeReference(FullReference):
             return super().reads(layer, query)
         geometry, now = self.run.toy.geometry, len(self.run.ids) - 1
         spec = self.run.toy.specs[layer]
-        asks = self.run.query[layer] if self.p["query"] == "last" else query
+        asks = self.asked = self.run.query[layer] if self.p["query"] == "last" else query
         seen = 0 if spec.window is None else max(0, now + 1 - spec.window)
         low, high = max(self.p["sink"], seen), now - self.p["window"]
         mask = torch.zeros(geometry.kv_heads, now + 1, dtype=torch.bool)
@@ -232,6 +240,32 @@ class SpeculativeReference(FullReference):
             self.weights[layer, head] = weights
             self.bounds[layer, head] = float(weights[ranked[: self.k][-1]])
         return mask
+
+    def others(self, layer: int, seen: Tensor) -> tuple[Tensor, Tensor] | None:
+        """By keys in a few bits, as which a page's keys weigh too much on average, each with its page's mean value."""
+        geometry, spec = self.run.toy.geometry, self.run.toy.specs[layer]
+        if self.p["rest"] == "none" or not self.k or layer < self.first or spec.softcap is not None:
+            return None
+        now = len(self.run.ids) - 1
+        known, visible = now // geometry.page * geometry.page, now - spec.window if spec.window is not None else -1
+        logits, values, bits = [], [], int((self.p["index"] or "bits2")[-1])
+        for head in range(geometry.kv_heads):
+            keys, told = self.run.keys[layer][head, :known], self.run.values[layer][head, :known]
+            asks = self.asked[head * geometry.group : (head + 1) * geometry.group].double() * spec.scaling
+            for at in range(0, known, geometry.page):
+                tile, edge = keys[at : at + geometry.page], SIXTEEN[keys.dtype]
+                steps = tile.amax(0).to(edge).double() - tile.amin(0).to(edge).double()
+                variance = (asks * (steps / (2**bits - 1))).square().sum(-1) / 12
+                of_page = asks @ coded(tile.double(), bits, edge).T - variance[:, None] / 2
+                tokens = torch.arange(at, at + geometry.page)
+                logits.append(of_page.masked_fill(seen[head, tokens] | (tokens <= visible), -torch.inf))
+            means = told.double().view(-1, geometry.page, geometry.d_v).mean(1)
+            values.append(means.to(SIXTEEN[told.dtype]).double().repeat_interleave(geometry.page, 0))
+        each = known // geometry.page
+        rows = [
+            torch.cat(logits[head * each : (head + 1) * each], 1) for head in range(geometry.kv_heads if each else 0)
+        ]
+        return (torch.cat(rows), torch.stack(values)) if rows else None
 
     def tied(self, layer: int, head: int, token: int) -> bool:
         last = self.bounds[layer, head]

@@ -244,7 +244,7 @@ class Speculative(IndexedMode):
         """The pages' mean values ``[H, page, d_v]``; None where nothing is joined by them: scores are not capped."""
         spec = self.state.specs[layer]
         is_capped = spec is not None and spec.softcap is not None
-        return None if is_capped or len(self._summaries) == 1 else self._summaries[1].of(layer)
+        return self._summaries[1].of(layer) if self.k and not is_capped and len(self._summaries) > 1 else None
 
     def _list(self, layer: int, query: Tensor) -> None:
         """List in the layer's table what is read by the token after those stored, itself where a step has begun."""

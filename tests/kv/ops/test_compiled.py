@@ -75,7 +75,7 @@ def test_numbers_that_are_none_end_nothing(scores):
     words = np.ones((1, 3, 32 + 16), np.uint32)
     table, result = np.zeros((1, 40), np.int32), np.zeros((1, 2, 4), np.float32)
     stored = np.ones(96 * 4, np.float32)
-    choice = query, words, words.view(np.uint16), 16, 2, 96, 0, 4, 80, 96, 20, NONE, np.zeros((2, 3, 4), np.uint16), 1
+    choice = query, words, words.view(np.uint16), 16, 2, 96, 0, 4, 80, 96, 20, NONE, np.zeros((1, 3, 4), np.uint16), 1
     attention = query, 1.0, 0.0, np.empty((0, 0), np.float32), stored, 0, 4, stored, 0, 4, table, result
     tokens.choose_and_attend(*choice, *attention)
     tokens.attend_tokens(*attention, 0)
