@@ -263,9 +263,8 @@ class FixedTokens(Speculative):
         self._chosen_now = self._sliding.at(position)
         super().forward_begin(position)
 
-    def choose(self, layer: int, query: Tensor, hidden: Tensor, held: Tensor) -> Tensor:
-        super().choose(layer, query, hidden, held)
-        return self._chosen_now
+    def choose(self, layer: int, query: Tensor, hidden: Tensor, held: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self._chosen_now, super().choose(layer, query, hidden, held)[1]
 
 
 class FixedPages(FreeKV):

@@ -56,7 +56,7 @@ from kvchat.kv.modes.base import (
     budget_of,
 )
 from kvchat.kv.modes.page_index import IndexedMode, KeyCodes, PageIndex, ValueMeans
-from kvchat.kv.ops.selection import Places, are_among
+from kvchat.kv.ops.selection import Places
 from kvchat.kv.state import KVState
 from kvchat.units import percent, size
 
@@ -168,10 +168,13 @@ class Speculative(IndexedMode):
         self.slots.beside = None if beside is None else lambda: beside
         return False
 
-    def choose(self, layer: int, query: Tensor, hidden: Tensor, held: Tensor) -> Tensor:
-        """The tokens ``[H, k]`` that ``query [H_q, d_k]`` chooses for slots that hold ``held``, none of ``hidden``."""
-        state, codes = self.state, (self.index.of(layer), self.index.bits)
-        return state.ops.choose_tokens(query, *codes, state.scaling(layer), hidden, self._masked, held)
+    def choose(self, layer: int, query: Tensor, hidden: Tensor, held: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The tokens ``[H, k]`` that ``query [H_q, d_k]`` chooses for slots that hold ``held``, none of ``hidden``.
+
+        And what attention to the others would add, ``[H, G, d_v + 1]``, where that is joined.
+        """
+        by = query, self.index.of(layer), self.bits, self.state.scaling(layer)
+        return self.state.ops.choose_tokens(*by, hidden, self._masked, held, self._means(layer))
 
     def report(self) -> ModeReport:
         chosen = {"budget": self.budget, "sink": self.sink, "window": self.window, "query": self.query}
@@ -232,13 +235,11 @@ class Speculative(IndexedMode):
         # A window that became known since the step began hides only what attention does not see either.
         hidden = self._hidden.get(spec.window if spec else None, self._hidden[None])
         held = self.slots.table_of(layer)[:, : min(self.k, self.slots.offset)]
-        chosen = self.choose(layer, query, hidden, held)
+        chosen, beside = self.choose(layer, query, hidden, held)
         state.transfer.load_tokens(self.slots, layer, 0, chosen, held)
         held.copy_(chosen)
-        if (means := self._means(layer)) is not None:
-            unread = ~(hidden | self._masked | are_among(chosen, len(hidden)))
-            codes = self.index.of(layer), self.bits
-            self._unread[layer] = state.ops.of_unread(query, *codes, state.scaling(layer), means, unread)
+        if beside is not None:
+            self._unread[layer] = beside
 
     def _means(self, layer: int) -> Tensor | None:
         """The pages' mean values ``[H, page, d_v]``; None where nothing is joined by them: scores are not capped."""

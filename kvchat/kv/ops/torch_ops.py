@@ -188,9 +188,17 @@ class TorchOps:
         return key_codes.token_scores(query, index, self.geometry.page, bits, scaling)
 
     def choose_tokens(
-        self, query: Tensor, index: Tensor, bits: int, scaling: float, hidden: Tensor, masked: Tensor, resident: Tensor
-    ) -> Tensor:
-        """The tokens that each slot is to hold next.
+        self,
+        query: Tensor,
+        index: Tensor,
+        bits: int,
+        scaling: float,
+        hidden: Tensor,
+        masked: Tensor,
+        resident: Tensor,
+        means: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The tokens that each slot is to hold next, and ``of_unread`` of the others that may be chosen.
 
         Args:
             query: ``[H_q, d_k]``.
@@ -200,21 +208,19 @@ class TorchOps:
             hidden: the tokens that have no weight, bool ``[token]``.
             masked: the tokens that may not be chosen, bool ``[token]``.
             resident: ``[H, k]`` token held by each slot, -1 = none.
+            means: the pages' mean values ``[H, page, d_v]``, if any.
 
         Returns:
-            int64 ``[H, k]``, -1 = none.
+            int64 ``[H, k]``, -1 = none; float32 ``[H, G, d_v + 1]``, None without ``means``.
         """
         scores = self.token_scores(query, index, bits, scaling)
         wanted = heaviest(scores, hidden, masked, resident.shape[1])
-        return assign_token_slots(wanted, resident.long(), scores.shape[-1], reuse=True)
-
-    def of_unread(
-        self, query: Tensor, index: Tensor, bits: int, scaling: float, means: Tensor, unread: Tensor
-    ) -> Tensor:
-        """``selection.of_unread`` for ``query [H_q, d_k]`` by ``index [H, page, words]``: ``[H, G, d_v + 1]``."""
-        scores = self.token_scores(query, index, bits, scaling)
+        placed = assign_token_slots(wanted, resident.long(), scores.shape[-1], reuse=True)
+        if means is None:
+            return placed, None
+        unread = ~(hidden | masked | are_among(wanted, scores.shape[-1]))
         excess = key_codes.excess(query, index, self.geometry.page, bits, scaling)
-        return of_unread(scores, unread, excess, means)
+        return placed, of_unread(scores, unread, excess, means)
 
     def list_tokens(
         self,
@@ -257,7 +263,7 @@ class TorchOps:
         if means is None:
             return None
         unread = ~(hidden | masked | is_pinned[: len(tokens)]) & ~are_among(best, len(tokens))
-        return self.of_unread(query, index, bits, scaling, means, unread)
+        return of_unread(scores, unread, key_codes.excess(query, index, self.geometry.page, bits, scaling), means)
 
     def open_pages(self, slots: DeviceSlots, layers: slice, first: int, last: Tensor) -> None:
         """``DeviceSlots.open_pages``"""

@@ -109,12 +109,21 @@ class TritonOps(TorchOps):
             return tokens.token_scores(query, index, self.geometry.page, bits, scaling)
 
     def choose_tokens(
-        self, query: Tensor, index: Tensor, bits: int, scaling: float, hidden: Tensor, masked: Tensor, resident: Tensor
-    ) -> Tensor:
+        self,
+        query: Tensor,
+        index: Tensor,
+        bits: int,
+        scaling: float,
+        hidden: Tensor,
+        masked: Tensor,
+        resident: Tensor,
+        means: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        by = query, index, bits, scaling, hidden, masked, resident, means
         if not tokens.choosable(resident.shape[1]):
-            return super().choose_tokens(query, index, bits, scaling, hidden, masked, resident)
+            return super().choose_tokens(*by)
         with self._on:
-            return tokens.choose_tokens(query, index, self.geometry.page, bits, scaling, hidden, masked, resident)
+            return tokens.choose_tokens(*by, self.geometry.page)
 
     def open_pages(self, slots: DeviceSlots, layers: slice, first: int, last: Tensor) -> None:
         with self._on:

@@ -125,13 +125,16 @@ class _Step:
             index = self.ops.encode_keys(self.keys[:, : -g.page // 2], bits)
             by = self.query, index, bits, self.spec.scaling
             scores = self.ops.token_scores(*by)
-            resident.copy_(self.ops.choose_tokens(*by, hidden, masked, resident))
+            means = self.values[:, : PAGES * g.page].view(g.kv_heads, PAGES, g.page, -1).mean(2)
+            placed, beside = self.ops.choose_tokens(*by, hidden, masked, resident, means)
+            assert beside is not None
+            resident.copy_(placed)
             chosen = torch.zeros((g.kv_heads, len(tokens) + 1), dtype=torch.bool, device=self.device)
             chosen = chosen.scatter_(1, resident.long().remainder(len(tokens) + 1), True)[:, :-1]
             weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).mean(1) * chosen
             found[f"{bits}-bit keys"] = key_codes.decode(index, g.d_k, g.page, bits, g.dtype)
             found |= {f"{bits}-bit scores": scores, f"{bits}-bit weights": weights.sort().values}
-            found[f"{bits}-bit choice"] = (chosen & ~masked).sum(1)
+            found |= {f"{bits}-bit choice": (chosen & ~masked).sum(1), f"{bits}-bit rest": beside}
         return found
 
     def attend(self) -> dict[str, Tensor]:

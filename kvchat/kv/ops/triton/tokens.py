@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvchat.kv.ops import key_codes
+from kvchat.kv.ops.selection import of_unread
 from kvchat.kv.ops.triton.append import with_dense_rows
 from kvchat.kv.ops.triton.language import LOWEST
 from kvchat.kv.ops.triton.select import top
@@ -356,13 +357,14 @@ def choosable(k: int) -> bool:
 def choose_tokens(
     query: Tensor,
     index: Tensor,
-    page: int,
     bits: int,
     scaling: float,
     hidden: Tensor,
     masked: Tensor,
     resident: Tensor,
-) -> Tensor:
+    means: Tensor | None,
+    page: int,
+) -> tuple[Tensor, Tensor | None]:
     """``TorchOps.choose_tokens`` where they are ``choosable``."""
     scored = scores, highest, _ = _scored(query, index, page, bits, scaling, (hidden, masked))
     (heads, group, tokens), blocks, k = scores.shape, highest.shape[2], resident.shape[1]
@@ -396,7 +398,10 @@ def choose_tokens(
     _place_tokens[(heads,)](
         *scored, marks, *listed, resident, fresh, placed, *sizes, *shapes, num_warps=of_found // PER_WARP
     )
-    return placed
+    if means is None:
+        return placed, None
+    unread = (scores[:, 0] > LOWEST.value) & (marks == 0)
+    return placed, of_unread(scores, unread, key_codes.excess(query, index, page, bits, scaling), means)
 
 
 def _scored(

@@ -10,7 +10,7 @@ from support.random_kv import assert_near, noise
 
 from kvchat.kv.memory.device_slots import EMPTY
 from kvchat.kv.ops import key_codes
-from kvchat.kv.ops.selection import assign_token_slots
+from kvchat.kv.ops.selection import NOTHING, are_among, assign_token_slots, of_unread
 from kvchat.kv.ops.triton import tokens as kernels
 
 NEAR = 1e-5  # relative: weights that rounding cannot tell apart
@@ -57,9 +57,15 @@ def test_scores_and_choices(heads, group, d, bits, dtype, page, n, k, sight, dev
     for step in range(2):
         exact = key_codes.token_scores(query, index, page, bits, d**-0.5)
         assert_near(kernels.token_scores(query, index, page, bits, d**-0.5), exact, torch.float32)
-        placed = kernels.choose_tokens(query, index, page, bits, d**-0.5, hidden, masked, resident)
+        means = noise(9, device, torch.bfloat16, heads, index.shape[1], 24)
+        by = query, index, bits, d**-0.5, hidden, masked, resident
+        placed, beside = kernels.choose_tokens(*by, means, page)
         assert placed.dtype == torch.int64
         check(exact, hidden, masked, resident, placed)
+        unread = ~(hidden | masked | are_among(placed, len(token)))
+        expected = of_unread(exact, unread, key_codes.excess(query, index, page, bits, d**-0.5), means)
+        assert_near(beside, expected, torch.float32)
+        assert kernels.choose_tokens(*by, None, page)[1] is None
         resident.copy_(placed)
         query = (query + 0.4 * noise(2 + step, device, dtype, heads * group, d)).to(dtype)
 
@@ -95,7 +101,7 @@ def test_of_equal_tokens_the_first_are_chosen(data):
     resident = torch.tensor([[*held, *[EMPTY] * (k - len(held))]], dtype=torch.int32, device=device)
     masked = torch.tensor(data.draw(st.lists(st.booleans(), min_size=n, max_size=n)), device=device)
     nothing = torch.zeros_like(masked)
-    placed = kernels.choose_tokens(query, index, page, 2, 1.0, nothing, masked, resident)
+    placed, _ = kernels.choose_tokens(query, index, 2, 1.0, nothing, masked, resident, None, page)
     scores = key_codes.token_scores(query, index, page, 2, 1.0)[0, 0]
     weights = (scores - scores.max()).exp().tolist()
     ranked = sorted((token for token in range(n) if not masked[token]), key=lambda token: (-weights[token], token))
@@ -116,7 +122,7 @@ def test_more_than_one_program_can_choose_among_come_together(k, device, monkeyp
     query = 3 * noise(1, device, torch.float16, 4, 16)
     nothing = torch.zeros(n, dtype=torch.bool, device=device)
     resident = torch.full((2, k), EMPTY, dtype=torch.int32, device=device)
-    placed = kernels.choose_tokens(query, index, page, 2, 0.25, nothing, nothing, resident)
+    placed, _ = kernels.choose_tokens(query, index, 2, 0.25, nothing, nothing, resident, None, page)
     check(key_codes.token_scores(query, index, page, 2, 0.25), nothing, nothing, resident, placed)
 
 
@@ -126,4 +132,7 @@ def test_where_nothing_may_be_chosen_all_slots_empty(device):
     resident = torch.tensor([[5, 9, EMPTY]], dtype=torch.int32, device=device)
     query = noise(1, device, torch.float16, 2, 32)
     for masks in ((hidden, ~hidden), (~hidden, hidden)):
-        assert kernels.choose_tokens(query, index, 32, 4, 0.2, *masks, resident).tolist() == [[EMPTY] * 3]
+        placed, beside = kernels.choose_tokens(query, index, 4, 0.2, *masks, resident, torch.ones(1, 3, 8), 32)
+        assert placed.tolist() == [[EMPTY] * 3]
+        assert (beside[..., -1] <= NOTHING * 0.9).all()
+        assert beside.isfinite().all()
