@@ -31,7 +31,7 @@ SHOWN = {
     "paper-synckv": "table-3",
 }
 # Results of questions of their own, by model; and how the front table calls a variant.
-RECALLED = {"SmolLM2-135M": ("recall-smollm2", "recall-smollm2-more"), "Gemma 3 270M": ("recall-gemma",)}
+RECALLED = {"SmolLM2-135M": ("recall-smollm2",), "Gemma 3 270M": ("recall-gemma",)}
 MODES = {
     "speculative:budget=256": "**speculative, 256 tokens**",
     "speculative:budget=128": "speculative, 128 tokens",

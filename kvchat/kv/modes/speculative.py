@@ -3,12 +3,14 @@
 Per layer and KV head a token reads S sinks, the last W tokens, and of all others the k = budget - S - W of highest
 weight: the mean over the group of softmax(q . k^ / sqrt(d)), where k^ are the keys in two bits (``ops.key_codes``) and
 the softmax is over all tokens in full pages that the layer sees, so that a query head that looks at sinks and window
-has little to say.
+has little to say. Tokens that are not read count as well: by the index each page's are given a weight, and its mean
+value (``selection.of_unread``).
 
 Sources, and what is ours: that tokens and not pages are chosen (FIER, arXiv 2508.08256, with one bit; Double Sparsity,
 arXiv 2408.07092, with some channels), scales by channel (KIVI, arXiv 2402.02750), and the query of a layer estimated
 from the input of the layer before (InfiniGen, arXiv 2406.19707, with skewed partial weights and a threshold). Here the
-estimate is the layer's own norm, projection and rotation of that input, and the budget is a count.
+estimate is the layer's own norm, projection and rotation of that input, and the budget is a count. That weight left
+over goes to a mean value is SparQ's (arXiv 2312.04985, section 3, with one of all tokens); here each page has one.
 
 FreeKV (``profile=paper``, or ``unit=page``) is in ``freekv``. Its page bounds do not rank the page that a model looks
 for: a token is one of 32 keys whose bound is high wherever their channels are large.
@@ -24,6 +26,10 @@ Decisions:
     * On a CPU what is chosen is read where it is stored: there are no slots, and nothing moves. On a GPU a chosen token
       keeps its slot from step to step, and rows move one by one.
     * The first layer is read in full by default (``first_full``).
+    * What is not read is joined (``rest``): left out, what is read weighs too much, and a fact too little against what
+      the model says anyway. SmolLM2's divergence from full falls to a quarter or less (``bench/README.md``). Codes make
+      a page's weight too high on average, which ``key_codes.excess`` corrects. Where scores are capped nothing is
+      joined: the cap would have to be in the estimate too.
     * Values have no part in the score: weighed with their length tokens err as much or more (``bench/README.md``).
     * All tokens are scored, also of long conversations. To rank pages first and score tokens in the best of them was
       tried on SmolLM2 (``bench/README.md``): what a page keeps in few bytes does not rank it. By the edges that the
@@ -32,8 +38,9 @@ Decisions:
       loses 0.03 to 0.3 % for half of the bytes, but would have to know which channels they are in each head.
 
 Shapes: tables ``[H, k + S + W]``; the index ``[layers, H, page, words]`` of int32, 3 bits a key element in 16-bit
-pages. Costs: a step reads the index of all tokens, 9.4 % of what full attention reads of the K/V: of an 8B's weights in
-16 bits 3 % after 32K tokens and 10 % after 128K, of those in 4 bits 8 and 33 %. ``kvchat plan --card`` counts it.
+pages, and mean values ``[layers, H, page, d_v]``. Costs: a step reads both of all tokens, 10.9 % of what full attention
+reads of the K/V, 9.4 of them the index: of an 8B's weights in 16 bits 3 % after 32K tokens and 12 % after 128K, of those
+in 4 bits 10 and 38 %. ``kvchat plan --card`` counts it.
 """
 
 from __future__ import annotations
