@@ -38,8 +38,8 @@ Decisions:
       loses 0.03 to 0.3 % for half of the bytes, but would have to know which channels they are in each head.
 
 Shapes: tables ``[H, k + S + W]``; the index ``[layers, H, page, words]`` of int32, 3 bits a key element in 16-bit
-pages, and mean values ``[layers, H, page, d_v]``. Costs: a step reads both of all tokens, 10.9 % of what full attention
-reads of the K/V, 9.4 of them the index: of an 8B's weights in 16 bits 3 % after 32K tokens and 12 % after 128K, of those
+pages, and mean values ``[layers, H, page, d_v]``. Costs: a step reads both of all tokens, 10.9 % of what full reads of
+the K/V, 9.4 of them the index: of an 8B's weights in 16 bits 3 % after 32K tokens and 12 % after 128K, of those
 in 4 bits 10 and 38 %. ``kvchat plan --card`` counts it.
 """
 

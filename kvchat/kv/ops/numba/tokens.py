@@ -310,19 +310,30 @@ def _add_unread(
         seen: the first token meant, counted from there.
     """
     group, n = powers.shape
+    masses = excess  # it is no longer needed
     for g in range(group):
+        powers[g, :seen] = 0
         for token in tokens:
             if start <= token < start + n:
                 powers[g, token - start] = 0
-        highest[g], totals[g], total[g] = _highest(parts[g]), 0, 0
+        highest[g], totals[g] = _highest(parts[g]), 0
+        for page in range(n // PAGE):
+            masses[g, page] = exp(parts[g, page // PART] - highest[g] - excess[g, page])
         for page in range(n // PAGE):
             mass = np.float32(0)
-            for i in range(max(seen, page * PAGE), (page + 1) * PAGE):
-                mass += powers[g, i]
-            mass *= exp(parts[g, page // PART] - highest[g] - excess[g, page])
-            totals[g] += mass
-            for i in range(total.shape[1]):
-                total[g, i] += mass * widened(means[page, i])
+            for i in range(PAGE):
+                mass += powers[g, page * PAGE + i]
+            masses[g, page] *= mass
+            totals[g] += masses[g, page]
+    total[:] = 0
+    value = np.empty(total.shape[1], np.float32)
+    for page in range(n // PAGE):
+        for i in range(len(value)):
+            value[i] = widened(means[page, i])
+        for g in range(group):
+            mass = masses[g, page]
+            for i in range(len(value)):
+                total[g, i] += mass * value[i]
 
 
 @numba.njit(fastmath=FINITE_OR_NOT)  # type: ignore[untyped-decorator]
