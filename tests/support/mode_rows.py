@@ -27,7 +27,7 @@ ROWS = {
         "speculative",
         {"budget": 70, "sink": 5, "window": 19, "index": "bits4", "first_full": False},
     ),
-    "speculative-last": ("speculative", {"budget": 64, "sink": 3, "window": 16, "query": "last"}),
+    "speculative-last": ("speculative", {"budget": 64, "sink": 3, "window": 16, "query": "last", "rest": "none"}),
     "speculative-no-tokens": ("speculative", {"budget": 64, "sink": 20, "window": 44}),
     "freekv": ("speculative", {"budget": 80, "sink": 8, "window": 24, "tau": 0.7}),
     "freekv-odd": ("speculative", {"budget": 90, "sink": 5, "window": 19, "tau": 0.7, "first_full": False}),
