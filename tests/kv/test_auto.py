@@ -73,10 +73,10 @@ MACHINES = [
     ("135M", PI, 8000, 5, {}, "full"),
     ("8B", SERVER, 100_000, 10, {}, "full"),
     ("8B", DESKTOP, 16_000, 10, {}, "full"),
-    ("8B", DESKTOP, 32_000, 10, {}, "speculative 16384"),
+    ("8B", DESKTOP, 32_000, 10, {}, "speculative 8192"),
     ("8B", (300, 0, 0, 6), 64_000, 10, {}, "full with 8-bit pages"),
     ("8B", (360, 12, 17, 6), 64_000, 10, {}, "full with 8-bit pages"),
-    ("8B", (80, 0, 0, 4), 32_000, 10, {}, "speculative 16384 with 8-bit pages"),
+    ("8B", (80, 0, 0, 4), 32_000, 10, {}, "speculative 8192 with 8-bit pages"),
 ]
 
 

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from kvchat.kv.inspect import attended
 from kvchat.kv.memory.device_slots import DeviceSlots
+from kvchat.kv.modes.speculative import Speculative
+from kvchat.kv.ops import key_codes
 
 
 def in_8_bits(x: Tensor, tokens_share: bool) -> Tensor:
@@ -100,9 +102,23 @@ class EightBitRun(Run):
             self._note_slots(slots, layer, keys, values)
         self.keys[layer] = keys  # the reference turns a mode's sinks
         seen = attended(self.kv.state, layer)
-        expected = dense(query, self.reference.keys(layer), values, seen, spec)
+        others = self._others(layer, query, seen) if isinstance(self.kv.mode, Speculative) else None
+        expected = dense(query, self.reference.keys(layer), values, seen, spec, others)
         self.keys[layer] = exact[0]
         assert_near(output, expected, self.toy.geometry.dtype, f"{self.kv.mode.name}, layer {layer}, token {total - 1}")
+
+    def _others(self, layer: int, query: Tensor, seen: Tensor) -> tuple[Tensor, Tensor] | None:
+        """What counts for tokens not ``seen``, by the mode's own index: of exact keys and values, or of stored ones."""
+        mode, g, spec = self.kv.mode, self.toy.geometry, self.toy.specs[layer]
+        known, last = (len(self.ids) - 1) // g.page, len(self.ids) - 1 - (spec.window or len(self.ids))
+        if layer < mode.first or not known or spec.softcap is not None:
+            return None
+        index, means = (each.of(layer)[:, :known] for each in mode.summaries)
+        by = query, index, g.page, mode.bits, spec.scaling
+        too_high = key_codes.excess(*by).repeat_interleave(g.page, -1)
+        hidden = seen[:, None, : known * g.page] | (torch.arange(known * g.page) <= last)
+        logits = (key_codes.token_scores(*by) - too_high).masked_fill(hidden, -torch.inf)
+        return logits.flatten(0, 1).double(), means.double().repeat_interleave(g.page, 1)
 
     def _note_slots(self, slots: DeviceSlots, layer: int, keys: Tensor, values: Tensor) -> None:
         """A readable slot holds K/V as stored, or exactly: then attention reads them so.

@@ -202,7 +202,7 @@ class IndexedMode(Mode):
     parameters: BudgetParameters
     index: PageIndex
     first: int
-    _summaries: Sequence[PageIndex]
+    summaries: Sequence[PageIndex]
 
     def _share_out(self, budget: int, sink: int, window: int, first_full: bool) -> None:
         """Take ``budget``, of which sinks and window have their parts.
@@ -240,7 +240,7 @@ class IndexedMode(Mode):
         return Plan([*full, rest], self.geometry.pages(capacity) * page_bytes)
 
     def graph_buffers(self) -> list[Tensor]:
-        return [*super().graph_buffers(), *(each.data for each in self._summaries)]
+        return [*super().graph_buffers(), *(each.data for each in self.summaries)]
 
     @property
     def slots(self) -> DeviceSlots:
@@ -249,23 +249,23 @@ class IndexedMode(Mode):
 
     def attach(self, state: KVState) -> None:
         super().attach(state)
-        self._summaries = self._summarize(state.device)
-        for each in self._summaries:
+        self.summaries = self._summarize(state.device)
+        for each in self.summaries:
             each.state = state
-        self.index = self._summaries[0]
+        self.index = self.summaries[0]
 
     def prefilled(self, layer: int, start: int, keys: Tensor, values: Tensor) -> None:
         if layer >= self.first:
-            for each in self._summaries:
+            for each in self.summaries:
                 each.compute(layer, start, values if each.of_values else keys)
 
     def fill(self, fresh: bool) -> None:
         super().fill(fresh)
-        for each in self._summaries:
+        for each in self.summaries:
             each.refresh(self.state.host)
 
     def prepare_step(self) -> Step:
         # As much as the slots have: on a GPU both growing at once costs one new graph, not two.
-        for each in self._summaries:
+        for each in self.summaries:
             each.reserve(self.state.capacity)
         return super().prepare_step()

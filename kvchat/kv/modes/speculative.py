@@ -144,7 +144,7 @@ class Speculative(IndexedMode):
 
     def prepare_step(self) -> Step:
         super().prepare_step()
-        for each in self._summaries:
+        for each in self.summaries:
             each.follow(self.state.host)
         return Step(exact=self.state.total + 1 - self.window - self.sink <= self.k)
 
@@ -189,7 +189,7 @@ class Speculative(IndexedMode):
         stats = {
             "tokens per head": self.k,
             "candidate tokens": max(0, self.state.total + 1 - self.window - self.sink),
-            "index": size(sum(each.data.nbytes for each in self._summaries)),
+            "index": size(sum(each.data.nbytes for each in self.summaries)),
         }
         if self.choice:
             stats |= {"measured on": self.choice.measured_on, "expected to cover": percent(self.choice.covered)}
@@ -252,7 +252,7 @@ class Speculative(IndexedMode):
         """The pages' mean values ``[H, page, d_v]``; None where nothing is joined by them: scores are not capped."""
         spec = self.state.specs[layer]
         is_capped = spec is not None and spec.softcap is not None
-        return self._summaries[1].of(layer) if self.k and not is_capped and len(self._summaries) > 1 else None
+        return self.summaries[1].of(layer) if self.k and not is_capped and len(self.summaries) > 1 else None
 
     def _list(self, layer: int, query: Tensor) -> None:
         """List in the layer's table what is read by the token after those stored, itself where a step has begun."""
