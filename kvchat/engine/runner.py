@@ -80,13 +80,12 @@ class ModelRunner:
                 self.kv.state.note_spec(layer, spec)
             self._token = torch.zeros(1, dtype=torch.int64, device=model.device)
         self.recurrent = RecurrentState(model.model.config, model.reads_chunks)
-        # Not captured: whether each architecture's state stays at its address was seen on no GPU yet.
-        eager = "recurrent layers run eagerly" if self.recurrent.exists else ""
+        eager = ""
         if len(model.devices) > 1:  # torch's pool for a graph is one device's
             eager = f"its layers are on {len(model.devices)} GPUs"
         if model.ranks > 1:  # whether a sum over ranks can be captured was seen on no two GPUs yet
             eager = f"its heads are on {model.ranks} GPUs"
-        self.graphs = GraphRunner(self.kv, recorder or recorder_for(model.device), eager)
+        self.graphs = GraphRunner(self.kv, recorder or recorder_for(model.device), eager, self.recurrent)
         self.thread_budget = ThreadBudget(model.device)
 
     @property
@@ -399,13 +398,21 @@ def recorder_for(device: torch.device) -> CudaRecorder | None:
 class GraphRunner:
     """Runs the steps of a KV manager, by graphs where there is a recorder; ``refusal`` says why this mode has none.
 
-    A ``refusal`` that is given holds for every mode.
+    A ``refusal`` that is given holds for every mode. What ``recurrent`` layers keep is changed in place by a step, and
+    its addresses are part of a step's kind.
     """
 
-    def __init__(self, kv: KVManager, recorder: CudaRecorder | None, refusal: str = "") -> None:
+    def __init__(
+        self,
+        kv: KVManager,
+        recorder: CudaRecorder | None,
+        refusal: str = "",
+        recurrent: RecurrentState | None = None,
+    ) -> None:
         self._always = refusal if recorder else ""
         self.refusal = self._always
         self._kv = kv
+        self._recurrent = recurrent if recurrent and recurrent.exists else None
         self._recorder = recorder
         self._mode = kv.mode
         self._recorded: dict[tuple[object, ...], tuple[Replay, Tensor]] = {}
@@ -425,10 +432,14 @@ class GraphRunner:
         """Return the result of ``step``, which the caller may keep."""
         if not self._usable():
             return step()
-        kind = self._kv.graph_key()
+        state = self._recurrent.addresses if self._recurrent else ()
+        kind = *self._kv.graph_key(), *state
         if kind not in self._recorded and (kind not in self._warm or not self._record(kind, step)):
             self._warm.add(kind)
-            return step()
+            result = step()
+            if self._recurrent and self._recurrent.addresses != state:
+                self.refusal = "its recurrent layers keep their state elsewhere after each step"
+            return result
         replay, result = self._recorded[kind]
         replay()
         return result.clone()
@@ -438,6 +449,8 @@ class GraphRunner:
             self._forget()
         # A pageable host pool is gathered from by the CPU.
         captured = self._kv.state.host.pinned and not self._kv.step.eager
+        # The first token of all takes another way through recurrent layers.
+        captured = captured and (self._recurrent is None or self._recurrent.position > 0)
         return self._recorder is not None and not self.refusal and captured
 
     def _record(self, kind: tuple[object, ...], step: Callable[[], Tensor]) -> bool:

@@ -104,6 +104,11 @@ class RecurrentState:
         return all(any(layer.is_conv_states_initialized.values()) for layer in self._layers)
 
     @property
+    def addresses(self) -> tuple[int, ...]:
+        """Where the tensors lie that a step reads and changes; a graph holds them as it holds the K/V."""
+        return tuple(tensor.data_ptr() for tensor in self._tensors().values())
+
+    @property
     def unread(self) -> list[int]:
         """The stored tokens that the state has not read, to be read again before any other; empty between steps."""
         return self._ids[self._read :] if self.exists else []

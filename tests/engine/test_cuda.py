@@ -86,6 +86,21 @@ def test_graphs_and_streams_change_no_bit(row, dtype):
     assert not one.graphs.prepares
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1", "lfm2"])
+def test_graphs_change_no_bit_of_a_hybrid(name, dtype):
+    model = loaded(name, "cuda", dtype)
+    one, other = ModelRunner(model, mode_of(model, "streaming")), eager(ModelRunner(model, mode_of(model, "streaming")))
+    for each in (one, other):
+        prefilled(each, token_ids(100))
+    same_steps(one, other, later_ids(300))
+    for each in (one, other):
+        each.truncate(90)
+    same_steps(one, other, later_ids(300, seed=2))
+    assert not one.graphs.refusal
+    assert not one.graphs.prepares
+
+
 @pytest.mark.parametrize(("row", "dtype"), [("speculative", DTYPES[0])], ids=["dtype0"])
 def test_looks_at_coverage_change_no_bit_and_see_the_dense_attention_over_the_host_pool(row, dtype):
     model = llama(dtype)

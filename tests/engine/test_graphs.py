@@ -8,15 +8,17 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
+from support import tiny_models
 from support.fake_cuda.tape import TapeRecorder
+from support.grids import thinned
 from support.kv_steps import as_on_a_gpu
 from support.tiny_runner import COMPARED, PARAMS, loaded, mode_of, prefilled, same_steps, token_ids
+from transformers.cache_utils import LinearAttentionLayer
 
 from kvchat.engine import runner
 from kvchat.engine.runner import CudaRecorder, GraphRunner, ModelRunner
 from kvchat.engine.session import Session
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.manager import KVManager
 from kvchat.models.load import LoadedModel
 from kvchat.protocol.messages import Preparing, Sampling, Turn
 
@@ -27,14 +29,15 @@ def as_beside_a_gpu(monkeypatch):
     monkeypatch.setattr(runner, "Geometry", lambda *sizes, unified, **rest: Geometry(*sizes, **rest))
 
 
-def changed_by_steps(kv: KVManager) -> list[torch.Tensor]:
+def changed_by_steps(one: ModelRunner) -> list[torch.Tensor]:
     """What the key of a graph tells apart, and the host pool of every layer."""
-    return [*kv.graph_buffers(), *map(kv.state.host.rows, range(kv.state.geometry.layers))]
+    pool = map(one.kv.state.host.rows, range(one.kv.state.geometry.layers))
+    return [*one.kv.graph_buffers(), *one.recurrent._tensors().values(), *pool]
 
 
 def pair(model: LoadedModel, row: str, prompt: list[int]) -> tuple[ModelRunner, ModelRunner, TapeRecorder]:
     """Return two runners after the same prompt: one by graph, one eager."""
-    recorder = TapeRecorder(lambda: changed_by_steps(one.kv))
+    recorder = TapeRecorder(lambda: changed_by_steps(one))
     one, other = ModelRunner(model, mode_of(model, row), recorder), ModelRunner(model, mode_of(model, row))
     for each in (one, other):
         as_on_a_gpu(each.kv)
@@ -60,6 +63,45 @@ def test_a_conversation_by_graph_is_the_conversation_run_eagerly(row, name):
     same_steps(one, other, ids[240:260])
     assert recorder.played > played + 12
     assert not one.graphs.refusal
+
+
+@pytest.mark.parametrize(("name", "row"), [*thinned(tiny_models.HYBRID, ["full", "speculative", "freeze", "sync"])])
+def test_a_hybrid_by_graph_is_the_hybrid_run_eagerly(name, row):
+    """Also after its state was put back, and where tokens were read again."""
+    model, ids = loaded(name), token_ids(200)
+    one, other, recorder = pair(model, row, ids[:100])
+    same_steps(one, other, ids[100:112])
+    played = recorder.played
+    assert played > 6
+    for each in (one, other):
+        each.truncate(106)
+    same_steps(one, other, ids[120:126])
+    for each in (one, other):
+        prefilled(each, ids[130:150])
+    same_steps(one, other, ids[150:160])
+    assert recorder.played > played + 8
+    assert not one.graphs.refusal
+
+
+def test_a_hybrid_begins_without_a_prompt_and_begins_again():
+    model = loaded("qwen3_5")
+    one, other, _ = pair(model, "full", token_ids(3))
+    for _ in range(4):
+        for each in (one, other):
+            each.truncate(0)
+        same_steps(one, other, token_ids(4, seed=1))
+
+
+def test_recurrent_layers_that_keep_their_state_elsewhere_run_eagerly(monkeypatch):
+    def moved(layer, state, state_idx=0, **_):
+        layer.recurrent_states[state_idx] = state.clone()
+        return layer.recurrent_states[state_idx]
+
+    one, other, recorder = pair(loaded("qwen3_5"), "full", token_ids(100))
+    monkeypatch.setattr(LinearAttentionLayer, "update_recurrent_state", moved)
+    same_steps(one, other, token_ids(12, seed=1))
+    assert (recorder.recorded, recorder.played) == (0, 0)
+    assert "recurrent layers" in one.graphs.refusal
 
 
 def test_growing_makes_new_graphs():
