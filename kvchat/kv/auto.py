@@ -223,11 +223,13 @@ class _Costs:
             KvchatError: the mode cannot run with these parameters.
         """
         m = self.machine
-        read = self.mode(parameters, self.apart).plan(self.conversation.tokens).device_bytes(self.apart)
+        plan = self.mode(parameters, self.apart).plan(self.conversation.tokens)
+        read = plan.device_bytes(self.apart)
         seconds = (m.weights + read) / m.read
         if m.link and (new := m.new.get(parameters.name)):
-            chosen = min(read, (getattr(parameters, "budget", None) or read) * self.geometry.token_bytes)
-            seconds += new * chosen * self._share(quantizes) / m.link  # an H200 hid a part of it, not all
+            seconds += (
+                new * plan.chosen_bytes(self.geometry) * self._share(quantizes) / m.link
+            )  # an H200 hid a part of it, not all
         held = self.mode(parameters, self.geometry).plan(self.capacity).device_bytes(self.geometry)
         return Way(parameters, quantizes, seconds, lacks=self._lacks(parameters.name, held, quantizes))
 

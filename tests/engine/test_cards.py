@@ -51,6 +51,15 @@ def test_full_is_read_over_the_link_where_it_does_not_fit_and_8_bit_pages_halve_
     assert found["streaming"][65_536] < found["speculative"][65_536] < exact
 
 
+def test_a_budget_by_default_costs_what_it_costs_when_it_is_given():
+    """Of what speculative keeps on a card, its index and first layer come over no link."""
+    default, given = (
+        cards.computed_ms(Load("an 8B", given=given), h200(), llama_8b(), [131_072])["speculative"][131_072]
+        for given in ({}, {"speculative": {"budget": 2048}})
+    )
+    assert default == pytest.approx(given, rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("link", "weights_s", "gains"),
     [(22e9, 0.0096, {0.7: 2.3, 0.85: 3.6, 0.95: 6.4}), (3.5e9, 0.013, {0.7: 2.9, 0.85: 5.2})],

@@ -111,6 +111,12 @@ class Plan:
         )
         return slots * 2 * g.row_bytes
 
+    def chosen_bytes(self, geometry: Geometry) -> int:
+        """Bytes of the slots whose tokens come and go as a mode chooses."""
+        g = geometry
+        slots = sum((layout.last - layout.first) * layout.width(g) * layout.pages * g.page for layout in self.layouts)
+        return slots * 2 * g.row_bytes
+
 
 class TokenState(Enum):
     """The place of a stored token, as seen from the next step."""
