@@ -26,6 +26,7 @@ NAMED_SCORE = 1e9  # above all others, until the token is scored
 SOUGHT = 32  # times tau: what one head that retrieves gives, in the mean with all that do not
 FOREVER = 2**30  # steps
 FOLLOWING = 16  # tokens, from a retrieved one (its score is high) on
+ABSENT = -1.0  # below every score
 
 
 @dataclass(frozen=True)
@@ -182,18 +183,29 @@ class Timers:
         table[: len(tokens)] = tokens.to(torch.int32)
         return new
 
-    def reopen(self, position: Tensor, table: Tensor, held: Tensor) -> tuple[Tensor, Tensor, int]:
+    def lying(self, table: Tensor, held: Tensor) -> int:
+        """Number of tokens that are not frozen and whose K/V lie in the slots; waits for the device."""
+        there = torch.where(table == EMPTY, held, table)
+        return int(((there != EMPTY) & ~self.frozen[there.long()]).sum())
+
+    def reopen(self, table: Tensor, held: Tensor) -> Tensor:
         """Put the tokens that are not frozen into ``table [n]`` where they lie, in the slots of ``held [n]``.
 
-        Returns:
-            How many these are; which others before ``position`` are to be read, bool ``[capacity + 1]``; and at most
-            how many of those there are.
+        Returns how many these are.
         """
         reopened = (table == EMPTY) & (held != EMPTY) & ~self.frozen[held.long()]
         table.copy_(torch.where(reopened, held, table))
+        return reopened.sum()
+
+    def absent(self, position: Tensor, table: Tensor, most: int) -> tuple[Tensor, Tensor]:
+        """Up to ``most`` tokens before ``position`` that are not frozen and not in ``table [n]``, most relevant first.
+
+        Their positions, int64 ``[m]``, and which of these there are, bool ``[m]``.
+        """
         absent = ~self.frozen & (self.index < position)
         absent = absent.index_fill(0, self._index(table), False)
-        return reopened.sum(), absent, min(len(table), len(absent))
+        score, positions = torch.where(absent, self.score, ABSENT).topk(min(most, len(table), len(absent)))
+        return positions, score > ABSENT
 
     def reused(self, table: Tensor, held: Tensor, number: int) -> Tensor:
         """The ``number`` empty slots of ``table [n]`` to use next, int64: those whose tokens stay frozen longest."""

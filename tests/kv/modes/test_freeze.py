@@ -107,6 +107,55 @@ def test_a_token_whose_slot_nobody_took_returns_without_a_copy(monkeypatch, stag
     assert kept[1] > copied[3]
 
 
+@pytest.fixture
+def sixteen_a_step(monkeypatch):
+    """A step copies 16 tokens at most, and slots keep nothing that is frozen, so that all of these are copied."""
+    keep = Timers.keep_in_slots
+    monkeypatch.setattr(freeze, "MOST_MOVED", 16)
+    monkeypatch.setattr(freeze, "MOVED_SHARE", 1000)
+    monkeypatch.setattr(Timers, "keep_in_slots", lambda self, table, held, keeps: keep(self, table, held, False))
+
+
+def moved_by_step(run: FreezeRun) -> int:
+    """Decode one token; the tokens that were copied for it."""
+    before = run.kv.state.transfer.totals.moved
+    run.step()
+    run.check()
+    return (run.kv.state.transfer.totals.moved - before) // (LAYERS * HEADS)
+
+
+def read_by_step(run: FreezeRun) -> set[int]:
+    return set(attended(run.kv.state, 0)[0].nonzero().flatten().tolist())
+
+
+@pytest.mark.usefixtures("sixteen_a_step")
+def test_a_step_copies_so_many_tokens_the_most_relevant_first_and_says_what_it_read():
+    with ruled(floor=0, stagger=1):
+        run = FreezeRun(**EVERYTHING)
+    run.prefill(300)
+    run.step(40)
+    run.recover("FR")
+    score, before, moved, told = run.kv.mode.timers.score.clone(), read_by_step(run), [], set()
+    for _ in range(30):
+        moved.append(moved_by_step(run))
+        read = read_by_step(run)
+        if len(moved) == 1:
+            came, absent = read - before - {run.kv.total - 1}, set(range(run.kv.total)) - read
+            assert max(score[sorted(absent)]) <= min(score[sorted(came)])
+        assert run.kv.step.exact == (len(read) == run.kv.total)
+        told.add(run.kv.step.exact)
+    assert moved[:5] == [16] * 5
+    assert moved[-1] == 0
+    assert told == {False, True}
+
+
+@pytest.mark.usefixtures("sixteen_a_step")
+def test_as_published_all_return_at_once():
+    run = FreezeRun(profile="paper")
+    run.prefill(300)
+    assert max(moved_by_step(run) for _ in range(20)) > 200
+
+
 def test_a_token_that_was_stored_again_is_not_found_in_its_old_slot():
     run = at_once()
     run.prefill(150)
