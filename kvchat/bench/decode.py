@@ -23,7 +23,7 @@ from kvchat.bench.frame import Cell, Experiment, Frame, ModelChoice, Report, Res
 from kvchat.bench.report import line
 from kvchat.bench.settings import NATURAL, Decode
 from kvchat.bench.timing import Timing, Variant, current, warm_up
-from kvchat.config.modes import ModeParameters, SpeculativeParameters
+from kvchat.config.modes import ModeParameters
 from kvchat.config.profiles import Measured
 from kvchat.engine.runner import ModelRunner, geometry_of
 from kvchat.errors import KvchatError, UsageError
@@ -52,8 +52,6 @@ def run(settings: Decode, choice: ModelChoice = ModelChoice(), frame: Frame | No
         KvchatError: the model, a mode, a rate or a baseline is refused. A later failure becomes a row.
     """
     _wanted(settings)  # refuses before the model is loaded
-    if settings.corrections and not _corrected(settings):
-        raise UsageError("Only speculative mode corrects.", hint="Use --mode speculative, or omit --corrections.")
     baselines.check(settings.baselines or ())
     frame = frame or Frame()
     model = decoding.open_model(settings, choice, frame.report)
@@ -77,7 +75,6 @@ def _measured(settings: Decode, wanted: Sequence[Wanted], model: LoadedModel, fr
         ids = decoding.store(settings, runner, context)
         heads = decoding.calibrated(settings, model, ids)
         mode_runs: list[Variant] = [ModeRun(runner, *each, heads) for each in wanted]
-        mode_runs += [ModeRun(runner, text, chosen, None, heads, share) for text, chosen, share in _corrected(settings)]
         spare = settings.steps + warm_up(model.device) + 1
         others = [baselines.build(name, plain, runner.kv.state, ids, spare) for name in chosen]
         rounds = Rounds([*others, *mode_runs], settings.rounds, settings.load, floor, measured, model.device)
@@ -148,17 +145,6 @@ def _rate(text: str) -> float | None:
             f'The change rate "{text}" is not valid.', hint="It must be natural or a share between 0 and 1."
         )
     return rate
-
-
-def _corrected(settings: Decode) -> list[tuple[str, ModeParameters, float]]:
-    """Each speculative variant with each share of corrections."""
-    parameters = [(text, parsed(text, settings.budget)) for text in settings.modes]
-    return [
-        (text, chosen, share)
-        for text, chosen in parameters
-        for share in settings.corrections
-        if isinstance(chosen, SpeculativeParameters)
-    ]
 
 
 @dataclass(eq=False)
@@ -232,8 +218,6 @@ class Rounds:
         row: Row = {"variant": variant.name}
         if isinstance(variant, ModeRun):
             row["change_rate"] = NATURAL if variant.change_rate is None else variant.change_rate
-            if variant.corrections is not None:
-                row["corrections_set"] = variant.corrections
         if variant in self.failed:
             return row | {"failed": self.failed[variant]}
         ms = statistics.median(timing.ms for timing in self.times[variant])

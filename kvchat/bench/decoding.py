@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 
 CALIBRATED = frozenset({"sync", "razor"})  # modes that need it
-PERIOD = 64  # steps after which the same heads have their turn
 
 
 def open_model(settings: Decode, choice: ModelChoice, report: Report) -> LoadedModel:
@@ -123,8 +122,8 @@ def spills(chosen: ModeParameters) -> bool:
 class ModeRun:
     """A mode of kvchat with the parameters ``chosen``.
 
-    ``change_rate`` None leaves the selection to the mode, ``corrections`` None who is corrected. ``figures`` are bytes
-    on the device, bytes moved per token, the share of selected K/V that was new, and corrections per token.
+    ``change_rate`` None leaves the selection to the mode. ``figures`` are bytes on the device, bytes moved per token,
+    the share of selected K/V that was new, and corrections per token.
     """
 
     runner: ModelRunner
@@ -132,7 +131,6 @@ class ModeRun:
     chosen: ModeParameters
     change_rate: float | None
     calibration: Calibration | None
-    corrections: float | None = None
     figures: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -167,28 +165,17 @@ class ModeRun:
             "moved_bytes": moved_bytes / len(tokens),
             "changed": moved / wanted if wanted else None,
             "corrections": corrected / len(tokens),
-            "corrected": self._corrected_share(corrected / len(tokens)),
             "not_captured": self.runner.graphs.refusal,
         }
         return timing
-
-    def _corrected_share(self, per_token: float) -> float | None:
-        """The share of KV heads corrected, in layers that retrieve; None in other modes."""
-        if not isinstance(self.chosen, SpeculativeParameters):
-            return None
-        g = self.runner.kv.state.geometry
-        return per_token / ((g.layers - self.chosen.first_full) * g.kv_heads)
 
     def close(self) -> None:
         """Do nothing: all memory belongs to the KV manager."""
 
     def _mode(self) -> Mode:
         geometry = geometry_of(self.runner.model)
-        if isinstance(self.chosen, SpeculativeParameters):
-            if self.change_rate is not None:
-                return fixed_change_rate(self.change_rate, self.chosen, geometry, self._traits)
-            if self.corrections is not None:
-                return FixedCorrections(self.corrections, self.chosen, geometry, self._traits)
+        if isinstance(self.chosen, SpeculativeParameters) and self.change_rate is not None:
+            return fixed_change_rate(self.change_rate, self.chosen, geometry, self._traits)
         return build(self.chosen, geometry, self._traits)
 
 
@@ -304,30 +291,3 @@ def fixed_change_rate(
     """Speculative mode with a fixed share of its selection new at each step; on a CPU tokens are read in place."""
     by_tokens = parameters.unit == "token" and not geometry.unified
     return (FixedTokens if by_tokens else FixedPages)(rate, parameters, geometry, traits)
-
-
-class FixedCorrections(FreeKV):
-    """Corrects a KV head in ``share`` of all steps, drawn for each layer and head.
-
-    Whether queries turned is found out at the usual cost; then the answer is replaced, by the position on the device,
-    so that a CUDA graph can contain it.
-    """
-
-    def __init__(
-        self, share: float, parameters: SpeculativeParameters, geometry: Geometry, traits: ModelTraits
-    ) -> None:
-        super().__init__(parameters.of_pages(tau=0.0), geometry, traits)  # some heads are corrected
-        self.share = share
-
-    def attach(self, state: KVState) -> None:
-        super().attach(state)
-        g = self.geometry
-        ranks = torch.rand((PERIOD, g.layers, g.kv_heads), generator=torch.Generator().manual_seed(0)).argsort(0)
-        self._drawn = (ranks < round(self.share * PERIOD)).to(state.device)
-
-    def graph_buffers(self) -> list[Tensor]:
-        return [*super().graph_buffers(), self._drawn]
-
-    def needs_correction(self, layer: int, query: Tensor) -> Tensor:
-        super().needs_correction(layer, query)
-        return self._drawn.index_select(0, (self.state.position % PERIOD).view(1))[0, layer]

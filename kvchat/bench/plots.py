@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from matplotlib.image import AxesImage
 
 
-__all__ = ["calibration", "check", "draw"]
-HEAD_COLUMNS = 4  # of panels
 BUDGET = re.compile(r"budget=\w+,?")  # of a variant
 FORMATS = (".svg", ".png")
 # Texts of an SVG stay texts; a fixed salt gives equal files for equal data.
@@ -120,18 +118,9 @@ def save(figure: Figure, file: Path, result: Mapping[str, Any], title: str) -> N
     Raises:
         UsageError: the file cannot be written.
     """
-    figure.suptitle(f"{result['model']['name']}: {title}\n{_environment(result)}", fontsize=10)
-    write(figure, file)
-
-
-def write(figure: Figure, file: Path) -> None:
-    """Write the figure.
-
-    Raises:
-        UsageError: the file cannot be written.
-    """
     from matplotlib import rc_context
 
+    figure.suptitle(f"{result['model']['name']}: {title}\n{_environment(result)}", fontsize=10)
     drawn, form = BytesIO(), file.suffix.lower().removeprefix(".")
     with rc_context(STYLE):
         figure.savefig(drawn, format=form, dpi=150, metadata={"Date": None} if form == "svg" else None)
@@ -167,38 +156,6 @@ def draw(result: Mapping[str, Any], file: Path) -> None:
         raise UsageError(
             f"The result of {name} cannot be drawn.", f"{type(error).__name__}: {error}.", "Measure it again."
         ) from None
-
-
-def calibration(similarity: Sequence[Any], representatives: Sequence[Sequence[int]], file: Path) -> None:
-    """Draw the overlap ``[layers, H, H]`` of KV heads, a panel per layer; the representatives' rows are marked.
-
-    Raises:
-        UsageError: the file cannot be written.
-    """
-    heads, rows = len(similarity[0]), -(-len(similarity) // HEAD_COLUMNS)
-    side = max(2.0, 0.35 * heads)
-    figure = empty(HEAD_COLUMNS * side, rows * (side + 0.3) + 0.5)
-    panels = figure.subplots(rows, HEAD_COLUMNS, squeeze=False).flat
-    for layer, panel in enumerate(panels):
-        if layer < len(similarity):
-            _heat_map(panel, f"layer {layer}", similarity[layer], representatives[layer])
-        else:
-            panel.remove()
-    figure.suptitle("Overlap of the KV heads' most attended tokens; ▸ marks representatives", fontsize=10)
-    write(figure, file)
-
-
-def _heat_map(panel: Axes, title: str, matrix: Sequence[Sequence[float]], marked: Sequence[int]) -> None:
-    panel.set_title(title)
-    panel.imshow(matrix, cmap="Blues", vmin=0, vmax=1)
-    panel.set_xticks([])
-    panel.set_yticks(range(len(matrix)), ["▸" if head in marked else "" for head in range(len(matrix))])
-    panel.tick_params(length=0)
-    for i, row in enumerate(matrix):
-        for j, value in enumerate(row):
-            panel.text(
-                j, i, f"{value:.2f}", ha="center", va="center", fontsize=7, color="white" if value > 0.7 else "black"
-            )
 
 
 def paper(result: Mapping[str, Any], file: Path) -> None:

@@ -428,15 +428,14 @@ def line(row: Mapping[str, Any]) -> str:
 
 
 def named(row: Mapping[str, Any]) -> str:
-    """Return the variant's notation with its change rate and its share of corrections, where they were set."""
+    """Return the variant's notation with its change rate, where it was set."""
     return str(row["variant"]) + changed(row)
 
 
 def changed(row: Mapping[str, Any]) -> str:
-    """Return the change rate and the share of corrections as text, where they were set."""
-    rate, share = row.get("change_rate", NATURAL), row.get("corrections_set")
-    new = "" if rate == NATURAL else f", {100 * rate:g} % new"
-    return new + ("" if share is None else f", {100 * share:g} % corrected")
+    """Return the change rate as text, where it was set."""
+    rate = row.get("change_rate", NATURAL)
+    return "" if rate == NATURAL else f", {100 * rate:g} % new"
 
 
 def made_by(result: Result) -> str:

@@ -154,8 +154,7 @@ class Paper:
 class Decode:
     """Time per decoded token, memory and traffic. Against transformers' caches in the same run.
 
-    ``change_rates`` are "natural" or shares of 1. For each of ``corrections`` every speculative mode is measured once
-    more. ``baselines`` None takes those that suit the device.
+    ``change_rates`` are "natural" or shares of 1. ``baselines`` None takes those that suit the device.
 
     Raises:
         UsageError: an unknown mode or parameter, or a value out of range.
@@ -171,10 +170,6 @@ class Decode:
         tuple[str, ...],
         Option("--change-rate", help="share of speculative's pages that is new at each step, or natural; repeatable"),
     ] = (NATURAL,)
-    corrections: Annotated[
-        tuple[float, ...],
-        Option(min=0, max=1, help="share of heads that speculative corrects at each step, as an extra row; repeatable"),
-    ] = ()
     steps: Annotated[int, Option(min=1, help="tokens of a round that count")] = 64
     rounds: Annotated[int, Option(min=1, help="rounds; each variant runs once per round")] = 5
     baselines: Annotated[

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvchat import files, libraries, paths
-from kvchat.bench import plots
 from kvchat.cli import options
 from kvchat.cli.options import LOAD, ModelArgument, NamedDevice, taking
 from kvchat.cli.output import echo, note, progress
@@ -239,15 +238,12 @@ def calibrate(
         float, typer.Option(min=0, max=1, help="share of the attention that speculative mode's budget should cover")
     ] = 0.9,
     out: Annotated[Path | None, typer.Option(help="write here instead of kvchat's data folder")] = None,
-    plot: Annotated[Path | None, typer.Option(help="draw the overlap of the heads to .svg or .png")] = None,
     device: NamedDevice = "auto",
 ) -> None:
     """Measure a model for the modes sync and speculative. Which heads attend alike, and how many tokens to read."""
     if out:
         files.check_folder(out)
     parse(SyncParameters.name, {"representatives": representatives, "clusters": clusters})
-    if plot:
-        plots.check(plot)
     # Imports torch, so after the checks.
     from kvchat.bench.coverage import choose
     from kvchat.bench.settings import Coverage
@@ -276,8 +272,5 @@ def calibrate(
     if choice.covered < coverage:
         note(f"No budget up to {max(BUDGETS):,} covers {coverage:.0%}: facts may be missed in speculative mode.")
     echo(f"calibration {file}")
-    if plot:
-        plots.calibration(measured.similarity, chosen, plot)
-        echo(f"plot        {plot}")
     if out and file != paths.calibration_dir() / f"{measured.revision}.json":
         note(f"sync mode reads calibrations in {paths.calibration_dir()}, named by revision.")

@@ -1,7 +1,5 @@
 """The decode benchmark end to end on a tiny shape: rows, bytes, change rates, baselines, the profile."""
 
-from __future__ import annotations
-
 import json
 import os
 from contextlib import contextmanager
@@ -180,7 +178,6 @@ def test_what_fails_is_a_row_that_says_why_and_the_rest_goes_on():
         ({"modes": ("freeze:tau",)}, "is not MODE:KEY=VALUE"),
         ({"change_rates": ("2",)}, 'change rate "2"'),
         ({"change_rates": ("half",)}, 'change rate "half"'),
-        ({"modes": ("full",), "corrections": (0.5,)}, "Only speculative mode corrects"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(changes, message):

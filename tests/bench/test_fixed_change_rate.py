@@ -1,18 +1,13 @@
 """Speculative mode at a fixed change rate: what changes and what moves."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.integrity import check_integrity
 from support.shape_runner import filled
 
-from kvchat.bench import decode, model_shapes
+from kvchat.bench import model_shapes
 from kvchat.bench.decoding import FixedPages, FixedTokens, fixed_change_rate
 from kvchat.bench.frame import parsed
-from kvchat.bench.report import named
-from kvchat.bench.settings import Decode
-from kvchat.config.profiles import Measured
 from kvchat.engine.runner import geometry_of, traits_of
 from kvchat.errors import UsageError
 from kvchat.kv.modes import build
@@ -73,20 +68,3 @@ def test_too_few_pages_are_refused_and_the_old_mode_goes_on(tiny_shape):
     with pytest.raises(UsageError, match="longer context or a smaller budget"), torch.inference_mode():
         runner.kv.switch(FixedPages(1.0, SPECULATIVE, geometry_of(tiny_shape), traits_of(tiny_shape)))
     assert runner.kv.mode.name == "full"
-
-
-# ---- Speculative mode that corrects a fixed share of heads
-
-
-def test_a_share_of_corrections_is_what_is_corrected(monkeypatch):
-    monkeypatch.setattr(decode, "measure", lambda device, dtype: Measured())
-    measured = {"shape": "tiny", "contexts": (900,), "budget": 256, "steps": 60, "rounds": 1, "baselines": ()}
-    modes = ("full", "speculative")
-    rows = decode.run(Decode(**measured, modes=modes, corrections=(0, 0.25, 1)))["rows"]
-    assert [row["variant"] for row in rows] == ["full"] + ["speculative"] * 4
-    assert [row.get("corrections_set") for row in rows] == [None, None, 0, 0.25, 1]
-    assert rows[2]["corrected"] == 0
-    assert 0.2 < rows[3]["corrected"] < 0.3
-    assert rows[4]["corrected"] == 1
-    assert rows[0]["corrected"] is None
-    assert "25 % corrected" in named(rows[3])

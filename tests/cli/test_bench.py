@@ -1,7 +1,5 @@
 """Every option of a measurement's command arrives where it is read."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import fields, replace
 
@@ -39,7 +37,7 @@ COMMANDS = [
         },
     ),
     (
-        "decode --mode full --context 99 --budget 88 --change-rate 0.5 --corrections 0.25 --steps 3 --rounds 2"
+        "decode --mode full --context 99 --budget 88 --change-rate 0.5 --steps 3 --rounds 2"
         " --baselines dynamic,static --shape tiny --prefill --load 4",
         (decode, "run"),
         {
@@ -47,7 +45,6 @@ COMMANDS = [
             "contexts": (99,),
             "budget": 88,
             "change_rates": ("0.5",),
-            "corrections": (0.25,),
             "steps": 3,
             "rounds": 2,
             "baselines": ("dynamic", "static"),

@@ -283,7 +283,7 @@ def test_no_budget_is_enough_for_attention_to_everything(small_model, monkeypatc
 # ---- the command
 
 
-def test_the_command_saves_and_draws(model, monkeypatch, capsys, tmp_path):
+def test_the_command_saves_what_it_measured(model, monkeypatch, capsys, tmp_path):
     from kvchat.cli.models import calibrate as command
 
     monkeypatch.setattr("kvchat.models.load.load_model", lambda *args: model)
