@@ -109,7 +109,6 @@ def divergence(exact: Tensor, approximate: Tensor) -> float:
 
 
 def summarized(rows: Sequence[Row], variant: str) -> Row:
-    """One variant's passages summarized in one row."""
     mine = [row for row in rows if row["variant"] == variant and "refused" not in row]
     if not mine:
         return {"variant": variant, "refused": next(row["refused"] for row in rows if row["variant"] == variant)}

@@ -101,7 +101,6 @@ class NoTokenizer:
 
     @property
     def added_tokens_decoder(self) -> dict[int, Any]:
-        """No token was added."""
         return {}
 
 

@@ -43,7 +43,6 @@ class Walk:
 
     @property
     def device_bytes(self) -> int:
-        """K/V on the device."""
         return self.runner.kv.device_bytes
 
     def begin(

@@ -332,7 +332,6 @@ def at(settings: BaseModel, key: Key) -> Any:
 
 
 def to_toml(value: Any) -> str:
-    """A value as TOML writes it."""
     import tomlkit  # 70 ms that only `kvchat config` needs
 
     text: str = tomlkit.item(list(value) if isinstance(value, tuple) else value).as_string()

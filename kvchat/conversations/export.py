@@ -143,7 +143,6 @@ class _File(BaseModel):
 
 
 def to_json(conversation: Conversation) -> str:
-    """The whole conversation, for ``from_json``."""
     messages = [_FileMessage.model_validate(vars(message)) for message in conversation.messages.values()]
     leaf = conversation.leaf.id if conversation.leaf else None
     file = _File(

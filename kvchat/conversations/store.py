@@ -235,7 +235,6 @@ class ConversationStore:
             self._saved_kv.delete(id)
 
     def restore(self, id: str) -> None:
-        """Bring a deleted conversation back."""
         with self._errors("written"):
             self._db.execute("UPDATE conversation SET deleted = NULL WHERE id = ?", (id,))
         if self._saved_kv:
@@ -496,12 +495,9 @@ def _match(words: list[str], is_last_begun: bool) -> str:
         folded_once = word.casefold()
         cased = (word, folded_once, folded_once.replace("ss", "ß"), word.lower(), word.upper(), word.title())
         spelled = dict.fromkeys(normalize(form, one) for one in cased for form in ("NFC", "NFD"))
-        queries.append(f"({' OR '.join(_quoted(one) + end for one in spelled)})")
+        quoted = ('"' + one.replace('"', '""') + '"' + end for one in spelled)
+        queries.append(f"({' OR '.join(quoted)})")
     return " AND ".join(queries)
-
-
-def _quoted(word: str) -> str:
-    return '"' + word.replace('"', '""') + '"'
 
 
 def _excerpt(text: str, words: list[str]) -> str:
@@ -529,7 +525,6 @@ class SavedKv:
             path.rename(_aside(path))
 
     def restore(self, conversation: str) -> None:
-        """The conversation is restored."""
         path = paths.saved_kv(self.folder, conversation)
         with suppress(OSError):
             _aside(path).rename(path)

@@ -121,7 +121,8 @@ class Recorder:
         group = len(query) // len(key)
         for head in range(len(key)):
             one, rows = slice(head, head + 1), slice(head * group, (head + 1) * group)
-            part, weights = attention_hook.attend(query[rows], key[one], value[one], _of_heads(spec, rows))
+            of_head = spec if spec.sinks is None else replace(spec, sinks=spec.sinks[rows])
+            part, weights = attention_hook.attend(query[rows], key[one], value[one], of_head)
             parts.append(part)
             pooled.append(weights.amax(0))
         self._record(layer, pooled)
@@ -135,10 +136,6 @@ class Recorder:
         self._mass[layer] += torch.stack([w[repeating, first:last].sum(1).mean() for w in pooled])
         sets = torch.stack([_top_sets(w[2 * TOP :]) for w in pooled]).flatten(1)
         self._overlap[layer] += sets @ sets.T / (TOP * (len(pooled[0]) - 2 * TOP))
-
-
-def _of_heads(spec: AttentionSpec, rows: slice) -> AttentionSpec:
-    return spec if spec.sinks is None else replace(spec, sinks=spec.sinks[rows])
 
 
 def _top_sets(weights: Tensor) -> Tensor:

@@ -211,7 +211,6 @@ def hold_back(events: Iterable[Event], withdrawable: Callable[[], int]) -> Itera
 
 
 def _cut(held: deque[Text], chars: int) -> None:
-    """Take ``chars`` characters off the end."""
     while chars and held:
         last = held.pop()
         kept = max(len(last.text) - chars, 0)

@@ -156,7 +156,6 @@ class MetricsCollector:
         self.answer: AnswerMetrics | None = None
 
     def begin(self, prompt_tokens: int, reused_tokens: int) -> AnswerMetrics:
-        """Begin the figures of an answer."""
         self._kv.state.transfer.timer.steps.clear()
         watch = self._watch()
         (watch.begin if 2 * reused_tokens > prompt_tokens else watch.restart)()  # any two prompts begin alike

@@ -245,8 +245,10 @@ class PrefixCache(Released):
             full_precision = full_precision_pages(kept.pages) * self._kv.state.geometry.page
             read = partial(unparked, kept.pages)
             prefix = CachedPrefix(len(kept.stored.ids), read, full_precision, kept.control, kept.query)
-            source, own = Source(kept.stored, "memory", prefix, states), name == conversation
-            yield self._usable(source if own else of_another(source), text, own)
+            # In the file of another conversation nothing of it is yet.
+            own = name == conversation
+            stored = kept.stored if own else replace(kept.stored, saved=0)
+            yield self._usable(Source(stored, "memory", prefix, states), text, own)
 
     def _saved_sources(self, conversation: str, text: str) -> Iterator[Source]:
         """The conversation's own file, and those of others that begin alike.
@@ -418,11 +420,6 @@ def read_state(file: PageFile, saved: SavedState) -> Snapshot | None:
     """A recurrent state from a file; None where it is damaged."""
     data = file.state(saved)
     return Snapshot.decoded(saved.tokens, data) if data else None
-
-
-def of_another(source: Source) -> Source:
-    """Return ``source`` for another conversation, in whose file nothing of it is yet."""
-    return replace(source, stored=replace(source.stored, saved=0))
 
 
 def identity(model: LoadedModel) -> dict[str, Any]:

@@ -301,7 +301,9 @@ def choose(
         current: the way in use: a more faithful one that is slower has to be taken easily.
         below: ways before this place are not taken.
     """
-    timed = [way.seconds * _ratio(ratios or {}, way.kind) for way in possible]
+    ratios = ratios or {}
+    mean = fmean(ratios.values()) if ratios else 1.0
+    timed = [way.seconds * ratios.get(way.kind, mean) for way in possible]
     here = (current is not None and place(possible, current)) or 0
     allowed = range(below, len(possible))
     fitting = [at for at in allowed if not possible[at].lacks] or [*allowed]
@@ -315,10 +317,6 @@ def choose(
 def place(possible: Sequence[Way], way: Way) -> int | None:
     """Where a way stands among those that are possible; None where it is none of them."""
     return possible.index(way) if way in possible else None
-
-
-def _ratio(ratios: Mapping[str, float], kind: str) -> float:
-    return ratios.get(kind) or (fmean(ratios.values()) if ratios else 1.0)
 
 
 def _line(possible: Sequence[Way], timed: Sequence[float], at: int, target: float, is_measured: bool) -> str:

@@ -58,7 +58,6 @@ class Geometry:
         return self.page * self.kv_heads * 2 * self.row_bytes
 
     def pages(self, tokens: int) -> int:
-        """Pages that hold ``tokens`` tokens."""
         return -(-tokens // self.page)
 
     def grown(self, tokens: int) -> int:

@@ -67,7 +67,6 @@ class PromptQueries:
         return span, self.rows[layer][:, ROWS - len(span) :]
 
     def copied(self) -> Noted:
-        """What is noted now."""
         return Noted(self.rows.clone(), self.span)
 
     def restore(self, noted: Noted) -> None:

@@ -275,7 +275,6 @@ class Transfer:
             self.counters[0, 2].add_((pairs * share).long())
 
     def count_corrections(self, heads: Tensor) -> None:
-        """Add corrected heads (0-d)."""
         self.counters[0, 3].add_(heads)
 
     def moved_bytes(self) -> int:

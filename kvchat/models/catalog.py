@@ -241,7 +241,7 @@ def ollama() -> Iterator[tuple[str, Path]]:
     given = os.environ.get("OLLAMA_MODELS")
     for folder in map(_expanded, [given] if given else ["~/.ollama/models", "/usr/share/ollama/.ollama/models"]):
         manifests = folder / "manifests"
-        for place in sorted(_files_below(manifests)):
+        for place in sorted(Path(below, file) for below, _, files in os.walk(manifests) for file in files):
             with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 yield _name(place.relative_to(manifests)), _blob(folder, place)
 
@@ -250,11 +250,6 @@ def ollama_file(name: str) -> Path | None:
     """The file of one of Ollama's models by its name, in which ``:latest`` may be left out; None if it is not here."""
     wanted = name if ":" in name.removeprefix(OLLAMA) else f"{name}:latest"
     return next((file for known, file in ollama() if known == wanted), None)
-
-
-def _files_below(folder: Path) -> Iterator[Path]:
-    """The files in a folder and in those below it; none where it cannot be read."""
-    return (Path(place, file) for place, _, files in os.walk(folder) for file in files)
 
 
 def _name(place: Path) -> str:

@@ -88,15 +88,12 @@ def _by_transformers(file: GgufFile) -> dict[str, Any]:
     except ImportError:  # before 5.23
         GGUF_CONFIG_ARCHS = {}
     if file.architecture in GGUF_CONFIG_ARCHS:
-        texts = {key: len(value) for key, value in file.values.items() if _is_list_of_texts(value)}
-        numbers = {key: list(value) for key, value in file.values.items() if isinstance(value, tuple)}
+        lists = {key: value for key, value in file.values.items() if isinstance(value, tuple)}
+        texts = {key: len(value) for key, value in lists.items() if value and isinstance(value[0], bytes)}
+        numbers = {key: list(value) for key, value in lists.items()}
         return dict(get_gguf_config({**file.values, **numbers, **texts}, tuple(one.name for one in file.tensors)))
     with fed(file):
         return dict(load_gguf_checkpoint(str(file.path), return_tensors=False)["config"])
-
-
-def _is_list_of_texts(value: Any) -> bool:
-    return isinstance(value, tuple) and bool(value) and isinstance(value[0], bytes)
 
 
 class _Named(NamedTuple):
@@ -151,7 +148,6 @@ class Scaling(NamedTuple):
 
 
 def read(file: GgufFile) -> Scaling:
-    """The scaling that ``file`` names."""
     values = {name.partition(".rope.")[2]: value for name, value in file.values.items() if ".rope." in name}
     kind = values.get("scaling.type", "linear")
     factor = values.get("scaling.factor") or values.get("scale_linear") or 1

@@ -560,5 +560,4 @@ def digest_of_tokenizer(tokenizer: Any) -> str:
 
 
 def digest_of_text(text: str) -> bytes:
-    """A digest of ``text``, ``DIGEST_BYTES`` long."""
     return blake2b(text.encode("utf-8", "replace"), digest_size=DIGEST_BYTES).digest()

@@ -224,7 +224,6 @@ def is_recurrent(config: Any) -> bool:
 
 
 def attending_layers(config: Any) -> list[int]:
-    """The layers that have K/V."""
     kinds = layer_types(config)
     return [layer for layer, kind in enumerate(kinds) if kind in ATTENTION | BOTH]
 

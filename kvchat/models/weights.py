@@ -237,7 +237,7 @@ def of_checkpoint(config: Mapping[str, Any], stored: Iterable[StoredTensor]) -> 
     if not parts:
         raise ModelError("The weights are damaged.", "There are no tensors.", "Download the model again.")
     if config.get("model_type") in WITHOUT_LINEARS:
-        parts = _without_linears(parts)
+        parts = Counter({one._replace(kind=UNPACKABLE) if one.kind == LINEAR else one: n for one, n in parts.items()})
     packed = [(part, count) for part, count in parts.items() if part.packed]
     elements = sum(count * part.rows * part.columns for part, count in packed)
     return Weights(
@@ -317,10 +317,6 @@ def _kind(module: str, name: str, shape: tuple[int, ...]) -> str:
     if TABLES.search(module):
         return REST
     return LINEAR if name.endswith(".weight") and len(shape) == 2 else UNPACKABLE
-
-
-def _without_linears(parts: Mapping[Part, int]) -> Counter[Part]:
-    return Counter({part._replace(kind=UNPACKABLE) if part.kind == LINEAR else part: n for part, n in parts.items()})
 
 
 def _unpacked_shape(tensor: StoredTensor, bits: int) -> tuple[int, int, int] | None:

@@ -49,7 +49,6 @@ def decode_command(body: bytes) -> Command:
 
 
 def decode_event(body: bytes) -> Event:
-    """The event in ``body``, as ``decode_command``."""
     return cast("Event", _decode(body, _adapter(Event)))
 
 

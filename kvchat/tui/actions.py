@@ -380,7 +380,6 @@ HINTED = sorted(
 
 
 def bindings(scope: Scope) -> list[BindingType]:
-    """Make the key bindings of one scope."""
     return [action.binding() for action in ACTIONS if action.scope == scope and action.is_bindable]
 
 

@@ -499,7 +499,6 @@ class ChatController:
         self.answers.resume_kv()
 
     def _begun(self) -> Conversation:
-        """A new conversation."""
         conversation = Conversation(self._system)
         conversation.is_kept = self._config.keeps_new
         return conversation

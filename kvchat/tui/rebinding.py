@@ -70,7 +70,7 @@ def _check_names(action: Action, keys: list[str]) -> None:
     given = f'The key "{",".join(keys)}" of {action.id} is not valid.'
     if not keys or not all(map(is_key, keys)):
         raise UsageError(given, hint="Keys are written as in f9, ctrl+n or shift+f6.")
-    if action.scope not in LETTERS and any(map(types_text, keys)):
+    if action.scope not in LETTERS and any(len(key) == 1 or key == "space" for key in keys):
         raise UsageError(given, "That key types text.", "Use a function key, or one with ctrl or alt.")
 
 
@@ -89,8 +89,3 @@ def is_key(key: str) -> bool:
     """True if Textual knows the key; modifiers come first, joined by ``+``."""
     *modifiers, last = key.split("+")
     return all(modifier in MODIFIERS for modifier in modifiers) and (last in KNOWN or len(last) == 1)
-
-
-def types_text(key: str) -> bool:
-    """True if a key alone writes into the prompt."""
-    return len(key) == 1 or key == "space"

@@ -181,7 +181,6 @@ class SettingsEditor:
         return sources.at(self._resolved.settings, key)
 
     def _given(self, mode: str) -> modes.Params:
-        """The parameters given in this session for a mode."""
         state = self._chat.state
         shared, own = modes.overrides_for(state.given, mode)
         newly_shared, newly_own = modes.overrides_for(state.pending, mode)

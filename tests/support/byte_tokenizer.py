@@ -23,7 +23,6 @@ def byte_level(normalizer=None, markers=MARKERS, **added: bool) -> PreTrainedTok
 
 
 def finished(backend: Tokenizer, normalizer, added: dict[str, bool], markers=MARKERS) -> PreTrainedTokenizerBase:
-    """A backend as transformers' tokenizer, with the markers and the template."""
     if normalizer is not None:
         backend.normalizer = normalizer
     add = backend.add_special_tokens if added.get("special", True) else backend.add_tokens

@@ -6,8 +6,6 @@ large as that GPU is given.
 Fails if a conversation that grows a little compiles a kernel again.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -38,7 +38,6 @@ def prefill(kv: KVManager, tokens: int, pinned: Sequence[int] = ()) -> Iterator[
 
 @contextmanager
 def decode_step(kv: KVManager, pinned: bool = False) -> Iterator[None]:
-    """One decode step."""
     try:
         kv.begin_step(pinned)
         yield

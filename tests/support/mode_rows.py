@@ -1,7 +1,5 @@
 """Modes with parameters to run the tests over: one row per mode and setting."""
 
-from __future__ import annotations
-
 # Mode and parameters by row; small enough that every set is reduced after some tens of tokens.
 ROWS = {
     "full": ("full", {}),

@@ -1,7 +1,5 @@
 """A result of ``bench decode`` as plots take it."""
 
-from __future__ import annotations
-
 RESULT = {
     "experiment": "decode",
     "model": {"name": "tiny", "dtype": "float32"},

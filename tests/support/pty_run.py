@@ -51,7 +51,6 @@ class PtyRun:
             assert self.read(0.1) or self.process.poll() is None, f"it ended before {text}: {self.written[-3000:]!r}"
 
     def type(self, keys: bytes) -> None:
-        """Type bytes."""
         os.write(self._terminal, keys)
 
     def finish(self) -> int:

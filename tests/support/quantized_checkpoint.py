@@ -1,7 +1,5 @@
 """A checkpoint whose configuration says that it is quantized."""
 
-from __future__ import annotations
-
 import json
 
 from support.progress import silent

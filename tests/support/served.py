@@ -73,11 +73,9 @@ class Served:
         return self.ask("/v1/chat/completions", {"messages": messages(*said), "temperature": 0, **fields})
 
     def client(self, key: str = "none", retries: int = 0) -> OpenAI:
-        """OpenAI's client of it."""
         return OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=key, max_retries=retries)
 
     def figure(self, name: str) -> float:
-        """One of its figures."""
         lines = self.ask("/metrics").text.splitlines()
         return next(float(line.split()[1]) for line in lines if line.startswith(f"kvchat:{name} "))
 

@@ -1,7 +1,5 @@
 """Runners over models with random weights, as the benchmarks fill them."""
 
-from __future__ import annotations
-
 import torch
 
 from kvchat.bench import model_shapes

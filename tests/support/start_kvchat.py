@@ -1,7 +1,5 @@
 """``kvchat`` in a terminal that controls it, as a person's does: others tell no change of size."""
 
-from __future__ import annotations
-
 import fcntl
 import runpy
 import termios

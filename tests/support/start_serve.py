@@ -1,7 +1,5 @@
 """``kvchat`` as a program, whose server has the fake engine."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

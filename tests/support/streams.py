@@ -9,6 +9,5 @@ from kvchat.protocol.messages import Event
 
 
 def read_event(stream: BinaryIO) -> Event | None:
-    """The next event, None at the end."""
     body = wire.read(stream)
     return None if body is None else wire.decode_event(body)

@@ -85,7 +85,8 @@ def _explanation(lab: Lab) -> list[Row]:
     )
     exact, *_ = (each["ids"] for each in rows)
     for each in rows:
-        each["measured"] |= {"tokens as full's": _in_common(exact, each["ids"])}
+        alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(exact, each["ids"], strict=False))
+        each["measured"] |= {"tokens as full's": sum(1 for _ in alike)}
     return rows
 
 
@@ -114,11 +115,6 @@ def _generated(
         "seconds": seconds,
     }
     return row(variant, measured, published, lines={variant: active}, ids=ids, text=lab.model.tokenizer.decode(ids))
-
-
-def _in_common(one: Sequence[int], other: Sequence[int]) -> int:
-    """The number of tokens at the start that are the same in both."""
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def _passkeys(lab: Lab) -> list[Row]:

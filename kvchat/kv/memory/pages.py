@@ -43,7 +43,6 @@ class Pages:
         return sum(layer.nbytes for layer in (*self.full_precision, *self.eight_bit))
 
     def stored(self, page: int) -> list[Tensor]:
-        """``StoredPages.stored``"""
         is_quantized = self.quantized[page]
         index = sum(each is is_quantized for each in self.quantized[:page])
         return [layer[index] for layer in (self.eight_bit if is_quantized else self.full_precision)]

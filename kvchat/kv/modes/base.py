@@ -98,7 +98,6 @@ class Plan:
     state_bytes: int = 0
 
     def device_bytes(self, geometry: Geometry) -> int:
-        """Device bytes of all of it."""
         return sum(layout.nbytes(geometry) for layout in self.layouts) + self.state_bytes
 
     def moved_bytes(self, geometry: Geometry, tokens: int) -> int:

@@ -43,7 +43,6 @@ class MovingBase(ContextPolicy):
         self._limited_from = None
 
     def bases(self, positions: Tensor) -> Tensor:
-        """The bases of ``positions`` (int64)."""
         beyond = positions - self.context
         halves = torch.div(beyond, self._half, rounding_mode="floor") + 1
         return torch.where(beyond < 0, 0, halves * self._half)

@@ -48,17 +48,19 @@ import torch
 from torch import Tensor
 
 from kvchat.config.modes import MIN_BUDGET, SyncParameters
+from kvchat.errors import DoesNotFitError
 from kvchat.kv.attention import AttentionSpec, Weights, attend, products
 from kvchat.kv.geometry import PAGE, Geometry
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
 from kvchat.kv.modes.base import Mode, ModelTraits, ModeReport, Plan, Step, everything, refuse_small_budget
-from kvchat.kv.modes.sync_budget import FOLLOWER_PART, MEM, default_mem, paper_k, refuse_small_mem
 from kvchat.kv.modes.sync_heads import HEADS_PER_CLUSTER, default_clusters, roles
 from kvchat.kv.ops.selection import assign_token_slots
 from kvchat.kv.state import KVState
 
 SINK = 4
 RING = 128
+MEM = 0.5  # of full's K/V, the paper's
+FOLLOWER_PART = 3  # one token of so many a follower keeps at least, where mem is not given
 
 
 class Sync(Mode):
@@ -83,7 +85,8 @@ class Sync(Mode):
         self.clusters = self._clusters()
         recent = self._recent()
         self.ring = recent + parameters.m - 1
-        self.mem = parameters.mem or default_mem(geometry.kv_heads, self.clusters)
+        heads, led = geometry.kv_heads, geometry.kv_heads - self.clusters
+        self.mem = parameters.mem or max(MEM, (self.clusters + led / FOLLOWER_PART) / heads)
         self.k = 0
         self.split = False
         if self.clusters == geometry.kv_heads:
@@ -349,3 +352,30 @@ class Sync(Mode):
         if self.geometry.kv_heads == 1:
             return "the model has one"
         return "calibrated on the first long prompt" if self.needs_calibration else "as many clusters"
+
+
+def paper_k(mem: float, tokens: int, kv_heads: int, representatives: int) -> float:
+    """Tokens per follower if ``mem`` of a full cache held these and all tokens of the representatives, and no more.
+
+    The rows of the paper's tables fit this, but Llama-70B's at 20 %. ``Sync.k_of`` takes off what else is allocated.
+
+    Raises:
+        DoesNotFitError: the representatives alone take as much.
+    """
+    refuse_small_mem(mem, kv_heads, representatives)
+    return tokens * (mem * kv_heads - representatives) / (kv_heads - representatives)
+
+
+def refuse_small_mem(mem: float, kv_heads: int, representatives: int) -> None:
+    """Refuse a share of memory that the representatives alone exceed.
+
+    Raises:
+        DoesNotFitError: with the floor.
+    """
+    floor = representatives / kv_heads
+    if mem <= floor:
+        raise DoesNotFitError(
+            f"Sync does not fit {mem:.0%} of the K/V.",
+            f"{representatives} of {kv_heads} KV heads keep everything, which already takes {floor:.0%}.",
+            f"Use mem over {floor:.2f}, or fewer clusters.",
+        )

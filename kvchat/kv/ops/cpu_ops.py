@@ -225,7 +225,7 @@ class CpuOps(TorchOps):
         in_step: bool,
     ) -> Tensor | None:
         g, table = self.geometry, slots.table_of(layer)
-        if not (k and (loops := token_loops(g))):
+        if not (k and g.page == PAGE and (loops := _threaded(g.dtype, TOKENS))):
             return super().list_tokens(slots, layer, query, index, bits, places, k, pinned, scaling, means, in_step)
         grouped = query.contiguous().float().view(g.kv_heads, g.group, g.d_k).numpy()
         stored = index.view(torch.uint32).numpy(), index.view(torch.uint16).numpy()
@@ -375,12 +375,6 @@ def mixed(pages: MixedPages, g: Geometry) -> Products | None:
     keys, values = pages.full_precision[0, ..., : g.d_k], pages.full_precision[1, ..., : g.d_v]
     stored = ((*named, *_rows(rows), *codes) for rows in (keys, values))
     return _compiled(loops, pages.table.shape[1], values, *stored)
-
-
-# ---- choosing tokens
-def token_loops(g: Geometry) -> ModuleType | None:
-    """The compiled loops that choose tokens; None where there are none for the geometry."""
-    return _threaded(g.dtype, TOKENS) if g.page == PAGE else None
 
 
 def attended(

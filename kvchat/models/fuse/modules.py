@@ -100,7 +100,6 @@ class Swaps:
         self._before: dict[nn.Module, Callable[..., Any] | None] = {}
 
     def replace(self, module: nn.Module, forward: Callable[..., Any], kind: str = "") -> None:
-        """Let ``module`` compute ``forward``."""
         self._before.setdefault(module, module.__dict__.get("forward"))
         module.forward = forward
         if kind:

@@ -33,7 +33,6 @@ class Surroundings:
 
 
 def themes(now: Surroundings, words: Sequence[str]) -> Iterator[Suggestion]:
-    """``/theme``"""
     if not words:
         yield from (Suggestion(name, name, "", name == now.theme) for name in now.themes)
 

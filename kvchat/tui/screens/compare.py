@@ -140,7 +140,6 @@ def answer_text(run: Run, alike: int | None) -> Content:
 
 
 def figures_table(result: Comparison) -> Table:
-    """A row for each run."""
     rows = comparison.rows(result)
     table = Table.grid(padding=(0, 0, 0, 2))
     table.add_column(no_wrap=True, overflow="ellipsis", min_width=8)

@@ -136,7 +136,6 @@ def figure_rows(modes: Sequence[type[ModeParameters]]) -> list[tuple[str, str]]:
 
 
 def mode_rows(modes: Sequence[type[ModeParameters]]) -> list[tuple[str, str]]:
-    """Each mode followed by its parameters."""
     rows = []
     for mode in modes:
         rows.append((mode.name, mode.title))

@@ -87,7 +87,6 @@ class PlainText(Widget):
         return "\n".join(self._lines)
 
     def show(self, text: str) -> None:
-        """Show another text."""
         self._lines, self._width = _lines(text), 0
         self.refresh(layout=True)
 
@@ -124,16 +123,13 @@ class PlainText(Widget):
 
     def _wrap(self, width: int) -> None:
         if width and width != self._width:
-            self._ends = list(accumulate(_height(line, width) for line in self._lines))
+            heights = (1 if 2 * len(line) <= width else len(_rows(line, width)) for line in self._lines)
+            self._ends = list(accumulate(heights))
             self._width = width
 
 
 def _lines(text: str) -> list[str]:
     return text.expandtabs().split("\n") if text else []
-
-
-def _height(line: str, width: int) -> int:
-    return 1 if 2 * len(line) <= width else len(_rows(line, width))
 
 
 @lru_cache(maxsize=64)

@@ -109,7 +109,6 @@ class HeadMap(Chart):
         return (min(_shape(self.details)[1], self._max_rows) + 1) if self.counts else 1
 
     def action_move(self, layers: int, heads: int) -> None:
-        """Move the cursor to another layer or head."""
         most_layers, most_heads = _shape(self.details)
         layer, head = self.cursor
         self.cursor = (_within(layer + layers, most_layers), _within(head + heads, most_heads))

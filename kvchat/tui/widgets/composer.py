@@ -267,13 +267,11 @@ class Prompt(TextArea):
         return True
 
     def begin(self, text: str) -> None:
-        """Type the beginning of a text."""
         self.load_text(text)
         self.move_cursor(self.document.end)
         self.focus()
 
     def replace_all(self, text: str) -> None:
-        """Put another text in place of the one there is."""
         self.load_text("")
         self.restore(text)
         self.move_cursor(self.document.end)

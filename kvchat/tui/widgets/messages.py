@@ -47,7 +47,6 @@ class Question(Static):
         self.show_footer(footer)
 
     def show_footer(self, footer: str) -> None:
-        """Show another footer."""
         self._footer = footer
         if self.is_mounted:
             self.update(self._content())

@@ -207,7 +207,6 @@ class Ribbon(Widget, can_focus=True):
         return Strip([Segment(LABEL, label), *cells, rest, Segment(self._caption(), caption)]).simplify()
 
     def _parts(self, width: int) -> list[Segment]:
-        """A segment of one column for each part."""
         s, base = self.snapshot, self.rich_style
         if s is None:
             return []

@@ -164,7 +164,6 @@ class Transcript(VerticalScroll):
         self.call_after_refresh(self.settle)
 
     def show_footer(self, message: str, footer: str) -> None:
-        """Show another footer under a message, by its id."""
         for chapter in self._chapters():
             chapter.show_footer(message, footer)
         for shown, _ in self.places():
@@ -312,7 +311,6 @@ class TranscriptPane(Vertical):
         self.query_one(NewLines).show(message.lines)
 
     def on_new_lines_clicked(self) -> None:
-        """Go there."""
         self.query_one(Transcript).jump_to_end()
 
 
@@ -360,7 +358,6 @@ class Chapter(Vertical):
         return Chapter(self.said[: last + 1])
 
     def show_footer(self, id: str, footer: str) -> None:
-        """Keep another footer of a message."""
         self.said = [(message, footer if message.id == id else old) for message, old in self.said]
 
     async def set_folded(self, folded: bool) -> bool:

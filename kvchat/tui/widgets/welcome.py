@@ -65,7 +65,6 @@ class Welcome(Static):
         self.update(self._content())
 
     def offer(self, title: str) -> None:
-        """Offer to go on with the conversation of this title."""
         self._offer = f"\n\n{self._key('last')} continues “{visible(title)}”"
         self.update(self._content())
 

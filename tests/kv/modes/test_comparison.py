@@ -1,7 +1,5 @@
 """Modes for comparison: long answers, in which pages and tokens are evicted, against their references."""
 
-from __future__ import annotations
-
 import json
 from importlib import import_module
 

@@ -34,7 +34,7 @@ LARGE = [*product(GROUPS, WIDTHS)] if WHOLE else [(7, 64), (8, 96), (7, 128), (8
 MODULES = {
     "freeze": ("freeze", "freeze_timers"),
     "streaming": ("streaming", "moving_base"),
-    "sync": ("sync", "sync_budget"),
+    "sync": ("sync",),
     "speculative": ("speculative",),
     "freekv": ("freekv", "page_index"),
 }

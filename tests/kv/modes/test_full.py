@@ -1,7 +1,5 @@
 """Full mode: the same logits whatever the device holds, one copy of the K/V on a CPU, honest figures."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support import tiny_models

@@ -14,7 +14,7 @@ from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.inspect import attended
 from kvchat.kv.manager import KVManager
 from kvchat.kv.modes import build
-from kvchat.kv.modes.sync_budget import paper_k
+from kvchat.kv.modes.sync import paper_k
 from kvchat.kv.modes.sync_heads import Calibration, default_clusters, kmeans, roles
 
 CPU = torch.device("cpu")

@@ -376,7 +376,6 @@ class Gpu:
         return tensor.data_ptr() + self._aliases.get(tensor.untyped_storage().data_ptr(), 0)
 
     def addresses(self, tensor: torch.Tensor) -> bool:
-        """The device can address ``tensor``."""
         return isinstance(tensor, OnGpu) or any(
             start <= tensor.data_ptr() < start + size for start, size in self.pinned.items()
         )
@@ -417,7 +416,6 @@ def leaves_of(operands: Any) -> Iterator[Any]:
 
 
 def mapped(change: Callable[[Any], Any], operands: Any) -> Any:
-    """Operands with each of their leaves changed."""
     if isinstance(operands, list):
         return [mapped(change, each) for each in operands]
     if isinstance(operands, tuple):

@@ -138,7 +138,6 @@ def number_of(device: Any) -> int:
 
 
 def memory_of(device: Any) -> Memory:
-    """The memory of a device."""
     return gpu.memories[number_of(device)]
 
 
