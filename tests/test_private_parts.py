@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 from kvchat.paths import PACKAGE
 
@@ -17,23 +17,17 @@ ALSO_OURS = {
     "_handle_exception",
     "_print_error_renderables",
 }
-TREES = [ast.parse(file.read_text(encoding="utf-8")) for file in PACKAGE.rglob("*.py")]
 LISTED = re.compile(r"^\| (`_.*?) \|", re.MULTILINE)
-
-
-def nodes() -> Iterator[ast.AST]:
-    for tree in TREES:
-        yield from ast.walk(tree)
 
 
 def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__") and name != "_"
 
 
-def defined_here() -> set[str]:
+def defined_here(nodes: Sequence[ast.AST]) -> set[str]:
     """The names that kvchat's own code makes."""
     names = set()
-    for node in nodes():
+    for node in nodes:
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
                 names.add(name)
@@ -44,10 +38,10 @@ def defined_here() -> set[str]:
     return names
 
 
-def asked_of_others() -> set[str]:
+def asked_of_others(nodes: Sequence[ast.AST]) -> set[str]:
     """The private names that are looked up in what others made."""
-    here, names = defined_here() - ALSO_OURS, set()
-    for node in nodes():
+    here, names = defined_here(nodes) - ALSO_OURS, set()
+    for node in nodes:
         match node:
             case ast.Attribute(attr=name) if is_private(name) and name not in here:
                 names.add(name)
@@ -60,4 +54,5 @@ def asked_of_others() -> set[str]:
 def test_each_private_part_of_another_library_is_listed():
     text = (PACKAGE / "README.md").read_text(encoding="utf-8")
     listed = {name for row in LISTED.findall(text) for name in re.findall(r"`(\w+)`", row)}
-    assert asked_of_others() == listed
+    trees = (ast.parse(file.read_text(encoding="utf-8")) for file in PACKAGE.rglob("*.py"))
+    assert asked_of_others([node for tree in trees for node in ast.walk(tree)]) == listed

@@ -71,10 +71,6 @@ def session(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ses
     session.close()
 
 
-def _filler(session: Session, seed: int) -> str:
-    return passage(sentences(seed), max(60, min(700, session.total // 2)), session.model.tokenizer)
-
-
 def grow(session: Session, link: SlowLink, most: int, turns: list[Turn]) -> Iterator[Answered]:
     """Tell a number, then stories from 100 tokens on until ``most`` are stored, then ask for the number."""
     seed, asks = 0, False
@@ -82,7 +78,8 @@ def grow(session: Session, link: SlowLink, most: int, turns: list[Turn]) -> Iter
         asks = session.total > most - 1000
         text = ASK if asks else "Tell me a long story." if seed else f"The passkey is {SECRET}. Remember it."
         if seed and not asks:
-            turns += [Turn("user", _filler(session, seed)), Turn("assistant", "I see.")]
+            told = passage(sentences(seed), max(60, min(700, session.total // 2)), session.model.tokenizer)
+            turns += [Turn("user", told), Turn("assistant", "I see.")]
         turns.append(Turn("user", text))
         link.steps.clear()
         *_, finished = session.answer(turns, ANSWER)
