@@ -1,7 +1,5 @@
 """What runs where nothing of Linux's own is there; no Mac runs these tests."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Reports: what stands in one, and what two results are compared by."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Headers of a checkpoint's weights, of the hub's without its weights, and the index of several files."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

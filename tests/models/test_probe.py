@@ -1,7 +1,5 @@
 """What probing a model shows: rotations of keys, shapes, windows, pinned frequencies."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support import tiny_models

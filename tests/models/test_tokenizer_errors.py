@@ -1,7 +1,5 @@
 """A tokenizer whose regular expressions fail: kvchat's own error, and the next text is read."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

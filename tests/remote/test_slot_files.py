@@ -1,7 +1,5 @@
 """The list of files at servers, which several kvchat write."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Going from one conversation to another: what is saved, taken up and forgotten."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Keys in force: changed ones are checked, act, and are shown everywhere, on every screen."""
 
-from __future__ import annotations
-
 import ast
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Bundled themes are complete; a bad one is named with its reason."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

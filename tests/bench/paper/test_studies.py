@@ -1,7 +1,5 @@
 """The studies of the papers: each runs to the end in small sizes, with the published figures beside its own."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

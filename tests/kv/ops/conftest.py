@@ -1,7 +1,5 @@
 """What the kernels run on: the interpreter's CPU, or a GPU where there is one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

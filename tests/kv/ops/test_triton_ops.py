@@ -1,7 +1,5 @@
 """Every mode with the kernels against the independent reference, step by step, with the invariants of the kv."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

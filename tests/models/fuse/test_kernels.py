@@ -1,7 +1,5 @@
 """The fast path's Triton kernels against torch, under Triton's interpreter where there is no GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

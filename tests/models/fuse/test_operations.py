@@ -1,7 +1,5 @@
 """The operations of fused modules against the modules they replace."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """The fast path: which modules are fused, that they compute the same, and that they are restored where they do not."""
 
-from __future__ import annotations
-
 import os
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Packed weights of GGUF files are kept, and loaded in place of packing."""
 
-from __future__ import annotations
-
 import os
 import resource
 import shutil

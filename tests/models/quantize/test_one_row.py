@@ -1,7 +1,5 @@
 """One row times a matrix, in blocks of rows where those are faster: the same product."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Linears that are packed while transformers reads a model keep what was read."""
 
-from __future__ import annotations
-
 import json
 import re
 

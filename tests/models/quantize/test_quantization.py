@@ -1,7 +1,5 @@
 """Weights in 8 and 4 bits, and checkpoints that come quantized; the real ones where the libraries are installed."""
 
-from __future__ import annotations
-
 import importlib.util
 import shutil
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Checkpoints in GPTQ's and AWQ's format: packed by hand, multiplied as they lie by the package that reads both."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

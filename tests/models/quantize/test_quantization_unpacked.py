@@ -1,7 +1,5 @@
 """Checkpoints that are quantized and that transformers unpacks while it reads them: they are packed again."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import shutil

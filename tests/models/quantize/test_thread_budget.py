@@ -1,7 +1,5 @@
 """A decoded token computes on the threads that other processes leave cores for; a prompt on all."""
 
-from __future__ import annotations
-
 import math
 import os
 

@@ -1,7 +1,5 @@
 """Slash commands and their arguments."""
 
-from __future__ import annotations
-
 import re
 import time
 

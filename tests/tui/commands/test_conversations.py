@@ -1,7 +1,5 @@
 """Commands for conversations, driven through the application over the fake engine."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Values written ``key=value``."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvchat.errors import UsageError

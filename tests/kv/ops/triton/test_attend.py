@@ -1,7 +1,5 @@
 """attend: stock torch operations in float32 are the measure, whatever the dtype of what is stored."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

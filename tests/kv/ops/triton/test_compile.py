@@ -1,7 +1,5 @@
 """The interpreter takes what the compiler does not: every kernel is compiled to machine code, without a GPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """recall: the rows that stock torch operations move, bit for bit, no other, and counted alike."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.random_kv import LAYERS, SHAPES, TOLERANCE, geometry_of, noise, sides

@@ -1,7 +1,5 @@
 """select: scores, heads to correct and open pages as in stock torch operations; chosen pages are the best and stay."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """tokens: scores as the formula gives them; the best tokens are chosen, and what stays does not move."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings
