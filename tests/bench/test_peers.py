@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from support.real_models import FILES
+from support.shape_runner import filled
 from typer.testing import CliRunner
 
 from kvchat.bench import peers
 from kvchat.bench.beside import baselines
-from kvchat.bench.beside.baselines import PeerProcess
-from kvchat.bench.frame import Frame, ModelChoice
+from kvchat.bench.beside.baselines import LlamaCpp, PeerProcess
+from kvchat.bench.decoding import prose
+from kvchat.bench.frame import Frame, ModelChoice, parsed
 from kvchat.bench.report import rendered
 from kvchat.bench.settings import Peers
 from kvchat.cli.bench import app
+from kvchat.engine.runner import geometry_of, traits_of
 from kvchat.errors import UsageError
+from kvchat.kv.modes import build
+from kvchat.models.load import load_model
+from kvchat.protocol.messages import Load
 
 MODES = ("full", "streaming:budget=512")
 SHORT = Peers(MODES, contexts=(64, 0), peers=("xllamacpp", "transformers"), steps=3, rounds=2)
@@ -145,3 +153,112 @@ def test_every_peer_that_is_here_answers_on_a_real_file():
     for row in rows:
         assert row["first_token_s"] > row["ready_s"] > row["loading_s"] > 0
         assert row["ms"] > 0
+
+
+# ---- Baselines: transformers' caches continue from the stored context, and the model runs as written
+
+
+@pytest.mark.parametrize("name", ["dynamic", "static"])
+def test_baselines_continue_from_the_stored_context(tiny_shape, name):
+    """Their logits after the same tokens are full mode's."""
+    runner = filled(tiny_shape, build(parsed("full", 0), geometry_of(tiny_shape), traits_of(tiny_shape)), 130)
+    ids = [0] * 130
+    baseline = baselines.build(name, tiny_shape, runner.kv.state, ids, spare=8)
+    seen = []
+    forward = baseline._forward
+    baseline._forward = lambda: seen.append(forward()[0, -1].float()) or seen[-1]
+    for _ in range(2):  # what a round leaves is rewound
+        baseline.measure([5, 6, 7, 8, 9])
+    ours = [runner.step(token) for token in (5, 6, 7, 8, 9)]
+    for round_ in (seen[:5], seen[5:]):
+        torch.testing.assert_close(torch.stack(round_), torch.stack(ours), atol=1e-4, rtol=1e-3)
+    assert baseline.kv_device_bytes >= 130 * runner.kv.state.geometry.token_bytes
+
+
+def test_baselines_run_the_model_as_transformers_wrote_it(tiny_shape):
+    layer = tiny_shape.model.model.layers[0]
+    swapped = lambda *args, **kwargs: None  # noqa: E731
+    layer.forward = swapped
+    try:
+        with baselines.as_written(tiny_shape.model):
+            assert "forward" not in layer.__dict__
+            assert tiny_shape.model.config._attn_implementation == "sdpa"
+        assert layer.forward is swapped
+        assert tiny_shape.model.config._attn_implementation == "kvchat"
+    finally:
+        del layer.forward
+
+
+def test_on_a_cpu_they_have_weights_of_their_own_in_ordinary_memory():
+    """kvchat's lie one behind the other, in huge pages, which no user of transformers has."""
+    bundled = load_model(Load("bundled", "cpu", "float32"), lambda stage: None)
+    plain = baselines.in_ordinary_memory(bundled)
+    ours, theirs = dict(bundled.model.named_parameters()), dict(plain.model.named_parameters())
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(weight, ours[name]) for name, weight in theirs.items())
+    storages = {weight.untyped_storage().data_ptr() for weight in theirs.values()}
+    assert len(storages) == len(theirs)
+    assert not storages & {weight.untyped_storage().data_ptr() for weight in ours.values()}
+    ids = torch.tensor([[3, 4, 5]])
+    with baselines.as_written(plain.model), baselines.as_written(bundled.model):
+        assert torch.allclose(plain.model(ids).logits, bundled.model(ids).logits, atol=1e-4)
+
+
+# ---- llama.cpp as a baseline: it decodes the same model, or says what is missing
+
+
+def test_its_greedy_tokens_are_those_of_generate():
+    pytest.importorskip("xllamacpp")
+    pytest.importorskip("gguf")
+    bundled = load_model(Load("bundled", "cpu", "float32"), lambda stage: None)
+    ids = prose(bundled.tokenizer, 100)
+    with baselines.as_written(bundled.model):
+        expected = bundled.model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, pad_token_id=0)
+    peer = LlamaCpp(bundled, None, ids, 16)
+    try:
+        for _ in range(2):  # the second time its K/V is there
+            assert peer.measure([0] * 12).ms > 0
+            assert re.findall(r"<(\d+)>", peer.answer) == [str(token) for token in expected[0, 100:].tolist()]
+    finally:
+        peer.close()
+
+
+@pytest.mark.parametrize("absent", ["xllamacpp", "gguf"])
+def test_without_its_packages_the_reason_is_told(tiny_shape, monkeypatch, absent):
+    monkeypatch.setattr(baselines, "find_spec", lambda name: None if name == absent else object())
+    with pytest.raises(UsageError, match=rf"package {absent} is not installed.*install .*xllamacpp"):
+        baselines.build("llama.cpp", tiny_shape, None, [1, 2, 3], 4).measure([0] * 5)
+
+
+def test_a_process_that_ends_is_told(tiny_shape, monkeypatch):
+    monkeypatch.setattr(baselines, "find_spec", lambda name: object())
+    monkeypatch.setattr(baselines, "write", lambda model, file: None)
+    monkeypatch.setattr(baselines.process.sys, "executable", "false")
+    peer = baselines.build("llama.cpp", tiny_shape, None, [1, 2, 3], 4)
+    with pytest.raises(UsageError, match=r"llama.cpp ended.*code 1"):
+        peer.measure([0] * 5)
+    peer.close()
+    peer.close()
+
+
+# ---- A model written to a GGUF file: llama.cpp's order of a head's elements
+
+
+def test_each_pair_of_a_head_becomes_neighbors(tiny_shape):
+    config = tiny_shape.model.config
+    heads, dim = config.num_attention_heads, config.head_dim
+    rows = torch.arange(heads * dim)[:, None].expand(-1, 3)
+    paired = baselines.rotated_in_pairs("layers.0.self_attn.q_proj.weight", rows, config)[:, 0].view(heads, -1, 2)
+    assert torch.equal(paired[..., 1] - paired[..., 0], torch.full((heads, dim // 2), dim // 2))
+    assert baselines.rotated_in_pairs("v_proj.weight", rows, config) is rows
+
+
+def test_packed_weights_are_multiplied_where_transformers_could_not():
+    exact, packed = (
+        load_model(Load("bundled", "cpu", "float32", quantize=q), lambda stage: None) for q in ("none", "int8")
+    )
+    ids = torch.tensor([[3, 4, 5]])
+    with baselines.as_written(exact.model), baselines.as_written(packed.model):
+        expected, found = (model.model(ids).logits for model in (exact, packed))
+    assert not torch.equal(expected, found)
+    assert (expected - found).norm() < 0.05 * expected.norm()

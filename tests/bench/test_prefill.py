@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -14,12 +18,13 @@ from support.memory_faults import HostMemoryError
 from support.shape_runner import filled
 from typer.testing import CliRunner
 
-from kvchat.bench import model_shapes, prefill, timing
+from kvchat.bench import decode, model_shapes, prefill, timing
 from kvchat.bench.frame import Frame, ModelChoice, parsed
 from kvchat.bench.settings import Prefill
 from kvchat.cli.bench import app
 from kvchat.engine.runner import ModelRunner, geometry_of, traits_of
 from kvchat.errors import DoesNotFitError, UsageError
+from kvchat.kv.memory import rates
 from kvchat.kv.modes import build
 
 CPU = ModelChoice(device="cpu")
@@ -174,3 +179,163 @@ def test_a_shape_for_which_memory_runs_out_does_not_fit(monkeypatch, error):
     monkeypatch.setattr(model_shapes, "wrap", Mock(side_effect=error))
     with pytest.raises(DoesNotFitError, match="tiny does not fit cpu"):
         model_shapes.build("tiny", "cpu")
+
+
+# ---- Times of steps: what counts and what warms up
+
+
+def test_the_first_steps_do_not_count_and_the_median_of_the_others_does(monkeypatch):
+    seconds = [0.0]
+    clock = SimpleNamespace(perf_counter=lambda: seconds[-1], process_time=lambda: seconds[-1] / 2)
+    monkeypatch.setattr(timing, "time", clock)
+    timed = timing.time_steps(
+        lambda token: seconds.append(seconds[-1] + token), [50, 50, 50, 1, 2, 9], torch.device("cpu")
+    )
+    assert timed == timing.Timing(ms=2000, wall_ms=4000, processor_ms=2000)
+
+
+def test_warm_up_covers_every_kind_of_step_of_sync():
+    assert timing.warm_up(torch.device("cuda")) >= 2 * parsed("sync", 256).m
+
+
+# ---- The peak of a process's memory, read from made-up files
+
+
+def test_the_peak_is_forgotten_and_read(tmp_path):
+    (tmp_path / "status").write_text("Name:\tpython\nVmHWM:\t  2048 kB\nVmRSS:\t  1024 kB\n")
+    assert timing.forget_peak(tmp_path)
+    assert (tmp_path / "clear_refs").read_text() == "5"
+    assert timing.read_peak(tmp_path) == 2048 * 1024
+
+
+def test_where_the_system_does_not_tell_nothing_is_claimed(tmp_path):
+    assert not timing.forget_peak(tmp_path / "absent")
+    assert timing.read_peak(tmp_path) is None
+    (tmp_path / "status").write_text("Name:\tpython\nVmHWM:\n")
+    assert timing.read_peak(tmp_path) is None
+
+
+# ---- Rates of a device: bytes over the best time
+
+
+HERE = torch.device("cpu")
+
+
+def test_rates_are_bytes_over_the_best_time(monkeypatch):
+    monkeypatch.setattr(decode, "GATHER_TOKENS", {"cpu": 2**12})
+    monkeypatch.setattr(rates, "_timed", lambda run, device: 1e-3)
+    # A copy reads and writes, so it counts twice and is the better of the two here.
+    assert rates.read(HERE, torch.float32, 2**22) == pytest.approx(2 * 2**22 / 1e-3)
+    assert decode.gather(HERE, torch.float32) == pytest.approx(2**12 * 2 * 512 / 4 / 1e-3 / 1e9, rel=0.1)
+
+
+def test_every_timed_run_but_the_first_counts():
+    runs = []
+    assert rates.seconds(lambda: runs.append(1), HERE) > 0
+    assert len(runs) == 1 + rates.RUNS
+
+
+def test_the_cpu_takes_as_long_for_its_share_as_the_link_for_the_rest():
+    nbytes, link, beside, layers = 4e9, 13e9, 30e9, 32
+    share = rates.share_on_cpu(nbytes, link, beside, layers)
+    assert share * nbytes / beside == pytest.approx((1 - share) * nbytes / link)
+    launching = rates.LAUNCHES_S * layers
+    pays = launching * link / share  # bytes from which on it saves what launching costs
+    assert rates.share_on_cpu(1.01 * pays, link, beside, layers) == share
+    assert rates.share_on_cpu(0.99 * pays, link, beside, layers) == 0
+    assert rates.share_on_cpu(nbytes, link, 0.0, layers) == 0
+
+
+@pytest.mark.cuda
+def test_roofline_of_a_gpu():
+    assert decode.kernel_gather(torch.device("cuda"), torch.float32) == {}
+    found = decode.measure(torch.device("cuda"), torch.bfloat16)
+    assert found.read > found.to_device > 0
+    assert found.gather > 0.5 * found.to_device
+    assert found.to_host > 0
+
+
+# ---- Busy processes are gone with their measurement, and what others took is counted
+
+
+def children(pid: int) -> list[int]:
+    listed = Path(f"/proc/{pid}/task/{pid}/children")
+    if not listed.exists():
+        pytest.skip("the system does not list a process's children")
+    return [int(child) for child in listed.read_text().split()]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_busy_processes_are_gone_afterwards_also_when_the_measurement_fails():
+    before = set(children(os.getpid()))
+    started = set()
+
+    def measure() -> None:
+        with timing.keep_busy(2):
+            started.update(set(children(os.getpid())) - before)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure()
+    assert len(started) == 2
+    assert not any(map(is_alive, started))
+
+
+def test_they_end_by_themselves_when_the_measurement_was_killed():
+    script = "from kvchat.bench.timing import keep_busy\nwith keep_busy(1): print(flush=True); input()"
+    killed = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with killed:
+        assert killed.stdout
+        killed.stdout.readline()
+        (orphan,) = children(killed.pid)
+        killed.kill()
+    deadline = time.monotonic() + 60
+    while is_alive(orphan):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("threads", "load", "share"), [(1, 0, 1.0), (2, 2, 0.5), (2, 0, 1.0), (1, 1, 1.0), (64, 2, 0.5), (1, 7, 0.25)]
+)
+def test_the_fair_share_of_two_processors(monkeypatch, threads, load, share):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    assert timing.fair_share(threads, load) == share
+
+
+def test_what_others_took(tmp_path, monkeypatch):
+    stat = tmp_path / "stat"
+    ticks = os.sysconf("SC_CLK_TCK")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1})
+    stat.write_text("cpu  9 9 9 9 9 9 9 9 9 9\ncpu1 100 0 0 100 0 0 0 0 50 0\n")
+    monkeypatch.setattr(time, "process_time", lambda: 1.0)
+    before = timing.sample_processors(stat)
+    stat.write_text(f"cpu1 {100 + 6 * ticks} 0 0 {100 + 3 * ticks} {ticks} 0 0 0 50 0\n")
+    monkeypatch.setattr(time, "process_time", lambda: 5.0)
+    assert timing.share_of_others(before, timing.sample_processors(stat)) == [pytest.approx(0.2)]
+    assert timing.share_of_others(before, before) == []
+
+
+def test_a_child_is_none_of_the_others_while_it_runs_and_when_it_has_ended():
+    before = timing.sample_processors()
+    if before is None:
+        pytest.skip("the system does not tell")
+    own = time.process_time()
+    with timing.keep_busy(1):
+        deadline = time.monotonic() + 60
+        while timing.sample_processors()[2] - before[2] < 0.5 + time.process_time() - own:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        running = timing.sample_processors()[2]
+    assert timing.sample_processors()[2] >= running - 0.05
+
+
+def test_without_processor_times_nothing_is_claimed_of_others(tmp_path):
+    assert timing.sample_processors(tmp_path / "none") is None
+    assert timing.share_of_others(None, (1.0, 1.0, 1.0)) == []

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
+import struct
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.fake_libraries import importing, torch_like
 from support.fake_nvml import FakeGpu, FakeNvml
 from support.hostile import forbidden_in, hostile
 
+from kvchat import paths
 from kvchat.doctor import installation, report
 from kvchat.doctor.installation import Check
 from kvchat.kv.memory import available
@@ -85,3 +91,129 @@ def test_without_any_library_there_is_a_report(monkeypatch):
     assert "n/a threads" in found["processors"].found
     assert "CPU" in found["decode steps"].found
     assert "terminal" in found
+
+
+# ---- Python and the libraries: versions, what is missing or broken, and what only a GPU needs
+
+
+PINS = ["torch<=2.13.0,>=2.9", "transformers<5.24,>=5.17", 'triton>=3.5; extra == "test"']
+
+
+@pytest.fixture
+def installed(monkeypatch) -> Callable[..., None]:
+    """These modules, or the errors of importing them, are all that there is."""
+
+    def install(**modules: Any) -> None:
+        monkeypatch.setattr(installation, "import_module", importing(**modules))
+
+    monkeypatch.setattr(installation.metadata, "requires", lambda _: PINS)
+    install()
+    return install
+
+
+@pytest.fixture
+def library(installed) -> Callable[[str, Any], Check]:
+    def check(name: str, module: Any) -> Check:
+        installed(**{name: module})
+        return installation.library(name)
+
+    return check
+
+
+def test_versions_inside_and_outside_the_pins(library):
+    assert library("torch", torch_like()) == Check("torch", "ok", "2.9.1+cu128, CUDA 12.8")
+    assert library("torch", torch_like(cuda=None, version="2.13.0+cpu")).found == "2.13.0+cpu, without CUDA"
+    for version in ("2.14.0", "2.8.0+cu126"):
+        check = library("torch", torch_like(version=version))
+        assert (check.state, "<=2.13.0" in check.advice) == ("warning", True)
+    assert library("transformers", SimpleNamespace(__version__="5.30.1")).state == "warning"
+
+
+def test_a_library_that_is_missing_or_broken_keeps_kvchat_from_running(library):
+    assert installation.library("torch").state == "problem"
+    broken = library("torch", OSError("libcudart.so.12: cannot open shared object file\nmore"))
+    assert broken.found.endswith("OSError: libcudart.so.12: cannot open shared object file")
+    assert library("transformers", RuntimeError()).state == "problem"
+
+
+def test_triton_needs_a_compiler_where_it_is_used(monkeypatch, installed):
+    monkeypatch.delenv("CC", raising=False)
+    compilers: list[str] = []
+    monkeypatch.setattr(installation.shutil, "which", lambda name: name if name in compilers else None)
+    assert (installation.triton(False).state, installation.triton(True).state) == ("ok", "warning")
+    installed(triton=SimpleNamespace(__version__="3.5.0"))
+    assert (installation.triton(False).state, installation.triton(True).state) == ("ok", "warning")
+    compilers.append("gcc")
+    assert installation.triton(True).state == "ok"
+    compilers.clear()
+    monkeypatch.setenv("CC", "clang-19")
+    assert installation.triton(True).state == "ok"
+
+
+def test_the_triton_that_a_gpu_needs_is_asked_for_where_torch_sees_one(installed):
+    def found(device: str, there: bool) -> Check:
+        installed(torch=torch_like(there=there), transformers=SimpleNamespace(__version__="5.20"))
+        return {check.name: check for check in installation.library_checks(device)}["Triton"]
+
+    assert found("auto", True).state == "warning"
+    assert found("auto", False).state == found("cpu", True).state == "ok"
+
+
+def test_a_numba_that_refuses_costs_time_only(installed):
+    installed(numba=SimpleNamespace(__version__="0.68.1"))
+    assert installation.numba() == Check("numba", "ok", "0.68.1")
+    installed(numba=ImportError("Numba needs NumPy 2.5 or less."))
+    check = installation.numba()
+    assert (check.state, check.found) == ("warning", "cannot be imported: Numba needs NumPy 2.5 or less.")
+
+
+def test_nothing_at_all_is_reported_too(installed):
+    found = {check.name: check for check in installation.library_checks("auto")}
+    assert [name for name, check in found.items() if check.state == "problem"] == ["torch", "transformers"]
+    assert found["bitsandbytes"].found.startswith("not installed")
+
+
+# ---- kvchat's own files: settings, the bundled model and the data folder, good and broken
+
+
+def test_wrong_settings_are_a_problem_and_a_missing_file_is_none():
+    check, device = installation.settings()
+    assert (check.state, device) == ("ok", "auto")
+    assert check.found.startswith(str(paths.config_file()))
+    paths.config_file().parent.mkdir(parents=True)
+    paths.config_file().write_text('[model]\ndevice = "cpu"\n')
+    assert installation.settings()[1] == "cpu"
+    paths.config_file().write_text('[model]\ndevise = "cpu"\n')
+    check, _ = installation.settings()
+    assert (check.state, "devise" in check.advice) == ("problem", True)
+
+
+def test_a_variable_without_effect_is_looked_at(monkeypatch):
+    assert installation.environment().state == "ok"
+    monkeypatch.setenv("KVCHAT_DATADIR", "/data")
+    check = installation.environment()
+    assert (check.state, "KVCHAT_DATADIR" in check.found, "KVCHAT_DATA_DIR" in check.advice) == ("warning", True, True)
+
+
+def test_the_bundled_model_is_opened(tmp_path, monkeypatch):
+    assert installation.bundled_model() == Check("bundled model", "ok", f"{paths.bundled_model_dir()}, 75 tensors")
+    monkeypatch.setattr(paths, "bundled_model_dir", lambda: tmp_path)
+    assert installation.bundled_model().state == "problem"
+    (tmp_path / "config.json").write_text("{}")
+    for content in (b"", struct.pack("<Q", 100) + b"{", b"version https://git-lfs.github.com/spec/v1"):
+        (tmp_path / "model.safetensors").write_bytes(content)
+        assert installation.bundled_model().state == "problem"
+
+
+def test_a_full_disk_and_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(paths, "data_dir", lambda: tmp_path / "not" / "yet")
+    assert installation.data_folder().state == "ok"
+    with monkeypatch.context() as full:
+        full.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
+        assert "Free some space" in installation.data_folder().advice
+    monkeypatch.setattr(paths, "data_dir", lambda: Path("/dev/null/kvchat"))
+    assert "KVCHAT_DATA_DIR" in installation.data_folder().advice
+
+
+def test_the_package_is_found_where_it_lies():
+    assert Path(installation.__file__).parents[1] == paths.PACKAGE

@@ -1,15 +1,18 @@
 """A conversation in streaming mode goes on beyond the model's context; every other mode refuses it from there on."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
 import torch
 from support.loads import entering
 
+from kvchat.bench import model_shapes
+from kvchat.bench.frame import parsed
+from kvchat.engine import runner as runner_module
+from kvchat.engine.runner import ModelRunner, geometry_of, traits_of
 from kvchat.engine.session import Session
 from kvchat.errors import DoesNotFitError
+from kvchat.kv.modes import build
 from kvchat.protocol.messages import Finished, Sampling, Turn
 
 CONTEXT = 300
@@ -57,3 +60,113 @@ def test_over_8_bit_pages_nearly_the_same_is_said_beyond_the_context(model):
         one, other = one.log_softmax(0), other.log_softmax(0)
         assert (one.exp() * (one - other)).sum() < 0.02
     assert all(sessions[1]._kv.state.host.quantized[:-1])
+
+
+# ---- Streaming beyond the model's context: positions stay within it, and a prompt is read as Start+Recent reads it
+
+
+IDS = [(7 * token) % 251 for token in range(1, 500)]
+STAGED = "streaming:budget=64,sink=4,R=16,sigma=8,delta=8"
+PLAIN = "streaming:budget=64,sink=4,R=1,sigma=0,delta=0"
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return model_shapes.build("tiny", "cpu")
+
+
+def runner(model, variant, context=None):
+    model = dataclasses.replace(model, context=context or model.context)
+    return ModelRunner(model, build(parsed(variant), geometry_of(model), traits_of(model)))
+
+
+def read(one, ids):
+    """The logits after a prompt."""
+    return [logits for _, logits in one.prefill(ids)][-1]
+
+
+def pin(one, positions):
+    with torch.inference_mode():
+        one.kv.pin(positions)
+
+
+@pytest.fixture
+def positions(monkeypatch):
+    """The positions of every forward."""
+    seen, forward = [], runner_module.attention_hook.forward
+    monkeypatch.setattr(
+        runner_module.attention_hook,
+        "forward",
+        lambda model, ids, at, *args, **named: seen.extend(at.tolist()) or forward(model, ids, at, *args, **named),
+    )
+    return seen
+
+
+def test_steps_beyond_the_context_are_those_within_it_at_positions_that_it_has(tiny, positions):
+    within, beyond = runner(tiny, STAGED), runner(tiny, STAGED, context=100)
+    for one in (within, beyond):
+        read(one, IDS[:20])
+    for token in IDS[20:330]:
+        exact = within.step(token)
+        positions.clear()
+        assert torch.allclose(beyond.step(token), exact, atol=1e-4)
+        assert 0 <= max(positions) < 100
+
+
+def test_pinned_tokens_of_any_base_are_read_as_within_the_context(tiny):
+    within, beyond = runner(tiny, STAGED), runner(tiny, STAGED, context=100)
+    for one in (within, beyond):
+        read(one, IDS[:60])
+        pin(one, (5, 31, 32))
+    for position, token in enumerate(IDS[60:330], 60):
+        if position == 240:  # one beyond the context, of another base than the current one, and one that is recent
+            for one in (within, beyond):
+                pin(one, (5, 170, 235))
+        assert torch.allclose(beyond.step(token), within.step(token), atol=1e-4), position
+
+
+def test_a_prompt_read_token_by_token_is_what_steps_read(tiny, positions):
+    stepped, prefilled = (runner(tiny, PLAIN, context=100) for _ in range(2))
+    for one in (stepped, prefilled):
+        read(one, IDS[:100])  # within the context a prompt is exact: what follows is compared
+    prefilled.chunk = 1
+    for token in IDS[100:260]:
+        by_steps = stepped.step(token)
+    assert torch.allclose(read(prefilled, IDS[100:260]), by_steps, atol=1e-4)
+    assert max(positions) < 100
+    assert torch.allclose(prefilled.step(9), stepped.step(9), atol=1e-4)
+
+
+@pytest.mark.parametrize("pins", [(), (7, 150, 290)])
+def test_a_chunk_reads_sinks_what_was_kept_and_itself(monkeypatch, pins):
+    """In one layer keys do not depend on what was read: the compacted text in full must give the same logits."""
+    shape = model_shapes._shape(256, 64, 96, 1, (4, 2), 4096)
+    monkeypatch.setitem(model_shapes.SHAPES, "one layer", ("LlamaConfig", shape))
+    model = model_shapes.build("one layer", "cpu")
+    streaming, full = runner(model, STAGED, context=200), runner(model, "full")
+    chunks = []
+    monkeypatch.setattr(
+        streaming,
+        "forward_chunk",
+        lambda ids, logits, forward=streaming.forward_chunk: chunks.append(len(ids)) or forward(ids, logits),
+    )
+    read(streaming, IDS[:300])
+    pin(streaming, pins)
+    logits = read(streaming, IDS[300:450])
+    assert chunks == [200, 64, 36, 64, 36, 50], "to the end of the context, then C at most and never across a base"
+    # Before the last chunk C + sigma tokens were kept, the sinks included.
+    kept = 450 - 50 - (64 + 8 - 4)
+    compacted = [*IDS[:4], *(IDS[pin] for pin in pins), *IDS[kept:450]]
+    assert torch.allclose(logits, read(full, compacted), atol=1e-4)
+
+
+def test_forgetting_goes_back_into_the_context(tiny):
+    """Keys in the slots were turned; once the text is short again they are as they were stored."""
+    long, short = runner(tiny, PLAIN, context=100), runner(tiny, PLAIN, context=100)
+    read(long, IDS[:90])
+    for token in IDS[90:190]:
+        long.step(token)
+    for one in (long, short):
+        one.truncate(80)
+        read(one, IDS[80:90] if one is long else IDS[:90])
+    assert torch.allclose(long.step(9), short.step(9), atol=1e-4)

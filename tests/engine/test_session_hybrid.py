@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import tiny_multimodal
+from support import tiny_models, tiny_multimodal
+from support.integrity import check_integrity
+from support.kept_chat import OTHER, TALE, Chat, came_back, notes
 from support.loads import entering
+from support.tiny_runner import loaded, mode_of, prefilled, token_ids
 
-from kvchat.engine import recovery
+from kvchat.engine import prefix_cache, recovery
 from kvchat.engine.session import Session
 from kvchat.models.load import load_model
+from kvchat.models.recurrent import TAIL
 from kvchat.protocol.messages import Finished, Keeping, Load, Recovered, Resumed, Sampling, Started, Turn
 
 GREEDY = Sampling(temperature=0, max_new_tokens=24)
@@ -117,3 +121,172 @@ def test_a_talk_without_a_name_goes_on_from_its_state(hybrid):
     assert any(isinstance(event, Resumed) for event in events)
     assert session.token_ids == fresh_tokens(session, started)
     session.close()
+
+
+# ---- Keeping conversations of tiny hybrid models: K/V and recurrent state, from memory and from disk
+
+
+ASKED = 1 + len(TALE)  # with what the encoder puts before it
+
+
+def spoken(tmp_path, name: str, **settings) -> Chat:
+    """A conversation with a question that was answered."""
+    chat = Chat(tmp_path, loaded(name), **settings)
+    chat.say("a", TALE)
+    chat.answer()
+    return chat
+
+
+def resumed(chat: Chat, tmp_path, **settings) -> tuple[Chat, list]:
+    """The conversation in a later session, and the events of its opening."""
+    later = Chat(tmp_path, loaded(chat.runner.model.name), **settings)
+    return later, list(later.cache.resume("a", (Turn("user", chat.stored.text[1:]),)))
+
+
+def goes_on_alike(one: Chat, other: Chat) -> None:
+    for mine, its in zip(stepped(one), stepped(other), strict=True):
+        assert torch.equal(mine, its)
+    check_integrity(one.runner.kv.state)
+
+
+def stepped(chat: Chat) -> list[torch.Tensor]:
+    asked = prefilled(chat.runner, token_ids(40, seed=2))
+    return [asked, *(chat.runner.step(token) for token in token_ids(6, seed=3))]
+
+
+def reread(chat: Chat) -> int:
+    chat.runner.truncate(chat.runner.kv.total)
+    return len(chat.runner.recurrent.unread)
+
+
+@pytest.mark.parametrize("name", tiny_models.HYBRID)
+def test_logits_are_those_of_a_session_never_closed_also_where_the_last_question_is_answered_again(tmp_path, name):
+    chat = spoken(tmp_path, name)
+    later, events = resumed(chat, tmp_path)
+    assert came_back(events) == (ASKED + 9, "disk")
+    assert later.stored.ids == chat.stored.ids
+    assert reread(later) == 0
+    goes_on_alike(later, chat)
+    for one in (chat, later):
+        one.runner.truncate(ASKED - 1)
+        assert 0 < len(one.runner.recurrent.unread) < TAIL
+    goes_on_alike(later, chat)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "kimi_linear", "jamba"])
+def test_further_back_it_is_read_from_the_beginning(tmp_path, name):
+    chat = spoken(tmp_path, name)
+    later, _ = resumed(chat, tmp_path)
+    for one in (chat, later):
+        one.runner.truncate(100)
+    assert len(later.runner.recurrent.unread) == 100
+    for mine, its in zip(stepped(later), stepped(chat), strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("row", ["streaming", "freeze", "sync", "speculative"])
+def test_in_every_mode(tmp_path, row):
+    chat = spoken(tmp_path, "qwen3_next", row=row)
+    later, _ = resumed(chat, tmp_path, row=row)
+    assert later.runner.kv.total == ASKED + 9
+    if row != "sync":  # as after a switch: what was dropped or frozen is no part of what is kept
+        with torch.inference_mode():
+            chat.runner.kv.switch(mode_of(chat.runner.model, row))
+    goes_on_alike(later, chat)
+
+
+def test_gone_back_to_in_one_session_it_comes_from_memory(tmp_path):
+    chat = spoken(tmp_path, "lfm2", saved=0)
+    never_left = spoken(tmp_path, "lfm2", saved=0)
+    chat.say("b", OTHER)
+    snapshots = sum(one.nbytes for one in chat.cache._parked["a"].snapshots)
+    assert chat.cache.parked_bytes == chat.cache._parked["a"].pages.nbytes + snapshots > snapshots > 0
+    back = list(chat.cache.resume("a", (Turn("user", never_left.stored.text[1:]),)))
+    assert came_back(back) == (ASKED + 9, "memory")
+    goes_on_alike(chat, never_left)
+
+
+def test_another_that_begins_alike_goes_on_from_a_state_on_the_way(tmp_path):
+    chat = spoken(tmp_path, "qwen3_5")
+    later = Chat(tmp_path, chat.runner.model)
+    assert came_back(later.say("b", TALE + "and then")) == (ASKED - TAIL, "disk")
+    fresh = Chat(tmp_path / "none", chat.runner.model)
+    fresh.say("b", TALE + "and then")
+    torch.testing.assert_close(later.logits, fresh.logits, rtol=1e-4, atol=1e-5)
+    assert [event for event in Chat(tmp_path, chat.runner.model).say("c", OTHER) if isinstance(event, Resumed)] == []
+
+
+def damage(chat: Chat, tmp_path, *which: int) -> None:
+    path = tmp_path / "kv" / "a.kv"
+    file = chat.cache._file(path)
+    file.rows()
+    states, data = file.end().states, bytearray(path.read_bytes())
+    assert [state.tokens for state in states] == [ASKED - TAIL, ASKED + 9]
+    for index in which:
+        data[states[index].at + states[index].nbytes // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_behind_a_damaged_state_it_is_read_from_the_one_before(tmp_path):
+    chat = spoken(tmp_path, "qwen3_5")
+    damage(chat, tmp_path, 1)
+    later, events = resumed(chat, tmp_path)
+    assert "state is damaged" in notes(events)[0]
+    assert came_back(events) == (ASKED - TAIL, "disk")
+    assert later.stored.ids == chat.stored.ids[: ASKED - TAIL]
+
+
+def test_without_any_good_state_it_is_read_anew(tmp_path):
+    chat = spoken(tmp_path, "qwen3_5")
+    damage(chat, tmp_path, 0, 1)
+    later, events = resumed(chat, tmp_path)
+    assert "state is damaged" in notes(events)[0]
+    assert (later.runner.kv.total, later.stored.ids, len(events)) == (0, [], 1)
+    later.say("a", TALE)
+    again = Chat(tmp_path / "none", chat.runner.model)
+    again.say("a", TALE)
+    goes_on_alike(later, again)
+
+
+@pytest.mark.parametrize("left", [0, 30, 500])
+def test_a_file_that_ends_within_its_states_is_read_anew_as_far_as_they_are_missing(tmp_path, left):
+    chat = spoken(tmp_path, "lfm2")
+    path = tmp_path / "kv" / "a.kv"
+    file = chat.cache._file(path)
+    file.rows()
+    end = file.links[-1].end
+    path.write_bytes(path.read_bytes()[: end + left])
+    later, events = resumed(chat, tmp_path)
+    assert not [event for event in events if isinstance(event, Resumed)]
+    assert later.runner.kv.total == 0
+
+
+def test_a_state_of_another_version_of_transformers_is_refused(tmp_path, monkeypatch):
+    chat = spoken(tmp_path, "lfm2")
+    monkeypatch.setattr(prefix_cache.transformers, "__version__", "6.0")
+    _, events = resumed(chat, tmp_path)
+    assert "another version of transformers" in notes(events)[0]
+    monkeypatch.undo()
+    assert "version of transformers" not in prefix_cache.identity(loaded("llama"))
+
+
+def test_a_damaged_page_takes_the_states_behind_it_along(tmp_path):
+    chat = spoken(tmp_path, "lfm2")
+    path = tmp_path / "kv" / "a.kv"
+    data = bytearray(path.read_bytes())
+    data[4096 + 3 * chat.cache._file(path).record_bytes(False) - 1] ^= 1
+    path.write_bytes(data)
+    later, events = resumed(chat, tmp_path)
+    assert "damaged" in notes(events)[0]
+    assert (later.runner.kv.total, later.stored.ids) == (0, [])
+
+
+def test_what_has_no_room_beside_the_pages_is_left_out(tmp_path):
+    chat = spoken(tmp_path, "qwen3_5")
+    file = chat.cache._file(tmp_path / "kv" / "a.kv")
+    file.rows()
+    small = spoken(tmp_path / "small", "qwen3_5", saved=file.links[-1].end + 500)
+    assert "room for" in small.cache._writer.problem
+    assert (tmp_path / "small" / "kv" / "a.kv").stat().st_size < file.links[-1].end + 2000
+    _, events = resumed(small, tmp_path / "small")
+    assert events == []

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+
 import pytest
 import torch
 from support import tiny_models
+from support.grids import thinned
+from support.tiny_runner import loaded, mode_of, prefilled, runner_of, token_ids
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from kvchat.engine.runner import ModelRunner
 from kvchat.errors import ModelError
 from kvchat.models import attention_hook
 from kvchat.models.attention_hook import DenseManager
 from kvchat.models.probe import pin_frequencies, reads_chunks, selftest
+from kvchat.models.recurrent import EVERY, SNAPSHOTS, TAIL, RecurrentState
 from kvchat.models.support import refusal
 
 RIGHT = [
@@ -83,3 +90,160 @@ def test_chunks_across_longropes_switch_equal_one_long_prefill():
     for chunk in ids.split(50):
         last = attention_hook.forward(model, chunk, chunk, manager, logits=True)
     torch.testing.assert_close(last, whole, atol=1e-4, rtol=1e-5)
+
+
+# ---- Hybrid models: K/V by the KV manager, recurrent state by transformers, and every way back exact
+
+
+PROMPT, NEW = token_ids(150), 14
+MODES = {
+    "full": {},
+    "streaming": {"budget": 256},
+    "freeze": {"recovery": False, "K": 250},
+    "sync": {"budget": 512},
+    "speculative": {"budget": 512},
+}
+
+
+@functools.cache
+def model_of(name: str):
+    return loaded(name)
+
+
+@functools.cache
+def generated(name: str, extra: int = 0) -> list[int]:
+    """transformers' own greedy tokens, with its own attention and caches."""
+    model = tiny_models.fresh(name)
+    model.set_attn_implementation("eager")
+    ids = torch.tensor([PROMPT + token_ids(extra, seed=1)])
+    made = model.generate(ids, max_new_tokens=NEW, do_sample=False, eos_token_id=None)
+    return made[0, ids.shape[1] :].tolist()
+
+
+def runner_of_mode(name: str, mode: str) -> ModelRunner:
+    model = model_of(name)
+    runner = ModelRunner(model, mode_of(model, mode, MODES[mode]))
+    runner.chunk = 64
+    return runner
+
+
+def greedy(runner: ModelRunner, logits: torch.Tensor, n: int = NEW) -> list[int]:
+    tokens = []
+    for _ in range(n):
+        tokens.append(int(logits.argmax()))
+        logits = runner.step(tokens[-1])
+    return tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"), [*((name, "full") for name in tiny_models.HYBRID), *thinned(tiny_models.HYBRID, [*MODES][1:])]
+)
+def test_greedy_tokens_are_those_of_transformers(name, mode):
+    runner = runner_of_mode(name, mode)
+    assert greedy(runner, prefilled(runner, PROMPT)) == generated(name)
+
+
+@pytest.mark.parametrize(("name", "mode"), thinned(tiny_models.HYBRID, [*MODES]))
+def test_a_question_asked_again_is_answered_again(name, mode):
+    """Regenerate, an answer cut off and gone on with, an edited question, and one that follows what was truncated."""
+    runner = runner_of_mode(name, mode)
+    greedy(runner, prefilled(runner, PROMPT))
+    runner.truncate(len(PROMPT) - 1)
+    answer = greedy(runner, prefilled(runner, PROMPT[-1:]))
+    assert answer == generated(name)
+    runner.truncate(len(PROMPT) + 5)
+    assert greedy(runner, runner.step(answer[5]), NEW - 6) == answer[6:]
+    runner.truncate(70)
+    assert greedy(runner, prefilled(runner, PROMPT[70:])) == generated(name)
+    runner.truncate(len(PROMPT))
+    assert greedy(runner, prefilled(runner, token_ids(20, seed=1))) == generated(name, 20)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "jamba", "falcon_h1", "lfm2"])
+def test_a_failed_step_leaves_no_trace(name, monkeypatch):
+    runner = runner_of(model_of(name))
+    logits = prefilled(runner, PROMPT)
+    begun = greedy(runner, logits, 5)
+    last = model_of(name).model.get_decoder().layers[-1]
+    with monkeypatch.context() as patch:
+        patch.setattr(type(last), "forward", failing)
+        with pytest.raises(ArithmeticError):
+            runner.step(7)
+        with pytest.raises(ArithmeticError):
+            list(runner.prefill([7, 8, 9]))
+    assert runner.kv.total == len(PROMPT) + 5
+    runner.truncate(runner.kv.total - 1)
+    assert begun + greedy(runner, runner.step(begun[-1]), NEW - 5) == generated(name)
+
+
+def failing(*args, **kwargs):
+    raise ArithmeticError("as memory that runs out would")
+
+
+def test_rereading_changes_no_stored_byte():
+    runner = runner_of(model_of("qwen3_next"))
+    greedy(runner, prefilled(runner, PROMPT))
+    kept = len(PROMPT) + 9
+    before = [runner.kv.state.host.dense(layer, kept) for layer in range(2)]
+    runner.truncate(kept)
+    assert len(runner.recurrent.unread) == 9
+    runner.step(5)
+    for layer, pair in enumerate(before):
+        for old, new in zip(pair, runner.kv.state.host.dense(layer, kept), strict=True):
+            assert torch.equal(old, new)
+
+
+def test_only_layers_that_attend_have_k_and_v():
+    model = model_of("nemotron_h")
+    assert (model.layers, model.model.config.num_hidden_layers) == (2, 4)
+    assert runner_of(model).kv.state.geometry.layers == 2
+
+
+def test_jamba_reads_what_follows_token_by_token():
+    assert [name for name in tiny_models.HYBRID if not model_of(name).reads_chunks] == ["jamba"]
+    runner = runner_of(model_of("jamba"))
+    assert [len(chunk) for chunk, _ in runner.prefill(PROMPT)] == [len(PROMPT) - TAIL, *[1] * TAIL]
+
+
+def test_snapshots_thin_out_and_the_nearest_is_put_back():
+    runner = runner_of(model_of("qwen3_5"))
+    ids = token_ids(470)
+    runner.chunk = 30
+    for start in range(0, 470, 47):
+        prefilled(runner, ids[start : start + 47])
+    state = runner.recurrent
+    kept = [snapshot.tokens for snapshot in state._snapshots]
+    assert len(kept) == SNAPSHOTS
+    assert kept[-1] == 470
+    assert max(b - a for a, b in itertools.pairwise(kept)) <= 200
+    assert state.snapshot_bytes == SNAPSHOTS * state.nbytes > 0
+    runner.truncate(kept[3] + 1)
+    assert len(state.unread) == 1
+
+
+def test_a_long_answer_is_kept_now_and_then():
+    runner = runner_of(model_of("lfm2"))
+    prefilled(runner, PROMPT[:20])
+    for token in token_ids(EVERY + 5):
+        runner.step(token)
+    runner.truncate(runner.kv.total - 3)
+    assert len(runner.recurrent.unread) == 2
+
+
+def test_on_a_gpu_steps_run_eagerly_and_say_so():
+    runner = ModelRunner(model_of("qwen3_5"), mode_of(model_of("qwen3_5"), "full"), recorder=pytest.fail)
+    assert len(runner.badges) == 1
+    assert greedy(runner, prefilled(runner, PROMPT)) == generated("qwen3_5")
+    with torch.inference_mode():
+        runner.kv.switch(mode_of(runner.model, "freeze"))
+    runner.step(5)
+    assert len(runner.badges) == 1
+
+
+def test_a_model_whose_layers_all_attend_has_no_state():
+    state = RecurrentState(tiny_models.config("llama"))
+    state.commit([1, 2, 3])
+    state.keep()
+    state.truncate(1)
+    assert (state.exists, state.nbytes, state.snapshot_bytes, state.unread) == (False, 0, 0, [])
+    assert state.chunk(100, 64) == 64

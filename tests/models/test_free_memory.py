@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from support import tiny_models, tiny_multimodal
+from support.message import lacks
 from support.progress import silent
+from transformers import Gemma3TextConfig
 
-from kvchat.errors import DoesNotFitError
+from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.memory import available
 from kvchat.models import description, reading
+from kvchat.models.description import resolve_device, resolve_dtype, resolve_others
 from kvchat.models.load import load_model
 from kvchat.protocol.messages import Load
 
@@ -63,3 +68,113 @@ def test_weights_larger_than_the_free_memory_of_a_gpu_are_refused_unread(small_g
     described = description.describe("bundled", "cuda", "auto", silent)
     with pytest.raises(DoesNotFitError, match=rf"bundled.*GPU X.* {taken}.* 1.91 MiB of 22.35"):
         reading.check(described, quantize)
+
+
+# ---- The settings "device" and "dtype"
+
+
+@pytest.mark.parametrize(("device", "message"), [("gpu", '"gpu"'), ("meta", '"meta"'), ("cuda:x", '"cuda:x"')])
+def test_a_device_that_is_not(device, message):
+    with pytest.raises(UsageError, match=message):
+        resolve_device(device)
+
+
+def test_cuda_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert resolve_device("auto") == torch.device("cpu")
+    with pytest.raises(UsageError, match='no device "cuda"'):
+        resolve_device("cuda")
+
+
+def test_a_gpu_that_is_not(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert resolve_device("auto") == resolve_device("cuda") == torch.device("cuda:0")
+    assert resolve_device("cuda:1") == torch.device("cuda:1")
+    with pytest.raises(UsageError, match="2 GPU"):
+        resolve_device("cuda:2")
+
+
+def test_layers_go_to_the_gpus_beside_the_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    second = torch.device("cuda:1")
+    assert resolve_others(second, 1) == ()
+    assert resolve_others(second, 3) == (torch.device("cuda:0"), torch.device("cuda:2"))
+    with pytest.raises(UsageError, match="sees 3"):
+        resolve_others(second, 4)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UsageError, match="sees none"):
+        resolve_others(torch.device("cpu"), 2)
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "own", "expected"),
+    [
+        ("cuda", (8, 0), torch.bfloat16, torch.bfloat16),
+        ("cuda", (7, 5), torch.bfloat16, torch.float16),
+        ("cuda", (7, 5), torch.float32, torch.float32),
+        ("cuda", (8, 0), None, torch.float32),
+        ("cpu", None, torch.bfloat16, torch.float32),
+    ],
+)
+def test_auto_dtype(monkeypatch, device, capability, own, expected):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    config = SimpleNamespace(dtype=own, model_type="llama")
+    config.get_text_config = lambda decoder: config
+    assert resolve_dtype("auto", config, torch.device(device)) == expected
+
+
+def test_gemma_3_is_refused_in_float16_before_its_weights_are_read():
+    config = Gemma3TextConfig()
+    with pytest.raises(UsageError, match=r"float16.*65,504"):
+        resolve_dtype("float16", config, torch.device("cpu"))
+    config.dtype = torch.float16
+    assert resolve_dtype("auto", config, torch.device("cuda")) == torch.float32
+
+
+# ---- The dtype of "auto" on a CPU: measured for large models, told, and float32 for small ones
+
+
+CPU = torch.device("cpu")
+
+
+def config(rows: int, columns: int, own: torch.dtype | None = torch.bfloat16) -> SimpleNamespace:
+    made = SimpleNamespace(dtype=own, intermediate_size=rows, hidden_size=columns)
+    made.get_text_config = lambda decoder: made
+    return made
+
+
+@pytest.mark.parametrize(
+    ("exact", "half", "chosen"),
+    [(20.0, 10.0, torch.bfloat16), (20.0, 19.0, torch.float32), (10.0, 20.0, torch.float32)],
+)
+def test_what_is_clearly_faster_is_taken_and_told(monkeypatch, exact, half, chosen):
+    monkeypatch.setattr(description, "milliseconds", lambda rows, columns: (exact, half))
+    large = config(14336, 4096)
+    assert resolve_dtype("auto", large, CPU) == chosen
+    told = description.note("auto", chosen, large)
+    assert bool(told) == (chosen == torch.bfloat16)
+    assert not told or not lacks(told, "10.0 ms", "20.0 ms", "model.dtype = float32")
+    assert resolve_dtype("bfloat16", large, CPU) == torch.bfloat16
+    assert description.note("bfloat16", torch.bfloat16, large) == ""
+
+
+@pytest.mark.parametrize(
+    "small",
+    [config(1024, 384), config(0, 4096), config(14336, 4096, torch.float32), config(14336, 4096, None)],
+)
+def test_small_models_and_others_are_not_measured(monkeypatch, small):
+    monkeypatch.setattr(description, "milliseconds", None)
+    assert resolve_dtype("auto", small, CPU) == torch.float32
+
+
+def test_both_are_measured_once(monkeypatch):
+    description.milliseconds.cache_clear()
+    called, linear = [], description.one_product
+    monkeypatch.setattr(description, "one_product", lambda *args: called.append(args) or linear(*args))
+    first = description.milliseconds(64, 32)
+    assert description.milliseconds(64, 32) == first
+    assert len(called) == description.ROUNDS
+    assert all(0 < time < float("inf") for time in first)

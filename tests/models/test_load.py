@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace
@@ -170,29 +168,9 @@ def test_transformers_is_as_loud_afterwards_as_before(folder):
 # ---- folders that are no models --------------------------------------------------------------------
 
 
-def no_config(folder):
-    (folder / "config.json").unlink()
-
-
 def gguf_only(folder):
-    no_config(folder)
+    (folder / "config.json").unlink()
     (folder / "model.gguf").touch()
-
-
-def damaged_config(folder):
-    (folder / "config.json").write_text('{"model_type": ')
-
-
-def list_config(folder):
-    (folder / "config.json").write_text("[1]")
-
-
-def unknown_type(folder):
-    edit_json(folder / "config.json", model_type="llamma", architectures=None)
-
-
-def not_a_chat_model(folder):
-    transformers.CLIPConfig().save_pretrained(folder)
 
 
 def recurrent(folder):
@@ -202,14 +180,6 @@ def recurrent(folder):
 def no_weights(folder):
     for file in (*folder.glob("*.safetensors"), folder / INDEX):
         file.unlink()
-
-
-def missing_shard(folder):
-    (folder / "model-00002-of-00002.safetensors").unlink()
-
-
-def damaged_index(folder):
-    (folder / INDEX).write_text("{")
 
 
 def truncated_weights(folder):
@@ -229,46 +199,31 @@ def unlisted_tensor(folder):
             save_file(tensors, file, {"format": "pt"})
 
 
-def fewer_layers(folder):
-    edit_json(folder / "config.json", num_hidden_layers=3)
+DAMAGES = {
+    "is not a model. It has no config.json": lambda it: (it / "config.json").unlink(),
+    "GGUF file": gguf_only,
+    "config.json cannot be read": lambda it: (it / "config.json").write_text('{"model_type": '),
+    "does not contain a JSON object": lambda it: (it / "config.json").write_text("[1]"),
+    "llamma": lambda it: edit_json(it / "config.json", model_type="llamma", architectures=None),
+    '"clip" is not a chat model': lambda it: transformers.CLIPConfig().save_pretrained(it),
+    "kvchat cannot run Mamba2ForCausalLM. None of its layers attends": recurrent,
+    "has no weights": no_weights,
+    "1 of 2 weight files are missing: model-00002-of-00002.safetensors": lambda it: (
+        it / "model-00002-of-00002.safetensors"
+    ).unlink(),
+    "model.safetensors.index.json cannot be read": lambda it: (it / INDEX).write_text("{"),
+    "model-00001-of-00002.safetensors is damaged": truncated_weights,
+    "1 tensors are missing, the first is model.norm.weight": unlisted_tensor,
+    "do not belong to its config.json": lambda it: edit_json(it / "config.json", num_hidden_layers=3),
+    "transformers refuses its weights": lambda it: edit_json(it / "config.json", intermediate_size=128),
+    "has no tokenizer": lambda it: (it / "tokenizer.json").unlink(),
+    "transformers refuses its tokenizer": lambda it: (it / "tokenizer.json").write_text('{"version": "1.0"}'),
+}
 
 
-def other_shapes(folder):
-    edit_json(folder / "config.json", intermediate_size=128)
-
-
-def no_tokenizer(folder):
-    (folder / "tokenizer.json").unlink()
-
-
-def damaged_tokenizer(folder):
-    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (no_config, "is not a model. It has no config.json"),
-        (gguf_only, "GGUF file"),
-        (damaged_config, "config.json cannot be read"),
-        (list_config, "does not contain a JSON object"),
-        (unknown_type, "llamma"),
-        (not_a_chat_model, '"clip" is not a chat model'),
-        (recurrent, "kvchat cannot run Mamba2ForCausalLM. None of its layers attends"),
-        (no_weights, "has no weights"),
-        (missing_shard, "1 of 2 weight files are missing: model-00002-of-00002.safetensors"),
-        (damaged_index, "model.safetensors.index.json cannot be read"),
-        (truncated_weights, "model-00001-of-00002.safetensors is damaged"),
-        (unlisted_tensor, "1 tensors are missing, the first is model.norm.weight"),
-        (fewer_layers, "do not belong to its config.json"),
-        (other_shapes, "transformers refuses its weights"),
-        (no_tokenizer, "has no tokenizer"),
-        (damaged_tokenizer, "transformers refuses its tokenizer"),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_a_folder_that_cannot_be_loaded(folder, no_network, damage, message):
-    damage(folder)
+@pytest.mark.parametrize("message", DAMAGES)
+def test_a_folder_that_cannot_be_loaded(folder, no_network, message):
+    DAMAGES[message](folder)
     with pytest.raises(ModelError) as caught:
         load_model(Load(str(folder), "cpu"), silent)
     assert message in str(caught.value)
@@ -422,3 +377,64 @@ def test_a_gguf_file_may_advise_it_too():
     assert checkpoint.sampling(config) == Sampling(temperature=0.5, top_k=40)
     checkpoint.take_from_gguf({"general.sampling.temp": 0.0}, config)
     assert checkpoint.sampling(config) == Sampling(temperature=0)
+
+
+# ---- Code and pickles that come with a model: never run, never read
+
+
+@pytest.fixture
+def own_code(folder, tmp_path, monkeypatch):
+    """The folder brings Python files that leave a mark, and the person would agree to everything asked."""
+    mark = tmp_path / "it ran"
+    for name in ("configuration_mine", "modeling_mine", "tokenization_mine"):
+        (folder / f"{name}.py").write_text(f"open({str(mark)!r}, 'w').close()\n")
+    monkeypatch.setattr("builtins.input", lambda *args: pytest.fail("a question on stdin"))
+    return mark
+
+
+AUTO_MAP = {
+    "AutoConfig": "configuration_mine.MineConfig",
+    "AutoModelForCausalLM": "modeling_mine.MineForCausalLM",
+    "AutoTokenizer": ["tokenization_mine.MineTokenizer", None],
+}
+
+
+def test_a_model_that_needs_its_own_code_is_refused_without_a_question(folder, own_code):
+    edit_json(folder / "config.json", model_type="mine", auto_map=AUTO_MAP)
+    with pytest.raises(ModelError, match="code") as caught:
+        load_model(Load(str(folder), "cpu"), lambda stage: None)
+    assert caught.value.hint
+    assert not own_code.exists()
+
+
+def test_own_code_beside_a_known_architecture_is_left_alone(folder, own_code):
+    edit_json(folder / "config.json", auto_map=AUTO_MAP)
+    edit_json(folder / "tokenizer_config.json", auto_map=AUTO_MAP)
+    assert load_model(Load(str(folder), "cpu"), lambda stage: None).layers == 4
+    assert not own_code.exists()
+
+
+def pickled(folder, monkeypatch):
+    """The same weights as a pickle beside the others, and a torch that must not read it."""
+    torch.save(tiny_models.model("llama").state_dict(), folder / "pytorch_model.bin")
+    monkeypatch.setattr(torch, "load", lambda *args, **kwargs: pytest.fail("a pickle was read"))
+
+
+def test_a_pickle_beside_the_weights_is_not_read(folder, monkeypatch):
+    pickled(folder, monkeypatch)
+    assert load_model(Load(str(folder), "cpu"), lambda stage: None).layers == 4
+
+
+def test_a_pickle_is_not_read_instead_of_the_weights(folder, monkeypatch):
+    pickled(folder, monkeypatch)
+    (folder / INDEX).unlink()  # without it transformers does not find the safetensors
+    with pytest.raises(ModelError, match=r"model\.safetensors"):
+        load_model(Load(str(folder), "cpu"), lambda stage: None)
+
+
+def test_a_pickle_alone_is_refused(folder, monkeypatch):
+    pickled(folder, monkeypatch)
+    for file in (*folder.glob("*.safetensors"), folder / INDEX):
+        file.unlink()
+    with pytest.raises(ModelError, match=r"safetensors and GGUF.*\.bin"):
+        load_model(Load(str(folder), "cpu"), lambda stage: None)

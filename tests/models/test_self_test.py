@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import json
 import math
+import re
 
 import pytest
 import torch
 from support import tiny_models
+from support.byte_tokenizer import byte_level
+from support.tiny_runner import Wordless
+from tokenizers import normalizers
+from torch import Tensor, nn
 
+from kvchat import paths
+from kvchat.engine.session import Session
 from kvchat.errors import ModelError
-from kvchat.models import probe
+from kvchat.models import load, probe
 from kvchat.models.attention_hook import DenseManager
+from kvchat.models.load import LoadedModel, load_model, wrap
 from kvchat.models.probe import logits_error, logits_tolerance, relative_error, selftest
+from kvchat.models.quantize import int4_rows, int8_rows
+from kvchat.protocol.messages import Load
 
 
 class ChangedSpec(DenseManager):
@@ -112,3 +124,136 @@ def test_the_dtype_decides(dtype):
 def test_packed_weights_are_allowed_the_error_of_half_precision(monkeypatch):
     monkeypatch.setattr(probe, "is_packed", lambda model: True)
     assert logits_tolerance(tiny_models.model("llama")) == probe.LOGITS[torch.bfloat16]
+
+
+# ---- What packed weights lose is measured while a model is loaded, and told where it is much
+
+
+def loaded(quantize: str) -> LoadedModel:
+    return load_model(Load(quantize=quantize), lambda stage: None)
+
+
+def told(model: LoadedModel) -> list[str]:
+    return [note for note in model.notes if "KL " in note]
+
+
+def answered(model: LoadedModel, ids: list[int]) -> Tensor:
+    """Log-probabilities ``[tokens - 1, vocab]`` after each token but the first, as a conversation reads them."""
+    session = Session(model)
+    session.prefill(ids[:1])
+    logits = [session.step(token).double() for token in ids[1:]]
+    session.close()
+    return torch.stack(logits).log_softmax(-1)
+
+
+@pytest.mark.usefixtures("untested")
+def test_a_loss_that_changes_answers_is_told_as_large_as_it_is() -> None:
+    packed, plain = loaded("int4"), loaded("none")
+    ids = plain.tokenizer(load.TEXT).input_ids[: load.TOKENS]
+    expected, found = answered(plain, ids), answered(packed, ids)
+    divergence = float((expected.exp() * (expected - found)).sum(-1).mean())
+    same = float((expected.argmax(-1) == found.argmax(-1)).double().mean())
+    (note,) = told(packed)
+    figures = re.search(r"KL ([\d.]+) .* (\d+)%", note)
+    assert figures
+    assert float(figures[1]) == pytest.approx(divergence, rel=0.1)
+    assert divergence > 0.1
+    assert int(figures[2]) == pytest.approx(100 * same, abs=4)
+    assert "int8 or none" in note
+    assert told(plain) == []
+
+
+@pytest.mark.usefixtures("untested")
+def test_a_loss_that_nobody_notices_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert told(loaded("int8")) == []
+    monkeypatch.setattr(load, "MOST", 0.0)
+    paths.tested_file().unlink()  # what was found out before
+    (note,) = told(loaded("int8"))
+    figure = re.search(r"KL ([\d.]+) ", note)
+    assert figure
+    assert float(figure[1]) < 0.005
+
+
+@pytest.mark.usefixtures("untested")
+def test_a_text_that_the_tokenizer_cannot_write_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "TEXT", "")
+    assert told(loaded("int4")) == []
+
+
+# ---- Digests tell trainings and tokenizers apart, and say the same of what is the same
+
+
+@pytest.fixture
+def model():
+    return tiny_models.fresh("llama")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_bit_of_any_weight_makes_another_training(model, dtype):
+    model.to(dtype)
+    before = load.digest_of_weights(model)
+    for weight in model.parameters():
+        stored = weight.data.view(-1).view(torch.uint8)
+        for at in (0, stored.numel() // 2, stored.numel() - 1):
+            stored[at] ^= 1
+            assert load.digest_of_weights(model) != before
+            stored[at] ^= 1
+    assert load.digest_of_weights(model) == before
+
+
+def test_weights_of_two_layers_exchanged_are_another_training(model):
+    before = load.digest_of_weights(model)
+    first, second = (layer.mlp.up_proj.weight.data for layer in model.model.layers[:2])
+    first.copy_(torch.stack([second.clone(), second.copy_(first)])[0])
+    assert load.digest_of_weights(model) != before
+
+
+def test_a_size_that_is_no_multiple_of_a_word_counts_to_its_end():
+    linear = nn.Linear(3, 1, bias=False, dtype=torch.bfloat16)
+    before = load.digest_of_weights(linear)
+    linear.weight.data[0, 2] += 1
+    assert load.digest_of_weights(linear) != before
+
+
+def test_a_packed_weight_counts_with_its_scales():
+    torchao = pytest.importorskip("torchao.quantization")
+    linear = nn.Linear(64, 64)
+    torchao.quantize_(linear, torchao.Int8WeightOnlyConfig())
+    before = load.digest_of_weights(linear)
+    linear.weight.scale.data[0] *= 2
+    assert load.digest_of_weights(linear) != before
+
+
+@pytest.mark.parametrize(("pack", "constant"), [(int8_rows.pack, "scale"), (int4_rows.pack, "scales")])
+def test_rows_packed_here_count_with_their_scales(pack, constant):
+    linear = nn.Linear(64, 64)
+    pack(linear)
+    before = load.digest_of_weights(linear)
+    getattr(linear.packed_rows, constant)[0] *= 2
+    assert load.digest_of_weights(linear) != before
+
+
+def test_fused_or_not_it_is_the_same_training(model):
+    tokenizer = byte_level()
+    plain = wrap(copy.deepcopy(model), tokenizer, "m", fuse=False)
+    fused = wrap(model, tokenizer, "m")
+    assert fused.fused
+    assert plain.fingerprint == fused.fingerprint
+
+
+def test_tokenizers_are_told_apart_by_all_that_makes_ids():
+    plain = load.digest_of_tokenizer(byte_level())
+    assert plain == load.digest_of_tokenizer(byte_level())
+    assert plain != load.digest_of_tokenizer(byte_level(normalizers.Lowercase()))
+    fewer = byte_level()
+    backend = json.loads(fewer.backend_tokenizer.to_str())
+    backend["added_tokens"].pop()
+    assert plain != load.digest_of_tokenizer(
+        type(fewer)(tokenizer_object=type(fewer.backend_tokenizer).from_str(json.dumps(backend)))
+    )
+
+
+def test_a_tokenizer_without_a_backend_is_told_by_its_vocabulary():
+    one, other = (Wordless(vocabulary={"a": index}) for index in (1, 2))
+    assert load.digest_of_tokenizer(one) == load.digest_of_tokenizer(Wordless(vocabulary={"a": 1}))
+    assert load.digest_of_tokenizer(one) != load.digest_of_tokenizer(other)

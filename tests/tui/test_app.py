@@ -6,26 +6,34 @@ import asyncio
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+from rich.style import Style
 from support.app_driver import drawn, finished, opened, press, prompt, toasts, typed
 from support.hostile import MARKUP, forbidden_in, hostile
+from support.message import lacks
 from support.patience import PATIENCE_S
 from textual import events
 from textual.command import CommandInput, CommandList
+from textual.events import Click
 from textual.widget import Widget
 from textual.widgets import OptionList, Static
 from textual.widgets._markdown import MarkdownTableCellContents
 
 from kvchat.foreign_text import visible
 from kvchat.protocol.messages import Load
+from kvchat.tui import terminal
 from kvchat.tui.screens import chat
 from kvchat.tui.screens.base import Palette
 from kvchat.tui.screens.help import HelpScreen
 from kvchat.tui.screens.settings import SettingsScreen
 from kvchat.tui.state import Phase
+from kvchat.tui.terminal import REMOTE, TERMINALS_TAKE, copy_to_system, describe, has_system
 from kvchat.tui.widgets.bars import ModeBar, StatusBar
 from kvchat.tui.widgets.messages import Problem, Question
 from kvchat.tui.widgets.transcript import Transcript
@@ -311,3 +319,89 @@ async def test_control_characters_and_markup_of_a_toast_are_text(running, config
         assert all(visible(problem) in text for text in shown)
         assert not forbidden_in("".join(shown).encode())
         assert not any(toast.markup for toast in app._notifications)
+
+
+# ---- The clipboard: the system's where it is near, and always a sentence that is true
+
+
+@pytest.fixture
+def pyperclip(monkeypatch):
+    """Pretend that pyperclip is there; the list holds what was copied, an exception put into it is raised."""
+    module, copied = ModuleType("pyperclip"), []
+
+    def copy(text: str) -> None:
+        if copied and isinstance(copied[-1], Exception):
+            raise copied[-1]
+        copied.append(text)
+
+    module.copy, module.__spec__ = copy, ModuleSpec("pyperclip", None)
+    monkeypatch.setitem(sys.modules, "pyperclip", module)
+    for name in REMOTE:
+        monkeypatch.delenv(name, raising=False)
+    return copied
+
+
+async def test_the_systems_clipboard_is_used_where_it_is_the_persons(pyperclip):
+    assert has_system({})
+    assert not has_system({"SSH_CONNECTION": "10.0.0.1 5 10.0.0.2 22"})
+    assert await copy_to_system("hé") == ""
+    assert pyperclip == ["hé"]
+    pyperclip.append(RuntimeError("\nNo program.\nInstall one."))
+    assert await copy_to_system("x") == "No program"
+
+
+async def test_a_clipboard_that_does_not_answer_is_given_up(pyperclip, monkeypatch):
+    may_end = threading.Event()
+    monkeypatch.setattr(sys.modules["pyperclip"], "copy", lambda text: may_end.wait(60))
+    assert await copy_to_system("x", patience_s=0.01)
+    may_end.set()
+
+
+def test_what_became_of_a_text_is_said():
+    assert "3 characters" in describe("abc", "")
+    assert not lacks(describe("abc", None), "3 characters", "OSC 52")
+    assert "/copy FILE" in describe("é" * TERMINALS_TAKE, None)
+    refused = describe("abc", "no \x1b[c program")
+    assert not lacks(refused, "no ␛[c program", "3 characters", "/copy FILE")
+
+
+async def test_a_refusal_is_a_toast_and_a_file_takes_its_place(running, pyperclip, tmp_path):
+    async with running() as (app, _pilot, until):
+        typed(app, "hello")
+        await until(lambda: finished(app))
+        typed(app, "/copy")
+        await until(lambda: "Copied" in toasts(app))
+        assert pyperclip == [app.clipboard]
+        pyperclip.append(RuntimeError("no program"))
+        typed(app, "/code")
+        await until(lambda: "refused: no program" in toasts(app))
+        assert app.clipboard.startswith("def interest")
+        typed(app, f"/code {tmp_path / 'interest.py'}")
+        await until(lambda: (tmp_path / "interest.py").exists())
+        assert (tmp_path / "interest.py").read_text() == app.clipboard
+
+
+def test_without_the_library_there_is_only_the_terminals(monkeypatch):
+    monkeypatch.setattr(terminal, "find_spec", lambda name: None)
+    assert not has_system({})
+
+
+# ---- Lists of lines to choose from
+
+
+async def test_a_click_on_a_line_that_is_no_more_chooses_nothing(running):
+    async with running() as (app, pilot, until):
+        for key in ("f2", "f9", "ctrl+o", "ctrl+p", "/"):
+            press(app, key)
+            await until(lambda: any(shown.display for shown in app.screen.query(OptionList)))
+            for shown in app.screen.query(OptionList):
+                line = Style.from_meta({"option": shown.option_count})
+                shown.post_message(Click(shown, 1, 1, 0, 0, 1, False, False, False, style=line))
+            await pilot.pause()
+            assert app._exception is None
+            if app.screen is not app.chat:
+                app.screen.dismiss()
+            await until(lambda: app.screen is app.chat)
+            prompt(app).load_text("")
+        typed(app, "hello")
+        await until(lambda: finished(app))

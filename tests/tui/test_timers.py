@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import gc
+import random
 import time
+from collections.abc import Callable
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from support.app_driver import finished, typed
 from textual import _time
+from textual._callback import invoke
+from textual._compositor import Compositor
 from textual.notifications import Notification
+from textual.widget import Widget
 from textual.widgets._toast import Toast
 
 from kvchat.tui import app as app_module
-from kvchat.tui.widgets.base import Paced
+from kvchat.tui.widgets import base
+from kvchat.tui.widgets.base import LONGEST_S, MOST_CHANGES, SHORTEST_S, ChangesCompositor, Paced, interval
+from kvchat.tui.widgets.panels import KvColumn
+from kvchat.tui.widgets.ribbon import Ribbon
 
 STILL_S = 0.009  # longer than Textual waits for more changes of the size, 1/120 s
 
@@ -118,3 +130,115 @@ async def test_keys_end_a_pause(running, monkeypatch):
         monkeypatch.setattr(app._collector, "note_use", lambda: used.append(1))
         await pilot.press("a")
         await until(lambda: used)
+
+
+# ---- What comes faster than it is drawn is drawn together, with rests between
+
+
+@pytest.mark.parametrize(("cost", "seconds"), [(0.001, 0.05), (0.02, 0.08), (0.05, 0.2), (3.0, 0.4)])
+def test_the_interval_is_four_times_the_cost_within_bounds(cost, seconds):
+    assert interval(cost) == pytest.approx(seconds)
+
+
+class FakePump:
+    """A clock that moves only when told, its timers, and a layout that computes for ``layout_s``."""
+
+    def __init__(self, layout_s: float) -> None:
+        self.now, self.computed, self.layout_s = 0.0, 0.0, layout_s
+        self.timers: list[tuple[float, Callable[[], Any]]] = []
+
+    def set_timer(self, seconds: float, callback: Callable[[], Any]) -> SimpleNamespace:
+        self.timers.append((self.now + seconds, callback))
+        return SimpleNamespace()
+
+    async def next_timer(self) -> None:
+        at, call = self.timers.pop(0)
+        self.now = max(self.now, at)
+        await invoke(call)
+
+    async def until_drawn(self, drawn: list[float]) -> None:
+        before = len(drawn)
+        while len(drawn) == before:
+            await self.next_timer()
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Any]:
+    def made(layout_s: float) -> tuple[FakePump, Paced, list[float]]:
+        pump: Any = FakePump(layout_s)
+        monkeypatch.setattr(base, "thread_time", lambda: pump.computed)
+        drawn: list[float] = []
+
+        async def draw() -> None:
+            drawn.append(pump.now)
+            pump.computed += pump.layout_s
+
+        return pump, Paced(pump, draw), drawn
+
+    return made
+
+
+async def test_what_is_asked_for_at_once_is_drawn_once(run):
+    pump, paced, drawn = run(0.0)
+    for _ in range(5):
+        paced.ask()
+    assert not drawn
+    await pump.until_drawn(drawn)
+    assert drawn == [SHORTEST_S]
+    while pump.timers:
+        await pump.next_timer()
+    assert len(drawn) == 1  # nothing was asked for since
+    paced.ask()
+    await pump.until_drawn(drawn)
+    assert len(drawn) == 2
+
+
+@pytest.mark.parametrize(("layout_s", "rest"), [(0.0, SHORTEST_S), (0.06, 0.24), (1.0, LONGEST_S)])
+async def test_the_rest_is_as_long_as_the_layout_wants_it(run, layout_s, rest):
+    pump, paced, drawn = run(layout_s)
+    for _ in range(3):
+        paced.ask()
+        await pump.until_drawn(drawn)
+    assert [after - before for before, after in pairwise(drawn)] == [pytest.approx(rest, abs=0.002)] * 2
+
+
+# ---- A frame is drawn by what changed, and is as Textual's own
+
+
+def frame(app, kind, changes):
+    """What a terminal is sent for changes of these regions."""
+    app.chat._compositor._dirty_regions = set(changes)
+    return kind.render_partial_update(app.chat._compositor).render_segments(app.console)
+
+
+async def test_a_frame_is_as_textuals_own_whatever_changed(running):
+    async with running(size=(200, 60)) as (app, _pilot, until):
+        typed(app, "hello")
+        await until(lambda: finished(app))
+        shown = app.chat._compositor.visible_widgets.values()
+        regions = [part for region, clip in shown if (part := region.intersection(clip))]
+        regions += [region.crop_size((region.width, 1)) for region in regions]
+        chance = random.Random(0)
+        for _ in range(30):
+            changes = chance.sample(regions, chance.randint(1, MOST_CHANGES + 2))
+            assert frame(app, ChangesCompositor, changes) == frame(app, Compositor, changes)
+
+
+async def test_what_did_not_change_is_not_asked(running, monkeypatch):
+    async with running(size=(200, 60)) as (app, _pilot, until):
+        typed(app, "hello")
+        await until(lambda: finished(app))
+        asked, lines = [], Widget.render_lines
+
+        def noted(widget, crop):
+            asked.append((type(widget).__name__, crop.height))
+            return lines(widget, crop)
+
+        block, ribbon = app.chat.query_one(KvColumn).query_one("#plain-rows"), app.chat.query_one(Ribbon)
+        # Frames of the application's own timers are not counted.
+        with monkeypatch.context() as counted:
+            counted.setattr(Widget, "render_lines", noted)
+            frame(app, ChangesCompositor, [block.region, ribbon.region])
+        heights = dict(asked)
+        assert heights["KvColumn"] == block.region.height
+        assert not heights.keys() & {"Transcript", "Answer", "MarkdownParagraph", "DetailColumn"}

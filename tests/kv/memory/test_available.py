@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvchat.errors import DoesNotFitError
-from kvchat.kv.memory import available
+from kvchat.kv.memory import available, rates
 
 MiB = 2**20
 
@@ -89,3 +89,30 @@ def test_an_address_space_too_small_for_torch_is_refused_with_both_sizes():
     assert refused.value.hint
     available.check_address_space(available.LEAST_ADDRESSES)
     available.check_address_space(resource.RLIM_INFINITY)
+
+
+# ---- Rates are measured with what memory there is
+
+
+CPU = torch.device("cpu")
+
+
+def test_little_memory_is_measured_with_less_of_it(monkeypatch):
+    taken = list[int]()
+
+    def seconds(run, device):
+        taken.append(run().nbytes)
+        return 1.0
+
+    monkeypatch.setattr(rates, "seconds", seconds)
+    monkeypatch.setattr(available, "free_bytes", lambda device: 2**22)
+    rates.read(CPU, torch.float32, 2**26)
+    assert 0 < max(taken) <= 2**20
+
+
+def test_where_nothing_can_be_pinned_the_link_is_measured_without(monkeypatch):
+    def refused(tensor):
+        raise RuntimeError("cannot pin")
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", refused)
+    assert rates.link(CPU, True, 2**16) > 0

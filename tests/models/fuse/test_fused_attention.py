@@ -1,15 +1,16 @@
 """Attention modules that do no more than project, rotate and attend are found, and no others."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support import tiny_models
 
 from kvchat.models import attention_hook
 from kvchat.models.attention_hook import DenseManager
+from kvchat.models.fuse import modules, one_token
 from kvchat.models.fuse.modules import MergedLinear, Norm, Operations, fused_attention, projections, sample_logits
+from kvchat.models.load import load_model
 from kvchat.models.quantize import int4_rows, int8_rows
+from kvchat.protocol.messages import Load
 
 
 def first_attention(name, **sizes):
@@ -99,3 +100,28 @@ def test_masks_caches_and_other_angles_go_the_modules_own_way():
         {"position_embeddings": (angles[..., :2], angles[..., :2])},
     ):
         assert not ours.suits(hidden, given | changed)
+
+
+# ---- One token's layer of packed weights is two loops, and computes what its modules compute
+
+
+def bundled(**how):
+    return load_model(Load("bundled", "cpu", **how), lambda stage: None).model
+
+
+@pytest.mark.parametrize("quantize", ["int4", "int8"])
+def test_it_computes_what_the_modules_compute(quantize, monkeypatch):
+    called, own = [], one_token.OneTokenLayer.__call__
+    monkeypatch.setattr(one_token.OneTokenLayer, "__call__", lambda *given: called.append(1) or own(*given))
+    model = bundled(quantize=quantize, dtype="float32")
+    called.clear()
+    logits = modules.sample_logits(model)
+    assert len(called) == modules.CHECKED_STEPS * model.config.num_hidden_layers
+    plain = modules.sample_logits(bundled(quantize=quantize, dtype="float32", fast=False))
+    torch.testing.assert_close(logits[modules.CHECKED_PROMPT :], plain[modules.CHECKED_PROMPT :], rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("how", [{"quantize": "none"}, {"quantize": "int4", "dtype": "bfloat16"}])
+def test_other_weights_and_numbers_go_through_the_modules(how, monkeypatch):
+    monkeypatch.setattr(one_token.OneTokenLayer, "__call__", lambda *_: pytest.fail("asked"))
+    modules.sample_logits(bundled(**how))

@@ -1,7 +1,5 @@
 """Modules are taken for what they compute: near misses of every kind are not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support import tiny_models
@@ -37,14 +35,6 @@ def test_an_rms_norm_and_its_epsilon(dtype):
     assert norm.eps == module.variance_epsilon
 
 
-def plus_one_norm():
-    return tiny_models.model("gemma").model.norm
-
-
-def layer_norm():
-    return nn.LayerNorm(64)
-
-
 def layer_norm_without_bias():
     norm = nn.LayerNorm(64, bias=False)
     nn.init.normal_(norm.weight)
@@ -65,19 +55,15 @@ def failing_norm():
     return with_class(tiny_models.fresh("llama").model.norm, forward=forward)
 
 
-def gated_norm():
-    return tiny_models.model("bamba").model.layers[0].mamba.norm
-
-
 @pytest.mark.parametrize(
     "make",
     [
-        plus_one_norm,
-        layer_norm,
+        pytest.param(lambda: tiny_models.model("gemma").model.norm, id="plus_one_norm"),
+        pytest.param(lambda: nn.LayerNorm(64), id="layer_norm"),
         layer_norm_without_bias,
         other_epsilon,
         failing_norm,
-        gated_norm,
+        pytest.param(lambda: tiny_models.model("bamba").model.layers[0].mamba.norm, id="gated_norm"),
         lambda: nn.Linear(4, 4),
     ],
 )
@@ -94,23 +80,15 @@ def test_projections_that_can_be_merged():
     assert not is_attention(layer_of("phi3").self_attn), "merged already"
 
 
-def other_dtype(attention):
-    attention.k_proj.half()
-
-
-def another_bias(attention):
-    attention.v_proj = nn.Linear(64, 32, bias=True)
-
-
-def own_forward(attention):
-    attention.q_proj.forward = lambda x: x
-
-
-def subclass(attention):
-    with_class(attention.q_proj)
-
-
-@pytest.mark.parametrize("change", [other_dtype, another_bias, own_forward, subclass])
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda it: it.k_proj.half(), id="other dtype"),
+        pytest.param(lambda it: setattr(it, "v_proj", nn.Linear(64, 32, bias=True)), id="another bias"),
+        pytest.param(lambda it: setattr(it.q_proj, "forward", lambda x: x), id="own forward"),
+        pytest.param(lambda it: with_class(it.q_proj), id="subclass"),
+    ],
+)
 def test_projections_that_cannot_be_merged(change):
     attention = tiny_models.fresh("llama").model.layers[0].self_attn
     change(attention)

@@ -17,14 +17,16 @@ from support.message import lacks
 from support.patience import PATIENCE_S
 
 from kvchat.cli.chat import ENGINE
+from kvchat.conversations.conversation import Message
+from kvchat.errors import UsageError
 from kvchat.foreign_text import visible
 from kvchat.protocol.client import EngineClient
-from kvchat.protocol.figures import Stats
-from kvchat.protocol.messages import Asked, Finished, Load, Loaded, Started, Text
+from kvchat.protocol.figures import Snapshot, Stats
+from kvchat.protocol.messages import Asked, Finished, Load, Loaded, Started, Switched, Text
 from kvchat.protocol.recording import Recorder
 from kvchat.tui.actions import COMMANDS
 from kvchat.tui.plain.chat import INTERRUPTED, PROMPT, REFUSED, PlainChat
-from kvchat.tui.plain.view import LineReader, LineWriter
+from kvchat.tui.plain.view import LineReader, LineWriter, PlainAnswer, PlainView, spoken
 from kvchat.tui.state import Phase
 
 
@@ -357,3 +359,198 @@ async def test_the_latest_conversation_goes_on_in_its_own_mode_before_anything_i
     code, session = await piped(replace(config, resume=True), "/mode\n")
     assert (code, session.errors.getvalue()) == (0, "")
     assert re.search(r"speculative mode, budget 128.*^\* speculative", session.said, re.MULTILINE | re.DOTALL)
+
+
+# ---- What is printed of an answer with a thought before it
+
+
+def message(text):
+    return Message(parent=None, role="assistant", text=text)
+
+
+async def printed(folds, text, withdrawn=0):
+    """The lines of an answer that comes a character at a time."""
+    out = io.StringIO()
+    answer = PlainAnswer(LineWriter(out, out), folds)
+    for character in text:
+        answer.feed(character)
+    await answer.withdraw(withdrawn)
+    await answer.finish(message(text), "3 tok")
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("folds", "text", "said"),
+    [
+        (False, "<think>one two</think>\n\nfine", "model: <think>one two</think>\n\nfine\n[3 tok]\n"),
+        (True, "<think>one two</think>\n\nfine", "[thought, 2 words]\nmodel: fine\n[3 tok]\n"),
+        (True, "<think>one two", "[thought, 2 words]\n[3 tok]\n"),
+        (True, "<thin ice", "model: <thin ice\n[3 tok]\n"),
+        (True, "told</think>fine", "model: told</think>fine\n[3 tok]\n"),
+        (True, "fine", "model: fine\n[3 tok]\n"),
+    ],
+)
+async def test_a_thought_is_a_line_where_it_is_folded(folds, text, said):
+    assert await printed(folds, text) == said
+
+
+async def test_words_taken_back_leave_a_folded_answer_going_on():
+    out = io.StringIO()
+    answer = PlainAnswer(LineWriter(out, out), folds=True)
+    answer.feed("<think>a b</think>one two")
+    assert await answer.withdraw(3) == "two"
+    answer.feed("three")
+    assert out.getvalue() == "[thought, 2 words]\nmodel: one twothree"
+
+
+async def test_a_conversation_that_is_opened_folds_thoughts_too():
+    out = io.StringIO()
+    view = PlainView(LineWriter(out, out), echoes=True)
+    view.folds_thoughts = True
+    await view.show_messages([(message("<think>a b</think>fine"), "")], None)
+    assert out.getvalue() == "[thought, 2 words]\nmodel: fine\n"
+
+
+def test_a_badge_is_a_line_when_it_is_new():
+    out = io.StringIO()
+    view = PlainView(LineWriter(out, out), echoes=True)
+    slow, capped = "slow: by stock operations", "capped: freeze forgets"
+    for badges in ((), (slow,), (slow,), (slow, capped), (), (slow,)):
+        view.show_snapshot(Snapshot("freeze", {}, 1, 1, 1, 1, 1, badges=badges))
+    view.show_snapshot(None)
+    assert out.getvalue() == f"[{slow}]\n[{capped}]\n[{slow}]\n"
+
+
+async def test_a_switch_is_told_behind_the_sentence_that_is_being_said():
+    out = io.StringIO()
+    view = PlainView(LineWriter(out, out), echoes=False)
+    answer = await view.add_answer()
+    answer.feed("It was a dark")
+    for before, mode in (("full", "sync"), ("sync", "streaming")):
+        last = await view.add_switch(Switched(before, mode, {}, 10, 0, 0.0), None)
+        if mode == "sync":
+            await last.remove()
+    answer.feed(" night. And")
+    answer.feed(" so it goes on")
+    await view.add_switch(Switched("streaming", "full", {}, 10, 0, 0.0), None)
+    await answer.finish(message("It was a dark night. And so it goes on"), "3 tok")
+    await view.add_switch(Switched("full", "freeze", {}, 10, 0, 0.0), None)
+    assert out.getvalue().splitlines() == [
+        "model: It was a dark night. ",
+        "[sync to streaming, at 10 tok]",
+        "And so it goes on",
+        "[streaming to full, at 10 tok]",
+        "[3 tok]",
+        "[full to freeze, at 10 tok]",
+    ]
+
+
+# ---- Lines in and out: split and joined as a person meant them, and nothing but text comes out
+
+
+class Arriving(LineReader):
+    """Bytes that arrive a few at a time."""
+
+    def __init__(self, data: bytes, step: int) -> None:
+        super().__init__(-1)
+        self._pieces = [data[start : start + step] for start in range(0, len(data), step)]
+
+    async def _read(self) -> bytes:
+        return self._pieces.pop(0) if self._pieces else b""
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 1000])
+@pytest.mark.parametrize(
+    ("data", "lines"),
+    [
+        (b"", []),
+        (b"one\ntwo\r\n\nthree", ["one", "two", "", "three"]),
+        (b"one\\\nand more\\\nof it\ntwo\n", ["one\nand more\nof it", "two"]),
+        (b"one\\\nlast", ["one\nlast"]),
+        ("schön ✓\n".encode(), ["schön ✓"]),
+        (b"latin \xfc\n", ["latin \ufffd"]),
+        (b"\xef\xbb\xbfone\ntwo\n", ["one", "two"]),
+    ],
+)
+async def test_lines_are_read(data, lines, step):
+    assert [line async for line in Arriving(data, step)] == lines
+
+
+async def test_a_pipe_is_read_to_its_end():
+    receiving, sending = os.pipe()
+    os.write(sending, b"one\ntw")
+    asyncio.get_running_loop().call_soon(lambda: (os.write(sending, b"o"), os.close(sending)))
+    assert [line async for line in LineReader(receiving)] == ["one", "two"]
+    os.close(receiving)
+
+
+@pytest.mark.parametrize(
+    ("arriving", "lines"),
+    [
+        (b"int a; // one \\\n/usr/bin/x\n\nfour\n", [("int a; // one \\\n/usr/bin/x\n\nfour", True)]),
+        (b"one\n", [("one", False)]),
+        (b"/mode full\n/set\n", [("/mode full", False), ("/set", False)]),
+    ],
+)
+async def test_lines_that_a_terminal_delivers_at_once_are_one_paste(arriving, lines):
+    keyboard, terminal = os.openpty()
+    os.write(keyboard, arriving)
+    reader, read = LineReader(terminal), []
+    async for line in reader:
+        read.append((line, reader.is_pasted))
+        if len(read) == len(lines):
+            os.write(keyboard, b"\x04")
+    assert read == lines
+    os.close(keyboard)
+    os.close(terminal)
+
+
+async def test_a_plain_file_is_read(tmp_path):
+    (tmp_path / "lines").write_bytes(b"one\ntwo\n")
+    with (tmp_path / "lines").open() as file:
+        assert [line async for line in LineReader(file.fileno())] == ["one", "two"]
+
+
+async def test_a_line_without_end_is_refused_and_lets_others_run():
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count())
+    with open("/dev/zero") as endless, pytest.raises(UsageError, match="stdin"):
+        await anext(aiter(LineReader(endless.fileno())))
+    counting.cancel()
+    assert turns > 10
+
+
+def test_text_goes_on_in_a_line_and_lines_stand_alone():
+    out, errors = io.StringIO(), io.StringIO()
+    lines = LineWriter(out, errors)
+    lines.text("model: a")
+    lines.text("b\x1b[31m")
+    lines.line("[12 tok · full]")
+    lines.text("c\n")
+    lines.problem("── wrong: \x9b ──")
+    lines.ask()
+    assert out.getvalue() == "model: ab␛[31m\n[12 tok, full]\nc\n"
+    assert errors.getvalue() == "wrong: ‹U+009B›\n"
+
+
+def test_the_prompt_gives_way_to_what_is_said():
+    out = io.StringIO()
+    lines = LineWriter(out, out, "> ")
+    lines.ask()
+    lines.ask()
+    lines.entered()
+    lines.text("model: a")
+    lines.ask()
+    lines.line("[note]")
+    assert out.getvalue() == "> model: a\n> \n[note]\n"
+
+
+def test_signs_become_words():
+    assert spoken("full → sync · “x” …\nkept") == 'full to sync, "x" ...\nkept'

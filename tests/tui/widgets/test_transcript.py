@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from support.app_driver import answers, finished, press, texts, typed
+from textual.widgets import Markdown, Static
 
+from kvchat.conversations.conversation import Message, ModeChange
+from kvchat.protocol.figures import Stats
+from kvchat.protocol.messages import Finished, Switched, Text
 from kvchat.tui.state import Phase
 from kvchat.tui.widgets.answer import Answer
+from kvchat.tui.widgets.answer_body import AnswerBody
 from kvchat.tui.widgets.transcript import LIVE_ANSWERS, LIVE_WIDGETS, NewLines, Transcript, recent
 
 
@@ -82,3 +88,83 @@ async def test_an_answer_that_no_layout_has_seen_is_not_collapsed(running):
         await until(lambda: not first.size.height)
         await first.set_collapsed(True)
         assert not first.collapsed
+
+
+# ---- Answers on the screen: nothing of their text is dropped, thoughts are folded
+
+
+LINE = ModeChange(3, "full -> sync", 5, "sync")
+HTML = "<think>\nOne.\n\nTwo.\n</think>\n\n<div>three</div>\n\nfour <b>five</b>\n\n<details>\nsix\n</details>\n"
+
+
+def drawn(app) -> str:
+    """All text of the Markdown blocks of the first answer."""
+    return "\n".join(str(block.render()) for block in answers(app)[0].query("MarkdownBlock"))
+
+
+async def test_html_is_text_and_a_thought_is_folded(running):
+    async with running() as (app, _pilot, until):
+        app.controller.state.enter_phase(Phase.LOADING)
+        await app.controller.ask("hi")
+        app.controller.client.send = lambda command: None
+        await app.controller.answers.ready()
+        answer = answers(app)[0]
+        for piece in (HTML[:12], HTML[12:40], HTML[40:]):
+            await app.controller.handle(Text(piece, 1))
+            await until(lambda: not answer._paced._is_asked)
+        await until(lambda: "six" in drawn(app))
+        await app.controller.handle(Finished("eos", HTML, Stats(generated_tokens=1)))
+        await until(lambda: answer.finished and "six" in drawn(app))
+        for word in ("<div>three</div>", "<b>five</b>", "<details>"):
+            await until(lambda word=word: word in drawn(app))
+        assert "One." not in answer.query_one(Markdown).source
+        assert texts(answer.query(".thought").results(Static)) == ["▸ thought, 2 words"]
+        whole = answer.query_one(".thoughts", Static)
+        await until(lambda: not whole.display)
+        press(app, "ctrl+t")
+        await until(lambda: whole.region.height)
+        assert "One." in str(whole.content)
+        await app.chat.run_command("/copy")
+        assert app.clipboard.startswith("<div>three")
+
+
+async def test_the_end_of_a_thought_that_the_prompt_began_folds_it(running):
+    async with running() as (app, _pilot, until):
+        answer = await app.chat.add_answer()
+        answer.thought = "</think>"
+        answer.feed("Let me see. Yes.</think>\n\nHello.")
+        await until(lambda: "Hello." in drawn(app) and "Let me see" not in drawn(app))
+        assert texts(answer.query(".thought").results(Static)) == ["▸ thought, 4 words"]
+
+
+async def test_the_lines_of_switches_stay_where_they_are_once_it_is_opened_again_or_gone_on_with(running):
+    message = Message(parent=None, role="assistant", text="one two", ending="stopped", switch_lines=(LINE,))
+    async with running() as (app, _pilot, until):
+        past = Answer.past(message, "")
+        assert [shown.text for shown in past.compose()] == ["one ┃ two"]
+        await app.chat._transcript.add(past)
+        await until(lambda: past.size.height)
+        await past.set_collapsed(False)
+        await until(lambda: "one ┃ two" in drawn(app))
+        assert texts(past.query(".switches").results(Static)) == ["┃ full -> sync"]
+        answer = await app.chat.add_answer()
+        answer.resume(message)
+        answer.feed(" three")
+        mark = answer.mark(Switched("sync", "full", {}, 9, 0, 0.0), None)
+        answer.feed(" four.")
+        lines = (LINE, ModeChange(mark.place, mark.line))
+        text = "one two three four."
+        expected = "one ┃¹ two three ┃² four."
+        await until(lambda: answer.query_one(AnswerBody) and answer._parts()[1] == expected)
+        await answer.finish(replace(message, text=text, switch_lines=lines), "")
+        assert answer._parts()[1] == expected
+        told = texts(answer.query(".switches").results(Static))
+        assert told == [f"┃¹ full -> sync\n┃² {mark.line}"]
+
+
+def test_a_past_answer_is_collapsed_and_weighed_by_its_lines():
+    message = Message(parent=None, role="assistant", text="a\nb\nc", ending="stopped")
+    answer = Answer.past(message, "3 tok")
+    assert (answer.collapsed, answer.finished, answer.weight, answer.text) == (True, True, 6, "a\nb\nc")
+    assert answer.has_class("stopped")
+    assert not Answer.past(Message(parent=None, role="assistant", text="", ending="eos"), "").has_class("stopped")
