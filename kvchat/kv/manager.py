@@ -341,9 +341,14 @@ class KVManager:
     # ---- called by the model's layers and their attention
 
     @property
+    def decodes(self) -> bool:
+        """The forward is a decode step's, whose layers may call ``attend_token``."""
+        return self._prefill is None and self._reread_from is None
+
+    @property
     def wants_ahead(self) -> bool:
         """``estimated`` is to be called, in a decode step of this mode."""
-        return self._prefill is None and self._reread_from is None and self.mode.wants_ahead
+        return self.decodes and self.mode.wants_ahead
 
     def estimated(self, layer: int, query: Tensor) -> None:
         """Let the mode choose for ``layer`` by an estimate ``query [H_q, 1, d_k]``, before the layer before runs."""
@@ -351,14 +356,26 @@ class KVManager:
 
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """Store ``key [H, n, d_k]`` and ``value [H, n, d_v]``; ``query [H_q, n, d_k]`` attends -> ``[H_q, n, d_v]``."""
+        if self.decodes:
+            return self.attend_token(layer, query[:, 0], key[:, 0], value[:, 0], spec).unsqueeze(1)
         self.state.note_spec(layer, spec)
         if self._reread_from is not None:
             keys, values = self.state.host.dense(layer, self._reread_from + query.shape[1])
             keys = self.mode.context_policy.unbased(layer, keys)
             return self.state.ops.attend_new(query, keys, values, self._reread_from, spec)
-        if self._prefill is not None:
-            return self._attend_prefill(self._prefill, layer, query, key, value, spec)
-        return self._attend_step(layer, query[:, 0], key[:, 0], value[:, 0], spec).unsqueeze(1)
+        assert self._prefill is not None
+        return self._attend_prefill(self._prefill, layer, query, key, value, spec)
+
+    def attend_token(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        """``attention`` of a step's token: ``query [H_q, d_k]``, ``key [H, d_k]``, ``value [H, d_v]``."""
+        self.state.note_spec(layer, spec)
+        ops, held = self.state.ops, self.state.slots_of[layer]
+        ops.append(held, layer, key, value)
+        needs_weights = self.mode.attention_begin(layer, query, key)
+        parts = [ops.attend(slots, layer, query, spec, needs_weights) for slots in held]
+        self._queries[layer] = query
+        self.mode.attention_end(layer, query, [weights for _, weights in parts if weights], spec)
+        return self.state.in_model_order(layer, [attended for attended, _ in parts])
 
     def _attend_prefill(
         self, prefill: Prefill, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec
@@ -372,15 +389,6 @@ class KVManager:
         self.mode.prefilled(layer, self.total, keys, values)
         keys, values = self.mode.context_policy.limited(layer, keys, values)
         return self.state.ops.attend_new(query, keys, values, keys.shape[1] - query.shape[1], spec)
-
-    def _attend_step(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        ops, held = self.state.ops, self.state.slots_of[layer]
-        ops.append(held, layer, key, value)
-        needs_weights = self.mode.attention_begin(layer, query, key)
-        parts = [ops.attend(slots, layer, query, spec, needs_weights) for slots in held]
-        self._queries[layer] = query
-        self.mode.attention_end(layer, query, [weights for _, weights in parts if weights], spec)
-        return self.state.in_model_order(layer, [attended for attended, _ in parts])
 
     # ---- inside
 

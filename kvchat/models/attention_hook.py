@@ -178,6 +178,16 @@ def attention(
     return attended.transpose(0, 1)[None].contiguous().to(query.device), None
 
 
+def attend_token(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """``attention`` of one token: ``query [H_q, d_k]``, ``key [H, d_k]`` and ``value [H, d_v]`` -> ``[H_q, d_v]``."""
+    layer, backend = _layers.get(module), _backend.get(None)
+    if layer is None or layer.padded_shape or layer.home or not getattr(backend, "decodes", False):
+        of_one = (heads[None, :, None] for heads in (query, key, value))
+        return attention(module, *of_one, None)[0][0, 0]
+    attended: Tensor = backend.attend_token(layer.number, query, key, value, layer.spec)
+    return attended
+
+
 def _moved_heads(query: Tensor, key: Tensor, value: Tensor, home: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """The three on another device, where their sizes are alike by one copy: of a token each costs its latency."""
     if not query.shape[1:] == key.shape[1:] == value.shape[1:]:

@@ -10,7 +10,7 @@ and softmax take 80 us on one thread, the loop 44. Tensors are shared with numpy
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
 from importlib import import_module
 from types import ModuleType
@@ -24,6 +24,7 @@ from kvchat.kv.attention import AttentionSpec, Products, Weights, attend, produc
 from kvchat.kv.geometry import PAGE, Geometry
 from kvchat.kv.memory import eight_bit_pages
 from kvchat.kv.memory.device_slots import EMPTY, SINKS_OF_GUESS, DeviceSlots
+from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.ops import key_codes
 from kvchat.kv.ops.selection import Candidates, Places
 from kvchat.kv.ops.torch_ops import TorchOps
@@ -44,22 +45,55 @@ Arguments = tuple[Any, ...]
 Numbers = np.ndarray[Any, Any]
 
 
+class Stored(NamedTuple):
+    """A layer of the host pool, of as many tokens as there is room for: ``rows``, and the same as numpy sees them.
+
+    ``keys [H, token, d_k]`` and ``values [H, token, d_v]`` are all of them, ``read`` is what loops take of both.
+    """
+
+    rows: Tensor
+    written: Numbers
+    keys: Tensor
+    values: Tensor
+    read: Arguments
+
+
 class CpuOps(TorchOps):
     """``TorchOps`` that may read back."""
 
     reads_back = True
     attends_as_it_chooses: ClassVar = True  # by one loop
 
+    def __init__(self, geometry: Geometry, host: HostPool, device: torch.device, kernel_refusal: str = "") -> None:
+        super().__init__(geometry, host, device, kernel_refusal)
+        self._layers: dict[int, Stored] = {}
+
     def begin_step(self, position: Tensor) -> None:
         super().begin_step(position)
         self._now = int(position)
         self._choosing: dict[int, Callable[..., int]] = {}  # by layer, the loop its attention is to choose with
+        of_keys, of_values = self._host_rows.chunk(2)
+        self._new_rows = of_keys.numpy(), of_values.numpy()
+        count, heads = self._now + 1, self.geometry.kv_heads
+        # The positions of all tokens up to the new one, ``[H, n]`` int32.
+        self._stored_tokens = _positions(1 << count.bit_length())[:count].expand(heads, -1)
 
-    @property
-    def _stored_tokens(self) -> Tensor:
-        """The positions of all tokens up to the new one, ``[H, n]`` int32."""
-        count = self._now + 1
-        return _positions(1 << count.bit_length())[:count].expand(self.geometry.kv_heads, -1)
+    def append(self, held: Sequence[DeviceSlots], layer: int, key: Tensor, value: Tensor) -> None:
+        rows = self._of_layer(layer).written
+        for new, given in zip(self._new_rows, (key, value), strict=True):
+            rows[new, : given.shape[1]] = numbers(given)
+        for slots in held:
+            if slots.kv.shape[3]:
+                slots.write(layer, self._packed(key, value))
+
+    def _of_layer(self, layer: int) -> Stored:
+        """The same from step to step until the pool moves: making its views takes as long as attending to 200 tokens."""
+        rows, known = self.host.rows(layer), self._layers.get(layer)
+        if known is None or known.rows is not rows:
+            keys, values = self._in_a_row(layer, 0, self.host.reserved)
+            stored = *_rows(keys), *_rows(values)
+            known = self._layers[layer] = Stored(rows, numbers(rows), keys, values, stored)
+        return known
 
     def attend(
         self, slots: DeviceSlots, layer: int, query: Tensor, spec: AttentionSpec, needs_weights: bool
@@ -111,7 +145,7 @@ class CpuOps(TorchOps):
         grouped, sinks = self._of_slots(slots, layer, query, spec)
         found = None
         if loop := self._choosing.pop(layer, None):
-            asked = _attending(grouped, *self._in_a_row(layer, 0, end), spec, sinks)
+            asked = *_asked(grouped, spec, sinks), *self._of_layer(layer).read
             found = torch.empty((*grouped.shape[:2], self.geometry.d_v))
             slots.named[place] = loop(*asked, slots.table_of(layer).numpy(), found.numpy())
         named = slots.named[place]
@@ -125,10 +159,10 @@ class CpuOps(TorchOps):
 
     def _attend_all(self, layer: int, query: Tensor, first: int, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
         """Attention of ``query [H, G, d_k]`` over the stored tokens from ``first`` on."""
-        keys, values = self._in_a_row(layer, 0, self._now + 1)
-        found = attended(query, keys, values, self._stored_tokens[:, first:], spec, sinks)
+        _, _, keys, values, stored = self._of_layer(layer)
+        found = attended(query, keys, values, self._stored_tokens[:, first:], spec, sinks, stored)
         if found is None:
-            return attend(query, products(keys[:, first:], values[:, first:]), None, spec, sinks)[0]
+            return attend(query, products(*self._in_a_row(layer, first, self._now + 1)), None, spec, sinks)[0]
         return found
 
     def _attend_some(
@@ -141,8 +175,8 @@ class CpuOps(TorchOps):
         beside: Tensor | None = None,
     ) -> Tensor:
         """Attention of ``query [H, G, d_k]`` over the tokens in ``table [H, n]``; ``beside`` as in ``attend``."""
-        keys, values = self._in_a_row(layer, 0, self._now + 1)
-        found = attended(query, keys, values, table, spec, sinks) if beside is None else None
+        _, _, keys, values, stored = self._of_layer(layer)
+        found = attended(query, keys, values, table, spec, sinks, stored) if beside is None else None
         if found is None:
             return attend(query, products(*self._gathered(layer, table)), None, spec, sinks, beside)[0]
         return found
@@ -384,25 +418,27 @@ def attended(
     table: Tensor,
     spec: AttentionSpec,
     sinks: Tensor | None,
+    stored: Arguments | None = None,
     as_part: bool = False,
 ) -> Tensor | None:
     """Attention ``[H, G, d_v]`` of ``query [H, G, d_k]`` over the tokens in ``table [H, n]``; None without a loop.
 
-    They are among those of ``keys [H, token, d_k]`` and ``values [H, token, d_v]``. ``as_part`` of what is attended to
-    it is ``[H, G, d_v + 1]`` in float32, the logarithm of the sum of exponentials last.
+    They are among those of ``keys [H, token, d_k]`` and ``values [H, token, d_v]``, which are ``stored`` as loops take
+    them. ``as_part`` of what is attended to it is ``[H, G, d_v + 1]`` in float32, the logarithm of the sum of
+    exponentials last.
     """
     if not (loops := _threaded(keys.dtype, TOKENS)):
         return None
     made = torch.empty((*query.shape[:2], values.shape[-1] + as_part))
-    loops.attend_tokens(*_attending(query, keys, values, spec, sinks), table.numpy(), made.numpy(), int(as_part))
+    stored = stored or (*_rows(keys), *_rows(values))
+    loops.attend_tokens(*_asked(query, spec, sinks), *stored, table.numpy(), made.numpy(), int(as_part))
     return made if as_part else made.to(query.dtype)
 
 
-def _attending(query: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, sinks: Tensor | None) -> Arguments:
-    """What loops that attend take before the table."""
+def _asked(query: Tensor, spec: AttentionSpec, sinks: Tensor | None) -> Arguments:
+    """What loops that attend take before keys and values."""
     logits = NO_SINKS if sinks is None else sinks.float().contiguous().numpy()
-    asked = query.contiguous().float().numpy(), spec.scaling, spec.softcap or 0.0, logits
-    return *asked, *_rows(keys), *_rows(values)
+    return query.contiguous().float().numpy(), spec.scaling, spec.softcap or 0.0, logits
 
 
 # ---- a few tokens at once

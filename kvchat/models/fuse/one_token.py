@@ -49,8 +49,8 @@ class OneTokenLayer:
         use_threads(torch.get_num_threads())
         given, heads = hidden.view(-1).numpy(), torch.empty(self._room)
         loops.begin_layer(*self._before, given, cos, sin, self._heads[0] + self._heads[1], heads.numpy())
-        query, key, value = torch.split(heads[None, :, None], self._heads, 1)
-        attended, _ = attention_hook.attention(self._attention, query, key, value, None)
+        query, key, value = heads.split_with_sizes(self._heads)
+        attended = attention_hook.attend_token(self._attention, query, key, value)
         out = torch.empty(hidden.shape)
         loops.end_layer(*self._after, attended.view(-1).numpy(), given, out.view(-1).numpy())
         return out
