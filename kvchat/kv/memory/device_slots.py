@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,7 +87,7 @@ class DeviceSlots:
     token is a guess. The tokens ``on_cpu``, the last that spill, the GPU does not read in a layer where ``beside``
     gives what the CPU attends to there, as ``HostAttention.answer``. ``staging [staged, kv_heads, 2, p, d]`` is laid
     out as in the host pool; once ``arrived`` was called its first ``staged`` pages are those of layer
-    ``staged_layer``.
+    ``staged_layer``. ``stored`` is by layer how a CPU's operations see ``kv``.
     """
 
     def __init__(self, layout: Layout, geometry: Geometry, device: torch.device) -> None:
@@ -122,6 +123,7 @@ class DeviceSlots:
         self.arrived: Callable[[], None] = lambda: None
         self._masks: dict[tuple[int, int | None], tuple[Tensor, Tensor]] = {}
         self._unmasked: dict[int | None, Tensor] = {}
+        self.stored: dict[int, Any] = {}
 
     @property
     def nbytes(self) -> int:

@@ -46,16 +46,20 @@ Numbers = np.ndarray[Any, Any]
 
 
 class Stored(NamedTuple):
-    """A layer of the host pool, of as many tokens as there is room for: ``rows``, and the same as numpy sees them.
+    """A layer's keys and values in memory that is ``of`` this tensor: the whole of it, as numpy sees it and loops do.
 
-    ``keys [H, token, d_k]`` and ``values [H, token, d_v]`` are all of them, ``read`` is what loops take of both.
+    ``keys [H, token, d_k]`` and ``values [H, token, d_v]`` are numpy's; ``read`` is what loops that attend take.
     """
 
-    rows: Tensor
-    written: Numbers
-    keys: Tensor
-    values: Tensor
+    of: Tensor
+    keys: Numbers
+    values: Numbers
     read: Arguments
+
+    @classmethod
+    def seen(cls, of: Tensor, keys: Tensor, values: Tensor) -> Stored:
+        """Of tensors, which takes as long as to attend to 200 tokens."""
+        return cls(of, numbers(keys), numbers(values), (*_rows(keys), *_rows(values)))
 
 
 class CpuOps(TorchOps):
@@ -66,7 +70,7 @@ class CpuOps(TorchOps):
 
     def __init__(self, geometry: Geometry, host: HostPool, device: torch.device, kernel_refusal: str = "") -> None:
         super().__init__(geometry, host, device, kernel_refusal)
-        self._layers: dict[int, Stored] = {}
+        self._stored_of: dict[int, Stored] = {}
 
     def begin_step(self, position: Tensor) -> None:
         super().begin_step(position)
@@ -79,21 +83,26 @@ class CpuOps(TorchOps):
         self._stored_tokens = _positions(1 << count.bit_length())[:count].expand(heads, -1)
 
     def append(self, held: Sequence[DeviceSlots], layer: int, key: Tensor, value: Tensor) -> None:
-        rows = self._of_layer(layer).written
-        for new, given in zip(self._new_rows, (key, value), strict=True):
-            rows[new, : given.shape[1]] = numbers(given)
+        rows, given = numbers(self.host.rows(layer)), (numbers(key), numbers(value))
+        for new, one in zip(self._new_rows, given, strict=True):
+            rows[new, : one.shape[1]] = one
         for slots in held:
             if slots.kv.shape[3]:
-                slots.write(layer, self._packed(key, value))
+                place, slot = self._in_slots(slots, layer), int(slots.current_slot)
+                heads = slice(None) if slots.heads is None else slots.heads_of(layer).numpy()
+                place.keys[:, slot], place.values[:, slot] = (one[heads] for one in given)
 
-    def _of_layer(self, layer: int) -> Stored:
-        """The same from step to step until the pool moves: making its views takes as long as attending to 200 tokens."""
-        rows, known = self.host.rows(layer), self._layers.get(layer)
-        if known is None or known.rows is not rows:
-            keys, values = self._in_a_row(layer, 0, self.host.reserved)
-            stored = *_rows(keys), *_rows(values)
-            known = self._layers[layer] = Stored(rows, numbers(rows), keys, values, stored)
+    def _in_pool(self, layer: int) -> Stored:
+        """The same from step to step, until the pool moves."""
+        rows, known = self.host.rows(layer), self._stored_of.get(layer)
+        if known is None or known.of is not rows:
+            known = self._stored_of[layer] = Stored.seen(rows, *self._in_a_row(layer, 0, self.host.reserved))
         return known
+
+    def _in_slots(self, slots: DeviceSlots, layer: int) -> Stored:
+        if layer not in slots.stored:
+            slots.stored[layer] = Stored.seen(slots.kv, slots.keys(layer), slots.values(layer))
+        return slots.stored[layer]
 
     def attend(
         self, slots: DeviceSlots, layer: int, query: Tensor, spec: AttentionSpec, needs_weights: bool
@@ -133,10 +142,21 @@ class CpuOps(TorchOps):
         """Attention over slots whose table all layers and heads share."""
         bias = slots.bias(layer, self.position, spec.window)
         grouped, sinks = self._of_slots(slots, layer, query, spec)
-        keys, values = slots.keys(layer), slots.values(layer)
-        table = slots.unmasked(bias, spec.window).expand(len(keys), -1)
-        found = attended(grouped, keys, values, table, spec, sinks)
-        return attend(grouped, self.products(keys, values), bias, spec, sinks)[0] if found is None else found
+        table = slots.unmasked(bias, spec.window).expand(len(grouped), -1)
+        found = self._attended(grouped, self._in_slots(slots, layer), table, spec, sinks)
+        if found is None:
+            return attend(grouped, self.products(slots.keys(layer), slots.values(layer)), bias, spec, sinks)[0]
+        return found
+
+    def _attended(
+        self, query: Tensor, stored: Stored, table: Tensor, spec: AttentionSpec, sinks: Tensor | None
+    ) -> Tensor | None:
+        """``[H, G, d_v]`` of ``query [H, G, d_k]`` over the tokens in ``table [H, n]``; None without a loop."""
+        if not (loops := _threaded(self.geometry.dtype, TOKENS)):
+            return None
+        made = torch.empty((*query.shape[:2], self.geometry.d_v))
+        loops.attend_tokens(*_asked(query, spec, sinks), *stored.read, table.numpy(), made.numpy(), 0)
+        return made.to(query.dtype)
 
     def _attend_listed(self, slots: DeviceSlots, layer: int, query: Tensor, spec: AttentionSpec) -> Tensor:
         """Attention over the tokens that each head's table names, where they are stored."""
@@ -145,7 +165,7 @@ class CpuOps(TorchOps):
         grouped, sinks = self._of_slots(slots, layer, query, spec)
         found = None
         if loop := self._choosing.pop(layer, None):
-            asked = *_asked(grouped, spec, sinks), *self._of_layer(layer).read
+            asked = *_asked(grouped, spec, sinks), *self._in_pool(layer).read
             found = torch.empty((*grouped.shape[:2], self.geometry.d_v))
             slots.named[place] = loop(*asked, slots.table_of(layer).numpy(), found.numpy())
         named = slots.named[place]
@@ -159,8 +179,7 @@ class CpuOps(TorchOps):
 
     def _attend_all(self, layer: int, query: Tensor, first: int, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
         """Attention of ``query [H, G, d_k]`` over the stored tokens from ``first`` on."""
-        _, _, keys, values, stored = self._of_layer(layer)
-        found = attended(query, keys, values, self._stored_tokens[:, first:], spec, sinks, stored)
+        found = self._attended(query, self._in_pool(layer), self._stored_tokens[:, first:], spec, sinks)
         if found is None:
             return attend(query, products(*self._in_a_row(layer, first, self._now + 1)), None, spec, sinks)[0]
         return found
@@ -175,8 +194,7 @@ class CpuOps(TorchOps):
         beside: Tensor | None = None,
     ) -> Tensor:
         """Attention of ``query [H, G, d_k]`` over the tokens in ``table [H, n]``; ``beside`` as in ``attend``."""
-        _, _, keys, values, stored = self._of_layer(layer)
-        found = attended(query, keys, values, table, spec, sinks, stored) if beside is None else None
+        found = self._attended(query, self._in_pool(layer), table, spec, sinks) if beside is None else None
         if found is None:
             return attend(query, products(*self._gathered(layer, table)), None, spec, sinks, beside)[0]
         return found
@@ -262,7 +280,8 @@ class CpuOps(TorchOps):
         if not (k and g.page == PAGE and (loops := _threaded(g.dtype, TOKENS))):
             return super().list_tokens(slots, layer, query, index, bits, places, k, pinned, scaling, means, in_step)
         grouped = query.contiguous().float().view(g.kv_heads, g.group, g.d_k).numpy()
-        stored = index.view(torch.uint32).numpy(), index.view(torch.uint16).numpy()
+        words = index.numpy()
+        stored = words.view(np.uint32), words.view(np.uint16)
         sizes = key_codes.width_of(g.d_k, bits), bits
         joined = NO_MEANS if means is None else numbers(means)
         loop = partial(loops.choose_and_attend, grouped, *stored, *sizes, *places, k, pinned.numpy(), joined)
@@ -411,28 +430,19 @@ def mixed(pages: MixedPages, g: Geometry) -> Products | None:
     return _compiled(loops, pages.table.shape[1], values, *stored)
 
 
-def attended(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    table: Tensor,
-    spec: AttentionSpec,
-    sinks: Tensor | None,
-    stored: Arguments | None = None,
-    as_part: bool = False,
-) -> Tensor | None:
-    """Attention ``[H, G, d_v]`` of ``query [H, G, d_k]`` over the tokens in ``table [H, n]``; None without a loop.
+# ---- choosing tokens
+def attended_part(query: Tensor, keys: Tensor, values: Tensor, table: Tensor, spec: AttentionSpec) -> Tensor | None:
+    """What ``join_parts`` takes: attention ``[H, G, d_v + 1]``, the logarithm of the sum of exponentials last.
 
-    They are among those of ``keys [H, token, d_k]`` and ``values [H, token, d_v]``, which are ``stored`` as loops take
-    them. ``as_part`` of what is attended to it is ``[H, G, d_v + 1]`` in float32, the logarithm of the sum of
-    exponentials last.
+    It is that of ``query [H, G, d_k]`` over the tokens in ``table [H, n]``, of ``keys [H, token, d_k]`` and ``values
+    [H, token, d_v]``, without learned sinks; None without a loop.
     """
     if not (loops := _threaded(keys.dtype, TOKENS)):
         return None
-    made = torch.empty((*query.shape[:2], values.shape[-1] + as_part))
-    stored = stored or (*_rows(keys), *_rows(values))
-    loops.attend_tokens(*_asked(query, spec, sinks), *stored, table.numpy(), made.numpy(), int(as_part))
-    return made if as_part else made.to(query.dtype)
+    made = torch.empty((*query.shape[:2], values.shape[-1] + 1))
+    stored = *_rows(keys), *_rows(values)
+    loops.attend_tokens(*_asked(query, spec, None), *stored, table.numpy(), made.numpy(), 1)
+    return made
 
 
 def _asked(query: Tensor, spec: AttentionSpec, sinks: Tensor | None) -> Arguments:

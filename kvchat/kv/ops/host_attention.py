@@ -68,7 +68,7 @@ class HostAttention:
         keys, values = rows.as_strided((*size, g.d_k), strides), rows[g.page :].as_strided((*size, g.d_v), strides)
         table = self._rows[tokens.start : tokens.stop].expand(g.kv_heads, -1)
         grouped = query.view(g.kv_heads, g.group, g.d_k)
-        found = cpu_ops.attended(grouped, keys, values, table, spec, None, as_part=True)
+        found = cpu_ops.attended_part(grouped, keys, values, table, spec)
         assert found is not None, "there is a loop where ``is_ready``"
         return found
 

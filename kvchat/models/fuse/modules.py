@@ -166,8 +166,9 @@ def _fuse_layer(
 
     def forward(hidden_states: Tensor, **kwargs: Any) -> Tensor:
         if fused and fused.suits(hidden_states, kwargs):
-            if one_token and is_one_row(hidden_states) and _are_numbers(hidden_states, *kwargs["position_embeddings"]):
-                return one_token(hidden_states, *operations.turns(*kwargs["position_embeddings"]))
+            suited = one_token and is_one_row(hidden_states) and hidden_states.dtype == torch.float32
+            if suited and (turns := operations.turns(*kwargs["position_embeddings"])):
+                return one_token(hidden_states, *turns)
             attended = fused(hidden_states, kwargs["position_embeddings"], first, hidden_states)
         else:
             merged.norm, output.residual = first, hidden_states
@@ -473,7 +474,7 @@ class Operations:
         self._sin: Tensor | None = None
         self._signed_sin: Tensor | None = None
         self._turned_by: tuple[Tensor | None, Tensor | None] = (None, None)
-        self._angles: tuple[Any, Any] = (None, None)
+        self._angles: tuple[Any, Any] | None = None
 
     def normed(self, x: Tensor, norm: Norm) -> Tensor:
         """RMSNorm of ``x [..., K]``."""
@@ -528,16 +529,21 @@ class Operations:
         """``rotate`` of ``heads [1, H_q + H, n, d]``, the first ``queries`` are the query's; may change them."""
         if self._kernels:
             return self.rotate(heads[:, :queries], heads[:, queries:], cos, sin)
-        if heads.shape[2] == 1 and _are_numbers(heads, cos, sin) and (loops := compiled_loops()):
-            loops.rotate(heads[0, :, 0].numpy(), *self.turns(cos, sin))
+        of_one = heads.shape[2] == 1 and _are_numbers(heads)
+        if of_one and (loops := compiled_loops()) and (turns := self.turns(cos, sin)):
+            loops.rotate(heads[0, :, 0].numpy(), *turns)
             return heads[:, :queries], heads[:, queries:]
         rotated = self._rotated(heads, cos, sin)
         return rotated[:, :queries], rotated[:, queries:]
 
-    def turns(self, cos: Tensor, sin: Tensor) -> tuple[Any, Any]:
-        """``cos`` and ``sin [1, 1, d]`` as numpy sees them: ``[d]``; all layers of a token ask for the same."""
+    def turns(self, cos: Tensor, sin: Tensor) -> tuple[Any, Any] | None:
+        """``cos`` and ``sin [1, 1, d]`` as numpy sees them, ``[d]``; None where it does not see them as they are.
+
+        All layers of a token ask for the same.
+        """
         if not (cos is self._turned_by[0] and sin is self._turned_by[1]):
-            self._turned_by, self._angles = (cos, sin), (cos.view(-1).numpy(), sin.view(-1).numpy())
+            self._turned_by = cos, sin
+            self._angles = (cos.view(-1).numpy(), sin.view(-1).numpy()) if _are_numbers(cos, sin) else None
         return self._angles
 
     def _rotated(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

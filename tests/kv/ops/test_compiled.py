@@ -86,7 +86,7 @@ def test_numbers_that_are_none_end_nothing(scores):
 def test_the_best_are_listed_however_far_apart_they_lie(far, left_over):
     """Also where each lies in a block of its own, as in a long conversation."""
     k, first, n = 20, 4, 8 * 300 + left_over
-    bits = np.full(-(-n // 8) * 8, -5, np.int32)
+    bits = np.full(-(-n // tokens.LANES) * tokens.LANES, -5, np.int32)
     bits[:n] = 5
     best = 16 + far * np.arange(k)
     bits[best] = 100 + np.arange(k)

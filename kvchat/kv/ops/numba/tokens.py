@@ -8,12 +8,15 @@ side by side.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
+import llvmlite.binding as llvm
 import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from kvchat.kv.geometry import PAGE
@@ -34,8 +37,11 @@ from kvchat.kv.ops.numba.parts import TINY, join_parts
 LANES = 16
 TOGETHER = 4  # query heads whose sums stay in registers; each number of them takes 0.3 s to compile
 PART = 16  # pages that one thread scores at a time
-BLOCK = 8  # tokens that are left out together, where none of them can be chosen
 HIGHEST = 2**31 - 1
+BLOCKS = 2  # for each of k tokens that are chosen: the k-th highest of what is highest in each leaves some 1.3 k tokens
+ROUGH = 15  # bits of a weight that this bound does without
+# The processor moves what is kept of a vector to its front; numba compiles for another one where it is told to.
+COMPRESSES = llvm.get_host_cpu_features().get("avx512f", False) and not numba.config.CPU_NAME
 ATTENDED = 128  # tokens that one thread attends to at a time
 AHEAD = 16  # tokens before they are due they are asked for
 STORED = "number[::1], i8, i8, number[::1], i8, i8"  # keys and values, each with two strides
@@ -47,24 +53,27 @@ def _multiplier(bits: int) -> Callable[..., Any]:
 
     @intrinsic  # type: ignore[untyped-decorator]
     def multiply(
-        _context: Any, codes: Any, words: Any, parts: Any, bases: Any, group: Any, scores: Any, at: Any
+        _context: Any, codes: Any, edges: Any, words: Any, query: Any, group: Any, scores: Any, excess: Any, at: Any
     ) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            codes, parts, bases, scores = (
-                context.make_array(signature.args[i])(context, builder, arguments[i]) for i in (0, 2, 3, 5)
+            codes, edges, query, scores, excess = (
+                context.make_array(signature.args[i])(context, builder, arguments[i]) for i in (0, 1, 3, 5, 6)
             )
-            words, group, at = (arguments[i] for i in (1, 4, 6))
-            width, stride = (
-                builder.sdiv(builder.extract_value(rows.strides, 0), words.type(4)) for rows in (parts, scores)
+            words, group, at = (arguments[i] for i in (2, 4, 7))
+            stride, of_pages = (
+                builder.sdiv(builder.extract_value(rows.strides, 0), words.type(4)) for rows in (scores, excess)
             )
+            page = builder.sdiv(at, at.type(PAGE))
             done = builder.append_basic_block("done")
             cases = builder.switch(group, done)
             for heads in range(1, TOGETHER + 1):
                 block = builder.append_basic_block(f"heads{heads}")
                 cases.add_case(group.type(heads), block)
                 builder.position_at_end(block)
-                sums = _multiplied(builder, bits, heads, codes.data, words, parts.data, width, bases.data)
+                sums, squares = _multiplied(builder, bits, heads, codes.data, edges.data, words, query.data)
                 for g, of_page in enumerate(sums):
+                    place = builder.add(page, builder.mul(of_pages, words.type(g)))
+                    builder.store(squares[g], builder.gep(excess.data, [place]))
                     for half, total in enumerate(of_page):
                         place = builder.add(at, builder.mul(stride, words.type(g)))
                         place = builder.add(place, words.type(half * LANES))
@@ -73,7 +82,7 @@ def _multiplier(bits: int) -> Callable[..., Any]:
             builder.position_at_end(done)
             return context.get_dummy_value()
 
-        return types.void(codes, words, parts, bases, group, scores, at), generate
+        return types.void(codes, edges, words, query, group, scores, excess, at), generate
 
     made: Callable[..., Any] = multiply
     return made
@@ -84,17 +93,23 @@ def _vector(builder: Any, pointer: Any, index: Any, kind: Any) -> Any:
 
 
 def _multiplied(
-    builder: Any, bits: int, heads: int, codes: Any, words: Any, parts: Any, width: Any, bases: Any
-) -> list[list[Any]]:
-    """``bases [heads] + parts [heads, width] @ codes [width, PAGE]``, in vectors."""
-    whole, real = ir.VectorType(ir.IntType(32), LANES), ir.VectorType(ir.FloatType(), LANES)
-    number, halves = words.type, range(0, PAGE, LANES)
+    builder: Any, bits: int, heads: int, codes: Any, edges: Any, words: Any, query: Any
+) -> tuple[list[list[Any]], list[Any]]:
+    """The scores of a page's tokens for the queries of ``heads`` heads, in vectors, and its ``key_codes.excess``.
 
-    def spread(pointer: Any, index: Any) -> Any:
-        one = builder.insert_element(real(ir.Undefined), builder.load(builder.gep(pointer, [index])), ir.IntType(32)(0))
+    A word's channels become weights first: of a key that is ``low + code * step`` the product with a query is that of
+    ``query * low``, which is the same for all tokens, and ``code`` times ``query * step``.
+    """
+    per = 32 // bits
+    whole, real = ir.VectorType(ir.IntType(32), LANES), ir.VectorType(ir.FloatType(), LANES)
+    channels, bfloat16 = ir.VectorType(ir.FloatType(), per), ir.VectorType(ir.IntType(16), per)
+    number, halves, together = words.type, range(0, PAGE, LANES), {"flags": ("contract",)}
+    weights = cgutils.alloca_once(builder, channels, size=heads)
+
+    def spread(value: Any) -> Any:
+        one = builder.insert_element(real(ir.Undefined), value, ir.IntType(32)(0))
         return builder.shuffle_vector(one, one, whole([0] * LANES))
 
-    begun = [[spread(bases, number(g))] * len(halves) for g in range(heads)]
     before = builder.block
     loop, end = builder.append_basic_block("words"), builder.append_basic_block("end")
     builder.branch(loop)
@@ -102,27 +117,48 @@ def _multiplied(
     word = builder.phi(number)
     word.add_incoming(number(0), before)
     totals = [[builder.phi(real) for _ in halves] for _ in range(heads)]
-    sums = [list(of) for of in totals]
+    bases, begun = ([builder.phi(channels) for _ in range(heads)] for _ in range(2))
+    sums, sums_of_low, squares = [list(of) for of in totals], list(bases), list(begun)
+    channel, width = builder.mul(word, number(per)), builder.mul(words, number(per))
+    place = builder.add(builder.mul(words, number(2 * PAGE)), channel)  # in numbers of 16 bits
+    stored = (_vector(builder, edges, at, bfloat16) for at in (place, builder.add(place, width)))
+    wide = (builder.zext(builder.load(edge, align=2), ir.VectorType(ir.IntType(32), per)) for edge in stored)
+    low, high = (builder.bitcast(builder.shl(edge, edge.type([16] * per)), channels) for edge in wide)
+    step = builder.fmul(builder.fsub(high, low), channels([1 / ((1 << bits) - 1)] * per))
+    for g in range(heads):
+        at = builder.add(builder.mul(width, number(g)), channel)
+        asked = builder.load(_vector(builder, query, at, channels), align=4)
+        sums_of_low[g] = builder.fadd(sums_of_low[g], builder.fmul(asked, low, **together), **together)
+        weight = builder.fmul(asked, step)
+        squares[g] = builder.fadd(squares[g], builder.fmul(weight, weight, **together), **together)
+        builder.store(weight, builder.gep(weights, [number(g)]))
     start = builder.mul(word, number(PAGE))
     rows = [builder.load(_vector(builder, codes, builder.add(start, number(half)), whole), align=4) for half in halves]
-    channel = builder.mul(word, number(32 // bits))
-    for i in range(32 // bits):
+    ones = builder.bitcast(weights, ir.FloatType().as_pointer())
+    for i in range(per):
         shift, mask = whole([i * bits] * LANES), whole([(1 << bits) - 1] * LANES)
         values = [builder.sitofp(builder.and_(builder.lshr(row, shift), mask), real) for row in rows]
         for g, of in enumerate(sums):
-            weight = spread(parts, builder.add(builder.mul(width, number(g)), builder.add(channel, number(i))))
+            weight = spread(builder.load(builder.gep(ones, [number(g * per + i)])))
             for half, value in enumerate(values):
-                product = builder.fmul(weight, value, flags=("contract",))
-                of[half] = builder.fadd(of[half], product, flags=("contract",))
+                of[half] = builder.fadd(of[half], builder.fmul(weight, value, **together), **together)
     following = builder.add(word, number(1))
     word.add_incoming(following, loop)
-    for phis, first, last in zip(totals, begun, sums, strict=True):
-        for phi, value, result in zip(phis, first, last, strict=True):
-            phi.add_incoming(value, before)
-            phi.add_incoming(result, loop)
+    for phi, last in zip(chain(bases, begun, *totals), chain(sums_of_low, squares, *sums), strict=True):
+        phi.add_incoming(phi.type([0.0] * phi.type.count), before)
+        phi.add_incoming(last, loop)
     builder.cbranch(builder.icmp_signed("<", following, words), loop, end)
     builder.position_at_end(end)
-    return sums
+    shape = ir.FunctionType(ir.FloatType(), [ir.FloatType(), channels])
+    added = cgutils.get_or_insert_function(builder.module, shape, f"llvm.vector.reduce.fadd.v{per}f32")
+
+    def sum_of(values: Any) -> Any:
+        return builder.call(added, [ir.FloatType()(0.0), values], fastmath=("reassoc",))
+
+    for g, of in enumerate(sums):
+        base = spread(sum_of(sums_of_low[g]))
+        sums[g] = [builder.fadd(total, base) for total in of]
+    return sums, [builder.fmul(sum_of(each), ir.FloatType()(1 / 24)) for each in squares]
 
 
 _multiply_2, _multiply_4 = _multiplier(2), _multiplier(4)
@@ -137,45 +173,27 @@ def _score_pages(
     ``edges`` is the same memory in bfloat16. Into ``scores [G, pages * PAGE]``, and ``key_codes.excess [G, pages]``.
     """
     group, d = query.shape
-    words = width * bits // 32
-    edge = edges.shape[1] - 2 * width
-    scale, step = np.float32(scaling), np.float32(scaling / ((1 << bits) - 1))
-    parts, bases = np.zeros((group, width), np.float32), np.empty(group, np.float32)
-    low, high = np.empty(d, np.float32), np.empty(d, np.float32)
-    for page in range(len(codes)):
-        lowest, highest = edges[page, edge : edge + width], edges[page, edge + width :]
+    words, scale = width * bits // 32, np.float32(scaling)
+    asked = np.zeros((group, width), np.float32)
+    for g in range(group):
         for i in range(d):
-            low[i] = widened(lowest[i]) * scale
-            high[i] = (widened(highest[i]) - widened(lowest[i])) * step
-        for g in range(group):
-            base, squares = np.float32(0), np.float32(0)
-            for i in range(d):
-                base += query[g, i] * low[i]
-                parts[g, i] = query[g, i] * high[i]
-                squares += parts[g, i] * parts[g, i]
-            bases[g], excess[g, page] = base, squares / np.float32(24)
+            asked[g, i] = query[g, i] * scale
+    for page in range(len(codes)):
         for g in range(0, group, TOGETHER):
             heads = min(TOGETHER, group - g)
             if bits == 2:
-                _multiply_2(codes[page], words, parts[g:], bases[g:], heads, scores[g:], page * PAGE)
+                _multiply_2(codes[page], edges[page], words, asked[g:], heads, scores[g:], excess[g:], page * PAGE)
             else:
-                _multiply_4(codes[page], words, parts[g:], bases[g:], heads, scores[g:], page * PAGE)
+                _multiply_4(codes[page], edges[page], words, asked[g:], heads, scores[g:], excess[g:], page * PAGE)
 
 
-@numba.njit(fastmath=True)  # type: ignore[untyped-decorator]
+@numba.njit  # type: ignore[untyped-decorator]
 def _highest(scores: Array) -> Any:
-    lanes = np.empty(LANES, np.float32)  # a maximum is no sum: the compiler finds none by itself
-    lanes[:] = scores[0]
-    whole = len(scores) // LANES * LANES
-    for i in range(0, whole, LANES):
-        for lane in range(LANES):
-            lanes[lane] = scores[i + lane] if scores[i + lane] > lanes[lane] else lanes[lane]
-    highest = lanes[0]  # ``max`` of an array takes half a second to compile
-    for lane in range(LANES):
-        highest = max(highest, lanes[lane])
-    for i in range(whole, len(scores)):
-        highest = max(highest, scores[i])
-    return highest
+    """As whole numbers of the same order: of others the compiler finds no maximum many at a time."""
+    bits, most = scores.view(np.int32), np.int32(-HIGHEST)
+    for i in range(len(bits)):
+        most = max(most, np.int32(bits[i] ^ np.int32((bits[i] >> 31) & HIGHEST)))
+    return np.int32(most ^ np.int32((most >> 31) & HIGHEST)).view(np.float32)
 
 
 @numba.njit(fastmath=FINITE_OR_NOT)  # type: ignore[untyped-decorator]
@@ -199,9 +217,9 @@ def _weights(powers: Array, highest: Array, totals: Array, low: int, high: int) 
     """The weights of the tokens ``low`` up to ``high`` of those with ``powers [G, n]``, added up over the group.
 
     ``powers`` are less the ``highest [G, part]`` score of their part, and ``totals [G, part]`` are their sums. What
-    fills up a block is -1.
+    fills up a vector is -1.
     """
-    weights = np.full(-(-(high - low) // BLOCK) * BLOCK, np.float32(-1))
+    weights = np.full(-(-(high - low) // LANES) * LANES, np.float32(-1))
     weights[: high - low] = 0
     for g in range(len(powers)):
         most, total = _highest(highest[g]), TINY
@@ -224,14 +242,15 @@ def _above(bits: Array, bound: int) -> int:
 
 
 @numba.njit  # type: ignore[untyped-decorator]
-def _threshold(bits: Array, k: int) -> tuple[int, int]:
+def _threshold(bits: Array, k: int, last: int) -> tuple[int, int]:
     """A number that is at most the ``k``-th highest of ``bits``, and how many of its equals are among the k.
 
-    The others of the k are higher. ``bits`` are those of weights that are not negative. Bit by bit: to count 16 at a
-    time, 31 times at most, takes less than sorting, or counting what falls in each of many bins.
+    The others of the k are higher. ``bits`` are those of weights that are not negative. Bit by bit down to the
+    ``last``: to count 16 at a time, 31 times at most, takes less than sorting, or counting what falls in each of many
+    bins.
     """
     bound = 0
-    for bit in range(30, -1, -1):
+    for bit in range(30, last - 1, -1):
         count = _above(bits, (bound | 1 << bit) - 1)
         if count >= k:
             bound |= 1 << bit
@@ -240,34 +259,69 @@ def _threshold(bits: Array, k: int) -> tuple[int, int]:
     return bound, k - _above(bits, bound)
 
 
+@intrinsic  # type: ignore[untyped-decorator]
+def _keep(_context: Any, bits: Any, at: Any, least: Any, some: Any, places: Any, found: Any) -> Any:
+    """Write those of 16 ``bits`` from ``at`` on that are ``least`` or more to ``some``, and where they are to
+    ``places``, after the ``found`` ones there; how many are found then. Both have room for 16 more.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        bits, some, places = (context.make_array(signature.args[i])(context, builder, arguments[i]) for i in (0, 3, 4))
+        at, least, found = (arguments[i] for i in (1, 2, 5))
+        word, mask = ir.IntType(32), ir.IntType(LANES)
+        whole = ir.VectorType(word, LANES)
+
+        def spread(value: Any) -> Any:
+            one = builder.insert_element(whole(ir.Undefined), builder.trunc(value, word), word(0))
+            return builder.shuffle_vector(one, one, whole([0] * LANES))
+
+        numbers = builder.load(_vector(builder, bits.data, at, whole), align=4)
+        kept = builder.icmp_signed(">=", numbers, spread(least))
+        where = builder.add(spread(at), whole(list(range(LANES))))
+        count = builder.zext(builder.ctpop(builder.bitcast(kept, mask)), found.type)
+        if COMPRESSES:
+            shape = ir.FunctionType(whole, [whole, whole, kept.type])
+            name = f"llvm.x86.avx512.mask.compress.v{LANES}i32"
+            compress = cgutils.get_or_insert_function(builder.module, shape, name)
+            for array, values in ((some, numbers), (places, where)):
+                front = builder.call(compress, [values, whole([0] * LANES), kept])
+                builder.store(front, _vector(builder, array.data, found, whole), align=4)
+        else:
+            with builder.if_then(builder.icmp_signed(">", count, count.type(0))):
+                place = found
+                for lane in range(LANES):  # the next overwrites what is too low: a branch would be guessed wrong
+                    for array, values in ((some, numbers), (places, where)):
+                        builder.store(builder.extract_element(values, word(lane)), builder.gep(array.data, [place]))
+                    place = builder.add(place, builder.zext(builder.extract_element(kept, word(lane)), place.type))
+        return builder.add(found, count)
+
+    return types.int64(bits, types.int64, types.int64, some, places, types.int64), generate
+
+
 @numba.njit  # type: ignore[untyped-decorator]
 def _list_read(bits: Array, seen: int, first: int, last: int, end: int, k: int, pinned: Array, table: Array) -> int:
     """Write to ``table`` the tokens that one KV head reads, ascending, then EMPTY; return how many they are.
 
-    ``bits`` are those of the weights of tokens ``first`` to ``last``, and negative ones that fill up a block; all
+    ``bits`` are those of the weights of tokens ``first`` to ``last``, and negative ones that fill up a vector; all
     others from ``seen`` up to ``end`` are read.
     """
     for token in range(first, min(len(pinned), last + 1)):
         if pinned[token]:
             bits[token - first] = HIGHEST
             k += 1
-    # k blocks have a token as high as the k-th highest of what is the highest in each: in others none is chosen.
-    best = np.empty(len(bits) // BLOCK, np.int32)
-    for block in range(len(best)):
-        highest = bits[block * BLOCK]
-        for i in range(1, BLOCK):
-            highest = max(highest, bits[block * BLOCK + i])
-        best[block] = highest
-    least = _threshold(best, k)[0] if len(best) > k else 0
-    some, places, found = np.empty(len(bits) + 1, np.int32), np.empty(len(bits) + 1, np.int32), 0
-    for block in range(len(best)):
-        if best[block] >= least:
-            for i in range(BLOCK):
-                place = block * BLOCK + i
-                # The next overwrites what is too low: a branch would be guessed wrong.
-                some[found], places[found] = bits[place], place
-                found += bits[place] >= least
-    bound, equals = _threshold(some[:found], k) if found > k else (least, found)
+    blocks, least = -(-BLOCKS * k // LANES) * LANES, 0
+    if len(bits) >= 2 * blocks:
+        best = bits[:blocks].copy()
+        for start in range(blocks, len(bits) - blocks + 1, blocks):
+            others = bits[start : start + blocks]
+            for i in range(blocks):
+                best[i] = max(best[i], others[i])
+        least = _threshold(best, k, ROUGH)[0]
+    some, places = np.empty(len(bits) + LANES, np.int32), np.empty(len(bits) + LANES, np.int32)
+    found = 0
+    for at in range(0, len(bits), LANES):
+        found = _keep(bits, at, least, some, places, found)
+    bound, equals = _threshold(some[:found], k, 0) if found > k else (least, found)
     n = 0
     for token in range(seen, first):
         table[n] = token
