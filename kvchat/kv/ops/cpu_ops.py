@@ -431,17 +431,19 @@ def mixed(pages: MixedPages, g: Geometry) -> Products | None:
 
 
 # ---- choosing tokens
-def attended_part(query: Tensor, keys: Tensor, values: Tensor, table: Tensor, spec: AttentionSpec) -> Tensor | None:
-    """What ``join_parts`` takes: attention ``[H, G, d_v + 1]``, the logarithm of the sum of exponentials last.
+def attended_part(
+    query: Tensor, keys: Tensor, values: Tensor, table: Tensor, spec: AttentionSpec, sinks: Tensor | None
+) -> Tensor | None:
+    """A part of what is attended to, float32 ``[H, G, d_v + 1]``: the logarithm of the sum of exponentials comes last.
 
     It is that of ``query [H, G, d_k]`` over the tokens in ``table [H, n]``, of ``keys [H, token, d_k]`` and ``values
-    [H, token, d_v]``, without learned sinks; None without a loop.
+    [H, token, d_v]``; None without a loop.
     """
     if not (loops := _threaded(keys.dtype, TOKENS)):
         return None
     made = torch.empty((*query.shape[:2], values.shape[-1] + 1))
     stored = *_rows(keys), *_rows(values)
-    loops.attend_tokens(*_asked(query, spec, None), *stored, table.numpy(), made.numpy(), 1)
+    loops.attend_tokens(*_asked(query, spec, sinks), *stored, table.numpy(), made.numpy(), 1)
     return made
 
 

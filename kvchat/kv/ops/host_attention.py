@@ -58,7 +58,7 @@ class HostAttention:
         return self._on_device.copy_(self._attended, non_blocking=True)
 
     def attend(self, layer: int, query: Tensor, tokens: range, spec: AttentionSpec) -> Tensor:
-        """``cpu_ops.attended`` as a part, of ``query [H_q, d_k]`` in host memory over stored ``tokens``."""
+        """``cpu_ops.attended_part`` of ``query [H_q, d_k]`` in host memory over stored ``tokens``."""
         g, rows = self.host.geometry, self.host.rows_on_host(layer)
         if len(self._rows) < tokens.stop:
             self._rows = self.host.row_index(torch.arange(self.host.reserved), torch.tensor(0)).to(torch.int32)
@@ -68,7 +68,7 @@ class HostAttention:
         keys, values = rows.as_strided((*size, g.d_k), strides), rows[g.page :].as_strided((*size, g.d_v), strides)
         table = self._rows[tokens.start : tokens.stop].expand(g.kv_heads, -1)
         grouped = query.view(g.kv_heads, g.group, g.d_k)
-        found = cpu_ops.attended_part(grouped, keys, values, table, spec)
+        found = cpu_ops.attended_part(grouped, keys, values, table, spec, None)
         assert found is not None, "there is a loop where ``is_ready``"
         return found
 

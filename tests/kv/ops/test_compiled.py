@@ -97,6 +97,31 @@ def test_the_best_are_listed_however_far_apart_they_lie(far, left_over):
     assert (table[-20:] == 77).all()
 
 
+@pytest.mark.parametrize("compresses", [False, tokens.COMPRESSES])
+def test_the_same_is_kept_with_and_without_the_instruction_for_it(compresses, monkeypatch):
+    monkeypatch.setattr(tokens, "COMPRESSES", compresses)
+    keep = tokens._keep
+
+    @numba.njit
+    def kept(bits, least, some, places):
+        found = 0
+        for at in range(0, len(bits), 16):
+            found = keep(bits, at, least, some, places, found)
+        return found
+
+    bits = torch.randint(-9, 9, (40 * 16,), dtype=torch.int32, generator=torch.Generator().manual_seed(2)).numpy()
+    bits[64:96] = -1
+    some, places = np.empty((2, len(bits) + 16), np.int32)
+    found = kept(bits, 3, some, places)
+    assert places[:found].tolist() == (bits >= 3).nonzero()[0].tolist()
+    assert some[:found].tolist() == bits[bits >= 3].tolist()
+
+
+@pytest.mark.parametrize("scores", [[-3.5, -2.25, -8], [-1, 0, 1e30, 5], [-np.inf, -1e30], [-0.0]])
+def test_the_highest_score_is_found_below_and_above_zero(scores):
+    assert tokens._highest(np.float32(scores)) == max(np.float32(scores))
+
+
 @pytest.mark.parametrize("joins", [False, True])
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_a_head_attends_to_what_it_chose_however_many_threads_share_the_work(threads, joins):

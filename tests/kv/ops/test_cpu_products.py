@@ -132,7 +132,7 @@ def test_a_part_of_attention_has_the_logarithm_of_its_sum(dtype, softcap):
     logits = 0.3 * query.double() @ keys[:, 9:].double().transpose(1, 2)
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     for learned in (None, sinks):
-        part = cpu_ops.attended(query, keys, values, table, spec, learned, as_part=True)
+        part = cpu_ops.attended_part(query, keys, values, table, spec, learned)
         whole = logits if learned is None else torch.cat((logits, learned.double()[..., None]), -1)
         expected = whole.softmax(-1)[..., : logits.shape[-1]] @ values[:, 9:].double()
         expected = torch.cat((expected, whole.logsumexp(-1, keepdim=True)), -1)
