@@ -180,10 +180,10 @@ def attention(
 
 def attend_token(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """``attention`` of one token: ``query [H_q, d_k]``, ``key [H, d_k]`` and ``value [H, d_v]`` -> ``[H_q, d_v]``."""
-    layer, backend = _layers.get(module), _backend.get(None)
+    layer, backend = _layers.get(module), bound_backend()
     if layer is None or layer.padded_shape or layer.home or not getattr(backend, "decodes", False):
-        of_one = (heads[None, :, None] for heads in (query, key, value))
-        return attention(module, *of_one, None)[0][0, 0]
+        query, key, value = (heads[None, :, None] for heads in (query, key, value))
+        return attention(module, query, key, value, None)[0][0, 0]
     attended: Tensor = backend.attend_token(layer.number, query, key, value, layer.spec)
     return attended
 

@@ -100,9 +100,10 @@ class CpuOps(TorchOps):
         return known
 
     def _in_slots(self, slots: DeviceSlots, layer: int) -> Stored:
-        if layer not in slots.stored:
-            slots.stored[layer] = Stored.seen(slots.kv, slots.keys(layer), slots.values(layer))
-        return slots.stored[layer]
+        known: Stored | None = slots.stored.get(layer)
+        if known is None:
+            known = slots.stored[layer] = Stored.seen(slots.kv, slots.keys(layer), slots.values(layer))
+        return known
 
     def attend(
         self, slots: DeviceSlots, layer: int, query: Tensor, spec: AttentionSpec, needs_weights: bool

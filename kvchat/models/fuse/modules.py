@@ -166,8 +166,9 @@ def _fuse_layer(
 
     def forward(hidden_states: Tensor, **kwargs: Any) -> Tensor:
         if fused and fused.suits(hidden_states, kwargs):
-            suited = one_token and is_one_row(hidden_states) and hidden_states.dtype == torch.float32
-            if suited and (turns := operations.turns(*kwargs["position_embeddings"])):
+            in_numbers = one_token and is_one_row(hidden_states) and hidden_states.dtype == torch.float32
+            turns = operations.turns(*kwargs["position_embeddings"]) if in_numbers else None
+            if one_token and turns:
                 return one_token(hidden_states, *turns)
             attended = fused(hidden_states, kwargs["position_embeddings"], first, hidden_states)
         else:

@@ -52,5 +52,5 @@ class OneTokenLayer:
         query, key, value = heads.split_with_sizes(self._heads)
         attended = attention_hook.attend_token(self._attention, query, key, value)
         out = torch.empty(hidden.shape)
-        loops.end_layer(*self._after, attended.view(-1).numpy(), given, out.view(-1).numpy())
+        loops.end_layer(*self._after, attended.reshape(-1).numpy(), given, out.view(-1).numpy())
         return out
