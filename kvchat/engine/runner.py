@@ -127,9 +127,10 @@ class ModelRunner:
         with torch.inference_mode(), explained(self.kv, "decoding"), self.thread_budget:
             self._reread()
             try:
-                self.kv.begin_step(control)
-                self._token.fill_(token)
-                logits = self.graphs.run(self._forward)
+                with self.model.together(1):
+                    self.kv.begin_step(control)
+                    self._token.fill_(token)
+                    logits = self.graphs.run(self._forward)
                 self.kv.commit_step()
                 if self.recurrent.exists:
                     self.recurrent.commit([int(token)])
@@ -248,9 +249,10 @@ class ModelRunner:
         device, start = self.model.device, self.kv.total - self.kv.mode.context_policy.base_of(self.kv.total)
         with torch.inference_mode():
             try:
-                self.kv.begin_prefill(len(chunk), verifies=rows > 1)
-                positions = torch.arange(start, start + len(chunk), device=device)
-                found = self._run(torch.tensor(chunk, device=device), positions, logits, rows)
+                with self.model.together(len(chunk)):
+                    self.kv.begin_prefill(len(chunk), verifies=rows > 1)
+                    positions = torch.arange(start, start + len(chunk), device=device)
+                    found = self._run(torch.tensor(chunk, device=device), positions, logits, rows)
                 self.kv.commit_prefill(len(chunk), [i for i, token in enumerate(chunk) if token in self._control])
                 self.recurrent.commit(chunk)
             except BaseException:
@@ -338,12 +340,12 @@ def prefill_bytes_per_token(model: LoadedModel) -> int:
 
 def _peak_of_forward(model: LoadedModel, tokens: int) -> int:
     """Bytes at the peak of a forward of ``tokens`` tokens, above what was allocated before, on the fullest device."""
-    ids = torch.arange(tokens, device=model.device) % model.vocab
-    positions = torch.arange(tokens, device=model.device)
     before = [torch.cuda.memory_allocated(device) for device in model.devices]
     for device in model.devices:
         torch.cuda.reset_peak_memory_stats(device)
-    attention_hook.forward(model.model, ids, positions, WithoutAttention(), logits=False)
+    with model.together(tokens):
+        positions = torch.arange(tokens, device=model.device)
+        attention_hook.forward(model.model, positions % model.vocab, positions, WithoutAttention(), logits=False)
     peaks = map(torch.cuda.max_memory_allocated, model.devices)
     return max(peak - held for peak, held in zip(peaks, before, strict=True))
 

@@ -269,11 +269,15 @@ class KVManager:
             moved, self.effective_params = self.state.transfer.moved_bytes() - before, mode.report().params
             return moved
         except BaseException:
-            self.mode, self._slots = old, SlotsState.MISSING
-            with suppress(Exception):  # what made the switch fail is what matters; the next step tries again
-                self.state.release_slots()
-                self.refill(fresh=True)
+            self.go_back(old)
             raise
+
+    def go_back(self, mode: Mode) -> None:
+        """Be in ``mode`` again, after another could not be entered."""
+        self.mode, self._slots = mode, SlotsState.MISSING
+        with suppress(Exception):  # what made the switch fail is what matters; the next step tries again
+            self.state.release_slots()
+            self.refill(fresh=True)
 
     def recover(self, level: Level) -> None:
         """Let the mode read more for a while, because the text may have gone wrong."""

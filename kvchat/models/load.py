@@ -47,7 +47,7 @@ from kvchat.models.quantize.kept import Kept
 from kvchat.models.quantize.quantization import Quantization, weights
 from kvchat.models.quantize.rows import BLOCKS_OF_WEIGHTS, PRODUCTS, ROWS, STACKS, PackedRows, ThreadBudget
 from kvchat.models.ranks import heads
-from kvchat.models.ranks.group import Rank
+from kvchat.models.ranks.group import Rank, Sums
 from kvchat.models.reading import defragment, malloc_trim, mmap_large_allocations
 from kvchat.models.recurrent import RecurrentState
 from kvchat.models.stored_tensors import read_json
@@ -83,7 +83,8 @@ class LoadedModel:
     ``context`` is in tokens; ``layers`` are those that attend; ``weights`` names their quantization,
     ``fingerprint`` is a digest of them, ``fused`` the kinds of modules that are fused. ``reads_chunks`` is that of
     ``RecurrentState``. Answers are drawn as ``advised`` where no temperature is given. ``gguf`` is the file with the
-    weights, where they are in one. Of a model whose heads are split over several ``ranks`` it is this one's part.
+    weights, where they are in one. Of a model whose heads are split over several ``ranks`` it is this one's part, and
+    they make its ``sums``.
     """
 
     model: Any
@@ -109,7 +110,16 @@ class LoadedModel:
     reads_chunks: bool = True
     advised: Sampling = Sampling(temperature=TEMPERATURE)
     gguf: Path | None = None
-    ranks: int = 1
+    sums: Sums | None = None
+
+    @property
+    def ranks(self) -> int:
+        """The number of processes that run it together."""
+        return self.sums.rank.count if self.sums else 1
+
+    def together(self, tokens: int) -> contextlib.AbstractContextManager[None]:
+        """``Sums.together``, where several ranks run the model."""
+        return self.sums.together(tokens) if self.sums else contextlib.nullcontext()
 
     @cached_property
     def elsewhere(self) -> dict[str, int]:
@@ -174,8 +184,7 @@ def load_model(asked: Load, progress: Progress, meet: Callable[[ModelDescription
             with reading.reported(_sizes(described, checkpoint), progress, cores), packing:
                 model = reading.read(described, checkpoint, quantized, places, packed)
                 with cores:
-                    if rank:
-                        heads.cut(model, rank, checkpoint.name)
+                    sums = heads.cut(model, rank, checkpoint.name, described.device) if rank else None
                     model = reading.finished(model, described, quantized, places, packed)
             if quantized.method:
                 compile_ahead.wait(progress, [PRODUCTS])  # with which the model is tested
@@ -185,12 +194,11 @@ def load_model(asked: Load, progress: Progress, meet: Callable[[ModelDescription
                 rows = model.get_input_embeddings().weight.shape[0]
                 reading_notes = (*reading_notes, *tokenizers.check(tokenizer, rows, checkpoint.name))
                 loss = partial(note, model, tokenizer, described, checkpoint)
-                ranks = rank.count if rank else 1
-                loaded = wrap(model, tokenizer, checkpoint.name, checkpoint.revision, asked.fast, loss, ranks)
+                loaded = wrap(model, tokenizer, checkpoint.name, checkpoint.revision, asked.fast, loss, sums)
     malloc_trim()
     if file and not packed:
         kept.begin(loaded.model, file)
-    on_gpus = heads.note(loaded.kv_heads, ranks) if rank else split.note(described.device, places)
+    on_gpus = heads.note(loaded.kv_heads, rank.count) if rank else split.note(described.device, places)
     notes = (*loaded.notes, *filter(None, [on_gpus]), *reading_notes, *_notes_on(described, asked.dtype, chosen))
     return replace(loaded, notes=notes, gguf=checkpoint.weights[0] if checkpoint.gguf else None)
 
@@ -202,12 +210,12 @@ def wrap(
     revision: str = "",
     fuse: bool = True,
     loss: Callable[[], str] = str,
-    ranks: int = 1,
+    sums: Sums | None = None,
 ) -> LoadedModel:
     """Probe, test and fuse a transformers ``model`` that is on its device, with kvchat's attention.
 
     ``loss`` measures what its packed weights lose. Neither that nor the tests are done again of what passed before, but
-    for a part of a model: all ``ranks`` have to run it together.
+    for a part of a model: all ranks have to run it together, and make its ``sums``.
 
     Raises:
         ModelError: kvchat cannot run it correctly.
@@ -215,7 +223,7 @@ def wrap(
     pinned = pin_frequencies(model)
     seen = probe(model)
     digest = digest_of_weights(model)  # before any of them is merged
-    before = find_tested(key := tested_by(digest, model, fuse)) if ranks == 1 else None
+    before = find_tested(key := tested_by(digest, model, fuse)) if sums is None else None
     if before:
         chunked, plain, lost = before.chunked, None, before.lost
     else:
@@ -230,9 +238,9 @@ def wrap(
     ahead: Collection[int] = ()
     if not RecurrentState(model.config).exists:  # whose state a layer that is run early would change
         ahead = attention_hook.install(model, before.ahead if before else None)
-    if not (before or fusion.note or ranks > 1):
+    if not (before or fusion.note or sums):
         keep_tested(key, Tested(chunked, lost, sorted(ahead)))
-    loaded = _loaded(name, revision, model, tokenizer, seen, pinned, ranks)
+    loaded = _loaded(name, revision, model, tokenizer, seen, pinned, sums)
     notes = (*loaded.notes, *filter(None, [fusion.note, lost, "" if chunked else ONE_BY_ONE]))
     return replace(loaded, notes=notes, fingerprint=digest, fused=fusion.fused, reads_chunks=chunked)
 
@@ -403,7 +411,9 @@ def _own_template(file: str) -> str:
     return source
 
 
-def _loaded(name: str, revision: str, model: Any, tokenizer: Any, seen: Probe, pinned: bool, ranks: int) -> LoadedModel:
+def _loaded(
+    name: str, revision: str, model: Any, tokenizer: Any, seen: Probe, pinned: bool, sums: Sums | None
+) -> LoadedModel:
     text = model.config.get_text_config(decoder=True)
     return LoadedModel(
         model=model,
@@ -425,7 +435,7 @@ def _loaded(name: str, revision: str, model: Any, tokenizer: Any, seen: Probe, p
         weight_bytes=quantization.weight_bytes(model),
         weights=quantization.describe(model),
         advised=checkpoints.sampling(model.generation_config),
-        ranks=ranks,
+        sums=sums,
     )
 
 

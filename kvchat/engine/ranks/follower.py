@@ -1,9 +1,9 @@
 """A rank that follows: ``python -m kvchat.engine.ranks``, which does on its part of a model what it is told.
 
-The leader started it and writes pickles to its stdin: ``Begin``, then orders. ``FORWARDS`` are the runner's and run the
-model, so that all ranks sum together: they are not answered, and one that fails ends the process. All others are
-answered, by what refused or failed, or an empty text. It ends when its stdin closes, also deep in a sum that the leader
-will not join any more.
+The leader started it and writes pickles to its stdin: ``Begin``, then orders. Each is answered, by the error where it
+was refused or memory ran out, else None. ``FORWARDS`` are answered only by errors: there the ranks agree whether one
+failed. Any other error ends the process. It ends when its stdin closes, also deep in a sum that the leader will not
+join any more.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from kvchat import files
 from kvchat.config.modes import ModeParameters
 from kvchat.engine.runner import ModelRunner, geometry_of, traits_of
 from kvchat.errors import KvchatError
-from kvchat.kv.manager import Checkpoint
+from kvchat.kv.manager import Checkpoint, is_out_of_memory
 from kvchat.kv.modes import build
 from kvchat.kv.modes.base import Mode
 from kvchat.kv.modes.sync_heads import TokenChoice
 from kvchat.models.load import LoadedModel, load_model
-from kvchat.models.ranks.group import Rank, join
+from kvchat.models.ranks.group import OtherRankFailedError, Rank, join
 from kvchat.process import claim_stdio
 from kvchat.protocol.messages import Load
 
-FORWARDS = frozenset({"step", "forward_chunk", "planned_chunk"})
+FORWARDS = frozenset({"step", "forward_chunk"})
+OF_RUNNER = FORWARDS | {"planned_chunk"}
 
 
 class Begin(NamedTuple):
@@ -81,7 +82,7 @@ class Follower:
         Raises:
             Exception: whatever refuses it.
         """
-        if order.name in FORWARDS:
+        if order.name in OF_RUNNER:
             getattr(self._runner, order.name)(*order.given, **order.named)
             return
         with torch.inference_mode():
@@ -99,6 +100,10 @@ class Follower:
     def switch(self, mode: ModeOrder) -> None:
         """``KVManager.switch``."""
         self._runner.kv.switch(self._built(mode))
+
+    def go_back(self, mode: ModeOrder) -> None:
+        """``KVManager.go_back``."""
+        self._runner.kv.go_back(self._built(mode))
 
     def guess(self, begins: bool) -> None:
         """Begin or end ``KVManager.guessing``."""
@@ -141,16 +146,16 @@ def main() -> None:
 
 
 def _execute(follower: Follower, order: Order, stdout: BinaryIO) -> None:
-    refused = ""
     try:
         follower.do(order)
     except Exception as error:
-        if order.name in FORWARDS:
+        if not (isinstance(error, KvchatError | OtherRankFailedError) or is_out_of_memory(error)):
             raise
-        refused = str(error) or type(error).__name__
-    if order.name not in FORWARDS:
-        pickle.dump(refused, stdout)
-        stdout.flush()
+        pickle.dump(error, stdout)
+    else:
+        if order.name not in FORWARDS:
+            pickle.dump(None, stdout)
+    stdout.flush()
 
 
 def _receive(stdin: BinaryIO, orders: queue.SimpleQueue[Order], meeting: Path) -> None:

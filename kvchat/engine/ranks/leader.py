@@ -4,9 +4,9 @@ What it does to the stored tokens the others do too, in the same order: each for
 to them (``LeadingRunner``, ``LeadingKV``). Nothing else is agreed on: text, sampling, stops, measured times, auto's
 choices and drafts are known to the leader alone; what is measured of the model is measured on its heads.
 
-Processes that no longer do the same can only end. A failed forward, or a change that one rank refused and another
-made, ends the leader, as the death of a rank does; the others end when their stdin closes. The application then shows
-that the engine ended, and keeps the conversation.
+Where one rank refuses a change or its memory runs out, none has made it: a forward is undone by all, as is the entry of
+a mode. The death of a rank ends the leader, as an interrupted order does; the others end when their stdin closes. The
+application then shows that the engine ended, and keeps the conversation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import wraps
@@ -32,13 +32,13 @@ from torch import Tensor
 from kvchat import process
 from kvchat.engine.ranks.follower import FORWARDS, Begin, ModeOrder, Order
 from kvchat.engine.runner import ModelRunner
-from kvchat.errors import DoesNotFitError, UsageError
+from kvchat.errors import UsageError
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.manager import Checkpoint, KVManager
 from kvchat.kv.modes.base import Mode
 from kvchat.models.description import ModelDescription, resolve_others
 from kvchat.models.load import LoadedModel
-from kvchat.models.ranks.group import Rank, join, leave
+from kvchat.models.ranks.group import OtherRankFailedError, Rank, join, leave
 from kvchat.protocol.messages import Load
 
 NOTICED_S = 0.5  # in which the end of a process is noticed
@@ -102,25 +102,27 @@ class Followers:
         """Let the others do what the block does; blocks inside it are a part of that.
 
         Raises:
-            Exception: what the block raises, if all others refused it too.
+            Exception: what the block raises, or what another rank was refused.
         """
         if self._is_inside:
             yield
             return
         self._is_inside = True
         self._send(Order(name, given, named))
-        failure: BaseException | None = None
         try:
             yield
-        except BaseException as error:
-            failure = error
+        except OtherRankFailedError:
+            raise self._refusals()[0] from None
+        except Exception:
+            self._answers()
             raise
+        except BaseException as interrupted:  # noqa: BLE001  # the ranks are not alike any more
+            time.sleep(NOTICED_S)  # if the end of a rank is the reason, its thread tells it
+            self._end(f"{name} was interrupted: {interrupted}")
         finally:
             self._is_inside = False
-            refused = [""] * len(self._processes) if name in FORWARDS else self._answers()
-            if any(bool(told) != bool(failure) for told in refused):
-                time.sleep(NOTICED_S)  # if the end of a rank is the reason, its thread tells it
-                self._end(f"{name} was done by some ranks only: {failure or ' '.join(refused)}")
+        if name not in FORWARDS and (refusals := self._refusals()):
+            raise refusals[0]
 
     def check_switch(self, mode: ModeOrder) -> None:
         """Ask the others whether they can enter a mode.
@@ -129,17 +131,19 @@ class Followers:
             DoesNotFitError: one of them cannot.
         """
         self._send(Order("check_switch", (mode,)))
-        if refused := " ".join(filter(None, self._answers())):
-            hint = "Use a smaller budget, or shorten the conversation."
-            raise DoesNotFitError("Another GPU has no room.", refused, hint)
+        if refusals := self._refusals():
+            raise refusals[0]
 
     def _send(self, order: Order) -> None:
         for each in self._processes:
             with suppress(BrokenPipeError):  # its end is being noticed
                 _write(each, order)
 
-    def _answers(self) -> list[str]:
+    def _answers(self) -> list[Exception | None]:
         return [pickle.load(cast("BinaryIO", each.stdout)) for each in self._processes]
+
+    def _refusals(self) -> list[Exception]:
+        return [each for each in self._answers() if each and not isinstance(each, OtherRankFailedError)]
 
     def close(self) -> None:
         """End them; may be called again."""
@@ -204,10 +208,8 @@ class LeadingKV(KVManager):
 
     refill = _followed(KVManager.refill)
     recover = _followed(KVManager.recover)
-    pin = _followed(KVManager.pin)
     truncate = _followed(KVManager.truncate)
     end_at = _followed(KVManager.end_at)
-    quantize_pages = _followed(KVManager.quantize_pages)
     checkpoint = _followed(KVManager.checkpoint)
 
     def restore(self, checkpoint: Checkpoint) -> None:
@@ -217,15 +219,42 @@ class LeadingKV(KVManager):
     def switch(self, mode: Mode) -> int:
         self.check_switch(mode)
         self.followers.check_switch(ModeOrder.of(mode))
-        with self.followers.following("switch", ModeOrder.of(mode)):
-            return super().switch(mode)
+        old, params = self.mode, self.effective_params
+        try:
+            with self.followers.following("switch", ModeOrder.of(mode)):
+                return super().switch(mode)
+        except Exception:
+            with self.followers.following("go_back", ModeOrder.of(old)):
+                self.go_back(old)
+            self.effective_params = params
+            raise
+
+    def pin(self, positions: Sequence[int]) -> None:
+        before = self.state.pins
+        try:
+            with self.followers.following("pin", positions):
+                super().pin(positions)
+        except Exception:
+            with self.followers.following("_set_pins", before):
+                self._set_pins(before)
+            raise
+
+    def quantize_pages(self, quantizes: bool) -> None:
+        before = self.state.quantizes
+        try:
+            with self.followers.following("quantize_pages", quantizes):
+                super().quantize_pages(quantizes)
+        except Exception:
+            with self.followers.following("quantize_pages", before):
+                super().quantize_pages(before)
+            raise
 
     @contextmanager
     def guessing(self) -> Iterator[None]:
-        with self.followers.following("guess", True):
-            guessing = super().guessing()
-            guessing.__enter__()
+        guessing = super().guessing()
         try:
+            with self.followers.following("guess", True):
+                guessing.__enter__()
             yield
         finally:
             with self.followers.following("guess", False):

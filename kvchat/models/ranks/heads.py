@@ -27,7 +27,7 @@ from kvchat.models import attention_hook
 from kvchat.models.attention_hook import DenseManager
 from kvchat.models.description import ModelDescription
 from kvchat.models.probe import logits_tolerance, relative_error
-from kvchat.models.ranks.group import Rank
+from kvchat.models.ranks.group import PIECE, Rank, Sums
 from kvchat.models.recurrent import RecurrentState
 from kvchat.models.split import decoder_layers, layer_bytes
 from kvchat.units import size as size_of
@@ -39,15 +39,15 @@ TOKENS = 5  # of the comparison
 class SummedLinear(nn.Linear):
     """A Linear of which each rank has some of the inputs' columns; the result is the sum over all of them."""
 
-    def __init__(self, whole: nn.Linear, rank: Rank) -> None:
-        super().__init__(whole.in_features // rank.count, whole.out_features, device="meta")
-        self.weight = nn.Parameter(rank.part(whole.weight, 1), requires_grad=False)
+    def __init__(self, whole: nn.Linear, sums: Sums) -> None:
+        super().__init__(whole.in_features // sums.rank.count, whole.out_features, device="meta")
+        self.weight = nn.Parameter(sums.rank.part(whole.weight, 1), requires_grad=False)
         self.bias = whole.bias
-        self._rank = rank
+        self._sums = sums
 
     def forward(self, x: Tensor) -> Tensor:
         """``x [..., K / ranks]`` of this rank; the result ``[..., N]`` is the same on all of them."""
-        summed = self._rank.sum(F.linear(x, self.weight))
+        summed = self._sums.add(F.linear(x, self.weight))
         return summed if self.bias is None else summed + self.bias
 
 
@@ -85,16 +85,18 @@ def check(described: ModelDescription, quantize: str, ranks: int, force: bool) -
         )
 
 
-def cut(model: Any, rank: Rank, name: str) -> None:
-    """Leave of ``model``, read to the CPU, this rank's part.
+def cut(model: Any, rank: Rank, name: str, device: torch.device) -> Sums:
+    """Leave of ``model``, read to the CPU, this rank's part, and return the sums of its forwards on ``device``.
 
     Raises:
         ModelError: its first layer does not compute the same then.
     """
-    before = _first_layer(model)
-    for path, whole, style in list(_planned(model)):
+    before, planned = _first_layer(model), list(_planned(model))
+    widths = [whole.out_features for _, whole, style in planned if style == ROWS]
+    sums = Sums(rank, widths, torch.zeros(PIECE, dtype=model.dtype, device=device))
+    for path, whole, style in planned:
         if style == ROWS:
-            model.set_submodule(path, SummedLinear(whole, rank))
+            model.set_submodule(path, SummedLinear(whole, sums))
             continue
         whole.weight = nn.Parameter(rank.part(whole.weight, 0), requires_grad=False)
         whole.out_features //= rank.count
@@ -103,6 +105,7 @@ def cut(model: Any, rank: Rank, name: str) -> None:
     error = relative_error(_first_layer(model), before)
     if not error <= logits_tolerance(model):
         raise _refused(name, f"Cut by transformers' plan its first layer differs by {error:.2g} (relative)")
+    return sums
 
 
 def elements(model: Any, ranks: int) -> int:
