@@ -131,9 +131,9 @@ class ModelRunner:
                     self.kv.begin_step(control)
                     self._token.fill_(token)
                     logits = self.graphs.run(self._forward)
-                self.kv.commit_step()
-                if self.recurrent.exists:
-                    self.recurrent.commit([int(token)])
+                    self.kv.commit_step()
+                    if self.recurrent.exists:
+                        self.recurrent.commit([int(token)])
             except BaseException:
                 self.recurrent.rollback()
                 self.kv.rollback_step()
@@ -253,8 +253,8 @@ class ModelRunner:
                     self.kv.begin_prefill(len(chunk), verifies=rows > 1)
                     positions = torch.arange(start, start + len(chunk), device=device)
                     found = self._run(torch.tensor(chunk, device=device), positions, logits, rows)
-                self.kv.commit_prefill(len(chunk), [i for i, token in enumerate(chunk) if token in self._control])
-                self.recurrent.commit(chunk)
+                    self.kv.commit_prefill(len(chunk), [i for i, token in enumerate(chunk) if token in self._control])
+                    self.recurrent.commit(chunk)
             except BaseException:
                 self.recurrent.rollback()
                 self.kv.rollback_prefill()

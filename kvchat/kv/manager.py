@@ -69,6 +69,7 @@ class KVManager:
         self._queries: list[Tensor] = []
         self._verified: dict[int, Tensor] | None = None  # by layer, the queries of all rows
         self._fresh = False  # the next refill may read everything again
+        self._began_at = 0  # tokens stored before the last step or prefill
         self.mode, self._slots = mode, SlotsState.MISSING
         self.step = Step()
         self.refill(fresh=True)
@@ -93,6 +94,7 @@ class KVManager:
             DoesNotFitError: the host has no memory for it; nothing changed. After any other error ``rollback_step``
                 is due.
         """
+        self._began_at = self.total
         self._end_prefill()
         if self._slots is not SlotsState.FILLED:
             self.refill()
@@ -139,10 +141,14 @@ class KVManager:
         self.state.after_step = True
 
     def rollback_step(self) -> None:
-        """Undo a step that raised: its token is not stored, and the slots are filled again from the host pool."""
+        """Undo a step that raised, or that another rank did not finish: its token is not stored.
+
+        The slots are filled again from the host pool.
+        """
         self.state.transfer.side_stream.join()
-        if self._slots is SlotsState.DIRTY:
-            self._forget(self.total)
+        if self._slots is SlotsState.DIRTY or self.total > self._began_at:
+            self._slots = SlotsState.DIRTY
+            self._forget(self._began_at)
             self.refill()
 
     @contextmanager
@@ -169,6 +175,7 @@ class KVManager:
         Raises:
             DoesNotFitError: the host has no memory for them; nothing changed.
         """
+        self._began_at = self.total
         self.state.reserve(self.total + tokens)
         self.step, self._verified = Step(), {} if verifies else None
         if self.mode.context_policy.limits_prompt(self.total + tokens):
@@ -193,9 +200,11 @@ class KVManager:
             self.state.query[layer].copy_(queries[:, row])
 
     def rollback_prefill(self) -> None:
-        """Undo a forward that raised: nothing of it is stored."""
+        """Undo a forward that raised, or that another rank did not finish: nothing of it is stored."""
         self._end_prefill()
         self.state.prompt.discard()
+        if self.total > self._began_at:
+            self._forget(self._began_at)
 
     def begin_reread(self, start: int) -> None:
         """Begin a forward of stored tokens from position ``start`` on, for what layers without K/V keep of them.

@@ -58,8 +58,9 @@ class Guard:
     def _refusal(self, request: Request) -> Refusal | None:
         host = request.headers.get("host", "").rpartition(":")[0] or request.headers.get("host", "")
         if request.url.path not in OPEN and self.key:
-            given = request.headers.get("authorization", "").removeprefix("Bearer ")
-            if not hmac.compare_digest(given.encode(), self.key.encode()):
+            scheme, _, given = request.headers.get("authorization", "").partition(" ")
+            known = hmac.compare_digest(given.encode("latin-1"), self.key.encode())  # as it came, byte by byte
+            if scheme.lower() != "bearer" or not known:
                 message = "The API key is missing or wrong: send it as Authorization: Bearer KEY."
                 return Refusal(401, message, "authentication_error", code="invalid_api_key")
         elif self.is_local and not self.key and host not in LOOPBACK:
@@ -135,16 +136,20 @@ class Service:
 
     def routes(self) -> list[Route]:
         """All of them; clients differ in whether they write /v1."""
-        return [
+        routes = [
             Route("/health", self.health),
             Route("/metrics", self.metrics),
-            Route("/v1/models", self.models),
-            Route("/v1/models/{id:path}", self.model),
-            Route("/v1/chat/completions", self.chat, methods=["POST"]),
-            Route("/v1/chat/completions/input_tokens", self.input_tokens, methods=["POST"]),
-            Route("/v1/completions", self.complete, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
         ]
+        for base in ("/v1", ""):
+            routes += [
+                Route(f"{base}/models", self.models),
+                Route(f"{base}/models/{{id:path}}", self.model),
+                Route(f"{base}/chat/completions", self.chat, methods=["POST"]),
+                Route(f"{base}/chat/completions/input_tokens", self.input_tokens, methods=["POST"]),
+                Route(f"{base}/completions", self.complete, methods=["POST"]),
+            ]
+        return routes
 
     async def health(self, _: Request) -> Response:
         """Whether the model is ready."""
@@ -380,7 +385,8 @@ async def _no_route(request: Request, error: HTTPException) -> Response:
     path = request.url.path[:100]
     if error.status_code == 405:
         return invalid(f"{path} does not accept {request.method}.", status=405).response()
-    return Refusal(error.status_code, f"There is no {path} here.", "not_found_error", code="not_found").response()
+    message = f"There is no {path} here: chats are answered at /v1/chat/completions, texts at /v1/completions."
+    return Refusal(error.status_code, message, "not_found_error", code="not_found").response()
 
 
 async def _gone(_: Request, __: ClientDisconnect) -> Response:

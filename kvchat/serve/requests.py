@@ -21,6 +21,7 @@ from kvchat.serve.refusals import invalid
 from kvchat.thoughts import TAGS, end_of
 
 MOST_STOPS = 16
+UNLIMITED = -1  # tokens, as LM Studio's clients ask
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 NO_FUNCTIONS = "this form is outdated; use tools"
 NO_CALLS = (
@@ -315,14 +316,17 @@ class Asked(Body):
         Raises:
             Refusal: a value is out of range.
         """
-        given = {name: getattr(self, name) for name in self.DRAWN} | {"max_new_tokens": self.most_tokens()}
+        asked = self.most_tokens()
+        limit = context if asked == UNLIMITED else asked
+        given = {name: getattr(self, name) for name in self.DRAWN} | {"max_new_tokens": limit}
         most = self.MOST or context
         default = defaults.sampling if defaults.is_limited else replace(defaults.sampling, max_new_tokens=most)
         try:
             return checked_sampling(default, **{name: value for name, value in given.items() if value is not None})
         except UsageError as error:
             name = error.title.split()[0]
-            raise invalid(str(error), "max_tokens" if name == "max_new_tokens" else name) from None
+            sent = "max_tokens" if name == "max_new_tokens" else name
+            raise invalid(str(error).replace(name, sent, 1), sent) from None
 
     def template_args(self, load: Load, loaded: Loaded) -> tuple[str, ...]:
         """The variables of the chat template: those of the server, and what was asked for.

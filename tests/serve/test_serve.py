@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from openai import APIError, InternalServerError
+from openai import APIError, InternalServerError, OpenAI
 from support.patience import wait_until
 from support.served import Reply, Served, messages, serving
 
@@ -42,6 +42,8 @@ def test_a_key_is_asked_for_everywhere_but_for_health_and_is_told_nobody(tmp_pat
         with served.client("sesame-opens") as client:
             assert client.models.list().data[0].id == "kvchat-pocket"
         assert served.ask("/v1/models", Authorization="Bearer sesame-opens", Host="some.where").status == 200
+        assert served.ask("/v1/models", Authorization="bearer sesame-opens").status == 200
+        assert served.ask("/v1/models", Authorization="Basic sesame-opens").status == 401
     assert "sesame" not in "".join(served.said)
     assert "sesame" not in (tmp_path / "kvchat.log").read_text()
 
@@ -204,6 +206,15 @@ def test_open_webui_adds_its_tools_only_to_a_model_that_can_call_them(fake, bund
     for served, calls in ((fake, True), (bundled, False)):
         (model,) = served.ask("/v1/models").json["data"]
         assert model["info"]["meta"]["capabilities"] == {"builtin_tools": calls, "vision": False, "usage": True}
+
+
+@pytest.mark.parametrize("base", ["", "/v1"])
+def test_an_address_without_its_end_serves_too(fake, base):
+    with OpenAI(base_url=f"http://127.0.0.1:{fake.port}{base}", api_key="none") as client:
+        assert client.models.retrieve("kvchat-pocket").id == client.models.list().data[0].id
+        (choice,) = client.chat.completions.create(model="kvchat-pocket", messages=messages("hello")).choices
+        assert choice.message.content.startswith("Section 3")
+        assert client.completions.create(model="kvchat-pocket", prompt="hello").choices
 
 
 def test_another_model_is_named(fake):

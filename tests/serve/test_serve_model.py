@@ -215,6 +215,12 @@ def test_the_server_has_a_mode_and_limits_of_its_own(tmp_path):
         own = [{"role": "system", "content": "Be brief."}, *messages(STORY)]
         said = served.ask("/v1/chat/completions", {"messages": own}).json
         assert said["usage"]["prompt_tokens"] < 100
+        for path, asked in (
+            ("/v1/chat/completions", {"messages": messages(STORY)}),
+            ("/v1/completions", {"prompt": STORY}),
+        ):
+            endless = served.ask(path, {**asked, "max_tokens": -1, "stop": list("aeiou")}).json
+            assert endless["choices"][0]["finish_reason"] == "stop"
         full = served.chat(STORY, kvchat={"mode": "full"}, max_tokens=7).json
         assert (full["kvchat"]["mode"], full["usage"]["completion_tokens"]) == ("full", 7)
 
@@ -378,6 +384,7 @@ def test_nothing_is_accepted_and_ignored(bundled: Served, fields, param):
     assert refused.error["type"] == "invalid_request_error"
     assert refused.error["param"] == param
     assert refused.error["message"]
+    assert "max_new_tokens" not in refused.error["message"], "which nobody sent"
 
 
 def test_what_asks_for_nothing_is_accepted(bundled: Served):

@@ -54,8 +54,9 @@ class Sums:
 
     def add(self, tensor: Tensor) -> Tensor:
         """``tensor``, contiguous, in which the sum over all ranks is put; each must ask for it."""
-        self._done += 1
-        for piece in torch.split(tensor.view(-1), PIECE):
+        pieces = torch.split(tensor.view(-1), PIECE)
+        self._done += 1  # from here on it is made or the process ends
+        for piece in pieces:
             _reduce(piece)
         return tensor
 
