@@ -38,6 +38,7 @@ CONNECT_S = 5.0  # an answer itself may take any time
 TOO_LONG = "exceed_context_size_error"  # llama-server's and kvchat's
 GARBAGE = (AttributeError, TypeError, ValueError, KeyError, RecursionError)
 OVER: Final = object()
+USUAL = ("stop", "length")  # reasons to end; others are a filter's, a call of a tool, a server that ends
 NO_KEY = "none"  # the openai library insists on one
 OF_OPENAI = ("OpenAI-Organization", "OpenAI-Project")  # the library takes them from variables that are not meant here
 DECIDES = "The server decides how K/V are stored and read."
@@ -208,6 +209,8 @@ class RemoteSession:
             raise broken_off(self._address, "Its stream ended before the answer was complete.")
         if self._slots:
             self._slots.note(answer.total)
+        if answer.finish_reason not in ("", *USUAL):
+            yield Noted(f'The server ended the answer for another reason than its end: "{answer.finish_reason}".')
         yield from answer.finish(self._is_canceled)
 
     async def _read(self, asked: dict[str, Any], conversation: str, frames: SimpleQueue[Any]) -> None:

@@ -20,7 +20,6 @@ from kvchat.protocol.messages import (
     Chat,
     Failed,
     Finished,
-    Keeping,
     Load,
     Loaded,
     Loading,
@@ -182,7 +181,7 @@ class Engine:
                 self.show("")
                 self.loaded = report
                 self.say(ready(report))
-                for note in (*report.notes, *parked(report, self.load.keeping)):
+                for note in (*report.notes, *parked(report, self.load)):
                     self.say(note)
             case Noted(text):
                 self.say(text)
@@ -256,11 +255,12 @@ def ready(loaded: Loaded) -> str:
     return f"Ready: {runs}, {loaded.context:,} tokens of context."
 
 
-def parked(loaded: Loaded, keeping: Keeping) -> Iterator[str]:
+def parked(loaded: Loaded, load: Load) -> Iterator[str]:
     """How many tokens of other talks stay in host memory, if any."""
-    if keeping.parked_bytes and loaded.kv_bytes_per_token:
-        tokens = keeping.parked_bytes // loaded.kv_bytes_per_token
-        yield f"About {tokens:,} tokens of other conversations stay in RAM ({size(keeping.parked_bytes)})."
+    room = load.keeping.parked_bytes
+    if room and loaded.kv_bytes_per_token and not load.has_ranks:
+        tokens = room // loaded.kv_bytes_per_token
+        yield f"About {tokens:,} tokens of other conversations stay in RAM ({size(room)})."
 
 
 def _error(failed: Failed) -> KvchatError:

@@ -144,3 +144,19 @@ def test_an_answer_that_ran_out_of_memory_is_given_when_asked_again(session, ran
     check_alike(session)
     *_, finished = session.answer(turns, sampling)
     assert finished.text == expected.text
+
+
+@pytest.mark.parametrize("end", ["commit_step", "commit_prefill"])
+def test_a_forward_that_one_rank_cannot_commit_is_undone_in_all(session, monkeypatch, end):
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    begun(session, "full")
+    with monkeypatch.context() as patched:
+        patched.setattr(session._kv, end, fail)
+        with pytest.raises(DoesNotFitError, match="Memory ran out"):
+            session.step(7) if end == "commit_step" else session.prefill(IDS[TOKENS:])
+    assert session.total == TOKENS
+    check_alike(session)
+    session.step(7)
+    check_alike(session)

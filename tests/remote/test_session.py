@@ -101,6 +101,13 @@ def test_the_end_has_its_reason(serve, connect, reason: str, tokens: int, ending
     assert finished.reason == ending
 
 
+@pytest.mark.parametrize("reason", ["abort", "content_filter", "tool_calls"])
+def test_an_end_of_another_kind_is_told(serve, connect, reason: str) -> None:
+    *_, noted, finished = asked(connect(serve(frames=[delta(content="a"), delta(reason=reason)]).url))
+    assert reason in noted.text
+    assert finished.text == "a"
+
+
 # ---- what is sent
 
 

@@ -26,7 +26,7 @@ from kvchat.protocol.messages import (
     Turn,
 )
 from kvchat.serve import server
-from kvchat.serve.engine import Again, Ended, Engine, Job
+from kvchat.serve.engine import Again, Ended, Engine, Job, parked
 from kvchat.serve.refusals import Refusal
 
 LOADED = Loaded("m", "L", 1, "cpu", "float32", 64, 2, 2, 32, 64, "full", {}, notes=("No GPU.",))
@@ -132,6 +132,8 @@ def test_what_the_model_should_be_known_for_and_the_room_for_talks_is_said(tmp_p
     assert [line for line in said if "1,234 tokens" in line]
     _, _, said = loaded(tmp_path)
     assert len(said) == 2
+    split = Load(keeping=Keeping(64 * 1234), gpus=2, split="heads")
+    assert not list(parked(LOADED, split)), "ranks keep none"
 
 
 @pytest.mark.parametrize(("free", "given", "room"), [(40, "", 10), (4, "", 2), (40, "1", 1)])
