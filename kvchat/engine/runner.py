@@ -71,6 +71,7 @@ class ModelRunner:
         self, model: LoadedModel, mode: Mode, recorder: CudaRecorder | None = None, kv: KVManager | None = None
     ) -> None:
         self.model = model
+        self._together = model.together
         self._control = control_ids(model.tokenizer)
         self.chunk = None if model.device.type == "cuda" else CHUNK
         self._token_bytes: int | None = None
@@ -127,7 +128,7 @@ class ModelRunner:
         with torch.inference_mode(), explained(self.kv, "decoding"), self.thread_budget:
             self._reread()
             try:
-                with self.model.together(1):
+                with self._together(1):
                     self.kv.begin_step(control)
                     self._token.fill_(token)
                     logits = self.graphs.run(self._forward)
@@ -249,7 +250,7 @@ class ModelRunner:
         device, start = self.model.device, self.kv.total - self.kv.mode.context_policy.base_of(self.kv.total)
         with torch.inference_mode():
             try:
-                with self.model.together(len(chunk)):
+                with self._together(len(chunk)):
                     self.kv.begin_prefill(len(chunk), verifies=rows > 1)
                     positions = torch.arange(start, start + len(chunk), device=device)
                     found = self._run(torch.tensor(chunk, device=device), positions, logits, rows)

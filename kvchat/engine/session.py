@@ -132,7 +132,7 @@ def open_session(
     is_quantized(asked.host_dtype)
     for name, params in ((asked.mode, {}), *asked.mode_params.items(), *asked.given.items()):
         modes.parse(name, params)
-    if not asked.has_ranks:
+    if asked.gpus == 1 or asked.split == "layers":
         return Session(load_model(asked, progress), asked, system)
     followers = Followers(asked)
     try:

@@ -117,9 +117,10 @@ class LoadedModel:
         """The number of processes that run it together."""
         return self.sums.rank.count if self.sums else 1
 
-    def together(self, tokens: int) -> contextlib.AbstractContextManager[None]:
+    @property
+    def together(self) -> Callable[[int], contextlib.AbstractContextManager[Any]]:
         """``Sums.together``, where several ranks run the model."""
-        return self.sums.together(tokens) if self.sums else contextlib.nullcontext()
+        return self.sums.together if self.sums else contextlib.nullcontext
 
     @cached_property
     def elsewhere(self) -> dict[str, int]:

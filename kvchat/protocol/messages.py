@@ -106,11 +106,6 @@ class Load:
     gpus: Annotated[int, Field(ge=1)] = 1
     split: Split = "layers"
 
-    @property
-    def has_ranks(self) -> bool:
-        """True if several processes run the model, each with some of its heads."""
-        return self.gpus > 1 and self.split == "heads"
-
 
 @dataclass(frozen=True)
 class Plan:

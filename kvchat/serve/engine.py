@@ -257,8 +257,8 @@ def ready(loaded: Loaded) -> str:
 
 def parked(loaded: Loaded, load: Load) -> Iterator[str]:
     """How many tokens of other talks stay in host memory, if any."""
-    room = load.keeping.parked_bytes
-    if room and loaded.kv_bytes_per_token and not load.has_ranks:
+    room = load.keeping.parked_bytes if load.gpus == 1 or load.split == "layers" else 0
+    if room and loaded.kv_bytes_per_token:
         tokens = room // loaded.kv_bytes_per_token
         yield f"About {tokens:,} tokens of other conversations stay in RAM ({size(room)})."
 
