@@ -38,10 +38,10 @@ MODEL: dict[str, Any] = {
     "host_dtype": Annotated[str, setting(KvSection, "host_dtype")],
 }
 Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="draw it to .svg or .png (needs matplotlib)")]
-Out = Annotated[Path | None, typer.Option(help="keep the rows in this file as they come, as JSON; it is replaced")]
-Json = Annotated[bool, typer.Option("--json", help="print one JSON object, with what was run on")]
+Out = Annotated[Path | None, typer.Option(help="write the rows to this file as they come, as JSON; overwrites it")]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON object, with the environment")]
 SaveProfile = Annotated[
-    bool, typer.Option("--save-profile", help="keep the device's measured roofline as your GPU profile")
+    bool, typer.Option("--save-profile", help="save the device's measured roofline as your GPU profile")
 ]
 
 

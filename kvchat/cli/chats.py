@@ -49,7 +49,7 @@ def list_chats(
 def export_chat(
     id: Chat,
     file: Annotated[
-        str | None, typer.Argument(help=".md, .html or .json, or a folder; stdout as Markdown without it")
+        str | None, typer.Argument(help=".md, .html or .json, or a folder; default: Markdown on stdout")
     ] = None,
 ) -> None:
     """Print a conversation, or write it to a file."""

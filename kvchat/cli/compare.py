@@ -30,7 +30,7 @@ def compare_command(
     variants: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="MODE [KEY=VALUE]... MODE...", help="what to compare; the mode of the settings and full"
+            metavar="MODE [KEY=VALUE]... MODE...", help="what to compare; default: full and the mode of your settings"
         ),
     ] = None,
     file: Files = None,

@@ -42,7 +42,7 @@ def validate(file: Annotated[Path | None, typer.Argument(help="instead of the cu
         profiles.read_file(file, None)
     else:
         sources.check_all(lambda: sources.resolve(source), lambda: _check_theme(source), lambda: _check_keys(source))
-    echo(f"{path}: {'good' if path.exists() else 'not there; defaults apply'}")
+    echo(f"{path}: {'valid' if path.exists() else 'not there; defaults apply'}")
     if not file:
         check_files(own_files())
 

@@ -159,7 +159,7 @@ def kvchat_command(
     record: Record = None,
     version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
 ) -> None:
-    """Chat in the terminal with a local model, and switch how its K/V is kept while it answers."""
+    """Chat in the terminal with a local model, and switch how it reads its KV cache while it answers."""
     given = options.flags(ctx.params)
     if version:
         typer.echo(f"kvchat {paths.with_commit(kvchat.__version__)}")
@@ -195,7 +195,7 @@ def ask_command(
         list[str] | None,
         typer.Option(metavar="N:MODE[,KEY=VALUE...]", help="switch after N generated tokens; repeatable"),
     ] = None,
-    stats: Annotated[bool, typer.Option("--stats", help="print the answer's cost on stderr")] = False,
+    stats: Annotated[bool, typer.Option("--stats", help="print tokens and times on stderr")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead of the text")] = False,
 ) -> None:
     """Answer one prompt on stdout. Piped text is the prompt, or goes before PROMPT like a file."""
@@ -293,15 +293,15 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="print one JSON 
 
 @app.command()
 def locate() -> None:
-    """Show where kvchat's files lie."""
+    """Show where kvchat's files are."""
     places = {
         "settings": paths.config_file(),
-        "own themes": paths.user_themes_dir(),
-        "own profiles": paths.user_profiles_dir(),
+        "your themes": paths.user_themes_dir(),
+        "your profiles": paths.user_profiles_dir(),
         "data": paths.data_dir(),
         "conversations": paths.database(),
-        "K/V of these": paths.saved_kv_dir(),
-        "K/V of served": paths.served_kv_dir(),
+        "their K/V": paths.saved_kv_dir(),
+        "served K/V": paths.served_kv_dir(),
         "log": paths.log_file(),
         "prompt history": paths.history_file(),
         "calibrations": paths.calibration_dir(),

@@ -140,7 +140,7 @@ def card_costs(load: Load, card: str, context: int | None, as_json: bool) -> Non
     echo("\n".join(line for costs in made for line in _card_lines(costs)))
     echo("Computed from the bytes a token reads and data-sheet rates; - does not fit. Last column: how many")
     echo("times as long an 8B took on an H200. `kvchat bench decode` measures this machine's card.")
-    echo(f"Over the link the CPU attends to a part, where that pays with RAM of {cards.RAM} GB/s; with cpu=0 not.")
+    echo(f"What full mode has in RAM, the CPU (at {cards.RAM} GB/s) helps to read if that is faster; cpu=0: never.")
 
 
 def _card_lines(made: CardCosts) -> Iterator[str]:

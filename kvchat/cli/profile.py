@@ -96,7 +96,7 @@ def _check(file: Path) -> None:
     if not file.exists():
         raise UsageError(f"There is no file {file}.", hint="Check the path.")
     profiles.read_file(file, None)
-    echo(f"{file}: good")
+    echo(f"{file}: valid")
 
 
 def _read_gpu(device: str) -> GpuInfo | None:

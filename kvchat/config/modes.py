@@ -32,7 +32,7 @@ PAGE_FIGURES = {
     "candidate pages": "stored pages that it chooses from",
 }
 OBSERVED_FIGURES = {
-    "observed": "last tokens of the prompt, whose queries chose what is kept",
+    "observed": "last tokens of the prompt: their queries chose what is kept",
     "dropped": "prompt tokens not read until the next prompt, on average over the layers",
 }
 
@@ -98,7 +98,7 @@ class FullParameters(ModeParameters):
     resident: int | None = Field(None, ge=MIN_BUDGET)
     """most recent tokens kept on a GPU; the rest is streamed from RAM (auto: all, or what fits; none on a CPU)"""
     cpu: float | None = Field(None, ge=0, le=1)
-    """share of what only RAM has that the CPU attends to (auto: measured on a GPU; none of float16 and 8-bit pages)"""
+    """share of the tokens in RAM that the CPU attends to (auto: by measured speed; none of float16 and 8-bit pages)"""
     draft: Literal["off", "auto", "lookup", "window"] = "off"
     """guess several tokens and verify them at once: lookup finds repeated text, window drafts from recent tokens"""
 
@@ -203,7 +203,7 @@ class SpeculativeParameters(BudgetParameters, PaperParameters):
     window: int | None = Field(None, ge=1)
     """W, most recent tokens, always attended (auto: 32 with query=own, else a quarter of the budget)"""
     tau: float | None = Field(None, allow_inf_nan=False)
-    """of pages chosen by the last query: correct a head whose query's cosine to it is below tau (auto: 0.8)"""
+    """with unit=page, query=last: correct a head if its query's cosine to its last is below tau (auto: 0.8)"""
     first_full: bool = True
     """keep and attend to all tokens in the first layer"""
     rest: Literal["mean", "none"] = "mean"
@@ -337,7 +337,7 @@ class RaaSParameters(ModeParameters):
         "dropped pages": "pages no longer read until the next prompt",
     }
     own: ClassVar[Mapping[str, str]] = {
-        "budget": "here the budget covers the answer only; the prompt is read whole in addition"
+        "budget": "here the budget covers only the answer; the whole prompt is read as well"
     }
 
     budget: int = Field(1024, ge=MIN_BUDGET)

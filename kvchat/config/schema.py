@@ -54,7 +54,7 @@ class ModelSettings(Section):
     split: Split = Load.split
     """with several GPUs: layers (the first GPU has all K/V), or heads: each has a part of every layer and its K/V"""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """number format of weights and K/V (auto: the model's own if a GPU has it; CPU: the faster of it and float32)"""
+    """number format of weights and K/V (auto: a GPU uses the model's own, a CPU the faster of that and float32)"""
     quantize: Quantize = "auto"
     """int8, int4 (on a GPU with torchao) or nf4 (bitsandbytes): weights in 8 or 4 bits; auto: small files stay small"""
     fast: bool = Load.fast
@@ -91,7 +91,7 @@ class KvSettings(Section):
 
     mode: str = Load.mode
     host_dtype: HostDtype = Load.host_dtype
-    """full pages in host memory: model (exact), or int8 (half of bfloat16, a quarter of float32; nearly exact)"""
+    """full K/V pages in RAM: model (exact), or int8 (half of bfloat16, a quarter of float32; nearly exact)"""
     parked_gib: float = Field(2.0, ge=0, le=2**20)
     """GiB of RAM for the K/V of other open conversations (instant switching); 0 for none"""
     saved_gib: float = Field(4.0, ge=0, le=2**20)
@@ -180,7 +180,7 @@ def _checked(section: type[S], values: Mapping[str, Any], title: str) -> S:
 
 class UiSettings(Section):
     theme: str = "kvchat-dark"
-    """name of a bundled or own theme"""
+    """name of a bundled theme, or of your own"""
     history: bool = True
     """save the prompt history between runs"""
     conversations: bool = True
@@ -202,7 +202,7 @@ class Settings(Section):
     model: ModelSettings = ModelSettings()
     """the model and where it runs"""
     kv: KvSection = KvSection()
-    """how K/V is kept"""
+    """how K/V are kept"""
     sampling: SamplingSettings = SamplingSettings()
     """how the next token is drawn"""
     ui: UiSettings = UiSettings()

@@ -16,7 +16,7 @@ from kvchat.units import MISSING, count, figure, percent, size
 FIGURES = {
     "tok/s": "tokens written per second",
     "read": "share of stored tokens that a token attended to, on average over the answer",
-    "fetched": "copied from host to device for the answer",
+    "fetched": "copied from RAM to the GPU for the answer",
     "hits": "share of the choice that was already on the device",
     "alike": "tokens at the start that match the first answer",
     "agree": "share of the first answer's tokens for which both find the same token most likely",
@@ -73,7 +73,7 @@ def to_text(comparison: Comparison) -> str:
     table = "\n".join(
         "  ".join((f"{line[0]:<{widths[0]}}", *map(str.rjust, line[1:], widths[1:]))).rstrip() for line in lines
     )
-    head = f"seed {comparison.sampling.seed}, {count(comparison.prompt_tokens)} prompt tokens read once"
+    head = f"seed {comparison.sampling.seed}, {count(comparison.prompt_tokens)} prompt tokens processed once"
     return "\n\n".join(filter(None, (*answers, table, "\n".join(verdicts(comparison)), head)))
 
 
@@ -86,7 +86,7 @@ def to_markdown(comparison: Comparison) -> str:
     parts = [
         "# Comparison",
         comparison.question.strip(),
-        f"{head}, {count(comparison.prompt_tokens)} prompt tokens read once.",
+        f"{head}, {count(comparison.prompt_tokens)} prompt tokens processed once.",
         "\n".join(f"| {' | '.join(line)} |" for line in lines),
         "\n".join(f"- {sentence}" for sentence in verdicts(comparison)),
     ]

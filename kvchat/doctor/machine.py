@@ -23,15 +23,15 @@ SMALLEST = (40, 12)  # columns and lines the chat needs
 LITTLE_MEMORY = 2 * 2**30  # a small model's weights and some thousand tokens
 TRIAL_BYTES = 256 * 2**20
 PINNED_ADVICE = (
-    "It works, but recall goes through the CPU and steps are not captured. In a container: --ulimit memlock=-1 and "
-    "enough memory."
+    "It works, but recall goes through the CPU, and steps run without a CUDA graph. In a container: --ulimit memlock=-1"
+    " and enough memory."
 )
 
 
 def checks(threads: int | None) -> Iterator[Check]:
     """All checks of the host; ``threads`` is the number torch uses."""
     yield guarded("processors", lambda: processors(threads))
-    yield guarded("host memory", host_memory)
+    yield guarded("RAM", host_memory)
     yield guarded("container", container)
     yield guarded("WSL", wsl)
     for reader in nvml.all_gpus():
@@ -56,10 +56,8 @@ def host_memory(proc: Path = available.PROC, cgroups: Path = CGROUPS) -> Check:
     free = available.host_free(proc, cgroups)
     found = f"{size(free)} free"
     if free < LITTLE_MEMORY:
-        return Check(
-            "host memory", "warning", found, "All K/V are kept here: close programs or keep conversations short."
-        )
-    return Check("host memory", "ok", found)
+        return Check("RAM", "warning", found, "All K/V are kept here: close programs or keep conversations short.")
+    return Check("RAM", "ok", found)
 
 
 def container(proc: Path = available.PROC, cgroups: Path = CGROUPS) -> Check:
@@ -69,7 +67,7 @@ def container(proc: Path = available.PROC, cgroups: Path = CGROUPS) -> Check:
         return Check("container", "ok", "no memory limit")
     found = f"{size(limit.used)} of {size(limit.limit)} used"
     if limit.limit - limit.used < LITTLE_MEMORY:
-        return Check("container", "warning", found, "The conversation's K/V counts against it: give it more memory.")
+        return Check("container", "warning", found, "The conversation's K/V count against it: give it more memory.")
     return Check("container", "ok", found)
 
 
@@ -223,7 +221,7 @@ def decode_steps(cuda: bool, has_triton: bool, pinned: bool) -> Check:
     if not cuda:
         return Check(name, "ok", "on the CPU: torch, and loops compiled by numba")
     if not pinned:
-        return Check(name, "warning", "stock torch operations, no CUDA graph", "Host memory is not pinned: see above.")
+        return Check(name, "warning", "stock torch operations, no CUDA graph", "RAM cannot be pinned: see above.")
     if not has_triton:
         return Check(name, "warning", "CUDA graph with stock torch operations", "Triton is missing: see above.")
     return Check(name, "ok", "CUDA graph with Triton kernels (stock torch operations for float32 models)")

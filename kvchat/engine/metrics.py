@@ -326,7 +326,7 @@ class MetricsCollector:
         if not self._recurrent.exists:
             return {}
         return {
-            "recurrent state": f"{size(self._recurrent.nbytes)} + {size(self._recurrent.snapshot_bytes)} on the host"
+            "recurrent state": f"{size(self._recurrent.nbytes)} + {size(self._recurrent.snapshot_bytes)} in RAM"
         }
 
     def _pinned(self) -> Params:

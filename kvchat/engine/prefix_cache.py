@@ -627,7 +627,7 @@ class WriteBehind:
         end += sum(snapshot.nbytes for snapshot in job.snapshots)
         allowed = self._folder.make_room(job.file.path, end)
         if allowed < end:
-            room = f"kv.saved_gib and the disk have room for {size(allowed)}"
+            room = f"but kv.saved_gib and the disk have room for {size(allowed)}"
             self.problem = f"they take {size(end)}, {room}"
         for start in range(0, len(job.rows), self._page):
             page = job.first + start // self._page

@@ -62,7 +62,7 @@ NAMED_SHARE = 0.05
 ONE_BY_ONE = (
     "Later turns are processed token by token: transformers' code for this model can prefill only from the start."
 )
-KEPT_DAMAGED = "Its weights were packed again: what was kept of them was damaged."
+KEPT_DAMAGED = "Its weights were packed again: their cached copy was damaged."
 MOST = 0.005  # nats: a loss below that is not told
 LARGEST = 2**29  # weights of a model that is measured
 TOKENS = 32

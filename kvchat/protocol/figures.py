@@ -260,7 +260,7 @@ RIBBON = {
     "W": "window",
     "D": "on the device",
     "R": "recalled just now",
-    "H": "on the host",
+    "H": "in RAM",
     "F": "frozen",
     "X": "out of reach",
     "P": "pinned",

@@ -199,7 +199,7 @@ class Pins:
         self.last = ""
         if last is not None and last.pinned:
             self._mark(last, False)
-            self.view.toast("The message pinned last was unpinned again.")
+            self.view.toast("The last message you pinned is unpinned again.")
 
     def _mark(self, message: Message, pinned: bool) -> None:
         changed = self.state.conversation.pin(message.id, pinned)

@@ -149,7 +149,7 @@ class EngineEvents:
         text = (
             f"processing {count(new)} new tokens ({count(reused)} cached)"
             if started.prompt_tokens
-            else "the server reads"
+            else "waiting for the server"
         )
         self.answers.begun(started)
         self.answers.wait(f"{text} …")

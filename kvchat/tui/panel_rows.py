@@ -28,9 +28,8 @@ FIGURES = {
         "over the budget": "tokens read beyond it: some modes read everything in their first layer or allow slack",
         "on the device": "K/V in the GPU's memory, of all stored; the rest is fetched when chosen",
         "copied to read": "K/V that this mode copies into one place to read; full mode reads the stored K/V directly",
-        "saved there": "what full mode would hold on the device beyond what this mode holds now",
+        "less than full": "what full mode would hold on the device beyond what this mode holds now",
         "fetched per token": "copied from RAM to the GPU for one token, and the median time",
-        "of the context": "stored tokens, as a share of what the model can attend to",
         "reduced context": "tokens computed while reading less than everything; /rebuild recomputes them exactly",
     },
     "mode": {
@@ -47,7 +46,7 @@ FIGURES = {
         " more for a while, RR undoes the last words; calm: nothing",
     },
     "fetching": {
-        "in all": "fetched since the model was loaded, comparisons not counted",
+        "total": "fetched since the model was loaded, comparisons not counted",
         "hit rate": "share of the choice that was already on the device",
         "corrections": "choices replaced before attention because the query had turned, since the model was loaded",
         "time p50 / p95": "time to fetch for one token: the median and the 95th percentile",
@@ -64,7 +63,7 @@ FIGURES = {
         "torch": "GPU memory allocated by torch, of what it has reserved",
         "weights": "memory of the model's weights",
         "parked": "the K/V of other conversations, kept in RAM until they are reopened",
-        "K/V on the host": "the K/V of all tokens, always complete: leaving the device loses nothing",
+        "K/V in RAM": "the K/V of all tokens, always complete: leaving the device loses nothing",
     },
     "of a server": {
         "decided by": "the server's program: it does not report what K/V it keeps and reads, and no mode changes that",
@@ -74,13 +73,13 @@ FIGURES = {
         "server's K/V": "K/V memory in use on the server, for all its users, as are the rows below",
         "server's hits": "prompt tokens already stored, as a share and a number, since its start",
         "K/V in its RAM": "K/V memory in use in the server's RAM",
-        "found there": "prompt tokens whose K/V came back from RAM",
-        "loaded from there": "K/V copied from RAM since its start",
-        "stored there": "K/V copied to RAM since its start",
+        "RAM hits": "prompt tokens whose K/V came back from RAM",
+        "loaded from RAM": "K/V copied from RAM since its start",
+        "copied to RAM": "K/V copied to RAM since its start",
         "server writes": "tokens per second, for all its users",
         "server's queue": "requests being answered, and waiting",
         "drafts accepted": "share of the server's drafted tokens that were accepted",
-        "no more figures": "why the server reports no others",
+        "other figures": "why the server reports no others",
     },
     "details": {
         READ_BY_HEAD: "a column per layer, a row per KV head: a full block reads everything stored, each"
@@ -125,8 +124,7 @@ def blocks(s: Snapshot, link_bytes_per_s: float | None = None) -> dict[str, tupl
 
 def answer_rows(s: Snapshot, server: ServerFigures) -> Rows:
     """Rows for the context and what a server did not read again in the last answer of this conversation."""
-    used = f"{percent(s.total / s.context)} of {count(s.context)}" if s.context else f"{count(s.total)} tok"
-    rows = [("context used", used)]
+    rows = [_used(s)]
     if not s.total:
         return rows
     if server.reused_tokens is not None and server.prompt_tokens:
@@ -144,14 +142,14 @@ def server_rows(f: ServerFigures) -> Rows:
         known = (percent(f.prefix_share) if f.prefix_share is not None else "", _tokens(f.prefix_tokens))
         rows.append(("server's hits", " · ".join(filter(None, known))))
     rows += [("K/V in its RAM", _of_room(f.host_share, f.host_capacity))] if f.host_share is not None else []
-    rows += [("found there", _tokens(f.host_tokens))] if f.host_tokens is not None else []
-    rows += [("loaded from there", size(f.host_loaded_bytes))] if f.host_loaded_bytes is not None else []
-    rows += [("stored there", size(f.host_stored_bytes))] if f.host_stored_bytes is not None else []
+    rows += [("RAM hits", _tokens(f.host_tokens))] if f.host_tokens is not None else []
+    rows += [("loaded from RAM", size(f.host_loaded_bytes))] if f.host_loaded_bytes is not None else []
+    rows += [("copied to RAM", size(f.host_stored_bytes))] if f.host_stored_bytes is not None else []
     rows += [("server writes", figure(f.tokens_per_s, "tok/s", 1))] if f.tokens_per_s is not None else []
     if f.running is not None:
         rows.append(("server's queue", f"{count(f.running)} now, {count(f.waiting or 0)} waiting"))
     rows += [("drafts accepted", percent(f.drafts_share))] if f.drafts_share is not None else []
-    return [*rows, ("no more figures", f.missing)] if f.missing else rows
+    return [*rows, ("other figures", f.missing)] if f.missing else rows
 
 
 def _of_room(share: float | None, room: int | None) -> str:
@@ -176,8 +174,13 @@ def plain_rows(s: Snapshot) -> Rows:
         ("reads", read),
         ("attention covered", unmeasured if s.coverage is None else percent(s.coverage)),
         ("memory used", size(used)),
-        ("context used", f"{percent(s.total / s.context)} of {count(s.context)}" if s.context else MISSING),
+        _used(s),
     ]
+
+
+def _used(s: Snapshot) -> tuple[str, str]:
+    used = f"{percent(s.total / s.context)} of {count(s.context)}" if s.context else _tokens(s.total)
+    return "context used", used
 
 
 def _read(s: Snapshot) -> str:
@@ -216,12 +219,12 @@ def context_rows(s: Snapshot) -> Rows:
         rows.append(("over the budget", f"{count(s.active - budget)} tok"))
     if has_gpu(s):
         rows.append(("on the device", f"{size(s.kv_device_bytes)} of {size(s.kv_host_bytes)}"))
-        rows += [("saved there", f"{size(saved)} against full")] if (saved := saved_bytes(s)) > 0 else []
+        rows += [("less than full", size(saved))] if (saved := saved_bytes(s)) > 0 else []
     else:
         rows.append(("copied to read", size(s.kv_device_bytes) if s.kv_device_bytes else "nothing"))
     took = f" · {figure(s.recall_ms_p50, 'ms', 1)}" if s.recall_ms_p50 is not None else ""
     rows.append(("fetched per token", f"{size(s.step_bytes)}{took}" if s.step_bytes else "nothing"))
-    rows.append(("of the context", f"{percent(s.total / s.context)} used" if s.context else MISSING))
+    rows.append(_used(s))
     return [*rows, ("reduced context", f"{count(s.reduced_tokens)} tok")] if s.reduced_tokens else rows
 
 
@@ -234,7 +237,7 @@ def saved_bytes(s: Snapshot) -> int:
 
 def recall_rows(s: Snapshot, link_bytes_per_s: float | None = None) -> Rows:
     """Recall from host to device in more detail, beside the measured rate of the link."""
-    rows = [("in all", size(s.recalled_bytes) if s.recalled_bytes else "nothing yet")]
+    rows = [("total", size(s.recalled_bytes) if s.recalled_bytes else "nothing yet")]
     rows += [("hit rate", percent(s.recall_hit_rate))] if s.recall_hit_rate is not None else []
     if s.corrections:  # one mode alone corrects
         rows.append(("corrections", count(s.corrections)))
@@ -255,7 +258,7 @@ def recall_times(s: Snapshot, link_bytes_per_s: float | None = None) -> Rows:
 
 def memory_rows(s: Snapshot) -> Rows:
     """Memory: of the device by NVML, of torch, and of kvchat."""
-    own = [("weights", size(s.weight_bytes)), ("K/V on the host", size(s.kv_host_bytes))]
+    own = [("weights", size(s.weight_bytes)), ("K/V in RAM", size(s.kv_host_bytes))]
     if s.kv_parked_bytes:
         own.append(("parked", size(s.kv_parked_bytes)))
     for device, nbytes in s.elsewhere.items():
@@ -264,7 +267,7 @@ def memory_rows(s: Snapshot) -> Rows:
         own.append((device, f"{used}weights {size(nbytes)}"))
     if not has_gpu(s):
         process = [("this process", size(s.process_bytes))] if s.process_bytes is not None else []
-        return [("no GPU", "all K/V is in RAM"), *process, *own]
+        return [("no GPU", "all K/V are in RAM"), *process, *own]
     if s.torch_allocated is not None:
         own.insert(0, ("torch", f"{size(s.torch_allocated)} of {size(s.torch_reserved)}"))
     return [*(gpu_rows(s.gpu) if s.gpu else [("GPU", "not read: no NVML")]), *own]

@@ -55,7 +55,7 @@ def test_config_init_show_validate_schema(run: Run) -> None:
     assert run("config", "validate").code == 0
     assert run("config", "init").out == f"{paths.config_file()}\n"
     assert run("config", "init").code == 2
-    assert run("config", "validate") == (0, f"{paths.config_file()}: good\n", "")
+    assert run("config", "validate") == (0, f"{paths.config_file()}: valid\n", "")
     paths.config_file().write_text('[kv]\nmode = "streaming"\n')
     assert 'kv.mode = "streaming"   # config.toml:2' in run("config", "show").out
     assert "kv" in json.loads(run("config", "schema").out)["properties"]

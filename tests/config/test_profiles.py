@@ -243,7 +243,7 @@ def test_a_profile_is_validated_as_one(nvml: Install, tmp_path: Path) -> None:
     elsewhere.write_text('[match]\nname = "RTX 40*"\n')
     for file in (elsewhere, own("good.toml", "[sampling]\nseed = 3\n")):
         for group in ("config", "profile"):
-            assert CliRunner().invoke(main.app, [group, "validate", str(file)]).stdout == f"{file}: good\n"
+            assert CliRunner().invoke(main.app, [group, "validate", str(file)]).stdout == f"{file}: valid\n"
 
 
 # ---- kvchat profile --------------------------------------------------------------------------------
@@ -295,7 +295,7 @@ def test_all_wrong_profiles_are_told_at_once(command: str) -> None:
     ran = CliRunner().invoke(main.app, [command, "validate"])
     assert isinstance(ran.exception, UsageError)
     assert not lacks(ran.exception, 'profiles/a.toml:2: kv.mode: "frezee"', "profiles/b.toml:2: measured.read: -1")
-    assert ran.stdout.splitlines()[-1] == f"{good}: good"
+    assert ran.stdout.splitlines()[-1] == f"{good}: valid"
 
 
 def test_a_file_that_is_not_there_keeps_no_other_from_being_checked() -> None:

@@ -46,7 +46,7 @@ def limited(root: Path, limit: int, used: int) -> tuple[Path, Path]:
 def test_memory_and_the_containers_limit(tmp_path):
     roomy, tight = limited(tmp_path / "a", 16 * GiB, 5 * GiB), limited(tmp_path / "b", 4 * GiB, 3 * GiB)
     assert container(*roomy) == Check("container", "ok", "5.0 GiB of 16.0 GiB used")
-    assert host_memory(*roomy) == Check("host memory", "ok", "8.0 GiB free")
+    assert host_memory(*roomy) == Check("RAM", "ok", "8.0 GiB free")
     assert (container(*tight).state, host_memory(*tight).found) == ("warning", "1.0 GiB free")
     assert host_memory(*tight).state == "warning"
     assert container(tmp_path, tmp_path).found == "no memory limit"

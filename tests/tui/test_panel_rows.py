@@ -59,7 +59,7 @@ def test_what_is_read_where_it_lies_and_what_was_computed_with_less():
     assert rows["reads"] == "512 of 2,048 · 25 %"
     assert rows["copied to read"] == "1.0 MiB"
     assert rows["fetched per token"] == "nothing"
-    assert rows["of the context"] == "12 % used"
+    assert rows["context used"] == "12 % of 16,384"
     assert rows["reduced context"] == "120 tok"
     assert "over the budget" not in rows
     assert "attention covered" not in rows, "everything was read"
@@ -70,10 +70,10 @@ def test_what_is_read_where_it_lies_and_what_was_computed_with_less():
 def test_what_the_mode_saves_is_against_what_full_would_hold():
     prices = (Price("freeze", 1, 5 * 2**30), Price("full", 2**30, 2 * 2**30))
     shown = snapshot(total=2048, kv_device_bytes=2**29, gpu=Gpu("H200"), prices=prices)
-    assert as_dict(context_rows(shown))["saved there"] == "1.5 GiB against full"
+    assert as_dict(context_rows(shown))["less than full"] == "1.5 GiB"
     refused = Price("full", 2**30, 2 * 2**30, refusal="no room")
     for other in ({"gpu": None}, {"prices": ()}, {"prices": (refused,)}, {"kv_device_bytes": 2**32}):
-        assert "saved there" not in as_dict(context_rows(replace(shown, **other)))
+        assert "less than full" not in as_dict(context_rows(replace(shown, **other)))
 
 
 def test_the_fetch_rate_stands_beside_the_rate_of_the_link():
@@ -92,7 +92,7 @@ def test_the_budget_and_what_is_read_beyond_it_are_told_apart():
 
 
 def test_what_was_not_read_has_no_row():
-    assert recall_rows(snapshot()) == [("in all", "nothing yet")]
+    assert recall_rows(snapshot()) == [("total", "nothing yet")]
     assert "time p50 / p95" not in as_dict(recall_rows(snapshot(recalled_bytes=2**20, recall_hit_rate=0.5)))
     assert "this process" not in as_dict(memory_rows(snapshot()))
     allocated = as_dict(memory_rows(snapshot(torch_allocated=2**30, torch_reserved=2**31)))
@@ -129,7 +129,7 @@ def test_of_a_server_only_what_it_tells_is_shown_and_no_memory_here():
     nothing = snapshot(server=ServerFigures("Ollama", "h:1", missing="the server has no metrics"))
     shown = blocks(nothing)
     assert shown["memory"] == ("memory", [])
-    assert shown["recall"][1] == [("no more figures", "the server has no metrics")]
+    assert shown["recall"][1] == [("other figures", "the server has no metrics")]
     other = ServerFigures("vLLM", "h:1", prompt_tokens=9, reused_tokens=3, prompt_tokens_per_s=5.0)
     assert blocks(snapshot(server=other))["context"][1] == [("context used", "0 tok")]  # of another conversation
     some = ServerFigures("vLLM", "h:1", capacity=65_536, used_share=0.12, prefix_share=0.75, running=1)

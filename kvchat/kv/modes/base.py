@@ -124,7 +124,7 @@ class TokenState(Enum):
     WINDOW = "window"
     RESIDENT = "on the device"
     RECALLED = "recalled just now"
-    ON_HOST = "on the host"
+    ON_HOST = "in RAM"
     FROZEN = "frozen"
     UNREACHABLE = "out of reach"
     PINNED = "pinned"

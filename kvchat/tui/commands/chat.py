@@ -168,7 +168,7 @@ async def attach(chat: ChatController, argument: str) -> None:
     path = argument.strip("\"'")
     attachments.read(Path(os.path.expanduser(path)), chat.state.file_limit)
     if not chat.view.restore_prompt(f"{mentions.mention(path)} "):
-        raise UsageError("The prompt holds another text.", hint=f"Write {mentions.mention(path)} into it.")
+        raise UsageError("The prompt already has text.", hint=f"Type {mentions.mention(path)} into it.")
 
 
 async def manage_queue(chat: ChatController, argument: str) -> None:

@@ -277,7 +277,7 @@ class ModelsScreen(SearchScreen[FoundModel]):
         options.highlighted = 0 if models else None
         self.query_one(Vertical).border_subtitle = f"{count(len(models))} found"
         where = "of this machine's memory" if self._room.device == "cpu" else "on the GPU"
-        free = f"{size(self._room.free)} {where} are free, with what the model in use takes"
+        free = f"{size(self._room.free)} {where} are free, counting what the current model would release"
         self.query_one("#room", Static).update(free)
 
 
@@ -286,7 +286,7 @@ def typed(text: str, found: list[FoundModel]) -> list[FoundModel]:
     if not text or any(model.name == text and not model.problem for model in found):
         return []
     if is_server(text):
-        return [FoundModel(text, "server", served="asked when chosen")]
+        return [FoundModel(text, "server", served="contacted when chosen")]
     if (there := catalog.at(Path(text))) is not None:
         return [there]
     return [FoundModel(text, DOWNLOADED)] if catalog.is_hub_name(text) else []
@@ -305,7 +305,7 @@ def describe_model(model: FoundModel, dtype: str, there: Room, width: int, is_in
 
 def _facts(model: FoundModel, dtype: str, there: Room) -> Content:
     if model.kind == DOWNLOADED:
-        return Content.assemble(("↓ not here yet, to be downloaded", "$primary"))
+        return Content.assemble(("↓ will be downloaded", "$primary"))
     if model.served is not None:
         return Content.assemble((f"{visible(model.kind):<12} {visible(model.served)}", "dim"))
     if model.weights is None:

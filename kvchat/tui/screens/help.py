@@ -57,7 +57,7 @@ class HelpScreen(Dialog):
                 for title, rows in self._sections():
                     yield Static(title, classes="title")
                     yield Static(table(rows, self._color), classes="rows")
-                yield Static("Nothing here has all these words.", id="no-match", markup=False)
+                yield Static("Nothing found.", id="no-match", markup=False)
                 yield Static("Ribbon", classes="title ribbon")
                 yield Static(legend(self._on_gpu), classes="ribbon")
             yield KeyHints()

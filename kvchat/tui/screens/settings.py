@@ -81,7 +81,7 @@ class SettingsScreen(Dialog):
     def explain(self) -> None:
         """Show what the highlighted setting is."""
         setting = self._highlighted
-        self.query_one("#about", Static).update(about(setting) if setting else "There is no such setting.")
+        self.query_one("#about", Static).update(about(setting) if setting else "Nothing found.")
 
     @on(Input.Submitted, "#find")
     @on(OptionList.OptionSelected, "#list")

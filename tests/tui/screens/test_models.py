@@ -104,5 +104,5 @@ def test_a_line_says_whether_a_model_fits():
     assert facts(OTHER, 2**25).endswith("~ int8 fits, 64.0 MiB")
     assert facts(OTHER, 2**20).endswith("✖ too large, 64.0 MiB")
     assert facts(replace(OTHER, weights=None, problem="dam\x1baged")).endswith("✖ dam␛aged")
-    assert facts(FoundModel("a/b", "download")).endswith("to be downloaded")
+    assert facts(FoundModel("a/b", "download")).endswith("will be downloaded")
     assert str(describe_model(replace(OTHER, name="n" * 200), "auto", Room("cpu", 1), 80)).count("…") == 1

@@ -135,7 +135,7 @@ async def test_a_panel_with_the_focus_says_what_the_chosen_row_means(running, mo
         assert {block.chosen for block in app.chat.query(Rowed)} == {None}
 
 
-LAST = {(120, 40): "K/V on the host: ", (200, 60): "heads corrected: "}
+LAST = {(120, 40): "K/V in RAM: ", (200, 60): "heads corrected: "}
 
 
 async def test_no_part_of_the_columns_is_empty_on_a_large_screen(running):
