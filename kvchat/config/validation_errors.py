@@ -75,10 +75,10 @@ def expected(field: FieldInfo) -> str:
 def advice(field: FieldInfo | None) -> str:
     """The hint of the error: the way out for a refused value."""
     if field is None or field.is_required():
-        return "Use such a value."
+        return "Choose another value."
     default = field.get_default(call_default_factory=True)
     shown = "" if default in (None, "", ()) else f", {json.dumps(default)}"
-    return f"Use such a value, or keep the default{shown}."
+    return f"Choose another value, or keep the default{shown}."
 
 
 def choices(field: FieldInfo) -> tuple[str, ...]:

@@ -325,9 +325,7 @@ class MetricsCollector:
     def _recurrent_state(self) -> Params:
         if not self._recurrent.exists:
             return {}
-        return {
-            "recurrent state": f"{size(self._recurrent.nbytes)} + {size(self._recurrent.snapshot_bytes)} in RAM"
-        }
+        return {"recurrent state": f"{size(self._recurrent.nbytes)} + {size(self._recurrent.snapshot_bytes)} in RAM"}
 
     def _pinned(self) -> Params:
         mode, system = self._kv.mode, min(self._kv.mode.pinned, self._kv.total)

@@ -99,7 +99,9 @@ class ChatController:
         await self.client.close()
         self.state.forget_engine()
         self.view.show_snapshot(None)
-        self.view.add_note("The model is unloaded and the conversation is safe; the next question loads the model again.")
+        self.view.add_note(
+            "The model is unloaded and the conversation is safe; the next question loads the model again."
+        )
 
     async def listen(self) -> None:
         """Handle the engine's events until canceled, of an engine that is being ended no more."""

@@ -174,11 +174,11 @@ class EngineEvents:
         level = next((level for level in CONTEXT_LEVELS if context and tokens >= level * context), 0.0)
         before, self._warned = self._warned, level
         if level > before and self.state.mode != modes.HOLDS_LEAST:
-            goes_on = "" if self.state.is_served else f", or /mode {modes.HOLDS_LEAST}, which continues beyond it"
+            goes_on = "" if self.state.is_served else f"; /mode {modes.HOLDS_LEAST} continues this one beyond it"
             self.view.toast(
                 f"{count(tokens)} of {count(context)} tokens: {percent(tokens / context)} of the model's context."
-                f" Before it is full: /new{goes_on}.",
-                title="The context ends soon",
+                f" /new starts another conversation{goes_on}.",
+                title="The context is nearly full",
                 severity="warning",
                 timeout=12,
             )

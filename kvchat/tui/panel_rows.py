@@ -168,7 +168,7 @@ def plain_rows(s: Snapshot) -> Rows:
     if s.server is not None:
         return [*answer_rows(s, s.server)[:2], *server_rows(s.server)[:2]]
     read = _read(s) if s.total else "nothing yet"
-    unmeasured = "all" if s.active >= s.total > 0 else "nothing yet"
+    unmeasured = "all" if s.active >= s.total > 0 else "not measured"
     used = s.gpu.used if s.gpu else s.process_bytes
     return [
         ("reads", read),

@@ -280,7 +280,7 @@ class ChatState:
         if s.decode_tokens_per_s is not None:
             parts.append(figure(s.decode_tokens_per_s, "tok/s", 1))
         if s.ttft_s is not None:
-            parts.append(f"TTFT {figure(s.ttft_s, 's', 2)}")
+            parts.append(f"first token {figure(s.ttft_s, 's', 2)}")
         parts.append(modes)
         if self.is_served and s.reused_tokens:
             parts.append(f"{REUSED} {count(s.reused_tokens)} of {count(s.prompt_tokens)}")

@@ -22,6 +22,7 @@ DEFAULT = "kvchat-dark"
 ANSI = "kvchat-ansi"
 THEME_VARIABLE = "TEXTUAL_THEME"
 DIM = 0.75  # how much of its color dim text keeps; terminals differ, and many make it too faint to read
+HINTS = {"text-disabled": "auto 52%"}  # Textual's 38 % leaves less than 3:1 on light backgrounds
 # What a theme that leaves them out gets: readable on dark and light.
 RIBBON_DEFAULTS = {
     "ribbon-sink": "#c792ea",
@@ -96,11 +97,9 @@ def load(path: Path) -> Theme:
 
 
 def _complete(theme: Theme) -> Theme:
-    """The theme; one of the terminal's colors with the variables that Textual's style sheets need of it."""
-    if not theme.ansi:
-        return theme
-    base = BUILTIN_THEMES["ansi-dark" if theme.dark else "ansi-light"]
-    return dataclasses.replace(theme, variables={**base.variables, **theme.variables})
+    """The theme with readable hints; one of the terminal's colors with what Textual's style sheets need of it."""
+    base = BUILTIN_THEMES["ansi-dark" if theme.dark else "ansi-light"].variables if theme.ansi else HINTS
+    return dataclasses.replace(theme, variables={**base, **theme.variables})
 
 
 def _check(fields: dict[str, object]) -> None:

@@ -48,8 +48,8 @@ def test_a_receipt_names_both_modes_and_counts():
     s.first_mode = "full"
     stats = Stats(generated_tokens=1200, total_tokens=14203, read_share=0.04, ttft_s=0.41, decode_tokens_per_s=58.2)
     line = s.receipt(Finished("length", "text", stats))
-    assert (
-        line == "1,200 tok · 58.2 tok/s · TTFT 0.41 s · full → streaming · read 4 % of 14,203 · token limit, /continue"
+    assert line == (
+        "1,200 tok · 58.2 tok/s · first token 0.41 s · full → streaming · read 4 % of 14,203 · token limit, /continue"
     )
     switched = replace(stats, switches=({"at": 57, "before": "full", "mode": "streaming"},))
     assert "full → streaming at 57 · read" in s.receipt(Finished("length", "text", switched))

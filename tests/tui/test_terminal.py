@@ -103,7 +103,7 @@ def alive(pid: int) -> bool:
 def test_a_session_from_the_first_key_to_the_last(terminal: Terminal, tmp_path: Path) -> None:
     terminal.sees("● ready")
     terminal.type("hello there", "Enter")
-    terminal.until(lambda screen: "That is all there is to it." in screen and "TTFT 0.41 s · full" in screen)
+    terminal.until(lambda screen: "That is all there is to it." in screen and "first token 0.41 s · full" in screen)
 
     terminal.type("slow", "Enter")
     terminal.sees("◉ answering")

@@ -33,6 +33,7 @@ from kvchat.units import count, size
 
 FENCE = re.compile(r"(?m)^[ >]*(`{3,}|~{3,})[^\n`]*$|`{3,}|~{3,}")  # of code, also one that an excerpt cuts off
 PROBLEM_CELLS = 50
+WIDTH, BESIDE = 100, 6  # cells of the list of conversations, and of what is beside its text
 DOWNLOADED = "download"  # the kind of a model that is not on this machine
 
 
@@ -51,7 +52,7 @@ class TitleField(Input):
 class ConversationsScreen(SearchScreen[Summary]):
     """Search in all messages for the text being typed; the list below shows the conversations found."""
 
-    CSS = css_of("ConversationsScreen", width=100)
+    CSS = css_of("ConversationsScreen", WIDTH)
 
     def __init__(self, controller: ChatController, text: str) -> None:
         super().__init__()
@@ -140,8 +141,8 @@ class ConversationsScreen(SearchScreen[Summary]):
         self.shown = {summary.id: summary for summary in found}
         options = self.query_one(OptionList)
         options.clear_options()
-        now = time.time()
-        options.add_options(Option(describe_kept(summary, now), summary.id) for summary in found)
+        now, width = time.time(), min(self.app.size.width, WIDTH) - BESIDE
+        options.add_options(Option(describe_kept(summary, now, width), summary.id) for summary in found)
         if found:
             options.highlighted = 0
         shown = "nothing found" if text else "none yet: the first question begins one"
@@ -153,12 +154,11 @@ class ConversationsScreen(SearchScreen[Summary]):
         await self._search(self.query_one(ConversationField).value)
 
 
-def describe_kept(summary: Summary, now: float) -> Content:
-    """Title, age and size; below it the words found."""
-    age = describe_age(now - summary.updated)
-    line = Content.assemble(
-        visible(summary.title or "(no title)"), (f"   {age} · {count(summary.messages)} messages", "dim")
-    )
+def describe_kept(summary: Summary, now: float, width: int) -> Content:
+    """Title, age and size in ``width`` cells; below it the words found."""
+    facts = Content.styled(f"   {describe_age(now - summary.updated)} · {count(summary.messages)} messages", "dim")
+    title = Content(visible(summary.title or "(no title)"))
+    line = title.truncate(max(width - facts.cell_length, 12), ellipsis=True) + facts
     if not summary.excerpt:
         return line
     text = visible(" ".join(FENCE.sub(" ", summary.excerpt).split()))
@@ -276,8 +276,8 @@ class ModelsScreen(SearchScreen[FoundModel]):
         )
         options.highlighted = 0 if models else None
         self.query_one(Vertical).border_subtitle = f"{count(len(models))} found"
-        where = "of this machine's memory" if self._room.device == "cpu" else "on the GPU"
-        free = f"{size(self._room.free)} {where} are free, counting what the current model would release"
+        where = "RAM" if self._room.device == "cpu" else "GPU memory"
+        free = f"{size(self._room.free)} of {where} free, with the current model unloaded"
         self.query_one("#room", Static).update(free)
 
 
@@ -311,7 +311,8 @@ def _facts(model: FoundModel, dtype: str, there: Room) -> Content:
     if model.weights is None:
         return Content.assemble((f"✖ {visible(model.problem)}"[:PROBLEM_CELLS], "$error"))
     words = f"{visible(model.kind):<7} {size(model.weights.nbytes):>9}  {visible(model.weights.type):<9}"
-    return Content.assemble((words, "dim"), " ", _fit(model, dtype, there))
+    fits, style = _fit(model, dtype, there)
+    return Content.assemble((words, "dim"), " ", (f"{fits:<23}", style))
 
 
 def _fit(model: FoundModel, dtype: str, there: Room) -> tuple[str, Any]:
@@ -319,7 +320,7 @@ def _fit(model: FoundModel, dtype: str, there: Room) -> tuple[str, Any]:
     assert found is not None
     needed = size(found.needed)
     if found.quantize == "none":
-        return f"✓ fits, takes {needed:<9}", "$success"
+        return f"✓ fits, takes {needed}", "$success"
     if found.quantize:
-        return f"~ {found.quantize} fits, {needed:<8}", "$warning"
-    return f"✖ too large, {needed:<8}", "$error"
+        return f"~ {found.quantize} fits, {needed}", "$warning"
+    return f"✖ too large, {needed}", "$error"

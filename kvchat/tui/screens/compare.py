@@ -41,7 +41,7 @@ class CompareScreen(Dialog):
     CompareScreen.-wide #answers { layout: horizontal; }
     CompareScreen #answers VerticalScroll {
         border: round $foreground 30%; padding: 0 1; height: 1fr; min-height: 4; width: 1fr;
-        scrollbar-size-vertical: 1;
+        border-title-color: $primary; scrollbar-size-vertical: 1;
     }
     CompareScreen #answers VerticalScroll:focus { border: round $primary; }
     CompareScreen #figures { height: auto; }
@@ -157,6 +157,7 @@ class NeedleScreen(CompareScreen):
     CSS = """
     NeedleScreen > Vertical { width: 92; height: auto; }
     NeedleScreen Static { height: auto; margin: 0 0 1 0; }
+    NeedleScreen #question { max-height: 5; }
     """
 
     def compose(self) -> ComposeResult:

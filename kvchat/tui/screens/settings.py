@@ -36,6 +36,7 @@ class SettingsScreen(Dialog):
     SettingsScreen Input { border: none; height: 1; padding: 0; background: $surface; }
     SettingsScreen #find { margin: 0 0 1 0; }
     SettingsScreen OptionList { height: 1fr; border: none; padding: 0; background: $surface; }
+    SettingsScreen OptionList > .option-list--option-disabled { color: $primary; text-style: bold; }
     SettingsScreen #choices { height: auto; max-height: 9; margin: 0 0 0 2; }
     SettingsScreen #about { height: auto; max-height: 4; margin: 1 0 0 0; }
     SettingsScreen #edit { height: 1; }
@@ -203,7 +204,7 @@ class SettingsScreen(Dialog):
         for setting in found:
             if setting.key[:-1] != section:
                 section = setting.key[:-1]
-                rows.append(Option(Content.styled(f"[{dotted(section)}]", "dim"), disabled=True))
+                rows.append(Option(Content(f"[{dotted(section)}]"), disabled=True))
             rows.append(Option(line(setting), dotted(setting.key)))
         options = self.query_one("#list", OptionList)
         options.set_options(rows)  # together: each alone lays the list out again

@@ -31,10 +31,10 @@ DOTS = {
 }
 STATUS = {
     "tok/s": "tokens generated per second, over the last 32 of this answer; the bars are the last readings",
-    "TTFT": "time to first token: from the question to the first token of its answer",
+    "first token": "from the question to the first token of its answer",
     "fetching p95": "95 % of tokens were fetched for in less time",
     "VRAM": "GPU memory in use, out of all it has; read by NVML",
-    "ctx": "stored tokens, as a share of what the model can attend to",
+    "context": "stored tokens, as a share of what the model can attend to",
 }
 """What the words of the status bar mean that stand in no panel."""
 GLYPH = "⚠"
@@ -130,14 +130,14 @@ class StatusBar(Widget):
         reads = f"{'the prompt ' * s.is_prompt}reads {percent(s.active / s.total)}" if s.total and not s.server else ""
         words = [
             reads,
-            f"TTFT {figure(s.ttft_s, 's', 2)}" if s.ttft_s is not None else "",
+            f"first token {figure(s.ttft_s, 's', 2)}" if s.ttft_s is not None else "",
             f"fetching p95 {figure(s.recall_ms_p95, 'ms', 1)}" if s.recall_ms_p95 is not None else "",
             f"hit rate {percent(s.recall_hit_rate)}" if s.recall_hit_rate is not None else "",
             f"VRAM {size(s.gpu.used)}/{size(s.gpu.total)}" if s.gpu else "",
         ]
         used = s.total / s.context if s.context else None
         style = ("$foreground", "bold $warning", "bold $error")[sum((used or 0) >= level for level in FULL)]
-        right = Content.assemble((f" ctx {percent(used)} ", style))
+        right = Content.assemble((f" context {percent(used)} ", style))
         right = short(s.badges, self.size.width - speed.cell_length - right.cell_length) + right
         line = speed
         for word in filter(None, words):

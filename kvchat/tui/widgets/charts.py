@@ -119,7 +119,7 @@ class HeadMap(Chart):
         d, counts = self.details, self.counts
         layers, heads = _shape(d)
         if not d.total or not counts:
-            return Content.assemble((NOTHING_STORED, "dim"))
+            return Content(NOTHING_STORED)
         grid = arranged(layers, heads, max((self.content_size.width or 34) - HEAD_LABEL_WIDTH, 1), self._max_rows)
         lines = [self._row(grid, row) for row in range(len(grid.heads) - 1)]
         every = [tokens for layer in counts for tokens in layer]
@@ -202,7 +202,7 @@ class RecallHistogram(Chart):
     def render(self) -> Content:
         """The lines, and below them which sign is which."""
         if not self.bins:
-            return Content.assemble((NOTHING_FETCHED, "dim"))
+            return Content(NOTHING_FETCHED)
         width = self.content_size.width or 34
         most = max(one.steps for one in self.bins)
         lines = [
@@ -277,7 +277,7 @@ class GpuHistoryPlot(Chart):
     def render(self) -> Content:
         """A line for each reading: its name, its course and its current value."""
         if not self.lines:
-            return Content.assemble((self.absence, "dim"))
+            return Content(self.absence)
         room = max(self.content_size.width - READING_LABEL_WIDTH - VALUE_WIDTH - 1, 4)
         return Content("\n").join(
             Content.assemble(

@@ -134,6 +134,7 @@ class Prompt(TextArea):
     Prompt { height: auto; min-height: 3; max-height: 10; border: round $foreground 25%; padding: 0 1;
              background: transparent; scrollbar-size-vertical: 1; }
     Prompt:focus { border: round $primary; background: transparent; }
+    Prompt > .text-area--placeholder { color: $text-disabled; }
     """
     BINDINGS: ClassVar[list[BindingType]] = bindings("prompt")
 

@@ -15,7 +15,7 @@ from kvchat.foreign_text import visible
 from kvchat.protocol.messages import Switched
 from kvchat.tui.state import SwitchLine
 from kvchat.tui.view import Remedy
-from kvchat.units import count, size
+from kvchat.units import size
 
 SHOWN_CHARACTERS = 2000
 SHOWN_LINES = 12
@@ -64,7 +64,7 @@ def _shortened(text: str) -> str:
     shown = "\n".join(text[:SHOWN_CHARACTERS].split("\n", SHOWN_LINES)[:SHOWN_LINES])
     if shown == text:
         return text
-    return f"{shown} … ({count(text.count(chr(10)) + 1)} lines, {size(len(text.encode('utf-8', 'replace')))})"
+    return f"{shown} … ({size(len(text.encode('utf-8', 'replace')))})"
 
 
 class Note(Static):

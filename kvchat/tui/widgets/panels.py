@@ -140,6 +140,7 @@ class KvColumn(ShowsFigures):
     KvColumn > #auto { display: none; height: auto; padding: 0 1; color: $text-muted; }
     KvColumn > #figures-hint { color: $text-muted; padding: 0 1; margin: 1 0 0 0; }
     KvColumn > Timeline { height: 1fr; min-height: 2; max-height: 6; margin: 0 1; }
+    KvColumn > Timeline.empty { display: none; }
     KvColumn > #meaning { display: none; dock: bottom; height: auto; padding: 0 1; background: $panel; }
     KvColumn:focus > #meaning { display: block; }
     """
@@ -185,10 +186,12 @@ class KvColumn(ShowsFigures):
         self.query_one("#plain-rows", Rowed).rows = plain_rows(s)
         # "calm" is no news, and in freeze on a GPU the column has no line to spare for it.
         self.query_one("#own-rows", Rowed).rows = [row for row in extra_rows(s.extras) if row != ("recovery", CALM)]
+        timeline = self.query_one(Timeline)
+        timeline.set_class(not s.total, "empty")
         if s.total:
-            self.query_one(Timeline).add(s.active, s.total)
+            timeline.add(s.active, s.total)
         else:
-            self.query_one(Timeline).clear()
+            timeline.clear()
         for block in self.query(Rowed):
             block.mode = s.mode
         self._explain()

@@ -34,6 +34,7 @@ EXAMPLES = {
     ),
 }
 ROOM_FOR_KEYS = 36  # rows of the screen from which on the first screen lists keys
+NONE_SAVED = Option("none saved yet", disabled=True)
 NEEDLE = "/needle"
 ABOUT_NEEDLE = "Hide a fact in a long text and ask every mode for it."
 
@@ -137,7 +138,7 @@ class ConversationColumn(Options, can_focus=False):
             self.id = id
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(NONE_SAVED)
         self.border_title = " conversations "
         self._titles: dict[str, str] = {}
         self._current = ""
@@ -148,7 +149,7 @@ class ConversationColumn(Options, can_focus=False):
         self._current = current
         if list(titles.items()) != list(self._titles.items()):
             self._titles = titles
-            self.set_options(Option(Content(title), id) for id, title in titles.items())
+            self.set_options([Option(Content(title), id) for id, title in titles.items()] or [NONE_SAVED])
         self._mark()
 
     @on(OptionList.OptionSelected)

@@ -31,7 +31,7 @@ async def test_a_question_is_answered_as_markdown_with_a_receipt(running):
         assert "| 2     |    30.23 |" in answer.query_one(Markdown).source
         await until(lambda: answer.query("MarkdownFence") and answer.query("MarkdownTable"))
         assert answer.receipt.startswith("58 tok · ")
-        assert "TTFT 0.41 s · full · read 100 % of 60" in answer.receipt
+        assert "first token 0.41 s · full · read 100 % of 60" in answer.receipt
         assert texts(app.chat.query(Question)) == ["❯ hello there"]
         assert not app.chat.query(Welcome)
         assert [turn.role for turn in app.controller.state.conversation.turns] == ["user", "assistant"]
@@ -185,7 +185,7 @@ async def test_a_new_conversation_begins_with_no_figure_of_the_last(running):
         await until(lambda: "tok/s" in chat.query_one(StatusBar).render().plain)
         press(app, "ctrl+n")
         await until(lambda: chat.query(Welcome) and not chat.query_one(StatusBar).snapshot.total)
-        assert chat.query_one(StatusBar).render().plain.split() == ["ctx", "0", "%"]
+        assert chat.query_one(StatusBar).render().plain.split() == ["context", "0", "%"]
         assert chat.query_one("#context-rows", Rowed).rows == [("reads", "nothing stored yet")]
         recall = dict(chat.query_one("#recall-rows", Rowed).rows)
         assert not recall.keys() & {"hit rate", "time p50 / p95"}
@@ -196,7 +196,7 @@ async def test_a_new_conversation_begins_with_no_figure_of_the_last(running):
         assert texts(chat.query(SwitchNote)) == ["speculative -> streaming · budget 512"]
         assert not chat.query_one(Ribbon).ticks
         await until(lambda: state.snapshot.mode == "streaming")
-        assert chat.query_one(StatusBar).render().plain.split() == ["ctx", "0", "%"]
+        assert chat.query_one(StatusBar).render().plain.split() == ["context", "0", "%"]
 
 
 async def test_without_a_model_there_are_no_figures(running):

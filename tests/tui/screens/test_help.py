@@ -28,7 +28,9 @@ def test_every_figure_is_listed_by_its_place_and_its_mode():
     labels = [label for label, _ in rows]
     freeze = labels.index("freeze mode")
     assert [label.strip() for label in labels[freeze + 1 : freeze + 4]] == list(registered()["freeze"].figures)
-    assert {"this answer", "status bar and receipts", "  TTFT", "  KL", "  prefilled", "  fetched in"} <= set(labels)
+    assert {"this answer", "status bar and receipts", "  first token", "  KL", "  prefilled", "  fetched in"} <= set(
+        labels
+    )
     assert {"/stats", "/plan", "  workspace", "  K/V stored"} <= set(labels)
     assert [label for label, text in rows if label.startswith(" ") and not text] == []
 

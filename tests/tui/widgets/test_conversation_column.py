@@ -59,4 +59,4 @@ async def test_the_mark_follows_the_present_one(column):
     column.show([CAT, DOG], "3")
     assert column.highlighted is None
     column.show([], "3")
-    assert lines(column) == []
+    assert lines(column) == ["none saved yet"]
