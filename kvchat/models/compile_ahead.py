@@ -87,7 +87,7 @@ def _wait(progress: Progress, events: Iterable[threading.Event]) -> None:
     began = time.monotonic()
     for event in events:
         while not event.is_set():
-            progress(f"Compiling for this processor (once only) · {time.monotonic() - began:.0f} s")
+            progress(f"Compiling for this processor (once only), {time.monotonic() - began:.0f} s so far")
             event.wait(LOOK_S)
 
 

@@ -13,6 +13,8 @@ from kvchat.config import modes, presets, sources
 from kvchat.conversations.conversation import Conversation
 from kvchat.conversations.store import Summary
 from kvchat.errors import EngineError, KvchatError, UsageError
+from kvchat.models.catalog import short_name
+from kvchat.paths import is_server
 from kvchat.protocol.client import EngineClient, Report
 from kvchat.protocol.figures import Params
 from kvchat.protocol.messages import Command, Forget, Peek, Rebuild, Switch
@@ -398,6 +400,10 @@ class ChatController:
             others = {one: asked.asked_params[one] for one in entered if one in asked.asked_params}
             conversation.params = modes.together(conversation.mode, conversation.params, own, others)
         await self._exchange(conversation)
+        last = next((one.model for one in reversed(conversation.path) if one.model), "")
+        now = self.models.in_use.model
+        if last and not is_server(now) and last.partition(",")[0] != short_name(now):
+            self.view.add_note(f"The last answer is by {last}; {short_name(now)} continues. /model loads another.")
 
     async def fork(self) -> None:
         """Go on with a copy of the conversation up to the message chosen in the transcript, else of all of it.

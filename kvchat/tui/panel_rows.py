@@ -21,8 +21,8 @@ FIGURES = {
         "context used": "stored tokens, as a share of what the model can attend to",
     },
     "this answer": {
-        "reads": "stored tokens that the last token attended to, on average over layers and KV heads; a prompt reads"
-        " everything in every mode",
+        "reads": "stored tokens that the last token attended to, on average over layers and KV heads: more than the"
+        " budget where some layers read everything; a prompt reads everything in every mode",
         "attention covered": "share of the model's attention to everything stored that falls on the tokens"
         " read: sampled in one layer from time to time, averaged over all layers",
         "over the budget": "tokens read beyond it: some modes read everything in their first layer or allow slack",

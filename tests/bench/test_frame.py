@@ -66,7 +66,7 @@ def test_an_interrupted_measurement_leaves_its_rows_and_another_replaces_them(tm
 def test_progress_tells_what_is_done_and_how_long_the_rest_takes():
     clock, lines = iter((0.0, 10.0, 20.0, 30.0, 40.0)), []
     Frame(report=lines.append, clock=lambda: next(clock)).measure(experiment(), CELLS, Measured(), line)
-    assert lines == ["[1/4, 30.0 s left] full", "[2/4, 20.0 s left] sync", "[3/4, 10.0 s left] full", "[4/4] sync"]
+    assert lines == ["[1/4, 30 s left] full", "[2/4, 20 s left] sync", "[3/4, 10 s left] full", "[4/4] sync"]
 
 
 def test_a_refused_cell_is_a_row_with_the_reason_and_the_rest_goes_on(tmp_path):

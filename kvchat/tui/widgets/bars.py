@@ -32,7 +32,7 @@ DOTS = {
 STATUS = {
     "tok/s": "tokens generated per second, over the last 32 of this answer; the bars are the last readings",
     "first token": "from the question to the first token of its answer",
-    "fetching p95": "95 % of tokens were fetched for in less time",
+    "fetch p95": "95 % of tokens were fetched for in less time",
     "VRAM": "GPU memory in use, out of all it has; read by NVML",
     "context": "stored tokens, as a share of what the model can attend to",
 }
@@ -127,11 +127,11 @@ class StatusBar(Widget):
             (f"{figure(self._speed, 'tok/s', 1)} " if self._speed is not None else "", "bold $foreground"),
             (bars(self._speeds), "$primary"),
         )
-        reads = f"{'the prompt ' * s.is_prompt}reads {percent(s.active / s.total)}" if s.total and not s.server else ""
+        reads = f"reads {percent(s.active / s.total)}{' (prompt)' * s.is_prompt}" if s.total and not s.server else ""
         words = [
             reads,
             f"first token {figure(s.ttft_s, 's', 2)}" if s.ttft_s is not None else "",
-            f"fetching p95 {figure(s.recall_ms_p95, 'ms', 1)}" if s.recall_ms_p95 is not None else "",
+            f"fetch p95 {figure(s.recall_ms_p95, 'ms', 1)}" if s.recall_ms_p95 is not None else "",
             f"hit rate {percent(s.recall_hit_rate)}" if s.recall_hit_rate is not None else "",
             f"VRAM {size(s.gpu.used)}/{size(s.gpu.total)}" if s.gpu else "",
         ]
