@@ -25,7 +25,7 @@ from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import DeviceSlots, Layout
 from kvchat.kv.memory.eight_bit_pool import EightBitPool
 from kvchat.kv.memory.host_pool import HostPool
-from kvchat.kv.modes.page_index import KeyCodes, PageBounds
+from kvchat.kv.modes.page_index import KeyCodes, PageBounds, ValueMeans
 from kvchat.kv.ops.selection import Candidates
 from kvchat.kv.ops.triton import attend
 from kvchat.kv.ops.triton_ops import EightBitTritonOps, TritonOps
@@ -96,6 +96,8 @@ def launch_everything(dtype, d, tokens):
     for flags in (None, flagged):
         ops.choose(scores, candidates, held, flags)
     ops.choose(torch.zeros(HEADS, GROUP, 8000), candidates, torch.zeros(HEADS, 128, dtype=torch.int64))
+    means = ValueMeans(g, CPU)
+    means.reserve(tokens)
     for bits in (2, 4):
         codes = KeyCodes(g, CPU, bits=bits)
         codes.reserve(tokens)
@@ -104,7 +106,7 @@ def launch_everything(dtype, d, tokens):
         nothing = torch.zeros(codes.pages * g.page, dtype=torch.bool)
         for k in (476, 4096):
             held = torch.zeros((HEADS, 4200), dtype=torch.int32)[:, :k]
-            ops.choose_tokens(query, codes.of(0), bits, 0.1, nothing, nothing, held)
+            ops.choose_tokens(query, codes.of(0), bits, 0.1, nothing, nothing, held, means.of(0))
 
 
 def launch_over_8_bit_pages(dtype, d, tokens):

@@ -226,8 +226,12 @@ def _join(
     D_V: tl.constexpr,
     COLS_V: tl.constexpr,
     PARTS: tl.constexpr,
+    IS_BESIDE: tl.constexpr,
 ):
-    """The parts of one query head as one; ``spread`` is the logarithm (base 2) of its sum of exponentials."""
+    """The parts of one query head as one; ``spread`` is the logarithm (base 2) of its sum of exponentials.
+
+    What ``is beside`` another attention has the natural one in ``attended``, behind its sums.
+    """
     row = tl.program_id(0)
     col = tl.arange(0, COLS_V)
     highest = tl.full((), LOWEST, tl.float32)
@@ -259,8 +263,12 @@ def _join(
         highest = higher
     total = tl.where(total > 0, total, 1.0)
     result = (joined / total).to(attended.dtype.element_ty)
-    tl.store(attended + row.to(tl.int64) * D_V + col, result, mask=col < D_V)
-    tl.store(spread + row, highest + tl.log2(total))
+    begun = attended + row.to(tl.int64) * (D_V + IS_BESIDE)
+    tl.store(begun + col, result, mask=col < D_V)
+    if IS_BESIDE:
+        tl.store(begun + D_V, tl.where(highest > LOWEST, (highest + tl.log2(total)) / LOG2E, LOWEST))
+    else:
+        tl.store(spread + row, highest + tl.log2(total))
 
 
 def attend(
@@ -323,9 +331,21 @@ def attend(
             )  # fmt: skip
     sinks = spread if spec.sinks is None else spec.sinks
     on_cpu = beside() if beside else spread
-    of_heads = spec.sinks is not None, beside is not None, picked, g.group, g.d_v, cols_v, PARTS
+    of_heads = spec.sinks is not None, beside is not None, picked, g.group, g.d_v, cols_v, PARTS, False
     _join[(width * g.group,)](sums, extremes, sinks, on_cpu, heads, attended, spread, parts, *of_heads, num_warps=4)
     return attended, TritonWeights(logits, spread) if needs_weights else None
+
+
+def join(sums: Tensor, extremes: Tensor) -> Tensor:
+    """What ``DeviceSlots.beside`` gives, of parts: ``sums [H, G, part, d_v]`` and ``extremes [H, G, part, 2]``.
+
+    Of these the first are base 2, and ``LOWEST`` where a part is empty, the second sums of exponentials.
+    """
+    heads, group, parts, d_v = sums.shape
+    joined = sums.new_empty((heads, group, d_v + 1))
+    shape = False, False, False, group, d_v, padded(d_v), PARTS, True
+    _join[(heads * group,)](sums, extremes, *[joined] * 5, parts, *shape, num_warps=4)
+    return joined
 
 
 def tile_of(device: torch.device) -> int:

@@ -3,6 +3,7 @@
 Keys are put in codes by one launch, without torch's copies of them in 32 and 64 bits. Choosing is two launches, of
 shapes that the contents do not change: scores of all tokens, in blocks of pages; of each KV head the best, and their
 slots. Of more tokens than one program takes, the best of each chunk come between. Nothing is sorted (``select.top``).
+What the others would add is two more: parts of it, by blocks of pages, and ``attend.join``.
 Codes are unpacked in registers, and not read where no token may be chosen.
 """
 
@@ -14,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kvchat.kv.ops import key_codes
-from kvchat.kv.ops.selection import of_unread
 from kvchat.kv.ops.triton.append import with_dense_rows
-from kvchat.kv.ops.triton.language import LOWEST
+from kvchat.kv.ops.triton.attend import join
+from kvchat.kv.ops.triton.language import LOG2E, LOWEST, padded
 from kvchat.kv.ops.triton.select import top
 
 PAGES = 16  # that a program scores
@@ -321,6 +322,60 @@ def _place_tokens(
     tl.store(placed + head * k + slot, tl.where(stays, held, comes).to(tl.int64), mask=slot < k)
 
 
+@triton.jit(do_not_specialize=["pages"])
+def _unread_parts(
+    query,
+    edges,
+    scores,
+    marks,
+    means,
+    sums,
+    extremes,
+    pages,
+    query_stride,
+    scaling,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D_K: tl.constexpr,
+    D_V: tl.constexpr,
+    PAGE: tl.constexpr,
+    WORDS: tl.constexpr,
+    PAGES: tl.constexpr,
+    PAGE_ROWS: tl.constexpr,
+    COLS_K: tl.constexpr,
+    COLS_V: tl.constexpr,
+):
+    """``selection.of_unread`` of some pages, for ``attend.join``; ``edges`` are the index in 16 bits."""
+    head, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    per: tl.constexpr = 32 // BITS
+    page, line = block * PAGES + tl.arange(0, PAGES), tl.arange(0, PAGE_ROWS)
+    col_k, col_v = tl.arange(0, COLS_K), tl.arange(0, COLS_V)
+    is_page, row = (page < pages)[:, None], (head * pages + page)[:, None]
+    token = page[:, None] * PAGE + line[None, :]
+    stored = is_page & (line < PAGE)[None, :]
+    unread = stored & (tl.load(marks + head * (pages * PAGE) + token, mask=stored, other=1) == 0)
+    low = edges + row * (2 * WORDS * (PAGE + per)) + 2 * WORDS * PAGE + col_k[None, :]
+    in_k = is_page & (col_k < D_K)[None, :]
+    lows = tl.load(low, mask=in_k, other=0.0).to(tl.float32)
+    steps = (tl.load(low + WORDS * per, mask=in_k, other=0.0).to(tl.float32) - lows) * (scaling / ((1 << BITS) - 1))
+    in_v = is_page & (col_v < D_V)[None, :]
+    mean = tl.load(means + row * D_V + col_v[None, :], mask=in_v, other=0.0).to(tl.float32)
+    for g in range(GROUP):
+        asks = head * GROUP + g
+        score = tl.load(scores + asks * (pages * PAGE) + token, mask=unread, other=LOWEST)
+        most = tl.max(score, 1)
+        mass = tl.sum(tl.where(score > LOWEST, tl.exp(score - most[:, None]), 0.0), 1)
+        asked = tl.load(query + asks * query_stride + col_k, mask=col_k < D_K, other=0.0).to(tl.float32)
+        off = steps * asked[None, :]
+        level = tl.where(mass > 0, (most - tl.sum(off * off, 1) / 24) * LOG2E, LOWEST)  # ``key_codes.excess``
+        highest = tl.max(level, 0)
+        weight = mass * tl.exp2(level - highest)
+        part = asks * tl.num_programs(1) + block
+        tl.store(sums + part * D_V + col_v, tl.sum(weight[:, None] * mean, 0), mask=col_v < D_V)
+        tl.store(extremes + part * 2, highest)
+        tl.store(extremes + part * 2 + 1, tl.sum(weight, 0))
+
+
 def encode(keys: Tensor, page: int, bits: int) -> Tensor:
     """``key_codes.encode``"""
     keys = keys if keys.stride(2) == 1 else keys.contiguous()
@@ -400,8 +455,33 @@ def choose_tokens(
     )
     if means is None:
         return placed, None
-    unread = (scores[:, 0] > LOWEST.value) & (marks == 0)
-    return placed, of_unread(scores, unread, key_codes.excess(query, index, page, bits, scaling), means)
+    query, means, d_k, d_v = with_dense_rows(query), means.contiguous(), query.shape[1], means.shape[2]
+    sums = scores.new_empty((heads, group, blocks, d_v))
+    extremes = scores.new_empty((heads, group, blocks, 2))
+    _unread_parts[(heads, blocks)](
+        query,
+        index.contiguous().view(key_codes.edge_dtype(query.dtype)),
+        scores,
+        marks,
+        means,
+        sums,
+        extremes,
+        tokens // page,
+        query.stride(0),
+        scaling,
+        bits,
+        group,
+        d_k,
+        d_v,
+        page,
+        key_codes.width_of(d_k, bits) * bits // key_codes.WORD,
+        PAGES,
+        triton.next_power_of_2(page),
+        padded(d_k),
+        padded(d_v),
+        num_warps=4,
+    )
+    return placed, join(sums, extremes)
 
 
 def _scored(

@@ -34,7 +34,15 @@ OTHER_CELLS = [
     (120, "bfloat16", 96),
     (120, "float16", 128),
 ]
-OF_WIDTH = ("_attend_part", "_move_pages", "_move_tokens", "_move_shared", "_page_scores", "_token_scores")
+OF_WIDTH = (
+    "_attend_part",
+    "_move_pages",
+    "_move_tokens",
+    "_move_shared",
+    "_page_scores",
+    "_token_scores",
+    "_unread_parts",
+)
 
 
 def least_shared(capability):
