@@ -15,11 +15,11 @@ ROOT = Path(__file__).parents[2]
 # In the long form freeze by the paper's rules, which differ in numbers, and pinned messages in every mode are read too.
 SHORT = (
     "change_no_bit and dtype0 and not (paper or reuse) or (staged or the_cpu) and not gemma"
-    " or (8_bit or pinned) and speculative or switches and reuse or (resident or guess) and bfloat16"
+    " or (8_bit or pinned) and speculative or switches and reuse or (resident or guess) and bfloat16 or first_layer"
 )
 LONG = (
     "change_no_bit and dtype0 or 8_bit and speculative or switches and (reuse or freeze-paper) or pinned or is_resident"
-    " or guess or staged or the_cpu"
+    " or guess or staged or the_cpu or first_layer"
 )
 # As few as keep two workers busy to the end: each loads torch and transformers, and holds the kernels to the reference.
 PARTS = {

@@ -343,7 +343,9 @@ class Gpu:
         self._holders[address] -= 1
         if not self._holders[address]:
             self._held_by.pop(address).allocated -= -(-size // 512) * 512
-            self.hazards += filter(None, [order.freed(address)])
+            hazard = order.freed(address)
+            # What reuses memory of a capture that has ended is in another graph, which runs behind all of this one.
+            self.hazards += filter(None, [hazard] if order in self.orders else [])
             self._forget(address)  # what a capture made may have been used outside
 
     def _forget(self, address: int) -> None:
