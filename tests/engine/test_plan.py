@@ -457,7 +457,7 @@ def on_a_card(monkeypatch, tmp_path):
         (8, 24, 32768, "none", "full", None),
         (8, 16, 32768, "int8", "full", None),
         (8, 12, 131072, "nf4", "speculative", 2048),
-        (8, 8, 49152, "nf4", "speculative", 512),
+        (8, 8, 45056, "nf4", "speculative", 512),
         (1, 4, 131072, "int8", "speculative", 2048),
     ],
 )
