@@ -103,6 +103,8 @@ class Freeze(Mode):
         "FOLLOWING": FOLLOWING,
         "MIN_RETURN_SCORE": MIN_RETURN_SCORE,
         "NAMED_SCORE": NAMED_SCORE,
+        "MOST_MOVED": MOST_MOVED,
+        "MOVED_SHARE": MOVED_SHARE,
         "RECENT": RECENT,
         "PAGE": PAGE,
     }

@@ -26,7 +26,6 @@ NAMED_SCORE = 1e9  # above all others, until the token is scored
 SOUGHT = 32  # times tau: what one head that retrieves gives, in the mean with all that do not
 FOREVER = 2**30  # steps
 FOLLOWING = 16  # tokens, from a retrieved one (its score is high) on
-ABSENT = -1.0  # below every score
 
 
 @dataclass(frozen=True)
@@ -204,8 +203,8 @@ class Timers:
         """
         absent = ~self.frozen & (self.index < position)
         absent = absent.index_fill(0, self._index(table), False)
-        score, positions = torch.where(absent, self.score, ABSENT).topk(min(most, len(table), len(absent)))
-        return positions, score > ABSENT
+        score, positions = torch.where(absent, self.score, -1.0).topk(min(most, len(table), len(absent)))
+        return positions, score >= 0
 
     def reused(self, table: Tensor, held: Tensor, number: int) -> Tensor:
         """The ``number`` empty slots of ``table [n]`` to use next, int64: those whose tokens stay frozen longest."""
