@@ -52,7 +52,7 @@ def test_a_tokens_time_on_a_card_that_is_not_here(capsys):
         assert row["4000"] is None or row["4000"] > made["floor_ms"]
         line = next(line for line in table.splitlines() if line.startswith(f"{way} "))
         if way in made["measured"]:
-            assert line.endswith(f" {made['measured'][way]}")
+            assert line.endswith(f" {made['measured'][way]:.2f}")
 
 
 @pytest.mark.parametrize("as_json", [False, True])

@@ -230,16 +230,6 @@ def test_a_long_answer_is_kept_now_and_then():
     assert len(runner.recurrent.unread) == 2
 
 
-def test_on_a_gpu_steps_run_eagerly_and_say_so():
-    runner = ModelRunner(model_of("qwen3_5"), mode_of(model_of("qwen3_5"), "full"), recorder=pytest.fail)
-    assert len(runner.badges) == 1
-    assert greedy(runner, prefilled(runner, PROMPT)) == generated("qwen3_5")
-    with torch.inference_mode():
-        runner.kv.switch(mode_of(runner.model, "freeze"))
-    runner.step(5)
-    assert len(runner.badges) == 1
-
-
 def test_a_model_whose_layers_all_attend_has_no_state():
     state = RecurrentState(tiny_models.config("llama"))
     state.commit([1, 2, 3])

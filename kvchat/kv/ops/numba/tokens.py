@@ -493,8 +493,8 @@ def choose_and_attend(
     of highest weight. In ``table [H, n]`` they are ascending, then EMPTY. What the others would add is joined.
 
     Each thread takes the next task when it is done with one: to score a part of a head's tokens, and after the last of
-    them to choose for that head; then to attend to some of what was chosen. To wait for one another between these
-    steps, as loops in a row do, took SmolLM2's threads as long as the steps.
+    them to choose for that head; then to attend to some of what was chosen, or to add up what was not. To wait for one
+    another between these steps, as loops in a row do, took SmolLM2's threads as long as the steps.
 
     Args:
         asking: what chooses, float32 ``[H, G, d_k]``.
@@ -530,9 +530,10 @@ def choose_and_attend(
     most, whole, sums = np.empty(joined, np.float32), np.empty(joined, np.float32), np.empty((*joined, d_v), np.float32)
     scored, taken = np.zeros(heads, np.int64), np.zeros(1, np.int64)
     cap, scale = np.float32(softcap), np.float32(scaling)
-    for _ in numba.prange(heads * (parts + read)):
+    then = read + joins  # tasks of a head, once it has chosen
+    for _ in numba.prange(heads * (parts + then)):
         task = add_atomically(taken, 0, 1)
-        while task < heads * (parts + read):
+        while task < heads * (parts + then):
             if task < heads * parts:
                 head, part = task // parts, task % parts
                 start, stop = part * PART, min(pages, (part + 1) * PART)
@@ -547,19 +548,19 @@ def choose_and_attend(
                 if add_atomically(scored, head, 1) == parts - 1:
                     bits_of = _weights(scores[head], highest[head], totals[head], low_chosen, high_chosen)
                     _list_read(bits_of.view(np.int32), seen, first, last, end, k, pinned, table[head])
-                    if joins:
-                        among = excess[head], means[head, begin : begin + pages], table[head, :named], begin * PAGE
-                        beside = most[head, read], whole[head, read], sums[head, read]
-                        _add_unread(scores[head], highest[head], *among, low, *beside)
                     add_atomically(scored, head, 1)
             else:
-                head, part = (task - heads * parts) // read, (task - heads * parts) % read
+                head, part = (task - heads * parts) // then, (task - heads * parts) % then
                 while add_atomically(scored, head, 0) <= parts:  # another thread has taken what is lacking
                     pass
-                tokens = table[head, part * ATTENDED : min(named, (part + 1) * ATTENDED)]
-                attended = most[head, part], whole[head, part], sums[head, part]
-                lie = keys, head * key_head, key_token, values, head * value_head, value_token
-                _attend_part(query[head], scale, cap, *lie, tokens, *attended)
+                of_part = most[head, part], whole[head, part], sums[head, part]
+                if part == read:
+                    among = excess[head], means[head, begin : begin + pages], table[head, :named], begin * PAGE
+                    _add_unread(scores[head], highest[head], *among, low, *of_part)
+                else:
+                    tokens = table[head, part * ATTENDED : min(named, (part + 1) * ATTENDED)]
+                    lie = keys, head * key_head, key_token, values, head * value_head, value_token
+                    _attend_part(query[head], scale, cap, *lie, tokens, *of_part)
             task = add_atomically(taken, 0, 1)
     if read + joins:
         join_parts(most, whole, sums, sinks, result)
