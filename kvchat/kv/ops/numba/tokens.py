@@ -371,8 +371,10 @@ def _add_unread(
             if start <= token < start + n:
                 powers[g, token - start] = 0
         highest[g], totals[g] = _highest(parts[g]), 0
-        for page in range(n // PAGE):
-            masses[g, page] = exp(parts[g, page // PART] - highest[g] - excess[g, page])
+        for part in range(parts.shape[1]):
+            of_part, most = masses[g, part * PART : (part + 1) * PART], parts[g, part] - highest[g]
+            for i in range(len(of_part)):
+                of_part[i] = exp(most - of_part[i])
         for page in range(n // PAGE):
             mass = np.float32(0)
             for i in range(PAGE):
