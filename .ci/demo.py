@@ -45,7 +45,7 @@ async def main(picture: Path, recording: Path) -> None:
         config = AppConfig(
             log_file=Path(folder) / "engine.log",
             load=Load("smollm2", mode="speculative", mode_params=budgets),
-            sampling=Sampling(temperature=0, repetition_penalty=1.1, max_new_tokens=300),
+            sampling=Sampling(temperature=0, repetition_penalty=1.05, max_new_tokens=300),
             recorder=Recorder(raw, kvchat.__version__),
         )
         app = KvchatApp(config)
