@@ -555,14 +555,14 @@ def choose_and_attend(
                 head, part = (task - heads * parts) // then, (task - heads * parts) % then
                 while add_atomically(scored, head, 0) <= parts:  # another thread has taken what is lacking
                     pass
-                of_part = most[head, part], whole[head, part], sums[head, part]
+                made = most[head, part], whole[head, part], sums[head, part]
                 if part == read:
                     among = excess[head], means[head, begin : begin + pages], table[head, :named], begin * PAGE
-                    _add_unread(scores[head], highest[head], *among, low, *of_part)
+                    _add_unread(scores[head], highest[head], *among, low, *made)
                 else:
                     tokens = table[head, part * ATTENDED : min(named, (part + 1) * ATTENDED)]
                     lie = keys, head * key_head, key_token, values, head * value_head, value_token
-                    _attend_part(query[head], scale, cap, *lie, tokens, *of_part)
+                    _attend_part(query[head], scale, cap, *lie, tokens, *made)
             task = add_atomically(taken, 0, 1)
     if read + joins:
         join_parts(most, whole, sums, sinks, result)
