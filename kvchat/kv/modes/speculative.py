@@ -237,8 +237,7 @@ class Speculative(IndexedMode):
             return
         if not self.k:
             return
-        state = self.state
-        spec = state.specs[layer]
+        state, spec = self.state, self.state.specs[layer]
         # A window that became known since the step began hides only what attention does not see either.
         hidden = self._hidden.get(spec.window if spec else None, self._hidden[None])
         held = self.slots.table_of(layer)[:, : min(self.k, self.slots.offset)]
@@ -249,10 +248,15 @@ class Speculative(IndexedMode):
             self._unread[layer] = beside
 
     def _means(self, layer: int) -> Tensor | None:
-        """The pages' mean values ``[H, page, d_v]``; None where nothing is joined by them: scores are not capped."""
+        """The pages' mean values ``[H, page, d_v]``; None where nothing is joined by them.
+
+        That is where no step attends to what is chosen, scores are capped, or none are kept.
+        """
         spec = self.state.specs[layer]
         is_capped = spec is not None and spec.softcap is not None
-        return self.summaries[1].of(layer) if self.k and not is_capped and len(self.summaries) > 1 else None
+        if not self._stepping or not self.k or is_capped or len(self.summaries) == 1:
+            return None
+        return self.summaries[1].of(layer)
 
     def _list(self, layer: int, query: Tensor) -> None:
         """List in the layer's table what is read by the token after those stored, itself where a step has begun."""
