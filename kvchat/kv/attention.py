@@ -136,15 +136,15 @@ def attend(
         ``[H, G, d_v]`` and the weights ``[H, G, n]`` in float32.
     """
     scores = _capped(products.scores(query * spec.scaling), spec)
-    if beside is not None:
-        others = beside[..., -1]
-        none = others if sinks is None else torch.logaddexp(others, sinks.float())
-    weights = _softmax(scores if bias is None else scores.add_(bias), sinks if beside is None else none)
-    attended = products.sums(weights)
-    if beside is not None:
-        share = (1 - weights.sum(-1)) * (others - none).exp()
-        attended = (attended.float() + share.unsqueeze(-1) * beside[..., :-1]).to(attended.dtype)
-    return attended, weights
+    scores = scores if bias is None else scores.add_(bias)
+    if beside is None:
+        weights = _softmax(scores, sinks)
+        return products.sums(weights), weights
+    others = beside[..., -1]
+    unseen = others if sinks is None else torch.logaddexp(others, sinks.float())
+    weights = _softmax(scores, unseen)
+    attended, share = products.sums(weights), (1 - weights.sum(-1)) * (others - unseen).exp()
+    return (attended.float() + share.unsqueeze(-1) * beside[..., :-1]).to(attended.dtype), weights
 
 
 class Partial:

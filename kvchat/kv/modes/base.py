@@ -6,7 +6,7 @@ A mode owns nothing that must survive a switch: the host pool holds every token,
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar
@@ -102,19 +102,16 @@ class Plan:
 
     def moved_bytes(self, geometry: Geometry, tokens: int) -> int:
         """Bytes that filling the slots copies to the device when ``tokens`` are stored, at most."""
-        g = geometry
-        slots = sum(
-            (layout.last - layout.first) * layout.width(g) * min(tokens, layout.slots(g.page))
-            for layout in self.layouts
-            if not layout.in_place
-        )
-        return slots * 2 * g.row_bytes
+        return self._bytes(geometry, lambda of: 0 if of.in_place else min(tokens, of.slots(geometry.page)))
 
     def chosen_bytes(self, geometry: Geometry) -> int:
         """Bytes of the slots whose tokens come and go as a mode chooses."""
-        g = geometry
-        slots = sum((layout.last - layout.first) * layout.width(g) * layout.pages * g.page for layout in self.layouts)
-        return slots * 2 * g.row_bytes
+        return self._bytes(geometry, lambda of: of.pages * geometry.page)
+
+    def _bytes(self, geometry: Geometry, slots: Callable[[Layout], int]) -> int:
+        """Those of so many slots of each layer and head."""
+        rows = sum((of.last - of.first) * of.width(geometry) * slots(of) for of in self.layouts)
+        return rows * 2 * geometry.row_bytes
 
 
 class TokenState(Enum):

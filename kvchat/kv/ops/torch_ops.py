@@ -262,7 +262,7 @@ class TorchOps:
         slots.named[layer - slots.layout.first] = named.shape[1]
         if means is None:
             return None
-        unread = ~(hidden | masked | is_pinned[: len(tokens)]) & ~are_among(best, len(tokens))
+        unread = ~(hidden | masked | is_pinned[: len(tokens)] | are_among(best, len(tokens)))
         return of_unread(scores, unread, key_codes.excess(query, index, self.geometry.page, bits, scaling), means)
 
     def open_pages(self, slots: DeviceSlots, layers: slice, first: int, last: Tensor) -> None:
