@@ -22,6 +22,7 @@ from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.geometry import PAGE, Geometry
 from kvchat.kv.memory.device_slots import DeviceSlots, Layout
 from kvchat.kv.memory.host_pool import HostPool
+from kvchat.kv.memory.pinned import use_huge_pages
 from kvchat.kv.modes.base import AUTO_BUDGET, Mode, Plan, Step, everything, refuse_small_budget
 from kvchat.kv.modes.recovery_levels import RECENT, WIDER
 from kvchat.kv.ops import key_codes
@@ -73,9 +74,12 @@ class PageIndex:
         """Make room for the pages of ``tokens``; new ones are empty."""
         if tokens <= self.pages * self.geometry.page:
             return
-        shape = (*self.data.shape[:2], self.geometry.pages(tokens) - self.pages, self.width)
-        more = torch.full(shape, self.empty, dtype=self.dtype, device=self.data.device)
-        self.data = torch.cat((self.data, more), 2)
+        shape = (*self.data.shape[:2], self.geometry.pages(tokens), self.width)
+        data = torch.empty(shape, dtype=self.dtype, device=self.data.device)
+        if data.device.type == "cpu":
+            use_huge_pages(data)
+        data[:, :, : self.pages], data[:, :, self.pages :] = self.data, self.empty
+        self.data = data
 
     def of(self, layer: int) -> Tensor:
         """``[H, page, width]``"""

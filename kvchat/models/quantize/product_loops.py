@@ -22,13 +22,25 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
-from kvchat.kv.ops.numba.loops import FINITE_OR_NOT, HAS_THREADS, compiled, exp
+from kvchat.kv.ops.numba.loops import (
+    FINITE_OR_NOT,
+    FIRST_CACHE,
+    HAS_THREADS,
+    LINE,
+    build_prefetch,
+    compiled,
+    exp,
+)
 from kvchat.kv.ops.numba.parts import turn
 
 Array = np.ndarray[Any, Any]
 GROUP = 32  # numbers of the row, and weights of a row of the matrix, that share a step
 MOST = 127 * 256  # of 16 bits, so that the upper half is at most 127
 HALF = 16  # products of 4 bits and of 8 that 16 bits hold the sum of
+# Before they are due they are asked for. A group's scales lie far from those of the next one in the same rows: without
+# this what SmolLM2's layers multiply by took 1.2 times as long from memory, its head 1.1 times.
+GROUPS_AHEAD, BLOCKS_AHEAD = 4, 4
+SCALE_BYTES = 4  # of a scale and a zero point
 ZERO = 8  # the level of 4 bits that stands for the group's zero point
 ROW = "f4[::1], f4[::1], f4[::1], f4, f4[::1], b1, f4[::1]"  # the arguments of a product after its matrix
 MATRICES = "Tuple((u1[:, ::1], i4[:, ::1], i8))", "Tuple((i1[:, ::1], u2[:, ::1]))"  # of 4 bits, of 8
@@ -131,6 +143,13 @@ def _load(builder: Any, array: Any, index: Any, kind: ir.Type, align: int = 1) -
     return builder.load(builder.bitcast(builder.gep(array.data, [index]), kind.as_pointer()), align=align)
 
 
+def _prefetch(builder: Any, array: Any, index: Any, size: int) -> None:
+    """Ask for ``size`` bytes of an array from the element ``index`` on."""
+    pointer = builder.bitcast(builder.gep(array.data, [index]), BYTE.as_pointer())
+    for at in range(0, size, LINE):
+        build_prefetch(builder, builder.gep(pointer, [SIZE(at)]), FIRST_CACHE)
+
+
 # ---- 4 bits ----------------------------------------------------------------------------------------
 def _two_columns(builder: Any, weights: list[Any], levels: list[Any]) -> Any:
     """Products of two columns of 16 rows, ``weights`` of 4 bits, with two ``levels`` of 8, added: 16 of 16 bits."""
@@ -230,6 +249,9 @@ def _four_bit_rows(width: int) -> Any:
         with cgutils.for_range(builder, groups) as loop:
             begin = builder.add(first, builder.mul(loop.index, SIZE(GROUP * width)))
             begin_level = builder.mul(loop.index, SIZE(GROUP))
+            soon = builder.add(builder.mul(builder.add(loop.index, SIZE(GROUPS_AHEAD)), all_rows), first_row)
+            _prefetch(builder, scales, soon, 2 * width * SCALE_BYTES)
+            _prefetch(builder, data, builder.add(begin, SIZE(GROUPS_AHEAD * GROUP * width)), GROUP * width)
             group_totals = _by_fours if FOURS and width == 32 else _by_pairs
             totals = group_totals(builder, data, begin, width, (upper, lower), begin_level)
             step, total = (builder.load(builder.gep(array.data, [loop.index])) for array in (steps, sums))
@@ -334,6 +356,8 @@ def _eight_bit_rows(rows: int) -> Any:
             step = builder.load(builder.gep(steps.data, [loop.index]))
             for start, sum_of in zip(starts, found, strict=True):
                 group = builder.add(start, loop.index)
+                soon = builder.add(group, builder.mul(groups, SIZE(BLOCKS_AHEAD * rows)))
+                _prefetch(builder, data, builder.mul(soon, SIZE(GROUP)), GROUP)
                 weights = builder.sext(_load(builder, data, builder.mul(group, SIZE(GROUP)), bytes_), shorts)
                 products = builder.sitofp(_thirty_two(builder, weights, values), floats)
                 # A float16 that is not negative is this float32 in 13 bits fewer, and an exponent smaller by 112.

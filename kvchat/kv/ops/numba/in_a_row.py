@@ -10,7 +10,7 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from kvchat.kv.ops.numba.loops import HAS_THREADS, LINE, Array, compiled, prefetch, widened
+from kvchat.kv.ops.numba.loops import HAS_THREADS, Array, compiled, prefetch, widened
 
 TOKENS = 512  # that one thread reads at a time
 AHEAD = 16
@@ -30,8 +30,7 @@ def scores(query: Array, keys: Array, head_stride: int, token_stride: int, score
         head, first = task // parts, task % parts * TOKENS
         for token in range(first, min(n, first + TOKENS)):
             start = head * head_stride + token * token_stride
-            for i in range(0, asked, LINE // 4):
-                prefetch(keys, start + soon + i)
+            prefetch(keys, start + soon, asked)
             key = keys[start : start + d]
             for g in range(group):
                 score = np.float32(0)

@@ -34,7 +34,7 @@ FLOAT32, BFLOAT16 = "f4", "u2"  # as numpy sees them, which knows no bfloat16
 LINE = 64  # bytes of memory that a processor fetches at once
 # The arguments of LLVM's prefetch. Into the first cache few lines can be under way at once: 5,000 scattered tokens took
 # 1.4 times as long.
-FOR_READING, SECOND_CACHE, DATA = 0, 2, 1
+FOR_READING, SECOND_CACHE, FIRST_CACHE, DATA = 0, 2, 3, 1
 
 
 def _has_threads() -> bool:
@@ -111,19 +111,32 @@ def widened(_context: Any, number: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def prefetch(_context: Any, array: Any, index: Any) -> Any:
-    """Ask for the memory line of ``array[index]``; nothing waits for it."""
+def _prefetch(_context: Any, array: Any, index: Any) -> Any:
+    """Ask for the memory line of ``array[index]``."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        address = builder.bitcast(builder.gep(data, [arguments[1]]), ir.IntType(8).as_pointer())
-        number = ir.IntType(32)
-        shape = ir.FunctionType(ir.VoidType(), [address.type, number, number, number])
-        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [address.type], shape)
-        builder.call(prefetch, [address, number(FOR_READING), number(SECOND_CACHE), number(DATA)])
+        build_prefetch(builder, builder.gep(data, [arguments[1]]), SECOND_CACHE)
         return context.get_dummy_value()
 
     return types.void(array, index), generate
+
+
+def build_prefetch(builder: Any, pointer: Any, cache: int) -> None:
+    """As ``prefetch``, of the line at ``pointer``, in a loop that is written out."""
+    address = builder.bitcast(pointer, ir.IntType(8).as_pointer())
+    number = ir.IntType(32)
+    shape = ir.FunctionType(ir.VoidType(), [address.type, number, number, number])
+    intrinsic = builder.module.declare_intrinsic("llvm.prefetch", [address.type], shape)
+    builder.call(intrinsic, [address, number(FOR_READING), number(cache), number(DATA)])
+
+
+# As a call of its own it would take as long as what it saves.
+@numba.njit(inline="always")  # type: ignore[untyped-decorator]
+def prefetch(rows: Array, start: int, width: int) -> None:
+    """Ask for the memory of ``width`` numbers from ``rows[start]`` on, which may lie behind its end; nothing waits."""
+    for at in range(start, start + width, LINE // rows.itemsize):
+        _prefetch(rows, at)
 
 
 @intrinsic  # type: ignore[untyped-decorator]

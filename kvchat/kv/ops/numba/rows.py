@@ -21,7 +21,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kvchat.kv.ops.numba.loops import FINITE_OR_NOT, HAS_THREADS, LINE, Array, compiled, exp, prefetch, widened
+from kvchat.kv.ops.numba.loops import FINITE_OR_NOT, HAS_THREADS, Array, compiled, exp, prefetch, widened
 from kvchat.kv.ops.numba.parts import join_parts
 
 LANES = 16  # rows of a vector
@@ -286,10 +286,8 @@ def attend_rows(
         high, total = np.empty(STRIP, np.float32), np.empty(STRIP, np.float32)
         for token in range(0, tokens, TILE):
             at, left = key_at + token * key_token, tokens - token
-            for i in range(0, TILE * d_k, LINE // keys.itemsize):
-                prefetch(keys, at + AHEAD * key_token + i)
-            for i in range(0, TILE * d_v, LINE // values.itemsize):
-                prefetch(values, value_at + token * value_token + i)
+            prefetch(keys, at + AHEAD * key_token, TILE * d_k)
+            prefetch(values, value_at + token * value_token, TILE * d_v)
             if keys.itemsize == 4:
                 _score_tile(query[head], keys, at, key_token, left, d_k, scores, token)
             else:

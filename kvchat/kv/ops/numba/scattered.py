@@ -11,7 +11,7 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from kvchat.kv.ops.numba.loops import HAS_THREADS, LINE, Array, compiled, prefetch, widened
+from kvchat.kv.ops.numba.loops import HAS_THREADS, Array, compiled, prefetch, widened
 
 AHEAD = 32
 TOKENS = 256  # that one thread reads at a time
@@ -34,8 +34,7 @@ def scores(
         named = table[head % len(table)]
         for slot in range(begin, min(n, begin + TOKENS)):
             soon = head * head_stride + max(first, named[min(slot + AHEAD, n - 1)]) * token_stride
-            for i in range(0, d, LINE // keys.itemsize):
-                prefetch(keys, soon + i)
+            prefetch(keys, soon, d)
             token = named[slot]
             if token < first:
                 for g in range(group):
@@ -67,8 +66,7 @@ def sums(
         total[:] = 0
         for slot in range(part * TOKENS, min(n, (part + 1) * TOKENS)):
             soon = head * head_stride + max(first, named[min(slot + AHEAD, n - 1)]) * token_stride
-            for i in range(0, d, LINE // values.itemsize):
-                prefetch(values, soon + i)
+            prefetch(values, soon, d)
             token = named[slot]
             if token < first:
                 continue
