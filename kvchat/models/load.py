@@ -20,7 +20,7 @@ from functools import cached_property, partial
 from hashlib import blake2b
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -45,7 +45,7 @@ from kvchat.models.probe import Probe, pin_frequencies, probe, reads_chunks, sel
 from kvchat.models.quantize import kept, quantization
 from kvchat.models.quantize.kept import Kept
 from kvchat.models.quantize.quantization import Quantization, weights
-from kvchat.models.quantize.rows import BLOCKS_OF_WEIGHTS, PRODUCTS, ROWS, STACKS, PackedRows, ThreadBudget
+from kvchat.models.quantize.rows import BLOCKS_OF_WEIGHTS, PRODUCTS, ROWS, STACKS, PackedRows, ThreadBudget, is_tied
 from kvchat.models.ranks import heads
 from kvchat.models.ranks.group import Rank, Sums
 from kvchat.models.reading import defragment, malloc_trim, mmap_large_allocations
@@ -485,9 +485,9 @@ def note(model: Any, tokenizer: Any, described: ModelDescription, checkpoint: Ch
     if not packed or weights > LARGEST or any(STACKS in module.__dict__ for module in model.modules()):
         return ""
     sources, head = _sources(described, checkpoint), model.get_output_embeddings()
-    if head in packed.values():  # where it is tied the files have it as the embeddings
-        embeddings: Tensor = model.get_input_embeddings().weight
-        sources = {f"{name}.weight": lambda: embeddings for name, one in packed.items() if one is head} | sources
+    if head in packed.values() and is_tied(model):  # the files have it as the embeddings
+        embeddings = next(name for name, one in model.named_modules() if one is model.get_input_embeddings())
+        sources |= {f"{name}.weight": sources[f"{embeddings}.weight"] for name, one in packed.items() if one is head}
     ids, known = tokenizer(TEXT).input_ids[:TOKENS], all(f"{name}.weight" in sources for name in packed)
     if not known or len(ids) < TOKENS or max(ids) >= len(model.get_input_embeddings().weight):
         return ""  # no tokenizer for such a text
@@ -520,15 +520,24 @@ def _read(file: Any, name: str) -> Source:
 
 @contextmanager
 def _unpacked(sources: dict[nn.Module, Source]) -> Iterator[None]:
-    """Let these Linears multiply by what is unpacked from their sources."""
+    """Let these Linears multiply by what is unpacked from their sources, and embeddings look tokens up in that."""
     packed: dict[nn.Module, PackedRows] = {linear: linear.__dict__[ROWS] for linear in sources}
     try:
         for linear, source in sources.items():
-            linear.__dict__["forward"] = _product(linear, source)
+            linear.__dict__ |= {ROWS: _Unpacked(source), "forward": _product(linear, source)}
         yield
     finally:
         for linear, rows in packed.items():
-            linear.__dict__["forward"] = rows.forward
+            linear.__dict__ |= {ROWS: rows, "forward": rows.forward}
+
+
+class _Unpacked(NamedTuple):
+    """In place of ``Int8Rows``, for ``look_up``."""
+
+    source: Source
+
+    def some(self, numbers: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.source()[numbers].to(dtype)
 
 
 def _product(linear: Any, source: Source) -> Callable[[Tensor], Tensor]:

@@ -32,11 +32,11 @@ from kvchat.models.checkpoint import Checkpoint
 from kvchat.models.description import ModelDescription
 from kvchat.models.gguf import Unpacked
 from kvchat.models.hub import ByteProgress
-from kvchat.models.quantize import kept, quantization
+from kvchat.models.quantize import int8_rows, kept, quantization
 from kvchat.models.quantize.int8_rows import ALIGNED
 from kvchat.models.quantize.kept import Kept
 from kvchat.models.quantize.quantization import Quantization
-from kvchat.models.quantize.rows import PIECE, all_rows
+from kvchat.models.quantize.rows import PIECE, ROWS, all_rows, is_tied
 from kvchat.units import size
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # the numbers of glibc's settings
@@ -119,7 +119,7 @@ def finished(
     packed: Kept | None = None,
 ) -> Any:
     """The model as it multiplies, on its device or ``places``, with what is or was ``packed`` or unpacked only now."""
-    device = described.device
+    device, was_tied = described.device, is_tied(model)
     if not described.location.gguf and quantization.own_method(described.config):
         quantization.finish_loading(model, described.config, described.dtype)
     if packed:
@@ -129,6 +129,8 @@ def finished(
         repacking.pack(model, quantized.options["quantization_config"], described, split.devices_of(model, places))
     if device.type == "cpu":
         quantization.multiply_on_cpu(model)
+        if was_tied and ROWS in (head := model.get_output_embeddings()).__dict__:
+            int8_rows.look_up(model.get_input_embeddings(), head)
     model.eval()
     if not _is_in_place(described, quantized):
         split.move(model, device, places)
@@ -137,13 +139,15 @@ def finished(
 
 
 def _stored(described: ModelDescription, packed: Kept) -> dict[str, Unpacked]:
-    """The weights of a GGUF file; those that are ``packed`` already have no memory."""
+    """The weights of a GGUF file; those that are ``packed`` already, and embeddings that are, have no memory."""
+    place_of = dict(described.shapes.named_parameters(remove_duplicate=False))
+    left_out = {place_of[name] for name in packed}
 
     def nothing(name: str) -> Tensor:
-        return torch.zeros((), dtype=described.dtype).expand(described.shapes.get_parameter(name).shape)
+        return torch.zeros((), dtype=described.dtype).expand(place_of[name].shape)
 
     return {
-        name: Unpacked(weight.nbytes, partial(nothing, name)) if name in packed else weight
+        name: Unpacked(weight.nbytes, partial(nothing, name)) if place_of.get(name) in left_out else weight
         for name, weight in described.gguf_weights.items()
     }
 

@@ -114,8 +114,6 @@ class Weights:
         item, total = ITEM_BYTES[dtype], 0
         for part, count in self.parts.items():
             total += count * _bytes(part, self._packing(part, quantize, place), item, place)
-        if self._packs_head(quantize, place) and not self._of(HEAD):  # the embeddings stay beside it
-            total += sum(_bytes(part, "int8", item, place) for part in self._of(EMBEDDING))
         return total
 
     def by_quantization(self, dtype: str, place: Place) -> dict[str, int]:
@@ -152,8 +150,7 @@ class Weights:
         """Bytes that one token reads; None for a mixture of experts, of which it reads some."""
         if self._of(EXPERT):
             return None
-        reads_table = not (self._of(HEAD) or self._packs_head(quantize, place))
-        tables = [] if reads_table else self._of(EMBEDDING)  # of which a row is read
+        tables = self._of(EMBEDDING) if self._of(HEAD) else []  # of which a row is read
         item = ITEM_BYTES[dtype]
         return self.loaded_bytes(quantize, dtype, place) - sum(_bytes(table, "none", item, place) for table in tables)
 
@@ -165,7 +162,7 @@ class Weights:
         stays = self.stays_packed(place)
         if stays and part.packed:
             return IN_FILE
-        if part.kind == HEAD:
+        if part.kind == HEAD or (part.kind == EMBEDDING and not self._of(HEAD)):
             return "int8" if self._packs_head(quantize, place) else "none"
         is_packed = part.kind == LINEAR or (
             part.kind == EXPERT and self.packs_experts and place.device == "cpu" and quantize != "nf4"

@@ -7,6 +7,7 @@ have one scale each and go through that kernel.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
@@ -67,6 +68,11 @@ class Int8Rows(PackedRows):
             scales = self.scale[here].to(dtype).view(len(rows), -1, 1)
             yield groups.mul_(scales).view(rows.shape), None if bias is None else bias[here]
 
+    def some(self, numbers: Tensor, dtype: torch.dtype) -> Tensor:
+        """The rows ``numbers [n]``, ``[n, K]``."""
+        scales = self.scale[numbers].float().view(len(numbers), -1, 1)
+        return (self.data[numbers].view(len(numbers), scales.shape[1], -1) * scales).view(len(numbers), -1).to(dtype)
+
     def matrix(self, index: int) -> Self:
         """One matrix of a stack ``[E, N, K]``, in the same memory."""
         rounded = None if self._rounded is None else self._rounded[index]
@@ -121,6 +127,25 @@ def install(linear: nn.Linear, data: Tensor, scale: Tensor) -> None:
         data = data.clone()
     linear.weight = nn.Parameter(data, requires_grad=False)
     attach(linear, Int8Rows(linear.weight, scale, linear.bias))
+
+
+def look_up(embeddings: nn.Embedding, head: nn.Linear) -> None:
+    """Let ``embeddings`` that shared the weight of a ``head`` look tokens up in its packed rows, and have no other.
+
+    Their own forward does all that it does, over the rows of the tokens that are asked for.
+    """
+    dtype, forward = embeddings.weight.dtype, type(embeddings).forward
+    asked = copy.copy(embeddings)
+    asked._parameters, asked.padding_idx = {}, None
+
+    def look_up(ids: Tensor) -> Tensor:
+        rows: Int8Rows = head.__dict__[ROWS]
+        asked.weight = rows.some(ids.flatten(), dtype)
+        found: Tensor = forward(asked, torch.arange(ids.numel(), device=ids.device).view(ids.shape))
+        return found
+
+    embeddings.weight = head.weight
+    embeddings.__dict__["forward"] = look_up
 
 
 def in_groups(columns: int) -> bool:

@@ -190,10 +190,7 @@ def is_tied(model: Any) -> bool:
 
 
 def packs_head(quantize: str) -> bool:
-    """True if the head has 8 bits beside layers in ``quantize``.
-
-    Weights that it shares with the embeddings stay beside it: it takes memory, and a token reads a quarter of it.
-    """
+    """True if the head has 8 bits beside layers in ``quantize``, and embeddings that share its weights."""
     return quantize in ("int8", "int4")
 
 

@@ -150,3 +150,27 @@ def test_rows_of_a_checkpoint_that_torchao_made():
     expected = linear.weight.dequantize()
     int8_rows.install(linear, linear.weight.qdata, linear.weight.scale.flatten())
     assert relative_error(unpacked(linear), expected.double()) < 1e-6
+
+
+class Scaled(nn.Embedding):
+    """As Gemma's."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 3
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, Scaled])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("columns", [64, 33])  # with scales of groups, of rows
+def test_embeddings_tied_to_a_packed_head_are_its_rows(kind, dtype, columns):
+    table, head = kind(50, columns, padding_idx=2, dtype=dtype), nn.Linear(columns, 50, bias=False, dtype=dtype)
+    nn.init.normal_(table.weight)
+    head.weight = table.weight
+    int8_rows.pack(head)
+    int8_rows.look_up(table, head)
+    ids = torch.tensor([[7, 2, 49], [0, 7, 31]])
+    expected = unpacked(head)[ids].to(dtype) * (3 if kind is Scaled else 1)
+    found = table(ids)
+    assert (found.dtype, found.shape) == (dtype, (2, 3, columns))
+    torch.testing.assert_close(found, expected, rtol=torch.finfo(dtype).eps, atol=0)
+    assert table.weight is head.weight
