@@ -98,9 +98,9 @@ def test_what_is_not_unpacked_is_left_as_it_is():
     assert described.weights.layer_bits == 0
 
 
-@pytest.mark.parametrize(("kind", "packed", "error"), [("Q8_0", "int8", 0.1), ("Q4_0", "int4", 0.02)])
+@pytest.mark.parametrize(("kind", "packed", "error"), [("Q8_0", "int8", 0.1), ("Q4_0", "int4", 0.03)])
 def test_a_small_file_is_kept_small_and_both_sizes_are_said_before(read, file_of, model, kind, packed, error):
-    """4 bits stay the file's own: the error is that of the scales, and of multiplying in bfloat16."""
+    """4 bits stay the file's own: the error is that of scales, of products in bfloat16, of embeddings in 8 bits."""
     loaded, stages = read(kind)
     unpacked, _ = read(kind, "none")
     assert loaded.weights == packed
