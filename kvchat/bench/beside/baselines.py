@@ -30,12 +30,10 @@ from kvchat.errors import UsageError, did_you_mean
 from kvchat.kv.state import KVState
 from kvchat.models import attention_hook
 from kvchat.models.load import LoadedModel
-from kvchat.models.quantize.rows import ROWS, STACKS
 
 DEFAULTS: dict[str, tuple[str, ...]] = {"cpu": ("generate",), "cuda": ("dynamic", "static", "compile", "offloaded")}
 Make = Callable[[LoadedModel, KVState, Sequence[int], int], Variant]
 PACKAGES = ("xllamacpp", "gguf")
-PACKED = (ROWS, STACKS)  # of modules whose weights only kvchat's forward can multiply
 KINDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
@@ -68,8 +66,8 @@ def in_ordinary_memory(model: LoadedModel) -> LoadedModel:
 @contextmanager
 def as_written(model: Any) -> Iterator[None]:
     """Run ``model`` as transformers wrote it, with sdpa attention, inside the context; packed weights stay ours."""
-    ours = [module for module in model.modules() if "forward" in module.__dict__]
-    swapped = {module: module.__dict__.pop("forward") for module in ours if module.__dict__.keys().isdisjoint(PACKED)}
+    ours = [module for module in model.modules() if "forward" in module.__dict__ and not _is_packed(module)]
+    swapped = {module: module.__dict__.pop("forward") for module in ours}
     model.set_attn_implementation("sdpa")
     try:
         # Not inference_mode: what is compiled or captured writes to tensors made outside it.
@@ -79,6 +77,11 @@ def as_written(model: Any) -> Iterator[None]:
         model.set_attn_implementation(attention_hook.NAME)
         for module, forward in swapped.items():
             module.forward = forward
+
+
+def _is_packed(module: Any) -> bool:
+    """Only kvchat's forward can multiply by its weights, or look them up."""
+    return any(not weight.is_floating_point() for weight in module.parameters(recurse=False))
 
 
 class Baseline:

@@ -235,7 +235,7 @@ def _check(model: Any, plain: Tensor) -> None:
 
 
 def rms_norm(module: Any) -> Norm | None:
-    """The RMSNorm that ``module`` computes: ``weight * x / rms(x)``, neither Gemma's ``(1 + weight)`` nor LayerNorm."""
+    """The RMSNorm that ``module`` computes: ``x / rms(x)`` times its weight, or as Gemma's times 1 + weight."""
     weight, eps = getattr(module, "weight", None), _epsilon(module)
     if (
         not isinstance(weight, Tensor)
@@ -248,11 +248,14 @@ def rms_norm(module: Any) -> Norm | None:
         return None
     x = numbers(weight) + 1
     measured = _outcome(module, x)
-    expected = weight.detach().float() * x.float() * torch.rsqrt(x.float().square().mean() + eps)
     if measured is None:
         return None
+    scaled = x.float() * torch.rsqrt(x.float().square().mean() + eps)
     allowed = probe.NORM_ROUNDINGS * torch.finfo(weight.dtype).eps
-    return Norm(weight, eps) if probe.relative_error(measured.float(), expected) < allowed else None
+    for factors in (weight, 1 + weight.detach().float()):
+        if probe.relative_error(measured.float(), factors.detach().float() * scaled) < allowed:
+            return Norm(factors, eps)
+    return None
 
 
 def is_attention(module: Any) -> bool:

@@ -5,7 +5,7 @@ import torch
 from support import tiny_models
 from torch import nn
 
-from kvchat.models.fuse.modules import is_attention, is_layer, is_plain, rms_norm, rotates_halves
+from kvchat.models.fuse.modules import Operations, is_attention, is_layer, is_plain, rms_norm, rotates_halves
 
 
 def layer_of(name):
@@ -55,10 +55,17 @@ def failing_norm():
     return with_class(tiny_models.fresh("llama").model.norm, forward=forward)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_times_one_plus_its_weight(dtype):
+    norm = tiny_models.model("gemma", dtype).model.norm
+    found, x = rms_norm(norm), torch.randn(1, 3, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
+    assert torch.equal(found.weight, 1 + norm.weight.float())
+    torch.testing.assert_close(Operations(None).normed(x, found), norm(x))
+
+
 @pytest.mark.parametrize(
     "make",
     [
-        pytest.param(lambda: tiny_models.model("gemma").model.norm, id="plus_one_norm"),
         pytest.param(lambda: nn.LayerNorm(64), id="layer_norm"),
         layer_norm_without_bias,
         other_epsilon,

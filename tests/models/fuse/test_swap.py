@@ -23,7 +23,7 @@ FUSED = {
     "qwen3_moe": PARTS,  # no gated MLP
     "olmo2": PARTS,  # norms behind attention and MLP
     "granite": PARTS,  # a factor before each sum
-    "gemma": "merged projections, rope",  # (1 + weight) norms
+    "gemma": PARTS,  # GELU in place of SiLU
     "ernie4_5": "norms, merged projections, fused layers",  # interleaved rotation
     "cohere": "merged projections",  # LayerNorm, interleaved rotation, one norm
     **dict.fromkeys(("granite_hybrid", "bamba"), PARTS),  # with gated norms of one group
