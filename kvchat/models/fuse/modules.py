@@ -23,7 +23,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import inspect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType, ModuleType
@@ -44,8 +44,8 @@ from kvchat.models.quantize.rows import PackedRows, Weight, is_one_row, linear, 
 NORMS, MERGED, ROPE, LAYERS = "norms", "merged projections", "rope", "fused layers"
 CHECKED_PROMPT, CHECKED_STEPS = 7, 3
 ROTATION = "apply_rotary_pos_emb"  # transformers' name for it in every model that has one
-ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}  # only the first three read the layer's input
-CHILDREN = {"q_proj", "k_proj", "v_proj", "o_proj"}
+CHILDREN, HEAD_NORMS = {"q_proj", "k_proj", "v_proj", "o_proj"}, ("q_norm", "k_norm")
+ATTENTION = CHILDREN | {*HEAD_NORMS}  # only the first three read the layer's input
 TOKENS = 3  # of the check
 
 
@@ -139,7 +139,7 @@ def _fuse_modules(model: Any, operations: Operations, swaps: Swaps) -> None:
         if rotates_halves(type(module).forward):
             swaps.replace(module, _rebound(type(module).forward, operations).__get__(module), ROPE)
     for layer in layers:
-        attention = fused_attention(layer.self_attn, merged[layer.self_attn], operations, model.dtype)
+        attention = fused_attention(layer.self_attn, merged[layer.self_attn], operations, model.dtype, norms)
         _fuse_layer(layer, norms, merged[layer.self_attn], attention, operations, swaps)
     head = model.get_output_embeddings()
     if is_plain(head) and LAYERS in swaps.kinds:
@@ -192,9 +192,9 @@ def _one_token_layer(
     if len(arrays) < len(matrices) or len(set(map(len, arrays))) > 1:
         return None
     qkv, out, up, last = arrays
-    before = qkv, fused.merged.bias, first.weight, first.eps
+    before, after = (qkv, fused.merged.bias, first.weight, first.eps), (up, second.weight, second.eps)
     return OneTokenLayer(
-        fused.module, fused.heads, before, (out, output.bias), (up, second.weight, second.eps), (last, down_bias)
+        fused.module, fused.heads, before, fused.head_norms, (out, output.bias), after, (last, down_bias)
     )
 
 
@@ -398,11 +398,17 @@ def numbers(like: Tensor) -> Tensor:
 
 
 class FusedAttention:
-    """The attention ``module``, whose projections are ``merged``."""
+    """The attention ``module``, whose projections are ``merged``.
 
-    def __init__(self, module: Any, merged: MergedLinear, operations: Operations) -> None:
+    ``head_norms`` are those of each query and of each key, before they are rotated; empty where there are none.
+    """
+
+    def __init__(
+        self, module: Any, merged: MergedLinear, operations: Operations, head_norms: Sequence[Norm] = ()
+    ) -> None:
         self.module = module
         self.merged = merged
+        self.head_norms = head_norms
         self._operations = operations
         self._size: int = module.head_dim
         self.heads = [size // self._size for size in merged.sizes]  # of queries, keys and values
@@ -425,18 +431,27 @@ class FusedAttention:
         product = self._operations.project(hidden, merged.weight, merged.bias, norm)
         heads = product.view(1, tokens, -1, self._size).transpose(1, 2)
         queries, keys, _ = self.heads
-        query, key = self._operations.rotate_together(heads[:, : queries + keys], queries, *angles)
+        turned = heads[:, : queries + keys]
+        if self.head_norms:
+            parts = zip(torch.split(turned, [queries, keys], 1), self.head_norms, strict=True)
+            turned = torch.cat([self._operations.normed(part, norm) for part, norm in parts], 1)
+        query, key = self._operations.rotate_together(turned, queries, *angles)
         attended, _ = attention_hook.attention(self.module, query, key, heads[:, queries + keys :], None)
         return self._operations.project(attended.flatten(2), weight_of(output), output.bias, None, residual)
 
 
 def fused_attention(
-    module: Any, merged: MergedLinear, operations: Operations, dtype: torch.dtype
+    module: Any, merged: MergedLinear, operations: Operations, dtype: torch.dtype, norms: Mapping[nn.Module, Norm]
 ) -> FusedAttention | None:
     """The same as one function, checked with states in ``dtype``; None where the module computes something else."""
-    if _children(module) != CHILDREN or not isinstance(getattr(module, "head_dim", None), int):
+    own = [module.get_submodule(name) for name in HEAD_NORMS if name in _children(module)]
+    head_norms = [norms[norm] for norm in own if norm in norms]
+    known = _children(module) == (ATTENTION if own else CHILDREN) and len(head_norms) == len(own)
+    if not known or not isinstance(getattr(module, "head_dim", None), int):
         return None
-    fused = FusedAttention(module, merged, operations)
+    if any(norm.weight.shape != (module.head_dim,) for norm in head_norms):  # over all heads at once
+        return None
+    fused = FusedAttention(module, merged, operations, head_norms)
     return fused if _agrees(module, fused, dtype) else None
 
 

@@ -5,6 +5,7 @@ Its operations one by one are some 60 calls of torch and numpy.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ class OneTokenLayer:
         attention: the module.
         heads: numbers of query, key and value heads.
         qkv: the merged matrix of queries, keys and values, its bias, and the norm before it with its epsilon.
+        head_norms: that of each query and that of each key; or none.
         output: the matrix behind attention and its bias.
         gate_up: the merged matrix of gate and up, and the norm before it with its epsilon.
         down: the last matrix and its bias.
@@ -32,13 +34,17 @@ class OneTokenLayer:
         attention: Any,
         heads: list[int],
         qkv: tuple[Arrays, Tensor | None, Tensor, float],
+        head_norms: Sequence[Any],
         output: tuple[Arrays, Tensor | None],
         gate_up: tuple[Arrays, Tensor, float],
         down: tuple[Arrays, Tensor | None],
     ) -> None:
         self._attention, self._heads = attention, heads
         self._room = sum(heads), attention.head_dim
-        self._before = qkv[0], numbers(qkv[1]), numbers(qkv[2]), qkv[3]
+        rows = [norm.weight.float().expand(count, -1) for norm, count in zip(head_norms, heads, strict=False)]
+        of_heads = torch.cat(rows) if rows else torch.empty(0, attention.head_dim)
+        eps = [norm.eps for norm in head_norms] or [0.0, 0.0]
+        self._before = qkv[0], numbers(qkv[1]), numbers(qkv[2]), qkv[3], of_heads.detach().numpy(), *eps
         after = output[0], numbers(output[1]), gate_up[0], numbers(gate_up[1]), gate_up[2]
         self._after = *after, down[0], numbers(down[1])
 
@@ -48,7 +54,7 @@ class OneTokenLayer:
         assert loops is not None
         use_threads(torch.get_num_threads())
         given, heads = hidden.view(-1).numpy(), torch.empty(self._room)
-        loops.begin_layer(*self._before, given, cos, sin, self._heads[0] + self._heads[1], heads.numpy())
+        loops.begin_layer(*self._before, given, cos, sin, *self._heads[:2], heads.numpy())
         query, key, value = heads.split_with_sizes(self._heads)
         attended = attention_hook.attend_token(self._attention, query, key, value)
         out = torch.empty(hidden.shape)

@@ -52,6 +52,17 @@ BYTE, SHORT, WORD, SIZE, FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), 
 
 # ---- before and after a product --------------------------------------------------------------------
 @numba.njit(fastmath=FINITE_OR_NOT)  # type: ignore[untyped-decorator]
+def _normalize(x: Array, norm: Array, eps: np.float32) -> None:
+    """RMSNorm of ``x [K]``, in place."""
+    squares = np.float32(0)
+    for i in range(len(x)):
+        squares += x[i] * x[i]
+    scale = np.float32(1) / np.sqrt(squares / np.float32(len(x)) + eps)
+    for i in range(len(x)):
+        x[i] = x[i] * scale * norm[i]
+
+
+@numba.njit(fastmath=FINITE_OR_NOT)  # type: ignore[untyped-decorator]
 def _rounded(x: Array, norm: Array, eps: np.float32) -> tuple[Array, Array, Array]:
     """``x [K]`` in 16 bits, normalized first where ``norm [K]`` is given.
 
@@ -61,13 +72,8 @@ def _rounded(x: Array, norm: Array, eps: np.float32) -> tuple[Array, Array, Arra
     levels, steps, sums = np.empty(size, np.int16), np.empty(groups, np.float32), np.empty(groups, np.int32)
     row = x
     if len(norm):
-        squares = np.float32(0)
-        for i in range(size):
-            squares += x[i] * x[i]
-        scale = np.float32(1) / np.sqrt(squares / np.float32(size) + eps)
-        row = np.empty(size, np.float32)
-        for i in range(size):
-            row[i] = x[i] * scale * norm[i]
+        row = x.copy()
+        _normalize(row, norm, eps)
     for group in range(groups):
         most, unknown = np.float32(0), np.float32(0)
         for i in range(GROUP):
@@ -421,25 +427,36 @@ def _multiply(
     return of_four_bits if len(matrix) == 3 else of_eight_bits
 
 
-@compiled(*(f"void({kind}, f4[::1], f4[::1], f4, f4[::1], f4[::1], f4[::1], i8, f4[:, ::1])" for kind in MATRICES))
+@compiled(
+    *(
+        f"void({kind}, f4[::1], f4[::1], f4, f4[:, ::1], f4, f4, f4[::1], f4[::1], f4[::1], i8, i8, f4[:, ::1])"
+        for kind in MATRICES
+    )
+)
 def begin_layer(
     matrix: Any,
     bias: Array,
     norm: Array,
     eps: np.float32,
+    of_heads: Array,
+    query_eps: np.float32,
+    key_eps: np.float32,
     hidden: Array,
     cos: Array,
     sin: Array,
-    rotated: int,
+    queries: int,
+    keys: int,
     heads: Array,
 ) -> None:
     """One token's queries, keys and values ``heads [n, d]`` of ``hidden [K]``, which is normalized by ``norm [K]``.
 
-    ``matrix`` and ``bias`` are those of all three, one after the other. The first ``rotated`` heads, which are queries
-    and keys, are turned by ``cos`` and ``sin [d]``.
+    ``matrix`` and ``bias`` are those of all three, one after the other. The ``queries`` and ``keys`` are normalized
+    each by its row of ``of_heads [queries + keys, d]``, which may be ``[0, d]``, and turned by ``cos`` and ``sin [d]``.
     """
     multiply(matrix, hidden, bias, norm, eps, np.empty(0, np.float32), False, heads.reshape(-1))
-    turn(heads[:rotated], cos, sin)
+    for head in range(len(of_heads)):
+        _normalize(heads[head], of_heads[head], query_eps if head < queries else key_eps)
+    turn(heads[: queries + keys], cos, sin)
 
 
 @compiled(

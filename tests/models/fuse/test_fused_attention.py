@@ -7,9 +7,18 @@ from support import tiny_models
 from kvchat.models import attention_hook
 from kvchat.models.attention_hook import DenseManager
 from kvchat.models.fuse import modules, one_token
-from kvchat.models.fuse.modules import MergedLinear, Norm, Operations, fused_attention, projections, sample_logits
+from kvchat.models.fuse.modules import (
+    MergedLinear,
+    Norm,
+    Operations,
+    fused_attention,
+    projections,
+    rms_norm,
+    sample_logits,
+)
 from kvchat.models.load import load_model
 from kvchat.models.quantize import int4_rows, int8_rows
+from kvchat.models.quantize.rows import body
 from kvchat.protocol.messages import Load
 
 
@@ -20,13 +29,14 @@ def first_attention(name, **sizes):
 
 
 def fused(attention):
-    operations = Operations(None)
-    return fused_attention(attention, MergedLinear(projections(attention), operations), operations, torch.float32)
+    operations, norms = Operations(None), {one: rms_norm(one) for one in attention.children()}
+    merged = MergedLinear(projections(attention), operations)
+    return fused_attention(attention, merged, operations, torch.float32, norms)
 
 
 @pytest.mark.parametrize(
     ("name", "found"),
-    {"llama": True, "mistral": True, "qwen2": True, "qwen3": False, "cohere": False, "ernie4_5": False}.items(),
+    {"llama": True, "mistral": True, "qwen2": True, "qwen3": True, "cohere": False, "ernie4_5": False}.items(),
 )
 def test_found_by_what_they_compute(name, found):
     assert (fused(first_attention(name)) is not None) == found
@@ -119,6 +129,21 @@ def test_it_computes_what_the_modules_compute(quantize, monkeypatch):
     assert len(called) == modules.CHECKED_STEPS * model.config.num_hidden_layers
     plain = modules.sample_logits(bundled(quantize=quantize, dtype="float32", fast=False))
     torch.testing.assert_close(logits[modules.CHECKED_PROMPT :], plain[modules.CHECKED_PROMPT :], rtol=0, atol=0.02)
+
+
+def test_queries_and_keys_that_are_normalized(monkeypatch):
+    """As Qwen3's, whose norms are those of a head."""
+    called, own = [], one_token.OneTokenLayer.__call__
+    monkeypatch.setattr(one_token.OneTokenLayer, "__call__", lambda *given: called.append(1) or own(*given))
+    model = tiny_models.fresh("qwen3", hidden_size=128, intermediate_size=256, head_dim=32)
+    for linear in body(model):
+        int8_rows.pack(linear)
+    plain = modules.sample_logits(model)
+    assert modules.fuse(model, None, plain).note == ""
+    called.clear()
+    logits = modules.sample_logits(model)
+    assert len(called) == modules.CHECKED_STEPS * model.config.num_hidden_layers
+    torch.testing.assert_close(logits, plain, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("how", [{"quantize": "none"}, {"quantize": "int4", "dtype": "bfloat16"}])

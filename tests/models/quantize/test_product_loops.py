@@ -123,7 +123,8 @@ def eight_bits(rows: int, columns: int) -> tuple[tuple[np.ndarray, np.ndarray], 
     return (levels.numpy(), scale.view(torch.uint16).numpy()), weights
 
 
-def test_what_a_layer_computes_but_its_attention():
+@pytest.mark.parametrize("with_head_norms", [False, True])
+def test_what_a_layer_computes_but_its_attention(with_head_norms):
     size, heads, inner = 32, 3, 64
     qkv, qkv_weights = eight_bits(heads * size, K)
     out, out_weights = eight_bits(K, size)
@@ -135,9 +136,13 @@ def test_what_a_layer_computes_but_its_attention():
     found = np.empty((heads, size), np.float32)
     qkv_bias = normal(heads * size)
     before = [each.numpy() for each in (qkv_bias, first)]
-    product_loops.begin_layer(qkv, *before, EPS, hidden.numpy(), cos.numpy(), sin.numpy(), 2, found)
+    of_heads = normal(2, size) if with_head_norms else torch.empty(0, size)
+    angles = cos.numpy(), sin.numpy()
+    product_loops.begin_layer(qkv, *before, EPS, of_heads.numpy(), EPS, EPS, hidden.numpy(), *angles, 1, 1, found)
     row = F.rms_norm(hidden, (K,), first, EPS).double()
     expected = (qkv_weights @ row + qkv_bias.double()).view(heads, size)
+    for head, norm in enumerate(of_heads):
+        expected[head] = F.rms_norm(expected[head], (size,), norm.double(), EPS)
     turned = torch.cat((-expected[:2, size // 2 :], expected[:2, : size // 2]), 1)
     expected[:2] = expected[:2] * cos.double() + turned * sin.double()
     torch.testing.assert_close(torch.from_numpy(found).double(), expected, rtol=1e-3, atol=1e-3)
