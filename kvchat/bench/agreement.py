@@ -31,7 +31,7 @@ def run(settings: Agreement, choice: ModelChoice = ModelChoice(), frame: Frame |
     frame, found = frame or Frame(), methods(settings.modes)
     model = choice.load(frame.report)
     size = settings.context + settings.tokens
-    texts = passages(settings.texts, size, model.tokenizer, settings.joined)[: settings.passages]
+    texts = passages(settings.texts, size, model.tokenizer)[: settings.passages]
     experiment = Experiment.of(
         "agreement",
         "KL divergence from full attention in nats, top-1 agreement and attention mass covered, token by token",

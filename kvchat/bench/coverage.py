@@ -158,7 +158,7 @@ def summarized(rows: Sequence[Row], kind: str, variant: str) -> Row:
 
 
 def _texts(settings: Coverage, tokenizer: Any) -> Iterator[Forced]:
-    books = settings.passages and passages(settings.texts, settings.context + settings.tokens, tokenizer, joined=True)
+    books = settings.passages and passages(settings.texts, settings.context + settings.tokens, tokenizer)
     for book in (books or [])[: settings.passages]:
         yield Forced("books", book.ids[: settings.context], book.ids[settings.context :])
     for number in range(settings.facts):

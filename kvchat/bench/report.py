@@ -211,15 +211,6 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("best tokens there", share("worst_best_tokens", 1)),
         Column("tokens read", figure("read_mean")),
     ),
-    "data": (
-        Column("task", lambda row: row["task"]),
-        Column("mode", variant),
-        Column("score", share("score", 1)),
-        Column("best of the samples", share("best_of_samples", 1)),
-        Column("rows", figure("cases")),
-        Column("cut to the context", figure("cut")),
-        Column("tokens read", figure("read_tokens")),
-    ),
     "decode": (
         Column("mode", lambda row: variant(row) + changed(row)),
         Column("context", figure("context")),

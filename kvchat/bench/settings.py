@@ -51,14 +51,13 @@ class Variants:
 class Agreement(Variants):
     """Divergence from full attention, token by token. KL, top-1 agreement, perplexity and attention covered.
 
-    No ``texts`` are the shipped books; a passage goes beyond the end of a part where parts are ``joined``.
+    No ``texts`` are the shipped books.
     """
 
     context: Annotated[int, Option(min=1, help="tokens before the decoded ones")] = 2048
     tokens: Annotated[int, Option(min=1, help="decoded tokens of a passage")] = 400
     passages: Annotated[int | None, Option(min=1, help="passages at most (default: all)")] = None
     texts: Texts = ()
-    joined: bool = True
 
 
 @dataclass(frozen=True)
@@ -105,23 +104,6 @@ class Recall(Variants):
     cases: Annotated[int, Option(min=1, help="conversations of each length and depth")] = 4
     keys: Annotated[int, Option(help="number of facts in tasks with several")] = 4
     inside: Annotated[int, Option(min=0, help="tokens of an answer before the question, in the same turn")] = 0
-    seed: Seed = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Data(Variants):
-    """Scores of a published data set, mode against full. Or agreement on its texts.
-
-    One answer is greedy; several are sampled as reasoning models are, at temperature 0.6 and top-p 0.95.
-    """
-
-    name: Annotated[str, Argument(metavar="NAME", help="longbench, ruler, aime, pg19 or wikitext")]
-    folder: Annotated[str, Option(help="the folder with its files")]
-    rows: Annotated[int | None, Option(min=1, help="rows of a task, passages of texts (default: all)")] = None
-    samples: Annotated[int, Option(min=1, help="answers per row, sampled if more than one")] = 1
-    tokens: Annotated[
-        int | None, Option(min=1, help="tokens of an answer or a passage (default: the data set's; 1000)")
-    ] = None
     seed: Seed = 0
 
 

@@ -161,7 +161,6 @@ experiment("draft", "draft", settings.Draft)
 experiment("agreement", "agreement", settings.Agreement, plot=True, host_dtype=True)
 experiment("coverage", "coverage", settings.Coverage)
 experiment("recall", "recall", settings.Recall, plot=True)
-experiment("data", "data_sets", settings.Data)
 experiment("paper", "paper.studies", settings.Paper, plot=True)
 
 

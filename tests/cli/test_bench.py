@@ -7,9 +7,8 @@ import pytest
 from support.bench_command import asked
 from typer.testing import CliRunner
 
-from kvchat.bench import agreement, data_sets, decode, prefill, recall
+from kvchat.bench import agreement, decode, prefill, recall
 from kvchat.bench.frame import ModelChoice
-from kvchat.bench.settings import Data
 from kvchat.cli import bench
 from kvchat.cli.main import app
 from kvchat.errors import UsageError
@@ -89,27 +88,12 @@ def test_without_modes_the_standard_ones_have_the_budgets(monkeypatch):
     assert given.modes == ("streaming:budget=512", "speculative:budget=512", "freeze", "sync:budget=512")
 
 
-@pytest.mark.parametrize(
-    "command", ["agreement", "coverage", "recall", "data aime --folder .", "decode", "prefill", "paper freekv"]
-)
+@pytest.mark.parametrize("command", ["agreement", "coverage", "recall", "decode", "prefill", "paper freekv"])
 @pytest.mark.parametrize("options", ["--mode fulll", "--mode sync:budget=1", "--mode sync:m"])
 def test_a_variant_is_refused_before_torch_is_imported(monkeypatch, command, options):
     monkeypatch.setattr(bench, "import_module", lambda name: pytest.fail("imported"))
     ran = CliRunner().invoke(app, ["bench", *command.split(), *options.split()])
     assert isinstance(ran.exception, UsageError)
-
-
-# ---- ``kvchat bench data``: its options arrive
-
-
-OPTIONS = "--mode full --rows 5 --tokens 9 -m there --device cpu --dtype float16 --quantize int8"
-
-
-def test_questions_are_those_of_the_data_set(monkeypatch, tmp_path):
-    line = f"data ruler --folder {tmp_path} --samples 3 --seed 7 {OPTIONS}"
-    settings, choice = asked(monkeypatch, line, data_sets)
-    assert settings == Data(("full",), name="ruler", folder=str(tmp_path), rows=5, samples=3, tokens=9, seed=7)
-    assert choice == CHOICE
 
 
 # ---- Where rows are kept, and what a result says it was made by

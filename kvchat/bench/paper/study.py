@@ -78,7 +78,7 @@ class Lab:
         Raises:
             UsageError: no text is long enough, or a file cannot be read.
         """
-        return passages(self.texts, size, self.model.tokenizer, joined=True)[0].ids
+        return passages(self.texts, size, self.model.tokenizer)[0].ids
 
     def generate(self, logits: Tensor, tokens: int, sampling: Sampling) -> Iterator[int]:
         """Sample ``tokens`` tokens and store each; the caller can inspect the walk between two of them."""
@@ -169,7 +169,7 @@ def forced(lab: Lab) -> Forced:
     """Decodes the text's ``forced`` tokens after ``context`` tokens (both from the study's settings)."""
     settings = Agreement(context=lab.settings.context, tokens=lab.settings.forced)
     size = settings.context + settings.tokens
-    return Forced(lab.walk, settings, passages(lab.texts, size, lab.model.tokenizer, joined=True)[:1])
+    return Forced(lab.walk, settings, passages(lab.texts, size, lab.model.tokenizer)[:1])
 
 
 def agreement(decoded: Forced, parameters: ModeParameters) -> dict[str, Any]:

@@ -1,0 +1,56 @@
+"""A walk: a prompt that is stored is not read again, and what was read, covered and asked is seen."""
+
+import pytest
+import torch
+
+from kvchat.bench.frame import parsed
+from kvchat.bench.walk import Walk
+from kvchat.errors import DoesNotFitError, UsageError
+
+PROMPT = [token % 251 for token in range(7, 407)]
+FULL = parsed("full")
+
+
+@pytest.fixture
+def walk(tiny_shape):
+    return Walk(tiny_shape)
+
+
+def test_a_stored_prompt_is_read_once_and_gives_the_same_logits(walk, monkeypatch):
+    read, prefill = [], walk.runner.prefill
+    monkeypatch.setattr(walk.runner, "prefill", lambda ids: read.append(len(ids)) or prefill(ids))
+    first = walk.begin(PROMPT, parsed("streaming:budget=64,sink=4"))
+    after = walk.step(9)
+    assert torch.allclose(walk.begin(PROMPT, FULL), first, atol=1e-4)
+    exact = walk.step(9)
+    assert not torch.allclose(exact, after, atol=1e-4)
+    walk.begin(PROMPT[:-1], FULL)
+    assert read == [400, 1, 399]
+    assert torch.allclose(walk.step(PROMPT[-1]), first, atol=1e-4)
+
+
+def test_full_reads_and_covers_everything_and_streaming_its_window(walk):
+    walk.begin(PROMPT, FULL)
+    walk.step(9)
+    assert walk.tokens_read() == walk.total == len(PROMPT) + 1
+    assert torch.allclose(walk.covered(), torch.ones(4, 2))
+    assert torch.allclose(walk.weights(1).sum(-1), torch.ones(2, 2))
+    walk.begin(PROMPT, parsed("streaming:budget=64,sink=4"))
+    walk.step(9)
+    assert 64 <= walk.tokens_read() <= 64 + 64 + 1
+    assert float(walk.covered().max()) < 0.6
+
+
+def test_sync_is_calibrated_on_the_prompt_or_refused(walk):
+    walk.begin(PROMPT, parsed("sync:budget=132"))
+    walk.step(9)
+    assert walk.tokens_read() < walk.total
+    with pytest.raises(UsageError, match="100 tokens are too few to calibrate"):
+        Walk(walk.model).begin(PROMPT[:100], parsed("sync:budget=132"))
+
+
+def test_a_text_beyond_the_context_is_refused(walk):
+    with pytest.raises(DoesNotFitError, match=r"4,400 tokens are needed; .* reads 4,096"):
+        walk.begin(PROMPT, FULL, 4000)
+    walk.begin(PROMPT, parsed("streaming:budget=64,sink=4"), 4000)
+    assert walk.total == len(PROMPT), "a mode that goes beyond the context is not refused"
