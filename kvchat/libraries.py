@@ -28,7 +28,6 @@ EXTRAS = {
     "bnb": ("bitsandbytes>=0.46.1", "accelerate>=1.1"),
     "gptq": ("gptqmodel>=5.0", "optimum>=1.24", "accelerate>=1.1"),
     "grammar": ("llguidance>=1.0",),
-    "plot": ("matplotlib>=3.8",),
     "remote": ("openai>=3.57", "httpx2>=2.12", "prometheus-client>=0.20"),
     "serve": ("starlette>=1.0", "uvicorn>=0.35", "prometheus-client>=0.21"),
 }

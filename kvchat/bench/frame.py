@@ -45,14 +45,13 @@ class Frame:
     """Saves a measurement's rows and reports them.
 
     ``file`` None keeps them in memory only; one that is there is replaced. ``report`` gets lines for a person;
-    ``command`` is noted in the result; ``drawn`` says that the result is to be drawn.
+    ``command`` is noted in the result.
     """
 
     file: Path | None = None
     report: Report = lambda line: None
     clock: Callable[[], float] = time.monotonic
     command: str = ""
-    drawn: bool = False
 
     def measure(
         self,

@@ -18,7 +18,6 @@ from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv import inspect
 from kvchat.kv.manager import explained
 from kvchat.kv.modes import build
-from kvchat.kv.modes.freeze_timers import Scores
 from kvchat.kv.modes.sync_heads import Calibration
 from kvchat.models.load import LoadedModel
 from kvchat.protocol.messages import Finished, Sampling, Turn
@@ -141,16 +140,6 @@ class Walk:
         """
         with torch.inference_mode():
             return inspect.weights(self._state, layer)
-
-    def products(self) -> Tensor:
-        """|q·k| of the last token with each stored one, mean over layers and heads (ASR-KF-EGR, Eq. 2), ``[total]``."""
-        found = Scores("raw", 0, torch.arange(self.total, device=self.model.device))
-        with torch.inference_mode():
-            for layer, spec in enumerate(self._state.specs):
-                assert spec is not None
-                keys, _ = self._state.host.dense(layer, self.total)
-                found.add_products(self._state.query[layer], keys, spec, self._state.position)
-            return found.result()
 
     def covered(self) -> Tensor:
         """The share of all attention that falls on what was read, ``[layers, H]``: 1 where everything was."""

@@ -18,8 +18,8 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import typer
 
 from kvchat import files
-from kvchat.bench import plots, settings
 from kvchat.bench import report as reports
+from kvchat.bench import settings
 from kvchat.bench.frame import Frame, ModelChoice, Result
 from kvchat.bench.report import tables
 from kvchat.bench.texts import check
@@ -37,7 +37,6 @@ MODEL: dict[str, Any] = {
     "quantize": Annotated[str, setting(ModelSettings, "quantize")],
     "host_dtype": Annotated[str, setting(KvSection, "host_dtype")],
 }
-Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="draw it to .svg or .png (needs matplotlib)")]
 Out = Annotated[Path | None, typer.Option(help="write the rows to this file as they come, as JSON; overwrites it")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object, with the environment")]
 SaveProfile = Annotated[
@@ -49,7 +48,6 @@ def experiment(
     name: str,
     module: str,
     kind: type,
-    plot: bool = False,
     host_dtype: bool = False,
     also: Mapping[str, Any] = {},
     after: Callable[..., None] | None = None,
@@ -68,7 +66,6 @@ def experiment(
         *(parameter(option, hint, getattr(standard, option)) for option, hint in model.items()),
         parameter("as_json", Json, False),
         parameter("out", Out, None),
-        *([parameter("plot", Plot, None)] if plot else []),
         *(parameter(option, hint, False) for option, hint in also.items()),
     ]
 
@@ -76,7 +73,7 @@ def experiment(
         chosen = kind(**{each.name: _value(each, given[option]) for option, each in own.items()})
         check(getattr(chosen, "texts", ()))
         choice = ModelChoice(**{option: given[option] for option in model})
-        made = Measurement(given["out"], given["as_json"], given.get("plot"))
+        made = Measurement(given["out"], given["as_json"])
         result = import_module(f"kvchat.bench.{module}").run(chosen, choice, made.frame)
         made.show(result)
         if after:
@@ -110,31 +107,26 @@ def _value(each: Field[Any], given: Any) -> Any:
 
 
 class Measurement:
-    """One measurement of the command line: what is wrong with its files is said before it begins.
+    """One measurement of the command line: what is wrong with its file is said before it begins.
 
     Raises:
-        UsageError: on making, the folder of ``out`` or the plot's file is wrong.
+        UsageError: on making, the folder of ``out`` is wrong.
     """
 
-    def __init__(self, out: Path | None, as_json: bool, plot: Path | None) -> None:
+    def __init__(self, out: Path | None, as_json: bool) -> None:
         if out:
             files.check_folder(out)
             if out.is_dir():
                 raise UsageError(f"{out} is a folder.", "", "Use a file name for --out.")
-        if plot:
-            plots.check(plot)
-        self.frame = Frame(out, report, command=_command(sys.argv[1:]), drawn=plot is not None)
-        self._out, self._as_json, self._plot = out, as_json, plot
+        self.frame = Frame(out, report, command=_command(sys.argv[1:]))
+        self._out, self._as_json = out, as_json
 
     def show(self, result: Result) -> None:
-        """Print the complete result, and draw it where that was asked for."""
+        """Print the complete result."""
         if self._as_json:
             echo(json.dumps(result, indent=2))
         else:
             echo("\n\n".join(table.markdown() for table in tables(result)))
-        if self._plot:
-            plots.draw(result, self._plot)
-            report(str(self._plot))
         if self._out:
             report(str(self._out))
 
@@ -143,9 +135,9 @@ def _command(arguments: Sequence[str]) -> str:
     """The command line without what says where results go."""
     words, ignored = ["kvchat"], False
     for word in arguments:
-        if not ignored and word.partition("=")[0] not in ("--out", "--plot", "--json"):
+        if not ignored and word.partition("=")[0] not in ("--out", "--json"):
             words.append(word)
-        ignored = word in ("--out", "--plot")
+        ignored = word == "--out"
     return shlex.join(words)
 
 
@@ -154,35 +146,22 @@ def _save_profile(result: Result, choice: ModelChoice, save_profile: bool) -> No
         report(f"profile {profiles.save(profiles.Measured(**result['roofline']), choice.device)}")
 
 
-experiment("decode", "decode", settings.Decode, plot=True, also={"save_profile": SaveProfile}, after=_save_profile)
+experiment("decode", "decode", settings.Decode, also={"save_profile": SaveProfile}, after=_save_profile)
 experiment("prefill", "prefill", settings.Prefill)
 experiment("peers", "peers", settings.Peers, standard=ModelChoice(quantize="auto"))
 experiment("draft", "draft", settings.Draft)
-experiment("agreement", "agreement", settings.Agreement, plot=True, host_dtype=True)
+experiment("agreement", "agreement", settings.Agreement, host_dtype=True)
 experiment("coverage", "coverage", settings.Coverage)
-experiment("recall", "recall", settings.Recall, plot=True)
-experiment("paper", "paper.studies", settings.Paper, plot=True)
+experiment("recall", "recall", settings.Recall)
+experiment("paper", "paper.studies", settings.Paper)
 
 
 @app.command("report")
 def report_results(
     results: Annotated[list[Path], typer.Argument(metavar="RESULTS...", help="files that --out wrote")],
-    plot: Plot = None,
 ) -> None:
-    """Tables of results; with --plot pictures. Results of several environments or models are refused."""
-    if plot:
-        plots.check(plot)
-    read = reports.read(results)
-    echo(reports.rendered(read))
-    if plot:
-        for result, file in zip(read, _numbered(plot, len(read)), strict=True):
-            plots.draw(result, file)
-            report(str(file))
-
-
-def _numbered(file: Path, count: int) -> list[Path]:
-    """One file for each of several pictures: ``a.png``, ``a-2.png``."""
-    return [file, *(file.with_stem(f"{file.stem}-{number}") for number in range(2, count + 1))]
+    """Tables of results. Those of several environments or models are refused."""
+    echo(reports.rendered(reports.read(results)))
 
 
 @app.command("compare")

@@ -1,4 +1,4 @@
-"""ASR-KF-EGR (freeze mode): Tables 1 to 3, Figure 1, and the sensitivity study that section 6 leaves open."""
+"""ASR-KF-EGR (freeze mode): Tables 1 to 3."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvchat.bench.agreement import Forced
 from kvchat.bench.frame import Row, mean, parsed, wilson
-from kvchat.bench.paper.study import Lab, Part, Study, agreement, forced, row
+from kvchat.bench.paper.study import Lab, Part, Study, row
 from kvchat.bench.recall_tasks import inside_answer
 from kvchat.engine import synthetic_text
 from kvchat.engine.prompt import PromptEncoder, Stored
@@ -22,44 +21,20 @@ PROMPT_TOKENS = 14  # 514 tokens after 500
 EXPLANATION = "Explain quantum entanglement."
 EXPLANATION_TOKENS = 269
 SAMPLING = Sampling(temperature=0.7, top_k=40, top_p=0.9, seed=0)
-WINDOWS, SOFTNESS, THRESHOLD = (16, 32, 64), (1.0, 2.0, 4.0), 0.5
-FLAGGED = (0.1, 0.25, 0.5, 0.75, 0.9)  # shares of a text's tokens; the published tau flags none
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Table 1 generates ``tokens`` tokens; Table 2 asks for ``cases`` passkeys, ``inside`` tokens into an answer.
-
-    The sensitivity study uses both, and ``forced`` tokens of a book after ``context`` tokens.
-    """
+    """Table 1 generates ``tokens`` tokens; Table 2 asks for ``cases`` passkeys, ``inside`` tokens into an answer."""
 
     tokens: int = 500
     cases: int = 4
     prompt_tokens: int = 1500
     inside: int = 300
-    context: int = 600
-    forced: int = 150
 
 
 def _variants(settings: Settings) -> list[str]:
-    return ["full", PAPER, OURS, *_sensitivity_variants()]
-
-
-def _sensitivity_variants() -> list[str]:
-    pairs = [f"freeze:profile=paper,K={K},k={k:g}" for K, k in itertools.product(WINDOWS, SOFTNESS)]
-    return [*pairs, _by_threshold(THRESHOLD)]
-
-
-def _by_threshold(tau: float) -> str:
-    return f"freeze:profile=paper,score=raw,tau={tau!r},K={WINDOWS[1]},k={SOFTNESS[1]:g}"
-
-
-def _thresholds(lab: Lab) -> Iterator[tuple[str, float]]:
-    """For each share in ``FLAGGED``, the tau that flags that share of the tokens outside the window."""
-    lab.walk.begin(lab.passage(lab.settings.context), parsed("full"))
-    scores = lab.walk.products()[: -WINDOWS[1]].double().sort().values
-    for share in FLAGGED:
-        yield f"tau that flags {share:.0%}", float(scores[int(share * len(scores))])
+    return ["full", PAPER, OURS]
 
 
 def _memory(lab: Lab) -> list[Row]:
@@ -99,7 +74,7 @@ def _open_prompt(lab: Lab) -> list[int]:
 def _generated(
     lab: Lab, variant: str, prompt: Sequence[int], tokens: int, published: dict[str, float] | None = None
 ) -> Row:
-    """Generate ``tokens`` tokens after a prompt; the tokens read at each step are the line of Figure 1."""
+    """Generate ``tokens`` tokens after a prompt."""
     logits = lab.walk.begin(prompt, parsed(variant), tokens)
     seconds, active, ids, began = 0.0, [], [], time.perf_counter()
     for token in lab.generate(logits, tokens, SAMPLING):
@@ -114,7 +89,7 @@ def _generated(
         "active, mean": mean(active),
         "seconds": seconds,
     }
-    return row(variant, measured, published, lines={variant: active}, ids=ids, text=lab.model.tokenizer.decode(ids))
+    return row(variant, measured, published, ids=ids, text=lab.model.tokenizer.decode(ids))
 
 
 def _passkeys(lab: Lab) -> list[Row]:
@@ -147,29 +122,14 @@ def _recalled(lab: Lab, variant: str, inside: int) -> Iterator[bool]:
         yield case.answer in tokenizer.decode(list(answer))
 
 
-def _sensitivity(lab: Lab) -> list[Row]:
-    variants = {variant: variant for variant in _sensitivity_variants()}
-    variants |= {f"{label}: {tau:.3g}": _by_threshold(tau) for label, tau in _thresholds(lab)}
-    decoded, asked = forced(lab), _open_prompt(lab)
-    return lab.each(variants, lambda label: _sensitive(lab, label, variants[label], decoded, asked))
-
-
-def _sensitive(lab: Lab, label: str, variant: str, decoded: Forced, asked: Sequence[int]) -> Row:
-    active = _generated(lab, variant, asked, lab.settings.tokens)["measured"]
-    agreed = agreement(decoded, parsed(variant))
-    shown = {name: active[name] for name in ("active at the end", "compression", "active, mean")}
-    return row(label, shown | {name: agreed[name] for name in ("KL", "same top token")})
-
-
 PARTS = {
     "table-1": Part(
-        "Table 1 and Figure 1: active K/V over a generation",
+        "Table 1: active K/V over a generation",
         'The paper ran LLaMA-3 8B on a GPU. "Active" counts the tokens that the last step read, before it froze any '
         "itself (mean over layers and KV heads). profile=paper flags every token outside the window, as the paper's "
         "counts imply. Plain freeze is kvchat's own rule, which freezes nothing in short texts. Times depend on what "
         "else runs on the machine.",
         _memory,
-        drawn=True,
     ),
     "table-2": Part(
         "Table 2: passkey retrieval",
@@ -182,15 +142,6 @@ PARTS = {
         "Prompt and answer together are as long as in the paper. Every row has the same prompt, seed and sampling; the "
         "result file has the texts. Do not expect physics from a 17M model.",
         _explanation,
-        drawn=True,
-    ),
-    "sensitivity": Part(
-        "Sensitivity to K, k and tau (section 6; no figures published)",
-        "score=raw is Eq. 2 with tau; the other rows flag every token outside the window. The paper's tau of 0.5 flags "
-        "nothing if |q·k| is always larger, as in this model. The last rows therefore take tau from the scores that "
-        "the book's last token gives to the tokens outside the window. Agreement with full is measured on a book that "
-        "was prefilled exactly.",
-        _sensitivity,
     ),
 }
-STUDY = Study("asr-kf-egr", "freeze mode: active K/V, retrieval and sensitivity", PARTS, _variants)
+STUDY = Study("asr-kf-egr", "freeze mode: active K/V and retrieval", PARTS, _variants)

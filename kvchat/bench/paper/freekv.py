@@ -1,28 +1,25 @@
-"""FreeKV (speculative mode): Figure 3, the share of heads that each tau corrects, and the appendix's ablations: how a
-group's scores are pooled, and which query retrieves. Also the comparison of all modes."""
+"""FreeKV (speculative mode): Figure 3a, the share of heads that each tau corrects, and the appendix's ablation of which
+query retrieves. Also the comparison of all modes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from kvchat.bench.frame import Row, parsed
 from kvchat.bench.paper import comparison
-from kvchat.bench.paper.study import Lab, Part, Study, agreement, forced, rounded, row
+from kvchat.bench.paper.study import Lab, Part, Study, agreement, forced, row
 from kvchat.config.modes import FullParameters, SpeculativeParameters
 from kvchat.kv.modes.freekv import FreeKV
-from kvchat.kv.ops.selection import Candidates
 from kvchat.kv.state import KVState
 from kvchat.protocol.messages import Sampling
 
 TAUS = (0.0, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 ACCURACY_TAUS = (-2.0, 0.5, 0.8, 0.9, 2.0)
-# How the scores of a group are pooled, and the paper's verdict.
-POOLINGS: dict[str, str] = {"MeanS": "used", "MaxS": "worse", "MeanQK": "", "MaxQK": ""}
 # Which query retrieves: tau, the source and the paper's verdict.
 SOURCES: dict[str, tuple[float, Source, str]] = {
     "the step before, never corrected": (-2.0, "own", "significantly worse than with correction"),
@@ -30,9 +27,6 @@ SOURCES: dict[str, tuple[float, Source, str]] = {
     "the layer below, same step": (2.0, "layer below", "worse than the step before"),
     "the layer's own, same step": (2.0, "own", "not speculative: the step waits for the recall"),
 }
-SHOWN = 4  # heads whose C is drawn over time
-CELLS = 40  # lines and columns of an attention map
-Pooling = Literal["MeanS", "MaxS", "MeanQK", "MaxQK"]
 Source = Literal["own", "layer below"]
 
 
@@ -89,63 +83,7 @@ def _figure_3a(lab: Lab) -> list[Row]:
         "heads above 0.84": float((by_head > 0.84).float().mean()),
     }
     published = {"lowest head": "above 0.84", "heads above 0.9": "most", "heads above 0.84": 1.0}
-    return [row("mean C of each head", measured, published, matrix=rounded(by_head))]
-
-
-def _figure_3b(lab: Lab) -> list[Row]:
-    """The middle layer's weights (mean of its heads): generated tokens down, tokens read across."""
-    settings, layer = lab.settings, lab.model.layers // 2
-    total = settings.context + settings.tokens
-    lines = []
-    for _ in _generation(lab):
-        weights = lab.walk.weights(layer).float().mean((0, 1)).cpu()
-        lines.append(torch.nn.functional.pad(weights, (0, total - len(weights))))
-    weights = torch.stack(lines)
-    held = _others(weights.sum(0)).sort(descending=True).values.cumsum(0)
-    measured = {
-        "on the first 4 tokens": float(weights[:, :4].sum(1).mean()),
-        "on the last 64": _on_recent(weights, settings.context, 64),
-        "tokens that hold half of the rest": int((held < 0.5).sum()) + 1,
-    }
-    pooled = _pooled(_pooled(weights.sqrt(), 0), 1)
-    return [row("attention map", measured, {}, matrix=rounded(pooled / pooled.max()))]
-
-
-def _on_recent(weights: Tensor, context: int, recent: int) -> float:
-    """The share of the weights ``[steps, tokens]`` on the ``recent`` newest tokens, the step's own included; mean."""
-    shares = [line[: context + i + 1][-recent:].sum() for i, line in enumerate(weights)]
-    return float(torch.stack(shares).mean())
-
-
-def _others(seen: Tensor) -> Tensor:
-    """Weights ``[tokens]`` without the first four tokens, as shares."""
-    return seen[4:] / seen[4:].sum()
-
-
-def _pooled(cells: Tensor, dim: int) -> Tensor:
-    """The maximum of each of ``CELLS`` runs along a dimension (fewer if the dimension is shorter)."""
-    runs = cells.tensor_split(min(CELLS, cells.shape[dim]), dim)
-    return torch.stack([run.amax(dim) for run in runs], dim)
-
-
-def _figure_3c(lab: Lab) -> list[Row]:
-    similar = _similarities(lab).flatten(1)
-    outliers = similar < similar.mean(0) - 2 * similar.std(0)
-    chosen = torch.linspace(0, similar.shape[1] - 1, SHOWN).round().long()
-    heads = lab.model.q_heads
-    lines = {f"layer {head // heads}, head {head % heads}": rounded(similar[:, head]) for head in chosen.tolist()}
-    measured = {
-        "steps with an outlier head": float(outliers.any(1).float().mean()),
-        "heads that are outliers, mean of steps": float(outliers.float().mean()),
-    }
-    return [
-        row(
-            "C over time",
-            measured,
-            {"steps with an outlier head": "certain steps, different for each head"},
-            lines=lines,
-        )
-    ]
+    return [row("mean C of each head", measured, published)]
 
 
 def _corrections(lab: Lab) -> list[Row]:
@@ -164,35 +102,19 @@ def _accuracy(lab: Lab) -> list[Row]:
     return lab.each(taus, lambda label: row(label, agreement(decoded, parsed(_at(lab.settings, taus[label])))))
 
 
-# ---- ablations -------------------------------------------------------------------------------------
-def _pooling(lab: Lab) -> list[Row]:
-    decoded = forced(lab)
-    return lab.each(
-        POOLINGS,
-        lambda label: row(label, agreement(decoded, _ablated(lab, tau=0.8, pooling=label)), _said(POOLINGS[label])),
-    )
-
-
 def _sources(lab: Lab) -> list[Row]:
     decoded = forced(lab)
 
     def asked(label: str) -> Row:
         tau, source, said = SOURCES[label]
-        return row(label, agreement(decoded, _ablated(lab, tau=tau, source=source)), _said(said))
+        ablated = AblatedParameters(profile="paper", budget=lab.settings.budget, tau=tau, source=source)
+        return row(label, agreement(decoded, ablated), {"same top token": said})
 
     return lab.each(SOURCES, asked)
 
 
-def _ablated(lab: Lab, **changes: Any) -> AblatedParameters:
-    return AblatedParameters(profile="paper", budget=lab.settings.budget, **changes)
-
-
-def _said(words: str) -> dict[str, str]:
-    return {"same top token": words} if words else {}
-
-
 class AblatedParameters(SpeculativeParameters):
-    """``SpeculativeParameters`` for the ablations. The source "layer below" retrieves every step: use tau above 1."""
+    """``SpeculativeParameters`` with another query. The source "layer below" retrieves every step: use tau above 1."""
 
     implementation: ClassVar[str] = "kvchat.bench.paper.freekv:Ablated"
 
@@ -200,8 +122,6 @@ class AblatedParameters(SpeculativeParameters):
     def implemented_by(self) -> str:
         return self.implementation
 
-    pooling: Pooling = "MeanS"
-    """how the scores of a group's query heads are pooled: mean or maximum of weights (S) or of scores (QK)"""
     source: Source = "own"
     """the query that retrieves: the layer's own, or the same step's query in the layer below"""
 
@@ -212,21 +132,6 @@ PARTS = {
         "The paper generated 13,000 tokens with Llama-3.1-8B and DeepSeek-R1-Qwen-14B. The bundled model's queries "
         "change direction much more, so the paper's tau corrects nearly every head.",
         _figure_3a,
-        drawn=True,
-    ),
-    "figure-3b": Part(
-        "Figure 3b: attention map of a generation",
-        "The middle layer, mean of its heads. Each cell shows the square root of the largest weight among its tokens. "
-        "The paper has a plot of a 14B reasoning model, without numbers.",
-        _figure_3b,
-        drawn=True,
-    ),
-    "figure-3c": Part(
-        "Figure 3c: C over a generation",
-        "An outlier is a step whose C is more than two standard deviations below its head's mean. The paper has a "
-        "plot, without numbers.",
-        _figure_3c,
-        drawn=True,
     ),
     "corrections": Part(
         "Share of heads corrected per step, by tau",
@@ -239,13 +144,6 @@ PARTS = {
         "tau=-2 never corrects, tau=2 always does. The paper compares task scores of large models; a small model fails "
         "those tasks.",
         _accuracy,
-    ),
-    "pooling": Part(
-        "Pooling over the query heads of a group (appendix)",
-        "Mean or maximum of the heads' page weights (S, after the softmax) or scores (QK, before it), at tau 0.8. The "
-        "paper compares task scores and prefers the mean of weights. A corrected head (in the bundled model, most of "
-        "them) pools its current query.",
-        _pooling,
     ),
     "query-source": Part(
         "The query that retrieves (appendix)",
@@ -267,22 +165,8 @@ PARTS = {
 STUDY = Study("freekv", "speculative mode: adjacent queries, corrections, all modes compared", PARTS, _variants)
 
 
-def _max_of_weights(scores: Tensor, candidates: Candidates) -> Tensor:
-    # Logarithms keep the order of the weights through the softmax that follows.
-    return scores.float().masked_fill(candidates.masked, float("-inf")).log_softmax(-1).amax(1, keepdim=True)
-
-
-# Scores [H, G, page] pooled to [H, 1, page]: the softmax of one row that follows keeps their order.
-POOLED: dict[Pooling, Callable[[Tensor, Candidates], Tensor]] = {
-    "MeanS": lambda scores, candidates: scores,
-    "MaxS": _max_of_weights,
-    "MeanQK": lambda scores, candidates: scores.float().mean(1, keepdim=True),
-    "MaxQK": lambda scores, candidates: scores.amax(1, keepdim=True),
-}
-
-
 class Ablated(FreeKV):
-    """FreeKV with the pooling and the source of its parameters."""
+    """FreeKV with the source of its parameters."""
 
     parameters: AblatedParameters
 
@@ -294,6 +178,3 @@ class Ablated(FreeKV):
         below, self._below = self._below, query
         asked = below if self.parameters.source == "layer below" and layer else query
         return super().attention_begin(layer, asked, key)
-
-    def choose(self, layer: int, scores: Tensor, candidates: Candidates, flagged: Tensor | None = None) -> Tensor:
-        return super().choose(layer, POOLED[self.parameters.pooling](scores, candidates), candidates, flagged)

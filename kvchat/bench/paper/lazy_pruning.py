@@ -80,15 +80,7 @@ def _table(lab: Lab, tokens: int, lines: dict[str, str | None], published: dict[
     decoded = lab.each(labels, lambda label: _decoded(lab, ids, lines[label.rpartition(", trial ")[0]]))
     trials = {name: decoded[place :: len(lines)] for place, name in enumerate(lines)}
     base = statistics.fmean(each["tpot"] for each in trials[BASELINE])
-    return [
-        row(name, _figures(trials[name], base), published.get(name), lines={name: _smooth(trials[name][0]["nats"])})
-        for name in lines
-    ]
-
-
-def _smooth(nats: Sequence[float], over: int = 32) -> list[float]:
-    """The running mean over ``over`` tokens: sudden steps where tokens are released stay visible."""
-    return [round(statistics.fmean(nats[max(0, end - over) : end]), 4) for end in range(1, len(nats) + 1)]
+    return [row(name, _figures(trials[name], base), published.get(name)) for name in lines]
 
 
 def _figures(trials: Sequence[dict[str, Any]], base: float) -> dict[str, Any]:
@@ -131,7 +123,6 @@ def _decoded(lab: Lab, ids: Sequence[int], params: str | None) -> dict[str, Any]
         "seconds": first + seconds,
         "kv": 0 if params is None else lab.walk.device_bytes,
         "tpot": 1000 * seconds / len(nats),
-        "nats": nats,
         "perplexity": float(torch.tensor(nats, dtype=torch.float64).mean().exp()),
         "peak": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
     }
@@ -168,20 +159,17 @@ PARTS = {
         "kvchat's code with the three mechanisms off. Mean and standard deviation of the trials after a warm-up; times "
         "depend on what else runs on the machine. K/V MB is on the device; peak memory is measured on a GPU only.",
         _long,
-        drawn=True,
     ),
     "table-2": Part(
         "Table 2: a text shorter than C (WikiText-103 in the paper)",
         "Nothing is pruned, so every perplexity is that of full attention.",
         _short,
-        drawn=True,
     ),
     "table-3": Part(
         "Table 3: ablations",
         "The paper leaves all cells empty. By Eq. 8, sigma = 0 and delta = 0 both prune to C, and so does the full "
         "method with the paper's delta = R when it decodes one token at a time: the perplexities must be equal.",
         _ablated,
-        drawn=True,
     ),
 }
 STUDY = Study("lazy-pruning", "streaming mode: a bounded cache against recomputing a window", PARTS, _variants)

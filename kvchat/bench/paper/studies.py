@@ -22,10 +22,10 @@ def run(settings: Paper, choice: ModelChoice, frame: Frame) -> Result:
     """Measure the paper's parts; see ``Study.run``.
 
     Raises:
-        UsageError: an unknown paper, part or size, or a plot of parts that have none; KvchatError: as there.
+        UsageError: an unknown paper, part or size; KvchatError: as there.
     """
     study, sizes = chosen(settings.paper, settings.sizes, settings.modes, settings.budgets)
-    study.check(settings.parts, frame.drawn)
+    study.check(settings.parts)
     return study.run(sizes, choice, frame, settings.parts, settings.texts)
 
 

@@ -1,7 +1,6 @@
 """Shared by the studies of all papers. A part is one table or figure, with published figures beside measured ones.
 
-A row of a part has ``row``, its label; ``measured`` and ``published``, figures by name; and, if the part is a figure,
-``lines`` (by name) or a ``matrix``.
+A row of a part has ``row``, its label; ``measured`` and ``published``, figures by name.
 """
 
 from __future__ import annotations
@@ -37,12 +36,11 @@ TOKENS = ("context", "forced", "longest", "prompt_tokens", "tokens")  # sizes th
 
 @dataclass(frozen=True)
 class Part:
-    """One table or figure: its title, how it differs from the paper's, how it is measured, whether it has a plot."""
+    """One table or figure: its title, how it differs from the paper's, how it is measured."""
 
     title: str
     differs: str
     measure: Callable[[Lab], Sequence[Row]]
-    drawn: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,8 +96,8 @@ class Study:
     parts: Mapping[str, Part]
     variants: Callable[[Any], Sequence[str]]
 
-    def check(self, only: Sequence[str], drawn: bool = False) -> None:
-        """Check that the parts exist and, for ``drawn``, that one of them has a plot.
+    def check(self, only: Sequence[str]) -> None:
+        """Check that the parts exist.
 
         Raises:
             UsageError
@@ -107,9 +105,6 @@ class Study:
         for part in only:
             if part not in self.parts:
                 raise UsageError(f'{self.name} has no part "{part}".', did_you_mean(part, self.parts))
-        pictures = [name for name, part in self.parts.items() if part.drawn]
-        if drawn and only and not set(only) & set(pictures):
-            raise UsageError("These parts have no plot.", hint=f"{', '.join(pictures)} have one.")
 
     def run(
         self,
@@ -181,12 +176,6 @@ def agreement(decoded: Forced, parameters: ModeParameters) -> dict[str, Any]:
 def row(label: str, measured: Mapping[str, Any], published: Mapping[str, Any] | None = None, **figure: Any) -> Row:
     """A row of a part."""
     return {"row": label, "measured": dict(measured), "published": dict(published or {}), **figure}
-
-
-def rounded(values: Tensor) -> list[Any]:
-    """The values rounded to three decimals, as nested lists."""
-    found: list[Any] = (values.double() * 1000).round().div(1000).tolist()
-    return found
 
 
 def _line(made: Row) -> str:

@@ -1,27 +1,20 @@
-"""SyncKV (sync mode): Figures 2a to 2c and 4, appendix B.1, and Table 3 and Figure 6 as agreement with full."""
+"""SyncKV (sync mode): Figures 2a and 4, and Table 3 and Figure 6 as agreement with full."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvchat.bench.agreement import Forced
 from kvchat.bench.frame import Row, parsed
-from kvchat.bench.paper.study import Lab, Part, Study, agreement, forced, rounded, row
+from kvchat.bench.paper.study import Lab, Part, Study, agreement, forced, row
 from kvchat.bench.recall_tasks import case
-from kvchat.bench.texts import BOOKS
 from kvchat.config.modes import FullParameters
-from kvchat.engine.calibration import calibrate, file_samples
 from kvchat.engine.prompt import PromptEncoder, Stored
 from kvchat.engine.synthetic_text import ANSWER_TOKENS
-from kvchat.errors import UsageError
-from kvchat.kv.modes.sync_heads import RULES, Calibration, kmeans, roles
-from kvchat.models.load import LoadedModel
 from kvchat.protocol.messages import Sampling
 
 TOP = 64
@@ -46,8 +39,7 @@ class Settings:
     """Generates ``tokens`` tokens after ``context`` tokens of a book.
 
     The ablations decode ``forced`` tokens, where a follower head may attend to ``budget``. Figure 4 has ``lengths``
-    lengths up to ``longest`` tokens and ``depths`` depths, with ``cases`` needles each. Appendix B.1 uses ``articles``
-    texts of each corpus.
+    lengths up to ``longest`` tokens and ``depths`` depths, with ``cases`` needles each.
     """
 
     tokens: int = 100
@@ -58,7 +50,6 @@ class Settings:
     lengths: int = 4
     depths: int = 5
     cases: int = 2
-    articles: int = 24
 
 
 def _variants(settings: Settings) -> list[str]:
@@ -95,37 +86,7 @@ def _drift(lab: Lab) -> list[Row]:
     overlap = (sets * sets[0]).sum(-1).mean((1, 2)) / TOP
     published = {50: {"overlap": 0.30}}
     steps = sorted({step for step in (1, 10, 50, len(overlap) - 1) if step < len(overlap)})
-    rows = [row(f"step {step}", {"overlap": float(overlap[step])}, published.get(step)) for step in steps]
-    rows[0]["lines"] = {"overlap with the first step": rounded(overlap)}
-    return rows
-
-
-def _locality(lab: Lab) -> list[Row]:
-    sets = _top_sets(lab).flatten(1)
-    pairs = lab.model.layers * lab.model.kv_heads
-    overlap = sets @ sets.T / TOP / pairs
-    adjacent, far = overlap.diagonal(1), overlap.diagonal(min(50, len(overlap) - 1))
-    measured = {"adjacent steps": float(adjacent.mean()), "lowest pair": float(adjacent.min())}
-    published = {"adjacent steps": "consistently high"}
-    return [
-        row("temporal locality", {**measured, "50 steps apart": float(far.mean())}, published, matrix=rounded(overlap))
-    ]
-
-
-def _similarity(lab: Lab) -> list[Row]:
-    """The mean overlap of heads in two layers; within one layer, of two different heads."""
-    sets, heads = _top_sets(lab).transpose(1, 0), lab.model.kv_heads
-    layers = len(sets)
-    matrix = torch.zeros(layers, layers)
-    for one in range(layers):
-        for other in range(layers):
-            overlap = torch.einsum("sat,sbt->ab", sets[one], sets[other]) / TOP / sets.shape[1]
-            same = overlap.diagonal().sum() if one == other else torch.tensor(0.0)
-            matrix[one, other] = (overlap.sum() - same) / (heads * heads - (heads if one == other else 0))
-    within = matrix.diagonal().mean()
-    between = (matrix.sum() - matrix.diagonal().sum()) / (layers * layers - layers)
-    measured = {"within a layer": float(within), "between layers": float(between), "ratio": float(within / between)}
-    return [row("layers", measured, {"ratio": "significantly higher within"}, matrix=rounded(matrix))]
+    return [row(f"step {step}", {"overlap": float(overlap[step])}, published.get(step)) for step in steps]
 
 
 # ---- Table 3 and Figure 6 --------------------------------------------------------------------------
@@ -159,7 +120,7 @@ def _times(lab: Lab, variant: str) -> dict[str, float]:
 
 # ---- Figure 4 --------------------------------------------------------------------------------------
 def _needles(lab: Lab) -> list[Row]:
-    """Share of needles found by depth (lines) and length (columns): full, the paper's settings, kvchat's."""
+    """Share of needles found at all depths and lengths: full, the paper's settings, kvchat's."""
     variants = {
         "full": "full",
         "sync, as published": _paper(lab.settings, _at_ratio(0.5)),
@@ -170,17 +131,13 @@ def _needles(lab: Lab) -> list[Row]:
     cells = itertools.product(lengths, depths, range(lab.settings.cases))
     needles = {f"needle {number}: {cell[1]:g} of {cell[0]:,} tokens": cell for number, cell in enumerate(cells, 1)}
     found = lab.each(needles, lambda label: _answers(lab, variants, *needles[label]))
-    # [variant, length, depth, case] to a share for each depth (line) and length (column)
     hits = torch.tensor([[float(answers[label]) for answers in found] for label in variants])
-    right = hits.view(-1, len(lengths), len(depths), lab.settings.cases).mean(-1).transpose(1, 2)
-    axes = {"columns": [f"{length:,}" for length in lengths], "lines": [f"{depth:g}" for depth in depths]}
+    right = hits.view(len(variants), -1, lab.settings.cases).mean(-1)
     return [
         row(
             label,
             {"score": float(shares.mean()), "lowest cell": float(shares.min())},
             {"score": NEEDLE_SCORE} if label == "sync, as published" else {},
-            matrix=rounded(shares),
-            axes=axes,
         )
         for label, shares in zip(variants, right, strict=True)
     ]
@@ -199,78 +156,12 @@ def _answers(lab: Lab, variants: dict[str, str], tokens: int, depth: float, numb
     return found
 
 
-# ---- appendix B.1 ----------------------------------------------------------------------------------
-def _clusters(lab: Lab) -> list[Row]:
-    """Agreement of the heads' clusters for each pair of books, for each N_r that leaves a follower."""
-    measured = corpora(lab.model, lab.settings.articles)
-    return [
-        row(label, figures, {"same cluster": "vast majority"})
-        for clusters in range(2, min(4, lab.model.kv_heads))
-        for label, figures in concordance(measured, clusters)
-    ]
-
-
-def corpora(model: LoadedModel, texts: int) -> dict[str, Calibration]:
-    """A calibration on the first ``texts`` texts of each bundled book, by the book's name.
-
-    Raises:
-        UsageError: the model has too few heads to compare clusters.
-    """
-    if model.kv_heads < 3:
-        raise UsageError(
-            "Two heads cannot be clustered.",
-            f"A layer of {model.name} has {model.kv_heads} KV heads.",
-            "Use a model with more KV heads.",
-        )
-    books = sorted(BOOKS.glob("*.txt"))
-    return {book.stem: calibrate(model, file_samples(model, [book])[:texts], book.stem) for book in books}
-
-
-def concordance(measured: Mapping[str, Calibration], clusters: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """For each pair of corpora: the share of heads in the same cluster, and of equal representatives by each rule."""
-    for one, other in itertools.combinations(measured, 2):
-        pair = measured[one], measured[other]
-        labels = [[_labels(layer, clusters) for layer in each.similarity] for each in pair]
-        same = [matching(a, b) for a, b in zip(*labels, strict=True)]
-        figures: dict[str, Any] = {"same cluster": sum(same) / len(same)}
-        for rule in RULES:
-            led = [[set(layer.representatives) for layer in roles(each, clusters, rule)] for each in pair]
-            shared = [len(a & b) / clusters for a, b in zip(*led, strict=True)]
-            figures[f"same representatives, {rule}"] = sum(shared) / len(shared)
-        yield f"N_r={clusters}: {one} and {other}", figures
-
-
-def matching(one: Sequence[int], other: Sequence[int]) -> float:
-    """The share of heads in the same cluster of two clusterings, clusters matched as well as possible."""
-    names = range(max(*one, *other) + 1)
-    best = max(
-        sum(renamed[a] == b for a, b in zip(one, other, strict=True)) for renamed in itertools.permutations(names)
-    )
-    return best / len(one)
-
-
-def _labels(similarity: Sequence[Sequence[float]], clusters: int) -> list[int]:
-    scores: Tensor = torch.tensor(similarity, dtype=torch.float64)
-    found: list[int] = kmeans(scores.max() - scores, clusters)[0].tolist()
-    return found
-
-
 PARTS = {
     "figure-2a": Part(
         "Figure 2a: how many of the most attended tokens are the same as at the first step",
         f"The top {TOP} tokens of each KV head (maximum over its query heads), on a book. The paper does not say which "
         "k and texts it used.",
         _drift,
-        drawn=True,
-    ),
-    "figure-2b": Part(
-        "Figure 2b: overlap of each pair of steps", "As Figure 2a; the paper has a heat map.", _locality, drawn=True
-    ),
-    "figure-2c": Part(
-        "Figure 2c: overlap within and between layers",
-        "Two different heads of a layer are compared, never a head with itself.",
-        _similarity,
-        drawn=True,
     ),
     "table-3": Part(
         "Table 3: components",
@@ -286,13 +177,6 @@ PARTS = {
         "shown, with greedy answers. By default the head that retrieves best represents a cluster; in the paper it is "
         "the head nearest to the centroid.",
         _needles,
-        drawn=True,
-    ),
-    "appendix-b1": Part(
-        "Appendix B.1: clusters of heads on separate corpora",
-        "In the paper a corpus is 50 Wikipedia articles of 1,000 tokens; here it is texts of 512 tokens of one book. "
-        "Clusters are matched by the heads they share.",
-        _clusters,
     ),
     "figure-6": Part(
         "Figure 6: static ratio rho",
@@ -300,4 +184,4 @@ PARTS = {
         _static_ratios,
     ),
 }
-STUDY = Study("synckv", "sync mode: drift, locality and similarity of attention; ablations", PARTS, _variants)
+STUDY = Study("synckv", "sync mode: drift of attention, ablations, needles", PARTS, _variants)
