@@ -3,8 +3,8 @@
 A cell is what is measured at once, named by its coordinates such as the variant and the case; it gives one or more
 rows, each with the cell's coordinates in it. A variant is written ``MODE[:KEY=VALUE[,KEY=VALUE...]]``.
 
-A result says what was measured: its settings, the modes with their versions, constants and parameters, the model and
-the environment. By these two results are one measurement, or may stand in one report.
+A result says what was measured: its settings, the modes with their parameters, the model, the environment and the
+commit of kvchat. By these two results are one measurement, or may stand in one report.
 """
 
 from __future__ import annotations
@@ -172,23 +172,13 @@ class Experiment:
 
 
 def methods(variants: Sequence[str], budget: int | None = None) -> dict[str, Any]:
-    """Mode, its version, constants and all its parameters for each variant; ``budget`` is the experiment's own.
+    """Mode and all its parameters for each variant; ``budget`` is the experiment's own.
 
     Raises:
-        UsageError: an unknown mode or parameter, a value out of range, or a mode that cannot be imported.
+        UsageError: an unknown mode or parameter, or a value out of range.
     """
-    from kvchat.kv.modes import implementation  # imports torch, which the command line does without
-
     found = {variant: parsed(variant, budget) for variant in variants}
-    return {
-        variant: {
-            "mode": chosen.name,
-            "version": chosen.version,
-            "constants": dict(implementation(chosen).constants),
-            "parameters": chosen.model_dump(),
-        }
-        for variant, chosen in found.items()
-    }
+    return {variant: {"mode": chosen.name, "parameters": chosen.model_dump()} for variant, chosen in found.items()}
 
 
 def model_identity(model: LoadedModel) -> dict[str, Any]:

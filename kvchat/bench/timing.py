@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 
 import kvchat
-from kvchat import nvml
+from kvchat import nvml, paths
 from kvchat.process import PROCESSES, STAT, processor_time, usable_processors
 
 # Steps before those that count: the first compile and allocate; on a GPU each kind of step (sync mode has five) runs
@@ -113,7 +113,7 @@ def fingerprint(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": version("transformers"),
-        "kvchat": kvchat.__version__,
+        "kvchat": paths.with_commit(kvchat.__version__),
         "system": platform.system(),
     }
 

@@ -40,12 +40,11 @@ OBSERVED_FIGURES = {
 class ModeParameters(BaseModel):
     """Base of all: frozen, unknown names refused.
 
-    ``implementation`` is ``package.module:Class`` of the mode itself; ``version`` is raised when the mode reads other
-    tokens than before with the same parameters, so that results of before are known to be older. ``figures`` says what
-    each figure means that the mode reports, by its label: in help, and in the panels where it is chosen. ``tradeoff``
-    says where the mode is proposed what is lost beside full mode. One that is ``for_comparison`` is entered by its name
-    alone: F6 passes it by, and nothing proposes it. ``own`` names shared parameters that hold
-    in this mode only when they are given to it, each with what it costs there: whoever gives one is told.
+    ``implementation`` is ``package.module:Class`` of the mode itself. ``figures`` says what each figure means that the
+    mode reports, by its label: in help, and in the panels where it is chosen. ``tradeoff`` says where the mode is
+    proposed what is lost beside full mode. One that is ``for_comparison`` is entered by its name alone: F6 passes it
+    by, and nothing proposes it. ``own`` names shared parameters that hold in this mode only when they are given to it,
+    each with what it costs there: whoever gives one is told.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False, use_attribute_docstrings=True)
@@ -53,7 +52,6 @@ class ModeParameters(BaseModel):
     name: ClassVar[str]
     title: ClassVar[str]
     implementation: ClassVar[str]
-    version: ClassVar[int] = 1
     figures: ClassVar[Mapping[str, str]] = {}
     tradeoff: ClassVar[str] = ""
     for_comparison: ClassVar[bool] = False
@@ -165,7 +163,6 @@ class SpeculativeParameters(BudgetParameters, PaperParameters):
     title: ClassVar[str] = (
         "reads the tokens that matter, found by a two-bit copy of their keys; fetches them one layer ahead on a GPU"
     )
-    version: ClassVar[int] = 3
     implementation: ClassVar[str] = "kvchat.kv.modes.speculative:Speculative"
     published: ClassVar[Mapping[str, Any]] = {
         "budget": 2048,
@@ -234,7 +231,6 @@ class SpeculativeParameters(BudgetParameters, PaperParameters):
 class FreezeParameters(PaperParameters):
     name: ClassVar[str] = "freeze"
     title: ClassVar[str] = "drops irrelevant tokens for longer and longer, then brings them back (ASR-KF-EGR)"
-    version: ClassVar[int] = 2
     implementation: ClassVar[str] = "kvchat.kv.modes.freeze:Freeze"
     published: ClassVar[Mapping[str, Any]] = {"score": "always", "tau": 0.5, "k": 2.0, "K": 32, "recovery": False}
     figures: ClassVar[Mapping[str, str]] = {

@@ -16,10 +16,7 @@ from kvchat.config.modes import parse
 from kvchat.kv.attention import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.manager import KVManager
-from kvchat.kv.modes import (
-    build,
-    freeze,  # noqa: F401  # takes its constants before a rule is changed
-)
+from kvchat.kv.modes import build
 from kvchat.kv.modes.base import ModelTraits
 from kvchat.kv.modes.freeze_timers import RULES
 

@@ -6,7 +6,7 @@ A mode owns nothing that must survive a switch: the host pool holds every token,
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar
@@ -190,7 +190,6 @@ class Mode:
     changed in place (``graph_buffers``), nothing read back.
 
     Attributes:
-        constants: what decides beside the parameters which tokens it reads; part of what a measurement is of.
         recovery_levels: levels of recovery that change something in this mode.
         widens: WR and FR are carried out by entering the mode with a larger budget, not by ``recover``.
         chooses_by_head: what a KV head reads depends on no other head: each process may have some of them.
@@ -206,7 +205,6 @@ class Mode:
         drafter: proposes tokens that one exact forward verifies together; only of a mode that reads everything.
     """
 
-    constants: ClassVar[Mapping[str, Any]] = {}
     recovery_levels: ClassVar[tuple[Level, ...]] = ("RR",)
     widens: ClassVar[bool] = False
     chooses_by_head: ClassVar[bool] = False

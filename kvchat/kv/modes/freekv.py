@@ -39,7 +39,6 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import count
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -56,7 +55,7 @@ from kvchat.kv.modes.base import (
     Step,
     budget_of,
 )
-from kvchat.kv.modes.page_index import BLOCK, BLOCK_SHARE, IndexedMode, KeyCodes, PageBounds
+from kvchat.kv.modes.page_index import IndexedMode, KeyCodes, PageBounds
 from kvchat.kv.ops.selection import Candidates, chosen_by
 from kvchat.kv.state import KVState
 
@@ -68,14 +67,6 @@ TAU = 0.8
 class FreeKV(IndexedMode):
     """Sinks, a window and k retrieved pages per layer and KV head."""
 
-    constants: ClassVar = {
-        **IndexedMode.constants,
-        "SINK": SINK,
-        "QUARTER": QUARTER,
-        "TAU": TAU,
-        "BLOCK": BLOCK,
-        "BLOCK_SHARE": BLOCK_SHARE,
-    }
     parameters: SpeculativeParameters
     index: PageBounds | KeyCodes
 

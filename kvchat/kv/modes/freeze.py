@@ -51,9 +51,9 @@ sampled a token has waited for the same work.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,16 +61,11 @@ from torch import Tensor
 from kvchat.config.modes import FreezeParameters
 from kvchat.errors import UsageError
 from kvchat.kv.attention import AttentionSpec, Weights
-from kvchat.kv.geometry import PAGE, Geometry
+from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
 from kvchat.kv.modes.base import Mode, ModelTraits, ModeReport, Plan, Step, TokenState
 from kvchat.kv.modes.freeze_timers import (
-    FOLLOWING,
     FOREVER,
-    MIN_RETURN_SCORE,
-    NAMED_SCORE,
-    RULES,
-    SOUGHT,
     CpuTimers,
     Scores,
     Timers,
@@ -96,18 +91,6 @@ SHRINK = 0.8  # shrink when this share of the slots would suffice
 class Freeze(Mode):
     """Token slots that irrelevant tokens leave."""
 
-    constants: ClassVar = {
-        "RULES": {profile: asdict(rule) for profile, rule in RULES.items()},
-        "MAJORITY": MAJORITY,
-        "SOUGHT": SOUGHT,
-        "FOLLOWING": FOLLOWING,
-        "MIN_RETURN_SCORE": MIN_RETURN_SCORE,
-        "NAMED_SCORE": NAMED_SCORE,
-        "MOST_MOVED": MOST_MOVED,
-        "MOVED_SHARE": MOVED_SHARE,
-        "RECENT": RECENT,
-        "PAGE": PAGE,
-    }
     recovery_levels = LEVELS
     parameters: FreezeParameters
 

@@ -19,12 +19,11 @@ from torch import Tensor
 
 from kvchat.config.modes import BudgetParameters
 from kvchat.errors import DoesNotFitError, UsageError
-from kvchat.kv.geometry import PAGE, Geometry
+from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import DeviceSlots, Layout
 from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.memory.pinned import use_huge_pages
-from kvchat.kv.modes.base import AUTO_BUDGET, Mode, Plan, Step, everything, refuse_small_budget
-from kvchat.kv.modes.recovery_levels import RECENT, WIDER
+from kvchat.kv.modes.base import Mode, Plan, Step, everything, refuse_small_budget
 from kvchat.kv.ops import key_codes
 from kvchat.kv.ops.selection import page_bounds
 from kvchat.kv.state import KVState
@@ -206,7 +205,6 @@ class ValueMeans(PageIndex):
 class IndexedMode(Mode):
     """Sinks, a window and what an index of the stored keys chooses, behind a first layer that may be read in full."""
 
-    constants: ClassVar = {"AUTO_BUDGET": AUTO_BUDGET, "WIDER": WIDER, "RECENT": RECENT, "PAGE": PAGE}
     recovery_levels = ("WR", "FR", "RR")
     widens = True
     parameters: BudgetParameters

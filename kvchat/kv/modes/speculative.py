@@ -75,7 +75,6 @@ BITS = {"bits2": 2, "bits4": 4}
 class Speculative(IndexedMode):
     """Sinks, a window and k tokens per layer and KV head."""
 
-    constants: ClassVar = {**IndexedMode.constants, "SINK": SINK, "QUARTER": QUARTER, "BITS": BITS}
     chooses_by_head: ClassVar = True
     parameters: SpeculativeParameters
     index: KeyCodes

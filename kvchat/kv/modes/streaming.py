@@ -47,7 +47,6 @@ from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
 from kvchat.kv.modes.base import (
-    AUTO_BUDGET,
     Mode,
     ModelTraits,
     ModeReport,
@@ -79,7 +78,6 @@ def pruned_length(length: Tensor, c: int, r: int, sigma: int, delta: int) -> Ten
 class Streaming(Mode):
     """Sinks and a lazily pruned window, one choice for all layers and heads."""
 
-    constants: ClassVar = {"AUTO_BUDGET": AUTO_BUDGET, "MIN_SINK": MIN_SINK, "SINK_SHARE": SINK_SHARE}
     chooses_by_head: ClassVar = True
     parameters: StreamingParameters
 

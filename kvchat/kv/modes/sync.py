@@ -42,7 +42,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -50,10 +49,10 @@ from torch import Tensor
 from kvchat.config.modes import MIN_BUDGET, SyncParameters
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.attention import AttentionSpec, Weights, attend, products
-from kvchat.kv.geometry import PAGE, Geometry
+from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
 from kvchat.kv.modes.base import Mode, ModelTraits, ModeReport, Plan, Step, everything, refuse_small_budget
-from kvchat.kv.modes.sync_heads import HEADS_PER_CLUSTER, default_clusters, roles
+from kvchat.kv.modes.sync_heads import default_clusters, roles
 from kvchat.kv.ops.selection import assign_token_slots
 from kvchat.kv.state import KVState
 
@@ -66,15 +65,6 @@ FOLLOWER_PART = 3  # one token of so many a follower keeps at least, where mem i
 class Sync(Mode):
     """Representative heads hold everything; followers sinks, a ring, static and dynamic tokens."""
 
-    constants: ClassVar = {
-        "SINK": SINK,
-        "RING": RING,
-        "MEM": MEM,
-        "FOLLOWER_PART": FOLLOWER_PART,
-        "HEADS_PER_CLUSTER": HEADS_PER_CLUSTER,
-        "MIN_BUDGET": MIN_BUDGET,
-        "PAGE": PAGE,
-    }
     parameters: SyncParameters
 
     def __init__(

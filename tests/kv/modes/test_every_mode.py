@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from importlib import import_module
 from itertools import product
 
 import pytest
@@ -15,9 +13,8 @@ from support.mode_rows import CORE, MET, MIXED, ROWS
 from support.random_kv import GROUPS, WIDTHS
 from support.toy_model import KINDS, toy
 
-from kvchat.config.modes import mode_names, parse, registered
+from kvchat.config.modes import mode_names, registered
 from kvchat.kv.inspect import attended
-from kvchat.kv.modes import implementation
 from kvchat.kv.modes.sync_heads import TokenChoice
 
 GEOMETRIES = {
@@ -30,18 +27,6 @@ GEOMETRIES = {
 }
 # Group and width of a head: those of today's models in the long form.
 LARGE = [*product(GROUPS, WIDTHS)] if WHOLE else [(7, 64), (8, 96), (7, 128), (8, 256)]
-# Where the numbers stand by which a mode decides, and which of them decide speed and memory alone.
-MODULES = {
-    "freeze": ("freeze", "freeze_timers"),
-    "streaming": ("streaming", "moving_base"),
-    "sync": ("sync",),
-    "speculative": ("speculative",),
-    "freekv": ("freekv", "page_index"),
-}
-COSTS = {
-    *("EMPTY", "FOREVER", "GROWTH_HEADROOM", "RESIZE_INTERVAL", "RESIZE_INTERVAL_IN_PLACE"),
-    *("MIN_ROOM", "SPARE", "SPARE_IN_PLACE", "ROOM_SHARE", "SHRINK", "TOGETHER", "MOST"),
-}
 ROOMY = {"full": {}, "freeze": {"tau": 0.0, "budget": None}}
 
 
@@ -64,20 +49,6 @@ def test_every_figure_of_a_mode_is_explained(mode):
         run.kv.mode.choice = TokenChoice("100 stored tokens", 1.0, 64)
         reported |= run.kv.mode.report().stats.keys()
     assert reported == registered()[mode].figures.keys()
-
-
-def constants_of(module: str) -> dict[str, object]:
-    """Numbers and tables that a module of ``kvchat.kv.modes`` names."""
-    found = vars(import_module(f"kvchat.kv.modes.{module}"))
-    return {name: value for name, value in found.items() if name.isupper() and isinstance(value, int | float | dict)}
-
-
-@pytest.mark.parametrize(("mode", "modules"), MODULES.items())
-def test_every_number_in_a_modes_modules_is_part_of_what_a_result_is_of(mode, modules):
-    named = {name: value for module in modules for name, value in constants_of(module).items() if name not in COSTS}
-    known = implementation(parse(*ROWS[mode])).constants
-    assert named.keys() <= known.keys()
-    assert json.loads(json.dumps(dict(known))) == known
 
 
 def test_every_mode_meets_every_geometry_also_in_the_thinned_grid():

@@ -18,13 +18,11 @@ Shapes: tables ``[layers, H, k * p + 4 * p]``, digests ``[layers, H, page, 2 * d
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
 from kvchat.kv.modes.comparison.page_choice import PageChoice, tiles
-from kvchat.kv.modes.page_index import IndexedMode, PageBounds
+from kvchat.kv.modes.page_index import PageBounds
 from kvchat.kv.ops.selection import are_among, best
 
 SINK_PAGES = 2
@@ -45,12 +43,6 @@ class PageBoxes(PageBounds):
 class ArkVale(PageChoice):
     """Pages by the score of their boxes, one choice for all heads of a layer, evicted worst first."""
 
-    constants: ClassVar = {
-        **IndexedMode.constants,
-        "SINK_PAGES": SINK_PAGES,
-        "NEWEST_PAGES": NEWEST_PAGES,
-        "SHARE": SHARE,
-    }
     sink_pages = SINK_PAGES
     newest_pages = NEWEST_PAGES
     index: PageBoxes

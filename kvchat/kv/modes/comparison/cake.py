@@ -19,7 +19,6 @@ Shapes and costs: as snapkv.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -36,7 +35,6 @@ TINY = 1e-10  # of a weight, so that it has a logarithm
 class Cake(SnapKV):
     """SnapKV's window, other scores and a budget for each layer."""
 
-    constants: ClassVar = {**SnapKV.constants, "TINY": TINY}
     parameters: CakeParameters
 
     def __init__(

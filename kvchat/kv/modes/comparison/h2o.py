@@ -18,8 +18,6 @@ Shapes: tables and sums ``[layers, H, n]``. Costs: as snapkv, and in each layer 
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -27,9 +25,8 @@ from kvchat.config.modes import H2OParameters
 from kvchat.kv.attention import AttentionSpec, Weights
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY
-from kvchat.kv.modes.base import AUTO_BUDGET, ModelTraits, Plan, Step, budget_of
+from kvchat.kv.modes.base import ModelTraits, Plan, Step, budget_of
 from kvchat.kv.modes.comparison.kept import KeptMode, ObservedMode
-from kvchat.kv.prompt_queries import ROWS
 from kvchat.kv.state import KVState
 
 HALVES = 2  # the budget, for recent tokens and for others
@@ -37,8 +34,6 @@ HALVES = 2  # the budget, for recent tokens and for others
 
 class H2O(ObservedMode):
     """The tokens of highest sum, and as many recent ones."""
-
-    constants: ClassVar = {"AUTO_BUDGET": AUTO_BUDGET, "HALVES": HALVES, "ROWS": ROWS}
 
     def __init__(
         self, parameters: H2OParameters, geometry: Geometry, traits: ModelTraits, system_tokens: int = 0

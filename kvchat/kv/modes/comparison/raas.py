@@ -21,13 +21,11 @@ Costs: a step scores all pages; it reads as many slots as in full mode, some of 
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
 from kvchat.config.modes import RaaSParameters
-from kvchat.kv.geometry import PAGE, Geometry
+from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY
 from kvchat.kv.modes.base import ModelTraits, ModeReport, Plan, Step
 from kvchat.kv.modes.comparison.kept import KeptMode
@@ -40,8 +38,6 @@ HALVES = 2  # of the pages' ranks, the upper one matters
 
 class RaaS(KeptMode):
     """The prompt, and the pages of the answer that mattered last."""
-
-    constants: ClassVar = {"HALVES": HALVES, "PAGE": PAGE, "NEVER": NEVER}
 
     def __init__(
         self, parameters: RaaSParameters, geometry: Geometry, traits: ModelTraits, system_tokens: int = 0

@@ -18,15 +18,13 @@ Shapes: tables ``[layers, H, n]``. Costs: a step looks at all tables once; nothi
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
 from kvchat.config.modes import RazorParameters
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY
-from kvchat.kv.modes.base import AUTO_BUDGET, ModelTraits, ModeReport, Plan, Step, budget_of
+from kvchat.kv.modes.base import ModelTraits, ModeReport, Plan, Step, budget_of
 from kvchat.kv.modes.comparison.kept import KeptMode
 from kvchat.kv.state import KVState
 
@@ -36,8 +34,6 @@ PROMPT_SHARE = 5  # of the prompt's tokens one in so many is recent, at least
 
 class Razor(KeptMode):
     """Retrieval heads keep everything, others sinks and a window."""
-
-    constants: ClassVar = {"AUTO_BUDGET": AUTO_BUDGET, "SINK": SINK, "PROMPT_SHARE": PROMPT_SHARE}
 
     def __init__(
         self, parameters: RazorParameters, geometry: Geometry, traits: ModelTraits, system_tokens: int = 0

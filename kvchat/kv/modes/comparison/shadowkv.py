@@ -18,8 +18,6 @@ Shapes: tables ``[layers, H, k * p + 2 * p]``, landmarks ``[layers, H, page, d_k
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -28,7 +26,7 @@ from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY
 from kvchat.kv.modes.base import ModelTraits, Plan
 from kvchat.kv.modes.comparison.page_choice import PageChoice, tiles
-from kvchat.kv.modes.page_index import IndexedMode, PageIndex
+from kvchat.kv.modes.page_index import PageIndex
 from kvchat.kv.ops.selection import are_among, best
 from kvchat.kv.state import KVState
 
@@ -50,11 +48,6 @@ class Landmarks(PageIndex):
 class ShadowKV(PageChoice):
     """Pages by their landmarks, and outliers chosen once a prompt."""
 
-    constants: ClassVar = {
-        **IndexedMode.constants,
-        "NEWEST_PAGES": NEWEST_PAGES,
-        "OUTLIER_SHARE": OUTLIER_SHARE,
-    }
     newest_pages = NEWEST_PAGES
     index: Landmarks
 

@@ -24,20 +24,16 @@ take; a token reads as many slots as in full mode, most of them masked.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from torch import Tensor
 
 from kvchat.config.modes import SnapKVParameters
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.modes.base import AUTO_BUDGET, ModelTraits
-from kvchat.kv.modes.comparison.kept import POOLED, ObservedMode, pooled
+from kvchat.kv.modes.base import ModelTraits
+from kvchat.kv.modes.comparison.kept import ObservedMode, pooled
 
 
 class SnapKV(ObservedMode):
     """Tokens by the sum of the last queries' weights."""
-
-    constants: ClassVar = {"AUTO_BUDGET": AUTO_BUDGET, "POOLED": POOLED}
 
     def __init__(
         self, parameters: SnapKVParameters, geometry: Geometry, traits: ModelTraits, system_tokens: int = 0
