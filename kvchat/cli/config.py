@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +12,7 @@ import typer
 
 from kvchat import files, paths
 from kvchat.cli.output import echo, note
-from kvchat.cli.profile import check_files, load_settings, own_files
+from kvchat.cli.profile import load_settings
 from kvchat.config import profiles, schema, sources
 from kvchat.config.sources import Key, SettingsSource
 from kvchat.errors import UsageError, did_you_mean
@@ -44,7 +45,7 @@ def validate(file: Annotated[Path | None, typer.Argument(help="instead of the cu
         sources.check_all(lambda: sources.resolve(source), lambda: _check_theme(source), lambda: _check_keys(source))
     echo(f"{path}: {'valid' if path.exists() else 'not there; defaults apply'}")
     if not file:
-        check_files(own_files())
+        sources.check_all(*(partial(_check_profile, each) for each in sorted(paths.user_profiles_dir().glob("*.toml"))))
 
 
 @app.command()
@@ -61,6 +62,11 @@ def init() -> None:
 def print_schema() -> None:
     """Print the JSON schema of the settings file."""
     echo(json.dumps(schema.Settings.model_json_schema(), indent=2))
+
+
+def _check_profile(file: Path) -> None:
+    profiles.read_file(file, None)
+    echo(f"{file}: valid")
 
 
 def _check_theme(source: SettingsSource) -> None:

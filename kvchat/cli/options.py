@@ -238,11 +238,6 @@ def complete_theme(incomplete: str) -> list[Offer]:
     return _files_in(incomplete, paths.bundled_themes_dir(), paths.user_themes_dir())
 
 
-def complete_profile(incomplete: str) -> list[Offer]:
-    """The bundled profiles and the person's own."""
-    return _files_in(incomplete, paths.bundled_profiles_dir(), paths.user_profiles_dir())
-
-
 def complete_preset(incomplete: str) -> list[Offer]:
     """The person's presets."""
     return _files_in(incomplete, paths.presets_dir())

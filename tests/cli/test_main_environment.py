@@ -189,7 +189,7 @@ def test_the_python_api_needs_no_home(tmp_path, home):
 
 
 CODES = {
-    **dict.fromkeys(("ask Hi", "doctor", "models", "config show", "keys", "plan", "profile show"), 0),
+    **dict.fromkeys(("ask Hi", "doctor", "models", "config show", "keys", "plan", "profile list"), 0),
     "chats list": 1,
     "config init": 2,
 }

@@ -24,7 +24,6 @@ from kvchat.cli.options import (
     complete_mode,
     complete_model,
     complete_param,
-    complete_profile,
     complete_theme,
     one_of,
 )
@@ -155,7 +154,6 @@ def test_words_come_from_the_schema_the_modes_and_the_themes(tmp_path, monkeypat
     assert names(complete_param("budget=")) == []
     assert {"kvchat-dark", "own"} <= set(names(complete_theme("")))
     assert names(complete_model("bun")) == ["bundled"]
-    assert names(complete_profile("8g")) == ["8gb"]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

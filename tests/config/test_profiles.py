@@ -231,10 +231,9 @@ def test_one_answer_to_a_wrong_profile(nvml: Install, monkeypatch: pytest.Monkey
     assert started[0].problems == tuple(said)
     assert started[0].profile.startswith("profiles/8gb.toml (matched: memory), profiles/good.toml (matched: any GPU)")
     assert said[0].startswith(TOLD)
-    for command in (["config", "validate"], ["profile", "validate"]):
-        refused = CliRunner().invoke(main.app, command).exception
-        assert isinstance(refused, UsageError)
-        assert (refused.exit_code, str(refused).startswith(TOLD)) == (2, True)
+    refused = CliRunner().invoke(main.app, ["config", "validate"]).exception
+    assert isinstance(refused, UsageError)
+    assert (refused.exit_code, str(refused).startswith(TOLD)) == (2, True)
 
 
 def test_a_profile_is_validated_as_one(nvml: Install, tmp_path: Path) -> None:
@@ -242,15 +241,14 @@ def test_a_profile_is_validated_as_one(nvml: Install, tmp_path: Path) -> None:
     elsewhere = tmp_path / "mine.toml"
     elsewhere.write_text('[match]\nname = "RTX 40*"\n')
     for file in (elsewhere, own("good.toml", "[sampling]\nseed = 3\n")):
-        for group in ("config", "profile"):
-            assert CliRunner().invoke(main.app, [group, "validate", str(file)]).stdout == f"{file}: valid\n"
+        assert CliRunner().invoke(main.app, ["config", "validate", str(file)]).stdout == f"{file}: valid\n"
 
 
 # ---- kvchat profile --------------------------------------------------------------------------------
 
 
 def run(*words: str) -> list[str]:
-    ran = CliRunner().invoke(main.app, ["profile", *words])
+    ran = CliRunner().invoke(main.app, words)
     assert ran.exit_code == 0, ran.exception
     return ran.stdout.splitlines()
 
@@ -258,50 +256,41 @@ def run(*words: str) -> list[str]:
 def test_the_commands_say_which_profiles_there_are_and_what_they_set(nvml: Install) -> None:
     nvml(RTX)
     own("mine.toml", "[match]\n[sampling]\nseed = 3\n")
-    marked = [line.split()[1] for line in run("list") if line.startswith("●")]
+    marked = [line.split()[1] for line in run("profile", "list") if line.startswith("●")]
     assert marked == ["profiles/8gb.toml", "profiles/mine.toml"]
-    matched = run("match")
-    assert matched[:2] == ["NVIDIA GeForce RTX 4060, 8.0 GiB", "profiles/8gb.toml (matched: memory)"]
-    assert '  kv.mode = "speculative"   # profiles/8gb.toml:6 (matched: memory)' in matched
-    assert any("sampling.seed = 3   # profiles/mine.toml:3 (matched: any GPU)" in line for line in matched)
-    assert 'mode = "speculative"' in "\n".join(run("show", "8gb"))
-    assert len([line for line in run("show") if line.startswith("# /")]) == 2
-    assert "8gb" in str(CliRunner().invoke(main.app, ["profile", "show", "8bg"]).exception)
+    shown = run("config", "show")
+    assert shown[0] == "# profiles: profiles/8gb.toml (matched: memory), profiles/mine.toml (matched: any GPU)"
+    assert 'kv.mode = "speculative"   # profiles/8gb.toml:6 (matched: memory)' in shown
+    assert "sampling.seed = 3   # profiles/mine.toml:3 (matched: any GPU)" in shown
 
 
 def test_a_device_that_is_none_is_refused(nvml: Install) -> None:
-    def refusal(*words: str) -> str:
-        return str(CliRunner().invoke(main.app, ["profile", *words]).exception)
+    listed = ("profile", "list")
 
-    for group in ("match", "list"):
-        for name in ("xyz", "cuda:", "cuda:x", "cpu:0"):
-            assert not lacks(refusal(group, "--device", name), f'"{name}"', "auto, cpu, cuda")
-        for name in ("cuda", "cuda:0"):
-            assert not lacks(refusal(group, "--device", name), f'"{name}"', "GPU")
+    def refusal(name: str) -> str:
+        return str(CliRunner().invoke(main.app, [*listed, "--device", name]).exception)
+
+    for name in ("xyz", "cuda:", "cuda:x", "cpu:0"):
+        assert not lacks(refusal(name), f'"{name}"', "auto, cpu, cuda")
+    for name in ("cuda", "cuda:0"):
+        assert not lacks(refusal(name), f'"{name}"', "GPU")
     nvml(RTX)
-    assert '"cuda:77"' in refusal("match", "--device", "cuda:77")
-    assert run("match", "--device", "cuda") == run("match", "--device", "cuda:0") == run("match")
+    assert '"cuda:77"' in refusal("cuda:77")
+    assert run(*listed, "--device", "cuda") == run(*listed, "--device", "cuda:0") == run(*listed)
 
 
 # ---- Profiles that are refused: all of them at once, those that match nothing, and speeds that no device has
 
 
-@pytest.mark.parametrize("command", ["config", "profile"])
-def test_all_wrong_profiles_are_told_at_once(command: str) -> None:
+def test_all_wrong_profiles_are_told_at_once() -> None:
     """Only the first was (audit, 12)."""
     own("a.toml", '[kv]\nmode = "frezee"\n')
     own("b.toml", "[measured]\nread = -1\n")
     good = own("c.toml", "[sampling]\nseed = 3\n")
-    ran = CliRunner().invoke(main.app, [command, "validate"])
+    ran = CliRunner().invoke(main.app, ["config", "validate"])
     assert isinstance(ran.exception, UsageError)
     assert not lacks(ran.exception, 'profiles/a.toml:2: kv.mode: "frezee"', "profiles/b.toml:2: measured.read: -1")
     assert ran.stdout.splitlines()[-1] == f"{good}: valid"
-
-
-def test_a_file_that_is_not_there_keeps_no_other_from_being_checked() -> None:
-    wrong = own("a.toml", '[kv]\nmode = "frezee"\n')
-    ran = CliRunner().invoke(main.app, ["profile", "validate", str(wrong.with_name("none.toml")), str(wrong)])
-    assert not lacks(ran.exception, str(wrong.with_name("none.toml")), "profiles/a.toml:2")
 
 
 def test_a_range_of_memory_that_can_match_nothing_is_refused() -> None:

@@ -244,7 +244,7 @@ async def plan(chat: ChatController, argument: str) -> None:
 async def show_profile(chat: ChatController, argument: str) -> None:
     """``/profile``"""
     active = chat.models.config.profile or "none"
-    chat.view.add_note(f"Active profiles: {active}   (kvchat profile match says what they set)")
+    chat.view.add_note(f"Active profiles: {active}   (kvchat config show says what they set)")
 
 
 async def think(chat: ChatController, argument: str) -> None:
