@@ -14,19 +14,16 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from hashlib import blake2b
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jinja2 import Environment, TemplateSyntaxError
-from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvchat import files, paths
 from kvchat.errors import KvchatError, UsageError
@@ -35,7 +32,6 @@ from kvchat.kv.manager import is_out_of_memory
 from kvchat.models import attention_hook, compile_ahead, description, reading, repacking, split, support
 from kvchat.models import checkpoint as checkpoints
 from kvchat.models import tokenizer as tokenizers
-from kvchat.models.attention_hook import DenseManager
 from kvchat.models.checkpoint import Checkpoint, complete
 from kvchat.models.compile_ahead import OF_PACKED
 from kvchat.models.description import ModelDescription, describe, overflows, quiet
@@ -45,7 +41,7 @@ from kvchat.models.probe import Probe, pin_frequencies, probe, reads_chunks, sel
 from kvchat.models.quantize import kept, quantization
 from kvchat.models.quantize.kept import Kept
 from kvchat.models.quantize.quantization import Quantization, weights
-from kvchat.models.quantize.rows import BLOCKS_OF_WEIGHTS, PRODUCTS, ROWS, STACKS, PackedRows, ThreadBudget, is_tied
+from kvchat.models.quantize.rows import BLOCKS_OF_WEIGHTS, PRODUCTS, ThreadBudget
 from kvchat.models.ranks import heads
 from kvchat.models.ranks.group import Rank, Sums
 from kvchat.models.reading import defragment, malloc_trim, mmap_large_allocations
@@ -63,16 +59,6 @@ ONE_BY_ONE = (
     "Later turns are processed token by token: transformers' code for this model can prefill only from the start."
 )
 KEPT_DAMAGED = "Its weights were packed again: their cached copy was damaged."
-MOST = 0.005  # nats: a loss below that is not told
-LARGEST = 2**29  # weights of a model that is measured
-TOKENS = 32
-PLAIN = ("F32", "F16", "BF16")  # others are quantized, and have scales beside them
-TEXT = """The old lighthouse keeper wrote in his journal that the storm of 1897 had carried away two boats and a shed.
-
-def total(prices):
-    return sum(price * 1.2 for price in prices)
-"""
-Source = Callable[[], Tensor]
 DIGEST_BYTES = 16
 
 
@@ -194,8 +180,7 @@ def load_model(asked: Load, progress: Progress, meet: Callable[[ModelDescription
                 support.check_values(model, checkpoint.folder)
                 rows = model.get_input_embeddings().weight.shape[0]
                 reading_notes = (*reading_notes, *tokenizers.check(tokenizer, rows, checkpoint.name))
-                loss = partial(note, model, tokenizer, described, checkpoint)
-                loaded = wrap(model, tokenizer, checkpoint.name, checkpoint.revision, asked.fast, loss, sums)
+                loaded = wrap(model, tokenizer, checkpoint.name, checkpoint.revision, asked.fast, sums)
     malloc_trim()
     if file and not packed:
         kept.begin(loaded.model, file)
@@ -210,13 +195,12 @@ def wrap(
     name: str,
     revision: str = "",
     fuse: bool = True,
-    loss: Callable[[], str] = str,
     sums: Sums | None = None,
 ) -> LoadedModel:
     """Probe, test and fuse a transformers ``model`` that is on its device, with kvchat's attention.
 
-    ``loss`` measures what its packed weights lose. Neither that nor the tests are done again of what passed before, but
-    for a part of a model: all ranks have to run it together, and make its ``sums``.
+    The tests are not done again of what passed before, but for a part of a model: all ranks have to run it together,
+    and make its ``sums``.
 
     Raises:
         ModelError: kvchat cannot run it correctly.
@@ -226,10 +210,9 @@ def wrap(
     digest = digest_of_weights(model)  # before any of them is merged
     before = find_tested(key := tested_by(digest, model, fuse)) if sums is None else None
     if before:
-        chunked, plain, lost = before.chunked, None, before.lost
+        chunked, plain = before.chunked, None
     else:
         chunked, plain = _test(model, name)
-        lost = loss()
     if model.device.type == "cpu":
         defragment(model)
     kernels = modules.kernels_for(model.device)
@@ -240,9 +223,9 @@ def wrap(
     if not RecurrentState(model.config).exists:  # whose state a layer that is run early would change
         ahead = attention_hook.install(model, before.ahead if before else None)
     if not (before or fusion.note or sums):
-        keep_tested(key, Tested(chunked, lost, sorted(ahead)))
+        keep_tested(key, Tested(chunked, sorted(ahead)))
     loaded = _loaded(name, revision, model, tokenizer, seen, pinned, sums)
-    notes = (*loaded.notes, *filter(None, [fusion.note, lost, "" if chunked else ONE_BY_ONE]))
+    notes = (*loaded.notes, *filter(None, [fusion.note, "" if chunked else ONE_BY_ONE]))
     return replace(loaded, notes=notes, fingerprint=digest, fused=fusion.fused, reads_chunks=chunked)
 
 
@@ -259,12 +242,9 @@ def _test(model: Any, name: str) -> tuple[bool, Tensor]:
 # ---- what passed its tests -------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Tested:
-    """What the tests of a model found: ``LoadedModel.reads_chunks``, the ``note`` about what packing loses, and the
-    layers whose query is estimated ``ahead``.
-    """
+    """What a model's tests found: ``LoadedModel.reads_chunks``, and the layers whose query is estimated ``ahead``."""
 
     chunked: bool
-    lost: str
     ahead: list[int]
 
 
@@ -289,7 +269,7 @@ def find_tested(key: str) -> Tested | None:
     """What the tests of a model found that passed; None if it was not tested so."""
     with contextlib.suppress(*UNREADABLE):  # as if nothing was tested
         kept = _all_tested()[key]
-        return Tested(bool(kept["chunked"]), str(kept["lost"]), [int(layer) for layer in kept["ahead"]])
+        return Tested(bool(kept["chunked"]), [int(layer) for layer in kept["ahead"]])
     return None
 
 
@@ -473,92 +453,7 @@ def _notes(model: Any, tokenizer: Any, seen: Probe, pinned: bool) -> tuple[str, 
     return tuple(notes)
 
 
-# ---- refusals --------------------------------------------------------------------------------------
-def note(model: Any, tokenizer: Any, described: ModelDescription, checkpoint: Checkpoint) -> str:
-    """A sentence where the packed weights of ``model``, which is not fused yet, lose more than ``MOST``; else empty.
-
-    Also where that is not known: of weights on a GPU, of packed experts, and of what the files have in another form.
-    Nor is it measured where it would take longer than loading does: about a second for each ``LARGEST`` / 4 weights.
-    """
-    packed = {name: module for name, module in model.named_modules() if ROWS in module.__dict__}
-    weights = sum(module.in_features * module.out_features for module in packed.values())
-    if not packed or weights > LARGEST or any(STACKS in module.__dict__ for module in model.modules()):
-        return ""
-    sources, head = _sources(described, checkpoint), model.get_output_embeddings()
-    if head in packed.values() and is_tied(model):  # the files have it as the embeddings
-        embeddings = next(name for name, one in model.named_modules() if one is model.get_input_embeddings())
-        sources |= {f"{name}.weight": sources[f"{embeddings}.weight"] for name, one in packed.items() if one is head}
-    ids, known = tokenizer(TEXT).input_ids[:TOKENS], all(f"{name}.weight" in sources for name in packed)
-    if not known or len(ids) < TOKENS or max(ids) >= len(model.get_input_embeddings().weight):
-        return ""  # no tokenizer for such a text
-    found = _logits(model, ids)
-    with _unpacked({module: sources[f"{name}.weight"] for name, module in packed.items()}):
-        divergence, same = _compared(_logits(model, ids), found)
-    if not divergence > MOST:
-        return ""
-    kind = quantization.describe(model)
-    return (
-        f"With its weights in {kind} the model answers differently: KL {divergence:.2g} on average over a short text, "
-        f"the same next token for {same:.0%}. --quantize {'int8 or none is' if kind == 'int4' else 'none is'} closer."
-    )
-
-
-def _sources(described: ModelDescription, checkpoint: Checkpoint) -> dict[str, Source]:
-    """What makes each weight as the files have it, by the model's names."""
-    if checkpoint.gguf:
-        return {name: weight.make for name, weight in described.gguf_weights.items()}
-    if repacking.is_unpacked(described):
-        return {}
-    files: list[Any] = [safe_open(file, "pt") for file in checkpoint.weights]
-    names = ((file, name) for file in files for name in file.keys())  # noqa: SIM118 - it is no mapping
-    return {name: _read(file, name) for file, name in names if file.get_slice(name).get_dtype() in PLAIN}
-
-
-def _read(file: Any, name: str) -> Source:
-    return lambda: file.get_tensor(name)
-
-
-@contextmanager
-def _unpacked(sources: dict[nn.Module, Source]) -> Iterator[None]:
-    """Let these Linears multiply by what is unpacked from their sources, and embeddings look tokens up in that."""
-    packed: dict[nn.Module, PackedRows] = {linear: linear.__dict__[ROWS] for linear in sources}
-    try:
-        for linear, source in sources.items():
-            linear.__dict__ |= {ROWS: _Unpacked(source), "forward": _product(linear, source)}
-        yield
-    finally:
-        for linear, rows in packed.items():
-            linear.__dict__ |= {ROWS: rows, "forward": rows.forward}
-
-
-class _Unpacked(NamedTuple):
-    """In place of ``Int8Rows``, for ``look_up``."""
-
-    source: Source
-
-    def some(self, numbers: Tensor, dtype: torch.dtype) -> Tensor:
-        return self.source()[numbers].to(dtype)
-
-
-def _product(linear: Any, source: Source) -> Callable[[Tensor], Tensor]:
-    return lambda x: F.linear(x, source().to(x.dtype), linear.bias)
-
-
-def _logits(model: Any, ids: list[int]) -> Tensor:
-    """The logits ``[tokens, vocab]`` after each of ``ids``, in float32."""
-    with torch.inference_mode(), attention_hook.bound(DenseManager()):
-        output = model(torch.tensor([ids]), position_ids=torch.arange(len(ids))[None], use_cache=False)
-    logits: Tensor = output.logits[0].float()
-    return logits
-
-
-def _compared(expected: Tensor, found: Tensor) -> tuple[float, float]:
-    """KL in nats on average over the tokens but the first, and the share of them whose likeliest next is the same."""
-    expected, found = expected[1:].log_softmax(-1), found[1:].log_softmax(-1)
-    divergence = (expected.exp() * (expected - found)).sum(-1).mean()
-    return float(divergence), float((expected.argmax(-1) == found.argmax(-1)).float().mean())
-
-
+# ---- digests ---------------------------------------------------------------------------------------
 def digest_of_weights(model: Any) -> str:
     """A digest of names, shapes and bit patterns of all weights, at the memory's speed.
 

@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import json
 import math
-import re
 
 import pytest
 import torch
@@ -14,17 +13,14 @@ from support import tiny_models
 from support.byte_tokenizer import byte_level
 from support.tiny_runner import Wordless
 from tokenizers import normalizers
-from torch import Tensor, nn
+from torch import nn
 
-from kvchat import paths
-from kvchat.engine.session import Session
 from kvchat.errors import ModelError
 from kvchat.models import load, probe
 from kvchat.models.attention_hook import DenseManager
-from kvchat.models.load import LoadedModel, load_model, wrap
+from kvchat.models.load import wrap
 from kvchat.models.probe import logits_error, logits_tolerance, relative_error, selftest
 from kvchat.models.quantize import int4_rows, int8_rows
-from kvchat.protocol.messages import Load
 
 
 class ChangedSpec(DenseManager):
@@ -124,60 +120,6 @@ def test_the_dtype_decides(dtype):
 def test_packed_weights_are_allowed_the_error_of_half_precision(monkeypatch):
     monkeypatch.setattr(probe, "is_packed", lambda model: True)
     assert logits_tolerance(tiny_models.model("llama")) == probe.LOGITS[torch.bfloat16]
-
-
-# ---- What packed weights lose is measured while a model is loaded, and told where it is much
-
-
-def loaded(quantize: str) -> LoadedModel:
-    return load_model(Load(quantize=quantize), lambda stage: None)
-
-
-def told(model: LoadedModel) -> list[str]:
-    return [note for note in model.notes if "KL " in note]
-
-
-def answered(model: LoadedModel, ids: list[int]) -> Tensor:
-    """Log-probabilities ``[tokens - 1, vocab]`` after each token but the first, as a conversation reads them."""
-    session = Session(model)
-    session.prefill(ids[:1])
-    logits = [session.step(token).double() for token in ids[1:]]
-    session.close()
-    return torch.stack(logits).log_softmax(-1)
-
-
-@pytest.mark.usefixtures("untested")
-def test_a_loss_that_changes_answers_is_told_as_large_as_it_is() -> None:
-    packed, plain = loaded("int4"), loaded("none")
-    ids = plain.tokenizer(load.TEXT).input_ids[: load.TOKENS]
-    expected, found = answered(plain, ids), answered(packed, ids)
-    divergence = float((expected.exp() * (expected - found)).sum(-1).mean())
-    same = float((expected.argmax(-1) == found.argmax(-1)).double().mean())
-    (note,) = told(packed)
-    figures = re.search(r"KL ([\d.]+) .* (\d+)%", note)
-    assert figures
-    assert float(figures[1]) == pytest.approx(divergence, rel=0.1)
-    assert divergence > 0.1
-    assert int(figures[2]) == pytest.approx(100 * same, abs=4)
-    assert "int8 or none" in note
-    assert told(plain) == []
-
-
-@pytest.mark.usefixtures("untested")
-def test_a_loss_that_nobody_notices_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert told(loaded("int8")) == []
-    monkeypatch.setattr(load, "MOST", 0.0)
-    paths.tested_file().unlink()  # what was found out before
-    (note,) = told(loaded("int8"))
-    figure = re.search(r"KL ([\d.]+) ", note)
-    assert figure
-    assert float(figure[1]) < 0.005
-
-
-@pytest.mark.usefixtures("untested")
-def test_a_text_that_the_tokenizer_cannot_write_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "TEXT", "")
-    assert told(loaded("int4")) == []
 
 
 # ---- Digests tell trainings and tokenizers apart, and say the same of what is the same
