@@ -346,13 +346,13 @@ def sign_test(more: int, fewer: int) -> float:
 def differing(one: Sequence[Row], other: Sequence[Row], figure: str) -> tuple[int, int, int]:
     """Of the cells in both: in how many ``figure`` is higher in the first, in how many lower, and how many there are.
 
-    A list counts by its mean. Follow-up questions and refused ones are left out.
+    A list counts by its mean. Those asked after a switch and refused ones are left out.
     """
     sides = [
         {
             tuple(row.get(name) for name in ASKED): fmean(row[figure]) if isinstance(row[figure], list) else row[figure]
             for row in rows
-            if figure in row and not row.keys() & {"turn", "asked"}
+            if figure in row and "asked" not in row
         }
         for rows in (one, other)
     ]

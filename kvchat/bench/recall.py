@@ -5,9 +5,8 @@ tokens that their decode steps read. What full attention cannot answer is beyond
 always among the variants. Asked ``inside`` an answer, the question comes after so many tokens of a story that are
 decoded in the variant's mode as the question is: what left by then must be found again.
 
-Two tasks differ. ``turns`` asks for one fact after the other, and the model's own answers stay in the conversation:
-what a mode lost or got wrong is part of later turns. ``switches`` decodes the story in one mode and the question in
-each of them: the K/V of the story are those that the first mode computed.
+The task ``switches`` decodes the story in one mode and the question in each of them: the K/V of the story are those
+that the first mode computed.
 """
 
 from __future__ import annotations
@@ -23,20 +22,19 @@ from kvchat.bench.settings import Recall
 from kvchat.bench.walk import answered, decode
 from kvchat.engine.session import Session
 from kvchat.errors import UsageError, did_you_mean
-from kvchat.protocol.messages import Turn
 
 FULL = "full"
 ANSWER_TOKENS = 48
-TURNS, SWITCHES = "turns", "switches"
+SWITCHES = "switches"
 INSIDE = 128  # tokens of the story in switches
-COORDINATES = ("task", "tokens", "depth", "variant", "turn", "asked")
+COORDINATES = ("task", "tokens", "depth", "variant", "asked")
 
 
 def run(settings: Recall, choice: ModelChoice = ModelChoice(), frame: Frame | None = None) -> Result:
     """Measure and return plain data, ready for JSON: a row for each case and variant.
 
-    ``summary`` has a row for each task, length, depth and variant; of ``turns`` for each turn, of ``switches`` for each
-    mode ``asked`` in after the variant.
+    ``summary`` has a row for each task, length, depth and variant; of ``switches`` for each mode ``asked`` in after
+    the variant.
 
     Raises:
         UsageError: an unknown task, or a depth or number of keys out of range; KvchatError: the model cannot be
@@ -48,7 +46,7 @@ def run(settings: Recall, choice: ModelChoice = ModelChoice(), frame: Frame | No
     session = choice.open(frame.report)
     experiment = Experiment.of(
         "recall",
-        "facts found in a long text; an answer counts if every part of it is right",
+        "facts found in a long text",
         asdict(settings),
         found,
         session.model,
@@ -75,8 +73,6 @@ def _check(settings: Recall) -> None:
             raise UsageError(f"The depth {depth:g} is not valid.", hint="0 is the start of the text, 1 its end.")
     if not 2 <= settings.keys <= len(NAMES):
         raise UsageError(f"{settings.keys} keys are not possible.", hint=f"Use 2 to {len(NAMES)}.")
-    if settings.inside and TURNS in settings.tasks:
-        raise UsageError("In the task turns, each question is its own turn.", hint="Omit --inside, or that task.")
 
 
 def _places(settings: Recall) -> list[Row]:
@@ -91,7 +87,7 @@ def _places(settings: Recall) -> list[Row]:
 
 
 def _rows(session: Session, asked: Case, cell: Cell, settings: Recall, variants: Sequence[str]) -> Iterator[Row]:
-    """A row for each question of the case, or for each mode that is asked in."""
+    """The row of the case, or one for each mode that is asked in."""
     session.enter(parsed(cell["variant"]))
     if cell["task"] == SWITCHES:
         yield from _switched(session, asked, cell, settings.inside or INSIDE, variants)
@@ -101,23 +97,12 @@ def _rows(session: Session, asked: Case, cell: Cell, settings: Recall, variants:
         session.prefill(prompt)
         answer = decode(session, [*story, *question], ANSWER_TOKENS)
         read = {"prompt_tokens": len(prompt), "read_tokens": statistics.fmean(answer.read)}
-        yield _row(session, answer.text, asked.answers) | read
+        yield _row(session, answer.text, asked) | read
     else:
-        yield from _asked(session, asked)
-
-
-def _asked(session: Session, asked: Case) -> Iterator[Row]:
-    if asked.later:  # answers that another mode decoded are not this one's, though their text is the same
-        session.truncate(0)
-    turns = list(asked.turns)
-    for turn, (question, answers) in enumerate([("", asked.answers), *((q, (a,)) for q, a in asked.later)], 1):
-        turns += [Turn("user", question)] if question else []
-        finished = answered(session, turns, ANSWER_TOKENS)
-        turns.append(Turn("assistant", finished.text))
+        finished = answered(session, asked.turns, ANSWER_TOKENS)
         stats = finished.stats
         yield {
-            **({"turn": turn} if asked.later else {}),
-            **_row(session, finished.text, answers),
+            **_row(session, finished.text, asked),
             "prompt_tokens": stats.prompt_tokens,
             "read_tokens": stats.active_tokens,
             "coverage": stats.coverage,
@@ -139,22 +124,16 @@ def _switched(session: Session, asked: Case, cell: Cell, inside: int, variants: 
         session.enter(parsed(mode))
         answer = decode(session, question, ANSWER_TOKENS)
         read = {"prompt_tokens": len(prompt), "read_tokens": statistics.fmean(answer.read)}
-        yield {"asked": mode} | _row(session, answer.text, asked.answers) | read
+        yield {"asked": mode} | _row(session, answer.text, asked) | read
 
 
-def _row(session: Session, text: str, answers: Sequence[str]) -> Row:
-    hits = sum(part in text for part in answers)
-    return {
-        "right": hits == len(answers),
-        "found": hits / len(answers),
-        "text": text,
-        "kv_device_bytes": session.snapshot().kv_device_bytes,
-    }
+def _row(session: Session, text: str, asked: Case) -> Row:
+    return {"right": asked.answer in text, "text": text, "kv_device_bytes": session.snapshot().kv_device_bytes}
 
 
 def _summary(rows: Sequence[Row]) -> list[Row]:
-    """A cell's refused row; ``turns`` and ``switches`` have one more coordinate, which it lacks."""
-    placed = [row for row in rows if "refused" not in row or row["task"] not in (TURNS, SWITCHES)]
+    """A cell's refused row; ``switches`` have one more coordinate, which it lacks."""
+    placed = [row for row in rows if "refused" not in row or row["task"] != SWITCHES]
     places = [{name: row[name] for name in COORDINATES if name in row} for row in placed]
     return [_of_place(rows, dict(place)) for place in dict.fromkeys(tuple(place.items()) for place in places)]
 
@@ -166,7 +145,6 @@ def _of_place(rows: Sequence[Row], place: Row) -> Row:
         "cases": len(mine),
         "right": right,
         "interval": wilson(right, len(mine)),
-        "found": mean(row["found"] for row in mine),
         "read_tokens": mean(row["read_tokens"] or 0 for row in mine),
         "coverage": mean(row["coverage"] for row in mine if row.get("coverage") is not None),
         "kv_device_bytes": max((row["kv_device_bytes"] for row in mine), default=None),
@@ -175,6 +153,5 @@ def _of_place(rows: Sequence[Row], place: Row) -> Row:
 
 def _line(row: Row) -> str:
     place = f"{row['task']:<8} {row['tokens']:>6,} tokens, depth {row['depth']:.2f}"
-    place += f", turn {row['turn']:>2}" if "turn" in row else ""
     asked = f", asked in {row['asked']}" if "asked" in row else ""
     return f"{place}  {row['variant'] + asked:<40} {'right' if row['right'] else 'wrong: ' + row['text']}"

@@ -13,7 +13,6 @@ import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from kvchat.bench.texts import BOOKS, BREAK
@@ -23,9 +22,7 @@ from kvchat.protocol.messages import Turn
 
 NAMES = ("Bija", "Koto", "Luma", "Tiso", "Rade", "Vano", "Sefi", "Nuro", "Pela", "Garo", "Hiva", "Modu")
 CHAIN = 3  # variables
-QUESTIONS = 10  # of turns
 FILLER_TURNS = 4  # between what is told at the beginning and the question about it
-RULE = "tulip"
 # What is told, what is asked, and what the answer has to contain.
 FACTS = (
     ("The code of the garden gate is 73914.", "What is the code of the garden gate?", "73914"),
@@ -49,14 +46,10 @@ FACTS = (
 
 @dataclass(frozen=True)
 class Case:
-    """A conversation that ends with the question, and all that the answer must contain.
-
-    ``later`` are further questions with their answers, each asked in a turn of its own after the answer before it.
-    """
+    """A conversation that ends with the question, and what the answer must contain."""
 
     turns: tuple[Turn, ...]
-    answers: tuple[str, ...]
-    later: tuple[tuple[str, str], ...] = ()
+    answer: str
 
 
 @dataclass(frozen=True)
@@ -112,30 +105,15 @@ def inside_answer(
 def _passkey(draw: Draw) -> Case:
     """One number."""
     number = draw.number()
-    return _document(draw, f"The passkey is {number}. Remember it.", "What is the passkey?", (number,))
+    return _document(draw, f"The passkey is {number}. Remember it.", "What is the passkey?", number)
 
 
 def _keys(draw: Draw) -> Case:
     """Several keys are told, one is asked for."""
-    names, numbers = _pairs(draw)
+    names, numbers = draw.random_.sample(NAMES, draw.keys), [draw.number() for _ in range(draw.keys)]
     others = [_value(name, number) for name, number in zip(names[1:], numbers[1:], strict=True)]
     question = f"What is the value of {names[0]}?"
-    return _document(draw, _value(names[0], numbers[0]), question, numbers[:1], others)
-
-
-def _values(draw: Draw) -> Case:
-    """One key has several values, all are asked for."""
-    name, numbers = draw.random_.choice(NAMES), tuple(draw.number() for _ in range(draw.keys))
-    others = [_value(name, number) for number in numbers[1:]]
-    return _document(draw, _value(name, numbers[0]), f"What are all the values of {name}?", numbers, others)
-
-
-def _all(draw: Draw) -> Case:
-    """Several keys are told and all are asked for in one answer."""
-    names, numbers = _pairs(draw)
-    others = [_value(name, number) for name, number in zip(names[1:], numbers[1:], strict=True)]
-    question = f"What are the values of {', '.join(names[:-1])} and {names[-1]}?"
-    return _document(draw, _value(names[0], numbers[0]), question, numbers, others)
+    return _document(draw, _value(names[0], numbers[0]), question, numbers[0], others)
 
 
 def _chain(draw: Draw) -> Case:
@@ -143,79 +121,42 @@ def _chain(draw: Draw) -> Case:
     names, number = draw.random_.sample(NAMES, CHAIN), draw.number()
     told = [f"Let {names[0]} = {number}."]
     told += [f"Let {name} = {before}." for before, name in itertools.pairwise(names)]
-    return _document(draw, " ".join(told), f"What is the value of {names[-1]}?", (number,))
+    return _document(draw, " ".join(told), f"What is the value of {names[-1]}?", number)
 
 
 def _fact(draw: Draw) -> Case:
     """Some facts are told between the sentences of a book, one is asked for."""
     (told, question, answer), *others = draw.random_.sample(FACTS, draw.keys)
-    return _document(draw, told, question, (answer,), [sentence for sentence, _, _ in others], draw.book(draw.tokens))
+    return _document(draw, told, question, answer, [sentence for sentence, _, _ in others], draw.book(draw.tokens))
 
 
 def _name(draw: Draw) -> Case:
     """The system prompt gives the model a name, which is asked for after turns about something else."""
     name = draw.random_.choice(NAMES)
-    return _conversation(draw, f"Your name is {name}.", "What is your name?", name)
-
-
-def _rule(draw: Draw) -> Case:
-    """The system prompt has a rule for every answer, which is checked after turns about something else."""
-    # An answer that is over within few tokens: the rule is for its end.
-    return _conversation(draw, f"End every answer with the word {RULE}.", "How are you?", RULE)
-
-
-def _system(draw: Draw) -> Case:
-    """The system prompt tells a passkey, which is asked for after turns about something else."""
-    number = draw.number()
-    return _conversation(draw, f"The passkey is {number}. Remember it.", "What is the passkey?", number)
-
-
-def _told(draw: Draw, pinned: bool = False) -> Case:
-    """The first message, which may be ``pinned``, tells a passkey, which is asked for after other turns."""
-    number = draw.number()
-    told = Turn("user", f"The passkey is {number}. Remember it.", pinned)
-    turns = (told, Turn("assistant", "Got it."), *_turns_between(draw), Turn("user", "What is the passkey?"))
-    return Case(turns, (number,))
-
-
-def _turns(draw: Draw) -> Case:
-    """Keys stand anywhere in one text, and each is asked for in a turn of its own."""
-    told = {name: draw.number() for name in draw.random_.sample(NAMES, QUESTIONS)}
-    text = draw.filler(draw.tokens)
-    for name, number in told.items():
-        text.insert(draw.random_.randrange(len(text) + 1), _value(name, number))
-    (asked, answer), *later = ((f"What is the value of {name}?", number) for name, number in told.items())
-    turns = (Turn("user", " ".join(text)), Turn("assistant", "I see."), Turn("user", asked))
-    return Case(turns, (answer,), tuple(later))
+    between = [
+        turn
+        for _ in range(FILLER_TURNS)
+        for turn in (Turn("user", " ".join(draw.filler(draw.tokens // FILLER_TURNS))), Turn("assistant", "I see."))
+    ]
+    return Case((Turn("system", f"Your name is {name}."), *between, Turn("user", "What is your name?")), name)
 
 
 def _switches(draw: Draw) -> Case:
     """A passkey is told in an early turn, and asked for in another mode."""
     hidden = hide(draw.number(), draw.tokens, draw.tokenizer)
-    return Case(hidden.turns, (hidden.answer,))
+    return Case(hidden.turns, hidden.answer)
 
 
 TASKS: dict[str, Callable[[Draw], Case]] = {
     "passkey": _passkey,
     "keys": _keys,
-    "values": _values,
-    "all": _all,
     "chain": _chain,
     "fact": _fact,
     "name": _name,
-    "rule": _rule,
-    "system": _system,
-    "told": _told,
-    "pinned": partial(_told, pinned=True),
-    "turns": _turns,
     "switches": _switches,
 }
-# What they tell stands at the beginning, or anywhere.
-WITHOUT_DEPTH = ("name", "rule", "system", "told", "pinned", "turns", "switches")
-
-
-def _pairs(draw: Draw) -> tuple[list[str], tuple[str, ...]]:
-    return draw.random_.sample(NAMES, draw.keys), tuple(draw.number() for _ in range(draw.keys))
+# What they tell stands in the system prompt, or in an early turn.
+WITHOUT_DEPTH = ("name", "switches")
 
 
 def _value(name: str, number: str) -> str:
@@ -226,7 +167,7 @@ def _document(
     draw: Draw,
     told: str,
     question: str,
-    answers: tuple[str, ...],
+    answer: str,
     others: Sequence[str] = (),
     filler: Sequence[str] | None = None,
 ) -> Case:
@@ -236,17 +177,4 @@ def _document(
     places = [(draw.depth, told), *((draw.random_.random(), sentence) for sentence in others)]
     for depth, sentence in sorted(places, reverse=True):  # from the end, so that places stay
         text.insert(round(depth * length), sentence)
-    return Case((Turn("user", " ".join(text)), Turn("assistant", "I see."), Turn("user", question)), answers)
-
-
-def _conversation(draw: Draw, system: str, question: str, answer: str) -> Case:
-    return Case((Turn("system", system), *_turns_between(draw), Turn("user", question)), (answer,))
-
-
-def _turns_between(draw: Draw) -> list[Turn]:
-    """Turns about something else."""
-    return [
-        turn
-        for _ in range(FILLER_TURNS)
-        for turn in (Turn("user", " ".join(draw.filler(draw.tokens // FILLER_TURNS))), Turn("assistant", "I see."))
-    ]
+    return Case((Turn("user", " ".join(text)), Turn("assistant", "I see."), Turn("user", question)), answer)

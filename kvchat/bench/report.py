@@ -24,7 +24,7 @@ METHODS = ("modes", "budgets", "host_dtype")  # settings that say how it is answ
 SAME = ("all rows", "all figures", "equal", "equal", "1.000")
 COORDINATES = (
     *("part", "row", "kind", "variant", "asked", "size", "action"),
-    *("task", "tokens", "depth", "turn", "context", "change_rate", "stored"),
+    *("task", "tokens", "depth", "context", "change_rate", "stored"),
 )
 
 
@@ -307,9 +307,9 @@ def _tables(name: str, result: Result) -> list[Table]:
 
 
 def _recall(title: str, rows: list[Row]) -> list[Table]:
-    """A line for each variant, a column for each task and length, depths summed; grids of turns and of switches."""
+    """A line for each variant, a column for each task and length, depths summed; a grid of switches."""
     found = []
-    plain = [row for row in rows if not row.keys() & {"turn", "asked"}]
+    plain = [row for row in rows if "asked" not in row]
     if plain:
         places = list(dict.fromkeys((row["task"], row["tokens"]) for row in plain))
         lines = [
@@ -318,9 +318,8 @@ def _recall(title: str, rows: list[Row]) -> list[Table]:
         ]
         heads = ("mode", *(f"{task}, {length:,} tokens" for task, length in places))
         found.append(Table(title, heads, tuple(lines)))
-    for column in ("turn", "asked"):
-        if mine := [row for row in rows if column in row]:
-            found.append(_grid(f"{title}: {mine[0]['task']}, by {column}", mine, column))
+    if mine := [row for row in rows if "asked" in row]:
+        found.append(_grid(f"{title}: {mine[0]['task']}, by asked", mine))
     return found
 
 
@@ -354,12 +353,12 @@ def _of(side: str, key: str) -> Callable[[Row], str]:
     return cell
 
 
-def _grid(title: str, rows: list[Row], column: str) -> Table:
-    """Right answers by variant and another coordinate, and all of a line with their interval."""
-    columns = list(dict.fromkeys(row[column] for row in rows))
+def _grid(title: str, rows: list[Row]) -> Table:
+    """Right answers by the variant told in and the one asked in, and all of a line with their interval."""
+    columns = list(dict.fromkeys(row["asked"] for row in rows))
     lines = []
     for name in dict.fromkeys(row["variant"] for row in rows):
-        cells = (_right(rows, variant=name, **{column: each}) for each in columns)
+        cells = (_right(rows, variant=name, asked=each) for each in columns)
         lines.append((variant({"variant": name}), *cells, _right_of(rows, variant=name)))
     heads = ("mode", *(variant({"variant": str(each)}) for each in columns))
     return Table(title, (*heads, "all (95 %)"), tuple(lines))

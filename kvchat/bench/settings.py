@@ -86,9 +86,7 @@ class Recall(Variants):
 
     tasks: Annotated[
         tuple[str, ...],
-        Option(
-            "--task", help="passkey keys values all chain fact name rule system told pinned turns switches; repeatable"
-        ),
+        Option("--task", help="passkey keys chain fact name switches; repeatable"),
     ] = ("passkey", "keys", "chain", "name")
     lengths: Annotated[tuple[int, ...], Option("--length", min=16, help="tokens of a text, about; repeatable")] = (
         1000,

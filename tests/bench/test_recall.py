@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from kvchat.bench import draft, recall
 from kvchat.bench.frame import Frame, ModelChoice
-from kvchat.bench.recall_tasks import CHAIN, QUESTIONS, TASKS, WITHOUT_DEPTH, case
+from kvchat.bench.recall_tasks import CHAIN, TASKS, WITHOUT_DEPTH, case
 from kvchat.bench.report import tables
 from kvchat.bench.settings import Draft, Recall
 from kvchat.cli.main import app
@@ -32,16 +32,6 @@ def test_what_full_finds_streaming_loses(tmp_path):
         ("passkey", "streaming:sink=4,budget=64", 0, 1),
     ]
     assert {row["depth"] for row in result["rows"] if row["task"] == "name"} == {0.0}
-
-
-def test_every_turn_asks_for_another_fact():
-    result = recall.run(Recall(("full",), tasks=("turns",), lengths=(300,), cases=1))
-    assert json.loads(json.dumps(result)) == result
-    assert [row["turn"] for row in result["summary"]] == list(range(1, QUESTIONS + 1))
-    assert sum(row["right"] for row in result["summary"]) >= QUESTIONS - 2
-    assert len({row["text"] for row in result["rows"]}) >= QUESTIONS - 2
-    (table,) = tables(result)
-    assert table.heads[-2:] == ("10", "all (95 %)")
 
 
 def test_what_streaming_dropped_is_found_after_leaving_it():
@@ -79,7 +69,6 @@ def test_sync_recalls_at_half_the_memory_and_streaming_does_not():
         ({"tasks": ("passkeys",)}, 'Did you mean "passkey"'),
         ({"depths": (1.5,)}, "depth 1.5"),
         ({"keys": 1}, "1 keys are not possible"),
-        ({"tasks": ("turns",), "inside": 5}, "each question is its own turn"),
     ],
 )
 def test_bad_input_is_refused_before_the_model_is_loaded(settings, message):
@@ -109,11 +98,9 @@ def test_the_same_seed_gives_the_same_case_which_tells_its_answers(task, tokeniz
     assert made == case(task, LENGTH, 0.5, 4, "0/1", tokenizer)
     assert made != case(task, LENGTH, 0.5, 4, "0/2", tokenizer)
     told = " ".join(turn.content for turn in made.turns[:-1])
-    assert all(told.count(answer) == 1 for answer in made.answers)
-    assert not any(answer in made.turns[-1].content for answer in made.answers)
+    assert told.count(made.answer) == 1
+    assert made.answer not in made.turns[-1].content
     assert made.turns[-1].role == "user"
-    assert len({answer for _, answer in made.later} | {*made.answers}) == len(made.later) + len(made.answers)
-    assert all(told.count(answer) == 1 for _, answer in made.later)
     assert 0.95 * LENGTH < len(tokenizer.encode(told)) < 1.35 * LENGTH
 
 
@@ -126,25 +113,22 @@ def test_a_text_may_be_longer_than_the_book(tokenizer):
 def test_the_fact_stands_at_its_depth(task, depth, tokenizer):
     made = case(task, LENGTH, depth, 4, "0/3", tokenizer)
     text = made.turns[0].content
-    assert text.index(made.answers[0]) / len(text) == pytest.approx(depth, abs=0.12)
+    assert text.index(made.answer) / len(text) == pytest.approx(depth, abs=0.12)
 
 
-def test_several_keys_and_values_are_told_and_the_chain_has_its_order(tokenizer):
-    keys, values, everything, chain = (
-        case(task, LENGTH, 0.5, 4, "7", tokenizer) for task in ("keys", "values", "all", "chain")
-    )
+def test_several_keys_are_told_and_the_chain_has_its_order(tokenizer):
+    keys, chain = (case(task, LENGTH, 0.5, 4, "7", tokenizer) for task in ("keys", "chain"))
     assert keys.turns[0].content.count("The value of") == 4
-    assert len(values.answers) == len(set(values.answers)) == len(everything.answers) == 4
     text = chain.turns[0].content
     assert text.count("Let ") == CHAIN
-    assert text.index(chain.answers[0]) < text.rindex("Let ")
+    assert text.index(chain.answer) < text.rindex("Let ")
     assert text[text.rindex("Let ") + 4 :].split()[0] in chain.turns[-1].content
 
 
 def test_what_another_mode_is_asked_for_is_told_once_and_early(tokenizer):
     for number in range(12):
         made = case("switches", 3000, 0.0, 4, f"0/{number}", tokenizer)
-        told = [i for i, turn in enumerate(made.turns) if made.answers[0] in turn.content]
+        told = [i for i, turn in enumerate(made.turns) if made.answer in turn.content]
         assert len(told) == 1
         assert told[0] < len(made.turns) - 5
         assert made.turns[-1].content == "What is the passkey?"

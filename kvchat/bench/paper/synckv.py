@@ -152,7 +152,7 @@ def _answers(lab: Lab, variants: dict[str, str], tokens: int, depth: float, numb
     for label, variant in variants.items():
         logits = lab.walk.begin(prompt, parsed(variant), ANSWER_TOKENS)
         answer = tokenizer.decode(list(lab.generate(logits, ANSWER_TOKENS, Sampling(temperature=0))))
-        found[label] = asked.answers[0] in answer
+        found[label] = asked.answer in answer
     return found
 
 
