@@ -40,7 +40,7 @@ def test_speculative_mode_finds_the_facts_that_full_attention_finds() -> None:
         asked = case("fact", 600, depth, 2, f"told/{number}", session.model.tokenizer)
         for variant in right:
             session.enter(parsed(variant))
-            right[variant] += asked.answers[0] in answered(session, asked.turns, 24).text
+            right[variant] += asked.answer in answered(session, asked.turns, 24).text
     session.close()
     assert right["full"] == 3
     assert right["speculative:budget=128"] == 3
