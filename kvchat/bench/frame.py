@@ -192,14 +192,6 @@ def model_identity(model: LoadedModel) -> dict[str, Any]:
     }
 
 
-def difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """The first setting in which two results differ, in words; "" if they are the same measurement."""
-    for name in ("experiment", "settings", "methods", "model", "environment"):
-        if found := _difference(name, one.get(name), other.get(name)):
-            return found
-    return ""
-
-
 def incompatible(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """Why two results cannot be compared, in words; "" if they can."""
     environments = [{key: result["environment"].get(key) for key in COMPARED} for result in (one, other)]
@@ -343,10 +335,10 @@ def sign_test(more: int, fewer: int) -> float:
     return min(1.0, 2 * sum(math.comb(pairs, each) for each in range(min(more, fewer) + 1)) / (1 << pairs))
 
 
-def differing(one: Sequence[Row], other: Sequence[Row], figure: str) -> tuple[int, int, int]:
-    """Of the cells in both: in how many ``figure`` is higher in the first, in how many lower, and how many there are.
+def chance(one: Sequence[Row], other: Sequence[Row], figure: str) -> float | None:
+    """``sign_test`` of the cells in both whose ``figure`` is higher in the one or the other; None if they share none.
 
-    A list counts by its mean. Those asked after a switch and refused ones are left out.
+    A list counts by its mean. Refused cells, and questions asked after a switch, are left out.
     """
     sides = [
         {
@@ -357,10 +349,4 @@ def differing(one: Sequence[Row], other: Sequence[Row], figure: str) -> tuple[in
         for rows in (one, other)
     ]
     pairs = [(value, sides[1][place]) for place, value in sides[0].items() if place in sides[1]]
-    return sum(a > b for a, b in pairs), sum(a < b for a, b in pairs), len(pairs)
-
-
-def chance(one: Sequence[Row], other: Sequence[Row], figure: str) -> float | None:
-    """``sign_test`` of the rows whose ``figure`` differs between two settings; None if they share no question."""
-    more, fewer, pairs = differing(one, other, figure)
-    return sign_test(more, fewer) if pairs else None
+    return sign_test(sum(a > b for a, b in pairs), sum(a < b for a, b in pairs)) if pairs else None

@@ -1,4 +1,4 @@
-"""A report of several results: the tables of each experiment, and comparisons of two."""
+"""A report of several results: the tables of each experiment."""
 
 from __future__ import annotations
 
@@ -8,24 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from kvchat import units
-from kvchat.bench.frame import Result, difference, differing, incompatible, load, sign_test, wilson
+from kvchat.bench.frame import Result, incompatible, load, wilson
 from kvchat.bench.settings import NATURAL
 from kvchat.errors import UsageError
 from kvchat.foreign_text import visible
 
 Row = Mapping[str, Any]
-HEADS = ("row", "figure", "before", "after", "ratio")
-# By which rows of two settings are compared, and what more and less of it is called.
-PAIRED = {
-    "recall": ("right", "right only after", "only before", "questions"),
-    "agreement": ("kl", "farther from full", "nearer", "passages"),
-}
-METHODS = ("modes", "budgets", "host_dtype")  # settings that say how it is answered, not what is asked
-SAME = ("all rows", "all figures", "equal", "equal", "1.000")
-COORDINATES = (
-    *("part", "row", "kind", "variant", "asked", "size", "action"),
-    *("task", "tokens", "depth", "context", "change_rate", "stored"),
-)
 
 
 def read(files: Sequence[Path]) -> list[Result]:
@@ -52,99 +40,6 @@ def rendered(results: Sequence[Result]) -> str:
         UsageError: a result is not complete, or not readable.
     """
     return "\n\n".join(table.markdown() for result in results for table in tables(result))
-
-
-def compared(one: Path, other: Path, modes: Sequence[str] = ()) -> Table:
-    """Every figure in which two results of one experiment differ, a line each: before, after and the ratio.
-
-    Two ``modes`` are the variants to compare, of the one and the other result, which may be the same file; without any
-    each variant is compared with itself. Below stands how probable the difference is by chance, if both were asked the
-    same questions or passages.
-
-    Raises:
-        UsageError: the results are of different experiments or not complete, or share no row; or not two ``modes``.
-    """
-    if modes and len(modes) != 2:
-        raise UsageError("Two modes can be compared.", f"{len(modes)} were given.", "Use --mode twice, or not at all.")
-    before, after = load(one), load(other)
-    if before["experiment"] != after["experiment"]:
-        raise UsageError(
-            f"{one} and {other} are results of different experiments.",
-            f"{before['experiment']} and {after['experiment']}.",
-            "Compare two results of one experiment.",
-        )
-    for file, result in ((one, before), (other, after)):
-        if "summary" not in result:
-            raise UsageError(f"{file} is not complete.", "", "Measure it again.")
-    if modes:
-        before, after = (_only(result, mode, modes) for result, mode in zip((before, after), modes, strict=True))
-    pairs = _pairs(before["summary"], after["summary"])
-    if not pairs:
-        raise UsageError(f"{one} and {other} have no row in common.", hint="Measure both with the same settings.")
-    lines = tuple(line for place, (a, b) in pairs.items() for line in _lines(place, a, b))
-    notes = (*_by_chance(before, after), *_differences(before, after))
-    return Table(f"{before['experiment']}: {one.name} and {other.name}", HEADS, lines or (SAME,), notes)
-
-
-def _only(result: Result, mode: str, both: Sequence[str]) -> Result:
-    """The rows of one variant, named as those that they are compared with."""
-    name = " to ".join(both)
-    sides = ("rows", "summary")
-    kept = {of: [{**row, "variant": name} for row in result[of] if row.get("variant") == mode] for of in sides}
-    return {**result, **kept}
-
-
-def _by_chance(before: Result, after: Result) -> list[str]:
-    """Of each variant in both results how their rows differ, if they were asked the same."""
-    asked = [each["settings"] | dict.fromkeys(METHODS) for each in (before, after)]
-    if before["experiment"] not in PAIRED or asked[0] != asked[1]:
-        return []
-    figure, more, fewer, of = PAIRED[before["experiment"]]
-    notes = []
-    for name in dict.fromkeys(row["variant"] for row in before["rows"]):
-        one, other = ([row for row in each["rows"] if row["variant"] == name] for each in (after, before))
-        counts = differing(one, other, figure)
-        if any(counts[:2]):
-            p = f"by chance p = {sign_test(*counts[:2]):.2g}"
-            notes.append(f"{name}: {counts[0]} {more}, {counts[1]} {fewer}, of {counts[2]} {of}; {p}.")
-    return notes
-
-
-def _differences(before: Result, after: Result) -> tuple[str, ...]:
-    """By what else than chance the figures may differ: the measurement, and the machine or model that it ran on."""
-    measurement, machine = difference(before, after), incompatible(before, after)
-    notes = [f"They are different measurements: {measurement}."] if measurement else []
-    if machine and machine != measurement:
-        notes.append(f"They are not comparable: {machine}.")
-    return tuple(notes)
-
-
-def _pairs(before: Sequence[Row], after: Sequence[Row]) -> dict[str, tuple[Row, Row]]:
-    """Rows of the same coordinates: the texts and whole numbers that a row is named by."""
-    named = [{_place(row): row for row in rows} for rows in (before, after)]
-    return {place: (row, named[1][place]) for place, row in named[0].items() if place in named[1]}
-
-
-def _place(row: Row) -> str:
-    return ", ".join(f"{row[name]}" for name in COORDINATES if name in row)
-
-
-def _lines(place: str, before: Row, after: Row) -> list[tuple[str, ...]]:
-    before, after = ({**row, **row.get("measured", {})} for row in (before, after))
-    figures = [
-        name
-        for name, value in before.items()
-        if name not in COORDINATES and _is_number(value) and _is_number(after.get(name)) and value != after[name]
-    ]
-    return [(place, name, *_change(before[name], after[name])) for name in figures]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _change(before: float, after: float) -> tuple[str, str, str]:
-    return f"{before:.4g}", f"{after:.4g}", f"{after / before:.3f}" if before else "n/a"
 
 
 def _ratios(row: Row) -> str:

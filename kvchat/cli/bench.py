@@ -162,15 +162,3 @@ def report_results(
 ) -> None:
     """Tables of results. Those of several environments or models are refused."""
     echo(reports.rendered(reports.read(results)))
-
-
-@app.command("compare")
-def compare_results(
-    before: Annotated[Path, typer.Argument(metavar="A.json")],
-    after: Annotated[Path, typer.Argument(metavar="B.json")],
-    mode: Annotated[
-        list[str] | None, typer.Option(metavar=settings.VARIANT, help="the variant in A, then the one in B; A may be B")
-    ] = None,
-) -> None:
-    """Changes from one result to another of the same experiment. With possible reasons for them, chance among them."""
-    echo(reports.compared(before, after, mode or ()).markdown())

@@ -1,4 +1,4 @@
-"""Reports: what stands in one, and what two results are compared by."""
+"""Reports: what stands in one."""
 
 import json
 
@@ -65,62 +65,7 @@ def test_an_incomplete_result_is_refused(write):
     result = json.loads(file.read_text())
     del result["summary"]
     file.write_text(json.dumps(result))
-    for arguments in (("report", file), ("compare", file, file)):
-        assert "not complete" in str(run(*arguments).exception)
-
-
-def test_a_comparison_names_each_figure_that_changed(write):
-    before, after = write("a.json"), write("b.json", [agreement_row(kl_mean=0.25)], settings={"tokens": 9})
-    text = run("compare", before, after).stdout
-    assert "| sync:m=7 | kl_mean | 0.5 | 0.25 | 0.500 |" in text
-    assert text.count("| sync") == 1
-    assert "settings.tokens is 8 in one and 9 in the other" in text
-    assert "| all rows | all figures | equal | equal | 1.000 |" in run("compare", before, before).stdout
-
-
-def passages(*means, variant="sync:m=7"):
-    return [{"variant": variant, "passage": at, "kl": [kl, 3 * kl]} for at, kl in enumerate(means)]
-
-
-def test_a_comparison_says_how_probable_by_chance_it_is(write):
-    before, after = write("a.json", rows=passages(1, 2, 3, 4)), write("b.json", rows=passages(0.5, 1, 2, 5))
-    said = "sync:m=7: 1 farther from full, 3 nearer, of 4 passages; by chance p = 0.62."
-    assert said in run("compare", before, after).stdout
-    assert "by chance" not in run("compare", before, before).stdout
-    other = write("c.json", rows=passages(0.5, 1, 2, 5), settings={"tokens": 9})
-    assert "by chance" not in run("compare", before, other).stdout, "they were asked something else"
-
-
-def answers(variant, *right):
-    return [{"task": "fact", "case": at, "variant": variant, "right": each} for at, each in enumerate(right)]
-
-
-def test_two_modes_of_one_result_are_compared_question_by_question(write):
-    rows = answers("full", *[True] * 8) + answers("h2o", *[False] * 6, True, True)
-    summary = [{"variant": name, "task": "fact", "right": right} for name, right in (("full", 8), ("h2o", 2))]
-    file = write("a.json", summary, rows=rows, experiment="recall")
-    text = run("compare", file, file, "--mode", "full", "--mode", "h2o").stdout
-    assert "| full to h2o, fact | right | 8 | 2 | 0.250 |" in text
-    assert "full to h2o: 0 right only after, 6 only before, of 8 questions; by chance p = 0.031." in text
-    assert "by chance" not in run("compare", file, file).stdout
-    assert "no row in common" in str(run("compare", file, file, "--mode", "full", "--mode", "quest").exception)
-    assert "Two modes" in str(run("compare", file, file, "--mode", "full").exception)
-
-
-def test_a_comparison_says_that_measurement_and_machine_differ(write):
-    threads = {**json.loads(write("a.json").read_text())["environment"], "threads": 99}
-    before, after = write("a.json"), write("b.json", settings={"tokens": 9}, environment=threads)
-    text = run("compare", before, after).stdout
-    assert "different measurements: settings.tokens is 8 in one and 9 in the other" in text
-    assert "are not comparable: environment.threads is" in text
-    alone = run("compare", before, write("c.json", environment=threads)).stdout
-    assert alone.count("environment.threads is") == 1
-
-
-def test_results_without_a_common_row_or_experiment_are_not_compared(write):
-    one, other = write("a.json"), write("b.json", [agreement_row(variant="full")])
-    assert "no row in common" in str(run("compare", one, other).exception)
-    assert "different experiments" in str(run("compare", one, write("c.json", experiment="recall")).exception)
+    assert "not complete" in str(run("report", file).exception)
 
 
 # ---- Tables in Markdown: nothing in a cell breaks out of it
