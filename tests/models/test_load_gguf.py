@@ -247,12 +247,6 @@ def test_the_end_of_a_turn_is_an_end_too():
     assert built.tokenizer.encode("<end>", add_special_tokens=False) == [257]
 
 
-def test_a_tokenizer_that_loses_texts_is_told():
-    (note,) = tokenizer_module.check(build(["a", "b"], [NORMAL, NORMAL]).tokenizer, 2, "m")
-    assert "Thai" in note
-    assert not tokenizer_module.check(build(*bytes_and()).tokenizer, 256, "m")
-
-
 @pytest.mark.slow("llama.cpp is started")
 @pytest.mark.parametrize(
     "name",
