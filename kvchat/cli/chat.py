@@ -87,7 +87,7 @@ def start(config: AppConfig, plain: bool) -> int:
     from kvchat.tui.app import run
 
     if ("ui", "theme") not in config.resolved.origins:
-        config = replace(config, theme=themes.suited(config.theme_dirs))
+        config = replace(config, theme=themes.suited())
     return run(config)
 
 

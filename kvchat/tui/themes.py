@@ -20,7 +20,6 @@ from kvchat.paths import bundled_themes_dir
 
 DEFAULT = "kvchat-dark"
 ANSI = "kvchat-ansi"
-THEME_VARIABLE = "TEXTUAL_THEME"
 DIM = 0.75  # how much of its color dim text keeps; terminals differ, and many make it too faint to read
 HINTS = {"text-disabled": "auto 52%"}  # Textual's 38 % leaves less than 3:1 on light backgrounds
 # What a theme that leaves them out gets: readable on dark and light.
@@ -39,35 +38,16 @@ _COLORS = {"primary", "secondary", "warning", "error", "success", "accent", "for
 }
 
 
-def suited(directories: Iterable[Path] = ()) -> str:
-    """The theme where the settings choose none: that of TEXTUAL_THEME, one of ``directories``, bundled or Textual's.
-
-    Without it a terminal of sixteen colors, and who wants none (NO_COLOR), get their own.
-
-    Raises:
-        UsageError: TEXTUAL_THEME names no theme.
-    """
-    if asked := os.environ.get(THEME_VARIABLE):
-        known, _ = load_all(directories)
-        if asked not in known:
-            raise UsageError(
-                f"{THEME_VARIABLE} is {asked!r}.",
-                "There is no such theme.",
-                did_you_mean(asked, {*known, *BUILTIN_THEMES}),
-            )
-        return asked
+def suited() -> str:
+    """The theme where the settings choose none: terminals of 16 colors and who wants none (NO_COLOR) get their own."""
     colors: Any = os.environ.get("TEXTUAL_COLOR_SYSTEM", "auto")  # as Textual asks
     terminal = Console(force_terminal=True, color_system=colors)
     return ANSI if terminal.no_color or terminal.color_system == "standard" else DEFAULT
 
 
 def load_all(directories: Iterable[Path]) -> tuple[dict[str, Theme], list[UsageError]]:
-    """The bundled themes and those in ``directories`` by name (the later wins), and what could not be read.
-
-    Of Textual's own there is that which TEXTUAL_THEME names.
-    """
-    asked = os.environ.get(THEME_VARIABLE, "")
-    themes = {asked: BUILTIN_THEMES[asked]} if asked in BUILTIN_THEMES else {}
+    """The bundled themes and those in ``directories`` by name (the later wins), and what could not be read."""
+    themes: dict[str, Theme] = {}
     problems: list[UsageError] = []
     for directory in (bundled_themes_dir(), *directories):
         for path in sorted(directory.glob("*.toml")):

@@ -19,14 +19,13 @@ from kvchat.tui.state import AppConfig
 
 
 @pytest.mark.parametrize(
-    ("chosen", "variable", "theme"),
-    [("", "nord", "nord"), ("kvchat-light", "nord", "kvchat-light"), ("", "", "kvchat-ansi")],
+    ("chosen", "theme"),
+    [("kvchat-light", "kvchat-light"), ("", "kvchat-ansi")],
 )
-def test_textuals_theme_counts_where_the_settings_name_none(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, chosen: str, variable: str, theme: str
+def test_the_terminals_theme_counts_where_the_settings_name_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, chosen: str, theme: str
 ) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setenv("TEXTUAL_THEME", variable)
     monkeypatch.setattr(chat, "prefers_lines", lambda: False)
     monkeypatch.setattr(app, "run", lambda config: started.append(config) or 0)
     started: list[AppConfig] = []

@@ -119,25 +119,6 @@ def test_a_terminal_of_few_colors_gets_its_own_theme(monkeypatch, term, others, 
     assert suited() == name
 
 
-@pytest.mark.parametrize("name", ["kvchat-light", "nord", "mine"])
-def test_textuals_variable_chooses_a_theme_where_the_settings_choose_none(monkeypatch, tmp_path, name):
-    (tmp_path / "mine.toml").write_text('primary = "#123456"')
-    monkeypatch.setenv("TEXTUAL_THEME", name)
-    assert suited([tmp_path]) == name
-    assert name in load_all([tmp_path])[0]
-    monkeypatch.setenv("TEXTUAL_THEME", "nrod")
-    with pytest.raises(UsageError, match=r"TEXTUAL_THEME.*'nrod'") as refused:
-        suited([tmp_path])
-    assert '"nord"?' in refused.value.hint
-
-
-async def test_a_theme_of_textuals_own_is_drawn(running, config, monkeypatch):
-    monkeypatch.setenv("TEXTUAL_THEME", "nord")
-    async with running(replace(config, theme="nord")) as (app, _pilot, until):
-        await until(lambda: "ready" in drawn(app))
-        assert (app.theme, app.theme_names[0]) == ("nord", "nord")
-
-
 async def test_a_theme_that_there_is_not_names_the_folder_of_ones_own(running, config, tmp_path):
     async with running(replace(config, theme="nrod", theme_dirs=(tmp_path,)), ready=False) as (app, _pilot, until):
         await until(lambda: str(tmp_path) in toasts(app))
