@@ -159,7 +159,6 @@ class Experiment:
         model: LoadedModel,
         **found: Any,
     ) -> Experiment:
-        """The experiment on a loaded model."""
         from kvchat.bench.timing import fingerprint  # imports torch
 
         return cls(name, what, settings, methods, model_identity(model), fingerprint(model.device), found)

@@ -297,7 +297,6 @@ def _bar(cell: str) -> str:
 
 
 def line(row: Mapping[str, Any]) -> str:
-    """Format a row as one line."""
     start = f"{row['context']:>7} {named(row):<32} "
     if "failed" in row:
         return f"{start}{row['failed']}"

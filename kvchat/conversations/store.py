@@ -156,7 +156,6 @@ class ConversationStore:
             self._saved_kv.purge(RESTORABLE_S)
 
     def close(self) -> None:
-        """Close the database."""
         self._db.close()
 
     # ---- one conversation ------------------------------------------------------------------------
@@ -429,12 +428,10 @@ def _ancestors(changes: Changes, ids: Iterable[str]) -> set[str]:
 
 
 def _columns(header: Header) -> dict[str, Any]:
-    """The fields of a header as they are stored."""
     return {**dataclasses.asdict(header), "params": json.dumps(header.params)}
 
 
 def _values(message: Message) -> dict[str, Any]:
-    """The fields of a message as they are stored."""
     values = {name: getattr(message, name) for name in _MESSAGE}
     values["stats"] = json.dumps(dataclasses.asdict(message.stats)) if message.stats else None
     values["switch_lines"] = json.dumps([vars(change) for change in message.switch_lines])

@@ -175,7 +175,6 @@ class Room:
 
     @property
     def place(self) -> Place:
-        """The device."""
         return Place(self.device, self.capability)
 
 

@@ -73,7 +73,6 @@ class ModelDescription:
 
     @cached_property
     def gguf(self) -> GgufFile:
-        """The header of a model that is a GGUF file."""
         return read_model(self.location.folder / self.location.gguf)
 
     @cached_property

@@ -39,7 +39,6 @@ class StoredTensor(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """The number of its elements."""
         return math.prod(self.shape)
 
 

@@ -62,7 +62,6 @@ class Address:
         return urlsplit(self.root).netloc
 
     def name(self, model: str) -> str:
-        """The name that loads a model of the server."""
         return f"{self.root}#{model}"
 
 

@@ -157,15 +157,12 @@ class Service:
         return JSONResponse({"status": "ok"})
 
     async def metrics(self, _: Request) -> Response:
-        """The figures."""
         return Response(self._figures.text(), media_type=CONTENT_TYPE_LATEST)
 
     async def models(self, _: Request) -> Response:
-        """The one model there is."""
         return JSONResponse({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
-        """The model by its name."""
         self._check_model(request.path_params["id"])
         return JSONResponse(self._model())
 

@@ -28,7 +28,6 @@ class Refusal(Exception):
         return by_status.get(self.status, {})
 
     def response(self) -> JSONResponse:
-        """The refusal as an answer."""
         return JSONResponse(self.body, self.status, self.headers)
 
 

@@ -366,15 +366,12 @@ class ChatRequest(Asked):
         return self
 
     def scored(self) -> int | None:
-        """How many of the likeliest tokens are told beside each; None if no probability is."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def called_tools(self) -> list[dict[str, Any]]:
-        """The tools that the model is told of."""
         return [] if self.tool_choice == "none" else [one.model_dump() for one in self.tools or ()]
 
     def json_schema(self) -> str:
-        """What the answer is held to, "" for nothing."""
         return self.response_format.text() if self.response_format else ""
 
     def turns(self, defaults: Defaults) -> tuple[Turn, ...]:
@@ -382,7 +379,6 @@ class ChatRequest(Asked):
         return _turns(self.messages, defaults)
 
     def most_tokens(self) -> int | None:
-        """The largest length of the answer that was asked for."""
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
     def template_args(self, load: Load, loaded: Loaded) -> tuple[str, ...]:
@@ -422,7 +418,6 @@ class TextRequest(Asked):
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     def scored(self) -> int | None:
-        """How many of the likeliest tokens are told beside each; None if no probability is."""
         return self.logprobs
 
     def turns(self, defaults: Defaults) -> tuple[Turn, ...]:

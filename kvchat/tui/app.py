@@ -289,7 +289,6 @@ class KvchatApp(App[None]):
 
     @property
     def theme_names(self) -> tuple[str, ...]:
-        """The themes that can be used."""
         return tuple(self.themes)
 
     def set_timer(self, *arguments: Any, **options: Any) -> Timer:

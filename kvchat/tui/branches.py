@@ -190,7 +190,6 @@ class Pins:
         self.last = message.id
 
     def unpin(self, message: Message) -> None:
-        """Pin a message no longer."""
         self._mark(message, False)
 
     def take_back(self) -> None:

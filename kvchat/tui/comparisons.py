@@ -103,7 +103,6 @@ class Comparisons:
             self.view.show_comparison(self.running)
 
     def finish(self, compared: Compared) -> None:
-        """Show the result."""
         running, self.running = self.running, None
         if running is not None:
             running.finish(compared)

@@ -114,7 +114,6 @@ class ChatController:
                     await self.handle(report)
 
     async def handle(self, report: Report) -> None:
-        """Handle one event of the engine, or its end."""
         await self._events.handle(report)
 
     async def close(self) -> None:
@@ -171,7 +170,6 @@ class ChatController:
             await self.answers.down()
 
     async def release_queue(self) -> None:
-        """Send the questions that are held."""
         self.answers.queue.release()
         if self.state.phase is Phase.READY:
             await self.answers.ready()

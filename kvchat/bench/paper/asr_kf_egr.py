@@ -74,7 +74,6 @@ def _open_prompt(lab: Lab) -> list[int]:
 def _generated(
     lab: Lab, variant: str, prompt: Sequence[int], tokens: int, published: dict[str, float] | None = None
 ) -> Row:
-    """Generate ``tokens`` tokens after a prompt."""
     logits = lab.walk.begin(prompt, parsed(variant), tokens)
     seconds, active, ids, began = 0.0, [], [], time.perf_counter()
     for token in lab.generate(logits, tokens, SAMPLING):

@@ -174,7 +174,6 @@ def agreement(decoded: Forced, parameters: ModeParameters) -> dict[str, Any]:
 
 
 def row(label: str, measured: Mapping[str, Any], published: Mapping[str, Any] | None = None, **figure: Any) -> Row:
-    """A row of a part."""
     return {"row": label, "measured": dict(measured), "published": dict(published or {}), **figure}
 
 

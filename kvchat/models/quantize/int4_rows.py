@@ -52,7 +52,6 @@ class Int4Rows(PackedRows):
         self.data, self.scales, self.bias = data, scales, bias
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``x [..., K]`` through the matrix, plus ``bias [N]``: ``[..., N]``."""
         if x.numel() == x.shape[-1] and (found := self.one_token(x.contiguous(), bias)) is not None:
             return found
         if x.numel() >= MANY * x.shape[-1] and column_bytes() == NARROW and len(self.data) % (2 * NARROW) == 0:
@@ -95,12 +94,10 @@ class Int4Rows(PackedRows):
 
     @property
     def mergeable(self) -> bool:
-        """True if rows of another matrix can follow these."""
         return len(self.data) % BLOCK == 0
 
     @classmethod
     def merged(cls, linears: Sequence[Any]) -> Self:
-        """The rows of several Linears as one matrix; theirs become views of it, so no memory is added."""
         parts: list[Int4Rows] = [linear.__dict__[ROWS] for linear in linears]
         merged = cls(merge([part.data for part in parts]), torch.cat([part.scales for part in parts], 1))
         views = torch.split(merged.scales, [len(part.data) for part in parts], 1)

@@ -41,7 +41,6 @@ class Int8Rows(PackedRows):
         return self.scale.dtype == torch.float16
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``x [..., K]`` through the matrix, plus ``bias [N]``: ``[..., N]``."""
         if x.numel() == x.shape[-1] and (found := self.one_token(x.contiguous(), bias)) is not None:
             return found
         if x.numel() == x.shape[-1] and x.shape[-1] % MULTIPLE == 0:
@@ -85,12 +84,10 @@ class Int8Rows(PackedRows):
 
     @property
     def mergeable(self) -> bool:
-        """True if rows of another matrix can follow these."""
         return self.data.nbytes % ALIGNED == 0
 
     @classmethod
     def merged(cls, linears: Sequence[Any]) -> Self:
-        """The rows of several Linears as one matrix; theirs become views of it, so no memory is added."""
         parts: list[Int8Rows] = [linear.__dict__[ROWS] for linear in linears]
         merged = cls(merge([part.data for part in parts]), torch.cat([part.scale for part in parts]))
         sizes = [len(part.data) for part in parts]

@@ -49,7 +49,6 @@ class Stack(NamedTuple):
 
     @property
     def weight(self) -> Tensor:
-        """The parameter."""
         weight: Tensor = getattr(self.module, self.name)
         return weight
 

@@ -80,7 +80,6 @@ class PlainAnswer:
         self.feed(message.text)
 
     def feed(self, text: str) -> None:
-        """Print text."""
         self.text += text
         self._print()
 
@@ -252,7 +251,6 @@ class PlainView:
         return PlainQuestion(line)
 
     async def add_answer(self) -> PlainAnswer:
-        """Begin an answer."""
         self._answer = PlainAnswer(self._lines, self.folds_thoughts)
         return self._answer
 
@@ -271,7 +269,6 @@ class PlainView:
             self._lines.line(line)
 
     def add_note(self, text: str, struck: str = "") -> None:
-        """Print a note."""
         self._lines.line(text + struck)
 
     def add_error(self, error: KvchatError, remedies: Sequence[Remedy] = ()) -> None:

@@ -207,7 +207,6 @@ def read(folder: str) -> tuple[Entry, ...]:
 
 
 def _entries(folder: str, below: str = "") -> list[Entry]:
-    """The entries of ``below``, a folder in ``folder``."""
     try:
         with os.scandir(os.path.expanduser(folder + below) or ".") as found:
             return [_entry(below, one) for one in itertools.islice(found, MAX_ENTRIES)]

@@ -88,7 +88,6 @@ class SearchScreen(Dialog, Generic[Found]):
         self.shown: dict[str, Found] = {}
 
     def action_move(self, move: str) -> None:
-        """Move in the list."""
         getattr(self.query_one(OptionList), f"action_{move}")()
 
     @property

@@ -78,7 +78,6 @@ class ConversationsScreen(SearchScreen[Summary]):
         run_worker(self, partial(self._search, event.value), group="search", exclusive=True)
 
     async def action_choose(self) -> None:
-        """Open the highlighted conversation."""
         if (chosen := await self._chosen()) is not None:
             await self._open(chosen)
 
@@ -111,12 +110,10 @@ class ConversationsScreen(SearchScreen[Summary]):
         self.set_focus(self.query_one(ConversationField))
 
     async def action_delete(self) -> None:
-        """Delete the highlighted conversation."""
         if (chosen := await self._chosen()) is not None:
             await self._try(self._controller.delete(chosen.id, visible(chosen.title)))
 
     async def action_restore(self) -> None:
-        """Bring back the conversation deleted last."""
         await self._try(self._controller.restore())
 
     async def _chosen(self) -> Summary | None:
@@ -222,7 +219,6 @@ class ModelsScreen(SearchScreen[FoundModel]):
 
     @on(OptionList.OptionSelected)
     def load_selected(self, event: OptionList.OptionSelected) -> None:
-        """Load a model."""
         self._choose(self.shown[event.option.id or ""])
 
     def action_plan(self) -> None:

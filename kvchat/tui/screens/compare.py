@@ -80,7 +80,6 @@ class CompareScreen(Dialog):
             self.refresh_bindings()
 
     def draw(self, shown: RunningComparison) -> None:
-        """Update the widgets."""
         self.query_one("#question", Static).update(visible(shown.question.strip()))
         answers = self.query("#answers Static").results(Static)
         said = (shown.progress[i].text if i in shown.progress else "" for i in range(len(shown.variants)))

@@ -85,12 +85,10 @@ class Answer(Vertical):
         yield receipt
 
     def wait(self, words: str) -> None:
-        """Show what the engine does before the first word."""
         if not self.text:
             self._show_tail(words, waiting=True)
 
     def resume(self, message: Message) -> None:
-        """Begin with the text of an answer that is gone on with."""
         self._switch_lines, self.thought = message.switch_lines, message.thought
         self.feed(message.text)
 
@@ -115,7 +113,6 @@ class Answer(Vertical):
         self.redraw()
 
     async def withdraw(self, chars: int) -> str:
-        """Remove the last ``chars`` characters, also from the screen, and return them."""
         kept = len(self.text) - chars
         self.text, withdrawn = self.text[:kept], self.text[kept:]
         await self._draw()

@@ -110,7 +110,6 @@ class StatusBar(Widget):
         self.snapshot = snapshot
 
     def clear(self) -> None:
-        """Show no numbers."""
         self._speeds.clear()
         self._speed = self.snapshot = None
 
@@ -208,6 +207,5 @@ class Badges(Static):
     badges: reactive[tuple[str, ...]] = reactive(())
 
     def watch_badges(self, badges: tuple[str, ...]) -> None:
-        """Show the badges."""
         self.display = bool(badges)
         self.update(Content("\n").join(Content.assemble((f"{GLYPH} {badge}", STYLE)) for badge in badges))

@@ -71,7 +71,6 @@ class Composer(Vertical):
         self._list.show(offer(begun, now) if begun else None)
 
     def show_queue(self, waiting: int, is_held: bool) -> None:
-        """Show how many questions wait, and whether the user has to release them."""
         self._prompt.has_queue = waiting > 0
         words = f"{waiting} held: {self._key('prompt.send')} sends them" if is_held else f"{waiting} queued"
         self._queued = f"{words}, ↑ takes the last one back" if waiting else ""

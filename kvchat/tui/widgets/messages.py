@@ -40,7 +40,6 @@ class Question(Static):
         self.update(self._content())
 
     def send(self, message: Message, footer: str) -> None:
-        """Show that the question is no longer queued: it is ``message`` now."""
         self.queued = False
         self.message = message.id
         self.remove_class("queued")
