@@ -33,8 +33,6 @@ from kvchat.units import count
 
 PASTE_START, PASTE_END = "\x1b[200~", "\x1b[201~"
 NEXT_READ_S = 0.02  # the parts of a paste follow each other faster than a person's keys
-STALLED_S = 5.0  # a network may stall a paste too; what it then brings is more than keys
-KEY_BYTES, KEYS_BYTES = 16, 64  # at most: of one key, and of those that a person presses in ``STALLED_S``
 _ESC_KEY = "\x1b[27u"  # as terminals send it that can tell the key from the beginning of a sequence
 _ESC_BEFORE_TEXT = re.compile(r"\x1b(?=[^\x00-\x20\x7f\[\]NOPX^_\\][^\x00-\x1f\x7f])")
 _TEXT = re.compile(r"[^\x00-\x08\x0b\x0c\x0e-\x1f\x7f]+")
@@ -94,16 +92,12 @@ class InputDecoder:
     and a text that come at once for Alt and a letter: ESC before two characters is the key.
 
     Where the terminal does not mark a paste, lines that arrive in one read are one.
-
-    A paste whose end got lost would swallow every key from then on: where nothing but keys came for ``STALLED_S`` the
-    next one is a key.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._clock = clock
         self._pasted_at = -math.inf  # when a part of a paste came that the terminal had not marked
-        self._came_at, self._since = 0.0, 0  # when more came than keys, and how many bytes since
         self._is_paste = False
         self._emitted = ""  # the last characters outside a paste, where one may begin
         self._held = ""  # of a paste, where it may end
@@ -119,9 +113,6 @@ class InputDecoder:
         text, parts = self._utf8.decode(data, final), []
         if self._is_unmarked_paste(text):
             return PASTE_START + text + PASTE_END
-        if self._is_key_in_stalled_paste(data, self._held + text):
-            parts.append(_marked(self._held) + PASTE_END)
-            self._is_paste, self._held = False, ""
         text, self._held = self._held + text, ""
         while text:
             part, text = self._pasted(text) if self._is_paste else self._typed(text)
@@ -143,13 +134,6 @@ class InputDecoder:
         self._pasted_at = now
         return True
 
-    def _is_key_in_stalled_paste(self, data: bytes, text: str) -> bool:
-        now = self._clock()
-        self._since += len(data)
-        if not self._is_paste or len(data) > KEY_BYTES or self._since > KEYS_BYTES:
-            self._came_at, self._since = now, 0
-        return now - self._came_at > STALLED_S and PASTE_END not in text
-
     def _typed(self, text: str) -> tuple[str, str]:
         before, start, rest = (self._emitted + text).partition(PASTE_START)
         typed = (before + start)[len(self._emitted) :]
@@ -162,11 +146,7 @@ class InputDecoder:
         self._is_paste = not end
         if not end and (half := _HALF_END.search(paste)):
             paste, self._held = paste[: half.start()], half[0]
-        return _marked(paste) + end, rest
-
-
-def _marked(paste: str) -> str:
-    return paste.replace("\x1b", MARKS[0x1B])
+        return paste.replace("\x1b", MARKS[0x1B]) + end, rest
 
 
 def has_vanished() -> bool:

@@ -212,38 +212,6 @@ def test_what_comes_right_behind_lines_pasted_without_marks_belongs_to_them_but_
     assert decoder.decode(b"next\r") == "next\r"
 
 
-def test_a_key_after_a_paste_whose_end_got_lost_is_a_key():
-    now = [0.0]
-    decoder = InputDecoder(lambda: now[0])
-
-    def read(data: bytes, after_s: float = 0.0) -> str:
-        now[0] += after_s
-        return decoder.decode(data)
-
-    read(b"\x1b[200~pasted \x1b[20")
-    assert read(b"\x11", 5.1) == "␛[20\x1b[201~\x11"
-    assert read("ü".encode()) == "ü"
-
-    read(b"\x1b[200~pasted ")
-    assert read(b"q\r", 4.9) == "q\r"
-    assert read(b"slowly, in a piece\r", 60.0) == "slowly, in a piece\r"
-    assert read(b"end\x1b[201~", 60.0) == "end\x1b[201~"
-    read(b"\x1b[200~\x1b[20")
-    assert read(b"1~", 60.0) == "\x1b[201~"
-
-
-@pytest.mark.parametrize(("piece", "ended"), [(b"x", True), (b"pasted", False)], ids=["keys", "a slow line"])
-def test_keys_that_go_on_after_such_a_paste_are_keys(piece, ended):
-    now = [0.0]
-    decoder = InputDecoder(lambda: now[0])
-    decoder.decode(b"\x1b[200~pasted ")
-    for _ in range(51):
-        now[0] += 0.098
-        assert decoder.decode(piece) == piece.decode()
-    now[0] += 0.098
-    assert decoder.decode(b"\x11") == ("\x1b[201~\x11" if ended else "\x11")
-
-
 @pytest.mark.parametrize(
     ("sent", "read"),
     [
