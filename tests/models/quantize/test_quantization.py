@@ -261,7 +261,7 @@ def int4():
 
 
 def test_the_bundled_model_in_int4(int4, model):
-    assert (int4.weights, int4.dtype, len(int4.notes)) == ("int4", torch.float32, len(model.notes) + 1)  # what it loses
+    assert (int4.weights, int4.dtype, int4.notes) == ("int4", torch.float32, model.notes)
     assert int4.fused == "norms, merged projections, rope, fused layers"
     # 4 bits and a bfloat16 scale and zero per 32 weights of the layers; 8 bits of the head and the embeddings
     embedding = model.model.get_input_embeddings().weight.nbytes
