@@ -36,11 +36,15 @@ from torch import Tensor, nn
 from kvchat.kv.ops.cpu_ops import compiled_loops
 from kvchat.models import attention_hook, probe
 from kvchat.models.attention_hook import DenseManager
-from kvchat.models.fuse.one_token import OneTokenLayer
+from kvchat.models.fuse.one_token import Norm, OneTokenLayer
 from kvchat.models.probe import logits_error, logits_tolerance
 from kvchat.models.quantize import rows
-from kvchat.models.quantize.rows import PackedRows, Weight, is_one_row, linear, merge, weight_of
+from kvchat.models.quantize.rows import GATES, PackedRows, Weight, is_one_row, linear, merge, weight_of
 
+SILU = 1  # in ``GATES``
+BEFORE_MLP, AFTER_MLP = "pre_feedforward_layernorm", "post_feedforward_layernorm"
+LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+AROUND_MLP = {BEFORE_MLP, AFTER_MLP}
 NORMS, MERGED, ROPE, LAYERS = "norms", "merged projections", "rope", "fused layers"
 CHECKED_PROMPT, CHECKED_STEPS = 7, 3
 ROTATION = "apply_rotary_pos_emb"  # transformers' name for it in every model that has one
@@ -157,12 +161,17 @@ def _fuse_layer(
     operations: Operations,
     swaps: Swaps,
 ) -> None:
-    attention, mlp = layer.self_attn, layer.mlp
+    attention, mlp, output = layer.self_attn, layer.mlp, Output(layer.self_attn.o_proj, operations)
     first, second = norms[layer.input_layernorm], norms[layer.post_attention_layernorm]
-    output = Output(attention.o_proj, operations)
-    gate_up = merge_weights([mlp.gate_proj, mlp.up_proj])
+    added: Sequence[Norm | None] = (None, None)  # of what attention and MLP add
+    if hasattr(layer, BEFORE_MLP):
+        added, second = (second, norms[layer.post_feedforward_layernorm]), norms[layer.pre_feedforward_layernorm]
+    gate_up, gate = merge_weights([mlp.gate_proj, mlp.up_proj]), gate_of(mlp)
     down = mlp.down_proj
-    one_token = _one_token_layer(fused, first, second, gate_up, weight_of(down), down.bias) if fused else None
+    one_token = _one_token_layer(fused, first, second, added, gate_up, gate, down) if fused else None
+
+    def add(state: Tensor, made: Tensor, norm: Norm | None) -> Tensor:
+        return made if norm is None else state + operations.normed(made, norm)
 
     def forward(hidden_states: Tensor, **kwargs: Any) -> Tensor:
         if fused and fused.suits(hidden_states, kwargs):
@@ -170,32 +179,39 @@ def _fuse_layer(
             turns = operations.turns(*kwargs["position_embeddings"]) if in_numbers else None
             if one_token and turns:
                 return one_token(hidden_states, *turns)
-            attended = fused(hidden_states, kwargs["position_embeddings"], first, hidden_states)
+            attended = fused(hidden_states, kwargs["position_embeddings"], first, None if added[0] else hidden_states)
         else:
-            merged.norm, output.residual = first, hidden_states
+            merged.norm, output.residual = first, None if added[0] else hidden_states
             attended, _ = attention(hidden_states=hidden_states, **kwargs)
-        active = operations.gated(attended, gate_up, second)
-        return operations.project(active, weight_of(down), down.bias, None, attended)
+        attended = add(hidden_states, attended, added[0])
+        active = operations.gated(attended, gate_up, second, gate)
+        projected = operations.project(active, weight_of(down), down.bias, None, None if added[1] else attended)
+        return add(attended, projected, added[1])
 
     swaps.replace(attention.o_proj, output, LAYERS)
     swaps.replace(layer, forward, LAYERS)
 
 
 def _one_token_layer(
-    fused: FusedAttention, first: Norm, second: Norm, gate_up: Weight, down: Weight, down_bias: Tensor | None
+    fused: FusedAttention,
+    first: Norm,
+    second: Norm,
+    added: Sequence[Norm | None],
+    gate_up: Weight,
+    gate: int,
+    down: nn.Linear,
 ) -> OneTokenLayer | None:
     """The layer as one loop before attention and one after; None unless loops multiply all of it, packed alike."""
     output = fused.module.o_proj
-    matrices = fused.merged.weight, weight_of(output), gate_up, down
+    matrices = fused.merged.weight, weight_of(output), gate_up, weight_of(down)
     found = [matrix.arrays for matrix in matrices if isinstance(matrix, PackedRows)]
     arrays = [each for each in found if each is not None]
     if len(arrays) < len(matrices) or len(set(map(len, arrays))) > 1:
         return None
     qkv, out, up, last = arrays
-    before, after = (qkv, fused.merged.bias, first.weight, first.eps), (up, second.weight, second.eps)
-    return OneTokenLayer(
-        fused.module, fused.heads, before, fused.head_norms, (out, output.bias), after, (last, down_bias)
-    )
+    before, attention = (qkv, fused.merged.bias, first), (out, output.bias, added[0])
+    mlp = (up, second, gate), (last, down.bias, added[1])
+    return OneTokenLayer(fused.module, fused.heads, before, fused.head_norms, attention, *mlp)
 
 
 def _rebound(forward: FunctionType, operations: Operations) -> FunctionType:
@@ -269,18 +285,20 @@ def projections(module: Any) -> list[Any]:
 
 
 def is_layer(module: Any, norms: Collection[nn.Module], attentions: Collection[nn.Module]) -> bool:
-    """``module`` is norm -> attention -> + -> norm -> gated MLP -> +, with all of its parts recognized too."""
-    if _children(module) != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
+    """``module`` is norm -> attention -> + -> norm -> gated MLP -> +, with all of its parts recognized too.
+
+    Gemma's also has a norm before each sum.
+    """
+    children = _children(module)
+    if children not in (LAYER, LAYER | AROUND_MLP) or module.self_attn not in attentions:
         return False
-    if module.self_attn not in attentions:
-        return False
-    if module.input_layernorm not in norms or module.post_attention_layernorm not in norms:
+    if any(getattr(module, name) not in norms for name in children - {"self_attn", "mlp"}):
         return False
     only_merged_read = _children(module.self_attn) <= ATTENTION
     return (
         only_merged_read
         and is_plain(module.self_attn.o_proj)
-        and _is_gated_mlp(module.mlp)
+        and gate_of(module.mlp) > 0
         and _adds_like_a_layer(module)
     )
 
@@ -293,19 +311,23 @@ def _adds_like_a_layer(layer: nn.Module) -> bool:
         "post_attention_layernorm": lambda x: x + 5,
         "mlp": lambda x: x * 7,
     }
-    return _results_in(_with_stubs(layer, parts), 1.0, 7 * (1 + 3 * 2 + 5) + 1 + 3 * 2)
+    if not hasattr(layer, BEFORE_MLP):
+        return _results_in(_with_stubs(layer, parts), 1.0, 7 * (1 + 3 * 2 + 5) + 1 + 3 * 2)
+    parts |= {BEFORE_MLP: lambda x: x + 2, AFTER_MLP: lambda x: x * 11}
+    return _results_in(_with_stubs(layer, parts), 1.0, 11 * 7 * (1 + 3 * 2 + 5 + 2) + 1 + 3 * 2 + 5)
 
 
-def _is_gated_mlp(mlp: Any) -> bool:
-    """``down(silu(gate(x)) * up(x))``."""
+def gate_of(mlp: Any) -> int:
+    """The number of ``gate`` in ``GATES`` where the MLP is ``down(gate(gate_proj(x)) * up(x))``, from 1 on; else 0."""
     if not _has(mlp, "gate_proj", "up_proj", "down_proj") or not _mergeable([mlp.gate_proj, mlp.up_proj]):
-        return False
+        return 0
     if mlp.gate_proj.bias is not None or not is_plain(mlp.down_proj):
-        return False
-    parts = {"gate_proj": lambda x: x * 2, "up_proj": lambda x: x + 3, "down_proj": lambda x: x * 5}
-    silu = [float(F.silu(torch.tensor(2.0 * x))) for x in (1.0, -1.5)]
-    stub = _with_stubs(mlp, parts)
-    return _results_in(stub, 1.0, 5 * silu[0] * 4) and _results_in(stub, -1.5, 5 * silu[1] * 1.5)
+        return 0
+    stub = _with_stubs(mlp, {"gate_proj": lambda x: x * 2, "up_proj": lambda x: x + 3, "down_proj": lambda x: x * 5})
+    for number, gate in enumerate(GATES, 1):
+        if all(_results_in(stub, x, 5 * float(gate(torch.tensor(2 * x))) * (x + 3)) for x in (1.0, -1.5)):
+            return number
+    return 0
 
 
 def rotates_halves(forward: Any) -> bool:
@@ -476,14 +498,6 @@ def _agrees(module: Any, fused: FusedAttention, dtype: torch.dtype) -> bool:
     return error < probe.products_tolerance(dtype, isinstance(weight_of(module.o_proj), PackedRows))
 
 
-@dataclass(frozen=True)
-class Norm:
-    """An RMSNorm: ``weight`` [K] and epsilon."""
-
-    weight: Tensor
-    eps: float
-
-
 class Operations:
     """The operations of fused modules: stock torch, and ``kernels`` for one token where they are given."""
 
@@ -524,18 +538,18 @@ class Operations:
         projected = linear(x if norm is None else self.normed(x, norm), weight, bias)
         return projected if residual is None else projected.add_(residual)
 
-    def gated(self, x: Tensor, weight: Weight, norm: Norm) -> Tensor:
-        """``silu(gate) * up`` of ``x [..., K]`` normalized; ``weight [2 N, K]`` is gate's above up's."""
-        if self._kernels and is_one_row(x) and isinstance(weight, Tensor):
+    def gated(self, x: Tensor, weight: Weight, norm: Norm, kind: int = SILU) -> Tensor:
+        """``gate * up`` of ``x [..., K]`` normalized, by ``GATES``; ``weight [2 N, K]`` is gate's above up's."""
+        if self._kernels and is_one_row(x) and isinstance(weight, Tensor) and kind == SILU:
             gate_weight, up_weight = weight.chunk(2)
             result: Tensor = self._kernels.gated(x, gate_weight, up_weight, norm.weight, norm.eps)
             return result
         if isinstance(weight, PackedRows) and is_one_row(x):
-            found = weight.one_token(x, None, norm.weight, norm.eps, gated=True)
+            found = weight.one_token(x, None, norm.weight, norm.eps, gate=kind)
             if found is not None:
                 return found
         gate, up = linear(self.normed(x, norm), weight).chunk(2, -1)
-        return F.silu(gate).mul_(up)
+        return GATES[kind - 1](gate).mul_(up)
 
     def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rotate ``query [1, H_q, n, d]`` and ``key [1, H, n, d]`` by ``cos`` and ``sin [1, n, d]``, all d of them."""

@@ -11,6 +11,7 @@ a product in a layer is done in the same call, which takes torch a dozen.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -41,8 +42,11 @@ HALF = 16  # products of 4 bits and of 8 that 16 bits hold the sum of
 # this what SmolLM2's layers multiply by took 1.2 times as long from memory, its head 1.1 times.
 GROUPS_AHEAD, BLOCKS_AHEAD = 4, 4
 SCALE_BYTES = 4  # of a scale and a zero point
+SILU, GELU = 1, 2
+GELU_SCALE, GELU_CUBE = np.float32(2 * math.sqrt(2 / math.pi)), np.float32(0.044715)
 ZERO = 8  # the level of 4 bits that stands for the group's zero point
-ROW = "f4[::1], f4[::1], f4[::1], f4, f4[::1], b1, f4[::1]"  # the arguments of a product after its matrix
+ROW = "f4[::1], f4[::1], f4[::1], f4, f4[::1], i8, f4[::1]"  # the arguments of a product after its matrix
+NORM = "f4[::1], f4"
 MATRICES = "Tuple((u1[:, ::1], i4[:, ::1], i8))", "Tuple((i1[:, ::1], u2[:, ::1]))"  # of 4 bits, of 8
 # The processor adds pairs of products; numba compiles for another one where it is told to.
 PAIRS = llvm.get_host_cpu_features().get("avx2", False) and not numba.config.CPU_NAME
@@ -102,17 +106,23 @@ def _halves(levels: Array) -> tuple[Array, Array]:
 
 
 @numba.njit(fastmath=FINITE_OR_NOT)  # type: ignore[untyped-decorator]
-def _finish(rows: Array, bias: Array, residual: Array, gated: bool, out: Array) -> None:
-    """Add the ``bias`` and the ``residual`` that are given; or put ``silu`` of the first half times the second out."""
+def _finish(rows: Array, bias: Array, residual: Array, gate: int, out: Array) -> None:
+    """Add the ``bias`` and the ``residual`` that are given; or put the ``gate`` of the first half times the second out.
+
+    Both gates are a number times the logistic function, SILU of itself, and GELU (its tanh form) of a cubic.
+    """
     for i in range(len(bias)):
         rows[i] += bias[i]
     for i in range(len(residual)):
         rows[i] += residual[i]
-    if gated:
+    if gate:
         half = len(out)
         for i in range(half):
-            power = exp(-abs(rows[i]))
-            sigmoid = (np.float32(1) if rows[i] >= 0 else power) / (np.float32(1) + power)
+            x = rows[i]
+            if gate == GELU:
+                x = GELU_SCALE * (x + GELU_CUBE * x * x * x)
+            power = exp(-abs(x))
+            sigmoid = (np.float32(1) if x >= 0 else power) / (np.float32(1) + power)
             out[i] = rows[i] * sigmoid * rows[half + i]
 
 
@@ -293,24 +303,24 @@ def four_bit_product(
     norm: Array,
     eps: np.float32,
     residual: Array,
-    gated: bool,
+    gate: int,
     out: Array,
 ) -> None:
     """``x [K]`` through the levels ``data [N, K / 2]``, packed by torch ``width`` bytes at a time: ``out [N]``.
 
     ``scales [K / 32, N]`` are the bits of each group's scale and zero point in bfloat16. N is a multiple of 2 * width.
     First x is normalized by ``norm [K]``, afterwards ``bias`` and ``residual [N]`` are added; empty is none.
-    ``gated``: ``silu`` of the first half of the result times the second half, ``out [N / 2]``.
+    ``gate``: ``SILU`` or ``GELU`` of the first half of the result times the second half, ``out [N / 2]``; or 0.
     """
     levels, steps, sums = _rounded(x, norm, eps)
     upper, lower = _halves(levels)
-    rows = np.empty(scales.shape[1], np.float32) if gated else out
+    rows = np.empty(scales.shape[1], np.float32) if gate else out
     for block in numba.prange(scales.shape[1] // (2 * width)):
         if width == 16:
             _NARROW(data, scales, upper, lower, steps, sums, rows, block)
         else:
             _WIDE(data, scales, upper, lower, steps, sums, rows, block)
-    _finish(rows, bias, residual, gated, out)
+    _finish(rows, bias, residual, gate, out)
 
 
 @compiled("void(u1[:, ::1], f4[:, :, ::1], i8, f4[:, ::1])", parallel=HAS_THREADS)
@@ -393,43 +403,41 @@ def eight_bit_product(
     norm: Array,
     eps: np.float32,
     residual: Array,
-    gated: bool,
+    gate: int,
     out: Array,
 ) -> None:
     """As ``four_bit_product``, of ``data [N, K]``; ``scale [N, K / 32]`` are of its groups, as bits of float16."""
     levels, steps, _ = _rounded(x, norm, eps)
-    rows = np.empty(len(data), np.float32) if gated else out
+    rows = np.empty(len(data), np.float32) if gate else out
     fours = len(data) // 4
     for four in numba.prange(fours):
         _FOUR_ROWS(data, scale, levels, steps, rows, 4 * four)
     for row in range(4 * fours, len(data)):
         _ONE_ROW(data, scale, levels, steps, rows, row)
-    _finish(rows, bias, residual, gated, out)
+    _finish(rows, bias, residual, gate, out)
 
 
 # ---- a layer, but its attention --------------------------------------------------------------------
-def multiply(
-    matrix: Any, x: Array, bias: Array, norm: Array, eps: Any, residual: Array, gated: bool, out: Array
-) -> None:
+def multiply(matrix: Any, x: Array, bias: Array, norm: Array, eps: Any, residual: Array, gate: int, out: Array) -> None:
     """The product of a ``matrix`` as ``PackedRows.arrays`` gives it; the other arguments are those of both products."""
 
 
 @overload(multiply)  # type: ignore[untyped-decorator]
 def _multiply(
-    matrix: Any, x: Any, bias: Any, norm: Any, eps: Any, residual: Any, gated: Any, out: Any
+    matrix: Any, x: Any, bias: Any, norm: Any, eps: Any, residual: Any, gate: Any, out: Any
 ) -> Callable[..., None]:
-    def of_four_bits(matrix: Any, x: Any, bias: Any, norm: Any, eps: Any, residual: Any, gated: Any, out: Any) -> None:
-        four_bit_product(matrix[0], matrix[1], matrix[2], x, bias, norm, eps, residual, gated, out)
+    def of_four_bits(matrix: Any, x: Any, bias: Any, norm: Any, eps: Any, residual: Any, gate: Any, out: Any) -> None:
+        four_bit_product(matrix[0], matrix[1], matrix[2], x, bias, norm, eps, residual, gate, out)
 
-    def of_eight_bits(matrix: Any, x: Any, bias: Any, norm: Any, eps: Any, residual: Any, gated: Any, out: Any) -> None:
-        eight_bit_product(matrix[0], matrix[1], x, bias, norm, eps, residual, gated, out)
+    def of_eight_bits(matrix: Any, x: Any, bias: Any, norm: Any, eps: Any, residual: Any, gate: Any, out: Any) -> None:
+        eight_bit_product(matrix[0], matrix[1], x, bias, norm, eps, residual, gate, out)
 
     return of_four_bits if len(matrix) == 3 else of_eight_bits
 
 
 @compiled(
     *(
-        f"void({kind}, f4[::1], f4[::1], f4, f4[:, ::1], f4, f4, f4[::1], f4[::1], f4[::1], i8, i8, f4[:, ::1])"
+        f"void({kind}, f4[::1], {NORM}, f4[:, ::1], f4, f4, f4[::1], f4[::1], f4[::1], i8, i8, f4[:, ::1])"
         for kind in MATRICES
     )
 )
@@ -453,23 +461,44 @@ def begin_layer(
     ``matrix`` and ``bias`` are those of all three, one after the other. The ``queries`` and ``keys`` are normalized
     each by its row of ``of_heads [queries + keys, d]``, which may be ``[0, d]``, and turned by ``cos`` and ``sin [d]``.
     """
-    multiply(matrix, hidden, bias, norm, eps, np.empty(0, np.float32), False, heads.reshape(-1))
+    multiply(matrix, hidden, bias, norm, eps, np.empty(0, np.float32), 0, heads.reshape(-1))
     for head in range(len(of_heads)):
         _normalize(heads[head], of_heads[head], query_eps if head < queries else key_eps)
     turn(heads[: queries + keys], cos, sin)
 
 
+@numba.njit  # type: ignore[untyped-decorator]
+def _add_product(matrix: Any, x: Array, bias: Array, norm: Array, eps: np.float32, residual: Array, out: Array) -> None:
+    """``residual`` plus the product of ``x`` with a matrix, which is normalized by ``norm`` if that is given."""
+    none = np.empty(0, np.float32)
+    if not len(norm):
+        multiply(matrix, x, bias, none, eps, residual, 0, out)
+        return
+    multiply(matrix, x, bias, none, eps, none, 0, out)
+    _normalize(out, norm, eps)
+    for i in range(len(out)):
+        out[i] += residual[i]
+
+
 @compiled(
-    *(f"void({kind}, f4[::1], {kind}, f4[::1], f4, {kind}, f4[::1], f4[::1], f4[::1], f4[::1])" for kind in MATRICES)
+    *(
+        f"void({kind}, f4[::1], {NORM}, {kind}, {NORM}, i8, {kind}, f4[::1], {NORM}, f4[::1], f4[::1], f4[::1])"
+        for kind in MATRICES
+    )
 )
 def end_layer(
     output: Any,
     output_bias: Array,
+    attention_norm: Array,
+    attention_eps: np.float32,
     gate_up: Any,
     norm: Array,
     eps: np.float32,
+    gate: int,
     down: Any,
     down_bias: Array,
+    mlp_norm: Array,
+    mlp_eps: np.float32,
     attended: Array,
     hidden: Array,
     out: Array,
@@ -477,10 +506,11 @@ def end_layer(
     """What one token's layer makes ``out [K]`` of ``attended``, and of the ``hidden [K]`` that it was given.
 
     ``output`` projects what its attention found, ``gate_up`` and ``down`` are the matrices of its MLP, before which the
-    state is normalized by ``norm [K]``.
+    state is normalized by ``norm [K]``. What attention and MLP add is normalized by ``attention_norm`` and ``mlp_norm``
+    first, ``[K]`` or empty.
     """
     none, after = np.empty(0, np.float32), np.empty_like(hidden)
-    multiply(output, attended, output_bias, none, eps, hidden, False, after)
+    _add_product(output, attended, output_bias, attention_norm, attention_eps, hidden, after)
     active = np.empty(len(gate_up[0]) // 2, np.float32)
-    multiply(gate_up, after, none, norm, eps, none, True, active)
-    multiply(down, active, down_bias, none, eps, after, False, out)
+    multiply(gate_up, after, none, norm, eps, none, gate, active)
+    _add_product(down, active, down_bias, mlp_norm, mlp_eps, after, out)

@@ -24,7 +24,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, Self
@@ -97,22 +97,22 @@ class PackedRows(ABC):
         norm: Tensor | None = None,
         eps: float = 0.0,
         residual: Tensor | None = None,
-        gated: bool = False,
+        gate: int = 0,
     ) -> Tensor | None:
         """One token's row ``x [..., K]`` through the matrix: ``[..., N]``; None where no loop multiplies this matrix.
 
         The row is normalized by ``norm [K]`` first, if it is given; ``bias [N]`` and ``residual [..., N]`` are added.
-        If ``gated`` it is ``silu`` of the result's first half times the second, ``[..., N / 2]``.
+        Where ``gate`` is not 0 it is that of ``GATES`` of the result's first half times the second, ``[..., N / 2]``.
         """
         if (arrays := self.arrays) is None:
             return None
         loops = product_loops()
         assert loops is not None
         use_threads(torch.get_num_threads())
-        out = torch.empty(*x.shape[:-1], len(self.data) // 2 if gated else len(self.data))
+        out = torch.empty(*x.shape[:-1], len(self.data) // 2 if gate else len(self.data))
         product = loops.four_bit_product if len(arrays) == 3 else loops.eight_bit_product
         before, after = (numbers(x), numbers(bias), numbers(norm)), numbers(residual)
-        product(*arrays, *before, eps, after, gated, out.view(-1).numpy())
+        product(*arrays, *before, eps, after, gate, out.view(-1).numpy())
         return out if x.dtype == torch.float32 else out.to(x.dtype)
 
     @abstractmethod
@@ -136,6 +136,8 @@ class PackedRows(ABC):
 
 
 Weight = Tensor | PackedRows
+# By their numbers in ``product_loops``, from 1 on.
+GATES: tuple[Callable[[Tensor], Tensor], ...] = F.silu, partial(F.gelu, approximate="tanh")
 NOTHING = np.empty(0, np.float32)
 
 

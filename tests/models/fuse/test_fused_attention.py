@@ -131,11 +131,11 @@ def test_it_computes_what_the_modules_compute(quantize, monkeypatch):
     torch.testing.assert_close(logits[modules.CHECKED_PROMPT :], plain[modules.CHECKED_PROMPT :], rtol=0, atol=0.02)
 
 
-def test_queries_and_keys_that_are_normalized(monkeypatch):
-    """As Qwen3's, whose norms are those of a head."""
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])  # with norms of each head; and before each sum, and GELU
+def test_layers_with_more_norms_are_two_loops_too(name, monkeypatch):
     called, own = [], one_token.OneTokenLayer.__call__
     monkeypatch.setattr(one_token.OneTokenLayer, "__call__", lambda *given: called.append(1) or own(*given))
-    model = tiny_models.fresh("qwen3", hidden_size=128, intermediate_size=256, head_dim=32)
+    model = tiny_models.fresh(name, hidden_size=128, intermediate_size=256, head_dim=32)
     for linear in body(model):
         int8_rows.pack(linear)
     plain = modules.sample_logits(model)

@@ -23,7 +23,7 @@ FUSED = {
     "qwen3_moe": PARTS,  # no gated MLP
     "olmo2": PARTS,  # norms behind attention and MLP
     "granite": PARTS,  # a factor before each sum
-    "gemma": PARTS,  # GELU in place of SiLU
+    **dict.fromkeys(("gemma", "gemma2", "gemma3"), ALL),  # GELU; norms of 1 + weight, in later ones before each sum too
     "ernie4_5": "norms, merged projections, fused layers",  # interleaved rotation
     "cohere": "merged projections",  # LayerNorm, interleaved rotation, one norm
     **dict.fromkeys(("granite_hybrid", "bamba"), PARTS),  # with gated norms of one group

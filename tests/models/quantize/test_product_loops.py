@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from kvchat.models.quantize import product_loops
+from kvchat.models.quantize.rows import GATES
 
 K, EPS = 96, 1e-5
 NOTHING = np.empty(0, np.float32)
@@ -41,7 +42,7 @@ def normal(*shape: int) -> torch.Tensor:
 def test_four_bits(width, x):
     data, scales, weights = four_bits(width, 4 * width)
     out = np.empty(len(data), np.float32)
-    product_loops.four_bit_product(data, scales, width, x.numpy(), NOTHING, NOTHING, 0.0, NOTHING, False, out)
+    product_loops.four_bit_product(data, scales, width, x.numpy(), NOTHING, NOTHING, 0.0, NOTHING, 0, out)
     torch.testing.assert_close(torch.from_numpy(out).double(), weights @ rounded(x), rtol=1e-5, atol=1e-4)
 
 
@@ -73,18 +74,18 @@ def test_on_a_processor_without_those_instructions(width, pairs, monkeypatch):
     torch.testing.assert_close(torch.from_numpy(out[1]).double(), expected, rtol=1e-5, atol=1e-3)
 
 
-@pytest.mark.parametrize("gated", [False, True])
-def test_what_a_layer_does_before_and_after(gated):
+@pytest.mark.parametrize("gate", [0, product_loops.SILU, product_loops.GELU])
+def test_what_a_layer_does_before_and_after(gate):
     data, scales, weights = four_bits(16, 64)
     x, norm, bias, residual = normal(K), normal(2, K)[1], normal(64), normal(2, 64)[1]
-    out = np.empty(32 if gated else 64, np.float32)
+    out = np.empty(32 if gate else 64, np.float32)
     given = [each.numpy() for each in (x, bias, norm, residual)]
-    product_loops.four_bit_product(data, scales, 16, *given[:3], EPS, given[3], gated, out)
+    product_loops.four_bit_product(data, scales, 16, *given[:3], EPS, given[3], gate, out)
     row = rounded(F.rms_norm(x, (K,), norm, EPS))
     expected = weights @ row + bias.double() + residual.double()
-    if gated:
-        gate, up = expected.chunk(2)
-        expected = F.silu(gate) * up
+    if gate:
+        first, up = expected.chunk(2)
+        expected = GATES[gate - 1](first) * up
     # A row that was normalized in another order differs at its last bit, and a level with it.
     torch.testing.assert_close(torch.from_numpy(out).double(), expected, rtol=1e-3, atol=1e-3)
 
@@ -106,11 +107,11 @@ def test_what_is_not_finite_stays_so(wrong, with_norm):
     x = normal(K)
     x[40] = wrong
     out, norm = np.empty(32, np.float32), np.ones(K, np.float32) if with_norm else NOTHING
-    product_loops.four_bit_product(data, scales, 16, x.numpy(), NOTHING, norm, EPS, NOTHING, False, out)
+    product_loops.four_bit_product(data, scales, 16, x.numpy(), NOTHING, norm, EPS, NOTHING, 0, out)
     assert not np.isfinite(out).any()
     bytes_, scale = np.ones((5, K), np.int8), np.full((5, K // 32), 1.0, np.float16).view(np.uint16)
     out = np.empty(5, np.float32)
-    product_loops.eight_bit_product(bytes_, scale, x.numpy(), NOTHING, norm, EPS, NOTHING, False, out)
+    product_loops.eight_bit_product(bytes_, scale, x.numpy(), NOTHING, norm, EPS, NOTHING, 0, out)
     assert not np.isfinite(out).any()
 
 
@@ -123,8 +124,9 @@ def eight_bits(rows: int, columns: int) -> tuple[tuple[np.ndarray, np.ndarray], 
     return (levels.numpy(), scale.view(torch.uint16).numpy()), weights
 
 
-@pytest.mark.parametrize("with_head_norms", [False, True])
-def test_what_a_layer_computes_but_its_attention(with_head_norms):
+@pytest.mark.parametrize("gate", [product_loops.SILU, product_loops.GELU])
+@pytest.mark.parametrize("with_norms", [False, True])  # as Gemma's, of each head and before each sum
+def test_what_a_layer_computes_but_its_attention(with_norms, gate):
     size, heads, inner = 32, 3, 64
     qkv, qkv_weights = eight_bits(heads * size, K)
     out, out_weights = eight_bits(K, size)
@@ -136,7 +138,7 @@ def test_what_a_layer_computes_but_its_attention(with_head_norms):
     found = np.empty((heads, size), np.float32)
     qkv_bias = normal(heads * size)
     before = [each.numpy() for each in (qkv_bias, first)]
-    of_heads = normal(2, size) if with_head_norms else torch.empty(0, size)
+    of_heads = normal(2, size) if with_norms else torch.empty(0, size)
     angles = cos.numpy(), sin.numpy()
     product_loops.begin_layer(qkv, *before, EPS, of_heads.numpy(), EPS, EPS, hidden.numpy(), *angles, 1, 1, found)
     row = F.rms_norm(hidden, (K,), first, EPS).double()
@@ -148,9 +150,15 @@ def test_what_a_layer_computes_but_its_attention(with_head_norms):
     torch.testing.assert_close(torch.from_numpy(found).double(), expected, rtol=1e-3, atol=1e-3)
 
     made = np.empty(K, np.float32)
-    after = out, NOTHING, up, second.numpy(), EPS, down, bias.numpy()
+    norms = normal(2, K) if with_norms else torch.empty(2, 0)
+    of_mlp = second.numpy(), EPS, gate, down, bias.numpy()
+    after = out, NOTHING, norms[0].numpy(), EPS, up, *of_mlp, norms[1].numpy(), EPS
     product_loops.end_layer(*after, attended.numpy(), hidden.numpy(), made)
-    state = out_weights @ attended.double() + hidden.double()
-    gate, up_half = (up_weights @ F.rms_norm(state.float(), (K,), second, EPS).double()).chunk(2)
-    expected = down_weights @ (F.silu(gate) * up_half) + bias.double() + state
+
+    def added(product, norm):
+        return F.rms_norm(product, (K,), norm.double(), EPS) if len(norm) else product
+
+    state = added(out_weights @ attended.double(), norms[0]) + hidden.double()
+    first_half, up_half = (up_weights @ F.rms_norm(state.float(), (K,), second, EPS).double()).chunk(2)
+    expected = added(down_weights @ (GATES[gate - 1](first_half) * up_half) + bias.double(), norms[1]) + state
     torch.testing.assert_close(torch.from_numpy(made).double(), expected, rtol=1e-3, atol=1e-3)
