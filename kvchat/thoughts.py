@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvchat.units import count
+
 NAMES = (
     *("think", "thinking", "thought", "thoughts", "reason", "reasoning", "reflection", "scratchpad", "analysis"),
     *("seed:think", "longcat_think", "inner_thoughts", "internal_monologue"),
@@ -72,4 +74,4 @@ def goes_on(prompt: str) -> bool:
 def summarize(thought: str, is_open: bool) -> str:
     """The line of a folded thought."""
     words = len(thought.split())
-    return f"▸ thinking … {words:,} words" if is_open else f"▸ thought, {words:,} words"
+    return f"▸ thinking … {count(words, 'word')}" if is_open else f"▸ thought, {count(words, 'word')}"

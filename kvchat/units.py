@@ -10,9 +10,10 @@ UNREAD = "·"  # in place of a block
 METER = 8  # cells
 
 
-def count(value: float | None) -> str:
-    """``14203`` -> ``14,203``."""
-    return MISSING if value is None else f"{round(value):,}"
+def count(value: float | None, noun: str = "") -> str:
+    """``14203`` -> ``14,203``; with a noun ``1 token``, ``14,203 tokens``."""
+    number = MISSING if value is None else f"{round(value):,}"
+    return f"{number} {noun}{'s' * (number != '1')}" if noun else number
 
 
 def short(value: float | None) -> str:

@@ -329,7 +329,7 @@ def made_by(result: Result) -> str:
     if not model:
         return f"{command}{e['processor']}, {e['cores']} cores; Python {e['python']}, textual {e['textual']}."
     weights = f"{model['name']} in {model['dtype']}" + (f", {model['weights']}" if model["weights"] else "")
-    device = e["gpu"] or f"{e['processor']}, {e['threads']} threads"
+    device = e["gpu"] or f"{e['processor']}, {units.count(e['threads'], 'thread')}"
     return f"{command}{weights}; {device}; torch {e['torch']}, transformers {e['transformers']}."
 
 

@@ -28,6 +28,7 @@ from kvchat.models import checkpoint
 from kvchat.paths import is_server
 from kvchat.protocol.figures import Params, Stats
 from kvchat.protocol.messages import Event, Finished, Load, Noted, Sampling, Switched, Text, Turn
+from kvchat.units import count
 
 if TYPE_CHECKING:
     from kvchat import Session
@@ -94,7 +95,7 @@ def ask(
     elif not finished.text.endswith("\n"):
         write("\n")
     for switch in switcher.pending:
-        note(f"the answer ended before the switch to {switch.mode} after {switch.after} tokens.")
+        note(f"the answer ended before the switch to {switch.mode} after {count(switch.after, 'token')}.")
     if show_stats:
         report(stats_table(finished.stats))
     session.close()

@@ -120,6 +120,6 @@ def _find(store: ConversationStore, named: str) -> str:
 def _line(summary: Summary, number: int) -> str:
     when = datetime.fromtimestamp(summary.updated).strftime("%Y-%m-%d %H:%M")
     which = f"{number:>3}  {summary.id[:ID_CHARACTERS]}"
-    line = f"{which}  {when}  {count(summary.messages):>5} messages  {summary.title}"
+    line = f"{which}  {when}  {count(summary.messages, 'message'):>14}  {summary.title}"
     excerpt = " ".join(summary.excerpt.replace(MARK[0], "").replace(MARK[1], "").split())
     return f"{line}\n{' ' * (len(which) + 2)}{excerpt}" if excerpt else line

@@ -253,7 +253,8 @@ def calibrate(
 
     loaded = load_model(Load(model, device), progress)
     samples = engine.file_samples(loaded, text) if text else engine.default_samples(loaded)
-    read = f"{len(samples)} parts of {', '.join(t.name for t in text)}" if text else f"{len(samples)} generated texts"
+    names = ", ".join(t.name for t in text)
+    read = f"{count(len(samples), 'part')} of {names}" if text else count(len(samples), "generated text")
     measured = engine.calibrate(
         loaded, samples, read, clusters, lambda done, total: progress(f"Reading text {done} of {total}")
     )

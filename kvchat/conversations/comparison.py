@@ -73,7 +73,7 @@ def to_text(comparison: Comparison) -> str:
     table = "\n".join(
         "  ".join((f"{line[0]:<{widths[0]}}", *map(str.rjust, line[1:], widths[1:]))).rstrip() for line in lines
     )
-    head = f"seed {comparison.sampling.seed}, {count(comparison.prompt_tokens)} prompt tokens processed once"
+    head = f"seed {comparison.sampling.seed}, {count(comparison.prompt_tokens, 'prompt token')} processed once"
     return "\n\n".join(filter(None, (*answers, table, "\n".join(verdicts(comparison)), head)))
 
 
@@ -86,7 +86,7 @@ def to_markdown(comparison: Comparison) -> str:
     parts = [
         "# Comparison",
         comparison.question.strip(),
-        f"{head}, {count(comparison.prompt_tokens)} prompt tokens processed once.",
+        f"{head}, {count(comparison.prompt_tokens, 'prompt token')} processed once.",
         "\n".join(f"| {' | '.join(line)} |" for line in lines),
         "\n".join(f"- {sentence}" for sentence in verdicts(comparison)),
     ]

@@ -43,7 +43,7 @@ def processors(threads: int | None, cgroups: Path = CGROUPS) -> Check:
     """The processors this process may use, how many of them the container grants, and torch's threads."""
     usable, present = len(usable_processors()), os.cpu_count() or 0
     share = processor_share(cgroups)
-    found = f"{usable} of {present}, torch uses {MISSING if threads is None else threads} threads"
+    found = f"{usable} of {present}, torch uses {count(threads, 'thread')}"
     if share is not None and share < usable:
         found += f", the container allows {share:.1f}"
         if threads is not None and threads > share + 1:
@@ -140,9 +140,9 @@ def gpu_checks(device: str, torch: Any, has_triton: bool) -> Iterator[Check]:
 def driver(version: str | None, gpus: int, torch: Any) -> Check:
     """The driver, and whether torch can use it."""
     if version is None:
-        seen = f"torch sees {torch.cuda.device_count()} GPU" if sees_gpu(torch) else "kvchat runs on the CPU"
+        seen = f"torch sees {count(torch.cuda.device_count(), 'GPU')}" if sees_gpu(torch) else "kvchat runs on the CPU"
         return Check("driver", "ok", f"no NVIDIA driver found; {seen}")
-    found = f"{version}, {gpus} GPU"
+    found = f"{version}, {count(gpus, 'GPU')}"
     if torch is not None and not torch.version.cuda:
         return Check("driver", "warning", found, "This torch was built without CUDA: install a CUDA build.")
     if torch is not None and not torch.cuda.is_available():
@@ -179,7 +179,7 @@ def chosen_device(device: str, torch: Any) -> Check:
     number = int(device.partition(":")[2] or 0)
     if device.startswith("cuda") and number >= (gpus := torch.cuda.device_count()):
         advice = f'Set [model] device = "cuda:{gpus - 1}" or lower; CUDA counts from 0.'
-        return Check("device", "problem", f"{device} is set, but torch sees {count(gpus)} GPU", advice)
+        return Check("device", "problem", f"{device} is set, but torch sees {count(gpus, 'GPU')}", advice)
     used = "cpu" if device == "cpu" or not there else "cuda" if device == "auto" else device
     return Check("device", "ok", f"{used}, chosen by auto" if device == "auto" else used)
 

@@ -31,6 +31,7 @@ from kvchat.kv.modes.base import Mode
 from kvchat.kv.modes.sync_heads import RULES, Calibration, TokenChoice, default_clusters, roles
 from kvchat.models import attention_hook
 from kvchat.models.load import LoadedModel
+from kvchat.units import count
 
 TOP = 64
 TEXT_TOKENS = 512
@@ -167,7 +168,7 @@ def samples_of(ids: Sequence[int], limit: int = TEXTS) -> list[Sample]:
 def on_prompt(model: LoadedModel, ids: Sequence[int]) -> Calibration | None:
     """A calibration from a prompt's own tokens, for models that have none; None if it is too short."""
     samples = samples_of(ids, PROMPT_PARTS)
-    return calibrate(model, samples, f"this prompt, {len(samples)} parts of it") if samples else None
+    return calibrate(model, samples, f"this prompt, in {count(len(samples), 'part')}") if samples else None
 
 
 def file_samples(model: LoadedModel, files: Iterable[Path]) -> list[Sample]:

@@ -114,7 +114,7 @@ def card_costs(load: Load, name: str, contexts: Sequence[int], progress: Progres
         if read is None:
             raise ModelError(
                 f"{load.model} is a mixture of experts.",
-                "A token reads only some experts.",
+                "Its time depends on the experts that each token reads, so it cannot be computed.",
                 "Use a model without experts.",
             )
         free = available.usable(int(card.memory * 2**30)) - weights - described.activations(CHUNK)

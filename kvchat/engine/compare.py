@@ -205,7 +205,7 @@ class Comparison:
             if variant.params.get(name, off) != off:
                 raise UsageError(
                     f"A comparison does not take {name}.",
-                    "In it each token is one step of its mode; drafts and recovery are off.",
+                    "Each of its tokens is one step of the mode, without drafts and recovery.",
                     f"Omit {name}. kvchat bench draft measures drafts.",
                 )
         merged = self._switcher.merged(variant.mode, variant.params)

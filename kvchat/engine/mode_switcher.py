@@ -377,8 +377,8 @@ def keep_pages(kv: KVManager, host_dtype: HostDtype) -> str:
     if state.quantizes:
         full = state.host.quantized[: state.total // state.geometry.page]
         exact, pages = full.count(False), len(full)
-        before = f" {exact:,} of {pages:,} pages stay exact." if pages else ""
+        before = f" Pages that stay exact: {exact:,} of {pages:,}." if pages else ""
         return f"New K/V pages are stored in 8 bits from now on.{before}"
     quantized, pages = len(state.left_quantized), state.geometry.pages(state.total)
-    stay = f" {quantized:,} of {pages:,} pages are in 8 bits: /rebuild makes them exact." if quantized else ""
+    stay = f" Pages in 8 bits: {quantized:,} of {pages:,}; /rebuild makes them exact." if quantized else ""
     return f"New K/V pages are stored exactly from now on.{stay}"

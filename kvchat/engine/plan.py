@@ -57,7 +57,7 @@ def memory_plan(load: Load, context: int | None, progress: Progress, in_use: Sna
     """
     if load.split == "heads" and load.gpus > 1:
         raise UsageError(
-            "A plan is for one GPU, or for layers on several.",
+            "A plan does not cover --split heads.",
             f"split = heads puts about 1/{load.gpus} of weights and K/V on each of {load.gpus} GPUs.",
             "Use --split layers, or --gpus 1.",
         )

@@ -20,7 +20,7 @@ from kvchat.kv.memory import available
 from kvchat.kv.memory.eight_bit_pool import EightBitPool
 from kvchat.kv.memory.host_pool import HostPool, copy_segments
 from kvchat.kv.transfer import SideStream
-from kvchat.units import size
+from kvchat.units import count, size
 
 # Tokens of one prefill forward on a GPU. With fewer the matrices are too small to be busy; with more a person who
 # cancels waits too long, and earlier K/V is read only a little less often.
@@ -62,9 +62,9 @@ def prefill_chunk(geometry: Geometry, stored: int, new: int, token_bytes: int, d
     if needed(least) > free:
         raise DoesNotFitError(
             "There is not enough memory to process the prompt.",
-            f"{new:,} tokens after {stored:,} stored ones need {size(needed(least), 2)} on {devices[0]}, read {least} "
-            f"at a time: {size(staging_bytes(geometry, stored, new), 2)} for one layer's K/V on its way, the rest for "
-            f"the layers' intermediate results. {size(free, 2)} are free.",
+            f"{count(new, 'token')} after {stored:,} stored ones, {least} at a time, need {size(needed(least), 2)} on "
+            f"{devices[0]}: {size(staging_bytes(geometry, stored, new), 2)} for a copy of one layer's K/V, the rest for "
+            f"intermediate results. {size(free, 2)} are free.",
             "Use a mode with a budget (streaming, speculative), a smaller budget or a shorter prompt.",
         )
     fitting = (chunk for chunk in CHUNKS if needed(chunk) <= free // 2 and min(chunk, new) * token_bytes <= most)

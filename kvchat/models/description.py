@@ -32,7 +32,7 @@ from kvchat.models.quantize.rows import linear as one_product
 from kvchat.models.quantize.rows import without_onednn
 from kvchat.models.stored_tensors import StoredTensor, read_json
 from kvchat.models.weights import Place, Weights
-from kvchat.units import figure
+from kvchat.units import count, figure
 
 LOUD = (
     "bitsandbytes",
@@ -282,7 +282,7 @@ def _cuda_device(given: str, index: int) -> torch.device:
         raise UsageError(f'There is no device "{given}".', f"{why}.", "Use auto or cpu.")
     raise UsageError(
         f'There is no device "{given}".',
-        f"This machine has {torch.cuda.device_count()} GPU(s).",
+        f"This machine has {count(torch.cuda.device_count(), 'GPU')}.",
         "Use one of these, or auto.",
     )
 

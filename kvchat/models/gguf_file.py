@@ -204,7 +204,7 @@ def _read(path: Path, size: int, written: int) -> GgufFile:
         first = GgufFile(path, read_parts[0].values, tuple(each for one in read_parts for each in one.tensors), paths)
         expected = first.number("split.tensors.count")
         if expected not in (None, len(first.tensors)):
-            raise ValueError(f"its {parts} parts have {len(first.tensors):,} tensors of {expected:,}")
+            raise ValueError(f"its {parts} parts have {len(first.tensors):,} of {expected:,} tensors")
     for one in first.paths:
         _check_end(one, [each for each in first.tensors if each.path == one])
     return first
@@ -218,7 +218,7 @@ def _parts(path: Path, parts: int) -> tuple[Path, ...]:
     names = [f"{before}-{one:05}-of-{parts:05}{after}" for one in range(1, parts + 1)]
     missing = [name for name in names if not (path.parent / name).is_file()]
     if missing:
-        raise ValueError(f"{len(missing)} of its {parts} parts are missing, the first is {missing[0]}")
+        raise ValueError(f"it lacks {len(missing)} of its {parts} parts, such as {missing[0]}")
     return tuple(path.parent / name for name in names)
 
 
@@ -236,7 +236,7 @@ def _read_part(path: Path) -> GgufFile:
 def _check_end(path: Path, tensors: Sequence[Tensor]) -> None:
     absent = max((one.start + one.nbytes for one in tensors), default=0) - path.stat().st_size
     if absent > 0:
-        raise ValueError(f"by its header, its tensors end {absent:,} bytes past its end")
+        raise ValueError(f"bytes missing at its end: {absent:,}")
 
 
 class _Walk:

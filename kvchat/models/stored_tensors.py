@@ -74,7 +74,7 @@ def weight_files(folder: Path, where: str) -> tuple[Path, ...]:
     if missing:
         raise ModelError(
             f"{where} is incomplete.",
-            f"{len(missing)} of {len(shards)} weight files are missing: {', '.join(missing[:3])}.",
+            f"It lacks {len(missing)} of its {len(shards)} weight files, such as {missing[0]}.",
             "Download the model again.",
         )
     return tuple(folder / shard for shard in shards)
@@ -129,7 +129,7 @@ def tensors(file: Path) -> list[StoredTensor]:
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
         end = 8 + length + max(entry["data_offsets"][1] for entry in entries.values())
         if (absent := end - file.stat().st_size) > 0:
-            raise ValueError(f"its last {absent:,} bytes are missing")
+            raise ValueError(f"bytes missing at its end: {absent:,}")
         return [_tensor(name, **entry) for name, entry in entries.items()]
     except (OSError, ValueError, struct.error, LookupError, TypeError, AttributeError) as error:
         said = f"{file}: {error}."[:400]

@@ -35,6 +35,7 @@ from kvchat.models.recurrent import (
     layer_types,
 )
 from kvchat.models.stored_tensors import COMPRESSED
+from kvchat.units import count
 
 IN_LAYERS = "It keeps recurrent state in its layers, not in a cache"
 KNOWN_LAYERS = ATTENTION | RECURRENT | BOTH | {"mlp", "moe"}
@@ -160,14 +161,14 @@ def check_tensors(model: Any, folder: Path, loading_info: dict[str, Any]) -> Non
     if missing:
         raise ModelError(
             f"The weights in {folder} are incomplete.",
-            f"{len(missing)} tensors are missing, the first is {missing[0]}.",
+            f"They lack {count(len(missing), 'tensor')} of the model, such as {missing[0]}.",
             "Download the model again.",
         )
     ignored = sorted(_ignored(model, loading_info["unexpected_keys"]))
     if ignored:
         raise ModelError(
             f"The weights in {folder} do not belong to its config.json.",
-            f"{len(ignored)} tensors have no place in {type(model).__name__}, the first is {ignored[0]}.",
+            f"{type(model).__name__} has no place for {count(len(ignored), 'tensor')}, such as {ignored[0]}.",
             "Download the model again; config.json must belong to these weights.",
         )
 

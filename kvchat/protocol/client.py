@@ -98,7 +98,7 @@ class EngineClient:
             )
         except OSError as error:
             few = error.errno in (errno.EMFILE, errno.ENFILE)
-            cure = "Raise the limit of open files (ulimit -n)." if few else "Repair the installation."
+            cure = "Raise the limit of open files (ulimit -n)." if few else "Install kvchat again."
             raise EngineError(
                 "The engine cannot start.",
                 f"{self.command[0]}: {error.strerror}.",

@@ -29,6 +29,7 @@ from kvchat.remote.answer import TAKING_VARIABLES, Answer, open_thought, request
 from kvchat.remote.metrics import MetricsReader
 from kvchat.remote.servers import LLAMA, Address, NotReadyError, Server
 from kvchat.remote.slots import Slots
+from kvchat.units import count
 
 T = TypeVar("T")
 MODE = "server"  # in the place of a mode's name
@@ -210,7 +211,7 @@ class RemoteSession:
         if self._slots:
             self._slots.note(answer.total)
         if answer.finish_reason not in ("", *USUAL):
-            yield Noted(f'The server ended the answer for another reason than its end: "{answer.finish_reason}".')
+            yield Noted(f'The server ended the answer early: "{answer.finish_reason}".')
         yield from answer.finish(self._is_canceled)
 
     async def _read(self, asked: dict[str, Any], conversation: str, frames: SimpleQueue[Any]) -> None:
@@ -283,7 +284,7 @@ class RemoteSession:
         model, server = self._model, self._server
         others = len(server.models) - 1
         notes = [f"{server.kind} at {self._address.place}. {DECIDES} {server.offers}".rstrip()]
-        notes += [f"It has {others:,} more models: /model lists them."] if others > 0 else []
+        notes += [f"It has {count(others, 'more model')}: /model lists them."] if others > 0 else []
         if self._template_args and not self._takes_variables:
             unsent = ", ".join(self._template_args)
             notes.append(f"{server.kind} accepts no chat template variables: {unsent} is not sent.")

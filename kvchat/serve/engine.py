@@ -32,7 +32,7 @@ from kvchat.protocol.messages import (
     Tokenized,
 )
 from kvchat.serve.refusals import Refusal, invalid, unavailable
-from kvchat.units import size
+from kvchat.units import count, size
 
 OF_REQUESTS = {error.__name__ for error in (UsageError, TooMuchPinnedError, DoesNotFitError)}
 
@@ -127,7 +127,7 @@ class Engine:
         if self.loaded is None:
             raise unavailable("The model is being loaded.")
         if self._job is not None and len(self._waiting) >= self.limit:
-            raise unavailable(f"{self.limit} requests are already waiting.")
+            raise unavailable(f"The queue is full: {count(self.limit, 'request')}.")
         self._queue(job := Job(command, can_wait))
         if self._job and self._job.can_wait and self._last is None and not can_wait:
             self._is_interrupted, self._job.can_wait = True, False

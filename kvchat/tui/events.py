@@ -139,7 +139,7 @@ class EngineEvents:
     def _resumed(self, resumed: Resumed) -> None:
         if resumed.conversation == self.state.conversation.id:
             self.state.is_stored = True
-            text = f"Restored {count(resumed.tokens)} tokens from {resumed.where} in {seconds(resumed.seconds)}."
+            text = f"Restored {count(resumed.tokens, 'token')} from {resumed.where} in {seconds(resumed.seconds)}."
             self.view.add_note(text)
             self.view.log_event(text)
 
@@ -147,7 +147,7 @@ class EngineEvents:
         new, reused = started.prompt_tokens - started.reused_tokens, started.reused_tokens
         self.state.prompt_tokens, self.state.first_mode = started.prompt_tokens or None, self.state.mode
         text = (
-            f"processing {count(new)} new tokens ({count(reused)} cached)"
+            f"processing {count(new, 'new token')} ({count(reused)} cached)"
             if started.prompt_tokens
             else "waiting for the server"
         )
@@ -159,7 +159,7 @@ class EngineEvents:
 
     def _prefilled(self, prefilled: Prefilled) -> None:
         self.comparisons.note(prefilled)
-        text = f"processing {count(prefilled.done)} of {count(prefilled.total)} tokens"
+        text = f"processing {count(prefilled.done)} of {count(prefilled.total, 'token')}"
         if prefilled.done and (taken := monotonic() - self._reading_since) > 0 and self.replay.is_real_time:
             rate = prefilled.done / taken
             left = (prefilled.total - prefilled.done) / rate
@@ -167,21 +167,28 @@ class EngineEvents:
         self.answers.wait(f"{text} …")
 
     def _warn_of_context(self, tokens: int) -> None:
-        """Warn once where so many tokens fill the context up to a level; streaming goes on beyond it."""
+        """Warn once where so many tokens fill the context up to a level, and name what goes on at its end."""
         if self.state.is_served and not tokens:
             return  # the server counts at the end
         context = self.state.info.context if self.state.info else 0
-        level = next((level for level in CONTEXT_LEVELS if context and tokens >= level * context), 0.0)
+        ends = context and self.state.mode != modes.HOLDS_LEAST
+        level = next((level for level in CONTEXT_LEVELS if ends and tokens >= level * context), 0.0)
         before, self._warned = self._warned, level
-        if level > before and self.state.mode != modes.HOLDS_LEAST:
-            goes_on = "" if self.state.is_served else f"; /mode {modes.HOLDS_LEAST} continues this one beyond it"
+        if level > before:
             self.view.toast(
                 f"{count(tokens)} of {count(context)} tokens: {percent(tokens / context)} of the model's context."
-                f" /new starts another conversation{goes_on}.",
+                f" When it is full, {self._way_on()}.",
                 title="The context is nearly full",
                 severity="warning",
                 timeout=12,
             )
+
+    def _way_on(self) -> str:
+        """What lets a person go on at the end of the context: the mode that has no end, unless it is refused."""
+        prices = self.state.snapshot.prices if self.state.snapshot else ()
+        if self.state.is_served or any(price.refusal for price in prices if price.mode == modes.HOLDS_LEAST):
+            return "/new starts another conversation"
+        return f"/mode {modes.HOLDS_LEAST} continues this conversation without reading its middle"
 
     def _preparing(self, preparing: Preparing) -> None:
         self.answers.wait(f"preparing the {preparing.mode} mode …")
@@ -224,8 +231,8 @@ class EngineEvents:
         self._show_error(UsageError(f"The mode stays {refused.mode}.", refused.message, "/mode lists all modes."))
 
     async def _rebuilt(self, rebuilt: Rebuilt) -> None:
-        left = f"; {count(rebuilt.reduced_tokens)} remain" if rebuilt.reduced_tokens else ""
-        self.view.add_note(f"Recomputed {count(rebuilt.tokens)} tokens in {seconds(rebuilt.seconds)}{left}.")
+        left = f", {count(rebuilt.reduced_tokens)} left" if rebuilt.reduced_tokens else ""
+        self.view.add_note(f"Recomputed {count(rebuilt.tokens, 'token')} in {seconds(rebuilt.seconds)}{left}.")
         await self.answers.ready()
 
     async def _needle_hidden(self, hidden: NeedleHidden) -> None:

@@ -320,7 +320,7 @@ class Download:
             )
         except OSError as error:
             raise EngineError(
-                "The download cannot be started.", f"{self._command[0]}: {error.strerror}.", "Repair the installation."
+                "The download cannot be started.", f"{self._command[0]}: {error.strerror}.", "Install kvchat again."
             ) from None
         if self._is_stopped:  # while it was being started
             self.stop()
@@ -370,7 +370,7 @@ def plan_lines(made: MemoryPlan, measured: Mapping[str, int] | None = None) -> I
         yield FLOOR
     yield ""
     if measured and (stored := made.stored) and stored.tokens:
-        yield from _table(f"{count(stored.tokens)} tokens now", list(_stored_rows(made, stored)), measured)
+        yield from _table(f"{count(stored.tokens, 'token')} now", list(_stored_rows(made, stored)), measured)
         yield ""
     yield from _proposed(made)
 

@@ -471,7 +471,7 @@ class RunningComparison:
 
     def read(self, done: int, total: int) -> None:
         """Note that ``done`` of ``total`` tokens of the prompt have been read."""
-        self.stage = f"processing {count(done)} of {count(total)} tokens …"
+        self.stage = f"processing {count(done)} of {count(total, 'token')} …"
 
     def note(self, comparing: Comparing) -> None:
         """A variant has come so far."""

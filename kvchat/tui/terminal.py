@@ -185,8 +185,8 @@ async def copy_to_system(text: str, patience_s: float = PATIENCE_S) -> str:
 def describe(text: str, refusal: str | None) -> str:
     """Say where a text was copied to; ``refusal`` is the system's, None where only OSC 52 was sent."""
     if refusal == "":
-        return f"Copied {count(len(text))} characters."
-    sent = f"Sent {count(len(text))} characters to the terminal's clipboard (OSC 52)."
+        return f"Copied {count(len(text), 'character')}."
+    sent = f"Sent {count(len(text), 'character')} to the terminal's clipboard (OSC 52)."
     if refusal:
         return f"The system's clipboard refused: {visible(refusal)}. {sent} It may ignore them: {TO_FILE}"
     is_much = len(text.encode("utf-8", "replace")) > TERMINALS_TAKE

@@ -208,12 +208,12 @@ DAMAGES = {
     '"clip" is not a chat model': lambda it: transformers.CLIPConfig().save_pretrained(it),
     "kvchat cannot run Mamba2ForCausalLM. None of its layers attends": recurrent,
     "has no weights": no_weights,
-    "1 of 2 weight files are missing: model-00002-of-00002.safetensors": lambda it: (
+    "lacks 1 of its 2 weight files, such as model-00002-of-00002.safetensors": lambda it: (
         it / "model-00002-of-00002.safetensors"
     ).unlink(),
     "model.safetensors.index.json cannot be read": lambda it: (it / INDEX).write_text("{"),
     "model-00001-of-00002.safetensors is damaged": truncated_weights,
-    "1 tensors are missing, the first is model.norm.weight": unlisted_tensor,
+    "lack 1 tensor of the model, such as model.norm.weight": unlisted_tensor,
     "do not belong to its config.json": lambda it: edit_json(it / "config.json", num_hidden_layers=3),
     "transformers refuses its weights": lambda it: edit_json(it / "config.json", intermediate_size=128),
     "has no tokenizer": lambda it: (it / "tokenizer.json").unlink(),

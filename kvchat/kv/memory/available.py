@@ -152,6 +152,6 @@ def check_fits(mode: str, needed: int, tokens: int, device: torch.device, releas
     if needed > left:
         raise DoesNotFitError(
             f"The {mode} mode does not fit.",
-            f"Its K/V of {tokens:,} tokens take {size(needed, 2)} on {device}, {size(left, 2)} are free.",
+            f"Its K/V of {tokens:,} tokens take {size(needed, 2)} on {device}, and {size(left, 2)} are free.",
             "Use a mode with a budget (streaming, speculative), a smaller budget or a shorter conversation.",
         )

@@ -223,8 +223,8 @@ class IndexedMode(Mode):
         if window < page:
             raise UsageError(
                 "The speculative window is too small.",
-                f"window = {window}, at least one page = {page} tokens.",
-                "Use a larger window.",
+                f"window = {window} is less than one page of {page} tokens.",
+                f"Use a window of at least {page}.",
             )
         self.budget, self.sink, self.window = budget, sink, window
         self.first = 1 if first_full else 0

@@ -365,7 +365,7 @@ def refuse_small_mem(mem: float, kv_heads: int, representatives: int) -> None:
     floor = representatives / kv_heads
     if mem <= floor:
         raise DoesNotFitError(
-            f"Sync does not fit {mem:.0%} of the K/V.",
+            f"Sync mode cannot keep only {mem:.0%} of the K/V.",
             f"{representatives} of {kv_heads} KV heads keep everything, which already takes {floor:.0%}.",
             f"Use mem over {floor:.2f}, or fewer clusters.",
         )

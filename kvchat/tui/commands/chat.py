@@ -311,7 +311,7 @@ def _unpin_all(chat: ChatController) -> None:
         chat.pins.unpin(message)
     if chat.state.params.get("pin_system", False):
         _pin_system(chat)
-    chat.view.toast(f"{count(len(pinned))} unpinned." if pinned else "No message is pinned.")
+    chat.view.toast(f"Unpinned {count(len(pinned), 'message')}." if pinned else "No message is pinned.")
 
 
 def _pin_system(chat: ChatController) -> None:
@@ -327,7 +327,7 @@ def _question(chat: ChatController, argument: str) -> Message:
     if not (argument.isdecimal() and 1 <= int(argument) <= len(questions)):
         raise UsageError(
             f'/pin "{argument}" is not valid.',
-            f"Use the number of a question; {count(len(questions))} are asked.",
+            f"This conversation has {count(len(questions), 'question')}.",
             "/pin system pins the system prompt, /pin none unpins all.",
         )
     return questions[int(argument) - 1]

@@ -279,7 +279,7 @@ class PlainChat:
         places = {one.id: place for place, one in enumerate(await self.chat.archive.search(""), 1)}
         self._say(
             f"{places[one.id]}. {one.title or 'no title'}, {describe_age(time.time() - one.updated)},"
-            f" {count(one.messages)} messages"
+            f" {count(one.messages, 'message')}"
             for one in found
         )
         self._lines.line("/open NUMBER continues one." if found else "No conversation was found.")
@@ -371,7 +371,7 @@ def _by_layer(counts: Sequence[Sequence[int]]) -> Rows:
 
 def _times(details: Details) -> Rows:
     return [
-        (label(place).replace("–", " to "), f"{count(details.recall[place].steps)} tokens")
+        (label(place).replace("–", " to "), count(details.recall[place].steps, "token"))
         for place in occupied(details.recall)
     ]
 

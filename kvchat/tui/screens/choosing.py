@@ -153,7 +153,7 @@ class ConversationsScreen(SearchScreen[Summary]):
 
 def describe_kept(summary: Summary, now: float, width: int) -> Content:
     """Title, age and size in ``width`` cells; below it the words found."""
-    facts = Content.styled(f"   {describe_age(now - summary.updated)} · {count(summary.messages)} messages", "dim")
+    facts = Content.styled(f"   {describe_age(now - summary.updated)} · {count(summary.messages, 'message')}", "dim")
     title = Content(visible(summary.title or "(no title)"))
     line = title.truncate(max(width - facts.cell_length, 12), ellipsis=True) + facts
     if not summary.excerpt:

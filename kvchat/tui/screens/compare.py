@@ -193,7 +193,7 @@ def task(shown: RunningComparison) -> Content:
     """The hidden fact, its place and the question."""
     if not shown.fact:
         return Content("Hiding a fact in a long text.")
-    read = f" of {count(shown.result.prompt_tokens)} tokens" if shown.result else ""
+    read = f" of {count(shown.result.prompt_tokens, 'token')}" if shown.result else ""
     return Content.assemble(
         f"A text{read} mentions a fact once, near its beginning: ", (visible(shown.fact), "bold"), ". Every mode has"
         " the same exact K/V of it and is asked at the end: ", (visible(shown.question.rpartition("\n")[2]), "bold"),

@@ -126,7 +126,7 @@ class HeadMap(Chart):
         least, most = min(every), max(every)
         span = count(least) if least == most else f"{count(least)} to {count(most)}"
         return Content("\n").join(
-            [*lines, Content.assemble(f"{span} of {count(d.total)} tokens a head", (grid.note, "dim"))]
+            [*lines, Content.assemble(f"{span} of {count(d.total, 'token')} a head", (grid.note, "dim"))]
         )
 
     def _row(self, grid: Grid, row: int) -> Content:

@@ -105,7 +105,7 @@ class Composer(Vertical):
 
     def _show_count(self, tokens: int, room: int) -> None:
         over = f", the context has room for {count(max(room, 0))}" if room and tokens > room else ""
-        self._counted = f"≈ {count(tokens)} tokens{over}" if tokens else ""
+        self._counted = f"≈ {count(tokens, 'token')}{over}" if tokens else ""
         self._show_subtitle()
 
     def _show_subtitle(self) -> None:
