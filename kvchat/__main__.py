@@ -9,6 +9,8 @@ import sys
 def main() -> None:
     """Run the command line; Ctrl+C while it is still being imported ends it in silence, as it does later."""
     _open_streams()
+    if sys.platform == "win32":
+        sys.exit("kvchat runs on Linux and macOS only; on Windows, run it in WSL2.")
     try:
         from kvchat.cli.main import main as run
     except KeyboardInterrupt:

@@ -26,6 +26,12 @@ def test_an_interrupt_while_importing_ends_without_a_traceback(monkeypatch: pyte
     assert left.value.code == 130
 
 
+def test_windows_is_told_where_kvchat_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(SystemExit, match="WSL2"):
+        main()
+
+
 @pytest.mark.slow("a process imports torch and answers")
 @pytest.mark.parametrize(("command", "says"), [("ask Hello --max-new-tokens 2 <&- 2>&-", True), ("modes >&-", False)])
 def test_what_is_started_without_its_streams_runs(command: str, says: bool) -> None:

@@ -47,7 +47,7 @@ MAY = {
     "libraries": {"errors"},
     "paths": set(),
     "process": set(),
-    "thoughts": set(),
+    "thoughts": {"units"},
     "units": set(),
     "nvml": {*LEAVES, "pynvml"},
     "protocol": {*LEAVES, "protocol", "pydantic"},

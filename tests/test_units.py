@@ -12,6 +12,10 @@ from kvchat import units
     [
         (units.count(14203), "14,203"),
         (units.count(None), "n/a"),
+        (units.count(1, "token"), "1 token"),
+        (units.count(0, "token"), "0 tokens"),
+        (units.count(14203, "token"), "14,203 tokens"),
+        (units.count(None, "thread"), "n/a threads"),
         (units.short(999), "999"),
         (units.short(31400), "31.4k"),
         (units.short(131072), "131k"),

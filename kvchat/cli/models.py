@@ -253,7 +253,7 @@ def calibrate(
 
     loaded = load_model(Load(model, device), progress)
     samples = engine.file_samples(loaded, text) if text else engine.default_samples(loaded)
-    names = ", ".join(t.name for t in text)
+    names = ", ".join(t.name for t in text or ())
     read = f"{count(len(samples), 'part')} of {names}" if text else count(len(samples), "generated text")
     measured = engine.calibrate(
         loaded, samples, read, clusters, lambda done, total: progress(f"Reading text {done} of {total}")

@@ -403,6 +403,28 @@ async def test_the_context_warns_once_at_each_level_before_it_ends(chat):
     assert "800 of 1,000 tokens" in chat.view.toasts[-1]
 
 
+@pytest.mark.parametrize(("refusal", "command"), [("", "/mode streaming"), ("no", "/new")])
+async def test_the_command_that_goes_on_at_the_end_of_the_context_is_one_that_works(chat, refusal, command):
+    await chat.load(context=1000)
+    await chat.ask("one")
+    await chat.controller.handle(Text("a", 1))
+    await chat.controller.handle(
+        Snapshot("full", {}, 1.0, 900, 1000, 0, 0, prices=(Price("streaming", refusal=refusal),))
+    )
+    assert [one for one in ("/mode streaming", "/new") if one in chat.view.toasts[-1]] == [command]
+
+
+async def test_a_mode_without_an_end_is_warned_of_none_and_one_entered_from_it_of_its_own(chat):
+    await chat.load(context=1000, mode="streaming")
+    await chat.ask("one")
+    await chat.controller.handle(Text("a", 1))
+    await chat.controller.handle(Snapshot("streaming", {}, 1.0, 900, 1000, 0, 0))
+    assert not chat.view.toasts
+    await chat.controller.handle(Switched("streaming", "full", {}, 900, 0, 0.0))
+    await chat.controller.handle(Snapshot("full", {}, 1.0, 900, 1000, 0, 0))
+    assert "900 of 1,000 tokens" in chat.view.toasts[-1]
+
+
 async def test_a_server_that_counts_only_at_the_end_has_the_context_warned_of_once(chat):
     await chat.load(context=100, server="Ollama", mode="server")
     for tokens in (90, 93):
