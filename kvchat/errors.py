@@ -5,6 +5,7 @@ KvchatError                 anything safe to show: a title, what was given, what
 │   ├── ModelError          the model cannot be found, read or supported        exit code 2
 │   └── TooMuchPinnedError  a mode would keep little beside what is pinned      exit code 2
 ├── DoesNotFitError         context, budget or memory is too small; has numbers exit code 3
+│   ├── ContextFullError    longer than the model's context                     exit code 3
 │   └── OutOfMemoryError    memory ran out in the middle of work                exit code 3
 └── EngineError             the engine failed while working                     exit code 1
 """
@@ -54,6 +55,10 @@ class DoesNotFitError(KvchatError):
     """Context, budget or memory is too small for what was asked; the message carries the numbers."""
 
     exit_code = 3
+
+
+class ContextFullError(DoesNotFitError):
+    """A conversation is longer than the model's context."""
 
 
 class OutOfMemoryError(DoesNotFitError):

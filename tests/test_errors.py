@@ -43,7 +43,10 @@ WITHOUT_HINT = {
     "*_explain(cls, error.errors()[0])": "tests/config/test_modes.py asks each for its hint",
     "*map(visible, said['error'])": "a child process hands over all parts of its error",
 }
-FAMILY = {"KvchatError", "UsageError", "ModelError", "DoesNotFitError", "OutOfMemoryError", "EngineError", "StoreError"}
+FAMILY = {
+    *("KvchatError", "UsageError", "ModelError", "DoesNotFitError", "ContextFullError", "OutOfMemoryError"),
+    *("EngineError", "StoreError"),
+}
 
 
 def written_titles(path: Path) -> Iterator[tuple[str, bool]]:

@@ -16,7 +16,7 @@ from kvchat.config.modes import ModeParameters, refuse_too_much
 from kvchat.engine import calibration
 from kvchat.engine.prompt import Stored
 from kvchat.engine.runner import geometry_of, traits_of
-from kvchat.errors import DoesNotFitError, KvchatError, UsageError, did_you_mean
+from kvchat.errors import ContextFullError, DoesNotFitError, KvchatError, UsageError, did_you_mean
 from kvchat.kv import auto, inspect
 from kvchat.kv.auto import Auto, Choice, Conversation, Machine, Way
 from kvchat.kv.manager import KVManager, explained
@@ -190,10 +190,10 @@ class ModeSwitcher:
         """Refuse a conversation longer than the model was made for.
 
         Raises:
-            DoesNotFitError: with the numbers.
+            ContextFullError: with the numbers.
         """
         if tokens > self._model.context:
-            raise DoesNotFitError(
+            raise ContextFullError(
                 "The conversation does not fit the model's context.",
                 f"It has {tokens:,} tokens; {self._model.name} was made for {self._model.context:,}.",
                 "/mode streaming (or --mode streaming) continues beyond it; /edit shortens the question, /new starts "
@@ -204,7 +204,7 @@ class ModeSwitcher:
         """Refuse a conversation of ``tokens`` where the mode does not go beyond the context.
 
         Raises:
-            DoesNotFitError: as ``check_context``.
+            ContextFullError: as ``check_context``.
         """
         if self._kv.mode.context_policy.is_final:
             self.check_context(tokens)

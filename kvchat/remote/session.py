@@ -21,7 +21,7 @@ import openai
 from openai import AsyncOpenAI
 
 from kvchat import files
-from kvchat.errors import INSTEAD, DoesNotFitError, EngineError, KvchatError, ModelError, UsageError
+from kvchat.errors import INSTEAD, ContextFullError, EngineError, KvchatError, ModelError, UsageError
 from kvchat.protocol.figures import Price, ServerFigures, Snapshot
 from kvchat.protocol.messages import Details, Event, Load, Loaded, Noted, Resumed, Sampling, Turn, Variant, parse_args
 from kvchat.remote import servers
@@ -170,7 +170,7 @@ class RemoteSession:
         a ``json_schema`` and ``top_logprobs`` are for a model here.
 
         Raises:
-            DoesNotFitError: the conversation is longer than the server's context; ModelError: the model is gone;
+            ContextFullError: the conversation is longer than the server's context; ModelError: the model is gone;
                 UsageError: the key is refused; EngineError: the server cannot be reached, breaks off or fails.
         """
         if variant or json_schema or top_logprobs is not None:
@@ -392,7 +392,7 @@ def _refused(error: openai.APIStatusError, address: Address, model: str) -> Kvch
             return ModelError(f"{address.place} has no {model}.", said, "/model lists its models.")
         case 400 | 413 | 422 if body.get("type") == TOO_LONG or "context length" in said:
             counts = [f"{body[name]:,} {what}" for name, what in COUNTS.items() if isinstance(body.get(name), int)]
-            return DoesNotFitError(
+            return ContextFullError(
                 "The conversation is longer than the server's context.",
                 " ".join(filter(None, (said, ", ".join(counts) and f"({', '.join(counts)})"))),
                 "/new starts another one, /edit shortens the question; or start the server with a larger context.",

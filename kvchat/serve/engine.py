@@ -12,7 +12,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvchat.errors import DoesNotFitError, EngineError, KvchatError, OutOfMemoryError, TooMuchPinnedError, UsageError
+from kvchat.errors import (
+    ContextFullError,
+    DoesNotFitError,
+    EngineError,
+    KvchatError,
+    OutOfMemoryError,
+    TooMuchPinnedError,
+    UsageError,
+)
 from kvchat.protocol.client import Crashed, EngineClient, Report
 from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import (
@@ -34,7 +42,7 @@ from kvchat.protocol.messages import (
 from kvchat.serve.refusals import Refusal, invalid, unavailable
 from kvchat.units import count, size
 
-OF_REQUESTS = {error.__name__ for error in (UsageError, TooMuchPinnedError, DoesNotFitError)}
+OF_REQUESTS = {error.__name__ for error in (UsageError, TooMuchPinnedError, DoesNotFitError, ContextFullError)}
 
 
 @dataclass(frozen=True)
@@ -127,7 +135,7 @@ class Engine:
         if self.loaded is None:
             raise unavailable("The model is being loaded.")
         if self._job is not None and len(self._waiting) >= self.limit:
-            raise unavailable(f"The queue is full: {count(self.limit, 'request')}.")
+            raise unavailable(f"{count(self.limit, 'request')} already waiting.")
         self._queue(job := Job(command, can_wait))
         if self._job and self._job.can_wait and self._last is None and not can_wait:
             self._is_interrupted, self._job.can_wait = True, False
@@ -196,7 +204,7 @@ class Engine:
                 self._tokens = tokens
             case Finished() | Failed() | Tokenized():
                 self._last = report
-                if isinstance(report, Failed) and report.kind == DoesNotFitError.__name__ and self._job:
+                if isinstance(report, Failed) and report.kind == ContextFullError.__name__ and self._job:
                     asked = self._job.command
                     self._client.send(Tokenize(asked.turns, asked.template_args, is_counted=True))
                 self._client.send(Peek(0, 0))

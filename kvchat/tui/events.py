@@ -9,7 +9,15 @@ from time import monotonic
 from typing import Any
 
 from kvchat.config import modes
-from kvchat.errors import DoesNotFitError, EngineError, KvchatError, OutOfMemoryError, TooMuchPinnedError, UsageError
+from kvchat.errors import (
+    ContextFullError,
+    DoesNotFitError,
+    EngineError,
+    KvchatError,
+    OutOfMemoryError,
+    TooMuchPinnedError,
+    UsageError,
+)
 from kvchat.protocol.client import Crashed, Report
 from kvchat.protocol.figures import Planned, Snapshot
 from kvchat.protocol.messages import (
@@ -44,10 +52,10 @@ from kvchat.tui.comparisons import Comparisons
 from kvchat.tui.models import Models
 from kvchat.tui.replay import DetailsWatch, Replay
 from kvchat.tui.state import ENDINGS, ChatState, Phase, without_conversation
-from kvchat.tui.view import ChatView, Remedy, remedies
+from kvchat.tui.view import ChatView, Remedy, remedies, way_on
 from kvchat.units import count, figure, percent, seconds
 
-CONTEXT_LEVELS = (0.95, 0.8)  # shares of the context, the highest first
+CONTEXT_LEVELS = (1, 0.95, 0.8)  # shares of the context, the highest first
 
 
 @dataclass(eq=False)
@@ -175,20 +183,14 @@ class EngineEvents:
         level = next((level for level in CONTEXT_LEVELS if ends and tokens >= level * context), 0.0)
         before, self._warned = self._warned, level
         if level > before:
+            way = way_on(self.state)
             self.view.toast(
                 f"{count(tokens)} of {count(context)} tokens: {percent(tokens / context)} of the model's context."
-                f" When it is full, {self._way_on()}.",
-                title="The context is nearly full",
+                f" {way.lines[0]} lets you {way.doc}.",
+                title=f"The context is {'full' if level == 1 else 'nearly full'}",
                 severity="warning",
                 timeout=12,
             )
-
-    def _way_on(self) -> str:
-        """What lets a person go on at the end of the context: the mode that has no end, unless it is refused."""
-        prices = self.state.snapshot.prices if self.state.snapshot else ()
-        if self.state.is_served or any(price.refusal for price in prices if price.mode == modes.HOLDS_LEAST):
-            return "/new starts another conversation"
-        return f"/mode {modes.HOLDS_LEAST} continues this conversation without reading its middle"
 
     def _preparing(self, preparing: Preparing) -> None:
         self.answers.wait(f"preparing the {preparing.mode} mode …")
@@ -251,10 +253,14 @@ class EngineEvents:
         was_busy = self.state.phase.busy
         is_cut_off = was_busy and await self.answers.abandon()
         self.comparisons.abandon(failed.title)
-        too_large = self.models.remedies() if failed.kind == DoesNotFitError.__name__ else ()
+        offered: tuple[Remedy, ...] = ()
+        if failed.kind == DoesNotFitError.__name__:
+            offered = self.models.remedies()
+        elif was_busy and failed.kind == OutOfMemoryError.__name__:
+            offered = remedies(self.state, is_cut_off)
+        elif was_busy and failed.kind == ContextFullError.__name__:
+            offered = (way_on(self.state),)
         is_kept = self.models.give_up(failed.fatal)
-        ran_out = was_busy and failed.kind == OutOfMemoryError.__name__
-        offered = remedies(self.state, is_cut_off) if ran_out else too_large
         self._show_error(EngineError(failed.title, failed.detail, failed.hint), offered)
         if failed.kind == TooMuchPinnedError.__name__:
             self.pins.take_back()

@@ -179,6 +179,14 @@ def remedies(state: ChatState, is_cut_off: bool) -> tuple[Remedy, ...]:
     return (*found, Remedy("unload the model to free its memory", ("/unload",)))
 
 
+def way_on(state: ChatState) -> Remedy:
+    """What helps at the end of the context: the mode that has none, unless it is refused."""
+    prices = state.snapshot.prices if state.snapshot else ()
+    if state.is_served or any(price.refusal for price in prices if price.mode == modes.HOLDS_LEAST):
+        return Remedy("start another conversation", ("/new",))
+    return Remedy("continue this conversation without reading its middle", (f"/mode {modes.HOLDS_LEAST}",))
+
+
 def load_anyway(load: Load, settings: Load) -> tuple[Remedy, ...]:
     """Loading a model that does not fit, with what was given beside the ``settings``, unless that has been tried."""
     if load.force:

@@ -115,7 +115,7 @@ def test_what_was_interrupted_is_not_begun_anew_if_it_ended_before_or_its_client
 def test_of_a_prompt_that_does_not_fit_only_the_number_of_tokens_comes(tmp_path):
     engine, client, _ = loaded(tmp_path)
     job = engine.submit(CHAT)
-    engine._take(Failed("It does not fit.", kind="DoesNotFitError"))
+    engine._take(Failed("It does not fit.", kind="ContextFullError"))
     assert client.sent == [CHAT, Tokenize(CHAT.turns, is_counted=True), Peek(0, 0)]
     engine._take(Tokenized(70))
     engine._take(Peeked(0, 0, ""))

@@ -400,6 +400,13 @@ async def test_where_something_else_failed_nothing_is_offered(chat):
     assert chat.view.remedies == []
 
 
+async def test_at_the_end_of_the_context_the_mode_that_has_none_is_offered(chat):
+    await chat.load(mode="speculative", params={"budget": 512})
+    await chat.ask("hello")
+    await chat.controller.handle(Failed("The prompt is too long.", kind="ContextFullError"))
+    assert chat.view.remedies == [("/mode streaming",)]
+
+
 async def test_a_model_that_does_not_fit_is_offered_to_be_loaded_anyway_once(chat, tmp_path):
     await chat.load()
     too_large = Failed("It does not fit.", kind="DoesNotFitError")

@@ -98,9 +98,16 @@ class HelpScreen(Dialog):
 
 
 def matching(typed: str, section: str, rows: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """The rows of a section that contain each word typed, in any case; all of them if its name does."""
-    words = typed.casefold().split()
-    return [row for row in rows if all(word in f"{section} {' '.join(row)}".casefold() for word in words)]
+    """The rows of a section that contain each word typed, in any case, below the row that an indented one belongs to.
+
+    The names of the section and of that row count as theirs.
+    """
+    words, found, above = typed.casefold().split(), [], ("", "")
+    for row in rows:
+        above = above if row[0].startswith(" ") else row
+        if all(word in f"{section} {above[0]} {' '.join(row)}".casefold() for word in words):
+            found += [row] if above in (row, *found) else [above, row]
+    return found
 
 
 def table(rows: Iterable[tuple[str, str]], color: Color) -> Table:

@@ -58,6 +58,12 @@ def test_what_is_typed_leaves_the_rows_that_contain_each_word():
     assert matching("commands new", "Commands", rows) == rows[1:]
 
 
+def test_a_parameter_is_found_below_its_mode_and_by_its_name():
+    rows = [("sync", "a"), ("  budget", "b"), ("  mem", "c"), ("freeze", "d"), ("  budget", "e")]
+    assert matching("budget", "KV modes", rows) == [rows[0], rows[1], rows[3], rows[4]]
+    assert matching("freeze budget", "KV modes", rows) == rows[3:]
+
+
 async def test_a_filter_without_a_match_says_so(running):
     async with running(ready=False) as (app, _pilot, until):
         press(app, "f1")
