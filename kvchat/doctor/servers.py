@@ -24,7 +24,7 @@ def checks() -> Iterator[Check]:
     gpus, free = [reader.info() for reader in nvml.all_gpus()], available.host_free()
     for name, command in commands(gpus, free).items():
         is_here = shutil.which("llama-server") if name == "llama-server" else find_spec(name.lower())
-        starts = f"start it with: {command}" if command else "needs a GPU"
+        starts = f"to start it: {command}" if command else "needs a GPU"
         yield Check(name, "ok", f"{'installed' if is_here else 'not installed'}; {starts}")
 
 

@@ -196,8 +196,8 @@ class ModeSwitcher:
             raise ContextFullError(
                 "The conversation does not fit the model's context.",
                 f"It has {tokens:,} tokens; {self._model.name} was made for {self._model.context:,}.",
-                "/mode streaming (or --mode streaming) continues beyond it; /edit shortens the question, /new starts "
-                "another conversation. Nothing stored is lost.",
+                "/mode streaming (or --mode streaming) continues beyond it. Or shorten the question, or start another "
+                "conversation with /new. Nothing stored is lost.",
             )
 
     def check_prompt(self, tokens: int) -> None:

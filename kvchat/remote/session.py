@@ -395,7 +395,7 @@ def _refused(error: openai.APIStatusError, address: Address, model: str) -> Kvch
             return ContextFullError(
                 "The conversation is longer than the server's context.",
                 " ".join(filter(None, (said, ", ".join(counts) and f"({', '.join(counts)})"))),
-                "/new starts another one, /edit shortens the question; or start the server with a larger context.",
+                "/new starts another one. Or shorten the question, or start the server with a larger context.",
             )
         case 429 | 503:
             return EngineError(f"{address.place} is busy.", said, "Ask again in a moment.")

@@ -400,14 +400,14 @@ def _table(title: str, rows: list[Row], measured: Mapping[str, int] | None) -> I
 
 def _stored_rows(made: MemoryPlan, stored: StoredNeed) -> Iterator[Row]:
     """The K/V of the tokens stored now, beside what they were measured to take."""
-    where = "host" if made.device == "cpu" else made.device
+    where = "RAM" if made.device == "cpu" else made.device
     read = f"K/V read, {stored.mode}, up to {count(stored.device_room)}"
     yield Row("read now", read, where, size(stored.device_bytes, 2))
-    yield Row("stored now", f"K/V stored, up to {count(stored.host_room)}", "host", size(stored.host_pool, 2))
+    yield Row("stored now", f"K/V stored, up to {count(stored.host_room)}", "RAM", size(stored.host_pool, 2))
 
 
 def _rows(made: MemoryPlan) -> Iterator[Row]:
-    where = "host" if made.device == "cpu" else made.device
+    where = "RAM" if made.device == "cpu" else made.device
     for name, needed in made.weights.items():
         chosen = ", by default" if name == made.by_default != "none" else ""
         unpacked = f", unpacked from {size(made.packed, 2)}" if made.packed and name == "none" else ""
@@ -426,23 +426,23 @@ def _rows(made: MemoryPlan) -> Iterator[Row]:
             yield Row(
                 f"link {name}",
                 f"  streamed from RAM per token, with weights, {made.beside}",
-                "host",
+                "RAM",
                 size(need.link_bytes, 2),
             )
     if made.unpacked:
-        yield Row("unpacked", "unpacked while it is loaded", "host", size(made.unpacked, 2))
+        yield Row("unpacked", "unpacked while it is loaded", "RAM", size(made.unpacked, 2))
     if made.state:
         yield Row("state", "recurrent state", where, size(made.state, 2))
     yield Row("workspace", "workspace, estimated", where, size(made.workspace, 2))
-    yield Row("stored", "K/V stored", "host", size(made.host_pool, 2))
+    yield Row("stored", "K/V stored", "RAM", size(made.host_pool, 2))
     if made.snapshots:
-        yield Row("snapshots", "snapshots of the state", "host", size(made.snapshots, 2))
+        yield Row("snapshots", "snapshots of the state", "RAM", size(made.snapshots, 2))
     free = "free without the model in use" if made.stored else "free"
     if made.device != "cpu":
         yield Row("device free", free, made.device, size(made.device_free, 2))
     for device, nbytes in made.others_free.items():
         yield Row(f"{device} free", free, device, size(nbytes, 2))
-    yield Row("host free", free, "host", size(made.host_free, 2))
+    yield Row("host free", free, "RAM", size(made.host_free, 2))
 
 
 def _proposed(made: MemoryPlan) -> Iterator[str]:
