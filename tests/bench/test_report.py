@@ -20,7 +20,7 @@ def agreement_row(**changes):
 @pytest.fixture
 def write(tmp_path):
     def write(name, summary=None, **changes):
-        environment = dict.fromkeys(COMPARED, "x") | {"gpu": None} | changes.pop("environment", {})
+        environment = dict.fromkeys(COMPARED, "x") | {"gpu": None, "threads": 1} | changes.pop("environment", {})
         model = {"name": "tiny", "dtype": "float32", "weights": ""}
         settings = {"tokens": 8} | changes.pop("settings", {})
         head = Experiment("agreement", "KL", settings, methods(["sync:m=7"]), model, environment).head()
@@ -40,7 +40,7 @@ def test_tables_of_several_results(write):
     one, other = write("a.json"), write("b.json")
     text = run("report", one, other)
     assert text.stdout.count("| sync, m=7 | 0.5000 | 0.2500 | 75.0 % | 50 – 90 |") == 2
-    assert "x, x threads; torch x, transformers x." in text.stdout
+    assert "x, 1 thread; torch x, transformers x." in text.stdout
 
 
 @pytest.mark.parametrize("changed", [{"environment": {"torch": "y"}}, {"environment": {"gpu": "H200"}}])

@@ -44,7 +44,7 @@ def found(monkeypatch: pytest.MonkeyPatch, *gpus: FakeGpu, missing: tuple[str, .
 def test_every_gpu_has_its_line(monkeypatch):
     checks = found(monkeypatch, FakeGpu(), FakeGpu("H100", link_max=(5, 16), link=(5, 8)))
     assert [check.name for check in checks] == ["driver", "GPU", "GPU", "device", "pinning", "decode steps"]
-    assert checks[0].found == "570.1, 2 GPU"
+    assert checks[0].found == "570.1, 2 GPUs"
     assert [check.state for check in checks[1:3]] == ["ok", "warning"]
 
 

@@ -135,11 +135,11 @@ async def test_a_plan_shows_what_was_measured_of_the_model_in_use(chat):
     in_use = StoredNeed("sync", 6, 2**20 - 2**18, 2**21, 128, 256)
     await chat.controller.handle(Planned("bundled", replace(PLAN, state=2**18, stored=in_use)))
     [table] = chat.view.notes
-    assert re.search(r"weights, not quantized +host +1.00 MiB +1.50 MiB\n", table)
-    assert re.search(r"recurrent state +host +256 KiB +256 KiB\n", table)
+    assert re.search(r"weights, not quantized +RAM +1.00 MiB +1.50 MiB\n", table)
+    assert re.search(r"recurrent state +RAM +256 KiB +256 KiB\n", table)
     assert re.search(r"6 tokens now +planned +measured\n", table)
-    assert re.search(r"K/V read, sync, up to 128 +host +768 KiB +768 KiB\n", table)
-    assert re.search(r"K/V stored, up to 256 +host +2.00 MiB +1.50 MiB\n", table)
+    assert re.search(r"K/V read, sync, up to 128 +RAM +768 KiB +768 KiB\n", table)
+    assert re.search(r"K/V stored, up to 256 +RAM +2.00 MiB +1.50 MiB\n", table)
     assert "kvchat -m bundled --mode full\n" in table
     await chat.controller.handle(Planned("org/other", None, "The reason."))
     assert not lacks(chat.view.errors[0], "org/other", "The reason.")
