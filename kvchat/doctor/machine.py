@@ -75,7 +75,7 @@ def wsl(proc: Path = available.PROC) -> Check:
     """The Windows Subsystem for Linux, whose driver pins less memory."""
     release = system_text(proc / "sys" / "kernel" / "osrelease")
     if "microsoft" not in release.lower():
-        return Check("WSL", "ok", "no" if release else MISSING)
+        return Check("WSL", "ok", "no")
     advice = "Windows limits pinned memory, to about half of the machine's; beyond that, recall is slow."
     return Check("WSL", "warning", release, advice)
 
@@ -219,7 +219,7 @@ def decode_steps(cuda: bool, has_triton: bool, pinned: bool) -> Check:
     """The way a decoded token would be computed, with the reason."""
     name = "decode steps"
     if not cuda:
-        return Check(name, "ok", "on the CPU: torch, and loops compiled by numba")
+        return Check(name, "ok", "on the CPU")
     if not pinned:
         return Check(name, "warning", "stock torch operations, no CUDA graph", "RAM cannot be pinned: see above.")
     if not has_triton:
