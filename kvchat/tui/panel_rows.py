@@ -8,7 +8,7 @@ from __future__ import annotations
 from kvchat.config.modes import REFERENCE, beside, registered
 from kvchat.protocol.figures import RIBBON, Gpu, Params, Price, ServerFigures, Snapshot
 from kvchat.tui.state import describe_price
-from kvchat.units import MISSING, count, figure, percent, size
+from kvchat.units import count, figure, percent, size
 
 Rows = list[tuple[str, str]]
 READ_BY_HEAD, HELD_BY_HEAD = "read by layer and head", "on the device by layer and head"
@@ -299,12 +299,10 @@ def explain(label: str, mode: str) -> str:
 
 def extra_rows(extras: Params) -> Rows:
     """Numbers that only the current mode has."""
-    return [(name, _value(value)) for name, value in extras.items()]
+    return [(name, _value(value)) for name, value in extras.items() if value is not None]
 
 
 def _value(value: object) -> str:
-    if value is None:
-        return MISSING
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int | float):

@@ -253,7 +253,7 @@ async def test_all_are_unpinned_at_once_and_the_system_prompt_is_a_parameter(two
     assert pinned(two_answers.client.sent[-1]) == []
     await pin(two_answers.controller, "none")
     assert len(two_answers.view.toasts) == 4
-    assert two_answers.view.toasts[-2].startswith("2 ")
+    assert two_answers.view.toasts[-2].startswith("Unpinned 2 ")
     two_answers.controller.set_system("be brief")
     await pin(two_answers.controller, "system")
     assert two_answers.client.sent[-1] == Switch("", {"pin_system": True})
@@ -320,7 +320,7 @@ async def test_what_was_pinned_on_another_branch_stays_so_when_the_engine_refuse
 
 @pytest.mark.parametrize("argument", ["0", "3", "-1", "cat"])
 async def test_a_question_that_is_not_there_is_refused(two_answers, argument):
-    with pytest.raises(UsageError, match="2 are asked"):
+    with pytest.raises(UsageError, match="2 questions"):
         await pin(two_answers.controller, argument)
 
 

@@ -149,7 +149,7 @@ async def test_no_part_of_the_columns_is_empty_on_a_large_screen(running):
         log = details.query_one("#events", Static)
         await until(lambda: details.region.bottom - log.region.bottom <= 1)
         assert str(log.content).splitlines()[0].partition("  ")[2].startswith("answered: ")
-        assert "  processing 1 new tokens (0 cached)" in str(log.content)
+        assert "  processing 1 new token (0 cached)" in str(log.content)
 
 
 async def test_a_row_under_the_mouse_explains_itself(running):
