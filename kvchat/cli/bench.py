@@ -160,5 +160,5 @@ experiment("paper", "paper.studies", settings.Paper)
 def report_results(
     results: Annotated[list[Path], typer.Argument(metavar="RESULTS...", help="files that --out wrote")],
 ) -> None:
-    """Tables of results. Those of several environments or models are refused."""
+    """Print tables of results. Those of different environments or models are refused."""
     echo(reports.rendered(reports.read(results)))

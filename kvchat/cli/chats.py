@@ -65,7 +65,7 @@ def export_chat(
 
 @app.command("import")
 def import_chat(file: Annotated[Path, typer.Argument(help="JSON that kvchat exported")]) -> None:
-    """Add a conversation from a file; `kvchat -c` then goes on with it."""
+    """Add a conversation from a file; `kvchat -c` then continues it."""
     conversation = export.read(file)
     changes = conversation.changes()
     if changes is None:

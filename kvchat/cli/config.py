@@ -33,7 +33,7 @@ def show() -> None:
 
 @app.command()
 def validate(file: Annotated[Path | None, typer.Argument(help="instead of the current settings")] = None) -> None:
-    """Check the settings and your profiles. Or one FILE of either kind; exit code 2 if something is wrong."""
+    """Check the settings and your profiles. With FILE, only that one; the exit code is 2 if something is wrong."""
     path = file or paths.config_file()
     if file and not file.exists():
         raise UsageError(f"There is no file {file}.", hint="Check the path.")

@@ -232,7 +232,7 @@ def serve_command(
     ] = None,
     queue: Annotated[int, typer.Option(min=0, help="maximum number of queued requests")] = 32,
 ) -> None:
-    """Serve other programs by OpenAI's API."""
+    """Serve other programs through OpenAI's API."""
     from kvchat.cli.serve import serve
 
     serve(load_settings(options.flags(ctx.params)), host, port, api_key, tuple(cors or ()), queue)
@@ -272,7 +272,7 @@ def plan_command(
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
-    """Say what memory a model takes, and what fits. By quantization and mode; nothing is loaded."""
+    """Compute what memory a model needs, and what fits. For each quantization and mode; nothing is loaded."""
     load = replace(load_of(load_settings(options.flags(ctx.params)).settings), model=model)
     if card:
         models.card_costs(load, card, context, as_json)

@@ -193,7 +193,7 @@ def _default(value: Any) -> str:
 
 
 def list_keys(as_json: AsList = False) -> None:
-    """List keys and commands of the chat. With the ids that rebind them."""
+    """List the chat's keys and commands. Their ids rebind keys in config.toml."""
     from kvchat.tui.actions import ACTIONS  # imports textual
     from kvchat.tui.rebinding import check_keys, describe_keys
 
@@ -240,7 +240,7 @@ def calibrate(
     out: Annotated[Path | None, typer.Option(help="write here instead of kvchat's data folder")] = None,
     device: NamedDevice = "auto",
 ) -> None:
-    """Measure a model for the modes sync and speculative. Which heads attend alike, and how many tokens to read."""
+    """Measure a model for sync and speculative mode. Finds which heads attend alike, and how many tokens to read."""
     if out:
         files.check_folder(out)
     parse(SyncParameters.name, {"representatives": representatives, "clusters": clusters})
