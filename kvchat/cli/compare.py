@@ -37,7 +37,7 @@ def compare_command(
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="write it to a new .md or .json as well")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead of lines")] = False,
 ) -> None:
-    """Answer one prompt in several modes or budgets, and compare. Shows where the answers differ, and what each costs."""
+    """Answer one prompt in several modes or budgets, and compare. Shows where answers differ, and what each costs."""
     from kvchat.tui.comparisons import completed, parse_variants, seeded
 
     chosen = load_settings(options.flags(ctx.params)).settings

@@ -31,7 +31,7 @@ def load_settings(flags: SettingsSource | None = None, problem: Callable[[str], 
 
 @app.command("list")
 def list_profiles(device: NamedDevice = "auto") -> None:
-    """List all profiles; those in force are marked."""
+    """List all profiles; the active ones are marked."""
     sources.typed(sources.DEVICE, device)
     if device.startswith("cuda") and profiles.read_gpu(device) is None:
         why = "There is no GPU with that number." if profiles.read_gpu() else "torch sees no GPU."
