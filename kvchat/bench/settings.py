@@ -49,7 +49,7 @@ class Variants:
 
 @dataclass(frozen=True)
 class Agreement(Variants):
-    """Divergence from full attention, token by token. KL, top-1 agreement, perplexity and attention covered.
+    """Divergence from full attention, token by token. In KL, top-1 agreement, perplexity and attention covered.
 
     No ``texts`` are the shipped books.
     """
@@ -62,7 +62,7 @@ class Agreement(Variants):
 
 @dataclass(frozen=True)
 class Coverage(Variants):
-    """Attention covered by what each mode reads. Beside the best pages and tokens, and with the worst head.
+    """Attention covered by what each mode reads. Also by the best choice of as many pages or tokens, and in the worst head.
 
     No ``texts`` are the shipped books.
     """
@@ -79,7 +79,7 @@ class Coverage(Variants):
 
 @dataclass(frozen=True)
 class Recall(Variants):
-    """Facts found in long texts. Tasks by lengths, depths, modes and budgets.
+    """Facts found in long texts. By task, length, depth, mode and budget.
 
     ``inside`` 0 is a question that is a turn of its own; in the task switches it is the measurement's own number.
     """
@@ -107,7 +107,7 @@ class Recall(Variants):
 
 @dataclass(frozen=True)
 class Paper:
-    """Tables and figures of a mode's paper, beside measured ones.
+    """Tables and figures of a mode's paper, next to measured values.
 
     ``modes`` and ``budgets`` are those of a study that compares modes; none are all, at the study's budget.
 
@@ -132,7 +132,7 @@ class Paper:
 
 @dataclass(frozen=True)
 class Decode:
-    """Time per decoded token, memory and traffic. Against transformers' caches in the same run.
+    """Time per decoded token, memory and traffic. Compared with transformers' caches in the same run.
 
     ``change_rates`` are "natural" or shares of 1. ``baselines`` None takes those that suit the device.
 
@@ -191,7 +191,7 @@ class Draft:
         tuple[int, ...], Option("--context", min=0, help="tokens of books before the task; repeatable")
     ] = (3000,)
     resident: Annotated[
-        int | None, Option(min=MIN_BUDGET, help="tokens on a GPU; the others are read over the link")
+        int | None, Option(min=MIN_BUDGET, help="tokens kept on a GPU; the rest is streamed from RAM")
     ] = None
     tokens: Annotated[int, Option(min=8, help="tokens of an answer")] = 100
     rounds: Annotated[
@@ -201,7 +201,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Prefill:
-    """Time and memory of reading a prompt. Against transformers' one forward in the same run.
+    """Time and memory of processing a prompt. Compared with one forward of transformers in the same run.
 
     Raises:
         UsageError: as ``Decode``.
@@ -219,7 +219,7 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Peers(Variants):
-    """kvchat beside llama.cpp and transformers. In one run: start, prompt, decoding and peak memory of each.
+    """kvchat compared with llama.cpp and transformers. In one run: start, prompt, decoding and peak memory of each.
 
     A context of 0 is the longest of the model. ``peers`` None are those that are installed.
     """
