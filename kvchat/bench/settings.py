@@ -62,7 +62,7 @@ class Agreement(Variants):
 
 @dataclass(frozen=True)
 class Coverage(Variants):
-    """Attention covered by what each mode reads. Also by the best choice of as many pages or tokens, and in the worst head.
+    """Attention covered by what each mode reads. Also by the best choice of as many, and in the worst head.
 
     No ``texts`` are the shipped books.
     """

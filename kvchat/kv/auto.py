@@ -45,7 +45,7 @@ APART = 64  # steps before a change is taken back
 WEIGHT = 0.3  # of a new measurement beside those before
 FADING = 0.1  # of the way to what is measured now: so much is forgotten of a way that does not run
 UNDECIDED = "auto: chooses at the next question"
-EIGHT_BIT, OVER_LINK = " with 8-bit pages", " over the link"
+EIGHT_BIT, OVER_LINK = " with 8-bit pages", " from RAM"
 
 Merged = Callable[[str, Params], ModeParameters]
 """A mode's parameters: what a person asked for, and over it changes."""
@@ -109,7 +109,7 @@ class Way:
 
     @property
     def place(self) -> str:
-        """Where and how the K/V are read, in words: `` over the link with 8-bit pages``."""
+        """Where and how the K/V are read, in words: `` from RAM with 8-bit pages``."""
         return f"{OVER_LINK * self.over_link}{EIGHT_BIT * self.quantizes}"
 
     @property

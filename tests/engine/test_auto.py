@@ -360,10 +360,10 @@ def test_on_a_gpu_what_has_no_room_is_read_over_the_link_until_that_takes_too_lo
         kinds.append(choice.way.kind)
         spilled.append(isinstance(kv.mode, Full) and kv.mode.spills)
         turns += [Turn("assistant", "Yes. " * 20), Turn("user", "And then? " * 10)]
-    over_link = kinds.index("full over the link")
+    over_link = kinds.index("full from RAM")
     assert not any(spilled[:over_link]), "it is entered again where both copies of what grew have no room"
     assert any(spilled[over_link:])
-    assert list(dict.fromkeys(kinds)) == ["full", "full over the link", "speculative"]
+    assert list(dict.fromkeys(kinds)) == ["full", "full from RAM", "speculative"]
     session.close()
 
 

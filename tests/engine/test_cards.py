@@ -47,7 +47,7 @@ def test_full_is_read_over_the_link_where_it_does_not_fit_and_8_bit_pages_halve_
     found = cards.computed_ms(Load("an 8B"), h200(4 * 2**30), llama_8b(), [4096, 65_536])
     assert found["full"][65_536] is None
     assert found["full"][4096] == pytest.approx(RESULT["floor_ms"] + 4096 * 131_072 / h200().read * 1000, rel=0.1)
-    exact, rounded = (found[f"full over the link{pages}"][65_536] for pages in ("", " with 8-bit pages"))
+    exact, rounded = (found[f"full from RAM{pages}"][65_536] for pages in ("", " with 8-bit pages"))
     assert 0.5 < rounded / exact < 0.6
     assert found["streaming"][65_536] < found["speculative"][65_536] < exact
 
@@ -78,8 +78,8 @@ def test_drafts_over_a_link_gain_what_the_formula_says(link, weights_s, gains):
         assert mine == pytest.approx(gain, rel=0.1), accepted
     over_link -= min(on_device, min(STAGED_BYTES, 2048 * 131_072 * STAGED_SHARE * 32) / link)
     way = Way(FullParameters(), False, on_device + over_link, True, link_seconds=over_link)
-    assert found["full over the link"][tokens] == pytest.approx(1000 * way.seconds, rel=0.01)
-    drafted = found[f"full over the link{cards.DRAFTED}"][tokens]
+    assert found["full from RAM"][tokens] == pytest.approx(1000 * way.seconds, rel=0.01)
+    drafted = found[f"full from RAM{cards.DRAFTED}"][tokens]
     assert drafted == pytest.approx(1000 * cards.seconds_with_drafts(way, weights_s), rel=0.02)
 
 
@@ -89,7 +89,7 @@ def test_with_and_without_the_cpu_a_token_over_a_link_has_a_row_each():
     alone, both = (
         cards.computed_ms(load, replace(laptop, beside=beside), llama_8b(), [tokens]) for beside in (0.0, 31e9)
     )
-    name = "full over the link"
+    name = "full from RAM"
     assert f"{name}{cards.ON_LINK}" not in alone
     assert both[f"{name}{cards.ON_LINK}"] == alone[name]
     assert both[name][tokens] < 0.6 * alone[name][tokens]
