@@ -120,7 +120,7 @@ class Way:
 
     @property
     def label(self) -> str:
-        """``full over the link``"""
+        """``full from RAM``"""
         return f"{self.name}{self.place}"
 
 

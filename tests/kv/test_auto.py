@@ -41,11 +41,11 @@ MACHINES = [
     ("8B", SLOW_LINK, 16_000, 10, {}, "full"),
     ("8B", TINY_3060, 2000, 10, {}, "full"),
     # What does not is read over the link while that takes no longer, then half as many bytes come over it.
-    ("8B", RTX_4090, 128_000, 10, {}, "full over the link"),
-    ("8B", RTX_3060, 42_000, 10, {}, "full over the link"),
-    ("8B", TINY_3060, 16_000, 10, {}, "full over the link with 8-bit pages"),
-    ("8B", (360, 25, 1, 64), 16_000, 10, {}, "full over the link"),
-    ("8B", (360, 25, 6, 64), 64_000, 10, {}, "full over the link with 8-bit pages"),
+    ("8B", RTX_4090, 128_000, 10, {}, "full from RAM"),
+    ("8B", RTX_3060, 42_000, 10, {}, "full from RAM"),
+    ("8B", TINY_3060, 16_000, 10, {}, "full from RAM with 8-bit pages"),
+    ("8B", (360, 25, 1, 64), 16_000, 10, {}, "full from RAM"),
+    ("8B", (360, 25, 6, 64), 64_000, 10, {}, "full from RAM with 8-bit pages"),
     # Beyond that a part is read, as much of it as there is time for.
     ("8B", RTX_3060, 64_000, 10, {}, "speculative 32768"),
     ("8B", SMALL_3060, 64_000, 10, {}, "speculative 8192"),
@@ -56,7 +56,7 @@ MACHINES = [
     ("8B", RTX_3060, 64_000, 10, {"budget": 1000}, "speculative 1000"),
     ("8B", RTX_3060, 64_000, 10, {"budget": 128}, "speculative 128"),
     # Where nothing is quick enough it is the most faithful of those that are not much slower than the quickest.
-    ("8B", SMALL_3060, 128_000, 10, {}, "full over the link with 8-bit pages"),
+    ("8B", SMALL_3060, 128_000, 10, {}, "full from RAM with 8-bit pages"),
     ("8B", SMALL_3060, 64_000, 60, {}, "speculative 2048 with 8-bit pages"),
     ("8B", LAPTOP, 500, 10, {}, "full"),
     ("8B", LAPTOP, 4000, 10, {}, "full"),
@@ -113,7 +113,7 @@ def test_sync_is_chosen_where_its_heads_were_measured_and_nothing_else_is_quick_
     measured = Calibration("", "", 2, (alike,) * layers, ((0.0,) * 8,) * layers)
     found = possible("8B", SMALL_3060, 64_000, calibration=measured)
     assert found[-1].parameters.name == "sync"
-    slow = {"speculative": 100.0, "sync": 1.0, "full over the link": 1.0}
+    slow = {"speculative": 100.0, "sync": 1.0, "full from RAM": 1.0}
     roomy = [replace(way, lacks="") if way.parameters.name == "sync" else way for way in found]
     assert choose(roomy, 0.1, slow).way.parameters.name == "sync"
 
@@ -133,7 +133,7 @@ def test_pages_that_are_stored_already_stay_what_they_are():
     fresh, stored = (possible("8B", TINY_3060, 16_000, exact=exact) for exact in (0, 15_000))
     rounded = possible("8B", TINY_3060, 16_000, rounded=15_000)
     labels = [way.label for way in fresh]
-    exact, eight = (labels.index(f"full over the link{pages}") for pages in ("", auto.EIGHT_BIT))
+    exact, eight = (labels.index(f"full from RAM{pages}") for pages in ("", auto.EIGHT_BIT))
     assert fresh[eight].seconds < 0.7 * fresh[exact].seconds  # which are staged
     assert stored[eight].seconds > 0.9 * fresh[exact].seconds
     assert rounded[exact].seconds < 0.7 * fresh[exact].seconds
@@ -148,7 +148,7 @@ def over_link(beside: float, cpu: float | None = None) -> Way:
         return modes.effective_params(mode, {"full": {"cpu": cpu}}, {}, changes)
 
     found = ways(machine, geometry, ModelTraits(context, (None,) * layers), Conversation(32_000), merged)
-    return next(way for way in found if way.label == "full over the link")
+    return next(way for way in found if way.label == "full from RAM")
 
 
 def test_the_cpu_attends_to_a_part_of_what_only_ram_has():
@@ -179,7 +179,7 @@ def test_a_person_who_asked_for_8_bit_pages_or_for_a_ring_gets_no_other():
         return modes.effective_params(mode, {"full": {"resident": 1024}}, {}, changes)
 
     found = ways(machine, geometry, ModelTraits(context, (None,) * layers), Conversation(4000), merged)
-    assert [way.label for way in found[:2]] == ["full over the link", "full over the link with 8-bit pages"]
+    assert [way.label for way in found[:2]] == ["full from RAM", "full over the link with 8-bit pages"]
 
 
 def test_pages_change_also_where_the_budget_stays():
