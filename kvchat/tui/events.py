@@ -187,7 +187,7 @@ class EngineEvents:
             self.view.toast(
                 f"{count(tokens)} of {count(context)} tokens: {percent(tokens / context)} of the model's context."
                 f" {way.lines[0]} lets you {way.doc}.",
-                title=f"The context is {'full' if level == 1 else 'nearly full'}",
+                title="The context is full" if level == 1 else "The context is nearly full",
                 severity="warning",
                 timeout=12,
             )

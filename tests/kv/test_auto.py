@@ -120,7 +120,7 @@ def test_sync_is_chosen_where_its_heads_were_measured_and_nothing_else_is_quick_
 
 def test_why_is_said_with_the_numbers():
     over_link = choose(possible("8B", RTX_3060, 64_000), 0.1).line
-    assert not lacks(over_link, "because full would take", "ms a token over the link")
+    assert not lacks(over_link, "because full would take", "ms a token from RAM")
     short_of_memory = choose(possible("8B", RTX_4090, 128_000), 0.1).line
     assert not lacks(short_of_memory, "full takes", "on the device", "17.0 GiB are free")
     short_of_ram = choose(possible("8B", (300, 0, 0, 6), 64_000), 0.1).line
@@ -179,7 +179,7 @@ def test_a_person_who_asked_for_8_bit_pages_or_for_a_ring_gets_no_other():
         return modes.effective_params(mode, {"full": {"resident": 1024}}, {}, changes)
 
     found = ways(machine, geometry, ModelTraits(context, (None,) * layers), Conversation(4000), merged)
-    assert [way.label for way in found[:2]] == ["full from RAM", "full over the link with 8-bit pages"]
+    assert [way.label for way in found[:2]] == ["full from RAM", "full from RAM with 8-bit pages"]
 
 
 def test_pages_change_also_where_the_budget_stays():

@@ -102,7 +102,8 @@ def matching(typed: str, section: str, rows: Iterable[tuple[str, str]]) -> list[
 
     The names of the section and of that row count as theirs.
     """
-    words, found, above = typed.casefold().split(), [], ("", "")
+    words, above = typed.casefold().split(), ("", "")
+    found: list[tuple[str, str]] = []
     for row in rows:
         above = above if row[0].startswith(" ") else row
         if all(word in f"{section} {above[0]} {' '.join(row)}".casefold() for word in words):
