@@ -77,19 +77,11 @@ def test_a_body_that_is_too_long_is_not_read(fake):
 
 
 def test_requests_wait_in_order_and_beyond_the_limit_are_refused(fake):
-    order: list[str] = []
-
-    def ask(name: str) -> None:
-        fake.chat(f"hello {name}")
-        order.append(name)
-
-    held = fake.sent(CHAT, asking("hold", stream=True))
-    response = held.getresponse()
-    assert response.readline().startswith(b"data: ")
-    waiting = []
-    for number, name in enumerate("ab", 1):
-        waiting.append(threading.Thread(target=ask, args=(name,)))
-        waiting[-1].start()
+    connections = [fake.sent(CHAT, asking("hold", stream=True))]
+    held = connections[0].getresponse()
+    assert held.readline().startswith(b"data: ")
+    for number, prompt in enumerate(("hold", "hello"), 1):
+        connections.append(fake.sent(CHAT, asking(prompt, stream=True)))
         wait_until(lambda number=number: fake.figure("requests_deferred") == number)
     refused = fake.chat("hello c")
     assert (refused.status, refused.error["type"]) == (503, "unavailable_error")
@@ -97,10 +89,15 @@ def test_requests_wait_in_order_and_beyond_the_limit_are_refused(fake):
     with fake.client() as client, pytest.raises(InternalServerError):
         client.chat.completions.create(model="kvchat-pocket", messages=messages("hello d"))
     held.close()
-    response.close()
-    for thread in waiting:
-        thread.join()
-    assert order == ["a", "b"]
+    connections[0].close()
+    first, second = (connection.getresponse() for connection in connections[1:])
+    while not first.readline().startswith(b"data: "):  # until its turn it is kept alive
+        pass
+    assert fake.figure("requests_deferred") == 1, "the other waits behind it"
+    first.close()
+    connections[1].close()
+    assert said_in(second.read().decode()).startswith("Section 3")
+    connections[2].close()
 
 
 def test_an_answer_that_is_not_streamed_is_interrupted_for_a_stream_but_not_to_count_tokens(fake):
