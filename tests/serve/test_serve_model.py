@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -17,6 +16,9 @@ from openai import BadRequestError, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 from support.patience import wait_until
 from support.served import Served, messages, serving
+from typer.testing import CliRunner
+
+from kvchat.cli.main import app
 
 pytestmark = pytest.mark.slow("the bundled model is loaded by the server's child")
 QUESTION = "What is the capital of France?"
@@ -59,8 +61,8 @@ def cached(answer) -> int:
 
 
 def test_answers_are_those_of_kvchat_ask(client: OpenAI):
-    command = [sys.executable, "-m", "kvchat", "ask", QUESTION, "--system", "Be brief.", "--temperature", "0", "--json"]
-    result = json.loads(subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, check=True).stdout)
+    command = ["ask", QUESTION, "--system", "Be brief.", "--temperature", "0", "--json"]
+    result = json.loads(CliRunner().invoke(app, command, catch_exceptions=False).stdout)
     said = [{"role": "developer", "content": "Be brief."}, *messages(QUESTION)]
     answer = client.chat.completions.create(messages=said, **GREEDY)
     choice = answer.choices[0]
@@ -225,36 +227,19 @@ def test_the_server_has_a_mode_and_limits_of_its_own(tmp_path):
         assert (full["kvchat"]["mode"], full["usage"]["completion_tokens"]) == ("full", 7)
 
 
-def test_variables_of_the_template_are_of_the_request(tmp_path):
-    template = tmp_path / "template.jinja"
-    template.write_text(
-        "{% if shout %}LOUD {% endif %}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
-    )
-    with serving(tmp_path, "--chat-template", str(template)) as served:
-
-        def count(**fields) -> int:
-            body = {"messages": messages(QUESTION), **fields}
-            return served.ask("/v1/chat/completions/input_tokens", body).json["input_tokens"]
-
-        assert count(chat_template_kwargs={"shout": True}) > count() == count(chat_template_kwargs={"shout": False})
-        refused = served.chat(QUESTION, chat_template_kwargs={"whisper": True})
-        assert (refused.status, refused.error["param"]) == (400, "whisper")
-        assert "shout" in refused.error["message"]
-        assert served.chat(QUESTION, reasoning_effort="low").status == 400
-
-
 # ---- tools and probabilities
 
-WITH_TOOLS = (
-    "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}{% if tools %}Write <tool_call>{}</tool_call>.\n"
-    "{% endif %}{% for m in messages %}{{ m.role }}: {{ m.content }}{% for call in m.tool_calls or [] %}<tool_call>"
+TEMPLATE = (
+    "{% if shout %}LOUD {% endif %}{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
+    "{% if tools %}Write <tool_call>{}</tool_call>.\n{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{% for call in m.tool_calls or [] %}<tool_call>"
     "{{ call.function | tojson }}</tool_call>{% endfor %}\n{% endfor %}assistant:"
 )
 
 
-def test_a_template_that_knows_tools_is_given_them_and_what_they_gave(tmp_path):
+def test_a_template_is_given_variables_tools_and_what_they_gave(tmp_path):
     template = tmp_path / "template.jinja"
-    template.write_text(WITH_TOOLS)
+    template.write_text(TEMPLATE)
     with serving(tmp_path, "--chat-template", str(template)) as served:
 
         def count(said, **fields) -> int:
@@ -263,6 +248,12 @@ def test_a_template_that_knows_tools_is_given_them_and_what_they_gave(tmp_path):
 
         asked = messages("What is the weather in Paris?")
         bare, with_tools = count(asked), count(asked, tools=TOOLS)
+        assert count(asked, chat_template_kwargs={"shout": True}) > bare
+        assert count(asked, chat_template_kwargs={"shout": False}) == bare
+        refused = served.chat(QUESTION, chat_template_kwargs={"whisper": True})
+        assert (refused.status, refused.error["param"]) == (400, "whisper")
+        assert "shout" in refused.error["message"]
+        assert served.chat(QUESTION, reasoning_effort="low").status == 400
         assert with_tools > bare + 40
         assert count(asked, tools=TOOLS, tool_choice="none") == count(asked, tools=[]) == bare
         called = {
@@ -422,8 +413,8 @@ def resident(served: Served) -> float:
 
 
 def test_many_clients_get_their_own_answers_and_read_little_again(tmp_path):
-    """Eight clients, 200 requests in mixed order: talks that go on, and titles that come between."""
-    rounds, clients = 25, 8
+    """Eight clients, requests in mixed order: talks that go on, and titles that come between; 200 in the long form."""
+    rounds, clients = 25 if "KVCHAT_TEST_BODIES" in os.environ else 10, 8
     with serving(tmp_path) as served:
         problems: list[str] = []
         reread: list[int] = []
