@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.in_turn import run_in_turn
+from support.command_line import run_in_turn
 
 STUB = Path(__file__).parent / "support" / "macos"
 ASKED = ["ask", "My cat is called Biscuit. What is my cat called?", "--temperature", "0", "--max-new-tokens", "20"]

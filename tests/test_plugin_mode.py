@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.command_line import Outcome
-from support.in_turn import run_in_turn
+from support.command_line import Outcome, run_in_turn
 from support.kv_run import REFERENCES, Run
 from support.message import lacks
 from support.reference import FullReference

@@ -1,10 +1,13 @@
 """Every option of a measurement's command arrives where it is read."""
 
+from __future__ import annotations
+
 import sys
 from dataclasses import fields, replace
+from types import ModuleType
+from typing import Any
 
 import pytest
-from support.bench_command import asked
 from typer.testing import CliRunner
 
 from kvchat.bench import agreement, decode, prefill, recall
@@ -12,6 +15,17 @@ from kvchat.bench.frame import ModelChoice
 from kvchat.cli import bench
 from kvchat.cli.main import app
 from kvchat.errors import UsageError
+
+
+def asked(monkeypatch: pytest.MonkeyPatch, line: str, owner: ModuleType, name: str = "run") -> tuple[Any, ModelChoice]:
+    """The settings and the model that the command ``line`` gives to ``owner.name``."""
+    given: list[Any] = []
+    monkeypatch.setattr(owner, name, lambda *args: given.extend(args) or {"rows": []})
+    ran = CliRunner().invoke(app, ["bench", *line.split(), "--json"], catch_exceptions=False)
+    assert ran.exit_code == 0, ran.output
+    settings, choice, _ = given
+    return settings, choice
+
 
 MODEL = "-m there --device cpu --dtype float16 --quantize int8"
 CHOICE = ModelChoice("there", "cpu", "float16", "int8")

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.command_line import run_in_turn
 from support.environment import PYTHONPATH, environ
-from support.in_turn import run_in_turn
 from support.message import lacks
 
 import kvchat
@@ -166,23 +166,25 @@ def homeless(folder: Path, home: str | None = None) -> dict[str, str]:
     }
 
 
-def run_homeless(folder: Path, *arguments: str, home: str | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder / "here",
-        env=homeless(folder, home),
+@pytest.mark.parametrize("home", ["", "relative"])
+def test_a_home_that_is_no_absolute_path_is_none(monkeypatch, home):
+    monkeypatch.setenv("HOME", home)
+    paths.name_home()
+    assert os.environ["HOME"] == os.devnull
+
+
+@pytest.mark.slow("a process imports torch and answers")
+def test_the_python_api_needs_no_home(tmp_path):
+    env = homeless(tmp_path, "relative")
+    asked = subprocess.run(
+        [sys.executable, "-c", ASK],
+        cwd=tmp_path / "here",
+        env=env,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=300,
-        check=False,
     )
-
-
-@pytest.mark.slow("a process imports torch and answers")
-@pytest.mark.parametrize("home", ["", "relative"])
-def test_the_python_api_needs_no_home(tmp_path, home):
-    asked = run_homeless(tmp_path, "-c", ASK, home=home)
     assert asked.returncode == 0, asked.stderr
     assert asked.stdout.strip()
     assert list((tmp_path / "here").iterdir()) == []

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from support.fake_nvml import FakeGpu, FakeNvml, GiB
-from support.filled_session import SPECULATIVE, STREAMING, filled
 from support.loads import entering
 from support.memory_faults import MemoryRunsOut
 from support.tiny_runner import loaded
@@ -24,6 +24,17 @@ from kvchat.kv.transfer import RecallTime
 from kvchat.nvml import GpuReader, PcieTraffic
 from kvchat.protocol.figures import MAX_RIBBON_CELLS, RIBBON, Gpu
 from kvchat.protocol.messages import RECALL_EDGES_MS, Finished, Prefilled, RecallBin, Sampling, Text, Turn, Variant
+
+STREAMING = {"budget": 128, "sink": 32, "R": 1, "sigma": 0, "delta": 0}
+# Of pages, which come and go on a CPU too.
+SPECULATIVE = {"budget": 192, "sink": 32, "window": 64, "unit": "page", "index": "bounds"}
+
+
+def filled(session: Session, tokens: int, mode: str = "full", **params: Any) -> Session:
+    """``session``, in which ``tokens`` tokens are stored, in a mode."""
+    session.prefill([(7 * i) % 4000 + 10 for i in range(tokens)])
+    session.switch(mode, **params)
+    return session
 
 
 def mean_attended(session: Session) -> float:

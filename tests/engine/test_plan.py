@@ -11,9 +11,8 @@ import torch
 from support import tiny_models, tiny_multimodal
 from support.loads import entering
 from support.message import lacks
-from support.model_folders import edit_json
+from support.model_folders import declare, edit_json
 from support.progress import silent
-from support.quantized_checkpoint import declare
 from support.weights import save_headers
 from transformers import LlamaConfig
 

@@ -8,8 +8,8 @@ import torch
 from huggingface_hub import constants, hf_api
 from support import tiny_models
 from support.fake_hub import FakeHub
+from support.model_folders import declare, planned
 from support.progress import silent
-from support.quantized_checkpoint import declare, planned
 
 from kvchat import paths
 from kvchat.errors import ModelError

@@ -8,8 +8,8 @@ import subprocess
 import sys
 
 import pytest
+from support.command_line import run_in_turn
 from support.environment import environ
-from support.in_turn import run_in_turn
 
 from kvchat import libraries
 from kvchat.engine.worker import Loader

@@ -1,9 +1,13 @@
-"""The command line in this process: what a person who types a command gets."""
+"""The command line: what a person who types a command gets, in this process or in one that runs several in turn."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -21,3 +25,33 @@ class Outcome(NamedTuple):
 
 
 Run = Callable[..., Outcome]
+
+
+CODE = """
+import io, json, sys
+from contextlib import redirect_stderr, redirect_stdout
+from kvchat.cli.main import main
+done = []
+for arguments in json.loads(sys.stdin.read()):
+    sys.argv[1:] = arguments
+    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as left:
+            code = left.code or 0
+    done.append([code, out.buffer.getvalue().decode(), err.buffer.getvalue().decode()])
+json.dump(done, sys.stdout)
+"""
+
+
+def run_in_turn(
+    commands: Sequence[Sequence[str]], environment: dict[str, str], folder: Path | None = None
+) -> list[Outcome]:
+    """What each of the commands gives."""
+    command = [sys.executable, "-c", CODE]
+    ran = subprocess.run(
+        command, input=json.dumps(commands), capture_output=True, text=True, timeout=600, env=environment, cwd=folder
+    )
+    assert ran.returncode == 0, ran.stderr
+    return [Outcome(*done) for done in json.loads(ran.stdout)]

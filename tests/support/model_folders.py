@@ -1,4 +1,4 @@
-"""Changes to a model's folder."""
+"""Changes to a model's folder, and what is planned and listed of one that is quantized."""
 
 from __future__ import annotations
 
@@ -6,9 +6,33 @@ import json
 from pathlib import Path
 from typing import Any
 
+from support.progress import silent
+
+from kvchat.engine.plan import memory_plan
+from kvchat.models import catalog
+from kvchat.models.catalog import Room, fit
+from kvchat.protocol.messages import Load
+
 
 def edit_json(file: Path, **changes: Any) -> None:
     """Change keys of a JSON file; None removes one."""
     content = json.loads(file.read_text())
     content.update(changes)
     file.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+
+def planned(folder, dtype="auto"):
+    """What is planned for the weights of a checkpoint that is quantized already."""
+    (nbytes,) = memory_plan(Load(str(folder), "cpu", dtype), 64, silent).weights.values()
+    return nbytes
+
+
+def listed(folder, dtype="auto"):
+    """What the list of models says of them, on a CPU."""
+    found = catalog.at(folder)
+    return fit(found, dtype, Room("cpu", 2**40)).needed
+
+
+def declare(folder, quantization_config):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantization_config}))

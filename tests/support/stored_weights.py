@@ -7,7 +7,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from support.quantized_checkpoint import declare
+from support.model_folders import declare
 from torch import Tensor
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}

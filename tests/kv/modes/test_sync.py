@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from support.kv_run import REFERENCES, Run
 from support.reference import FullReference
-from support.sync_modes import FOUR, mode_of
-from support.toy_model import toy
+from support.toy_model import calibration, toy
 
 from kvchat.config.modes import parse
 from kvchat.errors import DoesNotFitError, UsageError
+from kvchat.kv.geometry import Geometry
 from kvchat.kv.inspect import attended
 from kvchat.kv.manager import KVManager
 from kvchat.kv.modes import build
+from kvchat.kv.modes.base import ModelTraits
 from kvchat.kv.modes.sync import paper_k
 from kvchat.kv.modes.sync_heads import Calibration, default_clusters, kmeans, roles
+
+FOUR = {"kv_heads": 4, "group": 2, "page": 8}  # of a toy model
+
+
+def mode_of(kv_heads: int = 4, *, calibrated: bool = True, **params: Any) -> Any:
+    """The mode, not entered."""
+    geometry = Geometry(3, 2 * kv_heads, kv_heads, 64, 64, torch.float32)
+    traits = ModelTraits(8192, (None,) * 3, None, calibration(geometry) if calibrated else None)
+    return build(parse("sync", params), geometry, traits)
+
 
 CPU = torch.device("cpu")
 SMALL = {"budget": 80, "m": 5}
@@ -261,7 +274,7 @@ def test_a_small_budget_shortens_the_recent_tokens_that_were_not_asked_for():
 # ---- Clusters of KV heads and who represents them
 
 
-def calibration(similarity, retrieval) -> Calibration:
+def of_one_layer(similarity, retrieval) -> Calibration:
     return Calibration("r", "a text", 2, (similarity,), (retrieval,))
 
 
@@ -272,24 +285,24 @@ RETRIEVAL = (0.1, 0.0, 0.2, 0.0, 0.6, 0.3)
 
 
 def test_the_best_retriever_of_each_cluster_represents_it():
-    (layer,) = roles(calibration(SIMILARITY, RETRIEVAL), 2, "retrieval")
+    (layer,) = roles(of_one_layer(SIMILARITY, RETRIEVAL), 2, "retrieval")
     assert layer.representatives == (5, 4)
     assert dict(zip(layer.followers, layer.follows, strict=True)) == {0: 0, 1: 1, 2: 1, 3: 0}
 
 
 def test_the_papers_rule_takes_the_head_in_the_middle():
-    (layer,) = roles(calibration(SIMILARITY, RETRIEVAL), 2, "centroid")
+    (layer,) = roles(of_one_layer(SIMILARITY, RETRIEVAL), 2, "centroid")
     assert layer.representatives == (3, 2)
 
 
 def test_one_cluster_has_one_representative_for_all():
-    (layer,) = roles(calibration(SIMILARITY, RETRIEVAL), 1, "retrieval")
+    (layer,) = roles(of_one_layer(SIMILARITY, RETRIEVAL), 1, "retrieval")
     assert layer.representatives == (4,)
     assert layer.follows == (0,) * 5
 
 
 def test_as_many_clusters_as_heads_leave_no_follower():
-    (layer,) = roles(calibration(SIMILARITY, RETRIEVAL), 6, "retrieval")
+    (layer,) = roles(of_one_layer(SIMILARITY, RETRIEVAL), 6, "retrieval")
     assert sorted(layer.representatives) == list(range(6))
     assert layer.followers == ()
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support import tiny_models, tiny_multimodal
+from support.model_folders import declare, listed, planned
 from support.progress import silent
-from support.quantized_checkpoint import declare, listed, planned
 
 from kvchat.engine.plan import memory_plan
 from kvchat.errors import ModelError, UsageError

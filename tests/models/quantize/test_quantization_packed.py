@@ -6,8 +6,8 @@ import pytest
 import safetensors.torch
 import torch
 from support import tiny_runner
+from support.model_folders import declare, listed, planned
 from support.progress import silent
-from support.quantized_checkpoint import declare, listed, planned
 from support.tiny_runner import mode_of, prefilled, token_ids
 
 from kvchat.engine.runner import ModelRunner

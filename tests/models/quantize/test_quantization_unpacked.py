@@ -13,8 +13,8 @@ import safetensors.torch
 import torch
 from support import stored_weights, tiny_models, tiny_multimodal
 from support.message import lacks
+from support.model_folders import listed
 from support.progress import silent
-from support.quantized_checkpoint import listed
 from support.stored_weights import FP8, MXFP4, PACKED_4
 
 from kvchat.engine import plan
