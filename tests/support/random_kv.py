@@ -31,8 +31,8 @@ SHAPES = {
 GROUPS, WIDTHS, DTYPES = (1, 4, 7, 8), (64, 80, 96, 128, 256), (torch.float16, torch.bfloat16)
 # In ten of the forty every width and every group meets both dtypes.
 CELLS = [(group, d, dtype) for (dtype, d), group in thinned(product(DTYPES, WIDTHS), GROUPS)]
-# Half of them, with every width, for the kernels over plain pages, and three over 8-bit ones; all in the long form.
-PLAIN_CELLS, ROUNDED_CELLS = (CELLS, CELLS) if WHOLE else (CELLS[1::2], CELLS[::4])
+# Three of them for the kernels over plain pages, and two others over 8-bit ones; all in the long form.
+PLAIN_CELLS, ROUNDED_CELLS = (CELLS, CELLS) if WHOLE else (CELLS[1::4], CELLS[::8])
 
 
 def geometry_of(shape: str, dtype: torch.dtype) -> Geometry:
