@@ -161,24 +161,17 @@ async def test_a_switch_in_an_answer_that_is_left_is_kept(asked):
     assert asked.controller.answers.switch_positions == ()
 
 
-async def test_a_stop_while_the_question_is_saved_stops_the_answer_as_soon_as_it_is_asked_for(chat):
+@pytest.mark.parametrize("when", ["saved", "mounted"])
+async def test_a_stop_before_the_answer_is_asked_for_stops_it_as_soon_as_it_is(chat, when):
     await chat.load()
 
     async def stop():
         chat.controller.stop()
 
-    chat.controller.answers.save = stop
-    await chat.ask("one")
-    assert [type(command) for command in chat.client.sent] == [Chat, Stop]
-
-
-async def test_a_stop_while_the_question_is_mounted_stops_the_answer_as_soon_as_it_is_asked_for(chat):
-    await chat.load()
-
-    async def stop():
-        chat.controller.stop()
-
-    chat.view.while_mounting = stop
+    if when == "saved":
+        chat.controller.answers.save = stop
+    else:
+        chat.view.while_mounting = stop
     await chat.ask("one")
     assert [type(command) for command in chat.client.sent] == [Chat, Stop]
 

@@ -53,11 +53,6 @@ def test_a_key_need_not_wait_for_a_slow_frame_unless_somebody_chose_it_and_an_ed
     assert result.stdout.strip() == frames
 
 
-async def test_settings_that_could_not_be_used_are_told(running, config):
-    async with running(replace(config, problems=("profiles/a.toml:1: wrong.",))) as (app, _pilot, until):
-        await until(lambda: "profiles/a.toml:1: wrong." in toasts(app).splitlines())
-
-
 async def test_ctrl_c_stops_then_quits_when_pressed_twice(running, monkeypatch):
     monkeypatch.setattr(chat, "QUIT_WINDOW_S", PATIENCE_S)
     async with running() as (app, _pilot, until):
@@ -167,24 +162,6 @@ async def test_a_palette_opens_while_another_is_still_closing(running):
         await until(lambda: opened(app, Palette) and not closing.is_attached)
 
 
-async def test_a_terminal_without_a_column_for_a_list_ends_nothing(running):
-    async with running() as (app, pilot, until):
-        for key in ("f2", "f9", "ctrl+o", "ctrl+p", "/"):
-            press(app, key)
-            await until(lambda: any(shown.display for shown in app.screen.query(OptionList)))
-            for width in (5, 3, 1):
-                await pilot.resize_terminal(width, 24)
-                await pilot.pause()
-            assert app._exception is None
-            await pilot.resize_terminal(80, 24)
-            if app.screen is not app.chat:
-                app.screen.dismiss()
-            await until(lambda: app.screen is app.chat)
-            prompt(app).load_text("")
-        typed(app, "hello")
-        await until(lambda: finished(app))
-
-
 async def test_an_engine_that_cannot_be_started_is_told(running, config):
     async with running(replace(config, engine_command=("/nonexistent/engine",)), ready=False) as (app, _pilot, until):
         await until(lambda: app.chat.query(Problem))
@@ -278,13 +255,6 @@ async def test_a_waiting_question_is_given_back_when_the_engine_stays_down(runni
         await until(lambda: prompt(app).text == "hello" and not app.chat.query(Question))
         press(app, "f6")
         await until(lambda: "not loaded" in toasts(app))
-
-
-async def test_the_engine_is_restarted_by_command(running):
-    async with running() as (app, _pilot, until):
-        before = app.client.pid
-        typed(app, "/restart")
-        await until(lambda: app.client.pid != before and app.controller.state.phase is Phase.READY)
 
 
 async def test_a_bad_user_theme_is_a_toast_and_the_default_stays(running, config, tmp_path):
@@ -389,7 +359,7 @@ def test_without_the_library_there_is_only_the_terminals(monkeypatch):
 # ---- Lists of lines to choose from
 
 
-async def test_a_click_on_a_line_that_is_no_more_chooses_nothing(running):
+async def test_a_click_on_a_line_that_is_no_more_and_a_terminal_without_a_column_for_the_list_end_nothing(running):
     async with running() as (app, pilot, until):
         for key in ("f2", "f9", "ctrl+o", "ctrl+p", "/"):
             press(app, key)
@@ -397,8 +367,11 @@ async def test_a_click_on_a_line_that_is_no_more_chooses_nothing(running):
             for shown in app.screen.query(OptionList):
                 line = Style.from_meta({"option": shown.option_count})
                 shown.post_message(Click(shown, 1, 1, 0, 0, 1, False, False, False, style=line))
-            await pilot.pause()
+            for width in (5, 3, 1):
+                await pilot.resize_terminal(width, 24)
+                await pilot.pause()
             assert app._exception is None
+            await pilot.resize_terminal(80, 24)
             if app.screen is not app.chat:
                 app.screen.dismiss()
             await until(lambda: app.screen is app.chat)

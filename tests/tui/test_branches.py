@@ -215,57 +215,47 @@ async def test_an_answer_is_edited_and_gone_on_from_as_a_sibling(chat):
 # ---- ``/pin``: chosen messages, kept with the conversation and handed to the engine at once and with every question
 
 
-@pytest.fixture
-async def two_answers(chat):
-    """Two questions, answered."""
-    await chat.load()
-    for question, answer in (("one", "1"), ("two", "2")):
-        await chat.ask(question)
-        await chat.controller.handle(Finished("eos", answer, Stats(generated_tokens=1)))
-    return chat
-
-
 def pinned(command):
     return [turn.content for turn in command.turns if turn.pinned]
 
 
-async def test_what_is_pinned_goes_to_the_engine_at_once_and_with_every_question(two_answers):
-    chat, path = two_answers.controller, two_answers.controller.state.conversation.path
-    two_answers.view.chosen = path[1].id
+async def test_what_is_pinned_goes_to_the_engine_at_once_and_with_every_question(talk):
+    chat, path = talk.controller, talk.controller.state.conversation.path
+    talk.view.chosen = path[1].id
     await pin(chat, "")
-    two_answers.view.chosen = None
-    assert isinstance(two_answers.client.sent[-1], Resume)
+    talk.view.chosen = None
+    assert isinstance(talk.client.sent[-1], Resume)
     await pin(chat, "")
     await pin(chat, "1")
-    assert pinned(two_answers.client.sent[-1]) == ["one", "1", "two"]
-    assert two_answers.view.footers[path[1].id].endswith("◆ pinned")
+    assert pinned(talk.client.sent[-1]) == ["one", "1", "two"]
+    assert talk.view.footers[path[1].id].endswith("◆ pinned")
     await pin(chat, "1")
-    assert two_answers.view.footers[path[0].id] == ""
-    await two_answers.ask("three")
-    assert isinstance(two_answers.client.sent[-1], Chat)
-    assert pinned(two_answers.client.sent[-1]) == ["1", "two"]
+    assert talk.view.footers[path[0].id] == ""
+    await talk.ask("three")
+    assert isinstance(talk.client.sent[-1], Chat)
+    assert pinned(talk.client.sent[-1]) == ["1", "two"]
 
 
-async def test_all_are_unpinned_at_once_and_the_system_prompt_is_a_parameter(two_answers):
-    await pin(two_answers.controller, "1")
-    await pin(two_answers.controller, "2")
-    await pin(two_answers.controller, "none")
-    assert pinned(two_answers.client.sent[-1]) == []
-    await pin(two_answers.controller, "none")
-    assert len(two_answers.view.toasts) == 4
-    assert two_answers.view.toasts[-2].startswith("Unpinned 2 ")
-    two_answers.controller.set_system("be brief")
-    await pin(two_answers.controller, "system")
-    assert two_answers.client.sent[-1] == Switch("", {"pin_system": True})
+async def test_all_are_unpinned_at_once_and_the_system_prompt_is_a_parameter(talk):
+    await pin(talk.controller, "1")
+    await pin(talk.controller, "2")
+    await pin(talk.controller, "none")
+    assert pinned(talk.client.sent[-1]) == []
+    await pin(talk.controller, "none")
+    assert len(talk.view.toasts) == 4
+    assert talk.view.toasts[-2].startswith("Unpinned 2 ")
+    talk.controller.set_system("be brief")
+    await pin(talk.controller, "system")
+    assert talk.client.sent[-1] == Switch("", {"pin_system": True})
 
 
 @pytest.fixture
-async def long_talk(two_answers):
+async def long_talk(talk):
     """Three questions, the third of which is longer than may be pinned."""
-    await two_answers.ask("three")
+    await talk.ask("three")
     stats = Stats(prompt_tokens=9_000, generated_tokens=1, total_tokens=9_001)
-    await two_answers.controller.handle(Finished("eos", "3", stats))
-    return two_answers
+    await talk.controller.handle(Finished("eos", "3", stats))
+    return talk
 
 
 async def test_more_than_half_of_the_context_is_refused_and_not_marked(long_talk):
@@ -297,40 +287,40 @@ async def test_the_first_question_is_left_to_the_engine_where_its_length_is_know
         await pin(chat.controller, "1")
 
 
-async def test_what_the_engine_refuses_to_pin_is_unmarked_so_that_the_chat_goes_on(two_answers):
-    await pin(two_answers.controller, "1")
-    await pin(two_answers.controller, "2")
+async def test_what_the_engine_refuses_to_pin_is_unmarked_so_that_the_chat_goes_on(talk):
+    await pin(talk.controller, "1")
+    await pin(talk.controller, "2")
     refused = Failed("Too much is pinned.", "", "", TooMuchPinnedError.__name__, False)
-    await two_answers.controller.handle(refused)
-    assert pinned(two_answers.client.sent[-1]) == ["one"]
-    assert "unpinned" in two_answers.view.toasts[-1]
-    await two_answers.controller.handle(refused)  # of a question that was asked before that
-    assert [message.pinned for message in two_answers.controller.state.conversation.path] == [True, False, False, False]
+    await talk.controller.handle(refused)
+    assert pinned(talk.client.sent[-1]) == ["one"]
+    assert "unpinned" in talk.view.toasts[-1]
+    await talk.controller.handle(refused)  # of a question that was asked before that
+    assert [message.pinned for message in talk.controller.state.conversation.path] == [True, False, False, False]
 
 
-async def test_what_was_pinned_on_another_branch_stays_so_when_the_engine_refuses(two_answers):
-    chat = two_answers.controller
+async def test_what_was_pinned_on_another_branch_stays_so_when_the_engine_refuses(talk):
+    chat = talk.controller
     await pin(chat, "2")
     before = chat.state.conversation.path[2]
     chat.branches.edit()
-    await two_answers.ask("a longer two")
+    await talk.ask("a longer two")
     await chat.handle(Failed("Too much is pinned.", "", "", TooMuchPinnedError.__name__, False))
     assert chat.state.conversation.messages[before.id].pinned
 
 
 @pytest.mark.parametrize("argument", ["0", "3", "-1", "cat"])
-async def test_a_question_that_is_not_there_is_refused(two_answers, argument):
+async def test_a_question_that_is_not_there_is_refused(talk, argument):
     with pytest.raises(UsageError, match="2 questions"):
-        await pin(two_answers.controller, argument)
+        await pin(talk.controller, argument)
 
 
-async def test_pins_are_kept_with_the_conversation(two_answers, tmp_path):
-    conversation = two_answers.controller.state.conversation
-    await pin(two_answers.controller, "1")
+async def test_pins_are_kept_with_the_conversation(talk, tmp_path):
+    conversation = talk.controller.state.conversation
+    await pin(talk.controller, "1")
     store = ConversationStore(tmp_path / "kept.db")
     keep(store, conversation)
-    await pin(two_answers.controller, "1")
-    await pin(two_answers.controller, "2")
+    await pin(talk.controller, "1")
+    await pin(talk.controller, "2")
     keep(store, conversation)
     assert [message.pinned for message in store.load(conversation.id).path] == [False, False, True, False]
     assert [turn.pinned for turn in conversation.fork(conversation.path[2].id).turns] == [False, False, True]

@@ -151,12 +151,6 @@ async def test_a_needle_stopped_before_it_is_hidden_is_not_asked_for(talk):
     assert talk.phase is Phase.READY
 
 
-async def test_esc_asks_the_engine_to_stop(talk):
-    talk.controller.comparisons.begin([])
-    talk.controller.comparisons.stop()
-    assert talk.client.sent[-1] == Stop()
-
-
 # ---- What a comparison compares: as it is written, completed and with one seed
 
 
@@ -215,10 +209,6 @@ def test_the_stage_follows_the_engine_until_the_result_is_there():
     shown.finish(Compared(runs, 2000))
     assert shown.is_over
     assert (shown.result.question, shown.result.prompt_tokens, shown.result.runs) == ("What?", 2000, runs)
-
-
-def test_an_error_ends_it_too():
-    assert RunningComparison("What?", "bundled", (), Sampling(), error="stopped").is_over
 
 
 # ---- The comparison's screen over the fake engine
