@@ -149,12 +149,6 @@ def test_a_source_that_is_wrong_hides_no_other(config: Path) -> None:
         sources.load(flags, {"KVCHAT_SAMPLING_TOP_K": "many"})
 
 
-def test_all_wrong_values_are_named_at_once(config: Path) -> None:
-    message = refusal(config, "[sampling]\ntop_p = 2\ntop_k = -1\n")
-    assert "config.toml:2: sampling.top_p" in message
-    assert "config.toml:3: sampling.top_k" in message
-
-
 def test_a_wrong_value_is_refused_even_where_a_flag_overrides_it(config: Path) -> None:
     config.write_text("[sampling]\nseed = -1\n")
     with pytest.raises(UsageError, match=r"config\.toml:2"):

@@ -240,21 +240,10 @@ def test_a_parameter_without_a_mode_is_auto_s_own_or_the_mode_s_and_the_budget_s
     session.close()
 
 
-def test_recovery_counts_in_whatever_auto_enters(small_model, monkeypatch):
+def test_what_is_given_in_auto_counts_in_the_mode_that_it_enters(small_model, monkeypatch):
     session = Session(small_model, Load(mode="auto", read_bytes_per_s=rate_for(small_model, 400)))
     SlowMemory(session=session, rate=rate_for(small_model, 400)).install(monkeypatch)
-    assert session._kv.mode.name == "full"
     session.switch(recovery=True)
-    turns = list[Turn]()
-    for seed in range(3):
-        talk(session, turns, story(700, seed))
-    assert (session._kv.mode.name, session._switcher.parameters.recovery) == ("speculative", True)
-    session.close()
-
-
-def test_what_is_given_to_a_mode_in_auto_counts_when_it_enters_that(small_model, monkeypatch):
-    session = Session(small_model, Load(mode="auto", read_bytes_per_s=rate_for(small_model, 400)))
-    SlowMemory(session=session, rate=rate_for(small_model, 400)).install(monkeypatch)
     switched = session.switch("auto", speculative={"window": 48})
     assert (switched.mode, switched.given["speculative"]) == ("full", {"window": 48})
     with pytest.raises(UsageError):
@@ -262,6 +251,7 @@ def test_what_is_given_to_a_mode_in_auto_counts_when_it_enters_that(small_model,
     turns = list[Turn]()
     for seed in range(3):
         talk(session, turns, story(700, seed))
+    assert (session._kv.mode.name, session._switcher.parameters.recovery) == ("speculative", True)
     assert session._kv.mode.report().params["window"] == 48
     session.close()
 
