@@ -10,6 +10,7 @@ import itertools
 import os
 import random
 from contextlib import nullcontext
+from functools import cache
 
 import pytest
 import torch
@@ -44,6 +45,7 @@ def later_ids(steps: int, seed: int = 1) -> list[int]:
     return token_ids(max(2, steps // 100) if INTERPRETED else steps, seed=seed)
 
 
+@cache
 def llama(dtype: torch.dtype) -> LoadedModel:
     """Return the model to decode with; in Triton's interpreter one layer that may read everything and one behind it."""
     return loaded("llama", "cuda", dtype, **({"num_hidden_layers": 2} if INTERPRETED else {}))
