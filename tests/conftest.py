@@ -137,6 +137,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         from support import quick_interpreter
 
         quick_interpreter.install()
+    if item.config.getoption("--fake-cuda"):
+        from support.fake_cuda.device import gpu
+
+        gpu.chance.seed(item.nodeid)
     if item.get_closest_marker("terminal") and not shutil.which("tmux"):
         pytest.skip("no tmux")
     if item.get_closest_marker("fake_cuda") and not item.config.getoption("--fake-cuda"):

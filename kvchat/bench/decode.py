@@ -77,7 +77,7 @@ def _measured(settings: Decode, wanted: Sequence[Wanted], model: LoadedModel, fr
         mode_runs: list[Variant] = [ModeRun(runner, *each, heads) for each in wanted]
         spare = settings.steps + warm_up(model.device) + 1
         others = [baselines.build(name, plain, runner.kv.state, ids, spare) for name in chosen]
-        rounds = Rounds([*others, *mode_runs], settings.rounds, settings.load, floor, measured, model.device)
+        rounds = Rounds([*others, *mode_runs], settings.rounds, settings.load, floor, measured, model.device, frame.report)
         return rounds.rows(decoding.decoded(settings, model, context))
 
     experiment = Experiment.of(
@@ -161,6 +161,7 @@ class Rounds:
     floor: float | None
     measured: Measured
     device: torch.device
+    report: Report = lambda line: None
 
     def __post_init__(self) -> None:
         self.times: Times = {variant: [] for variant in self.variants}
@@ -176,6 +177,9 @@ class Rounds:
             for variant in self.variants:
                 before = timing.sample_processors()
                 self._measure(variant, tokens, self.times)
+                taken = self.failed.get(variant) or f"{self.times[variant][-1].ms:.2f} ms"
+                rate = getattr(variant, "change_rate", None)
+                self.report(f"{variant.name}{'' if rate is None else f', {100 * rate:g} % new'}: {taken}")
                 self.others[variant] += timing.share_of_others(before, timing.sample_processors())
             if self.load:
                 with timing.keep_busy(self.load):
@@ -222,10 +226,12 @@ class Rounds:
             return row | {"failed": self.failed[variant]}
         ms = statistics.median(timing.ms for timing in self.times[variant])
         spent = [timing.processor_ms for timing in self.times[variant] if timing.processor_ms is not None]
+        chat = [timing.chat_ms for timing in self.times[variant] if timing.chat_ms is not None]
         row |= {
             "ms": ms,
             "wall_ms": statistics.median(timing.wall_ms for timing in self.times[variant]),
             "processor_ms": statistics.median(spent) if spent else None,
+            "chat_ms": statistics.median(chat) if chat else None,
             "ms_spread": [pick(timing.ms for timing in self.times[variant]) for pick in (min, max)],
             "tokens_per_s": 1000 / ms,
             "times_floor": ms / self.floor if self.floor else None,

@@ -11,8 +11,8 @@ The corpus is Python's language reference, part of every Python, so there is not
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pydoc_data import topics
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from kvchat.bench.timing import Timing, time_steps, warm_up
 from kvchat.config.modes import FullParameters, ModeParameters, SpeculativeParameters
 from kvchat.engine import calibration
 from kvchat.engine.runner import ModelRunner, geometry_of, traits_of
+from kvchat.engine.sampler import Sampler, read
 from kvchat.errors import DoesNotFitError, KvchatError, UsageError
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.modes import build
@@ -35,6 +36,7 @@ from kvchat.kv.modes.speculative import Speculative
 from kvchat.kv.modes.sync_heads import Calibration
 from kvchat.kv.ops.selection import Candidates
 from kvchat.models.load import LoadedModel
+from kvchat.protocol.messages import Sampling
 
 if TYPE_CHECKING:
     from kvchat.kv.state import KVState
@@ -167,7 +169,14 @@ class ModeRun:
             "corrections": corrected / len(tokens),
             "not_captured": self.runner.graphs.refusal,
         }
-        return timing
+        again = tokens[warm_up(state.device) :]
+        self.runner.truncate(kv.total - len(again))
+        return replace(timing, chat_ms=time_steps(self._chat_step(), again, state.device, first=0).ms)
+
+    def _chat_step(self) -> Callable[[int], object]:
+        model = self.runner.model
+        sampler = Sampler(Sampling(seed=0), model.vocab, model.device, model.advised)
+        return lambda token: read(sampler(self.runner.step(token)))
 
     def close(self) -> None:
         """Do nothing: all memory belongs to the KV manager."""

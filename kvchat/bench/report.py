@@ -110,6 +110,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("mode", lambda row: variant(row) + changed(row)),
         Column("context", figure("context")),
         Column("ms", lambda row: row["failed"] if "failed" in row else units.figure(row["ms"], "", 2)),
+        Column("as in a chat", figure("chat_ms", 2)),
         Column("tokens/s", figure("tokens_per_s", 1)),
         Column("times as fast", lambda row: _ratios(row)),
         Column("kept beside a load", share("kept")),

@@ -45,12 +45,14 @@ Sample = tuple[float, float, float]
 class Timing:
     """Milliseconds per token: of the median step and the mean of all by wall clock, and this process's processor time.
 
-    The last is of all its threads, and hardly depends on what else runs; None where other processes compute.
+    The last is of all its threads, and hardly depends on what else runs; None where other processes compute. ``chat_ms``
+    is a median step with the drawing and reading of its token, as in a chat; None where that was not measured.
     """
 
     ms: float
     wall_ms: float
     processor_ms: float | None = None
+    chat_ms: float | None = None
 
 
 class Variant(Protocol):
@@ -82,11 +84,13 @@ def warm_up(device: torch.device) -> int:
     return WARM_UP[device.type]
 
 
-def time_steps(step: Callable[[int], object], tokens: Sequence[int], device: torch.device) -> Timing:
-    """Time ``step`` of each token but the first ``warm_up``, as in a chat: the next one waits until the device is
-    through, because its token is read from this one's logits.
+def time_steps(
+    step: Callable[[int], object], tokens: Sequence[int], device: torch.device, first: int | None = None
+) -> Timing:
+    """Time ``step`` of each token from the ``first`` on, or but the ``warm_up``; the next waits until the device is
+    through, because in a chat its token is read from this one's logits.
     """
-    first, times, spent = warm_up(device), [], 0.0
+    first, times, spent = warm_up(device) if first is None else first, [], 0.0
     for number, token in enumerate(tokens):
         if number == first:
             spent = time.process_time()

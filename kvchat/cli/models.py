@@ -140,7 +140,8 @@ def card_costs(load: Load, card: str, context: int | None, as_json: bool) -> Non
     echo("\n".join(line for costs in made for line in _card_lines(costs)))
     echo("Computed from the bytes a token reads and data-sheet rates; - does not fit. Last column: how many")
     echo("times as long an 8B took on an H200. `kvchat bench decode` measures this machine's card.")
-    echo(f"What full mode has in RAM, the CPU (at {cards.RAM} GB/s) helps to read if that is faster; cpu=0: never.")
+    ram = cards.CARDS[made[0].card].ram
+    echo(f"What full mode has in RAM (assumed: {ram} GB/s), the CPU helps to read if that is faster; cpu=0: never.")
 
 
 def _card_lines(made: CardCosts) -> Iterator[str]:

@@ -50,25 +50,28 @@ MEASURED = {
 ACCEPTED = 0.86
 ROW = 0.02  # of the time to read the weights, a row more of one forward takes; assumed, not measured
 HOST_FREE = 2**50  # bytes: as much as is needed
-# GB/s of two channels of DDR4-3200, which the CPU and the link share: assumed, because no card says what is beside it.
-RAM = 51.2
 ON_LINK = ", cpu=0"
 
 
 class Card(NamedTuple):
-    """A data sheet: memory in GiB, its rate and that of the link in GB/s, compute capability."""
+    """A data sheet: memory in GiB, its rate and that of the link in GB/s, compute capability.
+
+    ``ram`` is the rate of what is assumed beside it, which the CPU and the link share: two channels of DDR4-3200,
+    DDR5-4800 or DDR5-5600, eight of DDR5-4800.
+    """
 
     memory: float
     read: float
     link: float
     capability: tuple[int, int]
+    ram: float
 
 
 CARDS = {
-    "RTX 3060": Card(12, 360, 31.5, (8, 6)),
-    "RTX 4060 laptop": Card(8, 256, 15.8, (8, 9)),
-    "RTX 4090": Card(24, 1008, 31.5, (8, 9)),
-    "H100": Card(80, 3350, 63.0, (9, 0)),
+    "RTX 3060": Card(12, 360, 31.5, (8, 6), 51.2),
+    "RTX 4060 laptop": Card(8, 256, 15.8, (8, 9), 76.8),
+    "RTX 4090": Card(24, 1008, 31.5, (8, 9), 89.6),
+    "H100": Card(80, 3350, 63.0, (9, 0), 307.2),
 }
 
 
@@ -119,7 +122,7 @@ def card_costs(load: Load, name: str, contexts: Sequence[int], progress: Progres
             )
         free = available.usable(int(card.memory * 2**30)) - weights - described.activations(CHUNK)
         to_device = REACHED * card.link * 1e9
-        beside = max(0.0, REACHED * RAM * 1e9 - to_device)
+        beside = max(0.0, REACHED * card.ram * 1e9 - to_device)
         machine = Machine(REACHED * card.read * 1e9, to_device, read, free, HOST_FREE, beside=beside)
         computed = computed_ms(load, machine, seen, contexts)
         if any(ms is not None for mode in MODES for ms in computed[mode].values()):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from weakref import WeakSet
 
 import torch
@@ -27,6 +27,7 @@ from kvchat.kv.geometry import GROWTH_HEADROOM, Geometry
 from kvchat.kv.manager import Checkpoint, KVManager, explained, is_out_of_memory
 from kvchat.kv.modes.base import Mode, ModelTraits
 from kvchat.kv.modes.sync_heads import Calibration, TokenChoice
+from kvchat.kv.ops import host_attention
 from kvchat.kv.prefill import CHUNKS, prefill_chunk
 from kvchat.models import attention_hook
 from kvchat.models.load import LoadedModel
@@ -352,7 +353,11 @@ def _peak_of_forward(model: LoadedModel, tokens: int) -> int:
 
 
 class CudaRecorder:
-    """CUDA graphs of one device; those alive share a memory pool, because only one runs at a time."""
+    """CUDA graphs of one device; those alive share a memory pool, because only one runs at a time.
+
+    Where the host takes part in a step (``host_attention.pauses``) its graph ends, and the next one begins: vLLM's
+    piecewise graphs. A replay runs the graphs and the host's work in turn.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -365,20 +370,41 @@ class CudaRecorder:
         if not self._graphs:
             # torch asserts that a pool which all its graphs left is empty, and cuBLAS' workspace stays in it for good.
             self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
+        graphs: list[torch.cuda.CUDAGraph] = []
+        parts: list[Replay] = []
+        capture = ExitStack()
+
+        def begin() -> None:
+            graphs.append(torch.cuda.CUDAGraph())
+            parts.append(graphs[-1].replay)
+            # Other threads of this process (readings of the GPU's state) may go on calling CUDA meanwhile.
+            mode = "thread_local"
+            capture.enter_context(torch.cuda.graph(graphs[-1], self._pool, self._stream, capture_error_mode=mode))
+
+        def pause(work: Replay) -> None:
+            capture.close()
+            parts.append(work)
+            begin()
+
+        def replay() -> None:
+            for part in parts:
+                part()
+
         with torch.cuda.device(self._device), _uncollected():
             before = torch.cuda.current_stream(self._device)
+            host_attention.pauses.append(pause)
             try:
-                # Other threads of this process (readings of the GPU's state) may go on calling CUDA meanwhile.
-                with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+                with capture:
+                    begin()
                     result = run()
             except Exception:
-                self._failed.append(graph)  # torch's allocator goes on asking a capture that failed to end
+                self._failed += graphs  # torch's allocator goes on asking a capture that failed to end
                 raise
             finally:
+                host_attention.pauses.pop()
                 torch.cuda.set_stream(before)  # a capture that fails to end leaves its own
-        self._graphs.add(graph)
-        return graph.replay, result
+        self._graphs.update(graphs)
+        return replay, result
 
 
 @contextmanager
@@ -451,7 +477,7 @@ class GraphRunner:
         if self._kv.mode is not self._mode:
             self._forget()
         # A pageable host pool is gathered from by the CPU.
-        captured = self._kv.state.host.pinned and not self._kv.step.eager
+        captured = self._kv.state.host.pinned
         # The first token of all takes another way through recurrent layers.
         captured = captured and (self._recurrent is None or self._recurrent.position > 0)
         return self._recorder is not None and not self.refusal and captured

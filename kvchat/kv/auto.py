@@ -258,7 +258,7 @@ class _Costs:
         on_cpu = exposed * rates.share_on_cpu(exposed, m.link, m.beside, layers) if given is None else given * nbytes
         if not on_cpu:
             return 0.0
-        return link_s - max(max(0.0, exposed - on_cpu) / m.link, on_cpu / m.beside) - rates.LAUNCHES_S * layers
+        return link_s - max(max(0.0, exposed - on_cpu) / m.link, on_cpu / m.beside) - rates.TURN_S * layers
 
     def _share(self, quantizes: bool) -> float:
         """Bytes of the host pool's K/V for each that they have exactly."""

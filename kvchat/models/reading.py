@@ -134,6 +134,8 @@ def finished(
     model.eval()
     if not _is_in_place(described, quantized):
         split.move(model, device, places)
+    if device.type == "cuda":
+        quantization.multiply_int8(model)
     split.connect(model, device, places)
     return model
 

@@ -52,8 +52,8 @@ NF4_BYTES = 0.5 + 4 / 64  # a weight, with bitsandbytes' scale of 64
 # On a CPU 32 weights of a row share constants; of a row that is no such groups int8 has one scale, kept twice.
 GROUP, INT8_GROUP_BYTES, INT8_ROW_BYTES, INT4_GROUP_BYTES = 32, 2, 6, 4
 INT4_ROWS, STACKED = 16, 64  # multiples that fit: int4's rows, and the elements of an expert in a stack of int8
-# On a GPU: torchao's scale and zero point of a row, and of 128 weights in int4, which is padded.
-GPU_ROW_BYTES, GPU_GROUP, GPU_GROUP_BYTES, GPU_PADDED = 5, 128, 4, (8, 1024)
+# On a GPU: a row's scale in int8, torchao's scale and zero point of 128 weights in int4, which is padded.
+GPU_ROW_BYTES, GPU_GROUP, GPU_GROUP_BYTES, GPU_PADDED = 4, 128, 4, (8, 1024)
 INT4_CAPABILITY = (8, 0)  # of a GPU: tensor cores with bfloat16
 
 

@@ -239,7 +239,7 @@ def test_the_cpu_takes_as_long_for_its_share_as_the_link_for_the_rest():
     nbytes, link, beside, layers = 4e9, 13e9, 30e9, 32
     share = rates.share_on_cpu(nbytes, link, beside, layers)
     assert share * nbytes / beside == pytest.approx((1 - share) * nbytes / link)
-    launching = rates.LAUNCHES_S * layers
+    launching = rates.TURN_S * layers
     pays = launching * link / share  # bytes from which on it saves what launching costs
     assert rates.share_on_cpu(1.01 * pays, link, beside, layers) == share
     assert rates.share_on_cpu(0.99 * pays, link, beside, layers) == 0

@@ -364,7 +364,7 @@ def test_on_a_gpu_the_cpus_part_of_what_has_no_room_is_counted(monkeypatch):
     token = geometry_of(model).token_bytes
     rate = 3000 * token
     session = Session(model, Load(read_bytes_per_s=1e12, link_bytes_per_s=rate))
-    monkeypatch.setattr(rates, "LAUNCHES_S", 0.0)
+    monkeypatch.setattr(rates, "TURN_S", 0.0)
     monkeypatch.setattr(host_attention, "measured", lambda host: host_attention.Rates(rate, rate))
 
     monkeypatch.setattr(available, "usable", lambda free: free)

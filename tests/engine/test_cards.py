@@ -108,6 +108,6 @@ def test_all_weights_that_leave_room_and_no_context_that_the_model_has_not():
 def test_an_unknown_card_is_refused_and_so_is_one_that_weights_fill(monkeypatch):
     with pytest.raises(UsageError, match="RTX 3061"):
         cards.card_costs(Load("bundled"), "RTX 3061", cards.CONTEXTS, print)
-    monkeypatch.setitem(cards.CARDS, "small", cards.Card(0.02, 100, 10, (8, 6)))
+    monkeypatch.setitem(cards.CARDS, "small", cards.Card(0.02, 100, 10, (8, 6), 50))
     with pytest.raises(DoesNotFitError):
         cards.card_costs(Load("bundled"), "small", cards.CONTEXTS, print)

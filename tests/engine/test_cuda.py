@@ -11,6 +11,7 @@ import os
 import random
 from contextlib import nullcontext
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -186,7 +187,7 @@ def test_what_the_cpu_attends_to_is_joined_with_the_rest(name, layers, share, mo
     near = 16 * torch.finfo(torch.bfloat16).eps
     whole, one = ModelRunner(model, mode_of(model, "full")), ModelRunner(model, mode_of(model, "full"))
     shared = {"resident": 64, "cpu": share}
-    acts = (93, shared, 3), (160, None, 2), (94, None, 2), (97, {}, 1), (161, shared, 2)
+    acts, by_graphs = ((93, shared, 3), (160, None, 3), (94, None, 2), (97, {}, 1), (161, shared, 3)), 0
     for prompt, params, steps in acts:
         for each in (whole, one):
             if each.kv.total > prompt:
@@ -201,9 +202,11 @@ def test_what_the_cpu_attends_to_is_joined_with_the_rest(name, layers, share, mo
             assert relative_error(found, exact) < near
             assert one.kv.state.read_pairs - read == whole.kv.state.read_pairs - before
             spilled, (slots,) = max(0, one.kv.total - 64), one.kv.state.slots
-            assert len(slots.on_cpu) == (int(share * spilled) if one.kv.mode.spills else 0)
-            assert one.kv.step.eager == bool(slots.on_cpu)
+            left = int(share * spilled) if one.kv.mode.spills else 0
+            assert left <= len(slots.on_cpu) <= left + 31 * bool(left)
+            by_graphs += bool(slots.on_cpu and one.graphs._recorded)
     assert not one.graphs.refusal
+    assert by_graphs
     check_integrity(one.kv.state)
 
 
@@ -217,7 +220,7 @@ def test_a_part_of_the_cpu_is_attention_over_those_tokens_with_the_logarithm_of_
     attention = host_attention.HostAttention(host)
     query = torch.randn((g.q_heads, g.d_k), generator=torch.Generator().manual_seed(1)).to("cuda", g.dtype)
     attention.ask(query)
-    found = attention.answer(1, tokens, spec).cpu().double()
+    found = attention.answer(1, SimpleNamespace(on_cpu=tokens), spec).cpu().double()
     stored = (rows[:, tokens.start : tokens.stop].cpu().double() for rows in host.dense(1, 150))
     keys, values = (rows.repeat_interleave(g.group, 0) for rows in stored)
     logits = spec.scaling * (keys @ query.cpu().double()[:, :, None])[..., 0]
@@ -271,15 +274,13 @@ def test_by_default_measured_rates_and_what_launches_cost_decide_what_the_cpu_at
     one.step(5)
     (slots,) = one.kv.state.slots
     assert not slots.on_cpu
-    assert not one.kv.step.eager
     monkeypatch.setattr(host_attention, "measured", lambda host: host_attention.Rates(1e9, 3e9))
-    monkeypatch.setattr(rates, "LAUNCHES_S", 0.0)
+    monkeypatch.setattr(rates, "TURN_S", 0.0)
     one.step(6)
     assert slots.staged
     spilled = one.kv.total - 64 - slots.staged * one.kv.state.geometry.page
-    assert len(slots.on_cpu) == int(0.75 * spilled) > 0
-    assert one.kv.step.eager
-    monkeypatch.setattr(rates, "LAUNCHES_S", 1.0)
+    assert 31 >= len(slots.on_cpu) - int(0.75 * spilled) >= 0
+    monkeypatch.setattr(rates, "TURN_S", 1.0)
     for token in token_ids(2):
         one.step(token)
         assert not slots.on_cpu
@@ -297,7 +298,6 @@ def test_what_the_cpu_cannot_attend_to_comes_over_the_link(way):
         for token in token_ids(2):
             one.step(token)
             assert not one.kv.state.slots[0].on_cpu
-            assert not one.kv.step.eager
         assert not one.graphs.prepares
 
 
@@ -343,7 +343,7 @@ def test_a_guess_reads_nothing_that_spills_and_is_forgotten(dtype, cpu):
         assert relative_error(guesses, exact) > near
     for token in ids[157:]:
         assert relative_error(one.step(token), whole.step(token)) < near
-        assert one.kv.step.eager == bool(cpu)
+        assert bool(one.kv.state.slots[0].on_cpu) == bool(cpu)
     assert not one.graphs.refusal
     check_integrity(one.kv.state)
 

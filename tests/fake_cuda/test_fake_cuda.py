@@ -18,7 +18,10 @@ from kvchat.engine.runner import GraphRunner, ModelRunner
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.memory import pinned
 from kvchat.kv.transfer import SideStream
+from kvchat.models.fuse.modules import fuse, kernels_for
 from kvchat.models.load import LoadedModel
+from kvchat.models.quantize import int8_rows
+from kvchat.models.quantize.rows import body
 
 pytestmark = [pytest.mark.cuda, pytest.mark.fake_cuda]
 
@@ -227,11 +230,39 @@ def test_an_event_of_a_capture_is_recorded_by_the_replay(monkeypatch):
     with pytest.raises(Refused, match="must be recorded"):
         begin.elapsed_time(end)
     graph.replay()
+    end.synchronize()
     assert begin.elapsed_time(end) > 0
     monkeypatch.setattr(gpu, "behind", True)
     assert not end.query()
     with pytest.raises(Refused, match="not ready"):
         begin.elapsed_time(end)
+
+
+def test_the_device_comes_to_an_event_by_chance_and_what_is_behind_it_is_read_then():
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in "be")
+    assert end.query(), "none was recorded"
+    asked = []
+    for _ in range(32):
+        here = torch.empty(8, pin_memory=True)
+        begin.record()
+        here.copy_(ones(), non_blocking=True)
+        end.record()
+        answers = 0
+        while not end.query():
+            answers += 1
+            with pytest.raises(Refused, match="not ready"):
+                begin.elapsed_time(end)
+            with pytest.raises(Race, match="on host reads what"):
+                here.numpy()
+        assert begin.query(), "it was before"
+        assert begin.elapsed_time(end) > 0
+        assert here.numpy().tolist() == [1.0] * 8
+        asked.append(answers)
+    assert min(asked) == 0
+    assert max(asked) > 1
+    end.record()
+    torch.cuda.synchronize()
+    assert end.query()
 
 
 def test_a_step_whose_events_are_not_through_is_not_timed(monkeypatch):
@@ -261,7 +292,8 @@ def test_a_prompt_that_has_no_room_is_refused_and_the_conversation_goes_on(monke
 
 
 @pytest.mark.parametrize("row", ["speculative", "freeze", "sync"])
-def test_recall_is_timed_by_events_in_graphs_too(row):
+def test_recall_is_timed_by_events_in_graphs_too(row, monkeypatch):
+    monkeypatch.setattr(gpu, "go_on", lambda stream: gpu.through.update({stream: gpu.recorded}))
     model = llama(torch.float32)
     one = ModelRunner(model, mode_of(model, row))
     prefilled(one, token_ids(150))
@@ -329,3 +361,21 @@ def test_a_kernel_reaches_no_further_than_what_is_pinned():
     _add_one[(1,)](seen, mmap.PAGESIZE - 8, N=8)
     with pytest.raises(Refused, match="illegal memory access"):
         _add_one[(1,)](seen, mmap.PAGESIZE - 7, N=8)
+
+
+def test_weights_of_8_bits_are_fused_as_those_of_16_are():
+    model, launches = llama(torch.bfloat16), {}
+    for linear in body(model.model):
+        scale = linear.weight.float().abs().amax(1) / 127
+        int8_rows.install(linear, (linear.weight.float() / scale[:, None]).round().to(torch.int8), scale)
+    for way in ("plain", "fused"):
+        if way == "fused":
+            report = fuse(model.model, kernels_for(model.device))
+            assert (report.fused, report.note) == ("norms, merged projections, rope, fused layers", "")
+        one = ModelRunner(model, mode_of(model, "streaming"))
+        one.graphs = GraphRunner(one.kv, None)
+        prefilled(one, token_ids(40))
+        before = gpu.order.number
+        one.step(1)
+        launches[way] = gpu.order.number - before
+    assert launches["fused"] < launches["plain"] / 2, launches

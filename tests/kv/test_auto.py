@@ -155,7 +155,7 @@ def test_the_cpu_attends_to_a_part_of_what_only_ram_has():
     alone, together = over_link(0), over_link(30e9)
     assert alone.saved_seconds == 0
     assert together.link_seconds == alone.link_seconds
-    launching = rates.LAUNCHES_S * 32
+    launching = rates.TURN_S * 32
     expected = alone.link_seconds * 13 / (13 + 30) + launching
     assert together.seconds == pytest.approx(alone.seconds - alone.link_seconds + expected)
     # As a person asks for it, also where that is worse.

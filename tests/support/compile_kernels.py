@@ -134,9 +134,13 @@ def launch_fused_layers(dtype, d):
     x, norm = torch.zeros((1, 1, hidden), dtype=dtype), torch.zeros(hidden, dtype=dtype)
     rows = (HEADS * GROUP + 2 * HEADS) * d, 2 * inner
     merged, gate_up = (torch.zeros((n, hidden), dtype=dtype) for n in rows)
-    kernels.project(x, merged, merged[:, 0].contiguous(), norm, 1e-6)
-    kernels.project(torch.zeros((1, 1, inner), dtype=dtype), torch.zeros((hidden, inner), dtype=dtype), residual=x)
-    kernels.gated(x, *gate_up.chunk(2), norm, 1e-6)
+    down = torch.zeros((hidden, inner), dtype=dtype)
+    for in_8_bits in (False, True):
+        merged, gate_up, down = (each.to(torch.int8) if in_8_bits else each for each in (merged, gate_up, down))
+        scales = [torch.zeros(len(each)) if in_8_bits else None for each in (merged, gate_up, down)]
+        kernels.project(x, merged, x.new_zeros(len(merged)), norm, 1e-6, scales=scales[0])
+        kernels.project(torch.zeros((1, 1, inner), dtype=dtype), down, residual=x, scales=scales[2])
+        kernels.gated(x, gate_up, norm, 1e-6, scales[1])
     query, key = (torch.zeros((1, heads, 1, d), dtype=dtype) for heads in (HEADS * GROUP, HEADS))
     kernels.rotate(query, key, *torch.zeros((2, 1, 1, d), dtype=dtype))
 

@@ -19,9 +19,9 @@ RUNS = 5
 COLUMNS = 4096  # of the matrix that is read: the width of an 8B model
 LINK_BYTES = 2**28
 COPIES = 4  # that keep the link busy beside what the CPU does
-# A layer whose operations are launched one by one, not by a CUDA graph: on an H200 28 ms more for the 32 of an 8B, with
-# transformers' own modules. Fused ones launch a third of the operations; not measured.
-LAUNCHES_S = 0.00088
+# What a layer takes longer in which the CPU has a turn: one more graph, two small copies, the host's wait for the query
+# and the start of its threads; assumed, not measured.
+TURN_S = 0.0001
 
 
 def read(device: torch.device, dtype: torch.dtype, size: int) -> float:
@@ -64,10 +64,10 @@ def seconds_beside_link(run: Callable[[], None], device: torch.device, size: int
 def share_on_cpu(nbytes: float, link: float, beside: float, layers: int) -> float:
     """The share of ``nbytes`` of K/V that the CPU attends to while the rest comes over the link, by rates in bytes/s.
 
-    Both then take as long. 0 where that saves less than it costs to launch the operations of all ``layers`` one by one.
+    Both then take as long. 0 where that saves less than a turn of the CPU in each of the ``layers`` costs.
     """
     share = beside / (link + beside)
-    return share if share * nbytes / link > LAUNCHES_S * layers else 0.0
+    return share if share * nbytes / link > TURN_S * layers else 0.0
 
 
 def seconds(run: Callable[[], Tensor], device: torch.device) -> float:

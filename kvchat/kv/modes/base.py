@@ -154,12 +154,10 @@ class Step:
     """The kind of the next step.
 
     Steps of one ``kind`` run the same operations on the same shapes; an ``exact`` one reads all tokens before its own.
-    The host takes part in an ``eager`` one: no graph can hold it.
     """
 
     kind: tuple[int, ...] = ()
     exact: bool = True
-    eager: bool = False
 
 
 class Mode:

@@ -14,7 +14,8 @@ kernels, and in layers without a window.
 
 A CPU reads its memory faster than most links do. There the tokens that are read last, of those that are not staged, are
 attended to by the CPU where they are stored, beside the GPU: as many as take it as long as the rest takes over the
-link. That takes steps without a CUDA graph, and is done where it saves more than that costs.
+link. A step is then a CUDA graph for each layer, between which the CPU takes its turn; it is done where it saves more
+than that costs.
 
 In unified memory (a CPU) there are no slots: attention reads the host pool itself, and K/V is held once.
 """
@@ -45,6 +46,7 @@ from kvchat.kv.prefill import CHUNKS, staging_bytes
 # that of a laptop of 8 GB (24 ms) 290 MB; computed.
 STAGED_BYTES, STAGED_SHARE = 768 * 2**20, 1 / 8
 LEVELS = 4  # numbers of pages that are staged as a conversation grows: each has graphs of its own
+STARTS = 6  # bits of the first token that the CPU attends to, which has graphs of its own: to a 64th of what spills
 
 
 class Full(Mode):
@@ -109,8 +111,8 @@ class Full(Mode):
             if self._host_attention is None or self._host_attention.host is not self.state.host:
                 self._host_attention = HostAttention(self.state.host)
         # Stock torch reads as many blocks as there is memory for.
-        kind = self.state.host.room, self.guesses, slots.staged, bool(on_cpu)
-        return Step(kind, exact=not self.guesses, eager=bool(on_cpu))
+        kind = self.state.host.room, self.guesses, slots.staged, on_cpu.start if on_cpu else -1
+        return Step(kind, exact=not self.guesses)
 
     def forward_begin(self, position: Tensor) -> None:
         super().forward_begin(position)
@@ -123,7 +125,7 @@ class Full(Mode):
         slots.beside = None
         if slots.on_cpu and attention and spec and spec.window is None:
             attention.ask(query)
-            slots.beside = partial(attention.answer, layer, slots.on_cpu, spec)
+            slots.beside = partial(attention.answer, layer, slots, spec)
         return False
 
     def attention_end(self, layer: int, query: Tensor, weights: list[Weights], spec: AttentionSpec) -> None:
@@ -132,8 +134,10 @@ class Full(Mode):
     def forward_end(self, position: Tensor) -> None:
         if self.spills and not self.guesses:
             read, fetched = self._pairs(position + 1)
-            if on_cpu := len(self.state.slots[0].on_cpu) * self._heads_reading_all:
-                self.state.slots[0].read_pairs += on_cpu
+            (slots,) = self.state.slots
+            if slots.on_cpu:  # its end moves with the position, its start is the graph's
+                on_cpu = (position + 1 - slots.layout.window - slots.on_cpu.start) * self._heads_reading_all
+                slots.read_pairs += on_cpu
                 fetched = fetched - on_cpu
             self.state.transfer.count_wanted(read)
             self.state.transfer.count_fetched(fetched)
@@ -152,18 +156,23 @@ class Full(Mode):
         return min(left, room) // unit * unit
 
     def _left_to_cpu(self, slots: DeviceSlots) -> range:
-        """The last of the tokens that leave the ring with the next step: those that the CPU attends to there."""
+        """The last of the tokens that leave the ring with the next step: those that the CPU attends to there.
+
+        Their first moves by whole ``unit``s: each has a graph of its own.
+        """
         end, share, ops = self.state.total + 1 - slots.layout.window, self.parameters.cpu, self.state.ops
-        spilled = max(0, end - self._sink)
-        if self.guesses or not ops.reads_staged or not spilled or share == 0:
+        first = self._sink
+        if self.guesses or not ops.reads_staged or end <= first or share == 0:
             return range(0)
         if share is not None:
             share = share if host_attention.is_ready(self.geometry.dtype, waits=True) else 0
         elif known := host_attention.measured(self.state.host):
-            spilled = end - max(self._sink, slots.staged * self.geometry.page)
-            nbytes = spilled * self._heads_reading_all * self.state.transfer.pair_bytes
+            first = max(first, slots.staged * self.geometry.page)
+            nbytes = (end - first) * self._heads_reading_all * self.state.transfer.pair_bytes
             share = rates.share_on_cpu(nbytes, *known, self.geometry.layers)
-        return range(end - int(spilled * (share or 0)), end)
+        tokens = int((end - first) * (share or 0))
+        unit = max(self.geometry.page, (1 << tokens.bit_length()) >> STARTS)
+        return range(max(first, (end - tokens) // unit * unit) if tokens else end, end)
 
     @property
     def _heads_reading_all(self) -> int:

@@ -2,12 +2,13 @@
 
 A layer's query goes to host memory, and what the GPU attends to is queued before the host waits for it. The compiled
 loop reads the pages where they are pinned; what it attends to goes back with the logarithm of its sum of exponentials,
-by which ``attend`` joins it, in float32. The host takes part in every layer, so no CUDA graph can hold such a step.
+by which ``attend`` joins it, in float32. The host takes part in every layer: a CUDA graph ends there, and another begins.
 """
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from threading import Thread
 from typing import NamedTuple
 
@@ -17,9 +18,12 @@ from torch import Tensor
 from kvchat.kv.attention import AttentionSpec
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory import rates
+from kvchat.kv.memory.device_slots import DeviceSlots
 from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.ops import cpu_ops
 
+# What ends the CUDA graph that is being captured and lets its replay run the host's work next; none where none is.
+pauses: list[Callable[[Callable[[], None]], None]] = []
 LINK_BYTES = 2**26  # of a copy by which the link is measured
 READ_BYTES = 2**28  # of K/V by which the CPU is measured: more than its caches hold
 
@@ -40,7 +44,7 @@ class HostAttention:
         self._query = torch.empty((g.q_heads, g.d_k), dtype=g.dtype, pin_memory=True)
         self._attended = torch.empty((g.kv_heads, g.group, g.d_v + 1), pin_memory=True)
         self._on_device = torch.empty_like(self._attended, device=host.device)
-        self._asked = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._asked = torch.cuda.Event(external=True)  # type: ignore[no-untyped-call]
         self._rows = torch.empty(0, dtype=torch.int32)
 
     def ask(self, query: Tensor) -> None:
@@ -48,14 +52,21 @@ class HostAttention:
         self._query.copy_(query, non_blocking=True)
         self._asked.record(torch.cuda.current_stream(self.host.device))  # another device may be the current one
 
-    def answer(self, layer: int, tokens: range, spec: AttentionSpec) -> Tensor:
-        """Wait for the query; its attention over stored ``tokens``, without learned sinks, on its way to the device.
+    def answer(self, layer: int, slots: DeviceSlots, spec: AttentionSpec) -> Tensor:
+        """Wait for the query; its attention over ``slots.on_cpu``, without learned sinks, on its way to the device.
 
         Float32 ``[H, G, d_v + 1]``, the logarithm of the sum of exponentials last; valid until the next layer's.
         """
-        self._asked.synchronize()
-        self._attended.copy_(self.attend(layer, self._query, tokens, spec))
+        work = partial(self._attend_to_asked, layer, slots, spec)
+        if pauses:
+            pauses[-1](work)
+        else:
+            work()
         return self._on_device.copy_(self._attended, non_blocking=True)
+
+    def _attend_to_asked(self, layer: int, slots: DeviceSlots, spec: AttentionSpec) -> None:
+        self._asked.synchronize()
+        self._attended.copy_(self.attend(layer, self._query, slots.on_cpu, spec))
 
     def attend(self, layer: int, query: Tensor, tokens: range, spec: AttentionSpec) -> Tensor:
         """``cpu_ops.attended_part`` of ``query [H_q, d_k]`` in host memory over stored ``tokens``."""

@@ -1,6 +1,7 @@
 """Triton kernels for one decoded token's projections, and for the rotation of queries and keys.
 
 A projection of one token reads every weight once and computes next to nothing, so it takes the time its bytes take.
+Weights of 8 bits are read as they are: each row's scale multiplies its sum.
 What is small beside it (the norm before, SiLU, bias, the residual) is done on the way: in a CUDA graph a kernel of its
 own costs about 2 us however little it does. All sums are in float32. Imported only where Triton is usable.
 """
@@ -27,11 +28,13 @@ ROTATED_HEADS = 4
 def _dot(
     x,
     weight,
+    scales,
     norm,
     rows,
     n_rows,
     size,
     eps,
+    SCALED: tl.constexpr,
     NORM: tl.constexpr,
     EVEN: tl.constexpr,
     ROWS: tl.constexpr,
@@ -57,6 +60,8 @@ def _dot(
     result = tl.sum(total, 1)
     if NORM:
         result *= tl.rsqrt(tl.sum(squares, 0) / size + eps)
+    if SCALED:
+        result *= tl.load(scales + rows, mask=rows < n_rows, other=0.0)
     return result
 
 
@@ -64,6 +69,7 @@ def _dot(
 def _project(
     x,
     weight,
+    scales,
     bias,
     norm,
     residual,
@@ -71,6 +77,7 @@ def _project(
     n_rows,
     size,
     eps,
+    SCALED: tl.constexpr,
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
     RESIDUAL: tl.constexpr,
@@ -79,7 +86,7 @@ def _project(
     COLS: tl.constexpr,
 ):
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    result = _dot(x, weight, norm, rows, n_rows, size, eps, NORM, EVEN, ROWS, COLS)
+    result = _dot(x, weight, scales, norm, rows, n_rows, size, eps, SCALED, NORM, EVEN, ROWS, COLS)
     if BIAS:
         result += tl.load(bias + rows, mask=rows < n_rows, other=0.0).to(tl.float32)
     if RESIDUAL:
@@ -92,19 +99,22 @@ def _gated(
     x,
     gate_weight,
     up_weight,
+    gate_scales,
+    up_scales,
     norm,
     out,
     n_rows,
     size,
     eps,
+    SCALED: tl.constexpr,
     NORM: tl.constexpr,
     EVEN: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    gate = _dot(x, gate_weight, norm, rows, n_rows, size, eps, NORM, EVEN, ROWS, COLS)
-    up = _dot(x, up_weight, norm, rows, n_rows, size, eps, NORM, EVEN, ROWS, COLS)
+    gate = _dot(x, gate_weight, gate_scales, norm, rows, n_rows, size, eps, SCALED, NORM, EVEN, ROWS, COLS)
+    up = _dot(x, up_weight, up_scales, norm, rows, n_rows, size, eps, SCALED, NORM, EVEN, ROWS, COLS)
     result = gate / (1.0 + tl.exp(-gate)) * up
     tl.store(out + rows, result.to(out.dtype.element_ty), mask=rows < n_rows)
 
@@ -165,18 +175,20 @@ def project(
     norm: Tensor | None = None,
     eps: float = 0.0,
     residual: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """One token's ``weight @ x + bias + residual``, with ``x`` normalized first (RMS, scaled by ``norm``) if given.
 
-    ``x`` is ``[..., K]`` with one token, ``weight [N, K]``, ``bias [N]``, ``norm [K]`` and ``residual [..., N]``, all
-    contiguous; the result is ``[..., N]`` in x's dtype.
+    ``x`` is ``[..., K]`` with one token, ``weight [N, K]``, in int8 with ``scales [N]``, ``bias [N]``, ``norm [K]`` and
+    ``residual [..., N]``, all contiguous; the result is ``[..., N]`` in x's dtype.
     """
     n_rows, size = weight.shape
     out = x.new_empty(*x.shape[:-1], n_rows)
     rows, cols = _tile(n_rows, size)
-    flags = bias is not None, norm is not None, residual is not None, size % cols == 0
+    flags = scales is not None, bias is not None, norm is not None, residual is not None, size % cols == 0
     operands = (
         weight,
+        x if scales is None else scales,
         weight if bias is None else bias,
         x if norm is None else norm,
         x if residual is None else residual,
@@ -186,19 +198,21 @@ def project(
     return out
 
 
-def gated(x: Tensor, gate: Tensor, up: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
+def gated(
+    x: Tensor, weight: Tensor, norm: Tensor | None = None, eps: float = 0.0, scales: Tensor | None = None
+) -> Tensor:
     """One token's ``silu(gate @ x) * (up @ x)``, with ``x`` normalized first if ``norm [K]`` is given.
 
-    ``x`` is ``[..., K]`` with one token, ``gate`` and ``up`` ``[N, K]``, all contiguous; the result is ``[..., N]``.
+    ``x`` is ``[..., K]`` with one token, ``weight [2 N, K]`` is gate's above up's, in int8 with ``scales [2 N]``, all
+    contiguous; the result is ``[..., N]``.
     """
-    n_rows, size = gate.shape
+    n_rows, size = len(weight) // 2, weight.shape[1]
     out = x.new_empty(*x.shape[:-1], n_rows)
     rows, cols = _tile(n_rows, size)
-    flags = norm is not None, size % cols == 0
+    flags = scales is not None, norm is not None, size % cols == 0
+    operands = *weight.chunk(2), *((x, x) if scales is None else scales.chunk(2)), x if norm is None else norm
     with _on(x):
-        _gated[(triton.cdiv(n_rows, rows),)](
-            x, gate, up, x if norm is None else norm, out, n_rows, size, eps, *flags, rows, cols, num_warps=4
-        )
+        _gated[(triton.cdiv(n_rows, rows),)](x, *operands, out, n_rows, size, eps, *flags, rows, cols, num_warps=4)
     return out
 
 

@@ -39,6 +39,7 @@ from kvchat.models.attention_hook import DenseManager
 from kvchat.models.fuse.one_token import Norm, OneTokenLayer
 from kvchat.models.probe import logits_error, logits_tolerance
 from kvchat.models.quantize import rows
+from kvchat.models.quantize.int8_rows import Int8Rows
 from kvchat.models.quantize.rows import GATES, PackedRows, Weight, is_one_row, linear, merge, weight_of
 
 SILU = 1  # in ``GATES``
@@ -148,6 +149,9 @@ def _fuse_modules(model: Any, operations: Operations, swaps: Swaps) -> None:
     head = model.get_output_embeddings()
     if is_plain(head) and LAYERS in swaps.kinds:
         swaps.replace(head, partial(operations.project, weight=weight_of(head), bias=head.bias), LAYERS)
+    for module in filter(is_plain, model.modules() if model.device.type == "cuda" else ()):
+        if isinstance(weight_of(module), PackedRows):
+            swaps.replace(module, partial(operations.project, weight=weight_of(module), bias=module.bias))
     if model.device.type == "cpu" and (rows.in_blocks() or rows.widens(model.dtype, model.device)):
         for module in filter(is_plain, model.modules()):
             swaps.replace(module, partial(linear, weight=weight_of(module), bias=module.bias))
@@ -529,7 +533,7 @@ class Operations:
         """``x [..., K]``, normalized if ``norm`` is given, through ``weight [N, K]``, plus ``residual [..., N]``."""
         if self._kernels and is_one_row(x):
             scale, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-            result: Tensor = self._kernels.project(x, weight, bias, scale, eps, residual)
+            result: Tensor = self._kernels.project(x, weight.data, bias, scale, eps, residual, _scales(weight))
             return result
         if isinstance(weight, PackedRows) and is_one_row(x):
             scale, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
@@ -540,9 +544,8 @@ class Operations:
 
     def gated(self, x: Tensor, weight: Weight, norm: Norm, kind: int = SILU) -> Tensor:
         """``gate * up`` of ``x [..., K]`` normalized, by ``GATES``; ``weight [2 N, K]`` is gate's above up's."""
-        if self._kernels and is_one_row(x) and isinstance(weight, Tensor) and kind == SILU:
-            gate_weight, up_weight = weight.chunk(2)
-            result: Tensor = self._kernels.gated(x, gate_weight, up_weight, norm.weight, norm.eps)
+        if self._kernels and is_one_row(x) and kind == SILU:
+            result: Tensor = self._kernels.gated(x, weight.data, norm.weight, norm.eps, _scales(weight))
             return result
         if isinstance(weight, PackedRows) and is_one_row(x):
             found = weight.one_token(x, None, norm.weight, norm.eps, gate=kind)
@@ -586,6 +589,11 @@ class Operations:
         assert self._signed_sin is not None
         rotated = torch.addcmul(heads * cos[:, None], heads.roll(half, -1), self._signed_sin)
         return rotated.to(heads.dtype)  # some models' angles are float32 whatever they run in
+
+
+def _scales(weight: Weight) -> Tensor | None:
+    """Of each row, where they have 8 bits."""
+    return weight.scale if isinstance(weight, Int8Rows) else None
 
 
 def _are_numbers(*tensors: Tensor) -> bool:

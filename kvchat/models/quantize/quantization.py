@@ -215,15 +215,20 @@ def multiply_on_cpu(model: Any) -> None:
             if hasattr(module, "support_avx512bf16_for_cpu"):
                 module.support_avx512bf16_for_cpu = False
     kind = describe(model)
-    for linear in body(model) if kind == "int8" else ():
-        weight: Any = linear.weight
-        if hasattr(weight, "qdata"):  # of a checkpoint that torchao made
-            int8_rows.install(linear, weight.qdata, weight.scale.flatten().float())
+    multiply_int8(model)
     head = model.get_output_embeddings()
     packed_here = kind == "int8" or own_method(model.config) == "int4"
     is_plain = type(head) is nn.Linear and type(head.weight) is nn.Parameter and ROWS not in head.__dict__
     if packed_here and is_plain and packs_head(kind):
         int8_rows.pack(head)
+
+
+def multiply_int8(model: Any) -> None:
+    """Let torchao's weights of 8 bits multiply as ``int8_rows`` does."""
+    for linear in body(model) if describe(model) == "int8" else ():
+        weight: Any = linear.weight
+        if hasattr(weight, "qdata") and weight.scale.numel() == len(weight.qdata):
+            int8_rows.install(linear, weight.qdata, weight.scale.flatten().float())
 
 
 def absent_packages(quantize: str, device: torch.device) -> list[str]:

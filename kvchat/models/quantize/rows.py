@@ -80,7 +80,7 @@ class PackedRows(ABC):
     def arrays(self) -> Arrays | None:
         """The matrix as ``product_loops`` takes it; None where no loop multiplies it."""
         if self._known[0] != self.data.data_ptr():  # where the weights are is changed while a model is loaded
-            self._known = self.data.data_ptr(), self._arrays() if product_loops() else None
+            self._known = self.data.data_ptr(), self._arrays() if self.data.device.type == "cpu" and product_loops() else None
         return self._known[1]
 
     def _arrays(self) -> Arrays | None:

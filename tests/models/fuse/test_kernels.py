@@ -57,7 +57,20 @@ def test_gate_and_up(size, with_norm, dtype):
     norm = random(size, dtype=dtype) if with_norm else None
     gate, up = merged.split(70)
     expected = F.silu(projected(x, gate, None, norm)) * projected(x, up, None, norm)
-    assert_near(kernels.gated(x, gate, up, norm, EPS), expected)
+    assert_near(kernels.gated(x, merged, norm, EPS), expected)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("size", [64, 96, 1030])
+def test_weights_of_8_bits_are_read_as_they_are(size, dtype):
+    x, norm, residual = (random(*shape, dtype=dtype) for shape in ((1, 1, size), (size,), (1, 1, 140)))
+    codes = (40 * random(140, size)).clamp(-127, 127).to(torch.int8)
+    scales = random(140).abs() / 300
+    weight = codes.float() * scales[:, None]
+    assert_near(kernels.project(x, codes, None, norm, EPS, residual, scales), projected(x, weight, None, norm, residual))
+    gate, up = weight.split(70)
+    expected = F.silu(projected(x, gate, None, norm)) * projected(x, up, None, norm)
+    assert_near(kernels.gated(x, codes, norm, EPS, scales), expected)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

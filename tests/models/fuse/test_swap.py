@@ -48,13 +48,13 @@ class TorchKernels:
         def norm(weight, eps):
             return None if weight is None else Norm(weight, eps)
 
-        def project(x, weight, bias, scale, eps, residual):
+        def project(x, weight, bias, scale, eps, residual, scales):
             self.called.add("project")
             return plain.project(x, weight, bias, norm(scale, eps), residual)
 
-        def gated(x, gate, up, scale, eps):
+        def gated(x, weight, scale, eps, scales):
             self.called.add("gated")
-            return plain.gated(x, torch.cat([gate, up]), norm(scale, eps))
+            return plain.gated(x, weight, norm(scale, eps))
 
         def rotate(query, key, cos, sin):
             self.called.add("rotate")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import random
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -139,13 +140,15 @@ class Gpu:
     There are ``count`` of them, each with its own of ``memories``, and ``current`` is the number of the current one. No
     operation and no kernel takes operands on two; on all of them work runs in the order of its launches.
     At most ``pinnable`` bytes of host memory are pinned. Where it is seen ``elsewhere``, as in WSL2, each registration
-    has an address of its own, which no other had before. The first device has ``total`` bytes of memory; while it is
-    ``behind`` no event that was recorded is through.
+    has an address of its own, which no other had before. The first device has ``total`` bytes of memory. ``through`` is
+    the number of the last event that each stream has come to, of so many as were ``recorded``; it goes on by ``chance``,
+    not while the device is ``behind``, and at least to those ``waited`` for.
     """
 
     def __init__(self) -> None:
         self.count, self.current, self.memories = 1, 0, (Memory(), Memory())
-        self.behind = False
+        self.behind, self.chance = False, random.Random(0)
+        self.recorded, self.waited, self.through = 0, 0, Counter[int]()
         self.pinnable, self.elsewhere = 2**40, False
         self._shifts: dict[int, int] = {}
         self._registered = 0
@@ -268,7 +271,16 @@ class Gpu:
             raise Refused(f"operation not permitted when stream is capturing: {what}")
         if self.impatient:
             raise Refused(f"called a synchronizing CUDA operation: {what}")
+        if for_whom is None:
+            self.waited = self.recorded
+        for stream in for_whom or ():
+            self.through[stream] = self.recorded
         self.order.host_waits(for_whom)
+
+    def go_on(self, stream: int) -> None:
+        """Let a stream come to all events so far, or to some, or to none."""
+        before = self.through[stream]
+        self.through[stream] = min(self.recorded, self.chance.randint(before, 2 * self.recorded - before))
 
     def _refuse(self, name: str, leaves: list, on_gpu: list, here: bool, waits: bool) -> None:
         off = [leaf for leaf in leaves if not isinstance(leaf, OnGpu)]

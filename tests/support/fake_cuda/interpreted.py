@@ -49,17 +49,20 @@ def _replace_large_fused_kernels() -> None:
     def normalized(x, norm, eps):
         return x if norm is None else functional.rms_norm(x.float(), x.shape[-1:], norm.float(), eps)
 
-    def some_project(x, weight, bias=None, norm=None, eps=0.0, residual=None):
+    def wide(weight, scales):
+        return weight.float() if scales is None else weight.float() * scales[:, None]
+
+    def some_project(x, weight, bias=None, norm=None, eps=0.0, residual=None, scales=None):
         if weight.numel() < LARGE:
-            return project(x, weight, bias, norm, eps, residual)
-        out = functional.linear(normalized(x, norm, eps).float(), weight.float())
+            return project(x, weight, bias, norm, eps, residual, scales)
+        out = functional.linear(normalized(x, norm, eps).float(), wide(weight, scales))
         return sum((t.float() for t in (bias, residual) if t is not None), out).to(x.dtype)
 
-    def some_gated(x, gate, up, norm=None, eps=0.0):
-        if gate.numel() < LARGE:
-            return gated(x, gate, up, norm, eps)
-        x32 = normalized(x, norm, eps).float()
-        return (functional.silu(x32 @ gate.float().t()) * (x32 @ up.float().t())).to(x.dtype)
+    def some_gated(x, weight, norm=None, eps=0.0, scales=None):
+        if weight.numel() < 2 * LARGE:
+            return gated(x, weight, norm, eps, scales)
+        gate, up = functional.linear(normalized(x, norm, eps).float(), wide(weight, scales)).chunk(2, -1)
+        return (functional.silu(gate) * up).to(x.dtype)
 
     def some_rotate(query, key, cos, sin):
         if query.numel() < LARGE:

@@ -66,7 +66,7 @@ class Order:
     """Launches so far, and what each stream and the host have waited for."""
 
     def __init__(self) -> None:
-        self._number = 0
+        self.number = 0
         self._clocks: dict[object, Clock] = {HOST: {}}
         self._last: Clock = {}
         self.shadows: dict[int, Shadow] = {}
@@ -107,18 +107,18 @@ class Order:
         Raises:
             Race: another stream touched the same bytes and is not ordered before.
         """
-        self._number += 1
+        self.number += 1
         self.reaches(who, self._clock(HOST))
-        self._last[who] = self._number
+        self._last[who] = self.number
         if who == HOST:  # what the host does is done before it launches anything else
-            self._clock(HOST)[HOST] = self._number
+            self._clock(HOST)[HOST] = self.number
         for access in accesses:
             shadow = self.shadows.setdefault(access.address, Shadow(access.size, who))
             touches = f"{name} on {who} {'writes' if access.writes else 'reads'}"
             self._refuse_race(who, touches, access, shadow.written, "wrote")
             if access.writes:
                 self._refuse_race(who, touches, access, shadow.read, "read")
-            shadow.mark(who, access.writes, access.bytes, self._number)
+            shadow.mark(who, access.writes, access.bytes, self.number)
 
     def made(self, address: int, size: int, who: object) -> None:
         """Record an allocation of stream ``who``."""

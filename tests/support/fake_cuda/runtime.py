@@ -43,36 +43,52 @@ class Stream:
 
 
 class Event:
-    """An event; it measures no time. One that is recorded in a capture is so only once the graph is replayed."""
+    """An event; it measures no time. One that is recorded in a capture is so only once the graph is replayed.
+
+    When the device gets to one is chance: until then it may be asked any number of times.
+    """
 
     def __init__(
         self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
     ) -> None:
         self.enable_timing, self.external = enable_timing, external
-        self.is_recorded = False
         self.clock: races.Clock = {}
+        self.number, self.stream = 0, 0  # of its last recording, of all
+
+    @property
+    def is_recorded(self) -> bool:
+        return self.number > 0
+
+    @property
+    def is_through(self) -> bool:
+        return self.number <= max(gpu.through[self.stream], gpu.waited) and not (self.is_recorded and gpu.behind)
 
     def record(self, stream: Stream | None = None) -> None:
+        self.stream = (stream or gpu.streams[-1]).cuda_stream
+        self.clock = gpu.order.now(self.stream)
         if gpu.tape is None:
-            self.is_recorded = True
+            gpu.recorded = self.number = gpu.recorded + 1
         elif self.external:
             gpu.tape.events.append(self)
-        self.clock = gpu.order.now((stream or gpu.streams[-1]).cuda_stream)
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or gpu.streams[-1]).wait_event(self)
 
     def synchronize(self) -> None:
         gpu.wait("synchronize", [])
+        gpu.through[self.stream] = max(gpu.through[self.stream], self.number)
         gpu.order.reaches(races.HOST, self.clock)
 
     def query(self) -> bool:
-        return not (self.is_recorded and gpu.behind)
+        gpu.go_on(self.stream)
+        if self.is_through:
+            gpu.order.reaches(races.HOST, self.clock)
+        return self.is_through
 
     def elapsed_time(self, end: Event) -> float:
         if not (self.enable_timing and end.enable_timing and self.is_recorded and end.is_recorded):
             raise Refused("Both events must be recorded before calculating elapsed time.")
-        if gpu.behind:
+        if not (self.is_through and end.is_through):
             raise Refused("device not ready")
         return 1.0
 
@@ -95,7 +111,7 @@ class Graph:
         gpu.order.as_one(self.order, gpu.stream, "a graph")
         self.tape.replay()
         for event in self.tape.events:
-            event.is_recorded = True
+            event.record()
 
 
 @contextmanager

@@ -66,8 +66,9 @@ class Tape:
         return run()
 
     def undo(self) -> None:
-        """Put back what was written."""
-        for storage, before in self._before.values():
+        """Put back what was written and was there before; what the capture made, another may go on from."""
+        for address in self.written:
+            storage, before = self._before[address]
             storage.copy_(before)
         self._before.clear()
 
