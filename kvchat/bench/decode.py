@@ -77,7 +77,8 @@ def _measured(settings: Decode, wanted: Sequence[Wanted], model: LoadedModel, fr
         mode_runs: list[Variant] = [ModeRun(runner, *each, heads) for each in wanted]
         spare = settings.steps + warm_up(model.device) + 1
         others = [baselines.build(name, plain, runner.kv.state, ids, spare) for name in chosen]
-        rounds = Rounds([*others, *mode_runs], settings.rounds, settings.load, floor, measured, model.device, frame.report)
+        measure = settings.rounds, settings.load, floor, measured, model.device, frame.report
+        rounds = Rounds([*others, *mode_runs], *measure)
         return rounds.rows(decoding.decoded(settings, model, context))
 
     experiment = Experiment.of(

@@ -45,8 +45,8 @@ Sample = tuple[float, float, float]
 class Timing:
     """Milliseconds per token: of the median step and the mean of all by wall clock, and this process's processor time.
 
-    The last is of all its threads, and hardly depends on what else runs; None where other processes compute. ``chat_ms``
-    is a median step with the drawing and reading of its token, as in a chat; None where that was not measured.
+    The last is of all its threads, and hardly depends on what else runs; None where other processes compute.
+    ``chat_ms`` is a median step with the drawing and reading of its token; None where that was not measured.
     """
 
     ms: float

@@ -462,7 +462,7 @@ def test_a_comparison_decodes_token_by_token_and_refuses_drafts(model, drafted):
 
 
 LONG = float(os.environ.get("KVCHAT_TEST_DRAFTS", "0"))  # prompts, each answered by 500 tokens; in the short form one
-UNPACKED = Load(str(FILES["smollm2"]), "cpu", dtype="float32", quantize="none")
+UNPACKED = Load(str(FILES.get("smollm2")), "cpu", dtype="float32", quantize="none")
 SUBJECTS = "sea fox king tree boat moon cat hill river house storm bread horse garden clock letter door bear road mouse"
 
 

@@ -2,7 +2,7 @@
 
 A layer's query goes to host memory, and what the GPU attends to is queued before the host waits for it. The compiled
 loop reads the pages where they are pinned; what it attends to goes back with the logarithm of its sum of exponentials,
-by which ``attend`` joins it, in float32. The host takes part in every layer: a CUDA graph ends there, and another begins.
+by which ``attend`` joins it, in float32. The host takes part in every layer: there a CUDA graph ends, another begins.
 """
 
 from __future__ import annotations

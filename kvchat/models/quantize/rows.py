@@ -80,7 +80,8 @@ class PackedRows(ABC):
     def arrays(self) -> Arrays | None:
         """The matrix as ``product_loops`` takes it; None where no loop multiplies it."""
         if self._known[0] != self.data.data_ptr():  # where the weights are is changed while a model is loaded
-            self._known = self.data.data_ptr(), self._arrays() if self.data.device.type == "cpu" and product_loops() else None
+            has_loops = self.data.device.type == "cpu" and product_loops()
+            self._known = self.data.data_ptr(), self._arrays() if has_loops else None
         return self._known[1]
 
     def _arrays(self) -> Arrays | None:

@@ -141,8 +141,8 @@ class Gpu:
     operation and no kernel takes operands on two; on all of them work runs in the order of its launches.
     At most ``pinnable`` bytes of host memory are pinned. Where it is seen ``elsewhere``, as in WSL2, each registration
     has an address of its own, which no other had before. The first device has ``total`` bytes of memory. ``through`` is
-    the number of the last event that each stream has come to, of so many as were ``recorded``; it goes on by ``chance``,
-    not while the device is ``behind``, and at least to those ``waited`` for.
+    the number of the last event that each stream has come to, of so many as were ``recorded``: it goes on by
+    ``chance``, not while the device is ``behind``, and at least to those ``waited`` for.
     """
 
     def __init__(self) -> None:
