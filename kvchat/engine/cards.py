@@ -57,7 +57,8 @@ class Card(NamedTuple):
     """A data sheet: memory in GiB, its rate and that of the link in GB/s, compute capability.
 
     ``ram`` is the rate of what is assumed beside it, which the CPU and the link share: two channels of DDR4-3200,
-    DDR5-4800 or DDR5-5600, eight of DDR5-4800.
+    DDR5-4800 or DDR5-5600, eight of DDR5-4800. The CPU is taken to read all that the link leaves: one core of an AMD
+    EPYC attends to 10.4 GB/s of an 8B's K/V (measured once, by processor time).
     """
 
     memory: float
