@@ -234,8 +234,8 @@ def move_pages(
     shape = slots.heads is not None, g.kv_heads, g.page, g.d, padded(pairs), *_page_shape(g.page, g.d), host.item
     tensors = *host[:4], slots.blocks(layer), placed, resident, slots.heads_of(layer), counters
     if pairs:
-        # Of 8-bit pages ptxas would keep a value in memory rather than take a 57th register.
-        registers = 64 if host.item and padded(g.d) <= 64 else None
+        # Of 8-bit pages ptxas would keep values in memory rather than take a 57th register; at most 72 it spills too.
+        registers = 128 if host.item and padded(g.d) <= 64 else None
         _move_pages[(ctas,)](*tensors, pairs, placed.shape[1], slots.n, *shape, num_warps=4, maxnreg=registers)
 
 
