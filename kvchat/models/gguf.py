@@ -248,6 +248,16 @@ def values(tensor: gguf_file.Tensor) -> Tensor:
     return found.view(tensor.shape)
 
 
+def parts(tensor: gguf_file.Tensor, elements: int) -> Iterator[Tensor]:
+    """The values of a matrix, in runs of rows of about so many ``elements`` each."""
+    rows, columns = tensor.shape
+    step, row_bytes = max(1, elements // columns), tensor.nbytes // rows
+    for at in range(0, rows, step):
+        count = min(step, rows - at)
+        start, nbytes = tensor.start + at * row_bytes, count * row_bytes
+        yield values(tensor._replace(shape=(count, columns), start=start, nbytes=nbytes))
+
+
 def unpack_by_package(kind: int, blocks: Array, found: Array) -> None:
     """Write the values of ``blocks [n, bytes]`` of a type into ``found [n, elements]``, by the gguf package."""
     import gguf

@@ -26,17 +26,18 @@ from kvchat.kv.manager import is_out_of_memory
 from kvchat.kv.memory import available
 from kvchat.kv.memory.available import free_bytes
 from kvchat.kv.memory.pinned import aligned, use_huge_pages
-from kvchat.models import attention_hook, repacking, split, support
+from kvchat.models import attention_hook, gguf_file, repacking, split, support
 from kvchat.models import checkpoint as checkpoints
+from kvchat.models import gguf as ggufs
 from kvchat.models.checkpoint import Checkpoint
 from kvchat.models.description import ModelDescription
 from kvchat.models.gguf import Unpacked
 from kvchat.models.hub import ByteProgress
 from kvchat.models.quantize import int8_rows, kept, quantization
-from kvchat.models.quantize.int8_rows import ALIGNED
+from kvchat.models.quantize.int8_rows import ALIGNED, UNPACKED
 from kvchat.models.quantize.kept import Kept
 from kvchat.models.quantize.quantization import Quantization
-from kvchat.models.quantize.rows import PIECE, ROWS, all_rows, is_tied
+from kvchat.models.quantize.rows import PIECE, all_rows, is_tied, packs_head
 from kvchat.units import size
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # the numbers of glibc's settings
@@ -72,8 +73,10 @@ def read(
         packing.of_4_bits = repacking.in_equal_steps(described)
     chosen = {} if packed or _is_packed_later(described, quantized) else quantized.options
     source: dict[str, Any] = {"pretrained_model_name_or_path": checkpoint.folder}
+    head = None
     if checkpoint.gguf:
-        source = {"pretrained_model_name_or_path": None, "state_dict": _stored(described, packed or {})}
+        head = None if packed else _tied_head(described, quantized)
+        source = {"pretrained_model_name_or_path": None, "state_dict": _stored(described, packed or {}, head)}
     try:
         with (
             contextlib.redirect_stdout(io.StringIO()),  # what packages of quantized weights print has no switch
@@ -108,6 +111,9 @@ def read(
         checkpoints.take_from_gguf(described.gguf.values, model.generation_config)
     if checkpoint.gguf and not chosen:
         model.config.quantization_config = {"quant_method": "gguf"}  # what was unpacked, as of other checkpoints
+    if head:
+        int8_rows.install(model.get_output_embeddings(), *head.packed)
+        int8_rows.look_up(model.get_input_embeddings(), model.get_output_embeddings())
     return model
 
 
@@ -129,8 +135,8 @@ def finished(
         repacking.pack(model, quantized.options["quantization_config"], described, split.devices_of(model, places))
     if device.type == "cpu":
         quantization.multiply_on_cpu(model)
-        if was_tied and ROWS in (head := model.get_output_embeddings()).__dict__:
-            int8_rows.look_up(model.get_input_embeddings(), head)
+        if was_tied and not is_tied(model):
+            int8_rows.look_up(model.get_input_embeddings(), model.get_output_embeddings())
     model.eval()
     if not _is_in_place(described, quantized):
         split.move(model, device, places)
@@ -140,18 +146,46 @@ def finished(
     return model
 
 
-def _stored(described: ModelDescription, packed: Kept) -> dict[str, Unpacked]:
-    """The weights of a GGUF file; those that are ``packed`` already, and embeddings that are, have no memory."""
+class TiedHead:
+    """The head of a GGUF file that shares its weights with the embeddings, packed in parts when it is read: whole it
+    would take four bytes a weight first.
+    """
+
+    def __init__(self, table: gguf_file.Tensor) -> None:
+        self._table = table
+        self.packed: tuple[Tensor, ...] = ()
+
+    def read(self) -> None:
+        self.packed = int8_rows.packed(ggufs.parts(self._table, UNPACKED), self._table.shape)
+
+
+def _tied_head(described: ModelDescription, quantized: Quantization) -> TiedHead | None:
+    shapes = described.shapes
+    head = shapes.get_output_embeddings()
+    if described.device.type != "cpu" or not packs_head(quantized.method) or not is_tied(shapes):
+        return None
+    named = (one for one in described.gguf.tensors if one.name == gguf_file.EMBEDDINGS)
+    table = next((one for one in named if one.shape == head.weight.shape), None)
+    return TiedHead(table) if table and type(head) is nn.Linear else None
+
+
+def _stored(described: ModelDescription, packed: Kept, head: TiedHead | None) -> dict[str, Unpacked]:
+    """The weights of a GGUF file; those that are ``packed`` already or by ``head``, and embeddings, have no memory."""
     place_of = dict(described.shapes.named_parameters(remove_duplicate=False))
     left_out = {place_of[name] for name in packed}
+    table = described.shapes.get_output_embeddings().weight if head else None
 
-    def nothing(name: str) -> Tensor:
+    def nothing(name: str, read: Callable[[], object] = bool) -> Tensor:
+        read()
         return torch.zeros((), dtype=described.dtype).expand(place_of[name].shape)
 
-    return {
-        name: Unpacked(weight.nbytes, partial(nothing, name)) if place_of.get(name) in left_out else weight
-        for name, weight in described.gguf_weights.items()
-    }
+    def made(name: str, weight: Unpacked) -> Unpacked:
+        place = place_of.get(name)
+        if head and place is table:
+            return Unpacked(weight.nbytes, partial(nothing, name, head.read))
+        return Unpacked(weight.nbytes, partial(nothing, name)) if place in left_out else weight
+
+    return {name: made(name, weight) for name, weight in described.gguf_weights.items()}
 
 
 def _is_in_place(described: ModelDescription, quantized: Quantization) -> bool:

@@ -11,7 +11,7 @@ weight are moved where ``fuse.kernels`` read 1. Several tokens are multiplied as
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Self
 
 import torch
@@ -112,6 +112,15 @@ def pack(linear: nn.Linear, *, of_4_bits: bool = False) -> None:
     weight = linear.weight.detach()
     data = torch.empty(weight.shape, dtype=torch.int8)
     install(linear, data, _quantize(weight, data))
+
+
+def packed(parts: Iterable[Tensor], shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """The ``data [N, K]`` and ``scale`` of a matrix of this shape, whose rows come in ``parts``."""
+    data, scales, at = torch.empty(shape, dtype=torch.int8), [], 0
+    for rows in parts:
+        scales.append(_quantize(rows, data[at : at + len(rows)]))
+        at += len(rows)
+    return data, torch.cat(scales)
 
 
 def stack(matrices: Tensor, *, of_4_bits: bool = False) -> Int8Rows:
