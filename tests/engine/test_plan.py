@@ -206,7 +206,7 @@ def test_the_floor_is_that_of_the_model_loaded_so():
         loaded = load_model(replace(asked, quantize=quantize), silent)
         assert made.floor_ms[quantize] == pytest.approx(floor_ms(loaded, Measured(read=2.0)), rel=WITHIN)
     (row,) = [line for line in plan_lines(replace(made, weights={"none": made.weights["none"]})) if "a token" in line]
-    assert row.split() == ["floor,", "a", "token", "host", f"{made.floor_ms['none']:.1f}", "ms"]
+    assert row.split() == ["floor,", "a", "token", "RAM", f"{made.floor_ms['none']:.1f}", "ms"]
     assert planned("bundled").floor_ms == {}
     assert not any("floor" in line for line in plan_lines(planned("bundled")))
 

@@ -108,7 +108,7 @@ def test_a_refused_switch_keeps_the_mode_and_its_numbers(monkeypatch):
     run.prefill(200)
     run.step(10)
     monkeypatch.setattr(available, "free_bytes", lambda device: 0)
-    with pytest.raises(DoesNotFitError, match=r"freeze.* [\d.]+ KiB on cpu, [\d.]+ KiB"):
+    with pytest.raises(DoesNotFitError, match=r"freeze.* [\d.]+ KiB on cpu, and [\d.]+ KiB"):
         run.kv.switch(run.mode("freeze"))
     run.step(10)
     run.check()

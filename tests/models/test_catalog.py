@@ -107,7 +107,7 @@ def test_a_damaged_model_is_listed_with_what_is_wrong(cache: Path, tmp_path: Pat
         ("m-00001-of-00002.gguf", "1 of its 2 parts", "m-00002-of-00002.gguf"),
         ("model.safetensors",),
         ("config.json",),
-        ("1 of 1 weight files",),
+        ("1 of its 1 weight files",),
     )
     assert [bool(problem) for problem in problems] == [bool(facts) for facts in expected]
     assert not [problem for problem, facts in zip(problems, expected, strict=True) if lacks(problem, *facts)]
