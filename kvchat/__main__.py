@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
+import threading
 
 
 def main() -> None:
@@ -15,7 +17,24 @@ def main() -> None:
         from kvchat.cli.main import main as run
     except KeyboardInterrupt:
         sys.exit(130)
-    run()
+    try:
+        run()
+    except SystemExit as ended:
+        if threading.active_count() == 1:  # nobody is at work any more
+            _end(ended.code)
+        raise
+
+
+def _end(code: object) -> None:
+    """End with ``code`` at once: Python frees what torch and transformers imported for a second first."""
+    atexit._run_exitfuncs()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (OSError, ValueError):  # which Python tells of at its own end
+        return
+    if code is None or isinstance(code, int):
+        os._exit(code or 0)
 
 
 def _open_streams() -> None:
