@@ -151,12 +151,18 @@ class TiedHead:
     would take four bytes a weight first.
     """
 
-    def __init__(self, table: gguf_file.Tensor) -> None:
-        self._table = table
+    def __init__(self, table: gguf_file.Tensor, dtype: torch.dtype) -> None:
+        self._table, self._dtype = table, dtype
         self.packed: tuple[Tensor, ...] = ()
 
-    def read(self) -> None:
+    def make(self) -> Tensor:
+        """Pack it; what stands in its place has no memory."""
         self.packed = int8_rows.packed(ggufs.parts(self._table, UNPACKED), self._table.shape)
+        return _nothing(self._table.shape, self._dtype)
+
+
+def _nothing(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.zeros((), dtype=dtype).expand(shape)
 
 
 def _tied_head(described: ModelDescription, quantized: Quantization) -> TiedHead | None:
@@ -166,26 +172,21 @@ def _tied_head(described: ModelDescription, quantized: Quantization) -> TiedHead
         return None
     named = (one for one in described.gguf.tensors if one.name == gguf_file.EMBEDDINGS)
     table = next((one for one in named if one.shape == head.weight.shape), None)
-    return TiedHead(table) if table and type(head) is nn.Linear else None
+    return TiedHead(table, described.dtype) if table and type(head) is nn.Linear else None
 
 
 def _stored(described: ModelDescription, packed: Kept, head: TiedHead | None) -> dict[str, Unpacked]:
     """The weights of a GGUF file; those that are ``packed`` already or by ``head``, and embeddings, have no memory."""
     place_of = dict(described.shapes.named_parameters(remove_duplicate=False))
-    left_out = {place_of[name] for name in packed}
-    table = described.shapes.get_output_embeddings().weight if head else None
-
-    def nothing(name: str, read: Callable[[], object] = bool) -> Tensor:
-        read()
-        return torch.zeros((), dtype=described.dtype).expand(place_of[name].shape)
-
-    def made(name: str, weight: Unpacked) -> Unpacked:
-        place = place_of.get(name)
-        if head and place is table:
-            return Unpacked(weight.nbytes, partial(nothing, name, head.read))
-        return Unpacked(weight.nbytes, partial(nothing, name)) if place in left_out else weight
-
-    return {name: made(name, weight) for name, weight in described.gguf_weights.items()}
+    makers: dict[Tensor | None, Callable[[], Tensor]] = {
+        place_of[name]: partial(_nothing, place_of[name].shape, described.dtype) for name in packed
+    }
+    if head:
+        makers[described.shapes.get_output_embeddings().weight] = head.make
+    return {
+        name: Unpacked(weight.nbytes, makers[place]) if (place := place_of.get(name)) in makers else weight
+        for name, weight in described.gguf_weights.items()
+    }
 
 
 def _is_in_place(described: ModelDescription, quantized: Quantization) -> bool:

@@ -101,8 +101,7 @@ class DeviceSlots:
         self.heads = torch.tensor(layout.heads, device=device) if layout.heads else None
         rows = 0 if layout.in_place else self.n
         self.kv = torch.zeros((layers, 2, width, rows, geometry.d), dtype=geometry.dtype, device=device)
-        if device.type == "cpu":
-            use_huge_pages(self.kv)
+        use_huge_pages(self.kv)
         self.table = torch.full((*tables, self.n), EMPTY, dtype=torch.int32, device=device)
         self.attended = self.table if layout.listed else self.table.clone()
         self.named = [0] * layers

@@ -186,8 +186,10 @@ class CudaArray:
 def use_huge_pages(memory: Tensor) -> None:
     """Ask the system for huge pages where they lie whole in ``memory``, which is contiguous.
 
-    Where it has none, on an older system or on another one, nothing changes.
+    Where it has none, on an older system or on another one, nothing changes, nor of a GPU's memory.
     """
+    if memory.device.type != "cpu":
+        return
     begin, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes
     first = -(-begin // HUGE_PAGE) * HUGE_PAGE
     size = end // HUGE_PAGE * HUGE_PAGE - first

@@ -75,8 +75,7 @@ class PageIndex:
             return
         shape = (*self.data.shape[:2], self.geometry.pages(tokens), self.width)
         data = torch.empty(shape, dtype=self.dtype, device=self.data.device)
-        if data.device.type == "cpu":
-            use_huge_pages(data)
+        use_huge_pages(data)
         data[:, :, : self.pages], data[:, :, self.pages :] = self.data, self.empty
         self.data = data
 

@@ -40,9 +40,8 @@ from kvchat.models.fuse.one_token import Norm, OneTokenLayer
 from kvchat.models.probe import logits_error, logits_tolerance
 from kvchat.models.quantize import rows
 from kvchat.models.quantize.int8_rows import Int8Rows
-from kvchat.models.quantize.rows import GATES, PackedRows, Weight, is_one_row, linear, merge, weight_of
+from kvchat.models.quantize.rows import GATES, SILU, PackedRows, Weight, is_one_row, linear, merge, weight_of
 
-SILU = 1  # in ``GATES``
 BEFORE_MLP, AFTER_MLP = "pre_feedforward_layernorm", "post_feedforward_layernorm"
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 AROUND_MLP = {BEFORE_MLP, AFTER_MLP}

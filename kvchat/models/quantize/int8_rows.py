@@ -110,8 +110,7 @@ class Int8Rows(PackedRows):
 def pack(linear: nn.Linear, *, of_4_bits: bool = False) -> None:
     """Quantize a Linear, also one whose weights had 4 bits."""
     weight = linear.weight.detach()
-    data = torch.empty(weight.shape, dtype=torch.int8)
-    install(linear, data, _quantize(weight, data))
+    install(linear, *packed((weight,), weight.shape))
 
 
 def packed(parts: Iterable[Tensor], shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:

@@ -33,6 +33,7 @@ from kvchat.kv.ops.numba.loops import (
     exp,
 )
 from kvchat.kv.ops.numba.parts import turn
+from kvchat.models.quantize.rows import GELU
 
 Array = np.ndarray[Any, Any]
 GROUP = 32  # numbers of the row, and weights of a row of the matrix, that share a step
@@ -42,7 +43,6 @@ HALF = 16  # products of 4 bits and of 8 that 16 bits hold the sum of
 # this what SmolLM2's layers multiply by took 1.2 times as long from memory, its head 1.1 times.
 GROUPS_AHEAD, BLOCKS_AHEAD = 4, 4
 SCALE_BYTES = 4  # of a scale and a zero point
-SILU, GELU = 1, 2
 GELU_SCALE, GELU_CUBE = np.float32(2 * math.sqrt(2 / math.pi)), np.float32(0.044715)
 ZERO = 8  # the level of 4 bits that stands for the group's zero point
 ROW = "f4[::1], f4[::1], f4[::1], f4, f4[::1], i8, f4[::1]"  # the arguments of a product after its matrix

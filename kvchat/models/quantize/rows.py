@@ -137,8 +137,8 @@ class PackedRows(ABC):
 
 
 Weight = Tensor | PackedRows
-# By their numbers in ``product_loops``, from 1 on.
-GATES: tuple[Callable[[Tensor], Tensor], ...] = F.silu, partial(F.gelu, approximate="tanh")
+SILU, GELU = 1, 2  # the numbers of gates, for loops
+GATES: tuple[Callable[[Tensor], Tensor], ...] = F.silu, partial(F.gelu, approximate="tanh")  # by their numbers
 NOTHING = np.empty(0, np.float32)
 
 

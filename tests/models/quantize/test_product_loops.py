@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from kvchat.models.quantize import product_loops
-from kvchat.models.quantize.rows import GATES
+from kvchat.models.quantize.rows import GATES, GELU, SILU
 
 K, EPS = 96, 1e-5
 NOTHING = np.empty(0, np.float32)
@@ -74,7 +74,7 @@ def test_on_a_processor_without_those_instructions(width, pairs, monkeypatch):
     torch.testing.assert_close(torch.from_numpy(out[1]).double(), expected, rtol=1e-5, atol=1e-3)
 
 
-@pytest.mark.parametrize("gate", [0, product_loops.SILU, product_loops.GELU])
+@pytest.mark.parametrize("gate", [0, SILU, GELU])
 def test_what_a_layer_does_before_and_after(gate):
     data, scales, weights = four_bits(16, 64)
     x, norm, bias, residual = normal(K), normal(2, K)[1], normal(64), normal(2, 64)[1]
@@ -124,7 +124,7 @@ def eight_bits(rows: int, columns: int) -> tuple[tuple[np.ndarray, np.ndarray], 
     return (levels.numpy(), scale.view(torch.uint16).numpy()), weights
 
 
-@pytest.mark.parametrize("gate", [product_loops.SILU, product_loops.GELU])
+@pytest.mark.parametrize("gate", [SILU, GELU])
 @pytest.mark.parametrize("with_norms", [False, True])  # as Gemma's, of each head and before each sum
 def test_what_a_layer_computes_but_its_attention(with_norms, gate):
     size, heads, inner = 32, 3, 64
