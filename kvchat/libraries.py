@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import importlib
 import logging
+import operator
 import os
 import shlex
 import shutil
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from kvchat.errors import ModelError
@@ -33,6 +36,7 @@ EXTRAS = {
 }
 # The extra that a quantization needs on a GPU, and nf4 on a CPU too.
 EXTRA_OF = {"int8": "ao", "int4": "ao", "nf4": "bnb"}
+PACKAGES = "transformers", "transformers.models"
 TRANSFORMERS = "USE_HUB_KERNELS"  # transformers reads it when it is imported
 BITSANDBYTES_LOG = "bitsandbytes.backends.cpu.ops"
 
@@ -107,9 +111,88 @@ def _outside() -> str:
     return "" if in_environment or not managed else "--break-system-packages "
 
 
-def refuse_in_transformers() -> None:
-    """Let transformers take no kernels, as for mixtures of experts, from a hub, unless the environment says so."""
+def prepare_transformers() -> None:
+    """Let transformers take no kernels, as for mixtures of experts, from a hub, unless the environment says so.
+
+    And let it list its models only for who asks for more than a module: it would read 1,700 files for that, twice.
+    """
     os.environ.setdefault(TRANSFORMERS, "NO")
+    for name in PACKAGES:
+        spec = find_spec(name)
+        if name not in sys.modules and spec:
+            known = {"__path__": spec.submodule_search_locations, "__spec__": spec, "__file__": spec.origin}
+            sys.modules[name] = _Later(name, known | {"__version__": metadata.version(PACKAGES[0])}, PACKAGES)
+
+
+def import_transformers() -> None:
+    """Import transformers' model classes without what they are only prepared for, which takes longer than they do.
+
+    That is torch's compiler, for which functions are marked, torchao, of which its quantizer needs one function to
+    write files, and tensors over several processes. Whoever asks for more of the compiler or for torchao gets them;
+    what was marked before stays unmarked.
+    """
+    import torch
+    from transformers.utils.import_utils import is_torch_distributed_available, is_torchao_available
+
+    if not sys.modules.keys().isdisjoint((*COMPILER, "torchao")):
+        return
+    own, torch.distributed.is_available = torch.distributed.is_available, lambda: False
+    is_torch_distributed_available.cache_clear()
+    is_torch_distributed_available()  # which keeps the answer
+    torch.distributed.is_available = own
+    sys.modules.update({name: _Later(name, known, COMPILER) for name, known in COMPILER.items()})
+    sys.modules["torchao"] = None  # type: ignore[assignment]  # an import of it fails
+    is_torchao_available.cache_clear()
+    try:
+        importlib.import_module("transformers.modeling_layers")
+        torchaos = importlib.import_module("transformers.quantizers.quantizer_torchao")
+        vars(torchaos).setdefault("flatten_tensor_state_dict", _flattened)
+    finally:
+        del sys.modules["torchao"]
+        is_torchao_available.cache_clear()
+
+
+class _Later(ModuleType):
+    """In place of a module until more of it is asked for than is ``known``; then all its ``family`` are imported."""
+
+    def __init__(self, name: str, known: dict[str, Any], family: Collection[str]) -> None:
+        super().__init__(name)
+        vars(self).update(known, _family=family)
+
+    def __getattr__(self, name: str) -> Any:
+        of_package = name == "__path__" and any(other.startswith(f"{self.__name__}.") for other in self._family)
+        if name.startswith("__") and not of_package:  # what an import looks for in any module
+            raise AttributeError(name)
+        if "__path__" in vars(self) and find_spec(f"{self.__name__}.{name}"):
+            return importlib.import_module(f"{self.__name__}.{name}")
+        for later in self._family:
+            if isinstance(sys.modules.get(later), _Later):
+                del sys.modules[later]
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+def _unmarked(function: Any = None, *_: Any, **__: Any) -> Any:
+    return _unmarked if function is None else function
+
+
+def _flattened(*args: Any) -> Any:
+    from torchao.prototype.safetensors import safetensors_support
+
+    return safetensors_support.flatten_tensor_state_dict(*args)
+
+
+def _index_by_tensors() -> Any:
+    from torch._dynamo import _trace_wrapped_higher_order_op
+
+    return _trace_wrapped_higher_order_op.TransformGetItemToIndex()
+
+
+# What of torch's compiler is asked for where nothing is compiled.
+COMPILER: dict[str, dict[str, Any]] = {
+    "torch._dynamo": {"disable": _unmarked, "allow_in_graph": _unmarked, "assume_constant_result": _unmarked},
+    "torch._dynamo._trace_wrapped_higher_order_op": {"TransformGetItemToIndex": _index_by_tensors},
+    "torch.fx.experimental.symbolic_shapes": {"guard_or_false": bool, "sym_eq": operator.eq},  # of sizes in numbers
+}
 
 
 def import_bitsandbytes(load: Callable[[str], Any] = importlib.import_module) -> Any:

@@ -21,7 +21,7 @@ from packaging.version import Version
 
 from kvchat import libraries
 from kvchat.errors import ModelError
-from kvchat.libraries import BITSANDBYTES_LOG, TRANSFORMERS, import_bitsandbytes, refuse_in_transformers
+from kvchat.libraries import BITSANDBYTES_LOG, TRANSFORMERS, import_bitsandbytes, prepare_transformers
 
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
@@ -201,7 +201,7 @@ def test_what_the_environment_says_of_transformers_holds(monkeypatch, given, lef
     monkeypatch.delenv(TRANSFORMERS, raising=False)
     if given:
         monkeypatch.setenv(TRANSFORMERS, given)
-    refuse_in_transformers()
+    prepare_transformers()
     assert os.environ[TRANSFORMERS] == left
 
 

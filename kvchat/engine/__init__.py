@@ -1,5 +1,5 @@
 """Loads a model, talks with it, switches its KV mode: in a process of its own, or from Python."""
 
-from kvchat.libraries import refuse_in_transformers
+from kvchat.libraries import prepare_transformers
 
-refuse_in_transformers()  # before any module of the engine imports it
+prepare_transformers()  # before any module of the engine imports it

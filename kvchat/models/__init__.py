@@ -1,5 +1,5 @@
 """Finds, describes, loads and checks the models that kvchat runs."""
 
-from kvchat.libraries import refuse_in_transformers
+from kvchat.libraries import prepare_transformers
 
-refuse_in_transformers()  # before any module of this package imports it
+prepare_transformers()  # before any module of this package imports it

@@ -78,7 +78,7 @@ class Layer(NamedTuple):
 
 def register() -> None:
     """Make ``attn_implementation="kvchat"`` known to transformers; may be called again."""
-    from transformers import AttentionInterface
+    from transformers.modeling_utils import AttentionInterface
 
     AttentionInterface.register(NAME, attention)
 

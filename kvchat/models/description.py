@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kvchat import libraries
 from kvchat.errors import KvchatError, UsageError, did_you_mean
 from kvchat.models import attention_hook, support, weights
 from kvchat.models import gguf as ggufs
@@ -149,7 +150,7 @@ def describe(name: str, device: str, dtype: str, progress: Progress, gpus: int =
     on = resolve_device(device)
     others = resolve_others(on, gpus)
     location = locate(name, progress)
-    support.import_transformers()
+    libraries.import_transformers()
     try:
         config = _read_config(location)
         support.check_quantization(config, location.name)
@@ -188,7 +189,7 @@ def quiet() -> Iterator[None]:
 
 
 def _read_config(location: ModelLocation) -> Any:
-    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import AutoConfig
 
     if location.gguf:
         return ggufs.of_file(location.folder / location.gguf, location.name)

@@ -48,7 +48,7 @@ def of_file(path: Path, name: str) -> Any:
     file = read_model(path)
     try:
         found = _by_transformers(file)
-        from transformers import CONFIG_MAPPING
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
         if rows := [one.shape[0] for one in file.tensors if one.name == EMBEDDINGS]:
             found["vocab_size"] = rows[0]

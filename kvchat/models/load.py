@@ -359,7 +359,7 @@ def _explained(described: ModelDescription, quantize: str) -> Iterator[None]:
 
 def _tokenizer(described: ModelDescription, checkpoint: Checkpoint) -> tuple[Any, tuple[str, ...]]:
     """The tokenizer, and notes for people."""
-    from transformers import AutoTokenizer
+    from transformers.models.auto.tokenization_auto import AutoTokenizer
 
     try:
         with explained_panics():

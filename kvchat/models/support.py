@@ -389,75 +389,7 @@ def _without_tensors(module: nn.Module) -> nn.Module:
     return empty
 
 
-# ---- imports and models without memory ----------------------------------------------------------
-
-
-def import_transformers() -> None:
-    """Import transformers' model classes without what they are only prepared for, which takes longer than they do.
-
-    That is torch's compiler, for which functions are marked, torchao, of which its quantizer needs one function to
-    write files, and tensors over several processes. Whoever asks for more of the compiler or for torchao gets them;
-    what was marked before stays unmarked.
-    """
-    from transformers.utils.import_utils import is_torch_distributed_available, is_torchao_available
-
-    if not sys.modules.keys().isdisjoint((*LATER, "torchao")):
-        return
-    own, torch.distributed.is_available = torch.distributed.is_available, lambda: False
-    is_torch_distributed_available.cache_clear()
-    is_torch_distributed_available()  # which keeps the answer
-    torch.distributed.is_available = own
-    sys.modules.update({name: _Later(name, known) for name, known in LATER.items()})
-    sys.modules["torchao"] = None  # type: ignore[assignment]  # an import of it fails
-    is_torchao_available.cache_clear()
-    try:
-        importlib.import_module("transformers.modeling_layers")
-        torchaos = importlib.import_module("transformers.quantizers.quantizer_torchao")
-        vars(torchaos).setdefault("flatten_tensor_state_dict", _flattened)
-    finally:
-        del sys.modules["torchao"]
-        is_torchao_available.cache_clear()
-
-
-class _Later(ModuleType):
-    """In place of a module until more of it is asked for than is ``known``; then all of ``LATER`` are imported."""
-
-    def __init__(self, name: str, known: dict[str, Any]) -> None:
-        super().__init__(name)
-        vars(self).update(known)
-
-    def __getattr__(self, name: str) -> Any:
-        of_package = name == "__path__" and any(other.startswith(f"{self.__name__}.") for other in LATER)
-        if name.startswith("__") and not of_package:  # what an import looks for in any module
-            raise AttributeError(name)
-        for later in LATER:
-            if isinstance(sys.modules.get(later), _Later):
-                del sys.modules[later]
-        return getattr(importlib.import_module(self.__name__), name)
-
-
-def _unmarked(function: Any = None, *_: Any, **__: Any) -> Any:
-    return _unmarked if function is None else function
-
-
-def _flattened(*args: Any) -> Any:
-    from torchao.prototype.safetensors import safetensors_support
-
-    return safetensors_support.flatten_tensor_state_dict(*args)
-
-
-def _index_by_tensors() -> Any:
-    from torch._dynamo import _trace_wrapped_higher_order_op
-
-    return _trace_wrapped_higher_order_op.TransformGetItemToIndex()
-
-
-# What of torch's compiler is asked for where nothing is compiled.
-LATER: dict[str, dict[str, Any]] = {
-    "torch._dynamo": {"disable": _unmarked, "allow_in_graph": _unmarked, "assume_constant_result": _unmarked},
-    "torch._dynamo._trace_wrapped_higher_order_op": {"TransformGetItemToIndex": _index_by_tensors},
-    "torch.fx.experimental.symbolic_shapes": {"guard_or_false": bool, "sym_eq": operator.eq},  # of sizes in numbers
-}
+# ---- models without memory -----------------------------------------------------------------------
 
 
 class WithoutMemory(TorchFunctionMode):

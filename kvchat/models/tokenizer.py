@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerFast
+from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
 from kvchat.errors import ModelError
 from kvchat.models.gguf_file import EMBEDDINGS, ENDS, GgufFile

@@ -247,7 +247,7 @@ LOADS = """
 import sys
 from kvchat.models.load import load_model
 from kvchat.protocol.messages import Load
-from kvchat.models.support import LATER
+from kvchat.libraries import COMPILER
 load_model(Load(sys.argv[1], "cpu"), lambda stage: None)
 heavy = ("sympy", "torchao", "torch._inductor", "torch.distributed.tensor", "torch._dynamo.convert_frame")
 print([name for name in heavy if name in sys.modules])
@@ -256,7 +256,7 @@ with TransformGetItemToIndex():
     pass
 import torch
 print(torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2)).tolist())
-print([name for name in LATER if type(sys.modules.get(name)).__name__ == "_Later"])
+print([name for name in COMPILER if type(sys.modules.get(name)).__name__ == "_Later"])
 from transformers.utils import is_torchao_available
 print(is_torchao_available())
 """
