@@ -114,14 +114,14 @@ def _outside() -> str:
 def prepare_transformers() -> None:
     """Let transformers take no kernels, as for mixtures of experts, from a hub, unless the environment says so.
 
-    And let it list its models only for who asks for more than a module: it would read 1,700 files for that, twice.
+    And let it list its models only for who asks for more than a module: it would read 1,700 files for that, three times.
     """
     os.environ.setdefault(TRANSFORMERS, "NO")
     for name in PACKAGES:
         spec = find_spec(name)
         if name not in sys.modules and spec:
             known = {"__path__": spec.submodule_search_locations, "__spec__": spec, "__file__": spec.origin}
-            sys.modules[name] = _Later(name, known | {"__version__": metadata.version(PACKAGES[0])}, PACKAGES)
+            sys.modules[name] = _Later(name, known | {"__version__": metadata.version(PACKAGES[0])}, [name])
 
 
 def import_transformers() -> None:
@@ -132,8 +132,10 @@ def import_transformers() -> None:
     what was marked before stays unmarked.
     """
     import torch
+    from transformers import utils
     from transformers.utils.import_utils import is_torch_distributed_available, is_torchao_available
 
+    utils.direct_transformers_import = lambda path: sys.modules[PACKAGES[0]]  # in place of a second one
     if not sys.modules.keys().isdisjoint((*COMPILER, "torchao")):
         return
     own, torch.distributed.is_available = torch.distributed.is_available, lambda: False

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import sys
 
-from kvchat.process import die_with_parent
+from kvchat.process import die_with_parent, postpone_full_collections
 
 if __name__ == "__main__":
     die_with_parent(*map(int, sys.argv[1:]))
+    postpone_full_collections()
     from kvchat.engine.worker import main
 
     main()

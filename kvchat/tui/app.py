@@ -62,7 +62,6 @@ ENDING = (
 )
 REACHED = ("chat", "prompt", "transcript", "ribbon", "panels")  # keys of other screens act there alone
 LONGEST_S = 5.0  # what a key began may take longer: the next ones do not wait for the end of it
-LATE = 200  # collections of the middle generation before a full one that does not wait for a pause; Python's rule: 10
 WORTHWHILE = 5
 PAUSE_S = 2.0
 LEAST_S = 0.1
@@ -76,7 +75,7 @@ def run(config: AppConfig) -> int:
     """Run the application until the user leaves; the exit code. No engine outlives it."""
     app = KvchatApp(config)
     try:
-        postpone_full_collections()
+        gc.freeze()  # all modules, in which no garbage is
         app.run()
     finally:
         app.client.kill()
@@ -211,13 +210,6 @@ async def _done(pump: MessagePump, work: Callable[[], Awaitable[None]] | None = 
 
     if pump.call_later(finish):  # not while it closes
         await done.wait()
-
-
-def postpone_full_collections() -> None:
-    """Let full collections come late, and look through what is there now, all modules for example, never again."""
-    young, middle, _ = gc.get_threshold()
-    gc.set_threshold(young, middle, LATE)
-    gc.freeze()
 
 
 class IdleCollector:

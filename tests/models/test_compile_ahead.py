@@ -247,10 +247,17 @@ LOADS = """
 import sys
 from kvchat.models.load import load_model
 from kvchat.protocol.messages import Load
-from kvchat.libraries import COMPILER
+from kvchat.libraries import COMPILER, PACKAGES
 load_model(Load(sys.argv[1], "cpu"), lambda stage: None)
 heavy = ("sympy", "torchao", "torch._inductor", "torch.distributed.tensor", "torch._dynamo.convert_frame")
 print([name for name in heavy if name in sys.modules])
+print(type(sys.modules[PACKAGES[1]]).__name__)
+import transformers
+from transformers import GPT2Config
+from transformers.models import bert
+print(type(transformers.models.bert.BertConfig()).__module__, GPT2Config is transformers.GPT2Config)
+print(type(sys.modules["transformers"]).__name__, transformers.__version__ == sys.modules["transformers"].__version__)
+print(transformers.tokenization_utils_fast.PreTrainedTokenizerFast is transformers.PreTrainedTokenizerFast)
 from transformers.masking_utils import TransformGetItemToIndex
 with TransformGetItemToIndex():
     pass
@@ -265,8 +272,11 @@ print(is_torchao_available())
 @pytest.mark.slow("a process imports torch's compiler")
 def test_a_model_is_loaded_without_torchs_compiler_which_is_there_when_asked_for():
     done = subprocess.run([sys.executable, "-c", LOADS, "bundled"], capture_output=True, text=True, check=True)
-    imported, compiled, in_place, has_torchao = done.stdout.splitlines()
+    imported, listed, bert, package, old, compiled, in_place, has_torchao = done.stdout.splitlines()
     assert imported == "[]"
+    assert (listed, bert) == ("_Later", "transformers.models.bert.configuration_bert True")
+    assert package == "_LazyModule True"
+    assert old == "True"
     assert compiled == "[2.0, 2.0]"
     assert in_place == "[]"
     pytest.importorskip("torchao")

@@ -114,16 +114,6 @@ def test_little_garbage_is_left(collections, monkeypatch):
     assert not collections
 
 
-def test_a_full_collection_comes_late_but_comes(monkeypatch):
-    before = gc.get_threshold()
-    monkeypatch.setattr(gc, "freeze", lambda: None)
-    try:
-        app_module.postpone_full_collections()
-        assert gc.get_threshold() == (*before[:2], app_module.LATE)
-    finally:
-        gc.set_threshold(*before)
-
-
 async def test_keys_end_a_pause(running, monkeypatch):
     async with running() as (app, pilot, until):
         used = []
