@@ -7,13 +7,10 @@ import os
 import sys
 import threading
 
-from kvchat.process import postpone_full_collections
-
 
 def main() -> None:
     """Run the command line; Ctrl+C while it is still being imported ends it in silence, as it does later."""
     _open_streams()
-    postpone_full_collections()
     if sys.platform == "win32":
         sys.exit("kvchat runs on Linux and macOS only; on Windows, run it in WSL2.")
     try:

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import importlib
 import logging
-import operator
 import os
 import shlex
 import shutil
 import sys
 import sysconfig
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from importlib import metadata
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -36,7 +37,6 @@ EXTRAS = {
 }
 # The extra that a quantization needs on a GPU, and nf4 on a CPU too.
 EXTRA_OF = {"int8": "ao", "int4": "ao", "nf4": "bnb"}
-PACKAGES = "transformers", "transformers.models"
 TRANSFORMERS = "USE_HUB_KERNELS"  # transformers reads it when it is imported
 BITSANDBYTES_LOG = "bitsandbytes.backends.cpu.ops"
 
@@ -114,52 +114,43 @@ def _outside() -> str:
 def prepare_transformers() -> None:
     """Let transformers take no kernels, as for mixtures of experts, from a hub, unless the environment says so.
 
-    And let it list its models only for who asks for more than a module: it would read 1,700 files for that, three times.
+    It lists its models only for who asks for more than a module: for that it would read 1,700 files, three times.
     """
     os.environ.setdefault(TRANSFORMERS, "NO")
-    for name in PACKAGES:
-        spec = find_spec(name)
-        if name not in sys.modules and spec:
-            known = {"__path__": spec.submodule_search_locations, "__spec__": spec, "__file__": spec.origin}
-            sys.modules[name] = _Later(name, known | {"__version__": metadata.version(PACKAGES[0])}, [name])
+    if _unlisted not in sys.meta_path:
+        sys.meta_path.insert(0, _unlisted)
 
 
-def import_transformers() -> None:
-    """Import transformers' model classes without what they are only prepared for, which takes longer than they do.
+class _Unlisted(Loader):
+    """Imports the packages that list transformers' models as ``Later``, the first time; then they are found as ever."""
 
-    That is torch's compiler, for which functions are marked, torchao, of which its quantizer needs one function to
-    write files, and tensors over several processes. Whoever asks for more of the compiler or for torchao gets them;
-    what was marked before stays unmarked.
-    """
-    import torch
-    from transformers import utils
-    from transformers.utils.import_utils import is_torch_distributed_available, is_torchao_available
+    def __init__(self) -> None:
+        self._left = {"transformers", "transformers.models"}
 
-    utils.direct_transformers_import = lambda path: sys.modules[PACKAGES[0]]  # in place of a second one
-    if not sys.modules.keys().isdisjoint((*COMPILER, "torchao")):
-        return
-    own, torch.distributed.is_available = torch.distributed.is_available, lambda: False
-    is_torch_distributed_available.cache_clear()
-    is_torch_distributed_available()  # which keeps the answer
-    torch.distributed.is_available = own
-    sys.modules.update({name: _Later(name, known, COMPILER) for name, known in COMPILER.items()})
-    sys.modules["torchao"] = None  # type: ignore[assignment]  # an import of it fails
-    is_torchao_available.cache_clear()
-    try:
-        importlib.import_module("transformers.modeling_layers")
-        torchaos = importlib.import_module("transformers.quantizers.quantizer_torchao")
-        vars(torchaos).setdefault("flatten_tensor_state_dict", _flattened)
-    finally:
-        del sys.modules["torchao"]
-        is_torchao_available.cache_clear()
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path) if name in self._left else None
+        if spec:
+            spec.loader = self
+        return spec
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        self._left.remove(spec.name)
+        return Later(spec.name, {"__version__": metadata.version("transformers")})
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing of it is run."""
 
 
-class _Later(ModuleType):
+_unlisted = _Unlisted()
+
+
+class Later(ModuleType):
     """In place of a module until more of it is asked for than is ``known``; then all its ``family`` are imported."""
 
-    def __init__(self, name: str, known: dict[str, Any], family: Collection[str]) -> None:
+    def __init__(self, name: str, known: dict[str, Any], family: Collection[str] = ()) -> None:
         super().__init__(name)
-        vars(self).update(known, _family=family)
+        self._family = family or [name]
+        vars(self).update(known)
 
     def __getattr__(self, name: str) -> Any:
         of_package = name == "__path__" and any(other.startswith(f"{self.__name__}.") for other in self._family)
@@ -168,33 +159,9 @@ class _Later(ModuleType):
         if "__path__" in vars(self) and find_spec(f"{self.__name__}.{name}"):
             return importlib.import_module(f"{self.__name__}.{name}")
         for later in self._family:
-            if isinstance(sys.modules.get(later), _Later):
+            if isinstance(sys.modules.get(later), Later):
                 del sys.modules[later]
         return getattr(importlib.import_module(self.__name__), name)
-
-
-def _unmarked(function: Any = None, *_: Any, **__: Any) -> Any:
-    return _unmarked if function is None else function
-
-
-def _flattened(*args: Any) -> Any:
-    from torchao.prototype.safetensors import safetensors_support
-
-    return safetensors_support.flatten_tensor_state_dict(*args)
-
-
-def _index_by_tensors() -> Any:
-    from torch._dynamo import _trace_wrapped_higher_order_op
-
-    return _trace_wrapped_higher_order_op.TransformGetItemToIndex()
-
-
-# What of torch's compiler is asked for where nothing is compiled.
-COMPILER: dict[str, dict[str, Any]] = {
-    "torch._dynamo": {"disable": _unmarked, "allow_in_graph": _unmarked, "assume_constant_result": _unmarked},
-    "torch._dynamo._trace_wrapped_higher_order_op": {"TransformGetItemToIndex": _index_by_tensors},
-    "torch.fx.experimental.symbolic_shapes": {"guard_or_false": bool, "sym_eq": operator.eq},  # of sizes in numbers
-}
 
 
 def import_bitsandbytes(load: Callable[[str], Any] = importlib.import_module) -> Any:

@@ -48,7 +48,7 @@ from kvchat.config.sources import Resolved
 from kvchat.config.validation_errors import refused_by_pydantic
 from kvchat.errors import DoesNotFitError, KvchatError, UsageError
 from kvchat.foreign_text import visible
-from kvchat.process import spin_briefly, use_physical_cores
+from kvchat.process import postpone_full_collections, spin_briefly, use_physical_cores
 
 CHAT = "chat"
 MEANT = {"help": "--help", "version": "--version"}  # what other programs have as commands
@@ -57,6 +57,7 @@ MEANT = {"help": "--help", "version": "--version"}  # what other programs have a
 def main() -> None:
     """The program. Exit codes: 0, 2 usage or configuration, 3 does not fit, 130 interrupted, 1 otherwise."""
     files.name_temporary_folder()
+    postpone_full_collections()
     paths.name_home()
     spin_briefly()
     use_physical_cores()

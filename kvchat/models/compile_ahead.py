@@ -65,7 +65,7 @@ def begin(dtype: torch.dtype, first: Collection[str] = ()) -> None:
         return
     kept_in = next(filter(_can_be_written, folders), None)
     # Imported by this thread, whose number of threads numba would change.
-    if kept_in is None or cpu_ops.imported(f"{cpu_ops.LOOPS}.loops") is None:
+    if kept_in is None or cpu_ops.imported(cpu_ops.BASE) is None:
         return
     if _current:
         _current.stop()

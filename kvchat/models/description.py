@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvchat import libraries
 from kvchat.errors import KvchatError, UsageError, did_you_mean
 from kvchat.models import attention_hook, support, weights
 from kvchat.models import gguf as ggufs
@@ -150,7 +149,7 @@ def describe(name: str, device: str, dtype: str, progress: Progress, gpus: int =
     on = resolve_device(device)
     others = resolve_others(on, gpus)
     location = locate(name, progress)
-    libraries.import_transformers()
+    support.import_transformers()
     try:
         config = _read_config(location)
         support.check_quantization(config, location.name)

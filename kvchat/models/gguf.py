@@ -80,6 +80,22 @@ def fed(file: GgufFile) -> Iterator[None]:
         gguf.GGUFReader, gguf.get_tensor_name_map = own
 
 
+@contextlib.contextmanager
+def under_their_names() -> Iterator[None]:
+    """Meanwhile transformers renames no weights: these have its names, and all its models' renamings take 0.1 s."""
+    from transformers import modeling_utils
+
+    def none(model: Any, key_mapping: Any = None, hf_quantizer: Any = None, **_: Any) -> Any:
+        return hf_quantizer.update_weight_conversions([], model) if hf_quantizer else []
+
+    own = modeling_utils.get_model_conversion_mapping
+    modeling_utils.get_model_conversion_mapping = none
+    try:
+        yield
+    finally:
+        modeling_utils.get_model_conversion_mapping = own
+
+
 def _by_transformers(file: GgufFile) -> dict[str, Any]:
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 

@@ -200,10 +200,10 @@ def _changes_with_length(model: Any, base: _Observer, rotations: list[Rotation |
     """A reason to refuse a model whose keys rotate otherwise at twice the context (dynamic NTK, longrope), or None."""
     position = 2 * _context(model)
     far = _observe(model, position)
-    _observe(model, BASE)  # a short forward puts the short text's frequencies back
     allowed = ROTATED_KEYS[model.dtype] + ANGLE_PER_POSITION * position
     for layer, rotation in enumerate(rotations):
         if rotation and _error(base.keys[layer], far.keys[layer], rotation, position - BASE) > allowed:
+            _observe(model, BASE)  # a short forward puts the short text's frequencies back
             return "its rotary frequencies change with the length of the text"
     return None
 

@@ -82,6 +82,7 @@ def read(
             contextlib.redirect_stdout(io.StringIO()),  # what packages of quantized weights print has no switch
             contextlib.redirect_stderr(io.StringIO()),
             meanwhile,
+            ggufs.under_their_names() if checkpoint.gguf else contextlib.nullcontext(),
             support.WithoutMemory(),
         ):
             model, info = described.model_class.from_pretrained(

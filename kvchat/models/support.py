@@ -16,7 +16,6 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from kvchat.errors import ModelError
+from kvchat.libraries import Later
 from kvchat.models.quantize.quantization import Quantization, missing, own_method, own_section
 from kvchat.models.recurrent import (
     ATTENTION,
@@ -389,7 +389,60 @@ def _without_tensors(module: nn.Module) -> nn.Module:
     return empty
 
 
-# ---- models without memory -----------------------------------------------------------------------
+# ---- imports and models without memory ----------------------------------------------------------
+
+
+def import_transformers() -> None:
+    """Import transformers' model classes without what they are only prepared for, which takes longer than they do.
+
+    That is torch's compiler, for which functions are marked, torchao, of which its quantizer needs one function to
+    write files, and tensors over several processes. Whoever asks for more of the compiler or for torchao gets them;
+    what was marked before stays unmarked.
+    """
+    from transformers import utils
+    from transformers.utils.import_utils import is_torch_distributed_available, is_torchao_available
+
+    utils.direct_transformers_import = lambda path: sys.modules["transformers"]  # in place of a second one
+    if not sys.modules.keys().isdisjoint((*COMPILER, "torchao")):
+        return
+    own, torch.distributed.is_available = torch.distributed.is_available, lambda: False
+    is_torch_distributed_available.cache_clear()
+    is_torch_distributed_available()  # which keeps the answer
+    torch.distributed.is_available = own
+    sys.modules.update({name: Later(name, known, COMPILER) for name, known in COMPILER.items()})
+    sys.modules["torchao"] = None  # type: ignore[assignment]  # an import of it fails
+    is_torchao_available.cache_clear()
+    try:
+        importlib.import_module("transformers.modeling_layers")
+        torchaos = importlib.import_module("transformers.quantizers.quantizer_torchao")
+        vars(torchaos).setdefault("flatten_tensor_state_dict", _flattened)
+    finally:
+        del sys.modules["torchao"]
+        is_torchao_available.cache_clear()
+
+
+def _unmarked(function: Any = None, *_: Any, **__: Any) -> Any:
+    return _unmarked if function is None else function
+
+
+def _flattened(*args: Any) -> Any:
+    from torchao.prototype.safetensors import safetensors_support
+
+    return safetensors_support.flatten_tensor_state_dict(*args)
+
+
+def _index_by_tensors() -> Any:
+    from torch._dynamo import _trace_wrapped_higher_order_op
+
+    return _trace_wrapped_higher_order_op.TransformGetItemToIndex()
+
+
+# What of torch's compiler is asked for where nothing is compiled.
+COMPILER: dict[str, dict[str, Any]] = {
+    "torch._dynamo": {"disable": _unmarked, "allow_in_graph": _unmarked, "assume_constant_result": _unmarked},
+    "torch._dynamo._trace_wrapped_higher_order_op": {"TransformGetItemToIndex": _index_by_tensors},
+    "torch.fx.experimental.symbolic_shapes": {"guard_or_false": bool, "sym_eq": operator.eq},  # of sizes in numbers
+}
 
 
 class WithoutMemory(TorchFunctionMode):

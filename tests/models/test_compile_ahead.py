@@ -247,11 +247,11 @@ LOADS = """
 import sys
 from kvchat.models.load import load_model
 from kvchat.protocol.messages import Load
-from kvchat.libraries import COMPILER, PACKAGES
+from kvchat.models.support import COMPILER
 load_model(Load(sys.argv[1], "cpu"), lambda stage: None)
 heavy = ("sympy", "torchao", "torch._inductor", "torch.distributed.tensor", "torch._dynamo.convert_frame")
 print([name for name in heavy if name in sys.modules])
-print(type(sys.modules[PACKAGES[1]]).__name__)
+print(type(sys.modules["transformers.models"]).__name__)
 import transformers
 from transformers import GPT2Config
 from transformers.models import bert
@@ -263,7 +263,7 @@ with TransformGetItemToIndex():
     pass
 import torch
 print(torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2)).tolist())
-print([name for name in COMPILER if type(sys.modules.get(name)).__name__ == "_Later"])
+print([name for name in COMPILER if type(sys.modules.get(name)).__name__ == "Later"])
 from transformers.utils import is_torchao_available
 print(is_torchao_available())
 """
@@ -274,7 +274,7 @@ def test_a_model_is_loaded_without_torchs_compiler_which_is_there_when_asked_for
     done = subprocess.run([sys.executable, "-c", LOADS, "bundled"], capture_output=True, text=True, check=True)
     imported, listed, bert, package, old, compiled, in_place, has_torchao = done.stdout.splitlines()
     assert imported == "[]"
-    assert (listed, bert) == ("_Later", "transformers.models.bert.configuration_bert True")
+    assert (listed, bert) == ("Later", "transformers.models.bert.configuration_bert True")
     assert package == "_LazyModule True"
     assert old == "True"
     assert compiled == "[2.0, 2.0]"

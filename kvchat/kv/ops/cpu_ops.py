@@ -35,7 +35,7 @@ KNOWN = (torch.float32, torch.bfloat16)  # to the loops
 LOOPS = "kvchat.kv.ops.numba"
 PAGES, TOKENS, FREEZE = f"{LOOPS}.pages", f"{LOOPS}.tokens", f"{LOOPS}.freeze"
 IN_A_ROW, SCATTERED, EIGHT_BIT = f"{LOOPS}.in_a_row", f"{LOOPS}.scattered", f"{LOOPS}.eight_bit"
-ROWS = f"{LOOPS}.rows"
+BASE, ROWS = f"{LOOPS}.loops", f"{LOOPS}.rows"
 # Modules of loops that other processes compile now, or could not: each event tells when that is known.
 awaited: dict[str, threading.Event] = {}
 _used = threading.local()
@@ -368,7 +368,7 @@ def loops_over(dtype: torch.dtype, name: str = PAGES) -> ModuleType | None:
 
 def use_threads(threads: int) -> None:
     """Let the compiled loops that this thread asks for run on so many threads."""
-    if getattr(_used, "threads", 0) != threads and imported(f"{LOOPS}.loops"):  # numba takes 5 us to set what is set
+    if getattr(_used, "threads", 0) != threads and imported(BASE):  # numba takes 5 us to set what is set
         from kvchat.kv.ops.numba import loops
 
         loops.use_threads(threads)

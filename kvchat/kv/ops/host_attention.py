@@ -91,7 +91,7 @@ def is_ready(dtype: torch.dtype, waits: bool) -> bool:
     ``waits``.
     """
     # Imported by this thread, whose number of threads numba would change.
-    if dtype not in cpu_ops.KNOWN or cpu_ops.imported(f"{cpu_ops.LOOPS}.loops") is None:
+    if dtype not in cpu_ops.KNOWN or cpu_ops.imported(cpu_ops.BASE) is None:
         return False
     loading = _loading(dtype)
     if waits:

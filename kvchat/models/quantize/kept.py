@@ -32,6 +32,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from kvchat import files, paths
+from kvchat.kv.ops import cpu_ops
 from kvchat.models.quantize import int4_rows, int8_rows, packing
 from kvchat.models.quantize.rows import PIECE, all_rows, attach
 
@@ -55,7 +56,8 @@ def place(weights: Iterable[Path], quantize: str, *how: object) -> Path:
     """
     stats = [(os.path.realpath(file), os.stat(file)) for file in weights]
     known = [(path, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for path, stat in stats]
-    layout = torch.backends.cpu.get_cpu_capability(), int8_rows.in_groups(int8_rows.GROUP)  # torch packs by the first
+    # torch packs by the first; without compiled loops weights have no scale for every 32.
+    layout = torch.backends.cpu.get_cpu_capability(), cpu_ops.imported(cpu_ops.BASE) is not None
     digests = (
         blake2b(repr(told).encode(), digest_size=12).hexdigest()
         for told in ((quantize, [path for path, _ in stats]), (known, how, layout))
