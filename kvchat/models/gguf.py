@@ -83,17 +83,14 @@ def fed(file: GgufFile) -> Iterator[None]:
 @contextlib.contextmanager
 def under_their_names() -> Iterator[None]:
     """Meanwhile transformers renames no weights: these have its names, and all its models' renamings take 0.1 s."""
-    from transformers import modeling_utils
+    from transformers import conversion_mapping
 
-    def none(model: Any, key_mapping: Any = None, hf_quantizer: Any = None, **_: Any) -> Any:
-        return hf_quantizer.update_weight_conversions([], model) if hf_quantizer else []
-
-    own = modeling_utils.get_model_conversion_mapping
-    modeling_utils.get_model_conversion_mapping = none
+    own = conversion_mapping.get_checkpoint_conversion_mapping
+    conversion_mapping.get_checkpoint_conversion_mapping = lambda _: []
     try:
         yield
     finally:
-        modeling_utils.get_model_conversion_mapping = own
+        conversion_mapping.get_checkpoint_conversion_mapping = own
 
 
 def _by_transformers(file: GgufFile) -> dict[str, Any]:
