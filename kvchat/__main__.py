@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
 import threading
@@ -21,20 +20,10 @@ def main() -> None:
         run()
     except SystemExit as ended:
         if threading.active_count() == 1:  # nobody is at work any more
-            _end(ended.code)
+            from kvchat.process import end
+
+            end(ended.code)
         raise
-
-
-def _end(code: object) -> None:
-    """End with ``code`` at once: Python frees what torch and transformers imported for a second first."""
-    atexit._run_exitfuncs()
-    try:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except (OSError, ValueError):  # which Python tells of at its own end
-        return
-    if code is None or isinstance(code, int):
-        os._exit(code or 0)
 
 
 def _open_streams() -> None:

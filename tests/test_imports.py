@@ -78,7 +78,7 @@ MAY = {
         "cli",
         "kvchat",
     },
-    "__main__": {"cli"},
+    "__main__": {"cli", "process"},
     "kvchat": {"engine", "paths", "process"},
 }
 

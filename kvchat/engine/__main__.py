@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from kvchat.process import die_with_parent, postpone_full_collections
+from kvchat.process import die_with_parent, end, postpone_full_collections
 
 if __name__ == "__main__":
     die_with_parent(*map(int, sys.argv[1:]))
@@ -15,3 +15,4 @@ if __name__ == "__main__":
     from kvchat.engine.worker import main
 
     main()
+    end()
