@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 
 import pytest
 
+from kvchat import process
 from kvchat.__main__ import main
 
 
@@ -38,3 +40,12 @@ def test_what_is_started_without_its_streams_runs(command: str, says: bool) -> N
     command = f'exec "$0" -m kvchat {command}'
     done = subprocess.run(["sh", "-c", command, sys.executable], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr, bool(done.stdout.strip())) == (0, "", says)
+
+
+def test_a_full_collection_comes_late_but_comes() -> None:
+    before = gc.get_threshold()
+    try:
+        process.postpone_full_collections()
+        assert gc.get_threshold() == (*before[:2], process.LATE)
+    finally:
+        gc.set_threshold(*before)
