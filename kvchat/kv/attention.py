@@ -8,7 +8,7 @@ packed rows take 0.8 ms.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, NamedTuple
@@ -84,32 +84,6 @@ def products(keys: Tensor, values: Tensor) -> Products:
 
     def sums(weights: Tensor) -> Tensor:
         return torch.bmm(weights.to(values.dtype), values)
-
-    return Products(scores, sums)
-
-
-class Part(NamedTuple):
-    """``tokens`` tokens whose ``keys [H, tokens, d_k]`` and ``values [H, tokens, d_v]`` are made when they are read."""
-
-    tokens: int
-    keys: Callable[[], Tensor]
-    values: Callable[[], Tensor]
-
-
-def products_in_parts(parts: Sequence[Part]) -> Products:
-    """Those of ``parts``, one after the other: first the keys of all, then the values."""
-
-    def scores(query: Tensor) -> Tensor:
-        return torch.cat([torch.bmm(query, part.keys().transpose(1, 2)) for part in parts], -1)
-
-    def sums(weights: Tensor) -> Tensor:
-        total, done, dtype = torch.zeros((), device=weights.device), 0, weights.dtype
-        for part in parts:
-            values = part.values()
-            share, dtype = weights[..., done : done + part.tokens].to(values.dtype), values.dtype
-            total = total + torch.bmm(share, values).float()
-            done += part.tokens
-        return total.to(dtype)
 
     return Products(scores, sums)
 

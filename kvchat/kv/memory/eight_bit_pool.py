@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvchat.kv.memory import eight_bit_pages
 from kvchat.kv.memory.host_pool import HostPool, QuantizedByPage, gather, scatter
-from kvchat.kv.memory.pages import Pages, copied, side_by_side
+from kvchat.kv.memory.pages import Pages, copied
 
 
 class EightBitPool(HostPool):
@@ -271,13 +271,6 @@ class EightBitPool(HostPool):
                 pages[where] = read(gather(table, torch.where(index < 0, ~index, index)), g)
         heads_first = whole.flatten(2, 3)[:, :, : tokens - page * g.page]
         return heads_first[0, :, :, : g.d_k], heads_first[1, :, :, : g.d_v]
-
-    def runs(self, pages: int, longest: int) -> list[tuple[int, int]]:
-        """Pages 0 to ``pages`` as runs of at most ``longest`` that lie side by side: the first one's place, and length.
-
-        The page that the next token opens is one of them.
-        """
-        return side_by_side(self._published[:pages], longest)
 
     # ---- where tokens lie
 

@@ -71,19 +71,6 @@ def has_quantized(pages: StoredPages) -> bool:
     return full_precision_pages(pages) < len(pages.quantized)
 
 
-def side_by_side(places: Sequence[int], longest: int) -> list[tuple[int, int]]:
-    """``places``, of 8-bit pages ``~index``, as runs of at most ``longest``: the first one's place, and length."""
-    found: list[tuple[int, int]] = []
-    for place in places:
-        first, length = found[-1] if found else (0, 0)
-        follows = place == (first + length if place >= 0 else first - length) and (place < 0) == (first < 0)
-        if 0 < length < longest and follows:
-            found[-1] = first, length + 1
-        else:
-            found.append((place, 1))
-    return found
-
-
 def copied(layers: Sequence[Tensor], index: Sequence[int]) -> list[Tensor]:
     """The entries at ``index`` of each layer, in host memory of their own."""
     where = torch.tensor(index, dtype=torch.int64)

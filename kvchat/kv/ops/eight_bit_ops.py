@@ -3,27 +3,23 @@
 The token that fills a page quantizes it. What attention reads of the slots is in full precision where its own step
 wrote it there, and dequantized where it was recalled. On a CPU full and freeze mode read the codes in place: of the
 bundled model at 8,018 stored tokens a step of full mode then takes 1.3 times the CPU time of one over full-precision
-pages, one of freeze mode 1.2 to 1.3 times, on one thread. Without numba torch unpacks a run of pages at a time, which
-stays in the processor's cache; that took 1.9 times, and speculative mode (budget 512), which recalls them, 1.3 times.
+pages, one of freeze mode 1.2 to 1.3 times, on one thread. Without numba torch unpacks all pages of a layer first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from kvchat.kv.attention import AttentionSpec, Part, Products, attend, products, products_in_parts
+from kvchat.kv.attention import AttentionSpec, Products, attend, products
 from kvchat.kv.memory import eight_bit_pages
 from kvchat.kv.memory.device_slots import DeviceSlots
 from kvchat.kv.memory.eight_bit_pool import EightBitPool
 from kvchat.kv.memory.host_pool import gather, scatter
 from kvchat.kv.ops.cpu_ops import CpuOps, MixedPages, mixed
 from kvchat.kv.ops.torch_ops import TorchOps
-
-RUN_PAGES = 16  # that a CPU unpacks at a time
 
 
 class EightBitOps(TorchOps):
@@ -107,8 +103,7 @@ class EightBitCpuOps(EightBitOps, CpuOps):
 
     def begin_step(self, position: Tensor) -> None:
         super().begin_step(position)
-        pages = self.geometry.pages(self._now + 1)
-        self._runs, self._places = self.host.runs(pages, RUN_PAGES), self.host.places[:pages]
+        self._places = self.host.places[: self.geometry.pages(self._now + 1)]
 
     @property
     def badges(self) -> tuple[str, ...]:
@@ -118,9 +113,7 @@ class EightBitCpuOps(EightBitOps, CpuOps):
         return (self._now + 1) % self.geometry.page == 0
 
     def _products_of_all(self, layer: int, first: int, end: int) -> Products:
-        return self._mixed(layer, self._stored_tokens[:1, first:], 0) or products_in_parts(
-            list(self._parts(layer, first, end))
-        )
+        return self._mixed(layer, self._stored_tokens[:1, first:], 0) or products(*self._unpacked(layer, first, end))
 
     def _products_of_some(self, layer: int, table: Tensor, first: int) -> Products:
         return self._mixed(layer, table, first) or products(*self._gathered(layer, table))
@@ -143,22 +136,11 @@ class EightBitCpuOps(EightBitOps, CpuOps):
         stored = self.host.by_head(layer), self.host.eight_bit.table(layer)
         return mixed(MixedPages(*stored, self._places, table, first), self.geometry)
 
-    def _parts(self, layer: int, first: int, end: int) -> Iterator[Part]:
-        """The tokens ``first`` to ``end`` of a layer by runs of pages."""
-        p, at = self.geometry.page, 0
-        for place, length in self._runs:
-            low, high = max(first, at) - at, min(end, at + length * p) - at
-            if low < high:
-                keys, values = (partial(self._unpacked, layer, kind, place, length, low, high) for kind in (0, 1))
-                yield Part(high - low, keys, values)
-            at += length * p
-
-    def _unpacked(self, layer: int, kind: int, place: int, length: int, low: int, high: int) -> Tensor:
-        """K (``kind`` 0) or V (1) of tokens ``low`` to ``high`` of a run of pages, ``[H, n, d_k or d_v]``."""
-        g, pool = self.geometry, self.host
-        d = (g.d_k, g.d_v)[kind]
-        if place >= 0:
-            return pool.by_head(layer)[kind, :, place * g.page + low : place * g.page + high, :d]
-        codes, *scales = eight_bit_pages.parts(pool.eight_bit.table(layer)[~place : ~place + length].transpose(0, 1), g)
-        scale = scales[kind].unsqueeze(-1 if kind else -2)
-        return eight_bit_pages.scaled(codes[:, :, kind], scale).flatten(1, 2)[:, low:high, :d]
+    def _unpacked(self, layer: int, first: int, end: int) -> tuple[Tensor, Tensor]:
+        """Copies of the keys and values of the tokens from ``first`` up to ``end``."""
+        g, n = self.geometry, len(self._places)
+        pages, heads = torch.arange(n).repeat(g.kv_heads), self._heads.repeat_interleave(n)
+        keys, values = (
+            self.host.read_pages(layer, pages, heads).reshape(2, g.kv_heads, -1, g.d)[:, :, first:end].unbind()
+        )
+        return keys[..., : g.d_k], values[..., : g.d_v]
