@@ -86,7 +86,7 @@ def test_a_load_that_fails_leaves_no_rank_behind(monkeypatch):
 
     def meet(self: Followers, described: ModelDescription) -> Rank:
         rank = begin(self, described)
-        pids.extend(self.pids)
+        pids.extend(each.pid for each in self._processes)
         return rank
 
     def fail(*_: object) -> None:

@@ -48,11 +48,15 @@ class Begin(NamedTuple):
 
 
 class Order(NamedTuple):
-    """A method's ``name``, and what it is called with."""
+    """A method's ``name``, and what it is called with; a mode is a ``ModeOrder``."""
 
     name: str
-    given: tuple[Any, ...] = ()
-    named: dict[str, Any] = {}  # noqa: RUF012  # nobody changes it
+    given: tuple[Any, ...]
+    named: dict[str, Any]
+
+    @classmethod
+    def of(cls, name: str, *given: object, **named: object) -> Order:
+        return cls(name, tuple(ModeOrder.of(one) if isinstance(one, Mode) else one for one in given), named)
 
 
 class ModeOrder(NamedTuple):
@@ -64,7 +68,6 @@ class ModeOrder(NamedTuple):
 
     @classmethod
     def of(cls, mode: Mode) -> ModeOrder:
-        """The order for a mode of the leading rank."""
         return cls(mode.parameters, mode.traits.choice, mode.system_tokens)
 
 
@@ -86,24 +89,13 @@ class Follower:
             getattr(self._runner, order.name)(*order.given, **order.named)
             return
         with torch.inference_mode():
+            given = [self._built(one) if isinstance(one, ModeOrder) else one for one in order.given]
             executes = self if hasattr(Follower, order.name) else self._runner.kv
-            getattr(executes, order.name)(*order.given, **order.named)
+            getattr(executes, order.name)(*given, **order.named)
 
-    def begin(self, mode: ModeOrder) -> None:
+    def begin(self, mode: Mode) -> None:
         """Store nothing yet, in this mode."""
-        self._runner = ModelRunner(self._model, self._built(mode))
-
-    def check_switch(self, mode: ModeOrder) -> None:
-        """``KVManager.check_switch``."""
-        self._runner.kv.check_switch(self._built(mode))
-
-    def switch(self, mode: ModeOrder) -> None:
-        """``KVManager.switch``."""
-        self._runner.kv.switch(self._built(mode))
-
-    def go_back(self, mode: ModeOrder) -> None:
-        """``KVManager.go_back``."""
-        self._runner.kv.go_back(self._built(mode))
+        self._runner = ModelRunner(self._model, mode)
 
     def guess(self, begins: bool) -> None:
         """Begin or end ``KVManager.guessing``."""

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from kvchat import process
-from kvchat.engine.ranks.follower import FORWARDS, Begin, ModeOrder, Order
+from kvchat.engine.ranks.follower import FORWARDS, Begin, Order
 from kvchat.engine.runner import ModelRunner
 from kvchat.errors import UsageError
 from kvchat.kv.geometry import Geometry
@@ -54,11 +54,6 @@ class Followers:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._folder = ""
         self._is_closing = self._is_inside = False
-
-    @property
-    def pids(self) -> list[int]:
-        """The process ids of ranks 1, 2, ..."""
-        return [each.pid for each in self._processes]
 
     def meet(self, described: ModelDescription) -> Rank:
         """Start the others, on a GPU each, and wait for them; the leader's rank.
@@ -108,7 +103,7 @@ class Followers:
             yield
             return
         self._is_inside = True
-        self._send(Order(name, given, named))
+        self._send(Order.of(name, *given, **named))
         try:
             yield
         except OtherRankFailedError:
@@ -124,13 +119,13 @@ class Followers:
         if name not in FORWARDS and (refusals := self._refusals()):
             raise refusals[0]
 
-    def check_switch(self, mode: ModeOrder) -> None:
+    def check_switch(self, mode: Mode) -> None:
         """Ask the others whether they can enter a mode.
 
         Raises:
             DoesNotFitError: one of them cannot.
         """
-        self._send(Order("check_switch", (mode,)))
+        self._send(Order.of("check_switch", mode))
         if refusals := self._refusals():
             raise refusals[0]
 
@@ -203,7 +198,7 @@ class LeadingKV(KVManager):
 
     def __init__(self, followers: Followers, geometry: Geometry, device: torch.device, mode: Mode) -> None:
         self.followers = followers
-        with torch.inference_mode(), followers.following("begin", ModeOrder.of(mode)):
+        with torch.inference_mode(), followers.following("begin", mode):
             super().__init__(geometry, device, mode)
 
     refill = _followed(KVManager.refill)
@@ -218,35 +213,28 @@ class LeadingKV(KVManager):
 
     def switch(self, mode: Mode) -> int:
         self.check_switch(mode)
-        self.followers.check_switch(ModeOrder.of(mode))
-        old, params = self.mode, self.effective_params
+        self.followers.check_switch(mode)
+        params = self.effective_params
         try:
-            with self.followers.following("switch", ModeOrder.of(mode)):
-                return super().switch(mode)
+            return int(self._all_or_none("switch", mode, "go_back", self.mode))
         except Exception:
-            with self.followers.following("go_back", ModeOrder.of(old)):
-                self.go_back(old)
             self.effective_params = params
             raise
 
     def pin(self, positions: Sequence[int]) -> None:
-        before = self.state.pins
-        try:
-            with self.followers.following("pin", positions):
-                super().pin(positions)
-        except Exception:
-            with self.followers.following("_set_pins", before):
-                self._set_pins(before)
-            raise
+        self._all_or_none("pin", positions, "_set_pins", self.state.pins)
 
     def quantize_pages(self, quantizes: bool) -> None:
-        before = self.state.quantizes
+        self._all_or_none("quantize_pages", quantizes, "quantize_pages", self.state.quantizes)
+
+    def _all_or_none(self, change: str, given: object, undo: str, before: object) -> Any:
+        """Let all ranks ``change`` what they keep, or ``undo`` it where one of them was refused."""
         try:
-            with self.followers.following("quantize_pages", quantizes):
-                super().quantize_pages(quantizes)
+            with self.followers.following(change, given):
+                return getattr(KVManager, change)(self, given)
         except Exception:
-            with self.followers.following("quantize_pages", before):
-                super().quantize_pages(before)
+            with self.followers.following(undo, before):
+                getattr(KVManager, undo)(self, before)
             raise
 
     @contextmanager
