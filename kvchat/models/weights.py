@@ -49,8 +49,8 @@ OF_UNPACKED = ("none", "int8", "int4")  # nf4 is not made of what was packed
 AT_MOST = {"int4": 5.0, "int8": 9.0}
 MOSTLY = 0.5  # of the layers' weights: where fewer are packed, they lose bits for hardly any memory
 NF4_BYTES = 0.5 + 4 / 64  # a weight, with bitsandbytes' scale of 64
-# On a CPU 32 weights of a row share constants; of a row that is no such groups int8 has one scale, kept twice.
-GROUP, INT8_GROUP_BYTES, INT8_ROW_BYTES, INT4_GROUP_BYTES = 32, 2, 6, 4
+# On a CPU 32 weights of a row share constants; of a row that is no such groups int8 has one scale.
+GROUP, INT8_GROUP_BYTES, INT8_ROW_BYTES, INT4_GROUP_BYTES = 32, 2, 4, 4
 INT4_ROWS, STACKED = 16, 64  # multiples that fit: int4's rows, and the elements of an expert in a stack of int8
 # On a GPU: a row's scale in int8, torchao's scale and zero point of 128 weights in int4, which is padded.
 GPU_ROW_BYTES, GPU_GROUP, GPU_GROUP_BYTES, GPU_PADDED = 4, 128, 4, (8, 1024)

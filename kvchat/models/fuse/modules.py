@@ -592,7 +592,7 @@ class Operations:
 
 def _scales(weight: Weight) -> Tensor | None:
     """Of each row, where they have 8 bits."""
-    return weight.scale if isinstance(weight, Int8Rows) else None
+    return weight.scales if isinstance(weight, Int8Rows) else None
 
 
 def _are_numbers(*tensors: Tensor) -> bool:

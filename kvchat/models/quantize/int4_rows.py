@@ -7,9 +7,9 @@ scales in float32 make it 0.47 and 6 bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from kvchat.kv.ops.cpu_ops import use_threads
 from kvchat.models.quantize.rows import (
     BLOCK,
-    ROWS,
     Arrays,
     PackedRows,
     all_rows,
@@ -26,7 +25,6 @@ from kvchat.models.quantize.rows import (
     block_loops,
     body,
     in_chunks,
-    merge,
     product_loops,
 )
 
@@ -48,8 +46,7 @@ class Int4Rows(PackedRows):
     A weight is ``(level - 8) * scale + zero``, its level 0 to 15.
     """
 
-    def __init__(self, data: Tensor, scales: Tensor, bias: Tensor | None = None) -> None:
-        self.data, self.scales, self.bias = data, scales, bias
+    of_rows = 1
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if x.numel() == x.shape[-1] and (found := self.one_token(x.contiguous(), bias)) is not None:
@@ -83,28 +80,9 @@ class Int4Rows(PackedRows):
             loops.unpack_four_bits(*arrays, NARROW, rows.numpy())
             yield rows
 
-    def matrix(self, index: int) -> Self:
-        """One matrix of a stack, whose scales are ``[E, K / 32, N, 2]``, in the same memory."""
-        return type(self)(self.data[index], self.scales[index])
-
-    @property
-    def constants(self) -> tuple[Tensor, ...]:
-        """The scales and zero points."""
-        return (self.scales,)
-
     @property
     def mergeable(self) -> bool:
         return len(self.data) % BLOCK == 0
-
-    @classmethod
-    def merged(cls, linears: Sequence[Any]) -> Self:
-        parts: list[Int4Rows] = [linear.__dict__[ROWS] for linear in linears]
-        merged = cls(merge([part.data for part in parts]), torch.cat([part.scales for part in parts], 1))
-        views = torch.split(merged.scales, [len(part.data) for part in parts], 1)
-        for part, view in zip(parts, views, strict=True):
-            part.scales = view
-            part.forget_arrays()
-        return merged
 
 
 @cache

@@ -11,14 +11,13 @@ weight are moved where ``fuse.kernels`` read 1. Several tokens are multiplied as
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Self
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvchat.models.quantize.rows import CHUNK, ROWS, Arrays, PackedRows, attach, block_loops, in_chunks, merge
+from kvchat.models.quantize.rows import CHUNK, ROWS, Arrays, PackedRows, attach, block_loops, in_chunks
 
 METHOD = "int8"  # transformers' name of it
 GROUP = 32
@@ -30,31 +29,22 @@ ALIGNED = 64  # bytes: of rows that are no multiple of four the kernel reads the
 
 
 class Int8Rows(PackedRows):
-    """A matrix ``data [N, K]`` of 8 bits, each row with its ``scale [N]``, or in groups with ``scale [N, K / 32]``.
-
-    ``bias [N]`` is its Linear's; ``rounded`` are the scales of rows as the kernel reads them.
-    """
-
-    def __init__(self, data: Tensor, scale: Tensor, bias: Tensor | None = None, rounded: Tensor | None = None) -> None:
-        self.data, self.scale, self.bias = data, scale, bias
-        by_kernel = not (self._in_groups or data.is_cuda)
-        self._rounded = scale.bfloat16() if rounded is None and by_kernel else rounded
+    """A matrix ``data [N, K]`` of 8 bits, each row with one of ``scales [N]``, or in groups with ``[N, K / 32]``."""
 
     @property
     def _in_groups(self) -> bool:
-        return self.scale.dtype == torch.float16
+        return self.scales.dtype == torch.float16
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if x.is_cuda:
-            product = F.linear(x, self.data.to(x.dtype)) * self.scale.to(x.dtype)
+            product = F.linear(x, self.data.to(x.dtype)) * self.scales.to(x.dtype)
             return product if bias is None else product.add_(bias)
         if x.numel() == x.shape[-1] and (found := self.one_token(x.contiguous(), bias)) is not None:
             return found
         if x.numel() == x.shape[-1] and x.shape[-1] % MULTIPLE == 0:
             # In bfloat16: the kernel's float32 variant is several times slower, and 8 bits of weight round more.
             row = x.reshape(1, -1).bfloat16().contiguous()
-            assert self._rounded is not None
-            product = torch._weight_int8pack_mm(row, self.data, self._rounded)
+            product = torch._weight_int8pack_mm(row, self.data, self.scales.bfloat16())
             product = product.to(x.dtype).view(*x.shape[:-1], -1)
             return product if bias is None else product + bias
         products = [F.linear(x, *rows) for rows in self._unpacked(x.dtype, bias)]
@@ -63,7 +53,7 @@ class Int8Rows(PackedRows):
     def _arrays(self) -> Arrays | None:
         if not self._in_groups:
             return None
-        return self.data.detach().numpy(), self.scale.view(torch.uint16).numpy()
+        return self.data.detach().numpy(), self.scales.view(torch.uint16).numpy()
 
     def _unpacked(self, dtype: torch.dtype, bias: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Runs of rows in ``dtype``, each with its part of ``bias [N]``."""
@@ -71,40 +61,17 @@ class Int8Rows(PackedRows):
         for rows in in_chunks(self.data, UNPACKED):
             here = slice(at, at := at + len(rows))
             groups = rows.to(dtype).view(len(rows), -1, GROUP if self._in_groups else rows.shape[1])
-            scales = self.scale[here].to(dtype).view(len(rows), -1, 1)
+            scales = self.scales[here].to(dtype).view(len(rows), -1, 1)
             yield groups.mul_(scales).view(rows.shape), None if bias is None else bias[here]
 
     def some(self, numbers: Tensor, dtype: torch.dtype) -> Tensor:
         """The rows ``numbers [n]``, ``[n, K]``."""
-        scales = self.scale[numbers].float().view(len(numbers), -1, 1)
+        scales = self.scales[numbers].float().view(len(numbers), -1, 1)
         return (self.data[numbers].view(len(numbers), scales.shape[1], -1) * scales).view(len(numbers), -1).to(dtype)
-
-    def matrix(self, index: int) -> Self:
-        """One matrix of a stack ``[E, N, K]``, in the same memory."""
-        rounded = None if self._rounded is None else self._rounded[index]
-        return type(self)(self.data[index], self.scale[index], rounded=rounded)
-
-    @property
-    def constants(self) -> tuple[Tensor, ...]:
-        """The scales, and those of rows rounded for the kernel."""
-        return (self.scale,) if self._rounded is None else (self.scale, self._rounded)
 
     @property
     def mergeable(self) -> bool:
         return self.data.nbytes % ALIGNED == 0
-
-    @classmethod
-    def merged(cls, linears: Sequence[Any]) -> Self:
-        parts: list[Int8Rows] = [linear.__dict__[ROWS] for linear in linears]
-        merged = cls(merge([part.data for part in parts]), torch.cat([part.scale for part in parts]))
-        sizes = [len(part.data) for part in parts]
-        for part, scale in zip(parts, torch.split(merged.scale, sizes), strict=True):
-            part.scale = scale
-            part.forget_arrays()
-        if merged._rounded is not None:
-            for part, rounded in zip(parts, torch.split(merged._rounded, sizes), strict=True):
-                part._rounded = rounded
-        return merged
 
 
 def pack(linear: nn.Linear, *, of_4_bits: bool = False) -> None:

@@ -192,7 +192,7 @@ def _tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
     named = [(f"{name}.weight" if name in modules else name, one) for name, one in rows]
     method = {kind: name for name, kind in KINDS.items()}
     yield from ((f"{name}/{DATA}", one.data.detach()) for name, one in named)
-    yield from ((f"{name}/{method[type(one)]}", one.constants[0]) for name, one in named)
+    yield from ((f"{name}/{method[type(one)]}", one.scales) for name, one in named)
 
 
 def _header(weights: dict[str, Tensor]) -> bytes:

@@ -116,7 +116,7 @@ def weights(model: Any) -> Iterator[tuple[str, Tensor]]:
         constants = [value for value in vars(state).values() if isinstance(value, Tensor)] if state else []
         yield from ((name, tensor) for tensor in (*_parts(parameter.data), *constants))
     for name, rows in all_rows(model):
-        yield from ((name, constant) for constant in rows.constants)
+        yield name, rows.scales
     for name, module in model.named_modules():
         scales = getattr(getattr(module, "state", None), "SCB", None)  # bitsandbytes', of 8 bits
         yield from ((name, scales),) if isinstance(scales, Tensor) else ()

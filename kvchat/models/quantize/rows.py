@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -62,11 +62,17 @@ Arrays = tuple[Any, ...]
 
 
 class PackedRows(ABC):
-    """The packed rows of a Linear's matrix ``[N, K]``, or of a stack of such; ``bias [N]`` is the Linear's."""
+    """The packed rows of a Linear's matrix ``[N, K]``, or of a stack of such; ``bias [N]`` is the Linear's.
 
-    data: Tensor
-    bias: Tensor | None
+    ``scales`` are the constants beside ``data``; unlike it they are no parameter of the Linear. Their dimension
+    ``of_rows`` is that of the rows.
+    """
+
+    of_rows: ClassVar[int] = 0
     _known: tuple[int, Arrays | None] = (0, None)
+
+    def __init__(self, data: Tensor, scales: Tensor, bias: Tensor | None = None) -> None:
+        self.data, self.scales, self.bias = data, scales, bias
 
     def forward(self, x: Tensor) -> Tensor:
         """In place of its Linear's own."""
@@ -116,14 +122,9 @@ class PackedRows(ABC):
         product(*arrays, *before, eps, after, gate, out.view(-1).numpy())
         return out if x.dtype == torch.float32 else out.to(x.dtype)
 
-    @abstractmethod
     def matrix(self, index: int) -> Self:
         """One matrix of a stack, in the same memory."""
-
-    @property
-    @abstractmethod
-    def constants(self) -> tuple[Tensor, ...]:
-        """The tensors beside ``data``; unlike it they are no parameters of the Linear."""
+        return type(self)(self.data[index], self.scales[index])
 
     @property
     def mergeable(self) -> bool:
@@ -131,9 +132,15 @@ class PackedRows(ABC):
         return True
 
     @classmethod
-    @abstractmethod
     def merged(cls, linears: Sequence[Any]) -> Self:
         """The rows of several Linears as one matrix; theirs become views of it, so no memory is added."""
+        parts: list[Self] = [linear.__dict__[ROWS] for linear in linears]
+        merged = cls(merge([part.data for part in parts]), torch.cat([part.scales for part in parts], cls.of_rows))
+        views = torch.split(merged.scales, [len(part.data) for part in parts], cls.of_rows)
+        for part, view in zip(parts, views, strict=True):
+            part.scales = view
+            part.forget_arrays()
+        return merged
 
 
 Weight = Tensor | PackedRows

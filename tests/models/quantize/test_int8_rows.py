@@ -26,7 +26,7 @@ def packed(rows: int, columns: int, dtype: torch.dtype = torch.float32, bias: bo
 
 def unpacked(linear: nn.Linear) -> Tensor:
     """The weights that a packed Linear stands for."""
-    scale = linear.packed_rows.scale.double().view(len(linear.weight), -1)
+    scale = linear.packed_rows.scales.double().view(len(linear.weight), -1)
     return linear.weight.double() * scale.repeat_interleave(linear.weight.shape[1] // scale.shape[1], 1)
 
 
@@ -60,7 +60,7 @@ def test_rows_that_lie_anywhere_in_a_file(rows):
     start = 8 - memory.data_ptr() % 64 + 64
     data = memory[start : start + linear.weight.numel()].view(rows, 64).copy_(linear.weight)
     mapped = nn.Linear(64, rows, bias=False)
-    int8_rows.install(mapped, data, linear.packed_rows.scale)
+    int8_rows.install(mapped, data, linear.packed_rows.scales)
     assert mapped.weight.data_ptr() % 64 == 0, "the kernel would end the process"
     assert torch.equal(mapped(x), linear(x))
 
@@ -119,7 +119,7 @@ def test_more_rows_than_are_quantized_at_once(monkeypatch):
     whole = packed(100, 64)
     monkeypatch.setattr(int8_rows, "CHUNK", 64 * 64)
     assert torch.equal(packed(100, 64).weight, whole.weight)
-    assert torch.equal(packed(100, 64).packed_rows.scale, whole.packed_rows.scale)
+    assert torch.equal(packed(100, 64).packed_rows.scales, whole.packed_rows.scales)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -137,7 +137,7 @@ def test_merged_rows_are_one_matrix_and_theirs_are_views_of_it():
     before = [linear(x) for linear in linears]
     merged = merge_weights(linears)
     torch.testing.assert_close(merged.multiply(x), torch.cat(before, -1))
-    assert merged.scale.untyped_storage().data_ptr() == linears[0].packed_rows.scale.untyped_storage().data_ptr()
+    assert merged.scales.untyped_storage().data_ptr() == linears[0].packed_rows.scales.untyped_storage().data_ptr()
     for linear, product in zip(linears, before, strict=True):
         assert torch.equal(linear(x), product)
         assert linear.weight.untyped_storage().data_ptr() == merged.data.untyped_storage().data_ptr()
