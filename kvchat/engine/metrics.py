@@ -20,7 +20,6 @@ from torch import Tensor
 from kvchat.kv.inspect import ENOUGH_COVERED, CoverageWatch, attended_counts, held_per_head, read_per_head, read_tokens
 from kvchat.kv.manager import KVManager, is_out_of_memory
 from kvchat.kv.modes.base import Mode, ModeReport, TokenState
-from kvchat.kv.state import KVState
 from kvchat.kv.transfer import RecallTime
 from kvchat.models.recurrent import RecurrentState
 from kvchat.nvml import GpuReader, PcieTraffic
@@ -292,7 +291,9 @@ class MetricsCollector:
 
     def details(self) -> Details:
         """Tokens read and held by layer and KV head, and the time of recall, as of now."""
-        return details(self._kv.state, self._pcie.latest())
+        state, pcie = self._kv.state, self._pcie.latest()
+        read, held = (tuple(map(tuple, counts.tolist())) for counts in (read_per_head(state), held_per_head(state)))
+        return Details(state.total, read, held, histogram(state.transfer.timer.steps), pcie.to_device, pcie.to_host)
 
     def _watch(self) -> CoverageWatch:
         """What is covered in the current mode."""
@@ -408,12 +409,6 @@ class PcieReading:
 
     def _measure(self, reader: GpuReader) -> None:
         self._latest = reader.pcie()
-
-
-def details(state: KVState, pcie: PcieTraffic) -> Details:
-    """Tokens read and held by layer and KV head, and the time of recall."""
-    read, held = (tuple(map(tuple, counts.tolist())) for counts in (read_per_head(state), held_per_head(state)))
-    return Details(state.total, read, held, histogram(state.transfer.timer.steps), pcie.to_device, pcie.to_host)
 
 
 def histogram(steps: Iterable[RecallTime]) -> tuple[RecallBin, ...]:

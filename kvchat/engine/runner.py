@@ -87,7 +87,9 @@ class ModelRunner:
             eager = f"its layers are on {len(model.devices)} GPUs"
         if model.ranks > 1:  # whether a sum over ranks can be captured was seen on no two GPUs yet
             eager = f"its heads are on {model.ranks} GPUs"
-        self.graphs = GraphRunner(self.kv, recorder or recorder_for(model.device), eager, self.recurrent)
+        if recorder is None and model.device.type == "cuda":
+            recorder = CudaRecorder(model.device)
+        self.graphs = GraphRunner(self.kv, recorder, eager, self.recurrent)
         self.thread_budget = ThreadBudget(model.device)
 
     @property
@@ -417,11 +419,6 @@ def _uncollected() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
-
-
-def recorder_for(device: torch.device) -> CudaRecorder | None:
-    """Return what records steps on ``device``, None on a CPU."""
-    return CudaRecorder(device) if device.type == "cuda" else None
 
 
 class GraphRunner:

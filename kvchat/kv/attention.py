@@ -109,14 +109,14 @@ def attend(
     Returns:
         ``[H, G, d_v]`` and the weights ``[H, G, n]`` in float32.
     """
-    scores = _capped(products.scores(query * spec.scaling), spec)
+    scores = capped(products.scores(query * spec.scaling), spec)
     scores = scores if bias is None else scores.add_(bias)
     if beside is None:
-        weights = _softmax(scores, sinks)
+        weights = softmax(scores, sinks)
         return products.sums(weights), weights
     others = beside[..., -1]
     unseen = others if sinks is None else torch.logaddexp(others, sinks.float())
-    weights = _softmax(scores, unseen)
+    weights = softmax(scores, unseen)
     attended, share = products.sums(weights), (1 - weights.sum(-1)) * (others - unseen).exp()
     return (attended.float() + share.unsqueeze(-1) * beside[..., :-1]).to(attended.dtype), weights
 
@@ -137,7 +137,7 @@ class Partial:
 
     def add(self, keys: Tensor, values: Tensor, bias: Tensor) -> None:
         """Attend to ``keys [H, n, d_k]`` and ``values [H, n, d_v]`` too; ``bias`` as in ``attend``."""
-        scores = _capped(torch.bmm(self._query, keys.transpose(1, 2)), self._spec).float() + bias.float()
+        scores = capped(torch.bmm(self._query, keys.transpose(1, 2)), self._spec).float() + bias.float()
         higher = torch.maximum(self._highest, scores.amax(-1, keepdim=True))
         weights, shrunk = torch.exp(scores - higher), torch.exp(self._highest - higher)
         self._total = self._total * shrunk + weights.sum(-1, keepdim=True)
@@ -180,7 +180,7 @@ def attend_prefill(
         first = 0 if spec.window is None else max(0, at - spec.window + 1)
         rows = min(n - low, ROWS[query.device.type], _rows(limit, at - first))
         seen = slice(first, at + rows)
-        bias = _causal_bias(at, rows, first, spec.window, query)
+        bias = causal_bias(at, rows, first, spec.window, query)
         parts.append(attend_block(query[:, low : low + rows], keys[:, seen], values[:, seen], bias, spec))
         low += rows
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
@@ -235,10 +235,10 @@ def _masked(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, spec: Att
 def _scored(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, spec: AttentionSpec) -> Tensor:
     heads, (q_heads, n, _) = keys.shape[0], query.shape
     packed = query.reshape(heads, -1, query.shape[-1])
-    scores = _capped(torch.bmm(packed, keys.transpose(1, 2)).mul_(spec.scaling), spec)
+    scores = capped(torch.bmm(packed, keys.transpose(1, 2)).mul_(spec.scaling), spec)
     scores.view(q_heads, n, -1).add_(bias)
     sinks = None if spec.sinks is None else spec.sinks.view(heads, -1).repeat_interleave(n, 1)
-    weights = _softmax(scores, sinks)
+    weights = softmax(scores, sinks)
     return torch.bmm(weights.to(values.dtype), values).view(q_heads, n, -1)
 
 
@@ -258,18 +258,19 @@ def _rows(limit: int, before: int) -> int:
     return max(1, (math.isqrt(before**2 + 4 * limit) - before) // 2)
 
 
-def _capped(scores: Tensor, spec: AttentionSpec) -> Tensor:
+def capped(scores: Tensor, spec: AttentionSpec) -> Tensor:
+    """``scores``, bounded where the layer's rule says so."""
     return scores if spec.softcap is None else torch.tanh(scores / spec.softcap) * spec.softcap
 
 
-def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
     """Softmax in float32 over ``scores [H, m, n]``; learned sinks ``[H, m]`` are one more logit with no value."""
     if sinks is None:
         return scores.softmax(-1, dtype=torch.float32)
     return torch.cat((scores.float(), sinks.float().unsqueeze(-1)), -1).softmax(-1)[..., :-1]
 
 
-def _causal_bias(start: int, n: int, first: int, window: int | None, like: Tensor) -> Tensor:
+def causal_bias(start: int, n: int, first: int, window: int | None, like: Tensor) -> Tensor:
     """``[n, start + n - first]``: queries from position ``start`` on, keys from position ``first`` on."""
     queries = torch.arange(start, start + n, device=like.device)[:, None]
     keys = torch.arange(first, start + n, device=like.device)[None]

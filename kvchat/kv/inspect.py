@@ -15,7 +15,7 @@ from statistics import median_low
 import torch
 from torch import Tensor
 
-from kvchat.kv.attention import AttentionSpec
+from kvchat.kv.attention import AttentionSpec, capped, softmax
 from kvchat.kv.modes.sync_heads import TokenChoice
 from kvchat.kv.state import KVState
 
@@ -119,14 +119,9 @@ def weights(state: KVState, layer: int, heads: slice = slice(None)) -> Tensor:
     for page in range(first // p, g.pages(state.total), CHUNK):
         keys, _ = state.host.dense(layer, min(state.total, (page + CHUNK) * p), page)
         parts.append(query @ keys[heads].float().transpose(1, 2))
-    scores = torch.cat(parts, -1)
-    if spec is not None and spec.softcap is not None:
-        scores = torch.tanh(scores / spec.softcap) * spec.softcap
+    scores = torch.cat(parts, -1) if spec is None else capped(torch.cat(parts, -1), spec)
     scores[..., :first] = -torch.inf
-    if spec is None or spec.sinks is None:
-        return scores.softmax(-1)
-    sinks = spec.sinks.float().view(g.kv_heads, g.group, 1)[heads]
-    return torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
+    return softmax(scores, None if spec is None or spec.sinks is None else spec.sinks.view(g.kv_heads, g.group)[heads])
 
 
 def covered(state: KVState, layer: int, heads: slice = slice(None)) -> Tensor:

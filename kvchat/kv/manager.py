@@ -460,7 +460,7 @@ def take_checkpoint(state: KVState, start: int) -> Checkpoint:
         DoesNotFitError: the host has no memory for a copy.
     """
     _check_room(state, start)
-    _wait_for_device(state)
+    state.host.synchronize()
     pages = state.host.copied(start // state.geometry.page)
     control, query = state.control[start : state.total].clone(), state.query.clone()
     return Checkpoint(start, state.total, pages, control, state.pins, query, state.prompt.copied(), state.after_step)
@@ -472,7 +472,7 @@ def restore(state: KVState, checkpoint: Checkpoint) -> None:
 
     Those first tokens must not have changed. The slots are left as they are: a refill is due.
     """
-    _wait_for_device(state)
+    state.host.synchronize()
     state.prepare_quantized(has_quantized(checkpoint.pages))
     state.host.put(checkpoint.start // state.geometry.page, checkpoint.pages)
     state.host.total = checkpoint.total
@@ -493,12 +493,6 @@ def _check_room(state: KVState, start: int) -> None:
             f"K/V of {tokens:,} tokens take {size(needed, 2)}; {size(free, 2)} are free.",
             "Free memory, or use a shorter conversation; nothing changed.",
         )
-
-
-def _wait_for_device(state: KVState) -> None:
-    """Wait until the last step's writes to the pool have arrived and no stream reads it."""
-    if state.device.type == "cuda":
-        torch.cuda.synchronize(state.device)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

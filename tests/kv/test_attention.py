@@ -81,14 +81,14 @@ def test_every_kernel_is_dense_attention(heads, group, n, start, window, softcap
 @pytest.mark.parametrize("window", [None, 100])
 def test_masks_and_scores_are_bounded_whatever_is_stored(kernel, window, monkeypatch):
     sizes = []
-    bias = attention._causal_bias
+    bias = attention.causal_bias
 
     def noted(*args):
         made = bias(*args)
         sizes.append(made.numel())
         return made
 
-    monkeypatch.setattr(attention, "_causal_bias", noted)
+    monkeypatch.setattr(attention, "causal_bias", noted)
     monkeypatch.setattr(attention, "MASK_BLOCK", 4000)
     monkeypatch.setattr(attention, "SCORE_BLOCK", 16000)
     q, k, v = drawn(2, 2, 150, 3000, 8, 8, torch.float32)

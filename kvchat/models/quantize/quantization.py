@@ -57,7 +57,8 @@ def resolve(quantize: str, config: Any, dtype: torch.dtype, device: torch.device
     if quantize in ("auto", "none"):
         _check_dtype(config, dtype, device)
         return Quantization(own_method(config))
-    _check_installed(quantize, device)
+    if absent := absent_packages(quantize, device):
+        raise libraries.missing(quantize, absent)
     method, chosen = _package(quantize, device) or quantize, _chosen(quantize, dtype, device)
     return Quantization(method, {"quantization_config": chosen})
 
@@ -258,12 +259,6 @@ def _package(quantize: str, device: torch.device) -> str:
     return "" if quantize in PACKED_HERE and device.type == "cpu" else PACKAGES.get(quantize, "")
 
 
-def _check_installed(quantize: str, device: torch.device) -> None:
-    absent = absent_packages(quantize, device)
-    if absent:
-        raise libraries.missing(quantize, absent)
-
-
 def _chosen(quantize: str, dtype: torch.dtype, device: torch.device) -> Any:
     """The configuration of the quantizer."""
     if quantize == "nf4":
@@ -289,31 +284,22 @@ def _int8() -> Any:
 
 
 def _int4(dtype: torch.dtype, device: torch.device) -> Any:
-    if refused := _no_int4(device, dtype):
-        raise refused
-    from torchao.quantization import Int4WeightOnlyConfig
-    from transformers import TorchAoConfig
-
-    return TorchAoConfig(Int4WeightOnlyConfig(group_size=128, int4_packing_format="tile_packed_to_4d"))
-
-
-def _no_int4(device: torch.device, dtype: torch.dtype) -> UsageError | None:
-    """The refusal of int4; None where it is multiplied."""
-    if device.type == "cpu":
-        return None
     if dtype != torch.bfloat16:
-        return UsageError(
+        raise UsageError(
             "int4 weights need bfloat16 on a GPU.",
             f"Given: {str(dtype).removeprefix('torch.')}. torchao supports int4 in no other dtype.",
             "Use --dtype bfloat16, or int8.",
         )
     if (capability := torch.cuda.get_device_capability(device)) < INT4_CAPABILITY:
-        return UsageError(
+        raise UsageError(
             "int4 weights need a GPU of compute capability 8.0 or more.",
             f"This one has {capability[0]}.{capability[1]}, whose tensor cores have no bfloat16.",
             "Use int8 or nf4.",
         )
-    return None
+    from torchao.quantization import Int4WeightOnlyConfig
+    from transformers import TorchAoConfig
+
+    return TorchAoConfig(Int4WeightOnlyConfig(group_size=128, int4_packing_format="tile_packed_to_4d"))
 
 
 def _tensors(model: Any) -> Iterator[Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvchat.config.modes import BudgetParameters
 from kvchat.errors import UsageError
-from kvchat.kv.attention import AttentionSpec, attend, products
+from kvchat.kv.attention import AttentionSpec, attend, causal_bias, products
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
 from kvchat.kv.modes.base import Mode, ModelTraits, ModeReport, Plan, Step, budget_of
@@ -105,9 +105,9 @@ class ObservedMode(KeptMode):
         g, (span, query) = self.geometry, self._asked(layer)
         spec = self.state.specs[layer] or AttentionSpec(self.state.scaling(layer))
         keys = self.state.host.dense(layer, span.stop)[0]
-        bias = self._bias(span, spec.window, keys.device)
-        bias = bias.repeat(g.group, 1)  # a group's queries are rows of one matrix
         grouped = query.float().reshape(g.kv_heads, -1, g.d_k)
+        bias = causal_bias(span.start, len(span), 0, spec.window, grouped)
+        bias = bias.repeat(g.group, 1)  # a group's queries are rows of one matrix
         sinks = None if spec.sinks is None else spec.sinks.view(g.kv_heads, -1).repeat_interleave(len(span), 1)
         rows = []
         for head in range(g.kv_heads):  # one at a time: they are many numbers
@@ -133,16 +133,6 @@ class ObservedMode(KeptMode):
             return span, query
         total = self.state.total
         return range(max(0, total - 1), total), self.state.query[layer].unsqueeze(1)[:, : min(1, total)]
-
-    @staticmethod
-    def _bias(span: range, window: int | None, device: torch.device) -> Tensor:
-        """The additive mask ``[w, tokens]`` of the queries at the positions ``span``."""
-        queries = torch.arange(span.start, span.stop, device=device)[:, None]
-        tokens = torch.arange(span.stop, device=device)
-        masked = tokens > queries
-        if window is not None:
-            masked |= tokens <= queries - window
-        return torch.zeros(masked.shape, device=device).masked_fill_(masked, float("-inf"))
 
 
 def pooled(scores: Tensor) -> Tensor:
