@@ -247,7 +247,7 @@ class AnswerLoop(Released):
             prompt, pinned = self.encoder.encode(turns, self.stored), self.pinned(turns)
             prompt = prompt._replace(reused=self._kv.state.reusable(prompt.reused))
             sampling = self.ending(turns, sampling)
-            sampler = Sampler(sampling, self._model.vocab, self._model.device, self._model.advised)
+            sampler = self.sampler(sampling)
             self._switcher.check_prompt(len(prompt.ids))
             grammar = self._grammar(json_schema) if json_schema else None
             self.token_ids = []
@@ -288,7 +288,7 @@ class AnswerLoop(Released):
         text, monitor = self.text_of(sampling, (), thoughts.goes_on(prompt.text)), RecoveryMonitor(sampler)
         prepared, looked, weighed = None, 0, 0
         scores: list[Score] = []  # of tokens whose text is not shown yet
-        while not (reason := self._end_reason(text, sampling, between)):
+        while not (reason := self.end_reason(text, len(self.token_ids), sampling, between)):
             if self._switcher.auto.is_on and len(self.token_ids) >= looked + RATE_TOKENS:
                 looked = len(self.token_ids)
                 is_due = looked >= weighed + MEMORY_TOKENS
@@ -403,18 +403,20 @@ class AnswerLoop(Released):
         top = tuple((self.encoder.spelled(one), value) for one, value in likeliest)
         return Score(self.encoder.spelled(token), max(float(logprobs[token]), LEAST_LOGPROB), top)
 
-    def _end_reason(self, text: AnswerText, sampling: Sampling, between: Between) -> str:
-        """Return why no further token is drawn, empty if one is; the one place where the mode may change."""
+    def end_reason(
+        self, text: AnswerText, tokens: int, sampling: Sampling, between: Between = lambda tokens: None
+    ) -> str:
+        """Return why no token follows so many, empty if one does; the one place where the mode may change."""
         with self._runner.thread_budget:
             self._metrics.sample_coverage()
-        between(len(self.token_ids))
+        between(tokens)
         if self._kv.total >= self._switcher.narrow_at:
             self._switcher.narrow()
         if self.is_canceled:
             return "stopped"
         if text.stopped:
             return "stop"
-        if len(self.token_ids) >= sampling.max_new_tokens:
+        if tokens >= sampling.max_new_tokens:
             return "length"
         return "context" if self.is_full() else ""
 
@@ -501,12 +503,13 @@ class AnswerLoop(Released):
         with suppress(DoesNotFitError):  # the next question tells
             self._switcher.note_system_tokens(self.encoder.system_tokens(turns))
 
-    def _pin_stored(self, positions: Sequence[int]) -> None:
+    def pin_stored(self, positions: Sequence[int]) -> None:
+        """Pin those of ``positions`` that are stored."""
         self._runner.pin([position for position in positions if position < self._kv.total])
 
     def _pin_beyond_context(self, positions: Sequence[int]) -> None:
         if self._kv.mode.context_policy.limits_prompt(self._kv.total + 1):
-            self._pin_stored(positions)
+            self.pin_stored(positions)
 
     # ---- tokens in and out of the KV manager
 
@@ -540,7 +543,7 @@ class AnswerLoop(Released):
         whole.truncate(tokens)
         self.forget(tokens - 1)
         self.prefill(whole.ids[-1:])
-        self._pin_stored(pinned)
+        self.pin_stored(pinned)
         self.stored.copy_text_of(whole)
         self.stored.reduced = whole.reduced
 
@@ -560,7 +563,7 @@ class AnswerLoop(Released):
             self.forget(first)
             if (yield from self.read_prompt(ids)) is not None:
                 self.stored.copy_text_of(whole)
-            self._pin_stored(pinned)
+            self.pin_stored(pinned)
             yield Rebuilt(self._kv.total - first, time.perf_counter() - began, self.stored.reduced_tokens)
 
     def read_prompt(self, ids: Sequence[int], pinned: Sequence[int] = ()) -> Generator[Event, None, Tensor | None]:
@@ -606,6 +609,10 @@ class AnswerLoop(Released):
         own = () if is_text(turns) else (*self._model.advised.stop, *self.encoder.stop)
         checked = checked_sampling(sampling)
         return replace(checked, stop=(*checked.stop, *own))
+
+    def sampler(self, sampling: Sampling) -> Sampler:
+        """Draws the tokens of one answer; it may refuse ``sampling``."""
+        return Sampler(sampling, self._model.vocab, self._model.device, self._model.advised)
 
     def _grammar(self, json_schema: str) -> Grammar:
         if self._vocabulary is None:

@@ -23,12 +23,11 @@ from torch import Tensor
 
 from kvchat.config.modes import ModeParameters
 from kvchat.engine.answer import AnswerLoop
-from kvchat.engine.detokenizer import AnswerText
 from kvchat.engine.metrics import MetricsCollector
 from kvchat.engine.mode_switcher import ModeSwitcher
 from kvchat.engine.prompt import Stored
 from kvchat.engine.runner import ModelRunner
-from kvchat.engine.sampler import Sampler, read
+from kvchat.engine.sampler import read
 from kvchat.errors import DoesNotFitError, KvchatError, UsageError
 from kvchat.kv.manager import Checkpoint, explained
 from kvchat.protocol.figures import Agreement, Run, Stats
@@ -76,7 +75,7 @@ class Comparison:
             chosen = [self._token_by_token(variant) for variant in variants]
             loop = self._loop
             sampling = loop.ending(turns, sampling)
-            self._sampler(sampling)  # refuses before anything is moved
+            loop.sampler(sampling)  # refuses before anything is moved
             prompt = loop.encoder.encode(turns, loop.stored)
             self._switcher.check_context(len(prompt.ids))
             exact, self._pinned = min(prompt.reused, loop.stored.first_reduced), loop.pinned(turns)
@@ -88,7 +87,7 @@ class Comparison:
                 logits = (yield from loop.read_prompt(unread)) if unread else None
                 runs: list[Run] = []
                 if logits is not None or not unread:
-                    self._runner.pin([position for position in self._pinned if position < self._runner.kv.total])
+                    loop.pin_stored(self._pinned)
                     yield from self._answers(prompt.ids, chosen, sampling, runs)
             yield Compared(tuple(runs), len(prompt.ids))
 
@@ -131,11 +130,11 @@ class Comparison:
         self, index: int, prompt: list[int], logits: Tensor, sampling: Sampling
     ) -> Generator[Event, None, Answered]:
         """Draw an answer's tokens."""
-        sampler, text = self._sampler(sampling), self._loop.text_of(sampling, ())
+        sampler, text = self._loop.sampler(sampling), self._loop.text_of(sampling, ())
         sampler.see(prompt)
         answered = Answered()
         measured = self._metrics.begin(len(prompt), len(prompt) - 1)
-        while not (reason := self._end_reason(answered, text, sampling)):
+        while not (reason := self._loop.end_reason(text, len(answered.tokens), sampling)):
             answered.keep(logits)
             token = read(sampler(logits))
             measured.token()
@@ -153,17 +152,6 @@ class Comparison:
         answered.stats = replace(self._metrics.stats(measured), ttft_s=None, prefill_tokens_per_s=None)
         yield Comparing(index, text.shown, len(answered.tokens))
         return answered
-
-    def _end_reason(self, answered: Answered, text: AnswerText, sampling: Sampling) -> str:
-        with self._runner.thread_budget:
-            self._metrics.sample_coverage()
-        if self._loop.is_canceled:
-            return "stopped"
-        if text.stopped:
-            return "stop"
-        if len(answered.tokens) >= sampling.max_new_tokens:
-            return "length"
-        return "context" if self._loop.is_full() else ""
 
     def _agreement(
         self, index: int, prompt: list[int], parameters: ModeParameters, first: Answered, answered: Answered
@@ -195,10 +183,6 @@ class Comparison:
         if time.monotonic() - self._reported >= PROGRESS_S:
             self._reported = time.monotonic()
             yield event
-
-    def _sampler(self, sampling: Sampling) -> Sampler:
-        model = self._runner.model
-        return Sampler(sampling, model.vocab, model.device, model.advised)
 
     def _token_by_token(self, variant: Variant) -> ModeParameters:
         for name, off in OFF.items():

@@ -62,8 +62,6 @@ STOP_AGAIN_S = 0.05  # while something is imported, which must not be cut off
 STOP_SIGNAL = signal.SIGUSR1  # to itself: the main thread may be deep in a library
 Progress = Callable[[str], None]
 TEXT_S = 1 / 30
-MAX_WAITING_BYTES = 2 * wire.MAX_MESSAGE_BYTES
-COMMAND_BYTES = 2**10  # what a command takes beside its text
 STOPPABLE = Load | Chat | Rebuild | Compare
 IMPORTER = "<frozen importlib._bootstrap>"
 
@@ -108,14 +106,14 @@ class Server:
     # ---- reader thread
 
     def read(self, commands: BinaryIO) -> None:
-        """Take commands until the stream ends, stops speaking the protocol or sends too many; each ends the server.
+        """Take commands until the stream ends or stops speaking the protocol; each ends the server.
 
         A command that cannot be read is answered by ``Failed`` when its turn comes.
         """
         try:
             while (body := wire.read(commands)) is not None:
                 command = _command(body)
-                self._inbox.put(command, len(body))
+                self._inbox.put(command)
                 if isinstance(command, Stop):
                     self._cancel()  # at once: during prefill there are no two tokens to wait between
         except (ValueError, OSError, MemoryError) as error:
@@ -429,22 +427,13 @@ class Inbox:
     """Commands in order, filled by the reader thread."""
 
     def __init__(self) -> None:
-        self._commands: deque[tuple[Command | Refused, int]] = deque()
-        self._waiting_bytes = 0
+        self._commands: deque[Command | Refused] = deque()
         self._changed = threading.Condition()
         self.closed = False
 
-    def put(self, command: Command | Refused, nbytes: int) -> None:
-        """Append a command that was ``nbytes`` long.
-
-        Raises:
-            ValueError: more wait than memory should be spent on.
-        """
+    def put(self, command: Command | Refused) -> None:
         with self._changed:
-            self._waiting_bytes += nbytes + COMMAND_BYTES
-            if self._waiting_bytes > MAX_WAITING_BYTES:
-                raise ValueError(f"{len(self._commands):,} commands are waiting; no more are accepted")
-            self._commands.append((command, nbytes))
+            self._commands.append(command)
             self._changed.notify()
 
     def close(self) -> None:  # also waiting ones have no reader for their events
@@ -456,24 +445,18 @@ class Inbox:
         """The next command; None after ``timeout`` seconds (None: never) or when closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._commands or self.closed, timeout)
-            return self._pop() if self._commands and not self.closed else None
+            return self._commands.popleft() if self._commands and not self.closed else None
 
     def get_in_answer(self) -> Command | Refused | None:
         """The next command if it can be done between two tokens; a Load or Chat keeps its place and all behind it."""
         with self._changed:
-            return self._pop() if self._commands and isinstance(self._commands[0][0], InAnswer) else None
+            return self._commands.popleft() if self._commands and isinstance(self._commands[0], InAnswer) else None
 
     def stops(self) -> bool:
         """True if a waiting ``Stop`` is meant for the work just begun: no other work it could stop waits before it."""
         with self._changed:
-            commands = (command for command, _ in self._commands)
-            ahead = itertools.takewhile(lambda command: not isinstance(command, STOPPABLE), commands)
+            ahead = itertools.takewhile(lambda command: not isinstance(command, STOPPABLE), self._commands)
             return any(isinstance(command, Stop) for command in ahead)
-
-    def _pop(self) -> Command | Refused:
-        command, nbytes = self._commands.popleft()
-        self._waiting_bytes -= nbytes + COMMAND_BYTES
-        return command
 
 
 class Outbox:

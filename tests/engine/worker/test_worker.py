@@ -252,28 +252,6 @@ def test_rubbish_on_stdin_ends_the_server(child: Child, capfd: pytest.CaptureFix
     assert "protocol" in capfd.readouterr().err
 
 
-# ---- Commands that wait take no more memory than they may
-
-
-def test_more_commands_than_memory_should_hold_end_the_engine(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(worker, "MAX_WAITING_BYTES", 1000 * worker.COMMAND_BYTES)
-    server = worker.Server(io.BytesIO(), FakeLoader(FakeSession()))
-    server.read(io.BytesIO(wire.encode(Stop()) * 2000))
-    assert server._inbox.closed
-    assert capsys.readouterr().err.startswith("kvchat: 98")
-    assert len(server._inbox._commands) < 1000
-
-
-def test_what_has_been_done_waits_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "MAX_WAITING_BYTES", 2 * worker.COMMAND_BYTES + 100)
-    inbox = worker.Inbox()
-    for _ in range(1000):
-        inbox.put(Stop(), 40)
-        assert inbox.get(1) == Stop()
-
-
 def test_of_a_prompt_the_number_of_tokens_comes_or_all_of_them(child: Child, session: FakeSession) -> None:
     session.tokenize = lambda turns, args: [5, 6, 7]
     child.send(Tokenize(CHAT.turns, is_counted=True), Tokenize(CHAT.turns))
@@ -382,8 +360,8 @@ def test_a_stop_that_came_before_the_load_began_stops_one_that_reports_nothing(c
     events, loader = io.BytesIO(), FakeLoader(FakeSession())
     loader.open_session = lambda load, progress: loader.sessions[0]
     server = worker.Server(events, loader, clock)
-    server._inbox.put(FIRST, 0)
-    server._inbox.put(Stop(), 0)
+    server._inbox.put(FIRST)
+    server._inbox.put(Stop())
     server._do(server._inbox.get(0))
     events.seek(0)
     stopped = Failed("Loading first was stopped.", hint="/model loads one.", fatal=True)

@@ -163,7 +163,7 @@ def test_an_unexpected_failure_between_two_tokens_is_not_the_answers(capsys: pyt
     def send_at_two(fake: FakeSession, n: int) -> None:
         if n == 2:
             for command in (Switch("streaming"), Peek(1, 2)):
-                server._inbox.put(command, 1)
+                server._inbox.put(command)
 
     fake = FakeSession(on_token=send_at_two)
     server = worker.Server(output, FakeLoader(fake))
