@@ -224,6 +224,14 @@ class Mode:
         self.traits = traits
         self.system_tokens = system_tokens
         self.pinned = system_tokens if parameters.pin_system else 0
+        self._set_up()
+
+    def _set_up(self) -> None:
+        """Take from ``parameters``, ``geometry`` and ``traits`` what the mode goes by.
+
+        Raises:
+            UsageError: parameters contradict each other; DoesNotFitError: the model cannot run in this mode.
+        """
 
     @property
     def name(self) -> str:

@@ -46,10 +46,8 @@ from torch import Tensor
 from kvchat.config.modes import SpeculativeParameters
 from kvchat.errors import UsageError
 from kvchat.kv.attention import AttentionSpec, Weights
-from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import Layout
 from kvchat.kv.modes.base import (
-    ModelTraits,
     ModeReport,
     Plan,
     Step,
@@ -70,13 +68,10 @@ class FreeKV(IndexedMode):
     parameters: SpeculativeParameters
     index: PageBounds | KeyCodes
 
-    def __init__(
-        self, parameters: SpeculativeParameters, geometry: Geometry, traits: ModelTraits, system_tokens: int = 0
-    ) -> None:
-        super().__init__(parameters, geometry, traits, system_tokens)
-        budget = budget_of(parameters, traits.context)
-        self._share_out(budget, *self._split(budget), parameters.first_full)
-        self.k = (self.budget - self.sink - self.window) // geometry.page
+    def _set_up(self) -> None:
+        budget = budget_of(self.parameters, self.traits.context)
+        self._share_out(budget, *self._split(budget), self.parameters.first_full)
+        self.k = (self.budget - self.sink - self.window) // self.geometry.page
         self._pin_to_sinks()
         self.tau = self._tau()
 

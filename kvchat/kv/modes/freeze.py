@@ -61,9 +61,8 @@ from torch import Tensor
 from kvchat.config.modes import FreezeParameters
 from kvchat.errors import UsageError
 from kvchat.kv.attention import AttentionSpec, Weights
-from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
-from kvchat.kv.modes.base import Mode, ModelTraits, ModeReport, Plan, Step, TokenState
+from kvchat.kv.modes.base import Mode, ModeReport, Plan, Step, TokenState
 from kvchat.kv.modes.freeze_timers import (
     FOREVER,
     CpuTimers,
@@ -94,12 +93,9 @@ class Freeze(Mode):
     recovery_levels = LEVELS
     parameters: FreezeParameters
 
-    def __init__(
-        self, parameters: FreezeParameters, geometry: Geometry, traits: ModelTraits, system_tokens: int = 0
-    ) -> None:
-        super().__init__(parameters, geometry, traits, system_tokens)
-        self.rule = rule_of(parameters)
-        self.sink, self.window = self.rule.sink, parameters.K
+    def _set_up(self) -> None:
+        self.rule = rule_of(self.parameters)
+        self.sink, self.window = self.rule.sink, self.parameters.K
         self._refuse_small_budget()
         self._pin_to_sinks()
         self.rule = replace(self.rule, sink=self.sink)

@@ -33,10 +33,9 @@ from torch import Tensor
 
 from kvchat.config.modes import MIN_BUDGET, FullParameters
 from kvchat.kv.attention import PREFILL_WORKSPACE, AttentionSpec, Weights
-from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory import rates
 from kvchat.kv.memory.device_slots import SINKS_OF_GUESS, DeviceSlots, Layout
-from kvchat.kv.modes.base import Mode, ModelTraits, ModeReport, Plan, Step, everything
+from kvchat.kv.modes.base import Mode, ModeReport, Plan, Step, everything
 from kvchat.kv.modes.drafting import RECENT, Auto, Drafter, Lookup, Window
 from kvchat.kv.ops import host_attention
 from kvchat.kv.ops.host_attention import HostAttention
@@ -55,15 +54,12 @@ class Full(Mode):
     chooses_by_head: ClassVar = True
     parameters: FullParameters
 
-    def __init__(
-        self, parameters: FullParameters, geometry: Geometry, traits: ModelTraits, system_tokens: int = 0
-    ) -> None:
-        super().__init__(parameters, geometry, traits, system_tokens)
-        self.resident = parameters.resident
+    def _set_up(self) -> None:
+        self.resident = self.parameters.resident
         kinds: dict[str, type[Drafter]] = {"lookup": Lookup, "window": Window, "auto": Auto}
-        self.drafter = kinds[parameters.draft]() if parameters.draft != "off" else None
+        self.drafter = kinds[self.parameters.draft]() if self.parameters.draft != "off" else None
         self._host_attention: HostAttention | None = None
-        self._sink = SINKS_OF_GUESS if isinstance(self.drafter, Window) and not geometry.unified else 0
+        self._sink = SINKS_OF_GUESS if isinstance(self.drafter, Window) and not self.geometry.unified else 0
 
     def pin(self, positions: Sequence[int]) -> None:
         """Everything is read."""

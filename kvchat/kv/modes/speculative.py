@@ -53,10 +53,8 @@ from torch import Tensor
 
 from kvchat.config.modes import SpeculativeParameters
 from kvchat.errors import UsageError
-from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import Layout
 from kvchat.kv.modes.base import (
-    ModelTraits,
     ModeReport,
     Plan,
     Step,
@@ -79,31 +77,28 @@ class Speculative(IndexedMode):
     parameters: SpeculativeParameters
     index: KeyCodes
 
-    def __init__(
-        self, parameters: SpeculativeParameters, geometry: Geometry, traits: ModelTraits, system_tokens: int = 0
-    ) -> None:
-        super().__init__(parameters, geometry, traits, system_tokens)
-        p = geometry.page
-        given = {name: value for name, value in parameters.model_dump().items() if value is not None}
+    def _set_up(self) -> None:
+        p = self.geometry.page
+        given = {name: value for name, value in self.parameters.model_dump().items() if value is not None}
         # What was measured holds together: where a part of it is given, all of it is left.
         self.wants_choice = given.keys().isdisjoint(("budget", "index", "sink", "window"))
-        self.choice = traits.choice if self.wants_choice else None
+        self.choice = self.traits.choice if self.wants_choice else None
         values: dict[str, Any] = {"index": "bits2", "sink": SINK} | (self.choice.params if self.choice else {}) | given
-        budget: int = values.get("budget") or budget_of(parameters, traits.context)
+        budget: int = values.get("budget") or budget_of(self.parameters, self.traits.context)
         self.bits = BITS.get(values["index"], 0)
         # What is near is chosen as well as what is far; an estimate of the query is less sure of it.
         window = values.get("window", p if self.query == "own" else max(p, budget // QUARTER))
-        self._share_out(budget, values["sink"], window, parameters.first_full)
+        self._share_out(budget, values["sink"], window, self.parameters.first_full)
         if not self.bits:
             raise UsageError(
                 "This index holds pages, not tokens.",
-                f"index = {parameters.index} keeps bounds of pages, but unit = token.",
+                f"index = {self.parameters.index} keeps bounds of pages, but unit = token.",
                 f"Set unit=page, or index to one of {', '.join(BITS)}.",
             )
-        if parameters.tau is not None:
+        if self.parameters.tau is not None:
             raise UsageError(
                 "tau does not apply to tokens.",
-                f"tau = {parameters.tau:g} is for unit = page.",
+                f"tau = {self.parameters.tau:g} is for unit = page.",
                 "Set unit=page, or omit tau.",
             )
         self.k = self.budget - self.sink - self.window

@@ -44,11 +44,9 @@ from torch import Tensor
 
 from kvchat.config.modes import StreamingParameters
 from kvchat.errors import DoesNotFitError, UsageError
-from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
 from kvchat.kv.modes.base import (
     Mode,
-    ModelTraits,
     ModeReport,
     Plan,
     Step,
@@ -81,22 +79,19 @@ class Streaming(Mode):
     chooses_by_head: ClassVar = True
     parameters: StreamingParameters
 
-    def __init__(
-        self, parameters: StreamingParameters, geometry: Geometry, traits: ModelTraits, system_tokens: int = 0
-    ) -> None:
-        super().__init__(parameters, geometry, traits, system_tokens)
-        if traits.realign_refusal:
+    def _set_up(self) -> None:
+        if self.traits.realign_refusal:
             raise DoesNotFitError(
-                "Streaming cannot re-align this model's sinks.", traits.realign_refusal, "Use another mode."
+                "Streaming cannot re-align this model's sinks.", self.traits.realign_refusal, "Use another mode."
             )
         self.capacity = self._soft_capacity()
         self.sink = self._sinks()
         self._refuse_two_capacities()
-        refuse_small_budget(self.name, self.capacity, self.sink, 1 + parameters.B)
+        refuse_small_budget(self.name, self.capacity, self.sink, 1 + self.parameters.B)
         self._pin_to_sinks()
         self._asked = self.capacity + self.extra_sinks
-        self._moving = MovingBase(traits.context, traits.rotations, self._asked)
-        if parameters.R:  # sinks that are re-aligned go on beyond it
+        self._moving = MovingBase(self.traits.context, self.traits.rotations, self._asked)
+        if self.parameters.R:  # sinks that are re-aligned go on beyond it
             self.context_policy = self._moving
         self._fit_context()
 

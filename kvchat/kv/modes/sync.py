@@ -49,9 +49,8 @@ from torch import Tensor
 from kvchat.config.modes import MIN_BUDGET, SyncParameters
 from kvchat.errors import DoesNotFitError
 from kvchat.kv.attention import AttentionSpec, Weights, attend, products
-from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
-from kvchat.kv.modes.base import Mode, ModelTraits, ModeReport, Plan, Step, everything, refuse_small_budget
+from kvchat.kv.modes.base import Mode, ModeReport, Plan, Step, everything, refuse_small_budget
 from kvchat.kv.modes.sync_heads import default_clusters, roles
 from kvchat.kv.ops.selection import assign_token_slots
 from kvchat.kv.state import KVState
@@ -67,29 +66,26 @@ class Sync(Mode):
 
     parameters: SyncParameters
 
-    def __init__(
-        self, parameters: SyncParameters, geometry: Geometry, traits: ModelTraits, system_tokens: int = 0
-    ) -> None:
-        super().__init__(parameters, geometry, traits, system_tokens)
-        self._sinks = 0 if parameters.profile == "paper" else SINK
+    def _set_up(self) -> None:
+        self._sinks = 0 if self.parameters.profile == "paper" else SINK
         self.clusters = self._clusters()
         recent = self._recent()
-        self.ring = recent + parameters.m - 1
-        heads, led = geometry.kv_heads, geometry.kv_heads - self.clusters
-        self.mem = parameters.mem or max(MEM, (self.clusters + led / FOLLOWER_PART) / heads)
+        self.ring = recent + self.parameters.m - 1
+        heads, led = self.geometry.kv_heads, self.geometry.kv_heads - self.clusters
+        self.mem = self.parameters.mem or max(MEM, (self.clusters + led / FOLLOWER_PART) / heads)
         self.k = 0
         self.split = False
-        if self.clusters == geometry.kv_heads:
+        if self.clusters == self.geometry.kv_heads:
             return
-        if parameters.budget is not None:
-            refuse_small_budget(self.name, parameters.budget, self._sinks, self.ring, " (window is w + m - 1)")
+        if self.parameters.budget is not None:
+            refuse_small_budget(self.name, self.parameters.budget, self._sinks, self.ring, " (window is w + m - 1)")
         else:
-            refuse_small_mem(self.mem, geometry.kv_heads, self.clusters)
-        if traits.calibration is not None:
+            refuse_small_mem(self.mem, self.geometry.kv_heads, self.clusters)
+        if self.traits.calibration is not None:
             self.split = True
             self.sink, self.window = self._sinks, recent
             self._pin_to_sinks()
-            self.roles = roles(traits.calibration, self.clusters, parameters.representatives)
+            self.roles = roles(self.traits.calibration, self.clusters, self.parameters.representatives)
         self.needs_calibration = not self.split
 
     # ---- slots

@@ -24,8 +24,6 @@ import torch
 from torch import Tensor
 
 from kvchat.config.modes import CakeParameters
-from kvchat.kv.geometry import Geometry
-from kvchat.kv.modes.base import ModelTraits
 from kvchat.kv.modes.comparison.kept import pooled
 from kvchat.kv.modes.comparison.snapkv import SnapKV
 
@@ -37,11 +35,9 @@ class Cake(SnapKV):
 
     parameters: CakeParameters
 
-    def __init__(
-        self, parameters: CakeParameters, geometry: Geometry, traits: ModelTraits, system_tokens: int = 0
-    ) -> None:
-        super().__init__(parameters, geometry, traits, system_tokens)
-        self.preferences = [0.0] * geometry.layers
+    def _set_up(self) -> None:
+        super()._set_up()
+        self.preferences = [0.0] * self.geometry.layers
 
     def scores(self, layer: int, weights: Tensor) -> Tensor:
         p = self.parameters

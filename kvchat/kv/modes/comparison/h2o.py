@@ -21,11 +21,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvchat.config.modes import H2OParameters
 from kvchat.kv.attention import AttentionSpec, Weights
-from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY
-from kvchat.kv.modes.base import ModelTraits, Plan, Step, budget_of
+from kvchat.kv.modes.base import Plan, Step, budget_of
 from kvchat.kv.modes.comparison.kept import KeptMode, ObservedMode
 from kvchat.kv.state import KVState
 
@@ -35,12 +33,10 @@ HALVES = 2  # the budget, for recent tokens and for others
 class H2O(ObservedMode):
     """The tokens of highest sum, and as many recent ones."""
 
-    def __init__(
-        self, parameters: H2OParameters, geometry: Geometry, traits: ModelTraits, system_tokens: int = 0
-    ) -> None:
-        recent = budget_of(parameters, traits.context) // HALVES
-        super().__init__(parameters, geometry, traits, system_tokens, recent)
-        self.heavy = self.budget - recent
+    def _set_up(self) -> None:
+        self.window = budget_of(self.parameters, self.traits.context) // HALVES
+        super()._set_up()
+        self.heavy = self.budget - self.window
 
     def plan(self, capacity: int) -> Plan:
         (layout,) = super().plan(capacity).layouts

@@ -15,9 +15,8 @@ from torch import Tensor
 from kvchat.config.modes import BudgetParameters
 from kvchat.errors import UsageError
 from kvchat.kv.attention import AttentionSpec, attend, causal_bias, products
-from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
-from kvchat.kv.modes.base import Mode, ModelTraits, ModeReport, Plan, Step, budget_of
+from kvchat.kv.modes.base import Mode, ModeReport, Plan, Step, budget_of
 
 POOLED = 5  # neighboring tokens whose scores are averaged
 
@@ -55,15 +54,14 @@ class KeptMode(Mode):
 class ObservedMode(KeptMode):
     """The last ``window`` tokens of a prompt, and of those before them the best by their scores in each KV head."""
 
-    def __init__(
-        self, parameters: BudgetParameters, geometry: Geometry, traits: ModelTraits, system_tokens: int, window: int
-    ) -> None:
-        super().__init__(parameters, geometry, traits, system_tokens)
-        self.budget, self.window = budget_of(parameters, traits.context), window
-        if window >= self.budget:
+    parameters: BudgetParameters
+
+    def _set_up(self) -> None:
+        self.budget = budget_of(self.parameters, self.traits.context)
+        if self.window >= self.budget:
             raise UsageError(
                 f"The {self.name} budget is too small.",
-                f"budget = {self.budget} tokens is not more than window = {window}.",
+                f"budget = {self.budget} tokens is not more than window = {self.window}.",
                 "Use a larger budget or a smaller window.",
             )
         self._pin_to_sinks()

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from kvchat.config.modes import BudgetParameters
-from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY, Layout
-from kvchat.kv.modes.base import ModelTraits, ModeReport, Plan, Step, budget_of, refuse_small_budget
+from kvchat.kv.modes.base import ModeReport, Plan, Step, budget_of, refuse_small_budget
 from kvchat.kv.modes.page_index import IndexedMode
 from kvchat.kv.ops.selection import assign_slots, best
 
@@ -26,20 +25,18 @@ def tiles(keys: Tensor, pages: int, page: int) -> Tensor:
 class PageChoice(IndexedMode):
     """``sink_pages`` and ``newest_pages`` are always read, ``whole_layers`` layers before the others in full."""
 
+    parameters: BudgetParameters
     sink_pages: int = 0
     newest_pages: int = 1
     whole_layers: int = 0
 
-    def __init__(
-        self, parameters: BudgetParameters, geometry: Geometry, traits: ModelTraits, system_tokens: int = 0
-    ) -> None:
-        super().__init__(parameters, geometry, traits, system_tokens)
-        page = geometry.page
-        self.budget = budget_of(parameters, traits.context)
+    def _set_up(self) -> None:
+        page = self.geometry.page
+        self.budget = budget_of(self.parameters, self.traits.context)
         self.sink, self.window = self.sink_pages * page, self.newest_pages * page
         refuse_small_budget(self.name, self.budget, self.sink, self.window)
         self.k = (self.budget - self.sink - self.window) // page
-        self.first = min(self.whole_layers, geometry.layers - 1)
+        self.first = min(self.whole_layers, self.geometry.layers - 1)
         self._pin_to_sinks()
 
     def scores(self, layer: int, query: Tensor, masked: Tensor) -> Tensor:

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from kvchat.config.modes import QuestParameters
-from kvchat.kv.geometry import Geometry
-from kvchat.kv.modes.base import ModelTraits, ModeReport
+from kvchat.kv.modes.base import ModeReport
 from kvchat.kv.modes.comparison.page_choice import PageChoice
 from kvchat.kv.modes.page_index import PageBounds
 
@@ -32,13 +31,12 @@ from kvchat.kv.modes.page_index import PageBounds
 class Quest(PageChoice):
     """Pages by Quest's bound."""
 
+    parameters: QuestParameters
     index: PageBounds
 
-    def __init__(
-        self, parameters: QuestParameters, geometry: Geometry, traits: ModelTraits, system_tokens: int = 0
-    ) -> None:
-        self.whole_layers = parameters.whole_layers
-        super().__init__(parameters, geometry, traits, system_tokens)
+    def _set_up(self) -> None:
+        self.whole_layers = self.parameters.whole_layers
+        super()._set_up()
 
     def _index(self, device: torch.device) -> PageBounds:
         return PageBounds(self.geometry, device, self.first)

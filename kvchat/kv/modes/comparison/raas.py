@@ -25,9 +25,8 @@ import torch
 from torch import Tensor
 
 from kvchat.config.modes import RaaSParameters
-from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY
-from kvchat.kv.modes.base import ModelTraits, ModeReport, Plan, Step
+from kvchat.kv.modes.base import ModeReport, Plan, Step
 from kvchat.kv.modes.comparison.kept import KeptMode
 from kvchat.kv.modes.page_index import PageBounds
 from kvchat.kv.state import KVState
@@ -39,11 +38,10 @@ HALVES = 2  # of the pages' ranks, the upper one matters
 class RaaS(KeptMode):
     """The prompt, and the pages of the answer that mattered last."""
 
-    def __init__(
-        self, parameters: RaaSParameters, geometry: Geometry, traits: ModelTraits, system_tokens: int = 0
-    ) -> None:
-        super().__init__(parameters, geometry, traits, system_tokens)
-        self.pages = max(1, parameters.budget // geometry.page)
+    parameters: RaaSParameters
+
+    def _set_up(self) -> None:
+        self.pages = max(1, self.parameters.budget // self.geometry.page)
         self.first = 0
 
     def plan(self, capacity: int) -> Plan:

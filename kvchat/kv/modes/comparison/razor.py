@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 
 from kvchat.config.modes import RazorParameters
-from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY
-from kvchat.kv.modes.base import ModelTraits, ModeReport, Plan, Step, budget_of
+from kvchat.kv.modes.base import ModeReport, Plan, Step, budget_of
 from kvchat.kv.modes.comparison.kept import KeptMode
 from kvchat.kv.state import KVState
 
@@ -35,16 +34,16 @@ PROMPT_SHARE = 5  # of the prompt's tokens one in so many is recent, at least
 class Razor(KeptMode):
     """Retrieval heads keep everything, others sinks and a window."""
 
-    def __init__(
-        self, parameters: RazorParameters, geometry: Geometry, traits: ModelTraits, system_tokens: int = 0
-    ) -> None:
-        super().__init__(parameters, geometry, traits, system_tokens)
-        self.budget, self.sink = budget_of(parameters, traits.context), SINK
+    parameters: RazorParameters
+
+    def _set_up(self) -> None:
+        self.budget, self.sink = budget_of(self.parameters, self.traits.context), SINK
         self._pin_to_sinks()
-        self.needs_calibration = traits.calibration is None
-        found = traits.calibration.retrieval if traits.calibration else ()
+        self.needs_calibration = self.traits.calibration is None
+        found = self.traits.calibration.retrieval if self.traits.calibration else ()
         ranked = sorted((-score, layer, head) for layer, heads in enumerate(found) for head, score in enumerate(heads))
-        self.retrieval = [(layer, head) for _, layer, head in ranked[: max(1, round(parameters.share * len(ranked)))]]
+        kept = max(1, round(self.parameters.share * len(ranked)))
+        self.retrieval = [(layer, head) for _, layer, head in ranked[:kept]]
 
     def plan(self, capacity: int) -> Plan:
         heads = self.geometry.layers * self.geometry.kv_heads

@@ -21,10 +21,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvchat.config.modes import ShadowKVParameters
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY
-from kvchat.kv.modes.base import ModelTraits, Plan
+from kvchat.kv.modes.base import Plan
 from kvchat.kv.modes.comparison.page_choice import PageChoice, tiles
 from kvchat.kv.modes.page_index import PageIndex
 from kvchat.kv.ops.selection import are_among, best
@@ -51,10 +50,8 @@ class ShadowKV(PageChoice):
     newest_pages = NEWEST_PAGES
     index: Landmarks
 
-    def __init__(
-        self, parameters: ShadowKVParameters, geometry: Geometry, traits: ModelTraits, system_tokens: int = 0
-    ) -> None:
-        super().__init__(parameters, geometry, traits, system_tokens)
+    def _set_up(self) -> None:
+        super()._set_up()
         self.outliers = self.k // OUTLIER_SHARE
 
     def _index(self, device: torch.device) -> Landmarks:

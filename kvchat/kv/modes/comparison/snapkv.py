@@ -27,18 +27,17 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvchat.config.modes import SnapKVParameters
-from kvchat.kv.geometry import Geometry
-from kvchat.kv.modes.base import ModelTraits
 from kvchat.kv.modes.comparison.kept import ObservedMode, pooled
 
 
 class SnapKV(ObservedMode):
     """Tokens by the sum of the last queries' weights."""
 
-    def __init__(
-        self, parameters: SnapKVParameters, geometry: Geometry, traits: ModelTraits, system_tokens: int = 0
-    ) -> None:
-        super().__init__(parameters, geometry, traits, system_tokens, parameters.window)
+    parameters: SnapKVParameters
+
+    def _set_up(self) -> None:
+        self.window = self.parameters.window
+        super()._set_up()
 
     def scores(self, layer: int, weights: Tensor) -> Tensor:
         return pooled(weights.sum(2)).mean(1)

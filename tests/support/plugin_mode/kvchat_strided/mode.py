@@ -8,9 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY, Layout
-from kvchat.kv.modes.base import Mode, ModelTraits, ModeReport, Plan, Step, budget_of, refuse_small_budget
+from kvchat.kv.modes.base import Mode, ModeReport, Plan, Step, budget_of, refuse_small_budget
 from kvchat_strided.parameters import StridedParameters
 
 
@@ -19,13 +18,10 @@ class Strided(Mode):
 
     parameters: StridedParameters
 
-    def __init__(
-        self, parameters: StridedParameters, geometry: Geometry, traits: ModelTraits, system_tokens: int = 0
-    ) -> None:
-        super().__init__(parameters, geometry, traits, system_tokens)
-        self.budget, self.window = budget_of(parameters, traits.context), parameters.window
+    def _set_up(self) -> None:
+        self.budget, self.window = budget_of(self.parameters, self.traits.context), self.parameters.window
         refuse_small_budget(self.name, self.budget, self.sink, self.window)
-        self.k = (self.budget - self.window) // geometry.page
+        self.k = (self.budget - self.window) // self.geometry.page
         self._pin_to_sinks()
 
     def plan(self, capacity: int) -> Plan:
