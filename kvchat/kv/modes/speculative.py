@@ -61,7 +61,7 @@ from kvchat.kv.modes.base import (
     budget_of,
 )
 from kvchat.kv.modes.page_index import IndexedMode, KeyCodes, PageIndex, ValueMeans
-from kvchat.kv.ops.selection import Places
+from kvchat.kv.ops.selection import Asked, Places
 from kvchat.kv.state import KVState
 from kvchat.units import percent, size
 
@@ -174,8 +174,7 @@ class Speculative(IndexedMode):
 
         And what attention to the others would add, ``[H, G, d_v + 1]``, where that is joined.
         """
-        by = query, self.index.of(layer), self.bits, self.state.scaling(layer)
-        return self.state.ops.choose_tokens(*by, hidden, self._masked, held, self._means(layer))
+        return self.state.ops.choose_tokens(self._asked(layer, query), hidden, self._masked, held)
 
     def report(self) -> ModeReport:
         chosen = {"budget": self.budget, "sink": self.sink, "window": self.window, "query": self.query}
@@ -241,6 +240,9 @@ class Speculative(IndexedMode):
         if beside is not None:
             self._unread[layer] = beside
 
+    def _asked(self, layer: int, query: Tensor) -> Asked:
+        return Asked(query, self.index.of(layer), self.bits, self.state.scaling(layer), self._means(layer))
+
     def _means(self, layer: int) -> Tensor | None:
         """The pages' mean values ``[H, page, d_v]``; None where nothing is joined by them.
 
@@ -263,7 +265,6 @@ class Speculative(IndexedMode):
             return
         known = position - position % self.geometry.page
         places = Places(known, seen, first, last, position + self._stepping)
-        codes, scaling = (self.index.of(layer), self.index.bits), state.scaling(layer)
-        asked = query, *codes, places, self.k, self.pin_mask, scaling, self._means(layer), self._stepping
+        asked = self._asked(layer, query), places, self.k, self.pin_mask, self._stepping
         if (beside := state.ops.list_tokens(self.slots, layer, *asked)) is not None:
             self._unread[layer] = beside

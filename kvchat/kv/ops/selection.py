@@ -31,6 +31,19 @@ class Candidates:
         return cls(first, last, (every < first) | (every > last))
 
 
+class Asked(NamedTuple):
+    """What tokens are chosen by: the ``query [H_q, d_k]``, and keys in ``bits`` bits, ``codes [H, page, words]``.
+
+    ``scaling`` is the layer's, ``means [H, page, d_v]`` are the pages' mean values, if what is not read is joined.
+    """
+
+    query: Tensor
+    codes: Tensor
+    bits: int
+    scaling: float
+    means: Tensor | None = None
+
+
 class Places(NamedTuple):
     """Positions that divide what a token reads of a conversation: all from ``seen`` up to ``end`` but the candidates.
 

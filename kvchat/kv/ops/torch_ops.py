@@ -18,6 +18,7 @@ from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots
 from kvchat.kv.memory.host_pool import HostPool, gather, scatter
 from kvchat.kv.ops import key_codes
 from kvchat.kv.ops.selection import (
+    Asked,
     Candidates,
     Places,
     are_among,
@@ -188,66 +189,38 @@ class TorchOps:
         return key_codes.token_scores(query, index, self.geometry.page, bits, scaling)
 
     def choose_tokens(
-        self,
-        query: Tensor,
-        index: Tensor,
-        bits: int,
-        scaling: float,
-        hidden: Tensor,
-        masked: Tensor,
-        resident: Tensor,
-        means: Tensor | None = None,
+        self, asked: Asked, hidden: Tensor, masked: Tensor, resident: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """The tokens that each slot is to hold next, and ``of_unread`` of the others that may be chosen.
 
         Args:
-            query: ``[H_q, d_k]``.
-            index: ``[H, page, words]``, keys in ``bits`` bits.
-            bits: of a code.
-            scaling: the layer's attention scale.
+            asked: what they are chosen by.
             hidden: the tokens that have no weight, bool ``[token]``.
             masked: the tokens that may not be chosen, bool ``[token]``.
             resident: ``[H, k]`` token held by each slot, -1 = none.
-            means: the pages' mean values ``[H, page, d_v]``, if any.
 
         Returns:
-            int64 ``[H, k]``, -1 = none; float32 ``[H, G, d_v + 1]``, None without ``means``.
+            int64 ``[H, k]``, -1 = none; float32 ``[H, G, d_v + 1]``, None without mean values.
         """
-        scores = self.token_scores(query, index, bits, scaling)
+        scores = self.token_scores(*asked[:4])
         wanted = heaviest(scores, hidden, masked, resident.shape[1])
         placed = assign_token_slots(wanted, resident.long(), scores.shape[-1], reuse=True)
-        if means is None:
-            return placed, None
-        unread = ~(hidden | masked | are_among(wanted, scores.shape[-1]))
-        excess = key_codes.excess(query, index, self.geometry.page, bits, scaling)
-        return placed, of_unread(scores, unread, excess, means)
+        return placed, self._of_unread(asked, scores, ~(hidden | masked | are_among(wanted, scores.shape[-1])))
 
     def list_tokens(
-        self,
-        slots: DeviceSlots,
-        layer: int,
-        query: Tensor,
-        index: Tensor,
-        bits: int,
-        places: Places,
-        k: int,
-        pinned: Tensor,
-        scaling: float,
-        means: Tensor | None,
-        in_step: bool,
+        self, slots: DeviceSlots, layer: int, asked: Asked, places: Places, k: int, pinned: Tensor, in_step: bool
     ) -> Tensor | None:
         """Name in the layer's table what each KV head reads.
 
         That is of ``places`` all outside the candidates, all that are ``pinned`` (bool ``[tokens]``, of which there may
-        be fewer), and the ``k`` candidates of highest weight for ``query [H_q, d_k]`` by the ``index [H, page,
-        words]``; there are more than ``k`` candidates. ``in_step`` its attention follows, which may do it too.
+        be fewer), and the ``k`` candidates of highest weight by what is ``asked``; there are more than ``k``
+        candidates. ``in_step`` its attention follows, which may do it too.
 
         Returns:
-            ``of_unread`` by the pages' mean values ``means [H, page, d_v]``; None without them, or where attention
-            joins it.
+            ``of_unread``; None without mean values, or where attention joins it.
         """
         known, seen, first, last, end = places
-        scores = self.token_scores(query, index, bits, scaling)
+        scores = self.token_scores(*asked[:4])
         tokens = torch.arange(scores.shape[-1])
         is_pinned = torch.zeros(max(end, len(tokens)), dtype=torch.bool)
         is_pinned[: len(pinned)] = pinned[: len(is_pinned)]
@@ -260,10 +233,15 @@ class TorchOps:
         table[:, : named.shape[1]] = named
         table[:, named.shape[1] :] = EMPTY
         slots.named[layer - slots.layout.first] = named.shape[1]
-        if means is None:
-            return None
         unread = ~(hidden | masked | is_pinned[: len(tokens)] | are_among(best, len(tokens)))
-        return of_unread(scores, unread, key_codes.excess(query, index, self.geometry.page, bits, scaling), means)
+        return self._of_unread(asked, scores, unread)
+
+    def _of_unread(self, asked: Asked, scores: Tensor, unread: Tensor) -> Tensor | None:
+        """``of_unread`` of the tokens ``unread [H, n]`` with these ``scores``; None without mean values."""
+        if asked.means is None:
+            return None
+        excess = key_codes.excess(asked.query, asked.codes, self.geometry.page, asked.bits, asked.scaling)
+        return of_unread(scores, unread, excess, asked.means)
 
     def open_pages(self, slots: DeviceSlots, layers: slice, first: int, last: Tensor) -> None:
         """``DeviceSlots.open_pages``"""
