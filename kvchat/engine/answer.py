@@ -229,7 +229,6 @@ class AnswerLoop(Released):
 
     @property
     def is_canceled(self) -> bool:
-        """True once ``cancel`` was called for the work in progress."""
         return self._canceled.is_set()
 
     # ---- one answer

@@ -52,7 +52,6 @@ class Sample:
 
     @property
     def run(self) -> int:
-        """Tokens of the run."""
         return self.source[1] - self.source[0]
 
 

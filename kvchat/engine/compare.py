@@ -55,8 +55,6 @@ class Answered:
 
 
 class Comparison:
-    """Runs variants on the conversation of one session."""
-
     def __init__(
         self, loop: AnswerLoop, runner: ModelRunner, switcher: ModeSwitcher, metrics: MetricsCollector
     ) -> None:
@@ -129,7 +127,6 @@ class Comparison:
     def _answer(
         self, index: int, prompt: list[int], logits: Tensor, sampling: Sampling
     ) -> Generator[Event, None, Answered]:
-        """Draw an answer's tokens."""
         sampler, text = self._loop.sampler(sampling), self._loop.text_of(sampling, ())
         sampler.see(prompt)
         answered = Answered()

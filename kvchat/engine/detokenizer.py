@@ -136,7 +136,6 @@ class AnswerText:
 
     @property
     def stopped(self) -> bool:
-        """True once a stop string was found."""
         return bool(self._stops.found)
 
     def add(self, token: int) -> str:

@@ -87,7 +87,6 @@ class AnswerMetrics:
     recovery: str = ""
 
     def token(self, is_draft: bool = False) -> None:
-        """Note a drawn token, or an accepted draft."""
         if not is_draft:
             self.drawn.append(len(self.token_times))
         self.token_times.append(time.perf_counter())
@@ -116,7 +115,6 @@ class AnswerMetrics:
 
     @property
     def ttft_s(self) -> float | None:
-        """Time to first token."""
         return self.token_times[0] - self.began if self.token_times else None
 
 
@@ -241,7 +239,6 @@ class MetricsCollector:
         )
 
     def snapshot(self, reduced_tokens: int) -> Snapshot:
-        """The current figures of the KV manager: tokens, bytes, recall."""
         kv, now = self._kv, Counts.of(self._kv)
         counts = attended_counts(kv.state)
         self._note_steps(now)

@@ -334,7 +334,6 @@ def _ways(made: MemoryPlan, smaller: Sequence[ModeNeed]) -> Iterator[tuple[str, 
 
 
 def _fits(made: MemoryPlan, quantize: str, need: ModeNeed, spills: bool) -> bool:
-    """True if all of it fits the free memory."""
     read = replace(need, device_bytes=MIN_BUDGET * made.token_bytes) if spills else need
     on_host = made.host_pool + made.snapshots
     if made.device == "cpu":

@@ -69,7 +69,6 @@ class Parked:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory."""
         return self.pages.nbytes + sum(snapshot.nbytes for snapshot in self.snapshots)
 
 
@@ -92,7 +91,6 @@ class PrefixCache(Released):
 
     @property
     def parked_bytes(self) -> int:
-        """Bytes of host memory that parked conversations take."""
         return sum(kept.nbytes for kept in self._parked.values())
 
     def interrupt(self) -> None:
@@ -305,7 +303,6 @@ class PrefixCache(Released):
         return replace(source, prefix=source.prefix.beginning(tokens))
 
     def _common(self, stored: Stored, text: str) -> int:
-        """Number of the stored tokens that ``text`` begins with."""
         return common_prefix(stored.ids, self._loop.encoder.ids_of(text, stored)) if stored.ids else 0
 
     # ---- keeping
@@ -464,7 +461,6 @@ def stored_of(rows: Rows, text: str) -> Stored:
 
 
 def control_positions(rows: Rows) -> list[int]:
-    """The positions of the chat's control tokens."""
     found: list[int] = np.flatnonzero(rows["flags"] & CONTROL).tolist()
     return found
 
@@ -485,11 +481,9 @@ class SavedFolder:
         return paths.saved_kv(self._folder, conversation)
 
     def latest_first(self) -> list[Path]:
-        """The files, the one used last first."""
         return [path for _, path in sorted(self._used(), reverse=True)]
 
     def touch(self, path: Path) -> None:
-        """Note that a file is used."""
         with suppress(OSError):
             os.utime(path)
 

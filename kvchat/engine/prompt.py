@@ -107,7 +107,6 @@ class PromptEncoder:
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """The names of the variables that the chat template looks at."""
         return self._template.variables if self._tokenizer.chat_template else ()
 
     @property
@@ -589,7 +588,6 @@ class Stored:
         self.reduced.extend([reduced] * len(ids))
 
     def replace_with(self, other: Stored) -> None:
-        """Take over all that ``other`` has."""
         vars(self).update(vars(other))
 
     def copy_text_of(self, other: Stored) -> None:
@@ -604,7 +602,6 @@ class Stored:
         self.text = text
 
     def truncate(self, length: int) -> None:
-        """Keep the first ``length`` ids."""
         del self.ids[length:], self.reduced[length:]
         self.saved = min(self.saved, length)
         self.marks = [mark for mark in self.marks if mark[0] <= length]
@@ -622,5 +619,4 @@ class Stored:
 
 
 def common_prefix(a: Sequence[object], b: Sequence[object]) -> int:
-    """Number of leading elements that are equal."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

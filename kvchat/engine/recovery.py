@@ -141,7 +141,6 @@ class Signals:
         return Trigger("repetition", times) if times >= REPEATS else None
 
     def withdraw(self, tokens: int) -> None:
-        """Forget the last tokens."""
         for end in range(len(self.tokens), len(self.tokens) - tokens, -1):
             if end >= NGRAM:
                 self._grams[tuple(self.tokens[end - NGRAM : end])] -= 1

@@ -44,7 +44,6 @@ MAX_GRAPHS = 16
 
 
 def geometry_of(model: LoadedModel) -> Geometry:
-    """Return the model's K/V geometry."""
     m = model
     headroom = GROWTH_HEADROOM[m.device.type]
     unified = m.device.type == "cpu"
@@ -191,7 +190,6 @@ class ModelRunner:
             self.kv.refill()
 
     def planned_chunk(self, tokens: int) -> int:
-        """Number of the ``tokens`` new ones that one forward takes."""
         if self._token_bytes is None:
             with explained(self.kv, "reading the prompt"):
                 self._token_bytes = prefill_bytes_per_token(self.model)
@@ -451,7 +449,6 @@ class GraphRunner:
 
     @property
     def badges(self) -> tuple[str, ...]:
-        """Warnings about how steps run, for the screen."""
         return (f"no CUDA graph: {self.refusal}",) if self.refusal else ()
 
     def run(self, step: Callable[[], Tensor]) -> Tensor:

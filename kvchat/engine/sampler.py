@@ -141,11 +141,9 @@ class Sampler:
         return weights, tokens
 
     def state(self) -> SamplerState:
-        """A copy of the state."""
         return SamplerState(self.generator.get_state(), self._seen.clone(), self._drawn.clone())
 
     def set_state(self, state: SamplerState) -> None:
-        """Go back to ``state``."""
         self.generator.set_state(state.generator)
         self._seen.copy_(state.seen)
         self._drawn.copy_(state.drawn)

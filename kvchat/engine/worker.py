@@ -132,7 +132,6 @@ class Server:
     # ---- main thread
 
     def run(self) -> None:
-        """Work until the commands end."""
         try:
             while not self._inbox.closed:
                 if command := self._inbox.get(None if self._at_rest else IDLE_SNAPSHOT_S):

@@ -399,7 +399,6 @@ class Auto:
                 self.ratios[other] += FADING * (self.ratios[way.kind] - self.ratios[other])
 
     def entered(self, choice: Choice, steps: int) -> None:
-        """The choice is in force."""
         self.choice, self._changed_at = choice, steps
 
     def _here(self, possible: Sequence[Way]) -> int | None:

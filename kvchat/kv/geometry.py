@@ -65,7 +65,6 @@ class Geometry:
         return grown(tokens, self.headroom, self.page)
 
     def round_up(self, tokens: int) -> int:
-        """``tokens`` rounded up to whole pages."""
         return self.pages(tokens) * self.page
 
 

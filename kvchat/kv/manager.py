@@ -77,7 +77,6 @@ class KVManager:
 
     @property
     def total(self) -> int:
-        """Tokens stored."""
         return self.state.total
 
     @property
@@ -111,7 +110,6 @@ class KVManager:
         return self.mode, self.step.kind, self.state.transfer.timer.times, *layouts, *buffers
 
     def graph_buffers(self) -> list[Tensor]:
-        """Return the tensors that a step reads or changes and that last from step to step."""
         return [*self.state.graph_buffers(), *self.mode.graph_buffers()]
 
     def forward_begin(self) -> None:
@@ -133,7 +131,6 @@ class KVManager:
         state.position.add_(1)
 
     def commit_step(self) -> None:
-        """Count the step's token as stored."""
         self.state.transfer.timer.end_step(self.step.kind)
         self.state.host.total += 1
         self._slots = SlotsState.FILLED
@@ -321,7 +318,6 @@ class KVManager:
             raise
 
     def checkpoint(self, start: int) -> Checkpoint:
-        """``take_checkpoint`` of what is stored."""
         return take_checkpoint(self.state, start)
 
     def restore(self, checkpoint: Checkpoint) -> None:
@@ -348,7 +344,6 @@ class KVManager:
         return self.total
 
     def quantize_pages(self, quantizes: bool) -> None:
-        """``KVState.quantize_pages``."""
         self.state.quantize_pages(quantizes)
 
     # ---- called by the model's layers and their attention

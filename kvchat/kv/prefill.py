@@ -139,7 +139,6 @@ class StagedPrefill:
         self._fetched = -1
 
     def extended(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """``DirectPrefill.extended``"""
         g = self._host.geometry
         if layer != self._fetched:
             self._fetch(layer)
@@ -158,7 +157,6 @@ class StagedPrefill:
         return keys[:, self._first :], values[:, self._first :]
 
     def close(self) -> None:
-        """``DirectPrefill.close``"""
         self._side_stream.join()
 
     def _fetch(self, layer: int) -> None:

@@ -55,7 +55,6 @@ class PromptQueries:
         self._seen.clear()
 
     def truncate(self, tokens: int) -> None:
-        """Forget those of all but the first ``tokens``."""
         if self.span.stop > tokens:
             for rows in self.rows:  # one at a time: where this is called memory may be short
                 rows.copy_(rows.roll(self.span.stop - tokens, 1))
@@ -70,6 +69,5 @@ class PromptQueries:
         return Noted(self.rows.clone(), self.span)
 
     def restore(self, noted: Noted) -> None:
-        """Put back what was noted once."""
         self.rows.copy_(noted.rows)
         self.span = noted.span

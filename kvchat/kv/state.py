@@ -64,7 +64,6 @@ class KVState:
 
     @property
     def total(self) -> int:
-        """Tokens stored."""
         return self.host.total
 
     @property
@@ -80,7 +79,6 @@ class KVState:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of the device slots and their tables."""
         return sum(slots.nbytes for slots in self.slots)
 
     @property
@@ -123,7 +121,6 @@ class KVState:
     # ---- what is stored, between steps only
 
     def truncate(self, tokens: int) -> None:
-        """Forget all but the first ``tokens``; the slots give up the others."""
         self.after_step = False  # first: where memory runs out below, tables still name what is gone
         self.host.truncate(tokens)
         self.prompt.truncate(tokens)

@@ -298,7 +298,6 @@ class Transfer:
         return Totals(moved, rows[0][1] + rows[1][1], corrections, self._bytes(moved, quantized))
 
     def join(self) -> None:
-        """Make the current stream wait for the copies beside it."""
         if self.side_stream.running:
             with self.timer.waiting():
                 self.side_stream.join()

@@ -303,8 +303,6 @@ def _hidden(scores: Tensor, window: int | None) -> Tensor:
 
 
 class _Asked(Exception):  # no error: it ends a forward that has done what it is for
-    """The attention of a layer was reached."""
-
     def __init__(self, query: Tensor) -> None:
         self.query = query
 

@@ -92,7 +92,6 @@ def _wait(progress: Progress, events: Iterable[threading.Event]) -> None:
 
 
 def is_running() -> bool:
-    """True if loops are being compiled."""
     return _current is not None and not _current.ended.is_set()
 
 

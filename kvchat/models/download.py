@@ -37,7 +37,6 @@ def download(name: str, progress: Callable[[str], None]) -> None:
 
 
 def main(name: str) -> None:
-    """Download the model ``name`` and say how far it is."""
     try:
         download(name, lambda stage: _say(stage=stage))
         _say(done=name)

@@ -83,11 +83,9 @@ class GgufFile:
         return self.text("general.architecture")
 
     def of_architecture(self, key: str, default: Any = None) -> Any:
-        """The value of a key that begins with the architecture's name."""
         return self.values.get(f"{self.architecture}.{key}", default)
 
     def text(self, key: str) -> str:
-        """A text; empty where there is none."""
         value = self.values.get(key)
         return value if isinstance(value, str) else ""
 

@@ -154,7 +154,6 @@ class RemoteFile(NamedTuple):
 
     @property
     def partial(self) -> Path:
-        """The path of the part downloaded so far."""
         return self.blob.with_name(f"{self.blob.name}.partial")
 
 

@@ -160,7 +160,6 @@ def _observe(model: Any, position: int, state: RecurrentState | None = None) -> 
 
 
 def _check_attending(model: Any, seen: _Observer) -> list[int]:
-    """The layers that attend."""
     attending = attending_layers(model.config)
     if sorted(seen.shapes) not in (attending, list(range(len(attending)))):
         raise cannot_run(

@@ -40,7 +40,6 @@ class Snapshot(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def encoded(self) -> bytes:
@@ -84,7 +83,6 @@ class RecurrentState:
 
     @property
     def snapshot_bytes(self) -> int:
-        """Bytes of the snapshots in host memory."""
         return sum(snapshot.nbytes for snapshot in self._snapshots)
 
     @property
@@ -115,7 +113,6 @@ class RecurrentState:
 
     @property
     def position(self) -> int:
-        """Number of tokens the state has read."""
         return self._read
 
     def chunk(self, left: int, planned: int) -> int:
@@ -167,7 +164,6 @@ class RecurrentState:
     # ---- back
 
     def truncate(self, tokens: int) -> None:
-        """Forget all but the first ``tokens``."""
         del self._ids[tokens:]
         if self._read > tokens:
             self._go_back(tokens)

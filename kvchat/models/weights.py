@@ -250,7 +250,6 @@ def of_checkpoint(config: Mapping[str, Any], stored: Iterable[StoredTensor]) -> 
 
 
 def of_gguf(file: GgufFile) -> Weights:
-    """The weights in a language model's GGUF file."""
     parts: Counter[Part] = Counter()
     types: Counter[str] = Counter()
     for one in file.tensors:

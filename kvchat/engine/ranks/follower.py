@@ -120,7 +120,6 @@ class Follower:
 
 
 def main() -> None:
-    """Follow the leader at the other end of this process's stdin and stdout."""
     files.name_temporary_folder()
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -97,7 +97,6 @@ def _groups(proc: Path, cgroups: Path) -> Iterator[Path]:
 
 
 def _limit(group: Path) -> Limit | None:
-    """The limit of one group; v2 and v1 name their files differently."""
     for limit_file, used_file, cache in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -126,7 +125,6 @@ class SwitchCost(NamedTuple):
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that can still be allocated on ``device``."""
     if device.type == "cuda":
         import torch  # who only asks for the host's has not imported it
 

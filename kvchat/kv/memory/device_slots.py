@@ -126,12 +126,10 @@ class DeviceSlots:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated."""
         tables = {id(x): x for x in (self.table, self.attended)}.values()
         return sum(x.nbytes for x in (self.kv, *tables, self.held, self.pages, self.staging))
 
     def graph_buffers(self) -> list[Tensor]:
-        """Return the tensors that last from step to step."""
         constants = [self.page_blocks, self._all, self._row_starts, *([] if self.heads is None else [self.heads])]
         changed = [self.kv, self.table, self.attended, self.held, self.pages, self.read_pairs, self.staging]
         return [*changed, *constants]
@@ -260,7 +258,6 @@ class DeviceSlots:
         return other
 
     def begin_step(self) -> None:
-        """Forget the masks of the last step."""
         self._masks.clear()
         self._unmasked.clear()
 

@@ -82,7 +82,6 @@ class EightBitPool(HostPool):
 
     @property
     def quantized(self) -> list[bool]:
-        """Of each page, whether it is an 8-bit one."""
         return [place < 0 for place in self._pages]
 
     def full_precision_pool(self) -> HostPool:
@@ -284,7 +283,6 @@ class EightBitPool(HostPool):
     # ---- reading in a step: of fixed shape on a GPU
 
     def row_index(self, positions: Tensor, heads: Tensor) -> Tensor:
-        """``HostPool.row_index`` of tokens in full-precision pages."""
         place, offset = self._looked_up(positions)
         return super().row_index(place.clamp(min=0) * self.geometry.page + offset, heads)
 
@@ -368,5 +366,4 @@ class FreeList:
                 self._end += 1
 
     def give_back(self, indices: Iterable[int]) -> None:
-        """Mark ``indices`` as free."""
         self._returned.extend(indices)

@@ -76,7 +76,6 @@ class HostPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory taken."""
         return self._committed
 
     @property
@@ -86,7 +85,6 @@ class HostPool:
 
     @property
     def badges(self) -> tuple[str, ...]:
-        """Warnings about how the pool is kept, for the screen."""
         return (f"pageable host memory: {self.pageable_reason}",) if self.pageable_reason else ()
 
     def reserve(self, tokens: int) -> bool:
@@ -135,7 +133,6 @@ class HostPool:
         return self._layout.rows(self._layout.table(self._regions[layer].bytes))
 
     def graph_buffers(self) -> list[Tensor]:
-        """Return the tensors by which a step finds the pool; they last from step to step."""
         return self._rows
 
     def blocks(self, layer: int) -> Tensor:
@@ -156,7 +153,6 @@ class HostPool:
 
     @property
     def value_rows(self) -> int:
-        """Number of rows from a token's K to its V."""
         return self._layout.value_rows(self.reserved)
 
     @property
@@ -196,12 +192,10 @@ class HostPool:
 
     @property
     def quantized(self) -> Sequence[bool]:
-        """``StoredPages.quantized``"""
         return [False] * self.geometry.pages(self.total)
 
     @property
     def dequantized(self) -> Set[int]:
-        """``StoredPages.dequantized``"""
         return frozenset()
 
     def stored(self, page: int) -> list[Tensor]:
@@ -214,7 +208,6 @@ class HostPool:
         return g.layers * (eight_bit_pages.page_bytes(g) if quantized else g.page_bytes)
 
     def copied(self, first: int) -> Pages:
-        """Copies of the pages from ``first`` on."""
         part = slice(first, self.geometry.pages(self.total))
         layers = [layer[part].clone(memory_format=torch.contiguous_format) for layer in self.layers]
         return Pages(self.quantized[part], layers, [])
@@ -324,7 +317,6 @@ class HostPool:
             self._rebuild_views()
 
     def _rebuild_views(self) -> None:
-        """Make the views of the regions, and measure them."""
         self._measure()
         self._tables = [self._table(region) for region in self._regions]
         self._rows = [self._layout.rows(table) for table in self._tables]
@@ -408,7 +400,6 @@ class ByPage:
         return (page * g.kv_heads + heads) * (2 * g.page) + positions % g.page
 
     def value_rows(self, reserved: int) -> int:
-        """Number of rows from a token's K to its V."""
         return self.geometry.page
 
     def block_strides(self, reserved: int) -> tuple[int, int, int]:
@@ -471,7 +462,6 @@ class QuantizedByPage(ByPage):
 
 
 def layout_of(geometry: Geometry) -> ByPage:
-    """The layout that a host pool of this geometry uses."""
     return ByHead(geometry) if geometry.unified else ByPage(geometry)
 
 
@@ -528,7 +518,6 @@ class CachedPrefix:
         return self.full_precision < self.tokens
 
     def beginning(self, tokens: int) -> CachedPrefix:
-        """The first ``tokens`` of them."""
         control = [position for position in self.control if position < tokens]
         return replace(self, tokens=tokens, control=control, query=self.query if tokens == self.tokens else b"")
 
@@ -547,5 +536,4 @@ def unparked(pages: Pages, pool: HostPool, tokens: int) -> int:
 
 
 def parked_bytes(pool: HostPool) -> int:
-    """Bytes that parking what a host pool holds takes."""
     return sum(map(pool.page_bytes, pool.quantized))

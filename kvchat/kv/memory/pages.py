@@ -39,7 +39,6 @@ class Pages:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory."""
         return sum(layer.nbytes for layer in (*self.full_precision, *self.eight_bit))
 
     def stored(self, page: int) -> list[Tensor]:
@@ -67,7 +66,6 @@ def full_precision_pages(pages: StoredPages) -> int:
 
 
 def has_quantized(pages: StoredPages) -> bool:
-    """True if some tokens are quantized."""
     return full_precision_pages(pages) < len(pages.quantized)
 
 

@@ -68,7 +68,6 @@ class CudaRegistrar:
 
 
 def _cudart() -> Any:
-    """The CUDA runtime that torch is linked with."""
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
@@ -153,13 +152,11 @@ class PinnedRegion:
         self.pinned, self.shift = self.committed, shift
 
     def unpin(self) -> None:
-        """Make all of it pageable again."""
         _unregister(self._registered)
         self.pinned = 0
 
 
 def _unregister(registered: list[tuple[CudaRegistrar, int]], _kept: object = None) -> None:
-    """Unregister each segment once."""
     while registered:
         registrar, address = registered.pop()
         registrar.unregister(address)
@@ -207,5 +204,4 @@ def aligned(size: int) -> Tensor:
 
 @cache
 def _libc() -> Any:
-    """The C library, on Linux."""
     return ctypes.CDLL(None) if sys.platform == "linux" else None

@@ -235,7 +235,6 @@ class Mode:
 
     @property
     def name(self) -> str:
-        """Its name in the settings."""
         return self.parameters.name
 
     @property

@@ -131,7 +131,6 @@ class Freeze(Mode):
 
     @property
     def slots(self) -> DeviceSlots:
-        """Those of all layers."""
         return self.state.slots[0]
 
     # ---- between steps
@@ -221,7 +220,6 @@ class Freeze(Mode):
 
     @property
     def _most_moved(self) -> int:
-        """Tokens that a step may copy to the device."""
         return max(MOST_MOVED, self._timers.capacity // MOVED_SHARE) if self.rule.recalls else FOREVER
 
     def _all_arrive(self, awake: int) -> bool:

@@ -103,7 +103,6 @@ class Timers:
         self._allocate(grown(0, headroom))
 
     def buffers(self) -> list[Tensor]:
-        """Return the tensors that last from step to step."""
         return [*self.states(), *self._kept, self.index]
 
     def states(self) -> list[Tensor]:
@@ -124,7 +123,6 @@ class Timers:
         self._kept_at = -1
 
     def reserve(self, tokens: int) -> None:
-        """Make room for the state of ``tokens``."""
         if tokens > self.capacity:
             self._allocate(grown(tokens, self.headroom))
 
@@ -364,7 +362,6 @@ def freeze_loops() -> ModuleType | None:
 
 
 def _shared(tensors: Iterable[Tensor]) -> list[Any]:
-    """Tensors as numpy's arrays of the same memory."""
     return [tensor.numpy() for tensor in tensors]
 
 
@@ -384,7 +381,6 @@ class Scores:
         self._number = self._counted.sum()
 
     def add_shares(self, weights: Weights, spec: AttentionSpec, position: Tensor) -> None:
-        """Count a layer by its weights."""
         seen = self._seen(spec, position)
         number = self._number if seen is None else (self._counted * seen).sum()
         weights.add_shares(self.sum, self._counted, number)

@@ -57,7 +57,6 @@ class PageIndex:
 
     @property
     def pages(self) -> int:
-        """Pages there is room for."""
         return self.data.shape[2]
 
     @property
@@ -233,7 +232,6 @@ class IndexedMode(Mode):
             )
 
     def _index(self, device: torch.device) -> PageIndex:
-        """An empty index."""
         raise NotImplementedError
 
     def _summarize(self, device: torch.device) -> Sequence[PageIndex]:

@@ -29,7 +29,6 @@ def width_of(d_k: int, bits: int) -> int:
 
 
 def words_of(d_k: int, page: int, bits: int) -> int:
-    """Words of one page."""
     width = width_of(d_k, bits)
     return width * bits // WORD * page + width
 

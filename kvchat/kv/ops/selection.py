@@ -26,7 +26,6 @@ class Candidates:
 
     @classmethod
     def between(cls, first: int, last: Tensor, pages: int) -> Candidates:
-        """Of ``pages`` pages those from ``first`` to ``last``."""
         every = torch.arange(pages, device=last.device)
         return cls(first, last, (every < first) | (every > last))
 

@@ -53,7 +53,6 @@ class TorchOps:
 
     @property
     def badges(self) -> tuple[str, ...]:
-        """Warnings about how a step runs, for the screen."""
         return (f"no Triton kernels: {self.kernel_refusal}",) if self.kernel_refusal else ()
 
     def begin_step(self, position: Tensor) -> None:
@@ -116,7 +115,6 @@ class TorchOps:
         return slots.keys(layer)
 
     def bias(self, slots: DeviceSlots, layer: int, window: int | None) -> Tensor:
-        """``DeviceSlots.bias`` for the step's token."""
         return slots.bias(layer, self.position, window)
 
     def _of_slots(
@@ -244,7 +242,6 @@ class TorchOps:
         return of_unread(scores, unread, excess, asked.means)
 
     def open_pages(self, slots: DeviceSlots, layers: slice, first: int, last: Tensor) -> None:
-        """``DeviceSlots.open_pages``"""
         slots.open_pages(layers, first, last)
 
     # ---- recall

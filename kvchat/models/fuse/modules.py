@@ -481,7 +481,6 @@ def fused_attention(
 
 
 def _agrees(module: Any, fused: FusedAttention, dtype: torch.dtype) -> bool:
-    """True if both compute the same for a few tokens."""
     sizes = module.q_proj.in_features, module.head_dim
     where: dict[str, Any] = {"dtype": dtype, "device": module.o_proj.weight.device}
     hidden, angle = (numbers(torch.empty(1, TOKENS, size, **where)) for size in sizes)
@@ -513,7 +512,6 @@ class Operations:
         self._angles: tuple[Any, Any] | None = None
 
     def normed(self, x: Tensor, norm: Norm) -> Tensor:
-        """RMSNorm of ``x [..., K]``."""
         if x.device.type == "cpu" and is_one_row(x):
             # torch's own takes 20 to 60 us for one token. A CPU may ask for the sum.
             row = x.float().view(-1)

@@ -88,7 +88,6 @@ def read(file: Path) -> Kept:
 
 
 def install(model: Any, kept: Kept) -> None:
-    """Let ``model`` multiply by what was kept of its weights."""
     for name, parts in kept.items():
         path, _, own = name.rpartition(".")
         module, data = model.get_submodule(path), parts.pop(DATA)
@@ -151,7 +150,6 @@ def begin(model: Any, file: Path) -> None:
 
 
 def stop() -> None:
-    """Write no more, and let go of the weights."""
     if _current:
         _current.stop()
 

@@ -62,7 +62,6 @@ def stacks(model: Any) -> Iterator[tuple[str, Stack]]:
 
 
 def chosen_stacks(model: Any, method: str) -> Iterator[tuple[str, Stack]]:
-    """The stacks that ``method`` packs, with their names."""
     return ((path, stack) for path, stack in stacks(model) if PACKINGS[method].fits(*stack.shape[1:]))
 
 

@@ -260,7 +260,6 @@ def _package(quantize: str, device: torch.device) -> str:
 
 
 def _chosen(quantize: str, dtype: torch.dtype, device: torch.device) -> Any:
-    """The configuration of the quantizer."""
     if quantize == "nf4":
         return _nf4(dtype)
     if device.type == "cpu":

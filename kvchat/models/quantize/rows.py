@@ -165,13 +165,11 @@ def block_loops() -> ModuleType | None:
 
 
 def weight_of(linear: Any) -> Weight:
-    """The matrix of a Linear, as it multiplies."""
     rows: PackedRows | None = linear.__dict__.get(ROWS)
     return linear.weight if rows is None else rows
 
 
 def attach(linear: Any, rows: PackedRows) -> None:
-    """Let a Linear multiply by ``rows``."""
     linear.__dict__ |= {ROWS: rows, "forward": rows.forward}
 
 
