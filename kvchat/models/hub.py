@@ -44,7 +44,7 @@ def download(name: str, patterns: list[str], progress: Progress) -> Path:
         with _explained(name):
             fetch(_large_files(name, patterns), told)
             folder = huggingface_hub.snapshot_download(
-                name, allow_patterns=patterns, ignore_patterns=NOT_DOWNLOADED, tqdm_class=_reporter(told)
+                name, allow_patterns=patterns, ignore_patterns=NOT_DOWNLOADED, tqdm_class=_reporter(told.tell)
             )
     finally:
         told.end()
@@ -120,8 +120,8 @@ def _large_files(name: str, patterns: list[str]) -> list[RemoteFile]:
         return []
 
 
-def _reporter(told: ByteProgress) -> type:
-    """A tqdm class that draws nothing and tells the bytes downloaded.
+def _reporter(tell: Callable[[float, float], None]) -> type:
+    """A tqdm class that draws nothing and tells the bytes downloaded, of how many.
 
     The hub's library makes several bars: one for files, then one for bytes in files, then one for bytes transferred,
     which are fewer where a file is partly there already. The second is told.
@@ -140,7 +140,7 @@ def _reporter(told: ByteProgress) -> type:
         def display(self, *_: Any, **__: Any) -> None:
             if bars and bars[0] is self and self.total:  # tqdm compares bars by their numbers
                 with contextlib.suppress(OSError):
-                    told.tell(self.n, self.total)
+                    tell(self.n, self.total)
 
     return Reporter
 
@@ -207,14 +207,13 @@ def _fetch(file: RemoteFile, before: int, total: int, progress: ByteProgress) ->
             ) from error
         start = partial.tell()
         constants.DOWNLOAD_CHUNK_SIZE = min(constants.DOWNLOAD_CHUNK_SIZE, CHUNK)
-        bar = _bar(lambda done: progress.tell(before + done, total), start)
         http_get(
             file.url,
             partial,
             resume_size=start,
             headers=build_hf_headers(),
             expected_size=file.nbytes,
-            tqdm_class=bar,
+            tqdm_class=_reporter(lambda done, _: progress.tell(before + done, total)),
         )
         partial.flush()
         _check(file)
@@ -230,23 +229,6 @@ def _check(file: RemoteFile) -> None:
     if digest != file.blob.name:
         file.partial.unlink()
         raise ModelError("A downloaded file of the model is damaged.", f"{file.url}"[:200], "Download the model again.")
-
-
-def _bar(tell: Callable[[float], None], start: int) -> type:
-    """A tqdm class that draws nothing and tells how many bytes of the file there are."""
-    from tqdm import tqdm
-
-    class Bar(tqdm):  # type: ignore[misc]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            kwargs.pop("name", None)  # only the hub's own class knows it
-            super().__init__(*args, **(kwargs | {"file": io.StringIO()}))
-            self._there: float = start
-
-        def update(self, n: float | None = 1) -> None:
-            self._there += n or 0
-            tell(self._there)
-
-    return Bar
 
 
 class ByteProgress:
