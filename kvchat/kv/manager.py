@@ -27,7 +27,6 @@ from kvchat.kv.memory.pages import Pages, has_quantized
 from kvchat.kv.modes.base import Mode, Step
 from kvchat.kv.modes.recovery_levels import Level
 from kvchat.kv.prefill import Prefill, prefill_over
-from kvchat.kv.prompt_queries import Noted
 from kvchat.kv.state import KVState
 from kvchat.units import size
 
@@ -443,7 +442,7 @@ class Checkpoint:
     control: Tensor
     pins: tuple[int, ...]
     query: Tensor
-    prompt: Noted
+    prompt: tuple[Tensor, range]
     after_step: bool
 
 
@@ -474,7 +473,7 @@ def restore(state: KVState, checkpoint: Checkpoint) -> None:
     state.control[checkpoint.start :] = False
     state.control[checkpoint.start : checkpoint.total] = checkpoint.control
     state.query.copy_(checkpoint.query)
-    state.prompt.restore(checkpoint.prompt)
+    state.prompt.restore(*checkpoint.prompt)
     state.after_step = checkpoint.after_step
 
 

@@ -5,22 +5,12 @@ They are held whatever the mode is, because a comparison and a person enter a mo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from kvchat.kv.geometry import Geometry
 
 ROWS = 32  # tokens: SnapKV's window, and 8 MiB of an 8B model
-
-
-@dataclass(frozen=True)
-class Noted:
-    """A copy of what was noted, to be put back."""
-
-    rows: Tensor
-    span: range
 
 
 class PromptQueries:
@@ -65,9 +55,9 @@ class PromptQueries:
         span = self.span[-most:]
         return span, self.rows[layer][:, ROWS - len(span) :]
 
-    def copied(self) -> Noted:
-        return Noted(self.rows.clone(), self.span)
+    def copied(self) -> tuple[Tensor, range]:
+        return self.rows.clone(), self.span
 
-    def restore(self, noted: Noted) -> None:
-        self.rows.copy_(noted.rows)
-        self.span = noted.span
+    def restore(self, rows: Tensor, span: range) -> None:
+        self.rows.copy_(rows)
+        self.span = span

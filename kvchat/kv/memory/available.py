@@ -134,14 +134,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def check_fits(mode: str, needed: int, tokens: int, device: torch.device, released: int = 0) -> None:
-    """Refuse a mode that needs more device memory than is free once the old mode has ``released`` its own.
-
-    Args:
-        mode: its name.
-        needed: bytes it takes for ``tokens`` tokens.
-        tokens: tokens there is to be room for.
-        device: where.
-        released: bytes that leaving the old mode frees.
+    """Refuse a ``mode`` whose ``needed`` bytes are more than is free once the old mode has ``released`` its own.
 
     Raises:
         DoesNotFitError: with the numbers.

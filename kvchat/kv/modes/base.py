@@ -238,6 +238,11 @@ class Mode:
         return self.parameters.name
 
     @property
+    def slots(self) -> DeviceSlots:
+        """Those of all layers, or of the layers that choose."""
+        return self.state.slots[-1]
+
+    @property
     def wants_ahead(self) -> bool:
         """``estimated`` is to be called in a step."""
         return False

@@ -46,10 +46,8 @@ from torch import Tensor
 from kvchat.config.modes import SpeculativeParameters
 from kvchat.errors import UsageError
 from kvchat.kv.attention import AttentionSpec, Weights
-from kvchat.kv.memory.device_slots import Layout
 from kvchat.kv.modes.base import (
     ModeReport,
-    Plan,
     Step,
     budget_of,
 )
@@ -74,14 +72,6 @@ class FreeKV(IndexedMode):
         self.k = (self.budget - self.sink - self.window) // self.geometry.page
         self._pin_to_sinks()
         self.tau = self._tau()
-
-    def plan(self, capacity: int) -> Plan:
-        g = self.geometry
-        window = min(self.window, max(capacity, g.page))
-        pages = min(self.k, g.pages(capacity))
-        sink = min(self.sink, capacity)
-        rest = Layout(self.first, g.layers, sink, window, pages, shared=False, pinned=len(self.pins))
-        return self._planned(rest, capacity)
 
     def graph_buffers(self) -> list[Tensor]:
         return [*super().graph_buffers(), self.cosine, self._wholly_pinned]

@@ -61,7 +61,7 @@ from torch import Tensor
 from kvchat.config.modes import FreezeParameters
 from kvchat.errors import UsageError
 from kvchat.kv.attention import AttentionSpec, Weights
-from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
+from kvchat.kv.memory.device_slots import EMPTY, Layout
 from kvchat.kv.modes.base import Mode, ModeReport, Plan, Step, TokenState
 from kvchat.kv.modes.freeze_timers import (
     FOREVER,
@@ -128,10 +128,6 @@ class Freeze(Mode):
             self.thawed = torch.zeros((), dtype=torch.int64, device=state.device)
             self._entered_at = state.steps
         self.timers.pin(self.pin_mask if self.pins else None, self.bound)
-
-    @property
-    def slots(self) -> DeviceSlots:
-        return self.state.slots[0]
 
     # ---- between steps
 

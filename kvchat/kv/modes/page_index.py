@@ -20,7 +20,7 @@ from torch import Tensor
 from kvchat.config.modes import BudgetParameters
 from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.geometry import Geometry
-from kvchat.kv.memory.device_slots import DeviceSlots, Layout
+from kvchat.kv.memory.device_slots import Layout
 from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.memory.pinned import use_huge_pages
 from kvchat.kv.modes.base import Mode, Plan, Step, everything, refuse_small_budget
@@ -208,6 +208,7 @@ class IndexedMode(Mode):
     parameters: BudgetParameters
     index: PageIndex
     first: int
+    k: int
     summaries: Sequence[PageIndex]
 
     def _share_out(self, budget: int, sink: int, window: int, first_full: bool) -> None:
@@ -238,6 +239,15 @@ class IndexedMode(Mode):
         """The empty index, and what else is kept of every page."""
         return [self._index(device)]
 
+    def plan(self, capacity: int) -> Plan:
+        return self._planned(self._layout(capacity, min(self.k, self.geometry.pages(capacity))), capacity)
+
+    def _layout(self, capacity: int, pages: int) -> Layout:
+        """Slots for sinks, a window, so many ``pages`` and pinned messages, no more than ``capacity`` tokens fill."""
+        g = self.geometry
+        window, sink = min(self.window, max(capacity, g.page)), min(self.sink, capacity)
+        return Layout(self.first, g.layers, sink, window, pages, shared=False, pinned=len(self.pins))
+
     def _planned(self, rest: Layout, capacity: int) -> Plan:
         """With ``rest`` for the layers that choose."""
         full = [everything(self.geometry, 0, self.first, capacity)] if self.first else []
@@ -246,11 +256,6 @@ class IndexedMode(Mode):
 
     def graph_buffers(self) -> list[Tensor]:
         return [*super().graph_buffers(), *(each.data for each in self.summaries)]
-
-    @property
-    def slots(self) -> DeviceSlots:
-        """Those of the layers that choose."""
-        return self.state.slots[-1]
 
     def attach(self, state: KVState) -> None:
         super().attach(state)

@@ -114,15 +114,11 @@ class Speculative(IndexedMode):
         return self.query == "ahead" and self.k > 0
 
     def plan(self, capacity: int) -> Plan:
-        g, pinned = self.geometry, len(self.pins)
-        if g.unified:
-            size = self.sink + self.k + self.window + pinned
-            rest = Layout(self.first, g.layers, sink=0, window=size, shared=False, in_place=True)
-        else:
-            window = min(self.window, max(capacity, g.page))
-            k, sink = min(self.k, g.round_up(capacity)), min(self.sink, capacity)
-            rest = Layout(self.first, g.layers, sink, window, g.pages(k), shared=False, pinned=pinned)
-        return self._planned(rest, capacity)
+        g = self.geometry
+        if not g.unified:
+            return self._planned(self._layout(capacity, g.pages(min(self.k, g.round_up(capacity)))), capacity)
+        size = self.sink + self.k + self.window + len(self.pins)
+        return self._planned(Layout(self.first, g.layers, 0, size, shared=False, in_place=True), capacity)
 
     def attach(self, state: KVState) -> None:
         super().attach(state)

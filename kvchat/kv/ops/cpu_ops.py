@@ -249,8 +249,9 @@ class CpuOps(TorchOps):
     def page_scores(self, query: Tensor, bounds: Tensor, scaling: float) -> Tensor:
         if not (loops := loops_over(bounds.dtype)):
             return super().page_scores(query, bounds, scaling)
-        grouped, scores = _by_head(query, bounds)
-        loops.page_scores(grouped, numbers(bounds), scaling, scores.numpy())
+        grouped = query.contiguous().float().view(len(bounds), -1, query.shape[-1])
+        scores = torch.empty((*grouped.shape[:2], bounds.shape[1]))
+        loops.page_scores(grouped.numpy(), numbers(bounds), scaling, scores.numpy())
         return scores
 
     def choose(self, scores: Tensor, candidates: Candidates, resident: Tensor, flagged: Tensor | None = None) -> Tensor:
@@ -313,13 +314,6 @@ class CpuOps(TorchOps):
 @lru_cache(maxsize=1)
 def _positions(count: int) -> Tensor:
     return torch.arange(count, dtype=torch.int32)
-
-
-def _by_head(query: Tensor, bounds: Tensor) -> tuple[np.ndarray[Any, Any], Tensor]:
-    """``query [H_q, d_k]`` as ``[H, G, d_k]``, and room for its scores of the pages in ``bounds``: ``[H, G, page]``."""
-    heads, pages, _ = bounds.shape
-    grouped = query.contiguous().float().view(heads, -1, query.shape[-1])
-    return grouped.numpy(), torch.empty((heads, grouped.shape[1], pages))
 
 
 def compiled_loops(name: str = PAGES) -> ModuleType | None:
@@ -392,33 +386,24 @@ def scattered(keys: Tensor, values: Tensor, table: Tensor, first: int) -> Produc
 
 
 # ---- over pages of which some are kept in 8 bits
-class MixedPages(NamedTuple):
-    """A layer's pages, in one of two pools; ``places [page]`` says in which.
+def mixed(
+    full_precision: Tensor, eight_bit: Tensor, places: Tensor, table: Tensor, first: int, g: Geometry
+) -> Products | None:
+    """Over the tokens in ``table [H or 1, n]``, ascending, from ``first`` on; None where there is no loop for it.
 
-    They are ``full_precision [2, H, token, d]`` and ``eight_bit [page, H, block_bytes]``.
-
-    Of the tokens in ``table [H or 1, n]``, ascending, those from ``first`` on are read.
+    A layer's pages are in one of two pools, ``places [page]`` says in which: ``full_precision [2, H, token, d]`` or
+    ``eight_bit [page, H, block_bytes]``.
     """
-
-    full_precision: Tensor
-    eight_bit: Tensor
-    places: Tensor
-    table: Tensor
-    first: int
-
-
-def mixed(pages: MixedPages, g: Geometry) -> Products | None:
-    """Over the tokens of ``pages``; None where there is no loop for it."""
     size = g.dtype.itemsize
     whole = 2 * g.page * g.d % size == eight_bit_pages.block_bytes(g) % size == 0
     if not whole or not (loops := _threaded(g.dtype, EIGHT_BIT)):
         return None
-    blocks = pages.eight_bit.view(-1)
+    blocks = eight_bit.view(-1)
     codes = blocks.view(torch.int8).numpy(), numbers(blocks.view(g.dtype)), eight_bit_pages.block_bytes(g), g.page
-    named = pages.table.numpy(), pages.first, pages.places.numpy()
-    keys, values = pages.full_precision[0, ..., : g.d_k], pages.full_precision[1, ..., : g.d_v]
+    named = table.numpy(), first, places.numpy()
+    keys, values = full_precision[0, ..., : g.d_k], full_precision[1, ..., : g.d_v]
     stored = ((*named, *_rows(rows), *codes) for rows in (keys, values))
-    return _compiled(loops, pages.table.shape[1], values, *stored)
+    return _compiled(loops, table.shape[1], values, *stored)
 
 
 # ---- choosing tokens

@@ -18,7 +18,7 @@ from kvchat.kv.memory import eight_bit_pages
 from kvchat.kv.memory.device_slots import DeviceSlots
 from kvchat.kv.memory.eight_bit_pool import EightBitPool
 from kvchat.kv.memory.host_pool import gather, scatter
-from kvchat.kv.ops.cpu_ops import CpuOps, MixedPages, mixed
+from kvchat.kv.ops.cpu_ops import CpuOps, mixed
 from kvchat.kv.ops.torch_ops import TorchOps
 
 
@@ -134,7 +134,7 @@ class EightBitCpuOps(EightBitOps, CpuOps):
 
     def _mixed(self, layer: int, table: Tensor, first: int) -> Products | None:
         stored = self.host.by_head(layer), self.host.eight_bit.table(layer)
-        return mixed(MixedPages(*stored, self._places, table, first), self.geometry)
+        return mixed(*stored, self._places, table, first, self.geometry)
 
     def _unpacked(self, layer: int, first: int, end: int) -> tuple[Tensor, Tensor]:
         """Copies of the keys and values of the tokens from ``first`` up to ``end``."""

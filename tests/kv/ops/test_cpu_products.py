@@ -13,7 +13,6 @@ from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory import eight_bit_pages
 from kvchat.kv.memory.device_slots import EMPTY
 from kvchat.kv.ops import cpu_ops
-from kvchat.kv.ops.cpu_ops import MixedPages
 from kvchat.models.quantize import rows
 
 
@@ -101,7 +100,7 @@ def test_over_pages_of_which_some_are_kept_in_8_bits(heads, group, d_k, d_v, pag
     keys, values = held.permute(2, 1, 0, 3, 4).reshape(2, heads, -1, d_k)
     some = (torch.rand(last, generator=draw) < 0.7).nonzero().flatten()
     table = torch.nn.functional.pad(some, (0, 9), value=EMPTY).to(torch.int32)
-    made = cpu_ops.mixed(MixedPages(exact, quantized, places, table[None], first), g)
+    made = cpu_ops.mixed(exact, quantized, places, table[None], first, g)
     assert made.sums(torch.ones(heads, group, len(table))).dtype == dtype
     query, weights = (torch.randn((heads, group, size), generator=draw) for size in (d_k, len(table)))
     read = (table >= first)[:, None]
@@ -112,11 +111,9 @@ def test_over_pages_of_which_some_are_kept_in_8_bits(heads, group, d_k, d_v, pag
 def test_what_loops_cannot_read_is_left_to_torch(monkeypatch):
     g = Geometry(1, 4, 2, 5, 5, torch.float32, page=5, unified=True)
     table = torch.zeros(1, 3, dtype=torch.int32)
-    pages = MixedPages(
-        torch.zeros(2, 2, 10, 5), torch.zeros(2, 2, eight_bit_pages.block_bytes(g)), torch.zeros(2), table, 0
-    )
+    pages = torch.zeros(2, 2, 10, 5), torch.zeros(2, 2, eight_bit_pages.block_bytes(g)), torch.zeros(2)
     assert eight_bit_pages.block_bytes(g) % 4
-    assert cpu_ops.mixed(pages, g) is None  # scales would lie across two numbers
+    assert cpu_ops.mixed(*pages, table, 0, g) is None  # scales would lie across two numbers
     rows = torch.zeros(2, 9, 4)
     assert cpu_ops.scattered(rows.half(), rows.half(), table, 0) is None
     monkeypatch.setattr(cpu_ops, "compiled_loops", lambda *_: None)

@@ -22,15 +22,10 @@ POOLED = 5  # neighboring tokens whose scores are averaged
 
 
 class KeptMode(Mode):
-    """A table per layer and KV head over slots for everything."""
+    """A table per layer and KV head over slots for everything; slot and position are the same."""
 
     def plan(self, capacity: int) -> Plan:
         return Plan([Layout(0, self.geometry.layers, 0, capacity, shared=False)])
-
-    @property
-    def slots(self) -> DeviceSlots:
-        """Those of all layers; slot and position are the same."""
-        return self.state.slots[0]
 
     def kept(self, layer: int) -> Tensor:
         """The stored tokens that each head keeps, bool ``[H or 1, total]``, but for those read in any case."""

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kvchat.config.modes import BudgetParameters
-from kvchat.kv.memory.device_slots import EMPTY, Layout
-from kvchat.kv.modes.base import ModeReport, Plan, Step, budget_of, refuse_small_budget
+from kvchat.kv.memory.device_slots import EMPTY
+from kvchat.kv.modes.base import ModeReport, Step, budget_of, refuse_small_budget
 from kvchat.kv.modes.page_index import IndexedMode
 from kvchat.kv.ops.selection import assign_slots, best
 
@@ -46,13 +46,6 @@ class PageChoice(IndexedMode):
     def wanted(self, layer: int, scores: Tensor, resident: Tensor) -> Tensor:
         """The pages ``[H, k]`` to read, where ``resident [H, k]`` are on the device."""
         return best(scores, resident.shape[1])
-
-    def plan(self, capacity: int) -> Plan:
-        g = self.geometry
-        window = min(self.window, max(capacity, g.page))
-        pages, sink = min(self.k, g.pages(capacity)), min(self.sink, capacity)
-        rest = Layout(self.first, g.layers, sink, window, pages, shared=False, pinned=len(self.pins))
-        return self._planned(rest, capacity)
 
     def fill(self, fresh: bool) -> None:
         super().fill(fresh)

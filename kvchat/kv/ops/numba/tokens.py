@@ -357,7 +357,6 @@ def _add_unread(
     Args:
         powers: e to the power of the scores ``[G, n]``, less the highest of their part ``parts [G, part]``; what is
             read is set to 0.
-        parts: as ``powers`` says.
         excess: of each page ``[G, page]``.
         means: the mean values of the same pages ``[page, d_v]``, in bfloat16.
         tokens: what is read; of those beyond the last page is no score.
@@ -594,12 +593,9 @@ def attend_tokens(
         scaling: the layer's attention scale.
         softcap: of the layer, 0 where there is none.
         sinks: learned logits ``[H, G]``, or ``[0, 0]``.
-        keys: the memory from the first key on, whose next head and next token lie so many numbers further.
-        key_head: as ``keys`` says.
-        key_token: as ``keys`` says.
-        values: as keys.
-        value_head: as keys.
-        value_token: as keys.
+        keys, key_head, key_token: the memory from the first key on, whose next head and next token lie so many numbers
+            further.
+        values, value_head, value_token: as keys.
         table: int32 ``[H, n]``, all of them tokens.
         result: float32 ``[H, G, d_v]``, written.
         as_part: 1 if ``result`` has a column more, as in ``join_parts``; else 0.
