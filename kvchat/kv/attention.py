@@ -177,7 +177,7 @@ def attend_prefill(
     parts, low = [], 0
     while low < n:
         at = start + low
-        first = 0 if spec.window is None else max(0, at - spec.window + 1)
+        first = spec.first_seen(at + 1)
         rows = min(n - low, ROWS[query.device.type], _rows(limit, at - first))
         seen = slice(first, at + rows)
         bias = causal_bias(at, rows, first, spec.window, query)
@@ -293,3 +293,7 @@ class AttentionSpec:
     window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+
+    def first_seen(self, tokens: int) -> int:
+        """The first of so many tokens that the last of them sees."""
+        return 0 if self.window is None else max(0, tokens - self.window)

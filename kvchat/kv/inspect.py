@@ -52,7 +52,7 @@ def attended(state: KVState, layer: int) -> Tensor:
             if slots.layout.spills:
                 seen[heads, : max(0, state.total - slots.layout.window)] = True
     seen = seen[:, : state.total]
-    if spec is not None and spec.window is not None:
+    if spec.window is not None:
         positions = torch.arange(state.total, device=state.device)
         seen = seen & (positions > state.total - 1 - spec.window)
     return seen
@@ -64,8 +64,7 @@ def attended_counts(state: KVState) -> Tensor:
     for layer in range(state.geometry.layers):
         held = state.slots_of[layer]
         same_as = held[0].layout.first if held and all(slots.layout.shared for slots in held) else layer
-        spec = state.specs[layer]
-        alike.setdefault((same_as, spec.window if spec else None), []).append(layer)
+        alike.setdefault((same_as, state.specs[layer].window), []).append(layer)
     counts = torch.zeros(state.total, dtype=torch.int64, device=state.device)
     for layers in alike.values():
         counts += len(layers) * attended(state, layers[0]).sum(0)
@@ -89,8 +88,7 @@ def held_per_head(state: KVState) -> Tensor:
 
 def _read_in(state: KVState, layer: int) -> Tensor:
     """``[H]``, counted in the tables: nothing as long as the conversation is made."""
-    spec = state.specs[layer]
-    first = max(0, state.total - spec.window) if spec is not None and spec.window is not None else 0
+    first = state.specs[layer].first_seen(state.total)
     if not state.after_step:
         return torch.full((state.geometry.kv_heads,), state.total - first, device=state.device)
     read = torch.zeros(state.geometry.kv_heads, dtype=torch.int64, device=state.device)
@@ -113,15 +111,15 @@ def weights(state: KVState, layer: int, heads: slice = slice(None)) -> Tensor:
     sinks a row sums to less than 1.
     """
     g, spec, p = state.geometry, state.specs[layer], state.geometry.page
-    query = state.query[layer].float().view(g.kv_heads, g.group, g.d_k)[heads] * state.scaling(layer)
-    first = max(0, state.total - spec.window) if spec is not None and spec.window is not None else 0
+    query = state.query[layer].float().view(g.kv_heads, g.group, g.d_k)[heads] * spec.scaling
+    first = spec.first_seen(state.total)
     parts = [query.new_full((*query.shape[:2], first // p * p), -torch.inf)]
     for page in range(first // p, g.pages(state.total), CHUNK):
         keys, _ = state.host.dense(layer, min(state.total, (page + CHUNK) * p), page)
         parts.append(query @ keys[heads].float().transpose(1, 2))
-    scores = torch.cat(parts, -1) if spec is None else capped(torch.cat(parts, -1), spec)
+    scores = capped(torch.cat(parts, -1), spec)
     scores[..., :first] = -torch.inf
-    return softmax(scores, None if spec is None or spec.sinks is None else spec.sinks.view(g.kv_heads, g.group)[heads])
+    return softmax(scores, None if spec.sinks is None else spec.sinks.view(g.kv_heads, g.group)[heads])
 
 
 def covered(state: KVState, layer: int, heads: slice = slice(None)) -> Tensor:
@@ -156,10 +154,9 @@ def choose(state: KVState, least: int) -> TokenChoice:
     return TokenChoice(f"{state.total:,} stored tokens", round(shares[at], 4), [least, *budgets][at])
 
 
-def seeing_all(specs: Sequence[AttentionSpec | None], tokens: int) -> list[int]:
+def seeing_all(specs: Sequence[AttentionSpec], tokens: int) -> list[int]:
     """The layers behind the first, which is read in full, without a window shorter than that; all, where none is so."""
-    windows = [spec.window if spec else None for spec in specs]
-    found = [layer for layer, window in enumerate(windows) if layer and (window is None or window >= tokens)]
+    found = [layer for layer, spec in enumerate(specs) if layer and spec.first_seen(tokens) == 0]
     return found or list(range(len(specs)))
 
 

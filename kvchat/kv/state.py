@@ -31,8 +31,8 @@ class KVState:
         query: ``[layers, H_q, d_k]``, the last token's queries; ``prompt`` holds those of the last prompt's end.
         control: ``[reserved]`` bool, the chat's control tokens, which a mode should keep if it has the choice.
         pins: positions of the pinned messages' tokens, which every mode reads; ascending.
-        specs: each layer's attention rule, None until it is known; of all layers at once, ``[layers]`` on the device,
-            ``scales`` (1/sqrt(d_k) until then) and ``sight``, the most recent tokens that it sees.
+        specs: each layer's attention rule, one without a window until it is known; of all layers at once, ``[layers]``
+            on the device, ``scales`` (1/sqrt(d_k) until then) and ``sight``, the most recent tokens that it sees.
         quantizes: pages that get full are stored in 8 bits.
         steps: decode steps so far; ``after_step`` is true while the last forward was one.
         ops: what a step's operations run on; ``transfer`` copies host to slots and counts.
@@ -50,7 +50,7 @@ class KVState:
         self.position = torch.zeros((), dtype=torch.int64, device=device)
         self.control = torch.zeros(self.host.reserved, dtype=torch.bool, device=device)
         self.pins: tuple[int, ...] = ()
-        self.specs: list[AttentionSpec | None] = [None] * g.layers
+        self.specs = [AttentionSpec(g.d_k**-0.5)] * g.layers
         self.scales = torch.full((g.layers,), g.d_k**-0.5, device=device)
         self.sight = torch.full((g.layers,), SEES_ALL, device=device)
         self.slots: list[DeviceSlots] = []
@@ -91,20 +91,18 @@ class KVState:
         self.steps += tokens
         for position in range(self.total - tokens, self.total):
             for spec in self.specs:
-                seen = position + 1 if spec is None or spec.window is None else min(position + 1, spec.window)
-                self._read_before += self.geometry.kv_heads * seen
+                self._read_before += self.geometry.kv_heads * (position + 1 - spec.first_seen(position + 1))
 
     def note_spec(self, layer: int, spec: AttentionSpec) -> None:
         """Keep a layer's attention rule; every forward names it again."""
         if spec is not self.specs[layer]:
             self.specs[layer] = spec
-            self.scales[layer] = self.scaling(layer)
+            self.scales[layer] = spec.scaling
             self.sight[layer] = SEES_ALL if spec.window is None else spec.window
 
     def scaling(self, layer: int) -> float:
         """Return the layer's attention scale; 1/sqrt(d_k) until its rule is known."""
-        spec = self.specs[layer]
-        return spec.scaling if spec else self.geometry.d_k**-0.5
+        return self.specs[layer].scaling
 
     def graph_buffers(self) -> list[Tensor]:
         """Return the tensors that a step reads or changes and that last from step to step."""

@@ -119,7 +119,7 @@ class Full(Mode):
     def attention_begin(self, layer: int, query: Tensor, key: Tensor) -> bool:
         slots, spec, attention = self.state.slots[0], self.state.specs[layer], self._host_attention
         slots.beside = None
-        if slots.on_cpu and attention and spec and spec.window is None:
+        if slots.on_cpu and attention and spec.window is None:
             attention.ask(query)
             slots.beside = partial(attention.answer, layer, slots, spec)
         return False
@@ -173,7 +173,7 @@ class Full(Mode):
     @property
     def _heads_reading_all(self) -> int:
         """KV heads of all layers without a window."""
-        return self.geometry.kv_heads * sum(spec is None or spec.window is None for spec in self.state.specs)
+        return self.geometry.kv_heads * sum(spec.window is None for spec in self.state.specs)
 
     def _stage(self, read: int) -> None:
         """Begin to stage the next layer without a window, once the one was ``read`` that is staged; -1 at the begin."""
@@ -181,14 +181,14 @@ class Full(Mode):
         if not slots.staged or slots.staged_layer != read:
             return
         specs = enumerate(self.state.specs[read + 1 :], read + 1)
-        following = next((layer for layer, spec in specs if spec is None or spec.window is None), None)
+        following = next((layer for layer, spec in specs if spec.window is None), None)
         if following is not None:
             self.state.transfer.stage(slots, following)
 
     def _pairs(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """K/V pairs that the last of ``tokens`` (0-d) reads, and how many of them come over the link."""
         ring, none = self.state.slots[0].layout.window + self._sink, torch.zeros_like(tokens)
-        windows = Counter(spec.window if spec else None for spec in self.state.specs)
+        windows = Counter(spec.window for spec in self.state.specs)
         heads = [(layers * self.geometry.kv_heads, window) for window, layers in windows.items()]
         read = [(n, tokens if window is None else tokens.clamp(max=window)) for n, window in heads]
         return sum((n * seen for n, seen in read), none), sum(

@@ -88,7 +88,7 @@ class MovingBase(ContextPolicy):
         tokens = torch.arange(self._limited_from, self._limited_from + keys.shape[1], device=keys.device)
         recent = self.moved(layer, keys, self.bases(tokens) - self._base)
         spec, (slots,) = self._state.specs[layer], self._state.slots
-        if spec is not None and spec.window is not None:
+        if spec.window is not None:
             return recent, values  # a window of its own that the sinks have left
         kept = self._sink + sum(pin < self._limited_from for pin in self._pins)
         before = slots.keys(layer)[:, :kept], slots.values(layer)[:, :kept]

@@ -214,9 +214,8 @@ class Speculative(IndexedMode):
             self._masked |= self._is_pinned(tokens)
         unknown = tokens >= position - position % page  # beyond full pages, which the index holds
         self._hidden: dict[int | None, Tensor] = {None: unknown}
-        windows = [spec.window if spec else None for spec in self.state.specs[self.first :]]
-        for window in windows:
-            if window is not None and window not in self._hidden:
+        for window in {spec.window for spec in self.state.specs[self.first :]}:
+            if window is not None:
                 self._hidden[window] = unknown | (tokens <= position - window)
 
     def _choose(self, layer: int, query: Tensor) -> None:
@@ -226,9 +225,9 @@ class Speculative(IndexedMode):
             return
         if not self.k:
             return
-        state, spec = self.state, self.state.specs[layer]
+        state = self.state
         # A window that became known since the step began hides only what attention does not see either.
-        hidden = self._hidden.get(spec.window if spec else None, self._hidden[None])
+        hidden = self._hidden.get(state.specs[layer].window, self._hidden[None])
         held = self.slots.table_of(layer)[:, : min(self.k, self.slots.offset)]
         chosen, beside = self.choose(layer, query, hidden, held)
         state.transfer.load_tokens(self.slots, layer, 0, chosen, held)
@@ -244,16 +243,15 @@ class Speculative(IndexedMode):
 
         That is where no step attends to what is chosen, scores are capped, or none are kept.
         """
-        spec = self.state.specs[layer]
-        is_capped = spec is not None and spec.softcap is not None
+        is_capped = self.state.specs[layer].softcap is not None
         if not self._stepping or not self.k or is_capped or len(self.summaries) == 1:
             return None
         return self.summaries[1].of(layer)
 
     def _list(self, layer: int, query: Tensor) -> None:
         """List in the layer's table what is read by the token after those stored, itself where a step has begun."""
-        state, spec, position = self.state, self.state.specs[layer], self.state.total
-        seen = 0 if spec is None or spec.window is None else max(0, position + 1 - spec.window)
+        state, position = self.state, self.state.total
+        seen = state.specs[layer].first_seen(position + 1)
         first, last = max(self.sink, seen), position - self.window
         candidates = last + 1 - first - sum(first <= pin <= last for pin in self.pins)
         if candidates <= self.k:

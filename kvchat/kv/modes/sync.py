@@ -181,12 +181,11 @@ class Sync(Mode):
         """The representatives' attention of the last stored token, ``[N_r, G, n]``."""
         g, state, (everything, _) = self.geometry, self.state, self.state.slots
         spec = state.specs[layer]
-        assert spec is not None
         query = everything.pick(layer, state.query[layer].view(g.kv_heads, g.group, g.d_k), 0)
         sinks = None if spec.sinks is None else everything.pick(layer, spec.sinks.view(g.kv_heads, g.group), 0)
         table = everything.table_of(layer)
-        first = 0 if spec.window is None else max(0, state.total - spec.window)
-        bias = torch.zeros(table.shape, dtype=g.dtype, device=table.device).masked_fill_(table < first, float("-inf"))
+        masked = table < spec.first_seen(state.total)
+        bias = torch.zeros(table.shape, dtype=g.dtype, device=table.device).masked_fill_(masked, float("-inf"))
         held = products(everything.keys(layer), everything.values(layer))
         return attend(query, held, bias.unsqueeze(1), spec, sinks)[1]
 
@@ -245,7 +244,7 @@ class Sync(Mode):
         masked = (tokens < self.sink) | (tokens > last)
         if self.pins:
             masked |= self._is_pinned(tokens)
-        if spec is not None and spec.window is not None:
+        if spec.window is not None:
             masked |= tokens <= last + self.window - spec.window
         return best.masked_fill(masked, -1.0)
 

@@ -130,7 +130,7 @@ class CpuOps(TorchOps):
     def _attend_stored(self, slots: DeviceSlots, layer: int, query: Tensor, spec: AttentionSpec) -> Tensor:
         """Attention over everything that the layer sees, where it is stored; a guess over sinks and recent ones."""
         end, recent = self._now + 1, slots.recent_only
-        first = 0 if spec.window is None else max(0, end - spec.window)
+        first = spec.first_seen(end)
         grouped, sinks = self._of_slots(slots, layer, query, spec)
         if recent and end - first > SINKS_OF_GUESS + recent:
             table = torch.cat((torch.arange(first, first + SINKS_OF_GUESS), torch.arange(end - recent, end)))
@@ -162,7 +162,7 @@ class CpuOps(TorchOps):
     def _attend_listed(self, slots: DeviceSlots, layer: int, query: Tensor, spec: AttentionSpec) -> Tensor:
         """Attention over the tokens that each head's table names, where they are stored."""
         end, place = self._now + 1, layer - slots.layout.first
-        first = 0 if spec.window is None else max(0, end - spec.window)
+        first = spec.first_seen(end)
         grouped, sinks = self._of_slots(slots, layer, query, spec)
         found = None
         if loop := self._choosing.pop(layer, None):
@@ -206,7 +206,7 @@ class CpuOps(TorchOps):
         """Attention over the tokens that the table names, where they are stored, and the weights of these slots."""
         bias = slots.bias(layer, self.position, spec.window)
         end, named = self._now + 1, int(slots.current_slot) + 1  # in order from the front, the new token last
-        first = 0 if spec.window is None else max(0, end - spec.window)
+        first = spec.first_seen(end)
         grouped, sinks = self._of_slots(slots, layer, query, spec)
         if named == end:
             attended, weights = attend(grouped, self._products_of_all(layer, first, end), None, spec, sinks)

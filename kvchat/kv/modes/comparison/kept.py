@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvchat.config.modes import BudgetParameters
 from kvchat.errors import UsageError
-from kvchat.kv.attention import AttentionSpec, attend, causal_bias, products
+from kvchat.kv.attention import attend, causal_bias, products
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
 from kvchat.kv.modes.base import Mode, ModeReport, Plan, Step, budget_of
 
@@ -96,7 +96,7 @@ class ObservedMode(KeptMode):
     def weights(self, layer: int, tokens: int) -> Tensor:
         """What the prompt's last queries give its first ``tokens``, float32 ``[H, G, w, tokens]``: a softmax of all."""
         g, (span, query) = self.geometry, self._asked(layer)
-        spec = self.state.specs[layer] or AttentionSpec(self.state.scaling(layer))
+        spec = self.state.specs[layer]
         keys = self.state.host.dense(layer, span.stop)[0]
         grouped = query.float().reshape(g.kv_heads, -1, g.d_k)
         bias = causal_bias(span.start, len(span), 0, spec.window, grouped)
