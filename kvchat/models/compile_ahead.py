@@ -37,7 +37,6 @@ MODULES = (
     cpu_ops.PAGES,
     cpu_ops.TOKENS,
     cpu_ops.IN_A_ROW,
-    cpu_ops.SCATTERED,
     cpu_ops.ROWS,
     cpu_ops.FREEZE,
     cpu_ops.EIGHT_BIT,

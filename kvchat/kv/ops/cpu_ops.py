@@ -34,12 +34,12 @@ FEW = 32  # new tokens up to which a loop reads what is stored once for all of t
 KNOWN = (torch.float32, torch.bfloat16)  # to the loops
 LOOPS = "kvchat.kv.ops.numba"
 PAGES, TOKENS, FREEZE = f"{LOOPS}.pages", f"{LOOPS}.tokens", f"{LOOPS}.freeze"
-IN_A_ROW, SCATTERED, EIGHT_BIT = f"{LOOPS}.in_a_row", f"{LOOPS}.scattered", f"{LOOPS}.eight_bit"
+IN_A_ROW, EIGHT_BIT = f"{LOOPS}.in_a_row", f"{LOOPS}.eight_bit"
 BASE, ROWS = f"{LOOPS}.loops", f"{LOOPS}.rows"
 # Modules of loops that other processes compile now, or could not: each event tells when that is known.
 awaited: dict[str, threading.Event] = {}
 _used = threading.local()
-NO_MEANS = np.empty((0, 0, 0), np.uint16)
+NO_MEANS, NO_WEIGHTS = np.empty((0, 0, 0), np.uint16), np.empty((0, 0, 0), np.float32)
 NO_SINKS, NOTHING = np.empty((0, 0), np.float32), (np.empty(0, np.float32), 0, 0)
 Arguments = tuple[Any, ...]
 Numbers = np.ndarray[Any, Any]
@@ -92,8 +92,8 @@ class CpuOps(TorchOps):
                 heads = slice(None) if slots.heads is None else slots.heads_of(layer).numpy()
                 place.keys[:, slot], place.values[:, slot] = (one[heads] for one in given)
 
-    def _in_pool(self, layer: int) -> Stored:
-        """The same from step to step, until the pool moves."""
+    def _in_pool(self, layer: int) -> Stored | None:
+        """The same from step to step, until the pool moves; None where loops do not read it."""
         rows, known = self.host.rows(layer), self._stored_of.get(layer)
         if known is None or known.of is not rows:
             known = self._stored_of[layer] = Stored.seen(rows, *self._in_a_row(layer, 0, self.host.reserved))
@@ -150,14 +150,25 @@ class CpuOps(TorchOps):
         return found
 
     def _attended(
-        self, query: Tensor, stored: Stored, table: Tensor, spec: AttentionSpec, sinks: Tensor | None
+        self, query: Tensor, stored: Stored | None, table: Tensor, spec: AttentionSpec, sinks: Tensor | None
     ) -> Tensor | None:
         """``[H, G, d_v]`` of ``query [H, G, d_k]`` over the tokens in ``table [H, n]``; None without a loop."""
-        if not (loops := _threaded(self.geometry.dtype, TOKENS)):
+        if not (stored and (loops := _threaded(self.geometry.dtype, TOKENS))):
             return None
         made = torch.empty((*query.shape[:2], self.geometry.d_v))
-        loops.attend_tokens(*_asked(query, spec, sinks), *stored.read, table.numpy(), made.numpy(), 0)
+        loops.attend_tokens(*_asked(query, spec, sinks), *stored.read, table.numpy(), made.numpy(), 0, NO_WEIGHTS)
         return made.to(query.dtype)
+
+    def _weighed(
+        self, query: Tensor, layer: int, table: Tensor, spec: AttentionSpec, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor] | None:
+        """As ``_attended`` over stored tokens, with their weights, float32 ``[H, G, n]``."""
+        if not ((stored := self._in_pool(layer)) and (loops := _threaded(self.geometry.dtype, TOKENS))):
+            return None
+        made, weights = (torch.empty((*query.shape[:2], size)) for size in (self.geometry.d_v + 1, table.shape[1]))
+        asked = *_asked(query, spec, sinks), *stored.read
+        loops.attend_tokens(*asked, table.numpy(), made.numpy(), 1, weights.numpy())
+        return made[..., :-1].to(query.dtype), weights
 
     def _attend_listed(self, slots: DeviceSlots, layer: int, query: Tensor, spec: AttentionSpec) -> Tensor:
         """Attention over the tokens that each head's table names, where they are stored."""
@@ -165,8 +176,8 @@ class CpuOps(TorchOps):
         first = spec.first_seen(end)
         grouped, sinks = self._of_slots(slots, layer, query, spec)
         found = None
-        if loop := self._choosing.pop(layer, None):
-            asked = *_asked(grouped, spec, sinks), *self._in_pool(layer).read
+        if (loop := self._choosing.pop(layer, None)) and (stored := self._in_pool(layer)):
+            asked = *_asked(grouped, spec, sinks), *stored.read
             found = torch.empty((*grouped.shape[:2], self.geometry.d_v))
             slots.named[place] = loop(*asked, slots.table_of(layer).numpy(), found.numpy())
         named = slots.named[place]
@@ -182,7 +193,7 @@ class CpuOps(TorchOps):
         """Attention of ``query [H, G, d_k]`` over the stored tokens from ``first`` on."""
         found = self._attended(query, self._in_pool(layer), self._stored_tokens[:, first:], spec, sinks)
         if found is None:
-            return attend(query, products(*self._in_a_row(layer, first, self._now + 1)), None, spec, sinks)[0]
+            return attend(query, self._products_of_all(layer, first), None, spec, sinks)[0]
         return found
 
     def _attend_some(
@@ -197,31 +208,34 @@ class CpuOps(TorchOps):
         """Attention of ``query [H, G, d_k]`` over the tokens in ``table [H, n]``; ``beside`` as in ``attend``."""
         found = self._attended(query, self._in_pool(layer), table, spec, sinks) if beside is None else None
         if found is None:
-            return attend(query, products(*self._gathered(layer, table)), None, spec, sinks, beside)[0]
+            return attend(query, self._products_of_some(layer, table), None, spec, sinks, beside)[0]
         return found
 
     def _attend_in_place(
         self, slots: DeviceSlots, layer: int, query: Tensor, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
         """Attention over the tokens that the table names, where they are stored, and the weights of these slots."""
-        bias = slots.bias(layer, self.position, spec.window)
+        slots.bias(layer, self.position, spec.window)  # notes what is read
         end, named = self._now + 1, int(slots.current_slot) + 1  # in order from the front, the new token last
-        first = spec.first_seen(end)
+        first, table = spec.first_seen(end), slots.table[0, :, :named]
+        unseen = int((table < first).sum()) if first else 0
+        table = table[:, unseen:].expand(self.geometry.kv_heads, -1)
         grouped, sinks = self._of_slots(slots, layer, query, spec)
         if named == end:
-            attended, weights = attend(grouped, self._products_of_all(layer, first, end), None, spec, sinks)
-            return attended, torch.nn.functional.pad(weights, (first, 0)) if first else weights
-        some = self._products_of_some(layer, slots.table[0, :, :named], first)
-        return attend(grouped, some, None if spec.window is None else bias[..., :named], spec, sinks)
+            attended, weights = attend(grouped, self._products_of_all(layer, first), None, spec, sinks)
+        elif found := self._weighed(grouped, layer, table, spec, sinks):
+            attended, weights = found
+        else:
+            attended, weights = attend(grouped, self._products_of_some(layer, table), None, spec, sinks)
+        return attended, torch.nn.functional.pad(weights, (unseen, 0)) if unseen else weights
 
-    def _products_of_all(self, layer: int, first: int, end: int) -> Products:
-        """Those of the stored tokens from ``first`` up to ``end``."""
-        return self.products(*self._in_a_row(layer, first, end))
+    def _products_of_all(self, layer: int, first: int) -> Products:
+        """Those of the stored tokens from ``first`` on."""
+        return self.products(*self._in_a_row(layer, first, self._now + 1))
 
-    def _products_of_some(self, layer: int, table: Tensor, first: int) -> Products:
-        """Those of the tokens in ``table [H or 1, n]``; what lies before ``first`` need not be right."""
-        found = scattered(*self._in_a_row(layer, 0, self._now + 1), table, first)
-        return found or products(*self._gathered(layer, table))
+    def _products_of_some(self, layer: int, table: Tensor) -> Products:
+        """Those of the tokens in ``table [H or 1, n]``."""
+        return products(*self._gathered(layer, table))
 
     def _in_a_row(self, layer: int, first: int, end: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the tokens from ``first`` up to ``end``."""
@@ -373,18 +387,6 @@ def in_a_row(keys: Tensor, values: Tensor) -> Products:
     return _compiled(loops, keys.shape[1], values, _rows(keys), _rows(values))
 
 
-# ---- over scattered tokens
-def scattered(keys: Tensor, values: Tensor, table: Tensor, first: int) -> Products | None:
-    """Over the tokens in ``table [H or 1, m]`` from ``first`` on, of ``keys [H, n, d_k]`` and ``values [H, n, d_v]``.
-
-    None where there is no loop for it.
-    """
-    if not (loops := _threaded(keys.dtype, SCATTERED)):
-        return None
-    named = table.numpy(), first
-    return _compiled(loops, table.shape[1], values, (*_rows(keys), *named), (*_rows(values), *named))
-
-
 # ---- over pages of which some are kept in 8 bits
 def mixed(
     full_precision: Tensor, eight_bit: Tensor, places: Tensor, table: Tensor, first: int, g: Geometry
@@ -419,7 +421,7 @@ def attended_part(
         return None
     made = torch.empty((*query.shape[:2], values.shape[-1] + 1))
     stored = *_rows(keys), *_rows(values)
-    loops.attend_tokens(*_asked(query, spec, sinks), *stored, table.numpy(), made.numpy(), 1)
+    loops.attend_tokens(*_asked(query, spec, sinks), *stored, table.numpy(), made.numpy(), 1, NO_WEIGHTS)
     return made
 
 

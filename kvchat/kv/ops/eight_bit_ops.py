@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from kvchat.kv.attention import AttentionSpec, Products, attend, products
+from kvchat.kv.attention import Products, products
 from kvchat.kv.memory import eight_bit_pages
 from kvchat.kv.memory.device_slots import DeviceSlots
 from kvchat.kv.memory.eight_bit_pool import EightBitPool
@@ -112,35 +112,23 @@ class EightBitCpuOps(EightBitOps, CpuOps):
     def _fills_page(self) -> bool:
         return (self._now + 1) % self.geometry.page == 0
 
-    def _products_of_all(self, layer: int, first: int, end: int) -> Products:
-        return self._mixed(layer, self._stored_tokens[:1, first:], 0) or products(*self._unpacked(layer, first, end))
+    def _in_pool(self, layer: int) -> None:
+        """Loops over full-precision pages alone do not read it."""
 
-    def _products_of_some(self, layer: int, table: Tensor, first: int) -> Products:
-        return self._mixed(layer, table, first) or products(*self._gathered(layer, table))
+    def _products_of_all(self, layer: int, first: int) -> Products:
+        return self._mixed(layer, self._stored_tokens[:1, first:]) or products(*self._unpacked(layer, first))
 
-    def _attend_all(self, layer: int, query: Tensor, first: int, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
-        return attend(query, self._products_of_all(layer, first, self._now + 1), None, spec, sinks)[0]
+    def _products_of_some(self, layer: int, table: Tensor) -> Products:
+        return self._mixed(layer, table) or super()._products_of_some(layer, table)
 
-    def _attend_some(
-        self,
-        layer: int,
-        query: Tensor,
-        table: Tensor,
-        spec: AttentionSpec,
-        sinks: Tensor | None,
-        beside: Tensor | None = None,
-    ) -> Tensor:
-        return attend(query, self._products_of_some(layer, table, 0), None, spec, sinks, beside)[0]
-
-    def _mixed(self, layer: int, table: Tensor, first: int) -> Products | None:
+    def _mixed(self, layer: int, table: Tensor) -> Products | None:
         stored = self.host.by_head(layer), self.host.eight_bit.table(layer)
-        return mixed(*stored, self._places, table, first, self.geometry)
+        return mixed(*stored, self._places, table, 0, self.geometry)
 
-    def _unpacked(self, layer: int, first: int, end: int) -> tuple[Tensor, Tensor]:
-        """Copies of the keys and values of the tokens from ``first`` up to ``end``."""
+    def _unpacked(self, layer: int, first: int) -> tuple[Tensor, Tensor]:
+        """Copies of the keys and values of the tokens from ``first`` on."""
         g, n = self.geometry, len(self._places)
         pages, heads = torch.arange(n).repeat(g.kv_heads), self._heads.repeat_interleave(n)
-        keys, values = (
-            self.host.read_pages(layer, pages, heads).reshape(2, g.kv_heads, -1, g.d)[:, :, first:end].unbind()
-        )
+        stored = self.host.read_pages(layer, pages, heads).reshape(2, g.kv_heads, -1, g.d)
+        keys, values = stored[:, :, first : self._now + 1].unbind()
         return keys[..., : g.d_k], values[..., : g.d_v]

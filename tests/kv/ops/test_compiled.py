@@ -78,7 +78,7 @@ def test_numbers_that_are_none_end_nothing(scores):
     choice = query, words, words.view(np.uint16), 16, 2, 96, 0, 4, 80, 96, 20, NONE, np.zeros((1, 3, 4), np.uint16), 1
     attention = query, 1.0, 0.0, np.empty((0, 0), np.float32), stored, 0, 4, stored, 0, 4, table, result
     tokens.choose_and_attend(*choice, *attention)
-    tokens.attend_tokens(*attention, 0)
+    tokens.attend_tokens(*attention, 0, np.empty((0, 0, 0), np.float32))
 
 
 @pytest.mark.parametrize("left_over", [0, 3])

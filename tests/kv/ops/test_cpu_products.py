@@ -63,24 +63,26 @@ def test_over_many_tokens_of_a_layer_with_learned_sinks():
 
 
 @pytest.mark.parametrize("dtype", cpu_ops.KNOWN, ids=str)
-@pytest.mark.parametrize("first", [0, 250])
 @pytest.mark.parametrize("tokens", [1, 17, 700])
 @pytest.mark.parametrize(
     ("heads", "group", "d", "room"), [(1, 1, 5, 5), (2, 4, 24, 40), (4, 2, 64, 64), (2, 7, 96, 99)]
 )
-def test_over_scattered_tokens(heads, group, d, room, tokens, first, dtype):
-    """Heads lie apart, rows are wider than they are read, and the table has gaps and an end."""
-    draw = torch.Generator().manual_seed(tokens + d)
+def test_over_scattered_tokens_with_their_weights(heads, group, d, room, tokens, dtype):
+    """Heads lie apart, rows are wider than they are read, and what is named has gaps."""
+    draw, spec = torch.Generator().manual_seed(tokens + d), AttentionSpec(0.3)
     keys, values = (torch.randn(heads, 1000, room, generator=draw).to(dtype)[:, :900, :d] for _ in range(2))
-    table = torch.full((tokens + 40,), EMPTY, dtype=torch.int32)
-    table[:tokens] = torch.randperm(900, generator=draw)[:tokens].sort().values.to(torch.int32)
-    table[tokens // 2 :: 7] = EMPTY
-    made = cpu_ops.scattered(keys, values, table[None], first)
-    assert made.sums(torch.ones(heads, group, len(table))).dtype == dtype
-    query, weights = (torch.randn((heads, group, size), generator=draw) for size in (d, len(table)))
-    read = (table >= first)[:, None]
-    copied = (rows[:, table.clamp(min=0).long()] * read for rows in (keys, values))
-    check(made, query, weights, *copied)
+    table = torch.randperm(900, generator=draw)[:tokens].sort().values.to(torch.int32).expand(heads, -1)
+    query, sinks = torch.randn((heads, group, d), generator=draw), torch.randn((heads, group), generator=draw)
+    for learned in (None, sinks):
+        made, weights = torch.empty(heads, group, d + 1), torch.empty(heads, group, tokens)
+        stored = *cpu_ops._rows(keys), *cpu_ops._rows(values)
+        loops = cpu_ops.loops_over(dtype, cpu_ops.TOKENS)
+        asked = cpu_ops._asked(query, spec, learned)
+        loops.attend_tokens(*asked, *stored, table.numpy(), made.numpy(), 1, weights.numpy())
+        held = products(*(rows[:, table[0].long()].double() for rows in (keys, values)))
+        exact = attend(query.double(), held, None, spec, None if learned is None else learned.double())
+        for found, expected in zip((made[..., :-1], weights), exact, strict=True):
+            torch.testing.assert_close(found.double(), expected.double(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", cpu_ops.KNOWN, ids=str)
@@ -108,16 +110,12 @@ def test_over_pages_of_which_some_are_kept_in_8_bits(heads, group, d_k, d_v, pag
     check(made, query, weights, keys, values)
 
 
-def test_what_loops_cannot_read_is_left_to_torch(monkeypatch):
+def test_what_loops_cannot_read_is_left_to_torch():
     g = Geometry(1, 4, 2, 5, 5, torch.float32, page=5, unified=True)
     table = torch.zeros(1, 3, dtype=torch.int32)
     pages = torch.zeros(2, 2, 10, 5), torch.zeros(2, 2, eight_bit_pages.block_bytes(g)), torch.zeros(2)
     assert eight_bit_pages.block_bytes(g) % 4
     assert cpu_ops.mixed(*pages, table, 0, g) is None  # scales would lie across two numbers
-    rows = torch.zeros(2, 9, 4)
-    assert cpu_ops.scattered(rows.half(), rows.half(), table, 0) is None
-    monkeypatch.setattr(cpu_ops, "compiled_loops", lambda *_: None)
-    assert cpu_ops.scattered(rows, rows, table, 0) is None
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])

@@ -407,10 +407,11 @@ def _attend_part(
     highest: Array,
     totals: Array,
     total: Array,
-) -> None:
+) -> Array:
     """One head's attention of ``query [G, d_k]`` over some ``tokens``, for ``join_parts``.
 
-    Into ``highest`` and ``totals [G]``, and the sums ``total [G, d_v]``.
+    Into ``highest`` and ``totals [G]``, and the sums ``total [G, d_v]``; e to the power of the scores ``[G, n]``, less
+    the highest.
     """
     group, d_v = total.shape
     d_k = query.shape[1]
@@ -454,6 +455,7 @@ def _attend_part(
         for g in range(group):
             for i in range(d_v):
                 total[g, i] += weights[g, at] * widened(value[i])
+    return weights
 
 
 @compiled(
@@ -570,7 +572,7 @@ def choose_and_attend(
     return int(named)
 
 
-@compiled(f"void({ATTENDS_WITH}, i8)", parallel=HAS_THREADS)
+@compiled(f"void({ATTENDS_WITH}, i8, f4[:, :, ::1])", parallel=HAS_THREADS)
 def attend_tokens(
     query: Array,
     scaling: float,
@@ -585,6 +587,7 @@ def attend_tokens(
     table: Array,
     result: Array,
     as_part: int,
+    weights: Array,
 ) -> None:
     """One token's attention over the tokens that each head names, where they are stored.
 
@@ -599,6 +602,7 @@ def attend_tokens(
         table: int32 ``[H, n]``, all of them tokens.
         result: float32 ``[H, G, d_v]``, written.
         as_part: 1 if ``result`` has a column more, as in ``join_parts``; else 0.
+        weights: float32 ``[H, G, n]``, written, where there is that column; or ``[0, 0, 0]``.
     """
     heads, group, columns = result.shape
     n, d_v = table.shape[1], columns - as_part
@@ -611,5 +615,13 @@ def attend_tokens(
         tokens = table[head, part * ATTENDED : min(n, (part + 1) * ATTENDED)]
         lie = keys, head * key_head, key_token, values, head * value_head, value_token
         of_part = highest[head, part], totals[head, part], sums[head, part]
-        _attend_part(query[head], scale, cap, *lie, tokens, *of_part)
+        powers = _attend_part(query[head], scale, cap, *lie, tokens, *of_part)
+        if len(weights):
+            weights[head, :, part * ATTENDED : part * ATTENDED + len(tokens)] = powers
     join_parts(highest, totals, sums, sinks, result)
+    for head in range(len(weights)):
+        for g in range(group):
+            for part in range(parts):
+                share = exp(highest[head, part, g] - result[head, g, d_v])
+                for at in range(part * ATTENDED, min(n, (part + 1) * ATTENDED)):
+                    weights[head, g, at] *= share
