@@ -176,7 +176,8 @@ class PrefixCache(Released):
             self._current = ""
             self._loop.stored.saved = 0
         if self._keeping.folder:
-            self._folder.delete(conversation)
+            with suppress(OSError):  # one that cannot be deleted stays
+                self._folder.path(conversation).unlink()
         self.save()
 
     def _truncate(self, tokens: int) -> None:
@@ -263,7 +264,8 @@ class PrefixCache(Released):
         if own.exists():
             source = self._saved_source(own, text, own=True)
             source.stored.saved = len(source.stored.ids)
-            self._folder.touch(own)
+            with suppress(OSError):
+                os.utime(own)  # it is used
             yield source
 
     def _beginning_alike(self, text: str) -> Iterator[Path]:
@@ -481,16 +483,11 @@ class SavedFolder:
         return paths.saved_kv(self._folder, conversation)
 
     def latest_first(self) -> list[Path]:
-        return [path for _, path in sorted(self._used(), reverse=True)]
-
-    def touch(self, path: Path) -> None:
-        with suppress(OSError):
-            os.utime(path)
-
-    def delete(self, conversation: str) -> None:
-        """Delete a conversation's file, if there is one; one that cannot be deleted stays."""
-        with suppress(OSError):
-            self.path(conversation).unlink()
+        found = []
+        for path in self._folder.glob(f"*{paths.SAVED_KV}*"):
+            with suppress(OSError):
+                found.append((path.stat().st_mtime, path))
+        return [path for _, path in sorted(found, reverse=True)]
 
     def make_room(self, path: Path, size: int) -> int:
         """Delete files until ``path`` may grow to ``size`` bytes; how large it may become, where that is less.
@@ -512,13 +509,6 @@ class SavedFolder:
         there = next((place for place in (self._folder, *self._folder.parents) if place.exists()), self._folder)
         free = shutil.disk_usage(there).free
         return min(self._limit, sum(map(_size, self.latest_first())) + free // DISK_SHARE)
-
-    def _used(self) -> list[tuple[float, Path]]:
-        found = []
-        for path in self._folder.glob(f"*{paths.SAVED_KV}*"):
-            with suppress(OSError):
-                found.append((path.stat().st_mtime, path))
-        return found
 
 
 def _size(path: Path) -> int:

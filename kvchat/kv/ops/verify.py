@@ -63,7 +63,7 @@ class _Step:
     """One layer's operations in the order of a step, on as many random tokens as fill the pages."""
 
     def __init__(self, kind: type[TorchOps], g: Geometry, device: torch.device) -> None:
-        self.g, self.device, self.noise = g, device, _Noise(g.dtype, device)
+        self.g, self.device, self._drawn = g, device, torch.Generator().manual_seed(0)
         tokens = PAGES * g.page
         self.keys, self.values = self.noise(g.kv_heads, tokens, g.d_k), self.noise(g.kv_heads, tokens, g.d_v)
         self.query, self.spec = self.noise(g.q_heads, g.d_k), AttentionSpec(g.d_k**-0.5)
@@ -72,6 +72,9 @@ class _Step:
         self.ops, self.position = kind(g, self.host, device), torch.tensor(tokens - 1, device=device)
         self.slots = DeviceSlots(Layout(0, 1, g.page, g.page, pages=2, shared=False), g, device)
         self.counters = torch.zeros(3, dtype=torch.int64, device=device)
+
+    def noise(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self._drawn).to(self.device, self.g.dtype)
 
     def append(self) -> dict[str, Tensor]:
         last = int(self.position)
@@ -158,15 +161,3 @@ class _Step:
         self.ops.move_shared(unordered, some[0].contiguous(), some[0].flip(0) // 2, some[0] % 2 == 0)
         moved = slots.kv[:, :, :, slots.offset : slots.offset + p]
         return {"move_tokens": moved, "move_shared": unordered.kv}
-
-
-class _Noise:
-    """The same random numbers at every call in order."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._generator = torch.Generator().manual_seed(0)
-        self._dtype = dtype
-        self._device = device
-
-    def __call__(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self._generator).to(self._device, self._dtype)
