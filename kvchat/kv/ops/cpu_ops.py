@@ -388,10 +388,8 @@ def in_a_row(keys: Tensor, values: Tensor) -> Products:
 
 
 # ---- over pages of which some are kept in 8 bits
-def mixed(
-    full_precision: Tensor, eight_bit: Tensor, places: Tensor, table: Tensor, first: int, g: Geometry
-) -> Products | None:
-    """Over the tokens in ``table [H or 1, n]``, ascending, from ``first`` on; None where there is no loop for it.
+def mixed(full_precision: Tensor, eight_bit: Tensor, places: Tensor, table: Tensor, g: Geometry) -> Products | None:
+    """Over the tokens in ``table [H or 1, n]``, ascending; None where there is no loop for it.
 
     A layer's pages are in one of two pools, ``places [page]`` says in which: ``full_precision [2, H, token, d]`` or
     ``eight_bit [page, H, block_bytes]``.
@@ -402,7 +400,7 @@ def mixed(
         return None
     blocks = eight_bit.view(-1)
     codes = blocks.view(torch.int8).numpy(), numbers(blocks.view(g.dtype)), eight_bit_pages.block_bytes(g), g.page
-    named = table.numpy(), first, places.numpy()
+    named = table.numpy(), places.numpy()
     keys, values = full_precision[0, ..., : g.d_k], full_precision[1, ..., : g.d_v]
     stored = ((*named, *_rows(rows), *codes) for rows in (keys, values))
     return _compiled(loops, table.shape[1], values, *stored)

@@ -123,7 +123,7 @@ class EightBitCpuOps(EightBitOps, CpuOps):
 
     def _mixed(self, layer: int, table: Tensor) -> Products | None:
         stored = self.host.by_head(layer), self.host.eight_bit.table(layer)
-        return mixed(*stored, self._places, table, 0, self.geometry)
+        return mixed(*stored, self._places, table, self.geometry)
 
     def _unpacked(self, layer: int, first: int) -> tuple[Tensor, Tensor]:
         """Copies of the keys and values of the tokens from ``first`` on."""

@@ -11,7 +11,6 @@ from support.grids import pairwise
 from kvchat.kv.attention import AttentionSpec, attend, products
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory import eight_bit_pages
-from kvchat.kv.memory.device_slots import EMPTY
 from kvchat.kv.ops import cpu_ops
 from kvchat.models.quantize import rows
 
@@ -101,12 +100,11 @@ def test_over_pages_of_which_some_are_kept_in_8_bits(heads, group, d_k, d_v, pag
     held = torch.stack([by_page[at] if at >= 0 else unrounded(quantized[~at], g) for at in places.tolist()])
     keys, values = held.permute(2, 1, 0, 3, 4).reshape(2, heads, -1, d_k)
     some = (torch.rand(last, generator=draw) < 0.7).nonzero().flatten()
-    table = torch.nn.functional.pad(some, (0, 9), value=EMPTY).to(torch.int32)
-    made = cpu_ops.mixed(exact, quantized, places, table[None], first, g)
+    table = some[some >= first].to(torch.int32)
+    made = cpu_ops.mixed(exact, quantized, places, table[None], g)
     assert made.sums(torch.ones(heads, group, len(table))).dtype == dtype
     query, weights = (torch.randn((heads, group, size), generator=draw) for size in (d_k, len(table)))
-    read = (table >= first)[:, None]
-    keys, values = (rows[:, table.clamp(min=0).long()] * read for rows in (keys, values[..., :d_v]))
+    keys, values = (rows[:, table.long()] for rows in (keys, values[..., :d_v]))
     check(made, query, weights, keys, values)
 
 
@@ -115,7 +113,7 @@ def test_what_loops_cannot_read_is_left_to_torch():
     table = torch.zeros(1, 3, dtype=torch.int32)
     pages = torch.zeros(2, 2, 10, 5), torch.zeros(2, 2, eight_bit_pages.block_bytes(g)), torch.zeros(2)
     assert eight_bit_pages.block_bytes(g) % 4
-    assert cpu_ops.mixed(*pages, table, 0, g) is None  # scales would lie across two numbers
+    assert cpu_ops.mixed(*pages, table, g) is None  # scales would lie across two numbers
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])

@@ -3,7 +3,7 @@
 Codes are multiplied as they lie: the scales of a page's key channels are multiplied into the query once a page, those
 of its values into the token's weight. A page lies in ``rows`` (exact) or in ``codes`` with its ``scales``, which are
 two views of the same memory, ``block`` bytes for each KV head; ``places [page]`` says where, as in ``EightBitPool``.
-Read are the tokens in ``table [H or 1, n]``, ascending, from ``first`` on. Strides are in numbers.
+Read are the tokens in ``table [H or 1, n]``, ascending. Strides are in numbers.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ import numpy as np
 from kvchat.kv.ops.numba.loops import HAS_THREADS, Array, compiled, widened
 
 TOKENS = 256  # that one thread reads at a time
-PAGES = "i4[:, :], i8, i8[::1], number[::1], i8, i8, i1[::1], number[::1], i8, i8"
+PAGES = "i4[:, :], i8[::1], number[::1], i8, i8, i1[::1], number[::1], i8, i8"
 
 
 @compiled(f"void(f4[:, :, ::1], {PAGES}, f4[:, :, ::1])", fastmath=True, parallel=HAS_THREADS)
 def scores(
     query: Array,
     table: Array,
-    first: int,
     places: Array,
     rows: Array,
     head_stride: int,
@@ -32,7 +31,7 @@ def scores(
     page_size: int,
     scores: Array,
 ) -> None:
-    """Products of ``query [H, G, d_k]`` and the keys into ``scores [H, G, n]``; 0 for what is not read."""
+    """Products of ``query [H, G, d_k]`` and the keys into ``scores [H, G, n]``."""
     heads, group, n = scores.shape
     d = query.shape[2]
     parts = -(-n // TOKENS)
@@ -43,10 +42,6 @@ def scores(
         place, low, high, at = 0, 0, 0, 0
         for slot in range(begin, min(n, begin + TOKENS)):
             token = named[slot]
-            if token < first:
-                for g in range(group):
-                    scores[head, g, slot] = 0
-                continue
             if not low <= token < high:
                 low = token // page_size * page_size
                 high, place = low + page_size, places[token // page_size]
@@ -77,7 +72,6 @@ def scores(
 def sums(
     weights: Array,
     table: Array,
-    first: int,
     places: Array,
     rows: Array,
     head_stride: int,
@@ -99,8 +93,6 @@ def sums(
         place, low, high, at = 0, 0, 0, 0
         for slot in range(part * TOKENS, min(n, (part + 1) * TOKENS)):
             token = named[slot]
-            if token < first:
-                continue
             if not low <= token < high:
                 low = token // page_size * page_size
                 high, place = low + page_size, places[token // page_size]
