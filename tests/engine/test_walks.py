@@ -146,5 +146,5 @@ def test_a_setting_passes_few_files_down_to_its_mode(small_model, monkeypatch):
         load = wire.decode_command(wire.encode(chat.load_of(settings))[4:])
         session = Loader().open_session(load, lambda stage: None)
     assert session.info.mode == "speculative"
-    assert {"config/sources.py", "engine/session.py", "kv/modes/freekv.py"} <= files
+    assert {"config/sources.py", "engine/session.py", "kv/modes/base.py"} <= files
     assert len(files) <= MAX_SETTING, sorted(files)
