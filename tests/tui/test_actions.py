@@ -343,11 +343,3 @@ async def test_a_file_is_taken_by_enter_sent_whole_and_shown_folded(running, tmp
         typed(app, "/edit")
         await until(lambda: prompt(app).text == "[notes.txt · 8 B]\n\nsum notes.txt ")
         assert prompt(app).written.text == question
-
-
-async def test_a_refused_file_leaves_the_prompt_as_it_was(running, tmp_path):
-    async with running() as (app, _pilot, until):
-        typed(app, f"read @{tmp_path}/none.txt now")
-        await until(lambda: "There is no file" in toasts(app))
-        await until(lambda: prompt(app).text == f"read @{tmp_path}/none.txt now")
-        assert not app.chat.query(Question)

@@ -3,7 +3,6 @@
 from functools import partial
 
 import pytest
-from support.app_driver import press, typed
 
 from kvchat.conversations.conversation import ModeChange
 from kvchat.errors import UsageError
@@ -157,6 +156,7 @@ async def test_a_switch_in_an_answer_that_is_left_is_kept(asked):
     await asked.controller.handle(Text("one", 1))
     await switch(asked, "full", "sync", 12)
     await asked.controller.new()
+    assert (left.leaf.text, left.leaf.ending) == ("one", "stopped")
     assert left.leaf.switch_lines == (ModeChange(3, "full -> sync", 12, "sync"),)
     assert asked.controller.answers.switch_positions == ()
 
@@ -340,24 +340,3 @@ async def test_an_engine_that_ends_while_a_question_is_mounted_gives_it_back(cha
     await chat.ask("one")
     assert chat.phase is Phase.DOWN
     assert chat.view.prompt == "one"
-
-
-async def test_a_command_typed_behind_questions_waits_for_its_turn_and_a_key_acts_at_once(running):
-    async with running() as (app, _pilot, until):
-        typed(app, "hold")
-        await until(lambda: app.controller.state.phase is Phase.ANSWERING)
-        typed(app, "two")
-        await until(lambda: len(app.controller.answers.queue) == 1)
-        for line in ("/mode sync", "/system Be brief.", "three"):
-            waiting = len(app.controller.answers.queue)
-            typed(app, line)
-            await until(lambda waiting=waiting: len(app.controller.answers.queue) == waiting + 1)
-        assert (app.controller.state.mode, app.controller.state.conversation.system) == ("full", None)
-        press(app, "f6")
-        await until(lambda: app.controller.state.mode == "freeze")
-        app.controller.client.send(Stop())
-        await until(lambda: len(app.controller.state.conversation.stats) == 3)
-        modes = [message.receipt for message in app.controller.state.conversation.path if message.role == "assistant"]
-        seen = [("freeze" in receipt, "sync" in receipt) for receipt in modes]
-        assert seen == [(True, False), (True, False), (False, True)]
-        assert app.controller.state.conversation.system == "Be brief."

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import subprocess
 import sys
 import threading
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -26,7 +24,6 @@ from textual.widgets import OptionList, Static
 from textual.widgets._markdown import MarkdownTableCellContents
 
 from kvchat.foreign_text import visible
-from kvchat.protocol.messages import Load
 from kvchat.tui import terminal
 from kvchat.tui.screens import chat
 from kvchat.tui.screens.base import Palette
@@ -35,7 +32,7 @@ from kvchat.tui.screens.settings import SettingsScreen
 from kvchat.tui.state import Phase
 from kvchat.tui.terminal import REMOTE, TERMINALS_TAKE, copy_to_system, describe, has_system
 from kvchat.tui.widgets.bars import ModeBar, StatusBar
-from kvchat.tui.widgets.messages import Problem, Question
+from kvchat.tui.widgets.messages import Problem
 from kvchat.tui.widgets.transcript import Transcript
 
 PRINTING = (
@@ -87,17 +84,6 @@ async def test_what_ended_the_application_is_told_without_control_characters(run
     told = capsys.readouterr().err
     assert "«reason»" in told
     assert not forbidden_in(told.encode())
-
-
-async def test_what_comes_from_the_engine_while_the_widgets_go_is_no_failure(running):
-    async with running() as (app, _pilot, _until):
-
-        async def show_on() -> None:
-            while True:
-                app.chat.show_state(app.controller.state)
-                await asyncio.sleep(0)
-
-        app.chat.run_worker(show_on)
 
 
 async def test_the_mouse_on_what_has_just_been_removed_ends_nothing(running):
@@ -162,44 +148,10 @@ async def test_a_palette_opens_while_another_is_still_closing(running):
         await until(lambda: opened(app, Palette) and not closing.is_attached)
 
 
-async def test_an_engine_that_cannot_be_started_is_told(running, config):
-    async with running(replace(config, engine_command=("/nonexistent/engine",)), ready=False) as (app, _pilot, until):
-        await until(lambda: app.chat.query(Problem))
-        assert "cannot start" in app.chat.query_one(Problem).error.title
-        assert app.controller.state.phase is Phase.DOWN
-
-
-async def test_an_unwritable_log_is_told_once(running, config):
-    async with running(replace(config, log_file=Path("/dev/full"))) as (app, _pilot, until):
-        await until(lambda: "cannot be written" in toasts(app))
-        typed(app, "hello")
-        await until(lambda: finished(app))
-
-
 async def test_loading_stages_are_visible(running, monkeypatch):
     monkeypatch.setenv("FAKE_LOAD", "wait")
     async with running(ready=False) as (app, _pilot, until):
         await until(lambda: "Reading the weights" in app.chat.query_one(StatusBar).render().plain)
-
-
-async def test_a_crash_is_shown_and_the_conversation_goes_on(running):
-    async with running() as (app, _pilot, until):
-        typed(app, "hello")
-        await until(lambda: finished(app))
-        typed(app, "/mode streaming")
-        await until(lambda: app.controller.state.mode == "streaming")
-        typed(app, "crash")
-        await until(lambda: app.chat.query(Problem))
-        error = app.chat.query_one(Problem).error
-        assert "exit code 3" in error.title
-        assert "told to crash" in error.detail
-        await until(lambda: app.controller.state.phase is Phase.READY)  # it has been started again
-        assert app.controller.state.mode == "streaming"
-        assert len(app.controller.state.conversation.turns) == 2
-        prompt(app).load_text("")
-        typed(app, "and now")
-        await until(lambda: finished(app, 2))
-        assert len(app.controller.state.conversation.turns) == 4
 
 
 async def test_where_memory_ran_out_a_click_does_what_is_offered(running):
@@ -217,44 +169,6 @@ async def test_where_memory_ran_out_a_click_does_what_is_offered(running):
         prompt(app).load_text("")
         typed(app, "hello")
         await until(lambda: finished(app))
-
-
-async def test_a_restarted_engine_is_given_the_values_of_each_mode(running, monkeypatch):
-    async with running() as (app, _pilot, until):
-        await until(lambda: app.controller.state.phase is Phase.READY)
-        typed(app, "/mode speculative tau=0.9 budget=128")
-        await until(lambda: app.controller.state.given == {"speculative": {"tau": 0.9, "budget": 128}})
-        typed(app, "/mode streaming sigma=8")
-        await until(lambda: app.controller.state.given.get("streaming") == {"sigma": 8})
-        sent = []
-        monkeypatch.setattr(app.client, "send", sent.append)
-        typed(app, "/restart")
-        await until(lambda: any(isinstance(command, Load) for command in sent))
-        load = next(command for command in sent if isinstance(command, Load))
-        assert (load.mode, load.given) == (
-            "streaming",
-            {"speculative": {"tau": 0.9, "budget": 128}, "streaming": {"sigma": 8}},
-        )
-
-
-async def test_an_engine_that_keeps_crashing_is_restarted_by_the_next_question(running, monkeypatch):
-    monkeypatch.setenv("FAKE_LOAD", "crash")
-    async with running(ready=False) as (app, _pilot, until):
-        await until(lambda: len(app.chat.query(Problem)) == 2)
-        assert app.controller.state.phase is Phase.DOWN
-        monkeypatch.delenv("FAKE_LOAD")
-        typed(app, "hello")
-        await until(lambda: finished(app))
-
-
-async def test_a_waiting_question_is_given_back_when_the_engine_stays_down(running, monkeypatch):
-    monkeypatch.setenv("FAKE_LOAD", "crash")
-    async with running(ready=False) as (app, _pilot, until):
-        typed(app, "hello")
-        await until(lambda: app.controller.state.phase is Phase.DOWN)
-        await until(lambda: prompt(app).text == "hello" and not app.chat.query(Question))
-        press(app, "f6")
-        await until(lambda: "not loaded" in toasts(app))
 
 
 async def test_a_bad_user_theme_is_a_toast_and_the_default_stays(running, config, tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.app_driver import answers, drawn, finished, opened, press, prompt, receipts, toasts, typed
+from support.app_driver import answers, drawn, finished, opened, press, receipts, toasts, typed
 from support.fake_server import BREAK, HELLO, WAIT, FakeServer, delta
 from textual.widgets import OptionList
 
@@ -130,12 +130,14 @@ async def test_a_receipt_tells_what_was_not_read_again(chat) -> None:
 # ---- the application with a server
 
 
-async def test_a_question_is_answered_and_modes_are_refused(running, served, server) -> None:
+async def test_a_question_is_answered_and_modes_are_neither_offered_nor_entered(running, served, server) -> None:
     async with running(served) as (app, _, until):
         assert "SERVER" in drawn(app)
         assert "vLLM at 127.0.0.1" in drawn(app)
-        typed(app, "Hi.")
+        assert "Hide a fact" not in drawn(app)
+        typed(app, "4")  # which hides a fact elsewhere
         await until(lambda: finished(app))
+        assert app.controller.state.conversation.turns[0].content == "4"
         assert answers(app)[0].text == "Hello."
         assert "server" in receipts(app)[0]
         press(app, "f6")
@@ -189,21 +191,17 @@ async def test_figures_are_asked_for_only_while_they_are_shown(running, served, 
         assert server.seen.count("/metrics") <= seen + 1  # one may have been on its way
 
 
-async def test_a_small_screen_asks_for_none(running, served, server) -> None:
-    async with running(served, size=(80, 24)) as (app, _, until):
-        typed(app, "Hi.")
-        await until(lambda: finished(app))
-        assert "/metrics" not in server.seen
-
-
-async def test_a_key_is_in_no_export_log_or_recording(running, served, server, tmp_path, monkeypatch) -> None:
+async def test_a_key_is_in_no_export_log_or_recording_and_a_small_screen_asks_for_no_figures(
+    running, served, server, tmp_path, monkeypatch
+) -> None:
     monkeypatch.setenv("KVCHAT_API_KEY", "geheim")
     server.key = "geheim"
-    async with running(served) as (app, _, until):
+    async with running(served, size=(80, 24)) as (app, _, until):
         typed(app, "Hi.")
         await until(lambda: finished(app))
         typed(app, f"/export {tmp_path / 'chat.json'}")
         await until((tmp_path / "chat.json").exists)
+    assert "/metrics" not in server.seen
     written = [file for file in tmp_path.rglob("*") if file.is_file()]
     assert len(written) >= 2
     assert not [file for file in written if b"geheim" in file.read_bytes()]
@@ -233,15 +231,6 @@ async def test_servers_on_usual_ports_are_listed_when_asked(running, config, ser
         typed(app, "/servers")
         await until(lambda: opened(app, ModelsScreen) and app.screen.query_one(OptionList).option_count == 1)
         assert "Qwen/Qwen3-4B" in str(app.screen.query_one(OptionList).get_option_at_index(0).prompt)
-
-
-async def test_the_first_screen_promises_nothing_that_a_server_refuses(running, served) -> None:
-    async with running(served) as (app, _, until):
-        await until(lambda: "a number" in drawn(app))
-        assert "Hide a fact" not in drawn(app)
-        prompt(app).insert("4")
-        press(app, "enter")
-        await until(lambda: answers(app))  # it is a question like any other
 
 
 async def test_a_wrong_address_is_told_and_the_chat_stays(running, config) -> None:

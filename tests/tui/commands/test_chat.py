@@ -19,32 +19,14 @@ from kvchat.tui.commands.chat import (
     set_value,
     switch_mode,
 )
-from kvchat.tui.state import Phase
 from kvchat.tui.widgets.bars import ModeBar
 from kvchat.tui.widgets.messages import Note, Problem, SwitchNote
 from kvchat.tui.widgets.panels import KvColumn
 
 
-async def test_rebuild_says_what_was_computed_anew(running):
+async def test_a_mode_is_entered_and_marked_in_the_list(running):
     async with running() as (app, _pilot, until):
-        typed(app, "hello there")
-        await until(lambda: finished(app))
-        typed(app, "/rebuild")
-        await until(lambda: any("Recomputed 12 tokens in 250 ms" in text for text in texts(app.chat.query(Note))))
-        await until(lambda: app.controller.state.phase is Phase.READY)
-
-
-async def test_a_refused_switch_says_why_and_changes_nothing(running):
-    async with running() as (app, _pilot, until):
-        typed(app, "/mode speculative budget=64")
-        await until(lambda: app.chat.query(Problem))
-        assert "sink 16 plus window 64" in app.chat.query_one(Problem).error.detail
-        assert app.controller.state.mode == "full"
-
-
-async def test_every_mode_is_listed_and_can_be_entered(running):
-    async with running() as (app, _pilot, until):
-        for mode, parameters in registered().items():
+        for mode, parameters in [(mode, registered()[mode]) for mode in ("freeze", "quest")]:
             typed(app, f"/mode {mode}")
             await until(lambda mode=mode: app.controller.state.mode == mode)
             typed(app, "/mode")
@@ -118,13 +100,6 @@ async def test_sampling_by_command(running):
         assert not app.chat.query(Problem)
 
 
-async def test_unknown_command_names_the_nearest(running):
-    async with running() as (app, _pilot, until):
-        typed(app, "/hepl")
-        await until(lambda: "/hepl" in toasts(app) and "/help" in toasts(app))
-        assert not app.chat.query(Problem)
-
-
 async def test_only_a_system_prompt_that_is_there_is_pinned(chat):
     await chat.load()
     with pytest.raises(UsageError, match="system prompt"):
@@ -157,18 +132,6 @@ async def test_system_stats_theme_copy_panels(running):
         await until(lambda: not app.chat.query_one(KvColumn).display)
         press(app, "f7")
         await until(lambda: app.chat.query_one(KvColumn).display)
-
-
-async def test_a_budget_given_in_full_counts_from_the_next_mode_on(running):
-    async with running() as (app, _pilot, until):
-        await until(lambda: app.controller.state.phase is Phase.READY)
-        typed(app, "/budget 96")
-        await until(lambda: any("96 applies in the next mode" in text for text in texts(app.chat.query(Note))))
-        assert not app.chat.query(Problem)
-        typed(app, "/mode streaming")
-        await until(lambda: app.controller.state.mode == "streaming")
-        assert app.controller.state.params["budget"] == 96
-        assert app.controller.state.later == {}
 
 
 async def test_a_file_is_begun_with_by_command(running, tmp_path):

@@ -4,7 +4,7 @@ import threading
 from dataclasses import replace
 
 import pytest
-from support.app_driver import answers, finished, notes, press, receipts, texts, toasts, typed
+from support.app_driver import answers, finished, notes, press, texts, toasts, typed
 from support.keeping import keep
 from support.patience import PATIENCE_S
 
@@ -86,29 +86,6 @@ async def test_what_was_said_is_on_disk_although_the_disk_was_busy_when_the_appl
     store.close()
 
 
-async def test_the_question_is_on_disk_before_its_answer_begins(running, config):
-    async with running(config) as (app, _pilot, until):
-        typed(app, "hold")
-        await until(lambda: app.controller.state.phase is Phase.ANSWERING)
-        store = ConversationStore(config.database)
-        assert store.latest().title == "hold"
-        await until(lambda: store.load(store.latest().id).last_text() == "the ")
-        store.close()
-
-
-async def test_a_new_conversation_keeps_the_one_before_and_its_partial_answer(running, config):
-    async with running(config) as (app, _pilot, until):
-        typed(app, "hold")
-        await until(lambda: answers(app) and answers(app)[0].text == "the ")
-        press(app, "ctrl+n")
-        await until(lambda: app.chat.query(Welcome) and app.controller.state.phase is Phase.READY)
-        assert app.controller.state.conversation.turns == []
-        typed(app, "/last")
-        await until(lambda: questions(app) == ["❯ hold"] and answers(app))
-        assert app.controller.state.conversation.leaf.ending == "stopped"
-        assert answers(app)[0].text == "the "
-
-
 async def test_titles_copies_and_deleting(running, config):
     async with running(config) as (app, _pilot, until):
         typed(app, "/delete")
@@ -168,16 +145,3 @@ async def test_export_and_import(running, config, tmp_path, monkeypatch):
         assert app.controller.state.conversation.turns == first.turns
         typed(app, f"/import {tmp_path}/a.md")
         await until(lambda: "not a kvchat conversation" in toasts(app))
-
-
-async def test_branches_by_command(running, config):
-    async with running(config) as (app, _pilot, until):
-        typed(app, "hello")
-        await until(lambda: finished(app))
-        typed(app, "/regen")
-        await until(lambda: finished(app, 2) and "2 of 2" in "".join(receipts(app)))
-        typed(app, "/branch")
-        await until(lambda: "1 of 2" in "".join(receipts(app)))
-        typed(app, "/undo")
-        await until(lambda: app.chat.query(Welcome))
-        assert app.controller.state.conversation.turns == []

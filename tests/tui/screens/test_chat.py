@@ -9,13 +9,12 @@ from dataclasses import replace
 from support.app_driver import answers, finished, focus, notes, press, prompt, receipts, texts, toasts, typed
 from textual.widgets import Markdown, Static
 
-from kvchat.protocol.messages import Turn
 from kvchat.tui.screens import chat
 from kvchat.tui.state import Phase
 from kvchat.tui.widgets.answer import Answer
 from kvchat.tui.widgets.bars import KeyHints, ModeBar, StatusBar
 from kvchat.tui.widgets.composer import Prompt
-from kvchat.tui.widgets.messages import Note, Problem, Question, SwitchNote
+from kvchat.tui.widgets.messages import Note, Question, SwitchNote
 from kvchat.tui.widgets.panels import DetailColumn, KvColumn, Rowed, Timeline
 from kvchat.tui.widgets.ribbon import Ribbon
 from kvchat.tui.widgets.transcript import Transcript
@@ -66,17 +65,6 @@ async def test_an_empty_prompt_is_refused_with_a_message(running):
         assert not app.chat.query(Question)
 
 
-async def test_escape_stops_and_keeps_the_partial_answer(running):
-    async with running() as (app, _pilot, until):
-        typed(app, "hold")
-        await until(lambda: answers(app) and answers(app)[0].text == "the ")
-        press(app, "escape")
-        await until(lambda: finished(app))
-        assert app.controller.state.conversation.turns == [Turn("user", "hold"), Turn("assistant", "the ")]
-        assert answers(app)[0].receipt.endswith("stopped")
-        await until(lambda: prompt(app).has_focus)
-
-
 async def test_ctrl_c_copies_a_selection(running):
     async with running() as (app, _pilot, until):
         prompt(app).load_text("copy me")
@@ -84,18 +72,6 @@ async def test_ctrl_c_copies_a_selection(running):
         press(app, "ctrl+c")
         await until(lambda: app.clipboard == "copy me")
         assert prompt(app).text == "copy me"
-
-
-async def test_f5_answers_the_last_question_again(running):
-    async with running() as (app, _pilot, until):
-        typed(app, "hello")
-        await until(lambda: finished(app))
-        first = answers(app)[0]
-        press(app, "f5")
-        await until(lambda: finished(app, 2))
-        assert len(answers(app)) == 1
-        assert answers(app)[0] is not first
-        assert len(app.controller.state.conversation.turns) == 2
 
 
 async def test_withdrawn_text_is_struck_and_no_part_of_the_answer(running):
@@ -165,16 +141,6 @@ async def test_f6_switches_in_the_middle_of_an_answer(running):
         await until(lambda: app.chat.query_one(Ribbon).ticks)
 
 
-async def test_new_conversation_forgets_and_drops_what_still_comes(running):
-    async with running() as (app, _pilot, until):
-        typed(app, "slow")
-        await until(lambda: app.controller.state.phase is Phase.ANSWERING)
-        press(app, "ctrl+n")
-        await until(lambda: app.controller.state.phase is Phase.READY and app.chat.query(Welcome))
-        assert app.controller.state.conversation.turns == []
-        assert not answers(app)
-
-
 async def test_a_new_conversation_begins_with_no_figure_of_the_last(running):
     async with running(size=(200, 60)) as (app, _pilot, until):
         chat, state = app.chat, app.controller.state
@@ -234,16 +200,6 @@ async def test_prompts_wait_are_taken_back_and_not_sent_by_a_stop(running):
         await until(lambda: finished(app, 4))
         asked = [turn.content for turn in app.controller.state.conversation.turns if turn.role == "user"]
         assert asked == ["hello", "hold", "next", "third at last"]
-
-
-async def test_what_the_engine_refuses_is_shown_and_given_back(running):
-    async with running() as (app, _pilot, until):
-        typed(app, "fail")
-        await until(lambda: app.chat.query(Problem))
-        assert app.chat.query_one(Problem).error.hint == "Shorten it."
-        await until(lambda: app.controller.state.phase is Phase.READY)
-        await until(lambda: prompt(app).text == "fail" and not app.chat.query(Question))
-        assert app.controller.state.conversation.turns == []
 
 
 async def test_layouts_by_size_and_nothing_lost_by_resizing(running):

@@ -68,19 +68,6 @@ async def test_a_click_in_the_column_of_a_large_screen_opens_one(running, config
             await until(lambda: not column.display)
 
 
-async def test_deleting_and_restoring(running, config):
-    async with running(config) as (app, _pilot, until):
-        await until(lambda: app.controller.archive._store)
-        press(app, "f3")
-        await until(lambda: shown(app) and len(listed(app)) == 2)
-        press(app, "down", "ctrl+d")
-        await until(lambda: len(listed(app)) == 1 and "Rex" in listed(app)[0])
-        press(app, "ctrl+z")
-        await until(lambda: len(listed(app)) == 2)
-        press(app, "escape")
-        await until(lambda: app.screen is app.chat)
-
-
 async def test_one_is_renamed_in_the_list(running, config):
     async with running(config) as (app, _pilot, until):
         await until(lambda: app.controller.archive._store)
@@ -100,11 +87,9 @@ async def test_one_is_renamed_in_the_list(running, config):
 
 REX = "My dog is called Rex."
 KEYS = {
-    "down ctrl+d": ["dog"],
     "down down down up ctrl+d up": ["cat"],
     "pagedown delete": ["dog"],
     "c a t ctrl+d": ["dog"],
-    "ctrl+d down ctrl+d": [],
     "down ctrl+d ctrl+z ctrl+d": ["cat"],
 }
 

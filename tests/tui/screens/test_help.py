@@ -11,7 +11,7 @@ from textual.widgets import Input, OptionList
 
 from kvchat.config.modes import mode_names, registered
 from kvchat.tui.actions import ACTIONS, BY_ID
-from kvchat.tui.screens.base import Palette, SearchScreen
+from kvchat.tui.screens.base import Palette
 from kvchat.tui.screens.help import HelpScreen, figure_rows, key_rows, matching, mode_rows
 from kvchat.tui.screens.settings import SettingsScreen
 from kvchat.tui.themes import ANSI
@@ -75,17 +75,6 @@ async def test_a_filter_without_a_match_says_so(running):
 
 
 # ---- What the screens that search in a list share: their styles reach both
-
-
-async def test_the_field_is_a_line_and_the_list_lies_in_the_middle(running):
-    async with running() as (app, _pilot, until):
-        for key in ("ctrl+o", "f9"):
-            press(app, key)
-            await until(lambda: opened(app, SearchScreen))
-            field = app.screen.query_one(Input)
-            await until(lambda field=field: field.size.height == 1 and field.region.x > 2)
-            press(app, "escape")
-            await until(lambda: app.screen is app.chat)
 
 
 async def test_a_page_of_a_list_without_room_is_nowhere(running):

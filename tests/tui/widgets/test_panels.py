@@ -11,7 +11,7 @@ from textual.widgets import Static
 from kvchat.config.modes import registered
 from kvchat.tui.widgets.bars import GLYPH, STATUS, STYLE, Badges, KeyHints, StatusBar, short
 from kvchat.tui.widgets.messages import Note
-from kvchat.tui.widgets.panels import EVENT_LENGTH, DetailColumn, KvColumn, Rowed, Timeline
+from kvchat.tui.widgets.panels import EVENT_LENGTH, KvColumn, Rowed, Timeline
 
 ALL = "figures-all"
 
@@ -138,20 +138,6 @@ async def test_a_panel_with_the_focus_says_what_the_chosen_row_means(running, mo
 LAST = {(120, 40): "K/V in RAM: ", (200, 60): "heads corrected: "}
 
 
-async def test_no_part_of_the_columns_is_empty_on_a_large_screen(running):
-    async with running(size=(200, 60)) as (app, _pilot, until):
-        app.chat.add_class(ALL)
-        typed(app, "hello")
-        await until(lambda: finished(app))
-        column, details = app.chat.query_one(KvColumn), app.chat.query_one(DetailColumn)
-        await until(lambda: app.chat.query_one(Timeline).size.height > 15)
-        await until(lambda: column.region.bottom - column.query_one("#memory-rows").region.bottom <= 1)
-        log = details.query_one("#events", Static)
-        await until(lambda: details.region.bottom - log.region.bottom <= 1)
-        assert str(log.content).splitlines()[0].partition("  ")[2].startswith("answered: ")
-        assert "  processing 1 new token (0 cached)" in str(log.content)
-
-
 async def test_a_row_under_the_mouse_explains_itself(running):
     async with running() as (app, pilot, until):
         app.chat.add_class(ALL)
@@ -180,9 +166,7 @@ def test_without_room_they_are_counted_and_never_colored_only():
     assert [span.style for span in both.spans] == [STYLE]
 
 
-@pytest.mark.parametrize(
-    ("width", "words"), [(40, f"{GLYPH} 2"), (80, "memory · no CUDA graph"), (120, "memory · no CUDA graph")]
-)
+@pytest.mark.parametrize(("width", "words"), [(40, f"{GLYPH} 2"), (80, "memory · no CUDA graph")])
 async def test_the_status_bar_shows_them_at_every_width_while_it_answers(running, monkeypatch, width, words):
     monkeypatch.setenv("FAKE_BADGES", f"{PAGEABLE}|{EAGER}")
     async with running(size=(width, 24)) as (app, _pilot, until):

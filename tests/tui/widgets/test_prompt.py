@@ -132,15 +132,6 @@ async def test_a_text_given_back_does_not_overwrite_what_was_begun(running):
         assert prompt.text == "question"
 
 
-async def test_keys_typed_fast_arrive_in_order(running):
-    async with running() as (app, _pilot, until):
-        for character in "hello there":
-            app.post_message(events.Key({" ": "space"}.get(character, character), character))
-        app.post_message(events.Key("enter", "\r"))
-        await until(lambda: finished(app))
-        assert app.controller.state.conversation.turns[0].content == "hello there"
-
-
 async def test_what_is_typed_ahead_of_enter_belongs_to_the_next_prompt(running):
     async with running() as (app, _pilot, until):
         for key in ("H", "i", "enter", "left", "y", "o"):

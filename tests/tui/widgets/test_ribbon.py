@@ -136,7 +136,7 @@ async def test_a_token_of_no_message_is_told(running):
         await until(lambda: "Token 7 is in no message shown" in toasts(app))
 
 
-@pytest.mark.parametrize("size", [(44, 14), (80, 24), (120, 40)])
+@pytest.mark.parametrize("size", [(44, 14), (80, 24)])
 async def test_a_focused_ribbon_has_a_legend_of_what_it_shows(running, monkeypatch, size):
     monkeypatch.setenv("FAKE_GPU", "1")
     monkeypatch.setenv("FAKE_REPEAT", "100")
