@@ -254,31 +254,27 @@ def test_every_circle_and_every_arrow_that_runs_up_would_be_seen() -> None:
     assert not is_allowed("doctor.report", "kv.modes")
 
 
-def loaded_by(statement: str) -> set[str]:
-    code = f"import sys\n{statement}\nprint(*{{name.split('.')[0] for name in sys.modules}})"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600)
-    return set(result.stdout.split())
+# In one process, in this order: whatever one of them imports is there for those behind it.
+LIGHT = {
+    "kvchat": HEAVY | {"textual", "pydantic"},
+    "kvchat.cli.main": HEAVY | {"textual", "tomlkit"},
+    "kvchat.engine.worker": HEAVY | {"textual"},
+    "kvchat.replay.engine": HEAVY | {"textual"},
+    "kvchat.models.catalog": HEAVY | {"textual"},
+}
+LIGHTER = {
+    "kvchat.serve.server": HEAVY | {"textual", "rich"},
+    "kvchat.tui.controller": HEAVY | {"textual", "rich"},
+    "kvchat.tui.commands.chat": HEAVY | {"textual", "rich"},
+    "kvchat.tui.app": HEAVY,
+}
 
 
-@pytest.mark.parametrize(
-    ("module", "never"),
-    [
-        ("kvchat", HEAVY | {"textual", "pydantic"}),
-        ("kvchat.cli.main", HEAVY | {"textual", "tomlkit"}),
-        ("kvchat.tui.app", HEAVY),
-        ("kvchat.tui.controller", HEAVY | {"textual", "rich"}),
-        ("kvchat.tui.commands.chat", HEAVY | {"textual", "rich"}),
-        ("kvchat.engine.worker", HEAVY | {"textual"}),
-        ("kvchat.serve.server", HEAVY | {"textual", "rich"}),
-        ("kvchat.models.catalog", HEAVY | {"textual"}),
-        ("kvchat.replay.engine", HEAVY | {"textual"}),
-    ],
-)
-def test_starting_loads_nothing_heavy(module: str, never: set[str]) -> None:
-    assert not loaded_by(f"import {module}") & never
-
-
-def test_the_kv_store_knows_no_model_and_no_screen() -> None:
-    loaded = loaded_by("\n".join(f"import kvchat.{name}" for name in modules() if name.split(".")[0] == "kv"))
-    assert "torch" in loaded
-    assert not loaded & {"textual", "transformers", "tokenizers"}
+@pytest.mark.parametrize("never", [LIGHT, LIGHTER], ids=["commands and engines", "servers and the application"])
+def test_starting_loads_nothing_heavy(never: dict[str, set[str]]) -> None:
+    code = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(name)\n"
+    code += "    print(*{name.split('.')[0] for name in sys.modules})"
+    command = [sys.executable, "-c", code, *never]
+    loaded = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout.splitlines()
+    found = {name: never[name].intersection(seen.split()) for name, seen in zip(never, loaded, strict=True)}
+    assert not {name: heavy for name, heavy in found.items() if heavy}

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -19,7 +20,9 @@ from support.reference import FullReference
 from support.toy_model import toy
 
 from kvchat import paths
-from kvchat.config.modes import AUTO, BUILT_IN, registered
+from kvchat.config.modes import AUTO, BUILT_IN, FullParameters, registered
+from kvchat.errors import UsageError
+from kvchat.kv.modes import implementation
 
 pytestmark = pytest.mark.slow("a package is built, installed and used by other processes")
 SOURCE = Path(__file__).parent / "support" / "plugin_mode"
@@ -192,17 +195,25 @@ def test_wrong_parameters_are_refused(installed: Path) -> None:
 def test_a_broken_package_is_named_and_stops_nothing_but_its_own_mode(installed: Path, tmp_path: Path) -> None:
     folder = tmp_path / "site"
     shutil.copytree(installed, folder)
-    (folder / "kvchat_strided" / "mode.py").write_text("import nothing_like_it\n")
     (folder / "broken-1.2.dist-info").mkdir(parents=True)
     (folder / "broken-1.2.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.2\n")
     (folder / "broken-1.2.dist-info" / "entry_points.txt").write_text("[kvchat.modes]\nworse = broken:Parameters\n")
     (folder / "broken.py").write_text("raise RuntimeError('It is\\nbroken')")
-    listed, looked, asked = in_turn(folder, ["modes"], ["doctor", "--json"], ["ask", "Hello", "--mode", "strided"])
+    listed, looked = in_turn(folder, ["modes"], ["doctor", "--json"])
     assert listed.code == 0
     assert listed.out.startswith("auto ")
     assert not lacks(listed.err, '"worse" of broken 1.2', "It is")
     checks = {check["name"]: check for check in json.loads(looked.out)["checks"]}
     assert (checks["modes"]["state"], "broken 1.2" in checks["modes"]["found"]) == ("warning", True)
-    assert (asked.code, asked.out) == (2, "")
-    refusal = asked.err.splitlines()[-1]
-    assert not lacks(refusal, "kvchat_strided.mode:Strided", "ModuleNotFoundError", "'nothing_like_it'")
+
+
+@pytest.mark.parametrize(
+    ("there", "reason"), [("nothing_like_it:Mode", "ModuleNotFoundError"), ("json:dumps", "subclass of Mode")]
+)
+def test_an_implementation_that_is_none_is_named(there: str, reason: str) -> None:
+    class Parameters(FullParameters):
+        implementation: ClassVar[str] = there
+
+    with pytest.raises(UsageError) as refused:
+        implementation(Parameters())
+    assert not lacks(refused.value, there, reason)

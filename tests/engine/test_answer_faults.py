@@ -12,19 +12,13 @@ from support.memory_faults import PLACES, MemoryRunsOut, places_of
 from kvchat.config.modes import mode_names
 from kvchat.engine.session import Session
 from kvchat.errors import DoesNotFitError
-from kvchat.models.load import LoadedModel, load_model
-from kvchat.protocol.messages import Load, Sampling, Turn
+from kvchat.protocol.messages import Sampling, Turn
 
 TALE = (Turn("user", "The sea was calm and the whale went on. " * 12 + "Tell me a short story."),)
 GREEDY = Sampling(temperature=0, max_new_tokens=12)
 SMALL = {mode: {"budget": 192} for mode in ("streaming", "speculative", "sync")}
 COST = 3  # of an answer of the bundled model, in steps of a tiny one
 MODES = mode_names() if PLACES else ["speculative", "sync", "freeze"]
-
-
-@pytest.fixture(scope="module")
-def model() -> LoadedModel:
-    return load_model(Load("bundled", "cpu", "float32"), lambda stage: None)
 
 
 def answered(session: Session) -> str:

@@ -1,8 +1,8 @@
 """auto on the bundled model, in a conversation that grows on a small device behind a slow link.
 
 The CPU plays a device with memory of its own, of a given size. Steps compute what they do; their time is that of the
-bytes that they read there and of those that come over the link, by a clock that both move. ``.ci/long`` lets the
-conversation grow to 12,000 tokens.
+bytes that they read there and of those that come over the link, by a clock that both move. In the long form only, to
+12,000 tokens: the short one has auto with a tiny model on the fake GPU, in ``test_auto``.
 """
 
 from __future__ import annotations
@@ -91,16 +91,16 @@ def grow(session: Session, link: SlowLink, most: int, turns: list[Turn]) -> Iter
         seed += 1
 
 
+@pytest.mark.skipif(not GROWN, reason="KVCHAT_TEST_GROWN is not set")
 @pytest.mark.slow("the bundled model decodes a dozen answers in a conversation that grows")
 def test_auto_in_a_conversation_that_grows_on_a_small_device_behind_a_slow_link(session, monkeypatch, record_property):
-    most = GROWN or 7000
     link = SlowLink(session=session).install(monkeypatch)
     turns = list[Turn]()
-    seen = list(grow(session, link, most, turns))
+    seen = list(grow(session, link, GROWN, turns))
     for each in seen:
         record_property(f"{each.tokens} tokens", f"{1000 * each.seconds:.0f} ms, {each.line}")
     assert seen[0].tokens < 110
-    assert most - 1000 < seen[-1].tokens <= most
+    assert GROWN - 1000 < seen[-1].tokens <= GROWN
     ways = [each.way for each in seen]
     assert ways[0] == "full"
     assert len(set(ways)) == sum(one != other for one, other in pairwise(ways)) + 1, f"back and forth: {ways}"

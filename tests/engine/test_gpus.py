@@ -9,7 +9,7 @@ import torch
 from support import byte_tokenizer, tiny_models
 from support.fake_cuda.device import gpu
 from support.integrity import check_integrity
-from support.tiny_runner import PARAMS, Wordless, loaded, mode_of, prefilled, runner_of, same_steps, token_ids
+from support.tiny_runner import Wordless, loaded, mode_of, prefilled, runner_of, same_steps, token_ids
 
 from kvchat.engine.plan import memory_plan
 from kvchat.engine.runner import ModelRunner
@@ -37,7 +37,7 @@ def halves(name: str = "llama", **changes) -> LoadedModel:
     return loaded(name, "cuda:0", places=(FIRST, FIRST, SECOND, SECOND), **changes)
 
 
-@pytest.mark.parametrize("row", PARAMS)
+@pytest.mark.parametrize("row", ["full-resident", "speculative", "freeze", "sync"])
 def test_each_mode_computes_and_reads_the_same(row):
     one, two = (ModelRunner(model, mode_of(model, row)) for model in (loaded("llama", "cuda:0"), halves()))
     ids = token_ids(150)
@@ -70,6 +70,7 @@ def test_a_model_that_is_fused_computes_the_same():
     split.connect(model, FIRST, (FIRST, SECOND))
     one, two = runner_of(loaded("llama", "cuda:0", num_hidden_layers=2)), runner_of(wrap(model, Wordless(), "llama"))
     assert two.model.fused
+    one.chunk = two.chunk = 64  # else what a long prompt takes is measured, which takes the interpreter long
     assert relative_error(prefilled(two, token_ids(20)), prefilled(one, token_ids(20))) < 1e-5
     assert relative_error(two.step(7), one.step(7)) < 1e-5
 

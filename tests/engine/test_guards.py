@@ -33,9 +33,8 @@ GREEDY = Sampling(temperature=0, max_new_tokens=6)
 HELLO = (Turn("user", "Hello! My name is Maria."),)
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
+def test_a_closed_session_says_so(session):
+    uses = [
         lambda s: list(s.chat("Hello")),
         lambda s: list(s.answer(HELLO, GREEDY)),
         lambda s: list(s.rebuild()),
@@ -57,12 +56,11 @@ HELLO = (Turn("user", "Hello! My name is Maria."),)
         lambda s: s.keep_pages("int8"),
         lambda s: s.hide_needle(300, 1),
         lambda s: s.details(),
-    ],
-)
-def test_a_closed_session_says_so(session, use):
+    ]
     session.close()
-    with pytest.raises(UsageError, match="closed"):
-        use(session)
+    for use in uses:
+        with pytest.raises(UsageError, match="closed"):
+            use(session)
     assert session.token_ids == []
     session.cancel()
     session.close()
