@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 # KVCHAT_TEST_FRAMES=10000 is the long form of the tests that send so many frames.
-FRAMES = int(os.environ.get("KVCHAT_TEST_FRAMES", "200"))
+FRAMES = int(os.environ.get("KVCHAT_TEST_FRAMES", "100"))
 fuzzed = settings(max_examples=FRAMES)
 
 WORDS = ("full", "streaming", "speculative", "user", "assistant", "system", "cpu", "auto", "bundled", "\x00", "<|end|>")

@@ -72,7 +72,7 @@ def test_links_and_formulas_of_an_ordinary_answer_are_markdown():
 def test_all_but_the_last_part_stay_the_same_while_more_comes(name):
     text = f"It begins.\n\n{LARGE[name]}\nIt ends."
     whole = parts(text)
-    for cut in range(0, len(text), len(text) // 40):
+    for cut in range(0, len(text), len(text) // 15):
         early = parts(text[:cut])
         assert early[:-1] == whole[: max(len(early) - 1, 0)]
 

@@ -22,7 +22,7 @@ from kvchat.errors import UsageError
 from kvchat.foreign_text import visible
 from kvchat.protocol.client import EngineClient
 from kvchat.protocol.figures import Snapshot, Stats
-from kvchat.protocol.messages import Asked, Finished, Load, Loaded, Started, Switched, Text
+from kvchat.protocol.messages import Asked, Finished, Loaded, Started, Switched, Text
 from kvchat.protocol.recording import Recorder
 from kvchat.tui.actions import COMMANDS
 from kvchat.tui.plain.chat import INTERRUPTED, PROMPT, REFUSED, PlainChat
@@ -248,43 +248,6 @@ async def test_words_taken_back_and_a_crash_are_told(config):
     assert "withdrawn: " in session.said
     assert "exit code 3" in session.errors.getvalue()
     assert session.said.count("model: ") >= 2
-
-
-HOSTILE = (
-    "{% set said = messages[-1].content %}"
-    "{% if said == 'much' %}{{ 'x' * 10 ** 15 }}{% endif %}"
-    "{% if said == 'for ever' %}{{ 10 ** (10 ** 10 * messages | length) }}{% endif %}"
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}<|assistant|>"
-)
-
-
-@pytest.mark.slow("two engines load the bundled model, and one is waited for before it is killed")
-async def test_a_hostile_template_costs_the_engine_and_not_the_conversation(config, tmp_path):
-    (tmp_path / "hostile.jinja").write_text(HOSTILE)
-    load = Load(chat_template=str(tmp_path / "hostile.jinja"))
-    session = Session(replace(config, engine_command=None, load=load), is_typed=True)
-    chat, running = session.plain.chat, asyncio.create_task(session.run())
-
-    async def answered(question):
-        before = session.said.count("tok/s")
-        session.send(f"{question}\n")
-        await wait_for(lambda: session.said.count("tok/s") > before and chat.state.phase is Phase.READY)
-
-    await answered("Hello!")
-    first, pid = chat.state.conversation.turns, chat.client.pid
-    session.send("much\n")
-    await wait_for(lambda: "memory" in session.errors.getvalue())
-    await answered("Go on.")
-    assert chat.client.pid == pid
-    session.send("for ever\n")
-    await wait_for(lambda: session.phase is Phase.PREFILL)
-    session.send("/restart\n")
-    await wait_for(lambda: chat.client.pid not in (pid, None) and session.phase is Phase.READY)
-    await answered("Are you there?")
-    assert chat.state.conversation.turns[: len(first)] == first
-    assert chat.state.conversation.last_text()
-    session.close()
-    assert await running == 0
 
 
 async def test_ctrl_c_stops_the_answer_then_leaves(config):
