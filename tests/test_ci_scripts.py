@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import typer
 from support.environment import environ
+from support.grids import WHOLE
 
 from kvchat import paths
 from kvchat.bench.frame import parsed
@@ -85,6 +86,7 @@ LONG_CHAT = Path(__file__).parents[1] / ".ci" / "long_chat.py"
 SMALL = "--messages 30 --tokens 3000 --rounds 1 --keys 3 --sizes 80x24"
 
 
+@pytest.mark.skipif(not WHOLE, reason="KVCHAT_TEST_GRIDS is not set")
 @pytest.mark.slow("the application is started, and each screen waited for until it stands still")
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc")
 def test_every_time_is_taken(tmp_path):

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.grids import WHOLE
 from support.loads import entering
 
 import kvchat
@@ -96,6 +97,7 @@ def test_too_little_text_is_refused(model, tmp_path):
         calibration.calibrate(model, samples_of(list(range(600))), "x", clusters=5)
 
 
+@pytest.mark.skipif(not WHOLE, reason="KVCHAT_TEST_GRIDS is not set")
 @pytest.mark.slow("the bundled model is calibrated")
 def test_the_shipped_calibration_is_the_commands(model):
     shipped = find(model.revision)

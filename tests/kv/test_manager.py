@@ -101,7 +101,7 @@ def test_steps_cut_short_where_slots_change_leave_no_false_slot(row, name, when,
             genuine(*args)
         raise KeyboardInterrupt
 
-    for _ in range(5):
+    for _ in range(3):
         before = stored_rows(run.kv)
         with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
             patch.setattr(owner, name, cut)

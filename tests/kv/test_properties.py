@@ -14,7 +14,7 @@ from support.toy_model import KINDS, toy
 from kvchat.config.modes import mode_names
 from kvchat.kv.inspect import attended
 
-DEEP = settings(max_examples=25)
+DEEP = settings(max_examples=12)
 
 
 @st.composite

@@ -412,43 +412,42 @@ def resident(served: Served) -> float:
     return served.figure("process_bytes")
 
 
-def test_many_clients_get_their_own_answers_and_read_little_again(tmp_path):
+def test_many_clients_get_their_own_answers_and_read_little_again(bundled: Served):
     """Eight clients, requests in mixed order: talks that go on, and titles that come between; 200 in the long form."""
     rounds, clients = 25 if "KVCHAT_TEST_BODIES" in os.environ else 10, 8
-    with serving(tmp_path) as served:
-        problems: list[str] = []
-        reread: list[int] = []
-        levels: list[float] = []
+    problems: list[str] = []
+    reread: list[int] = []
+    levels: list[float] = []
 
-        def talk(number: int) -> None:
-            with served.client() as client:
-                said, stored = [f"My number is {number}{number}{number}. {SEA[:400]}Which number is mine?"], 0
-                for turn in range(rounds):
-                    if turn % 5 == number % 5:
-                        title = messages(f"Title {number}: {TITLE[:300]}")
-                        client.chat.completions.create(messages=title, max_tokens=4, **GREEDY)
-                        continue
-                    answer = client.chat.completions.create(messages=messages(*said), max_tokens=6, **GREEDY)
-                    text = answer.choices[0].message.content
-                    reread.append(max(0, stored - cached(answer)))
-                    stored = cached(answer) + answer.timings["prompt_n"] + answer.usage.completion_tokens - 1
-                    alone = told.setdefault(tuple(said), text)
-                    if alone != text:
-                        problems.append(f"{number}: {text!r} is not {alone!r}")
-                    said += [text, f"And {number}{turn}?"]
-                    levels.append(resident(served))
+    def talk(number: int) -> None:
+        with bundled.client() as client:
+            said, stored = [f"My number is {number}{number}{number}. {SEA[:400]}Which number is mine?"], 0
+            for turn in range(rounds):
+                if turn % 5 == number % 5:
+                    title = messages(f"Title {number}: {TITLE[:300]}")
+                    client.chat.completions.create(messages=title, max_tokens=4, **GREEDY)
+                    continue
+                answer = client.chat.completions.create(messages=messages(*said), max_tokens=6, **GREEDY)
+                text = answer.choices[0].message.content
+                reread.append(max(0, stored - cached(answer)))
+                stored = cached(answer) + answer.timings["prompt_n"] + answer.usage.completion_tokens - 1
+                alone = told.setdefault(tuple(said), text)
+                if alone != text:
+                    problems.append(f"{number}: {text!r} is not {alone!r}")
+                said += [text, f"And {number}{turn}?"]
+                levels.append(resident(bundled))
 
-        told: dict[tuple[str, ...], str] = {}
-        threads = [threading.Thread(target=talk, args=(number,)) for number in range(clients)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not problems
-        assert len(told) == clients * rounds * 4 // 5
-        assert sum(reread) == 0
-        half = len(levels) // 2
-        assert max(levels[half:]) < 1.25 * max(levels[:half])
-        for said, text in list(told.items())[::20]:  # alone, from nothing
-            again = served.chat(*said, max_tokens=6).json
-            assert again["choices"][0]["message"]["content"] == text
+    told: dict[tuple[str, ...], str] = {}
+    threads = [threading.Thread(target=talk, args=(number,)) for number in range(clients)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not problems
+    assert len(told) == clients * rounds * 4 // 5
+    assert sum(reread) == 0
+    half = len(levels) // 2
+    assert max(levels[half:]) < 1.25 * max(levels[:half])
+    for said, text in list(told.items())[::20]:  # alone, from nothing
+        again = bundled.chat(*said, max_tokens=6).json
+        assert again["choices"][0]["message"]["content"] == text

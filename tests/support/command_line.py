@@ -46,10 +46,10 @@ json.dump(done, sys.stdout)
 
 
 def run_in_turn(
-    commands: Sequence[Sequence[str]], environment: dict[str, str], folder: Path | None = None
+    commands: Sequence[Sequence[str]], environment: dict[str, str], folder: Path | None = None, before: str = ""
 ) -> list[Outcome]:
-    """What each of the commands gives."""
-    command = [sys.executable, "-c", CODE]
+    """What each of the commands gives; Python code may run ``before`` them."""
+    command = [sys.executable, "-c", before + CODE]
     ran = subprocess.run(
         command, input=json.dumps(commands), capture_output=True, text=True, timeout=600, env=environment, cwd=folder
     )
