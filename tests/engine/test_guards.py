@@ -116,6 +116,7 @@ def test_ids_and_layers_that_do_not_exist_are_refused(session, token):
         Sampling(top_k=1.5),
         Sampling(stop=5),
         Sampling(stop=(1,)),
+        Sampling(stop=("",)),
         Sampling(max_new_tokens=None),
         Sampling(seed=object()),
     ],
@@ -396,6 +397,7 @@ def test_ids_may_come_from_anything_that_gives_them(session):
     session.step(np.int64(5))
     session.step(torch.tensor(6))
     assert session._loop.stored.ids == [5, 6] * 5
+    assert {type(token) for token in session._loop.stored.ids} == {int}
 
 
 def test_ids_that_cannot_be_read_to_their_end_store_nothing(session):

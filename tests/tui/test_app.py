@@ -171,13 +171,6 @@ async def test_where_memory_ran_out_a_click_does_what_is_offered(running):
         await until(lambda: finished(app))
 
 
-async def test_a_bad_user_theme_is_a_toast_and_the_default_stays(running, config, tmp_path):
-    (tmp_path / "bad.toml").write_text('primary = "no color"\n')
-    async with running(replace(config, theme_dirs=(tmp_path,), theme="bad")) as (app, _pilot, until):
-        await until(lambda: "bad.toml" in toasts(app) and "is not a color" in toasts(app))
-        assert app.theme == "kvchat-dark"
-
-
 async def test_no_engine_survives_quitting(running):
     async with running() as (app, _pilot, until):
         process = app.client._process

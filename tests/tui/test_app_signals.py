@@ -80,7 +80,7 @@ def application(started: PtyRun):
 
 
 # The handler is the same for all in ENDING; each of the others is one of test_a_signal_at_any_moment in the long form.
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
 def test_a_signal_restores_the_terminal_and_ends_the_engine(
     application: PtyRun, number: signal.Signals, count: Counter[str]
 ) -> None:

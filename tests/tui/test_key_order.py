@@ -57,13 +57,6 @@ async def test_a_paste_waits_for_the_keys_before_it(running):
         await until(lambda: opened(app, ConversationsScreen) and app.screen.query_one(Input).value == "apastez")
 
 
-async def test_a_setting_is_found_changed_and_left_at_once(running):
-    async with running() as (app, _pilot, until):
-        press(app, "f2", *"temperature", "enter", *["backspace"] * 9, *"0.25", "enter", "escape", *"hello")
-        await until(lambda: app.screen is app.chat and prompt(app).text == "hello")
-        assert app.controller.state.sampling.temperature == 0.25
-
-
 async def test_what_follows_a_key_waits_until_the_application_is_done_with_it(running, monkeypatch):
     done, handle = app_module._done, KvchatApp.on_event
 

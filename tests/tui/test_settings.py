@@ -303,18 +303,6 @@ async def test_a_mode_is_chosen_by_keys_and_shown_when_the_engine_has_switched(r
         await until(lambda: app.screen is app.chat and "last until kvchat is closed" in toasts(app))
 
 
-async def test_a_key_is_changed_and_works(running):
-    async with running() as (app, _pilot, until):
-        await find(app, until, "keys mode.next")
-        await edit(app, until, "value")
-        await retype(app, until, "f12")
-        await until(lambda: app.keys == {"mode.next": "f12"} and focused(app) == "find")
-        press(app, "escape")
-        await until(lambda: app.screen is app.chat)
-        press(app, "f12")
-        await until(lambda: app.controller.state.mode == "freeze")
-
-
 async def test_a_file_without_saving_and_foreign_text_are_harmless(running, config):
     settings = Settings.model_validate({"model": {"name": "\x1b]0;x\x07[b]evil[/b]"}})
     foreign = Resolved(settings, {("model", "name"): "\x9bm.toml:1"})

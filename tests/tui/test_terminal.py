@@ -19,7 +19,7 @@ from rich.style import Style
 from support import start_app
 from support.environment import environ
 from support.hostile import fill, forbidden_in, hostile, names_in
-from support.patience import PATIENCE_S, wait_until
+from support.patience import PATIENCE_S
 from support.pty_run import PtyRun
 from textual.color import Color
 
@@ -147,13 +147,6 @@ def test_a_large_paste_does_not_hang(terminal: Terminal) -> None:
     terminal.sees("left with 0")
 
 
-def test_the_engine_ends_with_a_killed_application(terminal: Terminal, tmp_path: Path) -> None:
-    terminal.sees("● ready")
-    (engine,) = engines(tmp_path)
-    terminal("kill-server")
-    wait_until(lambda: not alive(engine), lambda: "the engine outlived the application")
-
-
 # ---- what comes in ---------------------------------------------------------------------------------
 
 
@@ -226,15 +219,6 @@ def test_what_comes_right_behind_lines_pasted_without_marks_belongs_to_them_but_
 )
 def test_esc_before_a_text_is_the_key_and_before_one_letter_alt(sent: bytes, read: str) -> None:
     assert InputDecoder().decode(sent) == read
-
-
-def test_a_paste_shows_its_control_characters_as_marks(terminal: Terminal) -> None:
-    terminal.sees("● ready")
-    terminal.paste(b"one\r\ntwo\x1b[31mred\x07\rthree")
-    terminal.until(lambda screen: "two␛[31mred␇" in screen and "three" in screen)
-    assert "❯" not in terminal.screen()  # nothing was sent
-    terminal.key("C-q")
-    terminal.sees("left with 0")
 
 
 # ---- what goes out ---------------------------------------------------------------------------------

@@ -106,15 +106,6 @@ async def test_keys_pressed_at_once_act_in_their_order(running, config, keys):
         assert [summary.title.split()[1] for summary in kept] == KEYS[keys]
 
 
-async def test_what_is_typed_is_searched_for_before_enter_opens(running, config):
-    async with running(config) as (app, _pilot, until):
-        await until(lambda: app.controller.archive._store)
-        press(app, "f9")
-        await until(lambda: shown(app) and len(listed(app)) == 2)
-        press(app, *"cat", "enter", "down")
-        await until(lambda: texts(app.chat.query(Question)) == ["❯ My cat is called Biscuit."])
-
-
 async def test_the_text_of_the_command_is_searched_for(running, config):
     async with running(config) as (app, _pilot, until):
         await until(lambda: app.controller.archive._store)
