@@ -173,8 +173,6 @@ def test_talks_are_kept_on_disk_where_asked_and_an_engine_that_dies_costs_no_rea
         second = served.chat(*said, max_tokens=8).json
         assert second["kvchat"]["resumed"]["from"] == "disk"
         assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= answer["usage"]["prompt_tokens"]
-    with serving(tmp_path) as served:
-        assert served.chat(*said, max_tokens=8).json["kvchat"]["resumed"] is None
 
 
 # ---- modes
@@ -225,6 +223,7 @@ def test_the_server_has_a_mode_and_limits_of_its_own(tmp_path):
             assert endless["choices"][0]["finish_reason"] == "stop"
         full = served.chat(STORY, kvchat={"mode": "full"}, max_tokens=7).json
         assert (full["kvchat"]["mode"], full["usage"]["completion_tokens"]) == ("full", 7)
+    assert not (tmp_path / "served").exists(), "nothing is kept unless --keep asks for it"
 
 
 # ---- tools and probabilities

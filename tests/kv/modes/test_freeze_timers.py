@@ -147,8 +147,9 @@ def fails(run: FreezeRun, place: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize("params", [{}, {"budget": 90, "K": 16}, {"profile": "paper"}])
+@pytest.mark.parametrize(
+    ("params", "compiled"), [({}, True), ({"budget": 90, "K": 16}, False), ({"profile": "paper"}, True)]
+)
 def test_a_step_that_failed_anywhere_leaves_the_timers_as_they_were(params, compiled, monkeypatch, count):
     """It counted twice when asked for again, and named pages by a query whose token is not stored."""
     if not compiled:
