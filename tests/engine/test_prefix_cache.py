@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.grids import thinned
 from support.integrity import check_integrity
 from support.kept_chat import OTHER, TALE, Chat, came_back, notes
 from support.tiny_runner import PARAMS, Wordless, loaded, mode_of, prefilled, token_ids
@@ -299,8 +300,7 @@ def stepped(runner: ModelRunner, more: list[int]) -> list[torch.Tensor]:
     return [prefilled(runner, more), *(runner.step(token) for token in token_ids(6, seed=3))]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("row", PARAMS)
+@pytest.mark.parametrize(("row", "dtype"), thinned(PARAMS, [torch.float32, torch.bfloat16, torch.float16]), ids=str)
 def test_logits_are_those_of_a_session_never_closed(tmp_path, row, dtype):
     """In most modes of one that entered its mode anew, as a switch does: what was dropped or frozen, and which slot a
     token has (the order of a sum), is no part of what is kept.
