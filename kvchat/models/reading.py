@@ -142,7 +142,7 @@ def finished(
     if not _is_in_place(described, quantized):
         split.move(model, device, places)
     if device.type == "cuda":
-        quantization.multiply_int8(model)
+        quantization.multiply_on_gpu(model)
     split.connect(model, device, places)
     return model
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from support import byte_tokenizer, tiny_models
 from support.fake_cuda.device import TOTAL, Refused, gpu
 from support.fake_cuda.races import Race
 from support.integrity import check_integrity
@@ -19,10 +20,11 @@ from kvchat.errors import DoesNotFitError
 from kvchat.kv.geometry import GROWTH_HEADROOM
 from kvchat.kv.memory import pinned
 from kvchat.kv.transfer import SideStream
-from kvchat.models.fuse.modules import fuse, kernels_for
-from kvchat.models.load import LoadedModel
-from kvchat.models.quantize import int8_rows
-from kvchat.models.quantize.rows import body
+from kvchat.models.fuse import modules
+from kvchat.models.load import LoadedModel, load_model
+from kvchat.models.probe import relative_error
+from kvchat.models.quantize import int4_rows, quantization
+from kvchat.protocol.messages import Load
 
 pytestmark = [pytest.mark.cuda, pytest.mark.fake_cuda]
 
@@ -365,20 +367,30 @@ def test_a_kernel_reaches_no_further_than_what_is_pinned():
         _add_one[(1,)](seen, mmap.PAGESIZE - 7, N=8)
 
 
-def test_weights_of_8_bits_are_fused_as_those_of_16_are():
-    model, launches = llama(torch.bfloat16), {}
-    for linear in body(model.model):
-        scale = linear.weight.float().abs().amax(1) / 127
-        int8_rows.install(linear, (linear.weight.float() / scale[:, None]).round().to(torch.int8), scale)
-    for way in ("plain", "fused"):
-        if way == "fused":
-            report = fuse(model.model, kernels_for(model.device))
-            assert (report.fused, report.note) == ("norms, merged projections, rope, fused layers", "")
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_packed_weights_are_fused_as_those_of_16_bits_are(tmp_path, monkeypatch, kind):
+    pytest.importorskip("torchao")
+    sizes = {"vocab_size": byte_tokenizer.SIZE, "num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 256}
+    tiny_models.fresh("llama", torch.bfloat16, **sizes).save_pretrained(tmp_path)
+    byte_tokenizer.byte_level().save_pretrained(tmp_path)
+    launches, logits = {}, {}
+    for way in ("torchao's", "ours", "fused"):
+        with monkeypatch.context() as patch:
+            if way == "torchao's":
+                patch.setattr(quantization, "multiply_on_gpu", lambda model: None)
+            if way != "fused":
+                patch.setattr(modules, "fuse", lambda *_: modules.FusionReport())
+            model = load_model(Load(str(tmp_path), "cuda", "bfloat16", quantize=kind), lambda stage: None)
+        assert model.weights == kind
+        assert int4_rows.unpacked_elements(model.model) == tiny_models.fresh("llama", **sizes).num_parameters()
         one = ModelRunner(model, mode_of(model, "streaming"))
         one.graphs = GraphRunner(one.kv, None)
         one.chunk = 64  # else what a long prompt takes is measured, which takes the interpreter long
-        prefilled(one, token_ids(40))
+        read = prefilled(one, token_ids(40))
         before = gpu.order.number
-        one.step(1)
+        logits[way] = torch.stack([read, one.step(1)])
         launches[way] = gpu.order.number - before
-    assert launches["fused"] < launches["plain"] / 2, launches
+    assert (model.fused, model.notes) == ("norms, merged projections, rope, fused layers", ())
+    assert torch.equal(logits["torchao's"], logits["ours"])
+    assert relative_error(logits["fused"], logits["ours"]) < 0.05
+    assert launches["fused"] < 0.65 * launches["torchao's"], launches

@@ -39,6 +39,7 @@ from kvchat.models.attention_hook import DenseManager
 from kvchat.models.fuse.one_token import Norm, OneTokenLayer
 from kvchat.models.probe import logits_error, logits_tolerance
 from kvchat.models.quantize import rows
+from kvchat.models.quantize.int4_rows import Int4Tiles
 from kvchat.models.quantize.int8_rows import Int8Rows
 from kvchat.models.quantize.rows import GATES, SILU, PackedRows, Weight, is_one_row, linear, merge, weight_of
 
@@ -528,7 +529,7 @@ class Operations:
         residual: Tensor | None = None,
     ) -> Tensor:
         """``x [..., K]``, normalized if ``norm`` is given, through ``weight [N, K]``, plus ``residual [..., N]``."""
-        if self._kernels and is_one_row(x):
+        if self._kernels and is_one_row(x) and not isinstance(weight, Int4Tiles):
             scale, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
             result: Tensor = self._kernels.project(x, weight.data, bias, scale, eps, residual, _scales(weight))
             return result
@@ -541,7 +542,7 @@ class Operations:
 
     def gated(self, x: Tensor, weight: Weight, norm: Norm, kind: int = SILU) -> Tensor:
         """``gate * up`` of ``x [..., K]`` normalized, by ``GATES``; ``weight [2 N, K]`` is gate's above up's."""
-        if self._kernels and is_one_row(x) and kind == SILU:
+        if self._kernels and is_one_row(x) and kind == SILU and not isinstance(weight, Int4Tiles):
             result: Tensor = self._kernels.gated(x, weight.data, norm.weight, norm.eps, _scales(weight))
             return result
         if isinstance(weight, PackedRows) and is_one_row(x):

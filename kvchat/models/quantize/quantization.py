@@ -21,7 +21,7 @@ from kvchat import libraries
 from kvchat.errors import ModelError, UsageError, did_you_mean
 from kvchat.libraries import import_bitsandbytes
 from kvchat.models import stored_tensors
-from kvchat.models.quantize import int8_rows
+from kvchat.models.quantize import int4_rows, int8_rows
 from kvchat.models.quantize.rows import ROWS, all_rows, body, packs_head
 from kvchat.models.weights import INT4_CAPABILITY
 from kvchat.protocol.messages import Quantize
@@ -222,6 +222,14 @@ def multiply_on_cpu(model: Any) -> None:
     is_plain = type(head) is nn.Linear and type(head.weight) is nn.Parameter and ROWS not in head.__dict__
     if packed_here and is_plain and packs_head(kind):
         int8_rows.pack(head)
+
+
+def multiply_on_gpu(model: Any) -> None:
+    """Let torchao's weights multiply as ``int8_rows`` and ``int4_rows`` do."""
+    multiply_int8(model)
+    for linear in body(model):
+        if hasattr(linear.weight, "scale_and_zero"):
+            int4_rows.install_tiles(linear)
 
 
 def multiply_int8(model: Any) -> None:

@@ -136,7 +136,7 @@ class PackedRows(ABC):
         """The rows of several Linears as one matrix; theirs become views of it, so no memory is added."""
         parts: list[Self] = [linear.__dict__[ROWS] for linear in linears]
         merged = cls(merge([part.data for part in parts]), torch.cat([part.scales for part in parts], cls.of_rows))
-        views = torch.split(merged.scales, [len(part.data) for part in parts], cls.of_rows)
+        views = torch.split(merged.scales, [part.scales.shape[cls.of_rows] for part in parts], cls.of_rows)
         for part, view in zip(parts, views, strict=True):
             part.scales = view
             part.forget_arrays()

@@ -1,4 +1,4 @@
-"""Fused attention as torch runs it on a GPU: the choice of kernel, its padding and copies, its results."""
+"""What torch computes otherwise on a GPU: attention (the choice of kernel, padding, copies), norms, 4-bit products."""
 
 from __future__ import annotations
 
@@ -68,8 +68,41 @@ def _softmax(x, dim, half_to_float) -> Any:
     return torch.ops.aten._softmax.default(x.float() if half_to_float else x, dim, False)
 
 
+def _rms_norm(x, shape, weight, eps) -> tuple:
+    """One kernel, in float32."""
+    return torch.rms_norm(x.float(), shape, None if weight is None else weight.float(), eps).to(x.dtype), None
+
+
+TILE = 8, 128  # rows and columns of 4 bits; the order inside is ours
+LEVELS = 16
+
+
+def _packed_tiles(levels, tiles) -> torch.Tensor:
+    """``levels [N, K / 2]``, two in a byte, as ``[N / 8, K / 128, 32, 4]`` in int32."""
+    rows, columns = len(levels) // TILE[0], 2 * levels.shape[1] // TILE[1]
+    split = levels.view(rows, TILE[0], columns, -1).transpose(1, 2)
+    return split.reshape(rows, columns, -1).view(torch.int32).view(rows, columns, 32, tiles // 2)
+
+
+def _product_of_tiles(x, packed, group, scales) -> torch.Tensor:
+    """``x [n, K]`` through packed tiles; each ``group`` of a row has a scale and the value of its middle level."""
+    rows, columns = TILE[0] * packed.shape[0], TILE[1] * packed.shape[1]
+    assert x.dtype == scales.dtype == torch.bfloat16
+    assert x.shape[1] == columns
+    assert scales.shape == (columns // group, rows, 2)
+    assert all(each.is_contiguous() for each in (x, packed, scales))
+    split = packed.view(*packed.shape[:2], -1).view(torch.uint8).view(*packed.shape[:2], TILE[0], -1)
+    levels = split.transpose(1, 2).reshape(rows, -1)
+    levels = torch.stack([levels >> 4, levels & 15], -1).view(rows, -1, group).float() - LEVELS // 2
+    scale, middle = scales.float().permute(2, 1, 0).unsqueeze(-1)
+    return (x.float() @ (levels * scale + middle).view(rows, columns).T).to(x.dtype)
+
+
 REPLACED: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_flash_attention": _flash,
     "_scaled_dot_product_efficient_attention": _efficient,
     "_softmax": _softmax,
+    "_fused_rms_norm": _rms_norm,
+    "_convert_weight_to_int4pack": _packed_tiles,
+    "_weight_int4pack_mm": _product_of_tiles,
 }

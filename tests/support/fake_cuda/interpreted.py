@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 from support.fake_cuda import races
 from support.fake_cuda.device import OnGpu, Refused, gpu, inner_of
+from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 from triton.runtime import interpreter
 
 from kvchat.kv.ops.triton import recall
-from kvchat.models.fuse import kernels
+from kvchat.models.fuse import kernels, modules
 
 # Operands of this many elements take minutes in the interpreter: torch computes the fused kernels' results instead.
 LARGE = 2**16
@@ -40,6 +41,14 @@ def install() -> None:
     interpreter._interpreter = loads_and_stores = races.Interpreter(interpreter._interpreter)
     recall.measured_ctas = lambda device: recall.DEFAULT_CTAS  # nothing to be measured
     _replace_large_fused_kernels()
+    is_plain = modules.is_plain
+    modules.is_plain = lambda module: is_plain(module) or _is_plain(module)
+
+
+def _is_plain(module) -> bool:
+    """A Linear of unquantized weights; its parameters are of no class of their own here."""
+    own = type(module) is nn.Linear and "forward" not in module.__dict__
+    return own and type(module.weight) is OnGpu and module.weight.is_floating_point()
 
 
 def _replace_large_fused_kernels() -> None:
