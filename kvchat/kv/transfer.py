@@ -95,7 +95,7 @@ class StepTimer:
     def __init__(self, device: torch.device) -> None:
         self.steps: deque[RecallTime] = deque(maxlen=STEPS)
         self.timed, self.seconds = 0, 0.0
-        self._events = device.type == "cuda"
+        self._device, self._events = device, device.type == "cuda"
         self.times = True
         self._begun: Counter[Hashable] = Counter()
         self._of_step = 0.0
@@ -163,9 +163,9 @@ class StepTimer:
             return
         # External: a graph that is being captured makes them events of its own, to be timed after each replay.
         begin, end = (torch.cuda.Event(enable_timing=True, external=True) for _ in "be")  # type: ignore[no-untyped-call]
-        begin.record()
+        begin.record(torch.cuda.current_stream(self._device))
         yield
-        end.record()
+        end.record(torch.cuda.current_stream(self._device))
         self._spans.setdefault(self._kind, []).append(Span(begin, end, total, exposed))
 
 
@@ -238,7 +238,7 @@ class Transfer:
             filled += self._bytes(position.numel(), quantized)
         slots.table.copy_(wanted)
         if slots.table.is_cuda:  # else the launches alone would be timed
-            torch.cuda.current_stream().synchronize()
+            torch.cuda.current_stream(slots.table.device).synchronize()
         self.filled_bytes += filled
         self.filled_seconds += time.perf_counter() - began
 

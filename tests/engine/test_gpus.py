@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from kvchat.engine.plan import memory_plan
 from kvchat.engine.runner import ModelRunner
 from kvchat.engine.session import Session
 from kvchat.errors import DoesNotFitError, ModelError, UsageError
+from kvchat.kv.memory import rates
+from kvchat.kv.transfer import StepTimer
 from kvchat.models import attention_hook, reading, split
 from kvchat.models.description import describe
 from kvchat.models.load import LoadedModel, load_model, wrap
@@ -38,11 +41,25 @@ def halves(name: str = "llama", **changes) -> LoadedModel:
 
 
 @pytest.mark.parametrize("row", ["full-resident", "speculative", "freeze", "sync"])
-def test_each_mode_computes_and_reads_the_same(row):
-    one, two = (ModelRunner(model, mode_of(model, row)) for model in (loaded("llama", "cuda:0"), halves()))
+@pytest.mark.parametrize("place", ["halves", "another than the current one"])
+def test_each_mode_computes_and_reads_the_same(row, place):
+    models = loaded("llama", "cuda:0"), halves() if place == "halves" else loaded("llama", "cuda:1")
+    one, two = (ModelRunner(model, mode_of(model, row)) for model in models)
     ids = token_ids(150)
-    assert torch.equal(prefilled(one, ids), prefilled(two, ids))
+    assert torch.equal(prefilled(one, ids), prefilled(two, ids).to(FIRST))
     same_steps(one, two, token_ids(3, seed=1))
+
+
+def test_work_is_timed_on_the_device_that_does_it():
+    timer, work = StepTimer(SECOND), partial(torch.ones, 8, device=SECOND)
+    timer.begin_forward("a kind")
+    with timer.copying():
+        work()
+    timer.end_step("a kind")
+    torch.cuda.synchronize(SECOND)
+    timer.begin_step("a kind")
+    assert timer.seconds > 0
+    assert rates.seconds(work, SECOND) > 0
 
 
 def test_a_query_is_estimated_ahead_across_the_border(monkeypatch):

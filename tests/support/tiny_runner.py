@@ -109,11 +109,11 @@ def token_ids(n: int, seed: int = 0) -> list[int]:
 
 def same_steps(one: ModelRunner, other: ModelRunner, ids: list[int]) -> None:
     for i, token in enumerate(ids):
-        assert torch.equal(one.step(token), other.step(token)), f"step {i}"
+        assert torch.equal(one.step(token).cpu(), other.step(token).cpu()), f"step {i}"
     for layer in range(one.kv.state.geometry.layers):
-        assert torch.equal(attended(one.kv.state, layer), attended(other.kv.state, layer))
+        assert torch.equal(attended(one.kv.state, layer).cpu(), attended(other.kv.state, layer).cpu())
         stored = [each.kv.state.host.dense(layer, each.kv.total) for each in (one, other)]
-        assert all(torch.equal(mine, its) for mine, its in zip(*stored, strict=True))
+        assert all(torch.equal(mine.cpu(), its.cpu()) for mine, its in zip(*stored, strict=True))
     assert one.kv.state.transfer.totals == other.kv.state.transfer.totals
     assert read_tokens(one.kv.state) == read_tokens(other.kv.state)
     check_integrity(one.kv.state)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import random
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -137,8 +139,9 @@ class Memory:
 class Gpu:
     """State of the fake devices: allocated and pinned memory, streams, the capture in progress.
 
-    There are ``count`` of them, each with its own of ``memories``, and ``current`` is the number of the current one. No
-    operation and no kernel takes operands on two; on all of them work runs in the order of its launches.
+    There are ``count`` of them, each with its own of ``memories``, and ``current`` is the number of a thread's current
+    one. Work goes to the current stream of its operands' device, a kernel's to that of the current device, which alone
+    it may take operands on. No operation but a copy takes them on two.
     At most ``pinnable`` bytes of host memory are pinned. Where it is seen ``elsewhere``, as in WSL2, each registration
     has an address of its own, which no other had before. The first device has ``total`` bytes of memory. ``through`` is
     the number of the last event that each stream has come to, of so many as were ``recorded``: it goes on by
@@ -146,7 +149,8 @@ class Gpu:
     """
 
     def __init__(self) -> None:
-        self.count, self.current, self.memories = 1, 0, (Memory(), Memory())
+        self.count, self.memories = 1, (Memory(), Memory())
+        self._thread = threading.local()
         self.behind, self.chance = False, random.Random(0)
         self.recorded, self.waited, self.through = 0, 0, Counter[int]()
         self.pinnable, self.elsewhere = 2**40, False
@@ -183,9 +187,16 @@ class Gpu:
         return self.orders[-1]
 
     @property
-    def stream(self) -> object:
-        """The number of the current stream."""
-        return self.streams[-1].cuda_stream
+    def current(self) -> int:
+        return getattr(self._thread, "current", 0)
+
+    @current.setter
+    def current(self, number: int) -> None:
+        self._thread.current = number
+
+    def stream_of(self, number: int) -> Any:
+        """The current stream of a device."""
+        return next(stream for stream in reversed(self.streams) if stream.device.index == number)
 
     # ---- operations
 
@@ -213,7 +224,13 @@ class Gpu:
         if schema.name in UNWRITTEN:
             poison(result)
         outer = self._outer(schema, args, kwargs, result, device)
-        self._note(name, schema, args, kwargs, outer, self.stream, waits)
+        used = {(leaf.device.index or 0) for leaf in on_gpu} | ({device.index or 0} if here else set())
+        streams = [self.stream_of(number).cuda_stream for number in used]
+        for one, other in itertools.permutations(streams, 2):  # a copy from one device to another
+            self.order.waits(one, other)
+        self._note(name, schema, args, kwargs, outer, streams[0], waits)
+        for other in streams[1:]:
+            self.order.waits(other, streams[0])
         return outer
 
     def launch(self, name: str, run: Callable[[], races.Touched], tensors: list[torch.Tensor]) -> None:
@@ -227,7 +244,7 @@ class Gpu:
         for access in accesses:
             if access.address in self._aliases and access.end > self._pinned_from(access.address):
                 raise Refused(f"an illegal memory access was encountered: {name}")
-        self.order.launch(self.stream, name, accesses)
+        self.order.launch(self.stream_of(self.current).cuda_stream, name, accesses)
 
     def _pinned_from(self, address: int) -> int:
         """Bytes from ``address`` on that are pinned side by side."""
@@ -346,7 +363,7 @@ class Gpu:
                 raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size} bytes. GPU {number}")
             memory.allocated += -(-size // 512) * 512
             memory.peak = max(memory.peak, memory.allocated)
-            self.order.made(address, size, self.stream)
+            self.order.made(address, size, self.stream_of(number).cuda_stream)
         self._holders[address] += 1
         weakref.finalize(hold, self._let_go, address, size, self.order).atexit = False
         return hold

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from support.fake_cuda import races
-from support.fake_cuda.device import GPU, TOTAL, Memory, Refused, gpu
+from support.fake_cuda.device import TOTAL, Memory, Refused, gpu
 from support.fake_cuda.tape import Tape
 
 NAME = "fake CUDA device"
@@ -22,7 +22,8 @@ class Stream:
     numbers = itertools.count()
 
     def __init__(self, device: Any = None, priority: int = 0) -> None:
-        self.device = GPU
+        self.device = torch.device("cuda", number_of(device))
+        self._before: list[int] = []
         self.cuda_stream = next(self.numbers)
 
     def wait_stream(self, other: Stream) -> None:
@@ -36,14 +37,17 @@ class Stream:
 
     def __enter__(self) -> Stream:
         gpu.streams.append(self)
+        self._before.append(gpu.current)
+        gpu.current = self.device.index
         return self
 
     def __exit__(self, *_: object) -> None:
         gpu.streams.pop()
+        gpu.current = self._before.pop()
 
 
 class Event:
-    """An event; it measures no time. One that is recorded in a capture is so only once the graph is replayed.
+    """An event; it measures whether there was work, not its time. One that is recorded in a capture is so only once the graph is replayed.
 
     When the device gets to one is chance: until then it may be asked any number of times.
     """
@@ -54,6 +58,7 @@ class Event:
         self.enable_timing, self.external = enable_timing, external
         self.clock: races.Clock = {}
         self.number, self.stream = 0, 0  # of its last recording, of all
+        self.device: torch.device | None = None  # the first that it was recorded on
 
     @property
     def is_recorded(self) -> bool:
@@ -64,15 +69,24 @@ class Event:
         return self.number <= max(gpu.through[self.stream], gpu.waited) and not (self.is_recorded and gpu.behind)
 
     def record(self, stream: Stream | None = None) -> None:
-        self.stream = (stream or gpu.streams[-1]).cuda_stream
+        stream = stream or gpu.stream_of(gpu.current)
+        if (self.device or stream.device) != stream.device:
+            raise Refused(f"Event device {self.device} does not match recording stream's device {stream.device}.")
+        self.device, self.stream = stream.device, stream.cuda_stream
         self.clock = gpu.order.now(self.stream)
+        self.place = self.clock[self.stream]
         if gpu.tape is None:
-            gpu.recorded = self.number = gpu.recorded + 1
+            self.record_again()
         elif self.external:
             gpu.tape.events.append(self)
 
+    def record_again(self) -> None:
+        """As a replay of the graph that holds it does."""
+        self.clock = gpu.order.now(self.stream)
+        gpu.recorded = self.number = gpu.recorded + 1
+
     def wait(self, stream: Stream | None = None) -> None:
-        (stream or gpu.streams[-1]).wait_event(self)
+        (stream or gpu.stream_of(gpu.current)).wait_event(self)
 
     def synchronize(self) -> None:
         gpu.wait("synchronize", [])
@@ -90,10 +104,11 @@ class Event:
             raise Refused("Both events must be recorded before calculating elapsed time.")
         if not (self.is_through and end.is_through):
             raise Refused("device not ready")
-        return 1.0
+        if self.device != end.device:
+            raise Refused("invalid resource handle: events of two devices")
+        return float(end.place > self.place)
 
 
-gpu.streams.append(Stream())  # the default stream
 
 
 class Graph:
@@ -101,6 +116,7 @@ class Graph:
 
     def __init__(self, keep_graph: bool = False) -> None:
         self.tape: Tape | None = None
+        self.device = 0  # replays go to its current stream, whichever device is current
         self.order = races.Order()
 
     def replay(self) -> None:
@@ -108,10 +124,10 @@ class Graph:
             raise Refused("Called CUDAGraph::replay without a preceding successful capture.")
         if gpu.tape is not None:
             raise Refused("a graph is replayed while another is captured")
-        gpu.order.as_one(self.order, gpu.stream, "a graph")
+        gpu.order.as_one(self.order, gpu.stream_of(self.device).cuda_stream, "a graph")
         self.tape.replay()
         for event in self.tape.events:
-            event.record()
+            event.record_again()
 
 
 @contextmanager
@@ -122,6 +138,7 @@ def capturing(graph: Graph, pool: Any = None, stream: Stream | None = None, **_:
     gpu.orders.append(graph.order)
     try:
         with stream or Stream() as origin:
+            graph.device = origin.device.index
             yield
             if left := gpu.order.unjoined(origin.cuda_stream):
                 raise Refused(f"capturing stream has unjoined work: {left}")
@@ -151,6 +168,9 @@ def number_of(device: Any) -> int:
         return device.device.index or 0
     index = device if isinstance(device, int) else None if device is None else torch.device(device).index
     return gpu.current if index is None else index
+
+
+gpu.streams += [Stream(0), Stream(1)]  # the default streams
 
 
 def memory_of(device: Any) -> Memory:
@@ -208,7 +228,7 @@ def replaced() -> dict[str, Any]:
         "empty_cache": lambda: None,
         "synchronize": lambda device=None: gpu.wait("synchronize"),
         "set_sync_debug_mode": lambda mode: setattr(gpu, "impatient", mode == "error"),
-        "current_stream": lambda device=None: gpu.streams[-1],
+        "current_stream": lambda device=None: gpu.stream_of(number_of(device)),
         "set_stream": lambda stream: None,
         "stream": lambda stream: stream,
         "device": On,
