@@ -20,7 +20,7 @@ COLUMNS = 4096  # of the matrix that is read: the width of an 8B model
 LINK_BYTES = 2**28
 COPIES = 4  # that keep the link busy beside what the CPU does
 # What a layer takes longer in which the CPU has a turn: one more graph, two small copies, the host's wait for the query
-# and the start of its threads; assumed: `.ci/gpu decode` measures it.
+# and the start of its threads; assumed: `.ci/gpu 60 turn` measures it.
 TURN_S = 0.0001
 
 

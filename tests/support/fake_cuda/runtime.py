@@ -47,7 +47,7 @@ class Stream:
 
 
 class Event:
-    """An event; it measures whether there was work, not its time. One that is recorded in a capture is so only once the graph is replayed.
+    """An event; it measures whether there was work, not its time. One of a capture is recorded when that is replayed.
 
     When the device gets to one is chance: until then it may be asked any number of times.
     """
@@ -107,8 +107,6 @@ class Event:
         if self.device != end.device:
             raise Refused("invalid resource handle: events of two devices")
         return float(end.place > self.place)
-
-
 
 
 class Graph:
