@@ -23,7 +23,7 @@ import torch
 from timed_screen import Taken, TimedScreen
 
 from kvchat.bench import timing
-from kvchat.bench.frame import Cell, Experiment, Frame, Result, Row
+from kvchat.bench.frame import Cell, Frame, Result, Row
 from kvchat.bench.timing import fingerprint
 from kvchat.conversations.conversation import Conversation
 from kvchat.conversations.store import ConversationStore
@@ -51,10 +51,10 @@ def measure(settings: Settings, file: Path) -> Result:
     """Measure at every size; the result, kept in ``file``."""
     environment = fingerprint(torch.device("cpu")) | {"textual": version("textual")}
     what = "ms until the terminal shows it, over an engine without a model"
-    experiment = Experiment("long-chat", what, asdict(settings), {}, {}, environment)
+    head = {"experiment": "long-chat", "what": what, "settings": asdict(settings), "methods": {}, "model": {}}
     cells = [{"size": size} for size in settings.sizes]
     frame = Frame(file, lambda text: print(text, file=sys.stderr), command=".ci/long_chat.py")
-    return frame.measure(experiment, cells, lambda cell: measure_size(settings, cell), line)
+    return frame.measure({**head, "environment": environment}, cells, lambda cell: measure_size(settings, cell), line)
 
 
 def line(row: Row) -> str:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from kvchat.bench.frame import Experiment, Frame, ModelChoice, Result, Row, mean, methods, parsed, quantile, wilson
+from kvchat.bench.frame import Frame, ModelChoice, Result, Row, experiment, mean, methods, parsed, quantile, wilson
 from kvchat.bench.settings import Agreement
 from kvchat.bench.texts import Passage, passages
 from kvchat.bench.walk import Walk
@@ -32,7 +32,7 @@ def run(settings: Agreement, choice: ModelChoice = ModelChoice(), frame: Frame |
     model = choice.load(frame.report)
     size = settings.context + settings.tokens
     texts = passages(settings.texts, size, model.tokenizer)[: settings.passages]
-    experiment = Experiment.of(
+    head = experiment(
         "agreement",
         "KL divergence from full attention in nats, top-1 agreement and attention mass covered, token by token",
         asdict(settings) | choice.settings(),
@@ -41,7 +41,7 @@ def run(settings: Agreement, choice: ModelChoice = ModelChoice(), frame: Frame |
     )
     forced = Forced(Walk(model), settings, texts, choice.host_dtype == "int8")
     return frame.measure(
-        experiment,
+        head,
         [{"passage": number, "variant": variant} for number in range(len(texts)) for variant in settings.modes],
         lambda cell: [forced.row(cell["passage"], parsed(cell["variant"]))],
         lambda row: f"{row['text']}: {row['variant']:<48} KL {mean(row['kl']):.4f}",

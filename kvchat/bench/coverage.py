@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvchat.bench.frame import Cell, Experiment, Frame, ModelChoice, Result, Row, mean, methods, parsed
+from kvchat.bench.frame import Cell, Frame, ModelChoice, Result, Row, experiment, mean, methods, parsed
 from kvchat.bench.recall_tasks import case
 from kvchat.bench.settings import Coverage
 from kvchat.bench.texts import passages
@@ -50,7 +50,7 @@ def run(settings: Coverage, choice: ModelChoice = ModelChoice(), frame: Frame | 
     frame, found = frame or Frame(), methods(settings.modes)
     model = choice.load(frame.report)
     walk, texts = Walk(model), list(_texts(settings, model.tokenizer))
-    experiment = Experiment.of(
+    head = experiment(
         "coverage",
         "share of full attention that falls on the tokens read, and on the best choice of as many pages or tokens",
         asdict(settings) | choice.settings(),
@@ -65,7 +65,7 @@ def run(settings: Coverage, choice: ModelChoice = ModelChoice(), frame: Frame | 
 
     kinds, variants = dict.fromkeys(text.kind for text in texts), dict.fromkeys(settings.modes)
     return frame.measure(
-        experiment,
+        head,
         [{"text": number, "variant": variant} for number in range(len(texts)) for variant in settings.modes],
         rows,
         lambda row: f"{row['kind']}: {row['variant']:<48} {mean(_flat(row['covered'])):.1%}",

@@ -19,14 +19,14 @@ import kvchat
 from kvchat.bench import decoding, timing
 from kvchat.bench.beside import baselines
 from kvchat.bench.decoding import ModeRun, spills
-from kvchat.bench.frame import Cell, Experiment, Frame, ModelChoice, Report, Result, Row, methods, parsed
+from kvchat.bench.frame import Cell, Frame, ModelChoice, Report, Result, Row, experiment, methods, parsed
 from kvchat.bench.report import line
 from kvchat.bench.settings import NATURAL, Decode
 from kvchat.bench.timing import Timing, Variant, current, warm_up
 from kvchat.config.modes import ModeParameters
 from kvchat.config.profiles import Measured
 from kvchat.engine.runner import ModelRunner, geometry_of
-from kvchat.errors import KvchatError, UsageError
+from kvchat.errors import KvchatError, UsageError, did_you_mean
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory import rates
 from kvchat.kv.memory.host_pool import HostPool
@@ -39,6 +39,7 @@ from kvchat.models.quantize.rows import SAMPLE_S, is_tied
 Wanted = tuple[str, ModeParameters, float | None]
 SETTLED_S = 5 * SAMPLE_S
 Times = dict[Variant, list[Timing]]
+DEFAULTS = {"cpu": ("generate",), "cuda": ("dynamic", "static", "compile", "offloaded")}
 READ_BYTES = {"cuda": 2**30, "cpu": 2**27}
 GATHER_TOKENS = {"cuda": 2**18, "cpu": 2**16}
 # One block of 16 KiB is K or V of a page of 32 tokens: (page, head) pairs of usual models are as large.
@@ -52,7 +53,9 @@ def run(settings: Decode, choice: ModelChoice = ModelChoice(), frame: Frame | No
         KvchatError: the model, a mode, a rate or a baseline is refused. A later failure becomes a row.
     """
     _wanted(settings)  # refuses before the model is loaded
-    baselines.check(settings.baselines or ())
+    for name in settings.baselines or ():
+        if name not in baselines.BASELINES:
+            raise UsageError(f'There is no baseline "{name}".', did_you_mean(name, baselines.BASELINES))
     frame = frame or Frame()
     model = decoding.open_model(settings, choice, frame.report)
     settings = _without_spilled(settings, model, frame.report)
@@ -63,7 +66,8 @@ def run(settings: Decode, choice: ModelChoice = ModelChoice(), frame: Frame | No
 def _measured(settings: Decode, wanted: Sequence[Wanted], model: LoadedModel, frame: Frame) -> Result:
     chosen = settings.baselines
     if chosen is None:
-        chosen = baselines.default_baselines(model.device, random_weights=bool(settings.shape))
+        # ``generate`` would read a prompt of random tokens in every round.
+        chosen = ("dynamic",) if model.device.type == "cpu" and settings.shape else DEFAULTS[model.device.type]
     measured = measure(model.device, model.dtype)
     floor = floor_ms(model, measured)
     frame.report(f"{model.name} on {model.device}" + (f": floor {floor:.3g} ms/token" if floor else ""))
@@ -76,12 +80,12 @@ def _measured(settings: Decode, wanted: Sequence[Wanted], model: LoadedModel, fr
         heads = decoding.calibrated(settings, model, ids)
         mode_runs: list[Variant] = [ModeRun(runner, *each, heads) for each in wanted]
         spare = settings.steps + warm_up(model.device) + 1
-        others = [baselines.build(name, plain, runner.kv.state, ids, spare) for name in chosen]
+        others = [baselines.BASELINES[name](plain, runner.kv.state, ids, spare) for name in chosen]
         measure = settings.rounds, settings.load, floor, measured, model.device, frame.report
         rounds = Rounds([*others, *mode_runs], *measure)
         return rounds.rows(decoding.decoded(settings, model, context))
 
-    experiment = Experiment.of(
+    head = experiment(
         "decode",
         "median ms per decoded token",
         asdict(settings) | {"baselines": chosen},
@@ -93,7 +97,7 @@ def _measured(settings: Decode, wanted: Sequence[Wanted], model: LoadedModel, fr
         floor_ms=floor,
         fair_share=timing.fair_share(torch.get_num_threads(), settings.load) if settings.load else None,
     )
-    return frame.measure(experiment, [{"context": context} for context in settings.contexts], rows, line)
+    return frame.measure(head, [{"context": context} for context in settings.contexts], rows, line)
 
 
 def floor_ms(model: LoadedModel, measured: Measured) -> float | None:

@@ -11,7 +11,7 @@ The corpus is Python's language reference, part of every Python, so there is not
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pydoc_data import topics
 from typing import TYPE_CHECKING, Any
@@ -171,12 +171,10 @@ class ModeRun:
         }
         again = tokens[warm_up(state.device) :]
         self.runner.truncate(kv.total - len(again))
-        return replace(timing, chat_ms=time_steps(self._chat_step(), again, state.device, first=0).ms)
-
-    def _chat_step(self) -> Callable[[int], object]:
         model = self.runner.model
         sampler = Sampler(Sampling(seed=0), model.vocab, model.device, model.advised)
-        return lambda token: read(sampler(self.runner.step(token)))
+        in_a_chat = time_steps(lambda token: read(sampler(self.runner.step(token))), again, state.device, first=0)
+        return replace(timing, chat_ms=in_a_chat.ms)
 
     def close(self) -> None:
         """Do nothing: all memory belongs to the KV manager."""

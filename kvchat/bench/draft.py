@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from itertools import cycle, islice
 from typing import Any, NamedTuple
 
-from kvchat.bench.frame import Cell, Experiment, Frame, ModelChoice, Result, Row, methods
+from kvchat.bench.frame import Cell, Frame, ModelChoice, Result, Row, experiment, methods
 from kvchat.bench.settings import Draft
 from kvchat.bench.texts import passages
 from kvchat.engine.session import Session
@@ -75,7 +75,7 @@ def run(settings: Draft, choice: ModelChoice = ModelChoice(), frame: Frame | Non
     frame, found = frame or Frame(), methods([f"full:draft={draft}" for draft in settings.drafts])
     model = choice.load(frame.report)
     what = "full mode with drafts: speed relative to the same answer without drafts, and the share of drafts accepted"
-    experiment = Experiment.of("draft", what, asdict(settings) | choice.settings(), found, model)
+    head = experiment("draft", what, asdict(settings) | choice.settings(), found, model)
     quoted = model.tokenizer.decode(passages((), PASSAGE, model.tokenizer)[-1].ids, skip_special_tokens=True)
     session = Session(replace(model, eos_ids=frozenset()), choice.asked)
     session._loop.encoder.turn_end = frozenset()
@@ -99,7 +99,7 @@ def run(settings: Draft, choice: ModelChoice = ModelChoice(), frame: Frame | Non
         without = answers.pop(OFF)
         return [_row(draft, its, without) for draft, its in answers.items()]
 
-    return frame.measure(experiment, cells, measure, _line)
+    return frame.measure(head, cells, measure, _line)
 
 
 def _books(tokens: int, tokenizer: Any) -> str:

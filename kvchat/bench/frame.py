@@ -13,7 +13,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,6 @@ from kvchat.protocol.figures import Params
 from kvchat.protocol.messages import HostDtype, Load
 
 if TYPE_CHECKING:
-    from kvchat.engine.session import Session
     from kvchat.models.load import LoadedModel
 
 
@@ -55,13 +54,13 @@ class Frame:
 
     def measure(
         self,
-        experiment: Experiment,
+        head: Result,
         cells: Sequence[Cell],
         measure: Callable[[Cell], Sequence[Row]],
         line: Callable[[Row], str],
         summary: Callable[[list[Row]], Sequence[Row]] = list,
     ) -> Result:
-        """Measure the cells; return the result with their rows and their ``summary``, which is plain data.
+        """Measure the cells; return the result, ``head`` with their rows and their ``summary``, which is plain data.
 
         What is measured so far is always in the file. A refused cell becomes a row with the reason in ``refused``.
 
@@ -69,11 +68,14 @@ class Frame:
             UsageError: the file cannot be written.
             KvchatError: no cell could be measured; the first one's reason.
         """
-        result: Result = _plain({**experiment.head(), "command": self.command, "cells": len(cells), "rows": []})
+        result: Result = _plain({**head, "command": self.command, "cells": len(cells), "rows": []})
         began, refused = self.clock(), list[KvchatError]()
         for done, cell in enumerate(cells, 1):
-            rows, error = _measured(cell, measure)
-            refused += [error] if error else []
+            try:
+                rows = [_plain({**cell, **row}) for row in measure(cell)]
+            except KvchatError as error:
+                rows = [_plain({**cell, "refused": str(error)})]
+                refused.append(error)
             result["rows"] += rows
             self._keep(result)
             left = (self.clock() - began) / done * (len(cells) - done)
@@ -103,30 +105,15 @@ def load(file: Path) -> Result:
         raise UsageError(
             f"{file} is not a result of kvchat bench.", f"It is not JSON: {error}.", "Use a file written by --out."
         ) from None
-    if not _is_result(result):
+    kinds = {"experiment": str, "settings": dict, "methods": dict, "model": dict, "environment": dict, "rows": list}
+    is_one = isinstance(result, dict) and all(isinstance(result.get(name), kind) for name, kind in kinds.items())
+    if not is_one or not all(isinstance(row, dict) for name in ("rows", "summary") for row in result.get(name, ())):
         raise UsageError(
             f"{file} is not a result of kvchat bench.",
             "It lacks the experiment, its settings, its environment or its rows.",
             "Use a file written by --out.",
         )
-    found: Result = result
-    return found
-
-
-def _is_result(result: Any) -> bool:
-    kinds = {"experiment": str, "settings": dict, "methods": dict, "model": dict, "environment": dict, "rows": list}
-    return (
-        isinstance(result, dict)
-        and all(isinstance(result.get(name), kind) for name, kind in kinds.items())
-        and all(isinstance(row, dict) for name in ("rows", "summary") for row in result.get(name, ()))
-    )
-
-
-def _measured(cell: Cell, measure: Callable[[Cell], Sequence[Row]]) -> tuple[list[Row], KvchatError | None]:
-    try:
-        return [_plain({**cell, **row}) for row in measure(cell)], None
-    except KvchatError as error:
-        return [_plain({**cell, "refused": str(error)})], error
+    return result
 
 
 def _plain(value: Any) -> Any:
@@ -134,40 +121,24 @@ def _plain(value: Any) -> Any:
     return json.loads(json.dumps(value))
 
 
-@dataclass(frozen=True)
-class Experiment:
-    """A measurement, as plain data: ``settings`` of the command, ``methods`` by variant, the model.
+def experiment(
+    name: str, what: str, settings: Mapping[str, Any], methods: Mapping[str, Any], model: LoadedModel, **found: Any
+) -> Result:
+    """The head of a result: ``settings`` of the command, ``methods`` by variant, the model and the environment.
 
     ``found`` are facts of the run that belong to no row and are no part of what it is, such as rates of the device.
     """
+    from kvchat.bench.timing import fingerprint  # imports torch
 
-    name: str
-    what: str
-    settings: Mapping[str, Any]
-    methods: Mapping[str, Any]
-    model: Mapping[str, Any]
-    environment: Mapping[str, Any]
-    found: Mapping[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def of(
-        cls,
-        name: str,
-        what: str,
-        settings: Mapping[str, Any],
-        methods: Mapping[str, Any],
-        model: LoadedModel,
-        **found: Any,
-    ) -> Experiment:
-        from kvchat.bench.timing import fingerprint  # imports torch
-
-        return cls(name, what, settings, methods, model_identity(model), fingerprint(model.device), found)
-
-    def head(self) -> Result:
-        """The result without rows."""
-        fields = asdict(self)
-        found = fields.pop("found")
-        return {"experiment": fields.pop("name"), **fields, **found}
+    identity = {
+        "name": model.name,
+        "revision": model.revision,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "weights": model.weights,
+        "device": model.device.type,
+    }
+    head = {"experiment": name, "what": what, "settings": settings, "methods": methods, "model": identity}
+    return {**head, "environment": fingerprint(model.device), **found}
 
 
 def methods(variants: Sequence[str], budget: int | None = None) -> dict[str, Any]:
@@ -178,17 +149,6 @@ def methods(variants: Sequence[str], budget: int | None = None) -> dict[str, Any
     """
     found = {variant: parsed(variant, budget) for variant in variants}
     return {variant: {"mode": chosen.name, "parameters": chosen.model_dump()} for variant, chosen in found.items()}
-
-
-def model_identity(model: LoadedModel) -> dict[str, Any]:
-    """The weights: name, revision, dtype, quantization and kind of device."""
-    return {
-        "name": model.name,
-        "revision": model.revision,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "weights": model.weights,
-        "device": model.device.type,
-    }
 
 
 def incompatible(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
@@ -278,16 +238,6 @@ class ModelChoice:
         loaded = load_model(self.asked, report)
         compile_ahead.finish(report)
         return loaded
-
-    def open(self, report: Callable[[str], None]) -> Session:
-        """A session with the weights.
-
-        Raises:
-            KvchatError: as ``load_model``.
-        """
-        from kvchat.engine.session import Session
-
-        return Session(self.load(report), self.asked)
 
     def settings(self) -> dict[str, str]:
         """The settings that the model's identity does not include."""

@@ -133,7 +133,9 @@ def build(name: str, device: str = "auto", dtype: str = "auto") -> LoadedModel:
     if name not in SHAPES:
         raise UsageError(f'There is no model shape "{name}".', did_you_mean(name, SHAPES))
     on = resolve_device(device)
-    precision = _dtype(dtype, on)
+    if dtype not in ("auto", *DTYPES):
+        raise UsageError(f'There is no dtype "{dtype}".', did_you_mean(dtype, ["auto", *DTYPES]))
+    precision = {"auto": torch.bfloat16 if on.type == "cuda" else torch.float32, **DTYPES}[dtype]
     class_name, arguments = SHAPES[name]
     config = getattr(transformers, class_name)(**arguments)
     attention_hook.register()
@@ -179,11 +181,3 @@ def calibration(model: LoadedModel) -> Calibration:
     similarity = tuple(tuple(tuple(row) for row in layer) for layer in alike.tolist())
     retrieval = tuple(tuple(layer) for layer in scores[:, 0].tolist())
     return Calibration("", "nothing: random weights", default_clusters(model.kv_heads), similarity, retrieval)
-
-
-def _dtype(dtype: str, device: torch.device) -> torch.dtype:
-    if dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    if dtype not in DTYPES:
-        raise UsageError(f'There is no dtype "{dtype}".', did_you_mean(dtype, ["auto", *DTYPES]))
-    return DTYPES[dtype]

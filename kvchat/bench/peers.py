@@ -22,7 +22,7 @@ import torch
 from kvchat.bench.beside.baselines import PeerProcess, between, in_gguf, refuse_llama_cpp
 from kvchat.bench.decode import Rounds
 from kvchat.bench.decoding import prose
-from kvchat.bench.frame import Cell, Experiment, Frame, ModelChoice, Result, Row, methods, parsed, split
+from kvchat.bench.frame import Cell, Frame, ModelChoice, Result, Row, experiment, methods, parsed, split
 from kvchat.bench.report import line
 from kvchat.bench.settings import Peers
 from kvchat.bench.timing import Timing, warm_up
@@ -119,7 +119,7 @@ def run(settings: Peers, choice: ModelChoice = OF_FILES, frame: Frame | None = N
             except UsageError as refusal:
                 frame.report(f"Left out: {', '.join(of_files)}. {refusal.title} {refusal.detail}")
                 others = [name for name in others if name not in of_files]
-        experiment = Experiment.of(
+        head = experiment(
             "peers",
             "each measured in a fresh process",
             asdict(settings) | {"contexts": contexts, "peers": others},
@@ -144,7 +144,7 @@ def run(settings: Peers, choice: ModelChoice = OF_FILES, frame: Frame | None = N
                 row["times_as_fast"] = {name: ratios[name] for name in ratios if not name.startswith("kvchat")}
             return measured
 
-        return frame.measure(experiment, [{"context": context} for context in contexts], rows, line)
+        return frame.measure(head, [{"context": context} for context in contexts], rows, line)
 
 
 def _given(variant: str, choice: ModelChoice) -> dict[str, Any]:

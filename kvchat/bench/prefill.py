@@ -16,7 +16,7 @@ import torch
 from kvchat import units
 from kvchat.bench import model_shapes, timing
 from kvchat.bench.beside.baselines import as_written
-from kvchat.bench.frame import Experiment, Frame, ModelChoice, Result, Row, methods, parsed
+from kvchat.bench.frame import Frame, ModelChoice, Result, Row, experiment, methods, parsed
 from kvchat.bench.settings import Prefill
 from kvchat.engine.runner import ModelRunner, geometry_of, prefill_bytes_per_token, traits_of
 from kvchat.errors import UsageError
@@ -42,22 +42,6 @@ def run(settings: Prefill, choice: ModelChoice = ModelChoice(), frame: Frame | N
     """
     frame, found = frame or Frame(), methods([settings.mode])
     model = model_shapes.choose(settings.shape, choice, frame.report)
-    _check_lengths(settings, model)
-    runner = ModelRunner(model, build(parsed(settings.mode), geometry_of(model), traits_of(model)))
-    token_bytes = prefill_bytes_per_token(model) if model.device.type == "cuda" else None
-    experiment = Experiment.of(
-        "prefill",
-        "seconds and peak bytes",
-        asdict(settings),
-        found,
-        model,
-        weight_bytes=model.weight_bytes,
-    )
-    cells = [{"tokens": length} for length in settings.lengths]
-    return frame.measure(experiment, cells, lambda cell: [_row(settings, runner, cell["tokens"], token_bytes)], _line)
-
-
-def _check_lengths(settings: Prefill, model: LoadedModel) -> None:
     longest = max(settings.lengths) + settings.turn
     if longest > model.context:
         raise UsageError(
@@ -66,6 +50,13 @@ def _check_lengths(settings: Prefill, model: LoadedModel) -> None:
             f"{model.name} reads {model.context:,}.",
             "Use shorter prompts.",
         )
+    runner = ModelRunner(model, build(parsed(settings.mode), geometry_of(model), traits_of(model)))
+    token_bytes = prefill_bytes_per_token(model) if model.device.type == "cuda" else None
+    head = experiment(
+        "prefill", "seconds and peak bytes", asdict(settings), found, model, weight_bytes=model.weight_bytes
+    )
+    cells = [{"tokens": length} for length in settings.lengths]
+    return frame.measure(head, cells, lambda cell: [_row(settings, runner, cell["tokens"], token_bytes)], _line)
 
 
 def _row(settings: Prefill, runner: ModelRunner, length: int, token_bytes: int | None) -> Row:

@@ -11,12 +11,11 @@ that the first mode computed.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 
-from kvchat.bench.frame import Cell, Experiment, Frame, ModelChoice, Result, Row, mean, methods, parsed, wilson
+from kvchat.bench.frame import Cell, Frame, ModelChoice, Result, Row, experiment, mean, methods, parsed, wilson
 from kvchat.bench.recall_tasks import NAMES, TASKS, WITHOUT_DEPTH, Case, case, inside_answer
 from kvchat.bench.settings import Recall
 from kvchat.bench.walk import answered, decode
@@ -40,17 +39,18 @@ def run(settings: Recall, choice: ModelChoice = ModelChoice(), frame: Frame | No
         UsageError: an unknown task, or a depth or number of keys out of range; KvchatError: the model cannot be
             loaded, or all modes refuse.
     """
-    _check(settings)
+    for task in settings.tasks:
+        if task not in TASKS:
+            raise UsageError(f'There is no task "{task}".', did_you_mean(task, TASKS))
+    for depth in settings.depths:
+        if not 0 <= depth <= 1:
+            raise UsageError(f"The depth {depth:g} is not valid.", hint="0 is the start of the text, 1 its end.")
+    if not 2 <= settings.keys <= len(NAMES):
+        raise UsageError(f"{settings.keys} keys are not possible.", hint=f"Use 2 to {len(NAMES)}.")
     frame, variants = frame or Frame(), tuple(dict.fromkeys((FULL, *settings.modes)))
     found = methods(variants)
-    session = choice.open(frame.report)
-    experiment = Experiment.of(
-        "recall",
-        "facts found in a long text",
-        asdict(settings),
-        found,
-        session.model,
-    )
+    session = Session(choice.load(frame.report), choice.asked)
+    head = experiment("recall", "facts found in a long text", asdict(settings), found, session.model)
     cells = [{**place, "variant": variant} for place in _places(settings) for variant in variants]
 
     @lru_cache(maxsize=1)  # the variants of a case follow each other
@@ -61,18 +61,7 @@ def run(settings: Recall, choice: ModelChoice = ModelChoice(), frame: Frame | No
         asked = drawn(cell["task"], cell["tokens"], cell["depth"], cell["case"])
         return list(_rows(session, asked, cell, settings, variants))
 
-    return frame.measure(experiment, cells, rows, _line, _summary)
-
-
-def _check(settings: Recall) -> None:
-    for task in settings.tasks:
-        if task not in TASKS:
-            raise UsageError(f'There is no task "{task}".', did_you_mean(task, TASKS))
-    for depth in settings.depths:
-        if not 0 <= depth <= 1:
-            raise UsageError(f"The depth {depth:g} is not valid.", hint="0 is the start of the text, 1 its end.")
-    if not 2 <= settings.keys <= len(NAMES):
-        raise UsageError(f"{settings.keys} keys are not possible.", hint=f"Use 2 to {len(NAMES)}.")
+    return frame.measure(head, cells, rows, _line, _summary)
 
 
 def _places(settings: Recall) -> list[Row]:
@@ -95,9 +84,8 @@ def _rows(session: Session, asked: Case, cell: Cell, settings: Recall, variants:
         prompt, story, question = inside_answer(asked.turns, settings.inside, cell["case"], session.model.tokenizer)
         session.truncate(0)
         session.prefill(prompt)
-        answer = decode(session, [*story, *question], ANSWER_TOKENS)
-        read = {"prompt_tokens": len(prompt), "read_tokens": statistics.fmean(answer.read)}
-        yield _row(session, answer.text, asked) | read
+        text, read = decode(session, [*story, *question], ANSWER_TOKENS)
+        yield _row(session, text, asked) | {"prompt_tokens": len(prompt), "read_tokens": read}
     else:
         finished = answered(session, asked.turns, ANSWER_TOKENS)
         stats = finished.stats
@@ -122,9 +110,9 @@ def _switched(session: Session, asked: Case, cell: Cell, inside: int, variants: 
         session.truncate(len(prompt) + len(story) - 1)
         session.step(story[-1])
         session.enter(parsed(mode))
-        answer = decode(session, question, ANSWER_TOKENS)
-        read = {"prompt_tokens": len(prompt), "read_tokens": statistics.fmean(answer.read)}
-        yield {"asked": mode} | _row(session, answer.text, asked) | read
+        text, read = decode(session, question, ANSWER_TOKENS)
+        row = _row(session, text, asked)
+        yield {"asked": mode} | row | {"prompt_tokens": len(prompt), "read_tokens": read}
 
 
 def _row(session: Session, text: str, asked: Case) -> Row:

@@ -298,7 +298,7 @@ def _bar(cell: str) -> str:
 
 
 def line(row: Mapping[str, Any]) -> str:
-    start = f"{row['context']:>7} {named(row):<32} "
+    start = f"{row['context']:>7} {row['variant'] + changed(row):<32} "
     if "failed" in row:
         return f"{start}{row['failed']}"
     ratios = "".join(
@@ -310,11 +310,6 @@ def line(row: Mapping[str, Any]) -> str:
     bound = f", at least {row['link_ms']:.2f} ms over the link" if row.get("link_ms") else ""
     kept = f"  {100 * row['kept']:.0f} % of its speed beside the load" if "kept" in row else ""
     return f"{start}{row['ms']:8.2f} ms {row['tokens_per_s']:7.1f} tok/s{ratios}{moved}{recall}{bound}{kept}"
-
-
-def named(row: Mapping[str, Any]) -> str:
-    """Return the variant's notation with its change rate, where it was set."""
-    return str(row["variant"]) + changed(row)
 
 
 def changed(row: Mapping[str, Any]) -> str:

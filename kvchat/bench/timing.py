@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -113,20 +114,13 @@ def fingerprint(device: torch.device) -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "driver": nvml.driver_version() if device.type == "cuda" else None,
         "cuda": torch.version.cuda,
-        "triton": _version("triton"),
+        "triton": version("triton") if find_spec("triton") else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": version("transformers"),
         "kvchat": paths.with_commit(kvchat.__version__),
         "system": platform.system(),
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _processor() -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -34,15 +33,6 @@ class Walk:
         self._state = self.runner.kv.state
         self._calibration: Calibration | None = calibration.find(model.revision)
         self._prompt: list[int] = []
-
-    @property
-    def total(self) -> int:
-        """Tokens stored."""
-        return self.runner.kv.total
-
-    @property
-    def device_bytes(self) -> int:
-        return self.runner.kv.device_bytes
 
     def begin(
         self, prompt: Sequence[int], parameters: ModeParameters, more: int = 0, quantizes: bool = False
@@ -171,18 +161,11 @@ def answered(session: Session, turns: Sequence[Turn], tokens: int) -> Finished:
     return finished
 
 
-@dataclass(frozen=True)
-class Answer:
-    """A greedy answer, and the tokens that each of its steps and those before it read."""
-
-    text: str
-    read: tuple[float, ...]
-
-
-def decode(session: Session, given: Sequence[int], tokens: int) -> Answer:
+def decode(session: Session, given: Sequence[int], tokens: int) -> tuple[str, float]:
     """Decode the ids ``given`` one by one, then greedily up to ``tokens`` more, as the session's mode lets them read.
 
-    ``given`` has at least one id; the answer ends before one that ends the model's turns.
+    ``given`` has at least one id; the answer, which ends before one that ends the model's turns, and the tokens that a
+    step read on average.
     """
     answer, read = list[int](), list[float]()
     for token in given:
@@ -192,4 +175,4 @@ def decode(session: Session, given: Sequence[int], tokens: int) -> Answer:
         answer.append(token)
         logits = session.step(token)
         read.append(tokens_read(session))
-    return Answer(session.model.tokenizer.decode(answer), tuple(read))
+    return str(session.model.tokenizer.decode(answer)), statistics.fmean(read)

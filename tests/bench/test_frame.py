@@ -10,7 +10,7 @@ import pytest
 
 import kvchat
 from kvchat.bench import frame
-from kvchat.bench.frame import Experiment, Frame, chance, incompatible, load, methods, parsed, sign_test
+from kvchat.bench.frame import Frame, chance, incompatible, load, methods, parsed, sign_test
 from kvchat.bench.report import rendered
 from kvchat.config.modes import ModeParameters, SyncParameters
 from kvchat.errors import DoesNotFitError, UsageError
@@ -20,14 +20,14 @@ CELLS = [{"case": case, "variant": variant} for case in range(2) for variant in 
 
 def experiment(**changes):
     fields = {
-        "name": "passkey",
+        "experiment": "passkey",
         "what": "numbers",
         "settings": {"cases": 2, "modes": ("full", "sync")},
         "methods": methods(["full", "sync"]),
         "model": {"name": "tiny", "revision": "1"},
         "environment": {"torch": "2"},
     }
-    return Experiment(**{**fields, **changes})
+    return {**fields, **changes}
 
 
 class Measured:
@@ -172,8 +172,8 @@ KEPT = sorted((Path(frame.__file__).parent / "results").glob("*.json"))
 
 def result(**changes):
     environment = dict.fromkeys(frame.COMPARED, "x") | {"python": "3.11"}
-    made = Experiment("agreement", "KL", {"tokens": 4}, methods(["sync:m=7"]), {"name": "tiny"}, environment).head()
-    return {**made, **changes}
+    made = {"experiment": "agreement", "what": "KL", "settings": {"tokens": 4}, "model": {"name": "tiny"}}
+    return {**made, "methods": methods(["sync:m=7"]), "environment": environment, **changes}
 
 
 def test_a_method_is_its_mode_with_all_parameters():

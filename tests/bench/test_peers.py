@@ -163,7 +163,7 @@ def test_baselines_continue_from_the_stored_context(tiny_shape, name):
     """Their logits after the same tokens are full mode's."""
     runner = filled(tiny_shape, build(parsed("full", 0), geometry_of(tiny_shape), traits_of(tiny_shape)), 130)
     ids = [0] * 130
-    baseline = baselines.build(name, tiny_shape, runner.kv.state, ids, spare=8)
+    baseline = baselines.BASELINES[name](tiny_shape, runner.kv.state, ids, spare=8)
     seen = []
     forward = baseline._forward
     baseline._forward = lambda: seen.append(forward()[0, -1].float()) or seen[-1]
@@ -227,14 +227,14 @@ def test_its_greedy_tokens_are_those_of_generate():
 def test_without_its_packages_the_reason_is_told(tiny_shape, monkeypatch, absent):
     monkeypatch.setattr(baselines, "find_spec", lambda name: None if name == absent else object())
     with pytest.raises(UsageError, match=rf"package {absent} is not installed.*install .*xllamacpp"):
-        baselines.build("llama.cpp", tiny_shape, None, [1, 2, 3], 4).measure([0] * 5)
+        LlamaCpp(tiny_shape, None, [1, 2, 3], 4).measure([0] * 5)
 
 
 def test_a_process_that_ends_is_told(tiny_shape, monkeypatch):
     monkeypatch.setattr(baselines, "find_spec", lambda name: object())
     monkeypatch.setattr(baselines, "write", lambda model, file: None)
     monkeypatch.setattr(baselines.process.sys, "executable", "false")
-    peer = baselines.build("llama.cpp", tiny_shape, None, [1, 2, 3], 4)
+    peer = LlamaCpp(tiny_shape, None, [1, 2, 3], 4)
     with pytest.raises(UsageError, match=r"llama.cpp ended.*code 1"):
         peer.measure([0] * 5)
     peer.close()

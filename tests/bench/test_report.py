@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvchat.bench import report
-from kvchat.bench.frame import COMPARED, Experiment, methods
+from kvchat.bench.frame import COMPARED, methods
 from kvchat.bench.report import Column, Table, figure, interval, share, tabulated, variant
 from kvchat.cli.main import app
 from kvchat.errors import UsageError
@@ -23,8 +23,9 @@ def write(tmp_path):
         environment = dict.fromkeys(COMPARED, "x") | {"gpu": None, "threads": 1} | changes.pop("environment", {})
         model = {"name": "tiny", "dtype": "float32", "weights": ""}
         settings = {"tokens": 8} | changes.pop("settings", {})
-        head = Experiment("agreement", "KL", settings, methods(["sync:m=7"]), model, environment).head()
+        head = {"experiment": "agreement", "what": "KL", "settings": settings, "methods": methods(["sync:m=7"])}
         file = tmp_path / name
+        head |= {"model": model, "environment": environment}
         result = {**head, "cells": 1, "rows": [], "summary": [agreement_row()] if summary is None else summary}
         file.write_text(json.dumps({**result, **changes}))
         return file

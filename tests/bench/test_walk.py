@@ -32,7 +32,7 @@ def test_a_stored_prompt_is_read_once_and_gives_the_same_logits(walk, monkeypatc
 def test_full_reads_and_covers_everything_and_streaming_its_window(walk):
     walk.begin(PROMPT, FULL)
     walk.step(9)
-    assert walk.tokens_read() == walk.total == len(PROMPT) + 1
+    assert walk.tokens_read() == walk.runner.kv.total == len(PROMPT) + 1
     assert torch.allclose(walk.covered(), torch.ones(4, 2))
     assert torch.allclose(walk.weights(1).sum(-1), torch.ones(2, 2))
     walk.begin(PROMPT, parsed("streaming:budget=64,sink=4"))
@@ -44,7 +44,7 @@ def test_full_reads_and_covers_everything_and_streaming_its_window(walk):
 def test_sync_is_calibrated_on_the_prompt_or_refused(walk):
     walk.begin(PROMPT, parsed("sync:budget=132"))
     walk.step(9)
-    assert walk.tokens_read() < walk.total
+    assert walk.tokens_read() < walk.runner.kv.total
     with pytest.raises(UsageError, match="100 tokens are too few to calibrate"):
         Walk(walk.model).begin(PROMPT[:100], parsed("sync:budget=132"))
 
@@ -53,4 +53,4 @@ def test_a_text_beyond_the_context_is_refused(walk):
     with pytest.raises(DoesNotFitError, match=r"4,400 tokens are needed; .* reads 4,096"):
         walk.begin(PROMPT, FULL, 4000)
     walk.begin(PROMPT, parsed("streaming:budget=64,sink=4"), 4000)
-    assert walk.total == len(PROMPT), "a mode that goes beyond the context is not refused"
+    assert walk.runner.kv.total == len(PROMPT), "a mode that goes beyond the context is not refused"

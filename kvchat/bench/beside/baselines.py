@@ -26,36 +26,14 @@ from torch import Tensor
 from kvchat import libraries, process
 from kvchat.bench.beside import peer_process
 from kvchat.bench.timing import Timing, Variant, read_peak, time_steps, warm_up
-from kvchat.errors import UsageError, did_you_mean
+from kvchat.errors import UsageError
 from kvchat.kv.state import KVState
 from kvchat.models import attention_hook
 from kvchat.models.load import LoadedModel
 
-DEFAULTS: dict[str, tuple[str, ...]] = {"cpu": ("generate",), "cuda": ("dynamic", "static", "compile", "offloaded")}
 Make = Callable[[LoadedModel, KVState, Sequence[int], int], Variant]
 PACKAGES = ("xllamacpp", "gguf")
 KINDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-
-
-def check(names: Sequence[str]) -> None:
-    """Check the names of baselines.
-
-    Raises:
-        UsageError: an unknown name; the message has the nearest known one.
-    """
-    for name in names:
-        if name not in BASELINES:
-            raise UsageError(f'There is no baseline "{name}".', did_you_mean(name, BASELINES))
-
-
-def build(name: str, model: LoadedModel, state: KVState, ids: Sequence[int], spare: int) -> Variant:
-    """Make the baseline ``name`` that continues after the stored ``ids``, with room for ``spare`` tokens more."""
-    return BASELINES[name](model, state, ids, spare)
-
-
-def default_baselines(device: torch.device, random_weights: bool) -> tuple[str, ...]:
-    """Baselines that suit the device; ``generate`` would read a prompt of random tokens in every round."""
-    return ("dynamic",) if device.type == "cpu" and random_weights else DEFAULTS[device.type]
 
 
 def in_ordinary_memory(model: LoadedModel) -> LoadedModel:
@@ -66,7 +44,12 @@ def in_ordinary_memory(model: LoadedModel) -> LoadedModel:
 @contextmanager
 def as_written(model: Any) -> Iterator[None]:
     """Run ``model`` as transformers wrote it, with sdpa attention, inside the context; packed weights stay ours."""
-    ours = [module for module in model.modules() if "forward" in module.__dict__ and not _is_packed(module)]
+    # Only kvchat's forward can multiply by packed weights, or look them up.
+    ours = [
+        module
+        for module in model.modules()
+        if "forward" in module.__dict__ and all(one.is_floating_point() for one in module.parameters(recurse=False))
+    ]
     swapped = {module: module.__dict__.pop("forward") for module in ours}
     model.set_attn_implementation("sdpa")
     try:
@@ -77,11 +60,6 @@ def as_written(model: Any) -> Iterator[None]:
         model.set_attn_implementation(attention_hook.NAME)
         for module, forward in swapped.items():
             module.forward = forward
-
-
-def _is_packed(module: Any) -> bool:
-    """Only kvchat's forward can multiply by its weights, or look them up."""
-    return any(not weight.is_floating_point() for weight in module.parameters(recurse=False))
 
 
 class Baseline:
@@ -464,4 +442,5 @@ def rotated_in_pairs(name: str, weight: Tensor, config: Any) -> Tensor:
     return weight.view(count, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
+# Each continues after the stored ids, with room for some more tokens.
 BASELINES: dict[str, Make] = {cls.name: cls for cls in (Dynamic, Static, Compiled, Offloaded, Generate, LlamaCpp)}

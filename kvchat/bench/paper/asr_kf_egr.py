@@ -82,9 +82,9 @@ def _generated(
         active.append(round(lab.walk.tokens_read(), 1))
         began = time.perf_counter()
     measured = {
-        "total tokens": lab.walk.total,
+        "total tokens": lab.walk.runner.kv.total,
         "active at the end": active[-1],
-        "compression": 1 - active[-1] / lab.walk.total,
+        "compression": 1 - active[-1] / lab.walk.runner.kv.total,
         "active, mean": mean(active),
         "seconds": seconds,
     }

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvchat import units
 from kvchat.bench.agreement import Forced, summarized
-from kvchat.bench.frame import Experiment, Frame, ModelChoice, Result, Row, methods
+from kvchat.bench.frame import Frame, ModelChoice, Result, Row, experiment, methods
 from kvchat.bench.settings import Agreement
 from kvchat.bench.texts import passages
 from kvchat.bench.walk import Walk
@@ -128,7 +128,7 @@ class Study:
         _refuse_beyond_context(settings, model)
         lab = Lab(Walk(model), settings, tuple(texts), frame.report, choice)
         shown = {name: part for name, part in self.parts.items() if not only or name in only}
-        experiment = Experiment.of(
+        head = experiment(
             f"paper {self.name}",
             self.title,
             asdict(settings) | {"parts": list(shown), "texts": list(texts)},
@@ -137,7 +137,7 @@ class Study:
             parts={name: {"title": part.title, "differs": part.differs} for name, part in shown.items()},
         )
         cells = [{"part": name} for name in shown]
-        return frame.measure(experiment, cells, lambda cell: _timed(self.parts[cell["part"]], lab), _line)
+        return frame.measure(head, cells, lambda cell: _timed(self.parts[cell["part"]], lab), _line)
 
 
 def _refuse_beyond_context(settings: Any, model: LoadedModel) -> None:
