@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from time import monotonic
 
 from kvchat import thoughts
@@ -111,7 +110,7 @@ class Answers:
         if self.answer is None:
             return
         if self.state.phase is not Phase.ANSWERING:
-            self._show_phase(Phase.ANSWERING)
+            self.show_phase(Phase.ANSWERING)
         self.answer.feed(piece.text)
         if not self.answer.thought and (tag := thoughts.begun_with(self.answer.text, self._tags)):
             self.answer.thought = thoughts.end_of(tag)
@@ -214,18 +213,13 @@ class Answers:
             self._keep(self.answer, "stopped", self._lines())
         if queued := self.queue.take_texts():
             self._restore(queued, "The queued text")
-        self.answer = self._question = None
-        self._switch = None
+        self.answer = self._question = self._switch = None
 
     async def ready(self) -> None:
         """The engine is ready: run the commands that wait, up to the first question, and send that."""
-        self._show_phase(Phase.READY)
+        self.show_phase(Phase.READY)
         while self.state.phase is Phase.READY and (waiting := self.queue.take_next()) is not None:
             await waiting.run()
-
-    def enqueue(self, question: QuestionView, pinned: bool) -> None:
-        """Let a question wait behind what is queued."""
-        self.queue.add(Waiting(question, partial(self.send, question, pinned)))
 
     def defer(self, command: QuestionView, run: Callable[[], Awaitable[None]]) -> None:
         """Let a command wait behind what is queued; it leaves the transcript when it is run."""
@@ -250,7 +244,7 @@ class Answers:
 
     async def down(self) -> None:
         """No engine runs: give a queued question back to the prompt; several are held."""
-        self._show_phase(Phase.DOWN)
+        self.show_phase(Phase.DOWN)
         self.queue.hold()
         if len(self.queue) == 1:
             self._restore(await self.queue.take_back(), "The queued text")
@@ -280,14 +274,14 @@ class Answers:
 
     def _begin_asking(self) -> None:
         self.mark_pending()
-        self._show_phase(Phase.PREFILL)
+        self.show_phase(Phase.PREFILL)
 
     def _is_left(self, conversation: Conversation) -> bool:
         """True if the user went over to another conversation before the answer could be asked for: then it is not."""
         if self.state.conversation is conversation:
             return False
         self.is_asking = False
-        self._show_phase(Phase.READY)
+        self.show_phase(Phase.READY)
         return True
 
     def _lines(self) -> tuple[ModeChange, ...]:
@@ -305,8 +299,9 @@ class Answers:
         if self._switch is not None:
             self._switch.close(monotonic())
 
-    def _show_phase(self, phase: Phase) -> None:
-        self.state.enter_phase(phase)
+    def show_phase(self, phase: Phase, stage: str = "") -> None:
+        """Set what the engine is doing, and show it."""
+        self.state.enter_phase(phase, stage)
         self.view.show_state(self.state)
 
 
@@ -342,7 +337,6 @@ class QuestionQueue:
 
     @property
     def has_questions(self) -> bool:
-        """True if a question waits, not only commands."""
         return any(one.is_question for one in self._waiting)
 
     @property

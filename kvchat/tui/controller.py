@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from kvchat.paths import is_server
 from kvchat.protocol.client import EngineClient, Report
 from kvchat.protocol.figures import Params
 from kvchat.protocol.messages import Command, Forget, Peek, Rebuild, Switch
-from kvchat.tui.answers import Answers
+from kvchat.tui.answers import Answers, Waiting
 from kvchat.tui.archive import Archive, ModeOfConversation
 from kvchat.tui.branches import Branches, Pins
 from kvchat.tui.comparisons import Comparisons
@@ -83,7 +84,7 @@ class ChatController:
         self.comparisons.abandon("The engine was restarted.")
         self.state.forget_engine()
         self.view.show_snapshot(None)
-        self._show_phase(Phase.LOADING)
+        self.answers.show_phase(Phase.LOADING)
         self._do_beside(self._start(self.client.restart))
 
     async def unload(self) -> None:
@@ -146,7 +147,7 @@ class ChatController:
             await self.answers.send(question, pinned)
             return
         self.answers.is_asking = False
-        self.answers.enqueue(question, pinned)
+        self.answers.queue.add(Waiting(question, partial(self.answers.send, question, pinned)))
         if phase is Phase.DOWN:
             await self.restart()
         elif self.state.phase is Phase.DOWN:
@@ -210,7 +211,7 @@ class ChatController:
         """
         self.state.refuse_served()
         self.branches.require_ready()
-        self._show_phase(Phase.PREFILL)
+        self.answers.show_phase(Phase.PREFILL)
         self._send(Rebuild())
 
     def switch(self, mode: str, params: Params | None = None) -> None:
@@ -487,10 +488,6 @@ class ChatController:
             self.client.send(command)
         except UsageError as error:
             self.view.add_error(error)
-
-    def _show_phase(self, phase: Phase, stage: str = "") -> None:
-        self.state.enter_phase(phase, stage)
-        self.view.show_state(self.state)
 
     async def _exchange(self, conversation: Conversation) -> None:
         """Stop the answer, save the conversation and show another."""

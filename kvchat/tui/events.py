@@ -81,7 +81,7 @@ class EngineEvents:
             Snapshot: self._snapshot,
             Details: self._details,
             Text: self.answers.feed,
-            Loading: self._loading,
+            Loading: lambda loading: self.answers.show_phase(Phase.LOADING, loading.stage),
             Loaded: self._loaded,
             Resumed: self._resumed,
             Noted: lambda noted: self.view.add_note(noted.text),
@@ -126,10 +126,6 @@ class EngineEvents:
         if self.state.phase is not Phase.COMPARING:
             self.state.details = details if self.state.is_stored else Details(0)
             self.view.show_details(self.state.details)
-
-    def _loading(self, loading: Loading) -> None:
-        self.state.enter_phase(Phase.LOADING, loading.stage)
-        self.view.show_state(self.state)
 
     async def _loaded(self, loaded: Loaded) -> None:
         self.state.info = loaded

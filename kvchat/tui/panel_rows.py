@@ -6,8 +6,8 @@ What was not read has no row.
 from __future__ import annotations
 
 from kvchat.config.modes import REFERENCE, beside, registered
-from kvchat.protocol.figures import RIBBON, Gpu, Params, Price, ServerFigures, Snapshot
-from kvchat.tui.state import describe_price
+from kvchat.protocol.figures import RIBBON, Gpu, Params, ServerFigures, Snapshot
+from kvchat.tui.state import describe_price, percentiles
 from kvchat.units import count, figure, percent, size
 
 Rows = list[tuple[str, str]]
@@ -192,20 +192,11 @@ def mode_rows(s: Snapshot) -> Rows:
     """Rows for the mode's budget, its parameters, and the cost of switching to the next mode."""
     budget = s.params.get("budget")
     limit = [("budget", f"{count(budget)} tokens a head")] if isinstance(budget, int) else []
-    return [*limit, ("parameters", "in /settings"), *price_rows(s)]
-
-
-def price_rows(s: Snapshot) -> Rows:
-    """The next mode, and what switching to it would move."""
-    after = beside(s.mode)
-    price = next((price for price in s.prices if price.mode == after), None)
-    return [("next mode", after), ("to switch", _moving(price))] if price else []
-
-
-def _moving(price: Price) -> str:
-    if price.refusal:
-        return describe_price(price)
-    return f"moves {describe_price(price) if price.moved_bytes else 'nothing'}"
+    rows, after = [*limit, ("parameters", "in /settings")], beside(s.mode)
+    if (price := next((price for price in s.prices if price.mode == after), None)) is None:
+        return rows
+    moving = describe_price(price) if price.moved_bytes or price.refusal else "nothing"
+    return [*rows, ("next mode", after), ("to switch", moving if price.refusal else f"moves {moving}")]
 
 
 def context_rows(s: Snapshot) -> Rows:
@@ -246,13 +237,13 @@ def recall_rows(s: Snapshot, link_bytes_per_s: float | None = None) -> Rows:
 
 def recall_times(s: Snapshot, link_bytes_per_s: float | None = None) -> Rows:
     """The median and 95th percentile of what recall took for a token and of what was waited for, and its rate."""
-    p50, p95 = figure(s.recall_ms_p50, digits=1), figure(s.recall_ms_p95, "ms", 1)
-    rows = [("time p50 / p95", f"{p50} / {p95}")] if s.recall_ms_p95 is not None else []
+    times = percentiles(s.recall_ms_p50, s.recall_ms_p95)
+    rows = [("time p50 / p95", times)] if s.recall_ms_p95 is not None else []
     if s.recall_bytes_per_s is not None:
         share = f" · {percent(s.recall_bytes_per_s / link_bytes_per_s)}" if link_bytes_per_s else ""
         rows.append(("fetch rate", figure(s.recall_bytes_per_s / 1e9, "GB/s", 1) + share))
     if s.exposed_ms_p95 not in (None, s.recall_ms_p95):  # without a GPU nothing is hidden
-        rows.append(("waited for", f"{figure(s.exposed_ms_p50, digits=1)} / {figure(s.exposed_ms_p95, 'ms', 1)}"))
+        rows.append(("waited for", percentiles(s.exposed_ms_p50, s.exposed_ms_p95)))
     return rows
 
 

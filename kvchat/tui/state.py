@@ -201,7 +201,8 @@ class ChatState:
 
     def message_at(self, position: int) -> str | None:
         """The id of the message in which a stored token lies; None where it is not known."""
-        return message_at(self._ranges(self.snapshot.total), position) if self.snapshot else None
+        ranges = self._ranges(self.snapshot.total) if self.snapshot else {}
+        return next((id for id, (start, end) in ranges.items() if start <= position < end), None)
 
     def _ranges(self, total: int) -> Ranges:
         in_progress = self.prompt_tokens if self.phase.busy else None
@@ -291,7 +292,11 @@ class ChatState:
         if s.corrected_share is not None:
             mean = "" if s.mean_cosine is None else f", mean C {figure(s.mean_cosine, digits=2)}"
             parts.append(f"corrected {percent(s.corrected_share)}{mean}")
-        parts += _recall(s)
+        if s.recall_ms_p95 is not None:
+            rate = "" if s.recall_bytes_per_s is None else f" at {figure(s.recall_bytes_per_s / 1e9, 'GB/s', 1)}"
+            parts.append(f"fetched in {percentiles(s.recall_ms_p50, s.recall_ms_p95)}{rate}")
+            if s.exposed_ms_p95 != s.recall_ms_p95:  # without a GPU nothing is hidden
+                parts.append(f"waited {percentiles(s.exposed_ms_p50, s.exposed_ms_p95)}")
         if finished.reason in ENDINGS:
             parts.append(ENDINGS[finished.reason])
         return " · ".join(parts)
@@ -302,15 +307,9 @@ def described(info: Loaded) -> str:
     return ", ".join(filter(None, (short_name(info.model), info.weights or info.dtype)))
 
 
-def _recall(s: Stats) -> list[str]:
-    """The time of fetching for a token and the part of it waited for, each with the median and the 95th percentile."""
-    if s.recall_ms_p95 is None:
-        return []
-    rate = "" if s.recall_bytes_per_s is None else f" at {figure(s.recall_bytes_per_s / 1e9, 'GB/s', 1)}"
-    parts = [f"fetched in {figure(s.recall_ms_p50, digits=1)} / {figure(s.recall_ms_p95, 'ms', 1)}{rate}"]
-    if s.exposed_ms_p95 != s.recall_ms_p95:  # without a GPU nothing is hidden
-        parts.append(f"waited {figure(s.exposed_ms_p50, digits=1)} / {figure(s.exposed_ms_p95, 'ms', 1)}")
-    return parts
+def percentiles(p50: float | None, p95: float | None) -> str:
+    """``1.2 / 3.4 ms``, the median and the 95th percentile."""
+    return f"{figure(p50, digits=1)} / {figure(p95, 'ms', 1)}"
 
 
 def _footer(message: Message, siblings: list[Message]) -> str:
@@ -427,11 +426,6 @@ def message_ranges(path: Iterable[Message], prompt_tokens: int | None, total: in
     if prompt_tokens is not None and question:
         ranges[question], ranges[UNFINISHED] = (end, min(prompt_tokens, total)), (prompt_tokens, total)
     return ranges
-
-
-def message_at(ranges: Ranges, position: int) -> str | None:
-    """The id of the message in which the stored token lies; None where it is not known."""
-    return next((id for id, (start, end) in ranges.items() if start <= position < end), None)
 
 
 def mark(start: int, end: int, s: Snapshot, pinned: bool = False) -> Mark | None:

@@ -243,8 +243,7 @@ class ChatScreen(Screen[None]):
         events = None if self.query_one(DetailColumn).display else self.query_one(EventLog)
         open_once(self.app, DetailsScreen(self.controller, events))
 
-    @on(ShowsFigures.Shown)
-    @on(ShowsFigures.Hidden)
+    @on(ShowsFigures.Changed)
     def watch_figures(self) -> None:
         """Details are wanted while their column is on the screen, a server's figures while any is."""
         details = self.query_one(DetailColumn).is_on_screen

@@ -69,7 +69,7 @@ class DetailsScreen(Dialog):
         state = self._controller.state
         details = state.details or Details(0)
         for heads in self.query(HeadMap):
-            heads.details = details
+            heads.show(details)
         self.query_one(RecallHistogram).show(details.recall, state.snapshot)
         self.query_one(GpuHistoryPlot).show(state.gpu_history, state.snapshot)
         if self._events is not None:

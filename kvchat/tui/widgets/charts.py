@@ -24,6 +24,7 @@ from kvchat.tui.panel_rows import (
     GPU_HISTORY,
     HELD_BY_HEAD,
     READ_BY_HEAD,
+    Rows,
     has_gpu,
     recall_times,
 )
@@ -52,6 +53,7 @@ class Chart(Widget, can_focus=False):
     Chart:focus { border-top: solid $primary; }
     """
     heading: str
+    _drawn: Sequence[Content] = (Content(),)
 
     def on_mount(self) -> None:
         self.border_title = f" {self.heading} "
@@ -60,6 +62,26 @@ class Chart(Widget, can_focus=False):
     def explanation(self) -> str:
         """The meaning of the figures shown."""
         return EXPLANATIONS[self.heading]
+
+    def lines(self, width: int) -> list[Content]:
+        """What is drawn, a row each, in ``width`` cells; as many at any width."""
+        raise NotImplementedError
+
+    def redraw(self) -> None:
+        """Draw what there is now, where that is something else; a new layout only where it has other rows."""
+        before, self._drawn = self._drawn, self.lines(self._room)
+        if self._drawn != before:
+            self.refresh(layout=len(self._drawn) != len(before))
+
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
+        return len(self._drawn)
+
+    def render(self) -> Content:
+        return Content("\n").join(self.lines(self._room))
+
+    @property
+    def _room(self) -> int:
+        return self.content_size.width or 34
 
 
 class HeadMap(Chart):
@@ -70,7 +92,6 @@ class HeadMap(Chart):
 
     BINDINGS: ClassVar[list[BindingType]] = bindings("map")
 
-    details: reactive[Details] = reactive(Details(0))
     cursor: reactive[tuple[int, int]] = reactive((0, 0))
 
     class Moved(Message):
@@ -81,6 +102,7 @@ class HeadMap(Chart):
         self.heading = HELD_BY_HEAD if holds else READ_BY_HEAD
         self._holds = holds
         self._max_rows = max_rows
+        self.details = Details(0)
 
     @property
     def counts(self) -> Counts:
@@ -101,12 +123,9 @@ class HeadMap(Chart):
             f"Layer {layer}, KV head {head} read {count(read)} of {count(d.total)} ({share}); {count(held)} in slots."
         )
 
-    def watch_details(self, old: Details, new: Details) -> None:
-        """A new layout only where the shape changed."""
-        self.refresh(layout=_shape(old) != _shape(new))
-
-    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
-        return (min(_shape(self.details)[1], self._max_rows) + 1) if self.counts else 1
+    def show(self, details: Details) -> None:
+        self.details = details
+        self.redraw()
 
     def action_move(self, layers: int, heads: int) -> None:
         most_layers, most_heads = _shape(self.details)
@@ -114,20 +133,17 @@ class HeadMap(Chart):
         self.cursor = (_within(layer + layers, most_layers), _within(head + heads, most_heads))
         self.post_message(self.Moved())
 
-    def render(self) -> Content:
+    def lines(self, width: int) -> list[Content]:
         """A line for each row of heads, and below them the least and the most of a head."""
         d, counts = self.details, self.counts
-        layers, heads = _shape(d)
         if not d.total or not counts:
-            return Content(NOTHING_STORED)
-        grid = arranged(layers, heads, max((self.content_size.width or 34) - HEAD_LABEL_WIDTH, 1), self._max_rows)
+            return [Content(NOTHING_STORED)]
+        grid = arranged(*_shape(d), max(width - HEAD_LABEL_WIDTH, 1), self._max_rows)
         lines = [self._row(grid, row) for row in range(len(grid.heads) - 1)]
         every = [tokens for layer in counts for tokens in layer]
         least, most = min(every), max(every)
         span = count(least) if least == most else f"{count(least)} to {count(most)}"
-        return Content("\n").join(
-            [*lines, Content.assemble(f"{span} of {count(d.total, 'token')} a head", (grid.note, "dim"))]
-        )
+        return [*lines, Content.assemble(f"{span} of {count(d.total, 'token')} a head", (grid.note, "dim"))]
 
     def _row(self, grid: Grid, row: int) -> Content:
         first, last = grid.heads[row], grid.heads[row + 1]
@@ -185,25 +201,18 @@ class RecallHistogram(Chart):
     """A line for each range of times, from the shortest to the longest that occurred; the percentiles below."""
 
     heading = FETCH_TIMES
-    bins: reactive[tuple[RecallBin, ...]] = reactive(())
-    times: reactive[tuple[tuple[str, str], ...]] = reactive(())
+    bins: tuple[RecallBin, ...] = ()
+    times: Rows = []  # noqa: RUF012  (replaced, never changed)
 
     def show(self, bins: Sequence[RecallBin], snapshot: Snapshot | None) -> None:
         """Draw the bins, and the snapshot's percentiles."""
-        before = self.get_content_height(self.size, self.size, 0)
-        self.bins = tuple(bins)
-        self.times = tuple(recall_times(snapshot)) if snapshot else ()
-        if self.get_content_height(self.size, self.size, 0) != before:
-            self.refresh(layout=True)
+        self.bins, self.times = tuple(bins), recall_times(snapshot) if snapshot else []
+        self.redraw()
 
-    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
-        return (len(occupied(self.bins)) + 1 + len(self.times)) if self.bins else 1
-
-    def render(self) -> Content:
-        """The lines, and below them which sign is which."""
+    def lines(self, width: int) -> list[Content]:
+        """The bins, and below them which sign is which."""
         if not self.bins:
-            return Content(NOTHING_FETCHED)
-        width = self.content_size.width or 34
+            return [Content(NOTHING_FETCHED)]
         most = max(one.steps for one in self.bins)
         lines = [
             Content.assemble(
@@ -217,11 +226,10 @@ class RecallHistogram(Chart):
             Content.assemble(" " * TIME_LABEL_WIDTH, (f" {HIDDEN}", "$ribbon-host"), " hidden  ",
                              (EXPOSED, "$ribbon-device"), " waited for")
         )  # fmt: skip
-        lines += [
+        return lines + [
             Content.assemble(name, " " * max(width - len(name) - len(value), 1), (value, "$foreground"))
             for name, value in self.times
         ]
-        return Content("\n").join(lines)
 
 
 def occupied(bins: Sequence[RecallBin]) -> range:
@@ -260,33 +268,26 @@ class GpuHistoryPlot(Chart):
     """Memory, load, power and PCIe traffic; one line that says why where there are none."""
 
     heading = GPU_HISTORY
-    lines: reactive[tuple[tuple[str, tuple[float | None, ...], float, str], ...]] = reactive(())
-    absence: reactive[str] = reactive(NO_GPU)
+    moments: tuple[Moment, ...] = ()
+    absence = NO_GPU
 
     def show(self, history: GpuHistory, snapshot: Snapshot | None) -> None:
         """Draw the history as it is now."""
-        before = len(self.lines)
         self.absence = NO_READING if snapshot and has_gpu(snapshot) else NO_GPU
-        self.lines = rows(tuple(history.moments))
-        if len(self.lines) != before:
-            self.refresh(layout=True)
+        self.moments = tuple(history.moments)
+        self.redraw()
 
-    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
-        return len(self.lines) or 1
-
-    def render(self) -> Content:
+    def lines(self, width: int) -> list[Content]:
         """A line for each reading: its name, its course and its current value."""
-        if not self.lines:
-            return Content(self.absence)
-        room = max(self.content_size.width - READING_LABEL_WIDTH - VALUE_WIDTH - 1, 4)
-        return Content("\n").join(
+        room = max(width - READING_LABEL_WIDTH - VALUE_WIDTH - 1, 4)
+        return [
             Content.assemble(
                 f"{name:<{READING_LABEL_WIDTH}}",
                 (bars(values[-room:], top).rjust(room), "$primary"),
                 (f" {value:>{VALUE_WIDTH}}", "dim" if value == MISSING else "$foreground"),
             )
-            for name, values, top, value in self.lines
-        )
+            for name, values, top, value in rows(self.moments)
+        ] or [Content(self.absence)]
 
 
 def rows(moments: Sequence[Moment]) -> tuple[tuple[str, tuple[float | None, ...], float, str], ...]:

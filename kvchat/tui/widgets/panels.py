@@ -109,19 +109,16 @@ class ShowsFigures(VerticalScroll):
 
     is_on_screen = False
 
-    class Shown(Message):
-        """It is on the screen from now on."""
-
-    class Hidden(Message):
-        """It is on the screen no longer."""
+    class Changed(Message):
+        """It is on the screen from now on, or no longer."""
 
     def on_show(self) -> None:
         self.is_on_screen = True
-        self.post_message(self.Shown())
+        self.post_message(self.Changed())
 
     def on_hide(self) -> None:
         self.is_on_screen = False
-        self.post_message(self.Hidden())
+        self.post_message(self.Changed())
 
 
 class KvColumn(ShowsFigures):
@@ -260,7 +257,7 @@ class DetailColumn(ShowsFigures, can_focus=False):
         own = self.query_one("#extra-rows", Rowed)
         own.mode, own.rows = (s.mode, extra_rows(s.extras)) if s else ("", [])
         own.display = bool(own.rows)
-        self.query_one(HeadMap).details = details
+        self.query_one(HeadMap).show(details)
         self.query_one(RecallHistogram).show(details.recall, s)
         self.query_one(GpuHistoryPlot).show(state.gpu_history, s)
         if (on_gpu := s is None or has_gpu(s)) != self._on_gpu:  # an update is a new layout

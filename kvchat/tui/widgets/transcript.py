@@ -283,16 +283,13 @@ class NewLines(Static):
     NewLines:hover { text-style: underline; }
     """
 
-    class Clicked(Message):
-        """The chip was clicked."""
-
     def show(self, lines: int) -> None:
         """Show or hide the chip."""
         self.set_class(lines > 0, "some")
         self.update(f"▾ {lines} new line{'s' * (lines != 1)} below", layout=False)
 
     def on_click(self) -> None:
-        self.post_message(self.Clicked())
+        self.screen.query_one(Transcript).jump_to_end()
 
 
 class TranscriptPane(Vertical):
@@ -309,9 +306,6 @@ class TranscriptPane(Vertical):
     def on_transcript_below(self, message: Transcript.Below) -> None:
         """Tell how much is below."""
         self.query_one(NewLines).show(message.lines)
-
-    def on_new_lines_clicked(self) -> None:
-        self.query_one(Transcript).jump_to_end()
 
 
 class Chapter(Vertical):

@@ -198,7 +198,7 @@ def test_the_map_tells_rows_of_heads_the_extremes_and_the_figures_under_the_curs
     shown, held = HeadMap(), HeadMap(holds=True)
     assert "nothing stored" in shown.render().plain
     for heads in (shown, held):
-        heads.set_reactive(HeadMap.details, Details(100, ((100, 25), (50, 0)), ((0, 0), (50, 7))))
+        heads.show(Details(100, ((100, 25), (50, 0)), ((0, 0), (50, 7))))
     assert shown.render().plain.split("\n") == ["0  ████▇▇▇▇", "1  ▆▆▆▆····", "0 to 100 of 100 tokens a head"]
     assert held.render().plain.split("\n")[1] == "1  ····▄▄▄▄"
     shown.set_reactive(HeadMap.cursor, (1, 0))
