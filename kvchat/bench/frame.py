@@ -100,7 +100,7 @@ def load(file: Path) -> Result:
         UsageError: the file cannot be read, or is no result.
     """
     try:
-        result = json.loads(files.read_text(file))
+        result: Result = json.loads(files.read_text(file))
     except (ValueError, RecursionError) as error:
         raise UsageError(
             f"{file} is not a result of kvchat bench.", f"It is not JSON: {error}.", "Use a file written by --out."

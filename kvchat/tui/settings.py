@@ -61,7 +61,8 @@ class Setting:
 class SettingsEditor:
     """Changes settings for this session; ``save`` keeps the changes in config.toml."""
 
-    def __init__(self, config: AppConfig, chat: ChatController, appearance: Appearance) -> None:
+    def __init__(self, config: AppConfig, chat: ChatController, appearance: Appearance | None) -> None:
+        """``appearance`` is None on lines, which have none."""
         self.file = config.config_file
         self._chat = chat
         self._appearance = appearance
@@ -77,7 +78,7 @@ class SettingsEditor:
     @property
     def rebound(self) -> Mapping[str, str]:
         """The changed keys by the id of their action."""
-        return self._appearance.keys
+        return self._appearance.keys if self._appearance else {}
 
     def settings(self) -> list[Setting]:
         """All settings as they are now, in the order of the schema; at last the keys.
@@ -147,7 +148,7 @@ class SettingsEditor:
                 shown = shown if chosen is None else f"auto, now {chosen}"
             case ("sampling", "temperature"):
                 shown = arguments.in_words(self._chat.state, "temperature")
-            case ("ui", "theme"):
+            case ("ui", "theme") if self._appearance:
                 words = self._appearance.theme_names
         return Setting(key, _text(value), shown, self._origin(key, value), doc, takes, words, _is_live(key))
 
@@ -165,10 +166,10 @@ class SettingsEditor:
             case ("kv", "mode"):
                 return state.asked
             case ("ui", "theme"):
-                return self._appearance.theme
+                return self._appearance.theme if self._appearance else "none"
             case (section, id) if section == KEYS:
                 action = next(action for action in ACTIONS if action.id == id)
-                return ",".join(keys_of(action, self._appearance.keys))
+                return ",".join(keys_of(action, self.rebound))
             case ("kv", mode, name) if name in (given := self._given(mode)):
                 return given[name]
         return self._settled(key)
@@ -209,10 +210,10 @@ class SettingsEditor:
                 self._chat.models.keep_pages(value)
             case ("kv", mode, name):
                 self._chat.set_for_mode(mode, name, value)
-            case ("ui", "theme"):
+            case ("ui", "theme") if self._appearance:
                 self._appearance.use_theme(value)
-            case (section, id) if section == KEYS:
-                others = {other: keys for other, keys in self._appearance.keys.items() if other != id}
+            case (section, id) if section == KEYS and self._appearance:
+                others = {other: keys for other, keys in self.rebound.items() if other != id}
                 self._appearance.rebind({**others, id: value} if value else others)
 
     @staticmethod

@@ -42,7 +42,7 @@ def prompt(app: KvchatApp) -> Prompt:
 
 
 def answers(app: KvchatApp) -> list[Answer]:
-    return app.chat.query_one(Transcript).answers()
+    return [message for message, _ in app.chat.query_one(Transcript).places() if isinstance(message, Answer)]
 
 
 def receipts(app: KvchatApp) -> list[str]:

@@ -75,18 +75,14 @@ class PlainChat:
     What comes through a pipe waits for the answer before it; then the exit code says whether all went well.
     """
 
-    theme = "none"
-    theme_names = ()
-
     def __init__(self, config: AppConfig, client: EngineClient, lines: LineWriter, is_typed: bool) -> None:
-        self.keys: dict[str, str] = {}
         self.view = PlainView(lines, not is_typed, config.model_folders, config.servers)
         self.chat = ChatController(config, client, self.view)
         self._config = config
         self._client = client
         self._lines = lines
         self._is_typed = is_typed
-        self._settings = SettingsEditor(config, self.chat, self)
+        self._settings = SettingsEditor(config, self.chat, None)
         self._left = asyncio.Event()
         self._is_taking = False
         self._exit_code: int | None = None
@@ -125,24 +121,6 @@ class PlainChat:
         if self._exit_code is not None:
             return self._exit_code
         return 0 if self._is_typed else min(self.view.problems, 1)
-
-    # ---- the settings' look at what it can change ------------------------------------------------
-
-    def use_theme(self, name: str) -> None:
-        """Refuse.
-
-        Raises:
-            UsageError: lines have no colors.
-        """
-        raise UsageError(REFUSED["theme"][0], hint=NO_LINES)
-
-    def rebind(self, keys: Mapping[str, str]) -> None:
-        """Refuse.
-
-        Raises:
-            UsageError: lines have no keys.
-        """
-        raise UsageError("Line mode has no keys.", hint="/help lists the commands.")
 
     # ---- lines -----------------------------------------------------------------------------------
 
@@ -213,8 +191,7 @@ class PlainChat:
             await self._until(lambda: self.view.switches > done or state.phase is Phase.DOWN)
 
     def _is_idle(self) -> bool:
-        queue = self.chat.answers.queue
-        return self.chat.state.phase in (Phase.READY, Phase.DOWN) and (queue.is_held or not queue)
+        return self.chat.state.phase in (Phase.READY, Phase.DOWN) and not self.chat.answers.queue.goes_on
 
     def _is_through(self) -> bool:
         is_going_back = self.chat.mode_of_conversation.is_due and self.chat.state.phase is not Phase.DOWN

@@ -216,4 +216,4 @@ def compose(parts: Iterable[mentions.Part], state: ChatState) -> str:
     parts = tuple(parts)
     if state.edits_answer:
         return "".join(part.text for part in parts)
-    return mentions.attach(parts, state.file_limit).text
+    return mentions.attach(parts, state.file_limit)

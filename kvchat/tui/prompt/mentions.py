@@ -39,26 +39,16 @@ class Part(NamedTuple):
     is_typed: bool = True
 
 
-class Question(NamedTuple):
-    """``files`` are fenced; ``written`` holds a file's name where it was mentioned."""
-
-    files: tuple[str, ...]
-    written: str
-
-    @property
-    def text(self) -> str:
-        """The text to send: the files, then the words written, unless these are only the files' names."""
-        return "\n\n".join(filter(None, (*self.files, self.written)))
-
-
 def mentioned(text: str) -> list[str]:
     """The names of the files that a text seems to mention."""
     found = (match.groups() for match in MENTION.finditer(text))
     return [*dict.fromkeys(quoted or _split_punctuation(bare)[0] for escaped, quoted, bare in found if not escaped)]
 
 
-def attach(parts: Iterable[Part], limit: int) -> Question:
-    """Read the files that the typed parts mention, together at most ``limit`` bytes.
+def attach(parts: Iterable[Part], limit: int) -> str:
+    """The text to send: the files that the typed parts mention, together at most ``limit`` bytes, then what is written.
+
+    Where a file was mentioned its name is written; the names alone are left out.
 
     Raises:
         KvchatError: a file does not exist, cannot be read, is no text or too large.
@@ -70,7 +60,9 @@ def attach(parts: Iterable[Part], limit: int) -> Question:
         escaped, quoted, bare = found.groups()
         name, after = (quoted, "") if quoted else _split_punctuation(bare)
         if escaped:
-            return found[0][_is_mention(name, bool(quoted)) :]
+            with suppress(UsageError):  # what would be refused is a mention too
+                return found[0][_is_file(name, bool(quoted)) :]
+            return found[0][1:]
         if not _is_file(name, bool(quoted)):
             return found[0]
         if name not in files:
@@ -81,8 +73,8 @@ def attach(parts: Iterable[Part], limit: int) -> Question:
     for text, is_typed in parts:
         written += MENTION.sub(replace, text) if is_typed else text
         rest += MENTION.sub("", text) if is_typed else text
-    fenced = tuple(attachments.fenced(name, text) for name, text in files.items())
-    return Question(fenced, written if rest.strip() or not files else "")
+    fenced = [attachments.fenced(name, text) for name, text in files.items()]
+    return "\n\n".join(filter(None, (*fenced, written if rest.strip() or not files else "")))
 
 
 def mention(path: str) -> str:
@@ -96,8 +88,12 @@ def offer(before: str, entries: Entries) -> Offer | None:
     if begun is None:
         return None
     typed = begun[1] if begun[1] is not None else begun[2]
-    found = (Suggestion(_mention_of(path), label, doc) for path, label, doc, _ in matching(typed, entries))
-    return Offer(begun[0], tuple(one for one in found if one.text.rstrip() != begun[0]), takes_by_enter=True)
+    found = []
+    for path, label, doc, _ in matching(typed, entries):  # a file's mention ends with a space, that of a folder goes on
+        text = mention(path).removesuffix('"') if path.endswith("/") else f"{mention(path)} "
+        if text.rstrip() != begun[0]:
+            found.append(Suggestion(text, label, doc))
+    return Offer(begun[0], tuple(found), takes_by_enter=True)
 
 
 def matching(typed: str, entries: Entries) -> list[Suggestion]:
@@ -109,11 +105,6 @@ def matching(typed: str, entries: Entries) -> list[Suggestion]:
     found = [(rank, entry) for entry in entries(folder) if (rank := _rank(entry.name, begun)) is not None]
     found.sort(key=lambda one: (one[0], one[1].name.count("/"), one[1].name.lower()))
     return [_suggest(folder, entry) for _, entry in found[:OFFERED]]
-
-
-def _mention_of(path: str) -> str:
-    """A file's mention ends with a space, that of a folder goes on."""
-    return mention(path).removesuffix('"') if path.endswith("/") else f"{mention(path)} "
 
 
 def _rank(path: str, begun: str) -> int | None:
@@ -169,14 +160,6 @@ def _is_file(name: str, is_quoted: bool) -> bool:
         return False
     hint = f'Did you mean "{near[0]}"?' if near else "Check the path."
     raise UsageError(f'There is no file "{name}".', hint, f"Write \\@{name} to send it as text.")
-
-
-def _is_mention(name: str, is_quoted: bool) -> bool:
-    """True if ``@name`` would be read as a file, or refused."""
-    try:
-        return _is_file(name, is_quoted)
-    except UsageError:
-        return True
 
 
 def _exists(name: str) -> bool:

@@ -65,24 +65,17 @@ class ModeBar(Widget):
         """Show the model at the left, mode and state at the right; a narrow bar leaves out the words."""
         wide = self.size.width >= 72
         mark = ("▶ recording  " if self.is_recording else "", "bold $warning")
-        left = Content.assemble((" kvchat  ", "bold $primary"), mark, (self._model(wide), "$foreground"))
-        return spread(left, self._mode(wide) + self._state(wide), self.size.width)
-
-    def _model(self, wide: bool) -> str:
-        if self.info is None:
-            return ""
-        return f"{described(self.info)} · {self.info.device}" if wide else short_name(self.info.model)
-
-    def _mode(self, wide: bool) -> Content:
-        budget = self.params.get("budget")
-        words = f"  budget {budget}" if budget and wide else f" {budget}" if budget else ""
-        return Content.assemble((f" {self.mode.upper()} ", "bold reverse $foreground") if self.mode else "", words)
-
-    def _state(self, wide: bool) -> Content:
-        dot, style, word = DOTS[self.phase]
+        model = ""
+        if self.info is not None:
+            model = f"{described(self.info)} · {self.info.device}" if wide else short_name(self.info.model)
+        left = Content.assemble((" kvchat  ", "bold $primary"), mark, (model, "$foreground"))
+        mode = (f" {self.mode.upper()} ", "bold reverse $foreground") if self.mode else ""
+        budget = f"{'  budget' if wide else ''} {limit}" if (limit := self.params.get("budget")) else ""
         far = f" {self.download.removeprefix('Downloading ')}" if wide else ""
         download = (f"  ↓{far}", "$accent") if self.download else ""
-        return Content.assemble(download, "  ", (dot, f"bold {style}"), f" {word} " if wide else " ")
+        dot, style, word = DOTS[self.phase]
+        state = Content.assemble(mode, budget, download, "  ", (dot, f"bold {style}"), f" {word} " if wide else " ")
+        return spread(left, state, self.size.width)
 
 
 class StatusBar(Widget):
@@ -93,8 +86,8 @@ class StatusBar(Widget):
     snapshot: reactive[Snapshot | None] = reactive(None)
     stage: reactive[str] = reactive("")
 
-    def __init__(self, id: str | None = None) -> None:
-        super().__init__(id=id)
+    def __init__(self) -> None:
+        super().__init__()
         self._speeds: deque[float] = deque(maxlen=SPARK_POINTS)
         self._speed: float | None = None  # the last one measured
 

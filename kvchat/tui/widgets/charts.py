@@ -97,8 +97,8 @@ class HeadMap(Chart):
     class Moved(Message):
         """The cursor is on another layer or head."""
 
-    def __init__(self, holds: bool = False, max_rows: int = 8, id: str | None = None) -> None:
-        super().__init__(id=id)
+    def __init__(self, holds: bool = False, max_rows: int = 8) -> None:
+        super().__init__()
         self.heading = HELD_BY_HEAD if holds else READ_BY_HEAD
         self._holds = holds
         self._max_rows = max_rows
@@ -130,7 +130,7 @@ class HeadMap(Chart):
     def action_move(self, layers: int, heads: int) -> None:
         most_layers, most_heads = _shape(self.details)
         layer, head = self.cursor
-        self.cursor = (_within(layer + layers, most_layers), _within(head + heads, most_heads))
+        self.cursor = (max(min(layer + layers, most_layers - 1), 0), max(min(head + heads, most_heads - 1), 0))
         self.post_message(self.Moved())
 
     def lines(self, width: int) -> list[Content]:
@@ -191,10 +191,6 @@ def glyph(share: float) -> str:
 
 def _shape(details: Details) -> tuple[int, int]:
     return len(details.read), max(map(len, details.read), default=0)
-
-
-def _within(place: int, many: int) -> int:
-    return max(0, min(place, many - 1))
 
 
 class RecallHistogram(Chart):

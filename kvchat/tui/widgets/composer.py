@@ -6,7 +6,7 @@ Enter sends, Ctrl+J is a newline, Up and Down walk the history at the edges, lar
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import ClassVar
@@ -116,7 +116,6 @@ class Composer(Vertical):
         self.suggest()
 
     def on_option_list_option_selected(self, message: OptionList.OptionSelected) -> None:
-        """A click takes a suggestion."""
         message.stop()
         self._prompt.take_suggestion()
 
@@ -241,10 +240,9 @@ class Prompt(TextArea):
         Raises:
             OSError: the history file cannot be written.
         """
-        text = self.written.text
+        written = self.written
         self.load_text("")
-        if text.strip():
-            self.prompts.add(text)
+        self.remember(written)
 
     def give_back(self, sent: Sent) -> None:
         """Put what was sent back, before what has been typed since."""
@@ -461,15 +459,11 @@ def _argument(name: str, argument: str, now: Surroundings) -> Offer | None:
         return None
     if not action.usage:
         return None
-    typed, rows = _values(action, argument, now)
-    return Offer(typed, tuple(rows), f"{action.line}   {action.doc}")
-
-
-def _values(action: Action, argument: str, now: Surroundings) -> tuple[str, Sequence[Suggestion]]:
-    """The word of the argument that is being typed, and what may take its place."""
+    expected = f"{action.line}   {action.doc}"
     if action.usage in PATHS:
-        return argument, mentions.matching(argument, now.entries)
+        return Offer(argument, tuple(mentions.matching(argument, now.entries)), expected)
     *words, typed = argument.split(" ")
     found = list(action.values(now, list(filter(None, words)))) if action.values else []
-    begun = [one for one in found if one.text.lower().startswith(typed.lower())]
-    return typed, begun or [one for one in found if len(typed) > 1 and typed.lower() in one.text.lower()]
+    rows = [one for one in found if one.text.lower().startswith(typed.lower())]
+    rows = rows or [one for one in found if len(typed) > 1 and typed.lower() in one.text.lower()]
+    return Offer(typed, tuple(rows), expected)

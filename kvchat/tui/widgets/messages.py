@@ -51,19 +51,14 @@ class Question(Static):
             self.update(self._content())
 
     def _content(self) -> Content:
-        body = visible(_shortened(folded(self.text))).replace("\n", "\n  ")
+        whole = folded(self.text)
+        begun = "\n".join(whole[:SHOWN_CHARACTERS].split("\n", SHOWN_LINES)[:SHOWN_LINES])
+        length = "" if begun == whole else f" … ({size(len(whole.encode('utf-8', 'replace')))})"
+        body = visible(begun + length).replace("\n", "\n  ")
         return Content.assemble(
             f"❯ {body}{'  (queued)' if self.queued else ''}",
             (f"  {self._footer}" if self._footer else "", "dim not bold"),
         )
-
-
-def _shortened(text: str) -> str:
-    """The beginning of a long text and how long it is."""
-    shown = "\n".join(text[:SHOWN_CHARACTERS].split("\n", SHOWN_LINES)[:SHOWN_LINES])
-    if shown == text:
-        return text
-    return f"{shown} … ({size(len(text.encode('utf-8', 'replace')))})"
 
 
 class Note(Static):
@@ -71,8 +66,8 @@ class Note(Static):
 
     DEFAULT_CSS = "Note { margin: 1 1 0 1; color: $text-muted; }"
 
-    def __init__(self, text: str | Content, id: str | None = None) -> None:
-        super().__init__(text, id=id, markup=False)
+    def __init__(self, text: str | Content) -> None:
+        super().__init__(text, markup=False)
 
 
 class SwitchNote(SwitchLine, Note):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from rich.segment import Segment
-from rich.style import Style
 from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import VerticalScroll
@@ -92,16 +91,15 @@ class Rowed(Widget):
     def render(self) -> Content:
         """One line a row; a value too long is cut, the label never."""
         width = self.content_size.width or 34
-        lines = [self._line(label, value, width) for label, value in self.rows]
+        lines = []
+        for label, value in self.rows:
+            room = max(width - len(label) - 1, 3)
+            shown = value if len(value) <= room else value[: room - 1] + "…"
+            gap = " " * max(width - len(label) - len(shown), 1)
+            lines.append(Content.assemble(label, gap, (shown, "dim" if value == MISSING else "$foreground")))
         if self.chosen is not None and self.chosen < len(lines):
             lines[self.chosen] = lines[self.chosen].stylize("reverse")
         return Content("\n").join(lines)
-
-    def _line(self, label: str, value: str, width: int) -> Content:
-        room = max(width - len(label) - 1, 3)
-        shown = value if len(value) <= room else value[: room - 1] + "…"
-        style = "dim" if value == MISSING else "$foreground"
-        return Content.assemble(label, " " * max(width - len(label) - len(shown), 1), (shown, style))
 
 
 class ShowsFigures(VerticalScroll):
@@ -200,7 +198,6 @@ class KvColumn(ShowsFigures):
         self._choose(None)
 
     def action_choose(self, step: int) -> None:
-        """Choose the row before or after, and say what it means."""
         places = [(block, row) for block in self.screen.query(Rowed) if block.size for row in range(len(block.rows))]
         if places:
             at = next((at for at, (block, row) in enumerate(places) if block.chosen == row), 0)
@@ -235,9 +232,7 @@ class DetailColumn(ShowsFigures, can_focus=False):
     DetailColumn > .block { border-title-color: $primary; }
     """
 
-    def __init__(self, id: str | None = None) -> None:
-        super().__init__(id=id)
-        self._on_gpu = True
+    _on_gpu = True
 
     def compose(self) -> ComposeResult:
         yield Rowed("this mode", id="extra-rows")
@@ -339,8 +334,8 @@ class Timeline(Widget):
     Timeline > .timeline--label { color: $foreground 70%; }
     """
 
-    def __init__(self, id: str | None = None) -> None:
-        super().__init__(id=id)
+    def __init__(self) -> None:
+        super().__init__()
         self.border_title = f" {READ_OF_STORED} "  # where there is room for a border
         self.points: list[Point] = []
         self.ticks: tuple[int, ...] = ()
@@ -360,7 +355,6 @@ class Timeline(Widget):
             self.refresh(*(Region(0, y, self.size.width, 1) for y in changed))
 
     def clear(self) -> None:
-        """Show an empty timeline."""
         self.points = []
         self.refresh()
 
@@ -370,8 +364,12 @@ class Timeline(Widget):
         rows = self._drawn()
         glyphs, label = rows[y] if y < len(rows) else ("", "")
         letters = label.ljust(len(glyphs))
-        strip = Strip([_segment(glyph, letter, styles) for glyph, letter in zip(glyphs, letters, strict=False)])
-        return strip.simplify().adjust_cell_length(self.size.width, base)
+        cells = []
+        for glyph, letter in zip(glyphs, letters, strict=False):
+            shown = glyph if glyph != " " else letter  # a label's letter where the plot is empty
+            of_plot = {STORED: "stored", BARS[-1]: "read"} if glyph == " " else {STORED: "stored", MARK: "mark"}
+            cells.append(Segment(shown, styles[of_plot.get(shown, "label" if glyph == " " else "read")]))
+        return Strip(cells).simplify().adjust_cell_length(self.size.width, base)
 
     def _drawn(self) -> list[tuple[str, str]]:
         """Compute the rows once for all; kept until the points or the size change."""
@@ -386,13 +384,6 @@ class Timeline(Widget):
             glyphs = map("".join, zip(*columns, strict=True))
             self._key, self._rows = key, [*zip(glyphs, texts, strict=False)]
         return self._rows
-
-
-def _segment(glyph: str, letter: str, styles: Mapping[str, Style]) -> Segment:
-    """The segment of a cell: a label's letter where the plot is empty."""
-    if glyph != " ":
-        return Segment(glyph, styles[{STORED: "stored", MARK: "mark"}.get(glyph, "read")])
-    return Segment(letter, styles[{STORED: "stored", BARS[-1]: "read"}.get(letter, "label")])
 
 
 class EventLog(Static, can_focus=False):

@@ -39,7 +39,6 @@ CLASSES = {
     "X": "lost",
 }
 LABEL = " KV "
-DIGITS = tuple("0123456789")
 
 
 def squeeze(cells: str, width: int) -> str:
@@ -88,7 +87,7 @@ def tokens_of(part: int, cell_tokens: int, cells: int, width: int, total: int) -
 
 
 def _tenths(digit: str) -> int:
-    return int(digit) if digit in DIGITS else 0
+    return int(digit) if digit.isdecimal() else 0
 
 
 def _common(group: str) -> str:
@@ -137,7 +136,6 @@ class Ribbon(Widget, can_focus=True):
         position: int
 
     def clear(self) -> None:
-        """Show an empty ribbon."""
         self.page_text, self.cursor, self.snapshot = "", 0, None
 
     def show_text(self, start: int, text: str) -> None:
@@ -148,7 +146,9 @@ class Ribbon(Widget, can_focus=True):
     def action_move(self, step: int) -> None:
         """Walk the cursor over the parts and ask for the text under it."""
         self.cursor = max(0, min(self.cursor + step, self._shown() - 1))
-        self._look()
+        start, end = self._range()
+        if end > start:
+            self.post_message(self.Looked(start, end))
 
     def action_pick(self) -> None:
         """Ask for the message of the text under the cursor: of the token in its middle."""
@@ -171,11 +171,6 @@ class Ribbon(Widget, can_focus=True):
         strip = (self._cells_line, self._text_line, self._legend_line)[y]()
         return strip.adjust_cell_length(self.size.width, self.rich_style)
 
-    def _look(self) -> None:
-        start, end = self._range()
-        if end > start:
-            self.post_message(self.Looked(start, end))
-
     def _caption(self) -> str:
         snapshot = self.snapshot
         return f" {short(snapshot.active)}/{short(snapshot.total)} " if snapshot and snapshot.total else " empty "
@@ -195,8 +190,11 @@ class Ribbon(Widget, can_focus=True):
         parts = self._parts(width)
         edges = [part * width // len(parts) for part in range(len(parts) + 1)] if parts else [0]
         cells = [part for part, (start, end) in zip(parts, pairwise(edges), strict=True) for _ in range(start, end)]
-        for part in self._tick_parts(width):
-            cells[edges[part]] = Segment(TICK, base + self._style("tick"))
+        if (s := self.snapshot) is not None and s.ribbon:
+            for tick in self.ticks:
+                if tick <= s.total:  # what was truncated has none
+                    place = edges[part_of(tick, s.cell_tokens, len(s.ribbon), width)]
+                    cells[place] = Segment(TICK, base + self._style("tick"))
         if self.has_focus and self.cursor < len(parts):
             for column in range(edges[self.cursor], edges[self.cursor + 1]):
                 cell = cells[column]
@@ -244,13 +242,6 @@ class Ribbon(Widget, can_focus=True):
 
     def _words(self) -> dict[str, str]:
         return state_words(self.snapshot is None or has_gpu(self.snapshot))
-
-    def _tick_parts(self, width: int) -> list[int]:
-        s = self.snapshot
-        if s is None or not s.ribbon:
-            return []
-        ticks = [tick for tick in self.ticks if tick <= s.total]  # what was truncated has none
-        return [part_of(tick, s.cell_tokens, len(s.ribbon), width) for tick in ticks]
 
     def _style(self, name: str) -> Style:
         return self.get_component_rich_style(f"ribbon--{name}", partial=True)

@@ -63,8 +63,8 @@ class Transcript(VerticalScroll):
 
         lines: int
 
-    def __init__(self, id: str | None = None) -> None:
-        super().__init__(id=id)
+    def __init__(self) -> None:
+        super().__init__()
         self._left_at: float | None = None
         self._chosen: Question | Answer | None = None
         self._sought: Question | Answer | None = None  # gone to, while what is unfolded around it may still move it
@@ -134,8 +134,7 @@ class Transcript(VerticalScroll):
         await self.run_action(f"screen.run({id!r})")
 
     def on_blur(self) -> None:
-        """The keys of a message end with the focus."""
-        self.choose(None)
+        self.choose(None)  # the keys of a message end with the focus
 
     def on_mount(self) -> None:
         self.anchor()
@@ -156,7 +155,8 @@ class Transcript(VerticalScroll):
         self.choose(None)
         kept, added = self._kept(message) if message else 0, list(widgets)
         if message and kept < len(self.children) and isinstance(chapter := self.children[kept], Chapter):
-            added = [chapter.up_to(message), *added]
+            last = next(number for number, (one, _) in enumerate(chapter.said) if one.id == message)
+            added = [Chapter(chapter.said[: last + 1]), *added]
         with self.app.batch_update():
             await self.remove_children(self.children[kept:])
             await self.mount_all(added)
@@ -169,10 +169,6 @@ class Transcript(VerticalScroll):
         for shown, _ in self.places():
             if shown.message == message:
                 shown.show_footer(footer)
-
-    def answers(self) -> list[Answer]:
-        """The answers but for those in folded chapters, oldest first."""
-        return [message for message, _ in self.places() if isinstance(message, Answer)]
 
     def jump_to_end(self) -> None:
         """Show the newest and follow it again."""
@@ -345,11 +341,6 @@ class Chapter(Vertical):
     def has(self, id: str) -> bool:
         """True if the message is one of its own."""
         return any(message.id == id for message, _ in self.said)
-
-    def up_to(self, id: str) -> Chapter:
-        """A chapter of its messages that ends with one of them."""
-        last = next(number for number, (message, _) in enumerate(self.said) if message.id == id)
-        return Chapter(self.said[: last + 1])
 
     def show_footer(self, id: str, footer: str) -> None:
         self.said = [(message, footer if message.id == id else old) for message, old in self.said]

@@ -48,9 +48,7 @@ def example(typed: str, model: str) -> str | None:
 class Welcome(Static):
     """Stands in an empty conversation; a click on a question asks it. Before a ``recording`` nothing can be asked."""
 
-    DEFAULT_CSS = """
-    Welcome { margin: 1 2; color: $text-muted; }
-    """
+    DEFAULT_CSS = "Welcome { margin: 1 2; color: $text-muted; }"
 
     def __init__(self, model: str, key: Callable[[str], str], recording: str = "") -> None:
         """``key`` names the key in force of an action's id."""
@@ -70,17 +68,13 @@ class Welcome(Static):
         self.update(self._content())
 
     def _content(self) -> Content:
-        return Content(self._about_recording()) if self._recording else self._questions()
-
-    def _about_recording(self) -> str:
-        return (
-            f"{visible(self._recording)} is a recording and starts in a moment; there is no model to answer."
-            f"\n\n{self._key('replay.pause')} pauses it, {self._key('replay.faster')} plays it faster,"
-            f" {self._key('replay.slower')} slower. {self._key('help')} says what the figures mean;"
-            " `kvchat` alone starts a chat."
-        )
-
-    def _questions(self) -> Content:
+        if self._recording:
+            return Content(
+                f"{visible(self._recording)} is a recording and starts in a moment; there is no model to answer."
+                f"\n\n{self._key('replay.pause')} pauses it, {self._key('replay.faster')} plays it faster,"
+                f" {self._key('replay.slower')} slower. {self._key('help')} says what the figures mean;"
+                " `kvchat` alone starts a chat."
+            )
         is_here = not is_server(self._model)
         examples = (*EXAMPLES[self._model == BUNDLED], *([ABOUT_NEEDLE] if is_here else []))
         rows = [

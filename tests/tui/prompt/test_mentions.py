@@ -24,7 +24,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def attached(text: str, limit: int = LIMIT) -> str:
-    return mentions.attach([Part(text)], limit).text
+    return mentions.attach([Part(text)], limit)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_other_words_are_text(text):
 
 def test_an_escaped_mention_and_a_paste_are_literal():
     assert attached(r"see \@notes.txt") == "see @notes.txt"
-    assert mentions.attach([Part("look: "), Part("@notes.txt \\@x", is_typed=False)], LIMIT).text == (
+    assert mentions.attach([Part("look: "), Part("@notes.txt \\@x", is_typed=False)], LIMIT) == (
         "look: @notes.txt \\@x"
     )
 

@@ -13,8 +13,9 @@ from textual.widgets import Static
 
 from kvchat.conversations.conversation import Conversation
 from kvchat.protocol.figures import RIBBON, Snapshot, Stats
+from kvchat.protocol.messages import Sampling
 from kvchat.tui.screens.help import HelpScreen
-from kvchat.tui.state import UNFINISHED, Mark, mark, message_at, message_ranges
+from kvchat.tui.state import UNFINISHED, ChatState, Mark, mark, message_ranges
 from kvchat.tui.widgets.messages import Question
 from kvchat.tui.widgets.panels import Timeline, legend
 from kvchat.tui.widgets.ribbon import (
@@ -299,7 +300,8 @@ def test_the_message_of_a_token():
     conversation = talk()
     ranges = message_ranges(conversation.path, None, 400)
     one, first, two, second = ranges
-    assert [message_at(ranges, token) for token in (0, 20, 63, 64, 319, 320)] == [one, first, first, two, second, None]
+    state = ChatState(conversation, Sampling(), "full", snapshot=snapshot("S" * 13, "9" * 13, 400))
+    assert [state.message_at(at) for at in (0, 20, 63, 64, 319, 320)] == [one, first, first, two, second, None]
 
 
 def test_marks_tell_state_and_share():
