@@ -21,7 +21,6 @@ from kvchat import files
 from kvchat.bench import report as reports
 from kvchat.bench import settings
 from kvchat.bench.frame import Frame, ModelChoice, Result
-from kvchat.bench.report import tables
 from kvchat.bench.texts import check
 from kvchat.cli.options import NamedDevice, complete_model, parameter, setting, signed
 from kvchat.cli.output import echo, report
@@ -73,9 +72,15 @@ def experiment(
         chosen = kind(**{each.name: _value(each, given[option]) for option, each in own.items()})
         check(getattr(chosen, "texts", ()))
         choice = ModelChoice(**{option: given[option] for option in model})
-        made = Measurement(given["out"], given["as_json"])
-        result = import_module(f"kvchat.bench.{module}").run(chosen, choice, made.frame)
-        made.show(result)
+        if out := given["out"]:
+            files.check_folder(out)
+            if out.is_dir():
+                raise UsageError(f"{out} is a folder.", "", "Use a file name for --out.")
+        frame = Frame(out, report, command=_command(sys.argv[1:]))
+        result = import_module(f"kvchat.bench.{module}").run(chosen, choice, frame)
+        echo(json.dumps(result, indent=2) if given["as_json"] else reports.rendered([result]))
+        if out:
+            report(str(out))
         if after:
             after(result, choice, **{option: given[option] for option in also})
 
@@ -104,31 +109,6 @@ def _value(each: Field[Any], given: Any) -> Any:
     if isinstance(each.default, tuple) and not given:
         return each.default
     return tuple(given) if isinstance(given, list) else given
-
-
-class Measurement:
-    """One measurement of the command line: what is wrong with its file is said before it begins.
-
-    Raises:
-        UsageError: on making, the folder of ``out`` is wrong.
-    """
-
-    def __init__(self, out: Path | None, as_json: bool) -> None:
-        if out:
-            files.check_folder(out)
-            if out.is_dir():
-                raise UsageError(f"{out} is a folder.", "", "Use a file name for --out.")
-        self.frame = Frame(out, report, command=_command(sys.argv[1:]))
-        self._out, self._as_json = out, as_json
-
-    def show(self, result: Result) -> None:
-        """Print the complete result."""
-        if self._as_json:
-            echo(json.dumps(result, indent=2))
-        else:
-            echo("\n\n".join(table.markdown() for table in tables(result)))
-        if self._out:
-            report(str(self._out))
 
 
 def _command(arguments: Sequence[str]) -> str:

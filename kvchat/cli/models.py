@@ -18,7 +18,7 @@ from kvchat.cli.profile import load_settings
 from kvchat.config import modes
 from kvchat.config.modes import ModeParameters, SyncParameters, parse
 from kvchat.models import catalog
-from kvchat.models.catalog import FoundModel, Room, fit, room
+from kvchat.models.catalog import fit, room
 from kvchat.protocol.messages import Load
 from kvchat.units import count, figure, size
 
@@ -75,7 +75,14 @@ def list_models(
         found += served
         if not served:
             note("No server was found on the usual ports. `kvchat doctor` has commands to start one.")
-    rows = [_row(one, chosen.dtype, there) for one in found]
+    rows = []
+    for one in found:
+        weights, fitting = one.weights, fit(one, chosen.dtype, there)
+        if weights is None or fitting is None:
+            rows.append(Row(one.name, one.kind, type=one.served or "", problem=one.problem))
+        else:
+            facts = weights.nbytes, weights.type, fitting.needed, fitting.quantize
+            rows.append(Row(one.name, one.kind, *facts))
     if as_json:
         echo(json.dumps([asdict(row) for row in rows], indent=2))
         return
@@ -84,13 +91,6 @@ def list_models(
     note(f"{size(there.free)} {where} are free. `kvchat plan MODEL` computes exactly what a model needs.")
     if kept:
         note(f"{size(sum(kept.values()))} of packed weights make loading faster. `kvchat models --clear` removes them.")
-
-
-def _row(found: FoundModel, dtype: str, there: Room) -> Row:
-    weights, fitting = found.weights, fit(found, dtype, there)
-    if weights is None or fitting is None:
-        return Row(found.name, found.kind, type=found.served or "", problem=found.problem)
-    return Row(found.name, found.kind, weights.nbytes, weights.type, fitting.needed, fitting.quantize)
 
 
 def _lines(rows: list[Row]) -> Iterator[str]:

@@ -43,7 +43,6 @@ Record = Annotated[
 Plain = Annotated[bool, typer.Option("--plain", help="line by line, without colors, for screen readers and pipes")]
 Offer = tuple[str, str]
 Completer = Callable[[str], list[Offer]]
-PROGRAM, VARIABLE = "kvchat", "_KVCHAT_COMPLETE"
 FEW = 6  # words of an option, which stand beside it
 
 
@@ -235,16 +234,13 @@ def complete_param(incomplete: str) -> list[Offer]:
 
 def complete_theme(incomplete: str) -> list[Offer]:
     """The bundled themes and the person's own."""
-    return _files_in(incomplete, paths.bundled_themes_dir(), paths.user_themes_dir())
+    files = [*paths.bundled_themes_dir().glob("*.toml"), *paths.user_themes_dir().glob("*.toml")]
+    return one_of(sorted({file.stem for file in files}))(incomplete)
 
 
 def complete_preset(incomplete: str) -> list[Offer]:
     """The person's presets."""
-    return _files_in(incomplete, paths.presets_dir())
-
-
-def _files_in(incomplete: str, *folders: Path) -> list[Offer]:
-    return one_of(sorted({path.stem for folder in folders for path in folder.glob("*.toml")}))(incomplete)
+    return one_of(presets.names())(incomplete)
 
 
 LOAD = {
@@ -316,4 +312,4 @@ def script(shell: str) -> str:
     """The script that a shell reads to complete kvchat's commands; ``shell`` is bash, zsh or fish."""
     from typer.completion import get_completion_script  # type: ignore[attr-defined]  # typer lists no exports
 
-    return get_completion_script(prog_name=PROGRAM, complete_var=VARIABLE, shell=shell)
+    return get_completion_script(prog_name="kvchat", complete_var="_KVCHAT_COMPLETE", shell=shell)

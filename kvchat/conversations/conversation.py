@@ -14,9 +14,9 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, TypeAdapter
+from pydantic import BeforeValidator, Field, TypeAdapter
 
 from kvchat.conversations import attachments
 from kvchat.protocol.figures import Count, Params, Stats
@@ -63,16 +63,16 @@ class Message:
     ``thought`` the tag that ends the thought before it where the text alone does not tell.
     """
 
-    id: str = field(default_factory=new_id)
+    id: Annotated[str, Field(min_length=1)] = field(default_factory=new_id)
     parent: str | None
-    role: str
+    role: Literal["user", "assistant"]
     text: str
     created: float = field(default_factory=time.time)
     ending: str = ""
     receipt: str = ""
-    stats: Stats | None = None
+    stats: Annotated[Stats | None, BeforeValidator(read_stats)] = None
     pinned: bool = False
-    switch_lines: tuple[ModeChange, ...] = ()
+    switch_lines: SwitchLines = ()
     model: str = ""
     thought: str = ""
 
@@ -295,7 +295,6 @@ class Conversation:
     # ---- the conversation itself -----------------------------------------------------------------
 
     def rename(self, title: str) -> None:
-        """Give another title."""
         self.title = shorten(title)
 
     # ---- saving ----------------------------------------------------------------------------------

@@ -12,17 +12,18 @@ import html
 import os
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from datetime import datetime
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, ValidationError
 
 from kvchat import files
-from kvchat.conversations.conversation import Conversation, Message, SwitchLines, in_words, new_id, read_stats
+from kvchat.conversations.conversation import Conversation, Message, in_words, new_id
 from kvchat.errors import UsageError
-from kvchat.protocol.figures import Params, Stats
+from kvchat.protocol.figures import Params
 
 if TYPE_CHECKING:
     from markdown_it import MarkdownIt
@@ -109,26 +110,6 @@ def to_html(conversation: Conversation) -> str:
     return PAGE.format(title=html.escape(conversation.title), body="\n".join(parts))
 
 
-def _read_stats(given: object) -> Stats | None:
-    return given if isinstance(given, Stats) else read_stats(given)
-
-
-class _FileMessage(BaseModel):
-    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
-    id: Annotated[str, Field(min_length=1)]
-    parent: str | None
-    role: Literal["user", "assistant"]
-    text: str
-    created: float
-    ending: str = ""
-    receipt: str = ""
-    stats: Annotated[Stats | None, BeforeValidator(_read_stats)] = None
-    pinned: bool = False
-    switch_lines: SwitchLines = ()
-    model: str = ""
-    thought: str = ""
-
-
 class _File(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
     format: Literal["kvchat-conversation"] = "kvchat-conversation"
@@ -139,20 +120,18 @@ class _File(BaseModel):
     leaf: str | None
     mode: str = ""
     params: Params = {}
-    messages: Annotated[list[_FileMessage], FailFast()]
+    messages: Annotated[list[Message], FailFast()]
 
 
 def to_json(conversation: Conversation) -> str:
-    messages = [_FileMessage.model_validate(vars(message)) for message in conversation.messages.values()]
-    leaf = conversation.leaf.id if conversation.leaf else None
     file = _File(
         title=conversation.title,
         system=conversation.system,
         created=conversation.created,
-        leaf=leaf,
+        leaf=conversation.leaf.id if conversation.leaf else None,
         mode=conversation.mode,
         params=conversation.params,
-        messages=messages,
+        messages=[*conversation.messages.values()],
     )
     return file.model_dump_json(indent=2) + "\n"
 
@@ -278,7 +257,7 @@ def from_json(data: bytes, name: str) -> Conversation:
             raise _refusal(name, f"The message {given.id} does not follow one of the other role.")
         ids[given.id], roles[given.id] = new_id(), given.role
         parent = None if given.parent is None else ids[given.parent]
-        conversation.add(Message(**{**dict(given), "id": ids[given.id], "parent": parent}))
+        conversation.add(replace(given, id=ids[given.id], parent=parent))
     if file.leaf is not None and file.leaf not in ids:
         raise _refusal(name, f"Its last message {file.leaf} is not in it.")
     conversation.go_to(None if file.leaf is None else ids[file.leaf])

@@ -151,9 +151,11 @@ class ConversationStore:
         with self._errors("opened"):
             self._db = _open(path, BUSY_S if busy_s is None else busy_s)
             self._db.execute(f"PRAGMA busy_timeout = {round(1000 * BUSY_S)}")
-        self._saved_kv = SavedKv(path.parent / paths.SAVED_KV_FOLDER) if path else None
-        if self._saved_kv:
-            self._saved_kv.purge(RESTORABLE_S)
+        if path:
+            for aside in (path.parent / paths.SAVED_KV_FOLDER).glob(f"*{paths.SAVED_KV}{ASIDE}"):
+                with suppress(OSError):
+                    if time.time() - aside.stat().st_mtime > RESTORABLE_S:
+                        aside.unlink()
 
     def close(self) -> None:
         self._db.close()
@@ -176,7 +178,12 @@ class ConversationStore:
                 if id in stored and id in due:
                     self._update(message, changes.saved.get(id))
                 elif id not in stored and id in needed:
-                    self._insert(changes.id, message)
+                    values = _values(message)
+                    self._db.execute(
+                        f"INSERT INTO message (conversation, {', '.join(values)})"
+                        f" VALUES (?, {', '.join('?' * len(values))})",
+                        (changes.id, *values.values()),
+                    )
             self._db.executemany(
                 "DELETE FROM message WHERE id = ? AND id NOT IN (SELECT parent FROM message"
                 " WHERE conversation = ? AND parent IS NOT NULL)",
@@ -230,14 +237,17 @@ class ConversationStore:
         """Delete a conversation; ``restore`` brings it back for a day."""
         with self._errors("written"):
             self._db.execute("UPDATE conversation SET deleted = ? WHERE id = ?", (time.time(), id))
-        if self._saved_kv:
-            self._saved_kv.delete(id)
+        for kv, aside in self._saved_kv(id):
+            with suppress(OSError):
+                os.utime(kv)
+                kv.rename(aside)
 
     def restore(self, id: str) -> None:
         with self._errors("written"):
             self._db.execute("UPDATE conversation SET deleted = NULL WHERE id = ?", (id,))
-        if self._saved_kv:
-            self._saved_kv.restore(id)
+        for kv, aside in self._saved_kv(id):
+            with suppress(OSError):
+                aside.rename(kv)
 
     # ---- finding one -----------------------------------------------------------------------------
 
@@ -271,7 +281,8 @@ class ConversationStore:
             for row in saying:  # more than one message of a conversation may match: the best comes first
                 if len(found) >= limit:
                     break
-                summary = found.get(row["id"]) or self._summary(row["id"])
+                if (summary := found.get(row["id"])) is None:
+                    summary = Summary(**dict(self._db.execute(f"{_SUMMARY} WHERE c.id = ?", (row["id"],)).fetchone()))
                 if not summary.message:
                     excerpt = row["excerpt"][:LONGEST_EXCERPT] or _excerpt(row["text"], words)
                     found[summary.id] = replace(summary, message=row["message"], excerpt=excerpt)
@@ -279,6 +290,12 @@ class ConversationStore:
         return list(found.values())
 
     # ---- helpers ---------------------------------------------------------------------------------
+
+    def _saved_kv(self, id: str) -> Iterator[tuple[Path, Path]]:
+        """The file of a conversation's K/V, and the name it has while it can be restored; none beside memory."""
+        if self.path:
+            kv = paths.saved_kv(self.path.parent / paths.SAVED_KV_FOLDER, id)
+            yield kv, kv.with_name(kv.name + ASIDE)
 
     def _save_header(self, changes: Changes) -> bool:
         """Write what changed of the header; whether the conversation is not on disk, perhaps not any more."""
@@ -295,15 +312,6 @@ class ConversationStore:
                 tuple(map(_storable, (changes.id, *header.values(), changes.created, time.time()))),
             )
         return found is None
-
-    def _insert(self, conversation: str, message: Message) -> None:
-        names = ", ".join(_MESSAGE)
-        marks = ", ".join("?" * len(_MESSAGE))
-        values = _values(message)
-        self._db.execute(
-            f"INSERT INTO message (conversation, {names}) VALUES (?, {marks})",
-            (conversation, *(values[name] for name in _MESSAGE)),
-        )
 
     def _update(self, message: Message, saved: Message | None) -> None:
         """Write what differs from what was ``saved``; what another application made of the text becomes a sibling."""
@@ -335,9 +343,6 @@ class ConversationStore:
             return self._db.execute(f"{_SCAN}{has_all} ORDER BY message.row DESC", sought)
         match = _match([word for word in words if word not in anywhere], is_last_begun=words[-1] not in anywhere)
         return self._db.execute(f"{_SEARCH}{has_all} ORDER BY rank", (*MARK, match, *sought))
-
-    def _summary(self, id: str) -> Summary:
-        return Summary(**dict(self._db.execute(f"{_SUMMARY} WHERE c.id = ?", (id,)).fetchone()))
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -506,33 +511,3 @@ def _excerpt(text: str, words: list[str]) -> str:
     start, end = max(first - EXCERPT[0], 0), last + EXCERPT[1]
     shown = sought.sub(lambda one: one[0].join(MARK), text[start:end])
     return f"{'…' * (start > 0)}{shown}{'…' * (end < len(text))}"
-
-
-@dataclass(frozen=True)
-class SavedKv:
-    """The files in ``folder``, which need not exist."""
-
-    folder: Path
-
-    def delete(self, conversation: str) -> None:
-        """The conversation is deleted; its file can be brought back until ``purge``."""
-        path = paths.saved_kv(self.folder, conversation)
-        with suppress(OSError):
-            os.utime(path)
-            path.rename(_aside(path))
-
-    def restore(self, conversation: str) -> None:
-        path = paths.saved_kv(self.folder, conversation)
-        with suppress(OSError):
-            _aside(path).rename(path)
-
-    def purge(self, after_s: float) -> None:
-        """Delete what was deleted longer ago than that."""
-        for path in self.folder.glob(f"*{paths.SAVED_KV}{ASIDE}"):
-            with suppress(OSError):
-                if time.time() - path.stat().st_mtime > after_s:
-                    path.unlink()
-
-
-def _aside(path: Path) -> Path:
-    return path.with_name(path.name + ASIDE)

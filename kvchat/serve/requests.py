@@ -7,11 +7,11 @@ its value asks for nothing. Fields that change no answer are in ``UNUSED``.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from kvchat.config import modes
 from kvchat.config.schema import checked_sampling
@@ -28,38 +28,19 @@ NO_CALLS = (
     "This model's chat template has no tools, or transformers cannot parse its calls. Send none: in Open WebUI turn "
     "off Builtin Tools among the model's capabilities."
 )
+NO_PREDICTION = "not supported; the mode parameter draft=lookup drafts from earlier text"
 NO_FORCE = "the model decides whether to call a tool"
-# Fields that only some values of are accepted, those that ask for nothing, and why no other is.
-NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
-    "n": ((1,), "a request gets one answer; send it again for another"),
-    "best_of": ((1,), "only one answer is generated"),
-    "logit_bias": (({},), "kvchat has no logit bias"),
-    "tool_choice": (("none", "auto"), NO_FORCE),
-    "parallel_tool_calls": ((True,), NO_FORCE),
-    "functions": (([],), NO_FUNCTIONS),
-    "function_call": (("none", "auto"), NO_FUNCTIONS),
-    "modalities": ((["text"],), "kvchat generates only text"),
-    "audio": ((), "kvchat generates only text"),
-    "prediction": ((), "not supported; the mode parameter draft=lookup drafts from earlier text"),
-    "web_search_options": ((), "kvchat does not search the web"),
-    "verbosity": ((), "not supported by kvchat's models"),
-    "store": ((False,), "kvchat does not store answers"),
-    "echo": ((False,), "the prompt is not echoed"),
-    "suffix": (("",), "put the model's own fill-in-the-middle tokens in the prompt"),
-}
-NEUTRAL_OF_MESSAGE: dict[str, tuple[tuple[Any, ...], str]] = {
-    "function_call": ((), NO_FUNCTIONS),
-    "audio": ((), "kvchat reads only text"),
-    "refusal": (("",), "write it as content"),
-    "annotations": (([],), "kvchat's models do not see them"),
-}
 
 
-def _checked(neutral: Mapping[str, tuple[tuple[Any, ...], str]], value: Any, info: ValidationInfo) -> Any:
-    accepted, reason = neutral[str(info.field_name)]
-    if value is not None and value not in accepted:
-        raise ValueError(reason)
-    return value
+def only(*accepted: Any, reason: str) -> AfterValidator:
+    """A field that only some values of are accepted, those that ask for nothing; and why no other is."""
+
+    def check(value: Any) -> Any:
+        if value is not None and value not in accepted:
+            raise ValueError(reason)
+        return value
+
+    return AfterValidator(check)
 
 
 def _joined(content: Any) -> Any:
@@ -148,17 +129,12 @@ class Message(Body):
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
-    function_call: Any = None
-    audio: Any = None
-    refusal: Any = None
-    annotations: Any = None
+    function_call: Annotated[Any, only(reason=NO_FUNCTIONS)] = None
+    audio: Annotated[Any, only(reason="kvchat reads only text")] = None
+    refusal: Annotated[Any, only("", reason="write it as content")] = None
+    annotations: Annotated[Any, only([], reason="kvchat's models do not see them")] = None
     parsed: Any = None
     name: str | None = None
-
-    @field_validator(*NEUTRAL_OF_MESSAGE)
-    @classmethod
-    def _asks_for_nothing(cls, value: Any, info: ValidationInfo) -> Any:
-        return _checked(NEUTRAL_OF_MESSAGE, value, info)
 
     @field_validator("role")
     @classmethod
@@ -270,20 +246,15 @@ class Asked(Body):
     seed: int | None = None
     stop: Annotated[Annotated[list[str], Field(max_length=MOST_STOPS)] | None, BeforeValidator(_listed)] = None
     kvchat: KvchatFields = KvchatFields()
-    n: Any = None
+    n: Annotated[Any, only(1, reason="a request gets one answer; send it again for another")] = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Any = None
+    logit_bias: Annotated[Any, only({}, reason="kvchat has no logit bias")] = None
     user: Any = None
     metadata: Any = None
     service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
-
-    @field_validator(*NEUTRAL, check_fields=False)
-    @classmethod
-    def _asks_for_nothing(cls, value: Any, info: ValidationInfo) -> Any:
-        return _checked(NEUTRAL, value, info)
 
     @property
     def streams_usage(self) -> bool:
@@ -346,16 +317,16 @@ class ChatRequest(Asked):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
     tools: list[Tool] | None = None
-    tool_choice: Any = None
-    parallel_tool_calls: Any = None
-    functions: Any = None
-    function_call: Any = None
-    modalities: Any = None
-    audio: Any = None
-    prediction: Any = None
-    web_search_options: Any = None
-    verbosity: Any = None
-    store: Any = None
+    tool_choice: Annotated[Any, only("none", "auto", reason=NO_FORCE)] = None
+    parallel_tool_calls: Annotated[Any, only(True, reason=NO_FORCE)] = None
+    functions: Annotated[Any, only([], reason=NO_FUNCTIONS)] = None
+    function_call: Annotated[Any, only("none", "auto", reason=NO_FUNCTIONS)] = None
+    modalities: Annotated[Any, only(["text"], reason="kvchat generates only text")] = None
+    audio: Annotated[Any, only(reason="kvchat generates only text")] = None
+    prediction: Annotated[Any, only(reason=NO_PREDICTION)] = None
+    web_search_options: Annotated[Any, only(reason="kvchat does not search the web")] = None
+    verbosity: Annotated[Any, only(reason="not supported by kvchat's models")] = None
+    store: Annotated[Any, only(False, reason="kvchat does not store answers")] = None
 
     @model_validator(mode="after")
     def _can_be_done(self) -> Self:
@@ -412,9 +383,9 @@ class TextRequest(Asked):
     MOST = 16  # as OpenAI has it: a text need not come to an end
 
     prompt: Annotated[str, BeforeValidator(_only)]
-    best_of: Any = None
-    echo: Any = None
-    suffix: Any = None
+    best_of: Annotated[Any, only(1, reason="only one answer is generated")] = None
+    echo: Annotated[Any, only(False, reason="the prompt is not echoed")] = None
+    suffix: Annotated[Any, only("", reason="put the model's own fill-in-the-middle tokens in the prompt")] = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     def scored(self) -> int | None:
