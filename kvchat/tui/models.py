@@ -20,7 +20,7 @@ from kvchat.models import catalog
 from kvchat.models.catalog import FoundModel
 from kvchat.paths import is_server
 from kvchat.protocol.client import EngineClient
-from kvchat.protocol.figures import MemoryPlan, Planned, Proposal, StoredNeed
+from kvchat.protocol.figures import MemoryPlan, Planned, Proposal
 from kvchat.protocol.messages import HostDtype, KeepPages, Load, Plan, Quantize, SetTemplateArgs, Stop, parse_args
 from kvchat.tui.state import AppConfig, ChatState, Phase
 from kvchat.tui.view import ChatView, Remedy, load_anyway
@@ -76,10 +76,8 @@ class Models:
 
     async def find(self, looks_around: bool = False) -> list[FoundModel]:
         """The models on this machine, and those of servers: named in the settings, in use, or as ``of_servers``."""
-        addresses = dict.fromkeys(
-            (*self.config.servers, *([self.in_use.model] if is_server(self.in_use.model) else []))
-        )
-        served = of_servers(addresses, looks_around)
+        in_use = [self.in_use.model] if is_server(self.in_use.model) else []
+        served = of_servers(dict.fromkeys((*self.config.servers, *in_use)), looks_around)
         here, there = await asyncio.gather(asyncio.to_thread(catalog.find, self.config.model_folders), served)
         return here + there
 
@@ -248,23 +246,15 @@ class Models:
         if planned.plan is None:
             self.view.add_error(UsageError(f"{planned.model} cannot be planned for.", planned.refusal))
             return
-        measured = self._measured() if planned.model == self.in_use.model else {}
+        measured = dict[str, int]()  # bytes of what is there, by the keys of the table's rows
+        s, info = self.state.snapshot, self.state.info
+        if s and info and planned.model == self.in_use.model:
+            measured[f"weights {info.weights or 'none'}"] = s.weight_bytes
+            if s.total:
+                measured |= {"state": s.state_bytes, "snapshots": s.snapshot_bytes}
+                measured |= {"read now": s.kv_device_bytes - s.state_bytes}
+                measured |= {"stored now": s.kv_host_bytes - s.snapshot_bytes}
         self.view.add_note("\n".join(plan_lines(planned.plan, measured)))
-
-    def _measured(self) -> dict[str, int]:
-        """Bytes of what is there once the model is loaded, by the keys of the table's rows."""
-        snapshot, info = self.state.snapshot, self.state.info
-        if not snapshot or not info:
-            return {}
-        loaded = {f"weights {info.weights or 'none'}": snapshot.weight_bytes}
-        if not snapshot.total:
-            return loaded
-        return loaded | {
-            "state": snapshot.state_bytes,
-            "snapshots": snapshot.snapshot_bytes,
-            "read now": snapshot.kv_device_bytes - snapshot.state_bytes,
-            "stored now": snapshot.kv_host_bytes - snapshot.snapshot_bytes,
-        }
 
 
 async def of_servers(addresses: Iterable[str], looks_around: bool = False) -> list[FoundModel]:
@@ -370,7 +360,14 @@ def plan_lines(made: MemoryPlan, measured: Mapping[str, int] | None = None) -> I
         yield FLOOR
     yield ""
     if measured and (stored := made.stored) and stored.tokens:
-        yield from _table(f"{count(stored.tokens, 'token')} now", list(_stored_rows(made, stored)), measured)
+        where = "RAM" if made.device == "cpu" else made.device
+        read = f"K/V read, {stored.mode}, up to {count(stored.device_room)}"
+        kept = f"K/V stored, up to {count(stored.host_room)}"
+        rows = [
+            Row("read now", read, where, size(stored.device_bytes, 2)),
+            Row("stored now", kept, "RAM", size(stored.host_pool, 2)),
+        ]
+        yield from _table(f"{count(stored.tokens, 'token')} now", rows, measured)
         yield ""
     yield from _proposed(made)
 
@@ -398,14 +395,6 @@ def _table(title: str, rows: list[Row], measured: Mapping[str, int] | None) -> I
         yield f"{row.name:<{name}}  {row.place:<{place}}  {row.amount:<10}  {found}".rstrip()
 
 
-def _stored_rows(made: MemoryPlan, stored: StoredNeed) -> Iterator[Row]:
-    """The K/V of the tokens stored now, beside what they were measured to take."""
-    where = "RAM" if made.device == "cpu" else made.device
-    read = f"K/V read, {stored.mode}, up to {count(stored.device_room)}"
-    yield Row("read now", read, where, size(stored.device_bytes, 2))
-    yield Row("stored now", f"K/V stored, up to {count(stored.host_room)}", "RAM", size(stored.host_pool, 2))
-
-
 def _rows(made: MemoryPlan) -> Iterator[Row]:
     where = "RAM" if made.device == "cpu" else made.device
     for name, needed in made.weights.items():
@@ -419,16 +408,11 @@ def _rows(made: MemoryPlan) -> Iterator[Row]:
             yield Row(f"floor {name}", "  floor, a token", where, figure(made.floor_ms[name], "ms", 1))
     for name, need in made.modes.items():
         given = [f", {key} {need.params[key]}" for key in ("budget", "resident") if need.params.get(key)]
-        yield Row(
-            f"read {name}", f"K/V read, {name}{''.join(given)}", where, need.refusal or size(need.device_bytes, 2)
-        )
+        read = f"K/V read, {name}{''.join(given)}"
+        yield Row(f"read {name}", read, where, need.refusal or size(need.device_bytes, 2))
         if need.link_bytes:
-            yield Row(
-                f"link {name}",
-                f"  streamed from RAM per token, with weights, {made.beside}",
-                "RAM",
-                size(need.link_bytes, 2),
-            )
+            streamed = f"  streamed from RAM per token, with weights, {made.beside}"
+            yield Row(f"link {name}", streamed, "RAM", size(need.link_bytes, 2))
     if made.unpacked:
         yield Row("unpacked", "unpacked while it is loaded", "RAM", size(made.unpacked, 2))
     if made.state:

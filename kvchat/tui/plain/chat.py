@@ -94,7 +94,6 @@ class PlainChat:
             "editor": self._edit,
             "thinking": self._fold_thoughts,
             "stop": self._stop,
-            "quit": self._quit,
         }
         self._editor: external_editor.Editor | None = None
 
@@ -104,7 +103,10 @@ class PlainChat:
             self._lines.line(WELCOME)
         for problem in self._config.problems:
             self._lines.problem(problem)
-        self._handle_signals()
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, self._interrupt)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self._leave, 128 + number)
         await self.chat.open_archive(self._config.resume)
         background = [asyncio.create_task(self.chat.listen()), asyncio.create_task(self.chat.keep())]
         await self.chat.start()
@@ -169,7 +171,9 @@ class PlainChat:
                 self._lines.problem("Not asked: there is no model.")  # why is said; it would fail once more
                 self._left.set()
             else:
-                await self.chat.ask(arguments.compose(_with_piped(line, piped, is_pasted), self.chat.state))
+                asked = Part(line, is_typed=not is_pasted)  # what was piped in or pasted is literal
+                parts = (Part(f"{piped}\n\n", is_typed=False), asked) if piped else (asked,)
+                await self.chat.ask(arguments.compose(parts, self.chat.state))
         except KvchatError as error:
             self.view.add_error(error)
 
@@ -182,6 +186,8 @@ class PlainChat:
         before = deepcopy((state.wanted, state.pending))
         if action.run:
             await action.run(self.chat, argument)
+        elif action.id == "quit":
+            self._left.set()
         elif action.id in self._own:
             await self._own[action.id](argument)
         else:
@@ -219,12 +225,6 @@ class PlainChat:
 
     # ---- signals ---------------------------------------------------------------------------------
 
-    def _handle_signals(self) -> None:
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGINT, self._interrupt)
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, self._leave, 128 + number)
-
     def _interrupt(self) -> None:
         """Stop the answer, else leave; an editor that has the terminal gets the key itself."""
         if self._editor is not None:
@@ -243,7 +243,7 @@ class PlainChat:
     # ---- commands that the screen has in another way ---------------------------------------------
 
     async def _help(self, argument: str) -> None:
-        actions = [action for action in COMMANDS.values() if action.run or action.id in self._own]
+        actions = [action for action in COMMANDS.values() if action.id not in REFUSED]
         self._say(f"{action.line}: {action.doc}" for action in actions)
         self._say(f"{mode.name} mode: {mode.title}" for mode in choosable().values())
 
@@ -289,44 +289,40 @@ class PlainChat:
             raise UsageError("stdin is not a terminal.", hint="Send the question as a line.")
         if self.chat.state.phase.busy:
             raise UsageError("An answer is in progress.", hint="Wait for it to end, or /stop it.")
+
+        def begun(editor: external_editor.Editor) -> None:
+            self._editor = editor
+
         try:
-            text = await asyncio.to_thread(external_editor.edit, "", self._began_editing)
+            text = await asyncio.to_thread(external_editor.edit, "", begun)
         finally:
             self._editor = None
         if text.strip() and not self._left.is_set():
             self._lines.text(f"{YOU}{text}\n")
             await self._take(text)
 
-    def _began_editing(self, editor: external_editor.Editor) -> None:
-        self._editor = editor
-
     async def _stop(self, argument: str) -> None:
         self.chat.stop()
         self.chat.branches.stop_editing()
-
-    async def _quit(self, argument: str) -> None:
-        self._left.set()
 
     def _say(self, lines: Iterable[str]) -> None:
         self._lines.line("\n".join(lines))
 
 
-def _with_piped(line: str, piped: str, is_pasted: bool) -> tuple[Part, ...]:
-    """A question in parts; what was piped in or pasted is literal."""
-    asked = Part(line, is_typed=not is_pasted)
-    return (Part(f"{piped}\n\n", is_typed=False), asked) if piped else (asked,)
-
-
 def figure_lines(s: Snapshot, details: Details, moments: Sequence[Moment], link_bytes_per_s: float | None) -> list[str]:
     """All figures of the panels, a line for each row, then the details by layer, by time and of the GPU."""
     shown = blocks(s, link_bytes_per_s)
+    times = [
+        (label(place).replace("–", " to "), count(details.recall[place].steps, "token"))
+        for place in occupied(details.recall)
+    ]
     title, rows = shown["mode"]
     shown["mode"] = (title if s.server else f"{title} mode", [*rows, *extra_rows(s.extras)])
     return [
         *(line for title, rows in shown.values() for line in _block(title, rows)),
         *_block(f"{READ_BY_HEAD}, of {count(details.total)}", _by_layer(details.read)),
         *_block(f"{HELD_BY_HEAD}, of {count(details.total)}", _by_layer(details.held)),
-        *_block(FETCH_TIMES, _times(details)),
+        *_block(FETCH_TIMES, times),
         *_block("GPU in the last minutes", _course(moments, details)),
     ]
 
@@ -343,13 +339,6 @@ def _by_layer(counts: Sequence[Sequence[int]]) -> Rows:
         (f"layer {layer}", f"{count(heads[0])} in each head" if len(set(heads)) == 1 else ", ".join(map(count, heads)))
         for layer, heads in enumerate(counts)
         if heads
-    ]
-
-
-def _times(details: Details) -> Rows:
-    return [
-        (label(place).replace("–", " to "), count(details.recall[place].steps, "token"))
-        for place in occupied(details.recall)
     ]
 
 

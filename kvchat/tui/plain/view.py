@@ -104,12 +104,14 @@ class PlainAnswer:
     def _print(self) -> None:
         """Print what has come since, and once how long the thought before it is."""
         thought, said = unfolded(self.text, self._folds, self.thought, self._ending)
-        if thought and said:
-            self._tell(thought)
+        if thought and (said or self._ending is not None) and not self._is_thought_told:
+            self._is_thought_told = True
+            self._lines.line(f"[{described(thought)}]")
         if said and not self._printed:
             self._lines.text(MODEL)
-        while self._notes and (end := _sentence_end(said, self._notes[0][0])) is not None:
-            self._print_up_to(said, end)
+        # Behind the sentence that is being said there.
+        while self._notes and (found := _SENTENCE_END.search(said, max(self._notes[0][0] - 1, 0))):
+            self._print_up_to(said, found.end())
             self._lines.line(self._notes.pop(0)[1])
         self._print_up_to(said, len(said))
 
@@ -118,17 +120,10 @@ class PlainAnswer:
             self._lines.text(said[self._printed : end])
             self._printed = end
 
-    def _tell(self, thought: str) -> None:
-        if not self._is_thought_told:
-            self._is_thought_told = True
-            self._lines.line(f"[{described(thought)}]")
-
     async def finish(self, message: Message, footer: str) -> None:
         """Print the line under the answer."""
         self._ending = message.ending
         self._print()
-        if thought := unfolded(self.text, self._folds, self.thought, self._ending)[0]:
-            self._tell(thought)
         if not self.text:
             self._lines.text(f"{MODEL}{message.text}")
         for _, line in self._notes:
@@ -139,12 +134,6 @@ class PlainAnswer:
     async def remove(self) -> None:
         """Printed lines stay."""
         self.is_over = True
-
-
-def _sentence_end(said: str, place: int) -> int | None:
-    """Where the sentence that is being said at ``place`` ends; None where it goes on."""
-    found = _SENTENCE_END.search(said, max(place - 1, 0))
-    return found.end() if found else None
 
 
 def unfolded(text: str, folds: bool, end: str, ending: str | None = None) -> tuple[str, str]:
@@ -179,17 +168,6 @@ class PlainSwitch:
 
     def close(self, now: float) -> None:
         """Nothing is added to a line that is printed."""
-
-
-def comparison_lines(shown: RunningComparison) -> list[str]:
-    """Lines with each mode's answer and its figures, and the verdict."""
-    if shown.result is None:
-        return [shown.error]
-    if shown.fact is not None:
-        return [*(_spoken(HEADINGS, row) for row in needle_rows(shown)), verdict(shown)]
-    figures = [_spoken(COLUMNS, row) for row in comparison.rows(shown.result)]
-    answers = [f"{label(v)}: {run.text}" for v, run in zip(shown.variants, shown.result.runs, strict=False)]
-    return [*figures, *comparison.verdicts(shown.result), *answers]
 
 
 def _spoken(headings: Sequence[str], row: Sequence[str]) -> str:
@@ -247,7 +225,6 @@ class PlainView:
         return PlainQuestion(text)
 
     async def add_command(self, line: str) -> PlainQuestion:
-        """Nothing is printed: the terminal shows what was typed."""
         return PlainQuestion(line)
 
     async def add_answer(self) -> PlainAnswer:
@@ -314,9 +291,17 @@ class PlainView:
         """Only the ribbon asks for it."""
 
     def show_comparison(self, shown: RunningComparison) -> None:
-        """Print a comparison when it is over."""
+        """Print a comparison when it is over: each mode's figures, the verdict and the answers."""
+        if (result := shown.result) is not None and shown.fact is not None:
+            said = [*(_spoken(HEADINGS, row) for row in needle_rows(shown)), verdict(shown)]
+        elif result is not None:
+            figures = [_spoken(COLUMNS, row) for row in comparison.rows(result)]
+            answers = [f"{label(v)}: {run.text}" for v, run in zip(shown.variants, result.runs, strict=False)]
+            said = [*figures, *comparison.verdicts(result), *answers]
+        else:
+            said = [shown.error]
         if shown.is_over:
-            self._lines.line("\n".join(comparison_lines(shown)))
+            self._lines.line("\n".join(said))
 
     def show_queue(self, waiting: int, is_held: bool) -> None:
         """Say how questions that were held back are sent."""

@@ -118,7 +118,8 @@ class ChatScreen(Screen[None]):
         text, prompt = message.text, self.query_one(Prompt)
         if message.is_command:
             if await self.run_command(text.strip()):
-                self._remember(message)
+                with self._unwritten_history_as_toast():
+                    prompt.remember(message)
             else:
                 prompt.give_back(message)
             return
@@ -127,13 +128,17 @@ class ChatScreen(Screen[None]):
                 await self._do_example(asked)
             elif text.strip():
                 await self.controller.ask(arguments.compose(message.parts, self.controller.state))
+            elif self.controller.answers.queue.is_held:
+                await self.controller.release_queue()
             else:
-                await self._send_nothing()
+                self.controller.replay.refuse_question()
+                self.toast("There is nothing to send yet: type a question first.", severity="warning")
         except KvchatError as refused:
             prompt.give_back(message)
             self.toast(str(refused), severity="warning")
         else:
-            self._remember(message)
+            with self._unwritten_history_as_toast():
+                prompt.remember(message)
 
     def _example(self, typed: str) -> str | None:
         """The question or command that stands on the first screen for what was typed; None elsewhere."""
@@ -146,17 +151,6 @@ class ChatScreen(Screen[None]):
             await self.run_command(asked)
         else:
             await self.controller.ask(asked)
-
-    async def _send_nothing(self) -> None:
-        if self.controller.answers.queue.is_held:
-            await self.controller.release_queue()
-        else:
-            self.controller.replay.refuse_question()
-            self.toast("There is nothing to send yet: type a question first.", severity="warning")
-
-    def _remember(self, sent: Prompt.Sent) -> None:
-        with self._unwritten_history_as_toast():
-            self.query_one(Prompt).remember(sent)
 
     async def on_prompt_took_back(self) -> None:
         """Give the question queued last back; another text may have been begun meanwhile."""
@@ -381,7 +375,11 @@ class ChatScreen(Screen[None]):
 
     def show_snapshot(self, snapshot: Snapshot | None, answering: bool = False) -> None:
         if snapshot is None:
-            self._clear_figures()
+            self.query_one(Ribbon).clear()
+            self.query_one(StatusBar).clear()
+            self.query_one(KvColumn).clear()
+            self.query_one(Gutter).show(None)
+            self._show_details()
             return
         self.query_one(Gutter).show(self.controller.state.marks(snapshot))
         self._show_switches()
@@ -429,8 +427,7 @@ class ChatScreen(Screen[None]):
         run_worker(self, partial(self._transcript.add, widget), group="messages")
 
     async def _copy_to_system(self, text: str) -> None:
-        refusal = await terminal.copy_to_system(text)
-        if refusal:
+        if refusal := await terminal.copy_to_system(text):
             self.toast(terminal.describe(text, refusal), title="Clipboard", severity="warning", timeout=10)
         else:
             self.toast(terminal.describe(text, refusal), title="Copied")
@@ -443,13 +440,6 @@ class ChatScreen(Screen[None]):
         self.query_one(DetailColumn).show(self.controller.state)
         if isinstance(self.app.screen, DetailsScreen):
             self.app.screen.show()
-
-    def _clear_figures(self) -> None:
-        self.query_one(Ribbon).clear()
-        self.query_one(Gutter).show(None)
-        self.query_one(StatusBar).clear()
-        self.query_one(KvColumn).clear()
-        self._show_details()
 
     @contextmanager
     def _unwritten_history_as_toast(self) -> Iterator[None]:

@@ -83,12 +83,14 @@ class CompareScreen(Dialog):
         self.query_one("#question", Static).update(visible(shown.question.strip()))
         answers = self.query("#answers Static").results(Static)
         said = (shown.progress[i].text if i in shown.progress else "" for i in range(len(shown.variants)))
-        texts = result_texts(shown.result) if shown.result else map(Content, map(visible, said))
+        if shown.result:  # a variant that did not come to answer has none
+            alike = first_difference(shown.result.runs)
+            texts = [answer_text(run, alike) for run in shown.result.runs]
+            texts += [Content("")] * (len(shown.variants) - len(texts))
+        else:
+            texts = [Content(visible(text)) for text in said]
         for static, text in zip(answers, texts, strict=True):
             static.update(text)
-        self._show_figures(shown)
-
-    def _show_figures(self, shown: RunningComparison) -> None:
         verdict = self.query_one("#verdict", Static)
         if shown.result is None:
             verdict.update(visible(shown.error or shown.stage))
@@ -117,13 +119,6 @@ class CompareScreen(Dialog):
                 comparison.write(self.shown.result, Path(f"{name}{ending}"))
             endings = " and ".join(comparison.FORMATS)
             self.app.notify(f"{Path(name).absolute()}: {endings}", title="Written", timeout=10)
-
-
-def result_texts(result: Comparison) -> list[Content]:
-    """The answers; a variant that did not come to answer has none."""
-    alike = first_difference(result.runs)
-    shown = [answer_text(run, alike) for run in result.runs]
-    return shown + [Content("")] * (len(result.variants) - len(shown))
 
 
 def answer_text(run: Run, alike: int | None) -> Content:

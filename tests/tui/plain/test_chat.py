@@ -148,7 +148,7 @@ async def test_every_command_is_listed_or_refused_in_words(config):
     assert re.search(r"^/mode NAME key=value\.\.\.: ", session.said, re.MULTILINE)
     assert re.search(r"sampling\.temperature = auto.*0\.7", session.said)
     listed = set(re.findall(r"^/(\w+)", session.said, re.MULTILINE))
-    own = session.plain._own
+    own = (*session.plain._own, "quit")
     assert listed == {name for name, action in COMMANDS.items() if action.run or action.id in own}
     assert {action.id for name, action in COMMANDS.items() if name not in listed} == set(REFUSED)
 
