@@ -146,14 +146,14 @@ class Found:
     problems: tuple[str, ...]
 
     @property
-    def active(self) -> tuple[ProfileFile, ...]:
+    def active(self) -> list[ProfileFile]:
         """Those that match this device, weakest first."""
-        return tuple(file for file in self.files if file.matches)
+        return [file for file in self.files if file.matches]
 
     @property
-    def sources(self) -> tuple[SettingsSource, ...]:
+    def sources(self) -> list[SettingsSource]:
         """The settings, weakest first."""
-        return tuple(file.settings for file in self.active)
+        return [file.settings for file in self.active]
 
     @property
     def measured(self) -> Measured:

@@ -29,6 +29,7 @@ Key = tuple[str, ...]
 S = TypeVar("S", bound=BaseModel)
 KEYS = "keys"  # the section whose names are ids of actions, with dots in them
 DEVICE: Key = ("model", "device")
+SECTIONS = tuple(f"KVCHAT_{section.upper()}_" for section in Settings.model_fields)  # of the settings' variables
 RESERVED = {"KVCHAT_CONFIG", "KVCHAT_DATA_DIR", "KVCHAT_API_KEY"}
 
 
@@ -127,7 +128,7 @@ def environment_source(environ: Mapping[str, str]) -> SettingsSource:
         UsageError: a variable that begins like a setting but is none.
     """
     names = _variables()
-    given = {name: value for name, value in environ.items() if value and name.startswith(_sections())}
+    given = {name: value for name, value in environ.items() if value and name.startswith(SECTIONS)}
     for name in given.keys() - names.keys() - RESERVED:
         raise UsageError(f"{name}: there is no such setting.{_near(name, names)}", hint="See kvchat config show.")
     return SettingsSource({names[name]: value for name, value in given.items()}, {names[name]: name for name in given})
@@ -140,18 +141,13 @@ def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
     return [
         f"{name} has no effect: kvchat has no such variable.{_near(name, (*names, *RESERVED))}"
         for name in unknown
-        if not name.startswith(_sections())
+        if not name.startswith(SECTIONS)
     ]
 
 
 def _variables() -> dict[str, Key]:
     """Every setting by the name of its variable."""
     return {"_".join(("KVCHAT", *key)).upper(): key for key, _ in leaves()}
-
-
-def _sections() -> tuple[str, ...]:
-    """The beginnings of the names of the settings' variables."""
-    return tuple(f"KVCHAT_{section.upper()}_" for section in Settings.model_fields)
 
 
 def flag_source(flags: Mapping[str, tuple[Iterable[Key], Any]]) -> SettingsSource:

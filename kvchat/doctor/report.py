@@ -20,13 +20,18 @@ def doctor(as_json: bool) -> int:
     for check in checks():
         found.append(check)
         if not as_json:
-            sys.stdout.write(_line(check))
+            advice = f"\n{'':<25}→ {check.advice}" if check.advice else ""
+            line = f"{GLYPHS[check.state]} {check.state:<8} {check.name:<13} {check.found}{advice}\n"
+            sys.stdout.write(visible(line))
             sys.stdout.flush()
     usable = all(check.state != "problem" for check in found)
     if as_json:
         sys.stdout.write(json.dumps({"usable": usable, "checks": [dataclasses.asdict(c) for c in found]}) + "\n")
     else:
-        sys.stdout.write(_verdict(found))
+        count = {state: sum(check.state == state for check in found) for state in GLYPHS}
+        more = f"; warnings: {count['warning']}" if count["warning"] else ""
+        problems = f"kvchat cannot run. Problems to fix: {count['problem']}."
+        sys.stdout.write(f"\n{f'kvchat can run{more}.' if usable else problems}\n")
     return 0 if usable else 1
 
 
@@ -40,16 +45,3 @@ def checks() -> Iterator[Check]:
     yield settings
     yield from installation.checks(device)
     yield from servers.checks()
-
-
-def _line(check: Check) -> str:
-    advice = f"\n{'':<25}→ {check.advice}" if check.advice else ""
-    return visible(f"{GLYPHS[check.state]} {check.state:<8} {check.name:<13} {check.found}{advice}\n")
-
-
-def _verdict(found: list[Check]) -> str:
-    count = {state: sum(check.state == state for check in found) for state in GLYPHS}
-    if count["problem"]:
-        return f"\nkvchat cannot run. Problems to fix: {count['problem']}.\n"
-    more = f"; warnings: {count['warning']}" if count["warning"] else ""
-    return f"\nkvchat can run{more}.\n"

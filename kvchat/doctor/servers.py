@@ -44,8 +44,4 @@ def commands(gpus: Sequence[GpuInfo], free: int) -> dict[str, str]:
     ratio = free / 2 / (sum(gpu.memory or 0 for gpu in gpus) or free)
     sglang = f"python -m sglang.launch_server --model-path MODEL{split}{' --kv-cache-dtype fp8_e5m2' if is_fp8 else ''}"
     sglang += f" --enable-hierarchical-cache --hicache-ratio {min(ratio, 2):.1f}" if ratio >= LEAST_RATIO else ""
-    return {
-        "llama-server": llama,
-        "vLLM": vllm,
-        "SGLang": f"{sglang} --enable-metrics --enable-cache-report",
-    }
+    return {"llama-server": llama, "vLLM": vllm, "SGLang": f"{sglang} --enable-metrics --enable-cache-report"}

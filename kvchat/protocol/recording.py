@@ -12,7 +12,7 @@ import gzip
 import json
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,7 +47,12 @@ class Recorder:
             if path.exists():
                 raise UsageError(f"{path} exists.", hint="Record to another file.")
             self._file = files.open_log(path)
-            self._begin({"format": FORMAT, "version": VERSION, "kvchat": version})
+            try:
+                self._write({"format": FORMAT, "version": VERSION, "kvchat": version})
+            except OSError:
+                self.close()
+                path.unlink()
+                raise
         except (OSError, ValueError) as error:
             raise files.unwritable(path, error, "Record to another file.") from None
 
@@ -69,17 +74,8 @@ class Recorder:
                 self._end("it has reached the maximum length")
 
     def close(self) -> None:
-        """End the recording."""
         self._ended = True
         self._file.close()
-
-    def _begin(self, header: dict[str, object]) -> None:
-        try:
-            self._write(header)
-        except OSError:
-            self.close()
-            self.path.unlink()
-            raise
 
     def _write(self, value: Any) -> None:
         line = json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n"
@@ -100,25 +96,6 @@ def read(path: Path) -> list[Entry]:
     lines = _unpacked(path).split(b"\n")
     if lines.pop():
         raise _refusal(path, len(lines) + 1, "it is truncated")
-    _check_header(path, lines)
-    return list(_entries(path, lines))
-
-
-def _entries(path: Path, lines: list[bytes]) -> Iterator[Entry]:
-    before = 0.0
-    for number, line in enumerate(lines[1:], 2):
-        try:
-            seconds, message = json.loads(line)
-            event = wire.decode_event(json.dumps(message).encode())
-        except (ValueError, TypeError, RecursionError) as error:
-            raise _refusal(path, number, str(error)[:200]) from None
-        if not isinstance(seconds, int | float) or not before <= seconds <= LAST_S:
-            raise _refusal(path, number, f"{seconds!r:.40} is not a time after {before}")
-        before = float(seconds)
-        yield Entry(before, event)
-
-
-def _check_header(path: Path, lines: list[bytes]) -> None:
     try:
         header = json.loads(lines[0])
         if header["format"] != FORMAT:
@@ -132,6 +109,18 @@ def _check_header(path: Path, lines: list[bytes]) -> None:
             f"This kvchat plays version {VERSION}.",
             "Play it with the version of kvchat that recorded it, or a later one.",
         )
+    entries, before = list[Entry](), 0.0
+    for number, line in enumerate(lines[1:], 2):
+        try:
+            seconds, message = json.loads(line)
+            event = wire.decode_event(json.dumps(message).encode())
+        except (ValueError, TypeError, RecursionError) as error:
+            raise _refusal(path, number, str(error)[:200]) from None
+        if not isinstance(seconds, int | float) or not before <= seconds <= LAST_S:
+            raise _refusal(path, number, f"{seconds!r:.40} is not a time after {before}")
+        before = float(seconds)
+        entries.append(Entry(before, event))
+    return entries
 
 
 def _unpacked(path: Path) -> bytes:

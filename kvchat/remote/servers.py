@@ -11,7 +11,6 @@ import re
 import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -107,10 +106,8 @@ class Server:
         if found is None and wanted and self.kind == TRANSFORMERS:
             return Served(wanted)  # it loads whatever it is asked for
         if found is None:
-            known = [one.id for one in self.models]
-            title = (
-                f'{self.address.place} has no model "{wanted}".' if wanted else f"{self.address.place} has no model."
-            )
+            known, named = [one.id for one in self.models], f' "{wanted}"' if wanted else ""
+            title = f"{self.address.place} has no model{named}."
             raise ModelError(title, did_you_mean(wanted, known) if known else "", "Load one there first.")
         return found
 
@@ -146,7 +143,19 @@ def key_of(address: Address, environ: Mapping[str, str] = os.environ) -> str:
         UsageError: others may read the file, it is no list of keys, or the key cannot be sent; none repeats a key.
     """
     file = paths.server_keys_file()
-    key = _keys_in(file).get(address.root, environ.get(KEY, ""))
+    try:
+        mode, text = stat.S_IMODE(file.stat().st_mode), files.decoded(files.read(file), file.name)
+    except (FileNotFoundError, NotADirectoryError):
+        mode, text = 0, ""
+    except OSError as error:
+        raise files.unreadable(str(file), error) from None
+    if mode & 0o077:
+        raise UsageError(f"{file} can be read by others.", f"Its mode is {mode:04o}.", f"Run: chmod 600 {file}")
+    try:
+        keys = {parse(name).root: key for name, key in tomli.loads(text).items()}
+    except tomli.TOMLDecodeError as error:
+        raise UsageError(f"{file} is not a list of keys.", f"Line {error.lineno}: {error.msg}.", EXAMPLE) from None
+    key = keys.get(address.root, environ.get(KEY, ""))
     if not isinstance(key, str):
         raise UsageError(f"The key of {address.root} in {file} is not text.", hint=EXAMPLE)
     key = key.strip()  # the end of the line that it was copied with
@@ -157,21 +166,6 @@ def key_of(address: Address, environ: Mapping[str, str] = os.environ) -> str:
             f"Copy it again, into {KEY} or {file}.",
         )
     return key
-
-
-def _keys_in(file: Path) -> dict[str, Any]:
-    try:
-        mode, text = stat.S_IMODE(file.stat().st_mode), files.decoded(files.read(file), file.name)
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    except OSError as error:
-        raise files.unreadable(str(file), error) from None
-    if mode & 0o077:
-        raise UsageError(f"{file} can be read by others.", f"Its mode is {mode:04o}.", f"Run: chmod 600 {file}")
-    try:
-        return {parse(name).root: key for name, key in tomli.loads(text).items()}
-    except tomli.TOMLDecodeError as error:
-        raise UsageError(f"{file} is not a list of keys.", f"Line {error.lineno}: {error.msg}.", EXAMPLE) from None
 
 
 OF_PROGRAMS = {"strftime_now", "raise_exception", "tools"}  # what those that render templates give to each
@@ -226,8 +220,7 @@ async def find(addresses: Iterable[str]) -> list[Found]:
 
 async def find_usual(others: Iterable[str]) -> list[Found]:
     """The servers where they usually listen on this machine, but for ``others``; the key for all is not sent there."""
-    unnamed = [text for text in USUAL if text not in others]
-    found = await asyncio.gather(*(_look(text, is_named=False) for text in unnamed))
+    found = await asyncio.gather(*(_look(text, is_named=False) for text in USUAL if text not in others))
     return [one for one in found if isinstance(one, Server) or not isinstance(one[1], EngineError)]
 
 
@@ -331,14 +324,10 @@ def variables(template: Any) -> tuple[str, ...]:
 
 def _of_ollama(listed: list[dict[str, Any]], running: Mapping[str, Any]) -> tuple[Served, ...]:
     loaded = _by_id(running.get("models"), "name")
+    facts = [(one["id"], loaded.get(one["id"], {})) for one in listed]
     return tuple(
-        Served(
-            id,
-            whole(loaded.get(id, {}).get("context_length")),
-            nbytes=whole(loaded.get(id, {}).get("size")),
-            is_loaded=id in loaded,
-        )
-        for id in (one["id"] for one in listed)
+        Served(id, whole(fact.get("context_length")), nbytes=whole(fact.get("size")), is_loaded=id in loaded)
+        for id, fact in facts
     )
 
 

@@ -224,11 +224,11 @@ class Service:
     async def _tokenized(self, request: Request, command: Tokenize) -> Tokenized:
         async with self._submitted(request, command, can_wait=True) as job:
             ended = await job.events.get()
-        if isinstance(ended, Ended) and isinstance(ended.last, Tokenized):
-            return ended.last
         assert isinstance(ended, Ended)
-        assert ended.refusal
-        raise ended.refusal
+        if ended.refusal:
+            raise ended.refusal
+        assert isinstance(ended.last, Tokenized)
+        return ended.last
 
     async def _answer(self, request: Request, asked: Asked, is_chat: bool) -> Response:
         loaded = self._loaded()

@@ -117,7 +117,11 @@ def _blocks(text: str) -> Iterator[_Block]:
         if not goes_on:
             if block.text:
                 yield block
-            block = _Block("", _around(word, is_table), _begins_at(line, was_blank))
+            around = WIDGETS_OF_TABLE if is_table else WIDGETS_OF_FENCE if word.startswith(("```", "~~~")) else 0
+            begins_at: float = ENOUGH_FOR_GAP if was_blank and _WITH_GAP.match(line) else inf
+            if (_AFTER_BLANK if was_blank else _ANYWHERE).match(line):
+                begins_at = ENOUGH_OF_PART
+            block = _Block("", around, begins_at)
         block.text += line
         block.widgets += _widgets(line, word, bool(fence), is_table)
         if fence and word.startswith(fence) and not word.strip(fence[0]):
@@ -128,20 +132,6 @@ def _blocks(text: str) -> Iterator[_Block]:
         was_blank = not word
     if block.text:
         yield block
-
-
-def _begins_at(line: str, was_blank: bool) -> float:
-    """Number of widgets a part has before another one begins with this line."""
-    if (_AFTER_BLANK if was_blank else _ANYWHERE).match(line):
-        return ENOUGH_OF_PART
-    return ENOUGH_FOR_GAP if was_blank and _WITH_GAP.match(line) else inf
-
-
-def _around(word: str, is_table: bool) -> int:
-    """Number of widgets around the lines of a block, by the first ``word`` in it."""
-    if is_table:
-        return WIDGETS_OF_TABLE
-    return WIDGETS_OF_FENCE if word.startswith(("```", "~~~")) else 0
 
 
 def _widgets(line: str, word: str, is_code: bool, is_table: bool) -> float:

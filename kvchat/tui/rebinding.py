@@ -49,29 +49,25 @@ def check_keys(rebound: Mapping[str, str]) -> None:
                     f"The keys of {id} are built in.", hint="kvchat keys --json says which can be changed."
                 )
             raise UsageError(f'There is no action "{id}".', did_you_mean(id, bindable))
-        _check_names(bindable[id], keys_of(bindable[id], rebound))
+        keys = keys_of(bindable[id], rebound)
+        given = f'The key "{",".join(keys)}" of {id} is not valid.'
+        if not keys or not all(map(is_key, keys)):
+            raise UsageError(given, hint="Keys are written as in f9, ctrl+n or shift+f6.")
+        if bindable[id].scope not in LETTERS and any(len(key) == 1 or key == "space" for key in keys):
+            raise UsageError(given, "That key types text.", "Use a function key, or one with ctrl or alt.")
     owners: dict[str, list[Action]] = {}
     for action in bindable.values():
         for key in dict.fromkeys(keys_of(action, rebound)):
             others = owners.setdefault(key, [])
-            if (other := next((one for one in others if _act_together(one, action)), None)) is not None:
+            # Only one widget has the focus and only one screen is on top: a key of others reaches one alone.
+            together = (
+                one for one in others if one.scope in scopes_at(action.scope) or action.scope in scopes_at(one.scope)
+            )
+            if (other := next(together, None)) is not None:
                 raise UsageError(
                     f'The key "{key}" would do two things: {other.id} and {action.id}.', hint="Use another key for one."
                 )
             others.append(action)
-
-
-def _act_together(one: Action, other: Action) -> bool:
-    """True if a key would reach both: only one widget has the focus, only one screen is on top."""
-    return one.scope in scopes_at(other.scope) or other.scope in scopes_at(one.scope)
-
-
-def _check_names(action: Action, keys: list[str]) -> None:
-    given = f'The key "{",".join(keys)}" of {action.id} is not valid.'
-    if not keys or not all(map(is_key, keys)):
-        raise UsageError(given, hint="Keys are written as in f9, ctrl+n or shift+f6.")
-    if action.scope not in LETTERS and any(len(key) == 1 or key == "space" for key in keys):
-        raise UsageError(given, "That key types text.", "Use a function key, or one with ctrl or alt.")
 
 
 def describe_key(key: str) -> str:

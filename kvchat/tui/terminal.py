@@ -22,7 +22,6 @@ from contextlib import suppress
 from importlib.util import find_spec
 
 from rich.segment import Segment
-from rich.style import Style
 from textual.color import Color
 from textual.driver import Driver
 from textual.filter import LineFilter, dim_style
@@ -66,23 +65,13 @@ class ReadableDim(LineFilter):
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
         """Return the segments with dim styles as colors."""
-        return [
-            Segment(text, dim_style(style, background, self._factor) if style and _is_dim(style) else style, control)
-            for text, style, control in segments
-        ]
-
-
-def _end() -> None:
-    """End the application: by a signal that it hears, or at once; an engine that hears no more ends by itself."""
-    if signal.getsignal(signal.SIGTERM) == signal.SIG_IGN:
-        os._exit(128 + signal.SIGTERM)
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _is_dim(style: Style) -> bool:
-    if not style.dim or style.color is None or style.bgcolor is None:
-        return False
-    return style.color.triplet is not None and (style.bgcolor.is_default or style.bgcolor.triplet is not None)
+        shown = []
+        for text, style, control in segments:
+            color, behind = (style.color, style.bgcolor) if style and style.dim else (None, None)
+            if style and color and color.triplet and behind and (behind.is_default or behind.triplet):
+                style = dim_style(style, background, self._factor)
+            shown.append(Segment(text, style, control))
+        return shown
 
 
 class InputDecoder:
@@ -109,7 +98,9 @@ class InputDecoder:
         SIGHUP it may not have heard, which nohup and some terminals have ignored.
         """
         if not (data or final) and has_vanished():
-            _end()
+            if signal.getsignal(signal.SIGTERM) == signal.SIG_IGN:
+                os._exit(128 + signal.SIGTERM)  # an engine that hears no more ends by itself
+            os.kill(os.getpid(), signal.SIGTERM)
         text, parts = self._utf8.decode(data, final), []
         if self._is_unmarked_paste(text):
             return PASTE_START + text + PASTE_END
@@ -176,8 +167,17 @@ def has_system(environ: Mapping[str, str] = os.environ) -> bool:
 
 async def copy_to_system(text: str, patience_s: float = PATIENCE_S) -> str:
     """Copy a text to the system's clipboard; why it was refused, "" where it was not."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[str] = loop.create_future()
+
+    def run() -> None:
+        result = _copy(text)
+        with suppress(RuntimeError):  # the application has ended meanwhile
+            loop.call_soon_threadsafe(lambda: None if done.done() else done.set_result(result))
+
+    threading.Thread(target=run, daemon=True).start()  # ends with the application, however long it would take
     try:
-        return await asyncio.wait_for(_beside(lambda: _copy(text)), patience_s)
+        return await asyncio.wait_for(done, patience_s)
     except TimeoutError:
         return "it does not respond"
 
@@ -201,17 +201,3 @@ def _copy(text: str) -> str:
     except Exception as error:  # noqa: BLE001  # pyperclip's own class, or what a program that it starts leads to
         return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
     return ""
-
-
-async def _beside(work: Callable[[], str]) -> str:
-    """The result of ``work`` on a thread that ends with the application, however long it would take."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[str] = loop.create_future()
-
-    def run() -> None:
-        result = work()
-        with suppress(RuntimeError):  # the application has ended meanwhile
-            loop.call_soon_threadsafe(lambda: None if done.done() else done.set_result(result))
-
-    threading.Thread(target=run, daemon=True).start()
-    return await done

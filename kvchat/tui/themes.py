@@ -32,9 +32,9 @@ RIBBON_DEFAULTS = {
     "ribbon-lost": "#565c66",
     "ribbon-tick": "#e06c75",
 }
-_COLORS = {"primary", "secondary", "warning", "error", "success", "accent", "foreground", "background", "surface"} | {
-    "panel",
-    "boost",
+_COLORS = {
+    *("primary", "secondary", "warning", "error", "success", "accent"),
+    *("foreground", "background", "surface", "panel", "boost"),
 }
 
 
@@ -69,17 +69,13 @@ def load(path: Path) -> Theme:
     try:
         fields = {"name": path.stem, **tomli.loads(unmarked(files.read(path).decode()))}
         _check(fields)
-        return _complete(Theme(**fields))
-    except OSError as error:
-        raise _refused(path, error.strerror or str(error)) from None
-    except (ValueError, TypeError, RecursionError) as error:  # TOML and UTF-8 errors are ValueErrors
-        raise _refused(path, str(error)) from None
-
-
-def _complete(theme: Theme) -> Theme:
-    """The theme with readable hints; one of the terminal's colors with what Textual's style sheets need of it."""
-    base = BUILTIN_THEMES["ansi-dark" if theme.dark else "ansi-light"].variables if theme.ansi else HINTS
-    return dataclasses.replace(theme, variables={**base, **theme.variables})
+        theme = Theme(**fields)
+        # Hints that can be read; a theme of the terminal's colors with what Textual's style sheets need of it.
+        base = BUILTIN_THEMES["ansi-dark" if theme.dark else "ansi-light"].variables if theme.ansi else HINTS
+        return dataclasses.replace(theme, variables={**base, **theme.variables})
+    except (OSError, ValueError, TypeError, RecursionError) as error:  # TOML and UTF-8 errors are ValueErrors
+        reason = (getattr(error, "strerror", None) or str(error)).rstrip(".")
+        raise UsageError(f"The theme {path} cannot be used.", f"{reason}.", "Repair it, or remove the file.") from None
 
 
 def _check(fields: dict[str, object]) -> None:
@@ -99,7 +95,3 @@ def _check(fields: dict[str, object]) -> None:
             Color.parse(str(value))
         except ColorParseError:
             raise ValueError(f'{key} = "{value}" is not a color; write it as "#rrggbb"') from None
-
-
-def _refused(path: Path, reason: str) -> UsageError:
-    return UsageError(f"The theme {path} cannot be used.", f"{reason.rstrip('.')}.", "Repair it, or remove the file.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from functools import cache, partial
 from threading import Lock
 from typing import Any
@@ -207,7 +207,10 @@ class AnswerBody(Vertical):
     async def show(self, text: str, is_final: bool) -> None:
         """Show another text, part by part; it is ``is_final`` where no more follows."""
         wanted = parts(text)
-        self._define(definitions(text))
+        if (defined := definitions(text)) != self._definitions:
+            self._definitions = defined
+            self._links.clear()
+            _Parser(self._links).parse(defined)
         for number, part in enumerate(wanted):
             widget = await self._widget(number, part)
             if widget is None:
@@ -218,16 +221,10 @@ class AnswerBody(Vertical):
                 continue
             widget.set_class(number + 1 < len(wanted) and wanted[number + 1].begins_with_item, "in-list")
             if await widget.show(part.text, is_closed, is_final):
-                await pause()
+                await asyncio.sleep(PAUSE_S)  # the screen is laid out, and keys are read
         await self.remove_children(self.children[len(wanted) :])
         last = self.children[-1] if self.children else None
         self.tail = last.tail if isinstance(last, MarkdownPart) else ""
-
-    def _define(self, text: str) -> None:
-        if text != self._definitions:
-            self._definitions = text
-            self._links.clear()
-            _Parser(self._links).parse(text)
 
     async def _widget(self, number: int, part: Part) -> MarkdownPart | PlainText | None:
         """The widget of a part; None where the answer has gone from the screen meanwhile."""
@@ -249,11 +246,6 @@ def prepare() -> None:
     _Parser({}).parse("See https://kvchat.invalid, kvchat.org, mail@kvchat.invalid.")
     for language in WITH_LARGE_TABLES:
         CodeBlock.highlight("x", language)
-
-
-async def pause() -> None:
-    """Let the screen be laid out and keys be read."""
-    await asyncio.sleep(PAUSE_S)
 
 
 class _Parser(MarkdownIt):
@@ -284,35 +276,24 @@ def _keep_indent(state: StateInline, silent: bool) -> bool:
 
 def _keep_spaces(state: StateCore) -> None:
     """Keep runs of spaces, which Textual draws as one: it draws a soft break as a space, and none is left but these."""
-    for token in state.tokens:
-        if token.children and _SPACES.search(token.content):
-            token.children = [part for child in token.children for part in _spaced(child)]
-
-
-def _spaced(token: Token) -> Iterator[Token]:
-    """The words of a text and the spaces between them; another token as it is."""
-    if token.type != "text":
-        yield token
-        return
-    for number, part in enumerate(_SPACES.split(token.content)):
-        if number % 2:
-            yield from (Token("softbreak", "br", 0) for _ in part.expandtabs(TAB)[:WIDEST])
-        elif part:
-            yield token.copy(content=part)
+    _replace(state, _SPACES, lambda spaces: [Token("softbreak", "br", 0) for _ in spaces.expandtabs(TAB)[:WIDEST]])
 
 
 def _set_off_switch_marks(state: StateCore) -> None:
     """Draw the marks of switches as code is drawn, apart from what the model says."""
+    _replace(state, MARKED, lambda mark: [Token("code_inline", "code", 0, content=mark)])
+
+
+def _replace(state: StateCore, pattern: re.Pattern[str], made: Callable[[str], list[Token]]) -> None:
+    """Put what is ``made`` of each match of a pattern in the texts in its place."""
     for token in state.tokens:
-        if token.children and MARKED.search(token.content):
-            token.children = [part for child in token.children for part in _apart(child)]
-
-
-def _apart(token: Token) -> Iterator[Token]:
-    """The parts of a text between and with the marks of switches in it; another token as it is."""
-    end = 0
-    for found in MARKED.finditer(token.content) if token.type == "text" else ():
-        yield Token("text", "", 0, content=token.content[end : found.start()])
-        yield Token("code_inline", "code", 0, content=found[0])
-        end = found.end()
-    yield token.copy(content=token.content[end:]) if end else token
+        if not (token.children and pattern.search(token.content)):
+            continue
+        children = list[Token]()
+        for child in token.children:
+            end = 0
+            for found in pattern.finditer(child.content) if child.type == "text" else ():
+                children += [child.copy(content=child.content[end : found.start()]), *made(found[0])]
+                end = found.end()
+            children.append(child.copy(content=child.content[end:]) if end else child)
+        token.children = [one for one in children if one.type != "text" or one.content]
