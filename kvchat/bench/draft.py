@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from dataclasses import asdict, replace
 from itertools import cycle, islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvchat.bench.frame import Cell, Frame, ModelChoice, Result, Row, experiment, methods
 from kvchat.bench.settings import Draft
@@ -87,7 +87,10 @@ def run(settings: Draft, choice: ModelChoice = ModelChoice(), frame: Frame | Non
     ]
 
     def measure(cell: Cell) -> list[Row]:
-        told = f"Read this:\n\n{_books(cell['context'], model.tokenizer)}"
+        # The books, one after the other and from the first one again.
+        ids = cycle(token for part in passages((), PASSAGE, model.tokenizer) for token in part.ids)
+        books = model.tokenizer.decode(list(islice(ids, cell["context"])), skip_special_tokens=True)
+        told = f"Read this:\n\n{books}"
         read = (Turn("user", told), Turn("assistant", READ)) if cell["context"] else ()
         turns = (*read, Turn("user", TASKS[cell["task"]].format(passage=quoted)))
         sampling = Sampling(temperature=cell["temperature"], seed=1, max_new_tokens=settings.tokens)
@@ -100,12 +103,6 @@ def run(settings: Draft, choice: ModelChoice = ModelChoice(), frame: Frame | Non
         return [_row(draft, its, without) for draft, its in answers.items()]
 
     return frame.measure(head, cells, measure, _line)
-
-
-def _books(tokens: int, tokenizer: Any) -> str:
-    """The first ``tokens`` of the books, one after the other and from the first one again."""
-    ids = cycle(token for part in passages((), PASSAGE, tokenizer) for token in part.ids)
-    return str(tokenizer.decode(list(islice(ids, tokens)), skip_special_tokens=True))
 
 
 def _answer(session: Session, turns: tuple[Turn, ...], sampling: Sampling) -> Answer:

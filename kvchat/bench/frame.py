@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import fmean
@@ -174,8 +174,7 @@ def parsed(variant: str, budget: int | None = None) -> ModeParameters:
         UsageError: an unknown mode or parameter, or a value out of range.
     """
     mode, params = split(variant)
-    budgeted = budget is not None and mode in registered() and issubclass(registered()[mode], BudgetParameters)
-    return parse(mode, {**({"budget": budget} if budgeted else {}), **params})
+    return parse(mode, {"budget": budget, **params} if budget is not None and _has_budget(mode) else params)
 
 
 def split(variant: str) -> tuple[str, Params]:
@@ -200,20 +199,20 @@ def with_budgets(variants: Sequence[str], budgets: Sequence[int]) -> tuple[str, 
     Raises:
         UsageError: an unknown mode or parameter, or a budget out of range.
     """
-    found = [at for variant in variants for at in _at_budgets(variant, budgets)]
+    found = list[str]()
+    for variant in variants:
+        mode, params = split(variant)
+        if budgets and "budget" not in params and _has_budget(mode):
+            found += [f"{variant}{',' if params else ':'}budget={budget}" for budget in budgets]
+        else:
+            found.append(variant)
     for variant in found:
         parsed(variant)
     return tuple(dict.fromkeys(found))
 
 
-def _at_budgets(variant: str, budgets: Sequence[int]) -> Iterator[str]:
-    mode, params = split(variant)
-    budgeted = mode in registered() and issubclass(registered()[mode], BudgetParameters)
-    if not budgeted or not budgets or "budget" in params:
-        yield variant
-        return
-    for budget in budgets:
-        yield f"{variant}{',' if params else ':'}budget={budget}"
+def _has_budget(mode: str) -> bool:
+    return mode in registered() and issubclass(registered()[mode], BudgetParameters)
 
 
 @dataclass(frozen=True)

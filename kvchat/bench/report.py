@@ -209,7 +209,7 @@ def _recall(title: str, rows: list[Row]) -> list[Table]:
     if plain:
         places = list(dict.fromkeys((row["task"], row["tokens"]) for row in plain))
         lines = [
-            (variant({"variant": name}), *(_right_of(plain, variant=name, task=t, tokens=n) for t, n in places))
+            (variant({"variant": name}), *(_right(plain, variant=name, task=t, tokens=n) for t, n in places))
             for name in dict.fromkeys(row["variant"] for row in plain)
         ]
         heads = ("mode", *(f"{task}, {length:,} tokens" for task, length in places))
@@ -254,27 +254,18 @@ def _grid(title: str, rows: list[Row]) -> Table:
     columns = list(dict.fromkeys(row["asked"] for row in rows))
     lines = []
     for name in dict.fromkeys(row["variant"] for row in rows):
-        cells = (_right(rows, variant=name, asked=each) for each in columns)
-        lines.append((variant({"variant": name}), *cells, _right_of(rows, variant=name)))
+        cells = (_right(rows, with_interval=False, variant=name, asked=each) for each in columns)
+        lines.append((variant({"variant": name}), *cells, _right(rows, variant=name)))
     heads = ("mode", *(variant({"variant": str(each)}) for each in columns))
     return Table(title, (*heads, "all (95 %)"), tuple(lines))
 
 
-def _counts(rows: list[Row], place: dict[str, Any]) -> tuple[int, int]:
-    """Right answers at a place, and all."""
+def _right(rows: list[Row], with_interval: bool = True, **place: Any) -> str:
+    """Right answers at a place, of all, and the interval of the share in percent."""
     mine = [row for row in rows if place.items() <= row.items()]
-    return sum(row["right"] for row in mine), sum(row["cases"] for row in mine)
-
-
-def _right(rows: list[Row], **place: Any) -> str:
-    right, cases = _counts(rows, place)
-    return f"{right} of {cases}"
-
-
-def _right_of(rows: list[Row], **place: Any) -> str:
-    """``_right`` with the interval of the share in percent."""
-    found = wilson(*_counts(rows, place))
-    return _right(rows, **place) + ("" if found is None else f" ({100 * found[0]:.0f} – {100 * found[1]:.0f} %)")
+    right, cases = sum(row["right"] for row in mine), sum(row["cases"] for row in mine)
+    found = wilson(right, cases) if with_interval else None
+    return f"{right} of {cases}" + ("" if found is None else f" ({100 * found[0]:.0f} – {100 * found[1]:.0f} %)")
 
 
 @dataclass(frozen=True)

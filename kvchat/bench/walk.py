@@ -139,13 +139,13 @@ class Walk:
     def coverable(self) -> Tensor:
         """``covered``, and what the best pages and tokens would cover, as many as were read: ``[3, layers, H]``."""
         with torch.inference_mode():
-            return torch.stack([self._coverable(layer) for layer in range(self.model.layers)], 1)
-
-    def _coverable(self, layer: int) -> Tensor:
-        shares, mask = inspect.of_tokens(self._state, layer), self.attended(layer)
-        read = mask.sum(-1)
-        pages = inspect.of_best_pages(shares, read, self._state.geometry.page)
-        return torch.stack(((shares * mask).sum(-1), pages, inspect.of_best_tokens(shares, read)))
+            found = []
+            for layer in range(self.model.layers):
+                shares, mask = inspect.of_tokens(self._state, layer), self.attended(layer)
+                read = mask.sum(-1)
+                pages = inspect.of_best_pages(shares, read, self._state.geometry.page)
+                found.append(torch.stack(((shares * mask).sum(-1), pages, inspect.of_best_tokens(shares, read))))
+            return torch.stack(found, 1)
 
 
 def tokens_read(session: Session) -> float:

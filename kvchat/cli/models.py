@@ -86,17 +86,13 @@ def list_models(
     if as_json:
         echo(json.dumps([asdict(row) for row in rows], indent=2))
         return
-    echo("\n".join(_lines(rows)))
+    width = max(len(row.name) for row in rows)
+    for row in rows:
+        echo(f"{row.name:<{width}}  {row.kind:<7}  {row.problem or _facts(row)}")
     where = "of this machine's memory" if there.device == "cpu" else "on the GPU"
     note(f"{size(there.free)} {where} are free. `kvchat plan MODEL` computes exactly what a model needs.")
     if kept:
         note(f"{size(sum(kept.values()))} of packed weights make loading faster. `kvchat models --clear` removes them.")
-
-
-def _lines(rows: list[Row]) -> Iterator[str]:
-    width = max(len(row.name) for row in rows)
-    for row in rows:
-        yield f"{row.name:<{width}}  {row.kind:<7}  {row.problem or _facts(row)}"
 
 
 def _facts(row: Row) -> str:
@@ -164,7 +160,12 @@ def list_modes(as_json: AsList = False) -> None:
         for group, members in modes.grouped().items():
             if group:
                 echo(f"\n{group}: methods from other papers, skipped by F6")
-            echo("\n".join(_describe(_info(parameters)) for parameters in members))
+            for info in map(_info, members):
+                cells = [(p["name"], _default(p["default"]), p["doc"]) for p in info["params"]]
+                widths = [max(len(row[column]) for row in cells) for column in (0, 1)]
+                echo(f"{info['name']:<12} {info['title']}")
+                for name, default, doc in cells:
+                    echo(f"  {name:<{widths[0]}} {default:<{widths[1]}} {doc}")
     for problem in modes.problems():
         note(problem)
 
@@ -179,13 +180,6 @@ def _info(parameters: type[ModeParameters]) -> dict[str, Any]:
         "params": [{"name": name, "default": defaults[name], "doc": fields[name].description or ""} for name in fields],
         "figures": dict(parameters.figures),
     }
-
-
-def _describe(info: dict[str, Any]) -> str:
-    cells = [(p["name"], _default(p["default"]), p["doc"]) for p in info["params"]]
-    name_width, default_width = (max(len(row[column]) for row in cells) for column in (0, 1))
-    rows = [f"  {name:<{name_width}} {default:<{default_width}} {doc}" for name, default, doc in cells]
-    return "\n".join((f"{info['name']:<12} {info['title']}", *rows))
 
 
 def _default(value: Any) -> str:

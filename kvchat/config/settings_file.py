@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,36 +30,29 @@ def save(path: Path, changes: Mapping[Key, Any]) -> None:
     check(file_source(path))
     text = files.read_text(path) if path.exists() else ""
     for key, value in changes.items():
-        text = _without(text, key) if value is None else _with(text, key, _plain(value))
+        text = _with(text, key, list(value) if isinstance(value, tuple) else value)
     files.save(path, text.encode(), "Check its permissions.")
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _with(text: str, key: Key, value: Any) -> str:
     document = tomlkit.parse(text)
     if found := _find(document, key):
         table, name = found
-        table[name] = value
+        if value is None:
+            del table[name]
+        else:
+            table[name] = value
+    if found or value is None:
         return tomlkit.dumps(document)
     wanted = {**flatten(tomli.loads(text)), key: value}
     for inserted in (_in_place_of_comment(text, key, value), _below_header(text, key, value)):
-        if _reads_as(inserted, wanted):
-            return inserted
+        with suppress(tomli.TOMLDecodeError):
+            if flatten(tomli.loads(inserted)) == wanted:
+                return inserted
     table = document
     for name in key[:-1]:
         table = table.setdefault(name, tomlkit.table())
     table[key[-1]] = value
-    return tomlkit.dumps(document)
-
-
-def _without(text: str, key: Key) -> str:
-    document = tomlkit.parse(text)
-    if found := _find(document, key):
-        table, name = found
-        del table[name]
     return tomlkit.dumps(document)
 
 
@@ -98,10 +92,3 @@ def _below_header(text: str, key: Key, value: Any) -> str:
 
 def _assignment(key: Key, value: Any) -> str:
     return tomlkit.dumps({key[-1]: value}).strip()
-
-
-def _reads_as(text: str, wanted: Mapping[Key, Any]) -> bool:
-    try:
-        return flatten(tomli.loads(text)) == wanted
-    except tomli.TOMLDecodeError:
-        return False

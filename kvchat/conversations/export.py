@@ -295,21 +295,18 @@ def keep_as_written(parser: MarkdownIt) -> None:
     parser.inline.ruler.at("escape", keep_backslash)
     parser.inline.ruler.at("emphasis", only_asterisks)
     parser.disable("entity")
-    parser.core.ruler.push("line_breaks", _keep_line_breaks)
-    parser.core.ruler.push("numbers", _keep_numbers)
+    parser.core.ruler.push("breaks_and_numbers", _keep_breaks_and_numbers)
 
 
-def _keep_line_breaks(state: StateCore) -> None:
+def _keep_breaks_and_numbers(state: StateCore) -> None:
+    """Keep line breaks; give the items of a list the numbers that were written as their ``value``, but where they are
+    all the same.
+    """
+    lists: list[list[Token]] = []
     for token in state.tokens:
         for child in token.children or ():
             if child.type == "softbreak":
                 child.type, child.tag = "hardbreak", "br"
-
-
-def _keep_numbers(state: StateCore) -> None:
-    """Give the items of a list the numbers that were written as their ``value``, but where they are all the same."""
-    lists: list[list[Token]] = []
-    for token in state.tokens:
         if token.type in ("ordered_list_open", "bullet_list_open"):
             lists.append([])
         elif token.type == "list_item_open":

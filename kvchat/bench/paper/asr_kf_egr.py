@@ -42,7 +42,8 @@ def _memory(lab: Lab) -> list[Row]:
         "full": {"total tokens": 514, "active at the end": 514, "compression": 0.0, "seconds": 7.55},
         PAPER: {"total tokens": 514, "active at the end": 170, "compression": 0.6693, "seconds": 38.96},
     }
-    asked, tokens = _open_prompt(lab), lab.settings.tokens
+    text = synthetic_text.passage(sentences(0), PROMPT_TOKENS, lab.model.tokenizer)
+    asked, tokens = lab.model.tokenizer.encode(text)[:PROMPT_TOKENS], lab.settings.tokens
     return lab.each(
         ("full", PAPER, OURS), lambda variant: _generated(lab, variant, asked, tokens, published.get(variant))
     )
@@ -63,12 +64,6 @@ def _explanation(lab: Lab) -> list[Row]:
         alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(exact, each["ids"], strict=False))
         each["measured"] |= {"tokens as full's": sum(1 for _ in alike)}
     return rows
-
-
-def _open_prompt(lab: Lab) -> list[int]:
-    text = synthetic_text.passage(sentences(0), PROMPT_TOKENS, lab.model.tokenizer)
-    ids: list[int] = lab.model.tokenizer.encode(text)
-    return ids[:PROMPT_TOKENS]
 
 
 def _generated(
@@ -94,15 +89,16 @@ def _generated(
 def _passkeys(lab: Lab) -> list[Row]:
     asked = itertools.product(("full", PAPER, OURS), (0, lab.settings.inside))
     rows = {f"{variant}, asked after {inside} tokens": (variant, inside) for variant, inside in asked}
-    return lab.each(rows, lambda label: _retrieved(lab, label, *rows[label]))
 
+    def retrieved(label: str) -> Row:
+        variant, inside = rows[label]
+        right = list(_recalled(lab, variant, inside))
+        low, high = wilson(sum(right), len(right)) or (0.0, 1.0)
+        measured = {"retrieved": f"{sum(right)} of {len(right)}", "share": mean(right)}
+        measured |= {"95 %": f"{100 * low:.0f} – {100 * high:.0f}"}
+        return row(label, measured, {"retrieved": "1 of 1"} if variant == PAPER and not inside else {})
 
-def _retrieved(lab: Lab, label: str, variant: str, inside: int) -> Row:
-    right = list(_recalled(lab, variant, inside))
-    low, high = wilson(sum(right), len(right)) or (0.0, 1.0)
-    measured = {"retrieved": f"{sum(right)} of {len(right)}", "share": mean(right)}
-    measured |= {"95 %": f"{100 * low:.0f} – {100 * high:.0f}"}
-    return row(label, measured, {"retrieved": "1 of 1"} if variant == PAPER and not inside else {})
+    return lab.each(rows, retrieved)
 
 
 def _recalled(lab: Lab, variant: str, inside: int) -> Iterator[bool]:

@@ -3,7 +3,6 @@ query retrieves. Also the comparison of all modes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -57,17 +56,11 @@ def _at(settings: Settings, tau: float) -> str:
     return f"speculative:profile=paper,budget={settings.budget},tau={tau:g}"
 
 
-def _generation(lab: Lab) -> Iterator[int]:
-    """Read the text in full and generate after it, a token at a time."""
-    logits = lab.walk.begin(lab.passage(lab.settings.context), FullParameters(), lab.settings.tokens)
-    return lab.generate(logits, lab.settings.tokens, Sampling(temperature=0.7, seed=0))
-
-
 def _similarities(lab: Lab) -> Tensor:
     """C (cosine of adjacent queries) ``[steps, layers, H_q]`` while full mode generates."""
-    generation = _generation(lab)
+    logits = lab.walk.begin(lab.passage(lab.settings.context), FullParameters(), lab.settings.tokens)
     before, found = lab.walk.queries.clone(), []
-    for _ in generation:
+    for _ in lab.generate(logits, lab.settings.tokens, Sampling(temperature=0.7, seed=0)):
         now = lab.walk.queries.clone()
         found.append(torch.cosine_similarity(before, now, dim=-1))
         before = now

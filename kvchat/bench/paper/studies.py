@@ -25,7 +25,6 @@ def run(settings: Paper, choice: ModelChoice, frame: Frame) -> Result:
         UsageError: an unknown paper, part or size; KvchatError: as there.
     """
     study, sizes = chosen(settings.paper, settings.sizes, settings.modes, settings.budgets)
-    study.check(settings.parts)
     return study.run(sizes, choice, frame, settings.parts, settings.texts)
 
 

@@ -96,16 +96,6 @@ class Study:
     parts: Mapping[str, Part]
     variants: Callable[[Any], Sequence[str]]
 
-    def check(self, only: Sequence[str]) -> None:
-        """Check that the parts exist.
-
-        Raises:
-            UsageError
-        """
-        for part in only:
-            if part not in self.parts:
-                raise UsageError(f'{self.name} has no part "{part}".', did_you_mean(part, self.parts))
-
     def run(
         self,
         settings: Any,
@@ -122,10 +112,21 @@ class Study:
             UsageError: an unknown part; DoesNotFitError: a given size exceeds the model's context;
             KvchatError: the model cannot be loaded, or no part can be measured.
         """
-        self.check(only)
+        for part in only:
+            if part not in self.parts:
+                raise UsageError(f'{self.name} has no part "{part}".', did_you_mean(part, self.parts))
         frame, found = frame or Frame(), methods(list(dict.fromkeys(self.variants(settings))))
         model = choice.load(frame.report)
-        _refuse_beyond_context(settings, model)
+        for size in fields(
+            settings
+        ):  # a default that exceeds a small model's context only fails the parts that need it
+            value = getattr(settings, size.name)
+            if size.name in TOKENS and value != size.default and value > model.context:
+                raise DoesNotFitError(
+                    f"{size.name} = {value:,} does not fit the model.",
+                    f"{model.name} reads {model.context:,} tokens.",
+                    f"Use --set {size.name}=N with fewer.",
+                )
         lab = Lab(Walk(model), settings, tuple(texts), frame.report, choice)
         shown = {name: part for name, part in self.parts.items() if not only or name in only}
         head = experiment(
@@ -138,18 +139,6 @@ class Study:
         )
         cells = [{"part": name} for name in shown]
         return frame.measure(head, cells, lambda cell: _timed(self.parts[cell["part"]], lab), _line)
-
-
-def _refuse_beyond_context(settings: Any, model: LoadedModel) -> None:
-    """Refuse a given size; a default that exceeds a small model's context only fails the parts that need it."""
-    for size in fields(settings):
-        value = getattr(settings, size.name)
-        if size.name in TOKENS and value != size.default and value > model.context:
-            raise DoesNotFitError(
-                f"{size.name} = {value:,} does not fit the model.",
-                f"{model.name} reads {model.context:,} tokens.",
-                f"Use --set {size.name}=N with fewer.",
-            )
 
 
 def _timed(part: Part, lab: Lab) -> list[Row]:

@@ -33,7 +33,7 @@ from kvchat.tui.state import UNFINISHED, Footed, Mark
 from kvchat.tui.widgets.answer import Answer, past_message
 from kvchat.tui.widgets.base import PlainText
 from kvchat.tui.widgets.messages import Question
-from kvchat.tui.widgets.ribbon import CLASSES, GLYPHS
+from kvchat.tui.widgets.ribbon import CLASSES, GLYPHS, colors
 
 LIVE_ANSWERS = 30
 LIVE_WIDGETS = 120
@@ -387,14 +387,8 @@ class Gutter(Widget):
     """One column at the left edge of a transcript, which says by ``places`` where its messages are."""
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {f"gutter--{name}" for name in CLASSES.values()}
-    DEFAULT_CSS = """
-    Gutter { width: 1; height: 1fr; dock: left; layer: above; background: $background; }
-    Gutter > .gutter--sink { color: $ribbon-sink; }
-    Gutter > .gutter--window { color: $ribbon-window; }
-    Gutter > .gutter--device { color: $ribbon-device; }
-    Gutter > .gutter--recalled { color: $ribbon-recalled; }
-    Gutter > .gutter--host { color: $ribbon-host; }
-    Gutter > .gutter--lost { color: $ribbon-lost; }
+    DEFAULT_CSS = f"""{colors("Gutter")}
+    Gutter {{ width: 1; height: 1fr; dock: left; layer: above; background: $background; }}
     """
 
     def __init__(
