@@ -183,5 +183,4 @@ def _rounded(shares: Tensor) -> list[list[float]]:
 
 
 def _flat(values: Any) -> list[float]:
-    """The numbers of nested lists."""
     return [values] if isinstance(values, float) else [number for value in values for number in _flat(value)]

@@ -244,7 +244,6 @@ class ModelChoice:
 
     @property
     def asked(self) -> Load:
-        """What a session is told of it."""
         return Load(**{each.name: getattr(self, each.name) for each in fields(ModelChoice)})
 
 

@@ -63,7 +63,6 @@ class Draw:
     tokenizer: Any
 
     def number(self) -> str:
-        """Five digits."""
         return str(self.random_.randrange(10_000, 100_000))
 
     def filler(self, tokens: int) -> list[str]:
@@ -103,7 +102,6 @@ def inside_answer(
 
 
 def _passkey(draw: Draw) -> Case:
-    """One number."""
     number = draw.number()
     return _document(draw, f"The passkey is {number}. Remember it.", "What is the passkey?", number)
 

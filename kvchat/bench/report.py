@@ -56,7 +56,6 @@ class Column:
 
 
 def figure(name: str, digits: int = 0, unit: str = "") -> Callable[[Mapping[str, Any]], str]:
-    """A cell with the number ``name`` of a row."""
     return lambda row: units.figure(row.get(name), unit, digits)
 
 
@@ -66,7 +65,6 @@ def share(name: str, digits: int = 0) -> Callable[[Mapping[str, Any]], str]:
 
 
 def size(name: str) -> Callable[[Mapping[str, Any]], str]:
-    """A cell with the bytes ``name`` of a row."""
     return lambda row: units.size(row.get(name))
 
 
@@ -278,7 +276,6 @@ class Table:
     notes: tuple[str, ...] = ()
 
     def markdown(self) -> str:
-        """A heading, the table and its notes."""
         ruler = ("---", *["---:"] * (len(self.heads) - 1))
         lines = [f"| {' | '.join(_bar(cell) for cell in cells)} |" for cells in (self.heads, ruler, *self.rows)]
         return "\n".join([f"### {visible(self.title)}", "", *lines, *(f"\n{visible(note)}" for note in self.notes)])

@@ -70,9 +70,7 @@ class Variant(Protocol):
         """Decode ``tokens`` after the context; the first ``warm_up`` do not count."""
         ...
 
-    def close(self) -> None:
-        """Release memory."""
-        ...
+    def close(self) -> None: ...
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
@@ -106,7 +104,6 @@ def time_steps(
 
 
 def fingerprint(device: torch.device) -> dict[str, Any]:
-    """Return processor, GPU, threads and versions."""
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),

@@ -217,7 +217,6 @@ NamedDevice = Annotated[str, setting(ModelSettings, "device", complete=complete_
 
 
 def complete_mode(incomplete: str) -> list[Offer]:
-    """The KV modes, and auto."""
     return [(name, mode.title) for name, mode in modes.choosable().items() if name.startswith(incomplete)]
 
 
@@ -239,7 +238,6 @@ def complete_theme(incomplete: str) -> list[Offer]:
 
 
 def complete_preset(incomplete: str) -> list[Offer]:
-    """The person's presets."""
     return one_of(presets.names())(incomplete)
 
 

@@ -468,12 +468,10 @@ def beside(mode: str, step: int = 1) -> str:
 
 
 def having(parameter: str) -> list[str]:
-    """The modes that have a parameter."""
     return [name for name, cls in choosable().items() if parameter in cls.model_fields]
 
 
 def shared_by(mode: str) -> frozenset[str]:
-    """The parameters that ``mode`` shares with the other modes."""
     return SHARED - registered()[mode].own.keys() if mode in registered() else SHARED
 
 

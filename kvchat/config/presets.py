@@ -20,7 +20,6 @@ MODE: Key = ("kv", "mode")
 
 
 def names() -> list[str]:
-    """The presets there are, in order."""
     return sorted(path.stem for path in paths.presets_dir().glob("*.toml"))
 
 

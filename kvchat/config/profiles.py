@@ -152,7 +152,6 @@ class Found:
 
     @property
     def sources(self) -> list[SettingsSource]:
-        """The settings, weakest first."""
         return [file.settings for file in self.active]
 
     @property

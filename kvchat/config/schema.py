@@ -143,7 +143,6 @@ class SamplingSettings(Section):
     """maximum length of an answer in tokens"""
 
     def sampling(self) -> Sampling:
-        """The same values for the engine."""
         return Sampling(**self.model_dump())
 
 
@@ -194,7 +193,6 @@ class KeySettings(Section):
     __pydantic_extra__: dict[str, Annotated[str, Field(min_length=1)]]
 
     def given(self) -> dict[str, str]:
-        """The keys that were set."""
         return dict(self.__pydantic_extra__)
 
 

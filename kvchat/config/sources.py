@@ -320,7 +320,6 @@ def _nest(values: Mapping[Key, Any]) -> dict[str, Any]:
 
 
 def at(settings: BaseModel, key: Key) -> Any:
-    """The value of a key."""
     value: Any = settings
     for name in key:
         value = getattr(value, name)

@@ -36,7 +36,6 @@ _NAMES = {one.name for one in dataclasses.fields(Stats)}
 
 
 def new_id() -> str:
-    """A name for a message or a conversation that no other has."""
     return uuid.uuid4().hex
 
 
@@ -83,7 +82,6 @@ class Message:
 
     @property
     def turn(self) -> Turn:
-        """The message as the engine gets it."""
         return Turn(self.role, self.text, self.pinned, self.created, self.thought)
 
 

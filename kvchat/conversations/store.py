@@ -252,7 +252,6 @@ class ConversationStore:
     # ---- finding one -----------------------------------------------------------------------------
 
     def latest(self) -> Summary | None:
-        """The conversation written to last."""
         return next(iter(self.recent(limit=1)), None)
 
     def recent(self, limit: int = LISTED) -> list[Summary]:

@@ -44,7 +44,6 @@ def settings() -> tuple[Check, str]:
 
 
 def environment() -> Check:
-    """Variables that begin like kvchat's."""
     given = sorted(name for name in os.environ if name.startswith("KVCHAT_"))
     found = ", ".join(given) or "no KVCHAT_ variable is set"
     if unknown := sources.unknown_variables():
@@ -154,7 +153,6 @@ def triton(cuda: bool) -> Check:
 
 
 def numba() -> Check:
-    """The compiler of a CPU's loops."""
     try:
         return Check("numba", "ok", str(import_module("numba").__version__))
     except ImportError as error:
@@ -163,7 +161,6 @@ def numba() -> Check:
 
 
 def bitsandbytes() -> Check:
-    """Weights in 4 or 8 bits."""
     try:
         return Check("bitsandbytes", "ok", str(import_bitsandbytes(import_module).__version__))
     except ImportError:

@@ -61,7 +61,6 @@ def host_memory(proc: Path = available.PROC, cgroups: Path = CGROUPS) -> Check:
 
 
 def container(proc: Path = available.PROC, cgroups: Path = CGROUPS) -> Check:
-    """The memory limit of the container; pinned memory counts against it."""
     limit = available.container_limit(proc, cgroups)
     if limit is None:
         return Check("container", "ok", "no memory limit")
@@ -138,7 +137,6 @@ def gpu_checks(device: str, torch: Any, has_triton: bool) -> Iterator[Check]:
 
 
 def driver(version: str | None, gpus: int, torch: Any) -> Check:
-    """The driver, and whether torch can use it."""
     if version is None:
         seen = f"torch sees {count(torch.cuda.device_count(), 'GPU')}" if sees_gpu(torch) else "kvchat runs on the CPU"
         return Check("driver", "ok", f"no NVIDIA driver found; {seen}")

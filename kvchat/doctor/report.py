@@ -36,7 +36,6 @@ def doctor(as_json: bool) -> int:
 
 
 def checks() -> Iterator[Check]:
-    """All checks, with the device in the settings."""
     settings, device = installation.settings()
     yield from installation.library_checks(device)
     torch = installation.imported("torch")

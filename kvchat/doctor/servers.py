@@ -20,7 +20,6 @@ LEAST_RATIO = 1.1  # SGLang's room in host memory has to be larger than that on 
 
 
 def checks() -> Iterator[Check]:
-    """A command for each program."""
     gpus, free = [reader.info() for reader in nvml.all_gpus()], available.host_free()
     for name, command in commands(gpus, free).items():
         is_here = shutil.which("llama-server") if name == "llama-server" else find_spec(name.lower())

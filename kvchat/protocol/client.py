@@ -73,12 +73,10 @@ class EngineClient:
 
     @property
     def alive(self) -> bool:
-        """True if a child runs and listens."""
         return self._process is not None and self._process.returncode is None
 
     @property
     def pid(self) -> int | None:
-        """The child's process id, None where none runs."""
         return self._process.pid if self._process and self.alive else None
 
     async def start(self) -> None:

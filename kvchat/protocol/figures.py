@@ -87,7 +87,6 @@ class Run:
 
     @property
     def text(self) -> str:
-        """The answer."""
         return "".join(self.pieces)
 
 

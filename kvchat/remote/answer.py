@@ -100,7 +100,6 @@ class Answer:
 
     @property
     def prompt_tokens_per_s(self) -> float | None:
-        """The speed of the prompt, where the server tells it."""
         return _rate(self._timings.get("prompt_per_second"))
 
     def take(self, frame: Any) -> Iterator[Event]:
@@ -168,7 +167,6 @@ class Answer:
         return f"\n{end}\n\n" if was_thinking else ""
 
     def finish(self, is_stopped: bool) -> Iterator[Event]:
-        """The last events."""
         if self._is_thinking and not is_stopped and (end := self._end_of_thought()):
             self._pieces.append(end)
             yield Text(end, 0)

@@ -42,7 +42,6 @@ class Samples:
                 self._samples[sample.name.removesuffix("_total")].append((sample.labels, sample.value))
 
     def of(self, name: str, **labels: str) -> list[float]:
-        """The values of a name with these labels."""
         found = self._samples.get(name.removesuffix("_total"), [])
         return [value for given, value in found if labels.items() <= given.items() and 0 <= value < 2**63]
 
@@ -55,7 +54,6 @@ class Samples:
         return next((mean(values) for name in names if (values := self.of(name))), None)
 
     def labels(self, name: str) -> list[dict[str, str]]:
-        """The labels of each sample of a name."""
         return [labels for labels, _ in self._samples.get(name, [])]
 
 

@@ -369,7 +369,6 @@ def words_of(body: Any) -> str:
 
 
 def unreachable(address: Address, error: Exception) -> EngineError:
-    """Nobody answers."""
     return EngineError(
         f"No server answers at {address.root}.",
         f"{str(error)[:MAX_SAID] or type(error).__name__}.",

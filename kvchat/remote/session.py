@@ -83,7 +83,6 @@ class Loop:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of ``work``, which is waited for."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -280,7 +279,6 @@ class RemoteSession:
 
     @property
     def info(self) -> Loaded:
-        """The model and its server."""
         model, server = self._model, self._server
         others = len(server.models) - 1
         notes = [f"{server.kind} at {self._address.place}. {DECIDES} {server.offers}".rstrip()]
@@ -343,7 +341,6 @@ class RemoteSession:
         self._figures = await self._reader.read()
 
     def prices(self) -> tuple[Price, ...]:
-        """No mode has a price."""
         return ()
 
     def close(self) -> None:

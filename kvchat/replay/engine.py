@@ -119,7 +119,6 @@ class Player:
 
 
 def main() -> None:
-    """Play the file named on the command line."""
     try:
         entries = recording.read(Path(sys.argv[1]))
     except KvchatError as error:

@@ -112,7 +112,6 @@ class Answer:
         self._resumed: Resumed | None = None
 
     def feed(self, event: AnswerEvent | Resumed) -> None:
-        """Take an event in."""
         match event:
             case Started(thought=end, tags=tags):
                 self._end, self._tags = end, tags
@@ -127,7 +126,6 @@ class Answer:
     # ---- in one piece
 
     def whole(self, finished: Finished, snapshot: Snapshot | None) -> Json:
-        """The body of an answer that is over."""
         thought, said = self._split(finished.text, finished.reason)
         choice: Json = {"index": 0, "logprobs": self._logprobs()}
         if self._is_chat:

@@ -106,7 +106,6 @@ class Figures:
         Gauge(f"kvchat:{name}", about, registry=self._registry).set_function(value)
 
     def note(self, finished: Finished) -> None:
-        """Count an answer."""
         stats: Stats = finished.stats
         self._requests.labels(finished.reason).inc()
         self._cached.inc(stats.reused_tokens)
@@ -121,7 +120,6 @@ class Figures:
             self._first.observe(stats.ttft_s)
 
     def text(self) -> bytes:
-        """All of them."""
         return generate_latest(self._registry)
 
 
@@ -152,7 +150,6 @@ class Service:
         return routes
 
     async def health(self, _: Request) -> Response:
-        """Whether the model is ready."""
         self._loaded()
         return JSONResponse({"status": "ok"})
 
@@ -167,7 +164,6 @@ class Service:
         return JSONResponse(self._model())
 
     async def chat(self, request: Request) -> Response:
-        """Answer messages."""
         return await self._answer(request, await parsed(request, ChatRequest), is_chat=True)
 
     async def complete(self, request: Request) -> Response:
@@ -175,7 +171,6 @@ class Service:
         return await self._answer(request, await parsed(request, TextRequest), is_chat=False)
 
     async def input_tokens(self, request: Request) -> Response:
-        """Count the tokens of a chat's prompt."""
         asked = await parsed(request, ChatRequest)
         self._check_model(asked.model)
         args = asked.template_args(self._engine.load, self._loaded())
@@ -316,7 +311,6 @@ class Service:
 
 
 async def _left(request: Request) -> None:
-    """Wait until the client leaves."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
@@ -330,7 +324,6 @@ async def _next(job: Job, seconds: float) -> Any:
 
 
 def framed(piece: dict[str, Any]) -> str:
-    """A piece as an event of a stream."""
     return f"data: {json.dumps(piece, ensure_ascii=False)}\n\n"
 
 

@@ -99,12 +99,10 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """The number of jobs that wait."""
         return len(self._waiting)
 
     @property
     def working(self) -> int:
-        """The number of jobs in progress."""
         return int(self._job is not None)
 
     async def run(self) -> None:
@@ -161,7 +159,6 @@ class Engine:
             self.leave(self._job)
 
     async def close(self) -> None:
-        """End the child."""
         await self._client.close()
 
     # ---- inside
@@ -258,7 +255,6 @@ class Engine:
 
 
 def ready(loaded: Loaded) -> str:
-    """One line about what runs."""
     runs = f"{loaded.model} ({loaded.weights or loaded.dtype}) on {loaded.device}, {loaded.mode} mode"
     return f"Ready: {runs}, {loaded.context:,} tokens of context."
 

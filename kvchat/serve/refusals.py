@@ -32,7 +32,6 @@ class Refusal(Exception):
 
 
 def invalid(message: str, param: str | None = None, status: int = 400) -> Refusal:
-    """The refusal of a request that is wrong."""
     return Refusal(status, message, "invalid_request_error", param)
 
 

@@ -346,7 +346,6 @@ class ChatRequest(Asked):
         return self.response_format.text() if self.response_format else ""
 
     def turns(self, defaults: Defaults) -> tuple[Turn, ...]:
-        """The messages."""
         return _turns(self.messages, defaults)
 
     def most_tokens(self) -> int | None:
@@ -392,7 +391,6 @@ class TextRequest(Asked):
         return self.logprobs
 
     def turns(self, defaults: Defaults) -> tuple[Turn, ...]:
-        """The text as it is."""
         return (Turn("text", self.prompt),)
 
 

@@ -101,7 +101,6 @@ class Server(uvicorn.Server):
                 signal.signal(each, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Take no more requests."""
         super().handle_exit(sig, frame)
         self._loop.call_soon_threadsafe(self._engine.close_door)
 

@@ -101,7 +101,6 @@ class Answers:
             self.answer.thought = started.thought
 
     def wait(self, words: str) -> None:
-        """Show what the engine does before the first word."""
         if self.answer is not None:
             self.answer.wait(words)
 
@@ -285,7 +284,6 @@ class Answers:
         return True
 
     def _lines(self) -> tuple[ModeChange, ...]:
-        """The switches in the answer."""
         return (*self._continued.switch_lines, *(_change(place, switch) for place, switch in self._marks))
 
     def _take_lines(self) -> tuple[ModeChange, ...]:
@@ -300,7 +298,6 @@ class Answers:
             self._switch.close(monotonic())
 
     def show_phase(self, phase: Phase, stage: str = "") -> None:
-        """Set what the engine is doing, and show it."""
         self.state.enter_phase(phase, stage)
         self.view.show_state(self.state)
 
@@ -350,7 +347,6 @@ class QuestionQueue:
         return self._waiting[-1].view.text if self._waiting else ""
 
     def add(self, waiting: Waiting) -> None:
-        """Let a question or a command wait behind the others."""
         self._waiting.append(waiting)
         self._show()
 
@@ -377,7 +373,6 @@ class QuestionQueue:
         self._show()
 
     def release(self) -> None:
-        """Send them again."""
         self.is_held = False
         self._show()
 
@@ -389,7 +384,6 @@ class QuestionQueue:
         return texts
 
     async def clear(self) -> None:
-        """Remove all, also from the transcript."""
         while self._waiting:
             await self.take_back()
 

@@ -89,12 +89,10 @@ class CommandProvider(Provider):
     """
 
     async def discover(self) -> Hits:
-        """List all choices, before anything is typed."""
         for choice in self._choices():
             yield DiscoveryHit(_one_line(Content(choice.title), choice.help), choice.callback, choice.title)
 
     async def search(self, query: str) -> Hits:
-        """Find the choices whose title or description matches."""
         matcher = self.matcher(query)
         for choice in self._choices():
             score = max(matcher.match(choice.title), matcher.match(choice.help) * 0.5)

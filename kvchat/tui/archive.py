@@ -135,7 +135,6 @@ class Archive:
         return await self._ask(lambda store: store.search(text))
 
     async def latest(self) -> Summary | None:
-        """The conversation written to last."""
         return await self._ask(lambda store: store.latest())
 
     async def load(self, id: str) -> Conversation:
@@ -147,7 +146,6 @@ class Archive:
         return await self._ask(lambda store: store.load(id))
 
     async def rename(self, id: str, title: str) -> None:
-        """Give a conversation another title."""
         await self._ask(lambda store: store.rename(id, title))
         self.writes += 1
 
@@ -158,7 +156,6 @@ class Archive:
         self.writes += 1
 
     async def restore(self, id: str) -> None:
-        """Bring a deleted conversation back."""
         await self._ask(lambda store: store.restore(id))
         self.writes += 1
 

@@ -109,7 +109,6 @@ class Comparisons:
             self.view.show_comparison(running)
 
     def abandon(self, reason: str) -> None:
-        """No result will come."""
         running, self.running = self.running, None
         if running is not None:
             running.error = reason

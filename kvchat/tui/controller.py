@@ -71,7 +71,6 @@ class ChatController:
     # ---- the engine's process --------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start the engine and load the model."""
         await self._start(self.client.start)
 
     async def restart(self) -> None:

@@ -107,7 +107,6 @@ class EngineEvents:
         }
 
     async def handle(self, report: Report) -> None:
-        """Handle one event of the engine, or its end."""
         if (going := self._handlers[type(report)](report)) is not None:
             await going
 

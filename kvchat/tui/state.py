@@ -220,7 +220,6 @@ class ChatState:
         return known * attachments.BYTES_PER_TOKEN if known else attachments.MAX_BYTES
 
     def enter_phase(self, phase: Phase, stage: str = "") -> None:
-        """Set what the engine is doing."""
         self.phase, self.stage = phase, stage
 
     def enter_mode(self, mode: str, params: Params, auto: str = "") -> None:
@@ -249,7 +248,6 @@ class ChatState:
         return _footer(message, self.conversation.siblings(message.id))
 
     def footed(self) -> list[Footed]:
-        """The messages of the path with their footers."""
         families: defaultdict[str | None, list[Message]] = defaultdict(list)
         for message in self.conversation.messages.values():
             families[message.parent].append(message)
@@ -272,7 +270,6 @@ class ChatState:
         return found | {one: params for one, params in entered.items() if params}
 
     def receipt(self, finished: Finished) -> str:
-        """Return the line under an answer."""
         s = finished.stats
         modes = self.mode if self.first_mode in ("", self.mode) else f"{self.first_mode} → {self.mode}"
         if len(s.switches) == 1 and isinstance(at := s.switches[0].get("at"), int):
@@ -468,7 +465,6 @@ class RunningComparison:
         self.stage = f"processing {count(done)} of {count(total, 'token')} …"
 
     def note(self, comparing: Comparing) -> None:
-        """A variant has come so far."""
         self.progress[comparing.index] = comparing
         name = label(self.variants[comparing.index])
         if comparing.checked:
@@ -477,7 +473,6 @@ class RunningComparison:
             self.stage = f"{name} answers: {count(comparing.tokens)} tok"
 
     def finish(self, compared: Compared) -> None:
-        """All has come."""
         self.result = Comparison(
             self.question, self.model, self.sampling, compared.prompt_tokens, self.variants, compared.runs
         )
@@ -499,7 +494,6 @@ class SwitchLine:
 
     @property
     def line(self) -> str:
-        """The line as far as it is known."""
         return describe_switch(self.switched, self.speed, self._after)
 
     @property
@@ -528,7 +522,6 @@ class SwitchLine:
             self.show_line()
 
     def show_line(self) -> None:
-        """Show the line with its second figure."""
         raise NotImplementedError
 
 

@@ -49,7 +49,6 @@ class VisibleText(LineFilter):
     """
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
-        """Return the segments with marks."""
         return [Segment(visible(text), style, control) for text, style, control in segments]
 
 
@@ -64,7 +63,6 @@ class ReadableDim(LineFilter):
         self._factor = factor
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
-        """Return the segments with dim styles as colors."""
         shown = []
         for text, style, control in segments:
             color, behind = (style.color, style.bgcolor) if style and style.dim else (None, None)

@@ -43,7 +43,6 @@ class _Clock:
 
 
 def main() -> None:
-    """Load and answer until the input ends."""
     # What a library prints goes elsewhere; only answers go to the caller.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

@@ -58,7 +58,6 @@ class Lab:
 
     @property
     def model(self) -> LoadedModel:
-        """The model under test."""
         return self.walk.model
 
     def each(self, labels: Iterable[str], measure: Callable[[str], T]) -> list[T]:

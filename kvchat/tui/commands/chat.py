@@ -64,7 +64,6 @@ def set_tokens(name: str) -> Handler:
 
 
 async def set_draft(chat: ChatController, argument: str) -> None:
-    """``/draft WHAT``."""
     _set_now_or_later(chat, "draft", argument)
 
 
@@ -123,7 +122,6 @@ async def preset(chat: ChatController, argument: str) -> None:
 
 
 async def show_stats(chat: ChatController, argument: str) -> None:
-    """``/stats``"""
     chat.view.add_note(summarize(chat.state.conversation.stats))
 
 
@@ -212,7 +210,6 @@ async def compare(chat: ChatController, argument: str) -> None:
 
 
 async def search_needle(chat: ChatController, argument: str) -> None:
-    """``/needle TOKENS``"""
     if argument and not (argument.isdecimal() and MIN_NEEDLE_TOKENS <= int(argument) <= MAX_NEEDLE_TOKENS):
         raise UsageError(
             f'/needle "{argument}" is not valid.',
@@ -242,7 +239,6 @@ async def plan(chat: ChatController, argument: str) -> None:
 
 
 async def show_profile(chat: ChatController, argument: str) -> None:
-    """``/profile``"""
     active = chat.models.config.profile or "none"
     chat.view.add_note(f"Active profiles: {active}   (kvchat config show says what they set)")
 

@@ -37,7 +37,6 @@ async def set_title(chat: ChatController, argument: str) -> None:
 
 
 async def delete(chat: ChatController, argument: str) -> None:
-    """``/delete``"""
     if not chat.state.conversation.messages:
         raise UsageError("There is nothing to delete yet.", hint="Ask something first.")
     await chat.delete(chat.state.conversation.id, chat.state.conversation.title)
@@ -53,7 +52,6 @@ async def export_file(chat: ChatController, argument: str) -> None:
 
 
 async def import_file(chat: ChatController, argument: str) -> None:
-    """``/import FILE``"""
     await chat.take(await asyncio.to_thread(export.read, Path(os.path.expanduser(argument))))
 
 

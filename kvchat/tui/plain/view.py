@@ -75,7 +75,6 @@ class PlainAnswer:
             self._lines.line(words)
 
     def resume(self, message: Message) -> None:
-        """Print the answer that is gone on with."""
         self.thought = message.thought
         self.feed(message.text)
 
@@ -121,7 +120,6 @@ class PlainAnswer:
             self._printed = end
 
     async def finish(self, message: Message, footer: str) -> None:
-        """Print the line under the answer."""
         self._ending = message.ending
         self._print()
         if not self.text:
@@ -249,7 +247,6 @@ class PlainView:
         self._lines.line(text + struck)
 
     def add_error(self, error: KvchatError, remedies: Sequence[Remedy] = ()) -> None:
-        """Print an error: title, detail, hint, and what can be done."""
         self.problems += 1
         self.switches += 1
         done = [f"{', then '.join(remedy.lines)}: {remedy.doc}" for remedy in remedies]
@@ -257,7 +254,6 @@ class PlainView:
         self._lines.problem("\n".join(part for part in parts if part))
 
     def toast(self, text: str, title: str = "", severity: Severity = "information", timeout: float = 5.0) -> None:
-        """Print a notice."""
         said = f"{title}: {text}" if title else text
         (self._lines.line if severity == "information" else self._lines.problem)(said)
 
@@ -283,7 +279,6 @@ class PlainView:
         self._badges = set(badges)
 
     def show_details(self, details: Details) -> None:
-        """Hand them to whoever asked."""
         if self.take_details is not None:
             self.take_details(details)
 

@@ -33,7 +33,6 @@ class PromptHistory:
 
     @cached_property
     def entries(self) -> list[str]:
-        """The prompts, oldest first."""
         return _load(self.path, MAX_BYTES) if self.path else []
 
     def add(self, text: str) -> None:

@@ -25,7 +25,6 @@ Found = TypeVar("Found")
 
 @contextmanager
 def refusals_as_toasts(app: App[None]) -> Iterator[None]:
-    """Show what is refused inside the context as a toast."""
     try:
         yield
     except KvchatError as error:

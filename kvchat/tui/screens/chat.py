@@ -178,7 +178,6 @@ class ChatScreen(Screen[None]):
             self.restore_prompt(line)
 
     def begin_command(self, line: str) -> None:
-        """Type the beginning of a command into the prompt."""
         self.query_one(Prompt).begin(line)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
@@ -223,13 +222,11 @@ class ChatScreen(Screen[None]):
         prompt.focus()
 
     async def action_ask_example(self, typed: str) -> None:
-        """Ask a question of the first screen."""
         with refusals_as_toasts(self.app):
             if asked := self._example(typed):
                 await self._do_example(asked)
 
     def action_editor(self) -> None:
-        """Write the prompt in the user's own editor."""
         run_worker(self, self._edit_outside, group="editor", exclusive=True)
 
     def action_details(self) -> None:
@@ -252,7 +249,6 @@ class ChatScreen(Screen[None]):
 
     @on(ConversationColumn.Chosen)
     async def open_chosen(self, event: ConversationColumn.Chosen) -> None:
-        """Go on with the conversation that was clicked."""
         with refusals_as_toasts(self.app):
             await self.controller.open(event.id)
 
@@ -285,11 +281,9 @@ class ChatScreen(Screen[None]):
         self.set_class(shown and is_all, "panels-off")
 
     def action_thinking(self) -> None:
-        """Show or fold thoughts."""
         self.toggle_class("thoughts-on")
 
     def action_newest(self) -> None:
-        """Scroll to the newest line and follow it."""
         self._transcript.jump_to_end()
 
     def action_page(self, direction: int) -> None:

@@ -83,7 +83,6 @@ class ConversationsScreen(SearchScreen[Summary]):
 
     @on(OptionList.OptionSelected)
     async def open_selected(self, event: OptionList.OptionSelected) -> None:
-        """Open a conversation, at the message found."""
         await self._open(self.shown[event.option.id or ""])
 
     async def action_rename(self) -> None:
@@ -105,7 +104,6 @@ class ConversationsScreen(SearchScreen[Summary]):
                 options.highlighted = options.get_option_index(self._renamed)
 
     def action_leave_title(self) -> None:
-        """Go back to the search."""
         self.query_one(TitleField).display = False
         self.set_focus(self.query_one(ConversationField))
 
@@ -207,7 +205,6 @@ class ModelsScreen(SearchScreen[FoundModel]):
 
     @on(Input.Changed)
     def search(self) -> None:
-        """Show the models whose names say what is typed."""
         self._show_typed()
 
     def action_choose(self) -> None:

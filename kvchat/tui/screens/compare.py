@@ -74,7 +74,6 @@ class CompareScreen(Dialog):
         self.show()
 
     def show(self) -> None:
-        """Draw the comparison as it is now."""
         if self._is_composed:  # the engine may report while some of the widgets are still to come
             self.draw(self.shown)
             self.refresh_bindings()
@@ -163,11 +162,9 @@ class NeedleScreen(CompareScreen):
             yield KeyHints()
 
     def on_resize(self) -> None:
-        """There is another room for the table."""
         self.show()
 
     def draw(self, shown: RunningComparison) -> None:
-        """Update the task, the table and the line below it."""
         self.query_one("#question", Static).update(task(shown))
         colors = self.app.theme_variables
         room = min(self.app.size.width, WIDTH) - BESIDE

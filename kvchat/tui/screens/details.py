@@ -63,7 +63,6 @@ class DetailsScreen(Dialog):
         self._controller.details.end(WATCHER)
 
     def show(self) -> None:
-        """Draw the figures as they are now."""
         if not self.query(GpuHistoryPlot):
             return  # it is not composed yet, where the lines at its end may be before the parts
         state = self._controller.state

@@ -80,7 +80,6 @@ class SettingsScreen(Dialog):
 
     @on(OptionList.OptionHighlighted, "#list")
     def explain(self) -> None:
-        """Show what the highlighted setting is."""
         setting = self._highlighted
         self.query_one("#about", Static).update(about(setting) if setting else "Nothing found.")
 
@@ -108,12 +107,10 @@ class SettingsScreen(Dialog):
 
     @on(Input.Submitted, "#value")
     def take_value(self, event: Input.Submitted) -> None:
-        """Change the setting to what was typed."""
         self._change(event.value.strip())
 
     @on(OptionList.OptionSelected, "#choices")
     def take_choice(self, event: OptionList.OptionSelected) -> None:
-        """Change the setting to the chosen word."""
         if self._edited is not None:
             self._change(self._edited.choices[event.option_index])
 
@@ -135,7 +132,6 @@ class SettingsScreen(Dialog):
             self._change("")
 
     def action_save(self) -> None:
-        """Keep the changes in config.toml."""
         try:
             self.app.notify(self._editor.save(), timeout=8)
         except KvchatError as error:

@@ -186,7 +186,6 @@ class Answer(Vertical):
         return visible("\n".join(notes(self._changes())))
 
     def _show_switches(self) -> None:
-        """What each switch was, below the text."""
         for switches in self.query(".switches").results(Static):
             if (shown := self._notes()) != switches.content:  # an update is a new layout
                 switches.update(shown)
@@ -242,11 +241,9 @@ class SwitchMark(SwitchLine):
         self._answer = answer
 
     def show_line(self) -> None:
-        """Draw the answer with the second figure."""
         self._answer.redraw()
 
     async def remove(self) -> None:
-        """Take the line out of the answer."""
         self._answer.forget(self)
 
 
@@ -258,7 +255,6 @@ def prepare() -> None:
 
 
 def past_message(message: Message, footer: str) -> Question | Answer:
-    """The widget of a message that was said before."""
     if message.role == "assistant":
         return Answer.past(message, footer)
     question = Question(message.text)

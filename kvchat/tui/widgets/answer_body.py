@@ -63,11 +63,9 @@ class Hanging(Visual):
         return [Strip.join([Strip([before[bool(number)]]), row]) for number, row in enumerate(rows)]
 
     def get_optimal_width(self, rules: RulesMap, container_width: int) -> int:
-        """Cells of its longest line with the bullet."""
         return len(self.bullet) + self.text.get_optimal_width(rules, container_width)
 
     def get_height(self, rules: RulesMap, width: int) -> int:
-        """Rows at a width in cells."""
         return max(self.text.get_height(rules, width - self._indent(width)), 1)
 
     def _indent(self, width: int) -> int:
@@ -106,7 +104,6 @@ class ItemList(MarkdownList):
         self._blocks.clear()
 
     def column(self, indent: str) -> Iterator[MarkdownBlock]:
-        """Its items' blocks, indented."""
         items = [block for block in self._blocks if isinstance(block, MarkdownListItem)]
         for item, symbol in zip(items, _bullets(items), strict=True):
             bullet = indent + symbol

@@ -179,7 +179,6 @@ class TooSmall(Static):
     """Covers everything in a terminal that is too small."""
 
     def on_resize(self) -> None:
-        """Say what the terminal lacks."""
         size = self.app.size
         self.update(f"kvchat needs 40x12, this terminal has {size.width}x{size.height}: enlarge it")
 

@@ -91,12 +91,10 @@ class PlainText(Widget):
         self.refresh(layout=True)
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
-        """Rows at a width in cells."""
         self._wrap(width)
         return self._ends[-1] if self._ends else 0
 
     def get_content_width(self, container: Size, viewport: Size) -> int:
-        """Cells of the longest line."""
         return max(map(cell_len, self._lines), default=0)
 
     def render_line(self, y: int) -> Strip:
@@ -118,7 +116,6 @@ class PlainText(Widget):
         return strip.apply_offsets(start, number).adjust_cell_length(width, style)
 
     def get_selection(self, selection: Selection) -> tuple[str, str]:
-        """The selected text, and what follows it."""
         return selection.extract(self.text), "\n"
 
     def _wrap(self, width: int) -> None:

@@ -60,7 +60,6 @@ class Chart(Widget, can_focus=False):
 
     @property
     def explanation(self) -> str:
-        """The meaning of the figures shown."""
         return EXPLANATIONS[self.heading]
 
     def lines(self, width: int) -> list[Content]:
@@ -201,7 +200,6 @@ class RecallHistogram(Chart):
     times: Rows = []  # noqa: RUF012  (replaced, never changed)
 
     def show(self, bins: Sequence[RecallBin], snapshot: Snapshot | None) -> None:
-        """Draw the bins, and the snapshot's percentiles."""
         self.bins, self.times = tuple(bins), recall_times(snapshot) if snapshot else []
         self.redraw()
 
@@ -268,7 +266,6 @@ class GpuHistoryPlot(Chart):
     absence = NO_GPU
 
     def show(self, history: GpuHistory, snapshot: Snapshot | None) -> None:
-        """Draw the history as it is now."""
         self.absence = NO_READING if snapshot and has_gpu(snapshot) else NO_GPU
         self.moments = tuple(history.moments)
         self.redraw()

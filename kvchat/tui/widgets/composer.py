@@ -153,7 +153,6 @@ class Prompt(TextArea):
 
         @property
         def text(self) -> str:
-            """All parts as one text."""
             return "".join(part.text for part in self.parts)
 
         @property
@@ -188,7 +187,6 @@ class Prompt(TextArea):
         return super().scroll_cursor_visible(center, animate)
 
     def action_send(self) -> None:
-        """Post what is written."""
         self.post_message(self.written)
         if self.text.strip():
             self._pastes = {}
@@ -200,12 +198,10 @@ class Prompt(TextArea):
             self._pastes = {label: text for label, text in self._pastes.items() if label != text}
 
     def action_newline(self) -> None:
-        """Insert a line break at the cursor."""
         self._replace_via_keyboard("\n", *self.selection)
 
     @property
     def written(self) -> Sent:
-        """What would be sent now."""
         return self.Sent(self.text, self._pastes)
 
     @property
@@ -379,12 +375,10 @@ class SuggestionList(Options):
 
     @property
     def is_open(self) -> bool:
-        """True if there is a suggestion to take."""
         return bool(self.display) and self.offer is not None and bool(self.offer.suggestions)
 
     @property
     def suggestion(self) -> Suggestion | None:
-        """The highlighted suggestion, else the first."""
         if self.offer is None or not self.offer.suggestions:
             return None
         return self.offer.suggestions[max((self.highlighted or 0) - bool(self.offer.usage), 0)]

@@ -80,7 +80,6 @@ class SwitchNote(SwitchLine, Note):
         Note.__init__(self, self.line)
 
     def show_line(self) -> None:
-        """Show the line with its second figure."""
         self.update(self.line)
 
 

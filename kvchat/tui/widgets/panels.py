@@ -169,7 +169,6 @@ class KvColumn(ShowsFigures):
             block.rows = [(label, "–") for label, _ in block.rows]
 
     def show(self, s: Snapshot) -> None:
-        """Draw one snapshot."""
         for name, (title, rows) in blocks(s, self._link).items():
             block = self.query_one(f"#{name}-rows", Rowed)
             block.border_title, block.rows = Content(f" {title} "), rows  # a str would be markup
@@ -247,7 +246,6 @@ class DetailColumn(ShowsFigures, can_focus=False):
         self.query_one("#extra-rows", Rowed).display = False
 
     def show(self, state: ChatState) -> None:
-        """Draw the mode's own numbers and the details."""
         s, details = state.snapshot, state.details or Details(0)
         own = self.query_one("#extra-rows", Rowed)
         own.mode, own.rows = (s.mode, extra_rows(s.extras)) if s else ("", [])
@@ -403,7 +401,6 @@ class EventLog(Static, can_focus=False):
 
     @property
     def explanation(self) -> str:
-        """The meaning of the figures shown."""
         return EXPLANATIONS[EVENTS]
 
     def add(self, text: str) -> None:
@@ -412,7 +409,6 @@ class EventLog(Static, can_focus=False):
         self.show((f"{time.strftime('%H:%M:%S')}  {line}", *self.lines[: MAX_EVENTS - 1]))
 
     def show(self, lines: Sequence[str]) -> None:
-        """Draw these lines."""
         if self.lines != tuple(lines):  # an update is a new layout
             self.lines = tuple(lines)
             self.update("\n".join(lines))

@@ -145,7 +145,6 @@ class Ribbon(Widget, can_focus=True):
             self.page_text = text
 
     def action_move(self, step: int) -> None:
-        """Walk the cursor over the parts and ask for the text under it."""
         self.cursor = max(0, min(self.cursor + step, self._shown() - 1))
         start, end = self._range()
         if end > start:

@@ -72,7 +72,6 @@ class Transcript(VerticalScroll):
 
     @property
     def chosen(self) -> str | None:
-        """The id of the chosen message."""
         return self._chosen.message if self._chosen is not None and self._chosen.is_attached else None
 
     def choose(self, message: Question | Answer | None) -> None:
@@ -130,7 +129,6 @@ class Transcript(VerticalScroll):
         return action != "run" or self.chosen is not None
 
     async def action_run(self, id: str) -> None:
-        """Run an action of the table on the chosen message."""
         await self.run_action(f"screen.run({id!r})")
 
     def on_blur(self) -> None:
@@ -280,7 +278,6 @@ class NewLines(Static):
     """
 
     def show(self, lines: int) -> None:
-        """Show or hide the chip."""
         self.set_class(lines > 0, "some")
         self.update(f"▾ {lines} new line{'s' * (lines != 1)} below", layout=False)
 
@@ -300,7 +297,6 @@ class TranscriptPane(Vertical):
         yield NewLines()
 
     def on_transcript_below(self, message: Transcript.Below) -> None:
-        """Tell how much is below."""
         self.query_one(NewLines).show(message.lines)
 
 
@@ -339,7 +335,6 @@ class Chapter(Vertical):
         return (child for child in self.children if isinstance(child, Question | Answer))
 
     def has(self, id: str) -> bool:
-        """True if the message is one of its own."""
         return any(message.id == id for message, _ in self.said)
 
     def show_footer(self, id: str, footer: str) -> None:
