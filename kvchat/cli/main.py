@@ -25,22 +25,6 @@ from kvchat.cli import bench, chats, config, models, options, profile
 from kvchat.cli.ask import SwitchAt, ask
 from kvchat.cli.chat import chat, load_of, replay, turns
 from kvchat.cli.compare import compare_command
-from kvchat.cli.options import (
-    LOAD,
-    MODE,
-    PARAMS,
-    SAMPLING,
-    SERVED,
-    SYSTEM,
-    UI,
-    Files,
-    ModelArgument,
-    Plain,
-    Prompt,
-    Record,
-    Resume,
-    taking,
-)
 from kvchat.cli.output import echo, note, replace_unknown_characters, report
 from kvchat.cli.profile import load_settings
 from kvchat.config import modes
@@ -152,12 +136,12 @@ app.add_typer(profile.app, name="profile")
 
 # ---- commands --------------------------------------------------------------------------------------
 @app.callback(invoke_without_command=True)
-@taking(LOAD, MODE, SYSTEM, UI)
+@options.taking(options.LOAD, options.MODE, options.SYSTEM, options.UI)
 def kvchat_command(
     ctx: typer.Context,
-    resume: Resume = False,
-    plain: Plain = False,
-    record: Record = None,
+    resume: options.Resume = False,
+    plain: options.Plain = False,
+    record: options.Record = None,
     version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
 ) -> None:
     """Chat in the terminal with a local model, and switch how it reads its KV cache while it answers."""
@@ -174,24 +158,24 @@ def kvchat_command(
 
 
 @app.command("chat")
-@taking(LOAD, MODE, SYSTEM, UI)
+@options.taking(options.LOAD, options.MODE, options.SYSTEM, options.UI)
 def chat_command(
     ctx: typer.Context,
-    prompt: Prompt = None,
-    resume: Resume = False,
-    plain: Plain = False,
-    record: Record = None,
+    prompt: options.Prompt = None,
+    resume: options.Resume = False,
+    plain: options.Plain = False,
+    record: options.Record = None,
 ) -> None:
     """Start the chat, as kvchat alone does. PROMPT is its first question."""
     raise typer.Exit(chat(options.flags(ctx.params), resume, plain, record, prompt or ""))
 
 
 @app.command("ask")
-@taking(LOAD, MODE, SYSTEM, SAMPLING)
+@options.taking(options.LOAD, options.MODE, options.SYSTEM, options.SAMPLING)
 def ask_command(
     ctx: typer.Context,
     prompt: Annotated[str | None, typer.Argument(help="what to ask; by default stdin")] = None,
-    file: Files = None,
+    file: options.Files = None,
     switch_at: Annotated[
         list[str] | None,
         typer.Option(metavar="N:MODE[,KEY=VALUE...]", help="switch after N generated tokens; repeatable"),
@@ -213,7 +197,7 @@ app.command("compare")(compare_command)
 
 
 @app.command("serve")
-@taking(LOAD, MODE, SYSTEM, SAMPLING, SERVED)
+@options.taking(options.LOAD, options.MODE, options.SYSTEM, options.SAMPLING, options.SERVED)
 def serve_command(
     ctx: typer.Context,
     host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0 for all interfaces")] = "127.0.0.1",
@@ -242,7 +226,7 @@ def serve_command(
 @app.command("replay")
 def replay_command(
     file: Annotated[Path | None, typer.Argument(help="a recording; by default the demonstration")] = None,
-    plain: Plain = False,
+    plain: options.Plain = False,
 ) -> None:
     """Play a recorded chat without a model. `kvchat --record FILE` records one; neither torch nor a GPU is needed."""
     raise typer.Exit(replay(file, plain))
@@ -262,10 +246,10 @@ def completion_command(
 
 
 @app.command("plan")
-@taking({name: LOAD[name] for name in ("device", "gpus", "dtype", "host_dtype")}, PARAMS)
+@options.taking({name: options.LOAD[name] for name in ("device", "gpus", "dtype", "host_dtype")}, options.PARAMS)
 def plan_command(
     ctx: typer.Context,
-    model: ModelArgument = "bundled",
+    model: options.ModelArgument = "bundled",
     context: Annotated[int | None, typer.Option(help="tokens to plan for; default: the model's context")] = None,
     card: Annotated[
         str,

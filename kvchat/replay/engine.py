@@ -15,27 +15,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from kvchat.errors import KvchatError
-from kvchat.protocol import recording, wire
+from kvchat.protocol import messages, recording, wire
 from kvchat.protocol.figures import Planned, Snapshot
-from kvchat.protocol.messages import (
-    Asked,
-    Chat,
-    Command,
-    Compare,
-    Details,
-    Event,
-    Failed,
-    HideNeedle,
-    Loaded,
-    Pace,
-    Plan,
-    Rebuild,
-    Replayed,
-    Switch,
-    Switched,
-    SwitchRefused,
-    Watch,
-)
 from kvchat.protocol.recording import Entry
 
 MAX_GAP_S = 2.0  # a longer pause in a recording teaches nothing
@@ -53,7 +34,7 @@ class Player:
         self._closed = False
         self._unanswered = 0  # questions of the recording that the application has not sent yet
         self._mode = ""
-        self._details = Details(0)
+        self._details = messages.Details(0)
 
     def play(self) -> None:
         """Send every event in its time, then wait for the application to close."""
@@ -65,7 +46,7 @@ class Player:
             before = entry.seconds
             self._note(entry.event)
             self._send(entry.event)
-        self._send(Replayed(before))
+        self._send(messages.Replayed(before))
         with self._changed:
             self._changed.wait_for(lambda: self._closed)
 
@@ -78,30 +59,30 @@ class Player:
             self._closed = True
             self._changed.notify()
 
-    def _do(self, command: Command) -> None:
+    def _do(self, command: messages.Command) -> None:
         match command:
-            case Pace(speed):
+            case messages.Pace(speed):
                 with self._changed:
                     self._speed = speed
                     self._changed.notify()
-            case Chat() if self._unanswered:
+            case messages.Chat() if self._unanswered:
                 self._unanswered -= 1  # the application sends what it was told was asked
-            case Switch():
-                self._send(SwitchRefused(self._mode, " ".join(REFUSAL)))
-            case Chat() | Compare() | HideNeedle() | Rebuild():
-                self._send(Failed(*REFUSAL))
-            case Plan(load):
+            case messages.Switch():
+                self._send(messages.SwitchRefused(self._mode, " ".join(REFUSAL)))
+            case messages.Chat() | messages.Compare() | messages.HideNeedle() | messages.Rebuild():
+                self._send(messages.Failed(*REFUSAL))
+            case messages.Plan(load):
                 self._send(Planned(load.model, None, " ".join(REFUSAL)))
-            case Watch(True):
+            case messages.Watch(True):
                 self._send(self._details)  # whoever asks waits for some, and none may follow
 
-    def _note(self, event: Event) -> None:
+    def _note(self, event: messages.Event) -> None:
         match event:
-            case Asked():
+            case messages.Asked():
                 self._unanswered += 1
-            case Loaded() | Switched() | Snapshot():
+            case messages.Loaded() | messages.Switched() | Snapshot():
                 self._mode = event.mode
-            case Details():
+            case messages.Details():
                 self._details = event
 
     def _wait(self, seconds: float) -> None:
@@ -112,7 +93,7 @@ class Player:
                 self._changed.wait(seconds / speed if speed else None)
                 seconds -= (time.monotonic() - began) * speed
 
-    def _send(self, event: Event) -> None:
+    def _send(self, event: messages.Event) -> None:
         with self._changed, suppress(BrokenPipeError):
             self._events.write(wire.encode(event))
             self._events.flush()

@@ -12,44 +12,24 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvchat.errors import (
-    ContextFullError,
-    DoesNotFitError,
-    EngineError,
-    KvchatError,
-    OutOfMemoryError,
-    TooMuchPinnedError,
-    UsageError,
-)
+from kvchat import errors
+from kvchat.protocol import messages
 from kvchat.protocol.client import Crashed, EngineClient, Report
 from kvchat.protocol.figures import Snapshot
-from kvchat.protocol.messages import (
-    AnswerEvent,
-    Chat,
-    Failed,
-    Finished,
-    Load,
-    Loaded,
-    Loading,
-    Noted,
-    Peek,
-    Peeked,
-    Resumed,
-    Stop,
-    Tokenize,
-    Tokenized,
-)
 from kvchat.serve.refusals import Refusal, invalid, unavailable
 from kvchat.units import count, size
 
-OF_REQUESTS = {error.__name__ for error in (UsageError, TooMuchPinnedError, DoesNotFitError, ContextFullError)}
+OF_REQUESTS = {
+    error.__name__
+    for error in (errors.UsageError, errors.TooMuchPinnedError, errors.DoesNotFitError, errors.ContextFullError)
+}
 
 
 @dataclass(frozen=True)
 class Ended:
     """The last event of a job: a ``refusal``, or ``last``, with the figures after it."""
 
-    last: Finished | Tokenized | None = None
+    last: messages.Finished | messages.Tokenized | None = None
     snapshot: Snapshot | None = None
     refusal: Refusal | None = None
 
@@ -65,9 +45,11 @@ class Job:
     What ``can_wait`` nobody reads before it is whole: it lets others go first, and is interrupted for them once.
     """
 
-    command: Chat | Tokenize
+    command: messages.Chat | messages.Tokenize
     can_wait: bool = False
-    events: asyncio.Queue[AnswerEvent | Resumed | Again | Ended] = field(default_factory=asyncio.Queue)
+    events: asyncio.Queue[messages.AnswerEvent | messages.Resumed | Again | Ended] = field(
+        default_factory=asyncio.Queue
+    )
 
 
 @dataclass(eq=False)
@@ -78,13 +60,13 @@ class Engine:
     loading, "" at their end, and ``say`` what a person should know.
     """
 
-    load: Load
+    load: messages.Load
     log_file: Path
     limit: int
     show: Callable[[str], None]
     say: Callable[[str], None]
     command: Sequence[str]
-    loaded: Loaded | None = None
+    loaded: messages.Loaded | None = None
     snapshot: Snapshot | None = None
     restarts: int = 0
 
@@ -92,7 +74,7 @@ class Engine:
         self._client = EngineClient(self.command, self.log_file)
         self._waiting: deque[Job] = deque()
         self._job: Job | None = None
-        self._last: Finished | Failed | Tokenized | None = None
+        self._last: messages.Finished | messages.Failed | messages.Tokenized | None = None
         self._is_interrupted = False  # the job, for one that cannot wait
         self._tokens = 0  # of a prompt that did not fit
         self._is_closing = False
@@ -120,7 +102,7 @@ class Engine:
                 else:
                     self._take(report)
 
-    def submit(self, command: Chat | Tokenize, can_wait: bool = False) -> Job:
+    def submit(self, command: messages.Chat | messages.Tokenize, can_wait: bool = False) -> Job:
         """Let ``command`` be done when its turn comes.
 
         Front ends ask for a title before the answer that a person waits for, and for suggestions when it is there.
@@ -137,7 +119,7 @@ class Engine:
         self._queue(job := Job(command, can_wait))
         if self._job and self._job.can_wait and self._last is None and not can_wait:
             self._is_interrupted, self._job.can_wait = True, False
-            self._client.send(Stop())
+            self._client.send(messages.Stop())
         self._begin()
         return job
 
@@ -148,7 +130,7 @@ class Engine:
             job.events.put_nowait(Ended(refusal=unavailable("The client disconnected.")))
         elif job is self._job and self._last is None:
             self._is_interrupted = job.can_wait = False
-            self._client.send(Stop())
+            self._client.send(messages.Stop())
 
     def close_door(self) -> None:
         """Refuse what waits and what comes, and end the answer in progress."""
@@ -173,44 +155,53 @@ class Engine:
             self._is_interrupted = False
             try:
                 self._client.send(self._job.command)
-            except UsageError as error:
+            except errors.UsageError as error:
                 self._end(Ended(refusal=invalid(str(error), status=413)))
 
     def _take(self, report: Report) -> None:
         match report:
             case Snapshot():
                 self.snapshot = report
-            case Loading(stage):
+            case messages.Loading(stage):
                 self.show(stage)
-            case Loaded():
+            case messages.Loaded():
                 self.show("")
                 self.loaded = report
                 self.say(ready(report))
                 for note in (*report.notes, *parked(report, self.load)):
                     self.say(note)
-            case Noted(text):
+            case messages.Noted(text):
                 self.say(text)
-            case Peeked():  # whatever the last command led to has been told
+            case messages.Peeked():  # whatever the last command led to has been told
                 self._end(self._ended())
-            case Failed() if self.loaded is None:
+            case messages.Failed() if self.loaded is None:
                 self.show("")
                 raise _error(report)
-            case Failed() if self._job is None or self._last:
+            case messages.Failed() if self._job is None or self._last:
                 self.say(str(_error(report)))  # an answer was given, and what came after it failed
-            case Tokenized(tokens) if self._last:
+            case messages.Tokenized(tokens) if self._last:
                 self._tokens = tokens
-            case Finished() | Failed() | Tokenized():
+            case messages.Finished() | messages.Failed() | messages.Tokenized():
                 self._last = report
-                if isinstance(report, Failed) and report.kind == ContextFullError.__name__ and self._job:
+                if (
+                    isinstance(report, messages.Failed)
+                    and report.kind == errors.ContextFullError.__name__
+                    and self._job
+                ):
                     asked = self._job.command
-                    self._client.send(Tokenize(asked.turns, asked.template_args, is_counted=True))
-                self._client.send(Peek(0, 0))
-            case _ if self._job and isinstance(report, AnswerEvent | Resumed):
+                    self._client.send(messages.Tokenize(asked.turns, asked.template_args, is_counted=True))
+                self._client.send(messages.Peek(0, 0))
+            case _ if self._job and isinstance(report, messages.AnswerEvent | messages.Resumed):
                 self._job.events.put_nowait(report)
 
     def _end(self, ended: Ended) -> None:
         job, self._job = self._job, None
-        if job and self._is_interrupted and isinstance(ended.last, Finished) and ended.last.reason == "stopped":
+        if (
+            job
+            and self._is_interrupted
+            and isinstance(ended.last, messages.Finished)
+            and ended.last.reason == "stopped"
+        ):
             job.events.put_nowait(Again())
             self._queue(job)
         elif job:
@@ -219,8 +210,8 @@ class Engine:
 
     def _ended(self) -> Ended:
         last, context = self._last, self.loaded.context if self.loaded else 0
-        if not isinstance(last, Failed):
-            if isinstance(last, Finished) and last.reason == "stopped" and self._is_closing:
+        if not isinstance(last, messages.Failed):
+            if isinstance(last, messages.Finished) and last.reason == "stopped" and self._is_closing:
                 return Ended(refusal=unavailable("The server is shutting down."))
             return Ended(last, self.snapshot)
         message = str(_error(last))
@@ -229,7 +220,7 @@ class Engine:
             return Ended(refusal=Refusal(400, message, kind, None, code, n_prompt_tokens=self._tokens, n_ctx=context))
         if last.kind in OF_REQUESTS:
             return Ended(refusal=invalid(message))
-        if last.kind == OutOfMemoryError.__name__:
+        if last.kind == errors.OutOfMemoryError.__name__:
             return Ended(refusal=unavailable(message))
         return Ended(refusal=Refusal(500, message, "server_error"))
 
@@ -241,7 +232,7 @@ class Engine:
         """
         why = "Memory may have run out." if crashed.lacked_memory else ""
         told = f"Its last words: {' '.join(crashed.log)}" if crashed.log else ""
-        error = EngineError(f"The engine ended with code {crashed.code}.", why, told)
+        error = errors.EngineError(f"The engine ended with code {crashed.code}.", why, told)
         if self.loaded is None:
             raise error
         self.loaded = self.snapshot = None
@@ -254,12 +245,12 @@ class Engine:
         self._client.send(self.load)
 
 
-def ready(loaded: Loaded) -> str:
+def ready(loaded: messages.Loaded) -> str:
     runs = f"{loaded.model} ({loaded.weights or loaded.dtype}) on {loaded.device}, {loaded.mode} mode"
     return f"Ready: {runs}, {loaded.context:,} tokens of context."
 
 
-def parked(loaded: Loaded, load: Load) -> Iterator[str]:
+def parked(loaded: messages.Loaded, load: messages.Load) -> Iterator[str]:
     """How many tokens of other talks stay in host memory, if any."""
     room = load.keeping.parked_bytes if load.gpus == 1 or load.split == "layers" else 0
     if room and loaded.kv_bytes_per_token:
@@ -267,5 +258,5 @@ def parked(loaded: Loaded, load: Load) -> Iterator[str]:
         yield f"About {tokens:,} tokens of other conversations stay in RAM ({size(room)})."
 
 
-def _error(failed: Failed) -> KvchatError:
-    return EngineError(failed.title, failed.detail, failed.hint)
+def _error(failed: messages.Failed) -> errors.KvchatError:
+    return errors.EngineError(failed.title, failed.detail, failed.hint)

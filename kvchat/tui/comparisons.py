@@ -13,21 +13,9 @@ from kvchat.config import modes
 from kvchat.conversations.comparison import label
 from kvchat.errors import UsageError, resolve
 from kvchat.foreign_text import visible
+from kvchat.protocol import messages
 from kvchat.protocol.client import EngineClient
 from kvchat.protocol.figures import Run
-from kvchat.protocol.messages import (
-    MAX_VARIANTS,
-    Compare,
-    Compared,
-    Comparing,
-    HideNeedle,
-    NeedleHidden,
-    Prefilled,
-    Sampling,
-    Stop,
-    Turn,
-    Variant,
-)
 from kvchat.tui.branches import Branches
 from kvchat.tui.prompt.arguments import parse_assignments
 from kvchat.tui.state import ChatState, Phase, RunningComparison
@@ -49,7 +37,7 @@ class Comparisons:
     view: ChatView
     running: RunningComparison | None = None
 
-    def begin(self, variants: Sequence[Variant]) -> None:
+    def begin(self, variants: Sequence[messages.Variant]) -> None:
         """Compare modes on the question chosen in the transcript, else on the last one.
 
         No variant: full and the current mode; one: full and that one.
@@ -63,9 +51,9 @@ class Comparisons:
         question = self.branches.chosen("user")
         chosen = completed(variants, self.state.mode)
         conversation, sampling = self.state.conversation, seeded(self.state.sampling)
-        system = (Turn("system", conversation.system),) if conversation.system else ()
+        system = (messages.Turn("system", conversation.system),) if conversation.system else ()
         path = (message.turn for message in conversation.path_to(question.id))
-        self.client.send(Compare((*system, *path), chosen, sampling))
+        self.client.send(messages.Compare((*system, *path), chosen, sampling))
         self._start(RunningComparison(question.text, self.state.model_name, chosen, sampling))
 
     def search_needle(self, tokens: int) -> None:
@@ -76,13 +64,13 @@ class Comparisons:
         """
         self.state.refuse_served()
         self.branches.require_ready()
-        sampling = seeded(Sampling(temperature=0.0))
-        self.client.send(HideNeedle(tokens, sampling.seed or 0))
-        variants = tuple(map(Variant, modes.mode_names()[:MAX_VARIANTS]))
+        sampling = seeded(messages.Sampling(temperature=0.0))
+        self.client.send(messages.HideNeedle(tokens, sampling.seed or 0))
+        variants = tuple(map(messages.Variant, modes.mode_names()[: messages.MAX_VARIANTS]))
         stage = "writing a long text …"
         self._start(RunningComparison("", self.state.model_name, variants, sampling, stage, fact=""))
 
-    def ask_for(self, hidden: NeedleHidden) -> bool:
+    def ask_for(self, hidden: messages.NeedleHidden) -> bool:
         """Ask the modes for the fact that has been hidden; False if it was stopped meanwhile."""
         running = self.running
         if running is None or running.is_stopping:
@@ -90,19 +78,19 @@ class Comparisons:
             return False
         running.question, running.fact = hidden.turns[-1].content, hidden.fact
         running.sampling = replace(running.sampling, max_new_tokens=hidden.tokens)
-        self.client.send(Compare(hidden.turns, running.variants, running.sampling))
+        self.client.send(messages.Compare(hidden.turns, running.variants, running.sampling))
         return True
 
-    def note(self, progress: Prefilled | Comparing) -> None:
+    def note(self, progress: messages.Prefilled | messages.Comparing) -> None:
         """Show how far the comparison is."""
         if self.running is not None:
-            if isinstance(progress, Prefilled):
+            if isinstance(progress, messages.Prefilled):
                 self.running.read(progress.done, progress.total)
             elif progress.index < len(self.running.variants):
                 self.running.note(progress)
             self.view.show_comparison(self.running)
 
-    def finish(self, compared: Compared) -> None:
+    def finish(self, compared: messages.Compared) -> None:
         running, self.running = self.running, None
         if running is not None:
             running.finish(compared)
@@ -117,7 +105,7 @@ class Comparisons:
     def stop(self) -> None:
         """End it early; what the variants have answered until then is the result."""
         if self.running is not None:
-            self.client.send(Stop())
+            self.client.send(messages.Stop())
             self.running.stage, self.running.is_stopping = "stopping …", True
             self.view.show_comparison(self.running)
 
@@ -128,7 +116,7 @@ class Comparisons:
         self.view.show_comparison(running)
 
 
-def parse_variants(words: Sequence[str]) -> list[Variant]:
+def parse_variants(words: Sequence[str]) -> list[messages.Variant]:
     """Parse ``["streaming", "budget=256", "sync"]``: each mode is followed by its parameters.
 
     Raises:
@@ -142,23 +130,28 @@ def parse_variants(words: Sequence[str]) -> list[Variant]:
             groups[-1].append(word)
         else:
             raise UsageError(f"{word} is before the first mode.", hint="Put a mode first: full streaming budget=256")
-    if len(groups) > MAX_VARIANTS:
+    if len(groups) > messages.MAX_VARIANTS:
         raise UsageError(
-            f"{len(groups)} modes are too many.", f"At most {MAX_VARIANTS} are compared at once.", "Drop some of them."
+            f"{len(groups)} modes are too many.",
+            f"At most {messages.MAX_VARIANTS} are compared at once.",
+            "Drop some of them.",
         )
     known = modes.registered()
-    return [Variant(resolve(mode, known, "KV mode"), parse_assignments(words)) for mode, *words in groups]
+    return [messages.Variant(resolve(mode, known, "KV mode"), parse_assignments(words)) for mode, *words in groups]
 
 
-def completed(variants: Sequence[Variant], mode: str) -> tuple[Variant, ...]:
+def completed(variants: Sequence[messages.Variant], mode: str) -> tuple[messages.Variant, ...]:
     """At least two variants to compare, where ``mode`` is the current one.
 
     Raises:
         UsageError: one is unknown, has a parameter that is refused or stands there twice.
     """
-    chosen, current = tuple(variants), Variant(modes.COMPARED if mode in (modes.REFERENCE, modes.AUTO) else mode)
+    chosen, current = (
+        tuple(variants),
+        messages.Variant(modes.COMPARED if mode in (modes.REFERENCE, modes.AUTO) else mode),
+    )
     if len(chosen) < 2:
-        first = Variant(modes.REFERENCE)
+        first = messages.Variant(modes.REFERENCE)
         chosen = (first, *([one for one in chosen if one != first] or [current]))
     for variant in chosen:
         modes.parse(variant.mode, variant.params)
@@ -167,7 +160,7 @@ def completed(variants: Sequence[Variant], mode: str) -> tuple[Variant, ...]:
     return chosen
 
 
-def seeded(sampling: Sampling) -> Sampling:
+def seeded(sampling: messages.Sampling) -> messages.Sampling:
     """The sampling with a seed, drawn where none is given: all variants have the same random numbers."""
     return sampling if sampling.seed is not None else replace(sampling, seed=secrets.randbelow(SEEDS))
 

@@ -8,43 +8,11 @@ from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any
 
+from kvchat import errors
 from kvchat.config import modes
-from kvchat.errors import (
-    ContextFullError,
-    DoesNotFitError,
-    EngineError,
-    KvchatError,
-    OutOfMemoryError,
-    TooMuchPinnedError,
-    UsageError,
-)
+from kvchat.protocol import messages
 from kvchat.protocol.client import Crashed, Report
 from kvchat.protocol.figures import Planned, Snapshot
-from kvchat.protocol.messages import (
-    Asked,
-    Compared,
-    Comparing,
-    Details,
-    Failed,
-    Finished,
-    Loaded,
-    Loading,
-    NeedleHidden,
-    Noted,
-    Peeked,
-    Prefilled,
-    Preparing,
-    Rebuilt,
-    Recovered,
-    Replayed,
-    Resumed,
-    Started,
-    Switched,
-    SwitchRefused,
-    Text,
-    Tokenized,
-    Withdrawn,
-)
 from kvchat.tui.answers import Answers
 from kvchat.tui.archive import ModeOfConversation
 from kvchat.tui.branches import Pins
@@ -79,30 +47,30 @@ class EngineEvents:
         self._warned = 0.0  # the level of the context that was last warned of
         self._handlers: dict[type, Callable[[Any], Awaitable[None] | None]] = {
             Snapshot: self._snapshot,
-            Details: self._details,
-            Text: self.answers.feed,
-            Loading: lambda loading: self.answers.show_phase(Phase.LOADING, loading.stage),
-            Loaded: self._loaded,
-            Resumed: self._resumed,
-            Noted: lambda noted: self.view.add_note(noted.text),
-            Started: self._started,
-            Prefilled: self._prefilled,
-            Preparing: self._preparing,
-            Recovered: self._recovered,
-            Withdrawn: lambda withdrawn: self.answers.withdraw(withdrawn.chars),
-            Finished: self._finished,
-            Switched: self._switched,
-            SwitchRefused: self._switch_refused,
-            Rebuilt: self._rebuilt,
-            Comparing: self.comparisons.note,
-            NeedleHidden: self._needle_hidden,
-            Compared: self._compared,
-            Peeked: lambda peeked: self.view.show_page_text(peeked.start, peeked.text),
-            Tokenized: lambda tokenized: None,  # the server's question, never the application's
-            Asked: lambda asked: self.answers.ask(asked.text),
-            Replayed: self._replayed,
+            messages.Details: self._details,
+            messages.Text: self.answers.feed,
+            messages.Loading: lambda loading: self.answers.show_phase(Phase.LOADING, loading.stage),
+            messages.Loaded: self._loaded,
+            messages.Resumed: self._resumed,
+            messages.Noted: lambda noted: self.view.add_note(noted.text),
+            messages.Started: self._started,
+            messages.Prefilled: self._prefilled,
+            messages.Preparing: self._preparing,
+            messages.Recovered: self._recovered,
+            messages.Withdrawn: lambda withdrawn: self.answers.withdraw(withdrawn.chars),
+            messages.Finished: self._finished,
+            messages.Switched: self._switched,
+            messages.SwitchRefused: self._switch_refused,
+            messages.Rebuilt: self._rebuilt,
+            messages.Comparing: self.comparisons.note,
+            messages.NeedleHidden: self._needle_hidden,
+            messages.Compared: self._compared,
+            messages.Peeked: lambda peeked: self.view.show_page_text(peeked.start, peeked.text),
+            messages.Tokenized: lambda tokenized: None,  # the server's question, never the application's
+            messages.Asked: lambda asked: self.answers.ask(asked.text),
+            messages.Replayed: self._replayed,
             Planned: self.models.show_plan,
-            Failed: self._failed,
+            messages.Failed: self._failed,
             Crashed: self._crashed,
         }
 
@@ -121,12 +89,12 @@ class EngineEvents:
         self.view.show_state(self.state)
         self.view.show_snapshot(self.state.snapshot, self.state.phase is Phase.ANSWERING)
 
-    def _details(self, details: Details) -> None:
+    def _details(self, details: messages.Details) -> None:
         if self.state.phase is not Phase.COMPARING:
-            self.state.details = details if self.state.is_stored else Details(0)
+            self.state.details = details if self.state.is_stored else messages.Details(0)
             self.view.show_details(self.state.details)
 
-    async def _loaded(self, loaded: Loaded) -> None:
+    async def _loaded(self, loaded: messages.Loaded) -> None:
         self.state.info = loaded
         self.state.enter_mode(loaded.mode, loaded.params, loaded.auto)
         self.details.renew()
@@ -139,14 +107,14 @@ class EngineEvents:
             self.answers.resume_kv()
         await self.answers.ready()
 
-    def _resumed(self, resumed: Resumed) -> None:
+    def _resumed(self, resumed: messages.Resumed) -> None:
         if resumed.conversation == self.state.conversation.id:
             self.state.is_stored = True
             text = f"Restored {count(resumed.tokens, 'token')} from {resumed.where} in {seconds(resumed.seconds)}."
             self.view.add_note(text)
             self.view.log_event(text)
 
-    def _started(self, started: Started) -> None:
+    def _started(self, started: messages.Started) -> None:
         new, reused = started.prompt_tokens - started.reused_tokens, started.reused_tokens
         self.state.prompt_tokens, self.state.first_mode = started.prompt_tokens or None, self.state.mode
         text = (
@@ -160,7 +128,7 @@ class EngineEvents:
         self._reading_since = monotonic()
         self._warn_of_context(started.prompt_tokens)
 
-    def _prefilled(self, prefilled: Prefilled) -> None:
+    def _prefilled(self, prefilled: messages.Prefilled) -> None:
         self.comparisons.note(prefilled)
         text = f"processing {count(prefilled.done)} of {count(prefilled.total, 'token')}"
         if prefilled.done and (taken := monotonic() - self._reading_since) > 0 and self.replay.is_real_time:
@@ -187,17 +155,17 @@ class EngineEvents:
                 timeout=12,
             )
 
-    def _preparing(self, preparing: Preparing) -> None:
+    def _preparing(self, preparing: messages.Preparing) -> None:
         self.answers.wait(f"preparing the {preparing.mode} mode …")
         self.view.log_event(f"preparing the {preparing.mode} mode: compiling kernels, capturing its graph")
 
-    def _recovered(self, recovered: Recovered) -> None:
+    def _recovered(self, recovered: messages.Recovered) -> None:
         value = figure(recovered.value, digits=1)
         text = f"recovery {recovered.level} at {count(recovered.at)} tok: {recovered.signal} {value}"
         self.view.add_note(f"── {text} ──")
         self.view.log_event(text)
 
-    async def _finished(self, finished: Finished) -> None:
+    async def _finished(self, finished: messages.Finished) -> None:
         self._may_restart = True
         ending = ENDINGS.get(finished.reason, "")
         told = (f"answered: {count(finished.stats.generated_tokens)} tok", ending)
@@ -205,7 +173,7 @@ class EngineEvents:
         await self.answers.finish(finished)
         await self.answers.ready()
 
-    async def _switched(self, switched: Switched) -> None:
+    async def _switched(self, switched: messages.Switched) -> None:
         speed = self.state.snapshot.tokens_per_s if self.state.snapshot else None
         if not self.state.is_stored:  # what moved is of another conversation
             switched = replace(switched, total=0, moved_bytes=0, reduced_tokens=0)
@@ -221,43 +189,45 @@ class EngineEvents:
         if is_news:
             self.view.add_note(switched.auto)
 
-    def _switch_refused(self, refused: SwitchRefused) -> None:
+    def _switch_refused(self, refused: messages.SwitchRefused) -> None:
         self.state.pending.clear()
         self.mode_of_conversation.is_due = False
         self.state.mode = refused.mode  # `wanted` stays, so that the next F6 goes past the refused mode
-        self._show_error(UsageError(f"The mode stays {refused.mode}.", refused.message, "/mode lists all modes."))
+        self._show_error(
+            errors.UsageError(f"The mode stays {refused.mode}.", refused.message, "/mode lists all modes.")
+        )
 
-    async def _rebuilt(self, rebuilt: Rebuilt) -> None:
+    async def _rebuilt(self, rebuilt: messages.Rebuilt) -> None:
         left = f", {count(rebuilt.reduced_tokens)} left" if rebuilt.reduced_tokens else ""
         self.view.add_note(f"Recomputed {count(rebuilt.tokens, 'token')} in {seconds(rebuilt.seconds)}{left}.")
         await self.answers.ready()
 
-    async def _needle_hidden(self, hidden: NeedleHidden) -> None:
+    async def _needle_hidden(self, hidden: messages.NeedleHidden) -> None:
         if not self.comparisons.ask_for(hidden):
             await self.answers.ready()
 
-    async def _compared(self, compared: Compared) -> None:
+    async def _compared(self, compared: messages.Compared) -> None:
         self.comparisons.finish(compared)
         await self.answers.ready()
 
-    def _replayed(self, replayed: Replayed) -> None:
+    def _replayed(self, replayed: messages.Replayed) -> None:
         self.replay.is_over = True
         self.view.toast(f"The recording has ended: {seconds(replayed.seconds)}. /restart plays it again.", timeout=10)
 
-    async def _failed(self, failed: Failed) -> None:
+    async def _failed(self, failed: messages.Failed) -> None:
         was_busy = self.state.phase.busy
         is_cut_off = was_busy and await self.answers.abandon()
         self.comparisons.abandon(failed.title)
         offered: tuple[Remedy, ...] = ()
-        if failed.kind == DoesNotFitError.__name__:
+        if failed.kind == errors.DoesNotFitError.__name__:
             offered = self.models.remedies()
-        elif was_busy and failed.kind == OutOfMemoryError.__name__:
+        elif was_busy and failed.kind == errors.OutOfMemoryError.__name__:
             offered = remedies(self.state, is_cut_off)
-        elif was_busy and failed.kind == ContextFullError.__name__:
+        elif was_busy and failed.kind == errors.ContextFullError.__name__:
             offered = (way_on(self.state),)
         is_kept = self.models.give_up(failed.fatal)
-        self._show_error(EngineError(failed.title, failed.detail, failed.hint), offered)
-        if failed.kind == TooMuchPinnedError.__name__:
+        self._show_error(errors.EngineError(failed.title, failed.detail, failed.hint), offered)
+        if failed.kind == errors.TooMuchPinnedError.__name__:
             self.pins.take_back()
         if failed.fatal or self.state.info is None:
             await self.answers.down()
@@ -273,11 +243,11 @@ class EngineEvents:
         hint = "It is being restarted" if again else "/restart or the next question restarts it"
         title = f"The engine stopped: {describe_exit(crashed.code)}."
         reason = ("Memory may have run out.",) if crashed.lacked_memory and was_busy else ()
-        error = EngineError(title, "\n".join((*crashed.log, *reason)), f"{hint}; the conversation is kept.")
+        error = errors.EngineError(title, "\n".join((*crashed.log, *reason)), f"{hint}; the conversation is kept.")
         self._show_error(error, remedies(self.state, is_cut_off) if reason else ())
         await (self.restart() if again else self.answers.down())
 
-    def _show_error(self, error: KvchatError, remedies: Sequence[Remedy] = ()) -> None:
+    def _show_error(self, error: errors.KvchatError, remedies: Sequence[Remedy] = ()) -> None:
         self.view.add_error(error, remedies)
         self.view.log_event(error.title)
 

@@ -17,16 +17,9 @@ from kvchat.errors import KvchatError, UsageError
 from kvchat.protocol.client import EngineClient
 from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import Details
+from kvchat.tui import panel_rows
 from kvchat.tui.actions import COMMANDS, is_command, parse_command
 from kvchat.tui.controller import ChatController
-from kvchat.tui.panel_rows import (
-    FETCH_TIMES,
-    HELD_BY_HEAD,
-    READ_BY_HEAD,
-    Rows,
-    blocks,
-    extra_rows,
-)
 from kvchat.tui.plain.view import YOU, LineReader, LineWriter, PlainView
 from kvchat.tui.prompt import arguments, external_editor
 from kvchat.tui.prompt.mentions import Part
@@ -311,29 +304,29 @@ class PlainChat:
 
 def figure_lines(s: Snapshot, details: Details, moments: Sequence[Moment], link_bytes_per_s: float | None) -> list[str]:
     """All figures of the panels, a line for each row, then the details by layer, by time and of the GPU."""
-    shown = blocks(s, link_bytes_per_s)
+    shown = panel_rows.blocks(s, link_bytes_per_s)
     times = [
         (label(place).replace("–", " to "), count(details.recall[place].steps, "token"))
         for place in occupied(details.recall)
     ]
     title, rows = shown["mode"]
-    shown["mode"] = (title if s.server else f"{title} mode", [*rows, *extra_rows(s.extras)])
+    shown["mode"] = (title if s.server else f"{title} mode", [*rows, *panel_rows.extra_rows(s.extras)])
     return [
         *(line for title, rows in shown.values() for line in _block(title, rows)),
-        *_block(f"{READ_BY_HEAD}, of {count(details.total)}", _by_layer(details.read)),
-        *_block(f"{HELD_BY_HEAD}, of {count(details.total)}", _by_layer(details.held)),
-        *_block(FETCH_TIMES, times),
+        *_block(f"{panel_rows.READ_BY_HEAD}, of {count(details.total)}", _by_layer(details.read)),
+        *_block(f"{panel_rows.HELD_BY_HEAD}, of {count(details.total)}", _by_layer(details.held)),
+        *_block(panel_rows.FETCH_TIMES, times),
         *_block("GPU in the last minutes", _course(moments, details)),
     ]
 
 
-def _block(title: str, rows: Rows) -> Iterator[str]:
+def _block(title: str, rows: panel_rows.Rows) -> Iterator[str]:
     if rows:
         yield f"{title}:"
         yield from (f"  {label} {value}".rstrip() for label, value in rows)
 
 
-def _by_layer(counts: Sequence[Sequence[int]]) -> Rows:
+def _by_layer(counts: Sequence[Sequence[int]]) -> panel_rows.Rows:
     """The tokens of each KV head; one number where all heads have as many."""
     return [
         (f"layer {layer}", f"{count(heads[0])} in each head" if len(set(heads)) == 1 else ", ".join(map(count, heads)))
@@ -342,7 +335,7 @@ def _by_layer(counts: Sequence[Sequence[int]]) -> Rows:
     ]
 
 
-def _course(moments: Iterable[Moment], details: Details) -> Rows:
+def _course(moments: Iterable[Moment], details: Details) -> panel_rows.Rows:
     """From the least to the most; the traffic as it is now."""
     readings = list(moments)
     load = [one.utilization for one in readings if one.utilization is not None]

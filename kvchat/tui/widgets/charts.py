@@ -17,17 +17,8 @@ from textual.widget import Widget
 
 from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import RECALL_EDGES_MS, Details, RecallBin
+from kvchat.tui import panel_rows
 from kvchat.tui.actions import bindings
-from kvchat.tui.panel_rows import (
-    EXPLANATIONS,
-    FETCH_TIMES,
-    GPU_HISTORY,
-    HELD_BY_HEAD,
-    READ_BY_HEAD,
-    Rows,
-    has_gpu,
-    recall_times,
-)
 from kvchat.tui.state import GpuHistory, Moment
 from kvchat.units import BARS, MISSING, bars, count, figure, percent, size
 
@@ -60,7 +51,7 @@ class Chart(Widget, can_focus=False):
 
     @property
     def explanation(self) -> str:
-        return EXPLANATIONS[self.heading]
+        return panel_rows.EXPLANATIONS[self.heading]
 
     def lines(self, width: int) -> list[Content]:
         """What is drawn, a row each, in ``width`` cells; as many at any width."""
@@ -98,7 +89,7 @@ class HeadMap(Chart):
 
     def __init__(self, holds: bool = False, max_rows: int = 8) -> None:
         super().__init__()
-        self.heading = HELD_BY_HEAD if holds else READ_BY_HEAD
+        self.heading = panel_rows.HELD_BY_HEAD if holds else panel_rows.READ_BY_HEAD
         self._holds = holds
         self._max_rows = max_rows
         self.details = Details(0)
@@ -195,12 +186,12 @@ def _shape(details: Details) -> tuple[int, int]:
 class RecallHistogram(Chart):
     """A line for each range of times, from the shortest to the longest that occurred; the percentiles below."""
 
-    heading = FETCH_TIMES
+    heading = panel_rows.FETCH_TIMES
     bins: tuple[RecallBin, ...] = ()
-    times: Rows = []  # noqa: RUF012  (replaced, never changed)
+    times: panel_rows.Rows = []  # noqa: RUF012  (replaced, never changed)
 
     def show(self, bins: Sequence[RecallBin], snapshot: Snapshot | None) -> None:
-        self.bins, self.times = tuple(bins), recall_times(snapshot) if snapshot else []
+        self.bins, self.times = tuple(bins), panel_rows.recall_times(snapshot) if snapshot else []
         self.redraw()
 
     def lines(self, width: int) -> list[Content]:
@@ -261,12 +252,12 @@ def bar(one: RecallBin, most: int, width: int) -> tuple[tuple[str, str], ...]:
 class GpuHistoryPlot(Chart):
     """Memory, load, power and PCIe traffic; one line that says why where there are none."""
 
-    heading = GPU_HISTORY
+    heading = panel_rows.GPU_HISTORY
     moments: tuple[Moment, ...] = ()
     absence = NO_GPU
 
     def show(self, history: GpuHistory, snapshot: Snapshot | None) -> None:
-        self.absence = NO_READING if snapshot and has_gpu(snapshot) else NO_GPU
+        self.absence = NO_READING if snapshot and panel_rows.has_gpu(snapshot) else NO_GPU
         self.moments = tuple(history.moments)
         self.redraw()
 

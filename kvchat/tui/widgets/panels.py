@@ -23,19 +23,8 @@ from textual.widgets import Static
 from kvchat.foreign_text import visible
 from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import Details
+from kvchat.tui import panel_rows
 from kvchat.tui.actions import bindings
-from kvchat.tui.panel_rows import (
-    EVENTS,
-    EXPLANATIONS,
-    READ_OF_STORED,
-    Rows,
-    blocks,
-    explain,
-    extra_rows,
-    has_gpu,
-    plain_rows,
-    state_words,
-)
 from kvchat.tui.state import ChatState
 from kvchat.tui.widgets.bars import Badges
 from kvchat.tui.widgets.charts import GpuHistoryPlot, HeadMap, RecallHistogram
@@ -61,7 +50,7 @@ class Rowed(Widget):
             color: $text-muted; }
     """
 
-    rows: reactive[Rows] = reactive(list)
+    rows: reactive[panel_rows.Rows] = reactive(list)
     chosen: reactive[int | None] = reactive(None)
 
     def __init__(self, title: str, id: str | None = None) -> None:
@@ -74,13 +63,13 @@ class Rowed(Widget):
         if place is None or not 0 <= place < len(self.rows):
             return ""
         label = self.rows[place][0]
-        return f"{label}: {explain(label, self.mode)}"
+        return f"{label}: {panel_rows.explain(label, self.mode)}"
 
     def on_mouse_move(self, event: MouseMove) -> None:
         """The row under the mouse explains itself."""
         self.tooltip = visible(self.explanation(event.y - self.gutter.top)) or None
 
-    def watch_rows(self, old: Rows, new: Rows) -> None:
+    def watch_rows(self, old: panel_rows.Rows, new: panel_rows.Rows) -> None:
         """Numbers change ten times a second: a new layout only where their count does."""
         self.refresh(layout=len(old) != len(new))
 
@@ -169,7 +158,7 @@ class KvColumn(ShowsFigures):
             block.rows = [(label, "–") for label, _ in block.rows]
 
     def show(self, s: Snapshot) -> None:
-        for name, (title, rows) in blocks(s, self._link).items():
+        for name, (title, rows) in panel_rows.blocks(s, self._link).items():
             block = self.query_one(f"#{name}-rows", Rowed)
             block.border_title, block.rows = Content(f" {title} "), rows  # a str would be markup
             block.set_class(not rows, "empty")
@@ -177,9 +166,11 @@ class KvColumn(ShowsFigures):
         auto = self.query_one("#auto", Static)
         auto.display = bool(s.auto)
         auto.update(s.auto)
-        self.query_one("#plain-rows", Rowed).rows = plain_rows(s)
+        self.query_one("#plain-rows", Rowed).rows = panel_rows.plain_rows(s)
         # "calm" is no news, and in freeze on a GPU the column has no line to spare for it.
-        self.query_one("#own-rows", Rowed).rows = [row for row in extra_rows(s.extras) if row != ("recovery", CALM)]
+        self.query_one("#own-rows", Rowed).rows = [
+            row for row in panel_rows.extra_rows(s.extras) if row != ("recovery", CALM)
+        ]
         timeline = self.query_one(Timeline)
         timeline.set_class(not s.total, "empty")
         if s.total:
@@ -248,12 +239,12 @@ class DetailColumn(ShowsFigures, can_focus=False):
     def show(self, state: ChatState) -> None:
         s, details = state.snapshot, state.details or Details(0)
         own = self.query_one("#extra-rows", Rowed)
-        own.mode, own.rows = (s.mode, extra_rows(s.extras)) if s else ("", [])
+        own.mode, own.rows = (s.mode, panel_rows.extra_rows(s.extras)) if s else ("", [])
         own.display = bool(own.rows)
         self.query_one(HeadMap).show(details)
         self.query_one(RecallHistogram).show(details.recall, s)
         self.query_one(GpuHistoryPlot).show(state.gpu_history, s)
-        if (on_gpu := s is None or has_gpu(s)) != self._on_gpu:  # an update is a new layout
+        if (on_gpu := s is None or panel_rows.has_gpu(s)) != self._on_gpu:  # an update is a new layout
             self._on_gpu = on_gpu
             self.query_one("#legend", Static).update(legend(on_gpu))
 
@@ -261,7 +252,7 @@ class DetailColumn(ShowsFigures, can_focus=False):
 def legend(on_gpu: bool) -> Content:
     """The legend of the ribbon: the glyphs of shares read, and the color and word of each state."""
     lines = [Content.assemble((f"{BARS[0]}{BARS[3]}{BARS[7]}", "$ribbon-device"), "  read by few, half, all heads")]
-    for letter, word in state_words(on_gpu).items():
+    for letter, word in panel_rows.state_words(on_gpu).items():
         lines.append(Content.assemble((f" {GLYPHS.get(letter, BARS[7])} ", f"$ribbon-{CLASSES[letter]}"), f"  {word}"))
     lines.append(Content.assemble((" ┃ ", "$ribbon-tick"), "  the mode changed"))
     return Content("\n").join(
@@ -334,7 +325,7 @@ class Timeline(Widget):
 
     def __init__(self) -> None:
         super().__init__()
-        self.border_title = f" {READ_OF_STORED} "  # where there is room for a border
+        self.border_title = f" {panel_rows.READ_OF_STORED} "  # where there is room for a border
         self.points: list[Point] = []
         self.ticks: tuple[int, ...] = ()
         self._key: object = None
@@ -397,11 +388,11 @@ class EventLog(Static, can_focus=False):
         self.lines: tuple[str, ...] = ()
 
     def on_mount(self) -> None:
-        self.border_title = f" {EVENTS} "
+        self.border_title = f" {panel_rows.EVENTS} "
 
     @property
     def explanation(self) -> str:
-        return EXPLANATIONS[EVENTS]
+        return panel_rows.EXPLANATIONS[panel_rows.EVENTS]
 
     def add(self, text: str) -> None:
         """Put an event of now before the others."""
