@@ -42,5 +42,4 @@ def serve(resolved: Resolved, host: str, port: int, key: str, origins: Sequence[
     load = replace(load_of(chosen), keeping=kept)
     is_limited = ("sampling", "max_new_tokens") in resolved.origins
     defaults = Defaults(chosen.sampling.sampling(), is_limited, chosen.model.system)
-    options = server.Options(host, port, queue, key.strip(), origins)
-    server.serve(load, defaults, options, paths.log_file(), progress, note)
+    server.serve(load, defaults, (host, port), queue, key.strip(), origins, paths.log_file(), progress, note)

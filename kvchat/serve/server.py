@@ -7,7 +7,6 @@ import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -24,37 +23,29 @@ LOCAL = ("127.0.0.1", "localhost", "::1")
 LAST_ANSWERS_S = 5  # what the end may wait for answers in progress
 
 
-@dataclass(frozen=True)
-class Options:
-    """Where the server listens and whom it answers; ``queue`` requests may wait."""
-
-    host: str
-    port: int
-    queue: int
-    key: str = ""
-    origins: Sequence[str] = ()
-
-
 def serve(
     load: Load,
     defaults: Defaults,
-    options: Options,
+    address: tuple[str, int],
+    queue: int,
+    key: str,
+    origins: Sequence[str],
     log_file: Path,
     show: Callable[[str], None],
     say: Callable[[str], None],
 ) -> None:
-    """Answer requests until a signal ends it; ``show`` and ``say`` as ``Engine``.
+    """Answer requests at ``address`` until a signal ends it; ``queue`` may wait. ``show`` and ``say`` as ``Engine``.
 
     Raises:
         UsageError: the address cannot be used; EngineError: the model cannot be loaded.
     """
-    listening = _listen(options.host, options.port)
-    engine = Engine(load, log_file, options.queue, show, say, ENGINE)
-    is_local = options.host in LOCAL
-    app = application(engine, defaults, options.key, is_local, options.origins)
+    listening = _listen(*address)
+    engine = Engine(load, log_file, queue, show, say, ENGINE)
+    is_local = address[0] in LOCAL
+    app = application(engine, defaults, key, is_local, origins)
     host, port = listening.getsockname()[:2]
     say(f"http://{f'[{host}]' if ':' in host else host}:{port}/v1 · Ctrl+C stops it")
-    if not (is_local or options.key):
+    if not (is_local or key):
         say("Anyone who can reach this address can use it: require a key with --api-key KEY or KVCHAT_API_KEY.")
     quiet = uvicorn.Config(
         app,

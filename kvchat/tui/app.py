@@ -163,31 +163,21 @@ class KeysInTurn:
         if not passed:
             self._waiting.clear()  # the application closes
         elif not _is_taken(*passed[-1]):
-            await self._handled(passed[-1][1])
-
-    async def _handled(self, target: DOMNode) -> None:
-        way = target.ancestors_with_self
-        for node in way * 2:  # also where it is stopped: Textual stops it as well where the application's turn begins
-            await _done(node)
-        await _done(self._app.screen)  # it may have been opened just now
+            # Twice, also where it is stopped: Textual stops it as well where the application's turn begins.
+            for node in passed[-1][1].ancestors_with_self * 2:
+                await _done(node)
+            await _done(self._app.screen)  # it may have been opened just now
 
     async def _forward(self, passed: list[tuple[Event, DOMNode]]) -> None:
         """Letters together, and the key behind them: a line takes them in turn, and is drawn once."""
         while self._waiting and (not passed or _is_taken(*passed[-1])):
             event = self._waiting.popleft()
-            _focus(self._app)
+            # Focus what the screen focuses when it opens, if nothing is. Textual does not while the terminal lies
+            # behind others, and takes the focus away at a click beyond the edge of one that has just become smaller.
+            self._app.app_focus = True
+            self._app.screen._update_auto_focus()
             passed.append((event, self._app.focused or self._app.screen))
             await self._pass_on(event)
-
-
-def _focus(app: App[None]) -> None:
-    """Focus what the screen focuses when it opens, if nothing is.
-
-    Textual does not while the terminal lies behind others, and takes the focus away at a click beyond the edge of a
-    terminal that has just become smaller.
-    """
-    app.app_focus = True
-    app.screen._update_auto_focus()
 
 
 def _is_taken(event: Event, target: DOMNode) -> bool:

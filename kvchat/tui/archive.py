@@ -66,7 +66,8 @@ class Archive:
                 return
             if self._store is None and any(one.changes() for one in self._unsaved):
                 try:
-                    await self._run(self._use_if_none)
+                    # Unless whoever opened it was canceled while the thread did it.
+                    await self._run(lambda: self._store or self._use(self._path))
                 except StoreError as error:
                     self._show_problem(error)
             if self._tried is not None:
@@ -83,7 +84,12 @@ class Archive:
             self._unsaved.append(conversation)
         async with self._saving:
             if self._tried is not None and monotonic() - self._tried > RETRY_S:
-                await self._open_again()
+                self._tried = monotonic()
+                if await self._run(self._leave_memory, 0.0):
+                    self._tried = None
+                    self.writes += 1
+                    text = "The database is free again: the conversations kept in memory are saved."
+                    self._view.toast(text, title="Conversations")
             await self._save_all()
 
     async def _save_all(self) -> None:
@@ -101,19 +107,8 @@ class Archive:
             self._unsaved.remove(conversation)
             self._is_problem_shown = False
 
-    async def _open_again(self) -> None:
-        """Try a locked database; once it is free, all that was kept in memory is written there."""
-        if await self._run(self._leave_memory, 0.0):
-            self._tried = None
-            self.writes += 1
-            self._view.toast(
-                "The database is free again: the conversations kept in memory are saved.", title="Conversations"
-            )
-        else:
-            self._tried = monotonic()
-
     def _leave_memory(self, busy_s: float) -> bool:
-        """Exchange the database in memory for that on disk; whether it is free."""
+        """Write all that was kept in memory into the database on disk, and go on there; whether it is free."""
         memory = self._opened()
         if memory.path is not None:  # done already, for somebody who was canceled meanwhile
             return True
@@ -159,13 +154,9 @@ class Archive:
         await self._ask(lambda store: store.restore(id))
         self.writes += 1
 
-    def _use(self, path: Path | None) -> None:
+    def _use(self, path: Path | None) -> ConversationStore:
         self._store = ConversationStore(path)
-
-    def _use_if_none(self) -> None:
-        """Open the database, unless whoever opened it was canceled while this thread did it."""
-        if self._store is None:
-            self._use(self._path)
+        return self._store
 
     def _close(self) -> None:
         store, self._store = self._store, None
@@ -234,14 +225,13 @@ class ModeOfConversation:
         """What has to be asked for so that the mode has the conversation's parameters and no others."""
         in_force = modes.to_keep(kept.mode, self.state.settings, self.state.given)
         now, then = (modes.by_mode(kept.mode, params) for params in (in_force, kept.params))
-        changes = {one: self._changed(one, now.get(one, {}), then.get(one, {})) for one in now | then}
+        changes = dict[str, Params]()
+        for one in now | then:
+            default = {name: field.default for name, field in modes.choosable()[one].model_fields.items()}
+            is_now = default | now.get(one, {})
+            wanted = {**{name: default[name] for name in now.get(one, {})}, **then.get(one, {})}
+            changes[one] = {name: value for name, value in wanted.items() if is_now[name] != value}
         return modes.together(kept.mode, changes.pop(kept.mode), changes)
-
-    @staticmethod
-    def _changed(mode: str, now: Params, then: Params) -> Params:
-        default = {name: field.default for name, field in modes.choosable()[mode].model_fields.items()}
-        wanted = {**{name: default[name] for name in now}, **then}
-        return {name: value for name, value in wanted.items() if now.get(name, default[name]) != value}
 
 
 def _described(kept: Conversation) -> str:

@@ -168,10 +168,14 @@ def seeded(sampling: messages.Sampling) -> messages.Sampling:
 def needle_rows(shown: RunningComparison) -> list[tuple[str, ...]]:
     """Mode, answer, whether the fact is in it, share of the text read, bytes fetched and tokens per second."""
     runs = dict(enumerate(shown.result.runs)) if shown.result else {}
-    rows = []
+    rows = list[tuple[str, ...]]()
     for index, variant in enumerate(shown.variants):
-        if run := runs.get(index):
-            rows.append((variant.mode, *_cells(run, shown.fact or "")))
+        if (run := runs.get(index)) and run.refusal:
+            rows.append((variant.mode, _line(run.refusal), "refused", "", "", ""))
+        elif run:
+            s = run.stats
+            figures = percent(s.read_share), size(s.recalled_bytes), figure(s.decode_tokens_per_s, digits=1)
+            rows.append((variant.mode, _line(run.text), _outcome(run, shown.fact), *figures))
         else:
             said = shown.progress[index].text if index in shown.progress else ""
             rows.append((variant.mode, _line(said), "" if shown.is_over else WAITING, "", "", ""))
@@ -207,14 +211,6 @@ def is_found(run: Run, fact: str | None) -> bool:
 def _outcome(run: Run, fact: str | None) -> str:
     missed = STOPPED if run.reason == "stopped" else MISSED  # it may have been about to say it
     return FOUND if is_found(run, fact) else missed
-
-
-def _cells(run: Run, fact: str) -> tuple[str, ...]:
-    if run.refusal:
-        return (_line(run.refusal), "refused", "", "", "")
-    s = run.stats
-    speed = figure(s.decode_tokens_per_s, digits=1)
-    return _line(run.text), _outcome(run, fact), percent(s.read_share), size(s.recalled_bytes), speed
 
 
 def _line(text: str) -> str:

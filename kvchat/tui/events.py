@@ -6,7 +6,7 @@ import signal
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
-from typing import Any
+from typing import assert_never
 
 from kvchat import errors
 from kvchat.config import modes
@@ -45,38 +45,85 @@ class EngineEvents:
         self._may_restart = True
         self._reading_since = monotonic()
         self._warned = 0.0  # the level of the context that was last warned of
-        self._handlers: dict[type, Callable[[Any], Awaitable[None] | None]] = {
-            Snapshot: self._snapshot,
-            messages.Details: self._details,
-            messages.Text: self.answers.feed,
-            messages.Loading: lambda loading: self.answers.show_phase(Phase.LOADING, loading.stage),
-            messages.Loaded: self._loaded,
-            messages.Resumed: self._resumed,
-            messages.Noted: lambda noted: self.view.add_note(noted.text),
-            messages.Started: self._started,
-            messages.Prefilled: self._prefilled,
-            messages.Preparing: self._preparing,
-            messages.Recovered: self._recovered,
-            messages.Withdrawn: lambda withdrawn: self.answers.withdraw(withdrawn.chars),
-            messages.Finished: self._finished,
-            messages.Switched: self._switched,
-            messages.SwitchRefused: self._switch_refused,
-            messages.Rebuilt: self._rebuilt,
-            messages.Comparing: self.comparisons.note,
-            messages.NeedleHidden: self._needle_hidden,
-            messages.Compared: self._compared,
-            messages.Peeked: lambda peeked: self.view.show_page_text(peeked.start, peeked.text),
-            messages.Tokenized: lambda tokenized: None,  # the server's question, never the application's
-            messages.Asked: lambda asked: self.answers.ask(asked.text),
-            messages.Replayed: self._replayed,
-            Planned: self.models.show_plan,
-            messages.Failed: self._failed,
-            Crashed: self._crashed,
-        }
 
     async def handle(self, report: Report) -> None:
-        if (going := self._handlers[type(report)](report)) is not None:
-            await going
+        match report:
+            case Snapshot():
+                self._snapshot(report)
+            case messages.Details():
+                if self.state.phase is not Phase.COMPARING:
+                    self.state.details = report if self.state.is_stored else messages.Details(0)
+                    self.view.show_details(self.state.details)
+            case messages.Text():
+                self.answers.feed(report)
+            case messages.Loading(stage):
+                self.answers.show_phase(Phase.LOADING, stage)
+            case messages.Loaded():
+                await self._loaded(report)
+            case messages.Resumed(conversation, tokens, taken, where):
+                if conversation == self.state.conversation.id:
+                    self.state.is_stored = True
+                    text = f"Restored {count(tokens, 'token')} from {where} in {seconds(taken)}."
+                    self.view.add_note(text)
+                    self.view.log_event(text)
+            case messages.Noted(text):
+                self.view.add_note(text)
+            case messages.Started():
+                self._started(report)
+            case messages.Prefilled():
+                self._prefilled(report)
+            case messages.Preparing(mode):
+                self.answers.wait(f"preparing the {mode} mode …")
+                self.view.log_event(f"preparing the {mode} mode: compiling kernels, capturing its graph")
+            case messages.Recovered(level, signal, value, at):
+                text = f"recovery {level} at {count(at)} tok: {signal} {figure(value, digits=1)}"
+                self.view.add_note(f"── {text} ──")
+                self.view.log_event(text)
+            case messages.Withdrawn(chars):
+                await self.answers.withdraw(chars)
+            case messages.Finished():
+                self._may_restart = True
+                told = (f"answered: {count(report.stats.generated_tokens)} tok", ENDINGS.get(report.reason, ""))
+                self.view.log_event(", ".join(filter(None, told)))
+                await self.answers.finish(report)
+                await self.answers.ready()
+            case messages.Switched():
+                await self._switched(report)
+            case messages.SwitchRefused(mode, message):
+                self.state.pending.clear()
+                self.mode_of_conversation.is_due = False
+                self.state.mode = mode  # `wanted` stays, so that the next F6 goes past the refused mode
+                self._show_error(errors.UsageError(f"The mode stays {mode}.", message, "/mode lists all modes."))
+            case messages.Rebuilt(tokens, taken, reduced):
+                left = f", {count(reduced)} left" if reduced else ""
+                self.view.add_note(f"Recomputed {count(tokens, 'token')} in {seconds(taken)}{left}.")
+                await self.answers.ready()
+            case messages.Comparing():
+                self.comparisons.note(report)
+            case messages.NeedleHidden():
+                if not self.comparisons.ask_for(report):
+                    await self.answers.ready()
+            case messages.Compared():
+                self.comparisons.finish(report)
+                await self.answers.ready()
+            case messages.Peeked(start, _, text):
+                self.view.show_page_text(start, text)
+            case messages.Tokenized():
+                pass  # the server's question, never the application's
+            case messages.Asked(text):
+                await self.answers.ask(text)
+            case messages.Replayed(taken):
+                self.replay.is_over = True
+                text = f"The recording has ended: {seconds(taken)}. /restart plays it again."
+                self.view.toast(text, timeout=10)
+            case Planned():
+                self.models.show_plan(report)
+            case messages.Failed():
+                await self._failed(report)
+            case Crashed():
+                await self._crashed(report)
+            case _:
+                assert_never(report)
 
     def _snapshot(self, snapshot: Snapshot) -> None:
         if self.state.phase is Phase.COMPARING:
@@ -88,11 +135,6 @@ class EngineEvents:
             self._warn_of_context(self.state.snapshot.total)
         self.view.show_state(self.state)
         self.view.show_snapshot(self.state.snapshot, self.state.phase is Phase.ANSWERING)
-
-    def _details(self, details: messages.Details) -> None:
-        if self.state.phase is not Phase.COMPARING:
-            self.state.details = details if self.state.is_stored else messages.Details(0)
-            self.view.show_details(self.state.details)
 
     async def _loaded(self, loaded: messages.Loaded) -> None:
         self.state.info = loaded
@@ -106,13 +148,6 @@ class EngineEvents:
         if not self.answers.queue.has_questions:
             self.answers.resume_kv()
         await self.answers.ready()
-
-    def _resumed(self, resumed: messages.Resumed) -> None:
-        if resumed.conversation == self.state.conversation.id:
-            self.state.is_stored = True
-            text = f"Restored {count(resumed.tokens, 'token')} from {resumed.where} in {seconds(resumed.seconds)}."
-            self.view.add_note(text)
-            self.view.log_event(text)
 
     def _started(self, started: messages.Started) -> None:
         new, reused = started.prompt_tokens - started.reused_tokens, started.reused_tokens
@@ -155,24 +190,6 @@ class EngineEvents:
                 timeout=12,
             )
 
-    def _preparing(self, preparing: messages.Preparing) -> None:
-        self.answers.wait(f"preparing the {preparing.mode} mode …")
-        self.view.log_event(f"preparing the {preparing.mode} mode: compiling kernels, capturing its graph")
-
-    def _recovered(self, recovered: messages.Recovered) -> None:
-        value = figure(recovered.value, digits=1)
-        text = f"recovery {recovered.level} at {count(recovered.at)} tok: {recovered.signal} {value}"
-        self.view.add_note(f"── {text} ──")
-        self.view.log_event(text)
-
-    async def _finished(self, finished: messages.Finished) -> None:
-        self._may_restart = True
-        ending = ENDINGS.get(finished.reason, "")
-        told = (f"answered: {count(finished.stats.generated_tokens)} tok", ending)
-        self.view.log_event(", ".join(filter(None, told)))
-        await self.answers.finish(finished)
-        await self.answers.ready()
-
     async def _switched(self, switched: messages.Switched) -> None:
         speed = self.state.snapshot.tokens_per_s if self.state.snapshot else None
         if not self.state.is_stored:  # what moved is of another conversation
@@ -188,31 +205,6 @@ class EngineEvents:
             await self.answers.add_switch(switched, speed)
         if is_news:
             self.view.add_note(switched.auto)
-
-    def _switch_refused(self, refused: messages.SwitchRefused) -> None:
-        self.state.pending.clear()
-        self.mode_of_conversation.is_due = False
-        self.state.mode = refused.mode  # `wanted` stays, so that the next F6 goes past the refused mode
-        self._show_error(
-            errors.UsageError(f"The mode stays {refused.mode}.", refused.message, "/mode lists all modes.")
-        )
-
-    async def _rebuilt(self, rebuilt: messages.Rebuilt) -> None:
-        left = f", {count(rebuilt.reduced_tokens)} left" if rebuilt.reduced_tokens else ""
-        self.view.add_note(f"Recomputed {count(rebuilt.tokens, 'token')} in {seconds(rebuilt.seconds)}{left}.")
-        await self.answers.ready()
-
-    async def _needle_hidden(self, hidden: messages.NeedleHidden) -> None:
-        if not self.comparisons.ask_for(hidden):
-            await self.answers.ready()
-
-    async def _compared(self, compared: messages.Compared) -> None:
-        self.comparisons.finish(compared)
-        await self.answers.ready()
-
-    def _replayed(self, replayed: messages.Replayed) -> None:
-        self.replay.is_over = True
-        self.view.toast(f"The recording has ended: {seconds(replayed.seconds)}. /restart plays it again.", timeout=10)
 
     async def _failed(self, failed: messages.Failed) -> None:
         was_busy = self.state.phase.busy

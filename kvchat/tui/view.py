@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from shlex import quote
 from typing import Literal, Protocol
@@ -169,9 +170,11 @@ def remedies(state: ChatState, is_cut_off: bool) -> tuple[Remedy, ...]:
     """
     after = ("/continue",) if is_cut_off else ()
     goes_on = " and go on" if is_cut_off else ", then ask again"
-    found = []
-    if (half := _half_budget(state)) is not None:
-        found.append(Remedy(f"halve the budget{goes_on}", (f"/budget {half}", *after)))
+    found, budget = [], state.params.get("budget")
+    if isinstance(budget, int):
+        with suppress(UsageError):  # one that the mode cannot halve
+            modes.parse(state.mode, {**state.params, "budget": budget // 2})
+            found.append(Remedy(f"halve the budget{goes_on}", (f"/budget {budget // 2}", *after)))
     if state.mode != modes.HOLDS_LEAST:
         found.append(
             Remedy(f"use the mode that needs the least memory{goes_on}", (f"/mode {modes.HOLDS_LEAST}", *after))
@@ -194,15 +197,3 @@ def load_anyway(load: Load, settings: Load) -> tuple[Remedy, ...]:
     given = (name for name in ("device", "dtype", "quantize") if getattr(load, name) != getattr(settings, name))
     words = (quote(load.model), *(f"{name}={getattr(load, name)}" for name in given), "force=true")
     return (Remedy("load it anyway", (f"/model {' '.join(words)}",)),)
-
-
-def _half_budget(state: ChatState) -> int | None:
-    """Half of what the mode may read; None where it has no budget, or one that cannot be halved."""
-    budget = state.params.get("budget")
-    if not isinstance(budget, int):
-        return None
-    try:
-        modes.parse(state.mode, {**state.params, "budget": budget // 2})
-    except UsageError:
-        return None
-    return budget // 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import get_args
 
 import pytest
 from support.message import lacks
@@ -227,10 +226,6 @@ def test_nothing_known_nothing_said_and_what_was_reduced_is():
 
 
 # ---- What the engine reports, without a screen
-
-
-def test_every_event_of_the_protocol_is_handled(chat):
-    assert set(chat.controller._events._handlers) == {*get_args(messages.Event), Crashed}
 
 
 async def test_loading_shows_stages_then_notes(chat):

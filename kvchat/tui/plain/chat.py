@@ -121,8 +121,13 @@ class PlainChat:
 
     async def _read(self, reader: LineReader) -> None:
         asking = asyncio.create_task(self._ask_when_idle()) if self._is_typed else None
+
+        async def play() -> None:  # to the end of the recording: nobody is there to play it again
+            await self._until(lambda: self.chat.replay.is_over or self.chat.state.phase is Phase.DOWN)
+            self._left.set()
+
         is_played = bool(self.chat.replay.name) and not self._is_typed
-        playing = asyncio.create_task(self._leave_when_over()) if is_played else None
+        playing = asyncio.create_task(play()) if is_played else None
         waits = not self._is_typed and playing is None  # a recording asks by itself
         try:
             async for line, piped in self._given(reader):
@@ -202,11 +207,6 @@ class PlainChat:
             if self._is_idle() and not self._is_taking:
                 self._lines.ask()
             await self._change()
-
-    async def _leave_when_over(self) -> None:
-        """Leave at the end of the recording: nobody is there to play it again."""
-        await self._until(lambda: self.chat.replay.is_over or self.chat.state.phase is Phase.DOWN)
-        self._left.set()
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         while not condition():
