@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvchat import units
 from kvchat.bench.frame import Result, incompatible, load, wilson
@@ -42,17 +42,15 @@ def rendered(results: Sequence[Result]) -> str:
     return "\n\n".join(table.markdown() for result in results for table in tables(result))
 
 
-def _ratios(row: Row) -> str:
-    others = {name: ratio for name, ratio in row.get("times_as_fast", {}).items() if name != row["variant"]}
-    return ", ".join(f"{ratio:.2f} {name}" for name, ratio in others.items())
+def _ratios(row: Row) -> dict[str, float]:
+    return {name: ratio for name, ratio in row.get("times_as_fast", {}).items() if name != row["variant"]}
 
 
-@dataclass(frozen=True)
-class Column:
+class Column(NamedTuple):
     """A head, and how a row's cell is made."""
 
     head: str
-    cell: Callable[[Mapping[str, Any]], str]
+    cell: Callable[[Row], str]
 
 
 def figure(name: str, digits: int = 0, unit: str = "") -> Callable[[Mapping[str, Any]], str]:
@@ -110,7 +108,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("ms", lambda row: row["failed"] if "failed" in row else units.figure(row["ms"], "", 2)),
         Column("as in a chat", figure("chat_ms", 2)),
         Column("tokens/s", figure("tokens_per_s", 1)),
-        Column("times as fast", lambda row: _ratios(row)),
+        Column("times as fast", lambda row: ", ".join(f"{ratio:.2f} {name}" for name, ratio in _ratios(row).items())),
         Column("kept beside a load", share("kept")),
         Column("others' share", share("others")),
         Column("K/V on the device", size("kv_device_bytes")),
@@ -289,9 +287,7 @@ def line(row: Mapping[str, Any]) -> str:
     start = f"{row['context']:>7} {row['variant'] + changed(row):<32} "
     if "failed" in row:
         return f"{start}{row['failed']}"
-    ratios = "".join(
-        f"  {ratio:5.2f} x {name}" for name, ratio in row["times_as_fast"].items() if name != row["variant"]
-    )
+    ratios = "".join(f"  {ratio:5.2f} x {name}" for name, ratio in _ratios(row).items())
     moved = f"  moves {units.size(row['moved_bytes'])}" if row.get("moved_bytes") else ""
     exposed = row.get("exposed_ms")
     recall = "" if exposed is None else f", exposed {exposed:.2f} of {row['recall_ms']:.2f} ms"

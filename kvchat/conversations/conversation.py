@@ -226,18 +226,8 @@ class Conversation:
         """Set the text of the answer to the last question; without an ``ending`` more is to come."""
         answer = self.leaf if self._ends_with("assistant") else None
         answer = answer or Message(parent=self._leaf, role="assistant", text="")
-        return self.add(
-            replace(
-                answer,
-                text=text,
-                ending=ending,
-                receipt=receipt,
-                stats=stats,
-                switch_lines=switch_lines,
-                model=model,
-                thought=thought,
-            )
-        )
+        changed = replace(answer, text=text, ending=ending, receipt=receipt, stats=stats)
+        return self.add(replace(changed, switch_lines=switch_lines, model=model, thought=thought))
 
     def add(self, message: Message) -> Message:
         """Add or replace a message and end the path with it."""

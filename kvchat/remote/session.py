@@ -332,13 +332,14 @@ class RemoteSession:
 
     def details(self) -> Details:
         """Nothing by layer and head; the server's figures are asked for, once a second, for the next snapshot."""
+
+        async def sample() -> None:
+            self._figures = await self._reader.read()
+
         if (age := time.monotonic() - self._sampled) >= SAMPLE_S:
             self._sampled = time.monotonic()
-            self._loop.begin(self._sample(), FIRST_S if age > STALE_S else 0.0)
+            self._loop.begin(sample(), FIRST_S if age > STALE_S else 0.0)
         return Details(self._answer.total)
-
-    async def _sample(self) -> None:
-        self._figures = await self._reader.read()
 
     def prices(self) -> tuple[Price, ...]:
         return ()

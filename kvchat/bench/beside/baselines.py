@@ -266,10 +266,12 @@ class LlamaCpp:
 
     def measure(self, tokens: Sequence[int]) -> Timing:
         if self._process is None:
+            refuse_llama_cpp(self.model)
             began = time.perf_counter()
-            self._start().decode(self.prompt, 1)  # reads the prompt
+            with in_gguf(self.model) as file:  # loaded when it is made
+                self._process = PeerProcess("xllamacpp", self.name, str(file), self.context, {"warmup": False})
+            self._process.decode(self.prompt, 1)  # reads the prompt
             self.prepare_s = time.perf_counter() - began
-        assert self._process is not None
         answer = self._process.decode(self.prompt, len(tokens))
         self.answer = answer["text"]
         return between(answer["stamps"][warm_up(self.model.device) - 1 :])
@@ -282,13 +284,6 @@ class LlamaCpp:
     @property
     def figures(self) -> dict[str, Any]:
         return {"prepare_s": self.prepare_s}
-
-    def _start(self) -> PeerProcess:
-        """Start llama.cpp with a copy of the weights; it is loaded when this returns."""
-        refuse_llama_cpp(self.model)
-        with in_gguf(self.model) as file:
-            self._process = PeerProcess("xllamacpp", self.name, str(file), self.context, {"warmup": False})
-        return self._process
 
 
 def refuse_llama_cpp(model: LoadedModel) -> None:

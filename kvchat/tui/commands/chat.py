@@ -173,12 +173,10 @@ async def manage_queue(chat: ChatController, argument: str) -> None:
     """``/queue send`` or ``/queue clear``; alone it takes the last question back."""
     if not argument:
         await chat.take_back()
-        return
-    match resolve(argument, ("send", "clear"), "use of /queue"):
-        case "send":
-            await chat.release_queue()
-        case "clear":
-            await chat.answers.queue.clear()
+    elif resolve(argument, ("send", "clear"), "use of /queue") == "send":
+        await chat.release_queue()
+    else:
+        await chat.answers.queue.clear()
 
 
 def _copy(chat: ChatController, text: str, file: str) -> None:
@@ -193,9 +191,8 @@ def _copy(chat: ChatController, text: str, file: str) -> None:
 
 def _chosen_text(chat: ChatController) -> str:
     conversation = chat.state.conversation
-    chosen = conversation.messages.get(chat.view.chosen or "")
     answers = (message for message in reversed(conversation.path) if message.role == "assistant")
-    copied = chosen or next(answers, None)
+    copied = conversation.messages.get(chat.view.chosen or "") or next(answers, None)
     text = copied.text if copied else ""
     if copied and copied.role == "assistant":
         text = thoughts.split(text, copied.thought, copied.ending)[1]
@@ -290,24 +287,21 @@ async def pin(chat: ChatController, argument: str) -> None:
     if argument == "system":
         _pin_system(chat)
     elif argument == "none":
-        _unpin_all(chat)
+        pinned = [message for message in chat.state.conversation.path if message.pinned]
+        for message in pinned:
+            chat.pins.unpin(message)
+        if chat.state.params.get("pin_system", False):
+            _pin_system(chat)
+        chat.view.toast(f"Unpinned {count(len(pinned), 'message')}." if pinned else "No message is pinned.")
     else:
-        message = _question(chat, argument) if argument else _chosen(chat)
+        chosen = chat.state.conversation.messages.get(chat.view.chosen or "")
+        message = _question(chat, argument) if argument else chosen or chat.branches.chosen("user")
         if message.pinned:
             chat.pins.unpin(message)
             chat.view.toast("Unpinned.")
         else:
             chat.pins.pin(message)
             chat.view.toast("Pinned: every mode attends to it from now on, in addition to its budget.")
-
-
-def _unpin_all(chat: ChatController) -> None:
-    pinned = [message for message in chat.state.conversation.path if message.pinned]
-    for message in pinned:
-        chat.pins.unpin(message)
-    if chat.state.params.get("pin_system", False):
-        _pin_system(chat)
-    chat.view.toast(f"Unpinned {count(len(pinned), 'message')}." if pinned else "No message is pinned.")
 
 
 def _pin_system(chat: ChatController) -> None:
@@ -327,9 +321,3 @@ def _question(chat: ChatController, argument: str) -> Message:
             "/pin system pins the system prompt, /pin none unpins all.",
         )
     return questions[int(argument) - 1]
-
-
-def _chosen(chat: ChatController) -> Message:
-    conversation = chat.state.conversation
-    chosen = conversation.messages.get(chat.view.chosen or "")
-    return chosen or chat.branches.chosen("user")

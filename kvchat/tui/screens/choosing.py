@@ -227,12 +227,13 @@ class ModelsScreen(SearchScreen[FoundModel]):
                 self._models.plan(self.highlighted.name, None)
 
     def _choose(self, model: FoundModel) -> None:
-        self.dismiss()
-        run_worker(self.app, partial(self._load, model.name))  # this screen's own work ends with it
+        async def load() -> None:
+            with refusals_as_toasts(app):
+                await self._models.choose(model.name, {})
 
-    async def _load(self, name: str) -> None:
-        with refusals_as_toasts(self.app):
-            await self._models.choose(name, {})
+        app = self.app
+        self.dismiss()
+        run_worker(app, load)  # this screen's own work ends with it
 
     async def _look(self) -> None:
         """Look for models beside the screen's work: folders may be large and disks slow."""
@@ -304,16 +305,11 @@ def _facts(model: FoundModel, dtype: str, there: Room) -> Content:
     if model.weights is None:
         return Content.assemble((f"✖ {visible(model.problem)}"[:PROBLEM_CELLS], "$error"))
     words = f"{visible(model.kind):<7} {size(model.weights.nbytes):>9}  {visible(model.weights.type):<9}"
-    fits, style = _fit(model, dtype, there)
-    return Content.assemble((words, "dim"), " ", (f"{fits:<23}", style))
-
-
-def _fit(model: FoundModel, dtype: str, there: Room) -> tuple[str, Any]:
     found = fit(model, dtype, there)
     assert found is not None
     needed = size(found.needed)
-    if found.quantize == "none":
-        return f"✓ fits, takes {needed}", "$success"
-    if found.quantize:
-        return f"~ {found.quantize} fits, {needed}", "$warning"
-    return f"✖ too large, {needed}", "$error"
+    fits, style = f"~ {found.quantize} fits, {needed}", "$warning"
+    if found.quantize in ("none", None):
+        is_fitting = found.quantize == "none"
+        fits, style = (f"✓ fits, takes {needed}", "$success") if is_fitting else (f"✖ too large, {needed}", "$error")
+    return Content.assemble((words, "dim"), " ", (f"{fits:<23}", style))

@@ -165,7 +165,15 @@ class NeedleScreen(CompareScreen):
         self.show()
 
     def draw(self, shown: RunningComparison) -> None:
-        self.query_one("#question", Static).update(task(shown))
+        fact: Content | str = "Hiding a fact in a long text."
+        if shown.fact:
+            read = f" of {count(shown.result.prompt_tokens, 'token')}" if shown.result else ""
+            fact = Content.assemble(
+                f"A text{read} mentions a fact once, near its beginning: ", (visible(shown.fact), "bold"), ". Every"
+                " mode has the same exact K/V of it and is asked at the end: ",
+                (visible(shown.question.rpartition("\n")[2]), "bold"),
+            )  # fmt: skip
+        self.query_one("#question", Static).update(fact)
         colors = self.app.theme_variables
         room = min(self.app.size.width, WIDTH) - BESIDE
         self.query_one("#figures", Static).update(needle_table(shown, colors["success"], colors["error"], room))
@@ -179,17 +187,6 @@ def show(app: App[None], comparisons: Comparisons, shown: RunningComparison) -> 
             screen.show()
             return
     app.push_screen((CompareScreen if shown.fact is None else NeedleScreen)(comparisons, shown))
-
-
-def task(shown: RunningComparison) -> Content:
-    """The hidden fact, its place and the question."""
-    if not shown.fact:
-        return Content("Hiding a fact in a long text.")
-    read = f" of {count(shown.result.prompt_tokens, 'token')}" if shown.result else ""
-    return Content.assemble(
-        f"A text{read} mentions a fact once, near its beginning: ", (visible(shown.fact), "bold"), ". Every mode has"
-        " the same exact K/V of it and is asked at the end: ", (visible(shown.question.rpartition("\n")[2]), "bold"),
-    )  # fmt: skip
 
 
 def needle_table(shown: RunningComparison, good: str, bad: str, room: int) -> Table:

@@ -77,8 +77,9 @@ class Answer(Vertical):
         tail = Static("" if self.finished else "…", classes="tail waiting", markup=False)
         tail.display = not self.finished
         yield tail
-        switches = Static(self._notes(), classes="switches", markup=False)
-        switches.display = bool(self._switch_lines or self._marks)
+        changes = self._changes()
+        switches = Static(visible("\n".join(notes(changes))), classes="switches", markup=False)
+        switches.display = bool(changes)
         yield switches
         receipt = Static(self.receipt, classes="receipt", markup=False)
         receipt.display = bool(self.receipt)
@@ -182,12 +183,10 @@ class Answer(Vertical):
     def _changes(self) -> list[ModeChange]:
         return [*self._switch_lines, *(ModeChange(mark.place, mark.line) for mark in self._marks)]
 
-    def _notes(self) -> str:
-        return visible("\n".join(notes(self._changes())))
-
     def _show_switches(self) -> None:
+        shown = visible("\n".join(notes(self._changes())))
         for switches in self.query(".switches").results(Static):
-            if (shown := self._notes()) != switches.content:  # an update is a new layout
+            if shown != switches.content:  # an update is a new layout
                 switches.update(shown)
                 switches.display = bool(shown)
 
