@@ -108,7 +108,6 @@ def floor_ms(model: LoadedModel, measured: Measured) -> float | None:
     return (model.weight_bytes - table) / measured.read / 1e6
 
 
-# ---- settings --------------------------------------------------------------------------------------
 def _wanted(settings: Decode) -> list[Wanted]:
     return [(text, parsed(text, settings.budget), rate) for text in settings.modes for rate in _rates(settings, text)]
 
@@ -220,8 +219,6 @@ class Rounds:
     def _release(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-    # ---- a row -----------------------------------------------------------------------------------
 
     def _row(self, variant: Variant) -> Row:
         row: Row = {"variant": variant.name}

@@ -107,8 +107,6 @@ class Walk:
             float(self.step(token)[0])
         return prefilled - began, (time.perf_counter() - warm) / max(1, len(counted))
 
-    # ---- looks
-
     @property
     def queries(self) -> Tensor:
         """The last token's rotated queries, ``[layers, H_q, d_k]`` in float32."""

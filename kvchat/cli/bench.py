@@ -9,7 +9,7 @@ import inspect
 import json
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import MISSING, Field, fields
 from importlib import import_module
 from pathlib import Path
@@ -20,7 +20,7 @@ import typer
 from kvchat import files
 from kvchat.bench import report as reports
 from kvchat.bench import settings
-from kvchat.bench.frame import Frame, ModelChoice, Result
+from kvchat.bench.frame import Frame, ModelChoice
 from kvchat.bench.texts import check
 from kvchat.cli.options import NamedDevice, complete_model, parameter, setting, signed
 from kvchat.cli.output import echo, report
@@ -48,14 +48,12 @@ def experiment(
     module: str,
     kind: type,
     host_dtype: bool = False,
-    also: Mapping[str, Any] = {},
-    after: Callable[..., None] | None = None,
+    saves_profile: bool = False,
     standard: ModelChoice = ModelChoice(),
 ) -> None:
     """Make the command ``name`` of ``run`` in ``kvchat.bench.MODULE``, with the options that ``kind`` has as fields.
 
-    ``also`` are flags that ``after`` takes, which is called with the result and the model; ``standard`` is the choice
-    where nothing is given.
+    It ``saves_profile`` where asked: of the device's roofline. ``standard`` is the model where none is given.
     """
     hints = get_type_hints(kind, include_extras=True)
     own = {_parameter(each, hints[each.name]): each for each in fields(kind) if get_args(hints[each.name])[1:]}
@@ -65,7 +63,7 @@ def experiment(
         *(parameter(option, hint, getattr(standard, option)) for option, hint in model.items()),
         parameter("as_json", Json, False),
         parameter("out", Out, None),
-        *(parameter(option, hint, False) for option, hint in also.items()),
+        *([parameter("save_profile", SaveProfile, False)] if saves_profile else []),
     ]
 
     def command(**given: Any) -> None:
@@ -81,8 +79,8 @@ def experiment(
         echo(json.dumps(result, indent=2) if given["as_json"] else reports.rendered([result]))
         if out:
             report(str(out))
-        if after:
-            after(result, choice, **{option: given[option] for option in also})
+        if given.get("save_profile"):
+            report(f"profile {profiles.save(profiles.Measured(**result['roofline']), choice.device)}")
 
     app.command(name)(signed(command, (kind.__doc__ or "").partition("\n")[0], parameters))
 
@@ -121,12 +119,7 @@ def _command(arguments: Sequence[str]) -> str:
     return shlex.join(words)
 
 
-def _save_profile(result: Result, choice: ModelChoice, save_profile: bool) -> None:
-    if save_profile:
-        report(f"profile {profiles.save(profiles.Measured(**result['roofline']), choice.device)}")
-
-
-experiment("decode", "decode", settings.Decode, also={"save_profile": SaveProfile}, after=_save_profile)
+experiment("decode", "decode", settings.Decode, saves_profile=True)
 experiment("prefill", "prefill", settings.Prefill)
 experiment("peers", "peers", settings.Peers, standard=ModelChoice(quantize="auto"))
 experiment("draft", "draft", settings.Draft)

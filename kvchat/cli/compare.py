@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -17,10 +16,7 @@ from kvchat.cli.profile import load_settings
 from kvchat.conversations import comparison
 from kvchat.conversations.comparison import Comparison
 from kvchat.errors import DoesNotFitError, EngineError
-from kvchat.protocol.messages import Compared, Comparing, Event, Load, Prefilled, Sampling, Turn, Variant
-
-if TYPE_CHECKING:
-    from kvchat.tui.state import RunningComparison
+from kvchat.protocol.messages import Compared, Comparing, Load, Prefilled, Sampling, Turn, Variant
 
 
 @taking(LOAD, SYSTEM, SAMPLING)
@@ -80,24 +76,19 @@ def compare(
         events = session.compare(turns, variants, sampling)
         if interrupted:
             session.cancel()  # it came while nothing was asked yet
-        _follow(events, running)
+        try:
+            for event in events:
+                match event:
+                    case Prefilled(done, total):
+                        running.read(done, total)
+                    case Comparing():
+                        running.note(event)
+                    case Compared():
+                        running.finish(event)
+                progress(running.stage)
+        finally:
+            progress("")
     session.close()
     if running.result is None or not running.result.runs:
         raise EngineError("Stopped before any mode answered.", hint="Run it again and let one mode finish.")
     return running.result, bool(interrupted)
-
-
-def _follow(events: Iterator[Event], running: RunningComparison) -> None:
-    """Note what comes until the result; how far it is stands on stderr."""
-    try:
-        for event in events:
-            match event:
-                case Prefilled(done, total):
-                    running.read(done, total)
-                case Comparing():
-                    running.note(event)
-                case Compared():
-                    running.finish(event)
-            progress(running.stage)
-    finally:
-        progress("")

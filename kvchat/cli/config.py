@@ -45,7 +45,12 @@ def validate(file: Annotated[Path | None, typer.Argument(help="instead of the cu
         sources.check_all(lambda: sources.resolve(source), lambda: _check_theme(source), lambda: _check_keys(source))
     echo(f"{path}: {'valid' if path.exists() else 'not there; defaults apply'}")
     if not file:
-        sources.check_all(*(partial(_check_profile, each) for each in sorted(paths.user_profiles_dir().glob("*.toml"))))
+
+        def check(profile: Path) -> None:
+            profiles.read_file(profile, None)
+            echo(f"{profile}: valid")
+
+        sources.check_all(*(partial(check, each) for each in sorted(paths.user_profiles_dir().glob("*.toml"))))
 
 
 @app.command()
@@ -62,11 +67,6 @@ def init() -> None:
 def print_schema() -> None:
     """Print the JSON schema of the settings file."""
     echo(json.dumps(schema.Settings.model_json_schema(), indent=2))
-
-
-def _check_profile(file: Path) -> None:
-    profiles.read_file(file, None)
-    echo(f"{file}: valid")
 
 
 def _check_theme(source: SettingsSource) -> None:

@@ -69,7 +69,10 @@ class Commands(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse; a question, and the options around it, are those of the chat."""
         _, words, _ = self.make_parser(ctx).parse_args(args=list(args))
-        return super().parse_args(ctx, [CHAT, *args] if words and self._is_question(words[0]) else args)
+        # A question is what is no command, not even one with a slip.
+        is_near = words and (words[0] in MEANT or get_close_matches(words[0], self.commands, n=1))
+        is_question = words and (len(words[0].split()) > 1 or not is_near)
+        return super().parse_args(ctx, [CHAT, *args] if is_question else args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command; one with a slip is refused."""
@@ -101,11 +104,6 @@ class Commands(TyperGroup):
             raise KvchatError(
                 "The output cannot be written.", f"{error.strerror}.", "Free some disk space, or write elsewhere."
             ) from None
-
-    def _is_question(self, word: str) -> bool:
-        """True if a first word is no command, not even one with a slip."""
-        is_near = word in MEANT or get_close_matches(word, self.commands, n=1)
-        return len(word.split()) > 1 or not is_near
 
 
 @contextmanager
@@ -298,7 +296,6 @@ def locate() -> None:
         echo(f"{name:<17} {path}{'' if path.exists() else '   (not there yet)'}")
 
 
-# ---- pieces ----------------------------------------------------------------------------------------
 def _note_unused(resolved: Resolved, used: list[str]) -> None:
     """Say which mode parameters on the command line have no effect."""
     having: dict[str, set[str]] = {}

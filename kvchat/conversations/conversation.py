@@ -280,8 +280,6 @@ class Conversation:
                 newest = message.id
         self.go_to(newest)
 
-    # ---- the conversation itself -----------------------------------------------------------------
-
     def rename(self, title: str) -> None:
         self.title = shorten(title)
 
@@ -305,8 +303,6 @@ class Conversation:
     def mark_saved(self, changes: Changes) -> None:
         """``changes`` are on disk; what was said since they were asked for is not."""
         self._saved_header, self._saved = changes.header, dict(changes.messages)
-
-    # ---- helpers ---------------------------------------------------------------------------------
 
     def _put(self, message: Message) -> None:
         """Add a message to the tree, or replace it where it stands."""

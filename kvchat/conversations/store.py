@@ -288,8 +288,6 @@ class ConversationStore:
             saying.close()
         return list(found.values())
 
-    # ---- helpers ---------------------------------------------------------------------------------
-
     def _saved_kv(self, id: str) -> Iterator[tuple[Path, Path]]:
         """The file of a conversation's K/V, and the name it has while it can be restored; none beside memory."""
         if self.path:

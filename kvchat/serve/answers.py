@@ -217,8 +217,6 @@ class Answer:
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"
         return {**self._head, "object": kind, "choices": choices, **({"usage": None} if self._streams_usage else {})}
 
-    # ---- inside
-
     def _split(self, text: str, ending: str | None) -> tuple[str, str]:
         return thoughts.split(text, self._end, ending) if self._is_chat else ("", text)
 

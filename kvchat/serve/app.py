@@ -184,8 +184,6 @@ class Service:
         told = await self._tokenized(request, command)
         return JSONResponse({"tokens": told.ids, "count": told.count, "n_ctx": self._loaded().context})
 
-    # ---- inside
-
     def _loaded(self) -> Loaded:
         if self._engine.loaded is None:
             raise unavailable("The model is being loaded.")

@@ -143,8 +143,6 @@ class Engine:
     async def close(self) -> None:
         await self._client.close()
 
-    # ---- inside
-
     def _queue(self, job: Job) -> None:
         ahead = len(self._waiting) if job.can_wait else sum(not each.can_wait for each in self._waiting)
         self._waiting.insert(ahead, job)

@@ -462,8 +462,6 @@ class ChatController:
         await self._exchange(conversation)
         await self._save()
 
-    # ---- helpers ---------------------------------------------------------------------------------
-
     def _do_beside(self, work: Coroutine[Any, Any, None]) -> None:
         """Do what waits for the end of an engine, while the screen goes on."""
         self._endings.add(task := asyncio.create_task(work))

@@ -153,6 +153,4 @@ def _widgets(line: str, word: str, is_code: bool, is_table: bool) -> float:
 
 def lines(text: str) -> list[str]:
     """Lines with their newline, split at newlines only (``splitlines`` knows eight more separators)."""
-    found = [line + "\n" for line in text.split("\n")]
-    found[-1] = found[-1][:-1]
-    return [line for line in found if line]
+    return re.findall(r"[^\n]*\n|[^\n]+", text)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from kvchat.errors import UsageError, resolve
 from kvchat.protocol.messages import MAX_NEEDLE_TOKENS
 from kvchat.tui.comparisons import parse_variants
 from kvchat.tui.controller import ChatController
-from kvchat.tui.large_answers import lines
 from kvchat.tui.prompt import arguments, mentions
 from kvchat.tui.prompt.arguments import parse_assignments, parse_literal, split_words
 from kvchat.tui.state import describe_modes, summarize
@@ -140,17 +138,9 @@ async def copy_code(chat: ChatController, argument: str) -> None:
 
 def code_blocks(text: str) -> list[str]:
     """The fenced blocks of a text; the last one may have no end."""
-    blocks: list[list[str]] = []
-    fence = ""
-    for line in lines(text):
-        if fence and line.startswith(fence):
-            fence = ""
-        elif fence:
-            blocks[-1].append(line)
-        elif begun := re.match(r"`{3,}|~{3,}", line):
-            fence = begun[0]
-            blocks.append([])
-    return ["".join(block) for block in blocks]
+    from markdown_it import MarkdownIt  # not before the first paint
+
+    return [token.content for token in MarkdownIt().parse(text) if token.type == "fence"]
 
 
 async def set_pace(chat: ChatController, argument: str) -> None:

@@ -117,8 +117,6 @@ class PlainChat:
             return self._exit_code
         return 0 if self._is_typed else min(self.view.problems, 1)
 
-    # ---- lines -----------------------------------------------------------------------------------
-
     async def _read(self, reader: LineReader) -> None:
         asking = asyncio.create_task(self._ask_when_idle()) if self._is_typed else None
 
@@ -215,8 +213,6 @@ class PlainChat:
     async def _change(self) -> None:
         self._lines.changed.clear()
         await self._lines.changed.wait()
-
-    # ---- signals ---------------------------------------------------------------------------------
 
     def _interrupt(self) -> None:
         """Stop the answer, else leave; an editor that has the terminal gets the key itself."""

@@ -36,6 +36,7 @@ PATIENCE_S = 5.0  # a wait that takes longer is explained
 AT_ONCE_S = 0.02  # a terminal hands on the lines of a paste one by one, faster than anybody types
 LONGEST = 2**23  # characters of a line: more than any model reads; a device may never end one
 CONTINUED = "\\"  # at the end of a line: the question goes on in the next one
+_LINE_END = re.compile(r"(?<!\\)\n")
 # What a screen reader spells out, and terminals without Unicode lack, in kvchat's own lines.
 SPOKEN = {" · ": ", ", " → ": " to ", " -> ": " to ", "…": "...", "●": "*", "“": '"', "”": '"', "−": "-"}
 
@@ -352,15 +353,15 @@ class LineReader:
                 if not more:
                     break
             is_open = bool(data)
-            *lines, rest = (rest + self._decoder.decode(data, not data)).split("\n")
+            text = rest + self._decoder.decode(data, not data)
+            *lines, rest = text.split("\n")
             self.is_pasted = self._is_terminal and not rest and len(lines) > 1 and not all(map(is_command, lines))
             if self.is_pasted:
                 yield "\n".join(line.removesuffix("\r") for line in lines)
                 continue
-            while lines and lines[-1].endswith(CONTINUED):  # its end has not come yet
-                rest = f"{lines.pop()}\n{rest}"
-            for line in _joined(lines):
-                yield line.removesuffix("\r")
+            *lines, rest = _LINE_END.split(text)
+            for line in lines:
+                yield line.replace(f"{CONTINUED}\n", "\n").removesuffix("\r")
             if len(rest) > LONGEST:
                 raise UsageError("A line of stdin is too long.", f"It is over {size(LONGEST)}.", "End each line.")
         if rest:
@@ -380,18 +381,6 @@ class LineReader:
         finally:
             loop.remove_reader(self._descriptor)
         return os.read(self._descriptor, 2**16)
-
-
-def _joined(lines: list[str]) -> list[str]:
-    joined: list[str] = []
-    is_continued = False
-    for line in lines:
-        if is_continued:
-            joined[-1] = f"{joined[-1]}\n{line.removesuffix(CONTINUED)}"
-        else:
-            joined.append(line.removesuffix(CONTINUED))
-        is_continued = line.endswith(CONTINUED)
-    return joined
 
 
 class LineWriter:

@@ -410,8 +410,6 @@ class ChatScreen(Screen[None]):
         else:
             self.toast(terminal.describe(text, None), title="Copied")
 
-    # ---- helpers ---------------------------------------------------------------------------------
-
     @property
     def _transcript(self) -> Transcript:
         return self.query_one(Transcript)

@@ -149,8 +149,6 @@ class SettingsScreen(Dialog):
                 self.app.notify(text, timeout=6)
             self.dismiss()
 
-    # ---- helpers ---------------------------------------------------------------------------------
-
     @property
     def _highlighted(self) -> Setting | None:
         option = self.query_one("#list", OptionList).highlighted_option
