@@ -146,13 +146,13 @@ class Found:
     problems: tuple[str, ...]
 
     @property
-    def active(self) -> list[ProfileFile]:
+    def active(self) -> tuple[ProfileFile, ...]:
         """Those that match this device, weakest first."""
-        return [file for file in self.files if file.matches]
+        return tuple(file for file in self.files if file.matches)
 
     @property
-    def sources(self) -> list[SettingsSource]:
-        return [file.settings for file in self.active]
+    def sources(self) -> tuple[SettingsSource, ...]:
+        return tuple(file.settings for file in self.active)
 
     @property
     def measured(self) -> Measured:

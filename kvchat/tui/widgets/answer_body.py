@@ -218,7 +218,7 @@ class AnswerBody(Vertical):
                 continue
             widget.set_class(number + 1 < len(wanted) and wanted[number + 1].begins_with_item, "in-list")
             if await widget.show(part.text, is_closed, is_final):
-                await asyncio.sleep(PAUSE_S)  # the screen is laid out, and keys are read
+                await pause()
         await self.remove_children(self.children[len(wanted) :])
         last = self.children[-1] if self.children else None
         self.tail = last.tail if isinstance(last, MarkdownPart) else ""
@@ -243,6 +243,11 @@ def prepare() -> None:
     _Parser({}).parse("See https://kvchat.invalid, kvchat.org, mail@kvchat.invalid.")
     for language in WITH_LARGE_TABLES:
         CodeBlock.highlight("x", language)
+
+
+async def pause() -> None:
+    """Let the screen be laid out and keys be read."""
+    await asyncio.sleep(PAUSE_S)
 
 
 class _Parser(MarkdownIt):
