@@ -168,7 +168,8 @@ class ConversationStore:
         Another application may have written meanwhile. What it changed and this one did not stays; a question that it
         has answered is not deleted; of a text that both changed, what it wrote is kept as a sibling.
         """
-        with self._errors("written"), self._transaction():
+        with self._errors("written"), self._db:  # which rolls back what fails
+            self._db.execute("BEGIN IMMEDIATE")
             is_new = self._save_header(changes)
             rows = self._db.execute("SELECT id FROM message WHERE conversation = ?", (changes.id,))
             stored = {row["id"] for row in rows}
@@ -340,17 +341,6 @@ class ConversationStore:
             return self._db.execute(f"{_SCAN}{has_all} ORDER BY message.row DESC", sought)
         match = _match([word for word in words if word not in anywhere], is_last_begun=words[-1] not in anywhere)
         return self._db.execute(f"{_SEARCH}{has_all} ORDER BY rank", (*MARK, match, *sought))
-
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-        except BaseException:
-            if self._db.in_transaction:  # SQLite ends it by itself on a full disk
-                self._db.execute("ROLLBACK")
-            raise
-        self._db.execute("COMMIT")
 
     @contextmanager
     def _errors(self, done: str) -> Iterator[None]:

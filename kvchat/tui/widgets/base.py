@@ -136,13 +136,9 @@ def _rows(line: str, width: int) -> list[tuple[int, int]]:
     if size <= width:
         return [(0, len(line))]
     most = width if size == len(line) else max(width // 2, 1)
-    return [match.span(1) for match in _row_of(most).finditer(line)]
-
-
-@lru_cache
-def _row_of(most: int) -> re.Pattern[str]:
-    """The longest run of characters that ends at a space, or as many as there is room for."""
-    return re.compile(rf"(.{{1,{most}}}(?=\s|$)|.{{1,{most}}})\s*", re.DOTALL)
+    # A row is the longest run of characters that ends at a space, or as many as there is room for.
+    rows = re.finditer(rf"(.{{1,{most}}}(?=\s|$)|.{{1,{most}}})\s*", line, re.DOTALL)
+    return [match.span(1) for match in rows]
 
 
 class ChangesCompositor(Compositor):
