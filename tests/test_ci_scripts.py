@@ -74,7 +74,7 @@ def test_it_measures_exact_over_the_link_packed_weights_and_8_bit_pages(ran):
     commands = read(ran)
     decode = [given for name, given in commands if name == "decode"]
     exact = [given["context"] for given in decode if any("full:resident=" in mode for mode in given["mode"])]
-    assert exact == [[32_768], [131_072]]
+    assert exact == [[32_768], [4_096], [131_072]]
     assert {given["quantize"] for given in decode} == {"none", "int8", "int4"}
     assert [name for name, given in commands if given.get("host_dtype") == "int8"] == ["agreement"]
 

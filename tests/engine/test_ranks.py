@@ -70,7 +70,7 @@ def one() -> Iterator[Session]:
 def two() -> Iterator[Session]:
     session = load("bundled", device="cpu", dtype="float32", gpus=2, split="heads")
     assert session._followers
-    pids = session._followers.pids
+    pids = [each.pid for each in session._followers._processes]
     yield session
     session.close()
     assert not any(map(is_there, pids))

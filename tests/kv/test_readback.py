@@ -138,7 +138,7 @@ class Clock:
         assert enable_timing
         assert external, "an event of a graph that is not external is never timed"
 
-    def record(self) -> None:
+    def record(self, stream: None) -> None:
         self.at = Clock.now
 
     def query(self) -> bool:
@@ -151,6 +151,7 @@ class Clock:
 @pytest.fixture
 def timer(monkeypatch: pytest.MonkeyPatch) -> StepTimer:
     monkeypatch.setattr(torch.cuda, "Event", Clock)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(Clock, "done", True)
     return StepTimer(torch.device("cuda"))
 

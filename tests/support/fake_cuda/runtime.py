@@ -76,12 +76,13 @@ class Event:
         self.clock = gpu.order.now(self.stream)
         self.place = self.clock[self.stream]
         if gpu.tape is None:
-            self.record_again()
+            self.record_again(stream)
         elif self.external:
             gpu.tape.events.append(self)
 
-    def record_again(self) -> None:
-        """As a replay of the graph that holds it does."""
+    def record_again(self, stream: Stream) -> None:
+        """As a replay on ``stream`` does of the graph that holds it."""
+        self.stream = stream.cuda_stream
         self.clock = gpu.order.now(self.stream)
         gpu.recorded = self.number = gpu.recorded + 1
 
@@ -122,10 +123,11 @@ class Graph:
             raise Refused("Called CUDAGraph::replay without a preceding successful capture.")
         if gpu.tape is not None:
             raise Refused("a graph is replayed while another is captured")
-        gpu.order.as_one(self.order, gpu.stream_of(self.device).cuda_stream, "a graph")
+        stream = gpu.stream_of(self.device)
+        gpu.order.as_one(self.order, stream.cuda_stream, "a graph")
         self.tape.replay()
         for event in self.tape.events:
-            event.record_again()
+            event.record_again(stream)
 
 
 @contextmanager
