@@ -126,7 +126,8 @@ def main() -> None:
     stdin, stdout = claim_stdio()
     begin: Begin = pickle.load(stdin)
     orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
-    threading.Thread(target=_receive, args=(stdin, orders, Path(begin.meeting).parent), daemon=True).start()
+    meeting = Path(begin.meeting).parent
+    threading.Thread(target=_receive, args=(stdin, orders, meeting), daemon=True).start()
     try:
         model = load_model(begin.asked, lambda _: None, lambda made: join(begin.meeting, begin.rank, made.device))
         follower = Follower(model)
@@ -134,6 +135,8 @@ def main() -> None:
             _execute(follower, orders.get(), stdout)
     except KvchatError as error:
         sys.exit(f"kvchat: rank {begin.rank.number}: {error}")
+    finally:
+        shutil.rmtree(meeting, ignore_errors=True)  # a forward may fail before the leader's end is read
 
 
 def _execute(follower: Follower, order: Order, stdout: BinaryIO) -> None:
