@@ -116,9 +116,8 @@ class Study:
                 raise UsageError(f'{self.name} has no part "{part}".', did_you_mean(part, self.parts))
         frame, found = frame or Frame(), methods(list(dict.fromkeys(self.variants(settings))))
         model = choice.load(frame.report)
-        for size in fields(
-            settings
-        ):  # a default that exceeds a small model's context only fails the parts that need it
+        # A default that exceeds a small model's context only fails the parts that need it.
+        for size in fields(settings):
             value = getattr(settings, size.name)
             if size.name in TOKENS and value != size.default and value > model.context:
                 raise DoesNotFitError(
