@@ -39,7 +39,7 @@ from kvchat.models.quantize.rows import SAMPLE_S, is_tied
 Wanted = tuple[str, ModeParameters, float | None]
 SETTLED_S = 5 * SAMPLE_S
 Times = dict[Variant, list[Timing]]
-DEFAULTS = {"cpu": ("generate",), "cuda": ("dynamic", "static", "compile", "offloaded")}
+DEFAULTS = {"cpu": ("generate",), "cuda": ("dynamic", "static", "offloaded")}
 READ_BYTES = {"cuda": 2**30, "cpu": 2**27}
 GATHER_TOKENS = {"cuda": 2**18, "cpu": 2**16}
 # One block of 16 KiB is K or V of a page of 32 tokens: (page, head) pairs of usual models are as large.

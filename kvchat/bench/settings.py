@@ -157,7 +157,7 @@ class Decode:
         Option(
             parser=named,
             metavar="NAMES",
-            help="dynamic, static, compile, offloaded, generate, llama.cpp; by commas, or none",
+            help="dynamic, static, offloaded, generate, llama.cpp; by commas, or none",
         ),
     ] = None
     prefill: Annotated[bool, Option("--prefill", help="read a prompt with random weights too")] = False

@@ -1,7 +1,6 @@
 """The decode benchmark end to end on a tiny shape: rows, bytes, change rates, baselines, the profile."""
 
 import json
-import os
 from contextlib import contextmanager
 
 import pytest
@@ -197,21 +196,12 @@ def test_random_weights_may_read_a_prompt_too():
     assert 0 <= rows[0]["changed"] <= 1
 
 
-@pytest.mark.slow("torch compiles a model")
-@pytest.mark.skipif(not os.environ.get("TEST_COMPILE"), reason="compiles C++ for minutes; TEST_COMPILE=1 runs it")
-@pytest.mark.filterwarnings("ignore")  # the compiler's own
-def test_the_compiled_baseline_runs():
-    rows = decode.run(settings(modes=("full",), baselines=("compile",)))["rows"]
-    assert "failed" not in rows[0], rows[0]
-
-
 @pytest.mark.cuda
 @pytest.mark.slow("a measurement of all")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # of its compiler's own
 def test_all_baselines_and_modes_run_on_a_gpu():
     chosen = settings(
         contexts=(2048,), modes=MODES, change_rates=("natural", "0.25", "1"),
-        baselines=("dynamic", "static", "compile", "offloaded"), steps=8,
+        baselines=("dynamic", "static", "offloaded"), steps=8,
     )  # fmt: skip
     result = decode.run(chosen, ModelChoice(device="cuda", dtype="bfloat16"))
     assert not {row["variant"]: row["failed"] for row in result["rows"] if "failed" in row}

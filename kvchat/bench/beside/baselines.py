@@ -53,7 +53,7 @@ def as_written(model: Any) -> Iterator[None]:
     swapped = {module: module.__dict__.pop("forward") for module in ours}
     model.set_attn_implementation("sdpa")
     try:
-        # Not inference_mode: what is compiled or captured writes to tensors made outside it.
+        # Not inference_mode: what is captured writes to tensors made outside it.
         with torch.no_grad():
             yield
     finally:
@@ -166,8 +166,6 @@ class Static(Baseline):
     def _reset(self) -> None:
         if self.cache is None:
             self._make()
-            if self.model.device.type == "cuda":
-                self._capture()
         self._rewind()
 
     def _make(self) -> None:
@@ -179,6 +177,8 @@ class Static(Baseline):
                 "The static cache of a model with sliding layers cannot be rewound.", hint="Omit it from --baseline."
             )
         self._fill()
+        if self.model.device.type == "cuda":
+            self._capture()
 
     def _rewind(self) -> None:
         for layer in self.cache.layers:
@@ -205,32 +205,6 @@ class Static(Baseline):
             return
         self.ids.fill_(token)
         self._graph.replay()
-
-
-class Compiled(Static):
-    """The static cache under ``torch.compile``; with CUDA graphs on a GPU."""
-
-    name = "compile"
-
-    def close(self) -> None:
-        super().close()
-        torch.compiler.reset()
-
-    def _reset(self) -> None:
-        if self.cache is None:
-            self._make()
-            mode = "reduce-overhead" if self.model.device.type == "cuda" else "default"
-            self._compiled = torch.compile(self._forward, mode=mode, dynamic=False)
-            for _ in range(2):  # the second run records the graphs
-                self._rewind()
-                self._step(0)
-        self._rewind()
-
-    def _step(self, token: int) -> None:
-        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-        self.ids.fill_(token)
-        self._compiled()
-        self.position.add_(1)
 
 
 class Generate(Baseline):
@@ -438,4 +412,4 @@ def rotated_in_pairs(name: str, weight: Tensor, config: Any) -> Tensor:
 
 
 # Each continues after the stored ids, with room for some more tokens.
-BASELINES: dict[str, Make] = {cls.name: cls for cls in (Dynamic, Static, Compiled, Offloaded, Generate, LlamaCpp)}
+BASELINES: dict[str, Make] = {cls.name: cls for cls in (Dynamic, Static, Offloaded, Generate, LlamaCpp)}
