@@ -5,8 +5,8 @@ which calls the backend bound to the running forward. The backend comes by a con
 argument of the model, because stablelm and nemotron drop the keyword arguments they do not know. No mask function is
 registered, so no mask is built: the backend knows which token may attend to which.
 
-``DenseAttention`` is the reference backend: where a result has to be right or the weights themselves are wanted, never
-for answers. ``LookAhead`` estimates a layer's query for modes that choose one layer ahead. The stream of hidden states
+``DenseManager`` is the reference backend: where a result has to be right or the weights themselves are wanted, never
+for answers. ``install`` estimates a layer's query for modes that choose one layer ahead. The stream of hidden states
 changes little from layer to layer, so that the query which a layer would ask of the input of the layer before is close
 to its own (InfiniGen, arXiv 2406.19707): a hook before each decoder layer runs the following one on the same input as
 far as its attention, and hands the query to the backend of the step.
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from kvchat.errors import EngineError, ModelError
-from kvchat.kv.attention import AttentionSpec
+from kvchat.kv.attention import AttentionSpec, capped, causal_bias, softmax
 from kvchat.models.recurrent import RecurrentState
 
 NAME = "kvchat"
@@ -258,14 +258,10 @@ def weights(query: Tensor, key: Tensor, spec: AttentionSpec) -> Tensor:
     ``query [H_q, n, d_k]`` belongs to the last n of the ``total`` tokens of ``key [H, total, d_k]``. With learned sinks
     a row sums to less than 1.
     """
-    scores = query.float() @ _for_each_query_head(key, query).transpose(1, 2) * spec.scaling
-    if spec.softcap is not None:
-        scores = torch.tanh(scores / spec.softcap) * spec.softcap
-    scores = scores.masked_fill(_hidden(scores, spec.window), -torch.inf)
-    if spec.sinks is None:
-        return scores.softmax(-1)
-    sinks = spec.sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)
-    return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+    scores = capped(query.float() @ _for_each_query_head(key, query).transpose(1, 2) * spec.scaling, spec)
+    n, total = scores.shape[1:]
+    scores += causal_bias(total - n, n, 0, spec.window, scores)
+    return softmax(scores, None if spec.sinks is None else spec.sinks[:, None].expand(-1, n))
 
 
 class DenseManager:
@@ -291,15 +287,6 @@ class DenseManager:
 
 def _for_each_query_head(x: Tensor, query: Tensor) -> Tensor:
     return x.float().repeat_interleave(len(query) // len(x), 0)
-
-
-def _hidden(scores: Tensor, window: int | None) -> Tensor:
-    """The mask of keys that a query may not see, ``[n, total]``: later ones, and those that have left the window."""
-    n, total = scores.shape[1:]
-    queries = torch.arange(total - n, total, device=scores.device)[:, None]
-    keys = torch.arange(total, device=scores.device)
-    hidden = keys > queries
-    return hidden if window is None else hidden | (keys <= queries - window)
 
 
 class _Asked(Exception):  # no error: it ends a forward that has done what it is for
