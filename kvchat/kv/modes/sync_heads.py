@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-RULES = ("retrieval", "centroid")
 HEADS_PER_CLUSTER = 4
 STARTS = 20
 
