@@ -13,7 +13,7 @@ KvchatError                 anything safe to show: a title, what was given, what
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 INSTEAD = "/model loads a model on this machine, where modes switch live."  # of what a server decides
 
@@ -71,10 +71,10 @@ class EngineError(KvchatError):
 
 def nearest(given: str, known: Iterable[str]) -> str:
     """The one known word that ``given`` begins, else the one most like it; empty if none is near."""
-    words = list(known)
+    words, given = {word.lower(): word for word in known}, given.lower()
     begun = [word for word in words if given and word.startswith(given)]
     near = begun if len(begun) == 1 else difflib.get_close_matches(given, words, n=1)
-    return near[0] if near else ""
+    return words[near[0]] if near else ""
 
 
 def did_you_mean(given: object, known: Iterable[str]) -> str:
@@ -83,6 +83,12 @@ def did_you_mean(given: object, known: Iterable[str]) -> str:
     near = nearest(str(given), words)
     listed = f"Known: {', '.join(words)}."
     return f'Did you mean "{near}"? {listed}' if near else listed
+
+
+def check_known(given: str, known: Collection[str], kind: str) -> None:
+    """Refuse what is not ``known``, by UsageError; ``kind`` says what is looked for."""
+    if given not in known:
+        raise UsageError(f'There is no {kind} "{given[:200]}".', did_you_mean(given, known))
 
 
 def resolve(given: str, known: Iterable[str], kind: str) -> str:
@@ -95,7 +101,7 @@ def resolve(given: str, known: Iterable[str], kind: str) -> str:
     exact = [word for word in words if word == given] or [word for word in words if word.lower() == given.lower()]
     found = exact or sorted((word for word in words if word.lower().startswith(given.lower())), key=len)
     if not found or not given:
-        raise UsageError(f'There is no {kind} "{given}".', did_you_mean(given.lower(), words))
+        raise UsageError(f'There is no {kind} "{given}".', did_you_mean(given, words))
     if not all(word.startswith(found[0]) for word in found):
         raise UsageError(f'"{given}" is ambiguous: {", ".join(sorted(found))}.', hint="Type more of it.")
     return found[0]

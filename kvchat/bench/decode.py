@@ -26,7 +26,7 @@ from kvchat.bench.timing import Timing, Variant, current, warm_up
 from kvchat.config.modes import ModeParameters
 from kvchat.config.profiles import Measured
 from kvchat.engine.runner import ModelRunner, geometry_of
-from kvchat.errors import KvchatError, UsageError, did_you_mean
+from kvchat.errors import KvchatError, UsageError, check_known
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory import rates
 from kvchat.kv.memory.host_pool import HostPool
@@ -54,8 +54,7 @@ def run(settings: Decode, choice: ModelChoice = ModelChoice(), frame: Frame | No
     """
     _wanted(settings)  # refuses before the model is loaded
     for name in settings.baselines or ():
-        if name not in baselines.BASELINES:
-            raise UsageError(f'There is no baseline "{name}".', did_you_mean(name, baselines.BASELINES))
+        check_known(name, baselines.BASELINES, "baseline")
     frame = frame or Frame()
     model = decoding.open_model(settings, choice, frame.report)
     settings = _without_spilled(settings, model, frame.report)

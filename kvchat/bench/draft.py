@@ -17,7 +17,7 @@ from kvchat.bench.frame import Cell, Frame, ModelChoice, Result, Row, experiment
 from kvchat.bench.settings import Draft
 from kvchat.bench.texts import passages
 from kvchat.engine.session import Session
-from kvchat.errors import UsageError
+from kvchat.errors import check_known
 from kvchat.protocol.messages import Sampling, Turn
 
 OFF = "off"
@@ -70,8 +70,7 @@ def run(settings: Draft, choice: ModelChoice = ModelChoice(), frame: Frame | Non
         UsageError: there is no such task or kind; KvchatError: the model cannot be loaded.
     """
     for task in settings.tasks:
-        if task not in TASKS:
-            raise UsageError(f'There is no task "{task}".', hint=f"Use one of {', '.join(TASKS)}.")
+        check_known(task, TASKS, "task")
     frame, found = frame or Frame(), methods([f"full:draft={draft}" for draft in settings.drafts])
     model = choice.load(frame.report)
     what = "full mode with drafts: speed relative to the same answer without drafts, and the share of drafts accepted"

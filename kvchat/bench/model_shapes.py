@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kvchat.bench.frame import ModelChoice
-from kvchat.errors import DoesNotFitError, UsageError, did_you_mean
+from kvchat.errors import DoesNotFitError, UsageError, check_known
 from kvchat.kv.manager import KVManager, is_out_of_memory
 from kvchat.kv.modes.sync_heads import Calibration, default_clusters
 from kvchat.models import attention_hook
@@ -130,11 +130,9 @@ def build(name: str, device: str = "auto", dtype: str = "auto") -> LoadedModel:
     """
     import transformers
 
-    if name not in SHAPES:
-        raise UsageError(f'There is no model shape "{name}".', did_you_mean(name, SHAPES))
+    check_known(name, SHAPES, "model shape")
     on = resolve_device(device)
-    if dtype not in ("auto", *DTYPES):
-        raise UsageError(f'There is no dtype "{dtype}".', did_you_mean(dtype, ["auto", *DTYPES]))
+    check_known(dtype, ["auto", *DTYPES], "dtype")
     precision = {"auto": torch.bfloat16 if on.type == "cuda" else torch.float32, **DTYPES}[dtype]
     class_name, arguments = SHAPES[name]
     config = getattr(transformers, class_name)(**arguments)

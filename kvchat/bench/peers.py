@@ -27,7 +27,7 @@ from kvchat.bench.report import line
 from kvchat.bench.settings import Peers
 from kvchat.bench.timing import Timing, warm_up
 from kvchat.config.profiles import Measured
-from kvchat.errors import UsageError, did_you_mean
+from kvchat.errors import UsageError, check_known
 from kvchat.models import checkpoint
 
 SHORT = 16  # tokens of the prompt that is answered first; what a library does once is done then
@@ -99,8 +99,7 @@ def run(settings: Peers, choice: ModelChoice = OF_FILES, frame: Frame | None = N
     frame, found = frame or Frame(), methods(settings.modes)
     wanted = OTHERS if settings.peers is None else settings.peers
     for name in wanted:
-        if name not in OTHERS:
-            raise UsageError(f'There is no peer "{name}".', did_you_mean(name, OTHERS))
+        check_known(name, OTHERS, "peer")
     model = choice.load(frame.report)
     others = [name for name in wanted if find_spec(name)]
     if absent := [name for name in wanted if name not in others]:

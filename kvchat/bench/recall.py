@@ -20,7 +20,7 @@ from kvchat.bench.recall_tasks import NAMES, TASKS, WITHOUT_DEPTH, Case, case, i
 from kvchat.bench.settings import Recall
 from kvchat.bench.walk import answered, decode
 from kvchat.engine.session import Session
-from kvchat.errors import UsageError, did_you_mean
+from kvchat.errors import UsageError, check_known
 
 FULL = "full"
 ANSWER_TOKENS = 48
@@ -40,8 +40,7 @@ def run(settings: Recall, choice: ModelChoice = ModelChoice(), frame: Frame | No
             loaded, or all modes refuse.
     """
     for task in settings.tasks:
-        if task not in TASKS:
-            raise UsageError(f'There is no task "{task}".', did_you_mean(task, TASKS))
+        check_known(task, TASKS, "task")
     for depth in settings.depths:
         if not 0 <= depth <= 1:
             raise UsageError(f"The depth {depth:g} is not valid.", hint="0 is the start of the text, 1 its end.")

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from kvchat.config.validation_errors import advice, field_at, reason
-from kvchat.errors import TooMuchPinnedError, UsageError, did_you_mean
+from kvchat.errors import TooMuchPinnedError, UsageError, check_known, did_you_mean
 
 Params = dict[str, Any]
 MIN_BUDGET = 64
@@ -529,8 +529,7 @@ def parse(mode: str, params: Params) -> ModeParameters:
     Raises:
         UsageError: an unknown mode, an unknown parameter or a value out of range.
     """
-    if mode not in choosable():
-        raise UsageError(f'There is no KV mode "{mode}".'[:200], did_you_mean(mode, choosable()))
+    check_known(mode, choosable(), "KV mode")
     cls = choosable()[mode]
     try:
         return cls.model_validate(params)

@@ -18,7 +18,7 @@ from kvchat.config import modes
 from kvchat.config.modes import COMPARED, HOLDS_LEAST, REFERENCE, FreezeParameters, SyncParameters
 from kvchat.engine.plan import Observed, observe
 from kvchat.engine.runner import CHUNK
-from kvchat.errors import DoesNotFitError, ModelError, UsageError, did_you_mean
+from kvchat.errors import DoesNotFitError, ModelError, UsageError, resolve
 from kvchat.kv import auto
 from kvchat.kv.auto import Conversation, Machine, Way
 from kvchat.kv.geometry import GROWTH_HEADROOM
@@ -102,7 +102,7 @@ def card_costs(load: Load, name: str, contexts: Sequence[int], progress: Progres
         UsageError: an unknown card, dtype or parameter; ModelError: the model cannot be found or run, or has experts;
             DoesNotFitError: its weights leave no room.
     """
-    name = _known(name)
+    name = resolve(name, CARDS, "card")
     if load.gpus > 1:
         raise UsageError("Times are computed for one card only.", "", "Omit --gpus.")
     card = CARDS[name]
@@ -184,10 +184,3 @@ def _ways(load: Load, machine: Machine, seen: Observed, tokens: int) -> Iterator
             yield way
     for mode in MODES:
         yield auto.way_of(merged(mode, {}), machine, *model, conversation)
-
-
-def _known(name: str) -> str:
-    for known in CARDS:
-        if known.lower() == name.lower():
-            return known
-    raise UsageError(f'There is no card "{name}".', did_you_mean(name, CARDS))

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvchat.engine import escaping
 from kvchat.engine.escaping import EDGE, ESCAPE, Edges, Escaper, Placeholders, found_edges, mask
 from kvchat.engine.template import TOOLS, ChatTemplate, LimitExceededError
-from kvchat.errors import ModelError, UsageError, did_you_mean
+from kvchat.errors import ModelError, UsageError, check_known
 from kvchat.foreign_text import visible
 from kvchat.kv.memory.page_file import Link
 from kvchat.protocol.messages import Turn
@@ -537,8 +537,7 @@ def _find_anchor(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
 
 def _check(turns: Sequence[Turn]) -> None:
     for turn in turns:
-        if turn.role not in ROLES:
-            raise UsageError(f'There is no role "{turn.role}" in a conversation.', hint=did_you_mean(turn.role, ROLES))
+        check_known(turn.role, ROLES, "role")
     user = [turn for turn in turns if turn.role == "user"]
     if not user or not user[-1].content.strip():
         raise UsageError("The prompt is empty.", "The last user turn has no text to answer.", "Write a message.")

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvchat.errors import KvchatError, UsageError, did_you_mean
+from kvchat.errors import KvchatError, UsageError, check_known
 from kvchat.models import attention_hook, support, weights
 from kvchat.models import gguf as ggufs
 from kvchat.models.catalog import BFLOAT16_FROM
@@ -258,8 +258,7 @@ def resolve_dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:
         raise overflows(config.model_type)
     if dtype in DTYPES:
         return DTYPES[dtype]
-    if dtype != "auto":
-        raise UsageError(f'There is no dtype "{dtype}".', did_you_mean(dtype, ["auto", *DTYPES]))
+    check_known(dtype, ["auto", *DTYPES], "dtype")
     own = config.get_text_config(decoder=True).dtype or config.dtype
     if device.type == "cpu":
         return auto_dtype(own, config)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from textual.keys import Keys
 
-from kvchat.errors import UsageError, did_you_mean
+from kvchat.errors import UsageError, check_known
 from kvchat.tui.actions import ACTIONS, BY_ID, LETTERS, Action, scopes_at
 
 MODIFIERS = ("ctrl", "shift", "alt")
@@ -43,12 +43,9 @@ def check_keys(rebound: Mapping[str, str]) -> None:
     """
     bindable = {action.id: action for action in ACTIONS if action.is_bindable}
     for id in rebound:
-        if id not in bindable:
-            if id in BY_ID:
-                raise UsageError(
-                    f"The keys of {id} are built in.", hint="kvchat keys --json says which can be changed."
-                )
-            raise UsageError(f'There is no action "{id}".', did_you_mean(id, bindable))
+        if id in BY_ID and id not in bindable:
+            raise UsageError(f"The keys of {id} are built in.", hint="kvchat keys --json says which can be changed.")
+        check_known(id, bindable, "action")
         keys = keys_of(bindable[id], rebound)
         given = f'The key "{",".join(keys)}" of {id} is not valid.'
         if not keys or not all(map(is_key, keys)):

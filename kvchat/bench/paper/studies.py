@@ -10,7 +10,7 @@ from kvchat.bench.frame import Frame, ModelChoice, Result
 from kvchat.bench.paper import asr_kf_egr, freekv, lazy_pruning, synckv
 from kvchat.bench.paper.study import Study
 from kvchat.bench.settings import Paper
-from kvchat.errors import UsageError, did_you_mean
+from kvchat.errors import UsageError, check_known, did_you_mean
 
 STUDIES: dict[str, tuple[Study, type]] = {
     module.STUDY.name: (module.STUDY, module.Settings) for module in (asr_kf_egr, lazy_pruning, synckv, freekv)
@@ -37,8 +37,7 @@ def chosen(
         UsageError: an unknown paper or key, a value that is not a positive whole number, or modes for a study that
             compares none.
     """
-    if paper not in STUDIES:
-        raise UsageError(f'There is no paper "{paper}".', did_you_mean(paper, STUDIES))
+    check_known(paper, STUDIES, "paper")
     study, settings = STUDIES[paper]
     compared = {"modes": tuple(modes), "budgets": tuple(budgets)}
     known = [field.name for field in fields(settings) if field.name not in compared]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from kvchat import libraries
-from kvchat.errors import ModelError, UsageError, did_you_mean
+from kvchat.errors import ModelError, UsageError, check_known
 from kvchat.libraries import import_bitsandbytes
 from kvchat.models import stored_tensors
 from kvchat.models.quantize import int4_rows, int8_rows
@@ -69,8 +69,7 @@ def check(quantize: str, config: Any, device: torch.device) -> None:
     Raises:
         UsageError: there is no such choice; ModelError: the checkpoint is quantized already.
     """
-    if quantize not in CHOICES:
-        raise UsageError(f'There is no quantization "{quantize}".', did_you_mean(quantize, CHOICES))
+    check_known(quantize, CHOICES, "quantization")
     own = own_method(config)
     packs_again = quantize in ("int8", "int4") and (own == "gguf" or is_unpacked(config, device))
     if own and quantize not in ("auto", "none") and not packs_again:

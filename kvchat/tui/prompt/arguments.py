@@ -12,7 +12,7 @@ from kvchat.config.modes import AUTO, choosable, effective_params
 from kvchat.config.presets import names as preset_names
 from kvchat.config.schema import SamplingSettings, checked_sampling
 from kvchat.config.validation_errors import choices, expected
-from kvchat.errors import UsageError, did_you_mean
+from kvchat.errors import UsageError, check_known
 from kvchat.protocol.figures import Params
 from kvchat.protocol.messages import Sampling
 from kvchat.tui.prompt import mentions
@@ -186,8 +186,7 @@ def change(sampling: Sampling, key: str, value: str) -> Sampling:
     Raises:
         UsageError: an unknown name or a value out of range.
     """
-    if key not in NAMES:
-        raise UsageError(f'There is no sampling parameter "{key}".', did_you_mean(key, NAMES))
+    check_known(key, NAMES, "sampling parameter")
     return checked_sampling(sampling, **{key: _value(sampling, key, value)})
 
 
