@@ -16,10 +16,11 @@ from dataclasses import asdict
 from functools import lru_cache
 
 from kvchat.bench.frame import Cell, Frame, ModelChoice, Result, Row, experiment, mean, methods, parsed, wilson
-from kvchat.bench.recall_tasks import NAMES, TASKS, WITHOUT_DEPTH, Case, case, inside_answer
+from kvchat.bench.recall_tasks import NAMES, TASKS, WITHOUT_DEPTH, case, inside_answer
 from kvchat.bench.settings import Recall
 from kvchat.bench.walk import answered, decode
 from kvchat.engine.session import Session
+from kvchat.engine.synthetic_text import Case
 from kvchat.errors import UsageError, check_known
 
 FULL = "full"

@@ -17,7 +17,7 @@ from typing import Any
 
 from kvchat.bench.texts import BOOKS, BREAK
 from kvchat.engine.prompt import PromptEncoder, Stored
-from kvchat.engine.synthetic_text import hide, passage, sentences
+from kvchat.engine.synthetic_text import Case, hide, passage, sentences
 from kvchat.protocol.messages import Turn
 
 NAMES = ("Bija", "Koto", "Luma", "Tiso", "Rade", "Vano", "Sefi", "Nuro", "Pela", "Garo", "Hiva", "Modu")
@@ -42,14 +42,6 @@ FACTS = (
     ("The bakery opens at half past five.", "When does the bakery open?", "half past five"),
     ("The winner of the chess tournament was Zoltan.", "Who was the winner of the chess tournament?", "Zoltan"),
 )
-
-
-@dataclass(frozen=True)
-class Case:
-    """A conversation that ends with the question, and what the answer must contain."""
-
-    turns: tuple[Turn, ...]
-    answer: str
 
 
 @dataclass(frozen=True)
@@ -141,8 +133,7 @@ def _name(draw: Draw) -> Case:
 
 def _switches(draw: Draw) -> Case:
     """A passkey is told in an early turn, and asked for in another mode."""
-    hidden = hide(draw.number(), draw.tokens, draw.tokenizer)
-    return Case(hidden.turns, hidden.answer)
+    return hide(draw.number(), draw.tokens, draw.tokenizer)
 
 
 TASKS: dict[str, Callable[[Draw], Case]] = {

@@ -104,8 +104,8 @@ def hide(seed: str, tokens: int, tokenizer: Any) -> Case:
     for part in range(PASSAGES):
         turns += [Turn("user", passage(text, tokens // PASSAGES, tokenizer)), Turn("assistant", "I see.")]
         if part == told:
-            turns += [Turn("user", f"The passkey is {passkey}. Remember it."), Turn("assistant", "Got it.")]
-    return Case((*turns, Turn("user", "What is the passkey?")), passkey)
+            turns += [Turn("user", TOLD.format(passkey)), Turn("assistant", "Got it.")]
+    return Case((*turns, Turn("user", ASKED)), passkey)
 
 
 def in_one_text(seed: str, tokens: int, tokenizer: Any) -> Case:

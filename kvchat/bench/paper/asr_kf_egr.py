@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from kvchat.bench.frame import Row, mean, parsed, wilson
 from kvchat.bench.paper.study import Lab, Part, Study, row
 from kvchat.bench.recall_tasks import inside_answer
-from kvchat.engine import synthetic_text
 from kvchat.engine.prompt import PromptEncoder, Stored
-from kvchat.engine.synthetic_text import hide, sentences
+from kvchat.engine.synthetic_text import hide, passage, sentences
 from kvchat.protocol.messages import Sampling, Turn
 
 PAPER = "freeze:profile=paper,K=32,k=2"
@@ -42,11 +41,9 @@ def _memory(lab: Lab) -> list[Row]:
         "full": {"total tokens": 514, "active at the end": 514, "compression": 0.0, "seconds": 7.55},
         PAPER: {"total tokens": 514, "active at the end": 170, "compression": 0.6693, "seconds": 38.96},
     }
-    text = synthetic_text.passage(sentences(0), PROMPT_TOKENS, lab.model.tokenizer)
+    text = passage(sentences(0), PROMPT_TOKENS, lab.model.tokenizer)
     asked, tokens = lab.model.tokenizer.encode(text)[:PROMPT_TOKENS], lab.settings.tokens
-    return lab.each(
-        ("full", PAPER, OURS), lambda variant: _generated(lab, variant, asked, tokens, published.get(variant))
-    )
+    return _each_generated(lab, asked, tokens, published)
 
 
 def _explanation(lab: Lab) -> list[Row]:
@@ -56,9 +53,7 @@ def _explanation(lab: Lab) -> list[Row]:
     }
     asked = PromptEncoder(lab.model.tokenizer).encode((Turn("user", EXPLANATION),), Stored()).ids
     tokens = max(1, EXPLANATION_TOKENS - len(asked))
-    rows = lab.each(
-        ("full", PAPER, OURS), lambda variant: _generated(lab, variant, asked, tokens, published.get(variant))
-    )
+    rows = _each_generated(lab, asked, tokens, published)
     exact, *_ = (each["ids"] for each in rows)
     for each in rows:
         alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(exact, each["ids"], strict=False))
@@ -66,9 +61,12 @@ def _explanation(lab: Lab) -> list[Row]:
     return rows
 
 
-def _generated(
-    lab: Lab, variant: str, prompt: Sequence[int], tokens: int, published: dict[str, float] | None = None
-) -> Row:
+def _each_generated(lab: Lab, prompt: Sequence[int], tokens: int, published: dict[str, dict[str, float]]) -> list[Row]:
+    variants = _variants(lab.settings)
+    return lab.each(variants, lambda variant: _generated(lab, variant, prompt, tokens, published.get(variant)))
+
+
+def _generated(lab: Lab, variant: str, prompt: Sequence[int], tokens: int, published: dict[str, float] | None) -> Row:
     logits = lab.walk.begin(prompt, parsed(variant), tokens)
     seconds, active, ids, began = 0.0, [], [], time.perf_counter()
     for token in lab.generate(logits, tokens, SAMPLING):
@@ -87,7 +85,7 @@ def _generated(
 
 
 def _passkeys(lab: Lab) -> list[Row]:
-    asked = itertools.product(("full", PAPER, OURS), (0, lab.settings.inside))
+    asked = itertools.product(_variants(lab.settings), (0, lab.settings.inside))
     rows = {f"{variant}, asked after {inside} tokens": (variant, inside) for variant, inside in asked}
 
     def retrieved(label: str) -> Row:
@@ -110,11 +108,7 @@ def _recalled(lab: Lab, variant: str, inside: int) -> Iterator[bool]:
         if inside:
             prompt, story, question = inside_answer(case.turns, inside, int(case.answer), tokenizer)
             given = [*story, *question]
-        logits = lab.walk.begin(prompt, parsed(variant), len(given) + synthetic_text.ANSWER_TOKENS)
-        for token in given:
-            logits = lab.walk.step(token)
-        answer = lab.generate(logits, synthetic_text.ANSWER_TOKENS, Sampling(temperature=0))
-        yield case.answer in tokenizer.decode(list(answer))
+        yield case.answer in lab.answer(prompt, variant, given)
 
 
 PARTS = {

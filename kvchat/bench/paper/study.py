@@ -14,12 +14,13 @@ from torch import Tensor
 
 from kvchat import units
 from kvchat.bench.agreement import Forced, summarized
-from kvchat.bench.frame import Frame, ModelChoice, Result, Row, experiment, methods
+from kvchat.bench.frame import Frame, ModelChoice, Result, Row, experiment, methods, parsed
 from kvchat.bench.settings import Agreement
 from kvchat.bench.texts import passages
 from kvchat.bench.walk import Walk
 from kvchat.config.modes import ModeParameters
 from kvchat.engine.sampler import Sampler, read
+from kvchat.engine.synthetic_text import ANSWER_TOKENS
 from kvchat.errors import DoesNotFitError, UsageError, did_you_mean
 from kvchat.models.load import LoadedModel
 from kvchat.protocol.messages import Sampling
@@ -84,6 +85,13 @@ class Lab:
             token = read(sampler(logits))
             logits = self.walk.step(token)
             yield token
+
+    def answer(self, prompt: Sequence[int], variant: str, given: Sequence[int] = ()) -> str:
+        """The greedy answer of a mode after ``prompt`` and the decoded tokens ``given``."""
+        logits = self.walk.begin(prompt, parsed(variant), len(given) + ANSWER_TOKENS)
+        for token in given:
+            logits = self.walk.step(token)
+        return str(self.model.tokenizer.decode([*self.generate(logits, ANSWER_TOKENS, Sampling(temperature=0))]))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from kvchat.bench.paper.study import Lab, Part, Study, agreement, forced, row
 from kvchat.bench.recall_tasks import case
 from kvchat.config.modes import FullParameters
 from kvchat.engine.prompt import PromptEncoder, Stored
-from kvchat.engine.synthetic_text import ANSWER_TOKENS
 from kvchat.protocol.messages import Sampling
 
 TOP = 64
@@ -148,12 +147,7 @@ def _answers(lab: Lab, variants: dict[str, str], tokens: int, depth: float, numb
     tokenizer = lab.model.tokenizer
     asked = case("passkey", tokens, depth, 1, str(number), tokenizer)
     prompt = PromptEncoder(tokenizer).encode(asked.turns, Stored()).ids
-    found = {}
-    for label, variant in variants.items():
-        logits = lab.walk.begin(prompt, parsed(variant), ANSWER_TOKENS)
-        answer = tokenizer.decode(list(lab.generate(logits, ANSWER_TOKENS, Sampling(temperature=0))))
-        found[label] = asked.answer in answer
-    return found
+    return {label: asked.answer in lab.answer(prompt, variant) for label, variant in variants.items()}
 
 
 PARTS = {
