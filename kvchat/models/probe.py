@@ -16,7 +16,7 @@ has its own (``kvchat.kv.ops.verify``).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -273,7 +273,7 @@ def reads_chunks(model: Any) -> bool:
     if not state.exists:
         return True
     with keeping_state(model, state):
-        last = _stepwise(model, chunks[:2], DenseManager(), state)[-1]
+        last = stepwise(model, chunks[:2], DenseManager(), state)[-1]
     expected = _reference(model, torch.cat(chunks[:2]))[-1]
     return relative_error(last, expected) <= logits_tolerance(model)
 
@@ -290,7 +290,7 @@ def selftest(model: Any, make_backend: Callable[[], AttentionBackend] = DenseMan
     """
     chunks = _chunks(model, chunked)
     ends = torch.cumsum(torch.tensor([len(chunk) for chunk in chunks]), 0) - 1
-    made = _stepwise(model, chunks, make_backend(), RecurrentState(model.config))
+    made = stepwise(model, chunks, make_backend(), RecurrentState(model.config))
     measured = logits_error(model, made, _reference(model, torch.cat(chunks))[ends], share=EXPERTS_AGREE)
     allowed = logits_tolerance(model)
     if not measured <= allowed:
@@ -313,13 +313,22 @@ def _chunks(model: Any, chunked: bool = True) -> list[Tensor]:
     return list(torch.split(ids, lengths))
 
 
-def _stepwise(model: Any, chunks: list[Tensor], backend: AttentionBackend, state: RecurrentState) -> Tensor:
+def stepwise(
+    model: Any,
+    chunks: Sequence[Tensor],
+    backend: AttentionBackend,
+    state: RecurrentState | None = None,
+    whole: bool = False,
+) -> Tensor:
+    """Logits ``[tokens, vocab]`` of the last token of each chunk, or of all; ``state`` as in ``forward``."""
     logits, start = [], 0
     for chunk in chunks:
-        positions = torch.arange(start, start + len(chunk), device=chunk.device)
-        logits.append(attention_hook.forward(model, chunk, positions, backend, logits=True, state=state))
+        positions, last = torch.arange(start, start + len(chunk), device=chunk.device), len(chunk) if whole else 1
+        made = attention_hook.forward(model, chunk, positions, backend, logits=True, state=state, last=last)
+        assert made is not None
+        logits.append(made.view(last, -1))
         start += len(chunk)
-    return torch.stack([last for last in logits if last is not None])
+    return torch.cat(logits)
 
 
 def _reference(model: Any, ids: Tensor) -> Tensor:

@@ -236,15 +236,8 @@ def _rotate(
 # ---- the check -------------------------------------------------------------------------------------
 def sample_logits(model: Any) -> Tensor:
     """The logits ``[tokens, vocab]`` of every token of a short prompt and of a few decoded ones, in float32."""
-    backend, logits, start = DenseManager(), [], 0
     ids = torch.arange(CHECKED_PROMPT + CHECKED_STEPS, device=model.device)
-    for chunk in torch.split(ids, [CHECKED_PROMPT, *[1] * CHECKED_STEPS]):
-        positions = torch.arange(start, start + len(chunk), device=model.device)
-        with torch.inference_mode(), attention_hook.bound(backend):
-            output = model(chunk[None], position_ids=positions[None], use_cache=False)
-        logits.append(output.logits[0].float())
-        start += len(chunk)
-    return torch.cat(logits)
+    return probe.stepwise(model, torch.split(ids, [CHECKED_PROMPT, *[1] * CHECKED_STEPS]), DenseManager(), whole=True)
 
 
 def _check(model: Any, plain: Tensor) -> None:
