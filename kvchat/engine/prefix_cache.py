@@ -558,13 +558,8 @@ class WriteBehind:
         before, self._jobs = self._thread, jobs
         self._interrupted = threading.Event()
         # Not a daemon: torch aborts a process that exits while a thread copies.
-        thread = threading.Thread(target=self._work, args=(jobs, self._interrupted, before), daemon=False)
-        try:
-            thread.start()
-        except RuntimeError as error:  # the system has no more
-            self.problem = str(error)
-        else:
-            self._thread = thread
+        self._thread = threading.Thread(target=self._work, args=(jobs, self._interrupted, before), daemon=False)
+        self._thread.start()
 
     def interrupt(self) -> None:
         """Take nothing more from the jobs' pages from now on, and note what was saved of them."""

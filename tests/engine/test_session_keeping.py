@@ -229,16 +229,3 @@ def test_a_file_that_is_gone_is_written_from_its_beginning_next_time(tmp_path):
     writer.finish(60)
     assert stored.saved == 0
     assert writer.problem == ""
-
-
-def test_where_no_thread_can_be_started_nothing_is_saved_and_it_is_told(tmp_path, monkeypatch):
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    file, stored = PageFile(tmp_path / "a.kv", GEOMETRY, {}), Stored(list(range(14)))
-    writer = WriteBehind(SavedFolder(tmp_path, 2**30), GEOMETRY.page)
-    writer.begin([job_of(file, torch.zeros(4, 1, 2, 4, 2), stored)])
-    writer.finish(60)
-    assert (stored.saved, writer.is_writing) == (0, False)
-    assert writer.problem

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 import struct
 import zlib
 from collections.abc import Sequence
@@ -123,8 +122,6 @@ class PageFile:
         Raises:
             DamagedFileError: the file is no such file, or of another model; OSError: it cannot be read.
         """
-        if not stat.S_ISREG(self.path.stat().st_mode):  # a pipe would be waited for
-            raise DamagedFileError("it is not a file")
         with self.path.open("rb") as file:
             link = self._checked_header(file.read(HEADER_BYTES))
             size = os.fstat(file.fileno()).st_size
