@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 
 import torch
 
@@ -41,4 +42,5 @@ def triton_refusal(geometry: Geometry, device: torch.device, quantizes: bool = F
         return f"the kernels are for bfloat16 and float16, not {str(geometry.dtype).removeprefix('torch.')}"
     from kvchat.kv.ops.verify import kernel_failure  # imports triton
 
-    return kernel_failure(geometry, device, quantizes)
+    # Of however many layers and however they grow: one check serves all.
+    return kernel_failure(replace(geometry, layers=1, headroom=geometry.page), device, quantizes)

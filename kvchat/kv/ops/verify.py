@@ -7,7 +7,6 @@ compiled wrong. Costs the compilations that the first steps would need anyway; T
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -30,15 +29,14 @@ TOLERANCE = 0.05
 
 @functools.cache
 def kernel_failure(geometry: Geometry, device: torch.device, quantizes: bool = False) -> str:
-    """Return why the kernels cannot be used for this geometry on ``device``, empty if they can.
+    """Return why the kernels cannot be used for this geometry of one layer on ``device``, empty if they can.
 
     Where it ``quantizes``, over a host pool with 8-bit pages.
     """
-    g = replace(geometry, layers=1, headroom=geometry.page)
     try:
         with torch.inference_mode():
             kinds = (EightBitOps, EightBitTritonOps) if quantizes else (TorchOps, TritonOps)
-            expected, measured = (outcomes(kind, g, device) for kind in kinds)
+            expected, measured = (outcomes(kind, geometry, device) for kind in kinds)
             wrong = [name for name in expected if not error(measured[name], expected[name]) <= TOLERANCE]
     except Exception as raised:  # noqa: BLE001  # Triton raises whatever its compiler, a C compiler or the driver does
         return f"{type(raised).__name__}: {(str(raised).strip().splitlines() or [''])[0][:200]}"

@@ -12,8 +12,6 @@ events from being through (``behind``). Work runs at once, so streams never over
 from __future__ import annotations
 
 import ctypes
-import functools
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -26,7 +24,6 @@ from torch.nn.attention import bias
 from kvchat.kv import attention as dense_attention
 from kvchat.kv.geometry import GROWTH_HEADROOM
 from kvchat.kv.memory import pinned
-from kvchat.kv.ops import verify
 
 
 def install() -> None:
@@ -43,8 +40,6 @@ def install() -> None:
         module.can_use_flash_attention = attention.may_flash
         module.can_use_efficient_attention = attention.may_be_efficient
     interpreted.install()
-    once = functools.cache(verify.kernel_failure.__wrapped__)  # of however many layers: they take the interpreter long
-    verify.kernel_failure = lambda g, *more: once(replace(g, layers=1, headroom=g.page), *more)
     Numbered().__enter__()
     Everywhere().__enter__()
 
