@@ -112,11 +112,7 @@ def _wanted(settings: Decode) -> list[Wanted]:
 
 
 def _without_spilled(settings: Decode, model: LoadedModel, report: Report) -> Decode:
-    """Leave out variants that stream from RAM if the device does not need to.
-
-    Raises:
-        UsageError: nothing else is wanted.
-    """
+    """Leave out variants that stream from RAM if the device does not need to."""
     spilled = [text for text in settings.modes if spills(parsed(text, settings.budget))]
     if not (spilled and geometry_of(model).unified):
         return settings

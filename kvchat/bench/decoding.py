@@ -187,11 +187,7 @@ class ModeRun:
 
 
 def prose(tokenizer: Any, tokens: int) -> list[int]:
-    """Return the first ``tokens`` ids of the corpus in the tokenizer's vocabulary.
-
-    Raises:
-        ValueError: the corpus is shorter.
-    """
+    """Return the first ``tokens`` ids of the corpus in the tokenizer's vocabulary."""
     ids: list[int] = []
     for name in sorted(topics.topics):
         ids += tokenizer.encode(topics.topics[name], add_special_tokens=not ids)

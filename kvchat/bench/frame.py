@@ -142,11 +142,7 @@ def experiment(
 
 
 def methods(variants: Sequence[str], budget: int | None = None) -> dict[str, Any]:
-    """Mode and all its parameters for each variant; ``budget`` is the experiment's own.
-
-    Raises:
-        UsageError: an unknown mode or parameter, or a value out of range.
-    """
+    """Mode and all its parameters for each variant; ``budget`` is the experiment's own."""
     found = {variant: parsed(variant, budget) for variant in variants}
     return {variant: {"mode": chosen.name, "parameters": chosen.model_dump()} for variant, chosen in found.items()}
 
@@ -168,11 +164,7 @@ def _difference(name: str, one: Any, other: Any) -> str:
 
 
 def parsed(variant: str, budget: int | None = None) -> ModeParameters:
-    """Parse the variant's parameters; ``budget`` applies if the mode has one and the variant names none.
-
-    Raises:
-        UsageError: an unknown mode or parameter, or a value out of range.
-    """
+    """Parse the variant's parameters; ``budget`` applies if the mode has one and the variant names none."""
     mode, params = split(variant)
     return parse(mode, {"budget": budget, **params} if budget is not None and _has_budget(mode) else params)
 
@@ -226,11 +218,7 @@ class ModelChoice:
     host_dtype: HostDtype = "model"
 
     def load(self, report: Callable[[str], None]) -> LoadedModel:
-        """Load the weights; ``report`` is called with each stage.
-
-        Raises:
-            KvchatError: as ``load_model``.
-        """
+        """Load the weights; ``report`` is called with each stage."""
         from kvchat.models import compile_ahead  # imports torch
         from kvchat.models.load import load_model
 

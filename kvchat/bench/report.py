@@ -34,11 +34,7 @@ def read(files: Sequence[Path]) -> list[Result]:
 
 
 def rendered(results: Sequence[Result]) -> str:
-    """All tables of the results, in Markdown.
-
-    Raises:
-        UsageError: a result is not complete, or not readable.
-    """
+    """All tables of the results, in Markdown."""
     return "\n\n".join(table.markdown() for result in results for table in tables(result))
 
 

@@ -43,11 +43,7 @@ def passages(texts: Sequence[str], size: int, tokenizer: Any) -> list[Passage]:
 
 
 def check(texts: Sequence[str]) -> None:
-    """Refuse files that no text can be read from, before a model is loaded.
-
-    Raises:
-        UsageError: one cannot be read, or is empty.
-    """
+    """Refuse files that no text can be read from, before a model is loaded."""
     for name in texts:
         if not read_text(Path(name)).strip():
             raise UsageError(f"{name} is empty.", "", "Use a text to measure on.")

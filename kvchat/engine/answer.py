@@ -84,11 +84,7 @@ class SessionLock:
         self.is_closed = False
 
     def __enter__(self) -> None:
-        """Let no other thread in until the block ends.
-
-        Raises:
-            UsageError: another is inside, or this process is a fork.
-        """
+        """Let no other thread in until the block ends."""
         self.check_process()
         if not self._inside.acquire(blocking=False):
             raise _at_once()
@@ -106,11 +102,7 @@ class SessionLock:
         return os.getpid() != self._process
 
     def check_process(self) -> None:
-        """Refuse to work in a forked process: torch's threads are not there, and it would wait for them for ever.
-
-        Raises:
-            UsageError
-        """
+        """Refuse to work in a forked process: torch's threads are not there, and it would wait for them for ever."""
         if self.is_forked:
             raise UsageError(
                 "A session cannot be used in a forked process.",
@@ -119,11 +111,7 @@ class SessionLock:
             )
 
     def check_idle(self) -> None:
-        """Refuse to work while an answer is in progress.
-
-        Raises:
-            UsageError
-        """
+        """Refuse to work while an answer is in progress."""
         with self:
             if self._working.locked():
                 raise _busy()

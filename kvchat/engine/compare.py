@@ -113,11 +113,7 @@ class Comparison:
             )
 
     def _enter(self, prompt: list[int], parameters: ModeParameters) -> Tensor:
-        """Go back to the prompt's end in a mode; the first token's logits ``[vocab]``.
-
-        Raises:
-            KvchatError: the mode cannot be entered.
-        """
+        """Go back to the prompt's end in a mode; the first token's logits ``[vocab]``."""
         self._loop.forget(len(prompt) - 1)
         self._switcher.enter(parameters)
         logits = self._loop.prefill(prompt[-1:])

@@ -187,11 +187,7 @@ class ModeSwitcher:
         return self._prices
 
     def check_context(self, tokens: int) -> None:
-        """Refuse a conversation longer than the model was made for.
-
-        Raises:
-            ContextFullError: with the numbers.
-        """
+        """Refuse a conversation longer than the model was made for."""
         if tokens > self._model.context:
             raise ContextFullError(
                 "The conversation does not fit the model's context.",
@@ -201,11 +197,7 @@ class ModeSwitcher:
             )
 
     def check_prompt(self, tokens: int) -> None:
-        """Refuse a conversation of ``tokens`` where the mode does not go beyond the context.
-
-        Raises:
-            ContextFullError: as ``check_context``.
-        """
+        """Refuse a conversation of ``tokens`` where the mode does not go beyond the context."""
         if self._kv.mode.context_policy.is_final:
             self.check_context(tokens)
 
@@ -356,11 +348,7 @@ class ModeSwitcher:
 
 
 def is_quantized(host_dtype: HostDtype) -> bool:
-    """True if pages of this format are 8-bit ones.
-
-    Raises:
-        UsageError: there is no such format.
-    """
+    """True if pages of this format are 8-bit ones."""
     if host_dtype not in (known := get_args(HostDtype)):
         raise UsageError(f'K/V pages cannot be stored in "{host_dtype}".'[:200], did_you_mean(host_dtype, known))
     return host_dtype == "int8"

@@ -244,11 +244,7 @@ class PromptEncoder:
         return text
 
     def _refuse_injected(self, turns: Sequence[Turn], text: str) -> None:
-        """Refuse what turns say where the template changes it and then has other control tokens than its own.
-
-        Raises:
-            UsageError: the text has others; it names the message.
-        """
+        """Refuse what turns say where the template changes it and then has other control tokens than its own."""
         placeholders = Placeholders()
         own = self._apply_template(turns, placeholders.insert)
         if placeholders.restore(own) == text or self._controls(text) == (known := self._controls(mask(own))):

@@ -309,11 +309,7 @@ class ModelRunner:
     # ---- refusals
 
     def _check_tokens(self, ids: Sequence[int]) -> None:
-        """Refuse ids outside the vocabulary, which on a GPU would end the process, not only the forward.
-
-        Raises:
-            UsageError: with the first of them.
-        """
+        """Refuse ids outside the vocabulary, which on a GPU would end the process, not only the forward."""
         vocab = self.model.vocab
         unknown = next((token for token in ids if not 0 <= token < vocab), None)
         if unknown is not None:

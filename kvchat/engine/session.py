@@ -577,11 +577,7 @@ def _nothing(_generated: int) -> None:
 
 
 def _whole(ids: Iterable[int | Tensor] | Tensor) -> list[int]:
-    """Token ids as plain numbers, also of a tensor ``[n]`` or an array.
-
-    Raises:
-        UsageError: one is not a whole number.
-    """
+    """Token ids as plain numbers, also of a tensor ``[n]`` or an array."""
     try:
         return [index(token) for token in (ids.tolist() if hasattr(ids, "tolist") else ids)]
     except TypeError as error:
@@ -593,11 +589,7 @@ def _whole(ids: Iterable[int | Tensor] | Tensor) -> list[int]:
 
 
 def _check_loading() -> None:
-    """Refuse to load a model in a fork of a process that loaded one, as ``SessionLock.check_process``.
-
-    Raises:
-        UsageError
-    """
+    """Refuse to load a model in a fork of a process that loaded one, as ``SessionLock.check_process``."""
     _loaded_by[:] = _loaded_by or [os.getpid()]
     if os.getpid() not in _loaded_by:
         raise UsageError(

@@ -228,11 +228,7 @@ class Server:
         self._outbox.send(Loading(stage))
 
     def check_stopped(self) -> None:
-        """Leave a load that is to be stopped; for the main thread.
-
-        Raises:
-            LoadStopped: there is such a load.
-        """
+        """Leave a load that is to be stopped; for the main thread."""
         if self._loading and self._stop_due:
             raise LoadStopped
 

@@ -378,11 +378,7 @@ def _tokenizer(described: ModelDescription, checkpoint: Checkpoint) -> tuple[Any
 
 
 def _own_template(file: str) -> str:
-    """The chat template in ``file``; "" where none is named.
-
-    Raises:
-        UsageError: it cannot be read, is no text or no template.
-    """
+    """The chat template in ``file``; "" where none is named."""
     source = read_text(Path(file).expanduser()) if file else ""
     try:
         Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)

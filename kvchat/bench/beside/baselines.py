@@ -261,11 +261,7 @@ class LlamaCpp:
 
 
 def refuse_llama_cpp(model: LoadedModel) -> None:
-    """Refuse what llama.cpp cannot be compared on.
-
-    Raises:
-        UsageError: ``model`` is on a GPU, or a package is not installed.
-    """
+    """Refuse what llama.cpp cannot be compared on."""
     if model.device.type != "cpu":
         raise UsageError(
             "llama.cpp is compared only on a CPU.", "The package has it compiled for CPUs.", "Use --device cpu."
@@ -280,11 +276,7 @@ def refuse_llama_cpp(model: LoadedModel) -> None:
 
 @contextmanager
 def in_gguf(model: LoadedModel) -> Iterator[Path]:
-    """The GGUF file with the model's weights; inside the context a copy of those that have none.
-
-    Raises:
-        UsageError: as ``write``.
-    """
+    """The GGUF file with the model's weights; inside the context a copy of those that have none."""
     with tempfile.TemporaryDirectory(prefix="kvchat-") as folder:
         if (file := model.gguf) is None:
             write(model, file := Path(folder) / "copy.gguf")

@@ -19,11 +19,7 @@ DIGITS = 12  # of a size: int() refuses numbers of thousands of digits
 
 
 def run(settings: Paper, choice: ModelChoice, frame: Frame) -> Result:
-    """Measure the paper's parts; see ``Study.run``.
-
-    Raises:
-        UsageError: an unknown paper, part or size; KvchatError: as there.
-    """
+    """Measure the paper's parts; see ``Study.run``."""
     study, sizes = chosen(settings.paper, settings.sizes, settings.modes, settings.budgets)
     return study.run(sizes, choice, frame, settings.parts, settings.texts)
 

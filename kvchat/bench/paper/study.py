@@ -71,11 +71,7 @@ class Lab:
         return found
 
     def passage(self, size: int) -> Sequence[int]:
-        """The first ``size`` ids of the text.
-
-        Raises:
-            UsageError: no text is long enough, or a file cannot be read.
-        """
+        """The first ``size`` ids of the text."""
         return passages(self.texts, size, self.model.tokenizer)[0].ids
 
     def generate(self, logits: Tensor, tokens: int, sampling: Sampling) -> Iterator[int]:

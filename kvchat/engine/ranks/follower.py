@@ -80,11 +80,7 @@ class Follower:
         self._kept: Checkpoint | None = None
 
     def do(self, order: Order) -> None:
-        """Execute an order.
-
-        Raises:
-            Exception: whatever refuses it.
-        """
+        """Execute an order."""
         if order.name in OF_RUNNER:
             getattr(self._runner, order.name)(*order.given, **order.named)
             return

@@ -56,11 +56,7 @@ def container_limit(proc: Path = PROC, cgroups: Path = CGROUPS) -> Limit | None:
 
 
 def check_address_space(limit: int | None = None) -> None:
-    """Refuse to start torch where ``RLIMIT_AS`` leaves it too little: it would abort, or say nothing of memory.
-
-    Raises:
-        DoesNotFitError
-    """
+    """Refuse to start torch where ``RLIMIT_AS`` leaves it too little: it would abort, or say nothing of memory."""
     soft = resource.getrlimit(resource.RLIMIT_AS)[0] if limit is None else limit
     if soft != resource.RLIM_INFINITY and soft < LEAST_ADDRESSES:
         raise DoesNotFitError(
@@ -134,11 +130,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def check_fits(mode: str, needed: int, tokens: int, device: torch.device, released: int = 0) -> None:
-    """Refuse a ``mode`` whose ``needed`` bytes are more than is free once the old mode has ``released`` its own.
-
-    Raises:
-        DoesNotFitError: with the numbers.
-    """
+    """Refuse a ``mode`` whose ``needed`` bytes are more than is free once the old mode has ``released`` its own."""
     left = usable(free_bytes(device) + released)
     if needed > left:
         raise DoesNotFitError(

@@ -229,11 +229,7 @@ class HostPool:
         return self.geometry.pages(self.total)
 
     def _affordable(self, least: int, wanted: int, beside: int = 0) -> int:
-        """Bytes a layer for ``wanted`` tokens, or for ``least`` if memory is short; ``beside`` more bytes are needed.
-
-        Raises:
-            DoesNotFitError: nor for that.
-        """
+        """Bytes a layer for ``wanted`` tokens, for ``least`` if memory is short; ``beside`` more bytes are needed."""
         free, taken = available.usable(available.host_free()), self._committed
         for tokens in (wanted, least):
             size = self._layout.nbytes(tokens)
@@ -244,11 +240,7 @@ class HostPool:
         )
 
     def _reserved(self, wanted: int, least: int) -> list[PinnedRegion]:
-        """Fresh address space for ``wanted`` tokens, or ``least`` where the system gives no more.
-
-        Raises:
-            DoesNotFitError: nor that.
-        """
+        """Fresh address space for ``wanted`` tokens, or ``least`` where the system gives no more."""
         reason = ""
         for tokens in (wanted, least):
             size = self._layout.reserved_bytes(tokens)

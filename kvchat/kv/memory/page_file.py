@@ -277,11 +277,7 @@ class PageFile:
         return link
 
     def _checked_header(self, header: bytes) -> bytes:
-        """The link to the first record.
-
-        Raises:
-            DamagedFileError: it is another header than this file is to have.
-        """
+        """The link to the first record."""
         if header != self._header:
             raise DamagedFileError(self._difference(header))
         return blake2b(header, digest_size=LINK_BYTES).digest()

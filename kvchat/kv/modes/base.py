@@ -383,11 +383,7 @@ def budget_of(parameters: BudgetParameters, context: int) -> int:
 
 
 def refuse_small_budget(name: str, budget: int, sink: int, window: int, more: str = "") -> None:
-    """Refuse a budget that cannot hold sinks and window.
-
-    Raises:
-        UsageError: with the numbers.
-    """
+    """Refuse a budget that cannot hold sinks and window."""
     if sink + window > budget:
         given = " or ".join(part for part in ("sink", "window") if part in registered()[name].model_fields)
         raise UsageError(

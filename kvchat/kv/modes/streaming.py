@@ -206,11 +206,7 @@ class Streaming(Mode):
         self.window = self.capacity - self.sink
 
     def _refuse_two_capacities(self) -> None:
-        """C is ``budget`` or S + W + B: both are refused where they differ.
-
-        Raises:
-            UsageError: with the numbers.
-        """
+        """C is ``budget`` or S + W + B: both are refused where they differ."""
         p = self.parameters
         if p.window is not None and self.sink + p.window + p.B != self.capacity:
             names, numbers = "sink + window", f"{self.sink} + {p.window}"

@@ -352,11 +352,7 @@ def paper_k(mem: float, tokens: int, kv_heads: int, representatives: int) -> flo
 
 
 def refuse_small_mem(mem: float, kv_heads: int, representatives: int) -> None:
-    """Refuse a share of memory that the representatives alone exceed.
-
-    Raises:
-        DoesNotFitError: with the floor.
-    """
+    """Refuse a share of memory that the representatives alone exceed."""
     floor = representatives / kv_heads
     if mem <= floor:
         raise DoesNotFitError(
