@@ -20,6 +20,7 @@ from kvchat.bench.settings import Agreement
 from kvchat.bench.texts import Passage, passages
 from kvchat.bench.walk import Walk
 from kvchat.config.modes import FullParameters, ModeParameters
+from kvchat.engine.compare import divergence
 
 
 def run(settings: Agreement, choice: ModelChoice = ModelChoice(), frame: Frame | None = None) -> Result:
@@ -100,12 +101,6 @@ class Forced:
 def _nats(logits: Tensor, token: int) -> float:
     """The token's negative log-probability in nats, by the previous step's logits ``[vocab]``."""
     return -float(logits.float().log_softmax(-1)[token])
-
-
-def divergence(exact: Tensor, approximate: Tensor) -> float:
-    """KL(exact || approximate) in nats of the distributions of two logit vectors ``[vocab]``; never below 0."""
-    p, q = (logits.double().log_softmax(-1) for logits in (exact, approximate))
-    return max(0.0, float((p.exp() * (p - q)).sum()))
 
 
 def summarized(rows: Sequence[Row], variant: str) -> Row:

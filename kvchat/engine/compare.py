@@ -218,6 +218,13 @@ class Comparison:
         self._loop.stored.replace_with(stored)
 
 
+def divergence(exact: Tensor, approximate: Tensor) -> float:
+    """KL(exact || approximate) in nats of the distributions of two logit vectors ``[vocab]``; never below 0."""
+    p, q = (logits.double().log_softmax(-1) for logits in (exact, approximate))
+    likely = p.exp() > 0
+    return float((p.exp() * (p - q))[likely].sum().clamp(min=0))
+
+
 def compare_logits(alike: int | None, first: Sequence[Tensor], other: Sequence[Tensor]) -> Agreement:
     """Compare logits ``[vocab]`` before the same tokens; the very first are of the prompt and left out.
 
@@ -225,9 +232,7 @@ def compare_logits(alike: int | None, first: Sequence[Tensor], other: Sequence[T
     """
     divergences, same = [], 0
     for one, another in list(zip(first, other, strict=False))[1:]:
-        expected, found = one.double().log_softmax(0), another.double().log_softmax(0)
-        likely = expected.exp() > 0
-        divergences.append(float((expected.exp() * (expected - found))[likely].sum().clamp(min=0)))
+        divergences.append(divergence(one, another))
         same += int(one.argmax() == another.argmax())
     tokens = len(divergences)
     if not tokens:

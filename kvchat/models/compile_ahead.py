@@ -33,15 +33,7 @@ from kvchat.models.quantize.rows import BLOCKS_OF_WEIGHTS, PRODUCTS
 
 OF_PACKED = PRODUCTS, BLOCKS_OF_WEIGHTS  # without which packed weights are not read
 # In the order in which they are compiled: those that every answer asks for, and those that take longest.
-MODULES = (
-    cpu_ops.PAGES,
-    cpu_ops.TOKENS,
-    cpu_ops.IN_A_ROW,
-    cpu_ops.ROWS,
-    cpu_ops.FREEZE,
-    cpu_ops.EIGHT_BIT,
-    *OF_PACKED,
-)
+MODULES = (cpu_ops.PAGES, cpu_ops.TOKENS, cpu_ops.IN_A_ROW, cpu_ops.ROWS, cpu_ops.FREEZE, cpu_ops.EIGHT_BIT, *OF_PACKED)
 MOST = 4  # processes: each imports torch, and takes some 300 MB
 LOOK_S = 0.2
 LOWEST = 19  # priority

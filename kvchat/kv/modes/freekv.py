@@ -46,11 +46,7 @@ from torch import Tensor
 from kvchat.config.modes import SpeculativeParameters
 from kvchat.errors import UsageError
 from kvchat.kv.attention import AttentionSpec, Weights
-from kvchat.kv.modes.base import (
-    ModeReport,
-    Step,
-    budget_of,
-)
+from kvchat.kv.modes.base import ModeReport, Step, budget_of
 from kvchat.kv.modes.page_index import IndexedMode, KeyCodes, PageBounds
 from kvchat.kv.ops.selection import Candidates, chosen_by
 from kvchat.kv.state import KVState

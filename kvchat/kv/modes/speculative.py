@@ -54,12 +54,7 @@ from torch import Tensor
 from kvchat.config.modes import SpeculativeParameters
 from kvchat.errors import UsageError
 from kvchat.kv.memory.device_slots import Layout
-from kvchat.kv.modes.base import (
-    ModeReport,
-    Plan,
-    Step,
-    budget_of,
-)
+from kvchat.kv.modes.base import ModeReport, Plan, Step, budget_of
 from kvchat.kv.modes.page_index import IndexedMode, KeyCodes, PageIndex, ValueMeans
 from kvchat.kv.ops.selection import Asked, Places
 from kvchat.kv.state import KVState

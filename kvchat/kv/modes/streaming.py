@@ -45,15 +45,7 @@ from torch import Tensor
 from kvchat.config.modes import StreamingParameters
 from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
-from kvchat.kv.modes.base import (
-    Mode,
-    ModeReport,
-    Plan,
-    Step,
-    TokenState,
-    budget_of,
-    refuse_small_budget,
-)
+from kvchat.kv.modes.base import Mode, ModeReport, Plan, Step, TokenState, budget_of, refuse_small_budget
 from kvchat.kv.modes.moving_base import MovingBase
 from kvchat.kv.rope import Rotation, cos_sin, rotate
 from kvchat.kv.state import KVState

@@ -23,15 +23,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
-from kvchat.kv.ops.numba.loops import (
-    FINITE_OR_NOT,
-    FIRST_CACHE,
-    HAS_THREADS,
-    LINE,
-    build_prefetch,
-    compiled,
-    exp,
-)
+from kvchat.kv.ops.numba.loops import FINITE_OR_NOT, FIRST_CACHE, HAS_THREADS, LINE, build_prefetch, compiled, exp
 from kvchat.kv.ops.numba.parts import turn
 from kvchat.models.quantize.rows import GELU
 
