@@ -52,7 +52,7 @@ from kvchat.kv.attention import AttentionSpec, Weights, attend, products
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
 from kvchat.kv.modes.base import Mode, ModeReport, Plan, Step, everything, refuse_small_budget
 from kvchat.kv.modes.sync_heads import default_clusters, roles
-from kvchat.kv.ops.selection import assign_token_slots
+from kvchat.kv.ops.selection import assign_slots
 from kvchat.kv.state import KVState
 
 SINK = 4
@@ -223,7 +223,7 @@ class Sync(Mode):
         ranked.scatter_(1, self.held[layer, :, : self.static].clamp(min=0), -1.0)
         before = self.held[layer, :, self.static :]
         wanted = self._best(ranked, min(self.k - self._sinks - self.static, before.shape[1]))
-        placed = assign_token_slots(wanted, before, ranked.shape[1])
+        placed = assign_slots(wanted, before, ranked.shape[1])
         self.overlap[0].add_(((placed == before) & (placed >= 0)).sum())
         self.overlap[1].add_((placed >= 0).sum())
         self._fetch(layer, placed, before)

@@ -169,48 +169,27 @@ def top_pages(scores: Tensor, masked: Tensor, k: int) -> Tensor:
     return heaviest(scores, masked, masked, k)
 
 
-def assign_slots(wanted: Tensor, resident: Tensor) -> Tensor:
-    """Assign a slot to each wanted page: resident ones stay, the others take the slots of pages that are not wanted.
+def assign_slots(wanted: Tensor, resident: Tensor, places: int, reuse: bool = False) -> Tensor:
+    """Assign a slot to each wanted token or page: resident ones stay, the others take empty slots, best first.
 
-    Args:
-        wanted: ``[H, k]`` page numbers, -1 = none.
-        resident: ``[H, k]`` page held by each slot, -1 = none.
-
-    Returns:
-        ``[H, k]`` page that each slot is to hold, -1 = none.
-    """
-    same = (wanted[:, :, None] == resident[:, None, :]) & (wanted >= 0)[:, :, None]
-    kept = same.any(1)
-    missing = (wanted >= 0) & ~same.any(2)
-    free_first = kept.to(torch.int8).argsort(dim=-1, stable=True)
-    missing_first = (~missing).to(torch.int8).argsort(dim=-1, stable=True)
-    rank = torch.arange(wanted.shape[1], device=wanted.device)
-    incoming = torch.where(rank < missing.sum(-1, keepdim=True), wanted.gather(1, missing_first), EMPTY)
-    placed = torch.where(kept, resident, EMPTY)
-    return placed.scatter(1, free_first, torch.maximum(incoming, placed.gather(1, free_first)))
-
-
-def assign_token_slots(wanted: Tensor, resident: Tensor, tokens: int, reuse: bool = False) -> Tensor:
-    """Assign a slot to each wanted token: resident ones stay, the others take empty slots, best first.
-
-    Slots of tokens that are no longer wanted become empty; they are given away at once only to ``reuse`` them, because
+    Slots of what is no longer wanted become empty; they are given away at once only to ``reuse`` them, because
     attention may be reading them.
 
     Args:
-        wanted: ``[C, k]`` distinct positions, best first, -1 = none.
-        resident: ``[C, n]`` distinct positions held by each slot, -1 = empty.
-        tokens: more than the highest position.
-        reuse: nothing reads slots of tokens that are not wanted.
+        wanted: ``[C, k]`` distinct tokens or pages, best first, -1 = none.
+        resident: ``[C, n]`` distinct ones held by each slot, -1 = empty.
+        places: how many tokens or pages there are.
+        reuse: nothing reads slots of what is not wanted.
 
     Returns:
-        ``[C, n]`` position that each slot is to hold, -1 = none. Where empty slots are too few the last wait.
+        ``[C, n]``, what each slot is to hold, -1 = none. Where empty slots are too few the last wait.
     """
     rows, n = resident.shape
     slots = torch.arange(n, device=resident.device).expand(rows, n)
     # What is none is noted in one column more.
-    slot_of = wanted.new_full((rows, tokens + 1), EMPTY).scatter_(1, resident.masked_fill(resident < 0, tokens), slots)
-    slot_of[:, tokens:].fill_(EMPTY)
-    at = slot_of.gather(1, wanted.masked_fill(wanted < 0, tokens))
+    slot_of = wanted.new_full((rows, places + 1), EMPTY).scatter_(1, resident.masked_fill(resident < 0, places), slots)
+    slot_of[:, places:].fill_(EMPTY)
+    at = slot_of.gather(1, wanted.masked_fill(wanted < 0, places))
     missing = (wanted >= 0) & (at < 0)
     empty = resident < 0
     if reuse:
@@ -221,6 +200,6 @@ def assign_token_slots(wanted: Tensor, resident: Tensor, tokens: int, reuse: boo
     fits = missing & (rank < empty.sum(1, keepdim=True))
     target = torch.where(fits, empty_first.gather(1, rank.clamp(min=0, max=n - 1)), at)
     kept = (wanted >= 0) & (fits | ~missing)
-    # Tokens without a slot are collected in one column more, which is cut off.
+    # What has no slot is collected in one column more, which is cut off.
     placed = resident.new_full((rows, n + 1), EMPTY)
     return placed.scatter_(1, torch.where(kept, target, n), wanted)[:, :n]

@@ -23,7 +23,6 @@ from kvchat.kv.ops.selection import (
     Places,
     are_among,
     assign_slots,
-    assign_token_slots,
     heaviest,
     needs_correction,
     of_unread,
@@ -175,7 +174,8 @@ class TorchOps:
         Returns:
             ``[H, k]``, -1 = none.
         """
-        placed = assign_slots(top_pages(scores, candidates.masked, resident.shape[1]), resident)
+        wanted = top_pages(scores, candidates.masked, resident.shape[1])
+        placed = assign_slots(wanted, resident, scores.shape[2], reuse=True)
         return placed if flagged is None else torch.where(flagged[:, None], placed, resident)
 
     def encode_keys(self, keys: Tensor, bits: int) -> Tensor:
@@ -202,7 +202,7 @@ class TorchOps:
         """
         scores = self.token_scores(*asked[:4])
         wanted = heaviest(scores, hidden, masked, resident.shape[1])
-        placed = assign_token_slots(wanted, resident.long(), scores.shape[-1], reuse=True)
+        placed = assign_slots(wanted, resident.long(), scores.shape[-1], reuse=True)
         return placed, self._of_unread(asked, scores, ~(hidden | masked | are_among(wanted, scores.shape[-1])))
 
     def list_tokens(

@@ -62,7 +62,7 @@ def test_the_best_candidates_are_chosen_and_no_others(draw):
 def test_a_wanted_page_that_is_resident_keeps_its_slot_and_each_has_one(draw):
     for _ in range(50):
         wanted, resident = (distinct(draw, HEADS, 6, 10) for _ in range(2))
-        placed = selection.assign_slots(wanted, resident)
+        placed = selection.assign_slots(wanted, resident, 10, reuse=True)
         for want, held, now in zip(wanted, resident, placed, strict=True):
             assert sorted(now[now >= 0].tolist()) == sorted(wanted_of(want))
             stays = torch.isin(held, want) & (held >= 0)
@@ -72,7 +72,7 @@ def test_a_wanted_page_that_is_resident_keeps_its_slot_and_each_has_one(draw):
 def test_tokens_take_empty_slots_best_first_and_the_last_wait(draw):
     for _ in range(50):
         wanted, resident = distinct(draw, HEADS, 6, 20), distinct(draw, HEADS, 9, 20)
-        placed = selection.assign_token_slots(wanted, resident, 20)
+        placed = selection.assign_slots(wanted, resident, 20)
         for want, held, now in zip(wanted, resident, placed, strict=True):
             order = [token for token in want.tolist() if token != EMPTY]
             stays = [token for token in order if token in held.tolist()]

@@ -93,7 +93,8 @@ class PageChoice(IndexedMode):
         if not resident.shape[1]:
             return
         masked = self._closed | (self._ends <= self._position - self.state.sight[layer])
-        placed = assign_slots(self.wanted(layer, self.scores(layer, query, masked), resident), resident)
+        wanted = self.wanted(layer, self.scores(layer, query, masked), resident)
+        placed = assign_slots(wanted, resident, len(masked), reuse=True)
         self.state.transfer.load_pages(self.slots, layer, placed, resident)
         at = layer - self.first
         self._open_pages(self.slots, slice(at, at + 1), self._last)

@@ -8,7 +8,7 @@ from support.random_kv import assert_near, noise
 
 from kvchat.kv.memory.device_slots import EMPTY
 from kvchat.kv.ops import key_codes
-from kvchat.kv.ops.selection import NOTHING, are_among, assign_token_slots, of_unread
+from kvchat.kv.ops.selection import NOTHING, are_among, assign_slots, of_unread
 from kvchat.kv.ops.triton import tokens as kernels
 
 NEAR = 1e-5  # relative: weights that rounding cannot tell apart
@@ -114,7 +114,7 @@ def test_of_equal_tokens_the_first_are_chosen(data):
     ranked = sorted((token for token in range(n) if not masked[token]), key=lambda token: (-weights[token], token))
     assert sorted(placed[0].tolist()) == sorted(ranked[:k] + [EMPTY] * max(0, k - len(ranked)))
     wanted = torch.tensor([ranked[:k] + [EMPTY] * max(0, k - len(ranked))], device=device)
-    expected = assign_token_slots(wanted, resident.long(), n, reuse=True)
+    expected = assign_slots(wanted, resident.long(), n, reuse=True)
     stays = torch.isin(resident.long(), wanted) & (resident >= 0)
     assert torch.equal(placed[stays], expected[stays])
 
