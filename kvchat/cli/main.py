@@ -35,7 +35,8 @@ from kvchat.foreign_text import visible
 from kvchat.process import postpone_full_collections, spin_briefly, use_physical_cores
 
 CHAT = "chat"
-MEANT = {"help": "--help", "version": "--version"}  # what other programs have as commands
+# What other programs have as commands, ollama among them.
+MEANT = {"help": "--help", "version": "--version", "list": "models", "pull": "-m MODEL", "run": "-m MODEL"}
 
 
 def main() -> None:
@@ -79,7 +80,7 @@ class Commands(TyperGroup):
         word = args[0]
         if word not in self.commands and not ctx.resilient_parsing:
             meant = MEANT.get(word) or get_close_matches(word, self.commands, n=1)[0]
-            ctx.fail(f'There is no command "{word}". Did you mean {meant}? To ask it: kvchat chat "{word}"')
+            ctx.fail(f'There is no command "{word}". Did you mean {meant}? To ask it: kvchat chat "{" ".join(args)}"')
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
@@ -165,14 +166,14 @@ def chat_command(
     record: options.Record = None,
 ) -> None:
     """Start the chat, as kvchat alone does. PROMPT is its first question."""
-    raise typer.Exit(chat(options.flags(ctx.params), resume, plain, record, prompt or ""))
+    raise typer.Exit(chat(options.flags(ctx.params), resume, plain, record, " ".join(prompt or ())))
 
 
 @app.command("ask")
 @options.taking(options.LOAD, options.MODE, options.SYSTEM, options.SAMPLING)
 def ask_command(
     ctx: typer.Context,
-    prompt: Annotated[str | None, typer.Argument(help="what to ask; by default stdin")] = None,
+    prompt: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="what to ask; by default stdin")] = None,
     file: options.Files = None,
     switch_at: Annotated[
         list[str] | None,
@@ -187,7 +188,7 @@ def ask_command(
     switches = tuple(SwitchAt.read(text, chosen) for text in switch_at or ())
     _note_unused(resolved, [chosen.kv.mode, *(switch.mode for switch in switches)])
     _note_own(resolved, switches)
-    asked = turns(prompt, file or (), chosen.model.system)
+    asked = turns(" ".join(prompt or ()), file or (), chosen.model.system)
     raise typer.Exit(ask(load_of(chosen), asked, chosen.sampling.sampling(), switches, as_json, stats))
 
 
@@ -244,10 +245,12 @@ def completion_command(
 
 
 @app.command("plan")
-@options.taking({name: options.LOAD[name] for name in ("device", "gpus", "dtype", "host_dtype")}, options.PARAMS)
+@options.taking(
+    {name: options.LOAD[name] for name in ("model", "device", "gpus", "dtype", "host_dtype")}, options.PARAMS
+)
 def plan_command(
     ctx: typer.Context,
-    model: options.ModelArgument = "bundled",
+    named: options.ModelArgument = None,
     context: Annotated[int | None, typer.Option(help="tokens to plan for; default: the model's context")] = None,
     card: Annotated[
         str,
@@ -256,7 +259,8 @@ def plan_command(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Compute what memory a model needs, and what fits. For each quantization and mode; nothing is loaded."""
-    load = replace(load_of(load_settings(options.flags(ctx.params)).settings), model=model)
+    load = load_of(load_settings(options.flags(ctx.params)).settings)
+    load = replace(load, model=named or load.model)
     if card:
         models.card_costs(load, card, context, as_json)
         return

@@ -12,7 +12,7 @@ import typer
 
 from kvchat import files, libraries, paths
 from kvchat.cli import options
-from kvchat.cli.options import LOAD, ModelArgument, NamedDevice, taking
+from kvchat.cli.options import LOAD, ModelArgument, taking
 from kvchat.cli.output import echo, note, progress
 from kvchat.cli.profile import load_settings
 from kvchat.config import modes
@@ -141,7 +141,8 @@ def card_costs(load: Load, card: str, context: int | None, as_json: bool) -> Non
 
 
 def _card_lines(made: CardCosts) -> Iterator[str]:
-    yield f"{made.model} in {made.dtype}, weights {made.quantize}, {size(made.weights)}, on a card {made.card}"
+    quantized = made.quantize.replace("none", "not quantized")
+    yield f"{made.model} in {made.dtype}, weights {quantized}, {size(made.weights)}, on a card {made.card}"
     contexts = sorted({tokens for row in made.computed_ms.values() for tokens in row})
     name = max(map(len, made.computed_ms))
     yield f"{'ms a token after':<{name}} {''.join(f'{count(tokens):>10}' for tokens in contexts)}   measured / computed"
@@ -219,8 +220,10 @@ def _as_json(action: Action, rebound: Mapping[str, str]) -> dict[str, object]:
     }
 
 
+@taking({name: LOAD[name] for name in ("model", "device")})
 def calibrate(
-    model: ModelArgument = "bundled",
+    ctx: typer.Context,
+    named: ModelArgument = None,
     text: Annotated[
         list[Path] | None,
         typer.Option(
@@ -233,12 +236,12 @@ def calibrate(
         float, typer.Option(min=0, max=1, help="share of the attention that speculative mode's budget should cover")
     ] = 0.9,
     out: Annotated[Path | None, typer.Option(help="write here instead of kvchat's data folder")] = None,
-    device: NamedDevice = "auto",
 ) -> None:
     """Measure a model for sync and speculative mode. Finds which heads attend alike, and how many tokens to read."""
     if out:
         files.check_folder(out)
     parse(SyncParameters.name, {"representatives": representatives, "clusters": clusters})
+    chosen = load_settings(options.flags(ctx.params)).settings.model
     # Imports torch, so after the checks.
     from kvchat.bench.coverage import choose
     from kvchat.bench.settings import Coverage
@@ -246,7 +249,7 @@ def calibrate(
     from kvchat.kv.inspect import BUDGETS
     from kvchat.models.load import load_model
 
-    loaded = load_model(Load(model, device), progress)
+    loaded = load_model(Load(named or chosen.name, chosen.device), progress)
     samples = engine.file_samples(loaded, text) if text else engine.default_samples(loaded)
     names = ", ".join(t.name for t in text or ())
     read = f"{count(len(samples), 'part')} of {names}" if text else count(len(samples), "generated text")
@@ -258,9 +261,9 @@ def calibrate(
     choice = choose(loaded, read_in, coverage, progress)
     measured = replace(measured, choice=choice)
     progress("")
-    chosen = engine.representatives(measured, representatives)
+    heads_of = engine.representatives(measured, representatives)
     file = engine.save(measured, out)
-    for layer, (heads, scores) in enumerate(zip(chosen, measured.retrieval, strict=True)):
+    for layer, (heads, scores) in enumerate(zip(heads_of, measured.retrieval, strict=True)):
         listed = ", ".join(f"{head} ({scores[head]:.3f})" for head in heads)
         echo(f"layer {layer:>3}: representative KV heads {listed}")
     given = ", ".join(f"{name}={value}" for name, value in choice.params.items())

@@ -30,7 +30,9 @@ KEYS = {
     "keep": (("ui", "conversations"),),
     **{key[1]: (key,) for key, _ in sources.leaves() if len(key) == 2 and key != NAME},
 }
-Prompt = Annotated[str | None, typer.Argument(help="the first question, sent when the model is ready")]
+Prompt = Annotated[
+    list[str] | None, typer.Argument(metavar="PROMPT", help="the first question, sent when the model is ready")
+]
 Files = Annotated[
     list[Path] | None, typer.Option("-f", "--file", help="a text file to put before the prompt; repeatable")
 ]
@@ -209,7 +211,9 @@ def complete_model(incomplete: str) -> list[Offer]:
     return [(model.name, model.kind) for model in catalog.find(()) if model.name.startswith(incomplete)]
 
 
-ModelArgument = Annotated[str, typer.Argument(help=described(ModelSettings, "name"), autocompletion=complete_model)]
+ModelArgument = Annotated[
+    str | None, typer.Argument(metavar="MODEL", help="as -m", autocompletion=complete_model, show_default=False)
+]
 
 
 complete_device = one_of(("auto", "cpu", "cuda"))  # what every machine may have

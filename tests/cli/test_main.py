@@ -164,6 +164,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[AppConfig]:
         (["-m", "there", "hello"], "hello"),
         (["hello", "-m", "there"], "hello"),
         (["Schön?"], "Schön?"),
+        (["tell", "me", "a", "story", "-m", "there"], "tell me a story"),
         ([], ""),
     ],
 )
@@ -177,12 +178,15 @@ def test_a_question_in_place_of_a_command_opens_the_chat(
 
 @pytest.mark.parametrize(
     ("word", "meant"),
-    [("aks", "ask"), ("bnech", "bench"), ("cmopare", "compare"), ("help", "--help"), ("version", "--version")],
+    [
+        *(("aks", "ask"), ("bnech", "bench"), ("cmopare", "compare"), ("help", "--help"), ("version", "--version")),
+        *(("run smollm2", "-m MODEL"), ("list", "models")),
+    ],
 )
 def test_a_slip_in_a_command_is_no_question(run: Run, started: list[AppConfig], word: str, meant: str) -> None:
-    outcome = run(word)
+    outcome = run(*word.split())
     assert outcome.code == 2
-    assert not lacks(outcome.err, f'"{word}"', f" {meant}?", f'kvchat chat "{word}"')
+    assert not lacks(outcome.err, f'"{word.split()[0]}"', f" {meant}?", f'kvchat chat "{word}"')
     assert not started
 
 
@@ -216,7 +220,7 @@ def test_bytes_that_are_not_utf8_are_refused(run: Run, started: list[AppConfig])
         "chat --TYPED",
         "chat --mode TYPED",
         "ask --seed TYPED",
-        "ask hello TYPED",
+        "ask hello --mode TYPED",
         "calibrate --text TYPED",
         "completion TYPED",
         "config TYPED",

@@ -63,3 +63,15 @@ def test_packed_weights_are_counted_and_cleared(run: Run) -> None:
     cleared = run("models", "--clear")
     assert (cleared.out, "2.0 MiB" in cleared.err) == ("", True)
     assert list(paths.packed_dir().iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["plan", "calibrate"])
+@pytest.mark.parametrize("option", [[], ["-m"]])
+def test_a_model_is_named_with_or_without_the_option(run: Run, command: str, option: list[str]) -> None:
+    outcome = run(command, *option, "./nothing")
+    assert (outcome.code, '"./nothing"' in outcome.err) == (2, True)
+
+
+def test_a_slip_in_a_models_name_is_not_looked_for_on_the_hub(run: Run) -> None:
+    outcome = run("ask", "hello", "-m", "smolm2")
+    assert (outcome.code, 'Did you mean "smollm2"?' in outcome.err) == (2, True)
