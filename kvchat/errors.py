@@ -15,6 +15,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterable
 
+MANY = 20  # words in a refusal: all parameters or ids of keys fill the screen
 INSTEAD = "/model loads a model on this machine, where modes switch live."  # of what a server decides
 
 
@@ -70,19 +71,20 @@ class EngineError(KvchatError):
 
 
 def nearest(given: str, known: Iterable[str]) -> str:
-    """The one known word that ``given`` begins, else the one most like it; empty if none is near."""
+    """The one known word that ``given`` is a part of, else the one most like it; empty if none is near."""
     words, given = {word.lower(): word for word in known}, given.lower()
-    begun = [word for word in words if given and word.startswith(given)]
-    near = begun if len(begun) == 1 else difflib.get_close_matches(given, words, n=1)
+    having = [word for word in words if given and given in word]
+    near = having if len(having) == 1 else difflib.get_close_matches(given, words, n=1)
     return words[near[0]] if near else ""
 
 
 def did_you_mean(given: object, known: Iterable[str]) -> str:
-    """A sentence naming the known words, and the nearest one where there is one."""
+    """A sentence naming the known words, and the nearest one where there is one; beside it not more than ``MANY``."""
     words = sorted(known)
-    near = nearest(str(given), words)
-    listed = f"Known: {', '.join(words)}."
-    return f'Did you mean "{near}"? {listed}' if near else listed
+    near, listed = nearest(str(given), words), f"Known: {', '.join(words)}."
+    if not near:
+        return listed
+    return f'Did you mean "{near}"?' + (f" {listed}" if len(words) <= MANY else "")
 
 
 def check_known(given: str, known: Collection[str], kind: str) -> None:

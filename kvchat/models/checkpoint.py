@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvchat import libraries
-from kvchat.errors import ModelError, did_you_mean
+from kvchat.errors import ModelError, did_you_mean, nearest
 from kvchat.models import catalog, gguf_file, stored_tensors
 from kvchat.models.hub import Progress, download, remote_headers
 from kvchat.models.stored_tensors import StoredTensor, format_hint, weight_files
@@ -160,6 +160,8 @@ def _locate(name: str, progress: Progress) -> ModelLocation:
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or is_file or not name:
         kind = "file" if is_file else "file or folder"
         raise ModelError(f'There is no {kind} "{name}".', "", "Check the path.")
+    if "/" not in name and (near := nearest(name, (BUNDLED, *NAMED))):
+        raise ModelError(f'There is no model "{name}".', f'Did you mean "{near}"?', "`kvchat models` lists all here.")
     progress(f"Looking for {name} on the hub")
     if colon and file.lower().endswith(GGUF):
         return ModelLocation(name, download(repository, [file], progress), on_hub=True, gguf=file)
