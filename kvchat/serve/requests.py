@@ -182,10 +182,12 @@ class KvchatFields(Body):
         """The mode, whose parameters are checked.
 
         Raises:
-            Refusal: an unknown mode or parameter, or a value out of range.
+            Refusal: an unknown mode or parameter, a value out of range, or the budget twice.
         """
         mode = self.mode or default
-        params = {**self.params, **({} if self.budget is None else {"budget": self.budget})}
+        if self.budget is not None and "budget" in self.params:
+            raise invalid("kvchat.budget and kvchat.params.budget set the same: send one of them.", "kvchat.budget")
+        params = self.params | ({} if self.budget is None else {"budget": self.budget})
         try:
             modes.parse(mode, params)
         except UsageError as error:

@@ -199,7 +199,13 @@ def test_each_request_has_its_own_mode(client: OpenAI, bundled: Served):
     again = ask()
     assert (again.kvchat["mode"], again.kvchat["read_share"]) == ("full", 1.0)
     assert again.choices[0].message.content == full.choices[0].message.content
-    for wrong in ({"mode": "fast"}, {"budget": 64}, {"mode": "streaming", "budget": 1}, {"params": {"sinks": 3}}):
+    for wrong in (
+        {"mode": "fast"},
+        {"budget": 64},
+        {"mode": "streaming", "budget": 1},
+        {"params": {"sinks": 3}},
+        {"mode": "streaming", "budget": 256, "params": {"budget": 512}},
+    ):
         refused = bundled.chat(SEA, kvchat=wrong)
         assert refused.status == 400, wrong
         assert refused.error["message"]
