@@ -11,6 +11,7 @@ import asyncio
 import errno
 import os
 import re
+import signal
 import subprocess
 import time
 from collections.abc import Iterable, Sequence
@@ -40,6 +41,16 @@ class Crashed:
 
     code: int
     log: tuple[str, ...]
+
+    @property
+    def how(self) -> str:
+        """The exit code in words: ``exit code 3``, ``killed by SIGKILL``."""
+        if self.code >= 0:
+            return f"exit code {self.code}"
+        try:
+            return f"killed by {signal.Signals(-self.code).name}"
+        except ValueError:  # a real-time signal has no name
+            return f"killed by signal {-self.code}"
 
     @property
     def lacked_memory(self) -> bool:

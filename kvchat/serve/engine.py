@@ -230,7 +230,7 @@ class Engine:
         """
         why = "Memory may have run out." if crashed.lacked_memory else ""
         told = f"Its last words: {' '.join(crashed.log)}" if crashed.log else ""
-        error = errors.EngineError(f"The engine ended with code {crashed.code}.", why, told)
+        error = errors.EngineError(f"The engine stopped: {crashed.how}.", why, told)
         if self.loaded is None:
             raise error
         self.loaded = self.snapshot = None

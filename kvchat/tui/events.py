@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
@@ -233,7 +232,7 @@ class EngineEvents:
         self.comparisons.abandon("The engine stopped.")
         again, self._may_restart = self._may_restart, False
         hint = "It is being restarted" if again else "/restart or the next question restarts it"
-        title = f"The engine stopped: {describe_exit(crashed.code)}."
+        title = f"The engine stopped: {crashed.how}."
         reason = ("Memory may have run out.",) if crashed.lacked_memory and was_busy else ()
         error = errors.EngineError(title, "\n".join((*crashed.log, *reason)), f"{hint}; the conversation is kept.")
         self._show_error(error, remedies(self.state, is_cut_off) if reason else ())
@@ -242,13 +241,3 @@ class EngineEvents:
     def _show_error(self, error: errors.KvchatError, remedies: Sequence[Remedy] = ()) -> None:
         self.view.add_error(error, remedies)
         self.view.log_event(error.title)
-
-
-def describe_exit(code: int) -> str:
-    """An exit code in words: ``exit code 3``, ``killed by SIGKILL``."""
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return f"killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"killed by signal {-code}"

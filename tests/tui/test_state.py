@@ -31,7 +31,6 @@ from kvchat.protocol.messages import (
     Text,
 )
 from kvchat.tui import events
-from kvchat.tui.events import describe_exit
 from kvchat.tui.prompt.arguments import change, describe, describe_sampling
 from kvchat.tui.state import RECEIPT, SETTLED_TOKENS, SUMS, ChatState, Phase, describe_modes, describe_price, summarize
 from kvchat.tui.widgets.bars import STATUS
@@ -369,7 +368,7 @@ async def test_a_crash_restarts_once_until_an_answer_is_finished(chat):
     ("code", "words"), [(3, "exit code 3"), (-9, "killed by SIGKILL"), (-200, "killed by signal 200")]
 )
 def test_exit_codes_in_words(code, words):
-    assert describe_exit(code) == words
+    assert Crashed(code, ()).how == words
 
 
 async def test_while_a_prompt_is_read_its_rate_and_the_time_left_are_told(chat, monkeypatch):
