@@ -36,7 +36,16 @@ from kvchat.errors import DoesNotFitError
 from kvchat.kv.manager import explained
 from kvchat.kv.memory import available
 from kvchat.kv.memory.host_pool import CachedPrefix, parked, parked_bytes, unparked
-from kvchat.kv.memory.page_file import HEADER_BYTES, TOKEN, DamagedFileError, PageFile, Rows, SavedState, blocks_of
+from kvchat.kv.memory.page_file import (
+    HEADER_BYTES,
+    TOKEN,
+    DamagedFileError,
+    OtherModelError,
+    PageFile,
+    Rows,
+    SavedState,
+    blocks_of,
+)
 from kvchat.kv.memory.pages import Pages, StoredPages, full_precision_pages
 from kvchat.models import load
 from kvchat.models.load import LoadedModel
@@ -150,6 +159,8 @@ class PrefixCache(Released):
         if conversation:
             try:
                 sources += self._saved_sources(conversation, text)
+            except OtherModelError:
+                pass  # whoever chose this model knows
             except (DamagedFileError, OSError) as error:
                 reason = error.strerror if isinstance(error, OSError) else str(error)
                 yield Noted(f"This conversation is processed again; its saved K/V cannot be used: {reason}.")

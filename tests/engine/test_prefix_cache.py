@@ -138,7 +138,6 @@ def test_tokens_computed_with_less_context_keep_their_marks(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"name": "other"}, "another model"),
         ({"revision": "1"}, "another revision"),
         ({"weights": "int8"}, "another quantization"),
         ({"fingerprint": "1"}, "another training"),
@@ -152,6 +151,14 @@ def test_kv_of_something_else_are_refused_in_a_line_and_replaced(tmp_path, chang
     chat = chat.restarted(tmp_path, model=replace(chat.runner.model, **changes))
     (note,) = notes(chat.say("a", TALE))
     assert reason in note
+    assert came_back(chat.restarted(tmp_path).say("a", TALE))
+
+
+def test_kv_of_another_model_are_replaced_without_a_word(tmp_path):
+    chat = Chat(tmp_path)
+    chat.say("a", TALE)
+    chat = chat.restarted(tmp_path, model=replace(chat.runner.model, name="other"))
+    assert notes(chat.say("a", TALE)) == [], "the application says which model goes on"
     assert came_back(chat.restarted(tmp_path).say("a", TALE))
 
 

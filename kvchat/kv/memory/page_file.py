@@ -82,6 +82,10 @@ class DamagedFileError(Exception):
     """The file holds nothing that can be used; the message says why, without the file's name."""
 
 
+class OtherModelError(DamagedFileError):
+    """The K/V in the file are another model's."""
+
+
 class PageFile:
     """The file at ``path`` with pages of this geometry; ``identity`` says of which model, template and so on.
 
@@ -279,20 +283,19 @@ class PageFile:
     def _checked_header(self, header: bytes) -> bytes:
         """The link to the first record."""
         if header != self._header:
-            raise DamagedFileError(self._difference(header))
+            raise self._difference(header)
         return blake2b(header, digest_size=LINK_BYTES).digest()
 
-    def _difference(self, header: bytes) -> str:
+    def _difference(self, header: bytes) -> DamagedFileError:
         try:
             if header[: len(MAGIC)] != MAGIC:
                 raise ValueError
             length = struct.unpack_from("<I", header, len(MAGIC))[0]
             found = json.loads(header[len(MAGIC) + 4 :][:length])
-            return next(
-                f"they are of another {name}" for name, value in self._identity.items() if found.get(name) != value
-            )
+            differs = next(name for name, value in self._identity.items() if found.get(name) != value)
         except (ValueError, RecursionError, struct.error, AttributeError, StopIteration):
-            return "the file is damaged"
+            return DamagedFileError("the file is damaged")
+        return (OtherModelError if differs == "model" else DamagedFileError)(f"they are of another {differs}")
 
     def record_bytes(self, quantized: bool) -> int:
         """Bytes of a record, of an 8-bit page or of a full-precision one."""
