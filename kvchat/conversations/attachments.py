@@ -56,7 +56,7 @@ def read(path: Path, limit: int = MAX_BYTES) -> str:
     found = raw if not raw.startswith(files.WIDE) else files.decoded(raw, f"The file {path}").encode()
     if b"\0" in found:
         raise UsageError(
-            f"The file {path} is not a text file.", f"Byte {found.index(0):,} is NUL.", "Attach a text file."
+            f"The file {path} is not a text file.", f"Byte {found.index(0):,} is NUL.", "Models read only text here."
         )
     return files.for_a_model(found, f"The file {path}")
 

@@ -372,7 +372,7 @@ def unreachable(address: Address, error: Exception) -> EngineError:
     return EngineError(
         f"No server answers at {address.root}.",
         f"{str(error)[:MAX_SAID] or type(error).__name__}.",
-        "Start it, or use another address; the conversation is saved.",
+        "Start it, or use another address.",
     )
 
 
