@@ -48,9 +48,7 @@ def list_chats(
 @app.command("export")
 def export_chat(
     id: Chat,
-    file: Annotated[
-        str | None, typer.Argument(help=".md, .html or .json, or a folder; default: Markdown on stdout")
-    ] = None,
+    file: Annotated[str | None, typer.Argument(help=".md or .json, or a folder; default: Markdown on stdout")] = None,
 ) -> None:
     """Print a conversation, or write it to a file."""
     with _store() as store:

@@ -1,14 +1,8 @@
-"""Conversations as files: Markdown and HTML for reading, JSON that kvchat reads back.
-
-Markdown and HTML hold the path shown, JSON the whole tree. Markdown is drawn as the model wrote it. Poems and addresses
-have line breaks that Markdown joins; ``\\(x_1\\)``, ``C:\\_new``, ``__init__``, ``2*3*4`` and ``&lt;`` have marks that
-it takes for its own, and "2. and 4. are right" would become 2. and 3. Emphasis is written with asterisks.
-"""
+"""Conversations as files: the path shown as Markdown for reading, the whole tree as JSON that kvchat reads back."""
 
 from __future__ import annotations
 
 import codecs
-import html
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -16,7 +10,7 @@ from dataclasses import replace
 from datetime import datetime
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, FailFast, ValidationError
 
@@ -25,38 +19,10 @@ from kvchat.conversations.conversation import Conversation, Message, in_words, n
 from kvchat.errors import UsageError
 from kvchat.protocol.figures import Params
 
-if TYPE_CHECKING:
-    from markdown_it import MarkdownIt
-    from markdown_it.rules_core import StateCore
-    from markdown_it.rules_inline import StateInline
-    from markdown_it.token import Token
-
-
 SPEAKERS = {"user": "You", "assistant": "Model"}
 NAME_CHARACTERS = 60  # of a file that is named by a title: four bytes each at most, and a name may have 255
-PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>{title}</title>
-<style>
-body {{ max-width: 48rem; margin: 2rem auto; padding: 0 1rem; font-family: system-ui, sans-serif; line-height: 1.5; }}
-pre {{ overflow-x: auto; padding: 0.5rem; background: #8882; }}
-table {{ border-collapse: collapse; }} td, th {{ border: 1px solid #8886; padding: 0.2rem 0.6rem; }}
-.user, .system {{ white-space: pre-wrap; }} .user {{ font-weight: 600; }} .system, .receipt {{ color: #888; }}
-.assistant {{ border-left: 3px solid #8886; padding-left: 1rem; }}
-</style>
-</head>
-<body>
-<h1>{title}</h1>
-{body}
-</body>
-</html>
-"""
 MAX_BYTES = 64 * 2**20  # of a file that is imported
 MARKDOWN = ".md"
-_FACTORS = re.compile(r"[A-Za-z0-9]{2}|\)\(")  # before and after asterisks that multiply, where emphasis cannot begin
 
 
 def provenance(conversation: Conversation) -> str:
@@ -93,23 +59,6 @@ def to_markdown(conversation: Conversation) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def to_html(conversation: Conversation) -> str:
-    """The path as one page without scripts and images, which asks no server for anything; markup in texts is text."""
-    from markdown_it import MarkdownIt
-
-    parser = MarkdownIt("commonmark", {"html": False}).enable("table").disable("image")
-    keep_as_written(parser)
-    parts = [f'<p class="receipt">{html.escape(provenance(conversation))}</p>']
-    if conversation.system:
-        parts.append(f'<p class="system">{html.escape(conversation.system)}</p>')
-    for message in conversation.path:
-        body = parser.render(message.marked_text) if message.role == "assistant" else html.escape(message.text)
-        parts.append(f'<div class="{message.role}">{body}</div>')
-        if cost := _cost(message):
-            parts.append(f'<p class="receipt">{html.escape(cost)}</p>')
-    return PAGE.format(title=html.escape(conversation.title), body="\n".join(parts))
-
-
 class _File(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
     format: Literal["kvchat-conversation"] = "kvchat-conversation"
@@ -139,7 +88,7 @@ def to_json(conversation: Conversation) -> str:
 def destination(conversation: Conversation, given: str) -> Path:
     """The file that a person means by ``given``: a path, a folder, or nothing for the folder here.
 
-    In a folder, or where only a format is given (``html``, ``.html``), the file is named by the conversation's title,
+    In a folder, or where only a format is given (``json``, ``.json``), the file is named by the conversation's title,
     with a number behind it where there is one already. A name without an ending is one of Markdown.
     """
     path = Path(os.path.expanduser(given))
@@ -268,54 +217,4 @@ def _refusal(name: str, detail: str) -> UsageError:
     return UsageError(f"{name} is not a kvchat conversation.", detail, "Import JSON that kvchat exported.")
 
 
-def keep_as_written(parser: MarkdownIt) -> None:
-    """Change the rules of a parser."""
-    from markdown_it.rules_inline import emphasis, escape
-
-    def keep_backslash(state: StateInline, silent: bool) -> bool:
-        before, is_break = len(state.tokens), state.src[state.pos : state.pos + 2] == "\\\n"
-        if is_break and not silent:
-            state.pending += "\\"
-        if not escape(state, silent):
-            return False
-        for token in state.tokens[before:]:
-            if token.type == "text_special":
-                token.content = token.markup
-        return True
-
-    def only_asterisks(state: StateInline, silent: bool) -> bool:
-        begin, before = state.pos, len(state.delimiters)
-        if state.src[begin] == "_" or not emphasis.tokenize(state, silent):
-            return False
-        if _FACTORS.fullmatch(state.src[begin - 1 : begin] + state.src[state.pos : state.pos + 1]):
-            for delimiter in state.delimiters[before:]:
-                delimiter.open = False
-        return True
-
-    parser.inline.ruler.at("escape", keep_backslash)
-    parser.inline.ruler.at("emphasis", only_asterisks)
-    parser.disable("entity")
-    parser.core.ruler.push("breaks_and_numbers", _keep_breaks_and_numbers)
-
-
-def _keep_breaks_and_numbers(state: StateCore) -> None:
-    """Keep line breaks; give the items of a list the numbers that were written as their ``value``, but where they are
-    all the same.
-    """
-    lists: list[list[Token]] = []
-    for token in state.tokens:
-        for child in token.children or ():
-            if child.type == "softbreak":
-                child.type, child.tag = "hardbreak", "br"
-        if token.type in ("ordered_list_open", "bullet_list_open"):
-            lists.append([])
-        elif token.type == "list_item_open":
-            lists[-1].append(token)
-        elif token.type in ("ordered_list_close", "bullet_list_close"):
-            items = lists.pop()
-            if len({item.info for item in items}) > 1:
-                for item in items:
-                    item.attrSet("value", item.info)
-
-
-FORMATS: dict[str, Callable[[Conversation], str]] = {MARKDOWN: to_markdown, ".html": to_html, ".json": to_json}
+FORMATS: dict[str, Callable[[Conversation], str]] = {MARKDOWN: to_markdown, ".json": to_json}

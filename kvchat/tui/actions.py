@@ -263,7 +263,7 @@ ACTIONS = (
     Action(id="restore", command="restore", run=alone(ChatController.restore),
            doc="restore the conversation deleted last"),
     Action(id="export", command="export", usage="FILE", aliases=("save",), run=conversations.export_file,
-           doc="save the conversation as .md, .html or .json; no argument: to a file named by its title"),
+           doc="save the conversation as .md or .json; no argument: to a file named by its title"),
     Action(id="import", command="import", usage="FILE", needs_argument=True,
            run=conversations.import_file,
            doc="continue a conversation from an exported FILE.json"),

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 
 import pytest
-from markdown_it import MarkdownIt
 
 from kvchat.conversations import export
 from kvchat.conversations.conversation import MARK, Conversation, ModeChange, notes, with_marks
-from kvchat.conversations.export import keep_as_written
 from kvchat.errors import UsageError
 from kvchat.protocol.figures import Stats
 
@@ -34,16 +31,16 @@ def test_markdown_is_the_path(conversation):
     assert "first" not in text
 
 
-def test_markdown_and_the_page_say_which_model_in_which_mode_and_when(conversation):
+def test_markdown_says_which_model_in_which_mode_and_when(conversation):
     conversation.mode, conversation.params = "speculative", {"budget": 128, "sink": None}
     conversation.ask("And this?")
     conversation.answer("It is.", "eos", "9 tok", model="SmolLM2, int4")
     made, answered = conversation.created, conversation.leaf.created
     day, minute = (time.strftime(form, time.localtime(made)) for form in ("%Y-%m-%d", "%H:%M"))
     at = time.strftime("%Y-%m-%d %H:%M", time.localtime(answered))
-    for text in (export.to_markdown(conversation), export.to_html(conversation)):
-        assert f"{day} {minute} · SmolLM2, int4 · speculative mode, budget 128<" in text.replace("*", "<")
-        assert f"{at} · SmolLM2, int4 · 9 tok" in text
+    text = export.to_markdown(conversation)
+    assert f"{day} {minute} · SmolLM2, int4 · speculative mode, budget 128*" in text
+    assert f"{at} · SmolLM2, int4 · 9 tok" in text
     read = export.from_json(export.to_json(conversation).encode("utf-8-sig"), "x.json")
     assert (read.mode, read.params) == ("speculative", {"budget": 128, "sink": None})
     assert read.leaf.model == "SmolLM2, int4"
@@ -54,12 +51,11 @@ def test_markdown_and_the_page_say_which_model_in_which_mode_and_when(conversati
     [
         ("My cat", "", "My cat.md"),
         ("My cat", ".", "My cat.md"),
-        ("My cat", "html", "My cat.html"),
         ("My cat", ".json", "My cat.json"),
         ("My cat", "notes/", "notes/My cat.md"),
         ("My cat", "notes", "notes/My cat.md"),
         ("My cat", "cats", "cats.md"),
-        ("My cat", "cats.html", "cats.html"),
+        ("My cat", "cats.json", "cats.json"),
         ("a/b: what\0 is *it*?\n..", "", "a b what is it.md"),
         ("../../etc/passwd", "", "etc passwd.md"),
         ("...", "", "conversation.md"),
@@ -78,25 +74,6 @@ def test_a_file_that_is_not_named_is_named_by_the_title(tmp_path, monkeypatch, t
     assert str(path) == file
     export.write(conversation, path)
     assert (tmp_path / file).read_text()
-
-
-def test_html_renders_answers_and_runs_nothing(conversation):
-    page = export.to_html(conversation)
-    assert "<th>a</th>" in page
-    assert "3 tok" in page
-    for harmful in ("<script", "<img", 'href="javascript'):
-        assert harmful not in page
-
-
-@pytest.mark.parametrize(
-    "answer", ["![x](http://a.example/p.png?q=secret)", "![x][1]\n\n[1]: http://a.example/p.png", "![x]"]
-)
-def test_html_asks_no_server_for_anything(conversation, answer):
-    conversation.go_to(conversation.leaf.parent)
-    conversation.answer(answer, "eos")
-    page = export.to_html(conversation)
-    assert not re.search(r"<(img|link|script|iframe|object)|src=|url\(", page)
-    assert """<meta http-equiv="Content-Security-Policy" content="default-src 'none'; """ in page
 
 
 def test_json_is_read_back_as_another_conversation(conversation):
@@ -121,7 +98,6 @@ def test_the_lines_of_switches_stand_in_every_format(conversation):
     conversation.ask("and?")
     conversation.answer("one two three", "eos", switch_lines=(ModeChange(3, "full -> sync", 40, "sync"),))
     assert "## Model\n\none ┃ two three\n\n┃ full -> sync\n" in export.to_markdown(conversation)
-    assert "<p>one ┃ two three</p>\n<p>┃ full -&gt; sync</p>" in export.to_html(conversation)
     read = export.from_json(export.to_json(conversation).encode(), "x.json")
     assert read.leaf.switch_lines == conversation.leaf.switch_lines
     older = broken(lambda file, messages: [message.pop("switch_lines") for message in messages], conversation)
@@ -210,65 +186,6 @@ def test_files_that_cannot_be_read_are_refused(tmp_path):
         file.truncate(2**40)
     with pytest.raises(UsageError, match="too large"):
         export.read(tmp_path / "endless.json")
-
-
-# ---- Line breaks, backslashes and underscores of an answer, on the screen and in a page
-
-
-AS_WRITTEN = [
-    "Roses are red,\nviolets are blue,\n\nsugar is sweet.",
-    "Biscuit Ltd.\n12 Main Street  \nSpringfield\\\nUSA",
-    r"\(a_1 + b_{12}\) and \[x\], \$5, 1\. item, \* no star \\ \_x\_",
-    r"C:\_new\table\*.py and \\server\share",
-    "__init__, _private_, __all__ and snake_case_name",
-    "2*3*4, a*b*c, 2**3**4, (a+b)*(c+d)*(e+f), 5 * 3 * 2 and f(*args, **kwargs)",
-    "&lt;div&gt; &amp; &copy; &#65; &nbsp;",
-]
-
-
-def shown(text: str) -> str:
-    """What a reader sees of Markdown."""
-    parser = MarkdownIt("commonmark")
-    keep_as_written(parser)
-    parts = []
-    for token in parser.parse(text):
-        for child in token.children or ():
-            parts.append("\n" if child.type.endswith("break") else child.content)
-        parts.append("\n\n" if token.type == "paragraph_close" else "")
-    return "".join(parts).strip()
-
-
-@pytest.mark.parametrize("text", AS_WRITTEN)
-def test_a_text_is_shown_as_it_was_written(text):
-    assert shown(text) == text.replace("  \n", "\n")
-
-
-def test_stars_and_code_are_marks_as_ever():
-    parser = MarkdownIt("commonmark")
-    keep_as_written(parser)
-    assert (
-        parser.render("**N**ational **A**ir, *a*b*")
-        == "<p><strong>N</strong>ational <strong>A</strong>ir, <em>a</em>b*</p>\n"
-    )
-    rendered = parser.render("**bold** *it* `a_b\\` \\*none\\* [a_b](http://x/_y_)")
-    assert rendered == (
-        '<p><strong>bold</strong> <em>it</em> <code>a_b\\</code> \\*none\\* <a href="http://x/_y_">a_b</a></p>\n'
-    )
-
-
-@pytest.mark.parametrize(
-    ("text", "values"),
-    [
-        ("2. Paris\n4. Rome", ["2", "4"]),
-        ("1. one\n2. two\n\n   5) five\n   3) three\n3. three", ["1", "2", "5", "3", "3"]),
-        ("1. one\n1. two", [None, None]),
-        ("- a\n- b", [None, None]),
-    ],
-)
-def test_items_keep_their_numbers(text, values):
-    parser = MarkdownIt("commonmark")
-    keep_as_written(parser)
-    assert [token.attrGet("value") for token in parser.parse(text) if token.type == "list_item_open"] == values
 
 
 # ---- Where the marks of switches stand in the text of an answer, and what is said of them below it

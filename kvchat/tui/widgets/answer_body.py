@@ -11,7 +11,7 @@ from typing import Any
 
 from markdown_it import MarkdownIt
 from markdown_it.rules_core import StateCore
-from markdown_it.rules_inline import StateInline, newline
+from markdown_it.rules_inline import StateInline, emphasis, escape, newline
 from markdown_it.token import Token
 from rich.segment import Segment
 from textual.app import ComposeResult
@@ -33,7 +33,6 @@ from textual.widgets._markdown import (
 )
 
 from kvchat.conversations.conversation import MARKED
-from kvchat.conversations.export import keep_as_written
 from kvchat.tui import large_answers
 from kvchat.tui.large_answers import MOST_NESTED, Part, definitions, parts
 from kvchat.tui.widgets.base import PlainText
@@ -41,6 +40,7 @@ from kvchat.tui.widgets.base import PlainText
 PAUSE_S = 0.03
 TAB, WIDEST = 4, 200  # cells
 _SPACES = re.compile(r"([ \t]*\t[ \t]*|[ ]{2,})")
+_FACTORS = re.compile(r"[A-Za-z0-9]{2}|\)\(")  # before and after asterisks that multiply, where emphasis cannot begin
 LEAST_WIDTH = 8  # of an item's text, however deep it is nested
 MOST_INDENT = 24  # of tables, code and quotes in items
 WITH_LARGE_TABLES = ("python", "javascript")  # of the letters of names: 30 ms and more each, once
@@ -264,6 +264,60 @@ class _Parser(MarkdownIt):
     def parse(self, src: str, env: MutableMapping[str, Any] | None = None) -> list[Token]:
         """The tokens of a text; links that it defines are kept."""
         return super().parse(src, {"references": self._links})
+
+
+def keep_as_written(parser: MarkdownIt) -> None:
+    """Show Markdown as the model wrote it.
+
+    Poems and addresses have line breaks that Markdown joins; ``\\(x_1\\)``, ``C:\\_new``, ``__init__``, ``2*3*4`` and
+    ``&lt;`` have marks that it takes for its own, and "2. and 4. are right" would become 2. and 3. Emphasis is written
+    with asterisks.
+    """
+
+    def keep_backslash(state: StateInline, silent: bool) -> bool:
+        before, is_break = len(state.tokens), state.src[state.pos : state.pos + 2] == "\\\n"
+        if is_break and not silent:
+            state.pending += "\\"
+        if not escape(state, silent):
+            return False
+        for token in state.tokens[before:]:
+            if token.type == "text_special":
+                token.content = token.markup
+        return True
+
+    def only_asterisks(state: StateInline, silent: bool) -> bool:
+        begin, before = state.pos, len(state.delimiters)
+        if state.src[begin] == "_" or not emphasis.tokenize(state, silent):
+            return False
+        if _FACTORS.fullmatch(state.src[begin - 1 : begin] + state.src[state.pos : state.pos + 1]):
+            for delimiter in state.delimiters[before:]:
+                delimiter.open = False
+        return True
+
+    parser.inline.ruler.at("escape", keep_backslash)
+    parser.inline.ruler.at("emphasis", only_asterisks)
+    parser.disable("entity")
+    parser.core.ruler.push("breaks_and_numbers", _keep_breaks_and_numbers)
+
+
+def _keep_breaks_and_numbers(state: StateCore) -> None:
+    """Keep line breaks; give the items of a list the numbers that were written as their ``value``, but where they are
+    all the same.
+    """
+    lists: list[list[Token]] = []
+    for token in state.tokens:
+        for child in token.children or ():
+            if child.type == "softbreak":
+                child.type, child.tag = "hardbreak", "br"
+        if token.type in ("ordered_list_open", "bullet_list_open"):
+            lists.append([])
+        elif token.type == "list_item_open":
+            lists[-1].append(token)
+        elif token.type in ("ordered_list_close", "bullet_list_close"):
+            items = lists.pop()
+            if len({item.info for item in items}) > 1:
+                for item in items:
+                    item.attrSet("value", item.info)
 
 
 def _keep_indent(state: StateInline, silent: bool) -> bool:

@@ -130,7 +130,7 @@ async def test_export_and_import(running, config, tmp_path, monkeypatch):
         typed(app, "/export")
         await until((tmp_path / "hello.md").exists)
         await until(lambda: str(tmp_path / "hello.md") in toasts(app))
-        for name in ("a.md", "a.html", "a.json"):
+        for name in ("a.md", "a.json"):
             typed(app, f"/export {tmp_path / name}")
             await until((tmp_path / name).exists)
         typed(app, f"/export {tmp_path}/a.md")
