@@ -21,7 +21,6 @@ from kvchat.tui.rebinding import describe_keys
 from kvchat.tui.screens.base import Dialog
 from kvchat.tui.settings import DEFAULT, HERE, Setting, SettingsEditor
 from kvchat.tui.widgets.bars import KeyHints
-from kvchat.tui.widgets.base import Options
 
 W = TypeVar("W", bound=Widget)
 REFRESH_S = 0.3  # the engine answers a change of the mode later
@@ -57,9 +56,9 @@ class SettingsScreen(Dialog):
         with Vertical() as box:
             box.border_title = "settings"
             yield Input(placeholder="Find a setting…", id="find")
-            yield Options(id="list")
+            yield OptionList(id="list")
             yield Static(id="about", markup=False)
-            yield Options(id="choices")
+            yield OptionList(id="choices")
             with Horizontal(id="edit"):
                 yield Static(id="name", markup=False)
                 yield Input(id="value")
@@ -116,7 +115,7 @@ class SettingsScreen(Dialog):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool:
         """True if a key does this now; in the line of a value its own keys count."""
-        return action != "default" or not self.query_one("#value").has_focus
+        return action not in ("default", "move") or not self.query_one("#value").has_focus
 
     def action_move(self, rows: int) -> None:
         """Go to another setting, or to another choice while one is being chosen."""
