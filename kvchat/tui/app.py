@@ -33,7 +33,7 @@ from textual.events import Event, InputEvent, Key, MouseEvent, Paste
 from textual.filter import LineFilter, Monochrome, NoColor
 from textual.markup import escape
 from textual.message_pump import MessagePump
-from textual.notifications import Notification, Notify, SeverityLevel
+from textual.notifications import SeverityLevel
 from textual.timer import Timer
 from textual.widget import MountError
 from textual.worker import WorkerFailed
@@ -64,7 +64,6 @@ REACHED = ("chat", "prompt", "transcript", "ribbon", "panels")  # keys of other 
 LONGEST_S = 5.0  # what a key began may take longer: the next ones do not wait for the end of it
 WORTHWHILE = 5
 PAUSE_S = 2.0
-LEAST_S = 0.1
 
 
 if not ARE_FRAMES_CHOSEN:
@@ -220,25 +219,6 @@ class IdleCollector:
             gc.collect()
 
 
-class Notice(Notification):
-    """The text of a toast, which has time left while it is made.
-
-    Textual makes a toast for each screen that opens and asks the time twice: where the notification expires in between,
-    its timer has a negative length and turns without end, before anything else gets its turn. A timer shorter than the
-    process stands still may be left out, and the toast stays.
-    """
-
-    @property
-    def time_left(self) -> float:
-        """The time in seconds until it expires, or a little."""
-        return max(super().time_left, LEAST_S)
-
-    @property
-    def has_expired(self) -> bool:
-        """It is to be shown no more."""
-        return super().time_left <= 0
-
-
 class KvchatApp(App[None]):
     """Owns the themes, the keys and the engine's child process; ``chat`` owns everything on the screen.
 
@@ -301,8 +281,7 @@ class KvchatApp(App[None]):
         markup: bool = False,
     ) -> None:
         """Show a toast; control characters are marks, and markup is text unless asked for."""
-        shown_s = self.NOTIFICATION_TIMEOUT if timeout is None else timeout
-        self.post_message(Notify(Notice(visible(message), visible(title), severity, shown_s, markup)))
+        super().notify(visible(message), title=visible(title), severity=severity, timeout=timeout, markup=markup)
 
     def _handle_exception(self, error: Exception) -> None:
         """While the application closes, widgets vanish under handlers that are not done: no fault of theirs."""

@@ -27,7 +27,7 @@ ENDING = ("ctrl+q", "ctrl+c")  # pressed seldom: they end the run
 LINES = ("hello", "slow", "fail", "crash", "waver", "hold", "#  a | b\n", "/", "@", "@.", "//", "1", "über 日本 🧵")
 ARGUMENTS = (
     *("", "", "", "1", "12", "none", "system", "full", "speculative budget=128", "spec sync", "streaming window=x"),
-    *("temperature 0.3", "seed 7", "kvchat-light", "nonsense", "clear", "chat.json", "chat.md", "chat.html", "bundled"),
+    *("temperature 0.3", "seed 7", "kvchat-light", "nonsense", "clear", "chat.json", "chat.md", "bundled"),
     *("org/model", "0.5", "budget 64", "-1", "9" * 30, "café"),
 )
 ACTION_KEYS = [keys for action in ACTIONS if (keys := keys_of(action, {}))]
@@ -128,6 +128,7 @@ class RandomKeys:
             argument = self._random.choice(ARGUMENTS)
             return f"/{self._random.choice(COMMANDS)} {argument}\r".encode()
         if draw < 0.92:
+            self._read(0.05)  # a person clicks on what is there
             return self._click()
         if draw < 0.94:
             return b"\x1b[200~" + self._bytes(self._random.choice((3, 40, 4000))) + b"\x1b[201~"
@@ -151,8 +152,8 @@ class RandomKeys:
         return f"\x1b[<{at}M\x1b[<{at}m".encode()
 
     def _size(self) -> tuple[int, int]:
-        any_size = self._random.randint(1, 220), self._random.randint(1, 70)
-        tiny = self._random.randint(1, 12), self._random.randint(1, 40)
+        any_size = self._random.randint(1, 220), self._random.randint(4, 70)
+        tiny = self._random.randint(1, 12), self._random.randint(4, 40)  # a pane pushed aside
         return self._random.choice((*SIZES, any_size, tiny))
 
     def _type(self, data: bytes) -> None:

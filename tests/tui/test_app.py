@@ -11,14 +11,12 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 import pytest
-from rich.style import Style
 from support.app_driver import drawn, finished, opened, press, prompt, toasts, typed
 from support.hostile import MARKUP, forbidden_in, hostile
 from support.message import lacks
 from support.patience import PATIENCE_S
 from textual import events
 from textual.command import CommandInput, CommandList
-from textual.events import Click
 from textual.widget import Widget
 from textual.widgets import OptionList, Static
 from textual.widgets._markdown import MarkdownTableCellContents
@@ -266,14 +264,11 @@ def test_without_the_library_there_is_only_the_terminals(monkeypatch):
 # ---- Lists of lines to choose from
 
 
-async def test_a_click_on_a_line_that_is_no_more_and_a_terminal_without_a_column_for_the_list_end_nothing(running):
+async def test_a_terminal_without_a_column_for_a_list_ends_nothing(running):
     async with running() as (app, pilot, until):
         for key in ("f2", "f9", "ctrl+o", "ctrl+p", "/"):
             press(app, key)
             await until(lambda: any(shown.display for shown in app.screen.query(OptionList)))
-            for shown in app.screen.query(OptionList):
-                line = Style.from_meta({"option": shown.option_count})
-                shown.post_message(Click(shown, 1, 1, 0, 0, 1, False, False, False, style=line))
             for width in (5, 3, 1):
                 await pilot.resize_terminal(width, 24)
                 await pilot.pause()

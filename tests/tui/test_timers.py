@@ -15,9 +15,7 @@ from support.app_driver import finished, typed
 from textual import _time
 from textual._callback import invoke
 from textual._compositor import Compositor
-from textual.notifications import Notification
 from textual.widget import Widget
-from textual.widgets._toast import Toast
 
 from kvchat.tui import app as app_module
 from kvchat.tui.widgets import base
@@ -59,22 +57,6 @@ async def test_what_is_drawn_with_rests_is_drawn_again(running, stands_still):
         for number in range(3):
             paced.ask()
             await until(lambda number=number: len(drawn) == number + 1)
-
-
-# ---- Toasts that go, on a busy machine too
-
-
-async def test_a_toast_that_is_made_while_its_time_runs_out_goes_and_stops_nothing(running, monkeypatch):
-    async with running() as (app, _pilot, until):
-        app.notify("read me")
-        await until(lambda: len(app._notifications))
-        (shown,) = app._notifications
-        monkeypatch.setattr(Notification, "time_left", -0.001)
-        assert shown.has_expired
-        late = Toast(shown)
-        assert late._timeout > 0  # else the next line never comes back
-        await app.screen.mount(late)
-        await until(lambda: not late.is_attached)
 
 
 # ---- Full collections wait for a pause, but not for ever

@@ -12,13 +12,12 @@ from textual.app import App, ComposeResult
 from textual.await_complete import AwaitComplete
 from textual.binding import BindingType
 from textual.command import Command, CommandList, CommandPalette
-from textual.events import Click
 from textual.screen import ModalScreen, Screen
 from textual.widgets import Input, OptionList
 
 from kvchat.errors import KvchatError
 from kvchat.tui.actions import bindings
-from kvchat.tui.widgets.base import Options, PaletteOptions
+from kvchat.tui.widgets.base import PaletteOptions
 
 Found = TypeVar("Found")
 
@@ -50,7 +49,7 @@ class SearchField(Input):
     BINDINGS: ClassVar[list[BindingType]] = bindings("search")
 
 
-class FoundList(Options, can_focus=False):
+class FoundList(OptionList, can_focus=False):
     """The results; the keys that move in them come through the field."""
 
 
@@ -113,11 +112,6 @@ class Palette(ClosesOnce, CommandPalette):
         """Textual's widgets, with a list of ours."""
         for widget in super().compose():
             yield PaletteOptions() if isinstance(widget, CommandList) else widget
-
-    def on_click(self, event: Click) -> None:
-        """Ignore a click where there was a terminal when it was made: Textual fails at the place."""
-        if not self.region.contains_point(event.screen_offset):
-            event.prevent_default()
 
     @work(exclusive=True, group=CommandPalette._GATHER_COMMANDS_GROUP)
     async def _gather_commands(self, search_value: str) -> None:

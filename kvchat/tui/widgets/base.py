@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from functools import lru_cache, partial
 from itertools import accumulate
 from time import thread_time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.cells import cell_len
 from rich.segment import Segment
@@ -22,49 +22,19 @@ from rich.segment import Segment
 from textual._compositor import ChopsUpdate, Compositor
 from textual.command import CommandList
 from textual.dom import DOMNode
-from textual.events import Click
 from textual.geometry import Region, Size
 from textual.message_pump import MessagePump
 from textual.selection import Selection
 from textual.strip import Strip
 from textual.timer import Timer
 from textual.widget import Widget
-from textual.widgets import OptionList
 
 MOST_CHANGES = 16  # each is compared with each widget; more than those of a layout have one rectangle around them
 SHORTEST_S = 0.05
 LONGEST_S = 0.4
 
 
-if TYPE_CHECKING:
-    _List = OptionList
-else:
-    _List = object
-
-
-class _Steady(_List):
-    def on_click(self, event: Click) -> None:
-        """Ignore a click on a line that was there when it was drawn: Textual fails at its number."""
-        line = event.style.meta.get("option")
-        if line is not None and line >= self.option_count:
-            event.prevent_default()
-
-    def action_page_down(self) -> None:
-        """A page down, where there is a line: Textual fails at pages of none."""
-        if self.size:
-            super().action_page_down()  # type: ignore[no-untyped-call]
-
-    def action_page_up(self) -> None:
-        """A page up, where there is a line."""
-        if self.size:
-            super().action_page_up()  # type: ignore[no-untyped-call]
-
-
-class Options(_Steady, OptionList):
-    """An option list."""
-
-
-class PaletteOptions(_Steady, CommandList):
+class PaletteOptions(CommandList):
     """The command palette's list, one line each."""
 
     DEFAULT_CSS = "PaletteOptions { text-wrap: nowrap; text-overflow: ellipsis; }"

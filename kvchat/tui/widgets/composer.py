@@ -30,7 +30,6 @@ from kvchat.tui.prompt import mentions
 from kvchat.tui.prompt.arguments import Surroundings
 from kvchat.tui.prompt.history import PromptHistory, bytes_per_token, estimate
 from kvchat.tui.prompt.mentions import MENTION, FolderReader, Offer, Part, Suggestion
-from kvchat.tui.widgets.base import Options
 from kvchat.units import count, size
 
 COUNT_S = 0.2  # after a change the tokens are counted
@@ -356,7 +355,7 @@ def _split(part: Part, label: str, paste: str) -> list[Part]:
     return pieces[:-1]
 
 
-class SuggestionList(Options):
+class SuggestionList(OptionList):
     """Shows an ``Offer``; hidden without one. The prompt keeps the focus and moves the highlight."""
 
     can_focus = False

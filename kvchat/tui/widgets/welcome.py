@@ -15,7 +15,6 @@ from kvchat.conversations.store import Summary
 from kvchat.foreign_text import visible
 from kvchat.paths import BUNDLED, is_server
 from kvchat.tui.actions import FIRST_KEYS
-from kvchat.tui.widgets.base import Options
 
 ABOUT_BUNDLED = (
     "The bundled model is tiny (17M): it remembers what it is told, finds facts in long texts, tells short stories and"
@@ -113,7 +112,7 @@ class Welcome(Static):
             self.update(self._content())
 
 
-class ConversationColumn(Options, can_focus=False):
+class ConversationColumn(OptionList, can_focus=False):
     """A title a line, the current one's marked; a click opens another. Keys search in ``ConversationsScreen``."""
 
     DEFAULT_CSS = """

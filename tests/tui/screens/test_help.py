@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from support.app_driver import drawn, finished, opened, press, typed
 from textual.command import CommandInput, CommandList
-from textual.events import Click
-from textual.widgets import Input, OptionList
+from textual.widgets import Input
 
 from kvchat.config.modes import mode_names, registered
 from kvchat.tui.actions import ACTIONS, BY_ID
@@ -74,24 +73,6 @@ async def test_a_filter_without_a_match_says_so(running):
             await until(lambda said=is_said: nothing.display is said)
 
 
-# ---- What the screens that search in a list share: their styles reach both
-
-
-async def test_a_page_of_a_list_without_room_is_nowhere(running):
-    async with running() as (app, _pilot, until):
-        for key in ("ctrl+o", "f9", "ctrl+p"):
-            press(app, key)
-            await until(lambda: app.screen is not app.chat and app.screen.query(OptionList))
-            screen, options = app.screen, app.screen.query_one(OptionList)
-            options.styles.display = "none"
-            await until(lambda options=options: not options.size)
-            options.clear_options()
-            options.add_option("one")
-            options.highlighted = 0
-            press(app, "pagedown", "pageup", "escape")
-            await until(lambda screen=screen: app.screen is app.chat and not screen.is_attached)
-
-
 # ---- Screens close themselves, once
 
 
@@ -152,21 +133,5 @@ async def test_what_a_closed_palette_still_looks_for_and_finds_ends_nothing(runn
         await until(lambda: not closing.is_attached)
         closing._refresh_command_list(commands, [], True)
         await closing._gather_commands("mode").wait()
-        typed(app, "hello")
-        await until(lambda: finished(app))
-
-
-async def test_a_click_beside_a_terminal_that_has_become_smaller_closes_nothing(running):
-    async with running(size=(120, 40)) as (app, pilot, until):
-        app.action_command_palette()
-        await until(lambda: opened(app, Palette) and app.screen.query(CommandInput))
-        click = Click(app.screen, 100, 30, 0, 0, 1, False, False, False, screen_x=100, screen_y=30)
-        await pilot.resize_terminal(40, 20)
-        await until(lambda: app.screen.region.size == (40, 20))
-        app.screen.post_message(click)
-        await pilot.pause()
-        assert app._exception is None
-        assert isinstance(app.screen, Palette)
-        app.screen.dismiss()
         typed(app, "hello")
         await until(lambda: finished(app))
