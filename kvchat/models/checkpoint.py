@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvchat import libraries
+from kvchat import files, libraries
 from kvchat.errors import ModelError, did_you_mean, nearest
 from kvchat.models import catalog, gguf_file, stored_tensors
 from kvchat.models.hub import Progress, download, remote_headers
@@ -87,7 +87,7 @@ def locate(name: str, progress: Progress) -> ModelLocation:
     try:
         location = _locate(name, progress)
     except (OSError, ValueError) as error:  # a name too long, a loop of links, a null character
-        raise ModelError(f'"{name[:80]}" cannot be opened.', f"{error}"[:300], "Check the path.") from error
+        raise ModelError(f'"{name[:80]}" cannot be opened.', f"{files.reason(error)}.", "Check the path.") from error
     if location.gguf and not (location.folder / location.gguf).is_file():
         why = f"The repository has no file {location.gguf}." if location.on_hub else f"{location.gguf} is not a file."
         raise ModelError(f"{name} does not exist.", why, "Check the spelling.")

@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvchat import files
 from kvchat.errors import ModelError
 
 MAGIC, SUFFIX = b"GGUF", ".gguf"
@@ -155,6 +156,11 @@ def read(path: Path) -> GgufFile:
     return _read(path, found.st_size, found.st_mtime_ns)
 
 
+def cannot_be_read(path: Path, error: OSError) -> ModelError:
+    """The refusal of a model for a file that the system does not let this process read."""
+    return ModelError(f"{path} cannot be read.", f"{files.reason(error)}.", "Check its permissions.")
+
+
 def read_model(path: Path) -> GgufFile:
     """Read the header of a language model.
 
@@ -163,7 +169,9 @@ def read_model(path: Path) -> GgufFile:
     """
     try:
         found = read(path)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise cannot_be_read(path, error) from error
+    except ValueError as error:
         raise ModelError(
             f"{path} is damaged or incomplete.",
             f"The GGUF file cannot be read: {error}."[:400],

@@ -13,7 +13,7 @@ from support import tiny_models, tiny_multimodal
 from support.gguf_files import gguf_header
 
 from kvchat.errors import ModelError
-from kvchat.models import catalog, gguf_file, weights
+from kvchat.models import catalog, gguf_file, stored_tensors, weights
 from kvchat.models.description import without_memory
 from kvchat.models.stored_tensors import StoredTensor, read_headers
 from kvchat.models.support import find
@@ -216,6 +216,12 @@ def test_a_gguf_file_is_of_the_type_of_most_of_its_elements_and_its_bits_are_tho
     assert found.layer_bits == (4.5 + 6.5625) / 2
     assert found.parts[Part(LINEAR, 32, 256)] == 2
     assert found.is_unpacked(CPU)
+
+
+@pytest.mark.parametrize("read", [gguf_file.read_model, stored_tensors.tensors, stored_tensors.read_json])
+def test_a_file_that_the_system_does_not_give_is_not_to_be_downloaded_again(tmp_path: Path, read) -> None:
+    with pytest.raises(ModelError, match="permissions"):
+        read(tmp_path)
 
 
 @pytest.mark.parametrize(
