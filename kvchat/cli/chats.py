@@ -88,7 +88,10 @@ def restore_chat(id: Annotated[str, typer.Argument(metavar="ID", help="its whole
     """Bring a deleted conversation back."""
     with _store() as store:
         store.restore(id)
-        store.load(id)
+        if all(summary.id != id for summary in store.recent(limit=-1)):
+            raise UsageError(
+                f'No conversation "{id}" was deleted within a day.', hint="`kvchat chats delete` printed its whole id."
+            )
     echo(f"restored {id}")
 
 

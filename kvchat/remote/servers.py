@@ -117,12 +117,13 @@ class NotReadyError(EngineError):
 
 
 def parse(text: str) -> Address:
-    """The address ``http://host:port[/v1][#model]``.
+    """The address ``http://host:port[/v1[/chat/completions]][#model]``.
 
     Raises:
         UsageError: it is none, or holds a password, which lists of processes and conversations would show.
     """
     url, _, model = text.strip().partition("#")
+    url = re.sub(r"/(chat/)?completions/?$", "", url)  # as servers print where they answer
     try:
         parts = urlsplit(url)
         is_address = is_server(url) and bool(parts.hostname) and (parts.port or 1) > 0

@@ -85,7 +85,7 @@ def test_deleting_and_restoring():
         run("delete", kept.id)
     run("restore", kept.id)
     assert run("list").split()[1] == kept.id[:8]
-    with pytest.raises(UsageError, match="no conversation"):
+    with pytest.raises(UsageError, match="within a day"):
         run("restore", "nonesuch")
 
 

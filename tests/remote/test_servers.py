@@ -34,6 +34,7 @@ def look(url: str) -> Server:
         ("HTTPS://h/proxy/v1/", "HTTPS://h/proxy", "HTTPS://h/proxy/v1", ""),
         ("http://h:8080/llama", "http://h:8080/llama", "http://h:8080/llama/v1", ""),
         ("https://h/paas/v4", "https://h/paas", "https://h/paas/v4", ""),
+        ("http://h:8080/v1/chat/completions#m", "http://h:8080", "http://h:8080/v1", "m"),
     ],
 )
 def test_an_address_names_root_base_and_model(text: str, root: str, base: str, model: str) -> None:
