@@ -22,7 +22,7 @@ from kvchat.bench.decoding import ModeRun, spills
 from kvchat.bench.frame import Cell, Frame, ModelChoice, Report, Result, Row, experiment, methods, parsed
 from kvchat.bench.report import line
 from kvchat.bench.settings import NATURAL, Decode
-from kvchat.bench.timing import Timing, Variant, current, warm_up
+from kvchat.bench.timing import Timing, Variant, warm_up
 from kvchat.config.modes import ModeParameters
 from kvchat.config.profiles import Measured
 from kvchat.engine.runner import ModelRunner, geometry_of
@@ -34,6 +34,7 @@ from kvchat.kv.ops.choose import triton_refusal
 from kvchat.models.load import LoadedModel
 from kvchat.models.probe import has_experts
 from kvchat.models.quantize.rows import SAMPLE_S, is_tied
+from kvchat.models.reading import current
 
 # A variant's notation, its parameters and its fixed change rate, or None.
 Wanted = tuple[str, ModeParameters, float | None]

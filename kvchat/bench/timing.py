@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -71,11 +71,6 @@ class Variant(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-def current(device: torch.device) -> AbstractContextManager[object]:
-    """Make ``device`` the current CUDA device inside the context."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def warm_up(device: torch.device) -> int:

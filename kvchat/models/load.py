@@ -168,7 +168,8 @@ def load_model(asked: Load, progress: Progress, meet: Callable[[ModelDescription
             file, packed, damaged = _kept(described, checkpoint, quantized)
             reading_notes += damaged
             packing = mmap_large_allocations() if quantized.method else contextlib.nullcontext()
-            with reading.reported(_sizes(described, checkpoint), progress, cores), packing:
+            sizes = _sizes(described, checkpoint)
+            with reading.reported(sizes, progress, cores), packing, reading.current(described.device):
                 model = reading.read(described, checkpoint, quantized, places, packed)
                 with cores:
                     sums = heads.cut(model, rank, checkpoint.name, described.device) if rank else None

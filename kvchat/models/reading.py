@@ -215,6 +215,11 @@ def reported(
         yield
 
 
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Make ``device``, where it is a GPU, the current one, which torchao asks whether it can multiply 4 bits."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
 def _unredirected(progress: Callable[[str], None]) -> Callable[[str], None]:
     """``progress``, which may print, also where what libraries print goes nowhere."""
     out, err = sys.stdout, sys.stderr

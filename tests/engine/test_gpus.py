@@ -92,7 +92,7 @@ def test_a_model_that_is_fused_computes_the_same():
     assert relative_error(two.step(7), one.step(7)) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "gemma3"])
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma3", "deepseek_v3"])  # whose values are narrower than its keys
 def test_sinks_and_angles_of_several_kinds_come_along(name, monkeypatch):
     fresh = tiny_models.fresh
 
@@ -194,6 +194,19 @@ def test_the_second_gpu_takes_as_many_layers_as_fit(folder, monkeypatch, in_plac
     two = runner_of(model)
     assert torch.equal(prefilled(one, token_ids(20)), prefilled(two, token_ids(20)))
     assert two.graphs.badges == ("no CUDA graph: its layers are on 2 GPUs",)
+
+
+def test_weights_of_4_bits_are_packed_for_the_gpu_that_they_are_on(tmp_path, monkeypatch):
+    """Whichever is current: torchao asks that one."""
+    pytest.importorskip("torchao")
+    monkeypatch.setattr(gpu, "capabilities", ((7, 5), (8, 0)))
+    sizes = {"vocab_size": byte_tokenizer.SIZE, "num_hidden_layers": 1, "hidden_size": 128, "intermediate_size": 128}
+    tiny_models.fresh("llama", torch.bfloat16, **sizes).save_pretrained(tmp_path)
+    byte_tokenizer.byte_level().save_pretrained(tmp_path)
+    model = load_model(Load(str(tmp_path), "cuda:1", "bfloat16", quantize="int4"), print)
+    assert (model.weights, model.devices) == ("int4", (SECOND,))
+    with pytest.raises(UsageError, match="capability 8"):
+        load_model(Load(str(tmp_path), "cuda:0", "bfloat16", quantize="int4"), print)
 
 
 def test_what_two_gpus_have_no_room_for_is_refused_with_the_numbers(folder, monkeypatch):

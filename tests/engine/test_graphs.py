@@ -104,6 +104,20 @@ def test_recurrent_layers_that_keep_their_state_elsewhere_run_eagerly(monkeypatc
     assert "recurrent layers" in one.graphs.refusal
 
 
+@pytest.mark.parametrize("moved", ["recurrent state", "buffer"])
+def test_a_graph_is_not_replayed_where_what_it_reads_has_moved(moved):
+    one, other, recorder = pair(loaded("qwen3_5"), "full", token_ids(100))
+    same_steps(one, other, token_ids(4, seed=1))
+    recorded = recorder.recorded
+    if moved == "buffer":
+        one.kv.state.position = one.kv.state.position.clone()
+    else:
+        for layer in one.recurrent._layers:
+            layer.recurrent_states[0] = layer.recurrent_states[0].clone()
+    same_steps(one, other, token_ids(4, seed=2))
+    assert recorder.recorded == recorded + 1
+
+
 def test_growing_makes_new_graphs():
     one, other, recorder = pair(loaded("llama"), "full", token_ids(20))
     same_steps(one, other, token_ids(300, seed=1))

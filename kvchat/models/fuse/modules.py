@@ -505,6 +505,10 @@ class Operations:
         self._turned_by: tuple[Tensor | None, Tensor | None] = (None, None)
         self._angles: tuple[Any, Any] | None = None
 
+    def _kernels_for(self, x: Tensor, weight: Weight) -> ModuleType | None:
+        """The kernels, where they are given and multiply ``x`` by ``weight``."""
+        return self._kernels if self._kernels and is_one_row(x) and not isinstance(weight, Int4Tiles) else None
+
     def normed(self, x: Tensor, norm: Norm) -> Tensor:
         if x.device.type == "cpu" and is_one_row(x):
             # torch's own takes 20 to 60 us for one token. A CPU may ask for the sum.
@@ -522,9 +526,9 @@ class Operations:
         residual: Tensor | None = None,
     ) -> Tensor:
         """``x [..., K]``, normalized if ``norm`` is given, through ``weight [N, K]``, plus ``residual [..., N]``."""
-        if self._kernels and is_one_row(x) and not isinstance(weight, Int4Tiles):
+        if kernels := self._kernels_for(x, weight):
             scale, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-            result: Tensor = self._kernels.project(x, weight.data, bias, scale, eps, residual, _scales(weight))
+            result: Tensor = kernels.project(x, weight.data, bias, scale, eps, residual, _scales(weight))
             return result
         if isinstance(weight, PackedRows) and is_one_row(x):
             scale, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
@@ -535,8 +539,8 @@ class Operations:
 
     def gated(self, x: Tensor, weight: Weight, norm: Norm, kind: int = SILU) -> Tensor:
         """``gate * up`` of ``x [..., K]`` normalized, by ``GATES``; ``weight [2 N, K]`` is gate's above up's."""
-        if self._kernels and is_one_row(x) and kind == SILU and not isinstance(weight, Int4Tiles):
-            result: Tensor = self._kernels.gated(x, weight.data, norm.weight, norm.eps, _scales(weight))
+        if kind == SILU and (kernels := self._kernels_for(x, weight)):
+            result: Tensor = kernels.gated(x, weight.data, norm.weight, norm.eps, _scales(weight))
             return result
         if isinstance(weight, PackedRows) and is_one_row(x):
             found = weight.one_token(x, None, norm.weight, norm.eps, gate=kind)

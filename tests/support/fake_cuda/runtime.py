@@ -218,7 +218,7 @@ def replaced() -> dict[str, Any]:
         "device_count": lambda: gpu.count,
         "current_device": lambda: gpu.current,
         "get_device_name": lambda device=None: NAME,
-        "get_device_capability": lambda device=None: (9, 0),
+        "get_device_capability": lambda device=None: gpu.capabilities[number_of(device)],
         "get_device_properties": lambda device=None: properties,
         "mem_get_info": lambda device=None: memory_of(device).free_and_total,
         "memory_allocated": lambda device=None: memory_of(device).allocated,
