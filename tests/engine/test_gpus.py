@@ -41,13 +41,22 @@ def halves(name: str = "llama", **changes) -> LoadedModel:
 
 
 @pytest.mark.parametrize("row", ["full-resident", "speculative", "freeze", "sync"])
-@pytest.mark.parametrize("place", ["halves", "another than the current one"])
-def test_each_mode_computes_and_reads_the_same(row, place):
-    models = loaded("llama", "cuda:0"), halves() if place == "halves" else loaded("llama", "cuda:1")
-    one, two = (ModelRunner(model, mode_of(model, row)) for model in models)
+def test_each_mode_computes_and_reads_the_same(row):
+    one, two = (ModelRunner(model, mode_of(model, row)) for model in (loaded("llama", "cuda:0"), halves()))
+    ids = token_ids(150)
+    assert torch.equal(prefilled(one, ids), prefilled(two, ids))
+    same_steps(one, two, token_ids(3, seed=1))
+
+
+def test_another_gpu_than_the_current_one_has_kernels_and_graphs_too():
+    models = (loaded("llama", device, torch.bfloat16, num_hidden_layers=2) for device in ("cuda:0", "cuda:1"))
+    one, two = (ModelRunner(model, mode_of(model, "speculative")) for model in models)
     ids = token_ids(150)
     assert torch.equal(prefilled(one, ids), prefilled(two, ids).to(FIRST))
     same_steps(one, two, token_ids(3, seed=1))
+    assert two.kv.state.ops.name == "triton", "each kernel was tried"
+    assert not two.graphs.refusal
+    assert not two.graphs.prepares
 
 
 def test_work_is_timed_on_the_device_that_does_it():
@@ -86,7 +95,8 @@ def test_a_model_that_is_fused_computes_the_same():
     split.move(model, FIRST, (FIRST, SECOND))
     split.connect(model, FIRST, (FIRST, SECOND))
     one, two = runner_of(loaded("llama", "cuda:0", num_hidden_layers=2)), runner_of(wrap(model, Wordless(), "llama"))
-    assert two.model.fused
+    assert two.model.fused == "norms, merged projections, rope, fused layers"
+    assert not any("fast path" in note for note in two.model.notes)
     one.chunk = two.chunk = 64  # else what a long prompt takes is measured, which takes the interpreter long
     assert relative_error(prefilled(two, token_ids(20)), prefilled(one, token_ids(20))) < 1e-5
     assert relative_error(two.step(7), one.step(7)) < 1e-5

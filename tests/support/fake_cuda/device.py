@@ -139,9 +139,9 @@ class Memory:
 class Gpu:
     """State of the fake devices: allocated and pinned memory, streams, the capture in progress.
 
-    There are ``count`` of them, each with its own of ``memories`` and ``capabilities``, and ``current`` is the number of
-    a thread's current one. Work goes to the current stream of its operands' device, a kernel's to that of the current
-    device, which alone it may take operands on. No operation but a copy takes them on two.
+    There are ``count`` of them, each with its own of ``memories`` and ``capabilities``, and ``current`` is the number
+    of a thread's current one. Work goes to the current stream of its operands' device, a kernel's to that of the
+    current device, which alone it may take operands on. No operation but a copy takes them on two.
     At most ``pinnable`` bytes of host memory are pinned. Where it is seen ``elsewhere``, as in WSL2, each registration
     has an address of its own, which no other had before. The first device has ``total`` bytes of memory. ``through`` is
     the number of the last event that each stream has come to, of so many as were ``recorded``: it goes on by

@@ -150,16 +150,16 @@ def capturing(graph: Graph, pool: Any = None, stream: Stream | None = None, **_:
 
 
 class On:
-    """``torch.cuda.device``"""
+    """``torch.cuda.device``, which may be entered again."""
 
     def __init__(self, device: Any = None) -> None:
         self.number = number_of(device)
 
     def __enter__(self) -> None:
-        self.number, gpu.current = gpu.current, self.number
+        self._before, gpu.current = gpu.current, self.number
 
     def __exit__(self, *_: object) -> None:
-        gpu.current = self.number
+        gpu.current = self._before
 
 
 def number_of(device: Any) -> int:
