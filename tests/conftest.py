@@ -59,7 +59,8 @@ for dtype in (torch.bfloat16, torch.float32):
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+    on_a_gpu = config.getoption("markexpr") == "cuda"  # where minutes are dear, and few need any loops
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput") and not on_a_gpu:
         subprocess.run([sys.executable, "-c", COMPILE])  # or each worker would compile the same loops at once
     if config.getoption("--fake-cuda"):
         from support import fake_cuda

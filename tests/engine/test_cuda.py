@@ -90,7 +90,7 @@ def test_graphs_and_streams_change_no_bit(row, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1", "lfm2"])
+@pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1", "lfm2", "granite_hybrid"])
 def test_graphs_change_no_bit_of_a_hybrid(name, dtype):
     model = loaded(name, "cuda", dtype)
     one, other = ModelRunner(model, mode_of(model, "streaming")), eager(ModelRunner(model, mode_of(model, "streaming")))

@@ -103,15 +103,7 @@ def test_a_model_that_is_fused_computes_the_same():
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "gemma3", "deepseek_v3"])  # whose values are narrower than its keys
-def test_sinks_and_angles_of_several_kinds_come_along(name, monkeypatch):
-    fresh = tiny_models.fresh
-
-    def without_histogram(name, **changes):  # which the fake GPU lacks, for experts
-        model = fresh(name, **changes)
-        model.set_experts_implementation("batched_mm")
-        return model
-
-    monkeypatch.setattr(tiny_models, "fresh", without_histogram)
+def test_sinks_and_angles_of_several_kinds_come_along(name):
     one, two = (runner_of(model) for model in (loaded(name, "cuda:0"), halves(name)))
     assert torch.equal(prefilled(one, token_ids(40)), prefilled(two, token_ids(40)))
     same_steps(one, two, token_ids(2, seed=1))

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 # In the long form also freeze by the paper's rules, which differ in numbers, methods for comparison and more hybrid
 # models, whose graphs ``test_graphs`` compares on a CPU, and pinned messages in every mode.
 SHORT = (
-    "change_no_bit and dtype0 and not (paper or reuse or quest or raas or h2o or falcon or lfm2)"
+    "change_no_bit and dtype0 and not (paper or reuse or quest or raas or h2o or falcon or lfm2 or granite)"
     " or staged and not gemma or the_cpu and not (gemma or joined and 1.0)"
     " or (8_bit or pinned) and speculative or switches and reuse or (resident or guess) and bfloat16 or first_layer"
 )

@@ -50,13 +50,14 @@ WHOLE = torch.arange(24, dtype=torch.int16).view(4, 6)
     [
         (WHOLE[1:3], None),
         (WHOLE[:, 2:4], None),
+        (WHOLE.t(), None),
         (WHOLE.t()[1:], None),
         (WHOLE[:1].expand(5, 6), None),
         (WHOLE, (0, torch.tensor([3, 1, 3]))),
         (WHOLE.t(), (1, torch.tensor([0]))),
         (WHOLE, (0, torch.tensor([], dtype=torch.int64))),
     ],
-    ids=["rows", "columns", "transposed", "expanded", "picked rows", "a picked column", "nothing picked"],
+    ids=["rows", "columns", "transposed", "its rows", "expanded", "picked rows", "a picked column", "nothing picked"],
 )
 def test_the_bytes_of_a_tensor_are_those_of_its_elements(
     tensor: torch.Tensor, picked: tuple[int, torch.Tensor] | None

@@ -3,8 +3,8 @@
 It follows the host pool by whole pages: the candidates of a step are full pages, or tokens in them.
 
 There is no second level, such as bounds of 128 tokens that leave a quarter of the pages to the codes. By computation
-(``engine/cards.py``) reading all codes takes 5.6 of the 26.1 ms of an 8B's token in 4 bits after 131,072 tokens on an
-RTX 3060, 0.6 of 3.6 ms on an H100. Two levels would save two thirds of that, 11 to 14 % of the token; with 16-bit
+(``engine/cards.py``) reading all codes takes 5.6 of the 27.0 ms of an 8B's token in 4 bits after 131,072 tokens on an
+RTX 3060, 0.6 of 3.7 ms on an H100. Two levels would save two thirds of that, 11 to 14 % of the token; with 16-bit
 weights, or after 65,536 tokens, 6 to 8 %. But a second choice would come before the first, and what choosing took on an
 H200 was not reading (0.09 of 1.6 ms); coarse bounds also lose tokens before any code is read.
 """

@@ -1,4 +1,5 @@
-"""What torch computes otherwise on a GPU: attention (the choice of kernel, padding, copies), norms, 4-bit products."""
+"""What torch computes otherwise on a GPU: attention (the choice of kernel, padding, copies), norms, 4-bit products,
+histograms of integers."""
 
 from __future__ import annotations
 
@@ -73,6 +74,10 @@ def _rms_norm(x, shape, weight, eps) -> tuple:
     return torch.rms_norm(x.float(), shape, None if weight is None else weight.float(), eps).to(x.dtype), None
 
 
+def _histc(x, bins=100, min=0, max=0) -> torch.Tensor:
+    return torch.histc(x.double(), bins, min, max).to(x.dtype)
+
+
 TILE = 8, 128  # rows and columns of 4 bits; the order inside is ours
 LEVELS = 16
 
@@ -102,6 +107,7 @@ REPLACED: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_flash_attention": _flash,
     "_scaled_dot_product_efficient_attention": _efficient,
     "_softmax": _softmax,
+    "histc": _histc,
     "_fused_rms_norm": _rms_norm,
     "_convert_weight_to_int4pack": _packed_tiles,
     "_weight_int4pack_mm": _product_of_tiles,

@@ -224,7 +224,8 @@ def of_kernel(touched: Touched, tensors: list[torch.Tensor]) -> list[Access]:
 def of_tensor(tensor: torch.Tensor, writes: bool, picked: tuple[int, torch.Tensor] | None = None) -> Access:
     """Return the access to a tensor's bytes, or to those that an index picks along one dimension."""
     storage, size, first = tensor.untyped_storage(), tensor.element_size(), tensor.storage_offset()
-    if tensor.is_contiguous() and picked is None:
+    in_order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    if picked is None and (tensor.is_contiguous() or tensor.permute(in_order).is_contiguous()):
         touched = slice(first * size, (first + tensor.numel()) * size)
         return Access(storage.data_ptr(), storage.nbytes(), touched, writes)
     along = [np.arange(n) for n in tensor.shape]
