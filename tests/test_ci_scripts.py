@@ -60,6 +60,17 @@ def test_what_no_time_is_left_for_is_left_out(tmp_path):
     assert (tmp_path / "summary.txt").read_text() == "left out: decode-32k\nleft out: decode-128k\n"
 
 
+def test_without_a_gpu_only_doctor_runs(tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 0\n", encoding="utf-8")
+    python.chmod(0o755)
+    env = os.environ | {"PYTHON": str(python), "OUT": str(tmp_path)}
+    assert subprocess.run([GPU, "100000"], env=env, capture_output=True, check=False).returncode == 1
+    left_out, ran = (tmp_path / "summary.txt").read_text().splitlines()
+    assert left_out == "left out: all but doctor: torch sees no GPU"
+    assert ran.startswith("doctor: passed")
+
+
 def test_every_measurement_has_options_of_today_and_a_file_of_its_own(ran):
     commands = read(ran)
     for _, given in commands:
