@@ -177,7 +177,7 @@ class Rounds:
             for variant in self.variants:
                 before = timing.sample_processors()
                 self._measure(variant, tokens, self.times)
-                taken = self.failed.get(variant) or f"{self.times[variant][-1].ms:.2f} ms"
+                taken = self.failed.get(variant) or _taken(self.times[variant][-1])
                 rate = getattr(variant, "change_rate", None)
                 self.report(f"{variant.name}{'' if rate is None else f', {100 * rate:g} % new'}: {taken}")
                 self.others[variant] += timing.share_of_others(before, timing.sample_processors())
@@ -279,6 +279,11 @@ class Rounds:
         pairs = zip(self.times[variant], self.times[still], strict=True)
         exposed = statistics.median(moving.ms - resting.ms for moving, resting in pairs)
         return {"recall_ms": link_ms, "exposed_ms": exposed, "hidden_ms": max(0.0, link_ms - max(0.0, exposed))}
+
+
+def _taken(timing: Timing) -> str:
+    """What a run that is ended before its file is written leaves of a turn."""
+    return f"{timing.ms:.2f} ms" + ("" if timing.chat_ms is None else f", as in a chat {timing.chat_ms:.2f} ms")
 
 
 def measure(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Measured:

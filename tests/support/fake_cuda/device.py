@@ -20,7 +20,7 @@ from support.fake_cuda.tape import UNWRITTEN, WAITS, Tape, poison
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-TOTAL = 2**29
+TOTAL = 8 * 2**30
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 
 COPIES = ("copy_", "_to_copy", "_copy_from", "_copy_from_and_resize")
