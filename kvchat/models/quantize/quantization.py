@@ -224,7 +224,11 @@ def multiply_on_cpu(model: Any) -> None:
 
 
 def multiply_on_gpu(model: Any) -> None:
-    """Let torchao's weights multiply as ``int8_rows`` and ``int4_rows`` do."""
+    """Let torchao's weights multiply as ``int8_rows`` and ``int4_rows`` do.
+
+    nf4 stays bitsandbytes' own: to merge its projections would save three launches a layer, by computation 0.2 of the
+    17.5 ms of an 8B's token on an RTX 3060.
+    """
     multiply_int8(model)
     for linear in body(model):
         if hasattr(linear.weight, "scale_and_zero"):
