@@ -115,6 +115,23 @@ def test_cancel_during_the_prefill_keeps_what_was_read(session):
     assert started.reused_tokens == 512
 
 
+def test_a_token_that_was_stored_but_not_noted_when_ctrl_c_came_is_forgotten(session, model, monkeypatch):
+    stored, noted = session._loop.stored, []
+    extend = stored.extend
+
+    def interrupted(ids, **given):
+        noted.append(ids)
+        if len(noted) == 4:  # the prompt and two tokens come before
+            raise KeyboardInterrupt
+        extend(ids, **given)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(stored, "extend", interrupted)
+        answered(session, TALE)
+    assert session.total == len(stored.ids) == len(noted[0]) + 2
+    assert answered(session, TALE)[1] == answered(Session(model), TALE)[1]
+
+
 @pytest.mark.parametrize("mode", SMALL)
 def test_a_switch_in_the_middle_of_an_answer(session, mode):
     switches = []

@@ -1,7 +1,8 @@
 """Triton's interpreter, quicker: what it looks up anew at every call of a kernel's helper is looked up once.
 
 It makes the functions of ``triton.language`` interpreted ones before a kernel runs, and again at every call of a helper
-inside it, when they are already: most of the time of a small kernel. It finds them by inspecting all members.
+inside it, when they are already: most of the time of a small kernel. It finds them by inspecting all members. And of
+every result it computes the shape anew, in a tuple of its own class, which describes its members' types.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ _PATCHED = (tl, tl.core, tl.tensor, tl.math, tl.core.tensor_descriptor_base)
 _BUILTIN = {id(owner): [name for name, it in inspect.getmembers(owner) if tl.core.is_builtin(it)] for owner in _PATCHED}
 _patch_lang = interpreter._patch_lang
 _get_np_dtype = interpreter._get_np_dtype
+_make_block_type = tl.block_type.__init__
+_are_equal = tl.tuple.__eq__
+_known: dict[Any, dict[str, Any]] = {}  # what a type of blocks is made of, by their elements and shape
 
 
 def install() -> None:
@@ -26,6 +30,9 @@ def install() -> None:
     interpreter._patch_builtin = _patch_builtin
     interpreter._patch_lang = _patch_lang_once
     interpreter._get_np_dtype = _np_dtype_once
+    tl.block_type.__init__ = _block_type_once
+    tl.tensor.__init__ = _tensor_of_known_shape
+    tl.tuple.__eq__ = _are_equal_once
 
 
 def _patch_builtin(owner: Any, *scope: Any) -> None:
@@ -49,3 +56,27 @@ def _np_dtype_once(dtype: Any) -> np.dtype:
 @functools.cache
 def _np_dtype_of_scalars(dtype: Any) -> np.dtype:
     return _get_np_dtype(dtype)
+
+
+def _block_type_once(self: Any, element_ty: Any, shape: Any) -> None:
+    key = element_ty.name, *map(_size, shape)
+    if key not in _known:
+        _make_block_type(self, element_ty, shape)
+        _known[key] = vars(self) | {"of_tensors": tl.tuple([tl.constexpr(size) for size in self.shape])}
+    vars(self).update(_known[key])
+
+
+def _size(given: Any) -> Any:
+    return given.value if isinstance(given, tl.constexpr) else given
+
+
+def _are_equal_once(self: Any, other: Any) -> Any:
+    if self is other:
+        return tl.constexpr(True)
+    return tl.constexpr(self.values == [*map(_size, other)]) if type(other) is list else _are_equal(self, other)
+
+
+def _tensor_of_known_shape(self: Any, handle: Any, type: Any) -> None:
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.shape = type.of_tensors if type.is_block() else tl.tuple([])
+    self.numel = tl.constexpr(type.numel if type.is_block() else 1)
