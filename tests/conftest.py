@@ -22,6 +22,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes are started, each would compile kvchat
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Python's rule, to collect garbage after 700 objects, takes a sixth of the time of imports and the application's tests.
+gc.set_threshold(50_000, 20, 100)
 # Device files of the NVIDIA driver on Linux and in WSL.
 if not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg"))):
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
@@ -86,11 +88,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import WorkStealingScheduling
 
     return WorkStealingScheduling(config, log)
-
-
-def pytest_collection_finish() -> None:
-    """Python's rule, to collect garbage after 700 objects, takes a sixth of the time of the application's tests."""
-    gc.set_threshold(50_000, 20, 100)
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ def test_full_agrees_with_itself_and_less_reading_covers_less():
 
 
 def test_perplexity_of_full_is_the_models_own_and_less_reading_costs_some():
-    settings = Agreement(("full", "streaming:budget=64,sink=4"), 16, 150, 2)
+    settings = Agreement(("full", "streaming:budget=64,sink=4"), 16, 150, 1)
     result = agreement.run(settings, ModelChoice(device="cpu"))
     full, streaming = result["summary"]
     assert full["perplexity"] == pytest.approx(full["perplexity_full"], rel=1e-4)

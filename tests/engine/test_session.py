@@ -125,9 +125,10 @@ def test_a_token_that_was_stored_but_not_noted_when_ctrl_c_came_is_forgotten(ses
             raise KeyboardInterrupt
         extend(ids, **given)
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(stored, "extend", interrupted)
+    monkeypatch.setattr(stored, "extend", interrupted)
+    with pytest.raises(KeyboardInterrupt):
         answered(session, TALE)
+    monkeypatch.undo()
     assert session.total == len(stored.ids) == len(noted[0]) + 2
     assert answered(session, TALE)[1] == answered(Session(model), TALE)[1]
 

@@ -14,6 +14,7 @@ from support.gguf_files import write_model
 from support.progress import silent
 
 from kvchat import paths
+from kvchat.models import compile_ahead
 from kvchat.models import load as loading
 from kvchat.models.fuse.modules import sample_logits
 from kvchat.models.load import KEPT_DAMAGED, load_model
@@ -95,6 +96,7 @@ def test_a_file_that_changed_is_packed_again(file, packed, change):
 
 
 def test_other_code_and_another_processor_pack_again(file, packed, monkeypatch):
+    monkeypatch.setattr(compile_ahead, "begin", lambda dtype, first=(): None)  # for the other processor, once more
     load(file)
     for where, name, value in ((loading, "_code", []), (torch.backends.cpu, "get_cpu_capability", "AVX9")):
         packed.clear()

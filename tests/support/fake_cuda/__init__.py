@@ -21,6 +21,7 @@ from support.fake_cuda import attention, interpreted, runtime
 from support.fake_cuda.device import Everywhere, Numbered, gpu
 from torch.nn.attention import bias
 
+from kvchat.engine import runner
 from kvchat.kv import attention as dense_attention
 from kvchat.kv.geometry import GROWTH_HEADROOM
 from kvchat.kv.memory import pinned
@@ -36,6 +37,7 @@ def install() -> None:
     torch.__future__.set_swap_module_params_on_conversion(True)  # a parameter's class changes where its data do
     pinned._device_address = gpu.device_address
     GROWTH_HEADROOM["cuda"] = GROWTH_HEADROOM["cpu"]  # in the interpreter every slot that there is room for costs time
+    runner.MEASURED_TOKENS = 128  # those that a forward of them takes are measured for each runner
     for module in (bias, dense_attention):
         module.can_use_flash_attention = attention.may_flash
         module.can_use_efficient_attention = attention.may_be_efficient
