@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from support.real_models import FILES
+from support.gguf_files import write_model
 from support.shape_runner import filled
 from typer.testing import CliRunner
 
@@ -143,12 +143,13 @@ def test_what_a_peer_refuses_is_told_in_its_own_words():
         PeerProcess("kvchat", "kvchat", "bundled", 100, {"mode": "fulll"})
 
 
-@pytest.mark.slow("a real model is read by each peer")
-@pytest.mark.real_model("smollm2")
-def test_every_peer_that_is_here_answers_on_a_real_file():
+@pytest.mark.slow("a model is read by each peer")
+def test_every_peer_that_is_here_answers(tmp_path):
     pytest.importorskip("xllamacpp")
+    file = tmp_path / "bundled.gguf"
+    write_model(file, load_model(Load("bundled", "cpu", "float32"), lambda stage: None))
     settings = Peers(("full",), contexts=(64,), peers=("xllamacpp", "transformers"), steps=2, rounds=1)
-    rows = peers.run(settings, ModelChoice(str(FILES["smollm2"]), device="cpu", quantize="auto"))["rows"]
+    rows = peers.run(settings, ModelChoice(str(file), device="cpu", quantize="auto"))["rows"]
     assert [row["variant"] for row in rows if "failed" not in row] == ["llama.cpp", "transformers", "kvchat full"]
     for row in rows:
         assert row["first_token_s"] > row["ready_s"] > row["loading_s"] > 0

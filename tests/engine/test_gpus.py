@@ -35,14 +35,16 @@ def two(monkeypatch):
     monkeypatch.setattr(gpu, "count", 2)
 
 
-def halves(name: str = "llama", **changes) -> LoadedModel:
+def halves(name: str = "llama", layers: int = 4) -> LoadedModel:
     """A tiny model with its first half on the first GPU."""
-    return loaded(name, "cuda:0", places=(FIRST, FIRST, SECOND, SECOND), **changes)
+    half = layers // 2
+    return loaded(name, "cuda:0", places=(FIRST,) * half + (SECOND,) * half, num_hidden_layers=layers)
 
 
 @pytest.mark.parametrize("row", ["full-resident", "speculative", "freeze", "sync"])
 def test_each_mode_computes_and_reads_the_same(row):
-    one, two = (ModelRunner(model, mode_of(model, row)) for model in (loaded("llama", "cuda:0"), halves()))
+    models = loaded("llama", "cuda:0", num_hidden_layers=2), halves(layers=2)
+    one, two = (ModelRunner(model, mode_of(model, row)) for model in models)
     ids = token_ids(150)
     assert torch.equal(prefilled(one, ids), prefilled(two, ids))
     same_steps(one, two, token_ids(3, seed=1))

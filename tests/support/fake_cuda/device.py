@@ -28,7 +28,9 @@ COPIES = ("copy_", "_to_copy", "_copy_from", "_copy_from_and_resize")
 INDEXES = ("index", "index_put_", "index_put", "_index_put_impl_")
 # Touch only the rows that their index picks.
 PICKS = ("index_select", "index_copy_", "index_fill_")
-INTEGER_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "mv", "dot")
+# Made of others, and run as one: torch takes them apart in Python, which was a tenth of a forward.
+PRODUCTS = ("linear", "matmul")
+INTEGER_PRODUCTS = (*PRODUCTS, "mm", "bmm", "addmm", "baddbmm", "mv", "dot")
 
 
 class Refused(RuntimeError):
@@ -202,7 +204,7 @@ class Gpu:
 
     def operation(self, func, args: tuple, kwargs: dict) -> Any:
         """Run one of torch's operations and record its accesses."""
-        if _is_composed(func) and func.overloadpacket.__name__ not in attention.REPLACED:
+        if _is_composed(func) and func.overloadpacket.__name__ not in (*PRODUCTS, *attention.REPLACED):
             with Everywhere():  # in inference mode it comes before it is taken apart
                 return func.decompose(*args, **kwargs)
         name, schema = func.overloadpacket.__name__, func._schema
