@@ -137,10 +137,10 @@ def test_an_answer_is_as_long_as_asked_for(small_model, drafted, tokens):
 
 
 def test_an_answer_ends_with_the_context(small_model, drafted):
-    turns = (Turn("user", "One two three four. " * ((small_model.context - 100) // 5)),)
-    session = opened(small_model)
+    turns, model = (Turn("user", "One two three four. " * 100),), replace(small_model, context=600)
+    session = opened(model)
     assert answered(session, Sampling(temperature=0, max_new_tokens=10_000), turns=turns).reason == "context"
-    assert session.total == small_model.context
+    assert session.total == model.context
 
 
 def test_a_stop_and_a_switch_come_between_rounds(model, drafted, plain):

@@ -7,25 +7,36 @@ from pathlib import Path
 
 import pytest
 from support.fake_server import HI
+from support.gguf_files import write_model
 from support.llama_server import LlamaServer
 
 from kvchat import paths
+from kvchat.models.load import load_model
 from kvchat.protocol.figures import Stats
 from kvchat.protocol.messages import Keeping, Load, Noted, Resumed, Sampling, Turn
 from kvchat.remote.servers import PROBE_S
 from kvchat.remote.session import RemoteSession, open_session
 from kvchat.remote.slot_files import mark_deleted
 
-pytestmark = [pytest.mark.real_model("smollm2"), pytest.mark.slow("a model of 135M on one thread")]
+pytestmark = pytest.mark.slow("servers are started")
 CAT, DOG = ((Turn("user", f"My {pet}. " * 20),) for pet in ("cat is called Biscuit", "dog is a dachshund"))
 EMPTY_BYTES = 36
 SHORT = Sampling(temperature=0, max_new_tokens=4)
 
 
-@pytest.fixture(autouse=True)
-def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Where the server saves."""
+@pytest.fixture(scope="module")
+def bundled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled model as a file: a server has it at once."""
     pytest.importorskip("xllamacpp")
+    file = tmp_path_factory.mktemp("gguf") / "bundled.gguf"
+    write_model(file, load_model(Load("bundled", "cpu", "float32"), lambda stage: None))
+    return file
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bundled: Path) -> Path:
+    """Where the server saves."""
+    monkeypatch.setattr(LlamaServer, "file", bundled)
     monkeypatch.setenv("KVCHAT_DATA_DIR", str(tmp_path / "data"))
     (tmp_path / "slots").mkdir()
     return tmp_path / "slots"

@@ -1,4 +1,4 @@
-"""llama.cpp's server with SmolLM2 in a process of its own: ``llama_server.py FILE PORT CONTEXT FOLDER/``.
+"""llama.cpp's server in a process of its own: ``llama_server.py FILE PORT CONTEXT FOLDER/``.
 
 It ends with its standard input. A port that was free before it was started may be taken by then: whoever starts it then
 gets no answer, and the test fails.
@@ -22,7 +22,9 @@ PATIENCE_S = 60.0
 
 
 class LlamaServer:
-    """``url`` answers while it is entered."""
+    """``url`` answers while it is entered, with the model in ``file``, else SmolLM2."""
+
+    file: Path | None = None
 
     def __init__(self, context: int, port: int = 0, slots: Path | None = None) -> None:
         self.context, self.port, self.slots = context, port or free_port(), slots
@@ -32,7 +34,8 @@ class LlamaServer:
     def __enter__(self) -> LlamaServer:
         from support.real_models import FILES
 
-        words = [str(FILES["smollm2"]), str(self.port), str(self.context), f"{self.slots}/" if self.slots else ""]
+        file = self.file or FILES["smollm2"]
+        words = [str(file), str(self.port), str(self.context), f"{self.slots}/" if self.slots else ""]
         self._process = subprocess.Popen(
             [sys.executable, __file__, *words],
             stdin=subprocess.PIPE,
