@@ -44,6 +44,7 @@ def results(model):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(ModelChoice, "load", lambda self, report: model)
         patched.setattr(asr_kf_egr, "EXPLANATION_TOKENS", EXPLANATION_TOKENS)
+        patched.setattr(lazy_pruning, "WARM_UP", 2)
         made = {name: chosen(name, sizes) for name, (sizes, _) in SIZES.items()}
         return {name: study.run(settings, only=SIZES[name][1]) for name, (study, settings) in made.items()}
 

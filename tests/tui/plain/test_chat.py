@@ -25,6 +25,7 @@ from kvchat.protocol.figures import Snapshot, Stats
 from kvchat.protocol.messages import Asked, Finished, Loaded, Started, Switched, Text
 from kvchat.protocol.recording import Recorder
 from kvchat.tui.actions import COMMANDS
+from kvchat.tui.plain import view
 from kvchat.tui.plain.chat import INTERRUPTED, PROMPT, REFUSED, PlainChat
 from kvchat.tui.plain.view import LineReader, LineWriter, PlainAnswer, PlainView, spoken
 from kvchat.tui.state import Phase
@@ -474,7 +475,8 @@ async def test_a_plain_file_is_read(tmp_path):
         assert [line async for line in LineReader(file.fileno())] == ["one", "two"]
 
 
-async def test_a_line_without_end_is_refused_and_lets_others_run():
+async def test_a_line_without_end_is_refused_and_lets_others_run(monkeypatch):
+    monkeypatch.setattr(view, "LONGEST", 2**21)
     turns = 0
 
     async def count() -> None:
