@@ -98,11 +98,16 @@ class ModelDescription:
         return str(self.dtype).removeprefix("torch.")
 
     @property
+    def weakest(self) -> torch.device:
+        """Of its devices the one of the lowest capability."""
+        return min((self.device, *self.others), key=_capability)
+
+    @property
     def place(self) -> Place:
         """The device with its capability."""
         if self.device.type == "cpu":
             return Place("cpu")
-        return Place("cuda", min(map(torch.cuda.get_device_capability, (self.device, *self.others))))
+        return Place("cuda", torch.cuda.get_device_capability(self.weakest))
 
     def loaded_bytes(self, quantize: str) -> int:
         """Bytes of the weights once they are loaded."""

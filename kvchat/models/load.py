@@ -147,7 +147,7 @@ def load_model(asked: Load, progress: Progress, meet: Callable[[ModelDescription
     with quiet():
         described = describe(asked.model, asked.device, asked.dtype, progress, 1 if meet else asked.gpus)
         chosen = repacking.choose(asked.quantize, described)
-        quantized = quantization.resolve(chosen.quantize, described.config, described.dtype, described.device)
+        quantized = quantization.resolve(chosen.quantize, described.config, described.dtype, described.weakest)
         has_blocks = bool(quantized.method or described.location.gguf)  # of weights, to be packed or unpacked
         checkpoint = complete(described.location, progress)
         with _explained(described, chosen.quantize):

@@ -209,8 +209,9 @@ def test_weights_of_4_bits_are_packed_for_the_gpu_that_they_are_on(tmp_path, mon
     byte_tokenizer.byte_level().save_pretrained(tmp_path)
     model = load_model(Load(str(tmp_path), "cuda:1", "bfloat16", quantize="int4"), print)
     assert (model.weights, model.devices) == ("int4", (SECOND,))
-    with pytest.raises(UsageError, match="capability 8"):
-        load_model(Load(str(tmp_path), "cuda:0", "bfloat16", quantize="int4"), print)
+    for device, gpus in (("cuda:0", 1), ("cuda:1", 2)):
+        with pytest.raises(UsageError, match=r"cuda:0 has 7\.5"):
+            load_model(Load(str(tmp_path), device, quantize="int4", gpus=gpus), print)
 
 
 def test_what_two_gpus_have_no_room_for_is_refused_with_the_numbers(folder, monkeypatch):

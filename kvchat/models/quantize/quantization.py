@@ -294,17 +294,17 @@ def _int8() -> Any:
 
 
 def _int4(dtype: torch.dtype, device: torch.device) -> Any:
+    if (capability := torch.cuda.get_device_capability(device)) < INT4_CAPABILITY:
+        raise UsageError(
+            "int4 weights need a GPU of compute capability 8.0 or more.",
+            f"{device} has {capability[0]}.{capability[1]}, whose tensor cores have no bfloat16.",
+            "Use int8 or nf4.",
+        )
     if dtype != torch.bfloat16:
         raise UsageError(
             "int4 weights need bfloat16 on a GPU.",
             f"Given: {str(dtype).removeprefix('torch.')}. torchao supports int4 in no other dtype.",
             "Use --dtype bfloat16, or int8.",
-        )
-    if (capability := torch.cuda.get_device_capability(device)) < INT4_CAPABILITY:
-        raise UsageError(
-            "int4 weights need a GPU of compute capability 8.0 or more.",
-            f"This one has {capability[0]}.{capability[1]}, whose tensor cores have no bfloat16.",
-            "Use int8 or nf4.",
         )
     from torchao.quantization import Int4WeightOnlyConfig
     from transformers import TorchAoConfig
