@@ -68,11 +68,13 @@ class Commands(TyperGroup):
             return super().make_context(*args, **extra)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse; a question, and the options around it, are those of the chat."""
+        """Parse; a question, and the options around it, are those of the chat, options before a command its own."""
         _, words, _ = self.make_parser(ctx).parse_args(args=list(args))
         # A question is what is no command, not even one with a slip.
         is_near = words and (words[0] in MEANT or get_close_matches(words[0], self.commands, n=1))
         is_question = words and (len(words[0].split()) > 1 or not is_near)
+        if words and words[0] in self.commands:
+            args = [words[0], *args[: len(args) - len(words)], *words[1:]]
         return super().parse_args(ctx, [CHAT, *args] if is_question else args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -144,16 +146,11 @@ def kvchat_command(
     version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
 ) -> None:
     """Chat in the terminal with a local model, and switch how it reads its KV cache while it answers."""
-    given = options.flags(ctx.params)
     if version:
         typer.echo(f"kvchat {paths.with_commit(kvchat.__version__)}")
         raise typer.Exit
     if ctx.invoked_subcommand is None:
-        raise typer.Exit(chat(given, resume, plain, record))
-    for flag in given.origins.values():
-        raise UsageError(
-            f"{flag} is before the command.", hint=f"Options go after it: kvchat {ctx.invoked_subcommand} {flag} ..."
-        )
+        raise typer.Exit(chat(options.flags(ctx.params), resume, plain, record))
 
 
 @app.command("chat")

@@ -19,10 +19,10 @@ from kvchat.tui import actions, app
 from kvchat.tui.state import AppConfig
 
 
-def test_options_before_a_command_are_refused(run: Run, session: FakeSession) -> None:
-    outcome = run("--mode", "streaming", "ask", "hello")
-    assert outcome.code == 2
-    assert "kvchat ask --mode" in outcome.err
+def test_options_before_a_command_are_its_own(run: Run, session: FakeSession) -> None:
+    assert run("-m", "ask", "--mode", "streaming", "ask", "hello").code == 0
+    assert (session.loaded.model, session.loaded.mode) == ("ask", "streaming")
+    assert "-c" in run("-c", "ask", "hello").err
 
 
 @pytest.mark.parametrize("command", [[], ["bench"], ["chats"], ["profile"], ["config"]])
