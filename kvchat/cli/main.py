@@ -11,7 +11,6 @@ import sys
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -196,6 +195,7 @@ app.command("compare")(compare_command)
 @options.taking(options.LOAD, options.MODE, options.SYSTEM, options.SAMPLING, options.SERVED)
 def serve_command(
     ctx: typer.Context,
+    named: options.ModelArgument = None,
     host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0 for all interfaces")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free port")] = 8000,
     api_key: Annotated[
@@ -257,7 +257,6 @@ def plan_command(
 ) -> None:
     """Compute what memory a model needs, and what fits. For each quantization and mode; nothing is loaded."""
     load = load_of(load_settings(options.flags(ctx.params)).settings)
-    load = replace(load, model=named or load.model)
     if card:
         models.card_costs(load, card, context, as_json)
         return

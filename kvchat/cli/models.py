@@ -249,7 +249,7 @@ def calibrate(
     from kvchat.kv.inspect import BUDGETS
     from kvchat.models.load import load_model
 
-    loaded = load_model(Load(named or chosen.name, chosen.device), progress)
+    loaded = load_model(Load(chosen.name, chosen.device), progress)
     samples = engine.file_samples(loaded, text) if text else engine.default_samples(loaded)
     names = ", ".join(t.name for t in text or ())
     read = f"{count(len(samples), 'part')} of {names}" if text else count(len(samples), "generated text")

@@ -127,7 +127,8 @@ def flags(params: Mapping[str, Any]) -> SettingsSource:
         UsageError: a ``--param`` is not KEY=VALUE, or no mode has it; or several modes begin like ``--mode``. Or what
             is wrong with the ``--preset``, over which the other options go.
     """
-    params = {**params, "mode": mode_named(params.get("mode"))}
+    model = params.get("named") or params.get("model")  # ``ModelArgument`` or -m
+    params = {**params, "model": model, "mode": mode_named(params.get("mode"))}
     named = [name for name in sorted(SHARED) if params.get(name) is not None]
     shared = {name: _keys_of_shared(name, params[name], params.get("mode")) for name in named}
     keys = {**KEYS, **shared}

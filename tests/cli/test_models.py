@@ -65,7 +65,7 @@ def test_packed_weights_are_counted_and_cleared(run: Run) -> None:
     assert list(paths.packed_dir().iterdir()) == []
 
 
-@pytest.mark.parametrize("command", ["plan", "calibrate"])
+@pytest.mark.parametrize("command", ["plan", "calibrate", "serve"])
 @pytest.mark.parametrize("option", [[], ["-m"]])
 def test_a_model_is_named_with_or_without_the_option(run: Run, command: str, option: list[str]) -> None:
     outcome = run(command, *option, "./nothing")
