@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvchat import libraries
+from kvchat.engine.recovery import RecoveryMonitor, Trigger
 from kvchat.engine.sampler import Grammar, Vocabulary
 from kvchat.errors import UsageError
 from kvchat.protocol.messages import Finished, Sampling, Turn, Variant
@@ -46,6 +47,25 @@ def test_an_answer_fits_its_schema(session, seed, variant):
     sampling = Sampling(temperature=1.5 * seed, seed=seed, max_new_tokens=200)
     finished = ask(session, sampling=sampling, variant=variant, json_schema=SCHEMA)
     assert finished.reason == "eos"
+    check(finished.text)
+
+
+def test_no_draft_is_made_beside_a_schema(session):
+    """They are verified without the schema. The prompt holds how the answer begins, so that drafts would be found."""
+    given = '{"city":"Paris","people":5,"tags":["red"]}'
+    turns = (Turn("user", f"Copy this: {given} {given}"),)
+    options = {"variant": Variant("full", {"draft": "lookup"}), "json_schema": SCHEMA}
+    events = list(session.answer(turns, Sampling(temperature=0, max_new_tokens=200), **options))
+    assert session._kv.mode.drafter.rounds == 0
+    check(events[-1].text)
+
+
+def test_the_schema_goes_back_with_the_answer(session, monkeypatch):
+    due = iter([*[None] * 12, ("RR", Trigger("entropy", 4.0))])
+    monkeypatch.setattr(RecoveryMonitor, "take", lambda monitor: next(due, None))
+    sampling = Sampling(temperature=1.0, seed=1, max_new_tokens=200)
+    finished = ask(session, sampling=sampling, variant=Variant("freeze", {"recovery": True}), json_schema=SCHEMA)
+    assert finished.stats.withdrawn_tokens == 12
     check(finished.text)
 
 
