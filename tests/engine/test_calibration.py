@@ -12,9 +12,11 @@ import pytest
 import torch
 from support.grids import WHOLE
 from support.loads import entering
+from typer.testing import CliRunner, Result
 
 import kvchat
 from kvchat import paths
+from kvchat.cli.main import app
 from kvchat.engine import calibration
 from kvchat.engine.calibration import Recorder, Sample, find, load, representatives, samples_of, save
 from kvchat.engine.session import Session
@@ -275,38 +277,35 @@ def test_no_budget_is_enough_for_attention_to_everything(small_model, monkeypatc
 # ---- the command
 
 
-def test_the_command_saves_what_it_measured(model, monkeypatch, capsys, tmp_path):
-    from kvchat.cli.models import calibrate as command
+def calibrate(*options: str) -> Result:
+    return CliRunner().invoke(app, ["calibrate", "bundled", "--device", "cpu", *options], catch_exceptions=False)
 
+
+def test_the_command_saves_what_it_measured(model, monkeypatch, tmp_path):
     monkeypatch.setattr("kvchat.models.load.load_model", lambda *args: model)
     text = tmp_path / "text.txt"
     text.write_text(" ".join(sentence for _, sentence in zip(range(60), sentences(2), strict=False)))
     for name, less in (("CONTEXT", 600), ("STEPS", 4), ("FACTS", 1)):
         monkeypatch.setattr(f"kvchat.cli.models.{name}", less)
-    command("bundled", [text], 2, device="cpu", out=tmp_path / "out.json")
-    printed = capsys.readouterr()
-    assert printed.out.count("representative KV heads") == 8
+    printed = calibrate("--text", str(text), "--clusters", "2", "--out", str(tmp_path / "out.json"))
+    assert printed.stdout.count("representative KV heads") == 8
     choice = load(tmp_path / "out.json").choice
-    assert f"covers {choice.covered:.1%} of the attention" in printed.out
-    assert "calibrations" in printed.err
+    assert f"covers {choice.covered:.1%} of the attention" in printed.stdout
+    assert "calibrations" in printed.stderr
     saved = json.loads((tmp_path / "out.json").read_text())
     assert (saved["clusters"], saved["revision"]) == (2, model.revision)
     assert "text.txt" in saved["measured_on"]
 
 
 def test_a_folder_that_is_not_there_is_refused_before_the_model_is_loaded_and_not_made(monkeypatch, tmp_path):
-    from kvchat.cli.models import calibrate as command
-
     monkeypatch.setattr("kvchat.models.load.load_model", lambda *args: pytest.fail("loaded"))
     with pytest.raises(UsageError, match="nope"):
-        command("bundled", device="cpu", out=tmp_path / "nope" / "out.json")
+        calibrate("--out", str(tmp_path / "nope" / "out.json"))
     assert not (tmp_path / "nope").exists()
 
 
 @pytest.mark.parametrize(("clusters", "rule"), [(2, "best"), (0, "retrieval")])
 def test_wrong_options_are_refused_before_the_model_is_loaded(clusters, rule, monkeypatch):
-    from kvchat.cli.models import calibrate as command
-
     monkeypatch.setattr("kvchat.models.load.load_model", lambda *args: pytest.fail("loaded"))
     with pytest.raises(UsageError):
-        command("bundled", None, clusters, rule, device="cpu")
+        calibrate("--clusters", str(clusters), "--representatives", rule)
