@@ -223,11 +223,11 @@ class ChatController:
         target = mode or self.state.mode
         for one, given in modes.by_mode(target, params or {}).items():
             modes.parse(one, given)
+        if self.state.phase is Phase.DOWN:
+            raise UsageError("The engine is down.", hint="/restart or the next question starts it again.")
         is_restarting = self.state.phase is Phase.LOADING and not self.client.alive
         if self.state.info is None or is_restarting:
             raise UsageError("The model is not loaded yet.", hint="Switch the mode as soon as it is ready.")
-        if self.state.phase is Phase.DOWN:
-            raise UsageError("The engine is down.", hint="/restart or the next question starts it again.")
         asked = modes.together(target, self.state.take_later(target), params or {})
         if mode:
             self.state.wanted = mode
