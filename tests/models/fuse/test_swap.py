@@ -232,6 +232,7 @@ def test_kernels_that_fail_are_done_without(kernels, why):
     assert relative_error(sample_logits(model), plain) < 1e-6
 
 
+@pytest.mark.usefixtures("untested")
 @pytest.mark.parametrize("wrong", ["normed", "project", "gated"])
 def test_a_wrong_fusion_is_undone(monkeypatch, wrong):
     model = tiny_models.fresh("llama")
