@@ -213,7 +213,8 @@ def complete_model(incomplete: str) -> list[Offer]:
 
 
 ModelArgument = Annotated[
-    str | None, typer.Argument(metavar="MODEL", help="as -m", autocompletion=complete_model, show_default=False)
+    str | None,
+    typer.Argument(metavar="MODEL", help="the model, instead of -m", autocompletion=complete_model, show_default=False),
 ]
 
 
