@@ -61,7 +61,7 @@ def test_a_local_folder(folder, no_network, dtype, expected):
 
 @pytest.mark.usefixtures("untested")
 def test_a_model_is_tested_once_on_a_machine(folder, monkeypatch, tmp_path):
-    """Again where its weights, its config or kvchat's code are others, or where the note of it is damaged."""
+    """Again where its weights, its config, kvchat's code or the processor are others, or the note of it is damaged."""
     tested, layers = [], []
 
     def passes(model, chunked):
@@ -89,7 +89,9 @@ def test_a_model_is_tested_once_on_a_machine(folder, monkeypatch, tmp_path):
     assert len(tested) == 3
     monkeypatch.setattr(load, "LIBRARIES", ())
     load_model(asked, silent)
-    assert len(tested) == 4
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX9")
+    load_model(asked, silent)
+    assert len(tested) == 5
 
 
 def test_weights_are_taken_in_and_tested_on_free_cores(folder, monkeypatch):
