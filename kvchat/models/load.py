@@ -282,8 +282,9 @@ def keep_tested(key: str, tested: Tested) -> None:
 
 
 def _all_tested() -> dict[str, dict[str, Any]]:
-    file = paths.tested_file()
-    return dict(json.loads(files.read(file))) if file.exists() else {}
+    with contextlib.suppress(*UNREADABLE):  # a damaged note is replaced by the next one
+        return dict(json.loads(files.read(paths.tested_file())))
+    return {}
 
 
 def _code() -> tuple[list[tuple[str, int]], list[str]]:
