@@ -221,8 +221,8 @@ class Comparison:
 def divergence(exact: Tensor, approximate: Tensor) -> float:
     """KL(exact || approximate) in nats of the distributions of two logit vectors ``[vocab]``; never below 0."""
     p, q = (logits.double().log_softmax(-1) for logits in (exact, approximate))
-    likely = p.exp() > 0
-    return float((p.exp() * (p - q))[likely].sum().clamp(min=0))
+    chances = p.exp()
+    return float((chances * (p - q))[chances > 0].sum().clamp(min=0))
 
 
 def compare_logits(alike: int | None, first: Sequence[Tensor], other: Sequence[Tensor]) -> Agreement:
