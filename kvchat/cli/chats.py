@@ -87,8 +87,7 @@ def delete_chat(id: Chat) -> None:
 def restore_chat(id: Annotated[str, typer.Argument(metavar="ID", help="its whole id")]) -> None:
     """Bring a deleted conversation back."""
     with _store() as store:
-        store.restore(id)
-        if all(summary.id != id for summary in store.recent(limit=-1)):
+        if not store.restore(id):
             raise UsageError(
                 f'No conversation "{id}" was deleted within a day.', hint="`kvchat chats delete` printed its whole id."
             )

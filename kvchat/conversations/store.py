@@ -243,12 +243,14 @@ class ConversationStore:
                 os.utime(kv)
                 kv.rename(aside)
 
-    def restore(self, id: str) -> None:
+    def restore(self, id: str) -> bool:
+        """Bring back what ``delete`` deleted; False if there is no such conversation any more."""
         with self._errors("written"):
-            self._db.execute("UPDATE conversation SET deleted = NULL WHERE id = ?", (id,))
+            found = self._db.execute("UPDATE conversation SET deleted = NULL WHERE id = ?", (id,)).rowcount > 0
         for kv, aside in self._saved_kv(id):
             with suppress(OSError):
                 aside.rename(kv)
+        return found
 
     # ---- finding one -----------------------------------------------------------------------------
 
