@@ -16,7 +16,7 @@ from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 
-from kvchat.errors import UsageError
+from kvchat.errors import KvchatError, UsageError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, none left of a quota, or of what a file may have
 MARK = "\ufeff"
@@ -190,6 +190,6 @@ def unmarked(text: str) -> str:
     return text.removeprefix(MARK).replace(f"\n{MARK}", "\n")
 
 
-def unreadable(name: str, error: OSError) -> UsageError:
+def unreadable(name: str, error: OSError, kind: type[KvchatError] = UsageError) -> KvchatError:
     """The error for the file ``name`` that the system does not let this process read."""
-    return UsageError(f"{name} cannot be read.", f"{error.strerror}.", "Check its name and permissions.")
+    return kind(f"{name} cannot be read.", f"{reason(error)}.", "Check its name and permissions.")

@@ -156,11 +156,6 @@ def read(path: Path) -> GgufFile:
     return _read(path, found.st_size, found.st_mtime_ns)
 
 
-def cannot_be_read(path: Path, error: OSError) -> ModelError:
-    """The refusal of a model for a file that the system does not let this process read."""
-    return ModelError(f"{path} cannot be read.", f"{files.reason(error)}.", "Check its permissions.")
-
-
 def read_model(path: Path) -> GgufFile:
     """Read the header of a language model.
 
@@ -170,7 +165,7 @@ def read_model(path: Path) -> GgufFile:
     try:
         found = read(path)
     except OSError as error:
-        raise cannot_be_read(path, error) from error
+        raise files.unreadable(str(path), error, ModelError) from error
     except ValueError as error:
         raise ModelError(
             f"{path} is damaged or incomplete.",

@@ -99,7 +99,7 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(files.read(file))
     except OSError as error:
-        raise gguf_file.cannot_be_read(file, error) from error
+        raise files.unreadable(str(file), error, ModelError) from error
     except ValueError as error:
         raise ModelError(f"{file.name} cannot be read.", f"{file}: {error}.", "Download the model again.") from error
     if not isinstance(content, dict):
@@ -134,7 +134,7 @@ def tensors(file: Path) -> list[StoredTensor]:
             raise ValueError(f"bytes missing at its end: {absent:,}")
         return [_tensor(name, **entry) for name, entry in entries.items()]
     except OSError as error:
-        raise gguf_file.cannot_be_read(file, error) from error
+        raise files.unreadable(str(file), error, ModelError) from error
     except (ValueError, struct.error, LookupError, TypeError, AttributeError) as error:
         said = f"{file}: {error}."[:400]
         raise ModelError(f"{file.name} is damaged.", said, "Download the model again.") from error
