@@ -11,7 +11,7 @@ from kvchat.config.modes import refuse_too_much
 from kvchat.conversations.conversation import Message
 from kvchat.errors import UsageError
 from kvchat.tui.answers import Answers
-from kvchat.tui.state import ChatState, Phase, message_ranges
+from kvchat.tui.state import ChatState, Phase, message_ranges, no_engine
 from kvchat.tui.view import ChatView
 
 
@@ -145,7 +145,7 @@ class Branches:
             UsageError: the engine is busy or down.
         """
         if self.state.phase is Phase.DOWN:
-            raise UsageError("The engine is down.", hint="/restart or the next question starts it again.")
+            raise no_engine()
         if self.state.phase is not Phase.READY:
             raise UsageError("The engine is busy.", hint="/stop stops the answer; then try again.")
 

@@ -27,7 +27,7 @@ from kvchat.tui.events import EngineEvents
 from kvchat.tui.models import Models
 from kvchat.tui.prompt import arguments
 from kvchat.tui.replay import DetailsWatch, Replay
-from kvchat.tui.state import AppConfig, ChatState, Phase
+from kvchat.tui.state import AppConfig, ChatState, Phase, no_engine
 from kvchat.tui.view import ChatView
 
 CHECKPOINT_S = 0.5  # at most twice that is lost of an answer, however the application ends
@@ -224,7 +224,7 @@ class ChatController:
         for one, given in modes.by_mode(target, params or {}).items():
             modes.parse(one, given)
         if self.state.phase is Phase.DOWN:
-            raise UsageError("The engine is down.", hint="/restart or the next question starts it again.")
+            raise no_engine()
         is_restarting = self.state.phase is Phase.LOADING and not self.client.alive
         if self.state.info is None or is_restarting:
             raise UsageError("The model is not loaded yet.", hint="Switch the mode as soon as it is ready.")

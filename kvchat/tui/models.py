@@ -22,7 +22,7 @@ from kvchat.paths import is_server
 from kvchat.protocol.client import EngineClient
 from kvchat.protocol.figures import MemoryPlan, Planned, Proposal
 from kvchat.protocol.messages import HostDtype, KeepPages, Load, Plan, Quantize, SetTemplateArgs, Stop, parse_args
-from kvchat.tui.state import AppConfig, ChatState, Phase
+from kvchat.tui.state import AppConfig, ChatState, Phase, no_engine
 from kvchat.tui.view import ChatView, Remedy, load_anyway
 from kvchat.units import count, figure, size
 
@@ -233,7 +233,7 @@ class Models:
             UsageError: no engine runs.
         """
         if self.state.phase is Phase.DOWN or not self.client.alive:
-            raise UsageError("The engine is down.", hint="/restart or the next question starts it again.")
+            raise no_engine()
         load = self._load(name, {}) if name else self.in_use
         load = replace(load, given=self.state.given)
         self.view.toast(f"Planning memory for {load.model} …")

@@ -299,6 +299,11 @@ class ChatState:
         return " · ".join(parts)
 
 
+def no_engine() -> UsageError:
+    """The refusal of what only a running engine can do."""
+    return UsageError("The engine is down.", hint="/restart or the next question starts it again.")
+
+
 def described(info: Loaded) -> str:
     """A model's name and what its weights are, where that is known."""
     return ", ".join(filter(None, (short_name(info.model), info.weights or info.dtype)))
