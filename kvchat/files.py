@@ -16,15 +16,16 @@ from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 
-from kvchat.errors import KvchatError, UsageError
+from kvchat.errors import DoesNotFitError, KvchatError, UsageError
+from kvchat.units import size
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, none left of a quota, or of what a file may have
 MARK = "\ufeff"
 WIDE = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
-def read(path: Path) -> bytes:
-    """The bytes of the regular file at ``path``.
+def read(path: Path, most: int = -1) -> bytes:
+    """The first ``most`` bytes of the regular file at ``path``, by default all.
 
     Raises:
         OSError: it cannot be read, or is something that need not have an end, such as a pipe or a device.
@@ -32,7 +33,31 @@ def read(path: Path) -> bytes:
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "It is not a regular file", str(path))
-        return file.read()
+        return file.read(most)
+
+
+def load(path: Path, limit: int | None = None) -> bytes:
+    """``read`` for a person.
+
+    Raises:
+        UsageError: it cannot be read; DoesNotFitError: it has more than ``limit`` bytes.
+    """
+    try:
+        raw = read(path, -1 if limit is None else limit + 1)
+    except (OSError, ValueError) as error:
+        raise unreadable(str(path), error) from None
+    return raw if limit is None else limited(raw, limit, str(path))
+
+
+def limited(raw: bytes, limit: int, name: str) -> bytes:
+    """The bytes of ``name``, of which one more than ``limit`` was asked for.
+
+    Raises:
+        DoesNotFitError: there are more.
+    """
+    if len(raw) > limit:
+        raise DoesNotFitError(f"{name} is too large.", f"At most {size(limit)} are read.", "Use a smaller excerpt.")
+    return raw
 
 
 def write(path: Path, data: bytes) -> None:
@@ -71,13 +96,24 @@ def save(path: Path, data: bytes, hint: str) -> None:
         raise unwritable(path, error, hint) from None
 
 
+def check_new(path: Path) -> None:
+    """Refuse what is no new file in a folder that is there, before there is anything to write.
+
+    Raises:
+        UsageError: it exists, or its folder does not.
+    """
+    if os.path.lexists(path):
+        raise UsageError(f"{path} exists.", hint="Choose another name.")
+    check_folder(path)
+
+
 def check_folder(path: Path) -> None:
     """Refuse a file that has no folder, before there is anything to write.
 
     Raises:
         UsageError: the folder is not there.
     """
-    if not path.absolute().parent.is_dir():
+    if not os.path.isdir(path.absolute().parent):
         raise UsageError(f"There is no folder {path.absolute().parent}.", hint="Create it first.")
 
 
@@ -148,18 +184,16 @@ def make_folder(folder: Path) -> None:
         missing.mkdir(mode=0o700, exist_ok=True)
 
 
-def read_text(file: Path) -> str:
+def read_text(file: Path, limit: int | None = None) -> str:
     """The text of a regular file, with a newline at the end of each line.
 
     Raises:
-        UsageError: there is none, it is something else such as a device, or it is not UTF-8.
+        UsageError: it cannot be read, or is not UTF-8; DoesNotFitError: it has more than ``limit`` bytes.
     """
-    if file.exists() and not file.is_file():
-        raise UsageError(f"{file} cannot be read.", "It is not a regular file.", "Use a text file.")
-    try:
-        return for_a_model(file.read_bytes(), str(file))
-    except OSError as error:
-        raise unreadable(str(file), error) from None
+    text = for_a_model(load(file, limit), str(file))
+    if "\0" in text:
+        raise UsageError(f"{file} is not a text file.", "It contains a NUL.", "Use a text file.")
+    return text
 
 
 def for_a_model(raw: bytes, name: str) -> str:
@@ -190,6 +224,6 @@ def unmarked(text: str) -> str:
     return text.removeprefix(MARK).replace(f"\n{MARK}", "\n")
 
 
-def unreadable(name: str, error: OSError, kind: type[KvchatError] = UsageError) -> KvchatError:
+def unreadable(name: str, error: OSError | ValueError, kind: type[KvchatError] = UsageError) -> KvchatError:
     """The error for the file ``name`` that the system does not let this process read."""
     return kind(f"{name} cannot be read.", f"{reason(error)}.", "Check its name and permissions.")

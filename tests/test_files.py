@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvchat import files
-from kvchat.conversations import attachments
-from kvchat.errors import UsageError
+from kvchat.errors import DoesNotFitError, KvchatError, UsageError
 from kvchat.files import decoded, read_text
 
 OLD = b"what was there"
@@ -115,12 +114,6 @@ def test_the_longest_name_can_be_written(tmp_path: Path) -> None:
 # ---- Files that a person names: read, or refused by name
 
 
-def test_a_text_is_read(tmp_path):
-    file = tmp_path / "text.txt"
-    file.write_text("Schön.", "utf-8")
-    assert read_text(file) == "Schön."
-
-
 def test_marks_of_byte_order_are_no_part_of_a_text(tmp_path):
     marked = b"\xef\xbb\xbfone\r\n\xef\xbb\xbftwo \xef\xbb\xbf"  # two files, one after the other
     (tmp_path / "text.txt").write_bytes(marked)
@@ -135,23 +128,46 @@ def test_a_text_of_an_editor_on_windows_is_read(tmp_path, form):
     file = tmp_path / "text.txt"
     file.write_bytes("\ufeffSchön \U0001f600.\r\n".encode(form))
     assert read_text(file) == "Schön \U0001f600.\n"
-    assert attachments.read(file) == "Schön \U0001f600.\n"
     file.write_bytes("\ufeffa\0b".encode(form))
     with pytest.raises(UsageError, match="is not a text"):
-        attachments.read(file)
+        read_text(file)
     file.write_bytes("\ufeffa\ud800b".encode(form, "surrogatepass"))
     with pytest.raises(UsageError, match="is not UTF-16"):
         read_text(file)
 
 
-def test_what_is_no_text_is_refused_by_name_and_never_waited_for(tmp_path):
-    latin, pipe = tmp_path / "latin.txt", tmp_path / "pipe"
-    latin.write_bytes(b"Sch\xf6n.")
-    os.mkfifo(pipe)
-    with pytest.raises(UsageError, match=r"latin\.txt.*UTF-8.*Byte 3.*0xf6"):
-        read_text(latin)
-    for place in (pipe, tmp_path):
-        with pytest.raises(UsageError, match=f"{place.name}.*not a regular file"):
-            read_text(place)
-    with pytest.raises(UsageError, match="No such file"):
-        read_text(tmp_path / "none.txt")
+def test_a_text_of_as_many_bytes_as_may_be_is_read_whole(tmp_path):
+    path = tmp_path / "f"
+    path.write_bytes("a\r\né\x1b[31m".encode())
+    assert read_text(path, limit=path.stat().st_size) == "a\né\x1b[31m"
+
+
+def test_what_cannot_be_read_is_refused_with_the_reason_and_never_waited_for(tmp_path):
+    (tmp_path / "large").write_bytes(b"x" * 11)
+    (tmp_path / "binary").write_bytes(b"ELF\0")
+    (tmp_path / "latin").write_bytes(b"ab\xff")
+    (tmp_path / "locked").touch(mode=0)
+    os.mkfifo(tmp_path / "pipe")
+    said = {
+        "large": "At most 10 B",
+        "binary": "not a text file",
+        "latin": "is not UTF-8. Byte 2 is 0xff.",
+        "pipe": "not a regular file",
+        ".": "Is a directory",
+        "missing": "No such file",
+        "/dev/zero": "not a regular file",
+    }
+    if os.geteuid():
+        said["locked"] = "Permission denied"
+    for name, reason in said.items():
+        with pytest.raises(KvchatError, match=reason) as refused:
+            read_text(tmp_path / name, limit=10)
+        assert isinstance(refused.value, DoesNotFitError) == (name == "large")
+
+
+def test_a_new_file_is_refused_where_there_is_one_or_no_folder(tmp_path):
+    files.check_new(tmp_path / "new")
+    (tmp_path / "link").symlink_to("nowhere")
+    for path, reason in ((tmp_path, "exists"), (tmp_path / "link", "exists"), (tmp_path / "a" / "b", "no folder")):
+        with pytest.raises(UsageError, match=reason):
+            files.check_new(path)

@@ -7,26 +7,23 @@ torch and without a model.
 from __future__ import annotations
 
 import os
-import stat
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import kvchat
-from kvchat import paths, process
+from kvchat import files, paths, process
 from kvchat.cli.profile import load_settings
 from kvchat.config import modes, profiles, sources
 from kvchat.config.schema import Settings
 from kvchat.config.sources import Key, Resolved, SettingsSource, unknown_variables
-from kvchat.conversations.attachments import BYTES_PER_TOKEN, MAX_BYTES, fenced
-from kvchat.errors import DoesNotFitError, UsageError
-from kvchat.files import for_a_model, unreadable
+from kvchat.conversations.attachments import MAX_BYTES, fenced
+from kvchat.errors import UsageError
 from kvchat.protocol import recording
 from kvchat.protocol.figures import Params
 from kvchat.protocol.messages import Keeping, Load, Turn
-from kvchat.units import count, size
 
 if TYPE_CHECKING:
     from kvchat.tui.state import AppConfig
@@ -65,7 +62,7 @@ def chat(flags: SettingsSource, resume: bool, plain: bool, record: Path | None =
         asked_mode=chosen.kv.mode if is_asked_for(resolved, ("kv", "mode")) else "",
         asked_params=_asked_params(resolved),
         prompt=asked,
-        piped=as_file(for_a_model(piped(), "stdin")) if is_question else "",
+        piped=as_file(files.for_a_model(piped(), "stdin")) if is_question else "",
         recorder=Recorder(record, kvchat.__version__) if record else None,
         model_folders=tuple(map(Path, chosen.model.folders)),
         servers=chosen.model.servers,
@@ -143,13 +140,13 @@ def _is_terminal(stream: Any) -> bool:
     return stream is not None and stream.isatty()
 
 
-def turns(prompt: str | None, files: Sequence[Path], system: str | None) -> tuple[Turn, ...]:
+def turns(prompt: str | None, named: Sequence[Path], system: str | None) -> tuple[Turn, ...]:
     """The turns of a command: the system prompt, if there is one, and the question with the text that was piped in.
 
     Raises:
         KvchatError: as ``piped`` and ``compose``.
     """
-    asked = Turn("user", compose(prompt, files, piped()))
+    asked = Turn("user", compose(prompt, named, piped()))
     return (Turn("system", system), asked) if system else (asked,)
 
 
@@ -159,11 +156,12 @@ def piped() -> bytes:
     Raises:
         DoesNotFitError: it is more than a model could read, perhaps without an end.
     """
-    return b"" if sys.stdin is None or sys.stdin.isatty() else _limited(sys.stdin.buffer, "stdin")
+    raw = b"" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.buffer.read(MAX_BYTES + 1)
+    return files.limited(raw, MAX_BYTES, "stdin")
 
 
-def compose(prompt: str | None, files: Sequence[Path], piped: bytes) -> str:
-    """The user's turn: the files with their names, what was piped in as one more of them, and the prompt.
+def compose(prompt: str | None, named: Sequence[Path], piped: bytes) -> str:
+    """The user's turn: the ``named`` files, what was piped in as one more of them, and the prompt.
 
     Without a prompt what was piped in is the prompt.
 
@@ -171,8 +169,8 @@ def compose(prompt: str | None, files: Sequence[Path], piped: bytes) -> str:
         UsageError: nothing is left, a file cannot be read, or something is not UTF-8.
         DoesNotFitError: a file is larger than what a model could read.
     """
-    parts = [fenced(str(path), _read(path)) for path in files]
-    written, context = typed(prompt or ""), for_a_model(piped, "stdin")
+    parts = [fenced(str(path), _read(path)) for path in named]
+    written, context = typed(prompt or ""), files.for_a_model(piped, "stdin")
     parts += [context, written] if not written.strip() else [as_file(context), written]
     text = "\n\n".join(part.rstrip("\n") for part in parts if part.strip())
     if not text:
@@ -186,7 +184,7 @@ def typed(prompt: str) -> str:
     Raises:
         UsageError: it has such bytes.
     """
-    return for_a_model(prompt.encode("utf-8", "surrogateescape"), "The prompt")
+    return files.for_a_model(prompt.encode("utf-8", "surrogateescape"), "The prompt")
 
 
 def as_file(piped: str) -> str:
@@ -195,25 +193,11 @@ def as_file(piped: str) -> str:
 
 
 def _read(path: Path) -> str:
-    """The text of a file, which may be a pipe; a device may have no end."""
-    try:
-        kind = path.stat().st_mode
-        if stat.S_ISCHR(kind) or stat.S_ISBLK(kind):
-            raise UsageError(f"{path} cannot be read.", "It is a device.", "Use a text file or a pipe.")
-        with path.open("rb") as file:
-            return for_a_model(_limited(file, str(path)), str(path))
-    except OSError as error:
-        raise unreadable(str(path), error) from None
-
-
-def _limited(stream: BinaryIO, name: str) -> bytes:
-    """All of a stream; what is said before the model is loaded must do for any model."""
-    raw = stream.read(MAX_BYTES + 1)
-    if len(raw) > MAX_BYTES:
-        tokens = count(MAX_BYTES // BYTES_PER_TOKEN)
-        detail = f"At most {size(MAX_BYTES)} are read: about {tokens} tokens, more than models take."
-        raise DoesNotFitError(f"{name} is too large.", detail, "Use a smaller excerpt.")
-    return raw
+    """The text of a file, or of a pipe, as of a shell's ``<(COMMAND)``."""
+    if not path.is_fifo():
+        return files.read_text(path, MAX_BYTES)
+    with path.open("rb") as pipe:
+        return files.for_a_model(files.limited(pipe.read(MAX_BYTES + 1), MAX_BYTES, str(path)), str(path))
 
 
 def replay(file: Path | None, plain: bool) -> int:

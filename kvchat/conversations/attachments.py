@@ -1,22 +1,18 @@
-"""Files in a question: read whole or refused, sent in a fence that names the file, shown as one line."""
+"""Files in a question: sent in a fence that names the file, shown as one line."""
 
 from __future__ import annotations
 
 import re
-import stat
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from kvchat import files
-from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.units import size
 
 MAX_BYTES = 2**24  # of a file, while no model says how much it reads
 BYTES_PER_TOKEN = 8  # more than any tokenizer packs into a token of text on average
-KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 _OPENED = re.compile(r"^File ([^\n]+):\n(`{3,})[^\n`]*\n", re.MULTILINE)
 _CLOSING = re.compile(r"^`{3,}$", re.MULTILINE)
 
@@ -36,29 +32,6 @@ class Piece(NamedTuple):
     def label(self) -> str:
         """The file in a few words: ``[notes.txt · 4.2 KiB]``."""
         return f"[{self.name} · {size(len(self.text[self.begin : self.end].encode('utf-8', 'replace')))}]"
-
-
-def read(path: Path, limit: int = MAX_BYTES) -> str:
-    """The text of a regular file of at most ``limit`` bytes.
-
-    Raises:
-        UsageError: there is none, it cannot be read, or it is no text in UTF-8.
-        DoesNotFitError: it is larger.
-    """
-    try:
-        raw = _read(path, limit + 1)
-    except OSError as error:
-        raise files.unreadable(f"The file {path}", error) from None
-    if len(raw) > limit:
-        raise DoesNotFitError(
-            f"The file {path} is too large.", f"At most {size(limit)} fit.", "Attach a smaller excerpt."
-        )
-    found = raw if not raw.startswith(files.WIDE) else files.decoded(raw, f"The file {path}").encode()
-    if b"\0" in found:
-        raise UsageError(
-            f"The file {path} is not a text file.", f"Byte {found.index(0):,} is NUL.", "Models read only text here."
-        )
-    return files.for_a_model(found, f"The file {path}")
 
 
 def fenced(name: str, text: str) -> str:
@@ -99,12 +72,3 @@ def folded(question: str) -> str:
     if not any(piece.name for piece in found):
         return question
     return "\n".join(filter(None, (piece.label if piece.name else piece.text.strip("\n") for piece in found)))
-
-
-def _read(path: Path, limit: int) -> bytes:
-    """The first ``limit`` bytes; opening a pipe or a device would wait for it."""
-    if not stat.S_ISREG(kind := path.stat().st_mode):
-        found = KINDS.get(stat.S_IFMT(kind), "a device")
-        raise UsageError(f"{path} is {found}, not a file.", hint="Attach a regular text file.")
-    with path.open("rb") as file:
-        return file.read(limit)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvchat import files
 from kvchat.conversations import export
 from kvchat.protocol.figures import Run
 from kvchat.protocol.messages import Sampling, Variant
@@ -117,7 +118,7 @@ def check(path: Path) -> None:
         UsageError: the ending names no format, the file exists, or its folder does not.
     """
     export.check_ending(path, FORMATS)
-    export.check_new(path)
+    files.check_new(path)
 
 
 def _row(name: str, run: Run) -> tuple[str, ...]:

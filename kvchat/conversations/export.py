@@ -129,7 +129,7 @@ def write_new(path: Path, text: str) -> None:
     Raises:
         UsageError: it exists, its folder does not, or it cannot be written.
     """
-    check_new(path)
+    files.check_new(path)
     files.save(path, text.encode("utf-8", "replace"), "Choose another place.")
 
 
@@ -143,45 +143,13 @@ def check_ending(path: Path, formats: Iterable[str]) -> None:
         raise UsageError(f'"{path}" has no known file ending.', hint=f"Use one of {', '.join(formats)}.")
 
 
-def check_new(path: Path) -> None:
-    """Check that a new file can have this path.
-
-    Raises:
-        UsageError: it exists, its folder does not, or neither can be seen.
-    """
-    try:
-        if path.exists():
-            raise UsageError(f"{path} exists.", hint="Choose another name.")
-        if not path.absolute().parent.is_dir():
-            raise UsageError(
-                f"{path} cannot be written.", f"There is no folder {path.absolute().parent}.", "Create it first."
-            )
-    except (OSError, ValueError) as error:
-        raise files.unwritable(path, error, "Choose another place.") from None
-
-
 def read(path: Path) -> Conversation:
     """Read a conversation that was exported as JSON.
 
     Raises:
-        UsageError: the file cannot be read, or is none of them.
+        UsageError: the file cannot be read, or is none of them; DoesNotFitError: it is too large for one.
     """
-    try:
-        if path.exists() and not path.is_file():
-            raise UsageError(f"{path} is not a file.", hint="Use a file exported by kvchat.")
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"{path} cannot be read.", f"{files.reason(error)}.", "Check its name and permissions."
-        ) from None
-    if len(data) > MAX_BYTES:
-        raise UsageError(
-            f"{path} is too large for a conversation.",
-            f"At most {MAX_BYTES:,} bytes are read.",
-            "Use a file exported by kvchat.",
-        )
-    return from_json(data, str(path))
+    return from_json(files.load(path, MAX_BYTES), str(path))
 
 
 def from_json(data: bytes, name: str) -> Conversation:

@@ -13,6 +13,7 @@ import json
 import time
 import zlib
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -124,26 +125,14 @@ def read(path: Path) -> list[Entry]:
 
 
 def _unpacked(path: Path) -> bytes:
+    raw = files.load(path, MAX_BYTES)
+    if not raw.startswith(GZIP):
+        return raw
     try:
-        if not path.is_file():
-            raise UsageError(f"There is no recording {path}.", hint="Check the path.")
-        with path.open("rb") as file:
-            packed = file.read(2) == GZIP
-        with (gzip.open if packed else open)(path, "rb") as file:
-            data: bytes = file.read(MAX_BYTES + 1)
+        with gzip.open(BytesIO(raw)) as packed:
+            return files.limited(packed.read(MAX_BYTES + 1), MAX_BYTES, str(path))
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise UsageError(f"{path} is damaged.", f"{error}.", "Copy or record it again.") from None
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"{path} cannot be read.", f"{getattr(error, 'strerror', None) or error}.", "Check its permissions."
-        ) from None
-    if len(data) > MAX_BYTES:
-        raise UsageError(
-            f"{path} is too long for a recording.",
-            f"At most {MAX_BYTES:,} bytes are read.",
-            "Use a file written by --record.",
-        )
-    return data
 
 
 def _refusal(path: Path, line: int, detail: str) -> UsageError:

@@ -266,8 +266,8 @@ async def of_servers(addresses: Iterable[str], looks_around: bool = False) -> li
     if not (named or looks_around):
         return []
     try:
-        libraries.check_remote(named[0] if named else "servers")
-    except ModelError as refused:
+        libraries.require("remote", f"Talking to {named[0] if named else 'servers'}")
+    except UsageError as refused:
         return [FoundModel(text, SERVER, problem=str(refused)) for text in named or ("servers",)]
     from kvchat.remote import servers  # imports httpx2
 

@@ -26,7 +26,7 @@ from kvchat import paths
 from kvchat.cli import chat
 from kvchat.cli.chat import compose
 from kvchat.config.modes import registered
-from kvchat.errors import DoesNotFitError, EngineError, UsageError
+from kvchat.errors import DoesNotFitError, EngineError
 from kvchat.models import compile_ahead
 from kvchat.protocol.messages import Load, Sampling, Turn
 
@@ -364,11 +364,6 @@ def test_a_closed_pipe_ends_it_quietly() -> None:
 # ---- What a command asks: read from files, pipes and stdin, never without an end
 
 
-def test_a_file_without_an_end_is_refused_as_a_device() -> None:
-    with pytest.raises(UsageError, match=r"/dev/zero.*device"):
-        compose("what is this?", [Path("/dev/zero")], b"")
-
-
 def test_a_pipe_is_read_and_one_that_does_not_end_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
@@ -377,7 +372,7 @@ def test_a_pipe_is_read_and_one_that_does_not_end_refused(tmp_path: Path, monkey
     monkeypatch.setattr(chat, "MAX_BYTES", 2**20)
     endless = threading.Thread(target=_write_until_closed, args=(pipe,), daemon=True)
     endless.start()
-    with pytest.raises(DoesNotFitError, match=r"1\.0 MiB.*131,072 tokens"):
+    with pytest.raises(DoesNotFitError, match=r"1\.0 MiB"):
         compose("", [pipe], b"")
     endless.join()
 
@@ -386,7 +381,7 @@ def test_stdin_without_an_end_is_refused(run: Run, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(chat, "MAX_BYTES", 100)
     outcome = run("ask", stdin=b"x" * 101)
     assert (outcome.code, outcome.out) == (3, "")
-    assert not lacks(outcome.err, "stdin", "100 B", "12 tokens")
+    assert not lacks(outcome.err, "stdin", "100 B")
 
 
 def _write_until_closed(pipe: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from dataclasses import replace
 
@@ -16,7 +15,7 @@ from support.message import lacks
 from kvchat.conversations import attachments, comparison
 from kvchat.conversations.comparison import COLUMNS, Comparison, first_difference, rows, verdicts
 from kvchat.conversations.conversation import TITLE_CHARACTERS, Conversation, read_stats
-from kvchat.errors import DoesNotFitError, KvchatError, UsageError
+from kvchat.errors import UsageError
 from kvchat.protocol.figures import Agreement, Run, Stats
 from kvchat.protocol.messages import Sampling, Turn, Variant
 
@@ -309,34 +308,3 @@ def test_a_question_is_folded_to_labels_and_titled_by_them():
     conversation = Conversation()
     conversation.ask(question)
     assert (conversation.title, conversation.last_text()) == ("[a.txt · 2.0 KiB] [b · 2 B] Compare them", question)
-
-
-def test_a_file_of_as_many_bytes_as_may_be_is_read_whole(tmp_path):
-    path = tmp_path / "f"
-    path.write_bytes("a\r\né\x1b[31m".encode())
-    assert attachments.read(path) == "a\né\x1b[31m"
-    assert attachments.read(path, limit=path.stat().st_size)
-
-
-def test_what_cannot_be_sent_is_refused_with_the_reason(tmp_path):
-    (tmp_path / "large").write_bytes(b"x" * 11)
-    (tmp_path / "binary").write_bytes(b"ELF\0")
-    (tmp_path / "latin").write_bytes(b"ab\xff")
-    (tmp_path / "locked").touch(mode=0)
-    os.mkfifo(tmp_path / "pipe")
-    said = {
-        "large": "too large. At most 10 B fit.",
-        "binary": "is not a text file. Byte 3 is NUL.",
-        "latin": "is not UTF-8. Byte 2 is 0xff.",
-        "pipe": "is a pipe, not a file.",
-        ".": "is a folder, not a file.",
-        "missing": "cannot be read. No such file",
-        "/dev/zero": "is a device, not a file.",
-    }
-    if os.geteuid():
-        said["locked"] = "cannot be read. Permission denied"
-    for name, reason in said.items():
-        with pytest.raises(KvchatError) as refused:
-            attachments.read(tmp_path / name, limit=10)
-        assert reason in str(refused.value)
-        assert isinstance(refused.value, DoesNotFitError) == (name == "large")

@@ -10,9 +10,10 @@ from kvchat import paths, thoughts
 from kvchat.config import presets
 from kvchat.config.modes import choosable
 from kvchat.config.validation_errors import expected
-from kvchat.conversations import attachments, export
+from kvchat.conversations import export
 from kvchat.conversations.conversation import Message
 from kvchat.errors import UsageError, resolve
+from kvchat.files import read_text
 from kvchat.protocol.messages import MAX_NEEDLE_TOKENS
 from kvchat.tui.comparisons import parse_variants
 from kvchat.tui.controller import ChatController
@@ -154,7 +155,7 @@ async def set_pace(chat: ChatController, argument: str) -> None:
 async def attach(chat: ChatController, argument: str) -> None:
     """``/file PATH``: begin a question about the file."""
     path = argument.strip("\"'")
-    attachments.read(Path(os.path.expanduser(path)), chat.state.file_limit)
+    read_text(Path(os.path.expanduser(path)), chat.state.file_limit)
     if not chat.view.restore_prompt(f"{mentions.mention(path)} "):
         raise UsageError("The prompt already has text.", hint=f"Type {mentions.mention(path)} into it.")
 

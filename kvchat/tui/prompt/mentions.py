@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from kvchat.conversations import attachments
 from kvchat.errors import UsageError
+from kvchat.files import read_text
 from kvchat.units import size
 
 OFFERED = 50
@@ -67,7 +68,7 @@ def attach(parts: Iterable[Part], limit: int) -> str:
             return found[0]
         if name not in files:
             room = limit - sum(len(text.encode("utf-8", "replace")) for text in files.values())
-            files[name] = attachments.read(Path(os.path.expanduser(name)), max(room, 0))
+            files[name] = read_text(Path(os.path.expanduser(name)), max(room, 0))
         return name + after
 
     for text, is_typed in parts:
