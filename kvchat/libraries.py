@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from kvchat.errors import ModelError
+from kvchat.errors import UsageError
 
 # The packages of kvchat's extras that are asked for while it runs, as pyproject.toml has them.
 EXTRAS = {
@@ -66,42 +66,32 @@ def absent(name: str) -> list[str]:
     return [package for package in packages if find_spec(package.replace("-", "_")) is None]
 
 
+def require(name: str, what: str) -> None:
+    """Refuse ``what`` where a package of one of kvchat's ``EXTRAS`` is not installed.
+
+    Raises:
+        UsageError: one is not; with the command that installs them.
+    """
+    if packages := absent(name):
+        verb = "is" if len(packages) == 1 else "are"
+        detail = f"{' and '.join(packages)} {verb} not installed."
+        raise UsageError(f"{what} needs more packages.", detail, f"Run: {extra(name)}")
+
+
+def lacking(quantize: str, device: str) -> list[str]:
+    """The packages that weights quantized so need on a device, and that are not installed; "auto" may be a CPU."""
+    is_needed = quantize == "nf4" or (quantize in EXTRA_OF and device.startswith("cuda"))
+    return absent(EXTRA_OF[quantize]) if is_needed else []
+
+
 def check(quantize: str, device: str) -> None:
-    """Refuse what would only be refused once torch is imported: a quantization that needs a package.
-
-    ``device`` is as in the settings; what "auto" is nobody knows yet.
+    """Refuse a quantization that lacks a package, before torch is imported.
 
     Raises:
-        ModelError: the package is not installed.
+        UsageError: a package is not installed.
     """
-    needs = quantize == "nf4" or (quantize in EXTRA_OF and device.startswith("cuda"))
-    if needs and (packages := absent(EXTRA_OF[quantize])):
-        raise missing(quantize, packages)
-
-
-def check_remote(address: str) -> None:
-    """Refuse to talk to a server without the packages for it.
-
-    Raises:
-        ModelError: one is not installed.
-    """
-    if packages := absent("remote"):
-        raise ModelError(
-            f"Talking to {address} needs {EXTRAS['remote'][0].partition('>')[0]}.",
-            f"{' and '.join(packages)} {'is' if len(packages) == 1 else 'are'} not installed.",
-            f"Run: {extra('remote')}",
-        )
-
-
-def missing(quantize: str, packages: list[str]) -> ModelError:
-    """The refusal of a quantization whose ``packages`` are not installed."""
-    verb = "is" if len(packages) == 1 else "are"
-    needed = EXTRAS[EXTRA_OF[quantize]][0].partition(">")[0]
-    return ModelError(
-        f"{quantize} weights need {needed}.",
-        f"{' and '.join(packages)} {verb} not installed.",
-        f"Run: {extra(EXTRA_OF[quantize])}",
-    )
+    if lacking(quantize, device):
+        require(EXTRA_OF[quantize], f"quantize={quantize}")
 
 
 def _outside() -> str:

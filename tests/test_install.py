@@ -20,7 +20,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from kvchat import libraries
-from kvchat.errors import ModelError
+from kvchat.errors import UsageError
 from kvchat.libraries import BITSANDBYTES_LOG, TRANSFORMERS, import_bitsandbytes, prepare_transformers
 
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
@@ -72,7 +72,7 @@ def test_a_missing_package_is_told_before_torch_is_imported(
     monkeypatch: pytest.MonkeyPatch, quantize: str, device: str
 ) -> None:
     monkeypatch.setattr(libraries, "find_spec", lambda name: None if name == "accelerate" else object())
-    with pytest.raises(ModelError, match=r"accelerate.* install .*accelerate"):
+    with pytest.raises(UsageError, match=r"accelerate.* install .*accelerate"):
         libraries.check(quantize, device)
     libraries.check("int8", "cpu")
     libraries.check("auto", "cuda")

@@ -182,7 +182,7 @@ def opened_at_server(load: Load) -> RemoteSession:
     Raises:
         KvchatError: there is none, or a package is missing.
     """
-    libraries.check_remote(load.model)
+    libraries.require("remote", f"Talking to {load.model}")
     from kvchat.remote.session import open_session
 
     try:

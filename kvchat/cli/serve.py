@@ -9,7 +9,6 @@ from kvchat import libraries, paths
 from kvchat.cli.chat import is_asked_for, keeping, load_of
 from kvchat.cli.output import note, progress
 from kvchat.config.sources import Resolved
-from kvchat.errors import UsageError
 from kvchat.kv.memory import available
 from kvchat.models import checkpoint
 
@@ -23,13 +22,7 @@ def serve(resolved: Resolved, host: str, port: int, key: str, origins: Sequence[
         UsageError: a package is missing, or the address or the model cannot be used.
         EngineError: the engine ended while it loaded the model.
     """
-    if packages := libraries.absent("serve"):
-        missing = "is" if len(packages) == 1 else "are"
-        raise UsageError(
-            "kvchat serve needs more packages.",
-            f"{', '.join(packages)} {missing} not installed.",
-            f"Run: {libraries.extra('serve')}",
-        )
+    libraries.require("serve", "kvchat serve")
     from kvchat.serve import server
     from kvchat.serve.requests import Defaults
 

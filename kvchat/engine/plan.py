@@ -311,8 +311,8 @@ def propose(made: MemoryPlan, smaller: Sequence[ModeNeed] = ()) -> Proposal | No
     for mode, need, spills in _ways(made, smaller):
         for quantize in weights:
             if not need.refusal and _fits(made, quantize, need, spills):
-                absent = quantization.absent_packages(quantize, torch.device(made.device))
-                command = libraries.extra(libraries.EXTRA_OF[quantize]) if absent else ""
+                lacks = libraries.lacking(quantize, made.device)
+                command = libraries.extra(libraries.EXTRA_OF[quantize]) if lacks else ""
                 bits = (*_lost_bits(made, quantize), *_lost_pages(made))
                 lost = (*bits, *_lost_reading(made, quantize, mode, need, spills))
                 return Proposal(quantize, mode, need.params.get("budget"), lost, command)

@@ -214,9 +214,7 @@ class Vocabulary:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab: int, ends: Collection[int]) -> None:
         """Raises UsageError: llguidance is missing, or does not know such a tokenizer."""
-        if libraries.absent("grammar"):
-            hint = f"Run: {libraries.extra('grammar')}"
-            raise UsageError("JSON answers need the package llguidance.", "It is not installed.", hint)
+        libraries.require("grammar", "An answer constrained to JSON")
         from llguidance.hf import from_tokenizer
 
         self.vocab = vocab

@@ -377,7 +377,7 @@ class Loader:
     def open_session(self, load: Load, progress: Progress) -> Session | RemoteSession:
         """As ``kvchat.engine.session.open_session``; that of a server without torch."""
         if is_server(load.model):
-            libraries.check_remote(load.model)
+            libraries.require("remote", f"Talking to {load.model}")
             from kvchat.remote import session
 
             return session.open_session(load, progress)

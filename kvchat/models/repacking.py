@@ -66,7 +66,7 @@ def choose(quantize: str, described: ModelDescription) -> Choice:
     small = by_default(described)
     if small == "none":
         return Choice("none")
-    if absent := quantization.absent_packages(small, described.device):
+    if absent := libraries.lacking(small, described.device.type):
         packages = " and ".join(absent)
         return Choice(
             "none",

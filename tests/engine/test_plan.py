@@ -30,7 +30,6 @@ from kvchat.kv.modes.base import ModelTraits
 from kvchat.kv.modes.full import STAGED_SHARE
 from kvchat.models.description import describe
 from kvchat.models.load import load_model
-from kvchat.models.quantize import quantization
 from kvchat.models.recurrent import SNAPSHOTS
 from kvchat.protocol.figures import ModeNeed, Snapshot
 from kvchat.protocol.messages import Load, Sampling, Turn
@@ -127,7 +126,7 @@ def test_what_is_stored_is_planned_at_every_length(tmp_path, host_dtype, tokens)
 
 @pytest.mark.parametrize("quantize", ["int8", "int4", "nf4"])
 def test_quantized_weights(quantize):
-    if absent := quantization.absent_packages(quantize, torch.device("cpu")):
+    if absent := libraries.lacking(quantize, "cpu"):
         pytest.skip(f"{' and '.join(absent)} not installed")
     measured = load_model(Load("bundled", "cpu", "float32", quantize=quantize), silent).weight_bytes
     assert planned("bundled").weights[quantize] == pytest.approx(measured, rel=WITHIN)
@@ -413,8 +412,8 @@ def test_a_proposal_that_needs_a_package_says_how_to_install_it(monkeypatch):
     )
     made = replace(made, modes={**made.modes, "full": ModeNeed(1000, {})}, device_free=1700, host_free=9999)
     assert propose(made).mode == "full"
-    for found, wanted in ((None, libraries.extra("bnb")), (object(), "")):
-        monkeypatch.setattr(quantization, "find_spec", lambda name, found=found: found)
+    for absent, wanted in ((["bitsandbytes"], libraries.extra("bnb")), ([], "")):
+        monkeypatch.setattr(libraries, "absent", lambda name, absent=absent: absent)
         assert propose(made).install == wanted
         lines = list(plan_lines(replace(made, proposal=propose(made))))
         assert [line for line in lines if "pip install" in line] == ([wanted] if wanted else [])

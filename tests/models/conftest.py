@@ -10,9 +10,9 @@ import pytest
 import torch
 from support import tiny_models
 
+from kvchat import libraries
 from kvchat.models import description
 from kvchat.models.load import LoadedModel, load_model
-from kvchat.models.quantize import quantization
 from kvchat.paths import bundled_model_dir
 from kvchat.protocol.messages import Load
 
@@ -43,7 +43,7 @@ def llama_folder(tmp_path):
 
 @pytest.fixture
 def nothing_installed(monkeypatch):
-    monkeypatch.setattr(quantization, "find_spec", lambda name: None)
+    monkeypatch.setattr(libraries, "absent", lambda name: [name])
 
 
 @pytest.fixture

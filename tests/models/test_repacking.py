@@ -22,7 +22,6 @@ from kvchat.models.description import describe
 from kvchat.models.fuse.modules import sample_logits
 from kvchat.models.load import LoadedModel, load_model
 from kvchat.models.probe import relative_error, selftest
-from kvchat.models.quantize import quantization
 from kvchat.models.quantize.rows import body
 from kvchat.protocol.messages import Load
 from kvchat.tui.models import plan_lines
@@ -142,7 +141,7 @@ def test_a_plan_gives_up_only_bits_that_the_file_has(file_of):
 
 
 def test_without_torchao_it_is_unpacked_and_the_package_is_named(read, file_of, model, monkeypatch):
-    monkeypatch.setattr(quantization, "absent_packages", lambda quantize, device: ["torchao"])
+    monkeypatch.setattr(libraries, "lacking", lambda quantize, device: ["torchao"])
     loaded = load_model(Load(str(file_of("Q8_0")), "cpu"), silent)
     assert (loaded.weights, loaded.weight_bytes) == ("", pytest.approx(model.weight_bytes, rel=0.01))
     (note,) = [note for note in loaded.notes if "torchao" in note]

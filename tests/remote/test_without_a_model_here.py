@@ -13,7 +13,7 @@ from support.environment import environ
 
 from kvchat import libraries
 from kvchat.engine.worker import Loader
-from kvchat.errors import ModelError
+from kvchat.errors import ModelError, UsageError
 from kvchat.models import checkpoint
 from kvchat.protocol.messages import Load, Plan
 from kvchat.tui.models import of_servers
@@ -73,7 +73,7 @@ def test_what_needs_a_model_here_says_so() -> None:
 
 def test_without_its_packages_the_command_that_installs_them_is_told(monkeypatch) -> None:
     monkeypatch.setattr(libraries, "find_spec", lambda name: object() if name == "pip" else None)
-    with pytest.raises(ModelError) as refused:
+    with pytest.raises(UsageError) as refused:
         Loader().open_session(Load("http://127.0.0.1:1"), lambda stage: None)
     assert all(package.partition(">")[0] in refused.value.detail for package in libraries.EXTRAS["remote"])
     assert libraries.extra("remote") in refused.value.hint

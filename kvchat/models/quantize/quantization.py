@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from logging import ERROR, getLogger
 from typing import Any, get_args
 
@@ -50,15 +49,14 @@ def resolve(quantize: str, config: Any, dtype: torch.dtype, device: torch.device
     "auto" is decided for what transformers unpacks before this; here it is "none".
 
     Raises:
-        UsageError: there is no such choice, or not for this device and dtype.
-        ModelError: the library is not installed, or the checkpoint is quantized already.
+        UsageError: there is no such choice, or not for this device and dtype, or a package is not installed.
+        ModelError: the checkpoint is quantized already.
     """
     check(quantize, config, device)
     if quantize in ("auto", "none"):
         _check_dtype(config, dtype, device)
         return Quantization(own_method(config))
-    if absent := absent_packages(quantize, device):
-        raise libraries.missing(quantize, absent)
+    libraries.check(quantize, device.type)
     method, chosen = _package(quantize, device) or quantize, _chosen(quantize, dtype, device)
     return Quantization(method, {"quantization_config": chosen})
 
@@ -241,12 +239,6 @@ def multiply_int8(model: Any) -> None:
         weight: Any = linear.weight
         if hasattr(weight, "qdata") and weight.scale.numel() == len(weight.qdata):
             int8_rows.install(linear, weight.qdata, weight.scale.flatten().float())
-
-
-def absent_packages(quantize: str, device: torch.device) -> list[str]:
-    """The packages that a quantization needs and that are not installed; ``none`` needs none."""
-    package = _package(quantize, device)
-    return [name for name in (package, "accelerate") if find_spec(name) is None] if package else []
 
 
 def own_section(config: Any) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import importlib.util
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ from support import tiny_models, tiny_multimodal
 from support.model_folders import declare, listed, planned
 from support.progress import silent
 
+from kvchat import libraries
 from kvchat.engine.plan import memory_plan
 from kvchat.errors import ModelError, UsageError
 from kvchat.models import attention_hook
@@ -44,7 +44,7 @@ def test_a_choice_that_is_not():
 
 
 def test_without_bitsandbytes_the_command_is_named(nothing_installed):
-    with pytest.raises(ModelError, match=r"bitsandbytes and accelerate.*pip install 'bitsandbytes>"):
+    with pytest.raises(UsageError, match=r"bnb.*pip install 'bitsandbytes>"):
         load_model(Load("bundled", "cpu", quantize="nf4"), silent)
 
 
@@ -176,7 +176,7 @@ def int8():
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_without_torchao_the_command_is_named_for_a_gpu(nothing_installed, quantize):
-    with pytest.raises(ModelError, match=r"torchao and accelerate.*pip install 'torchao>"):
+    with pytest.raises(UsageError, match=r"ao.*pip install 'torchao>"):
         quantization.resolve(quantize, tiny_models.config("llama"), torch.bfloat16, torch.device("cuda"))
 
 
@@ -188,7 +188,7 @@ def test_without_torchao_the_command_is_named_for_a_gpu(nothing_installed, quant
     ],
 )
 def test_int4_that_a_gpu_cannot_multiply_is_refused(monkeypatch, dtype, capability, refusal):
-    monkeypatch.setattr(quantization, "find_spec", lambda name: SimpleNamespace())
+    monkeypatch.setattr(libraries, "absent", lambda name: [])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     cuda = torch.device("cuda")
     with pytest.raises(UsageError, match=refusal):
