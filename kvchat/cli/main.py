@@ -9,8 +9,7 @@ import errno
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -28,9 +27,7 @@ from kvchat.cli.output import echo, note, replace_unknown_characters, report
 from kvchat.cli.profile import load_settings
 from kvchat.config import modes
 from kvchat.config.sources import Resolved
-from kvchat.config.validation_errors import refused_by_pydantic
-from kvchat.errors import DoesNotFitError, KvchatError, UsageError
-from kvchat.foreign_text import visible
+from kvchat.errors import DoesNotFitError, KvchatError
 from kvchat.process import postpone_full_collections, spin_briefly, use_physical_cores
 
 CHAT = "chat"
@@ -62,10 +59,6 @@ def main() -> None:
 class Commands(TyperGroup):
     """Opens the chat with a question in place of a command. Ends quietly when stdout is closed (``| head -1``)."""
 
-    def make_context(self, *args: Any, **extra: Any) -> Any:
-        with _made_visible():
-            return super().make_context(*args, **extra)
-
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse; a question, and the options around it, are those of the chat, options before a command its own."""
         _, words, _ = self.make_parser(ctx).parse_args(args=list(args))
@@ -86,16 +79,7 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            with _made_visible():
-                return super().invoke(ctx)
-        except typer.BadParameter as error:
-            if (refused := refused_by_pydantic(error.__cause__)) is None:
-                raise
-            value, wanted = refused
-            named = error.param.opts[-1] if error.param and error.param.opts else "An argument"
-            raise UsageError(
-                f'{named} "{value}" is not valid.', f"It must be {wanted}.", "See `-h` for the options."
-            ) from None
+            return super().invoke(ctx)
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python still flushes at its exit
             raise typer.Exit(0) from None
@@ -106,16 +90,6 @@ class Commands(TyperGroup):
             raise KvchatError(
                 "The output cannot be written.", f"{error.strerror}.", "Free some disk space, or write elsewhere."
             ) from None
-
-
-@contextmanager
-def _made_visible() -> Iterator[None]:
-    """Make control characters visible in typer's errors: they quote the command line, and typer itself prints them."""
-    try:
-        yield
-    except typer.TyperException as error:
-        error.message = visible(error.message)
-        raise
 
 
 # Plain help: the same on every terminal, and quicker than with boxes.

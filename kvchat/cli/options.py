@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
@@ -58,34 +57,23 @@ def described(section: Section, name: str) -> str:
 def setting(section: Section, name: str, *flags: str, complete: Completer | None = None) -> Any:
     """The option of a setting: its schema has the help, and the words where it takes one of a few."""
     field = section.model_fields[name]
-    words, number = choices(field), _number(field.annotation)
+    words, kinds = choices(field), (field.annotation, *get_args(field.annotation))
+    number = next((f"<{kind.__name__}>" for kind in (int, float) if kind in kinds), None)
     return typer.Option(
         *flags,
         help=described(section, name),
         metavar="|".join(words if len(words) <= FEW else [name.upper()]) or number,
-        parser=_parsed if number else None,
         autocompletion=complete or one_of(words),
     )
 
 
-def _number(annotation: Any) -> str | None:
-    """The placeholder of a value that is a number; the settings refuse what is none, in their own words."""
-    kinds = [annotation, *get_args(annotation)]
-    return next((f"<{kind.__name__}>" for kind in (int, float) if kind in kinds), None)
-
-
-def _parsed(text: str) -> int | float | str:
-    for kind in (int, float):
-        with suppress(ValueError):
-            return kind(text)
-    return text
-
-
 def left_out(section: Section, name: str, *flags: str, complete: Completer | None = None) -> Any:
-    """The type of the option of a setting that keeps its value where the option is left out."""
+    """The type of the option of a setting that keeps its value where the option is left out.
+
+    A number stays a text, as in the environment: the settings refuse what is none, in their own words.
+    """
     annotation = section.model_fields[name].annotation
-    kinds = [kind for kind in (bool, int, float) if kind in (annotation, *get_args(annotation))]
-    kind: Any = list[str] if get_origin(annotation) is tuple else (*kinds, str)[0]
+    kind: Any = bool if annotation is bool else list[str] if get_origin(annotation) is tuple else str
     return Annotated[kind | None, setting(section, name, *flags, complete=complete)]
 
 

@@ -14,10 +14,10 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from kvchat.config.validation_errors import advice, field_at, reason
-from kvchat.errors import TooMuchPinnedError, UsageError, check_known, did_you_mean
+from kvchat.config.validation_errors import validated
+from kvchat.errors import TooMuchPinnedError, UsageError, check_known
 
 Params = dict[str, Any]
 MIN_BUDGET = 64
@@ -530,11 +530,7 @@ def parse(mode: str, params: Params) -> ModeParameters:
         UsageError: an unknown mode, an unknown parameter or a value out of range.
     """
     check_known(mode, choosable(), "KV mode")
-    cls = choosable()[mode]
-    try:
-        return cls.model_validate(params)
-    except ValidationError as error:
-        raise UsageError(*_explain(cls, error.errors()[0])) from None
+    return validated(choosable()[mode], params, mode)
 
 
 def effective_params(
@@ -563,15 +559,6 @@ def to_keep(mode: str, settings: Mapping[str, Params], given: Mapping[str, Param
     return own | {
         one: beside for one, params in entered.items() if (beside := {n: params[n] for n in params if n not in own})
     }
-
-
-def _explain(cls: type[ModeParameters], details: Any) -> tuple[str, ...]:
-    key = ".".join(str(part) for part in details["loc"]) or "parameters"
-    if details["type"] == "extra_forbidden":
-        return f'The {cls.name} mode has no parameter "{key}".', did_you_mean(key, cls.model_fields)
-    sentence = reason(cls, details)
-    title = f"{cls.name}: {key} = {details['input']!r} is not valid."
-    return title, f"{sentence[0].upper()}{sentence[1:]}.", advice(field_at(cls, details["loc"]))
 
 
 @cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import (
     AfterValidator,
@@ -11,20 +11,18 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    ValidationError,
     create_model,
     field_validator,
 )
 
 from kvchat.config.modes import Params, choosable, mode_names
-from kvchat.config.validation_errors import advice, reason
-from kvchat.errors import UsageError, did_you_mean
+from kvchat.config.validation_errors import validated
+from kvchat.errors import UsageError, check_known
 from kvchat.files import unmarked
 from kvchat.protocol.messages import HostDtype, Load, Quantize, Sampling, Split, parse_args
 
 DEFAULTS = Sampling()
 DEVICES = r"^(auto|cpu|cuda(:\d+)?)$"
-S = TypeVar("S", bound="Section")
 
 
 class Section(BaseModel):
@@ -152,7 +150,7 @@ def checked_sampling(sampling: Sampling, **changes: Any) -> Sampling:
     Raises:
         UsageError: a value is out of range; with its name and range.
     """
-    return _checked(SamplingSettings, {**vars(sampling), **changes}, "{} is out of range.").sampling()
+    return validated(SamplingSettings, {**vars(sampling), **changes}, "sampling").sampling()
 
 
 def checked_model(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,19 +160,9 @@ def checked_model(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         UsageError: there is no such option, or a value is refused.
     """
     known = [key for key in ModelSettings.model_fields if key not in ("name", *ModelSettings.OF_APPLICATION)]
-    for unknown in options.keys() - {*known}:
-        raise UsageError(f'There is no option "{unknown}" for a model.', did_you_mean(unknown, known))
-    return _checked(ModelSettings, {"name": name, **options}, "The {} of a model is not valid.").of_load(only_set=True)
-
-
-def _checked(section: type[S], values: Mapping[str, Any], title: str) -> S:
-    try:
-        return section.model_validate(values)
-    except ValidationError as error:
-        details = error.errors()[0]
-    key = str(details["loc"][0])
-    sentence = f"Given: {values[key]!r}; {reason(section, details)}."
-    raise UsageError(title.format(key), sentence, advice(section.model_fields[key]))
+    for option in options:
+        check_known(option, known, "option of a model")
+    return validated(ModelSettings, {"name": name, **options}, "model").of_load(only_set=True)
 
 
 class UiSettings(Section):

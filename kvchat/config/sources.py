@@ -22,7 +22,7 @@ from pydantic_core import ErrorDetails
 
 from kvchat import files, paths
 from kvchat.config.schema import Settings
-from kvchat.config.validation_errors import field_at, reason
+from kvchat.config.validation_errors import choices, field_at, reason
 from kvchat.errors import UsageError, nearest
 
 Key = tuple[str, ...]
@@ -247,10 +247,9 @@ def _reason(key: Key, details: ErrorDetails, model: type[BaseModel]) -> str:
         return f"there is no such setting.{_near(key[-1], _siblings(model, key))}"
     if kind.startswith("model_"):
         return f"a table [{'.'.join(key)}] is expected, not {value}."
-    if kind == "literal_error":
-        words = re.findall(r"'([^']*)'", details["ctx"]["expected"])
-        return f"{value} is not one of {', '.join(words)}.{_near(str(details['input']), words)}"
-    return f"{value} is not valid: {reason(model, details)}."
+    field = field_at(model, key)
+    near = _near(str(details["input"]), choices(field) if field else ())
+    return f"{value} is not valid: {reason(model, details)}.{near}"
 
 
 def _siblings(model: type[BaseModel], key: Key) -> Iterable[str]:

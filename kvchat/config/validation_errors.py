@@ -4,16 +4,37 @@ from __future__ import annotations
 
 import json
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from kvchat.errors import UsageError, did_you_mean
+
+M = TypeVar("M", bound=BaseModel)
+
 BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-KINDS = {"int": "a whole number", "float": "a number", "finite": "a finite number", "bool": "true or false"}
+
+
+def validated(model: type[M], values: Mapping[str, Any], whose: str) -> M:
+    """``values`` as a ``model``; they may be given as text. ``whose`` they are stands in the refusal.
+
+    Raises:
+        UsageError: a name is unknown or a value refused.
+    """
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        details = error.errors()[0]
+    key = ".".join(map(str, details["loc"])) or "parameters"
+    if details["type"] == "extra_forbidden":
+        raise UsageError(f'{whose} has no parameter "{key}".', did_you_mean(key, model.model_fields))
+    sentence = reason(model, details)
+    title = f"{whose}: {key} = {details['input']!r} is not valid."
+    raise UsageError(title, f"{sentence[0].upper()}{sentence[1:]}.", advice(field_at(model, details["loc"])))
 
 
 def reason(model: type[BaseModel], details: ErrorDetails) -> str:
@@ -27,19 +48,6 @@ def reason(model: type[BaseModel], details: ErrorDetails) -> str:
     if field and len(details["loc"]) > 1 and _section(field).model_config.get("extra") == "allow":
         return "it must be non-empty text"  # a name of the person's in an open section
     return f"it must be {expected(field)}" if field else "it must be a table"
-
-
-def refused_by_pydantic(error: BaseException | None) -> tuple[object, str] | None:
-    """A value that no field describes, and what it must be: the bound or the kind; None of any other error.
-
-    A validator's own ``ValueError``, as typer's of a word that is no choice, is one that says it all.
-    """
-    if not isinstance(error, ValidationError) or (details := error.errors()[0])["type"] == "value_error":
-        return None
-    context = details.get("ctx", {})
-    bounds = [f"{words} {context[name]:g}" for name, words in BOUNDS.items() if name in context]
-    kinds = [words for begins, words in KINDS.items() if details["type"].startswith(begins)]
-    return details["input"], [*bounds, *kinds, "another value"][0]
 
 
 def field_at(model: type[BaseModel], key: Sequence[int | str]) -> FieldInfo | None:

@@ -43,7 +43,7 @@ def unavailable(message: str) -> Refusal:
 def of_body(error: ValidationError) -> Refusal:
     """The refusal of a body, by the first thing that is wrong with it."""
     details = error.errors(include_url=False, include_context=False)[0]
-    param = ".".join(map(str, details["loc"])) or None
+    param = ".".join(map(str, details["loc"])).replace("max_new_tokens", "max_tokens") or None
     if details["type"] == "extra_forbidden":
         return invalid(f"Unknown field {param}.", param)
     message = details["msg"].removeprefix("Value error, ")

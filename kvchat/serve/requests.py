@@ -1,7 +1,7 @@
 """The bodies that clients send: checked, and as what the engine is asked.
 
 Nothing is accepted and ignored: a field that would change the answer and that kvchat does not have is refused, unless
-its value asks for nothing. Fields that change no answer are in ``UNUSED``.
+its value asks for nothing.
 """
 
 from __future__ import annotations
@@ -11,16 +11,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from kvchat.config import modes
-from kvchat.config.schema import checked_sampling
+from kvchat.config.schema import SamplingSettings, Texts
 from kvchat.errors import UsageError
 from kvchat.protocol.messages import MAX_LOGPROBS, Load, Loaded, Sampling, Turn, Variant, parse_args
-from kvchat.serve.refusals import invalid
+from kvchat.serve.refusals import invalid, of_body
 from kvchat.thoughts import TAGS, end_of
 
-MOST_STOPS = 16
 UNLIMITED = -1  # tokens, as LM Studio's clients ask
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 NO_FUNCTIONS = "this form is outdated; use tools"
@@ -51,10 +59,6 @@ def _joined(content: Any) -> Any:
         if not isinstance(part, dict) or part.keys() != {"type", "text"} or part["type"] != "text":
             raise ValueError('each part must be {"type": "text", "text": "..."}: kvchat reads only text')
     return "\n".join(part["text"] if isinstance(part["text"], str) else "" for part in content)
-
-
-def _listed(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
 
 
 def _only(value: Any) -> Any:
@@ -226,15 +230,12 @@ class StreamOptions(Body):
 
 
 class Asked(Body):
-    """What both kinds of requests have; ``UNUSED`` are for bookkeeping and change no answer.
+    """What both kinds of requests have.
 
     An answer has at most ``MOST`` tokens where no length was asked for, None: as many as the context.
     """
 
-    UNUSED: ClassVar = ("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key")
-    PENALTIES: ClassVar = ("repetition_penalty", "presence_penalty", "frequency_penalty")
     MOST: ClassVar[int | None] = None
-    DRAWN: ClassVar = ("temperature", "top_p", "top_k", "min_p", *PENALTIES, "seed", "stop")
 
     model: str | None = None
     stream: bool | None = None
@@ -246,12 +247,13 @@ class Asked(Body):
     min_p: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
-    stop: Annotated[Annotated[list[str], Field(max_length=MOST_STOPS)] | None, BeforeValidator(_listed)] = None
+    stop: Texts | None = None
     kvchat: KvchatFields = KvchatFields()
     n: Annotated[Any, only(1, reason="a request gets one answer; send it again for another")] = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: Annotated[Any, only({}, reason="kvchat has no logit bias")] = None
+    # For bookkeeping: these change no answer.
     user: Any = None
     metadata: Any = None
     service_tier: Any = None
@@ -290,16 +292,15 @@ class Asked(Body):
             Refusal: a value is out of range.
         """
         asked = self.most_tokens()
-        limit = context if asked == UNLIMITED else asked
-        given = {name: getattr(self, name) for name in self.DRAWN} | {"max_new_tokens": limit}
         most = self.MOST or context
         default = defaults.sampling if defaults.is_limited else replace(defaults.sampling, max_new_tokens=most)
+        values = vars(default) | self.model_dump(include=set(SamplingSettings.model_fields), exclude_none=True)
+        if asked is not None:
+            values["max_new_tokens"] = context if asked == UNLIMITED else asked
         try:
-            return checked_sampling(default, **{name: value for name, value in given.items() if value is not None})
-        except UsageError as error:
-            name = error.title.split()[0]
-            sent = "max_tokens" if name == "max_new_tokens" else name
-            raise invalid(str(error).replace(name, sent, 1), sent) from None
+            return SamplingSettings.model_validate(values).sampling()
+        except ValidationError as error:
+            raise of_body(error) from None
 
     def template_args(self, load: Load, loaded: Loaded) -> tuple[str, ...]:
         """The variables of the chat template: those of the server, and what was asked for.

@@ -68,7 +68,7 @@ def test_an_escaped_mention_and_a_paste_are_literal():
         ("@other.csv", '"other.csv"'),
         ("@./other", "./other"),
         ('@"a fil.md"', '"a file.md"?'),
-        ("@sub", "folder"),
+        ("@sub", "directory"),
         ("@/" + "x" * 5000, "no file"),
     ],
 )
