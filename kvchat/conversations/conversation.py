@@ -7,8 +7,6 @@ it was.
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import re
 import time
 import uuid
@@ -31,8 +29,6 @@ MOST_PUNCTUATION = 8  # looked at between a word and the place of a switch
 _WORD_END = re.compile(r"[^\W_][.,;:!?…\"'”’)\]]*(?=\s)|[、。，！？；：]")
 _FENCE = re.compile(r"^[ \t>]*(`{3,}|~{3,})[^\n]*", re.MULTILINE)
 _STATS = TypeAdapter(Stats)
-_PARAMS: TypeAdapter[Params] = TypeAdapter(Params)
-_NAMES = {one.name for one in dataclasses.fields(Stats)}
 
 
 def new_id() -> str:
@@ -71,7 +67,7 @@ class Message:
     receipt: str = ""
     stats: Annotated[Stats | None, BeforeValidator(read_stats)] = None
     pinned: bool = False
-    switch_lines: SwitchLines = ()
+    switch_lines: tuple[ModeChange, ...] = ()
     model: str = ""
     thought: str = ""
 
@@ -378,45 +374,12 @@ def _code_end(text: str, place: int) -> int | None:
     return None if opened else place
 
 
-_CHANGE = TypeAdapter(ModeChange)
-
-
-def _change(given: object) -> object:
-    """A switch from what JSON held; earlier versions kept its place and a line between dashes."""
-    if isinstance(given, list | tuple) and len(given) == 2 and isinstance(given[1], str):
-        given = {"chars": given[0], "line": given[1].strip("─ ")}
-    return _CHANGE.validate_python(given)
-
-
-SwitchLines = tuple[Annotated[ModeChange, BeforeValidator(_change)], ...]
-_SWITCH_LINES: TypeAdapter[SwitchLines] = TypeAdapter(SwitchLines)
-
-
 def read_stats(values: object) -> Stats | None:
-    """Stats from what JSON held, also of another version: unknown figures are left out, all where one is damaged."""
-    if not isinstance(values, dict):
-        return None
+    """Stats from what JSON held; what another version had beside is left out, all where a figure means another kind."""
     try:
-        stats = _STATS.validate_python({name: value for name, value in values.items() if name in _NAMES})
-    except (ValueError, RecursionError):
-        return None
-    return stats if all(math.isfinite(value) for value in vars(stats).values() if isinstance(value, float)) else None
-
-
-def read_switch_lines(text: object) -> SwitchLines:
-    """Live switches from JSON; none where it is damaged."""
-    try:
-        return _SWITCH_LINES.validate_json(text)  # type: ignore[arg-type]
+        return _STATS.validate_python(values)
     except ValueError:
-        return ()
-
-
-def read_params(text: object) -> Params:
-    """A mode's parameters from JSON; none where it is damaged. The mode checks them when it is entered."""
-    try:
-        return _PARAMS.validate_json(text)  # type: ignore[arg-type]
-    except ValueError:
-        return {}
+        return None
 
 
 def in_words(params: Params) -> list[str]:

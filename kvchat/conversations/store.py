@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import re
 import sqlite3
@@ -28,26 +27,22 @@ from kvchat.conversations.conversation import (
     Conversation,
     Header,
     Message,
+    ModeChange,
     new_id,
-    read_params,
     read_stats,
-    read_switch_lines,
     shorten,
 )
 from kvchat.errors import KvchatError, UsageError
-from kvchat.protocol.figures import Stats
 
 BUSY_S = 2.0  # what another application's write may take
 LOCKED = "locked"  # SQLite says so
 RESTORABLE_S = 24 * 3600.0
 LISTED = 200
 MARK = ("\ue000", "\ue001")  # around the words found in an excerpt: of Unicode's private use
-ROLES = ("user", "assistant")
 _MESSAGE = tuple(field.name for field in dataclasses.fields(Message))
 CHANGING = ("text", "ending", "receipt", "stats", "pinned", "switch_lines", "model", "thought")
 _SUMMARY = (
-    "SELECT c.id, CAST(c.title AS TEXT) AS title, CAST(c.updated AS REAL) AS updated,"
-    " (SELECT count(*) FROM message WHERE conversation = c.id) AS messages"
+    "SELECT c.id, c.title, c.updated, (SELECT count(*) FROM message WHERE conversation = c.id) AS messages"
     " FROM conversation AS c"
 )
 _SEARCH = (
@@ -113,6 +108,7 @@ MIGRATIONS = (
         "ALTER TABLE message ADD COLUMN model TEXT NOT NULL DEFAULT ''",
     ),
     ("ALTER TABLE message ADD COLUMN thought TEXT NOT NULL DEFAULT ''",),
+    ("UPDATE message SET switch_lines = '[]' WHERE switch_lines LIKE '[[%'",),  # before each was an object
 )
 ASIDE = ".deleted"
 
@@ -223,8 +219,9 @@ class ConversationStore:
             ).fetchall()
         if header is None:
             raise UsageError(f'There is no conversation "{id}".', hint="It may have been deleted meanwhile.")
-        with self._errors("read"):
-            conversation = Conversation(messages=map(_message, rows), **_header(header))
+        conversation = Conversation(
+            messages=map(_message, rows), **{**dict(header), "params": json.loads(header["params"])}
+        )
         if header["leaf"] is not None and conversation.leaf is None and conversation.messages:
             conversation.go_to([*conversation.messages][-1])  # another application withdrew the last one
         return conversation
@@ -348,7 +345,7 @@ class ConversationStore:
     def _errors(self, done: str) -> Iterator[None]:
         try:
             yield
-        except (sqlite3.Error, OSError, UnicodeDecodeError) as error:  # of an error that names what is damaged
+        except (sqlite3.Error, OSError) as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             refused = StoreError(
                 f"The conversations in {self.path} cannot be {done}.", f"{reason.capitalize()}.", _hint(reason)
@@ -367,7 +364,7 @@ def _open(path: Path | None, busy_s: float) -> sqlite3.Connection:
     db = sqlite3.connect(path or ":memory:", timeout=busy_s, isolation_level=None, check_same_thread=False)
     try:
         db.row_factory = sqlite3.Row
-        db.create_function("folded", 1, lambda text: folded(text) if isinstance(text, str) else "", deterministic=True)
+        db.create_function("folded", 1, folded, deterministic=True)
         db.text_factory = lambda text: text.decode("utf-8", "replace")
         for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "foreign_keys = ON", "secure_delete = ON"):
             db.execute(f"PRAGMA {pragma}")
@@ -401,7 +398,7 @@ def _version(db: sqlite3.Connection) -> int:
 def _hint(reason: str) -> str:
     if "newer" in reason:
         return "Update kvchat, or set KVCHAT_DATA_DIR to another folder."
-    if any(damage in reason for damage in ("malformed", "not a database", "codec can't decode")):
+    if any(damage in reason for damage in ("malformed", "not a database")):
         return "Move the file away, or restore it from a backup: kvchat never deletes it."
     if "Not a directory" in reason:
         return "Set KVCHAT_DATA_DIR to a writable folder."
@@ -433,33 +430,9 @@ def _values(message: Message) -> dict[str, Any]:
 
 
 def _message(row: sqlite3.Row) -> Message:
-    """The message of a row, in which only its figures and the lines of switches may be damaged."""
-    texts = all(isinstance(row[name], str) for name in ("id", "role", "text", "ending", "receipt", "model"))
-    if not texts or not row["id"] or row["role"] not in ROLES or not isinstance(row["parent"], str | None):
-        raise sqlite3.DatabaseError("a message in it is malformed")
-    values = {**dict(row), "created": _time(row), "stats": _stats(row["stats"]), "pinned": bool(row["pinned"])}
-    return Message(**{**values, "switch_lines": read_switch_lines(row["switch_lines"])})
-
-
-def _header(row: sqlite3.Row) -> dict[str, Any]:
-    if not isinstance(row["title"], str) or not all(isinstance(row[name], str | None) for name in ("system", "leaf")):
-        raise sqlite3.DatabaseError("its record of the conversation is malformed")
-    mode = row["mode"] if isinstance(row["mode"], str) else ""
-    return {**dict(row), "created": _time(row), "mode": mode, "params": read_params(row["params"])}
-
-
-def _time(row: sqlite3.Row) -> float:
-    created = row["created"]
-    if not isinstance(created, int | float) or not math.isfinite(created):
-        raise sqlite3.DatabaseError("a timestamp in it is malformed")
-    return created
-
-
-def _stats(text: str | None) -> Stats | None:
-    try:
-        return read_stats(json.loads(text)) if text else None
-    except (ValueError, TypeError, RecursionError):
-        return None
+    stats = read_stats(json.loads(row["stats"])) if row["stats"] else None
+    lines = tuple(ModeChange(**change) for change in json.loads(row["switch_lines"]))
+    return Message(**{**dict(row), "stats": stats, "pinned": bool(row["pinned"]), "switch_lines": lines})
 
 
 def _storable(value: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import sqlite3
@@ -73,14 +72,6 @@ def test_the_lines_of_switches_are_kept(store):
     assert read.leaf == made.leaf
     assert read.leaf.switch_lines == LINES
     assert read.leaf.marked_text == "one ┃¹ two ┃² three four\n\n┃¹ full -> sync\n\n┃² sync -> full"
-
-
-def test_switches_of_earlier_versions_are_read(store):
-    made = saved(store, "one")
-    made.answer("one two", "eos")
-    keep(store, made)
-    store._db.execute("UPDATE message SET switch_lines = ? WHERE role = 'assistant'", ('[[3, "── full -> sync ──"]]',))
-    assert store.load(made.id).leaf.switch_lines == (ModeChange(3, "full -> sync"),)
 
 
 @pytest.mark.parametrize("version", range(1, len(MIGRATIONS)))
@@ -395,53 +386,6 @@ def test_a_damaged_file_is_refused_and_left_alone(path, content):
     with pytest.raises(StoreError, match="file"):
         ConversationStore(path)
     assert path.read_bytes() == content
-
-
-NO_UTF8 = b"\xff"
-
-
-@pytest.mark.parametrize("stats", ["x", "3", '{"switches": 3}', '{"prompt_tokens": "many"}', "[" * 3000, NO_UTF8])
-def test_damaged_figures_are_left_out(store, stats):
-    made = saved(store, "one")
-    store._db.execute("UPDATE message SET stats = ?", (stats,))
-    assert [message.stats for message in store.load(made.id).messages.values()] == [None] * len(made.messages)
-
-
-@pytest.mark.parametrize("lines", ["x", "3", "[3]", '[["a", "x"]]', '[[-1, "x"]]', f'[[{2**63}, "x"]]', NO_UTF8])
-def test_damaged_lines_of_switches_are_left_out(store, lines):
-    made = saved(store, "one", "1")
-    store._db.execute("UPDATE message SET switch_lines = ?", (lines,))
-    assert [message.marked_text for message in store.load(made.id).path] == ["one", "1"]
-
-
-@pytest.mark.parametrize(
-    ("column", "value"),
-    [
-        *(("message.text", NO_UTF8), ("message.parent", NO_UTF8), ("message.created", "soon"), ("message.id", "")),
-        *(("message.created", math.inf), ("conversation.system", NO_UTF8), ("conversation.title", NO_UTF8)),
-    ],
-)
-def test_a_damaged_conversation_is_refused_and_the_others_are_not(store, column, value):
-    damaged, whole = saved(store, "one"), saved(store, "two")
-    table, name = column.split(".")
-    which = "id" if table == "conversation" else "conversation"
-    store._db.execute("DROP TRIGGER message_changed")
-    store._db.execute(
-        f"UPDATE {table} SET {name} = ? WHERE rowid = (SELECT rowid FROM {table} WHERE {which} = ?)",
-        (value, damaged.id),
-    )
-    with pytest.raises(StoreError, match="malformed"):
-        store.load(damaged.id)
-    assert store.load(whole.id).title == "two"
-    assert {summary.id for summary in store.recent()} == {damaged.id, whole.id}
-
-
-def test_a_damaged_name_of_a_table_is_refused(store, path):
-    store._db.execute("PRAGMA writable_schema = ON")
-    store._db.execute("UPDATE sqlite_schema SET sql = CAST(X'ff' || sql AS TEXT) WHERE name = 'message'")
-    store.close()
-    with pytest.raises(StoreError, match="file"):
-        ConversationStore(path)
 
 
 def test_a_newer_database_is_refused_and_left_alone(store, path):
