@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, TypeVar
 
+from kvchat.protocol.figures import Gpu
+
 T = TypeVar("T")
 
 
@@ -34,18 +36,6 @@ class GpuInfo:
     bus_id: str | None = None
     link: PcieLink = PcieLink()
     link_max: PcieLink = PcieLink()
-
-
-@dataclass(frozen=True)
-class GpuUsage:
-    """The load of a GPU: memory in bytes (``process``: this process' share), percent, degrees Celsius and watts."""
-
-    used: int | None = None
-    total: int | None = None
-    process: int | None = None
-    utilization: int | None = None
-    temperature: int | None = None
-    power: float | None = None
 
 
 @dataclass(frozen=True)
@@ -85,13 +75,12 @@ class GpuReader:
             link_max=self._link("Max"),
         )
 
-    def usage(self) -> GpuUsage:
-        """Read its load."""
-        memory = self._read("nvmlDeviceGetMemoryInfo", lambda info: (int(info.used), int(info.total)))
-        used, total = memory or (None, None)
-        return GpuUsage(
-            used=used,
-            total=total,
+    def usage(self, name: str) -> Gpu:
+        """Read the load of the GPU, which is called ``name``."""
+        return Gpu(
+            name,
+            used=self._read("nvmlDeviceGetMemoryInfo", lambda info: int(info.used)),
+            total=self._read("nvmlDeviceGetMemoryInfo", lambda info: int(info.total)),
             process=self._read("nvmlDeviceGetComputeRunningProcesses", _own_bytes),
             utilization=self._read("nvmlDeviceGetUtilizationRates", lambda rates: int(rates.gpu)),
             temperature=self._read("nvmlDeviceGetTemperature", int, "NVML_TEMPERATURE_GPU"),

@@ -13,7 +13,8 @@ import pytest
 from support.fake_nvml import FakeGpu, FakeNvml, GiB
 
 from kvchat import nvml, paths
-from kvchat.nvml import GpuInfo, GpuReader, GpuUsage, PcieLink, PcieTraffic
+from kvchat.nvml import GpuInfo, GpuReader, PcieLink, PcieTraffic
+from kvchat.protocol.figures import Gpu
 
 RTX, H100 = FakeGpu(), FakeGpu("NVIDIA H100", 80 * GiB, capability=(9, 0), uuid="GPU-h100")
 MIG = FakeGpu("NVIDIA H100 MIG 1g.10gb", 10 * GiB, uuid="MIG-1g")
@@ -29,7 +30,7 @@ def pynvml(monkeypatch: pytest.MonkeyPatch) -> Install:
 
 
 def test_importing_loads_neither_torch_nor_pynvml():
-    code = "import sys, kvchat.nvml; sys.exit(bool({'torch', 'pynvml', 'pydantic'} & set(sys.modules)))"
+    code = "import sys, kvchat.nvml; sys.exit(bool({'torch', 'pynvml'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=600).returncode == 0
 
 
@@ -38,7 +39,7 @@ def test_what_a_gpu_is_and_what_it_does(pynvml):
     reader = GpuReader("0")
     link, link_max = PcieLink(1, 16), PcieLink(4, 16)
     assert reader.info() == GpuInfo(RTX.name, 24 * GiB, GiB, (8, 9), "00000000:65:00.0", link, link_max)
-    assert reader.usage() == GpuUsage(GiB, 24 * GiB, 3 * GiB, 45, 61, 123.4)
+    assert reader.usage("RTX") == Gpu("RTX", GiB, 24 * GiB, 3 * GiB, 45, 61, 123.4)
     assert reader.pcie() == PcieTraffic(to_device=11_200_000_000, to_host=300_000_000)
     pynvml(dataclasses.replace(RTX, bus_id=b"00000000:65:00.0"), driver=b"570.1")
     assert GpuReader("0").info().bus_id == "00000000:65:00.0", "older versions of pynvml return bytes"
@@ -62,9 +63,9 @@ def test_what_a_gpu_is_and_what_it_does(pynvml):
 )
 def test_a_missing_reading_is_none_and_the_others_stay(pynvml, missing, fields):
     pynvml(RTX)
-    before = {**vars(GpuReader("0").info()), **vars(GpuReader("0").usage())}
+    before = {**vars(GpuReader("0").info()), **vars(GpuReader("0").usage("RTX"))}
     pynvml(RTX, missing=(f"nvmlDeviceGet{missing}",))
-    after = {**vars(GpuReader("0").info()), **vars(GpuReader("0").usage())}
+    after = {**vars(GpuReader("0").info()), **vars(GpuReader("0").usage("RTX"))}
     assert {name for name in before if before[name] != after[name]} == fields
     links = {"link": PcieLink(1, None), "link_max": PcieLink(None, 16)}
     assert all(after[name] == links.get(name) for name in fields)
@@ -77,15 +78,15 @@ def test_without_a_driver_every_reading_is_missing(pynvml, monkeypatch, driver):
         monkeypatch.setitem(sys.modules, "pynvml", None)  # importing it raises ImportError
     reader = GpuReader("0")
     assert not reader.found
-    assert (reader.info(), reader.usage()) == (GpuInfo(), GpuUsage())
+    assert (reader.info(), reader.usage("RTX")) == (GpuInfo(), Gpu("RTX"))
     assert (nvml.driver_version(), nvml.all_gpus(), nvml.visible_gpu(0, {})) == (None, (), None)
 
 
 def test_in_a_container_this_process_is_not_listed(pynvml):
     pynvml(dataclasses.replace(RTX, processes=((os.getpid() + 1, GiB),)))
-    assert GpuReader("0").usage().process is None
+    assert GpuReader("0").usage("RTX").process is None
     pynvml(dataclasses.replace(RTX, processes=((os.getpid(), None),)))
-    assert GpuReader("0").usage() == GpuUsage(GiB, 24 * GiB, None, 45, 61, 123.4), "Windows lists no bytes"
+    assert GpuReader("0").usage("RTX") == Gpu("RTX", GiB, 24 * GiB, None, 45, 61, 123.4), "Windows lists no bytes"
 
 
 @pytest.mark.parametrize(
@@ -143,7 +144,7 @@ def test_a_real_gpu() -> None:
 
     properties = torch.cuda.get_device_properties(0)
     reader = GpuReader(str(properties.uuid))
-    info, usage = reader.info(), reader.usage()
+    info, usage = reader.info(), reader.usage("RTX")
     assert (info.name, info.compute_capability) == (properties.name, (properties.major, properties.minor))
     assert usage.total == info.memory == pytest.approx(properties.total_memory, rel=0.1)
     assert info.link_max.width is not None

@@ -11,7 +11,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
@@ -347,7 +347,7 @@ class MetricsCollector:
     def _read_gpus(self) -> dict[str, Gpu]:
         if time.monotonic() - self._gpu_read >= GPU_S:
             readers = self._gpu_readers.items()
-            self._gpus = {device: Gpu(name, **asdict(reader.usage())) for device, (reader, name) in readers}
+            self._gpus = {device: reader.usage(name) for device, (reader, name) in readers}
             self._gpu_read = time.monotonic()
         return self._gpus
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from kvchat import nvml, paths
+from kvchat import paths
 from kvchat.config import profiles
 from kvchat.errors import ModelError
 from kvchat.kv.memory import available
@@ -188,11 +188,9 @@ class Fit:
 
 def room(device: str, released: int = 0) -> Room:
     """Bytes free on ``device`` (as in the settings), with the ``released`` ones that the model in use takes."""
-    if profiles.read_gpu(device) is not None:
-        reader = nvml.visible_gpu(int(device.partition(":")[2] or 0))
-        usage, info = (reader.usage(), reader.info()) if reader else (nvml.GpuUsage(), nvml.GpuInfo())
-        if usage.total is not None and usage.used is not None:
-            return Room("cuda", usage.total - usage.used + released, info.compute_capability)
+    gpu = profiles.read_gpu(device)
+    if gpu and gpu.memory is not None and gpu.memory_used is not None:
+        return Room("cuda", gpu.memory - gpu.memory_used + released, gpu.compute_capability)
     return Room("cpu", available.host_free() + released)
 
 
