@@ -59,7 +59,11 @@ class DoesNotFitError(KvchatError):
 
 
 class ContextFullError(DoesNotFitError):
-    """A conversation is longer than the model's context."""
+    """A conversation is longer than the model's context: ``tokens``, 0 where they were not counted."""
+
+    def __init__(self, title: str, detail: str = "", hint: str = "", tokens: int = 0) -> None:
+        super().__init__(title, detail, hint)
+        self.tokens = tokens
 
 
 class OutOfMemoryError(DoesNotFitError):

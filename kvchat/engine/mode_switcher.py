@@ -194,6 +194,7 @@ class ModeSwitcher:
                 f"It has {tokens:,} tokens; {self._model.name} was made for {self._model.context:,}.",
                 "/mode streaming (or --mode streaming) continues beyond it. Or shorten the question, or start another "
                 "conversation with /new. Nothing stored is lost.",
+                tokens,
             )
 
     def check_prompt(self, tokens: int) -> None:

@@ -24,7 +24,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from kvchat import files, libraries
-from kvchat.errors import EngineError, KvchatError, ModelError, UsageError
+from kvchat.errors import ContextFullError, EngineError, KvchatError, ModelError, UsageError
 from kvchat.kv.memory.available import check_address_space
 from kvchat.paths import is_server
 from kvchat.process import claim_stdio, spin_briefly, use_physical_cores
@@ -317,7 +317,8 @@ class Server:
     def _fail(self, error: KvchatError) -> None:
         """Send ``Failed``; for a command between two tokens after the answer has ended, as it is not about that."""
         kind, fatal = type(error).__name__, self._session is None and self._in_use is None
-        failed = Failed(error.title, error.detail, error.hint, kind, fatal)
+        tokens = error.tokens if isinstance(error, ContextFullError) else 0
+        failed = Failed(error.title, error.detail, error.hint, kind, fatal, tokens)
         if self._answering:
             self._failures.append(failed)
         else:

@@ -439,13 +439,17 @@ class Peeked:
 
 @dataclass(frozen=True)
 class Failed:
-    """A command failed; what is stored is kept. ``kind`` is the error's class, ``fatal``: no model is loaded now."""
+    """A command failed; what is stored is kept. ``kind`` is the error's class, ``fatal``: no model is loaded now.
+
+    A prompt that does not fit has so many ``tokens``.
+    """
 
     title: str
     detail: str = ""
     hint: str = ""
     kind: str = "EngineError"
     fatal: bool = False
+    tokens: Count = 0
 
 
 @dataclass(frozen=True)

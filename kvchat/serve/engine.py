@@ -76,7 +76,6 @@ class Engine:
         self._job: Job | None = None
         self._last: messages.Finished | messages.Failed | messages.Tokenized | None = None
         self._is_interrupted = False  # the job, for one that cannot wait
-        self._tokens = 0  # of a prompt that did not fit
         self._is_closing = False
 
     @property
@@ -149,7 +148,7 @@ class Engine:
 
     def _begin(self) -> None:
         if self._job is None and self._waiting:
-            self._job, self._last, self._tokens = self._waiting.popleft(), None, 0
+            self._job, self._last = self._waiting.popleft(), None
             self._is_interrupted = False
             try:
                 self._client.send(self._job.command)
@@ -177,17 +176,8 @@ class Engine:
                 raise _error(report)
             case messages.Failed() if self._job is None or self._last:
                 self.say(str(_error(report)))  # an answer was given, and what came after it failed
-            case messages.Tokenized(tokens) if self._last:
-                self._tokens = tokens
             case messages.Finished() | messages.Failed() | messages.Tokenized():
                 self._last = report
-                if (
-                    isinstance(report, messages.Failed)
-                    and report.kind == errors.ContextFullError.__name__
-                    and self._job
-                ):
-                    asked = self._job.command
-                    self._client.send(messages.Tokenize(asked.turns, asked.template_args, is_counted=True))
                 self._client.send(messages.Peek(0, 0))
             case _ if self._job and isinstance(report, messages.AnswerEvent | messages.Resumed):
                 self._job.events.put_nowait(report)
@@ -213,9 +203,9 @@ class Engine:
                 return Ended(refusal=unavailable("The server is shutting down."))
             return Ended(last, self.snapshot)
         message = str(_error(last))
-        if self._tokens > context:
+        if last.tokens:
             kind, code = "exceed_context_size_error", "context_length_exceeded"
-            return Ended(refusal=Refusal(400, message, kind, None, code, n_prompt_tokens=self._tokens, n_ctx=context))
+            return Ended(refusal=Refusal(400, message, kind, None, code, n_prompt_tokens=last.tokens, n_ctx=context))
         if last.kind in OF_REQUESTS:
             return Ended(refusal=invalid(message))
         if last.kind == errors.OutOfMemoryError.__name__:

@@ -17,12 +17,9 @@ from kvchat.protocol.messages import (
     Keeping,
     Load,
     Loaded,
-    Peek,
     Peeked,
     Started,
     Stop,
-    Tokenize,
-    Tokenized,
     Turn,
 )
 from kvchat.serve import server
@@ -112,17 +109,12 @@ def test_what_was_interrupted_is_not_begun_anew_if_it_ended_before_or_its_client
     assert names(client) == ["title", "shown"] * 2
 
 
-def test_of_a_prompt_that_does_not_fit_only_the_number_of_tokens_comes(tmp_path):
-    engine, client, _ = loaded(tmp_path)
+def test_a_prompt_that_does_not_fit_is_refused_with_its_tokens(tmp_path):
+    engine, _, _ = loaded(tmp_path)
     job = engine.submit(CHAT)
-    engine._take(Failed("It does not fit.", kind="ContextFullError"))
-    assert client.sent == [CHAT, Tokenize(CHAT.turns, is_counted=True), Peek(0, 0)]
-    engine._take(Tokenized(70))
-    engine._take(Peeked(0, 0, ""))
-    ended = job.events.get_nowait()
-    assert isinstance(ended, Ended)
-    assert ended.refusal
-    error = ended.refusal.body["error"]
+    for report in (Failed("It does not fit.", kind="ContextFullError", tokens=70), Peeked(0, 0, "")):
+        engine._take(report)
+    error = job.events.get_nowait().refusal.body["error"]
     assert (error["n_prompt_tokens"], error["n_ctx"]) == (70, 64)
 
 
