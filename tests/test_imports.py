@@ -42,14 +42,14 @@ LEAVES = {
 BELOW_ENGINE = LEAVES | {"nvml", "protocol", "config", "kv"}
 MAY = {
     "errors": set(),
-    "files": {"errors"},
+    "files": {"errors", "units"},
     "foreign_text": set(),
     "libraries": {"errors"},
     "paths": set(),
     "process": set(),
     "thoughts": {"units"},
     "units": set(),
-    "nvml": {*LEAVES, "pynvml"},
+    "nvml": {*LEAVES, "protocol.figures", "pynvml"},
     "protocol": {*LEAVES, "protocol", "pydantic"},
     "config": {*LEAVES, "config", "pydantic"},
     "config.schema": {"protocol"},
