@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -13,8 +11,7 @@ from kvchat.units import size
 
 MAX_BYTES = 2**24  # of a file, while no model says how much it reads
 BYTES_PER_TOKEN = 8  # more than any tokenizer packs into a token of text on average
-_OPENED = re.compile(r"^File ([^\n]+):\n(`{3,})[^\n`]*\n", re.MULTILINE)
-_CLOSING = re.compile(r"^`{3,}$", re.MULTILINE)
+_FENCED = re.compile(r"^File ([^\n]+):\n(`{3,})[^\n`]*\n(.*?)^\2$", re.MULTILINE | re.DOTALL)
 
 
 class Piece(NamedTuple):
@@ -45,23 +42,13 @@ def fenced(name: str, text: str) -> str:
 
 
 def pieces(question: str) -> Iterator[Piece]:
-    """Split a question into the files that were fenced into it and what was written, in a time that grows with it."""
-    closing: defaultdict[str, list[int]] = defaultdict(list)
-    if _OPENED.search(question):
-        for found in _CLOSING.finditer(question):
-            closing[found[0]].append(found.start())
-    end = position = 0
-    while opened := _OPENED.search(question, position):
-        places = closing[opened[2]]
-        next_one = bisect_left(places, opened.end())
-        if next_one == len(places):
-            position = opened.start() + 1
-            continue
-        if opened.start() > end:
-            yield Piece(question[end : opened.start()])
-        begun, body_end = opened.start(), places[next_one]
-        end = position = body_end + len(opened[2])
-        yield Piece(question[begun:end], opened[1], opened.end() - begun, body_end - begun)
+    """Split a question into the files that were fenced into it and what was written."""
+    end = 0
+    for found in _FENCED.finditer(question):
+        if found.start() > end:
+            yield Piece(question[end : found.start()])
+        end = found.end()
+        yield Piece(found[0], found[1], found.start(3) - found.start(), found.end(3) - found.start())
     if end < len(question):
         yield Piece(question[end:])
 

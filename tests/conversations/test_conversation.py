@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import replace
 
 import pytest
@@ -268,27 +267,6 @@ def test_what_is_fenced_is_found_again_with_what_surrounds_it(text):
     found = list(attachments.pieces(f"{block}\n\nWhat is it?"))
     assert [(piece.text, piece.name) for piece in found] == [(block, "notes.md"), ("\n\nWhat is it?", "")]
     assert text in block
-
-
-HOSTILE = {
-    "files that never end": "File a:\n```\n",
-    "files with fences of their own": "File a:\n````x\n```\n",
-    "names": "File a",
-    "colons": "File ::::::::",
-    "fences": "```\n",
-    "a fence": "`",
-    "files": "File a:\n```\nx\n```\n",
-}
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_the_time_to_find_files_grows_with_the_text(name):
-    question = HOSTILE[name] * (2**20 // len(HOSTILE[name]))
-    begun = time.process_time()
-    assert "".join(piece.text for piece in attachments.pieces(question)) == question
-    attachments.folded(question)
-    attachments.fenced("again", question)
-    assert time.process_time() - begun < 5
 
 
 def test_a_file_that_never_ends_is_text_and_hides_none_behind_it():
