@@ -40,11 +40,8 @@ def _cost(message: Message) -> str:
 
 
 def _moment(seconds: float) -> str:
-    """A time in seconds since the epoch as ``2026-11-26 09:24``, here; "" for one that no calendar has."""
-    try:
-        return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M")
-    except (OverflowError, OSError, ValueError):
-        return ""
+    """A time in seconds since the epoch as ``2026-11-26 09:24``, here."""
+    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M")
 
 
 def to_markdown(conversation: Conversation) -> str:

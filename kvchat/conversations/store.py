@@ -175,12 +175,7 @@ class ConversationStore:
                 if id in stored and id in due:
                     self._update(message, changes.saved.get(id))
                 elif id not in stored and id in needed:
-                    values = _values(message)
-                    self._db.execute(
-                        f"INSERT INTO message (conversation, {', '.join(values)})"
-                        f" VALUES (?, {', '.join('?' * len(values))})",
-                        (changes.id, *values.values()),
-                    )
+                    self._insert("message", {"conversation": changes.id, **_values(message)})
             self._db.executemany(
                 "DELETE FROM message WHERE id = ? AND id NOT IN (SELECT parent FROM message"
                 " WHERE conversation = ? AND parent IS NOT NULL)",
@@ -303,11 +298,8 @@ class ConversationStore:
         if found:
             self._write("conversation", changes.id, {**due, "updated": time.time(), "deleted": None})
         else:
-            self._db.execute(
-                f"INSERT INTO conversation (id, {', '.join(header)}, created, updated)"
-                f" VALUES (?, {', '.join('?' * len(header))}, ?, ?)",
-                tuple(map(_storable, (changes.id, *header.values(), changes.created, time.time()))),
-            )
+            made = {"id": changes.id, "created": changes.created, "updated": time.time()}
+            self._insert("conversation", {**made, **header})
         return found is None
 
     def _update(self, message: Message, saved: Message | None) -> None:
@@ -326,9 +318,13 @@ class ConversationStore:
         if due:
             self._write("message", message.id, due)
 
+    def _insert(self, table: str, values: Mapping[str, Any]) -> None:
+        marks = ", ".join("?" * len(values))
+        self._db.execute(f"INSERT INTO {table} ({', '.join(values)}) VALUES ({marks})", tuple(values.values()))
+
     def _write(self, table: str, id: str, values: Mapping[str, Any]) -> None:
         columns = ", ".join(f"{name} = ?" for name in values)
-        self._db.execute(f"UPDATE {table} SET {columns} WHERE id = ?", (*map(_storable, values.values()), id))
+        self._db.execute(f"UPDATE {table} SET {columns} WHERE id = ?", (*values.values(), id))
 
     def _saying(self, words: list[str]) -> sqlite3.Cursor:
         """The messages with all the words, the best first, or the newest where the index is of no use."""
@@ -419,7 +415,7 @@ def _ancestors(changes: Changes, ids: Iterable[str]) -> set[str]:
 
 
 def _columns(header: Header) -> dict[str, Any]:
-    return {**dataclasses.asdict(header), "params": json.dumps(header.params)}
+    return {name: _storable(value) for name, value in vars(header).items()} | {"params": json.dumps(header.params)}
 
 
 def _values(message: Message) -> dict[str, Any]:

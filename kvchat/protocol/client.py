@@ -14,7 +14,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
@@ -33,6 +33,7 @@ KILLED = 9
 DUMP = "Fatal Python error"  # Python's fault handler: stacks and modules follow, the reason stands before
 NO_MEMORY = re.compile(r"memory allocation of \d+ bytes failed|bad_alloc|[Cc]annot allocate memory|MemoryError")
 MAX_WAITING = 1000  # events that the screen has not taken yet
+LATEST = (figures.Snapshot, messages.Details, messages.Prefilled)  # of which only the latest counts
 
 
 @dataclass(frozen=True)
@@ -253,19 +254,12 @@ class EngineClient:
         return tuple(said[:end][-TAIL_LINES:])
 
 
-def coalesce(reports: Iterable[Report]) -> list[Report]:
+def coalesce(reports: Sequence[Report]) -> list[Report]:
     """Merge neighboring pieces of text; keep only the latest figures and progress, each at its own place."""
-    kept: list[Report] = []
-    latest: dict[type, int] = {}
-    for report in reports:
-        last = kept[-1] if kept else None
-        if isinstance(report, messages.Text) and isinstance(last, messages.Text):
-            kept[-1] = last + report
-            continue
-        if isinstance(report, figures.Snapshot | messages.Details | messages.Prefilled):
-            if (index := latest.get(type(report))) is not None:
-                del kept[index]
-                latest = {cls: place - (place > index) for cls, place in latest.items()}
-            latest[type(report)] = len(kept)
-        kept.append(report)
-    return kept
+    kept: list[Report] = []  # the latest first
+    for report in reversed(reports):
+        if isinstance(report, messages.Text) and kept and isinstance(kept[-1], messages.Text):
+            kept[-1] = report + kept[-1]
+        elif type(report) not in LATEST or not any(isinstance(later, type(report)) for later in kept):
+            kept.append(report)
+    return kept[::-1]
