@@ -66,11 +66,13 @@ class GpuReader:
     def info(self) -> GpuInfo:
         """Read what describes the GPU."""
         return GpuInfo(
-            name=self._read("nvmlDeviceGetName", _text),
+            name=self._read("nvmlDeviceGetName", str),
             memory=self._read("nvmlDeviceGetMemoryInfo", lambda info: int(info.total)),
             memory_used=self._read("nvmlDeviceGetMemoryInfo", lambda info: int(info.used)),
-            compute_capability=self._read("nvmlDeviceGetCudaComputeCapability", _pair),
-            bus_id=self._read("nvmlDeviceGetPciInfo", lambda info: _text(info.busId)),
+            compute_capability=self._read(
+                "nvmlDeviceGetCudaComputeCapability", lambda pair: (int(pair[0]), int(pair[1]))
+            ),
+            bus_id=self._read("nvmlDeviceGetPciInfo", lambda info: str(info.busId)),
             link=self._link("Curr"),
             link_max=self._link("Max"),
         )
@@ -131,7 +133,7 @@ def all_gpus() -> tuple[GpuReader, ...]:
 def driver_version() -> str | None:
     """The version of the NVIDIA driver, None without one."""
     nvml = _library()
-    return _or_none(lambda: _text(nvml.nvmlSystemGetDriverVersion()))
+    return _or_none(lambda: str(nvml.nvmlSystemGetDriverVersion()))
 
 
 def _library() -> Any:
@@ -156,15 +158,6 @@ def _names(device: str) -> tuple[str, ...]:
 def _own_bytes(processes: Any) -> int | None:
     # In a container NVML lists process ids of the host, so this one's may be missing.
     return next((process.usedGpuMemory for process in processes if process.pid == os.getpid()), None)
-
-
-def _pair(numbers: Any) -> tuple[int, int]:
-    major, minor = numbers
-    return int(major), int(minor)
-
-
-def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def _or_none(reading: Callable[[], T]) -> T | None:

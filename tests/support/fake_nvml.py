@@ -25,7 +25,7 @@ class FakeGpu:
     link: tuple[int, int] = (1, 16)
     link_max: tuple[int, int] = (4, 16)
     uuid: str = "GPU-4090"
-    bus_id: str | bytes = "00000000:65:00.0"
+    bus_id: str = "00000000:65:00.0"
     processes: tuple[tuple[int, int | None], ...] = ((1, 4 * GiB), (os.getpid(), 3 * GiB))
 
 
@@ -35,7 +35,7 @@ class FakeNvml:
     NVML_TEMPERATURE_GPU = 0
     NVML_PCIE_UTIL_TX_BYTES, NVML_PCIE_UTIL_RX_BYTES = 0, 1
 
-    def __init__(self, *gpus: FakeGpu, missing: tuple[str, ...] = (), driver: str | bytes | None = "570.1") -> None:
+    def __init__(self, *gpus: FakeGpu, missing: tuple[str, ...] = (), driver: str | None = "570.1") -> None:
         self._driver = driver
         self._missing = set(missing)
         self._readings: dict[str, Any] = {
@@ -44,7 +44,7 @@ class FakeNvml:
             "nvmlDeviceGetCount": lambda: len(gpus),
             "nvmlDeviceGetHandleByIndex": lambda index: gpus[index],
             "nvmlDeviceGetHandleByUUID": lambda uuid: {gpu.uuid: gpu for gpu in gpus}[uuid],
-            "nvmlDeviceGetName": lambda gpu: gpu.name.encode(),
+            "nvmlDeviceGetName": lambda gpu: gpu.name,
             "nvmlDeviceGetMemoryInfo": lambda gpu: SimpleNamespace(total=int(gpu.memory), used=int(gpu.used)),
             "nvmlDeviceGetCudaComputeCapability": lambda gpu: gpu.capability,
             "nvmlDeviceGetCurrPcieLinkGeneration": lambda gpu: gpu.link[0],
