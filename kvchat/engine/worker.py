@@ -153,9 +153,8 @@ class Server:
                     self._load(command)
                 case Chat() as chat:
                     self._work(lambda session: self._answer(session, chat))
-                case messages.Tokenize(turns, args, is_counted):
-                    ids = tuple(self._loaded().tokenize(turns, args))
-                    self._outbox.send(messages.Tokenized(len(ids), () if is_counted else ids))
+                case messages.Tokenize(turns, args):
+                    self._outbox.send(messages.Tokenized(tuple(self._loaded().tokenize(turns, args))))
                 case Resume(conversation, turns):
                     self._work(lambda session: session.resume(conversation, turns))
                 case Forget(conversation):

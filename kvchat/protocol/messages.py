@@ -146,14 +146,10 @@ class Chat:
 
 @dataclass(frozen=True)
 class Tokenize:
-    """Ask for the ids of a prompt with these turns, as ``Chat`` reads it; answered by ``Tokenized``, or ``Failed``.
-
-    ``is_counted``: only their number is asked for.
-    """
+    """Ask for the ids of a prompt with these turns, as ``Chat`` reads it; answered by ``Tokenized``, or ``Failed``."""
 
     turns: tuple[Turn, ...]
     template_args: tuple[str, ...] | None = None
-    is_counted: bool = False
 
 
 @dataclass(frozen=True)
@@ -422,10 +418,9 @@ class NeedleHidden:
 
 @dataclass(frozen=True)
 class Tokenized:
-    """The number of ids of a prompt, and the ids where they were asked for."""
+    """The ids of a prompt."""
 
-    count: Count
-    ids: tuple[Count, ...] = ()
+    ids: tuple[Count, ...]
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvchat.protocol.figures import Stats
 from kvchat.protocol.messages import Chat, Finished, Loaded, Started, Tokenize, Tokenized
-from kvchat.serve.answers import Answer, Calls
+from kvchat.serve.answers import Answer, Calls, timings
 from kvchat.serve.engine import Again, Ended, Engine, Job
 from kvchat.serve.refusals import Refusal, invalid, of_body, unavailable
 from kvchat.serve.requests import Asked, ChatRequest, Defaults, TextRequest, TokenizeRequest
@@ -106,15 +105,13 @@ class Figures:
         Gauge(f"kvchat:{name}", about, registry=self._registry).set_function(value)
 
     def note(self, finished: Finished) -> None:
-        stats: Stats = finished.stats
+        stats, times = finished.stats, timings(finished.stats)
         self._requests.labels(finished.reason).inc()
-        self._cached.inc(stats.reused_tokens)
-        read = stats.prompt_tokens - stats.reused_tokens
-        self._prompt.inc(read)
-        self._prompt_s.inc(read / stats.prefill_tokens_per_s if stats.prefill_tokens_per_s else 0)
-        self._drawn.inc(stats.generated_tokens)
-        drawn = max(stats.generated_tokens - 1, 0)
-        self._drawn_s.inc(drawn / stats.decode_tokens_per_s if stats.decode_tokens_per_s else 0)
+        self._cached.inc(times["cache_n"])
+        self._prompt.inc(times["prompt_n"])
+        self._prompt_s.inc(times["prompt_ms"] / 1000)
+        self._drawn.inc(times["predicted_n"])
+        self._drawn_s.inc(times["predicted_ms"] / 1000)
         self._recalled.inc(stats.recalled_bytes)
         if stats.ttft_s is not None:
             self._first.observe(stats.ttft_s)
@@ -174,15 +171,15 @@ class Service:
         asked = await parsed(request, ChatRequest)
         self._check_model(asked.model)
         args = asked.template_args(self._engine.load, self._loaded())
-        told = await self._tokenized(request, Tokenize(asked.turns(self._defaults), args, is_counted=True))
-        return JSONResponse({"object": "response.input_tokens", "input_tokens": told.count})
+        told = await self._tokenized(request, Tokenize(asked.turns(self._defaults), args))
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": len(told.ids)})
 
     async def tokenize(self, request: Request) -> Response:
         """The tokens of a text, or of messages, as the model is given them."""
         asked = await parsed(request, TokenizeRequest)
         command = Tokenize(asked.turns(self._defaults), self._engine.load.template_args)
         told = await self._tokenized(request, command)
-        return JSONResponse({"tokens": told.ids, "count": told.count, "n_ctx": self._loaded().context})
+        return JSONResponse({"tokens": told.ids, "count": len(told.ids), "n_ctx": self._loaded().context})
 
     def _loaded(self) -> Loaded:
         if self._engine.loaded is None:

@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from kvchat.config import modes
-from kvchat.config.schema import SamplingSettings, Texts
+from kvchat.config.schema import SamplingSettings
 from kvchat.errors import UsageError
 from kvchat.protocol.messages import MAX_LOGPROBS, Load, Loaded, Sampling, Turn, Variant, parse_args
 from kvchat.serve.refusals import invalid, of_body
@@ -247,7 +247,7 @@ class Asked(Body):
     min_p: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
-    stop: Texts | None = None
+    stop: str | list[str] | None = None
     kvchat: KvchatFields = KvchatFields()
     n: Annotated[Any, only(1, reason="a request gets one answer; send it again for another")] = None
     presence_penalty: float | None = None

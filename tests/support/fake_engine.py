@@ -255,7 +255,7 @@ class FakeEngine:
             send(Peeked(command.start, command.end, " ".join(self.stored[command.start : command.end])))
         elif isinstance(command, messages.Tokenize):
             words = " ".join(turn.content for turn in command.turns).split()
-            send(messages.Tokenized(len(words), () if command.is_counted else tuple(range(len(words)))))
+            send(messages.Tokenized(tuple(range(len(words)))))
         elif isinstance(command, Plan):
             self.plan(command)
 

@@ -252,11 +252,10 @@ def test_rubbish_on_stdin_ends_the_server(child: Child, capfd: pytest.CaptureFix
     assert "protocol" in capfd.readouterr().err
 
 
-def test_of_a_prompt_the_number_of_tokens_comes_or_all_of_them(child: Child, session: FakeSession) -> None:
+def test_of_a_prompt_all_tokens_come(child: Child, session: FakeSession) -> None:
     session.tokenize = lambda turns, args: [5, 6, 7]
-    child.send(Tokenize(CHAT.turns, is_counted=True), Tokenize(CHAT.turns))
-    assert child.until(Tokenized)[-1] == Tokenized(3)
-    assert child.until(Tokenized)[-1] == Tokenized(3, (5, 6, 7))
+    child.send(Tokenize(CHAT.turns))
+    assert child.until(Tokenized)[-1] == Tokenized((5, 6, 7))
 
 
 def test_what_is_too_long_to_send_is_refused_and_ends_nothing(
@@ -266,7 +265,7 @@ def test_what_is_too_long_to_send_is_refused_and_ends_nothing(
     monkeypatch.setattr(wire, "MAX_MESSAGE_BYTES", 1000)
     child.send(Tokenize((Turn("user", "a" * 600),)), Tokenize((Turn("user", "abc"),)))
     refused, told = child.until(Tokenized)
-    assert (refused.kind, told) == ("UsageError", Tokenized(3, (5, 5, 5)))
+    assert (refused.kind, told) == ("UsageError", Tokenized((5, 5, 5)))
 
 
 # ---- Another model in place of the one in use: loaded, refused, stopped, planned for
