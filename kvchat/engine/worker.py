@@ -24,7 +24,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from kvchat import files, libraries
-from kvchat.errors import ContextFullError, EngineError, KvchatError, ModelError, UsageError
+from kvchat.errors import ContextFullError, EngineError, KvchatError, ModelError
 from kvchat.kv.memory.available import check_address_space
 from kvchat.paths import is_server
 from kvchat.process import claim_stdio, spin_briefly, use_physical_cores
@@ -480,14 +480,7 @@ class Outbox:
             self._flushed = self._clock()
 
     def _write(self, event: Event) -> None:
-        message = wire.encode(event)
-        if len(message) > wire.MAX_MESSAGE_BYTES:  # the application ends an engine that sends more
-            raise UsageError(
-                "The reply is too long to send.",
-                f"It has {len(message):,} bytes; at most {wire.MAX_MESSAGE_BYTES:,} can be sent.",
-                "Ask for less.",
-            )
-        self._stream.write(message)
+        self._stream.write(wire.encode(event))
         self._stream.flush()
 
 

@@ -21,7 +21,7 @@ from io import FileIO
 from pathlib import Path
 
 from kvchat import files, process
-from kvchat.errors import EngineError, UsageError
+from kvchat.errors import EngineError
 from kvchat.foreign_text import visible_fields
 from kvchat.protocol import figures, messages, wire
 from kvchat.protocol.recording import Recorder
@@ -121,22 +121,11 @@ class EngineClient:
         self._reader = asyncio.create_task(self._read(self._process))
 
     def send(self, command: messages.Command) -> None:
-        """Send a command to the child; dropped when it has ended, which ``Crashed`` reports.
-
-        Raises:
-            UsageError: the command is longer than the protocol carries.
-        """
-        message = wire.encode(command)
-        if len(message) > wire.MAX_MESSAGE_BYTES:
-            raise UsageError(
-                "The conversation is too long to send.",
-                f"It has {len(message):,} bytes; at most {wire.MAX_MESSAGE_BYTES:,} can be sent to the engine.",
-                "Shorten the question, or start a new conversation with /new.",
-            )
+        """Send a command to the child; dropped when it has ended, which ``Crashed`` reports."""
         if self._process and self._process.stdin and self.alive:
             if self.recorder:
                 self.recorder.note_command(command)
-            self._process.stdin.write(message)
+            self._process.stdin.write(wire.encode(command))
 
     async def receive(self) -> list[Report]:
         """Wait for events and return all that arrived since the last call, coalesced."""

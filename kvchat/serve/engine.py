@@ -150,10 +150,7 @@ class Engine:
         if self._job is None and self._waiting:
             self._job, self._last = self._waiting.popleft(), None
             self._is_interrupted = False
-            try:
-                self._client.send(self._job.command)
-            except errors.UsageError as error:
-                self._end(Ended(refusal=invalid(str(error), status=413)))
+            self._client.send(self._job.command)
 
     def _take(self, report: Report) -> None:
         match report:

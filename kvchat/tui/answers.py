@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from time import monotonic
 
 from kvchat import thoughts
 from kvchat.conversations.conversation import CUT_OFF, Conversation, Message, ModeChange
-from kvchat.errors import UsageError
 from kvchat.protocol.client import EngineClient
 from kvchat.protocol.messages import Finished, Started, Stop, Switched, Text
 from kvchat.tui.state import ChatState, Phase
@@ -57,14 +55,9 @@ class Answers:
         self.answer = answer
         self.answer.resume(continued)
         self.is_asking = False
-        try:
-            self.client.send(conversation.command(self.state.sampling))
-            if self._is_stop_due:
-                self.client.send(Stop())
-        except UsageError as error:
-            await self.abandon()
-            self.view.add_error(error)
-            await self.ready()
+        self.client.send(conversation.command(self.state.sampling))
+        if self._is_stop_due:
+            self.client.send(Stop())
 
     async def ask(self, text: str) -> None:
         """Ask at once, in place of the person: of a recording."""
@@ -73,8 +66,7 @@ class Answers:
     def resume_kv(self) -> None:
         """Let the engine restore the K/V that it has of the conversation, before the next question."""
         if self.state.info is not None and self.state.phase is not Phase.DOWN and self.state.conversation.leaf:
-            with suppress(UsageError):  # the next question tells, and does it all the same
-                self.client.send(self.state.conversation.to_resume())
+            self.client.send(self.state.conversation.to_resume())
 
     @property
     def is_free(self) -> bool:

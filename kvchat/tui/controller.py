@@ -18,7 +18,7 @@ from kvchat.models.catalog import short_name
 from kvchat.paths import is_server
 from kvchat.protocol.client import EngineClient, Report
 from kvchat.protocol.figures import Params
-from kvchat.protocol.messages import Command, Forget, Peek, Rebuild, Switch
+from kvchat.protocol.messages import Forget, Peek, Rebuild, Switch
 from kvchat.tui.answers import Answers, Waiting
 from kvchat.tui.archive import Archive, ModeOfConversation
 from kvchat.tui.branches import Branches, Pins
@@ -211,7 +211,7 @@ class ChatController:
         self.state.refuse_served()
         self.branches.require_ready()
         self.answers.show_phase(Phase.PREFILL)
-        self._send(Rebuild())
+        self.client.send(Rebuild())
 
     def switch(self, mode: str, params: Params | None = None) -> None:
         """Switch to ``mode`` (empty: the current one) with ``params``, also during an answer.
@@ -233,7 +233,7 @@ class ChatController:
             self.state.wanted = mode
         for one, given in modes.by_mode(target, asked).items():
             modes.remember(self.state.pending, one, given)
-        self._send(Switch(mode, asked))
+        self.client.send(Switch(mode, asked))
 
     def switch_by(self, step: int) -> None:
         """Switch ``step`` modes onward from the one last asked for.
@@ -344,7 +344,7 @@ class ChatController:
     def peek(self, start: int, end: int) -> None:
         """Ask for the text of the stored tokens ``start`` to ``end``."""
         if self.state.info is not None:
-            self._send(Peek(start, min(end, start + PEEK_TOKENS)))
+            self.client.send(Peek(start, min(end, start + PEEK_TOKENS)))
 
     # ---- the conversations on disk -------------------------------------------------------------------
 
@@ -433,7 +433,7 @@ class ChatController:
             await self.new()
         await self.archive.delete(id)
         if self.state.info is not None:
-            self._send(Forget(id))  # after its file was moved away: what the engine wrote since is deleted
+            self.client.send(Forget(id))  # after its file was moved away: what the engine wrote since is deleted
         self._deleted.append(id)
         self.view.toast(f"“{title}” was deleted; /restore brings it back within a day.", timeout=10)
 
@@ -479,12 +479,6 @@ class ChatController:
             self.view.toast(f"{self.client.log_problem} The engine's messages are dropped.", "Log", "warning", 10)
         self.replay.begin()
         self.models.load_in_use()
-
-    def _send(self, command: Command) -> None:
-        try:
-            self.client.send(command)
-        except UsageError as error:
-            self.view.add_error(error)
 
     async def _exchange(self, conversation: Conversation) -> None:
         """Stop the answer, save the conversation and show another."""

@@ -15,7 +15,7 @@ from support.environment import PYTHONPATH
 from support.hostile_engine import ANSWER
 from support.patience import PATIENCE_S
 
-from kvchat.errors import EngineError, UsageError
+from kvchat.errors import EngineError
 from kvchat.protocol import client as client_module
 from kvchat.protocol.client import Crashed, EngineClient, Report, coalesce
 from kvchat.protocol.figures import Snapshot
@@ -229,9 +229,3 @@ async def test_a_command_that_does_not_exist(tmp_path):
     with pytest.raises(EngineError, match="cannot start"):
         await client.start()
     await client.close()
-
-
-async def test_a_conversation_too_long_for_the_protocol_is_refused(client, monkeypatch):
-    monkeypatch.setattr(client_module.wire, "MAX_MESSAGE_BYTES", 1000)
-    with pytest.raises(UsageError, match="at most 1,000"):
-        client.send(Chat((Turn("user", "x" * 1000),), Sampling()))

@@ -33,7 +33,6 @@ class FakeClient:
         self.ended = asyncio.Event()
         self.ended.set()
         self.start_error: EngineError | None = None
-        self.send_error: KvchatError | None = None
 
     async def start(self) -> None:
         self.starts += 1
@@ -57,8 +56,6 @@ class FakeClient:
         await self.ended.wait()
 
     def send(self, command: Command) -> None:
-        if self.send_error:
-            raise self.send_error
         self.sent.append(command)
 
 

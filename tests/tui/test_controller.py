@@ -213,15 +213,6 @@ async def test_peeking_is_limited_and_needs_a_model(chat):
     assert chat.client.sent == [Peek(64, 64 + PEEK_TOKENS)]
 
 
-async def test_a_command_too_long_for_the_protocol_is_shown(chat):
-    await chat.load()
-    chat.client.send_error = UsageError("The conversation is too long to send.")
-    await chat.ask("one")
-    chat.controller.rebuild()
-    assert chat.view.errors == [chat.client.send_error] * 2
-    assert (chat.view.prompt, chat.turns) == ("one", [])
-
-
 async def test_panels_show_nothing_of_the_conversation_before(chat):
     snapshot = Snapshot("full", {}, 9.0, 9, 100, 1, 1, ribbon="D", attended="9")
     await chat.load()

@@ -39,7 +39,6 @@ from kvchat.protocol.messages import (
     Text,
     Tokenize,
     Tokenized,
-    Turn,
     Watch,
 )
 
@@ -256,16 +255,6 @@ def test_of_a_prompt_all_tokens_come(child: Child, session: FakeSession) -> None
     session.tokenize = lambda turns, args: [5, 6, 7]
     child.send(Tokenize(CHAT.turns))
     assert child.until(Tokenized)[-1] == Tokenized((5, 6, 7))
-
-
-def test_what_is_too_long_to_send_is_refused_and_ends_nothing(
-    child: Child, session: FakeSession, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    session.tokenize = lambda turns, args: [5] * len(turns[0].content)
-    monkeypatch.setattr(wire, "MAX_MESSAGE_BYTES", 1000)
-    child.send(Tokenize((Turn("user", "a" * 600),)), Tokenize((Turn("user", "abc"),)))
-    refused, told = child.until(Tokenized)
-    assert (refused.kind, told) == ("UsageError", Tokenized((5, 5, 5)))
 
 
 # ---- Another model in place of the one in use: loaded, refused, stopped, planned for
