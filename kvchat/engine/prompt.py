@@ -123,7 +123,8 @@ class PromptEncoder:
         text = self.render(turns)
         ids = self.ids_of(text, stored)
         if not ids:
-            raise UsageError("The model's chat template renders nothing of this conversation.", hint="Rephrase it.")
+            why = "" if is_text(turns) else "The model's chat template renders nothing of this conversation."
+            raise UsageError("The prompt is empty.", why, "Rephrase it.")
         return Prompt(ids, min(common_prefix(stored.ids, ids), len(ids) - 1), text)
 
     def ids_of(self, text: str, stored: Stored) -> list[int]:

@@ -598,3 +598,6 @@ def test_a_conversation_of_which_a_template_writes_nothing_is_refused(tokenizer:
     turns = (Turn("user", "a"), Turn("assistant", "b"), Turn("user", "c"))
     with pytest.raises(UsageError, match="renders nothing"):
         encoder.encode(turns, Stored())
+    with pytest.raises(UsageError) as refused:
+        encoder.encode((Turn("text", ""),), Stored())
+    assert "template" not in str(refused.value)
