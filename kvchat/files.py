@@ -56,7 +56,7 @@ def limited(raw: bytes, limit: int, name: str) -> bytes:
         DoesNotFitError: there are more.
     """
     if len(raw) > limit:
-        raise DoesNotFitError(f"{name} is too large.", f"At most {size(limit)} are read.", "Use a smaller excerpt.")
+        raise DoesNotFitError(f"{name} is too large.", f"At most {size(limit)} are read.", "Shorten it.")
     return raw
 
 
