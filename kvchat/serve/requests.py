@@ -55,10 +55,14 @@ def _joined(content: Any) -> Any:
     """The text of a message, which may come in parts."""
     if not isinstance(content, list):
         return content
+    texts = []
     for part in content:
-        if not isinstance(part, dict) or part.keys() != {"type", "text"} or part["type"] != "text":
-            raise ValueError('each part must be {"type": "text", "text": "..."}: kvchat reads only text')
-    return "\n".join(part["text"] if isinstance(part["text"], str) else "" for part in content)
+        match part:
+            case {"type": "text", "text": str(text), **more} if not more:
+                texts.append(text)
+            case _:
+                raise ValueError('each part must be {"type": "text", "text": "..."}: kvchat reads only text')
+    return "\n".join(texts)
 
 
 def _only(value: Any) -> Any:

@@ -341,6 +341,7 @@ MANY_WAYS = {"type": "object", "properties": {f"p{number}": {"type": "string"} f
         ({"presence_penalty": 2.5}, "presence_penalty"),
         ({"frequency_penalty": -2.5}, "frequency_penalty"),
         ({"logit_bias": {"5": 3}}, "logit_bias"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "messages.0.content"),
         ({"logprobs": 3}, "logprobs"),
         ({"top_logprobs": 3}, None),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
