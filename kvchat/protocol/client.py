@@ -32,7 +32,6 @@ TAIL_LINES = 6
 KILLED = 9
 DUMP = "Fatal Python error"  # Python's fault handler: stacks and modules follow, the reason stands before
 NO_MEMORY = re.compile(r"memory allocation of \d+ bytes failed|bad_alloc|[Cc]annot allocate memory|MemoryError")
-MAX_WAITING = 1000  # events that the screen has not taken yet
 LATEST = (figures.Snapshot, messages.Details, messages.Prefilled)  # of which only the latest counts
 
 
@@ -80,7 +79,6 @@ class EngineClient:
         self._changing = asyncio.Lock()
         self._inbox: list[Report] = []
         self._arrived = asyncio.Event()
-        self._taken = asyncio.Event()
         self._log_start = 0
 
     @property
@@ -132,7 +130,6 @@ class EngineClient:
         await self._arrived.wait()
         self._arrived.clear()
         reports, self._inbox = self._inbox, []
-        self._taken.set()
         return coalesce(reports)
 
     def forget(self) -> None:
@@ -140,7 +137,6 @@ class EngineClient:
         self._is_forgotten = True
         self.forgotten += 1
         self._inbox.clear()
-        self._taken.set()
 
     async def close(self) -> None:
         """End the child: close its stdin, wait ``GRACE_S``, then kill it. One that is being ended is waited for."""
@@ -150,7 +146,6 @@ class EngineClient:
     async def _end(self) -> None:
         process, reader = self._process, self._reader
         self._process = self._reader = None
-        self._taken.set()  # what still comes is read and dropped: asyncio waits for empty pipes
         if process is None or process.stdin is None:
             return
         process.stdin.close()
@@ -194,8 +189,6 @@ class EngineClient:
                     if self.recorder:
                         self.recorder.note(event)
                     self._put(event)
-                    if len(self._inbox) >= MAX_WAITING:
-                        await self._taken.wait()  # the pipe holds the engine back meanwhile
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         except ValueError as error:
@@ -215,7 +208,6 @@ class EngineClient:
         is_answer = isinstance(report, messages.Text | messages.Finished)
         self._inbox.append(report if is_answer else visible_fields(report))
         self._arrived.set()
-        self._taken.clear()
 
     def _open_log(self) -> FileIO | None:
         """The log, opened and written to (a full disk shows only on writing); None with ``log_problem`` set."""

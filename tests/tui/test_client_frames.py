@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import struct
 import sys
 from collections import Counter
@@ -17,10 +16,9 @@ from hypothesis import strategies as st
 from support.frames import bodies, framed, fuzzed
 from support.patience import PATIENCE_S
 
-from kvchat.protocol import client as client_module
 from kvchat.protocol import wire
 from kvchat.protocol.client import Crashed, EngineClient, Report
-from kvchat.protocol.messages import Command, Event, Loading, Text
+from kvchat.protocol.messages import Command, Event, Loading
 
 EVENTS = get_args(Event)
 
@@ -95,21 +93,6 @@ async def test_any_event_is_drawn(running, count) -> None:
             assert app.is_running, event
         # Again and again: what an event asked the engine for may be answered after it.
         await until(lambda: app.client._put(Loading("the end")) or app.controller.state.stage == "the end")
-
-
-async def test_an_engine_that_floods_is_held_back(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(client_module, "MAX_WAITING", 10)
-    monkeypatch.setattr(client_module, "GRACE_S", 0.1)  # it hears nothing
-    body = json.dumps({"type": "Text", "text": "x", "tokens": 1}).encode()
-    flood = f"import sys\nwhile True: sys.stdout.buffer.write({framed(body)!r})"
-    client = EngineClient((sys.executable, "-c", flood), tmp_path / "log")
-    await client.start()
-    for _ in range(3):
-        await asyncio.sleep(0.05)
-        assert len(client._inbox) <= 10
-        (text,) = await client.receive()
-        assert isinstance(text, Text)
-    await client.close()
 
 
 async def test_an_engine_that_babbles_without_end_is_ended(tmp_path) -> None:
