@@ -18,7 +18,6 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
-    field_validator,
     model_validator,
 )
 
@@ -30,7 +29,6 @@ from kvchat.serve.refusals import invalid, of_body
 from kvchat.thoughts import TAGS, end_of
 
 UNLIMITED = -1  # tokens, as LM Studio's clients ask
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 NO_FUNCTIONS = "this form is outdated; use tools"
 NO_CALLS = (
     "This model's chat template has no tools, or transformers cannot parse its calls. Send none: in Open WebUI turn "
@@ -113,27 +111,25 @@ class ToolCall(Body):
         return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": known}}
 
 
-class Tool(BaseModel):
-    """A tool; what it takes is for the model to read."""
+class Function(Body):
+    """What a tool does; what it takes is for the model to read."""
 
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    model_config = ConfigDict(extra="allow")
+
+    name: str
+    strict: Annotated[Any, only(False, reason="not supported: a call's arguments are the model's own; omit it")] = None
+
+
+class Tool(Body):
+    model_config = ConfigDict(extra="allow")
 
     type: Literal["function"]
-    function: dict[str, Any]
-
-    @field_validator("function")
-    @classmethod
-    def _has_a_name(cls, function: dict[str, Any]) -> dict[str, Any]:
-        if not isinstance(function.get("name"), str):
-            raise ValueError("a function needs a name")
-        if function.get("strict"):
-            raise ValueError("strict is not supported: a call's arguments are the model's own; omit it")
-        return function
+    function: Function
 
 
 class Message(Body):
-    role: str
-    content: Annotated[str, BeforeValidator(_joined)] = ""
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str, BeforeValidator(_joined)]
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -144,13 +140,6 @@ class Message(Body):
     parsed: Any = None
     name: str | None = None
 
-    @field_validator("role")
-    @classmethod
-    def _is_known(cls, role: str) -> str:
-        if role not in ROLES:
-            raise ValueError(f"must be one of {', '.join(ROLES)}")
-        return role
-
     @model_validator(mode="before")
     @classmethod
     def _calls_say_enough(cls, given: Any) -> Any:
@@ -160,8 +149,6 @@ class Message(Body):
 
     @model_validator(mode="after")
     def _fits_its_role(self) -> Self:
-        if "content" not in self.model_fields_set:
-            raise ValueError("content is missing")
         if self.tool_calls and self.role != "assistant":
             raise ValueError("only the assistant calls tools")
         if (self.role == "tool") != (self.tool_call_id is not None):
@@ -176,7 +163,8 @@ class Message(Body):
         more: dict[str, Any] = {"tool_calls": [one.given() for one in self.tool_calls]} if self.tool_calls else {}
         if self.tool_call_id is not None:
             more |= {"tool_call_id": self.tool_call_id} | ({"name": self.name} if self.name else {})
-        return Turn(ROLES[self.role], thought + self.content, more=json.dumps(more) if more else "")
+        role = "system" if self.role == "developer" else self.role
+        return Turn(role, thought + self.content, more=json.dumps(more) if more else "")
 
 
 class KvchatFields(Body):
@@ -307,11 +295,7 @@ class Asked(Body):
             raise of_body(error) from None
 
     def template_args(self, load: Load, loaded: Loaded) -> tuple[str, ...]:
-        """The variables of the chat template: those of the server, and what was asked for.
-
-        Raises:
-            Refusal: the template does not look at one.
-        """
+        """The variables of the chat template: those of the server, in a chat also what was asked for."""
         return load.template_args
 
 
@@ -347,7 +331,7 @@ class ChatRequest(Asked):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def called_tools(self) -> list[dict[str, Any]]:
-        return [] if self.tool_choice == "none" else [one.model_dump() for one in self.tools or ()]
+        return [] if self.tool_choice == "none" else [one.model_dump(exclude_unset=True) for one in self.tools or ()]
 
     def json_schema(self) -> str:
         return self.response_format.text() if self.response_format else ""
@@ -359,10 +343,9 @@ class ChatRequest(Asked):
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
     def template_args(self, load: Load, loaded: Loaded) -> tuple[str, ...]:
-        """The variables of the chat template: those of the server, and what was asked for.
-
+        """
         Raises:
-            Refusal: the template does not look at one, or knows no tools.
+            Refusal: the template does not look at a variable, or knows no tools.
         """
         given = dict(self.chat_template_kwargs or {})
         tools = self.called_tools()
