@@ -120,12 +120,11 @@ def is_asked_for(resolved: Resolved, key: Key) -> bool:
 
 def _asked_params(resolved: Resolved) -> dict[str, Params]:
     """The parameters of modes given to this start, by the mode."""
-    given = [key for key in resolved.origins if key[0] == "kv" and len(key) == 3 and is_asked_for(resolved, key)]
-    modes_given = {mode for _, mode, _ in given}
-    return {
-        mode: {name: value for name, value in resolved.settings.kv.params(mode).items() if ("kv", mode, name) in given}
-        for mode in modes_given
-    }
+    asked: dict[str, Params] = {}
+    for key in resolved.origins:
+        if key[0] == "kv" and len(key) == 3 and is_asked_for(resolved, key):
+            asked.setdefault(key[1], {})[key[2]] = resolved.settings.kv.params(key[1])[key[2]]
+    return asked
 
 
 def _draws(stream: Any) -> bool:

@@ -202,7 +202,8 @@ class Engine:
         message = str(_error(last))
         if last.tokens:
             kind, code = "exceed_context_size_error", "context_length_exceeded"
-            return Ended(refusal=Refusal(400, message, kind, None, code, n_prompt_tokens=last.tokens, n_ctx=context))
+            told = f"{last.title} {last.detail}"  # the hint names commands of the chat
+            return Ended(refusal=Refusal(400, told, kind, None, code, n_prompt_tokens=last.tokens, n_ctx=context))
         if last.kind in OF_REQUESTS:
             return Ended(refusal=invalid(message))
         if last.kind == errors.OutOfMemoryError.__name__:

@@ -112,10 +112,10 @@ def test_what_was_interrupted_is_not_begun_anew_if_it_ended_before_or_its_client
 def test_a_prompt_that_does_not_fit_is_refused_with_its_tokens(tmp_path):
     engine, _, _ = loaded(tmp_path)
     job = engine.submit(CHAT)
-    for report in (Failed("It does not fit.", kind="ContextFullError", tokens=70), Peeked(0, 0, "")):
+    for report in (Failed("Full.", "70 of 64.", "/new", "ContextFullError", tokens=70), Peeked(0, 0, "")):
         engine._take(report)
     error = job.events.get_nowait().refusal.body["error"]
-    assert (error["n_prompt_tokens"], error["n_ctx"]) == (70, 64)
+    assert (error["message"], error["n_prompt_tokens"], error["n_ctx"]) == ("Full. 70 of 64.", 70, 64)
 
 
 def test_what_the_model_should_be_known_for_and_the_room_for_talks_is_said(tmp_path):
