@@ -24,7 +24,7 @@ from pydantic import Field, field_validator
 from kvchat import files, nvml, paths
 from kvchat.config import schema
 from kvchat.config.schema import Section, Texts
-from kvchat.config.sources import Key, SettingsSource, check, dotted, file_source, to_toml
+from kvchat.config.sources import SettingsSource, check, dotted, file_source, to_toml
 from kvchat.errors import UsageError
 from kvchat.nvml import GpuInfo
 
@@ -102,12 +102,13 @@ class Profile(schema.Settings):
 
 @dataclass(frozen=True)
 class ProfileFile:
-    """A profile, the name of its file, where each value is set, and whether it is for this device."""
+    """A profile, the name of its file, where each value is set, why it counts, and whether it is for this device."""
 
     name: str
     path: Path
     profile: Profile
     source: SettingsSource
+    why: str
     matches: bool
 
     @property
@@ -122,20 +123,10 @@ class ProfileFile:
         return self.is_own, match.name is not None, match.memory is not None
 
     @property
-    def why(self) -> str:
-        """The reason why it is in force."""
-        given = self.profile.match.model_dump(exclude_none=True)
-        return f"matched: {', '.join(given) or 'any GPU'}"
-
-    @property
     def settings(self) -> SettingsSource:
-        """The settings alone, each with the reason beside its place."""
+        """The settings alone."""
         values = {key: value for key, value in self.source.values.items() if key[0] not in HEAD}
-        return replace(self.source, values=values, origins={key: self.origin(key) for key in values})
-
-    def origin(self, key: Key) -> str:
-        """The place of a value, and why it counts."""
-        return f"{self.source.origins[key]} ({self.why})"
+        return replace(self.source, values=values)
 
 
 @dataclass(frozen=True)
@@ -164,7 +155,7 @@ class Found:
         if (file := self._measuring) is not None:
             for key, value in file.source.values.items():
                 if key[0] == "measured":
-                    yield f"{dotted(key)} = {to_toml(value)}   # {file.origin(key)}"
+                    yield f"{dotted(key)} = {to_toml(value)}   # {file.source.origins[key]}"
 
     @property
     def _measuring(self) -> ProfileFile | None:
@@ -198,7 +189,9 @@ def read_file(file: Path, gpu: GpuInfo | None) -> ProfileFile:
     name = f"profiles/{file.name}"
     source = file_source(file, name)
     profile = check(source, Profile)
-    return ProfileFile(name, file, profile, source, profile.match.holds(gpu))
+    why = f"matched: {', '.join(profile.match.model_dump(exclude_none=True)) or 'any GPU'}"
+    placed = replace(source, origins={key: f"{origin} ({why})" for key, origin in source.origins.items()})
+    return ProfileFile(name, file, profile, placed, why, profile.match.holds(gpu))
 
 
 def read_gpu(device: str = "auto") -> GpuInfo | None:
