@@ -141,7 +141,7 @@ class KVManager:
 
         The slots are filled again from the host pool.
         """
-        self.state.transfer.side_stream.join()
+        self.state.transfer.join()
         if self._slots is SlotsState.DIRTY or self.total > self._began_at:
             self._slots = SlotsState.DIRTY
             self._forget(self._began_at)

@@ -28,12 +28,15 @@ EVERY = 16  # steps of a kind on a GPU, of which one is timed: the events of all
 class SideStream:
     """A stream beside the current one; on a CPU everything runs in order.
 
-    ``inside`` is true while it is entered, and its work runs beside that of another; ``running`` until ``join``.
+    ``inside`` is true while it is entered, and its work runs beside that of another; ``running`` until ``join``. Its
+    programs go first: behind the thousands of a projection each of its small kernels would wait until those have begun.
+    A CUDA graph keeps that.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        # Lower numbers go first; a stream that is not asked for any has 0.
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._inputs: list[Tensor] = []
         self.running = False
         self.inside = False
@@ -179,19 +182,20 @@ class Totals(NamedTuple):
 
 
 class Transfer:
-    """Moves rows from the host pool to slots; what runs on ``side_stream`` overlaps with the layers that follow.
+    """Moves rows from the host pool to slots; what runs on ``side_streams`` overlaps with the layers that follow.
 
-    ``counters [3, 4]`` (int64, on the device) are K/V pairs (a token in one layer and KV head) moved or read over the
-    link, K/V pairs wanted, those of the moved that came from 8-bit pages, and heads corrected. The second row counts on
-    the side stream, because two streams must not add to the same number; the third what is chosen a second time for the
+    They are two, so that what is chosen for a layer need not wait for the copies of the layer before. ``counters [4,
+    4]`` (int64, on the device) are K/V pairs (a token in one layer and KV head) moved or read over the link, K/V pairs
+    wanted, those of the moved that came from 8-bit pages, and heads corrected. The second and third row count on the
+    side streams, because two streams must not add to the same number; the last what is chosen a second time for the
     same step, which is moved but not wanted once more.
     """
 
     def __init__(self, geometry: Geometry, ops: TorchOps, device: torch.device) -> None:
         self.geometry = geometry
         self.ops = ops
-        self.side_stream = SideStream(device)
-        self.counters = torch.zeros((3, 4), dtype=torch.int64, device=device)
+        self.side_streams = SideStream(device), SideStream(device)
+        self.counters = torch.zeros((4, 4), dtype=torch.int64, device=device)
         self._moved_and_wanted = [row[:3] for row in self.counters]
         self.filled_bytes = 0
         self.filled_seconds = 0.0
@@ -208,9 +212,9 @@ class Transfer:
         Both are int64, -1 is an empty slot. ``again`` says that they replace others which were wanted for the same
         step.
         """
-        row = 2 if again else int(self.side_stream.inside)
-        with self.timer.copying(self.side_stream.inside):
-            self.ops.move_pages(slots, layer, placed, resident, self._moved_and_wanted[row])
+        beside = self._entered
+        with self.timer.copying(beside > 0):
+            self.ops.move_pages(slots, layer, placed, resident, self._moved_and_wanted[-1 if again else beside])
             resident.copy_(placed)
 
     def load_tokens(self, slots: DeviceSlots, layer: int, first: int, placed: Tensor, resident: Tensor) -> None:
@@ -218,8 +222,9 @@ class Transfer:
 
         -1 in either is an empty slot. The caller updates the table.
         """
-        with self.timer.copying(self.side_stream.inside):
-            self.ops.move_tokens(slots, layer, first, placed, resident, self._moved_and_wanted[self.side_stream.inside])
+        beside = self._entered
+        with self.timer.copying(beside > 0):
+            self.ops.move_tokens(slots, layer, first, placed, resident, self._moved_and_wanted[beside])
 
     def load_table(self, slots: DeviceSlots, wanted: Tensor) -> None:
         """Make the table of all layers of ``slots`` equal ``wanted`` (its shape, int32), copying what is missing.
@@ -260,8 +265,9 @@ class Transfer:
         Behind everything queued so far; a CUDA graph holds the copies like anything else. ``slots.arrived`` waits for
         them. They are not timed: the rest of what spills is read where no event can tell it from attention.
         """
-        slots.staged_layer, slots.arrived = layer, self.side_stream.join
-        with self.side_stream():
+        side_stream, _ = self.side_streams
+        slots.staged_layer, slots.arrived = layer, side_stream.join
+        with side_stream():
             copy_segments(self.ops.host.segments(layer, 0, slots.staged), slots.staging[: slots.staged], to_device=True)
 
     def count_wanted(self, pairs: Tensor) -> None:
@@ -295,9 +301,22 @@ class Transfer:
         """The counts of all steps so far; waits for the device, and takes no memory on it."""
         rows = self.counters.tolist()
         moved, _, quantized, corrections = (sum(column) for column in zip(*rows, strict=True))
-        return Totals(moved, rows[0][1] + rows[1][1], corrections, self._bytes(moved, quantized))
+        wanted = sum(row[1] for row in rows[:-1])
+        return Totals(moved, wanted, corrections, self._bytes(moved, quantized))
 
-    def join(self) -> None:
-        if self.side_stream.running:
+    def beside(self, layer: int = 0) -> SideStream:
+        """The stream of what is chosen for a layer while others run; that of the next layer is the other one."""
+        return self.side_streams[layer % 2]
+
+    def join(self, *side_streams: SideStream) -> None:
+        """Let the current stream wait for these; for both where none is named."""
+        running = [each for each in side_streams or self.side_streams if each.running]
+        if running:
             with self.timer.waiting():
-                self.side_stream.join()
+                for each in running:
+                    each.join()
+
+    @property
+    def _entered(self) -> int:
+        """The row of ``counters`` for what is queued now."""
+        return next((row for row, each in enumerate(self.side_streams, 1) if each.inside), 0)

@@ -55,7 +55,7 @@ def llama(dtype: torch.dtype) -> LoadedModel:
 def eager(runner: ModelRunner) -> ModelRunner:
     """Launch every step operation by operation, on one stream."""
     runner.graphs = GraphRunner(runner.kv, None)
-    runner.kv.state.transfer.side_stream = SideStream(torch.device("cpu"))
+    runner.kv.state.transfer.side_streams = (SideStream(torch.device("cpu")),) * 2
     return runner
 
 
@@ -443,6 +443,28 @@ def test_a_first_layer_not_read_in_full_chooses_at_each_step_with_its_own_query(
         before = read
     assert turned
     assert not one.graphs.refusal
+
+
+def test_layers_choose_ahead_on_two_streams_whose_kernels_go_first(monkeypatch):
+    """So that none waits for the copies of the layer before it, nor until all of a projection has begun."""
+    model = loaded("llama", "cuda", torch.bfloat16, num_hidden_layers=4)
+    monkeypatch.setattr(attention_hook, "CLOSE", -1.0)
+    attention_hook.install(model.model)
+    params = {"budget": 72, "window": 32, "query": "ahead", "rest": "none"}
+    one, streams = ModelRunner(model, mode_of(model, "speculative", params)), []
+    prefilled(one, token_ids(150))
+    choose = one.kv.state.ops.choose_tokens
+
+    def noted(*args):
+        streams.append(torch.cuda.current_stream())
+        return choose(*args)
+
+    monkeypatch.setattr(one.kv.state.ops, "choose_tokens", noted)
+    one.step(5)
+    chosen, before = [stream.cuda_stream for stream in streams], torch.cuda.current_stream()
+    assert len(chosen) == 3
+    assert chosen[0] == chosen[2] != chosen[1]
+    assert all(stream.priority < before.priority for stream in streams)
 
 
 @pytest.mark.parametrize("row", PARAMS)

@@ -119,7 +119,7 @@ class Speculative(IndexedMode):
         super().attach(state)
         self._estimates: dict[int, Tensor] = {}
         self._unread: dict[int, Tensor] = {}  # what attention to a layer's unread tokens would add
-        self._begun: list[int] = []  # layers whose copies were begun in this step, the newest last
+        self._begun: set[int] = set()  # layers whose tokens were chosen by an estimate in this step
 
     def fill(self, fresh: bool) -> None:
         super().fill(fresh)
@@ -143,19 +143,17 @@ class Speculative(IndexedMode):
         if self.state.ops.reads_back:
             self._estimates[layer] = query
             return
-        # The copies for the layer that runs now are older than those begun here.
-        self.state.transfer.join()
-        with self.state.transfer.side_stream(query):
+        with self.state.transfer.beside(layer)(query):
             self._choose(layer, query)
-        self._begun.append(layer)
+        self._begun.add(layer)
 
     def attention_begin(self, layer: int, query: Tensor, key: Tensor) -> bool:
         if layer < self.first:
             return False
-        if layer not in self._begun:
+        if layer in self._begun:
+            self.state.transfer.join(self.state.transfer.beside(layer))
+        else:
             self._choose(layer, self._chosen_with(layer, query))
-        elif layer == self._begun[-1]:  # else ``estimated`` waited before it began the next
-            self.state.transfer.join()
         beside = self._unread.get(layer)
         self.slots.beside = None if beside is None else lambda: beside
         return False

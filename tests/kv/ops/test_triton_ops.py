@@ -16,6 +16,7 @@ from kvchat.kv.inspect import attended
 from kvchat.kv.manager import KVManager
 from kvchat.kv.modes import build
 from kvchat.kv.ops.triton_ops import TritonOps
+from kvchat.kv.transfer import SideStream
 
 CPU = torch.device("cpu")
 # Beside the first row of each mode, what uses other kernels: the host pool is read over the link, no page is
@@ -85,7 +86,7 @@ class Gpu:
         self.kv = KVManager(g, self.device, build(parse(mode, WIDE[mode]), g, traits))
         assert self.kv.state.ops.name == "triton"
         if one_stream:
-            self.kv.state.transfer.side_stream._stream = None
+            self.kv.state.transfer.side_streams = (SideStream(torch.device("cpu")),) * 2
         self.total = 0
 
     def qkv(self, layer, ids):

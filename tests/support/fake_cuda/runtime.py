@@ -22,7 +22,7 @@ class Stream:
     numbers = itertools.count()
 
     def __init__(self, device: Any = None, priority: int = 0) -> None:
-        self.device = torch.device("cuda", number_of(device))
+        self.device, self.priority = torch.device("cuda", number_of(device)), priority
         self._before: list[int] = []
         self.cuda_stream = next(self.numbers)
 
