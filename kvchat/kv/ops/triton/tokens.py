@@ -123,21 +123,22 @@ def _token_scores(
                 codes, at = following, at + PAGE
                 following = tl.load(at, mask=stored & (word + 1 < WORDS), other=0)  # it takes long to come
                 edges = begin + WORDS * PAGE + word * (per // 2)
-                for pair in range(per // 2):  # two 16-bit edges share a word
-                    lows = tl.load(edges + pair, mask=page < pages, other=0)
-                    highs = tl.load(edges + WORDS * (per // 2) + pair, mask=page < pages, other=0)
-                    for i in tl.static_range(2):
-                        key = _keys(codes, lows, highs, i, BITS, IS_BF16)
-                        col = word * per + pair * 2 + i
-                        asked = query + row * query_stride + col
-                        s0 += key * _element(asked, (col < D_K) & (first < GROUP))
-                        if GROUP > 1:
-                            s1 += key * _element(asked + query_stride, (col < D_K) & (first + 1 < GROUP))
-                        if GROUP > 2:
-                            s2 += key * _element(asked + 2 * query_stride, (col < D_K) & (first + 2 < GROUP))
-                        if GROUP > 3:
-                            s3 += key * _element(asked + 3 * query_stride, (col < D_K) & (first + 3 < GROUP))
-                    codes = codes >> (2 * BITS)
+                for i in tl.static_range(per):  # unrolled, because then all of a word's edges are under way at once
+                    if i % 2 == 0:  # two 16-bit edges share a word
+                        lows = tl.load(edges + i // 2, mask=page < pages, other=0)
+                        highs = tl.load(edges + (WORDS * (per // 2) + i // 2), mask=page < pages, other=0)
+                    if i == per // 2:
+                        codes = codes >> 16
+                    key = _keys(codes, lows, highs, i % (per // 2), BITS, IS_BF16)
+                    col = word * per + i
+                    asked = query + row * query_stride + col
+                    s0 += key * _element(asked, (col < D_K) & (first < GROUP))
+                    if GROUP > 1:
+                        s1 += key * _element(asked + query_stride, (col < D_K) & (first + 1 < GROUP))
+                    if GROUP > 2:
+                        s2 += key * _element(asked + 2 * query_stride, (col < D_K) & (first + 2 < GROUP))
+                    if GROUP > 3:
+                        s3 += key * _element(asked + 3 * query_stride, (col < D_K) & (first + 3 < GROUP))
         for i in tl.static_range(4):
             if i < GROUP:
                 sums = s0 if i == 0 else s1 if i == 1 else s2 if i == 2 else s3
@@ -152,11 +153,13 @@ def _token_scores(
 
 
 @triton.jit
-def _keys(codes, lows, highs, UPPER: tl.constexpr, BITS: tl.constexpr, IS_BF16: tl.constexpr):
-    """The keys of the codes lowest in a word, or of those next to them; in a word of edges theirs is the upper half."""
-    low, high = _edge(lows, UPPER, IS_BF16), _edge(highs, UPPER, IS_BF16)
-    most: tl.constexpr = ((1 << BITS) - 1) << (UPPER * BITS)
-    # The lowest bits of such a float count by one: a code is a number there, in second place 2 ** BITS times it.
+def _keys(codes, lows, highs, PLACE: tl.constexpr, BITS: tl.constexpr, IS_BF16: tl.constexpr):
+    """The keys of the codes in a ``PLACE`` of their words, counted from the lowest bits; its edges are in the upper
+    halves of theirs where it is odd.
+    """
+    low, high = _edge(lows, PLACE % 2, IS_BF16), _edge(highs, PLACE % 2, IS_BF16)
+    most: tl.constexpr = ((1 << BITS) - 1) << (PLACE * BITS)
+    # The lowest bits of such a float count by one: what is there is a number, ``2 ** (PLACE * BITS)`` times the code.
     code = ((codes & most) | INTEGER_BITS).to(tl.float32, bitcast=True) - INTEGERS
     return low[:, None] + code * ((high - low) * (1.0 / most))[:, None]
 
