@@ -301,6 +301,11 @@ class _Asking:
         raise _Asked(query)
 
 
+def wants_query_only() -> bool:
+    """The layer that runs is asked for its query: its key and value are not looked at."""
+    return isinstance(bound_backend(), _Asking)
+
+
 class _Trial(DenseManager):
     """Compares estimated queries with those that are asked: ``close`` are the layers whose estimates serve."""
 

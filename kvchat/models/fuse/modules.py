@@ -446,16 +446,19 @@ class FusedAttention:
 
         ``angles`` are the cosines and sines ``[1, n, d]`` of its positions.
         """
-        merged, output, tokens = self.merged, self.module.o_proj, hidden.shape[1]
-        product = self._operations.project(hidden, merged.weight, merged.bias, norm)
+        output, tokens, (queries, keys, _) = self.module.o_proj, hidden.shape[1], self.heads
+        weight, bias = self.merged.weight, self.merged.bias
+        if alone := attention_hook.wants_query_only():
+            weight, bias, keys = weight_of(self.module.q_proj), self.module.q_proj.bias, 0
+        product = self._operations.project(hidden, weight, bias, norm)
         heads = product.view(1, tokens, -1, self._size).transpose(1, 2)
-        queries, keys, _ = self.heads
         turned = heads[:, : queries + keys]
         if self.head_norms:
             parts = zip(torch.split(turned, [queries, keys], 1), self.head_norms, strict=True)
             turned = torch.cat([self._operations.normed(part, norm) for part, norm in parts], 1)
         query, key = self._operations.rotate_together(turned, queries, *angles)
-        attended, _ = attention_hook.attention(self.module, query, key, heads[:, queries + keys :], None)
+        key, value = (query, query) if alone else (key, heads[:, queries + keys :])
+        attended, _ = attention_hook.attention(self.module, query, key, value, None)
         return self._operations.project(attended.flatten(2), weight_of(output), output.bias, None, residual)
 
 

@@ -150,3 +150,46 @@ def test_layers_with_more_norms_are_two_loops_too(name, monkeypatch):
 def test_other_weights_and_numbers_go_through_the_modules(how, monkeypatch):
     monkeypatch.setattr(one_token.OneTokenLayer, "__call__", lambda *_: pytest.fail("asked"))
     modules.sample_logits(bundled(**how))
+
+
+class Estimates(DenseManager):
+    """Keeps the estimates of its layers' queries."""
+
+    wants_ahead = True
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def estimated(self, layer, query):
+        self.found.append((layer, query.clone()))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_an_estimate_multiplies_the_rows_of_queries_alone_and_is_the_same(name, monkeypatch):
+    model, ids = tiny_models.fresh(name), torch.tensor([3, 1, 4])
+    sample_logits(model)
+    attention_hook.install(model, known={1})
+    sizes = [projection.out_features for projection in projections(model.model.layers[1].self_attn)]
+
+    def estimates():
+        with torch.inference_mode(), attention_hook.bound(backend := Estimates()):
+            for at, token in enumerate(ids):
+                model(token.view(1, 1), position_ids=torch.tensor([[at]]), use_cache=False)
+        return backend.found
+
+    plain, rows, project = estimates(), [], Operations.project
+
+    def noted(self, x, weight, *others, **named):
+        rows.append(len(weight))
+        return project(self, x, weight, *others, **named)
+
+    monkeypatch.setattr(Operations, "project", noted)
+    assert modules.fuse(model, None).fused
+    rows.clear()
+    fused = estimates()
+    assert [layer for layer, _ in fused] == [1] * len(ids)
+    for (_, one), (_, other) in zip(plain, fused, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+    assert rows[0] == sizes[0]  # before anything of the first layer
+    assert rows[1] == sum(sizes)
