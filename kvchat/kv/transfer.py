@@ -220,7 +220,7 @@ class Transfer:
     def load_tokens(self, slots: DeviceSlots, layer: int, first: int, placed: Tensor, resident: Tensor) -> None:
         """Bring the tokens ``placed [H, n]`` into the layer's slots from ``first`` on, which hold ``resident [H, n]``.
 
-        -1 in either is an empty slot. The caller updates the table.
+        That, a part of the table or of a list, is updated; -1 in either is an empty slot.
         """
         beside = self._entered
         with self.timer.copying(beside > 0):

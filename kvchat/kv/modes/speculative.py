@@ -224,7 +224,6 @@ class Speculative(IndexedMode):
         held = self.slots.table_of(layer)[:, : min(self.k, self.slots.offset)]
         chosen, beside = self.choose(layer, query, hidden, held)
         state.transfer.load_tokens(self.slots, layer, 0, chosen, held)
-        held.copy_(chosen)
         if beside is not None:
             self._unread[layer] = beside
 

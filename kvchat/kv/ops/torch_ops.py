@@ -261,7 +261,8 @@ class TorchOps:
     ) -> None:
         """Copy the tokens ``placed [H, n]`` that are not ``resident [H, n]`` into the layer's slots from ``first`` on.
 
-        Adds the K/V pairs moved, wanted and moved from 8-bit pages to ``counters [3]``.
+        Then ``resident``, whose rows are each in one piece, is what is placed. Adds the K/V pairs moved, wanted and
+        moved from 8-bit pages to ``counters [3]``.
         """
         changed = (placed != resident) & (placed >= 0)
         self._count(counters, changed, placed)
@@ -269,6 +270,7 @@ class TorchOps:
         target = torch.arange(width, device=placed.device)[:, None] * slots.n
         target = target + first + torch.arange(n, device=placed.device)
         self._bring_tokens(slots, layer, placed.clamp(min=0), slots.heads_of(layer)[:, None], target, changed)
+        resident.copy_(placed)
 
     def move_shared(self, slots: DeviceSlots, positions: Tensor, targets: Tensor, taken: Tensor) -> None:
         """Copy the tokens ``positions [m]`` into slots ``targets [m]`` of every head and layer, where ``taken [m]``."""

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots
-from kvchat.kv.ops.triton.append import with_dense_rows
 from kvchat.kv.ops.triton.language import HostTensors, host_kv, padded
 
 # Elements of K, and as many of V, that a program has under way at a time: 16 KiB of half precision.
@@ -175,6 +174,7 @@ def _move_tokens(
         index = (tile % tiles) * TOKENS + tl.arange(0, TOKENS)
         new = tl.load(placed + row * length + index, mask=index < length, other=-1)
         old = tl.load(resident + row * resident_stride + index, mask=index < length, other=-1)
+        tl.store(resident + row * resident_stride + index, new.to(resident.dtype.element_ty), mask=index < length)
         moves = (new != old) & (new >= 0)
         head = tl.load(heads + row) if PICKED else row
         target = row * n + first + index
@@ -250,7 +250,7 @@ def move_tokens(
     ctas: int,
 ) -> None:
     """``TorchOps.move_tokens`` by up to ``TOKEN_CTAS`` times ``ctas`` programs."""
-    placed, resident, g = placed.contiguous(), with_dense_rows(resident), slots.geometry
+    placed, g = placed.contiguous(), slots.geometry
     width, length = placed.shape
     grid = (min(TOKEN_CTAS * ctas, width * triton.cdiv(length, TOKENS)),)
     tensors = *host[:4], slots.rows(layer), placed, resident, slots.heads_of(layer), counters

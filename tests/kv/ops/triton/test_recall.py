@@ -62,7 +62,15 @@ def test_tokens(shape, dtype, device):
     resident = some(1, device, -1, 150, layout.width(g), 70)
     changes = some(2, device, 0, 3, *resident.shape) == 0
     placed = torch.where(changes, some(3, device, -1, 150, *resident.shape), resident)
-    moved_alike(both, lambda s, layer: s.ops.move_tokens(s.slots[0], layer, 7, placed, resident, s.counters))
+    table = torch.full((layout.width(g), 100), 12, dtype=torch.int32, device=device)
+
+    def move(side, layer):
+        table[:, :70] = resident
+        side.ops.move_tokens(side.slots[0], layer, 7, placed, table[:, :70], side.counters)
+        assert torch.equal(table[:, :70], placed.int())
+        assert bool((table[:, 70:] == 12).all())
+
+    moved_alike(both, move)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
