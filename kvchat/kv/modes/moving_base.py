@@ -7,7 +7,7 @@ are stored as rotated; of those kept on the device the difference of bases is tu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -32,13 +32,16 @@ class MovingBase(ContextPolicy):
         self._half = max(1, context // 2)
         self._limited_from: int | None = None
 
-    def attach(self, state: KVState, base: Tensor, kept_from: Tensor, sink: int, pins: Sequence[int]) -> None:
+    def attach(
+        self, state: KVState, base: Tensor, first_kept: Callable[[], int], sink: int, pins: Sequence[int]
+    ) -> None:
         """Take over what the mode keeps up to date.
 
-        ``base`` is that of the next token, ``kept_from`` the first token behind the sinks that is kept (0-d int64 on
-        the device), ``sink`` and ``pins`` are the number of sinks and the positions of pinned messages in the slots.
+        ``base`` is that of the next token (0-d int64 on the device), ``first_kept`` gives the first token behind the
+        sinks that is kept, ``sink`` and ``pins`` are the number of sinks and the positions of pinned messages in the
+        slots.
         """
-        self._state, self._base, self._kept_from = state, base, kept_from
+        self._state, self._base, self._first_kept = state, base, first_kept
         self._sink, self._pins = sink, pins
         self._limited_from = None
 
@@ -78,7 +81,7 @@ class MovingBase(ContextPolicy):
         return tokens > self.context
 
     def begin_prompt(self, tokens: int) -> int:
-        self._limited_from = int(self._kept_from) if self.limits_prompt(tokens) else None
+        self._limited_from = self._first_kept() if self.limits_prompt(tokens) else None
         return self._limited_from or 0
 
     def limited(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

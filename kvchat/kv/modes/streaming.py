@@ -30,14 +30,15 @@ between two tokens drops delta, smoothly, and sigma bounds only what a long prom
 reads C + 48 to C + 64 tokens, never C. By Eq. 8 sigma = 0 and delta = 0 are the same algorithm, hard pruning to C.
 
 Shapes: one table ``[1, 1, S + P + ring]`` for all layers and heads, ring = max(C + R, C + sigma + 1) - S, P pinned.
-Costs: a step adds a rotation of ``[layers, H, S + P, d]`` keys; nothing is recalled. Beyond the context the C kept
-tokens are loaded and turned once for every half of it and every prompt.
+Costs: a step that drops tokens adds a rotation of ``[layers, H, S + P, d]`` keys; nothing is recalled. How many it
+drops the host knows: each number has its CUDA graph. Beyond the context the C kept tokens are loaded and turned once
+for every half of it and every prompt.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,15 +55,22 @@ MIN_SINK = 4
 SINK_SHARE = 4  # a system prompt is sinks up to a quarter of C
 
 
-def pruned_length(length: Tensor, c: int, r: int, sigma: int, delta: int) -> Tensor:
-    """Cached tokens after Algorithm 1 has looked at ``length`` of them (int64 tensor of any shape).
+def pruned_length(length: int, c: int, r: int, sigma: int, delta: int) -> int:
+    """Cached tokens after Algorithm 1 has looked at ``length`` of them.
 
     ``c`` is the soft capacity, ``r`` the overflow allowance (0 disables), ``sigma`` the slack, ``delta`` Max_Drop.
     """
-    if r == 0:
+    if r == 0 or length - c < r:
         return length
-    target = torch.full_like(length, c) if delta == 0 else (length - delta).clamp(min=c).clamp(max=c + sigma)
-    return torch.where(length - c >= r, target, length)
+    return c if delta == 0 else min(max(length - delta, c), c + sigma)
+
+
+class Last(NamedTuple):
+    """The last step, or filling: tokens stored before it, the first kept behind the sinks, and how many it drops."""
+
+    at: int
+    kept_from: int
+    dropped: int
 
 
 class Streaming(Mode):
@@ -105,7 +113,8 @@ class Streaming(Mode):
         self._rotated = self._rotated_layers(state.device)
         self.kept_from = torch.zeros((), dtype=torch.int64, device=state.device)
         self.base = torch.zeros_like(self.kept_from)
-        self._moving.attach(state, self.base, self.kept_from, self.sink, self.pins)
+        self._last = Last(0, 0, 0)
+        self._moving.attach(state, self.base, self._first_kept, self.sink, self.pins)
         # Canonical keys of sinks and pinned messages, and one row more: there the keys of all later tokens go.
         kept = self.sink + len(self.pins)
         self.kept_keys = torch.zeros((g.layers, g.kv_heads, kept + 1, g.d_k), dtype=g.dtype, device=state.device)
@@ -121,14 +130,18 @@ class Streaming(Mode):
     def prepare_step(self) -> Step:
         total, p = self.state.total, self.parameters
         if not self.context_policy.is_final and self._moving.begins_base(total):
-            self._load(total - int(self.kept_from))
-        return Step(exact=p.R == 0 or total < self.capacity + p.R)
+            self._load(self.num_cached() - self.sink)
+        kept_from = self._first_kept()
+        cached = self.sink + total + 1 - kept_from
+        self._last = Last(total, kept_from, cached - self._pruned(cached))
+        kind = self._last.dropped, int(total < self.sink)
+        return Step(kind, exact=p.R == 0 or total < self.capacity + p.R)
 
     # ---- the cache
 
     def fill(self, fresh: bool) -> None:
-        length = torch.tensor(self.state.total if fresh else self.num_cached(), device=self.state.device)
-        self._load(max(0, int(self._pruned(length)) - self.sink))
+        length = self.state.total if fresh else self.num_cached()
+        self._load(max(0, self._pruned(length) - self.sink))
 
     def _load(self, recent: int) -> None:
         """Bring the sinks and the last ``recent`` tokens to the slots."""
@@ -140,7 +153,8 @@ class Streaming(Mode):
         # Of pinned messages the slots hold rotated keys: they are copied again.
         slots.table[..., self.sink : slots.ring] = EMPTY
         self.state.transfer.load_table(slots, self._wanted_table(slots, recent))
-        self.kept_from.fill_(max(self.sink, total - recent))
+        self._last = Last(total, max(self.sink, total - recent), 0)
+        self.kept_from.fill_(self._last.kept_from)
         self.base.fill_(base)
         for layer in range(g.layers):
             stored = min(self.sink, total)
@@ -152,11 +166,9 @@ class Streaming(Mode):
         self._realign()
 
     def forward_end(self, position: Tensor) -> None:
-        cached = self.sink + position + 1 - self.kept_from
-        dropped = cached - self._pruned(cached)
-        if self.state.ops.reads_back and not dropped and position >= self.sink:
+        if not self._last.dropped and self._last.at >= self.sink:
             return  # everything lies where it lay
-        self.kept_from.add_(dropped)
+        self.kept_from.add_(self._last.dropped)
         (slots,) = self.state.slots
         recents = slots.table[..., slots.ring :]
         recents.masked_fill_(recents < self.kept_from, EMPTY)
@@ -166,12 +178,16 @@ class Streaming(Mode):
     def report(self) -> ModeReport:
         chosen = {"budget": self.capacity - self.extra_sinks, "sink": self.sink}
         chosen["window"] = self.window - self.parameters.B
-        stats = {"cached": self.num_cached(), "dropped": int(self.kept_from) - self.sink}
+        stats = {"cached": self.num_cached(), "dropped": self._first_kept() - self.sink}
         return ModeReport(self.parameters.model_dump() | chosen, stats, TokenState.UNREACHABLE)
 
     def num_cached(self) -> int:
-        """Stored tokens that were not dropped; waits for the device."""
-        return self.sink + self.state.total - int(self.kept_from)
+        """Stored tokens that were not dropped."""
+        return self.sink + self.state.total - self._first_kept()
+
+    def _first_kept(self) -> int:
+        """``kept_from`` once the device is done with all that is stored."""
+        return self._last.kept_from + self._last.dropped * (self.state.total > self._last.at)
 
     def _soft_capacity(self) -> int:
         p = self.parameters
@@ -218,7 +234,7 @@ class Streaming(Mode):
             return MIN_SINK
         return max(MIN_SINK, min(self.system_tokens, self.capacity // SINK_SHARE))
 
-    def _pruned(self, length: Tensor) -> Tensor:
+    def _pruned(self, length: int) -> int:
         p = self.parameters
         return pruned_length(length, self.capacity, p.R, p.sigma, p.delta)
 

@@ -7,16 +7,18 @@ import itertools
 import pytest
 import torch
 from support.kv_run import Run
+from support.kv_steps import as_on_a_gpu
 from support.toy_model import toy
 
 from kvchat.config.modes import parse
 from kvchat.errors import DoesNotFitError, UsageError
 from kvchat.kv.inspect import attended
 from kvchat.kv.manager import KVManager
-from kvchat.kv.modes import build
+from kvchat.kv.modes import build, streaming
 from kvchat.kv.modes.base import ContextPolicy, ModelTraits
 from kvchat.kv.modes.moving_base import MovingBase
 from kvchat.kv.modes.streaming import pruned_length
+from kvchat.kv.rope import rotate
 
 C = 2048
 # L, R, sigma, delta, L*: the paper's example, Algorithm 1's branches and what follows from them.
@@ -36,12 +38,7 @@ VECTORS = [
 
 @pytest.mark.parametrize(("length", "r", "sigma", "delta", "expected"), VECTORS)
 def test_the_papers_vectors(length, r, sigma, delta, expected):
-    assert int(pruned_length(torch.tensor(length), C, r, sigma, delta)) == expected
-
-
-def test_many_lengths_at_once():
-    lengths = torch.tensor([2079, 2080, 4000])
-    assert pruned_length(lengths, C, 32, 16, 32).tolist() == [2079, 2048, 2064]
+    assert pruned_length(length, C, r, sigma, delta) == expected
 
 
 def lengths_of(run: Run, steps: int) -> list[int]:
@@ -72,6 +69,28 @@ def test_the_saw_tooth_of_real_steps(params, peak, valley):
     steady = lengths_of(run, 60)
     assert (max(steady), min(steady)) == (peak, valley)
     assert {b - a for a, b in itertools.pairwise(steady)} <= {1, valley - peak}
+
+
+def test_only_a_step_that_drops_turns_what_is_kept(monkeypatch):
+    """On a GPU too, where nothing is read back: the host knows which steps those are."""
+    run = Run(toy(("plain", "plain")), "streaming", budget=64, R=16, sigma=32, delta=8)
+    as_on_a_gpu(run.kv)
+    run.prefill(70)
+    turned = []
+
+    def noted(*args):
+        turned.append(run.kv.total)
+        return rotate(*args)
+
+    monkeypatch.setattr(streaming, "rotate", noted)
+    dropped = []
+    for _ in range(40):
+        before, total = run.kv.mode.num_cached(), run.kv.total
+        run.step()
+        if run.kv.mode.num_cached() < before + 1:
+            dropped.append(total)
+    assert turned == dropped
+    assert len(dropped) > 2
 
 
 def test_a_long_chunk_is_pruned_at_once():
@@ -155,8 +174,8 @@ def test_what_cannot_be_is_refused():
 
 def test_the_defaults_drop_delta_between_two_tokens_and_sigma_bounds_what_a_prompt_leaves():
     p = parse("streaming", {"budget": 512})
-    lengths = torch.tensor([512 + p.R, 5000])
-    assert pruned_length(lengths, 512, p.R, p.sigma, p.delta).tolist() == [512 + p.R - p.delta, 512 + p.sigma]
+    lengths = [pruned_length(length, 512, p.R, p.sigma, p.delta) for length in (512 + p.R, 5000)]
+    assert lengths == [512 + p.R - p.delta, 512 + p.sigma]
 
 
 # ---- Positions beyond the context: bases in steps of half of it, and prompts cut where one begins
