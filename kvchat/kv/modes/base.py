@@ -315,7 +315,7 @@ class Mode:
     def forward_begin(self, position: Tensor) -> None:
         """Give the new token at ``position`` (0-d int64) its slots."""
         for slots in self.state.slots:
-            slots.assign(position)
+            self.state.ops.assign(slots, position)
 
     def estimated(self, layer: int, query: Tensor) -> None:
         """Act before the layer before runs, given an estimate ``query [H_q, d_k]`` of what this layer will ask."""

@@ -62,6 +62,10 @@ class TorchOps:
 
     # ---- append
 
+    def assign(self, slots: DeviceSlots, position: Tensor) -> None:
+        """``DeviceSlots.assign``, done at the latest when a layer's ``append`` is."""
+        slots.assign(position)
+
     def append(self, held: Sequence[DeviceSlots], layer: int, key: Tensor, value: Tensor) -> None:
         """Write the new token's ``key [H, d_k]`` and ``value [H, d_v]`` to its slots and through to the host pool."""
         kv = self._packed(key, value)

@@ -59,6 +59,10 @@ class TritonOps(TorchOps):
         else:
             super().begin_step(position)
 
+    def assign(self, slots: DeviceSlots, position: Tensor) -> None:
+        if slots.layout.unordered or not self.host.pinned:  # else the kernel that appends does it
+            super().assign(slots, position)
+
     def append(self, held: Sequence[DeviceSlots], layer: int, key: Tensor, value: Tensor) -> None:
         if not self.host.pinned:
             super().append(held, layer, key, value)

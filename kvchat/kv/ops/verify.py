@@ -81,13 +81,14 @@ class _Step:
         self.host.total = last
         self.host.reserve(last + 1)
         self.ops.begin_step(self.position)
-        self.slots.assign(self.position)
+        self.ops.assign(self.slots, self.position)
         self.ops.append([self.slots], 0, self.keys[:, last], self.values[:, last])  # it fills a page
         self.host.total = last + 1
         self.host.reserve(last + 2)
         self.position.fill_(last + 1)
         stored = self.host.dense(0, last + 1, PAGES - 1)
-        return {"append": torch.cat((self.slots.kv.flatten(), *(part.flatten() for part in stored)))}
+        written = torch.cat((self.slots.kv.flatten(), *(part.flatten() for part in stored)))
+        return {"append": written, "assign": self.slots.table.clone()}
 
     def select(self) -> dict[str, Tensor]:
         g, bounds = self.g, page_bounds(self.keys, PAGES, self.g.page)

@@ -1,6 +1,7 @@
 """append: the new token's K and V to its slot and through to the host pool, and its key into its page's bounds.
 
-Costs: one program a KV head; the stores to host memory are posted, nothing waits for them.
+Costs: one program a KV head; the stores to host memory are posted, nothing waits for them. Where slots are in order the
+kernel finds the token's by itself and notes it in the table: by torch's operations that is nine launches a step.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from kvchat.kv.memory.device_slots import DeviceSlots
 from kvchat.kv.ops.triton.language import HostTensors, host_row, padded, quantized_code
 
 
-@triton.jit(do_not_specialize_on_alignment=["heads"])
+@triton.jit(do_not_specialize=["offset", "ring", "sink", "window"], do_not_specialize_on_alignment=["heads", "table"])
 def _append(
     key,
     value,
@@ -25,11 +26,18 @@ def _append(
     places,
     next_quantized,
     heads,
+    table,
     current_slot,
     position,
     n,
+    offset,
+    ring,
+    sink,
+    window,
     key_stride,
     value_stride,
+    ORDERED: tl.constexpr,
+    TABLES: tl.constexpr,
     PICKED: tl.constexpr,
     KV_HEADS: tl.constexpr,
     PAGE: tl.constexpr,
@@ -46,10 +54,16 @@ def _append(
     is_key, is_value = col < D_K, col < D_V
     k = tl.load(key + head * key_stride + col, mask=is_key)
     v = tl.load(value + head * value_stride + col, mask=is_value)
-    slot = slots + (row * n + tl.load(current_slot)) * D + col
+    now = tl.load(position)
+    if ORDERED:
+        place = tl.where(now < sink, offset + now, ring + (now - sink) % window)  # ``DeviceSlots.slot_of``
+        if row < TABLES:
+            tl.store(table + row * n + place, now.to(tl.int32))
+    else:
+        place = tl.load(current_slot)
+    slot = slots + (row * n + place) * D + col
     tl.store(slot, k, mask=is_key)
     tl.store(slot + tl.num_programs(0).to(tl.int64) * n * D, v, mask=is_value)
-    now = tl.load(position)
     # Where a page lies elsewhere than its number says, its own tokens do not.
     at = now if ITEM == 0 else tl.load(places + now // PAGE) * PAGE + now % PAGE
     stored = host + host_row(at, head, KV_HEADS, PAGE) * D + col
@@ -123,12 +137,15 @@ def append(
     value: Tensor,
     g: Geometry,
 ) -> None:
-    """``TorchOps.append`` for the heads of ``slots``; columns that pad a narrower K or V stay as they are.
+    """``TorchOps.append`` for the heads of ``slots``, and ``assign`` of slots in order.
 
+    Columns that pad a narrower K or V stay as they are.
     The token that fills a page of a pool with 8-bit pages also writes block ``next_quantized`` (1-element int64).
     """
     key, value = with_dense_rows(key), with_dense_rows(value)
     heads = slots.heads_of(layer)
+    table, layout = slots.table_of(layer), slots.layout
+    of_table = not layout.unordered, len(table)
     shape = slots.heads is not None, g.kv_heads, g.page, g.d, g.d_k, g.d_v, padded(g.d), padded(g.page), host.item
     strides = key.stride(0), value.stride(0)
     kv = slots.rows(layer)
@@ -139,10 +156,16 @@ def append(
         *host[:4],
         next_quantized,
         heads,
+        table,
         slots.current_slot,
         position,
         slots.n,
+        slots.offset,
+        slots.ring,
+        layout.sink,
+        max(1, layout.window),
         *strides,
+        *of_table,
         *shape,
         num_warps=4 if host.item else 1,  # a page that is rounded is in registers
     )

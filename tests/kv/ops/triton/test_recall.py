@@ -94,7 +94,7 @@ def test_a_pageable_pool_is_left_to_torch(device, monkeypatch):
     monkeypatch.setattr(recall, "_move_shared", None)
     monkeypatch.setattr("kvchat.kv.ops.triton.append._append", None)
     (slots,), ops = side.slots, side.ops
-    slots.assign(ops.position)
+    ops.assign(slots, ops.position)
     ops.begin_step(ops.position)
     ops.append([slots], 0, *(noise(0, device, g.dtype, g.kv_heads, d) for d in (g.d_k, g.d_v)))
     counters, wanted = torch.zeros(2, dtype=torch.int64, device=device), torch.zeros((2, 6), dtype=torch.int64)
@@ -138,6 +138,7 @@ def layouts(heads):
     """Each a way to hold all KV heads of both layers."""
     yield [Layout(0, LAYERS, sink=0, window=80)]
     yield [Layout(0, LAYERS, sink=3, window=20, pages=2, shared=False)]
+    yield [Layout(0, LAYERS, sink=50, window=20, pages=1, pinned=6)]
     yield [Layout(0, LAYERS, sink=0, window=64, unordered=True)]
     if heads > 1:
         some, others = ((0,), (1,)), (tuple(range(1, heads)), tuple(h for h in range(heads) if h != 1))
@@ -153,13 +154,14 @@ def test_the_new_token_goes_to_its_slots_and_to_the_host_pool(shape, dtype, devi
         for side in sides(g, device, *places, tokens=45):
             for slots in side.slots:
                 slots.kv.zero_()
-                slots.assign(side.ops.position)
+                side.ops.assign(slots, side.ops.position)
             for layer in range(LAYERS):
                 # As the model gives them: heads beside each other, or not.
                 k = noise(layer, device, dtype, 1, g.kv_heads, g.d_k + layer)[0, :, : g.d_k]
                 v = noise(layer + 9, device, dtype, g.d_v, g.kv_heads).t()
                 side.ops.append(side.slots, layer, k, v)
-            written.append([*side.host.layers, *(slots.kv for slots in side.slots)])
+            of_slots = [each for slots in side.slots for each in (slots.kv, slots.table)]
+            written.append([*side.host.layers, *of_slots])
         for expected, measured in zip(*written, strict=True):
             assert torch.equal(measured, expected)
 
