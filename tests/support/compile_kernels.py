@@ -138,7 +138,8 @@ def launch_fused_layers(dtype, d):
     for in_8_bits in (False, True):
         merged, gate_up, down = (each.to(torch.int8) if in_8_bits else each for each in (merged, gate_up, down))
         scales = [torch.zeros(len(each)) if in_8_bits else None for each in (merged, gate_up, down)]
-        kernels.project(x, merged, x.new_zeros(len(merged)), norm, 1e-6, scales=scales[0])
+        for turns in (None, ((HEADS * GROUP + HEADS) * d, *x.new_zeros((2, 1, 1, d)))):
+            kernels.project(x, merged, x.new_zeros(len(merged)), norm, 1e-6, scales=scales[0], turns=turns)
         kernels.project(torch.zeros((1, 1, inner), dtype=dtype), down, residual=x, scales=scales[2])
         kernels.gated(x, gate_up, norm, 1e-6, scales[1])
     query, key = (torch.zeros((1, heads, 1, d), dtype=dtype) for heads in (HEADS * GROUP, HEADS))

@@ -2,8 +2,9 @@
 
 A projection of one token reads every weight once and computes next to nothing, so it takes the time its bytes take.
 Weights of 8 bits are read as they are: each row's scale multiplies its sum.
-What is small beside it (the norm before, SiLU, bias, the residual) is done on the way: in a CUDA graph a kernel of its
-own costs about 2 us however little it does. All sums are in float32. Imported only where Triton is usable.
+What is small beside it (the norm before, SiLU, bias, the residual, the rotation of heads) is done on the way: in a CUDA
+graph a kernel of its own costs about 2 us however little it does. All sums are in float32. Imported only where Triton
+is usable.
 """
 
 from __future__ import annotations
@@ -73,24 +74,37 @@ def _project(
     bias,
     norm,
     residual,
+    cos,
+    sin,
     out,
     n_rows,
     size,
+    turned,
     eps,
     SCALED: tl.constexpr,
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    HALF: tl.constexpr,
     EVEN: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
+    """The first ``turned`` rows are heads that are rotated, ``2 * HALF`` each; with HALF 0 none are."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    if HALF:  # neighbors are a row and the one that it turns with
+        within = rows // 2 % HALF + rows % 2 * HALF
+        rows = rows // 2 // HALF * (2 * HALF) + within
     result = _dot(x, weight, scales, norm, rows, n_rows, size, eps, SCALED, NORM, EVEN, ROWS, COLS)
     if BIAS:
         result += tl.load(bias + rows, mask=rows < n_rows, other=0.0).to(tl.float32)
     if RESIDUAL:
         result += tl.load(residual + rows, mask=rows < n_rows, other=0.0).to(tl.float32)
+    if HALF:
+        low, high = tl.split(tl.reshape(result, (ROWS // 2, 2)))
+        other = tl.reshape(tl.join(-high, low), (ROWS,))
+        result *= tl.load(cos + within, mask=rows < turned, other=1.0).to(tl.float32)
+        result += other * tl.load(sin + within, mask=rows < turned, other=0.0).to(tl.float32)
     tl.store(out + rows, result.to(out.dtype.element_ty), mask=rows < n_rows)
 
 
@@ -176,25 +190,32 @@ def project(
     eps: float = 0.0,
     residual: Tensor | None = None,
     scales: Tensor | None = None,
+    turns: tuple[int, Tensor, Tensor] | None = None,
 ) -> Tensor:
     """One token's ``weight @ x + bias + residual``, with ``x`` normalized first (RMS, scaled by ``norm``) if given.
 
     ``x`` is ``[..., K]`` with one token, ``weight [N, K]``, in int8 with ``scales [N]``, ``bias [N]``, ``norm [K]`` and
-    ``residual [..., N]``, all contiguous; the result is ``[..., N]`` in x's dtype.
+    ``residual [..., N]``, all contiguous; the result is ``[..., N]`` in x's dtype. With ``turns`` it is heads of d
+    elements, of which so many, from the first on, are rotated by the cosines and sines ``[1, 1, d]``.
     """
     n_rows, size = weight.shape
     out = x.new_empty(*x.shape[:-1], n_rows)
     rows, cols = _tile(n_rows, size)
-    flags = scales is not None, bias is not None, norm is not None, residual is not None, size % cols == 0
+    turned, cos, sin = turns or (0, x, x)
+    half = cos.numel() // 2 if turns else 0
+    flags = scales is not None, bias is not None, norm is not None, residual is not None, half, size % cols == 0
     operands = (
         weight,
         x if scales is None else scales,
         weight if bias is None else bias,
         x if norm is None else norm,
         x if residual is None else residual,
+        cos,
+        sin,
     )
+    sizes = n_rows, size, turned, eps
     with _on(x):
-        _project[(triton.cdiv(n_rows, rows),)](x, *operands, out, n_rows, size, eps, *flags, rows, cols, num_warps=4)
+        _project[(triton.cdiv(n_rows, rows),)](x, *operands, out, *sizes, *flags, rows, cols, num_warps=4)
     return out
 
 

@@ -450,13 +450,16 @@ class FusedAttention:
         weight, bias = self.merged.weight, self.merged.bias
         if alone := attention_hook.wants_query_only():
             weight, bias, keys = weight_of(self.module.q_proj), self.module.q_proj.bias, 0
-        product = self._operations.project(hidden, weight, bias, norm)
+        turns = None if self.head_norms else ((queries + keys) * self._size, *angles)
+        product, is_turned = self._operations.project_heads(hidden, weight, bias, norm, turns)
         heads = product.view(1, tokens, -1, self._size).transpose(1, 2)
         turned = heads[:, : queries + keys]
         if self.head_norms:
             parts = zip(torch.split(turned, [queries, keys], 1), self.head_norms, strict=True)
             turned = torch.cat([self._operations.normed(part, norm) for part, norm in parts], 1)
-        query, key = self._operations.rotate_together(turned, queries, *angles)
+        query, key = turned[:, :queries], turned[:, queries:]
+        if not is_turned:
+            query, key = self._operations.rotate_together(turned, queries, *angles)
         key, value = (query, query) if alone else (key, heads[:, queries + keys :])
         attended, _ = attention_hook.attention(self.module, query, key, value, None)
         return self._operations.project(attended.flatten(2), weight_of(output), output.bias, None, residual)
@@ -539,6 +542,21 @@ class Operations:
                 return found
         projected = linear(x if norm is None else self.normed(x, norm), weight, bias)
         return projected if residual is None else projected.add_(residual)
+
+    def project_heads(
+        self,
+        x: Tensor,
+        weight: Weight,
+        bias: Tensor | None,
+        norm: Norm | None,
+        turns: tuple[int, Tensor, Tensor] | None,
+    ) -> tuple[Tensor, bool]:
+        """``project``, and whether ``turns`` are done too: how many numbers of heads are rotated, by which angles."""
+        kernels = self._kernels_for(x, weight)
+        if turns is None or kernels is None:
+            return self.project(x, weight, bias, norm), False
+        scale, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        return kernels.project(x, weight.data, bias, scale, eps, None, _scales(weight), turns), True
 
     def gated(self, x: Tensor, weight: Weight, norm: Norm, kind: int = SILU) -> Tensor:
         """``gate * up`` of ``x [..., K]`` normalized, by ``GATES``; ``weight [2 N, K]`` is gate's above up's."""

@@ -91,6 +91,20 @@ def test_the_rotation_is_transformers_own(q_heads, heads, tokens, size, dtype):
     assert torch.equal(merged, random(1, tokens, q_heads + heads, size, dtype=dtype)), "the inputs stay"
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("heads", "turned", "size"), [(6, 4, 16), (3, 3, 24), (5, 1, 80)])
+def test_heads_are_rotated_as_they_are_projected(heads, turned, size, dtype):
+    x, weight, bias, norm = (
+        random(*shape, dtype=dtype) for shape in ((1, 1, 64), (heads * size, 64), (heads * size,), (64,))
+    )
+    angle = random(1, 1, size // 2)
+    cos, sin = (torch.cat([turn, turn], -1).to(dtype) for turn in (angle.cos(), angle.sin()))
+    plain = projected(x, weight, bias, norm).view(1, heads, 1, size)
+    rotated = kernels.rotate(plain[:, :turned].contiguous(), plain[:, turned:turned], cos.float(), sin.float())[0]
+    expected = torch.cat((rotated, plain[:, turned:]), 1).view(1, 1, -1)
+    assert_near(kernels.project(x, weight, bias, norm, EPS, None, None, (turned * size, cos, sin)), expected)
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize(("n_rows", "size"), [(4096, 4096), (6144, 4096), (4096, 14336), (128256, 4096)])
 def test_sizes_of_an_8b_model(n_rows, size):

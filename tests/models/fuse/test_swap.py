@@ -48,9 +48,14 @@ class TorchKernels:
         def norm(weight, eps):
             return None if weight is None else Norm(weight, eps)
 
-        def project(x, weight, bias, scale, eps, residual, scales):
+        def project(x, weight, bias, scale, eps, residual, scales, turns=None):
             self.called.add("project")
-            return plain.project(x, weight, bias, norm(scale, eps), residual)
+            product = plain.project(x, weight, bias, norm(scale, eps), residual)
+            if turns is not None:
+                turned, cos, sin = turns
+                heads = product[..., :turned].view(1, -1, 1, cos.shape[-1])
+                product[..., :turned] = self.rotate(heads, heads[:, :0], cos, sin)[0].view(1, 1, -1)
+            return product
 
         def gated(x, weight, scale, eps, scales):
             self.called.add("gated")

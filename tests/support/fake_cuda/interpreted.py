@@ -61,11 +61,16 @@ def _replace_large_fused_kernels() -> None:
     def wide(weight, scales):
         return weight.float() if scales is None else weight.float() * scales[:, None]
 
-    def some_project(x, weight, bias=None, norm=None, eps=0.0, residual=None, scales=None):
+    def some_project(x, weight, bias=None, norm=None, eps=0.0, residual=None, scales=None, turns=None):
         if weight.numel() < LARGE:
-            return project(x, weight, bias, norm, eps, residual, scales)
+            return project(x, weight, bias, norm, eps, residual, scales, turns)
         out = functional.linear(normalized(x, norm, eps).float(), wide(weight, scales))
-        return sum((t.float() for t in (bias, residual) if t is not None), out).to(x.dtype)
+        out = sum((t.float() for t in (bias, residual) if t is not None), out)
+        if turns is not None:
+            size, cos, sin = turns
+            heads = out[..., :size].view(1, -1, 1, cos.shape[-1])
+            out = torch.cat((_rotated(heads, cos.float(), sin.float()).view(1, 1, -1), out[..., size:]), -1)
+        return out.to(x.dtype)
 
     def some_gated(x, weight, norm=None, eps=0.0, scales=None):
         if weight.numel() < 2 * LARGE:
