@@ -143,7 +143,8 @@ def launch_fused_layers(dtype, d):
         kernels.project(torch.zeros((1, 1, inner), dtype=dtype), down, residual=x, scales=scales[2])
         kernels.gated(x, gate_up, norm, 1e-6, scales[1])
     query, key = (torch.zeros((1, heads, 1, d), dtype=dtype) for heads in (HEADS * GROUP, HEADS))
-    kernels.rotate(query, key, *torch.zeros((2, 1, 1, d), dtype=dtype))
+    for norms in ((), ((query.new_zeros(d), 1e-6),) * 2):
+        kernels.rotate(query, key, *torch.zeros((2, 1, 1, d), dtype=dtype), norms)
 
 
 def main():

@@ -9,6 +9,7 @@ is usable.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -139,6 +140,8 @@ def _rotate(
     key,
     cos,
     sin,
+    query_norm,
+    key_norm,
     query_out,
     key_out,
     q_heads,
@@ -149,6 +152,9 @@ def _rotate(
     k_token_stride,
     tokens,
     half,
+    query_eps,
+    key_eps,
+    NORM: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ):
@@ -163,6 +169,11 @@ def _rotate(
     low = tl.load(query + q_at, mask=is_query, other=0.0) + tl.load(key + k_at, mask=is_key, other=0.0)
     high = tl.load(query + q_at + half, mask=is_query, other=0.0) + tl.load(key + k_at + half, mask=is_key, other=0.0)
     low, high = low.to(tl.float32), high.to(tl.float32)
+    if NORM:
+        eps = tl.where(head < q_heads, query_eps, key_eps)
+        scale = tl.rsqrt(tl.sum(low * low + high * high, 1)[:, None] / (2 * half) + eps)
+        low *= scale * _either(query_norm + col, key_norm + col, is_query, is_key)
+        high *= scale * _either(query_norm + half + col, key_norm + half + col, is_query, is_key)
     turn = token * 2 * half + col
     inside = col < half
     cos_low = tl.load(cos + turn, mask=inside, other=0.0).to(tl.float32)
@@ -177,6 +188,12 @@ def _rotate(
     tl.store(query_out + q_to + half, new_high, mask=is_query)
     tl.store(key_out + k_to, new_low, mask=is_key)
     tl.store(key_out + k_to + half, new_high, mask=is_key)
+
+
+@triton.jit
+def _either(one, other, is_one, is_other):
+    found = tl.load(one, mask=is_one, other=0.0).to(tl.float32)
+    return found + tl.load(other, mask=is_other, other=0.0).to(tl.float32)
 
 
 # ---- launches --------------------------------------------------------------------------------------
@@ -237,11 +254,13 @@ def gated(
     return out
 
 
-def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def rotate(
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, norms: Sequence[tuple[Tensor, float]] = ()
+) -> tuple[Tensor, Tensor]:
     """Turn ``query [1, H_q, n, d]`` and ``key [1, H, n, d]``, first half against second half of a head.
 
     ``cos`` and ``sin`` are ``[1, n, d]`` and contiguous; queries and keys need only contiguous heads. Both results are
-    contiguous.
+    contiguous. With ``norms``, weight ``[d]`` and epsilon for queries and for keys, each head is normalized first.
     """
     q_heads, tokens, size = query.shape[1:]
     heads = key.shape[1]
@@ -249,9 +268,11 @@ def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
     strides = *query.stride()[1:3], *key.stride()[1:3]
     half = size // 2
     grid = tokens, triton.cdiv(q_heads + heads, ROTATED_HEADS)
-    shape = tokens, half, ROTATED_HEADS, triton.next_power_of_2(half)
+    (query_norm, query_eps), (key_norm, key_eps) = norms or ((cos, 0.0), (cos, 0.0))
+    tensors = query, key, cos, sin, query_norm, key_norm, new_query, new_key
+    shape = tokens, half, query_eps, key_eps, len(norms) > 0, ROTATED_HEADS, triton.next_power_of_2(half)
     with _on(query):
-        _rotate[grid](query, key, cos, sin, new_query, new_key, q_heads, heads, *strides, *shape, num_warps=1)
+        _rotate[grid](*tensors, q_heads, heads, *strides, *shape, num_warps=1)
     return new_query, new_key
 
 

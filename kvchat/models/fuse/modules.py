@@ -453,13 +453,10 @@ class FusedAttention:
         turns = None if self.head_norms else ((queries + keys) * self._size, *angles)
         product, is_turned = self._operations.project_heads(hidden, weight, bias, norm, turns)
         heads = product.view(1, tokens, -1, self._size).transpose(1, 2)
-        turned = heads[:, : queries + keys]
-        if self.head_norms:
-            parts = zip(torch.split(turned, [queries, keys], 1), self.head_norms, strict=True)
-            turned = torch.cat([self._operations.normed(part, norm) for part, norm in parts], 1)
-        query, key = turned[:, :queries], turned[:, queries:]
+        query, key = heads[:, :queries], heads[:, queries : queries + keys]
         if not is_turned:
-            query, key = self._operations.rotate_together(turned, queries, *angles)
+            turned = heads[:, : queries + keys]
+            query, key = self._operations.rotate_together(turned, queries, *angles, self.head_norms)
         key, value = (query, query) if alone else (key, heads[:, queries + keys :])
         attended, _ = attention_hook.attention(self.module, query, key, value, None)
         return self._operations.project(attended.flatten(2), weight_of(output), output.bias, None, residual)
@@ -577,16 +574,26 @@ class Operations:
             return rotated
         return self._rotated(query, cos, sin), self._rotated(key, cos, sin)
 
-    def rotate_together(self, heads: Tensor, queries: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """``rotate`` of ``heads [1, H_q + H, n, d]``, the first ``queries`` are the query's; may change them."""
+    def rotate_together(
+        self, heads: Tensor, queries: int, cos: Tensor, sin: Tensor, norms: Sequence[Norm] = ()
+    ) -> tuple[Tensor, Tensor]:
+        """``rotate`` of ``heads [1, H_q + H, n, d]``, the first ``queries`` are the query's; may change them.
+
+        Each is normalized first, where there are ``norms`` of queries and of keys.
+        """
         if self._kernels:
-            return self.rotate(heads[:, :queries], heads[:, queries:], cos, sin)
+            query, key = heads[:, :queries], heads[:, queries:]
+            rotated: tuple[Tensor, Tensor] = self._kernels.rotate(query, key, cos, sin, norms)
+            return rotated
+        if norms:
+            parts = zip((heads[:, :queries], heads[:, queries:]), norms, strict=True)
+            heads = torch.cat([self.normed(part, norm) for part, norm in parts], 1)
         of_one = heads.shape[2] == 1 and _are_numbers(heads)
         if of_one and (loops := compiled_loops()) and (turns := self.turns(cos, sin)):
             loops.rotate(heads[0, :, 0].numpy(), *turns)
             return heads[:, :queries], heads[:, queries:]
-        rotated = self._rotated(heads, cos, sin)
-        return rotated[:, :queries], rotated[:, queries:]
+        turned = self._rotated(heads, cos, sin)
+        return turned[:, :queries], turned[:, queries:]
 
     def turns(self, cos: Tensor, sin: Tensor) -> tuple[Any, Any] | None:
         """``cos`` and ``sin [1, 1, d]`` as numpy sees them, ``[d]``; None where it does not see them as they are.

@@ -92,6 +92,20 @@ def test_the_rotation_is_transformers_own(q_heads, heads, tokens, size, dtype):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("q_heads", "heads", "tokens", "size"), [(4, 2, 1, 16), (5, 3, 3, 24)])
+def test_heads_are_normalized_before_they_are_rotated(q_heads, heads, tokens, size, dtype):
+    merged = random(1, tokens, q_heads + heads, size, dtype=dtype)
+    query, key = (part.transpose(1, 2) for part in merged.split([q_heads, heads], 2))
+    norms = [(random(size, dtype=dtype, seed=seed), eps) for seed, eps in enumerate((1e-5, 0.1))]
+    cos, sin = random(1, tokens, size, dtype=dtype), random(1, tokens, size, dtype=dtype, seed=1)
+    parts = zip((query, key), norms, strict=True)
+    normed = [F.rms_norm(part.float(), (size,), weight.float(), eps) for part, (weight, eps) in parts]
+    expected = kernels.rotate(*normed, cos.float(), sin.float())
+    for turned, right in zip(kernels.rotate(query, key, cos, sin, norms), expected, strict=True):
+        assert_near(turned, right)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(("heads", "turned", "size"), [(6, 4, 16), (3, 3, 24), (5, 1, 80)])
 def test_heads_are_rotated_as_they_are_projected(heads, turned, size, dtype):
     x, weight, bias, norm = (

@@ -61,9 +61,9 @@ class TorchKernels:
             self.called.add("gated")
             return plain.gated(x, weight, norm(scale, eps))
 
-        def rotate(query, key, cos, sin):
+        def rotate(query, key, cos, sin, norms=()):
             self.called.add("rotate")
-            return plain.rotate(query, key, cos, sin)
+            return plain.rotate_together(torch.cat((query, key), 1), query.shape[1], cos, sin, norms)
 
         self.project, self.gated, self.rotate = project, gated, rotate
 
@@ -212,7 +212,7 @@ class WrongKernels(TorchKernels):
     def __init__(self):
         super().__init__()
         right = self.rotate
-        self.rotate = lambda query, key, cos, sin: right(query, key, cos, -sin)
+        self.rotate = lambda query, key, cos, sin, *norms: right(query, key, cos, -sin, *norms)
 
 
 class FailingKernels(TorchKernels):

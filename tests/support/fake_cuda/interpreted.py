@@ -78,10 +78,11 @@ def _replace_large_fused_kernels() -> None:
         gate, up = functional.linear(normalized(x, norm, eps).float(), wide(weight, scales)).chunk(2, -1)
         return (functional.silu(gate) * up).to(x.dtype)
 
-    def some_rotate(query, key, cos, sin):
+    def some_rotate(query, key, cos, sin, norms=()):
         if query.numel() < LARGE:
-            return rotate(query, key, cos, sin)
-        return tuple(_rotated(x.float(), cos.float(), sin.float()).to(x.dtype).contiguous() for x in (query, key))
+            return rotate(query, key, cos, sin, norms)
+        normed = [normalized(x, *norm).float() for x, norm in zip((query, key), norms or [(None, 0)] * 2, strict=True)]
+        return tuple(_rotated(x, cos.float(), sin.float()).to(query.dtype).contiguous() for x in normed)
 
     kernels.project, kernels.gated, kernels.rotate = some_project, some_gated, some_rotate
 
