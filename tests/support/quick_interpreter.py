@@ -2,18 +2,21 @@
 
 It makes the functions of ``triton.language`` interpreted ones before a kernel runs, and again at every call of a helper
 inside it, when they are already: most of the time of a small kernel. It finds them by inspecting all members. And of
-every result it computes the shape anew, in a tuple of its own class, which describes its members' types.
+every result it computes the shape anew, in a tuple of its own class, which describes its members' types. Each sum of
+whole numbers it computes a second time in 64 bits, to see whether it overflows.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 _PATCHED = (tl, tl.core, tl.tensor, tl.math, tl.core.tensor_descriptor_base)
@@ -22,6 +25,9 @@ _patch_lang = interpreter._patch_lang
 _get_np_dtype = interpreter._get_np_dtype
 _make_block_type = tl.block_type.__init__
 _are_equal = tl.tuple.__eq__
+_convert_float = interpreter._convert_float
+_check_types, _broadcast = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.broadcast_impl_value
+_UNCHANGED = {"fp32", "int32", "int64"}  # what is computed of two of these has their type
 _known: dict[Any, dict[str, Any]] = {}  # what a type of blocks is made of, by their elements and shape
 
 
@@ -30,6 +36,11 @@ def install() -> None:
     interpreter._patch_builtin = _patch_builtin
     interpreter._patch_lang = _patch_lang_once
     interpreter._get_np_dtype = _np_dtype_once
+    interpreter._convert_float = _convert_float_at_once
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
+    TritonSemantic.binary_op_type_checking_impl = _check_unlike_types
+    TritonSemantic.broadcast_impl_value = _broadcast_unlike_shapes
     tl.block_type.__init__ = _block_type_once
     tl.tensor.__init__ = _tensor_of_known_shape
     tl.tuple.__eq__ = _are_equal_once
@@ -43,10 +54,40 @@ def _patch_builtin(owner: Any, *scope: Any) -> None:
 
 
 def _patch_lang_once(fn: Any) -> Any:
-    seen = [it for it in fn.__globals__.values() if isinstance(it, ModuleType) and it in (tl, tl.core)]
+    seen = _languages(fn)
     if seen and not any(tl.core.is_builtin(language.load) for language in seen):
-        return SimpleNamespace(restore=lambda: None)  # inside a kernel: whoever began it restores them
+        return _NOTHING  # inside a kernel: whoever began it restores them
     return _patch_lang(fn)
+
+
+_NOTHING = SimpleNamespace(restore=lambda: None)
+
+
+@functools.cache
+def _languages(fn: Any) -> list[ModuleType]:
+    return [it for it in fn.__globals__.values() if isinstance(it, ModuleType) and it in (tl, tl.core)]
+
+
+def _check_unlike_types(self: Any, lhs: Any, rhs: Any, *rest: Any, **options: Any) -> Any:
+    if type(lhs) is type(rhs) is tl.tensor and lhs.dtype is rhs.dtype and lhs.dtype.name in _UNCHANGED:
+        return self.broadcast_impl_value(lhs, rhs)
+    return _check_types(self, lhs, rhs, *rest, **options)
+
+
+def _broadcast_unlike_shapes(self: Any, lhs: Any, rhs: Any) -> Any:
+    one, other = lhs.type, rhs.type
+    if one.is_block() and other.is_block() and one.sizes == other.sizes:
+        return lhs, rhs
+    return _broadcast(self, lhs, rhs)
+
+
+def _convert_float_at_once(data: np.ndarray, from_type: Any, to_type: Any, rounding: Any) -> np.ndarray:
+    """Bfloat16 is the upper half of float32, and cut off of it."""
+    if rounding is None and (from_type.name, to_type.name) == ("bf16", "fp32"):
+        return data.astype(np.uint32) << 16
+    if rounding is None and (from_type.name, to_type.name) == ("fp32", "bf16"):
+        return (data.view(np.uint32) >> 16).astype(np.uint16)
+    return _convert_float(data, from_type, to_type, rounding)
 
 
 def _np_dtype_once(dtype: Any) -> np.dtype:
@@ -62,7 +103,10 @@ def _block_type_once(self: Any, element_ty: Any, shape: Any) -> None:
     key = element_ty.name, *map(_size, shape)
     if key not in _known:
         _make_block_type(self, element_ty, shape)
-        _known[key] = vars(self) | {"of_tensors": tl.tuple([tl.constexpr(size) for size in self.shape])}
+        _known[key] = vars(self) | {
+            "of_tensors": tl.tuple([tl.constexpr(size) for size in self.shape]),
+            "sizes": [*self.shape],
+        }
     vars(self).update(_known[key])
 
 
