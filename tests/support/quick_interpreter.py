@@ -69,9 +69,24 @@ def _languages(fn: Any) -> list[ModuleType]:
 
 
 def _check_unlike_types(self: Any, lhs: Any, rhs: Any, *rest: Any, **options: Any) -> Any:
-    if type(lhs) is type(rhs) is tl.tensor and lhs.dtype is rhs.dtype and lhs.dtype.name in _UNCHANGED:
-        return self.broadcast_impl_value(lhs, rhs)
+    if type(lhs) is tl.tensor and lhs.dtype.name in _UNCHANGED:
+        if type(rhs) is tl.tensor and lhs.dtype is rhs.dtype:
+            return self.broadcast_impl_value(lhs, rhs)
+        if type(rhs) is int or (type(rhs) is float and lhs.dtype.name == "fp32"):
+            return lhs, _constant(lhs.type, lhs.dtype.name, tuple(getattr(lhs.type, "sizes", ())), str(rhs))
     return _check_types(self, lhs, rhs, *rest, **options)
+
+
+_constants: dict[Any, Any] = {}
+
+
+def _constant(type: Any, *key: Any) -> Any:
+    """The number that is written as the last of ``key``, as many times as a tensor of ``type`` has elements."""
+    if key not in _constants:
+        name, sizes, number = key
+        data = np.full(sizes or 1, float(number) if name == "fp32" else int(number), interpreter._get_np_dtype(type))
+        _constants[key] = interpreter.TensorHandle(data, type.scalar)
+    return tl.tensor(_constants[key], type)
 
 
 def _broadcast_unlike_shapes(self: Any, lhs: Any, rhs: Any) -> Any:
