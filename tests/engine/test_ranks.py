@@ -6,21 +6,25 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from itertools import cycle, product
 from pathlib import Path
 
 import pytest
 import torch
-from support import one_rank, tiny_models
-from support.environment import environ
-from support.one_rank import BUDGET, PROMPT, Told
+from support import noting_rank, tiny_models
+from support.environment import PYTHONPATH, environ
+from support.integrity import check_integrity
+from support.memory_faults import PLACES, MemoryRunsOut, places_of
+from support.noting_rank import Told
 from support.patience import PATIENCE_S, wait_until
 from support.streams import read_event
 
+from kvchat import process
 from kvchat.engine.ranks.leader import Followers
 from kvchat.engine.session import Session, load, open_session
-from kvchat.errors import ModelError, UsageError
+from kvchat.errors import DoesNotFitError, ModelError, UsageError
 from kvchat.kv.geometry import PAGE
 from kvchat.kv.modes.speculative import SINK
 from kvchat.kv.ops import key_codes
@@ -51,6 +55,9 @@ GREEDY = Sampling(temperature=0, max_new_tokens=40)
 DRAWN = Sampling(temperature=0.9, seed=5, max_new_tokens=40)
 ASKED = Load("bundled", "cpu", "float32", gpus=2, split="heads")
 MODES = {"full": {}, "streaming": {"budget": 96}, "speculative": {"budget": 128}}
+PROMPT, STEPS = 400, 24
+TOKENS, COST = 200, 8  # of a step, in steps of a tiny model
+IDS = torch.randint(10, 500, (TOKENS + 40,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
 def is_there(pid: int) -> bool:
@@ -68,7 +75,10 @@ def one() -> Iterator[Session]:
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[Session]:
-    session = load("bundled", device="cpu", dtype="float32", gpus=2, split="heads")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("PYTHONPATH", PYTHONPATH)
+        patched.setattr(process, "python", lambda *_: [sys.executable, str(Path(noting_rank.__file__))])
+        session = load("bundled", device="cpu", dtype="float32", gpus=2, split="heads")
     assert session._followers
     pids = [each.pid for each in session._followers._processes]
     yield session
@@ -130,8 +140,7 @@ def test_logits_and_what_is_read_are_those_of_one_process(one, two, mode):
             assert (read != theirs).sum() <= (0 if mode != "speculative" else 4)
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "sampling"), [("full", DRAWN), ("streaming", DRAWN), ("speculative", GREEDY)])
 def test_answers_are_those_of_one_process(one, two, mode, sampling):
     for session in (one, two):
         session.switch(mode, **MODES[mode])
@@ -193,7 +202,17 @@ def test_modes_that_choose_for_all_heads_are_refused_and_the_old_one_goes_on(two
     assert answered(two).text
 
 
-def test_what_each_head_chooses_is_what_it_chooses_in_one_process(tmp_path):
+def told(session: Session, name: str, *given: object) -> str:
+    """What the follower refuses."""
+    assert session._followers
+    try:
+        with session._followers.following(name, *given):
+            return ""
+    except UsageError as error:
+        return error.title
+
+
+def test_what_each_head_chooses_is_what_it_chooses_in_one_process(one, two, tmp_path):
     """But for keys on the edge between two codes.
 
     Sums over ranks round keys otherwise, by 1.2e-6 of the largest. Of 450,000 codes one or two then become others, as
@@ -201,28 +220,31 @@ def test_what_each_head_chooses_is_what_it_chooses_in_one_process(tmp_path):
     768 sets 3 differ by a token. So each process is held to its own keys: its index is that of them, and it chose the
     tokens that weigh most by it in float64 (what it left out weighs 2.9e-5 less at least).
     """
-
-    def run(number: int, count: int) -> subprocess.Popen[bytes]:
-        arguments = (str(number), str(count), str(tmp_path / "meeting"), str(tmp_path / f"{number} of {count}"))
-        return subprocess.Popen([sys.executable, str(Path(one_rank.__file__)), *arguments], env=environ())
-
-    one_rank.main(0, 1, "", str(tmp_path / "0 of 1"))
-    with ExitStack() as ends:
-        processes = [ends.enter_context(run(number, 2)) for number in range(2)]
-        for each in processes:
-            ends.callback(each.kill)
-        assert [each.wait(3 * PATIENCE_S) for each in processes] == [0, 0]
-    whole, *parts = (Told(**torch.load(tmp_path / name)) for name in ("0 of 1", "0 of 2", "1 of 2"))
-    assert torch.equal(parts[0].logits, parts[1].logits), "both ranks have the same"
+    ids, found = (one.tokenize(TALE) * 3)[: PROMPT + STEPS], []
+    for session in (one, two):
+        session.truncate(0)
+        session.switch("speculative", **MODES["speculative"])
+        logits, noted = [session.prefill(ids[:PROMPT])], Told()
+        for token in ids[PROMPT:]:
+            logits.append(session.step(token))
+            noted.note_step(session._kv.state)
+            if session is two:
+                told(two, "note_step")
+        noted.end(session._kv)
+        found.append((torch.stack(logits), noted))
+    told(two, "tell", str(tmp_path / "told"))
+    (expected, whole), (measured, first) = found
+    parts = first, torch.load(tmp_path / "told", weights_only=False)
     together = torch.cat([part.keys for part in parts], 1)[:, :, :PROMPT]
     assert relative_error(together, whole.keys[:, :, :PROMPT]) < 1e-5
-    for told in (whole, *parts):
-        check_choices(told)
-    same = (torch.cat([part.read for part in parts], 2) == whole.read).flatten(1).all(1)
-    first = int(same.long().argmin()) if not same.all() else len(same)
-    assert first > 2
-    for step in range(first + 1):
-        assert relative_error(parts[0].logits[step], whole.logits[step]) < 1e-5
+    for each in (whole, *parts):
+        check_choices(each)
+    sets = zip(whole.read, *(part.read for part in parts), strict=True)
+    same = [torch.equal(torch.cat(theirs, 1), its) for its, *theirs in sets]
+    alike = same.index(False) if False in same else len(same)
+    assert alike > 2
+    for step in range(alike + 1):
+        assert relative_error(measured[step], expected[step]) < 1e-5
 
 
 def check_choices(told: Told) -> None:
@@ -233,14 +255,132 @@ def check_choices(told: Told) -> None:
         index = told.index[layer - 1, :, :full]
         assert torch.equal(key_codes.encode(told.keys[layer], PAGE, 2)[:, :full], index)
         keys = key_codes.decode(index, d, PAGE, 2, torch.float32).double()
-        for step, queries in enumerate(told.queries[:, layer].double()):
+        for step, queries in enumerate(torch.stack(told.queries)[:, layer].double()):
             known, end = (PROMPT + step) // PAGE * PAGE, PROMPT + step + 1 - PAGE  # the window is a page
             scores = queries.view(heads, -1, d) @ keys[:, :known].transpose(1, 2) * d**-0.5
             weights = scores.softmax(-1).mean(1)[:, SINK:end]
-            is_read = told.read[step, layer, :, SINK:end]
-            assert (is_read.sum(-1) == BUDGET - SINK - PAGE).all()
+            is_read = told.read[step][layer, :, SINK:end]
+            assert (is_read.sum(-1) == MODES["speculative"]["budget"] - SINK - PAGE).all()
             least, most = weights.where(is_read, torch.inf).amin(-1), weights.where(~is_read, 0).amax(-1)
             assert (most <= least * (1 + 1e-6)).all()
+
+
+# ---- memory that runs out in one of them, anywhere: an error, and all go on alike
+
+
+def check_alike(session: Session) -> None:
+    kv = session._kv
+    assert not told(session, "check_alike", kv.total, kv.mode.name, kv.mode.report().params, kv.state.pins)
+    check_integrity(kv.state)
+
+
+def switch(session: Session) -> None:
+    mode = next(name for name in MODES if name != session.info.mode)
+    session.switch(mode, **MODES[mode])
+
+
+def pin(session: Session) -> None:
+    session._runner.pin(range(20, 60))
+
+
+def truncate(session: Session) -> None:
+    if session.total == TOKENS:
+        session.truncate(TOKENS - 30)
+    else:  # its last token could not be read again
+        session.prefill(IDS[session.total : TOKENS - 30])
+
+
+OPERATIONS: dict[str, Callable[[Session], None]] = {
+    "step": lambda session: session.step(7),  # type: ignore[dict-item,return-value]
+    "prefill": lambda session: session.total > TOKENS or session.prefill(IDS[TOKENS:]),  # type: ignore[dict-item]
+    "truncate": truncate,
+    "switch": switch,
+    "pin": pin,
+}
+
+
+def begun(session: Session, mode: str) -> None:
+    session.switch("full")
+    session.truncate(0)
+    session.switch(mode, **MODES[mode])
+    session._runner.chunk = 64
+    session.prefill(IDS[: TOKENS - 4])
+    for token in IDS[TOKENS - 4 : TOKENS]:
+        session.step(token)
+
+
+CASES = list(product(OPERATIONS, MODES)) if PLACES else list(zip(OPERATIONS, cycle(MODES), strict=False))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("operation", "mode"), CASES)
+def test_all_ranks_go_on_alike_wherever_memory_runs_out(two, operation, mode, rank, count):
+    run = OPERATIONS[operation]
+    begun(two, mode)
+    told(two, "run_out", 0)
+    with MemoryRunsOut(0) as counting:
+        run(two)
+    operations = (counting.count, int(told(two, "tell_count")))[rank]
+    told(two, "run_out")
+    total, entered, expected = two.total, two.info.mode, two.step(9)
+    titles = set()
+    for places in places_of(operations, f"{operation} {mode} {rank}", COST):
+        begun(two, mode)
+        told(two, "run_out", *(places if rank else ()))
+        try:
+            with nullcontext() if rank else MemoryRunsOut(*places):
+                run(two)
+            told(two, "run_out")
+        except DoesNotFitError as error:
+            told(two, "run_out")
+            titles.add(error.title)
+            assert two.total >= TOKENS - 31
+            assert two.info.mode == mode
+            check_alike(two)
+            run(two)
+        check_alike(two)
+        assert (two.total, two.info.mode) == (total, entered)
+        measured = two.step(9)
+        if entered == "full":
+            assert (measured - expected).abs().max() < 1e-4
+        count["failures of memory"] += 1
+    assert all(title.startswith("Memory ran out") for title in titles)
+
+
+@pytest.mark.parametrize(("rank", "where"), [(0, 0.9), (1, 0.3)])
+def test_an_answer_that_ran_out_of_memory_is_given_when_asked_again(two, rank, where):
+    turns, sampling = (Turn("user", "Tell me a story about a whale. " * 20),), Sampling(temperature=0, max_new_tokens=8)
+    two.switch("full")
+    two.truncate(0)
+    told(two, "run_out", 0)
+    with MemoryRunsOut(0) as counting:
+        *_, expected = two.answer(turns, sampling)
+    operations = (counting.count, int(told(two, "tell_count")))[rank]
+    two.truncate(0)
+    place = round(where * operations)
+    told(two, "run_out", *((place,) if rank else ()))
+    with nullcontext() if rank else MemoryRunsOut(place), pytest.raises(DoesNotFitError, match="Memory ran out"):
+        list(two.answer(turns, sampling))
+    told(two, "run_out")
+    check_alike(two)
+    *_, finished = two.answer(turns, sampling)
+    assert finished.text == expected.text
+
+
+@pytest.mark.parametrize("end", ["commit_step", "commit_prefill"])
+def test_a_forward_that_one_rank_cannot_commit_is_undone_in_all(two, monkeypatch, end):
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    begun(two, "full")
+    with monkeypatch.context() as patched:
+        patched.setattr(two._kv, end, fail)
+        with pytest.raises(DoesNotFitError, match="Memory ran out"):
+            two.step(7) if end == "commit_step" else two.prefill(IDS[TOKENS:])
+    assert two.total == TOKENS
+    check_alike(two)
+    two.step(7)
+    check_alike(two)
 
 
 # ---- what is refused
@@ -317,15 +457,6 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
     started.process.communicate()
 
 
-def test_a_rank_that_dies_in_an_answer_ends_the_engine(engine):
-    engine.send(Chat(TALE, Sampling(max_new_tokens=4000)))
-    engine.until(Text)
-    os.kill(engine.follower, signal.SIGKILL)
-    code, errors = engine.ended()
-    assert code == 1
-    assert "rank 1 of 2 ended (-9)" in errors
-
-
 def test_a_killed_engine_leaves_no_rank_behind(engine):
     engine.send(Chat(TALE, Sampling(max_new_tokens=4000)))
     engine.until(Text)
@@ -333,7 +464,7 @@ def test_a_killed_engine_leaves_no_rank_behind(engine):
     assert engine.ended()[0] == -signal.SIGKILL
 
 
-def test_another_model_leaves_no_rank_behind_and_one_that_dies_between_answers_ends_the_engine(engine):
+def test_another_model_leaves_no_rank_behind_and_one_that_dies_in_an_answer_ends_the_engine(engine):
     engine.send(Chat(TALE, Sampling(max_new_tokens=4000)))
     engine.until(Text)
     engine.send(Stop())
@@ -345,5 +476,9 @@ def test_another_model_leaves_no_rank_behind_and_one_that_dies_between_answers_e
     engine.until(Loaded)
     assert not is_there(first)
     engine.follower = engine.find_follower()
+    engine.send(Chat(TALE, Sampling(max_new_tokens=4000)))
+    engine.until(Text)
     os.kill(engine.follower, signal.SIGKILL)
-    assert engine.ended()[0] == 1
+    code, errors = engine.ended()
+    assert code == 1
+    assert "rank 1 of 2 ended (-9)" in errors

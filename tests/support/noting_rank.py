@@ -1,0 +1,90 @@
+"""``python noting_rank.py``: a following rank in which memory runs out where a test says; it says what it holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from support.memory_faults import MemoryRunsOut
+from torch import Tensor
+
+from kvchat.engine.ranks import follower
+from kvchat.errors import UsageError
+from kvchat.kv.inspect import attended
+from kvchat.kv.manager import KVManager
+from kvchat.kv.modes.speculative import Speculative
+from kvchat.kv.state import KVState
+
+
+@dataclass
+class Told:
+    """What a rank did with its heads, in speculative mode.
+
+    Attributes:
+        read: the tokens that each KV head read at each step, bool ``[layers, heads, tokens]``.
+        queries: of each step, ``[layers, q_heads, d]``.
+        keys: all that are stored, ``[layers, heads, tokens, d]``.
+        index: by which the tokens were chosen, ``[layers - 1, heads, pages, words]``: the first layer reads all.
+    """
+
+    read: list[Tensor] = field(default_factory=list)
+    queries: list[Tensor] = field(default_factory=list)
+    keys: Tensor = field(default_factory=lambda: torch.empty(0))
+    index: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def note_step(self, state: KVState) -> None:
+        self.read.append(torch.stack([attended(state, layer) for layer in range(state.geometry.layers)]))
+        self.queries.append(state.query.clone())
+
+    def end(self, kv: KVManager) -> None:
+        """Note the keys, and their index."""
+        layers = range(kv.state.geometry.layers)
+        self.keys = torch.stack([kv.state.host.dense(layer, kv.total)[0] for layer in layers])
+        assert isinstance(kv.mode, Speculative)
+        self.index = kv.mode.index.data.clone()
+
+
+class NotingFollower(follower.Follower):
+    _fault: MemoryRunsOut | None = None
+    _told = Told()
+
+    def do(self, order: follower.Order) -> None:
+        if order.name in vars(NotingFollower):
+            getattr(self, order.name)(*order.given)
+        elif self._fault is None:
+            super().do(order)
+        else:
+            with self._fault:
+                super().do(order)
+
+    def run_out(self, *places: int) -> None:
+        """Let memory run out in the orders from now on, at the operations with these numbers; without any never."""
+        self._fault = MemoryRunsOut(*places) if places else None
+
+    def check_alike(self, total: int, mode: str, params: dict[str, Any], pins: tuple[int, ...]) -> None:
+        """Refuse what is not as the leader has it."""
+        kv = self._runner.kv
+        mine = (kv.total, kv.mode.name, kv.mode.report().params, kv.state.pins)
+        if mine != (total, mode, params, pins):
+            raise UsageError(f"{mine} here, {(total, mode, params, pins)} there")
+
+    def tell_count(self) -> None:
+        """Refuse with the number of operations since ``run_out``."""
+        assert self._fault
+        raise UsageError(str(self._fault.count))
+
+    def note_step(self) -> None:
+        self._told.note_step(self._runner.kv.state)
+
+    def tell(self, file: str) -> None:
+        """Write to ``file`` the ``Told`` of all noted steps."""
+        self._told.end(self._runner.kv)
+        torch.save(self._told, file)
+
+
+if __name__ == "__main__":
+    from support import noting_rank  # what it writes is of that module, not of __main__
+
+    follower.Follower = noting_rank.NotingFollower
+    follower.main()
