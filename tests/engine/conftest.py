@@ -21,15 +21,25 @@ def early_freezes() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def model() -> LoadedModel:
+def bundled() -> LoadedModel:
     return load_model(Load("bundled", "cpu", "float32"), lambda stage: None)
 
 
 @pytest.fixture(scope="session")
-def small_model(model: LoadedModel) -> LoadedModel:
-    """A tiny random model with the bundled one's tokenizer, for long answers whose words do not matter."""
-    sizes = {"vocab_size": model.vocab, "max_position_embeddings": model.context, "eos_token_id": min(model.eos_ids)}
-    return wrap(tiny_models.fresh("llama", **sizes), model.tokenizer, "small")
+def small_model(bundled: LoadedModel) -> LoadedModel:
+    """A tiny random model with the bundled one's tokenizer, where words do not matter: it takes a quarter of the time.
+
+    It is fused as the bundled one is, and no folder holds it, so that nothing of its conversations is kept on disk.
+    """
+    sizes = {"vocab_size": bundled.vocab, "max_position_embeddings": bundled.context}
+    made = tiny_models.fresh("llama", **sizes, eos_token_id=min(bundled.eos_ids))
+    return wrap(made, bundled.tokenizer, "small")
+
+
+@pytest.fixture(scope="session")
+def model(bundled: LoadedModel) -> LoadedModel:
+    """The model of a file's tests; some files replace it by the small one."""
+    return bundled
 
 
 @pytest.fixture

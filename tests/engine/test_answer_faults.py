@@ -17,8 +17,13 @@ from kvchat.protocol.messages import Sampling, Turn
 TALE = (Turn("user", "The sea was calm and the whale went on. " * 12 + "Tell me a short story."),)
 GREEDY = Sampling(temperature=0, max_new_tokens=12)
 SMALL = {mode: {"budget": 192} for mode in ("streaming", "speculative", "sync")}
-COST = 3  # of an answer of the bundled model, in steps of a tiny one
+COST = 3  # of an answer, in steps of a tiny model
 MODES = mode_names() if PLACES else ["speculative", "sync", "freeze"]
+
+
+@pytest.fixture(scope="module")
+def model(small_model):
+    return small_model
 
 
 def answered(session: Session) -> str:

@@ -46,6 +46,11 @@ def same(one: object, other: object) -> bool:
     return one == other
 
 
+@pytest.fixture(scope="module")
+def model(small_model):
+    return small_model
+
+
 @pytest.fixture
 def session(model) -> Session:
     """A conversation whose answer was computed with less context."""
@@ -161,8 +166,8 @@ def fails_after(steps: int, step):
     return fail
 
 
-def test_what_a_comparison_kept_from_being_written_is_written_after_it(model, tmp_path, monkeypatch):
-    session = Session(model, Load(keeping=Keeping(saved_bytes=2**30, folder=str(tmp_path))))
+def test_what_a_comparison_kept_from_being_written_is_written_after_it(bundled, tmp_path, monkeypatch):
+    session = Session(bundled, Load(keeping=Keeping(saved_bytes=2**30, folder=str(tmp_path))))
     monkeypatch.setattr(WriteBehind, "begin", lambda writer, jobs: None)  # interrupted before the first page
     list(session.answer(STORY, SAMPLING, None, "a"))
     monkeypatch.undo()

@@ -31,6 +31,11 @@ GREEDY = Sampling(temperature=0, max_new_tokens=80)
 DRAWN = Sampling(temperature=0.8, top_k=40, top_p=0.9, min_p=0.01, repetition_penalty=1.1, seed=7, max_new_tokens=80)
 
 
+@pytest.fixture(scope="module")
+def model(small_model):
+    return small_model
+
+
 @pytest.fixture
 def drafted(monkeypatch):
     """Sets the tokens that are drafted at every token: a few of these, where they go on as given, and wrong ones."""
@@ -243,8 +248,8 @@ def test_a_mode_that_recovers_draws_token_by_token(model, drafted):
 
 
 @pytest.mark.parametrize(("sampling", "host_dtype"), [(GREEDY, "int8"), (DRAWN, "model")], ids=["greedy", "drawn"])
-def test_what_a_window_guesses_changes_nothing(model, guessing, sampling, host_dtype):
-    with_drafts, without = (opened(model, draft, host_dtype=host_dtype) for draft in ("window", "off"))
+def test_what_a_window_guesses_changes_nothing(bundled, guessing, sampling, host_dtype):
+    with_drafts, without = (opened(bundled, draft, host_dtype=host_dtype) for draft in ("window", "off"))
     mine, _ = answered(with_drafts, sampling), answered(without, sampling)
     assert with_drafts.token_ids == without.token_ids
     drafter = with_drafts._kv.mode.drafter
@@ -421,10 +426,10 @@ def test_auto_is_entered_live_and_answers_as_without(model, guessing, plain):
     ("prompt", "settings"),
     [("Tell me a story about a dragon.", {}), ("What do you think of the sea?", {"top_p": 0.9, "top_k": 30})],
 )
-def test_tokens_after_drafts_are_distributed_as_drawn_ones(model, prompt, settings):
+def test_tokens_after_drafts_are_distributed_as_drawn_ones(bundled, prompt, settings):
     """Chi-square of 4,000 continuations, at a temperature where the bundled model is not sure."""
-    ids = model.tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True)
-    *_, (_, row) = opened(model)._runner.prefill(ids["input_ids"])
+    ids = bundled.tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True)
+    *_, (_, row) = opened(bundled)._runner.prefill(ids["input_ids"])
     sampler = Sampler(Sampling(seed=5, temperature=3.0, **settings), len(row), "cpu")
     weights, tokens = sampler.weights(row - row.max())
     chances = torch.zeros(len(row), dtype=torch.float64)
@@ -480,10 +485,10 @@ REAL = pytest.mark.real_model("smollm2")
     ],
     ids=lambda it: it if isinstance(it, str) else f"{it.temperature:g}",
 )
-def test_answers_to_many_prompts_are_those_without_drafts(model, name, sampling, monkeypatch, count):
+def test_answers_to_many_prompts_are_those_without_drafts(bundled, name, sampling, monkeypatch, count):
     """Over a book, so that there is what to look up and what a window does not see; no token ends an answer."""
     monkeypatch.setattr(Window, "_length", lambda self, share, draft_s=0.0: 5)  # also where it does not pay
-    loaded = replace(model if name == "bundled" else load_model(UNPACKED, lambda *_: None), eos_ids=frozenset())
+    loaded = replace(bundled if name == "bundled" else load_model(UNPACKED, lambda *_: None), eos_ids=frozenset())
     session, books = Session(loaded, entering("full", {})), passages((), 560, loaded.tokenizer)
     session._loop.encoder.turn_end = frozenset()
     prompts, tokens = (int(LONG), 500) if LONG else (1, 40)

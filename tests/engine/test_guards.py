@@ -33,6 +33,11 @@ GREEDY = Sampling(temperature=0, max_new_tokens=6)
 HELLO = (Turn("user", "Hello! My name is Maria."),)
 
 
+@pytest.fixture(scope="module")
+def model(small_model):
+    return small_model
+
+
 def test_a_closed_session_says_so(session):
     uses = [
         lambda s: list(s.chat("Hello")),

@@ -30,6 +30,11 @@ STREAMING = {"budget": 128, "sink": 32, "R": 1, "sigma": 0, "delta": 0}
 SPECULATIVE = {"budget": 192, "sink": 32, "window": 64, "unit": "page", "index": "bounds"}
 
 
+@pytest.fixture(scope="module")
+def model(small_model):
+    return small_model
+
+
 def filled(session: Session, tokens: int, mode: str = "full", **params: Any) -> Session:
     """``session``, in which ``tokens`` tokens are stored, in a mode."""
     session.prefill([(7 * i) % 4000 + 10 for i in range(tokens)])
@@ -112,7 +117,8 @@ def test_what_is_done_beside_the_conversation_is_not_in_its_totals(session):
     assert after.corrections == 7 * before.corrections > 0
 
 
-def test_the_receipt_counts_what_happened(session):
+def test_the_receipt_counts_what_happened(bundled):
+    session = Session(bundled)
     session.switch("speculative", **SPECULATIVE)
     session.prefill([(7 * i) % 4000 + 10 for i in range(400)])
     session.truncate(0)
@@ -167,7 +173,8 @@ def test_the_rate_of_recall_is_its_bytes_over_its_time_in_the_steps_that_were_ti
     assert after.recall_bytes_per_s == pytest.approx((after.recalled_bytes - before) / 4 / 0.5, rel=0.02)
 
 
-def test_recalled_bytes_are_the_blocks_that_moved(session):
+def test_recalled_bytes_are_the_blocks_that_moved(bundled):
+    session = Session(bundled)
     filled(session, 640, "speculative", **SPECULATIVE, tau=-2)
     before, moved = session.snapshot().recalled_bytes, 0
     slots = session._kv.state.slots[-1]

@@ -20,6 +20,11 @@ from kvchat.kv.ops.torch_ops import TorchOps
 from kvchat.protocol.messages import Load, Prefilled, Rebuilt, Sampling, Turn
 
 
+@pytest.fixture(scope="module")
+def model(small_model):
+    return small_model
+
+
 def test_a_conversation_goes_on_when_memory_can_no_longer_be_pinned(model, monkeypatch):
     calm, pins = Session(model), Pins()
     monkeypatch.setattr(state_module, "HostPool", partial(HostPool, registrar=pins))
@@ -103,8 +108,8 @@ def test_a_page_cut_off_inside_stays_while_8_bits_are_wanted(model):
     assert "1 of 1" in session.keep_pages("model")
 
 
-def test_a_session_in_8_bits_says_nearly_what_an_exact_one_does(model):
-    exact, quantized = Session(model), Session(model, Load(host_dtype="int8"))
+def test_a_session_in_8_bits_says_nearly_what_an_exact_one_does(bundled):
+    exact, quantized = Session(bundled), Session(bundled, Load(host_dtype="int8"))
     ids = torch.randint(300, 2000, (300,), generator=torch.Generator().manual_seed(0)).tolist()
     logits = [session.prefill(ids) for session in (exact, quantized)]
     for token in ids[:10]:
@@ -183,8 +188,8 @@ def test_nothing_to_rebuild_is_no_work(model):
 
 @pytest.mark.parametrize("mode", [mode for mode in mode_names() if mode != "full"])
 @pytest.mark.parametrize("there", [True, False], ids=["entering", "leaving"])
-def test_a_switch_costs_what_it_was_said_to_cost(model, mode, there):
-    session = Session(model, entering("full" if there else mode, mode_params={m: {"budget": 192} for m in BUDGETED}))
+def test_a_switch_costs_what_it_was_said_to_cost(bundled, mode, there):
+    session = Session(bundled, entering("full" if there else mode, mode_params={m: {"budget": 192} for m in BUDGETED}))
     session.prefill([10 + i % 500 for i in range(1000)])
     to = mode if there else "full"
     price = next(price for price in session.prices() if price.mode == to)

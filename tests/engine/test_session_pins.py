@@ -31,6 +31,11 @@ MODES = {
 }
 
 
+@pytest.fixture(scope="module")
+def model(small_model):
+    return small_model
+
+
 def finished(session: Session, turns, conversation=""):
     return list(session.answer(turns, GREEDY, conversation=conversation))[-1]
 
@@ -42,9 +47,9 @@ def assert_read(session: Session, told: str = "Biscuit") -> None:
         assert bool(session.attended(layer)[:, torch.tensor(pins)].all()), layer
 
 
-def test_a_pinned_message_is_read_in_every_mode_whatever_happens(model, tmp_path):
+def test_a_pinned_message_is_read_in_every_mode_whatever_happens(bundled, tmp_path):
     keeping = Keeping(saved_bytes=2**30, folder=str(tmp_path))
-    session = Session(model, entering("streaming", MODES["streaming"], keeping=keeping))
+    session = Session(bundled, entering("streaming", MODES["streaming"], keeping=keeping))
     finished(session, TOLD, "one")
     assert_read(session)
     assert "P" in session.snapshot().ribbon
@@ -63,7 +68,7 @@ def test_a_pinned_message_is_read_in_every_mode_whatever_happens(model, tmp_path
     finished(session, TOLD, "one")  # answered again
     assert session._kv.state.pins == pins
     session.close()
-    again = Session(model, entering("streaming", MODES["streaming"], keeping=keeping))
+    again = Session(bundled, entering("streaming", MODES["streaming"], keeping=keeping))
     list(again.resume("one", TOLD))
     assert again._kv.state.pins == pins
     again.step(5)
@@ -75,11 +80,11 @@ def test_a_pinned_message_is_read_in_every_mode_whatever_happens(model, tmp_path
     again.close()
 
 
-def test_a_pinned_system_prompt_is_read_as_soon_as_its_conversation_is_taken_up(model, tmp_path):
+def test_a_pinned_system_prompt_is_read_as_soon_as_its_conversation_is_taken_up(bundled, tmp_path):
     keeping = Keeping(parked_bytes=2**30, saved_bytes=2**30, folder=str(tmp_path))
     told = (Turn("system", "You are a sailor. " * 12), *(replace(turn, pinned=False) for turn in TOLD))
     params = {"budget": 64, "pin_system": True}
-    session = Session(model, entering("streaming", params, keeping=keeping))
+    session = Session(bundled, entering("streaming", params, keeping=keeping))
     finished(session, told, "one")
     pinned = session._kv.mode.pinned
     assert pinned > 60
@@ -88,7 +93,7 @@ def test_a_pinned_system_prompt_is_read_as_soon_as_its_conversation_is_taken_up(
     list(session.resume("one", told))
     assert_system_is_read(session, pinned)
     session.close()
-    again = Session(model, entering("streaming", params, keeping=keeping))
+    again = Session(bundled, entering("streaming", params, keeping=keeping))
     list(again.resume("one", told))
     assert_system_is_read(again, pinned)
     again.close()
