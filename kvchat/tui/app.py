@@ -1,7 +1,6 @@
 """The application: themes, the engine client and the one screen; its command palette, and its keys in their order.
 
-Keys act one after the other, each where those before it have led. While nothing happens garbage is collected in full:
-with a long answer on the screen a collection takes 0.2 s.
+Keys act one after the other, each where those before it have led.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import gc
 import os
 import signal
 import threading
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -19,17 +17,15 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, ClassVar
 
-from rich.segment import Segments
 from textual.app import App, SystemCommand
 from textual.binding import BindingType
-from textual.color import BLACK
 from textual.command import DiscoveryHit, Hit, Hits, Provider
 from textual.content import Content
 from textual.css.query import NoMatches
 from textual.dom import DOMNode
 from textual.driver import Driver
 from textual.errors import NoWidget
-from textual.events import Event, InputEvent, Key, MouseEvent, Paste
+from textual.events import Event, Key, MouseEvent, Paste
 from textual.filter import LineFilter, Monochrome, NoColor
 from textual.markup import escape
 from textual.message_pump import MessagePump
@@ -62,8 +58,9 @@ ENDING = (
 )
 REACHED = ("chat", "prompt", "transcript", "ribbon", "panels")  # keys of other screens act there alone
 LONGEST_S = 5.0  # what a key began may take longer: the next ones do not wait for the end of it
-WORTHWHILE = 5
-PAUSE_S = 2.0
+# Objects between two collections of garbage. At Python's 700 an answer has a full one every second, of up to 0.25 s:
+# a fifth of the time that the interface computes.
+GARBAGE = 5_000
 
 
 if not ARE_FRAMES_CHOSEN:
@@ -75,6 +72,7 @@ def run(config: AppConfig) -> int:
     app = KvchatApp(config)
     try:
         gc.freeze()  # all modules, in which no garbage is
+        gc.set_threshold(GARBAGE)
         app.run()
     finally:
         app.client.kill()
@@ -199,26 +197,6 @@ async def _done(pump: MessagePump, work: Callable[[], Awaitable[None]] | None = 
         await done.wait()
 
 
-class IdleCollector:
-    """Collects in pauses: nothing was done for ``PAUSE_S`` and ``is_busy`` is false."""
-
-    def __init__(self, is_busy: Callable[[], bool], clock: Callable[[], float] = time.monotonic) -> None:
-        self._is_busy = is_busy
-        self._clock = clock
-        self._used_at = clock()
-
-    def note_use(self) -> None:
-        """The user did something: the pause begins again."""
-        self._used_at = self._clock()
-
-    def collect_if_idle(self) -> None:
-        """Collect if there is a pause and enough was made since the last time; called every second."""
-        if self._is_busy():
-            self.note_use()
-        elif self._clock() - self._used_at >= PAUSE_S and gc.get_count()[2] >= WORTHWHILE:
-            gc.collect()
-
-
 class KvchatApp(App[None]):
     """Owns the themes, the keys and the engine's child process; ``chat`` owns everything on the screen.
 
@@ -243,7 +221,6 @@ class KvchatApp(App[None]):
         self.keys: dict[str, str] = {}
         self.chat = ChatScreen(config, self.client, self.keys, tuple(self.themes))
         self.controller = self.chat.controller
-        self._collector = IdleCollector(lambda: self.controller.state.phase.busy)
         self.settings = SettingsEditor(config, self.controller, self)
         self._keys_in_turn = KeysInTurn(self, super().on_event)
 
@@ -290,17 +267,8 @@ class KvchatApp(App[None]):
         if not (is_closing and isinstance(cause, NoMatches | MountError)):
             super()._handle_exception(error)
 
-    def _print_error_renderables(self) -> None:
-        """The traceback of what ended the application: an error's text may come from anywhere."""
-        for shown in self._exit_renderables:
-            if isinstance(shown, Segments):
-                shown.segments = self._visible_text.apply(shown.segments, BLACK)
-        super()._print_error_renderables()
-
     async def on_event(self, event: Event) -> None:
-        """As Textual does it, but keys in turn and no mouse on what was just removed; any input ends a pause."""
-        if isinstance(event, InputEvent):
-            self._collector.note_use()
+        """As Textual does it, but keys in turn and no mouse on what was just removed."""
         if isinstance(event, Key | Paste) and not event.is_forwarded:
             self._keys_in_turn.add(event)
         elif not (isinstance(event, MouseEvent) and self._hits_removed(event)):
@@ -331,7 +299,6 @@ class KvchatApp(App[None]):
         except UsageError as refused:
             self.notify(str(refused), title="Keys", severity="warning", timeout=12)
         self.push_screen(self.chat)
-        self.set_interval(1.0, self._collector.collect_if_idle)
         for wrong in self.config.problems:
             self.notify(wrong, title="Settings", severity="warning", timeout=12)
         for problem in self._theme_problems:

@@ -75,15 +75,6 @@ async def test_a_handler_whose_widgets_vanish_while_the_application_closes_is_no
     assert app.return_code == 0
 
 
-async def test_what_ended_the_application_is_told_without_control_characters(running, capsys):
-    async with running() as (app, _pilot, until):
-        app.panic(hostile("reason"))
-        await until(lambda: not app.is_running)
-    told = capsys.readouterr().err
-    assert "«reason»" in told
-    assert not forbidden_in(told.encode())
-
-
 async def test_the_mouse_on_what_has_just_been_removed_ends_nothing(running):
     async with running() as (app, _pilot, until):
         typed(app, "hello")

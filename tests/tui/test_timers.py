@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import random
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -11,17 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.app_driver import finished, typed
 from textual import _time
 from textual._callback import invoke
-from textual._compositor import Compositor
-from textual.widget import Widget
 
-from kvchat.tui import app as app_module
 from kvchat.tui.widgets import base
-from kvchat.tui.widgets.base import LONGEST_S, MOST_CHANGES, SHORTEST_S, ChangesCompositor, Paced, interval
-from kvchat.tui.widgets.panels import KvColumn
-from kvchat.tui.widgets.ribbon import Ribbon
+from kvchat.tui.widgets.base import LONGEST_S, SHORTEST_S, Paced, interval
 
 STILL_S = 0.009  # longer than Textual waits for more changes of the size, 1/120 s
 
@@ -57,51 +49,6 @@ async def test_what_is_drawn_with_rests_is_drawn_again(running, stands_still):
         for number in range(3):
             paced.ask()
             await until(lambda number=number: len(drawn) == number + 1)
-
-
-# ---- Full collections wait for a pause, but not for ever
-
-
-@pytest.fixture
-def collections(monkeypatch):
-    """How often a full collection was asked for."""
-    seen = []
-    monkeypatch.setattr(gc, "collect", lambda: seen.append(1) or 0)
-    monkeypatch.setattr(gc, "get_count", lambda: (0, 0, app_module.WORTHWHILE))
-    return seen
-
-
-def test_garbage_is_collected_in_a_pause_only(collections):
-    now, busy = [0.0], [True]
-    collector = app_module.IdleCollector(lambda: busy[0], lambda: now[0])
-    now[0] = 10.0
-    collector.collect_if_idle()
-    busy[0] = False
-    now[0] += app_module.PAUSE_S / 2
-    collector.collect_if_idle()
-    assert not collections, "the answer ended just now"
-    collector.note_use()
-    now[0] += app_module.PAUSE_S / 2
-    collector.collect_if_idle()
-    assert not collections, "a key was pressed just now"
-    now[0] += app_module.PAUSE_S
-    collector.collect_if_idle()
-    assert collections == [1]
-
-
-def test_little_garbage_is_left(collections, monkeypatch):
-    monkeypatch.setattr(gc, "get_count", lambda: (699, 9, app_module.WORTHWHILE - 1))
-    collector = app_module.IdleCollector(lambda: False, iter([0.0, 100.0]).__next__)
-    collector.collect_if_idle()
-    assert not collections
-
-
-async def test_keys_end_a_pause(running, monkeypatch):
-    async with running() as (app, pilot, until):
-        used = []
-        monkeypatch.setattr(app._collector, "note_use", lambda: used.append(1))
-        await pilot.press("a")
-        await until(lambda: used)
 
 
 # ---- What comes faster than it is drawn is drawn together, with rests between
@@ -172,45 +119,3 @@ async def test_the_rest_is_as_long_as_the_layout_wants_it(run, layout_s, rest):
         paced.ask()
         await pump.until_drawn(drawn)
     assert [after - before for before, after in pairwise(drawn)] == [pytest.approx(rest, abs=0.002)] * 2
-
-
-# ---- A frame is drawn by what changed, and is as Textual's own
-
-
-def frame(app, kind, changes):
-    """What a terminal is sent for changes of these regions."""
-    app.chat._compositor._dirty_regions = set(changes)
-    return kind.render_partial_update(app.chat._compositor).render_segments(app.console)
-
-
-async def test_a_frame_is_as_textuals_own_whatever_changed(running):
-    async with running(size=(200, 60)) as (app, _pilot, until):
-        typed(app, "hello")
-        await until(lambda: finished(app))
-        shown = app.chat._compositor.visible_widgets.values()
-        regions = [part for region, clip in shown if (part := region.intersection(clip))]
-        regions += [region.crop_size((region.width, 1)) for region in regions]
-        chance = random.Random(0)
-        for _ in range(30):
-            changes = chance.sample(regions, chance.randint(1, MOST_CHANGES + 2))
-            assert frame(app, ChangesCompositor, changes) == frame(app, Compositor, changes)
-
-
-async def test_what_did_not_change_is_not_asked(running, monkeypatch):
-    async with running(size=(200, 60)) as (app, _pilot, until):
-        typed(app, "hello")
-        await until(lambda: finished(app))
-        asked, lines = [], Widget.render_lines
-
-        def noted(widget, crop):
-            asked.append((type(widget).__name__, crop.height))
-            return lines(widget, crop)
-
-        block, ribbon = app.chat.query_one(KvColumn).query_one("#plain-rows"), app.chat.query_one(Ribbon)
-        # Frames of the application's own timers are not counted.
-        with monkeypatch.context() as counted:
-            counted.setattr(Widget, "render_lines", noted)
-            frame(app, ChangesCompositor, [block.region, ribbon.region])
-        heights = dict(asked)
-        assert heights["KvColumn"] == block.region.height
-        assert not heights.keys() & {"Transcript", "Answer", "MarkdownParagraph", "DetailColumn"}

@@ -40,7 +40,7 @@ from kvchat.tui.view import Remedy, Severity, SwitchView
 from kvchat.tui.widgets.answer import Answer
 from kvchat.tui.widgets.answer import prepare as prepare_answers
 from kvchat.tui.widgets.bars import KeyHints, ModeBar, StatusBar, TooSmall
-from kvchat.tui.widgets.base import ChangesCompositor, run_worker
+from kvchat.tui.widgets.base import run_worker
 from kvchat.tui.widgets.composer import Composer, Prompt
 from kvchat.tui.widgets.messages import Note, Problem, Question, SwitchNote
 from kvchat.tui.widgets.panels import DetailColumn, EventLog, KvColumn, ShowsFigures, Timeline
@@ -74,7 +74,6 @@ class ChatScreen(Screen[None]):
 
     def __init__(self, config: AppConfig, client: EngineClient, keys: Mapping[str, str], themes: Sequence[str]) -> None:
         super().__init__()
-        self._compositor = ChangesCompositor()
         self.controller = ChatController(config, client, self)
         self._keys = keys
         self._themes = themes

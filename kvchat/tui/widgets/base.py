@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import lru_cache, partial
 from itertools import accumulate
 from time import thread_time
@@ -16,20 +16,15 @@ from typing import Any
 
 from rich.cells import cell_len
 from rich.segment import Segment
-
-# Textual's own draws all within one rectangle around all changes. Where a panel at the top and the ribbon at the bottom
-# change ten times a second, that is the whole screen: at 200x60 750 lines of widgets a frame, of which 30 are others.
-from textual._compositor import ChopsUpdate, Compositor
 from textual.command import CommandList
 from textual.dom import DOMNode
-from textual.geometry import Region, Size
+from textual.geometry import Size
 from textual.message_pump import MessagePump
 from textual.selection import Selection
 from textual.strip import Strip
 from textual.timer import Timer
 from textual.widget import Widget
 
-MOST_CHANGES = 16  # each is compared with each widget; more than those of a layout have one rectangle around them
 SHORTEST_S = 0.05
 LONGEST_S = 0.4
 
@@ -109,33 +104,6 @@ def _rows(line: str, width: int) -> list[tuple[int, int]]:
     # A row is the longest run of characters that ends at a space, or as many as there is room for.
     rows = re.finditer(rf"(.{{1,{most}}}(?=\s|$)|.{{1,{most}}})\s*", line, re.DOTALL)
     return [match.span(1) for match in rows]
-
-
-class ChangesCompositor(Compositor):
-    """Asks the widgets under a change, for its lines."""
-
-    _changes: tuple[Region, ...] = ()
-
-    def render_partial_update(self) -> ChopsUpdate | None:
-        """The changes, each drawn by the widgets that are there."""
-        if len(self._dirty_regions) <= MOST_CHANGES:
-            self._changes = tuple(self._dirty_regions)
-        try:
-            return super().render_partial_update()
-        finally:
-            self._changes = ()
-
-    def _get_renders(self, crop: Region | None = None) -> Iterable[tuple[Region, Region, list[Strip]]]:
-        if not self._changes:
-            yield from super()._get_renders(crop)
-            return
-        for widget, (region, clip) in self.visible_widgets.items():
-            seen = region.intersection(clip)
-            parts = [part for change in self._changes if (part := seen.intersection(change))]
-            if parts:
-                rows = Region.from_union(parts)
-                shown = Region(seen.x, rows.y, seen.width, rows.height)
-                yield region, shown, widget.render_lines(shown.translate(-region.offset))
 
 
 def run_worker(
