@@ -182,14 +182,6 @@ class ConversationStore:
                 ((id, changes.id) for id in changes.removed),
             )
 
-    def copy_to(self, other: ConversationStore) -> None:
-        """Write all conversations that are not deleted into another database, in the order they were written in."""
-        with self._errors("read"):
-            rows = self._db.execute("SELECT id FROM conversation WHERE deleted IS NULL ORDER BY updated").fetchall()
-        for row in rows:
-            if (changes := self._read(row["id"]).changes()) is not None:
-                other.save(changes)
-
     def load(self, id: str) -> Conversation:
         """Read a conversation with all its branches.
 

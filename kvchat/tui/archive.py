@@ -8,12 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from time import monotonic
 from typing import TypeVar
 
 from kvchat.config import modes
 from kvchat.conversations.conversation import Conversation, in_words
-from kvchat.conversations.store import BUSY_S, ConversationStore, StoreError, Summary
+from kvchat.conversations.store import ConversationStore, StoreError, Summary
 from kvchat.errors import UsageError
 from kvchat.protocol.client import EngineClient
 from kvchat.protocol.figures import Params
@@ -23,15 +22,13 @@ from kvchat.tui.state import ChatState
 from kvchat.tui.view import ChatView
 
 T = TypeVar("T")
-RETRY_S = 1.0  # a locked database is tried so often
 
 
 class Archive:
     """Saves conversations; what cannot be saved stays in memory and is tried again with the next ``save``.
 
-    ``path`` None, or one that cannot be used, keeps the conversations of this run in memory only; one that another
-    program has locked does so until it is free, which each ``save`` looks for. ``writes`` counts the changes of the
-    database.
+    ``path`` None, or one that cannot be used, keeps the conversations of this run in memory only. One that another
+    program has locked is opened by the first ``save`` that finds it free. ``writes`` counts what was written.
     """
 
     def __init__(self, path: Path | None, view: ChatView) -> None:
@@ -43,18 +40,22 @@ class Archive:
         self._unsaved: list[Conversation] = []
         self._saving = asyncio.Lock()
         self._is_problem_shown = self._is_closed = False
-        self._tried: float | None = None  # when a locked database was last tried; None where there is none
+        self._locked: StoreError | None = None
 
-    async def open(self) -> None:
-        """Open the database; a problem is shown, and the conversations are kept in memory."""
+    async def open(self) -> bool:
+        """Open the database; False where it cannot be used, which is shown: the conversations are kept in memory."""
         try:
             await self._run(self._use, self._path)
         except StoreError as error:
             kept = "only in memory" if not error.is_locked else "in memory until then"
             text = f"{error} This run keeps its conversations {kept}."
             self._view.toast(text, title="Conversations", severity="warning", timeout=20)
-            await self._run(self._use, None)
-            self._tried = monotonic() if error.is_locked else None
+            if error.is_locked:
+                self._locked = error
+            else:
+                await self._run(self._use, None)
+            return False
+        return True
 
     async def close(self) -> None:
         """Save what is not yet and close the database; nothing is saved afterwards.
@@ -70,9 +71,6 @@ class Archive:
                     await self._run(lambda: self._store or self._use(self._path))
                 except StoreError as error:
                     self._show_problem(error)
-            if self._tried is not None:
-                self._tried = None
-                await self._run(self._leave_memory, BUSY_S)
             await self._save_all()
             await self._run(self._close)
             self._is_closed = True
@@ -83,11 +81,10 @@ class Archive:
         if conversation not in self._unsaved:
             self._unsaved.append(conversation)
         async with self._saving:
-            if self._tried is not None and monotonic() - self._tried > RETRY_S:
-                self._tried = monotonic()
-                if await self._run(self._leave_memory, 0.0):
-                    self._tried = None
-                    self.writes += 1
+            if self._locked is not None:
+                with suppress(StoreError):
+                    await self._run(self._use, self._path, 0.0)
+                    self._locked = None
                     text = "The database is free again: the conversations kept in memory are saved."
                     self._view.toast(text, title="Conversations")
             await self._save_all()
@@ -106,24 +103,6 @@ class Archive:
                 self.writes += 1
             self._unsaved.remove(conversation)
             self._is_problem_shown = False
-
-    def _leave_memory(self, busy_s: float) -> bool:
-        """Write all that was kept in memory into the database on disk, and go on there; whether it is free."""
-        memory = self._opened()
-        if memory.path is not None:  # done already, for somebody who was canceled meanwhile
-            return True
-        try:
-            store = ConversationStore(self._path, busy_s)
-        except StoreError:
-            return False
-        try:
-            memory.copy_to(store)
-        except StoreError:
-            store.close()
-            return False
-        self._store = store
-        memory.close()
-        return True
 
     async def search(self, text: str) -> list[Summary]:
         """The conversations that say ``text``; for an empty text all, the one written to last first."""
@@ -154,8 +133,8 @@ class Archive:
         await self._ask(lambda store: store.restore(id))
         self.writes += 1
 
-    def _use(self, path: Path | None) -> ConversationStore:
-        self._store = ConversationStore(path)
+    def _use(self, path: Path | None, busy_s: float | None = None) -> ConversationStore:
+        self._store = ConversationStore(path, busy_s)
         return self._store
 
     def _close(self) -> None:
@@ -165,7 +144,7 @@ class Archive:
 
     def _opened(self) -> ConversationStore:
         if self._store is None:
-            raise StoreError("The conversations are not open yet.", hint="Try again in a moment.")
+            raise self._locked or StoreError("The conversations are not open yet.", hint="Try again in a moment.")
         return self._store
 
     async def _ask(self, work: Callable[[ConversationStore], T]) -> T:

@@ -353,7 +353,8 @@ class ChatController:
 
         A damaged one is told and left alone.
         """
-        await self.archive.open()
+        if not await self.archive.open():
+            return None
         try:
             latest = await self.archive.latest()
             if resume and latest is not None:

@@ -115,13 +115,13 @@ def lock(tmp_path):
 
 async def test_a_database_locked_at_the_start_takes_all_once_it_is_free(archive, view, lock, monkeypatch, tmp_path):
     monkeypatch.setattr(store, "BUSY_S", 0.01)
-    monkeypatch.setattr(archives, "RETRY_S", 0.0)
     await archive.open()
     assert "in memory until then" in view.toasts[0]
-    first, deleted, second = asked("first"), asked("deleted"), asked("second")
-    for conversation in (first, deleted, second):
+    first, second = asked("first"), asked("second")
+    for conversation in (first, second):
         await archive.save(conversation)
-    await archive.delete(deleted.id)
+    with pytest.raises(StoreError, match="locked"):
+        await archive.search("")
     first.answer("said", "eos")
     await archive.save(first)
     assert len(view.toasts) == 1
@@ -141,6 +141,7 @@ async def test_a_locked_database_is_waited_for_at_the_end(tmp_path, view, lock, 
     archive = Archive(tmp_path / "chats.db", view)
     await archive.open()
     await archive.save(asked("one"))
+    monkeypatch.undo()
     threading.Timer(0.1, lambda: lock.execute("ROLLBACK")).start()
     await archive.close()
     on_disk = ConversationStore(tmp_path / "chats.db")
@@ -214,10 +215,10 @@ async def test_a_database_that_is_still_being_opened_is_closed_too(tmp_path, vie
     begun, go, closed = threading.Event(), threading.Event(), []
 
     class Slow(ConversationStore):
-        def __init__(self, path):
+        def __init__(self, path, busy_s):
             begun.set()
             go.wait()
-            super().__init__(path)
+            super().__init__(path, busy_s)
 
         def close(self):
             closed.append(self)
