@@ -11,7 +11,6 @@ from textual.containers import Vertical, VerticalScroll
 from textual.events import DescendantFocus
 from textual.widgets import Static
 
-from kvchat.protocol.messages import Details
 from kvchat.tui.actions import bindings
 from kvchat.tui.controller import ChatController
 from kvchat.tui.screens.base import Dialog
@@ -63,16 +62,11 @@ class DetailsScreen(Dialog):
         self._controller.details.end(WATCHER)
 
     def show(self) -> None:
-        if not self.query(GpuHistoryPlot):
-            return  # it is not composed yet, where the lines at its end may be before the parts
-        state = self._controller.state
-        details = state.details or Details(0)
-        for heads in self.query(HeadMap):
-            heads.show(details)
-        self.query_one(RecallHistogram).show(details.recall, state.snapshot)
-        self.query_one(GpuHistoryPlot).show(state.gpu_history, state.snapshot)
+        for chart in self.query(Chart):
+            chart.show(self._controller.state)
         if self._events is not None:
-            self.query_one(EventLog).show(self._events.lines[:LAST_EVENTS])
+            for log in self.query(EventLog):
+                log.show(self._events.lines[:LAST_EVENTS])
         self.explain()
 
     @on(DescendantFocus)

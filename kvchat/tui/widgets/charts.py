@@ -15,11 +15,10 @@ from textual.message import Message
 from textual.reactive import reactive
 from textual.widget import Widget
 
-from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import RECALL_EDGES_MS, Details, RecallBin
 from kvchat.tui import panel_rows
 from kvchat.tui.actions import bindings
-from kvchat.tui.state import GpuHistory, Moment
+from kvchat.tui.state import ChatState, Moment
 from kvchat.units import BARS, MISSING, bars, count, figure, percent, size
 
 Counts = Sequence[Sequence[int]]
@@ -35,23 +34,23 @@ NO_GPU = "no GPU, so there is no history"
 NO_READING = "NVML gives no reading of this GPU"
 
 
-class Chart(Widget, can_focus=False):
-    """A block under its ``heading``."""
+def labeled(label: str, value: str, width: int) -> Content:
+    """A value at the right edge; one too long is cut, the label never."""
+    room = max(width - len(label) - 1, 3)
+    shown = value if len(value) <= room else value[: room - 1] + "…"
+    gap = " " * max(width - len(label) - len(shown), 1)
+    return Content.assemble(label, gap, (shown, "dim" if value == MISSING else "$foreground"))
+
+
+class Block(Widget, can_focus=False):
+    """Lines under a title."""
 
     DEFAULT_CSS = """
-    Chart { height: auto; border-top: solid $foreground 15%; border-title-color: $primary; padding: 0 1;
+    Block { height: auto; border-top: solid $foreground 15%; border-title-color: $primary; padding: 0 1;
             color: $text-muted; }
-    Chart:focus { border-top: solid $primary; }
+    Block:focus { border-top: solid $primary; }
     """
-    heading: str
-    _drawn: Sequence[Content] = (Content(),)
-
-    def on_mount(self) -> None:
-        self.border_title = f" {self.heading} "
-
-    @property
-    def explanation(self) -> str:
-        return panel_rows.EXPLANATIONS[self.heading]
+    _drawn: Sequence[Content] = ()
 
     def lines(self, width: int) -> list[Content]:
         """What is drawn, a row each, in ``width`` cells; as many at any width."""
@@ -72,6 +71,22 @@ class Chart(Widget, can_focus=False):
     @property
     def _room(self) -> int:
         return self.content_size.width or 34
+
+
+class Chart(Block):
+    """A block of figures of the state, whose ``heading`` has an explanation."""
+
+    heading: str
+
+    def on_mount(self) -> None:
+        self.border_title = f" {self.heading} "
+
+    @property
+    def explanation(self) -> str:
+        return panel_rows.EXPLANATIONS[self.heading]
+
+    def show(self, state: ChatState) -> None:
+        raise NotImplementedError
 
 
 class HeadMap(Chart):
@@ -113,8 +128,8 @@ class HeadMap(Chart):
             f"Layer {layer}, KV head {head} read {count(read)} of {count(d.total)} ({share}); {count(held)} in slots."
         )
 
-    def show(self, details: Details) -> None:
-        self.details = details
+    def show(self, state: ChatState) -> None:
+        self.details = state.details or Details(0)
         self.redraw()
 
     def action_move(self, layers: int, heads: int) -> None:
@@ -190,8 +205,9 @@ class RecallHistogram(Chart):
     bins: tuple[RecallBin, ...] = ()
     times: panel_rows.Rows = []  # noqa: RUF012  (replaced, never changed)
 
-    def show(self, bins: Sequence[RecallBin], snapshot: Snapshot | None) -> None:
-        self.bins, self.times = tuple(bins), panel_rows.recall_times(snapshot) if snapshot else []
+    def show(self, state: ChatState) -> None:
+        self.bins = state.details.recall if state.details else ()
+        self.times = panel_rows.recall_times(state.snapshot) if state.snapshot else []
         self.redraw()
 
     def lines(self, width: int) -> list[Content]:
@@ -211,10 +227,7 @@ class RecallHistogram(Chart):
             Content.assemble(" " * TIME_LABEL_WIDTH, (f" {HIDDEN}", "$ribbon-host"), " hidden  ",
                              (EXPOSED, "$ribbon-device"), " waited for")
         )  # fmt: skip
-        return lines + [
-            Content.assemble(name, " " * max(width - len(name) - len(value), 1), (value, "$foreground"))
-            for name, value in self.times
-        ]
+        return lines + [labeled(name, value, width) for name, value in self.times]
 
 
 def occupied(bins: Sequence[RecallBin]) -> range:
@@ -256,9 +269,9 @@ class GpuHistoryPlot(Chart):
     moments: tuple[Moment, ...] = ()
     absence = NO_GPU
 
-    def show(self, history: GpuHistory, snapshot: Snapshot | None) -> None:
-        self.absence = NO_READING if snapshot and panel_rows.has_gpu(snapshot) else NO_GPU
-        self.moments = tuple(history.moments)
+    def show(self, state: ChatState) -> None:
+        self.absence = NO_READING if state.snapshot and panel_rows.has_gpu(state.snapshot) else NO_GPU
+        self.moments = tuple(state.gpu_history.moments)
         self.redraw()
 
     def lines(self, width: int) -> list[Content]:

@@ -13,7 +13,7 @@ from textual.binding import BindingType
 from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.events import MouseMove
-from textual.geometry import Region, Size
+from textual.geometry import Region
 from textual.message import Message
 from textual.reactive import reactive
 from textual.strip import Strip
@@ -22,14 +22,13 @@ from textual.widgets import Static
 
 from kvchat.foreign_text import visible
 from kvchat.protocol.figures import Snapshot
-from kvchat.protocol.messages import Details
 from kvchat.tui import panel_rows
 from kvchat.tui.actions import bindings
 from kvchat.tui.state import ChatState
 from kvchat.tui.widgets.bars import Badges
-from kvchat.tui.widgets.charts import GpuHistoryPlot, HeadMap, RecallHistogram
+from kvchat.tui.widgets.charts import Block, Chart, GpuHistoryPlot, HeadMap, RecallHistogram, labeled
 from kvchat.tui.widgets.ribbon import CLASSES, GLYPHS
-from kvchat.units import BARS, MISSING, count
+from kvchat.units import BARS, count
 
 COLUMN_ROWS = 8
 CALM = "calm"
@@ -42,13 +41,8 @@ MAX_EVENTS = 200
 EVENT_LENGTH = 400  # characters; a library's error may be of any length
 
 
-class Rowed(Widget):
-    """A titled block of label and value rows, values at the right edge."""
-
-    DEFAULT_CSS = """
-    Rowed { height: auto; border-top: solid $foreground 15%; border-title-color: $primary; padding: 0 1;
-            color: $text-muted; }
-    """
+class Rowed(Block):
+    """Label and value rows, values at the right edge."""
 
     rows: reactive[panel_rows.Rows] = reactive(list)
     chosen: reactive[int | None] = reactive(None)
@@ -69,26 +63,14 @@ class Rowed(Widget):
         """The row under the mouse explains itself."""
         self.tooltip = visible(self.explanation(event.y - self.gutter.top)) or None
 
-    def watch_rows(self, old: panel_rows.Rows, new: panel_rows.Rows) -> None:
-        """Numbers change ten times a second: a new layout only where their count does."""
-        self.refresh(layout=len(old) != len(new))
+    def watch_rows(self) -> None:
+        self.redraw()
 
-    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
-        """A line a row; asking ``render`` would need a width that is not known while the column is hidden."""
-        return len(self.rows)
-
-    def render(self) -> Content:
-        """One line a row; a value too long is cut, the label never."""
-        width = self.content_size.width or 34
-        lines = []
-        for label, value in self.rows:
-            room = max(width - len(label) - 1, 3)
-            shown = value if len(value) <= room else value[: room - 1] + "…"
-            gap = " " * max(width - len(label) - len(shown), 1)
-            lines.append(Content.assemble(label, gap, (shown, "dim" if value == MISSING else "$foreground")))
+    def lines(self, width: int) -> list[Content]:
+        lines = [labeled(label, value, width) for label, value in self.rows]
         if self.chosen is not None and self.chosen < len(lines):
             lines[self.chosen] = lines[self.chosen].stylize("reverse")
-        return Content("\n").join(lines)
+        return lines
 
 
 class ShowsFigures(VerticalScroll):
@@ -237,13 +219,12 @@ class DetailColumn(ShowsFigures, can_focus=False):
         self.query_one("#extra-rows", Rowed).display = False
 
     def show(self, state: ChatState) -> None:
-        s, details = state.snapshot, state.details or Details(0)
+        s = state.snapshot
         own = self.query_one("#extra-rows", Rowed)
         own.mode, own.rows = (s.mode, panel_rows.extra_rows(s.extras)) if s else ("", [])
         own.display = bool(own.rows)
-        self.query_one(HeadMap).show(details)
-        self.query_one(RecallHistogram).show(details.recall, s)
-        self.query_one(GpuHistoryPlot).show(state.gpu_history, s)
+        for chart in self.query(Chart):
+            chart.show(state)
         if (on_gpu := s is None or panel_rows.has_gpu(s)) != self._on_gpu:  # an update is a new layout
             self._on_gpu = on_gpu
             self.query_one("#legend", Static).update(legend(on_gpu))

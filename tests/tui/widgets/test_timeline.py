@@ -8,9 +8,10 @@ import pytest
 from support.message import lacks
 from textual.app import App, ComposeResult
 
+from kvchat.conversations.conversation import Conversation
 from kvchat.protocol.figures import Gpu
-from kvchat.protocol.messages import RECALL_EDGES_MS, Details, RecallBin
-from kvchat.tui.state import POINTS, GpuHistory, Moment
+from kvchat.protocol.messages import RECALL_EDGES_MS, Details, RecallBin, Sampling
+from kvchat.tui.state import POINTS, ChatState, GpuHistory, Moment
 from kvchat.tui.themes import RIBBON_DEFAULTS
 from kvchat.tui.widgets.charts import (
     EXPOSED,
@@ -197,8 +198,9 @@ def test_a_cell_is_a_step_lower_for_half_of_it():
 def test_the_map_tells_rows_of_heads_the_extremes_and_the_figures_under_the_cursor():
     shown, held = HeadMap(), HeadMap(holds=True)
     assert "nothing stored" in shown.render().plain
+    state = ChatState(Conversation(), Sampling(), "full", details=Details(100, ((100, 25), (50, 0)), ((0, 0), (50, 7))))
     for heads in (shown, held):
-        heads.show(Details(100, ((100, 25), (50, 0)), ((0, 0), (50, 7))))
+        heads.show(state)
     assert shown.render().plain.split("\n") == ["0  ████▇▇▇▇", "1  ▆▆▆▆····", "0 to 100 of 100 tokens a head"]
     assert held.render().plain.split("\n")[1] == "1  ····▄▄▄▄"
     shown.set_reactive(HeadMap.cursor, (1, 0))
