@@ -234,7 +234,7 @@ ACTIONS = (
            doc="show the previous or next branch; no argument: the next"),
     Action(id="model", keys="ctrl+o", command="model", usage="NAME key=value…", run=chat.choose,
            doc="load another model for this conversation; no argument: the models on this machine"),
-    Action(id="servers", command="servers", run=alone(lambda it: it.view.show_models(looks_around=True)),
+    Action(id="servers", command="servers", run=alone(lambda it: it.models.show_all(looks_around=True)),
            doc="list models, also those of servers on this machine's usual ports"),
     Action(id="think", command="think", usage="on", run=chat.think, waits="argument",
            values=arguments.one_of("on", "off", "low", "medium", "high", "auto"),
@@ -402,9 +402,6 @@ def parse_command(line: str) -> tuple[Action, str]:
     """Split a typed line such as ``/mode streaming budget=512`` into its action and argument.
 
     The beginning of a name will do where no other name has it.
-
-    Raises:
-        UsageError: there is no such command, or several begin so; names the nearest. Or it takes no argument.
     """
     name, _, argument = line.removeprefix("/").partition(" ")
     action, argument = find_command(name.strip().lower()), argument.strip()

@@ -333,11 +333,7 @@ class KvchatApp(App[None]):
                     self._handlers[number] = signal.signal(number, leave)
 
     def rebind(self, keys: Mapping[str, str]) -> None:
-        """Change keys, given by the id of their action; those not named get their default again.
-
-        Raises:
-            UsageError: an unknown action, an unknown key, or a key that another action has.
-        """
+        """Change keys, given by the id of their action; those not named get their default again."""
         check_keys(keys)
         self.keys.clear()
         self.keys.update({id: key.lower() for id, key in keys.items()})
@@ -354,7 +350,7 @@ class KvchatApp(App[None]):
         else:
             snapshot = self.controller.state.snapshot
             on_gpu = snapshot is None or has_gpu(snapshot)
-            open_once(self, HelpScreen([*choosable().values()], self.keys, on_gpu))
+            open_once(self, HelpScreen(self.keys, on_gpu))
 
     def action_settings(self) -> None:
         """Show or close the settings; below another screen they stay."""
@@ -364,22 +360,14 @@ class KvchatApp(App[None]):
             open_once(self, SettingsScreen(self.settings))
 
     def action_theme(self, name: str) -> None:
-        """Change the theme; an empty name lists all.
-
-        Raises:
-            UsageError: there is no such theme.
-        """
+        """Change the theme; an empty name lists all."""
         if name:
             self.use_theme(resolve(name, self.themes, "theme"))
         else:
             self.chat.add_note(f"Themes: {', '.join(self.themes)}   (now {self.theme})")
 
     def use_theme(self, name: str) -> None:
-        """Change the colors to those of a theme.
-
-        Raises:
-            UsageError: there is no such theme.
-        """
+        """Change the colors to those of a theme."""
         if name not in self.themes:
             own = "".join(f" Your own are files in {folder}." for folder in self.config.theme_dirs)
             raise UsageError(f'There is no theme "{name}".', f"{did_you_mean(name, self.themes)}{own}")

@@ -24,11 +24,7 @@ class Branches:
     view: ChatView
 
     async def regenerate(self) -> None:
-        """Answer a question again; its answers so far stay as siblings.
-
-        Raises:
-            UsageError: the engine is busy, or there is no question.
-        """
+        """Answer a question again; its answers so far stay as siblings."""
         self.require_ready()
         question = self.chosen("user")
         self.state.conversation.go_to(question.id)
@@ -36,11 +32,7 @@ class Branches:
         await self.answers.begin()
 
     async def resume(self) -> None:
-        """Go on with the last answer.
-
-        Raises:
-            UsageError: the engine is busy, or there is no answer at the end.
-        """
+        """Go on with the last answer."""
         self.require_ready()
         answer = self.state.conversation.leaf
         if answer is None or answer.role != "assistant":
@@ -49,21 +41,13 @@ class Branches:
         await self.answers.begin(answer)
 
     def edit(self) -> None:
-        """Put the chosen message or the last question into the prompt; the next one sent takes its place as a sibling.
-
-        Raises:
-            UsageError: the engine is busy, there is no question, or another text is in the prompt.
-        """
+        """Put the chosen message or the last question into the prompt; the next one sent takes its place."""
         if not self.view.restore_prompt(self._editable().text):
             raise UsageError("The prompt holds another text.", hint="Send it or delete it first.")
         self.begin_editing()
 
     def begin_editing(self) -> None:
-        """Let the next text sent take the place of the chosen message or the last question.
-
-        Raises:
-            UsageError: the engine is busy, or there is no question.
-        """
+        """Let the next text sent take the place of the chosen message or the last question."""
         self.state.edited = self._editable().id
         self.view.show_state(self.state)
 
@@ -72,11 +56,7 @@ class Branches:
         return self.state.conversation.messages.get(self.view.chosen or "") or self.chosen("user")
 
     async def resume_edited(self, text: str) -> None:
-        """Go on with ``text`` in place of the answer that is edited.
-
-        Raises:
-            UsageError: the engine is busy.
-        """
+        """Go on with ``text`` in place of the answer that is edited."""
         self.require_ready()
         edited = self.state.conversation.messages[self.state.edited or ""]
         self.state.edited = None
@@ -108,22 +88,14 @@ class Branches:
         return edited.pinned
 
     async def undo(self) -> None:
-        """End the path before the last question, which is given back to the prompt; it stays as a branch.
-
-        Raises:
-            UsageError: the engine is busy, or there is no question.
-        """
+        """End the path before the last question, which is given back to the prompt; it stays as a branch."""
         self.require_ready()
         question = self.chosen("user")
         await self._end_before(question)
         self.view.restore_prompt(question.text)
 
     async def select_sibling(self, step: int) -> None:
-        """Show the sibling ``step`` further on of the chosen message, else of the last message that has one.
-
-        Raises:
-            UsageError: the engine is busy, or there is no sibling.
-        """
+        """Show the sibling ``step`` further on of the chosen message, else of the last message that has one."""
         self.require_ready()
         conversation = self.state.conversation
         path = conversation.path_to(self.view.chosen) or conversation.path
@@ -139,11 +111,7 @@ class Branches:
         await self.view.show_messages(shown[place:], below=message.parent)
 
     def require_ready(self) -> None:
-        """Refuse what needs an engine at rest.
-
-        Raises:
-            UsageError: the engine is busy or down.
-        """
+        """Refuse what needs an engine at rest."""
         if self.state.phase is Phase.DOWN:
             raise no_engine()
         if self.state.phase is not Phase.READY:
@@ -154,11 +122,7 @@ class Branches:
         await self.view.show_messages((), below=question.parent)
 
     def chosen(self, role: str) -> Message:
-        """The message chosen in the transcript or the last one; of a role, the nearest at or before it.
-
-        Raises:
-            UsageError: there is none.
-        """
+        """The message chosen in the transcript or the last one; of a role, the nearest at or before it."""
         conversation = self.state.conversation
         path = conversation.path_to(self.view.chosen) or conversation.path
         found = next((message for message in reversed(path) if message.role == role), None)
@@ -177,12 +141,7 @@ class Pins:
     last: str = ""
 
     def pin(self, message: Message) -> None:
-        """Pin a message.
-
-        Raises:
-            TooMuchPinnedError: with those that are pinned already it is more than the engine takes.
-            UsageError: a server has the model.
-        """
+        """Pin a message."""
         self.state.refuse_served()
         if self.state.info is not None:
             refuse_too_much(self.state.info.model, self.state.info.context, self._known_tokens(message))

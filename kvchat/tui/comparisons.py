@@ -41,10 +41,6 @@ class Comparisons:
         """Compare modes on the question chosen in the transcript, else on the last one.
 
         No variant: full and the current mode; one: full and that one.
-
-        Raises:
-            UsageError: the engine is busy, there is no question, a variant is unknown or named twice, or the
-                conversation is too long to send, or a server has the model.
         """
         self.state.refuse_served()
         self.branches.require_ready()
@@ -57,11 +53,7 @@ class Comparisons:
         self._start(RunningComparison(question.text, self.state.model_name, chosen, sampling))
 
     def search_needle(self, tokens: int) -> None:
-        """Ask every mode for a fact hidden in a text of about ``tokens`` tokens.
-
-        Raises:
-            UsageError: the engine is busy, or a server has the model.
-        """
+        """Ask every mode for a fact hidden in a text of about ``tokens`` tokens."""
         self.state.refuse_served()
         self.branches.require_ready()
         sampling = seeded(messages.Sampling(temperature=0.0))
@@ -117,11 +109,7 @@ class Comparisons:
 
 
 def parse_variants(words: Sequence[str]) -> list[messages.Variant]:
-    """Parse ``["streaming", "budget=256", "sync"]``: each mode is followed by its parameters.
-
-    Raises:
-        UsageError: it begins with a parameter, or names too many modes or an unknown one.
-    """
+    """Parse ``["streaming", "budget=256", "sync"]``: each mode is followed by its parameters."""
     groups: list[list[str]] = []
     for word in words:
         if "=" not in word:
@@ -141,11 +129,7 @@ def parse_variants(words: Sequence[str]) -> list[messages.Variant]:
 
 
 def completed(variants: Sequence[messages.Variant], mode: str) -> tuple[messages.Variant, ...]:
-    """At least two variants to compare, where ``mode`` is the current one.
-
-    Raises:
-        UsageError: one is unknown, has a parameter that is refused or stands there twice.
-    """
+    """At least two variants to compare, where ``mode`` is the current one."""
     chosen, current = (
         tuple(variants),
         messages.Variant(modes.COMPARED if mode in (modes.REFERENCE, modes.AUTO) else mode),

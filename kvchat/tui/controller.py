@@ -35,7 +35,10 @@ PEEK_TOKENS = 128  # more than a line holds
 
 
 class ChatController:
-    """Owns the state, the engine's client and the conversations on disk; ``view`` shows what changes."""
+    """Owns the state, the engine's client and the conversations on disk; ``view`` shows what changes.
+
+    What cannot be done is refused by a ``UsageError``, here and in what it owns; whoever asked for it shows that.
+    """
 
     def __init__(self, config: AppConfig, client: EngineClient, view: ChatView) -> None:
         self.client = client
@@ -87,11 +90,7 @@ class ChatController:
         self._do_beside(self._start(self.client.restart))
 
     async def unload(self) -> None:
-        """End the engine, which frees all its memory; the next question starts it again. Its end is not waited for.
-
-        Raises:
-            UsageError: the engine is busy or down.
-        """
+        """End the engine, which frees all its memory; the next question starts it again. Its end is not waited for."""
         self.branches.require_ready()
         self.client.forget()
         await self.answers.down()
@@ -177,11 +176,7 @@ class ChatController:
             await self.restart()
 
     async def take_back(self) -> None:
-        """Take the question or command queued last back into the prompt.
-
-        Raises:
-            UsageError: none waits, or another text is in the prompt.
-        """
+        """Take the question or command queued last back into the prompt."""
         if not self.answers.queue:
             raise UsageError("Nothing is queued.", hint="Questions asked during an answer are queued.")
         if not self.view.restore_prompt(self.answers.queue.last):
@@ -203,22 +198,14 @@ class ChatController:
             await self.models.stop()
 
     def rebuild(self) -> None:
-        """Recompute exactly what was computed with less context.
-
-        Raises:
-            UsageError: the engine is busy or down, or a server has the model.
-        """
+        """Recompute exactly what was computed with less context."""
         self.state.refuse_served()
         self.branches.require_ready()
         self.answers.show_phase(Phase.PREFILL)
         self.client.send(Rebuild())
 
     def switch(self, mode: str, params: Params | None = None) -> None:
-        """Switch to ``mode`` (empty: the current one) with ``params``, also during an answer.
-
-        Raises:
-            UsageError: an unknown mode or parameter, a value out of range, no model is loaded, or a server has it.
-        """
+        """Switch to ``mode`` (empty: the current one) with ``params``, also during an answer."""
         self.state.refuse_served()
         target = mode or self.state.mode
         for one, given in modes.by_mode(target, params or {}).items():
@@ -236,20 +223,12 @@ class ChatController:
         self.client.send(Switch(mode, asked))
 
     def switch_by(self, step: int) -> None:
-        """Switch ``step`` modes onward from the one last asked for.
-
-        Raises:
-            UsageError: no model is loaded.
-        """
+        """Switch ``step`` modes onward from the one last asked for."""
         wanted = self.state.wanted
         self.switch(modes.beside(self.state.mode if wanted in ("", modes.AUTO) else wanted, step))
 
     def set_parameter(self, name: str, value: int | float | bool | str) -> None:
-        """Change a parameter of the current mode, or of auto, which chooses anew.
-
-        Raises:
-            UsageError: the mode has no such parameter, or the value is out of range.
-        """
+        """Change a parameter of the current mode, or of auto, which chooses anew."""
         is_of_auto = self.state.asked == modes.AUTO and name in modes.AutoParameters.model_fields
         self.switch(modes.AUTO if is_of_auto else "", {name: value})
 
@@ -269,11 +248,7 @@ class ChatController:
         self.view.add_note(f"The {self.state.mode} mode has no {name}; {value} applies in the next mode with one.")
 
     def set_for_mode(self, mode: str, name: str, value: int | float | bool | str | None) -> None:
-        """Change a parameter of any mode, at once or when the mode is entered; None leaves the choice to kvchat.
-
-        Raises:
-            UsageError: the mode has no such parameter, or the value is out of range.
-        """
+        """Change a parameter of any mode, at once or when the mode is entered; None leaves the choice to kvchat."""
         modes.parse(mode, {name: value})
         if self._is_auto and mode in (modes.AUTO, *modes.ENTERED_BY_AUTO):
             self.switch(modes.AUTO, {name: value} if mode == modes.AUTO else {mode: {name: value}})
@@ -405,11 +380,7 @@ class ChatController:
             self.view.add_note(f"The last answer is by {last}; {short_name(now)} continues. /model loads another.")
 
     async def fork(self) -> None:
-        """Go on with a copy of the conversation up to the message chosen in the transcript, else of all of it.
-
-        Raises:
-            UsageError: nothing has been said yet.
-        """
+        """Go on with a copy of the conversation up to the message chosen in the transcript, else of all of it."""
         end = self.view.chosen or (self.state.conversation.leaf.id if self.state.conversation.leaf else None)
         if end is None:
             raise UsageError("There is nothing to copy yet.", hint="Ask something first.")
@@ -417,11 +388,7 @@ class ChatController:
         self.view.toast("This is a copy; the original conversation is unchanged.")
 
     async def open_last(self) -> None:
-        """Go on with the conversation written to last, besides the current one.
-
-        Raises:
-            UsageError: there is none.
-        """
+        """Go on with the conversation written to last, besides the current one."""
         await self._save()
         others = [one for one in await self.archive.search("") if one.id != self.state.conversation.id]
         if not others:
@@ -439,11 +406,7 @@ class ChatController:
         self.view.toast(f"“{title}” was deleted; /restore brings it back within a day.", timeout=10)
 
     async def restore(self) -> None:
-        """Bring the conversation deleted last back and go on with it.
-
-        Raises:
-            UsageError: none was deleted.
-        """
+        """Bring the conversation deleted last back and go on with it."""
         if not self._deleted:
             raise UsageError("Nothing was deleted in this run.", hint="/chats lists the saved conversations.")
         await self.archive.restore(self._deleted[-1])

@@ -74,21 +74,21 @@ class Models:
         """True while a model is downloaded or planned for; the engine's phase shows neither."""
         return self._downloading is not None or (self._plans > 0 and self.state.phase is not Phase.DOWN)
 
-    async def find(self, looks_around: bool = False) -> list[FoundModel]:
-        """The models on this machine, and those of servers: named in the settings, in use, or as ``of_servers``."""
+    async def show_all(self, looks_around: bool = False) -> None:
+        """Show the models on this machine, and those of servers: of the settings, in use, or as ``of_servers``."""
+
+        async def find() -> list[FoundModel]:
+            served = of_servers(dict.fromkeys((*self.config.servers, *in_use)), looks_around)
+            here, there = await asyncio.gather(asyncio.to_thread(catalog.find, self.config.model_folders), served)
+            return here + there
+
         in_use = [self.in_use.model] if is_server(self.in_use.model) else []
-        served = of_servers(dict.fromkeys((*self.config.servers, *in_use)), looks_around)
-        here, there = await asyncio.gather(asyncio.to_thread(catalog.find, self.config.model_folders), served)
-        return here + there
+        await self.view.show_models(find)
 
     # ---- loading ---------------------------------------------------------------------------------
 
     async def choose(self, name: str, options: dict[str, Any]) -> None:
-        """Load another model, which reads the conversation with the next question; from the hub after a download.
-
-        Raises:
-            UsageError: an unknown option or value, an answer is under way, or another model is being loaded.
-        """
+        """Load another model, which reads the conversation with the next question; from the hub after a download."""
         load = self._load(name, options)
         if await asyncio.to_thread(catalog.is_here, load.model):
             self._require_idle()
@@ -152,20 +152,12 @@ class Models:
             self.client.send(KeepPages(host_dtype))
 
     async def use_template(self, file: str) -> None:
-        """Load the model in use again with the chat template in ``file``, "" for its own.
-
-        Raises:
-            UsageError: an answer is under way, or a model is being loaded.
-        """
+        """Load the model in use again with the chat template in ``file``, "" for its own."""
         self._require_idle()
         await self._begin(replace(self.in_use, chat_template=file))
 
     def set_template_args(self, args: Sequence[str]) -> None:
-        """Give the chat template these variables, from the next answer on.
-
-        Raises:
-            UsageError: one is not written as KEY=VALUE, or the server in use takes none.
-        """
+        """Give the chat template these variables, from the next answer on."""
         parse_args(args)
         if args and (info := self.state.info) and not info.takes_variables:
             raise UsageError(f"{info.server} accepts no chat template variables.", hint=INSTEAD)
@@ -227,11 +219,7 @@ class Models:
     # ---- planning --------------------------------------------------------------------------------
 
     def plan(self, name: str, context: int | None) -> None:
-        """Ask what a model would take, by default the one in use.
-
-        Raises:
-            UsageError: no engine runs.
-        """
+        """Ask what a model would take, by default the one in use."""
         if self.state.phase is Phase.DOWN or not self.client.alive:
             raise no_engine()
         load = self._load(name, {}) if name else self.in_use

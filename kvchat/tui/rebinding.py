@@ -36,11 +36,7 @@ def describe_keys(action: Action, rebound: Mapping[str, str]) -> str:
 
 
 def check_keys(rebound: Mapping[str, str]) -> None:
-    """Check changed keys before they are used.
-
-    Raises:
-        UsageError: an unknown or fixed action, an unknown key, or a key that another action has.
-    """
+    """Check changed keys before they are used."""
     bindable = {action.id: action for action in ACTIONS if action.is_bindable}
     for id in rebound:
         if id in BY_ID and id not in bindable:

@@ -30,36 +30,20 @@ class Replay:
     is_real_time: bool = True
 
     def pause(self) -> None:
-        """Pause, or go on.
-
-        Raises:
-            UsageError: nothing is replayed.
-        """
+        """Pause, or go on."""
         self._set(self.speed, not self.is_paused)
 
     def refuse_question(self) -> None:
-        """Nothing can be asked of a recording.
-
-        Raises:
-            UsageError: one is replayed.
-        """
+        """Nothing can be asked of a recording."""
         if self.name:
             raise UsageError("This is a recording: there is no model to answer.", hint="`kvchat` alone starts a chat.")
 
     def change(self, factor: float) -> None:
-        """Play faster or slower, and go on if it is paused.
-
-        Raises:
-            UsageError: nothing is replayed.
-        """
+        """Play faster or slower, and go on if it is paused."""
         self._set(min(max(self.speed * factor, SLOWEST), MAX_PACE), is_paused=False)
 
     def set_speed(self, speed: float) -> None:
-        """Play ``speed`` times as fast as it was recorded.
-
-        Raises:
-            UsageError: nothing is replayed, or no such speed is possible.
-        """
+        """Play ``speed`` times as fast as it was recorded."""
         if not SLOWEST <= speed <= MAX_PACE:
             raise UsageError(f"The speed {speed:g} is not valid.", hint=f"Use {SLOWEST:g} to {MAX_PACE:g}.")
         self._set(speed, is_paused=False)

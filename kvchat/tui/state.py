@@ -175,11 +175,7 @@ class ChatState:
         return self.info is not None and bool(self.info.server)
 
     def refuse_served(self) -> None:
-        """Refuse what only a model on this machine can do.
-
-        Raises:
-            UsageError: a server has the model in use.
-        """
+        """Refuse what only a model on this machine can do."""
         if self.info is not None and self.info.server:
             raise UsageError(f"{self.info.server} decides how K/V are kept and read.", self.info.offers, INSTEAD)
 

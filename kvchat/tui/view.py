@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from shlex import quote
@@ -12,11 +12,13 @@ from kvchat.config import modes
 from kvchat.conversations.conversation import Message
 from kvchat.conversations.store import Summary
 from kvchat.errors import KvchatError, UsageError
+from kvchat.models.catalog import FoundModel
 from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import Details, Load, Switched
 from kvchat.tui.state import ChatState, Footed, RunningComparison
 
 Severity = Literal["information", "warning", "error"]
+Find = Callable[[], Awaitable[list[FoundModel]]]
 
 
 class QuestionView(Protocol):
@@ -81,7 +83,7 @@ class SwitchView(Protocol):
 
 
 class ChatView(Protocol):
-    """The screen as the controller sees it; ``chosen`` is the id of the message chosen in the transcript."""
+    """The screen as the controller sees it."""
 
     @property
     def chosen(self) -> str | None:
@@ -145,8 +147,8 @@ class ChatView(Protocol):
     def show_conversations(self, kept: Sequence[Summary], current: str) -> None:
         """Show which conversations are kept, the one written to last first; ``current`` is the id of this one."""
 
-    async def show_models(self, looks_around: bool = False) -> None:
-        """Show the models on this machine and of servers, of which one can be chosen; as ``Models.find``."""
+    async def show_models(self, find: Find) -> None:
+        """Show the models that there are, of which one can be chosen."""
 
     def restore_prompt(self, text: str) -> bool:
         """Give a question back to the prompt, unless another has been begun there; whether it was."""

@@ -211,7 +211,7 @@ class FakeView:
     def show_conversations(self, kept: Sequence[Summary], current: str) -> None:
         self.conversations = ([summary.title for summary in kept], current)
 
-    async def show_models(self) -> None:
+    async def show_models(self, find: object) -> None:
         self.are_models_shown = True
 
     def restore_prompt(self, text: str) -> bool:

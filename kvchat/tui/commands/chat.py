@@ -209,7 +209,7 @@ async def search_needle(chat: ChatController, argument: str) -> None:
 async def choose(chat: ChatController, argument: str) -> None:
     """``/model NAME key=value…``; alone it shows the models on this machine."""
     if not argument:
-        await chat.view.show_models()
+        await chat.models.show_all()
         return
     name, *words = split_words(argument)
     await chat.models.choose(name, parse_assignments(words))

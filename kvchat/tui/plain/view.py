@@ -8,7 +8,6 @@ import os
 import re
 import select
 from collections.abc import AsyncIterator, Callable, Sequence
-from pathlib import Path
 from time import monotonic
 from typing import TextIO
 
@@ -20,14 +19,12 @@ from kvchat.conversations.conversation import Message
 from kvchat.conversations.store import Summary
 from kvchat.errors import KvchatError, UsageError
 from kvchat.foreign_text import visible
-from kvchat.models import catalog
 from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import Details, Switched
 from kvchat.tui.actions import is_command
 from kvchat.tui.comparisons import HEADINGS, needle_rows, verdict
-from kvchat.tui.models import of_servers
 from kvchat.tui.state import ChatState, Footed, Phase, RunningComparison, describe_switch
-from kvchat.tui.view import Remedy, Severity
+from kvchat.tui.view import Find, Remedy, Severity
 from kvchat.units import count, size
 
 _SENTENCE_END = re.compile(r"[.!?…][\"'”’)\]]*[ \n]|[。！？]|\n")
@@ -180,16 +177,14 @@ class PlainView:
     """A ``ChatView`` of lines.
 
     ``echoes`` prints the questions: a terminal shows them itself, a pipe does not. ``problems`` counts errors,
-    ``switches`` switches and errors: what a switch ends with. ``model_folders`` are looked into for models, ``servers``
-    asked for theirs. ``folds_thoughts`` leaves thoughts out, ``take_details`` gets the details that were asked for.
+    ``switches`` switches and errors: what a switch ends with. ``folds_thoughts`` leaves thoughts out, ``take_details``
+    gets the details that were asked for.
     """
 
     chosen: str | None = None
     lists_conversations = False
 
-    def __init__(
-        self, lines: LineWriter, echoes: bool, model_folders: Sequence[Path] = (), servers: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, lines: LineWriter, echoes: bool) -> None:
         self.problems = 0
         self.switches = 0
         self.phase = Phase.DOWN
@@ -200,7 +195,6 @@ class PlainView:
         self._answer: PlainAnswer | None = None
         self._lines = lines
         self._echoes = echoes
-        self._model_folders, self._servers = model_folders, servers
 
     async def show_messages(self, messages: Sequence[Footed], below: str | None) -> None:
         """Print messages; those printed before stay."""
@@ -286,6 +280,9 @@ class PlainView:
     def show_page_text(self, start: int, text: str) -> None:
         """Only the ribbon asks for it."""
 
+    def show_conversations(self, kept: Sequence[Summary], current: str) -> None:
+        """Only /chats lists them."""
+
     def show_comparison(self, shown: RunningComparison) -> None:
         """Print a comparison when it is over: each mode's figures, the verdict and the answers."""
         if (result := shown.result) is not None and shown.fact is not None:
@@ -304,12 +301,8 @@ class PlainView:
         if waiting and is_held:
             self._lines.line(f"{count(waiting)} waiting; /queue send asks them, /queue clear drops them.")
 
-    def show_conversations(self, kept: Sequence[Summary], current: str) -> None:
-        """Only /chats lists them."""
-
-    async def show_models(self, looks_around: bool = False) -> None:
-        """Print the models on this machine and of servers."""
-        for model in [*catalog.find(self._model_folders), *await of_servers(self._servers, looks_around)]:
+    async def show_models(self, find: Find) -> None:
+        for model in await find():
             facts = model.problem or model.served
             self._lines.line(f"{model.name}   {size(model.weights.nbytes) if model.weights else facts}")
         self._lines.line("/model NAME loads one; NAME may also be a path, a name on the hub or a server's address.")
@@ -321,11 +314,7 @@ class PlainView:
         return True
 
     def copy(self, text: str) -> None:
-        """Refuse.
-
-        Raises:
-            UsageError: lines have no clipboard.
-        """
+        """Refuse."""
         raise UsageError("Line mode has no clipboard.", hint="With a FILE argument the command writes to that file.")
 
 

@@ -141,11 +141,7 @@ def _parameter(text: str, name: str, value: Any, field: Any) -> Suggestion:
 
 
 def split_words(argument: str) -> list[str]:
-    """Split an argument as a shell does.
-
-    Raises:
-        UsageError: a quotation mark is not closed.
-    """
+    """Split an argument as a shell does."""
     try:
         return shlex.split(argument)
     except ValueError as error:
@@ -153,11 +149,7 @@ def split_words(argument: str) -> list[str]:
 
 
 def parse_assignments(words: list[str]) -> Params:
-    """Parse ``["budget=512", "first_full=no"]``.
-
-    Raises:
-        UsageError: a word without ``=``.
-    """
+    """Parse ``["budget=512", "first_full=no"]``."""
     params: Params = {}
     for word in words:
         key, equals, text = word.partition("=")
@@ -182,9 +174,6 @@ def parse_literal(text: str) -> int | float | bool | str:
 def change(sampling: Sampling, key: str, value: str) -> Sampling:
     """``sampling`` with one parameter changed; ``none`` clears the seed, the stop strings and the temperature,
     which is the model's own then.
-
-    Raises:
-        UsageError: an unknown name or a value out of range.
     """
     check_known(key, NAMES, "sampling parameter")
     return checked_sampling(sampling, **{key: _value(sampling, key, value)})

@@ -30,9 +30,6 @@ def edit(text: str, started: Callable[[Editor], object] = lambda editor: None) -
     """``text`` as the editor left it; it blocks until the editor ends, which has the terminal meanwhile.
 
     The text lies in a file of mode 0600 that is removed afterwards. ``started`` gets the editor's process.
-
-    Raises:
-        UsageError: there is no editor, it fails, or what it left is no text.
     """
     command = _command()
     descriptor, name = tempfile.mkstemp(prefix="kvchat-", suffix=".md")

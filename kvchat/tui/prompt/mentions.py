@@ -145,11 +145,7 @@ def _split_punctuation(name: str) -> tuple[str, str]:
 
 
 def _is_file(name: str, is_quoted: bool) -> bool:
-    """True if ``@name`` means a file; a word that neither exists nor looks like a path is text, such as a decorator.
-
-    Raises:
-        UsageError: it looks like a path or nearly is one, but nothing is there.
-    """
+    """True if ``@name`` means a file; a word that neither exists nor looks like a path is text, such as a decorator."""
     if _exists(name):
         return True
     path = Path(os.path.expanduser(name))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from time import monotonic
 from typing import ClassVar
@@ -36,7 +35,7 @@ from kvchat.tui.screens.base import open_once, refusals_as_toasts
 from kvchat.tui.screens.choosing import ConversationsScreen, ModelsScreen
 from kvchat.tui.screens.details import DetailsScreen
 from kvchat.tui.state import AppConfig, ChatState, Footed, RunningComparison
-from kvchat.tui.view import Remedy, Severity, SwitchView
+from kvchat.tui.view import Find, Remedy, Severity, SwitchView
 from kvchat.tui.widgets.answer import Answer
 from kvchat.tui.widgets.answer import prepare as prepare_answers
 from kvchat.tui.widgets.bars import KeyHints, ModeBar, StatusBar, TooSmall
@@ -113,15 +112,13 @@ class ChatScreen(Screen[None]):
     # ---- what the user asks for ------------------------------------------------------------------
 
     async def on_prompt_sent(self, message: Prompt.Sent) -> None:
-        """Run a command, or ask a question; a question that is refused is given back."""
-        text, prompt = message.text, self.query_one(Prompt)
-        if message.is_command:
-            if await self.run_command(text.strip()):
-                with self._unwritten_history_as_toast():
-                    prompt.remember(message)
-            else:
-                prompt.give_back(message)
-            return
+        """Run a command, or ask a question; what is refused is given back."""
+        is_done = await (self.run_command(message.text.strip()) if message.is_command else self._ask(message))
+        prompt = self.query_one(Prompt)
+        (prompt.remember if is_done else prompt.give_back)(message)
+
+    async def _ask(self, message: Prompt.Sent) -> bool:
+        text = message.text
         try:
             if asked := self._example(text):
                 await self._do_example(asked)
@@ -133,11 +130,9 @@ class ChatScreen(Screen[None]):
                 self.controller.replay.refuse_question()
                 self.toast("There is nothing to send yet: type a question first.", severity="warning")
         except KvchatError as refused:
-            prompt.give_back(message)
             self.toast(str(refused), severity="warning")
-        else:
-            with self._unwritten_history_as_toast():
-                prompt.remember(message)
+            return False
+        return True
 
     def _example(self, typed: str) -> str | None:
         """The question or command that stands on the first screen for what was typed; None elsewhere."""
@@ -216,8 +211,7 @@ class ChatScreen(Screen[None]):
         prompt = self.query_one(Prompt)
         if self.controller.state.edited is not None:
             self.controller.branches.stop_editing()
-            with self._unwritten_history_as_toast():
-                prompt.put_aside()
+            prompt.put_aside()
         prompt.focus()
 
     async def action_ask_example(self, typed: str) -> None:
@@ -393,8 +387,8 @@ class ChatScreen(Screen[None]):
     def show_conversations(self, kept: Sequence[Summary], current: str) -> None:
         self.query_one(ConversationColumn).show(kept, current)
 
-    async def show_models(self, looks_around: bool = False) -> None:
-        open_once(self.app, ModelsScreen(self.controller, looks_around))
+    async def show_models(self, find: Find) -> None:
+        open_once(self.app, ModelsScreen(self.controller, find))
 
     def restore_prompt(self, text: str) -> bool:
         prompt = self.query_one(Prompt)
@@ -431,13 +425,6 @@ class ChatScreen(Screen[None]):
         self.query_one(DetailColumn).show(self.controller.state)
         if isinstance(self.app.screen, DetailsScreen):
             self.app.screen.show()
-
-    @contextmanager
-    def _unwritten_history_as_toast(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            self.toast(f"The prompt history cannot be written: {error.strerror}.", severity="warning")
 
     async def _run(self, action: Action, argument: str, is_typed: bool = False) -> None:
         """Run an action, or let it wait for the model or for its turn."""

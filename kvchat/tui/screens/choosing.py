@@ -27,6 +27,7 @@ from kvchat.paths import is_server
 from kvchat.tui.actions import bindings
 from kvchat.tui.controller import ChatController
 from kvchat.tui.screens.base import FoundList, SearchField, SearchScreen, css_of, refusals_as_toasts
+from kvchat.tui.view import Find
 from kvchat.tui.widgets.bars import KeyHints
 from kvchat.tui.widgets.base import run_worker
 from kvchat.units import count, size
@@ -182,9 +183,9 @@ class ModelsScreen(SearchScreen[FoundModel]):
 
     CSS = css_of("ModelsScreen", width=110)
 
-    def __init__(self, controller: ChatController, looks_around: bool = False) -> None:
+    def __init__(self, controller: ChatController, find: Find) -> None:
         super().__init__()
-        self._controller, self._looks_around = controller, looks_around
+        self._controller, self._find = controller, find
         self._models = controller.models
         self._found: list[FoundModel] | None = None
         self._room: Room | None = None
@@ -239,9 +240,7 @@ class ModelsScreen(SearchScreen[FoundModel]):
         """Look for models beside the screen's work: folders may be large and disks slow."""
         load, snapshot = self._models.in_use, self._controller.state.snapshot
         released = snapshot.weight_bytes + snapshot.kv_device_bytes if snapshot else 0
-        self._room, self._found = await asyncio.gather(
-            asyncio.to_thread(room, load.device, released), self._models.find(self._looks_around)
-        )
+        self._room, self._found = await asyncio.gather(asyncio.to_thread(room, load.device, released), self._find())
         if self.query(OptionList):
             self._show()
             if self._is_chosen:

@@ -14,7 +14,7 @@ from textual.color import Color
 from textual.containers import Vertical, VerticalScroll
 from textual.widgets import Input, Static
 
-from kvchat.config.modes import ModeParameters
+from kvchat.config.modes import ModeParameters, choosable
 from kvchat.conversations import comparison
 from kvchat.foreign_text import visible
 from kvchat.tui.actions import ACTIONS, BY_ID, COMMANDS, FIRST_KEYS, bindings
@@ -43,9 +43,8 @@ class HelpScreen(Dialog):
     """
     BINDINGS: ClassVar[list[BindingType]] = bindings("help")
 
-    def __init__(self, modes: Sequence[type[ModeParameters]], keys: Mapping[str, str], on_gpu: bool) -> None:
+    def __init__(self, keys: Mapping[str, str], on_gpu: bool) -> None:
         super().__init__()
-        self._modes = modes
         self._keys = keys
         self._on_gpu = on_gpu
 
@@ -84,8 +83,8 @@ class HelpScreen(Dialog):
         self.query_one(VerticalScroll).scroll_home(animate=False)
 
     def _sections(self) -> Iterable[tuple[str, Sequence[tuple[str, str]]]]:
-        offered = [mode for mode in self._modes if not mode.for_comparison]
-        compared = [(mode.name, mode.title) for mode in self._modes if mode.for_comparison]
+        offered = [mode for mode in choosable().values() if not mode.for_comparison]
+        compared = [(mode.name, mode.title) for mode in choosable().values() if mode.for_comparison]
         first = [(describe_keys(BY_ID[id], self._keys).split(" / ")[0], words) for id, words in FIRST_KEYS.items()]
         return (
             ("To begin with", first),

@@ -221,20 +221,15 @@ class Prompt(TextArea):
             self.replace(suggestion.text, (row, column - len(offer.typed)), (row, column))
 
     def remember(self, sent: Sent) -> None:
-        """Remember what was sent in the history.
-
-        Raises:
-            OSError: the history file cannot be written.
-        """
-        if sent.text.strip():
-            self.prompts.add(sent.text)
+        """Remember what was sent in the history."""
+        try:
+            if sent.text.strip():
+                self.prompts.add(sent.text)
+        except OSError as error:
+            self.app.notify(f"The prompt history cannot be written: {error.strerror}.", severity="warning")
 
     def put_aside(self) -> None:
-        """Empty the prompt; its text stays in the history.
-
-        Raises:
-            OSError: the history file cannot be written.
-        """
+        """Empty the prompt; its text stays in the history."""
         written = self.written
         self.load_text("")
         self.remember(written)

@@ -11,7 +11,7 @@ messages' margin and is drawn by the Line API: a new snapshot repaints one colum
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
@@ -35,7 +35,6 @@ from kvchat.tui.widgets.base import PlainText
 from kvchat.tui.widgets.messages import Question
 from kvchat.tui.widgets.ribbon import CLASSES, GLYPHS, colors
 
-LIVE_ANSWERS = 30
 LIVE_WIDGETS = 120
 W = TypeVar("W", bound=Widget)
 LENGTH = 20  # messages of a chapter at most
@@ -261,11 +260,11 @@ class Transcript(VerticalScroll):
 def recent(answers: Sequence[Answer]) -> int:
     """Number of answers at the end that stay alive: as many as ``LIVE_WIDGETS`` allow, but at least two."""
     widgets = 0
-    for number, answer in enumerate(reversed(answers[-LIVE_ANSWERS:])):
+    for number, answer in enumerate(reversed(answers)):
         widgets += answer.weight
         if widgets > LIVE_WIDGETS and number >= 2:
             return number
-    return min(len(answers), LIVE_ANSWERS)
+    return len(answers)
 
 
 class NewLines(Static):
@@ -293,7 +292,7 @@ class TranscriptPane(Vertical):
     def compose(self) -> ComposeResult:
         transcript = Transcript()
         yield transcript
-        yield Gutter(transcript, transcript.places)
+        yield Gutter(transcript)
         yield NewLines()
 
     def on_transcript_below(self, message: Transcript.Below) -> None:
@@ -379,18 +378,16 @@ def shade(mark: Mark) -> str:
 
 
 class Gutter(Widget):
-    """One column at the left edge of a transcript, which says by ``places`` where its messages are."""
+    """One column at the left edge of a transcript."""
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {f"gutter--{name}" for name in CLASSES.values()}
     DEFAULT_CSS = f"""{colors("Gutter")}
     Gutter {{ width: 1; height: 1fr; dock: left; layer: above; background: $background; }}
     """
 
-    def __init__(
-        self, transcript: VerticalScroll, places: Callable[[], Iterable[tuple[Question | Answer, Region]]]
-    ) -> None:
+    def __init__(self, transcript: Transcript) -> None:
         super().__init__()
-        self._transcript, self._places = transcript, places
+        self._transcript = transcript
         self._mark_of: MarkOf | None = None
         self._rows: list[Mark | None] = []
 
@@ -412,7 +409,7 @@ class Gutter(Widget):
     def _draw(self) -> None:
         rows: list[Mark | None] = [None] * self.size.height
         top, mark_of = round(self._transcript.scroll_y), self._mark_of
-        for message, place in self._places() if mark_of else ():
+        for message, place in self._transcript.places() if mark_of else ():
             first, end = max(place.y - top, 0), min(place.bottom - top, len(rows))
             if first < end and mark_of:
                 rows[first:end] = [mark_of(message.message)] * (end - first)

@@ -56,11 +56,6 @@ class Welcome(Static):
         self._model = model
         self._key = key
         self._offer = ""
-        self._is_roomy = False
-
-    def on_mount(self) -> None:
-        self._is_roomy = self.app.size.height >= ROOM_FOR_KEYS
-        self.update(self._content())
 
     def offer(self, title: str) -> None:
         self._offer = f"\n\n{self._key('last')} continues “{visible(title)}”"
@@ -107,9 +102,7 @@ class Welcome(Static):
 
     def on_resize(self) -> None:
         """There may be another room for the keys."""
-        if (is_roomy := self.app.size.height >= ROOM_FOR_KEYS) != self._is_roomy:
-            self._is_roomy = is_roomy
-            self.update(self._content())
+        self.update(self._content())
 
 
 class ConversationColumn(OptionList, can_focus=False):

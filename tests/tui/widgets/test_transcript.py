@@ -14,7 +14,7 @@ from kvchat.protocol.messages import Finished, Switched, Text
 from kvchat.tui.state import Phase
 from kvchat.tui.widgets.answer import Answer
 from kvchat.tui.widgets.answer_body import AnswerBody
-from kvchat.tui.widgets.transcript import LIVE_ANSWERS, LIVE_WIDGETS, NewLines, Transcript, recent
+from kvchat.tui.widgets.transcript import LIVE_WIDGETS, NewLines, Transcript, recent
 
 
 def weighted(*weights: int) -> list[Answer]:
@@ -24,13 +24,8 @@ def weighted(*weights: int) -> list[Answer]:
     return made
 
 
-def test_short_answers_stay_up_to_a_number():
-    assert recent(weighted(*[1] * 100)) == LIVE_ANSWERS
+def test_answers_stay_up_to_a_weight_but_two_at_least():
     assert recent(weighted(1, 1)) == 2
-    assert recent([]) == 0
-
-
-def test_heavy_answers_stay_up_to_a_weight_but_two_at_least():
     assert recent(weighted(*[LIVE_WIDGETS // 4] * 10)) == 4
     assert recent(weighted(*[LIVE_WIDGETS * 2] * 10)) == 2
 
@@ -54,7 +49,7 @@ async def test_new_lines_below_while_the_reader_is_elsewhere(running):
 
 
 async def test_old_answers_are_collapsed_and_come_back_when_read(running, monkeypatch):
-    monkeypatch.setattr("kvchat.tui.widgets.transcript.LIVE_ANSWERS", 3)
+    monkeypatch.setattr("kvchat.tui.widgets.transcript.LIVE_WIDGETS", 1)
     async with running(size=(80, 24)) as (app, _pilot, until):
         for number in range(1, 9):
             await app.controller.ask("hello")
