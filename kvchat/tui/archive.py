@@ -108,6 +108,10 @@ class Archive:
         """The conversations that say ``text``; for an empty text all, the one written to last first."""
         return await self._ask(lambda store: store.search(text))
 
+    async def all(self) -> list[Summary]:
+        """Every conversation, the one written to last first: people name them by their place here, from 1 on."""
+        return await self._ask(lambda store: store.recent(limit=-1))
+
     async def latest(self) -> Summary | None:
         return await self._ask(lambda store: store.latest())
 

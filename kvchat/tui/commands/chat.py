@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -75,20 +76,20 @@ def _set_now_or_later(chat: ChatController, name: str, value: int | float | bool
 
 async def set_value(chat: ChatController, argument: str) -> None:
     """``/set KEY VALUE``; alone it lists all values, with a key that one."""
-    key, _, value = argument.replace("=", " ", 1).partition(" ")
+    key, value = (*re.split(r"\s*=\s*|\s+", argument, maxsplit=1), "")[:2]  # what follows may have an = of its own
     if not key:
         chat.view.add_note(arguments.describe(chat.state))
         return
     known = dict(arguments.parameters(chat.state))
     name = resolve(key, known, f"parameter of the sampling or the {chat.state.mode} mode")
-    if not value.strip():
+    if not value:
         current = arguments.in_words(chat.state, name)
         chat.view.toast(f"{name} is {current}. It takes {expected(known[name])}.")
     elif name in arguments.NAMES:
-        chat.set_sampling(name, value.strip())
+        chat.set_sampling(name, value)
         chat.view.add_note(f"Sampling: {arguments.describe_sampling(chat.state.sampling)}")
     else:
-        chat.set_parameter(name, parse_literal(value.strip()))
+        chat.set_parameter(name, parse_literal(value))
 
 
 async def set_system(chat: ChatController, argument: str) -> None:
@@ -154,10 +155,15 @@ async def set_pace(chat: ChatController, argument: str) -> None:
 
 async def attach(chat: ChatController, argument: str) -> None:
     """``/file PATH``: begin a question about the file."""
-    path = argument.strip("\"'")
+    path = unquoted(argument)
     read_text(Path(os.path.expanduser(path)), chat.state.file_limit)
     if not chat.view.restore_prompt(f"{mentions.mention(path)} "):
         raise UsageError("The prompt already has text.", hint=f"Type {mentions.mention(path)} into it.")
+
+
+def unquoted(path: str) -> str:
+    """A path may stand in quotes, as in a shell; it may also have spaces without any."""
+    return path.strip("\"'")
 
 
 async def manage_queue(chat: ChatController, argument: str) -> None:
@@ -175,7 +181,7 @@ def _copy(chat: ChatController, text: str, file: str) -> None:
     if not file:
         chat.view.copy(text)
         return
-    path = Path(os.path.expanduser(file))
+    path = Path(os.path.expanduser(unquoted(file)))
     export.write_new(path, text)
     chat.view.toast(f"Written to {path.absolute()}.", title="Copied")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvchat.conversations import export
 from kvchat.errors import KvchatError, UsageError
-from kvchat.tui.commands.chat import alone
+from kvchat.tui.commands.chat import alone, unquoted
 from kvchat.tui.controller import ChatController
 from kvchat.tui.prompt import arguments
 from kvchat.tui.prompt.mentions import Part
@@ -23,7 +23,7 @@ fork = alone(ChatController.fork)
 async def open_found(chat: ChatController, argument: str) -> None:
     """``/open TEXT``: the latest conversation that says it; ``/open N``: the N-th, where 1 is the latest of all."""
     number = int(argument) if argument.isdecimal() else 1
-    found = await chat.archive.search("" if argument.isdecimal() else argument)
+    found = await (chat.archive.all() if argument.isdecimal() else chat.archive.search(argument))
     if not argument or not 1 <= number <= len(found):
         raise UsageError(f'There is no conversation "{argument}".', hint="/chats lists them.")
     await chat.open(found[number - 1].id, found[number - 1].message)
@@ -46,13 +46,13 @@ async def export_file(chat: ChatController, argument: str) -> None:
     """``/export FILE``: the ending says the format; alone, or with a folder, into a file named by the title."""
     conversation = copy(chat.state.conversation)
     conversation.messages = dict(conversation.messages)  # as it is now: it may go on while it is written
-    path = export.destination(conversation, argument)
+    path = export.destination(conversation, unquoted(argument))
     await asyncio.to_thread(export.write, conversation, path)
     chat.view.toast(f"Written to {path.absolute()}.", title="Exported")
 
 
 async def import_file(chat: ChatController, argument: str) -> None:
-    await chat.take(await asyncio.to_thread(export.read, Path(os.path.expanduser(argument))))
+    await chat.take(await asyncio.to_thread(export.read, Path(os.path.expanduser(unquoted(argument)))))
 
 
 async def edit(chat: ChatController, argument: str) -> None:

@@ -242,13 +242,13 @@ class PlainChat:
 
     async def _list_conversations(self, argument: str) -> None:
         found = await self.chat.archive.search(argument)
-        places = {one.id: place for place, one in enumerate(await self.chat.archive.search(""), 1)}
-        self._say(
+        places = {one.id: place for place, one in enumerate(await self.chat.archive.all(), 1)}
+        rows = [
             f"{places[one.id]}. {one.title or 'no title'}, {describe_age(time.time() - one.updated)},"
             f" {count(one.messages, 'message')}"
             for one in found
-        )
-        self._lines.line("/open NUMBER continues one." if found else "No conversation was found.")
+        ]
+        self._say([*rows, "/open NUMBER continues one." if rows else "No conversation was found."])
 
     async def _show_details(self, argument: str) -> None:
         """Print the figures of the panels; by layer and head as soon as the engine has sent them."""

@@ -89,6 +89,8 @@ async def test_sampling_by_command(running):
     async with running() as (app, _pilot, until):
         typed(app, "/set temperature 0.2")
         await until(lambda: app.controller.state.sampling.temperature == 0.2)
+        typed(app, "/set stop a=b")
+        await until(lambda: app.controller.state.sampling.stop == ("a=b",))
         typed(app, "/set temprature 1")
         await until(lambda: 'Did you mean "temperature"?' in toasts(app))
         await until(lambda: prompt(app).text == "/set temprature 1")

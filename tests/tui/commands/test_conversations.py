@@ -130,8 +130,8 @@ async def test_export_and_import(running, config, tmp_path, monkeypatch):
         typed(app, "/export")
         await until((tmp_path / "hello.md").exists)
         await until(lambda: str(tmp_path / "hello.md") in toasts(app))
-        for name in ("a.md", "a.json"):
-            typed(app, f"/export {tmp_path / name}")
+        for name, given in (("a.md", "{}"), ("b c.json", '"{}"')):
+            typed(app, f"/export {given.format(tmp_path / name)}")
             await until((tmp_path / name).exists)
         typed(app, f"/export {tmp_path}/a.md")
         await until(lambda: "exists" in toasts(app))
@@ -140,7 +140,7 @@ async def test_export_and_import(running, config, tmp_path, monkeypatch):
         typed(app, f"/export {tmp_path}/a\0.md")
         await until(lambda: "a NUL in its name" in toasts(app))
         first = app.controller.state.conversation
-        typed(app, f"/import {tmp_path}/a.json")
+        typed(app, f"/import '{tmp_path}/b c.json'")
         await until(lambda: app.controller.state.conversation.id != first.id)
         assert app.controller.state.conversation.turns == first.turns
         typed(app, f"/import {tmp_path}/a.md")

@@ -17,7 +17,8 @@ from support.message import lacks
 from support.patience import PATIENCE_S
 
 from kvchat.cli.chat import ENGINE
-from kvchat.conversations.conversation import Message
+from kvchat.conversations.conversation import Conversation, Message
+from kvchat.conversations.store import LISTED, ConversationStore
 from kvchat.errors import UsageError
 from kvchat.foreign_text import visible
 from kvchat.protocol.client import EngineClient
@@ -111,6 +112,17 @@ async def test_the_conversation_is_kept_listed_and_gone_on_with(config):
     assert '"whale"' in session.errors.getvalue()
     _, session = await piped(replace(config, resume=True), "/title\n")
     assert "you: My dog is Rex." in session.said
+
+
+async def test_one_of_very_many_conversations_is_found_and_opened(config):
+    kept = ConversationStore(config.database)
+    for number in range(LISTED + 1):
+        (conversation := Conversation()).ask(f"cat {number}" if number else "whale")
+        kept.save(conversation.changes())
+    kept.close()
+    _, session = await piped(config, f"/chats whale\n/open {LISTED + 1}\n/title\n/chats dog\n")
+    assert f"\n{LISTED + 1}. whale, " in session.said
+    assert "Title: whale\nNo conversation was found.\n" in session.said
 
 
 async def test_an_edited_question_is_asked_in_place_of_the_last(config, tmp_path):
