@@ -26,10 +26,9 @@ from textual.dom import DOMNode
 from textual.driver import Driver
 from textual.errors import NoWidget
 from textual.events import Event, Key, MouseEvent, Paste
-from textual.filter import LineFilter, Monochrome, NoColor
+from textual.filter import DimFilter, LineFilter, Monochrome, NoColor
 from textual.markup import escape
 from textual.message_pump import MessagePump
-from textual.notifications import SeverityLevel
 from textual.timer import Timer
 from textual.widget import MountError
 from textual.worker import WorkerFailed
@@ -38,7 +37,7 @@ from kvchat.config.modes import AUTO, choosable, mode_names
 from kvchat.errors import UsageError, did_you_mean, resolve
 from kvchat.foreign_text import visible
 from kvchat.protocol.client import EngineClient
-from kvchat.tui import ARE_FRAMES_CHOSEN, FRAMES, themes
+from kvchat.tui import themes
 from kvchat.tui.actions import COMMANDS, KEYED, bindings
 from kvchat.tui.panel_rows import has_gpu
 from kvchat.tui.rebinding import check_keys, describe_keys
@@ -48,23 +47,16 @@ from kvchat.tui.screens.help import HelpScreen
 from kvchat.tui.screens.settings import SettingsScreen
 from kvchat.tui.settings import SettingsEditor
 from kvchat.tui.state import AppConfig
-from kvchat.tui.terminal import ReadableDim, VisibleText, decode_leniently, has_vanished
+from kvchat.tui.terminal import VisibleText, decode_leniently, has_vanished
 from kvchat.tui.widgets.base import run_worker, unskipped
 
 # They would end the process at once; a crash inside a library (SIGSEGV and the like) cannot be left by a handler.
-ENDING = (
-    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2),
-    *(signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGXCPU),
-)
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 REACHED = ("chat", "prompt", "transcript", "ribbon", "panels")  # keys of other screens act there alone
 LONGEST_S = 5.0  # what a key began may take longer: the next ones do not wait for the end of it
 # Objects between two collections of garbage. At Python's 700 an answer has a full one every second, of up to 0.25 s:
 # a fifth of the time that the interface computes.
 GARBAGE = 5_000
-
-
-if not ARE_FRAMES_CHOSEN:
-    os.environ.pop(FRAMES, None)
 
 
 def run(config: AppConfig) -> int:
@@ -205,7 +197,11 @@ class KvchatApp(App[None]):
 
     TITLE = "kvchat"
     # Textual fails at a list whose lines have no column left.
-    CSS = "ToastRack { dock: top; align: right top; margin: 1 0 0 0; } OptionList { min-width: 12; }"
+    CSS = """
+    ToastRack { dock: top; align: right top; margin: 1 0 0 0; }
+    OptionList { min-width: 12; }
+    CommandList { text-wrap: nowrap; text-overflow: ellipsis; }
+    """
     COMMANDS = {CommandProvider}  # noqa: RUF012  (Textual's own declaration)
     BINDINGS: ClassVar[list[BindingType]] = bindings("app")
 
@@ -213,7 +209,7 @@ class KvchatApp(App[None]):
         super().__init__()
         self._visible_text = VisibleText()
         self._no_color = NoColor()
-        self._readable_dim = ReadableDim(themes.DIM)
+        self._readable_dim = DimFilter(themes.DIM)
         self.config = config
         self._handlers: dict[signal.Signals, Any] = {}  # of the signals that ``_leave_on_signals`` took
         self.client = EngineClient(config.engine_command, config.log_file, config.recorder)
@@ -223,10 +219,6 @@ class KvchatApp(App[None]):
         self.controller = self.chat.controller
         self.settings = SettingsEditor(config, self.controller, self)
         self._keys_in_turn = KeysInTurn(self, super().on_event)
-
-    @property
-    def theme_names(self) -> tuple[str, ...]:
-        return tuple(self.themes)
 
     def set_timer(self, *arguments: Any, **options: Any) -> Timer:
         """Call back once, late where it must be: without it Textual would never again see a new size."""
@@ -248,17 +240,9 @@ class KvchatApp(App[None]):
             return (*own, self._visible_text)
         return (*filters, self._readable_dim, self._visible_text)
 
-    def notify(
-        self,
-        message: str,
-        *,
-        title: str = "",
-        severity: SeverityLevel = "information",
-        timeout: float | None = None,
-        markup: bool = False,
-    ) -> None:
+    def notify(self, message: str, *, title: str = "", markup: bool = False, **options: Any) -> None:
         """Show a toast; control characters are marks, and markup is text unless asked for."""
-        super().notify(visible(message), title=visible(title), severity=severity, timeout=timeout, markup=markup)
+        super().notify(visible(message), title=visible(title), markup=markup, **options)
 
     def _handle_exception(self, error: Exception) -> None:
         """While the application closes, widgets vanish under handlers that are not done: no fault of theirs."""

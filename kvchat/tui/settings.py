@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import tomli
+from textual.theme import Theme
 
 from kvchat.config import modes, sources
 from kvchat.config.sources import KEYS, Key
@@ -29,10 +30,7 @@ class Appearance(Protocol):
 
     keys: dict[str, str]
     theme: str
-
-    @property
-    def theme_names(self) -> tuple[str, ...]:
-        """The themes there are."""
+    themes: dict[str, Theme]
 
     def use_theme(self, name: str) -> None:
         """Change the colors."""
@@ -149,7 +147,7 @@ class SettingsEditor:
             case ("sampling", "temperature"):
                 shown = arguments.in_words(self._chat.state, "temperature")
             case ("ui", "theme") if self._appearance:
-                words = self._appearance.theme_names
+                words = tuple(self._appearance.themes)
         return Setting(key, _text(value), shown, self._origin(key, value), doc, takes, words, _is_live(key))
 
     def _is_left_out(self, key: Key) -> bool:

@@ -24,7 +24,7 @@ from importlib.util import find_spec
 from rich.segment import Segment
 from textual.color import Color
 from textual.driver import Driver
-from textual.filter import LineFilter, dim_style
+from textual.filter import LineFilter
 
 from kvchat.foreign_text import MARKS, visible
 from kvchat.tui.actions import is_command
@@ -50,26 +50,6 @@ class VisibleText(LineFilter):
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
         return [Segment(visible(text), style, control) for text, style, control in segments]
-
-
-class ReadableDim(LineFilter):
-    """Dim text keeps the share ``factor`` of its color; what a terminal makes of dim may be too faint to read.
-
-    Text whose color or background is the terminal's own is left to it.
-    """
-
-    def __init__(self, factor: float) -> None:
-        super().__init__()
-        self._factor = factor
-
-    def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
-        shown = []
-        for text, style, control in segments:
-            color, behind = (style.color, style.bgcolor) if style and style.dim else (None, None)
-            if style and color and color.triplet and behind and (behind.is_default or behind.triplet):
-                style = dim_style(style, background, self._factor)
-            shown.append(Segment(text, style, control))
-        return shown
 
 
 class InputDecoder:

@@ -33,15 +33,11 @@ from kvchat.tui.widgets.bars import ModeBar, StatusBar
 from kvchat.tui.widgets.messages import Problem
 from kvchat.tui.widgets.transcript import Transcript
 
-PRINTING = (
-    "import os, kvchat.tui.app; from textual import constants; print(constants.MAX_FPS, os.environ.get('TEXTUAL_FPS'))"
-)
+PRINTING = "import kvchat.tui.app; from textual import constants; print(constants.MAX_FPS)"
 
 
-@pytest.mark.parametrize(("chosen", "frames"), [({}, "120 None"), ({"TEXTUAL_FPS": "30"}, "30 30")])
-def test_a_key_need_not_wait_for_a_slow_frame_unless_somebody_chose_it_and_an_editor_sees_what_was_chosen(
-    chosen: dict[str, str], frames: str
-) -> None:
+@pytest.mark.parametrize(("chosen", "frames"), [({}, "120"), ({"TEXTUAL_FPS": "30"}, "30")])
+def test_a_key_need_not_wait_for_a_slow_frame_unless_somebody_chose_it(chosen: dict[str, str], frames: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TEXTUAL_FPS"} | chosen
     command = [sys.executable, "-c", PRINTING]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)

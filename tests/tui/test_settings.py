@@ -30,13 +30,13 @@ TEMPERATURE, SYSTEM, MODE, THEME, DTYPE, NEXT = (
 
 class FakeAppearance:
     theme = "kvchat-dark"
-    theme_names = ("kvchat-dark", "kvchat-light")
+    themes = dict.fromkeys(("kvchat-dark", "kvchat-light"))
 
     def __init__(self):
         self.keys = {}
 
     def use_theme(self, name):
-        if name not in self.theme_names:
+        if name not in self.themes:
             raise UsageError(f'There is no theme "{name}".')
         self.theme = name
 
@@ -293,7 +293,7 @@ async def test_a_choice_is_made_by_mouse_and_taken_back_by_a_key(running):
         await find(app, until, "ui.theme")
         await until(lambda: app.screen.query_one("#list").region.height > 1)
         await pilot.click("#list", offset=(4, 1))
-        place, choices = app.theme_names.index("kvchat-light"), app.screen.query_one("#choices")
+        place, choices = [*app.themes].index("kvchat-light"), app.screen.query_one("#choices")
         await until(lambda: choices.has_focus and choices.region.height > place)
         await pilot.click("#choices", offset=(4, place))
         await until(lambda: app.theme == "kvchat-light")

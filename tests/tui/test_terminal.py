@@ -14,18 +14,15 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from rich.segment import Segment
-from rich.style import Style
 from support import start_app
 from support.environment import environ
 from support.hostile import fill, forbidden_in, hostile, names_in
 from support.patience import PATIENCE_S
 from support.pty_run import PtyRun
-from textual.color import Color
 
 from kvchat.protocol.figures import ServerFigures
 from kvchat.protocol.messages import Event
-from kvchat.tui.terminal import InputDecoder, ReadableDim
+from kvchat.tui.terminal import InputDecoder
 
 pytestmark = [pytest.mark.terminal, pytest.mark.skipif(not shutil.which("ps"), reason="no ps")]
 
@@ -323,12 +320,3 @@ def test_escape_pressed_right_after_enter_gives_the_question_back(in_pty: PtyRun
     in_pty.until("stopped")
     in_pty.type(b"\x11")
     assert in_pty.finish() == 0
-
-
-def test_dim_text_keeps_most_of_its_color_and_the_rest_is_left_alone():
-    black, white = Color.parse("#000000"), Style.parse("dim #ffffff on #000000")
-    others = [Style.parse(text) for text in ("#ffffff on #000000", "dim", "dim red on #000000", "dim on #000000")]
-    segments = [Segment("a", white), Segment("b"), *(Segment("c", style) for style in others)]
-    dimmed, *rest = ReadableDim(0.75).apply(segments, black)
-    assert (dimmed.style.color.triplet.hex, dimmed.style.dim) == ("#bfbfbf", False)
-    assert rest == segments[1:]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, ClassVar, Generic, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from textual import work
-from textual.app import App, ComposeResult
+from textual.app import App
 from textual.await_complete import AwaitComplete
 from textual.binding import BindingType
 from textual.command import Command, CommandList, CommandPalette
@@ -17,7 +17,6 @@ from textual.widgets import Input, OptionList
 
 from kvchat.errors import KvchatError
 from kvchat.tui.actions import bindings
-from kvchat.tui.widgets.base import PaletteOptions
 
 Found = TypeVar("Found")
 
@@ -53,27 +52,17 @@ class FoundList(OptionList, can_focus=False):
     """The results; the keys that move in them come through the field."""
 
 
-if TYPE_CHECKING:
-    Closing: TypeAlias = Screen[None]
-else:
-    Closing = object  # Textual looks for a screen's styles in its first base only
-
-
-class ClosesOnce(Closing):
-    """Textual closes the screen on top, whichever asks; a key pressed twice reaches one twice before it is gone."""
-
-    def dismiss(self, result: None = None) -> AwaitComplete:
-        """Close, unless another screen is on top: this one has been closed, or lies below."""
-        return super().dismiss(result) if self.is_active else AwaitComplete()
-
-
-class Dialog(ClosesOnce, ModalScreen[None]):
+class Dialog(ModalScreen[None]):
     """A box in the middle of what lies below it."""
 
     DEFAULT_CSS = """
     Dialog { align: center middle; }
     Dialog > Vertical { max-width: 100%; padding: 0 1; background: $surface; border: round $primary; }
     """
+
+    def dismiss(self, result: None = None) -> AwaitComplete:
+        """Close, unless another screen is on top, which Textual would close: a key pressed twice reaches one twice."""
+        return super().dismiss(result) if self.is_active else AwaitComplete()
 
 
 class SearchScreen(Dialog, Generic[Found]):
@@ -105,13 +94,12 @@ def open_once(app: App[None], screen: Screen[None]) -> None:
         app.push_screen(screen)
 
 
-class Palette(ClosesOnce, CommandPalette):
+class Palette(CommandPalette):
     """The command palette; what is found when it is closed already is shown nowhere."""
 
-    def compose(self) -> ComposeResult:
-        """Textual's widgets, with a list of ours."""
-        for widget in super().compose():
-            yield PaletteOptions() if isinstance(widget, CommandList) else widget
+    def dismiss(self, result: Any = None) -> AwaitComplete:
+        """As a dialog."""
+        return super().dismiss(result) if self.is_active else AwaitComplete()
 
     @work(exclusive=True, group=CommandPalette._GATHER_COMMANDS_GROUP)
     async def _gather_commands(self, search_value: str) -> None:

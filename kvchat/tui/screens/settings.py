@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import Horizontal, Vertical
 from textual.content import Content
-from textual.widget import Widget
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
@@ -22,7 +21,6 @@ from kvchat.tui.screens.base import Dialog
 from kvchat.tui.settings import DEFAULT, HERE, Setting, SettingsEditor
 from kvchat.tui.widgets.bars import KeyHints
 
-W = TypeVar("W", bound=Widget)
 REFRESH_S = 0.3  # the engine answers a change of the mode later
 NAME_CELLS, VALUE_CELLS = 24, 26
 
@@ -92,13 +90,14 @@ class SettingsScreen(Dialog):
         self._close_edit()
         self._edited = setting
         if setting.choices:
-            choices = self._reveal("#choices", OptionList)
+            choices = self.query_one("#choices", OptionList)
+            choices.display = True
             choices.clear_options()
             choices.add_options(Option(visible(word)) for word in setting.choices)
             choices.highlighted = setting.choices.index(setting.text) if setting.text in setting.choices else 0
             self.set_focus(choices)  # at once: the next key is for it
         else:
-            self._reveal("#edit", Horizontal)
+            self.query_one("#edit").display = True
             self.query_one("#name", Static).update(f"{setting.key[-1]} = ")
             value = self.query_one("#value", Input)
             value.value = visible(setting.text)
@@ -165,12 +164,9 @@ class SettingsScreen(Dialog):
         self._show()
 
     def _refuse(self, reason: str) -> None:
-        self._reveal("#refusal", Static).update(f"✗ {visible(reason)}")
-
-    def _reveal(self, selector: str, kind: type[W]) -> W:
-        widget = self.query_one(selector, kind)
-        widget.display = True
-        return widget
+        refusal = self.query_one("#refusal", Static)
+        refusal.display = True
+        refusal.update(f"✗ {visible(reason)}")
 
     def _close_edit(self) -> None:
         self._edited = None

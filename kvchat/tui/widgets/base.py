@@ -1,4 +1,4 @@
-"""What other widgets are made of: lists, long plain texts, frames of few lines, timers, texts that stream.
+"""What other widgets are made of: long plain texts, workers, timers, texts that stream.
 
 A key that is typed while something is drawn waits for it. So most of the time nothing is: with 500 messages a layout
 and its drawing take tens of milliseconds.
@@ -16,7 +16,6 @@ from typing import Any
 
 from rich.cells import cell_len
 from rich.segment import Segment
-from textual.command import CommandList
 from textual.dom import DOMNode
 from textual.geometry import Size
 from textual.message_pump import MessagePump
@@ -27,12 +26,6 @@ from textual.widget import Widget
 
 SHORTEST_S = 0.05
 LONGEST_S = 0.4
-
-
-class PaletteOptions(CommandList):
-    """The command palette's list, one line each."""
-
-    DEFAULT_CSS = "PaletteOptions { text-wrap: nowrap; text-overflow: ellipsis; }"
 
 
 class PlainText(Widget):
