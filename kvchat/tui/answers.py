@@ -10,8 +10,8 @@ from kvchat import thoughts
 from kvchat.conversations.conversation import CUT_OFF, Conversation, Message, ModeChange
 from kvchat.protocol.client import EngineClient
 from kvchat.protocol.messages import Finished, Started, Stop, Switched, Text
-from kvchat.tui.state import ChatState, Phase
-from kvchat.tui.view import AnswerView, ChatView, QuestionView, SwitchView
+from kvchat.tui.state import ChatState, Phase, SwitchLine
+from kvchat.tui.view import AnswerView, ChatView, QuestionView
 
 NO_TEXT = Message(parent=None, role="assistant", text="")
 
@@ -37,9 +37,9 @@ class Answers:
         self.answer: AnswerView | None = None
         self.queue = QuestionQueue(self.view)
         self._question: QuestionView | None = None
-        self._switch: SwitchView | None = None
-        self._marks: list[tuple[int, SwitchView]] = []  # the switches since it began, behind so many characters
-        self._between: tuple[str, SwitchView] | None = None  # the last one, kept with the answer of this id before it
+        self._switch: SwitchLine | None = None
+        self._marks: list[tuple[int, SwitchLine]] = []  # the switches since it began, behind so many characters
+        self._between: tuple[str, SwitchLine] | None = None  # the last one, kept with the answer of this id before it
 
     async def begin(self, continued: Message = NO_TEXT) -> None:
         """Ask for an answer to the last question, or for more of the last answer, which is ``continued``."""
@@ -145,7 +145,7 @@ class Answers:
         changes += [_change(place, switch) for place, switch in self._marks] if self.answer is not None else []
         return tuple(dict.fromkeys(change.position for change in changes if change.mode and change.position))
 
-    def _forget(self, switch: SwitchView) -> None:
+    def _forget(self, switch: SwitchLine) -> None:
         """Keep a switch no more, which another one goes on with."""
         self._marks = [mark for mark in self._marks if mark[1] is not switch]
         if self._between is not None and self._between[1] is switch:
@@ -294,7 +294,7 @@ class Answers:
         self.view.show_state(self.state)
 
 
-def _change(place: int, switch: SwitchView) -> ModeChange:
+def _change(place: int, switch: SwitchLine) -> ModeChange:
     """A switch behind ``place`` characters of an answer."""
     switched = switch.switched
     mode = switched.mode if switched.mode != switched.before else ""

@@ -263,11 +263,7 @@ class ChatController:
         return self.state.info is not None and (self.state.wanted or self.state.asked) == modes.AUTO
 
     def set_sampling(self, name: str, value: str) -> None:
-        """Change a sampling parameter from the next answer on.
-
-        Raises:
-            UsageError: an unknown name or a value out of range.
-        """
+        """Change a sampling parameter from the next answer on."""
         self.state.sampling = arguments.change(self.state.sampling, name, value)
 
     def set_system(self, text: str | None) -> None:
@@ -302,9 +298,6 @@ class ChatController:
         """Keep the system prompt, the sampling and the mode with what was asked for in it, and return the file.
 
         A server's mode is none.
-
-        Raises:
-            UsageError: as ``presets.save``.
         """
         self.state.note_mode()
         mode, conversation = self.state.asked, self.state.conversation

@@ -129,7 +129,8 @@ class EngineEvents:
             return  # it is of another run than the conversation's
         self.state.snapshot = snapshot if self.state.is_stored else without_conversation(snapshot)
         self.state.gpu_history.note(snapshot.gpu, self.state.details)
-        self.state.update_params(snapshot)
+        if snapshot.mode == self.state.mode:  # values chosen by kvchat change while it runs
+            self.state.params, self.state.auto = snapshot.params, snapshot.auto
         if self.state.snapshot is not None and self.state.phase is not Phase.PREFILL:
             self._warn_of_context(self.state.snapshot.total)
         self.view.show_state(self.state)

@@ -281,11 +281,7 @@ class Download:
         self._is_stopped = False
 
     async def run(self, name: str, report: Callable[[str], None]) -> bool:
-        """Download the model ``name``; ``report`` is called with each stage. False if it was stopped.
-
-        Raises:
-            ModelError: it cannot be downloaded; EngineError: the process cannot be started, or ended by itself.
-        """
+        """Download the model ``name``; ``report`` is called with each stage. False if it was stopped."""
         self._is_stopped = False
         try:
             self._process = await asyncio.create_subprocess_exec(

@@ -76,8 +76,9 @@ class DetailsWatch:
 
     def begin(self, who: str) -> None:
         """``who`` shows details from now on, and wants them at once."""
-        self._watching.add(who)
-        self._client.send(Watch(True))
+        if who not in self._watching:
+            self._watching.add(who)
+            self._client.send(Watch(True))
 
     def end(self, who: str) -> None:
         """``who`` shows them no longer."""

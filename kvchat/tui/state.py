@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from pathlib import Path
@@ -223,11 +223,6 @@ class ChatState:
         self.mode, self.params, self.auto = mode, params, auto
         self.wanted = self.asked
 
-    def update_params(self, snapshot: Snapshot) -> None:
-        """Take the parameters of a snapshot of the current mode: values chosen by kvchat change while it runs."""
-        if snapshot.mode == self.mode:
-            self.params, self.auto = snapshot.params, snapshot.auto
-
     def exchange(self, conversation: Conversation) -> None:
         """Go over to another conversation, of which nothing is stored yet."""
         self.conversation, self.edited, self.is_stored = conversation, None, False
@@ -241,13 +236,13 @@ class ChatState:
 
     def footer(self, message: Message) -> str:
         """The line under a message: the receipt of an answer, and its place among its siblings."""
-        return _footer(message, self.conversation.siblings(message.id))
+        siblings = self.conversation.siblings(message.id)
+        place = f"branch {siblings.index(message) + 1} of {len(siblings)}" if len(siblings) > 1 else ""
+        cut = CUT_OFF if message.role == "assistant" and message.ending in ("", CUT_OFF) else ""
+        return " · ".join(filter(None, (message.receipt or cut, place, PINNED * message.pinned)))
 
     def footed(self) -> list[Footed]:
-        families: defaultdict[str | None, list[Message]] = defaultdict(list)
-        for message in self.conversation.messages.values():
-            families[message.parent].append(message)
-        return [(message, _footer(message, families[message.parent])) for message in self.conversation.path]
+        return [(message, self.footer(message)) for message in self.conversation.path]
 
     def take_later(self, mode: str) -> Params:
         """Remove and return the values kept for ``mode``, or for a later mode that has them.
@@ -308,12 +303,6 @@ def described(info: Loaded) -> str:
 def percentiles(p50: float | None, p95: float | None) -> str:
     """``1.2 / 3.4 ms``, the median and the 95th percentile."""
     return f"{figure(p50, digits=1)} / {figure(p95, 'ms', 1)}"
-
-
-def _footer(message: Message, siblings: list[Message]) -> str:
-    place = f"branch {siblings.index(message) + 1} of {len(siblings)}" if len(siblings) > 1 else ""
-    cut = CUT_OFF if message.role == "assistant" and message.ending in ("", CUT_OFF) else ""
-    return " · ".join(filter(None, (message.receipt or cut, place, PINNED * message.pinned)))
 
 
 def without_conversation(snapshot: Snapshot) -> Snapshot:
@@ -523,6 +512,11 @@ class SwitchLine:
             self.show_line()
 
     def show_line(self) -> None:
+        """Show the line as it is now."""
+        raise NotImplementedError
+
+    def remove(self) -> Awaitable[None]:
+        """Take the line out of the transcript."""
         raise NotImplementedError
 
 

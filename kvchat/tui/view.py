@@ -15,7 +15,7 @@ from kvchat.errors import KvchatError, UsageError
 from kvchat.models.catalog import FoundModel
 from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import Details, Load, Switched
-from kvchat.tui.state import ChatState, Footed, RunningComparison
+from kvchat.tui.state import ChatState, Footed, RunningComparison, SwitchLine
 
 Severity = Literal["information", "warning", "error"]
 Find = Callable[[], Awaitable[list[FoundModel]]]
@@ -58,30 +58,6 @@ class AnswerView(Protocol):
         """Take the answer out of the transcript."""
 
 
-class SwitchView(Protocol):
-    """The line of a mode switch; ``speed`` is that before it in tokens/s."""
-
-    switched: Switched
-    speed: float | None
-
-    @property
-    def line(self) -> str:
-        """The line as far as it is known."""
-
-    @property
-    def is_idle(self) -> bool:
-        """True if no token has been generated after the switch."""
-
-    def remove(self) -> Awaitable[None]:
-        """Take the line out of the transcript."""
-
-    def count(self, tokens: int, now: float) -> None:
-        """Count tokens generated after the switch; ``now`` in seconds."""
-
-    def close(self, now: float) -> None:
-        """Count no more; show the speed of the tokens counted so far. One without a token stays as it is."""
-
-
 class ChatView(Protocol):
     """The screen as the controller sees it."""
 
@@ -108,7 +84,7 @@ class ChatView(Protocol):
     async def add_answer(self) -> AnswerView:
         """Add an empty answer."""
 
-    async def add_switch(self, switched: Switched, speed: float | None) -> SwitchView:
+    async def add_switch(self, switched: Switched, speed: float | None) -> SwitchLine:
         """Mark a switch in the transcript, ribbon and timeline; ``speed`` before it in tokens/s."""
 
     def add_way_back(self, switched: Switched) -> None:

@@ -184,7 +184,7 @@ async def test_figures_are_asked_for_only_while_they_are_shown(running, served, 
         press(app, "f7")  # all of them
         await until(lambda: "for all its users" in drawn(app) and "3 now" in drawn(app))
         press(app, "f7")  # none
-        await until(lambda: not app.chat.query_one(KvColumn).display and not app.chat._watches)
+        await until(lambda: not app.chat.query_one(KvColumn).display and not app.controller.details._watching)
         seen = server.seen.count("/metrics")
         typed(app, "Hi.")
         await until(lambda: finished(app))

@@ -23,7 +23,7 @@ from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import Details, Switched
 from kvchat.tui.actions import is_command
 from kvchat.tui.comparisons import HEADINGS, needle_rows, verdict
-from kvchat.tui.state import ChatState, Footed, Phase, RunningComparison, describe_switch
+from kvchat.tui.state import ChatState, Footed, Phase, RunningComparison, SwitchLine, describe_switch
 from kvchat.tui.view import Find, Remedy, Severity
 from kvchat.units import count, size
 
@@ -142,28 +142,24 @@ def described(thought: str) -> str:
     return thoughts.summarize(thought, is_open=False).lstrip("▸ ")
 
 
-class PlainSwitch:
-    """A switch; the speed after it stands in the line under the answer."""
+class PlainSwitch(SwitchLine):
+    """A switch; the line is printed when it comes, without speeds."""
 
-    speed: float | None = None
-
-    def __init__(self, switched: Switched, answer: PlainAnswer | None) -> None:
-        self.switched = switched
-        self.line = describe_switch(switched, None, None)
-        self.is_idle = True
+    def __init__(self, switched: Switched, speed: float | None, answer: PlainAnswer | None) -> None:
+        super().__init__(switched, speed)
         self._answer = answer
 
     async def remove(self) -> None:
         """Print it no more; printed lines stay."""
         if self._answer is not None:
-            self._answer.take_note_back(f"[{self.line}]")
+            self._answer.take_note_back(noted(self.switched))
 
-    def count(self, tokens: int, now: float) -> None:
-        """Tokens have come: a later switch is another one."""
-        self.is_idle = False
-
-    def close(self, now: float) -> None:
+    def show_line(self) -> None:
         """Nothing is added to a line that is printed."""
+
+
+def noted(switched: Switched) -> str:
+    return f"[{describe_switch(switched, None, None)}]"
 
 
 def _spoken(headings: Sequence[str], row: Sequence[str]) -> str:
@@ -227,16 +223,15 @@ class PlainView:
     async def add_switch(self, switched: Switched, speed: float | None) -> PlainSwitch:
         """Print a switch; in the middle of an answer behind the sentence that is being said."""
         self.add_way_back(switched)
-        return PlainSwitch(switched, self._answer)
+        return PlainSwitch(switched, speed, self._answer)
 
     def add_way_back(self, switched: Switched) -> None:
         """Print a switch; the line of the one that it takes back is printed already."""
         self.switches += 1
-        line = f"[{describe_switch(switched, None, None)}]"
         if self._answer is not None and not self._answer.is_over:
-            self._answer.note(line)
+            self._answer.note(noted(switched))
         else:
-            self._lines.line(line)
+            self._lines.line(noted(switched))
 
     def add_note(self, text: str, struck: str = "") -> None:
         self._lines.line(text + struck)

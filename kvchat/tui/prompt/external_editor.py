@@ -55,11 +55,7 @@ def _refusal(title: str) -> UsageError:
 
 
 async def edit_suspended(app: App[None], text: str) -> str:
-    """``edit`` while the application leaves the terminal alone; an answer in progress goes on, nothing is drawn.
-
-    Raises:
-        UsageError: as ``edit``, or this terminal cannot be left.
-    """
+    """``edit`` while the application leaves the terminal alone; an answer in progress goes on, nothing is drawn."""
     try:
         with app.suspend(), app.batch_update(), _signals_passed_on() as started:
             # An error would not let Textual take the terminal back.

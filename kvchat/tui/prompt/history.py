@@ -13,7 +13,6 @@ from kvchat.conversations.conversation import Message
 from kvchat.tui.prompt import mentions
 from kvchat.tui.prompt.mentions import Part
 
-MAX_ENTRIES = 1000
 MAX_CHARACTERS = 64 * 1024
 MAX_BYTES = 2**20
 BYTES_PER_TOKEN = 4.0  # of UTF-8, in most scripts; until the conversation tells better
@@ -75,7 +74,7 @@ def _line(text: str) -> bytes:
 
 
 def _load(path: Path, size: int) -> list[str]:
-    """The last entries of the file's last ``size`` bytes; unreadable lines and files count as none."""
+    """The entries in the file's last ``size`` bytes; unreadable lines and files count as none."""
     if not path.is_file():
         return []
     try:
@@ -85,8 +84,7 @@ def _load(path: Path, size: int) -> list[str]:
             lines = file.read().split(b"\n")[:-1]  # not splitlines: JSON leaves U+2028 and others as they are
     except OSError:
         return []
-    whole = lines[1:] if start else lines
-    return [entry for entry in map(_entry, whole[-MAX_ENTRIES:]) if entry]
+    return [entry for entry in map(_entry, lines[1:] if start else lines) if entry]
 
 
 def _entry(line: bytes) -> str:

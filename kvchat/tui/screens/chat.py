@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from functools import partial
 from time import monotonic
@@ -15,6 +14,7 @@ from textual.containers import Horizontal
 from textual.content import Content
 from textual.screen import Screen
 from textual.widget import Widget
+from textual.widgets import OptionList
 
 from kvchat.conversations.conversation import Message
 from kvchat.conversations.store import Summary
@@ -34,10 +34,9 @@ from kvchat.tui.screens import compare
 from kvchat.tui.screens.base import open_once, refusals_as_toasts
 from kvchat.tui.screens.choosing import ConversationsScreen, ModelsScreen
 from kvchat.tui.screens.details import DetailsScreen
-from kvchat.tui.state import AppConfig, ChatState, Footed, RunningComparison
-from kvchat.tui.view import Find, Remedy, Severity, SwitchView
+from kvchat.tui.state import AppConfig, ChatState, Footed, RunningComparison, SwitchLine
+from kvchat.tui.view import Find, Remedy, Severity
 from kvchat.tui.widgets.answer import Answer
-from kvchat.tui.widgets.answer import prepare as prepare_answers
 from kvchat.tui.widgets.bars import KeyHints, ModeBar, StatusBar, TooSmall
 from kvchat.tui.widgets.base import run_worker
 from kvchat.tui.widgets.composer import Composer, Prompt
@@ -79,7 +78,6 @@ class ChatScreen(Screen[None]):
         self._resume, self._first = config.resume, config.prompt.strip()
         self._history = PromptHistory(config.history_file)
         self._quit_armed = 0.0
-        self._watches = False  # details
 
     def compose(self) -> ComposeResult:
         yield ModeBar()
@@ -88,7 +86,7 @@ class ChatScreen(Screen[None]):
             yield TranscriptPane()
             hint = f"{self._key('panels')} shows all figures, {self._key('focus')} says what they mean."
             yield KvColumn(self.controller.models.in_use.link_bytes_per_s, hint)
-            yield DetailColumn()
+            yield DetailColumn(self.controller.state)
         yield Ribbon()
         yield StatusBar()
         yield Composer(self._history, self._surroundings, self._key)
@@ -232,18 +230,17 @@ class ChatScreen(Screen[None]):
         """Details are wanted while their column is on the screen, a server's figures while any is."""
         details = self.query_one(DetailColumn).is_on_screen
         details |= self.controller.state.is_served and self.query_one(KvColumn).is_on_screen
-        if details != self._watches:
-            self._watches = details
-            (self.controller.details.begin if details else self.controller.details.end)(COLUMN)
+        (self.controller.details.begin if details else self.controller.details.end)(COLUMN)
 
     def action_conversations(self, text: str = "") -> None:
         """Show the conversations kept, those that say ``text``."""
         open_once(self.app, ConversationsScreen(self.controller, text))
 
-    @on(ConversationColumn.Chosen)
-    async def open_chosen(self, event: ConversationColumn.Chosen) -> None:
-        with refusals_as_toasts(self.app):
-            await self.controller.open(event.id)
+    @on(OptionList.OptionSelected, "ConversationColumn")
+    async def open_chosen(self, event: OptionList.OptionSelected) -> None:
+        if event.option.id and event.option.id != self.controller.state.conversation.id:
+            with refusals_as_toasts(self.app):
+                await self.controller.open(event.option.id)
 
     def on_key(self, event: events.Key) -> None:
         """Type into the prompt while another part has the focus."""
@@ -279,12 +276,9 @@ class ChatScreen(Screen[None]):
     def action_newest(self) -> None:
         self._transcript.jump_to_end()
 
-    def action_page(self, direction: int) -> None:
+    def action_page(self, way: str) -> None:
         """Scroll the transcript by a page, wherever the focus is."""
-        if direction < 0:
-            self._transcript.scroll_page_up(animate=False)
-        else:
-            self._transcript.scroll_page_down(animate=False)
+        getattr(self._transcript, f"scroll_page_{way}")(animate=False)
 
     def on_ribbon_looked(self, message: Ribbon.Looked) -> None:
         self.controller.peek(message.start, message.end)
@@ -324,7 +318,7 @@ class ChatScreen(Screen[None]):
     async def add_answer(self) -> Answer:
         return await self._transcript.add(Answer())
 
-    async def add_switch(self, switched: Switched, speed: float | None) -> SwitchView:
+    async def add_switch(self, switched: Switched, speed: float | None) -> SwitchLine:
         answer = next((one for one in self._transcript.query(Answer) if not one.finished), None)
         if answer is not None:
             return answer.mark(switched, speed)
@@ -344,8 +338,7 @@ class ChatScreen(Screen[None]):
 
     def log_event(self, text: str) -> None:
         self.query_one(EventLog).add(visible(text))
-        if isinstance(self.app.screen, DetailsScreen):
-            self.app.screen.show()
+        self._show_details()
 
     def show_state(self, state: ChatState) -> None:
         bar = self.query_one(ModeBar)
@@ -361,18 +354,16 @@ class ChatScreen(Screen[None]):
         self.query_one(Composer).show_queue(waiting, is_held)
 
     def show_snapshot(self, snapshot: Snapshot | None, answering: bool = False) -> None:
+        self.query_one(Gutter).show(self.controller.state.marks(snapshot) if snapshot else None)
         if snapshot is None:
             self.query_one(Ribbon).clear()
             self.query_one(StatusBar).clear()
             self.query_one(KvColumn).clear()
-            self.query_one(Gutter).show(None)
-            self._show_details()
-            return
-        self.query_one(Gutter).show(self.controller.state.marks(snapshot))
-        self._show_switches()
-        self.query_one(Ribbon).snapshot = snapshot
-        self.query_one(StatusBar).add(snapshot, answering)
-        self.query_one(KvColumn).show(snapshot)
+        else:
+            self._show_switches()
+            self.query_one(Ribbon).snapshot = snapshot
+            self.query_one(StatusBar).add(snapshot, answering)
+            self.query_one(KvColumn).show(snapshot)
         self._show_details()
 
     def show_details(self, details: Details) -> None:
@@ -422,7 +413,7 @@ class ChatScreen(Screen[None]):
         self.query_one(Ribbon).ticks = self.query_one(Timeline).ticks = positions
 
     def _show_details(self) -> None:
-        self.query_one(DetailColumn).show(self.controller.state)
+        self.query_one(DetailColumn).show()
         if isinstance(self.app.screen, DetailsScreen):
             self.app.screen.show()
 
@@ -458,5 +449,4 @@ class ChatScreen(Screen[None]):
                 welcome.offer(latest.title)
         if self._first:  # asked in the conversation gone on with
             self.query_one(Prompt).action_send()
-        run_worker(self, partial(asyncio.to_thread, prepare_answers))
         await self.controller.keep()

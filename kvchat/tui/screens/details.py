@@ -45,7 +45,9 @@ class DetailsScreen(Dialog):
         with Vertical() as box:
             box.border_title = "details"
             with VerticalScroll(can_focus=False):
-                parts: list[Chart | EventLog] = [HeadMap(), HeadMap(holds=True), RecallHistogram(), GpuHistoryPlot()]
+                state = self._controller.state
+                parts: list[Chart | EventLog] = [HeadMap(state), HeadMap(state, holds=True)]
+                parts += [RecallHistogram(state), GpuHistoryPlot(state)]
                 if self._events is not None:
                     parts.append(EventLog())
                 for part in parts:
@@ -63,7 +65,7 @@ class DetailsScreen(Dialog):
 
     def show(self) -> None:
         for chart in self.query(Chart):
-            chart.show(self._controller.state)
+            chart.redraw()
         if self._events is not None:
             for log in self.query(EventLog):
                 log.show(self._events.lines[:LAST_EVENTS])

@@ -26,6 +26,19 @@ if TYPE_CHECKING:
 COMPLETE = ("eos", "stop", "length", "context")  # endings of an answer that nothing cut short
 
 
+class Line(Static):
+    """Words beside those of an answer; without any it takes no room."""
+
+    def __init__(self, text: str, classes: str) -> None:
+        super().__init__(text, classes=classes, markup=False)
+        self.display = bool(text)
+
+    def show(self, text: str) -> None:
+        if text != self.content:  # an update is a new layout
+            self.update(text)
+            self.display = bool(text)
+
+
 class Answer(Vertical):
     """One answer, streamed as Markdown. ``collapsed`` it is one plain widget of the same height.
 
@@ -69,21 +82,12 @@ class Answer(Vertical):
             return
         from kvchat.tui.widgets.answer_body import AnswerBody  # 40 ms that the first paint need not wait for
 
-        summary = Static(thoughts.summarize(thought, is_open=False), classes="thought", markup=False)
-        summary.display = bool(thought)
-        yield summary
+        yield Line(thoughts.summarize(thought, is_open=False) if thought else "", "thought")
         yield Static(thought, classes="thoughts", markup=False)
         yield AnswerBody()
-        tail = Static("" if self.finished else "…", classes="tail waiting", markup=False)
-        tail.display = not self.finished
-        yield tail
-        changes = self._changes()
-        switches = Static(visible("\n".join(notes(changes))), classes="switches", markup=False)
-        switches.display = bool(changes)
-        yield switches
-        receipt = Static(self.receipt, classes="receipt", markup=False)
-        receipt.display = bool(self.receipt)
-        yield receipt
+        yield Line("" if self.finished else "…", "tail waiting")
+        yield Line(self._switches(), "switches")
+        yield Line(self.receipt, "receipt")
 
     def wait(self, words: str) -> None:
         if not self.text:
@@ -143,7 +147,7 @@ class Answer(Vertical):
             await self._show_body(said, is_final=True)
         if not self.is_attached:  # it has gone meanwhile with its conversation
             return
-        self._show_switches()
+        self._show_line("switches", self._switches())
         self._show_tail("" if self.text.strip() else "(no text)", waiting=True)
         self.show_footer(footer)
         self._weigh()
@@ -152,9 +156,7 @@ class Answer(Vertical):
     def show_footer(self, footer: str) -> None:
         """Show another line under it; a collapsed one shows it once it is drawn again."""
         self.receipt = footer
-        for line in self.query(".receipt").results(Static):
-            line.update(footer)
-            line.display = bool(footer)
+        self._show_line("receipt", footer)
 
     async def set_collapsed(self, collapsed: bool) -> bool:
         """Swap the Markdown blocks for one plain widget of the remembered height, or back; whether it was.
@@ -183,12 +185,12 @@ class Answer(Vertical):
     def _changes(self) -> list[ModeChange]:
         return [*self._switch_lines, *(ModeChange(mark.place, mark.line) for mark in self._marks)]
 
-    def _show_switches(self) -> None:
-        shown = visible("\n".join(notes(self._changes())))
-        for switches in self.query(".switches").results(Static):
-            if shown != switches.content:  # an update is a new layout
-                switches.update(shown)
-                switches.display = bool(shown)
+    def _switches(self) -> str:
+        return visible("\n".join(notes(self._changes())))
+
+    def _show_line(self, name: str, text: str) -> None:
+        for line in self.query(f".{name}").results(Line):
+            line.show(text)
 
     async def _grow(self) -> None:
         if not self.collapsed:
@@ -199,7 +201,7 @@ class Answer(Vertical):
         """Draw what has come since the last time; all, where it does not begin with what is drawn."""
         thought, said = self._parts()
         self._show_thought(thought, is_open=not said and not self.finished)
-        self._show_switches()
+        self._show_line("switches", self._switches())
         async with self._drawing:
             if (body := await self._show_body(said, self.finished)) and not self.finished and self.text:
                 self._show_tail(body.tail)
@@ -213,22 +215,16 @@ class Answer(Vertical):
         return body if self.is_attached else None
 
     def _show_thought(self, thought: str, is_open: bool) -> None:
-        if not thought:
-            return
-        summary, whole = self.query_one(".thought", Static), self.query_one(".thoughts", Static)
-        summary.display = True
-        summary.update(thoughts.summarize(thought, is_open))
-        whole.update(thought)
+        if thought:
+            self._show_line("thought", thoughts.summarize(thought, is_open))
+            self.query_one(".thoughts", Static).update(thought)
 
     def _weigh(self) -> None:
         self.weight = sum(1 for _ in self.walk_children())
 
     def _show_tail(self, text: str, waiting: bool = False) -> None:
-        for tail in self.query(".tail").results(Static):
-            tail.set_class(waiting, "waiting")
-            if (shown := text.rstrip("\n")) != tail.content:  # an update is a new layout
-                tail.update(shown)
-            tail.display = bool(text.strip())
+        self.query(".tail").set_class(waiting, "waiting")
+        self._show_line("tail", text.rstrip("\n") if text.strip() else "")
 
 
 class SwitchMark(SwitchLine):
@@ -244,13 +240,6 @@ class SwitchMark(SwitchLine):
 
     async def remove(self) -> None:
         self._answer.forget(self)
-
-
-def prepare() -> None:
-    """Load what answers are drawn with; beside the interface, which would stand still meanwhile."""
-    from kvchat.tui.widgets import answer_body  # not before the first paint, as above
-
-    answer_body.prepare()
 
 
 def past_message(message: Message, footer: str) -> Question | Answer:

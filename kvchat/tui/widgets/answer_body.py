@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Iterator, MutableMapping
-from functools import cache, partial
-from threading import Lock
+from functools import partial
 from typing import Any
 
 from markdown_it import MarkdownIt
@@ -43,8 +42,6 @@ _SPACES = re.compile(r"([ \t]*\t[ \t]*|[ ]{2,})")
 _FACTORS = re.compile(r"[A-Za-z0-9]{2}|\)\(")  # before and after asterisks that multiply, where emphasis cannot begin
 LEAST_WIDTH = 8  # of an item's text, however deep it is nested
 MOST_INDENT = 24  # of tables, code and quotes in items
-WITH_LARGE_TABLES = ("python", "javascript")  # of the letters of names: 30 ms and more each, once
-_HIGHLIGHTING = Lock()  # Pygments prepares a language at its first use, and not for two threads at once
 
 
 class Hanging(Visual):
@@ -135,8 +132,7 @@ class CodeBlock(MarkdownFence):
 
     @classmethod
     def highlight(cls, code: str, language: str, ansi: bool = False, dark: bool = False) -> Content:
-        with _HIGHLIGHTING:
-            return super().highlight(code, language or "text", ansi, dark)
+        return super().highlight(code, language or "text", ansi, dark)
 
 
 class MarkdownPart(Markdown):
@@ -235,14 +231,6 @@ class AnswerBody(Vertical):
         found = self.children[number] if number < len(self.children) else None
         assert found is None or isinstance(found, MarkdownPart | PlainText)
         return found
-
-
-@cache
-def prepare() -> None:
-    """Compile what the first link and the first block of code of a process would hold up the screen for."""
-    _Parser({}).parse("See https://kvchat.invalid, kvchat.org, mail@kvchat.invalid.")
-    for language in WITH_LARGE_TABLES:
-        CodeBlock.highlight("x", language)
 
 
 async def pause() -> None:

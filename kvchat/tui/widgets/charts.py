@@ -78,15 +78,17 @@ class Chart(Block):
 
     heading: str
 
+    def __init__(self, state: ChatState) -> None:
+        super().__init__()
+        self._state = state
+
     def on_mount(self) -> None:
         self.border_title = f" {self.heading} "
+        self.redraw()
 
     @property
     def explanation(self) -> str:
         return panel_rows.EXPLANATIONS[self.heading]
-
-    def show(self, state: ChatState) -> None:
-        raise NotImplementedError
 
 
 class HeadMap(Chart):
@@ -102,12 +104,15 @@ class HeadMap(Chart):
     class Moved(Message):
         """The cursor is on another layer or head."""
 
-    def __init__(self, holds: bool = False, max_rows: int = 8) -> None:
-        super().__init__()
+    def __init__(self, state: ChatState, holds: bool = False, max_rows: int = 8) -> None:
+        super().__init__(state)
         self.heading = panel_rows.HELD_BY_HEAD if holds else panel_rows.READ_BY_HEAD
         self._holds = holds
         self._max_rows = max_rows
-        self.details = Details(0)
+
+    @property
+    def details(self) -> Details:
+        return self._state.details or Details(0)
 
     @property
     def counts(self) -> Counts:
@@ -127,10 +132,6 @@ class HeadMap(Chart):
         return (
             f"Layer {layer}, KV head {head} read {count(read)} of {count(d.total)} ({share}); {count(held)} in slots."
         )
-
-    def show(self, state: ChatState) -> None:
-        self.details = state.details or Details(0)
-        self.redraw()
 
     def action_move(self, layers: int, heads: int) -> None:
         most_layers, most_heads = _shape(self.details)
@@ -202,32 +203,27 @@ class RecallHistogram(Chart):
     """A line for each range of times, from the shortest to the longest that occurred; the percentiles below."""
 
     heading = panel_rows.FETCH_TIMES
-    bins: tuple[RecallBin, ...] = ()
-    times: panel_rows.Rows = []  # noqa: RUF012  (replaced, never changed)
-
-    def show(self, state: ChatState) -> None:
-        self.bins = state.details.recall if state.details else ()
-        self.times = panel_rows.recall_times(state.snapshot) if state.snapshot else []
-        self.redraw()
 
     def lines(self, width: int) -> list[Content]:
         """The bins, and below them which sign is which."""
-        if not self.bins:
+        bins = self._state.details.recall if self._state.details else ()
+        if not bins:
             return [Content(NOTHING_FETCHED)]
-        most = max(one.steps for one in self.bins)
+        most = max(one.steps for one in bins)
         lines = [
             Content.assemble(
                 f"{label(place):>{TIME_LABEL_WIDTH}} ",
-                *bar(self.bins[place], most, max(width - TIME_LABEL_WIDTH - COUNT_WIDTH - 2, 4)),
-                f" {count(self.bins[place].steps):>{COUNT_WIDTH}}",
+                *bar(bins[place], most, max(width - TIME_LABEL_WIDTH - COUNT_WIDTH - 2, 4)),
+                f" {count(bins[place].steps):>{COUNT_WIDTH}}",
             )
-            for place in occupied(self.bins)
+            for place in occupied(bins)
         ]
         lines.append(
             Content.assemble(" " * TIME_LABEL_WIDTH, (f" {HIDDEN}", "$ribbon-host"), " hidden  ",
                              (EXPOSED, "$ribbon-device"), " waited for")
         )  # fmt: skip
-        return lines + [labeled(name, value, width) for name, value in self.times]
+        times = panel_rows.recall_times(self._state.snapshot) if self._state.snapshot else []
+        return lines + [labeled(name, value, width) for name, value in times]
 
 
 def occupied(bins: Sequence[RecallBin]) -> range:
@@ -266,13 +262,6 @@ class GpuHistoryPlot(Chart):
     """Memory, load, power and PCIe traffic; one line that says why where there are none."""
 
     heading = panel_rows.GPU_HISTORY
-    moments: tuple[Moment, ...] = ()
-    absence = NO_GPU
-
-    def show(self, state: ChatState) -> None:
-        self.absence = NO_READING if state.snapshot and panel_rows.has_gpu(state.snapshot) else NO_GPU
-        self.moments = tuple(state.gpu_history.moments)
-        self.redraw()
 
     def lines(self, width: int) -> list[Content]:
         """A line for each reading: its name, its course and its current value."""
@@ -283,8 +272,8 @@ class GpuHistoryPlot(Chart):
                 (bars(values[-room:], top).rjust(room), "$primary"),
                 (f" {value:>{VALUE_WIDTH}}", "dim" if value == MISSING else "$foreground"),
             )
-            for name, values, top, value in rows(self.moments)
-        ] or [Content(self.absence)]
+            for name, values, top, value in rows(self._state.gpu_history.moments)
+        ] or [Content(NO_READING if self._state.snapshot and panel_rows.has_gpu(self._state.snapshot) else NO_GPU)]
 
 
 def rows(moments: Sequence[Moment]) -> tuple[tuple[str, tuple[float | None, ...], float, str], ...]:

@@ -70,7 +70,7 @@ class Note(Static):
         super().__init__(text, markup=False)
 
 
-class SwitchNote(SwitchLine, Note):
+class SwitchNote(Note, SwitchLine):
     """The line of a switch between two answers."""
 
     DEFAULT_CSS = "SwitchNote { color: $secondary; }"

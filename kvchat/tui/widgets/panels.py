@@ -5,19 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby, zip_longest
+from operator import itemgetter
 from typing import ClassVar
 
-from rich.segment import Segment
 from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.events import MouseMove
-from textual.geometry import Region
 from textual.message import Message
 from textual.reactive import reactive
-from textual.strip import Strip
-from textual.widget import Widget
 from textual.widgets import Static
 
 from kvchat.foreign_text import visible
@@ -36,7 +34,8 @@ STORED, MARK = "░", "▾"
 AXIS = "tokens, oldest to newest"
 MAX_POINTS = 2048
 LABELED = 4  # rows from which on there is room to say how high the hills are
-NAMES = ("read", "stored", "mark", "label")
+OF_PLOT = {STORED: "$ribbon-host", MARK: "$ribbon-tick"}
+OF_LABEL = {STORED: "$ribbon-host", BARS[-1]: "$ribbon-device"}
 MAX_EVENTS = 200
 EVENT_LENGTH = 400  # characters; a library's error may be of any length
 
@@ -204,13 +203,16 @@ class DetailColumn(ShowsFigures, can_focus=False):
     DetailColumn > .block { border-title-color: $primary; }
     """
 
-    _on_gpu = True
+    def __init__(self, state: ChatState) -> None:
+        super().__init__()
+        self._state = state
+        self._on_gpu = True
 
     def compose(self) -> ComposeResult:
         yield Rowed("this mode", id="extra-rows")
-        yield HeadMap(max_rows=COLUMN_ROWS)
-        yield RecallHistogram()
-        yield GpuHistoryPlot()
+        yield HeadMap(self._state, max_rows=COLUMN_ROWS)
+        yield RecallHistogram(self._state)
+        yield GpuHistoryPlot(self._state)
         yield Static(legend(self._on_gpu), id="legend", classes="block")
         yield EventLog(id="events")
 
@@ -218,13 +220,13 @@ class DetailColumn(ShowsFigures, can_focus=False):
         self.query_one("#legend").border_title = " ribbon "
         self.query_one("#extra-rows", Rowed).display = False
 
-    def show(self, state: ChatState) -> None:
-        s = state.snapshot
+    def show(self) -> None:
+        s = self._state.snapshot
         own = self.query_one("#extra-rows", Rowed)
         own.mode, own.rows = (s.mode, panel_rows.extra_rows(s.extras)) if s else ("", [])
         own.display = bool(own.rows)
         for chart in self.query(Chart):
-            chart.show(state)
+            chart.redraw()
         if (on_gpu := s is None or panel_rows.has_gpu(s)) != self._on_gpu:  # an update is a new layout
             self._on_gpu = on_gpu
             self.query_one("#legend", Static).update(legend(on_gpu))
@@ -292,25 +294,17 @@ def labels(point: Point, columns: Sequence[Sequence[str]]) -> list[str]:
     return ["" if MARK in marks else AXIS, *(tops if len(columns[0]) >= LABELED else [])]
 
 
-class Timeline(Widget):
+class Timeline(Block):
     """From the first stored token at the left to the newest at the right, as high as what is stored."""
 
-    COMPONENT_CLASSES: ClassVar[set[str]] = {f"timeline--{name}" for name in NAMES}
-    DEFAULT_CSS = """
-    Timeline { height: 6; }
-    Timeline > .timeline--read { color: $ribbon-device; }
-    Timeline > .timeline--stored { color: $ribbon-host; }
-    Timeline > .timeline--mark { color: $ribbon-tick; }
-    Timeline > .timeline--label { color: $foreground 70%; }
-    """
+    DEFAULT_CSS = "Timeline { height: 6; border-top: none; padding: 0; }"
+
+    ticks: reactive[tuple[int, ...]] = reactive(())
 
     def __init__(self) -> None:
         super().__init__()
         self.border_title = f" {panel_rows.READ_OF_STORED} "  # where there is room for a border
         self.points: list[Point] = []
-        self.ticks: tuple[int, ...] = ()
-        self._key: object = None
-        self._rows: list[tuple[str, str]] = []  # the glyphs of each, and its label
 
     def add(self, read: float, stored: float) -> None:
         """Add a step; those with more stored tokens are forgotten, because the conversation was cut back."""
@@ -319,41 +313,29 @@ class Timeline(Widget):
         self.points.append(Point(read, stored))
         if len(self.points) > MAX_POINTS:
             self.points = by_tokens(self.points, MAX_POINTS // 2)
-        before, now = self._rows, self._drawn()
-        changed = [y for y, row in enumerate(now) if row != (before[y] if y < len(before) else None)]
-        if changed:  # ten times a second, of up to forty rows
-            self.refresh(*(Region(0, y, self.size.width, 1) for y in changed))
+        self.redraw()
 
     def clear(self) -> None:
         self.points = []
-        self.refresh()
+        self.redraw()
 
-    def render_line(self, y: int) -> Strip:
-        base = self.rich_style
-        styles = {name: base + self.get_component_rich_style(f"timeline--{name}", partial=True) for name in NAMES}
-        rows = self._drawn()
-        glyphs, label = rows[y] if y < len(rows) else ("", "")
-        letters = label.ljust(len(glyphs))
-        cells = []
-        for glyph, letter in zip(glyphs, letters, strict=False):
-            shown = glyph if glyph != " " else letter  # a label's letter where the plot is empty
-            of_plot = {STORED: "stored", BARS[-1]: "read"} if glyph == " " else {STORED: "stored", MARK: "mark"}
-            cells.append(Segment(shown, styles[of_plot.get(shown, "label" if glyph == " " else "read")]))
-        return Strip(cells).simplify().adjust_cell_length(self.size.width, base)
+    def lines(self, width: int) -> list[Content]:
+        if not self.points or not (height := self.content_size.height):
+            return []
+        points = by_tokens(self.points, width, self.ticks)
+        columns = [column(point, points[-1].stored, height) for point in points]
+        texts = labels(self.points[-1], columns)
+        return [_line(glyphs, text) for glyphs, text in zip_longest(zip(*columns, strict=True), texts, fillvalue="")]
 
-    def _drawn(self) -> list[tuple[str, str]]:
-        """Compute the rows once for all; kept until the points or the size change."""
-        width, height = self.size
-        key = (width, height, len(self.points), self.points[-1:], self.ticks)
-        if key != self._key:
-            points = by_tokens(self.points, width, self.ticks)
-            top = points[-1].stored if points else 0.0
-            columns = [column(point, top, height) for point in points]
-            texts = labels(self.points[-1], columns) if columns else []
-            texts += [""] * (height - len(texts))
-            glyphs = map("".join, zip(*columns, strict=True))
-            self._key, self._rows = key, [*zip(glyphs, texts, strict=False)]
-        return self._rows
+
+def _line(glyphs: Sequence[str], label: str) -> Content:
+    """A row of the plot, with a label's letters where it is empty."""
+    cells = [
+        (glyph, OF_PLOT.get(glyph, "$ribbon-device")) if glyph != " " else (letter, OF_LABEL.get(letter, "$foreground"))
+        for glyph, letter in zip(glyphs, label.ljust(len(glyphs)), strict=False)
+    ]
+    runs = groupby(cells, key=itemgetter(1))
+    return Content.assemble(*(("".join(text for text, _ in run), style) for style, run in runs))
 
 
 class EventLog(Static, can_focus=False):

@@ -41,12 +41,6 @@ CLASSES = {
 LABEL = " KV "
 
 
-def colors(widget: str) -> str:
-    """The styles of a widget's component classes, one for each state."""
-    names = dict.fromkeys(CLASSES.values())
-    return "\n".join(f"{widget} > .{widget.lower()}--{name} {{ color: $ribbon-{name}; }}" for name in names)
-
-
 def squeeze(cells: str, width: int) -> str:
     """``cells`` in at most ``width`` letters: the most common of each group, but what is recalled, sink or window wins.
 
@@ -108,14 +102,14 @@ class Ribbon(Widget, can_focus=True):
     """
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {f"ribbon--{name}" for name in (*CLASSES.values(), "tick", "label", "text")}
-    DEFAULT_CSS = f"""{colors("Ribbon")}
-    Ribbon {{ height: 1; background: $panel; }}
-    Ribbon:focus {{ height: 3; }}
-    Ribbon > .ribbon--recalled {{ text-style: bold; }}
-    Ribbon > .ribbon--tick {{ color: $ribbon-tick; text-style: bold; }}
-    Ribbon > .ribbon--label {{ color: $foreground 70%; text-style: bold; }}
-    Ribbon > .ribbon--text {{ color: $foreground; }}
-    """
+    DEFAULT_CSS = """
+    Ribbon { height: 1; background: $panel; }
+    Ribbon:focus { height: 3; }
+    Ribbon > .ribbon--recalled { text-style: bold; }
+    Ribbon > .ribbon--tick { color: $ribbon-tick; text-style: bold; }
+    Ribbon > .ribbon--label { color: $foreground 70%; text-style: bold; }
+    Ribbon > .ribbon--text { color: $foreground; }
+    """ + "".join(f"Ribbon > .ribbon--{name} {{ color: $ribbon-{name}; }}" for name in dict.fromkeys(CLASSES.values()))
     BINDINGS: ClassVar[list[BindingType]] = bindings("ribbon")
 
     snapshot: reactive[Snapshot | None] = reactive(None)

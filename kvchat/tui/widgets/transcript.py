@@ -6,7 +6,7 @@ said before the conversation was opened is in chapters, a few messages to a widg
 are folded.
 
 In its gutter stands beside each message how much of it the model still reads, in the ribbon's colors. It lies over the
-messages' margin and is drawn by the Line API: a new snapshot repaints one column and lays nothing out.
+messages' margin: a new snapshot repaints one column and lays nothing out.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
-from rich.segment import Segment
 from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import Vertical, VerticalScroll
+from textual.content import Content
 from textual.geometry import Region
 from textual.message import Message
-from textual.message import Message as WidgetMessage
-from textual.strip import Strip
+from textual.reactive import reactive
 from textual.widget import Widget
 from textual.widgets import Static
 
@@ -33,7 +32,7 @@ from kvchat.tui.state import UNFINISHED, Footed, Mark
 from kvchat.tui.widgets.answer import Answer, past_message
 from kvchat.tui.widgets.base import PlainText
 from kvchat.tui.widgets.messages import Question
-from kvchat.tui.widgets.ribbon import CLASSES, GLYPHS, colors
+from kvchat.tui.widgets.ribbon import CLASSES, GLYPHS
 
 LIVE_WIDGETS = 120
 W = TypeVar("W", bound=Widget)
@@ -41,11 +40,10 @@ LENGTH = 20  # messages of a chapter at most
 NEWEST = 10  # messages that are in none
 MarkOf = Callable[[str], Mark | None]
 SHADES = "░▒▓█"
-BLANK = " "
 
 
 class Transcript(VerticalScroll):
-    """Anchored at its end until the reader scrolls away; ``Below`` then tells how much came since.
+    """Anchored at its end until the reader scrolls away; so many lines that came since are then ``below`` the screen.
 
     While it has the focus a message can be ``chosen``, for the keys that act on one.
     """
@@ -56,11 +54,7 @@ class Transcript(VerticalScroll):
     """
     BINDINGS: ClassVar[list[BindingType]] = bindings("transcript")
 
-    @dataclass
-    class Below(Message):
-        """This many new lines are below the screen; 0 when the end is in sight."""
-
-        lines: int
+    below: reactive[int] = reactive(0, repaint=False)
 
     def __init__(self) -> None:
         super().__init__()
@@ -234,8 +228,7 @@ class Transcript(VerticalScroll):
             self._left_at = None
         elif self._left_at is None:
             self._left_at = self.max_scroll_y
-        new = 0 if self._left_at is None else max(round(self.max_scroll_y - self._left_at), 0)
-        self.post_message(self.Below(new))
+        self.below = 0 if self._left_at is None else max(round(self.max_scroll_y - self._left_at), 0)
 
     def _is_near(self, place: Region) -> bool:
         """True if it is less than a screen from the reader, who is at the end or on the way there until he left it."""
@@ -276,12 +269,19 @@ class NewLines(Static):
     NewLines:hover { text-style: underline; }
     """
 
-    def show(self, lines: int) -> None:
-        self.set_class(lines > 0, "some")
-        self.update(f"▾ {lines} new line{'s' * (lines != 1)} below", layout=False)
+    def __init__(self, transcript: Transcript) -> None:
+        super().__init__()
+        self._transcript = transcript
+
+    def on_mount(self) -> None:
+        self.watch(self._transcript, "below", self._show)
 
     def on_click(self) -> None:
-        self.screen.query_one(Transcript).jump_to_end()
+        self._transcript.jump_to_end()
+
+    def _show(self, lines: int) -> None:
+        self.set_class(lines > 0, "some")
+        self.update(f"▾ {lines} new line{'s' * (lines != 1)} below", layout=False)
 
 
 class TranscriptPane(Vertical):
@@ -293,10 +293,7 @@ class TranscriptPane(Vertical):
         transcript = Transcript()
         yield transcript
         yield Gutter(transcript)
-        yield NewLines()
-
-    def on_transcript_below(self, message: Transcript.Below) -> None:
-        self.query_one(NewLines).show(message.lines)
+        yield NewLines(transcript)
 
 
 class Chapter(Vertical):
@@ -311,7 +308,7 @@ class Chapter(Vertical):
     """
 
     @dataclass
-    class Grew(WidgetMessage):
+    class Grew(Message):
         """``chapter`` is so many rows higher than it was; what is below it has moved."""
 
         chapter: Chapter
@@ -380,10 +377,7 @@ def shade(mark: Mark) -> str:
 class Gutter(Widget):
     """One column at the left edge of a transcript."""
 
-    COMPONENT_CLASSES: ClassVar[set[str]] = {f"gutter--{name}" for name in CLASSES.values()}
-    DEFAULT_CSS = f"""{colors("Gutter")}
-    Gutter {{ width: 1; height: 1fr; dock: left; layer: above; background: $background; }}
-    """
+    DEFAULT_CSS = "Gutter { width: 1; height: 1fr; dock: left; layer: above; background: $background; }"
 
     def __init__(self, transcript: Transcript) -> None:
         super().__init__()
@@ -417,10 +411,6 @@ class Gutter(Widget):
             self._rows = rows
             self.refresh()
 
-    def render_line(self, y: int) -> Strip:
-        mark = self._rows[y] if y < len(self._rows) else None
-        base = self.rich_style
-        if mark is None:
-            return Strip([Segment(BLANK, base)])
-        style = self.get_component_rich_style(f"gutter--{CLASSES.get(mark.letter, 'host')}", partial=True)
-        return Strip([Segment(shade(mark), base + style)])
+    def render(self) -> Content:
+        styled = [(shade(mark), f"$ribbon-{CLASSES.get(mark.letter, 'host')}") if mark else " " for mark in self._rows]
+        return Content("\n").join(map(Content.assemble, styled))

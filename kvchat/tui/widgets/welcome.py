@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 from textual import on
 from textual.content import Content
-from textual.message import Message
 from textual.style import Style
 from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
@@ -56,6 +55,9 @@ class Welcome(Static):
         self._model = model
         self._key = key
         self._offer = ""
+
+    def on_mount(self) -> None:
+        self.update(self._content())
 
     def offer(self, title: str) -> None:
         self._offer = f"\n\n{self._key('last')} continues “{visible(title)}”"
@@ -116,13 +118,6 @@ class ConversationColumn(OptionList, can_focus=False):
     }
     """
 
-    class Chosen(Message):
-        """The conversation ``id`` was clicked."""
-
-        def __init__(self, id: str) -> None:
-            super().__init__()
-            self.id = id
-
     def __init__(self) -> None:
         super().__init__(NONE_SAVED)
         self.border_title = " conversations "
@@ -139,12 +134,6 @@ class ConversationColumn(OptionList, can_focus=False):
         self._mark()
 
     @on(OptionList.OptionSelected)
-    def choose(self, event: OptionList.OptionSelected) -> None:
-        """Ask for the conversation clicked; the mark stays with the current one until it is there."""
-        event.stop()
-        self._mark()
-        if event.option.id and event.option.id != self._current:
-            self.post_message(self.Chosen(event.option.id))
-
     def _mark(self) -> None:
+        """Mark the current one; where another is clicked, until that is there."""
         self.highlighted = list(self._titles).index(self._current) if self._current in self._titles else None

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-import threading
 from dataclasses import replace
 
 from support.app_driver import answers, finished, focus, notes, press, prompt, receipts, texts, toasts, typed
 from textual.widgets import Markdown, Static
 
-from kvchat.tui.screens import chat
 from kvchat.tui.state import Phase
 from kvchat.tui.widgets.answer import Answer
 from kvchat.tui.widgets.bars import KeyHints, ModeBar, StatusBar
@@ -34,14 +32,6 @@ async def test_a_question_is_answered_as_markdown_with_a_receipt(running):
         assert texts(app.chat.query(Question)) == ["❯ hello there"]
         assert not app.chat.query(Welcome)
         assert [turn.role for turn in app.controller.state.conversation.turns] == ["user", "assistant"]
-
-
-async def test_answers_are_prepared_beside_the_interface(running, monkeypatch):
-    threads = []
-    monkeypatch.setattr(chat, "prepare_answers", lambda: threads.append(threading.current_thread()))
-    async with running(ready=False) as (_app, _pilot, until):
-        await until(lambda: threads)
-    assert threads[0] is not threading.main_thread()
 
 
 async def test_the_question_of_the_command_line_is_sent_once_the_model_is_ready(running, config):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from itertools import pairwise
 
 import pytest
@@ -140,18 +139,6 @@ async def test_a_link_leads_where_another_part_of_the_answer_says(between, is_st
             await wait_for(lambda: not answer._paced._is_asked and links_of(answer))
         await answer.finish(Message(parent=None, role="assistant", text=first + last, ending="eos"), "")
         assert links_of(answer) == {f"link('https://{name}.org')" for name in ("zero", "one", "another")}
-
-
-def test_a_link_compiles_nothing_once_answers_are_prepared(monkeypatch):
-    compiled, genuine = [], re._compiler.compile
-    monkeypatch.setattr(re._compiler, "compile", lambda *given: compiled.append(given[0]) or genuine(*given))
-    re.purge()
-    answer_body.prepare.__wrapped__()
-    assert compiled
-    compiled.clear()
-    parser = answer_body._Parser({})
-    assert any(token.type == "link_open" for token in parser.parse("See https://example.org.")[1].children)
-    assert not compiled
 
 
 async def test_lines_backslashes_and_underscores_are_drawn_as_the_model_wrote_them():

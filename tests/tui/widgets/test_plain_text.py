@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from pygments.lexers import JavascriptLexer, PythonLexer
 from rich.cells import cell_len
 from support.app_driver import wait_for
 from textual import highlight
@@ -12,7 +11,7 @@ from textual.geometry import Offset, Size
 from textual.selection import SELECT_ALL, Selection
 from textual.widgets._markdown import MarkdownFence
 
-from kvchat.tui.widgets.answer_body import CodeBlock, ItemList, ItemText, MarkdownPart, prepare
+from kvchat.tui.widgets.answer_body import CodeBlock, ItemList, ItemText, MarkdownPart
 from kvchat.tui.widgets.base import PlainText
 
 LONG = {
@@ -114,14 +113,6 @@ async def test_the_language_of_code_is_not_guessed(monkeypatch, text):
 
 def test_a_language_that_is_named_is_highlighted():
     assert len(CodeBlock.highlight("x = 1", "python").spans) > len(CodeBlock.highlight("x = 1", "").spans)
-
-
-@pytest.mark.parametrize("lexer", [PythonLexer, JavascriptLexer])
-def test_languages_with_large_tables_are_prepared(monkeypatch, lexer):
-    lexer()
-    monkeypatch.delattr(lexer, "_tokens")
-    prepare.__wrapped__()  # whatever has been prepared before
-    assert "_tokens" in vars(lexer)
 
 
 # ---- Lists of Markdown: one widget an item, each row behind its bullet

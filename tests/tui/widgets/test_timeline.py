@@ -95,20 +95,6 @@ async def test_it_says_what_its_axes_are_and_how_high_the_hills_are():
         assert "stored" not in timeline.render_line(1).text
 
 
-async def test_only_rows_that_are_others_are_drawn_again():
-    app = Shown()
-    async with app.run_test(size=(40, 10)) as pilot:
-        timeline, drawn = app.query_one(Timeline), []
-        for stored in range(14000, 14300):
-            timeline.add(512, stored)
-        await pilot.pause()
-        line = timeline.render_line
-        timeline.render_line = lambda y: drawn.append(y) or line(y)
-        timeline.add(512, 14300)
-        await pilot.pause()
-        assert drawn == [1], "that with the number of tokens stored"
-
-
 # ---- NVML's readings as lines of bars: each at its own scale, and a missing one is neither zero nor left out
 
 
@@ -196,11 +182,10 @@ def test_a_cell_is_a_step_lower_for_half_of_it():
 
 
 def test_the_map_tells_rows_of_heads_the_extremes_and_the_figures_under_the_cursor():
-    shown, held = HeadMap(), HeadMap(holds=True)
+    state = ChatState(Conversation(), Sampling(), "full")
+    shown, held = HeadMap(state), HeadMap(state, holds=True)
     assert "nothing stored" in shown.render().plain
-    state = ChatState(Conversation(), Sampling(), "full", details=Details(100, ((100, 25), (50, 0)), ((0, 0), (50, 7))))
-    for heads in (shown, held):
-        heads.show(state)
+    state.details = Details(100, ((100, 25), (50, 0)), ((0, 0), (50, 7)))
     assert shown.render().plain.split("\n") == ["0  ████▇▇▇▇", "1  ▆▆▆▆····", "0 to 100 of 100 tokens a head"]
     assert held.render().plain.split("\n")[1] == "1  ····▄▄▄▄"
     shown.set_reactive(HeadMap.cursor, (1, 0))
