@@ -117,7 +117,7 @@ class ChatController:
 
     async def close(self) -> None:
         """Save the conversation a last time; nothing is saved afterwards."""
-        self.models.stop_download()
+        self.models.download.stop()
         await asyncio.gather(*self._endings, return_exceptions=True)
         self.answers.checkpoint()
         await self._save()

@@ -66,7 +66,7 @@ class Models:
         self._is_kept = False
         self._stops = 0
         self._plans = 0  # asked for, and not told yet
-        self._download = Download(self.config.download_command)
+        self.download = Download(self.config.download_command)
         self._downloading: asyncio.Task[None] | None = None
 
     @property
@@ -132,7 +132,7 @@ class Models:
         use loaded by a fresh one.
         """
         if self._asked is None or self.state.phase is not Phase.LOADING:
-            self.stop_download()
+            self.download.stop()
             return
         self._stops += 1
         name, others = self._asked.model, self.state.info is not None
@@ -192,15 +192,11 @@ class Models:
 
     # ---- downloading -----------------------------------------------------------------------------
 
-    def stop_download(self) -> None:
-        """Stop the download in progress; what has come is kept."""
-        self._download.stop()
-
     async def _fetch(self, load: Load) -> None:
         """Download a model, wait for the answer in progress, if there is one, and load it."""
         self._show_download(f"Starting the download of {load.model}")
         try:
-            if await self._download.run(load.model, self._show_download):
+            if await self.download.run(load.model, self._show_download):
                 while self.state.phase.busy or self.state.phase is Phase.LOADING:
                     await asyncio.sleep(ANSWER_POLL_S)
                 await self._begin(load)

@@ -10,7 +10,6 @@ from kvchat.protocol.messages import MAX_PACE, Pace, Watch
 from kvchat.tui.view import ChatView
 
 SLOWEST = 1 / 8
-RECORDING = "recording"
 
 
 @dataclass(eq=False)
@@ -72,7 +71,7 @@ class DetailsWatch:
 
     def __init__(self, client: EngineClient, is_recorded: bool = False) -> None:
         self._client = client
-        self._watching = {RECORDING} if is_recorded else set[str]()
+        self._watching = {"recording"} if is_recorded else set[str]()
 
     def begin(self, who: str) -> None:
         """``who`` shows details from now on, and wants them at once."""

@@ -182,7 +182,7 @@ async def test_a_model_that_is_not_here_is_downloaded_beside_the_chat_and_then_l
     await chat.load()
     await choose(chat, "org/good")
     await chat.ask("one")
-    await wait_for(lambda: not chat.controller.models._download._process)
+    await wait_for(lambda: not chat.controller.models.download._process)
     assert chat.phase is Phase.PREFILL
     chat.controller.state.enter_phase(Phase.READY)
     await wait_for(lambda: chat.phase is Phase.LOADING)
@@ -218,7 +218,7 @@ async def test_a_download_is_stopped_before_its_process_has_started(chat):
     await choose(chat, "org/slow")
     await asyncio.sleep(0)
     assert "org/slow" in chat.controller.state.download
-    assert chat.controller.models._download._process is None
+    assert chat.controller.models.download._process is None
     await chat.controller.stop_work()
     await wait_for(lambda: not chat.controller.state.download)
     (told,) = chat.view.toasts
@@ -226,9 +226,9 @@ async def test_a_download_is_stopped_before_its_process_has_started(chat):
 
 
 async def test_a_download_that_cannot_be_started(chat):
-    chat.controller.models._download._command = ("/not/there",)
+    chat.controller.models.download._command = ("/not/there",)
     with pytest.raises(EngineError, match="cannot be started"):
-        await chat.controller.models._download.run("org/good", print)
+        await chat.controller.models.download.run("org/good", print)
 
 
 def sent_args(chat):

@@ -52,7 +52,6 @@ PARTS: dict[Scope, type[Widget]] = {
     "prompt": Prompt, "transcript": Transcript, "ribbon": Ribbon, "panels": KvColumn,
 }  # fmt: skip
 """The parts of the screen by the scope of their keys."""
-COLUMN = "column"  # that watches details
 WITH_CONVERSATIONS = 190  # cells a line: the three columns leave the transcript 82
 
 
@@ -230,7 +229,7 @@ class ChatScreen(Screen[None]):
         """Details are wanted while their column is on the screen, a server's figures while any is."""
         details = self.query_one(DetailColumn).is_on_screen
         details |= self.controller.state.is_served and self.query_one(KvColumn).is_on_screen
-        (self.controller.details.begin if details else self.controller.details.end)(COLUMN)
+        (self.controller.details.begin if details else self.controller.details.end)("column")
 
     def action_conversations(self, text: str = "") -> None:
         """Show the conversations kept, those that say ``text``."""
@@ -338,7 +337,7 @@ class ChatScreen(Screen[None]):
 
     def log_event(self, text: str) -> None:
         self.query_one(EventLog).add(visible(text))
-        self._show_details()
+        self.show_details()
 
     def show_state(self, state: ChatState) -> None:
         bar = self.query_one(ModeBar)
@@ -364,10 +363,12 @@ class ChatScreen(Screen[None]):
             self.query_one(Ribbon).snapshot = snapshot
             self.query_one(StatusBar).add(snapshot, answering)
             self.query_one(KvColumn).show(snapshot)
-        self._show_details()
+        self.show_details()
 
-    def show_details(self, details: Details) -> None:
-        self._show_details()
+    def show_details(self, details: Details | None = None) -> None:
+        self.query_one(DetailColumn).show()
+        if isinstance(self.app.screen, DetailsScreen):
+            self.app.screen.show()
 
     def show_page_text(self, start: int, text: str) -> None:
         self.query_one(Ribbon).show_text(start, text)
@@ -411,11 +412,6 @@ class ChatScreen(Screen[None]):
     def _show_switches(self) -> None:
         positions = self.controller.answers.switch_positions
         self.query_one(Ribbon).ticks = self.query_one(Timeline).ticks = positions
-
-    def _show_details(self) -> None:
-        self.query_one(DetailColumn).show()
-        if isinstance(self.app.screen, DetailsScreen):
-            self.app.screen.show()
 
     async def _run(self, action: Action, argument: str, is_typed: bool = False) -> None:
         """Run an action, or let it wait for the model or for its turn."""
