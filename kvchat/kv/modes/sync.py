@@ -206,14 +206,28 @@ class Sync(Mode):
         if width > self.held.shape[2]:
             self.held = torch.nn.functional.pad(self.held, (0, width - self.held.shape[2]), value=EMPTY)
 
-    def attention_begin(self, layer: int, query: Tensor, key: Tensor) -> bool:
+    def forward_begin(self, position: Tensor) -> None:
+        super().forward_begin(position)
+        self._before = self.held[:, :, self.static :].clone() if self._chooses else None
+
+    def forward_end(self, position: Tensor) -> None:
+        if self._before is not None:
+            placed = self.held[:, :, self.static :]
+            chosen = placed >= 0
+            self.overlap.add_(torch.stack((((placed == self._before) & chosen).sum(), chosen.sum())))
+
+    @property
+    def _chooses(self) -> bool:
         return self.split and self.held.shape[2] > 0 and self.anticipates
+
+    def attention_begin(self, layer: int, query: Tensor, key: Tensor) -> bool:
+        return self._chooses
 
     def attention_end(self, layer: int, query: Tensor, weights: list[Weights], spec: AttentionSpec) -> None:
         # This layer's attention of this step is done: what changes now acts from the next step on.
         if weights:
             best = weights[0].best()
-            with self.state.transfer.beside()(best):
+            with self.state.transfer.beside(layer)(best):
                 self._anticipate(layer, best)
 
     def _anticipate(self, layer: int, best: Tensor) -> None:
@@ -224,8 +238,6 @@ class Sync(Mode):
         before = self.held[layer, :, self.static :]
         wanted = self._best(ranked, min(self.k - self._sinks - self.static, before.shape[1]))
         placed = assign_slots(wanted, before, ranked.shape[1])
-        self.overlap[0].add_(((placed == before) & (placed >= 0)).sum())
-        self.overlap[1].add_((placed >= 0).sum())
         self._fetch(layer, placed, before)
         before.copy_(placed)
         self._open(self.state.slots[1], layer, last)
