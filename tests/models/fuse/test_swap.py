@@ -127,11 +127,12 @@ def test_one_tokens_products_go_through_the_kernels(name):
 @pytest.mark.skipif(
     not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1", reason="no Triton interpreter"
 )
-def test_with_the_triton_kernels():
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+def test_with_the_triton_kernels(name):
     pytest.importorskip("triton")
     from kvchat.models.fuse import kernels
 
-    model = tiny_models.fresh("qwen2").to("cuda" if torch.cuda.is_available() else "cpu")
+    model = tiny_models.fresh(name).to("cuda" if torch.cuda.is_available() else "cpu")
     plain = sample_logits(model)
     assert fuse(model, kernels) == modules.FusionReport(ALL, "")
     assert relative_error(sample_logits(model), plain) < (1e-4 if torch.cuda.is_available() else 1e-6)
