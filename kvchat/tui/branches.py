@@ -74,13 +74,10 @@ class Branches:
         """End the path before the edited question, if there is one: the next question is its sibling.
 
         Whether it was pinned, which its sibling then is too.
-
-        Raises:
-            UsageError: an answer is being written, which is on that path.
         """
         edited = self.state.conversation.messages.get(self.state.edited or "")
         if edited is not None and (self.answers.is_asking or self.answers.answer is not None):
-            self.require_ready()
+            self.require_ready()  # the answer being written is on that path
         self.state.edited = None
         if edited is None:
             return False

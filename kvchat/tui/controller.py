@@ -350,10 +350,12 @@ class ChatController:
         """Go on with another conversation, on the branch of ``message`` if it is named, in the mode that it was in.
 
         Over that goes what was asked for on the command line, where it is the first that is opened.
-
-        Raises:
-            KvchatError: there is none with this id, or it cannot be read.
         """
+        current = self.state.conversation
+        if id == current.id and self.state.phase.busy:  # it is on the screen, and its answer goes on
+            if message and message not in (one.id for one in current.path):
+                self.branches.require_ready()
+            return
         await self._save()
         conversation = await self.archive.load(id)
         if message:

@@ -49,6 +49,22 @@ async def test_text_is_fed_and_completed_with_a_receipt(asked):
     assert asked.turns == ["one", "hello"]
 
 
+async def test_the_conversation_on_the_screen_may_be_opened_while_its_answer_goes_on(asked):
+    await asked.controller.archive.open()
+    current = asked.controller.state.conversation
+    question = current.leaf
+    current.go_to(None)
+    other = current.ask("other")
+    current.go_to(question.id)
+    await asked.controller.handle(Text("he", 1))
+    await asked.controller.open(current.id)
+    with pytest.raises(UsageError):
+        await asked.controller.open(current.id, other.id)
+    await asked.controller.handle(Text("llo", 1))
+    await asked.controller.handle(Finished("eos", "hello", Stats(generated_tokens=2)))
+    assert asked.turns == ["one", "hello"]
+
+
 async def test_a_stopped_answer_keeps_its_text(asked):
     await asked.controller.handle(Text("he", 1))
     await asked.controller.handle(Finished("stopped", "he", Stats(generated_tokens=1)))
