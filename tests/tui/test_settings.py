@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from support.app_driver import opened, press, toasts
+from support.app_driver import drawn, opened, press, toasts
 from textual.widgets import Input, OptionList, Static
 
 from kvchat.config import sources
@@ -302,8 +302,9 @@ async def test_a_choice_is_made_by_mouse_and_taken_back_by_a_key(running):
 
 
 async def test_a_mode_is_chosen_by_keys_and_shown_when_the_engine_has_switched(running):
-    async with running() as (app, _pilot, until):
+    async with running(size=(80, 24)) as (app, _pilot, until):
         await find(app, until, "kv.mode")
+        await until(lambda: "kv.mode = full" in drawn(app))  # the last line of a long explanation
         await edit(app, until, "choices")
         press(app, "down", "enter")
         await until(lambda: app.controller.state.mode == "freeze" and focused(app) == "find")

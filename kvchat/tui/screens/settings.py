@@ -34,8 +34,8 @@ class SettingsScreen(Dialog):
     SettingsScreen #find { margin: 0 0 1 0; }
     SettingsScreen OptionList { height: 1fr; border: none; padding: 0; background: $surface; }
     SettingsScreen OptionList > .option-list--option-disabled { color: $primary; text-style: bold; }
-    SettingsScreen #choices { height: auto; max-height: 9; margin: 0 0 0 2; }
-    SettingsScreen #about { height: auto; max-height: 4; margin: 1 0 0 0; }
+    SettingsScreen #choices { height: auto; max-height: 7; margin: 0 0 0 2; }
+    SettingsScreen #about { height: auto; max-height: 6; margin: 1 0 0 0; }
     SettingsScreen #edit { height: 1; }
     SettingsScreen #edit Static { width: auto; color: $accent; }
     SettingsScreen #edit Input { width: 1fr; background: $panel; }
