@@ -325,10 +325,10 @@ def test_an_answer_ends_as_the_template_ends_one_where_the_models_files_do_not_n
     sampling = Sampling(temperature=0, max_new_tokens=400)
     for args in ([], ["a=1"]):
         session.set_template_args(args)
-        finished = answered(session, TALE, sampling)[-1]
+        finished = answered(session, HELLO, sampling)[-1]
         assert finished.reason == "eos"
         assert {session.token_ids[-1]} == model.eos_ids
-    *_, compared = session.compare(TALE, [Variant("full")], sampling)
+    *_, compared = session.compare(HELLO, [Variant("full")], sampling)
     assert isinstance(compared, Compared)
     assert compared.runs[0].reason == "eos"
     session.close()

@@ -211,18 +211,14 @@ print(loaded.fingerprint)
 
 
 @pytest.mark.slow("two processes load a model")
-def test_two_processes_keep_the_same_at_once(file, packed):
-    command = [sys.executable, "-c", LOADS, str(file), "wait"]
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    fingerprints = {process.communicate()[0].strip() for process in both}
+def test_two_processes_keep_the_same_at_once_and_one_that_ends_at_once_leaves_nothing(file, packed):
+    commands = ([sys.executable, "-c", LOADS, str(file), then] for then in ("wait", "end"))
+    both = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for command in commands
+    ]
+    told = [process.communicate() for process in both]
     assert [process.returncode for process in both] == [0, 0]
-    assert len(list(paths.packed_dir().iterdir())) == 1
-    assert fingerprints == {load(file).fingerprint}
+    assert [each.suffix for each in paths.packed_dir().iterdir()] == [kept.SUFFIX]
+    fingerprint = load(file).fingerprint
+    assert told == [(f"{fingerprint}\n", "")] * 2
     assert not packed
-
-
-@pytest.mark.slow("a process loads a model")
-def test_a_process_that_ends_at_once_leaves_nothing(file):
-    done = subprocess.run([sys.executable, "-c", LOADS, str(file), "end"], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert all(each.suffix == kept.SUFFIX for each in paths.packed_dir().glob("*"))
