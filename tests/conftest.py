@@ -83,8 +83,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """One more than there are processors: tests wait for processes, for pauses and for the disk."""
+    from xdist.plugin import pytest_xdist_auto_num_workers as processors
+
+    return int(processors(config)) + 1
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give each worker half of the tests, and an idle one some of another's."""
+    """Give each worker as many of the tests, and an idle one some of another's."""
     from xdist.scheduler import WorkStealingScheduling
 
     return WorkStealingScheduling(config, log)
