@@ -179,33 +179,33 @@ class FreeKVReference(FullReference):
         for head in range(geometry.kv_heads):
             weights = torch.zeros(len(useful), dtype=torch.float64)
             for q in query[head * geometry.group : (head + 1) * geometry.group].double():
-                weights += torch.stack([scaling * self._score(q, tile) for tile in tiles[head]]).softmax(0)
+                weights += (scaling * self._score(q, tiles[head])).softmax(0)
             order = weights.argsort(descending=True).tolist()
             named = dict(zip(useful, weights.tolist(), strict=True))
             chosen.append(Choice([useful[i] for i in order[: self.k]], named))
         return chosen
 
-    def _score(self, q: Tensor, tile: Tensor) -> Tensor:
-        """Of one query head for a page's keys ``tile [page, d_k]``, by the index; before it is scaled."""
+    def _score(self, q: Tensor, tiles: Tensor) -> Tensor:
+        """Of one query head for pages of keys ``tiles [n, page, d_k]``, by the index; before it is scaled."""
         if self.p["index"] == "bounds":
-            return torch.maximum(q * tile.amax(0), q * tile.amin(0)).sum()
+            return torch.maximum(q * tiles.amax(1), q * tiles.amin(1)).sum(1)
         if self.p["index"] == "blocks":
-            blocks = tile.split(8)
-            bounds = torch.stack([torch.maximum(q * block.amax(0), q * block.amin(0)).sum() for block in blocks])
-            means = torch.stack([q @ block.mean(0) for block in blocks])
-            return (means + 0.25 * (bounds - means)).amax()
+            blocks = tiles.split(8, 1)
+            bounds = torch.stack([torch.maximum(q * block.amax(1), q * block.amin(1)).sum(1) for block in blocks])
+            means = torch.stack([block.mean(1) @ q for block in blocks])
+            return (means + 0.25 * (bounds - means)).amax(0)
         scaling = self.run.toy.geometry.d_k**-0.5
-        return ((coded(tile, int((self.p["index"] or "bits2")[-1])) @ q) * scaling).logsumexp(0) / scaling
+        return ((coded(tiles, int((self.p["index"] or "bits2")[-1])) @ q) * scaling).logsumexp(1) / scaling
 
 
 SIXTEEN = {torch.float32: torch.bfloat16, torch.bfloat16: torch.bfloat16, torch.float16: torch.float16}
 
 
-def coded(tile: Tensor, bits: int, edge: torch.dtype = torch.bfloat16) -> Tensor:
-    """A page's keys ``[page, d_k]`` in so many bits, by channel between the lowest and the highest, in 16 bits."""
-    low, high = tile.amin(0).to(edge).float(), tile.amax(0).to(edge).float()
+def coded(tiles: Tensor, bits: int, edge: torch.dtype = torch.bfloat16) -> Tensor:
+    """Pages of keys ``[..., page, d_k]`` in so many bits, by channel between the lowest and the highest, in 16 bits."""
+    low, high = tiles.amin(-2, keepdim=True).to(edge).float(), tiles.amax(-2, keepdim=True).to(edge).float()
     steps = 2**bits - 1
-    codes = ((tile.float() - low) / (high - low)).nan_to_num(0).clamp(0, 1).mul(steps).round().double()
+    codes = ((tiles.float() - low) / (high - low)).nan_to_num(0).clamp(0, 1).mul(steps).round().double()
     return low.double() + codes * (high - low).double() / steps
 
 
@@ -231,11 +231,14 @@ class SpeculativeReference(FullReference):
         may = [token for token in range(low, high + 1) if token not in self.run.pins]
         for head in range(geometry.kv_heads if may and self.k else 0):
             keys = self.run.keys[layer][head, : now // geometry.page * geometry.page].double()
-            kept = torch.cat([coded(tile, int((self.p["index"] or "bits2")[-1])) for tile in keys.split(geometry.page)])
+            kept = coded(keys.view(-1, geometry.page, geometry.d_k), int((self.p["index"] or "bits2")[-1])).flatten(
+                0, 1
+            )
             weights = torch.zeros(len(kept), dtype=torch.float64)
             for q in asks[head * geometry.group : (head + 1) * geometry.group].double():
                 weights[seen:] += (spec.scaling * kept[seen:] @ q).softmax(0)
-            ranked = sorted(may, key=lambda token: -float(weights[token]))
+            each = weights.tolist()
+            ranked = sorted(may, key=lambda token, each=each: -each[token])
             mask[head, ranked[: self.k]] = True
             self.weights[layer, head] = weights
             self.bounds[layer, head] = float(weights[ranked[: self.k][-1]])
@@ -248,24 +251,21 @@ class SpeculativeReference(FullReference):
             return None
         now = len(self.run.ids) - 1
         known, visible = now // geometry.page * geometry.page, now - spec.window if spec.window is not None else -1
+        if not known:
+            return None
         logits, values, bits = [], [], int((self.p["index"] or "bits2")[-1])
         for head in range(geometry.kv_heads):
-            keys, told = self.run.keys[layer][head, :known], self.run.values[layer][head, :known]
+            tiles = self.run.keys[layer][head, :known].view(-1, geometry.page, geometry.d_k)
             asks = self.asked[head * geometry.group : (head + 1) * geometry.group].double() * spec.scaling
-            for at in range(0, known, geometry.page):
-                tile, edge = keys[at : at + geometry.page], SIXTEEN[keys.dtype]
-                steps = tile.amax(0).to(edge).double() - tile.amin(0).to(edge).double()
-                variance = (asks * (steps / (2**bits - 1))).square().sum(-1) / 12
-                of_page = asks @ coded(tile.double(), bits, edge).T - variance[:, None] / 2
-                tokens = torch.arange(at, at + geometry.page)
-                logits.append(of_page.masked_fill(seen[head, tokens] | (tokens <= visible), -torch.inf))
-            means = told.double().view(-1, geometry.page, geometry.d_v).mean(1)
-            values.append(means.to(SIXTEEN[told.dtype]).double().repeat_interleave(geometry.page, 0))
-        each = known // geometry.page
-        rows = [
-            torch.cat(logits[head * each : (head + 1) * each], 1) for head in range(geometry.kv_heads if each else 0)
-        ]
-        return (torch.cat(rows), torch.stack(values)) if rows else None
+            edge = SIXTEEN[tiles.dtype]
+            steps = tiles.amax(1).to(edge).double() - tiles.amin(1).to(edge).double()
+            variance = (asks[:, None] * (steps / (2**bits - 1))).square().sum(-1) / 12  # [group, pages]
+            of_pages = asks @ coded(tiles.double(), bits, edge).flatten(0, 1).T
+            of_pages -= variance.repeat_interleave(geometry.page, 1) / 2
+            logits.append(of_pages.masked_fill(seen[head, :known] | (torch.arange(known) <= visible), -torch.inf))
+            means = self.run.values[layer][head, :known].double().view(-1, geometry.page, geometry.d_v).mean(1)
+            values.append(means.to(SIXTEEN[tiles.dtype]).double().repeat_interleave(geometry.page, 0))
+        return torch.cat(logits), torch.stack(values)
 
     def tied(self, layer: int, head: int, token: int) -> bool:
         last = self.bounds[layer, head]
