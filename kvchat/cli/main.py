@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -205,14 +205,6 @@ def replay_command(
 app.command("modes")(models.list_modes)
 app.command("models")(models.list_models)
 app.command("keys")(models.list_keys)
-
-
-@app.command("completion")
-def completion_command(
-    shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(help="shell to complete for")],
-) -> None:
-    """Print a script that completes kvchat's commands in a shell."""
-    echo(options.script(shell))
 
 
 @app.command("plan")

@@ -298,10 +298,3 @@ SERVED = {
         typer.Option("--keep", help="also save K/V to disk, so that conversations need no prefill after a restart"),
     ],
 }
-
-
-def script(shell: str) -> str:
-    """The script that a shell reads to complete kvchat's commands; ``shell`` is bash, zsh or fish."""
-    from typer.completion import get_completion_script  # type: ignore[attr-defined]  # typer lists no exports
-
-    return get_completion_script(prog_name="kvchat", complete_var="_KVCHAT_COMPLETE", shell=shell)

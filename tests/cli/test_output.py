@@ -15,7 +15,6 @@ import typer
 from support.environment import environ
 from support.hostile import MARKUP, SEQUENCES, forbidden_in, hostile
 from support.pty_run import PtyRun
-from typer.testing import CliRunner
 
 from kvchat.cli import options
 from kvchat.cli.main import app
@@ -156,17 +155,9 @@ def test_words_come_from_the_schema_the_modes_and_the_themes(tmp_path, monkeypat
     assert names(complete_model("bun")) == ["bundled"]
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_script_of_each_shell_asks_kvchat(shell):
-    result = CliRunner().invoke(app, ["completion", shell])
-    assert result.exit_code == 0
-    assert f"_KVCHAT_COMPLETE=complete_{shell}" in result.output
-    assert CliRunner().invoke(app, ["completion", "nosh"]).exit_code == 2
-
-
 @pytest.mark.parametrize(
     ("line", "offered"),
-    [("kvchat --mode sy", "sync"), ("kvchat ask --param clust", "clusters="), ("kvchat compl", "completion")],
+    [("kvchat --mode sy", "sync"), ("kvchat ask --param clust", "clusters="), ("kvchat calib", "calibrate")],
 )
 def test_bash_is_answered(line, offered):
     words = line.split()
