@@ -184,7 +184,8 @@ _add_wide, _add_vector = _adder(VECTORS), _adder(1)
 @numba.njit(fastmath=True)  # type: ignore[untyped-decorator]
 def _highest(scores: Array, highest: Array) -> None:
     """The highest of ``scores [n * STRIP]`` in each lane, into ``highest [STRIP]``, over and over."""
-    highest[:] = scores[:STRIP]
+    for i in range(STRIP):  # as one assignment of arrays it takes seconds to compile
+        highest[i] = scores[i]
     for begin in range(STRIP, len(scores), STRIP):
         strip = scores[begin : begin + STRIP]
         for i in range(STRIP):
@@ -193,7 +194,8 @@ def _highest(scores: Array, highest: Array) -> None:
         for lane in range(LANES):
             highest[lane] = max(highest[lane], highest[begin + lane])
     for begin in range(LANES, STRIP, LANES):
-        highest[begin : begin + LANES] = highest[:LANES]
+        for lane in range(LANES):
+            highest[begin + lane] = highest[lane]
 
 
 @numba.njit(fastmath=FINITE_OR_NOT)  # type: ignore[untyped-decorator]
@@ -307,8 +309,9 @@ def attend_rows(
                 _close(of_vector, first, vector, end, new, window)
             _highest(of_vector, high)
             _to_powers(of_vector, high, total)
-            highest[head, part, vector * LANES : (vector + 1) * LANES] = high[:LANES]
-            totals[head, part, vector * LANES : (vector + 1) * LANES] = total[:LANES]
+            for lane in range(LANES):
+                highest[head, part, vector * LANES + lane] = high[lane]
+                totals[head, part, vector * LANES + lane] = total[lane]
         for row in range(0, rows, ROWS):
             of = row // LANES * TOKENS * LANES + row % LANES
             done = sums[head, part, row:]

@@ -617,7 +617,9 @@ def attend_tokens(
         of_part = highest[head, part], totals[head, part], sums[head, part]
         powers = _attend_part(query[head], scale, cap, *lie, tokens, *of_part)
         if len(weights):
-            weights[head, :, part * ATTENDED : part * ATTENDED + len(tokens)] = powers
+            for g in range(group):
+                for i in range(len(tokens)):  # as one assignment of arrays it takes seconds to compile
+                    weights[head, g, part * ATTENDED + i] = powers[g, i]
     join_parts(highest, totals, sums, sinks, result)
     for head in range(len(weights)):
         for g in range(group):
