@@ -54,9 +54,10 @@ from kvchat.tui.widgets.base import run_worker, unskipped
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 REACHED = ("chat", "prompt", "transcript", "ribbon", "panels")  # keys of other screens act there alone
 LONGEST_S = 5.0  # what a key began may take longer: the next ones do not wait for the end of it
-# Objects between two collections of garbage. At Python's 700 an answer has a full one every second, of up to 0.25 s:
-# a fifth of the time that the interface computes.
-GARBAGE = 5_000
+# Objects between two collections of garbage, and collections between two of older objects. At Python's 700 an answer
+# has a full one every second, of up to 0.25 s: a fifth of the time that the interface computes. As seldom as at the
+# start (``process.postpone_full_collections``) they would hold up the screen for seconds.
+GARBAGE = 5_000, 10, 10
 
 
 def run(config: AppConfig) -> int:
@@ -64,7 +65,7 @@ def run(config: AppConfig) -> int:
     app = KvchatApp(config)
     try:
         gc.freeze()  # all modules, in which no garbage is
-        gc.set_threshold(GARBAGE)
+        gc.set_threshold(*GARBAGE)
         app.run()
     finally:
         app.client.kill()

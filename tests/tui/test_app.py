@@ -44,6 +44,25 @@ def test_a_key_need_not_wait_for_a_slow_frame_unless_somebody_chose_it(chosen: d
     assert result.stdout.strip() == frames
 
 
+COLLECTING = """
+import gc, math
+from unittest.mock import Mock
+from kvchat.process import postpone_full_collections
+from kvchat.tui import app
+postpone_full_collections()
+app.KvchatApp = Mock()
+app.run(None)
+print(math.prod(gc.get_threshold()))
+"""
+
+
+def test_garbage_of_minutes_is_never_collected_at_once() -> None:
+    """An answer leaves about 75,000 objects a second, and a collection takes some microseconds for each."""
+    command = [sys.executable, "-c", COLLECTING]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert int(result.stdout) <= 10 * 75_000
+
+
 async def test_ctrl_c_stops_then_quits_when_pressed_twice(running, monkeypatch):
     monkeypatch.setattr(chat, "QUIT_WINDOW_S", PATIENCE_S)
     async with running() as (app, _pilot, until):
