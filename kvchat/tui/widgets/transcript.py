@@ -51,6 +51,7 @@ class Transcript(VerticalScroll):
     DEFAULT_CSS = """
     Transcript { height: 1fr; scrollbar-size-vertical: 1; padding: 0 0 1 0; background: $background; }
     Transcript .chosen { background: $boost; outline-left: outer $accent; }
+    Transcript Question.chosen { outline-left: none; text-style: bold reverse; }
     """
     BINDINGS: ClassVar[list[BindingType]] = bindings("transcript")
 

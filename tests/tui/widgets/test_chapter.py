@@ -86,6 +86,15 @@ async def test_a_message_of_a_folded_chapter_can_be_gone_to(running):
         assert not await transcript.go_to("elsewhere")
 
 
+async def test_all_words_of_a_chosen_question_can_be_read(running):
+    async with running(size=(80, 24)) as (app, pilot, until):
+        transcript = await opened(app, [*said(), (Message(id="q", parent=None, role="user", text="xyz " * 60), "")])
+        await until(lambda: drawn(app).count("xyz") == 60)
+        transcript.choose(transcript.query(Question).last())
+        await pilot.pause()
+        assert drawn(app).count("xyz") == 60
+
+
 async def test_a_message_gone_to_is_found_though_another_chapter_grows_meanwhile(running):
     async with running(size=(80, 24)) as (app, _pilot, until):
         transcript = await opened(app)
