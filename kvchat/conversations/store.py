@@ -206,9 +206,12 @@ class ConversationStore:
             ).fetchall()
         if header is None:
             raise UsageError(f'There is no conversation "{id}".', hint="It may have been deleted meanwhile.")
-        conversation = Conversation(
-            messages=map(_message, rows), **{**dict(header), "params": json.loads(header["params"])}
-        )
+        with self._errors("read"):
+            try:
+                values = {**dict(header), "params": json.loads(header["params"])}
+                conversation = Conversation(messages=map(_message, rows), **values)
+            except (ValueError, TypeError):
+                raise sqlite3.DatabaseError("a record in it is malformed") from None
         if header["leaf"] is not None and conversation.leaf is None and conversation.messages:
             conversation.go_to([*conversation.messages][-1])  # another application withdrew the last one
         return conversation

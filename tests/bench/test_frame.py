@@ -91,7 +91,7 @@ def test_where_nothing_can_be_measured_the_reason_is_raised():
 def test_a_file_that_is_no_result_is_refused(tmp_path, text):
     file = tmp_path / "rows.json"
     file.write_text(text)
-    with pytest.raises(UsageError, match="is not a result of kvchat bench"):
+    with pytest.raises(UsageError, match=r"rows\.json is not a"):
         load(file)
 
 

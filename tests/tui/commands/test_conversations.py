@@ -30,7 +30,7 @@ async def test_a_damaged_conversation_is_told_and_the_application_goes_on(runnin
     damaged = Conversation(title="one")
     damaged.add(Message(parent=None, role="user", text="one"))
     keep(store, damaged)
-    store._db.execute("UPDATE conversation SET title = X'ff'")
+    store._db.execute("UPDATE conversation SET params = '{'")
     store.close()
     async with running(replace(config, resume=True)) as (app, _pilot, until):
         await until(lambda: "malformed" in toasts(app))
