@@ -193,10 +193,14 @@ def as_file(piped: str) -> str:
 
 def _read(path: Path) -> str:
     """The text of a file, or of a pipe, as of a shell's ``<(COMMAND)``."""
-    if not path.is_fifo():
-        return files.read_text(path, MAX_BYTES)
-    with path.open("rb") as pipe:
-        return files.for_a_model(files.limited(pipe.read(MAX_BYTES + 1), MAX_BYTES, str(path)), str(path))
+    try:
+        if not path.is_fifo():
+            return files.read_text(path, MAX_BYTES)
+        with path.open("rb") as pipe:
+            raw = pipe.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise files.unreadable(str(path), error) from None
+    return files.for_a_model(files.limited(raw, MAX_BYTES, str(path)), str(path))
 
 
 def replay(file: Path | None, plain: bool) -> int:

@@ -26,7 +26,7 @@ from kvchat import paths
 from kvchat.cli import chat
 from kvchat.cli.chat import compose
 from kvchat.config.modes import registered
-from kvchat.errors import DoesNotFitError, EngineError
+from kvchat.errors import DoesNotFitError, EngineError, UsageError
 from kvchat.models import compile_ahead
 from kvchat.protocol.messages import Load, Sampling, Turn
 
@@ -375,6 +375,11 @@ def test_a_pipe_is_read_and_one_that_does_not_end_refused(tmp_path: Path, monkey
     with pytest.raises(DoesNotFitError, match=r"1\.0 MiB"):
         compose("", [pipe], b"")
     endless.join()
+
+
+def test_a_path_that_the_system_refuses_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="too long"):
+        compose("", [tmp_path / ("x" * 300)], b"")
 
 
 def test_stdin_without_an_end_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
