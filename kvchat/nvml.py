@@ -79,10 +79,12 @@ class GpuReader:
 
     def usage(self, name: str) -> Gpu:
         """Read the load of the GPU, which is called ``name``."""
+        memory = self._read("nvmlDeviceGetMemoryInfo", lambda info: (int(info.used), int(info.total)))
+        used, total = memory or (None, None)
         return Gpu(
             name,
-            used=self._read("nvmlDeviceGetMemoryInfo", lambda info: int(info.used)),
-            total=self._read("nvmlDeviceGetMemoryInfo", lambda info: int(info.total)),
+            used=used,
+            total=total,
             process=self._read("nvmlDeviceGetComputeRunningProcesses", _own_bytes),
             utilization=self._read("nvmlDeviceGetUtilizationRates", lambda rates: int(rates.gpu)),
             temperature=self._read("nvmlDeviceGetTemperature", int, "NVML_TEMPERATURE_GPU"),
