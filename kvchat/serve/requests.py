@@ -343,7 +343,8 @@ class ChatRequest(Asked):
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
     def template_args(self, load: Load, loaded: Loaded) -> tuple[str, ...]:
-        """
+        """Those of the server, and what was asked for.
+
         Raises:
             Refusal: the template does not look at a variable, or knows no tools.
         """
