@@ -10,7 +10,8 @@ Decisions:
       in deviations of single tokens, not of 8-token means: the more patient reading of "3 sigma".
     * Deviations count as at least ``MIN_DEVIATION``: in a text that was certain all along one surprise is no alarm.
     * Between 32 and 64 tokens after an action the same level is tried again; after that the ladder starts over.
-    * Levels that a mode has no use for are left out. One that may not be repeated yet becomes the level before.
+    * Levels that a mode has no use for are left out. RR that may not be repeated yet becomes the level before, and FR
+      is not repeated while it holds: a model that repeats itself although all is read is not helped by reading all.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from kvchat.engine.sampler import Sampler, SamplerState, checked, read
 from kvchat.kv.modes.base import Mode
-from kvchat.kv.modes.recovery_levels import LEVELS, Level
+from kvchat.kv.modes.recovery_levels import LEVELS, RECENT, Level
 
 REGENERATE_TOKENS = 16  # tokens that RR withdraws
 BASELINE, WARM_UP = 64, 32
@@ -169,6 +170,7 @@ class Ladder:
         self.drawn = 0
         self._acted = -CALM_TOKENS - 1
         self._regenerated = -REGENERATE_EVERY
+        self._reset = -RECENT - 1  # when FR, or RR that begins with it, was last carried out
         self._level_index = 0
         self._last = ""
 
@@ -195,8 +197,12 @@ class Ladder:
             if self._level_index == 0:
                 return None
             level = self.levels[self._level_index - 1]
+        if level == "FR" and self.drawn - self._reset <= RECENT:
+            return None
         if level == "RR":
             self._regenerated = self.drawn
+        if level in ("FR", "RR"):
+            self._reset = self.drawn
         self._acted, self._last = self.drawn, level
         return level
 

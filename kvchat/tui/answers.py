@@ -112,7 +112,7 @@ class Answers:
         """Remove the end of the answer and keep it readable, struck through, in a note."""
         if self.answer is not None and chars:
             struck = await self.answer.withdraw(chars)
-            self.view.add_note("withdrawn: ", struck.strip())
+            self.view.add_note("withdrawn by recovery: ", struck.strip())
 
     async def add_switch(self, switched: Switched, speed: float | None) -> None:
         """Add the line of a switch; it shows the speed after the switch once enough tokens have come.

@@ -75,9 +75,7 @@ class EngineEvents:
                 self.answers.wait(f"preparing the {mode} mode …")
                 self.view.log_event(f"preparing the {mode} mode: compiling kernels, capturing its graph")
             case messages.Recovered(level, signal, value, at):
-                text = f"recovery {level} at {count(at)} tok: {signal} {figure(value, digits=1)}"
-                self.view.add_note(f"── {text} ──")
-                self.view.log_event(text)
+                self.view.log_event(f"recovery {level} at {count(at)} tok: {signal} {figure(value, digits=1)}")
             case messages.Withdrawn(chars):
                 await self.answers.withdraw(chars)
             case messages.Finished():

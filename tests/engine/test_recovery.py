@@ -255,7 +255,9 @@ def actions(triggered: set[int], n: int, levels=LEVELS) -> dict[int, str]:
 
 
 def test_the_ladder_is_climbed_while_triggers_go_on() -> None:
-    assert actions(set(range(1, 200)), 80) == {1: "SR", 18: "WR", 35: "FR", 52: "RR", 69: "FR"}
+    begun = {1: "SR", 18: "WR", 35: "FR", 52: "RR"}
+    assert actions(set(range(1, 200)), 116) == begun, "nothing is frozen for 64 tokens: no other FR"
+    assert actions(set(range(1, 200)), 199) == begun | {117: "SR", 134: "WR", 151: "FR", 180: "RR"}
 
 
 def test_a_trigger_in_the_cool_down_is_ignored() -> None:

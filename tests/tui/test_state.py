@@ -112,7 +112,7 @@ def test_every_word_of_a_receipt_is_explained():
     stats = Stats(
         generated_tokens=3, decode_tokens_per_s=5.0, ttft_s=0.2, read_share=0.5, total_tokens=9, corrected_share=0.1,
         lowest_coverage=0.93,
-        mean_cosine=0.5, recall_ms_p50=1.0, recall_ms_p95=2.0, exposed_ms_p50=0.0, exposed_ms_p95=1.0,
+        mean_cosine=0.5, recall_ms_p50=1.0, recall_ms_p95=2.0, exposed_ms_p50=0.0, exposed_ms_p95=1.0, recoveries=7,
     )  # fmt: skip
     served = state()
     served.info = Loaded("m", "", 0, "cpu", "", 0, 0, 0, 0, 0, "server", {}, server="vLLM")
@@ -309,8 +309,8 @@ async def test_notes_of_the_engine(chat):
     await chat.load()
     await chat.controller.handle(Recovered("RR", "entropy", 3.42, 1200))
     await chat.controller.handle(Rebuilt(1200, 0.25, 34))
-    recovered, rebuilt = chat.view.notes
-    assert not lacks(recovered, "RR", "1,200 tok", "entropy 3.4")
+    assert not lacks(chat.view.events[-1], "RR", "1,200 tok", "entropy 3.4")
+    (rebuilt,) = chat.view.notes
     assert not lacks(rebuilt, "1,200 tokens", "250 ms", "34")
     await chat.controller.handle(Preparing("sync"))
     assert "sync mode" in chat.view.events[-1]
