@@ -226,4 +226,5 @@ def unmarked(text: str) -> str:
 
 def unreadable(name: str, error: OSError | ValueError, kind: type[KvchatError] = UsageError) -> KvchatError:
     """The error for the file ``name`` that the system does not let this process read."""
-    return kind(f"{name} cannot be read.", f"{reason(error)}.", "Check its name and permissions.")
+    hint = "Name a file in it." if isinstance(error, IsADirectoryError) else "Check its name and permissions."
+    return kind(f"{name} cannot be read.", f"{reason(error)}.", hint)

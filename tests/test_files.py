@@ -153,7 +153,7 @@ def test_what_cannot_be_read_is_refused_with_the_reason_and_never_waited_for(tmp
         "binary": "not a text file",
         "latin": "is not UTF-8. Byte 2 is 0xff.",
         "pipe": "not a regular file",
-        ".": "Is a directory",
+        ".": "Is a directory. Name a file",
         "missing": "No such file",
         "/dev/zero": "not a regular file",
     }
