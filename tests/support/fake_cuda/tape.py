@@ -67,9 +67,10 @@ class Tape:
 
     def undo(self) -> None:
         """Put back what was written and was there before; what the capture made, another may go on from."""
-        for address in self.written:
-            storage, before = self._before[address]
-            storage.copy_(before)
+        with _disable_current_modes():  # no GPU does this: memory must not run out in it
+            for address in self.written:
+                storage, before = self._before[address]
+                storage.copy_(before)
         self._before.clear()
 
     def replay(self) -> None:
