@@ -336,9 +336,9 @@ class AnswerLoop(Released):
                         return verified
             except KvchatError as error:
                 drafter.failed = True
-                sampler.set_state(before)
                 with suppress(DoesNotFitError):  # forgotten all the same, and the step fills the slots
                     self.forget(total)
+                sampler.set_state(before)
                 yield Noted(f"Drafts are off for this answer and later ones, until draft is set again: {error}")
         return [], self.step(token)
 
