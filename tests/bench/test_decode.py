@@ -103,10 +103,7 @@ def test_the_bound_of_full_with_resident_is_the_link(tiny_shape, monkeypatch):
     monkeypatch.setattr(
         ModeRun,
         "measure",
-        lambda self, tokens: (
-            setattr(self, "figures", {"moved_bytes": 2e6, "corrections": 0}),
-            Timing(3.0, 0.0),
-        )[1],
+        lambda self, tokens: (setattr(self, "figures", {"moved_bytes": 2e6, "corrections": 0}), Timing(3.0, 0.0))[1],
     )
     full, spilled = decode.run(settings(modes=("full", "full:resident=256"), baselines=()))["rows"]
     assert "link_ms" not in full

@@ -1,7 +1,5 @@
 """The frame: what was measured is in the file whatever ends the program, and a refused cell is a row."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -147,13 +145,13 @@ class Entered:
         ("full", set()),
     ],
 )
-def test_only_what_is_named_is_sent(variant: str, named: set[str]) -> None:
+def test_only_what_is_named_is_sent(variant, named):
     session: Any = Entered()
     session.enter(parsed(variant))
     assert session.parameters.model_fields_set == named
 
 
-def test_a_variant_forgets_what_an_earlier_one_was_given() -> None:
+def test_a_variant_forgets_what_an_earlier_one_was_given():
     session = kvchat.load("bundled")
     session.enter(parsed("speculative:budget=128,unit=page,tau=0.1,sink=4,window=32"))
     session.enter(parsed("speculative:budget=160,unit=page"))

@@ -1,7 +1,5 @@
 """The peers with peers: what its figures are made of, and real processes that answer or say why not."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from typing import Any, ClassVar
@@ -117,8 +115,7 @@ def test_its_table_has_a_line_for_each_row(result):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [("--peers xllamacp", 'Did you mean "xllamacpp"'), ("--mode fulll", 'no KV mode "fulll"')],
+    ("options", "message"), [("--peers xllamacp", 'Did you mean "xllamacpp"'), ("--mode fulll", 'no KV mode "fulll"')]
 )
 def test_unknown_peers_and_modes_are_refused_before_the_model_is_loaded(monkeypatch, options, message):
     monkeypatch.setattr(ModelChoice, "load", lambda self, report: pytest.fail("loaded"))

@@ -1,7 +1,5 @@
 """The prefill benchmark: its rows hold together, and both sides read the same prompt."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -276,7 +274,7 @@ def test_busy_processes_are_gone_afterwards_also_when_the_measurement_fails():
     before = set(children(os.getpid()))
     started = set()
 
-    def measure() -> None:
+    def measure():
         with timing.keep_busy(2):
             started.update(set(children(os.getpid())) - before)
             raise KeyboardInterrupt

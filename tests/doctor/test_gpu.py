@@ -1,7 +1,5 @@
 """The GPU's checks with a fake pynvml and a stand-in for torch."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 
@@ -49,8 +47,7 @@ def test_every_gpu_has_its_line(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "missing",
-    ["Name", "MemoryInfo", "CudaComputeCapability", "PciInfo", "CurrPcieLinkWidth", "MaxPcieLinkGeneration"],
+    "missing", ["Name", "MemoryInfo", "CudaComputeCapability", "PciInfo", "CurrPcieLinkWidth", "MaxPcieLinkGeneration"]
 )
 def test_a_missing_reading_is_not_the_end(monkeypatch, missing):
     checks = found(monkeypatch, FakeGpu(), missing=(f"nvmlDeviceGet{missing}",))
@@ -146,7 +143,7 @@ def given(command: str, option: str) -> str:
     return words[words.index(option) + 1]
 
 
-def test_without_a_gpu_k_v_lie_in_a_quarter_of_the_free_memory() -> None:
+def test_without_a_gpu_k_v_lie_in_a_quarter_of_the_free_memory():
     found = commands([], 16 * GIB)
     assert found["vLLM"].startswith("VLLM_CPU_KVCACHE_SPACE=4 vllm serve")
     assert given(found["llama-server"], "--cache-ram") == "4096"
@@ -154,7 +151,7 @@ def test_without_a_gpu_k_v_lie_in_a_quarter_of_the_free_memory() -> None:
 
 
 @pytest.mark.parametrize("gpu", [ADA, AMPERE])
-def test_only_gpus_that_calculate_in_8_bits_are_offered_them(gpu: GpuInfo) -> None:
+def test_only_gpus_that_calculate_in_8_bits_are_offered_them(gpu):
     found = commands([gpu], 64 * GIB)
     assert ("--kv-cache-dtype" in found["vLLM"]) is ("--kv-cache-dtype" in found["SGLang"]) is (gpu is ADA)
     assert given(found["vLLM"], "--kv-offloading-size") == "16"
@@ -162,7 +159,7 @@ def test_only_gpus_that_calculate_in_8_bits_are_offered_them(gpu: GpuInfo) -> No
     assert not any(set(command) & set(";()") for command in found.values()), "a shell takes them for its own"
 
 
-def test_several_gpus_share_a_model_and_sglangs_host_memory_has_to_be_larger_than_theirs() -> None:
+def test_several_gpus_share_a_model_and_sglangs_host_memory_has_to_be_larger_than_theirs():
     found = commands([ADA, ADA], 120 * GIB)
     assert given(found["vLLM"], "--tensor-parallel-size") == given(found["SGLang"], "--tensor-parallel-size") == "2"
     assert given(found["SGLang"], "--hicache-ratio") == "1.2"

@@ -1,7 +1,5 @@
 """The machine's checks over trees that look like /proc and /sys: what is found, and when it is worth a warning."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

@@ -1,15 +1,11 @@
 """kvchat doctor: the whole report, printed and as JSON."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import struct
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from support.fake_libraries import importing, torch_like
@@ -23,7 +19,7 @@ from kvchat.kv.memory import available
 
 
 @pytest.fixture
-def found(monkeypatch) -> list[Check]:
+def found(monkeypatch):
     """The report is these checks."""
     found: list[Check] = []
     monkeypatch.setattr(report, "checks", lambda: iter(found))
@@ -100,10 +96,10 @@ PINS = ["torch<=2.13.0,>=2.9", "transformers<5.24,>=5.17", 'triton>=3.5; extra =
 
 
 @pytest.fixture
-def installed(monkeypatch) -> Callable[..., None]:
+def installed(monkeypatch):
     """These modules, or the errors of importing them, are all that there is."""
 
-    def install(**modules: Any) -> None:
+    def install(**modules):
         monkeypatch.setattr(installation, "import_module", importing(**modules))
 
     monkeypatch.setattr(installation.metadata, "requires", lambda _: PINS)
@@ -112,8 +108,8 @@ def installed(monkeypatch) -> Callable[..., None]:
 
 
 @pytest.fixture
-def library(installed) -> Callable[[str, Any], Check]:
-    def check(name: str, module: Any) -> Check:
+def library(installed):
+    def check(name, module):
         installed(**{name: module})
         return installation.library(name)
 
@@ -151,7 +147,7 @@ def test_triton_needs_a_compiler_where_it_is_used(monkeypatch, installed):
 
 
 def test_the_triton_that_a_gpu_needs_is_asked_for_where_torch_sees_one(installed):
-    def found(device: str, there: bool) -> Check:
+    def found(device, there):
         installed(torch=torch_like(there=there), transformers=SimpleNamespace(__version__="5.20"))
         return {check.name: check for check in installation.library_checks(device)}["Triton"]
 

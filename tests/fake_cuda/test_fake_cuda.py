@@ -1,7 +1,5 @@
 """The fake CUDA device refuses what CUDA refuses and reports races."""
 
-from __future__ import annotations
-
 import gc
 import mmap
 
@@ -144,7 +142,7 @@ def test_memory_is_given_back_when_all_that_use_it_are_done(side):
 
 
 def test_a_capture_ends_when_all_its_streams_have_joined(side):
-    def forked() -> None:
+    def forked():
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             ones()

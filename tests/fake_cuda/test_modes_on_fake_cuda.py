@@ -1,7 +1,5 @@
 """Run the tests marked cuda on the fake CUDA device (tests/support/fake_cuda), each part in a process of its own."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -47,7 +45,7 @@ PARTS = {
 
 @pytest.mark.slow("all that is marked cuda runs on the fake device")
 @pytest.mark.parametrize("part", PARTS)
-def test_on_the_fake_cuda_device(part: str) -> None:
+def test_on_the_fake_cuda_device(part):
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("there is a GPU: pytest -m cuda")
     pytest.importorskip("triton")

@@ -1,7 +1,5 @@
 """A tape leaves no trace of a capture, replays on the same memory, and names steps that change unknown tensors."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,7 @@ from support.fake_cuda.tape import TapeRecorder
 def test_a_capture_leaves_no_trace_and_a_replay_repeats_it():
     total, table = torch.zeros(2), torch.arange(4)
 
-    def step() -> torch.Tensor:
+    def step():
         total.add_(1)
         table.view(2, 2)[1].copy_(table[:2])
         return torch.topk(total * 2, 1).values
@@ -59,16 +57,14 @@ WHOLE = torch.arange(24, dtype=torch.int16).view(4, 6)
     ],
     ids=["rows", "columns", "transposed", "its rows", "expanded", "picked rows", "a picked column", "nothing picked"],
 )
-def test_the_bytes_of_a_tensor_are_those_of_its_elements(
-    tensor: torch.Tensor, picked: tuple[int, torch.Tensor] | None
-) -> None:
+def test_the_bytes_of_a_tensor_are_those_of_its_elements(tensor, picked):
     access = races.of_tensor(tensor, True, picked)
     elements = tensor if picked is None else tensor.index_select(*picked)  # each holds its number
     expected = sorted({2 * number + byte for number in elements.flatten().tolist() for byte in (0, 1)})
     assert np.arange(access.size)[access.bytes].tolist() == expected
 
 
-def test_a_kernels_bytes_are_told_apart_by_operand_and_by_what_is_done() -> None:
+def test_a_kernels_bytes_are_told_apart_by_operand_and_by_what_is_done():
     operand, start = WHOLE.clone(), WHOLE.clone()
     at = operand.data_ptr() + 2 * np.array([5, 5, 1])
     other = start.data_ptr() + np.array([0])

@@ -1,7 +1,5 @@
 """A prefill's attention against dense attention in float64, on every kernel a device may choose."""
 
-from __future__ import annotations
-
 import errno
 import os
 

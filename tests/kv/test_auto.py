@@ -1,8 +1,7 @@
 """What auto chooses, as a pure function of the machine and the conversation, and what it remembers of it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -80,23 +79,20 @@ MACHINES = [
 ]
 
 
-def possible(shape, machine, tokens, given=None, calibration=None, new=auto.NEW, **stored) -> list[Way]:
+def possible(shape, machine, tokens, calibration=None, new=auto.NEW, beside=0.0, given=None, **stored) -> list[Way]:
+    """The ways on a machine; ``given`` are a person's parameters by mode."""
     layers, q_heads, kv_heads, d, dtype, context, weights = SHAPES[shape]
     read, link, device, host = machine
-    headroom = 2048 if link else 128
-    geometry = Geometry(layers, q_heads, kv_heads, d, d, dtype, headroom=headroom, unified=not link)
-    measured = Machine(read * 1e9, link * 1e9, weights, device * GIB, host * GIB, new)
-
-    def merged(mode, changes):
-        return modes.effective_params(mode, {}, {"speculative": given or {}}, changes)
-
+    geometry = Geometry(layers, q_heads, kv_heads, d, d, dtype, headroom=2048 if link else 128, unified=not link)
+    measured = Machine(read * 1e9, link * 1e9, weights, device * GIB, host * GIB, new, beside)
     traits = ModelTraits(context, (None,) * layers, calibration=calibration)
-    return ways(measured, geometry, traits, Conversation(tokens, **stored), merged)
+    merged = partial(modes.effective_params, settings={}, given=given or {})
+    return ways(measured, geometry, traits, Conversation(tokens, **stored), lambda mode, add: merged(mode, changes=add))
 
 
 @pytest.mark.parametrize(("shape", "machine", "tokens", "speed", "given", "expected"), MACHINES, ids=str)
 def test_the_most_faithful_way_that_fits_and_is_quick_enough(shape, machine, tokens, speed, given, expected):
-    chosen = choose(possible(shape, machine, tokens, given), 1 / speed)
+    chosen = choose(possible(shape, machine, tokens, given={"speculative": given}), 1 / speed)
     assert chosen.way.label == expected
     assert not chosen.way.lacks
     assert chosen.line.startswith(f"auto: {expected}, ")
@@ -139,19 +135,11 @@ def test_pages_that_are_stored_already_stay_what_they_are():
     assert rounded[exact].seconds < 0.7 * fresh[exact].seconds
 
 
-def over_link(beside: float, cpu: float | None = None) -> Way:
-    layers, q_heads, kv_heads, d, dtype, context, weights = SHAPES["8B"]
-    geometry = Geometry(layers, q_heads, kv_heads, d, d, dtype, headroom=2048)
-    machine = Machine(256e9, 13e9, weights, 2 * GIB, 64 * GIB, beside=beside)
-
-    def merged(mode, changes):
-        return modes.effective_params(mode, {"full": {"cpu": cpu}}, {}, changes)
-
-    found = ways(machine, geometry, ModelTraits(context, (None,) * layers), Conversation(32_000), merged)
-    return next(way for way in found if way.label == "full from RAM")
-
-
 def test_the_cpu_attends_to_a_part_of_what_only_ram_has():
+    def over_link(beside, cpu=None):
+        found = possible("8B", (256, 13, 2, 64), 32_000, beside=beside, given={"full": {"cpu": cpu}})
+        return next(way for way in found if way.label == "full from RAM")
+
     alone, together = over_link(0), over_link(30e9)
     assert alone.saved_seconds == 0
     assert together.link_seconds == alone.link_seconds
@@ -171,29 +159,21 @@ def test_a_person_who_asked_for_8_bit_pages_or_for_a_ring_gets_no_other():
     asked = possible("8B", RTX_3060, 64_000, quantizes=True)
     assert all(way.quantizes for way in asked)
     assert choose(asked, 0.1).way.label == "speculative 32768 with 8-bit pages"
-    layers, q_heads, kv_heads, d, dtype, context, weights = SHAPES["8B"]
-    geometry = Geometry(layers, q_heads, kv_heads, d, d, dtype, headroom=2048)
-    machine = Machine(360e9, 12e9, weights, 17 * GIB, 64 * GIB)
-
-    def merged(mode, changes):
-        return modes.effective_params(mode, {"full": {"resident": 1024}}, {}, changes)
-
-    found = ways(machine, geometry, ModelTraits(context, (None,) * layers), Conversation(4000), merged)
+    found = possible("8B", (360, 12, 17, 64), 4000, given={"full": {"resident": 1024}})
     assert [way.label for way in found[:2]] == ["full from RAM", "full from RAM with 8-bit pages"]
 
 
 def test_pages_change_also_where_the_budget_stays():
     """What RAM gets short of, and what it has again."""
-    roomy, short = (possible("8B", (80, 0, 0, host), 32_000, {"budget": 4096}) for host in (64, 4))
+    roomy, short = (
+        possible("8B", (80, 0, 0, host), 32_000, given={"speculative": {"budget": 4096}}) for host in (64, 4)
+    )
     chooser = begun(choose(roomy, 0.1))
     assert chooser.choice.way.label == "speculative 4096"
     for changed in (chooser.within(short, 1, 0.1), chooser.between(short, 1)):
-        assert changed is not None
         assert changed.way.label == "speculative 4096 with 8-bit pages"
     chooser.entered(changed, 1)
-    back = chooser.between(roomy, 1 + auto.APART)
-    assert back is not None
-    assert not back.way.quantizes
+    assert not chooser.between(roomy, 1 + auto.APART).way.quantizes
 
 
 def test_what_is_in_force_is_possible_however_long_the_conversation_is():
@@ -274,6 +254,9 @@ def test_what_is_known_of_a_way_that_does_not_run_fades():
     found = made(0.05, 0.03)
     chooser = begun(choose(found, 0.1, {"full": 3.0}))
     chooser.ratios = {"full": 3.0, "speculative": 1.0}
+    chooser.between(found, 1000)
+    chooser.between(found, 1000)
+    assert chooser.ratios == {"full": 3.0, "speculative": 1.0}, "asking forgets nothing"
     answers = 0
     while (chosen := chooser.between(found, 1000 * answers)) is None:
         chooser.note(found, 0.03)
@@ -281,15 +264,6 @@ def test_what_is_known_of_a_way_that_does_not_run_fades():
         assert answers < 20
     assert answers > 3
     assert chosen.way.name == "full"
-
-
-def test_choosing_twice_for_one_answer_forgets_nothing():
-    found = made(0.05, 0.03)
-    chooser = begun(choose(found, 0.1, {"full": 3.0}))
-    chooser.ratios = {"full": 3.0, "speculative": 1.0}
-    chooser.between(found, 1000)
-    chooser.between(found, 1000)
-    assert chooser.ratios == {"full": 3.0, "speculative": 1.0}
 
 
 # ---- when it changes
@@ -304,13 +278,9 @@ def test_a_more_faithful_way_is_gone_back_to_only_where_it_is_quick_with_ease():
 def test_between_answers_nothing_goes_back_within_64_tokens():
     slow, quick = made(0.2, 0.05), made(0.05, 0.05)
     chooser = begun(choose(quick, 0.1))
-    chosen = chooser.between(slow, 10)
-    assert chosen is not None
-    chooser.entered(chosen, 10)
+    chooser.entered(chooser.between(slow, 10), 10)
     assert chooser.between(quick, 10 + 63) is None
-    back = chooser.between(quick, 10 + 64)
-    assert back is not None
-    assert back.way.name == "full"
+    assert chooser.between(quick, 10 + 64).way.name == "full"
 
 
 def test_in_an_answer_only_much_too_slow_tokens_change_the_way():
@@ -319,9 +289,7 @@ def test_in_an_answer_only_much_too_slow_tokens_change_the_way():
     chooser.note(found, 0.14)
     assert chooser.within(found, 64, 0.14) is None
     chooser.note(found, 0.3)
-    changed = chooser.within(found, 64, 0.3)
-    assert changed is not None
-    assert changed.way.name == "speculative 4096"
+    assert chooser.within(found, 64, 0.3).way.name == "speculative 4096"
 
 
 def test_in_an_answer_a_change_waits_64_tokens_and_never_reads_more():
@@ -330,9 +298,7 @@ def test_in_an_answer_a_change_waits_64_tokens_and_never_reads_more():
     chooser.entered(choose(found[1:], 0.1), 100)
     chooser.ratios = {"full": 0.1, "speculative": 5.0}
     assert chooser.within(found, 100 + 63, 0.2) is None
-    changed = chooser.within(found, 100 + 64, 0.2)
-    assert changed is not None
-    assert changed.way.name == "speculative 2048"
+    assert chooser.within(found, 100 + 64, 0.2).way.name == "speculative 2048"
 
 
 def test_in_an_answer_nothing_is_entered_that_does_not_help():
@@ -350,6 +316,4 @@ def test_memory_that_gets_short_changes_the_way_at_once():
     roomy, short = made(0.05, 0.04), made(0.05, 0.04, lacks="full takes 9 GiB, 8 GiB are free")
     chooser = begun(choose(roomy, 0.1))
     assert chooser.within(roomy, 1, 0.05) is None
-    changed = chooser.within(short, 1, 0.05)
-    assert changed is not None
-    assert "8 GiB are free" in changed.line
+    assert "8 GiB are free" in chooser.within(short, 1, 0.05).line

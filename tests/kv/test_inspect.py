@@ -1,7 +1,5 @@
 """Looking at slots: what is wrong in them is found, and the counts of screens are those of the masks."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -13,13 +11,7 @@ from support.mode_rows import FIRST, MIXED
 from support.toy_model import toy
 
 from kvchat.kv import inspect
-from kvchat.kv.inspect import (
-    attended,
-    attended_counts,
-    held_per_head,
-    read_per_head,
-    read_tokens,
-)
+from kvchat.kv.inspect import attended, attended_counts, held_per_head, read_per_head, read_tokens
 
 
 def run_of(row: str, kinds: tuple[str, ...] = MIXED) -> Run:

@@ -1,7 +1,5 @@
 """The kv in every mode: switches, truncation, failures, growth, turns (E8, E10)."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 
 import pytest
@@ -167,11 +165,7 @@ def test_a_host_pool_that_cannot_grow_now_grows_later(monkeypatch):
         run.step()
     with monkeypatch.context() as patch:
         patch.setattr(available, "host_free", lambda: 0)
-        with (
-            pytest.raises(DoesNotFitError, match=r"KiB.* 0 B more"),
-            decode_step(run.kv),
-            forward(run.kv),
-        ):
+        with pytest.raises(DoesNotFitError, match=r"KiB.* 0 B more"), decode_step(run.kv), forward(run.kv):
             pass
     run.step(20)
     run.check()

@@ -1,7 +1,5 @@
 """Switches of the mode: storms, refusals, memory that runs out (E8)."""
 
-from __future__ import annotations
-
 import gc
 import random
 import time
@@ -60,10 +58,7 @@ def assert_same_memory(one: KVManager, other: KVManager) -> None:
     gc.collect()
     assert one.device_bytes == other.device_bytes
     assert sorted(tensors_of(one).values()) == sorted(tensors_of(other).values())
-    mine = {
-        id(one.state.geometry),
-        id(other.state.geometry),
-    }  # other tests hold slots too
+    mine = {id(one.state.geometry), id(other.state.geometry)}  # other tests hold slots too
     alive = [thing for thing in gc.get_objects() if type(thing) is DeviceSlots and id(thing.geometry) in mine]
     assert len(alive) == len(one.state.slots) + len(other.state.slots)
 

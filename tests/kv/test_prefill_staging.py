@@ -1,7 +1,5 @@
 """A prefill through buffers on the device: the same as on the host, in order, and with what the plan foretells."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 
 import pytest

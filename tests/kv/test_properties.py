@@ -1,7 +1,5 @@
 """Any geometry, any parameters, any order of turns, steps, switches and truncations: always the reference's answer."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -149,7 +149,7 @@ class Clock:
 
 
 @pytest.fixture
-def timer(monkeypatch: pytest.MonkeyPatch) -> StepTimer:
+def timer(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Clock)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(Clock, "done", True)

@@ -1,7 +1,5 @@
 """A complete folder of a tiny model, and a machine without network."""
 
-from __future__ import annotations
-
 import shutil
 import socket
 from contextlib import nullcontext
@@ -12,13 +10,13 @@ from support import tiny_models
 
 from kvchat import libraries
 from kvchat.models import description
-from kvchat.models.load import LoadedModel, load_model
+from kvchat.models.load import load_model
 from kvchat.paths import bundled_model_dir
 from kvchat.protocol.messages import Load
 
 
 @pytest.fixture(scope="session")
-def model() -> LoadedModel:
+def model():
     return load_model(Load("bundled", "cpu", "float32"), lambda stage: None)
 
 

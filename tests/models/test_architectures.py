@@ -1,7 +1,5 @@
 """What kvchat runs, what it refuses, and what it knows about the rotation of keys: one row per architecture."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 

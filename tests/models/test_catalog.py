@@ -1,7 +1,5 @@
 """The models on this machine, in a made-up home."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -10,7 +8,6 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +34,7 @@ from kvchat.tui.models import DOWNLOAD
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch):
     """An empty cache of the hub, and a home without other programs' models."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for name in ("OLLAMA_MODELS", "LLAMA_CACHE", "XDG_CACHE_HOME"):
@@ -62,13 +59,13 @@ def downloaded(cache: Path, repository: str) -> Path:
     return top / "snapshots" / "0123abc"
 
 
-def test_without_anything_else_there_is_the_bundled_model(cache: Path, tmp_path: Path) -> None:
+def test_without_anything_else_there_is_the_bundled_model(cache, tmp_path):
     (only,) = find([tmp_path / "not there"])
     assert (only.name, only.kind, only.weights.quantization, only.problem) == ("bundled", "bundled", "", "")
     assert only.weights.dtype == "bfloat16"
 
 
-def test_folders_gguf_files_and_the_hubs_cache(cache: Path, tmp_path: Path) -> None:
+def test_folders_gguf_files_and_the_hubs_cache(cache, tmp_path):
     copy_bundled(tmp_path / "mine" / "publisher" / "model")
     (tmp_path / "mine" / "publisher" / "q4.gguf").write_bytes(gguf_header(("a", (256, 16), 12)))
     (tmp_path / "mine" / "publisher" / "mmproj-q4.gguf").write_bytes(b"")
@@ -84,7 +81,7 @@ def test_folders_gguf_files_and_the_hubs_cache(cache: Path, tmp_path: Path) -> N
     assert "no weights" in found["org/begun"].problem
 
 
-def test_a_fetched_model_is_listed_by_its_short_name(cache: Path) -> None:
+def test_a_fetched_model_is_listed_by_its_short_name(cache):
     paths.models_dir().mkdir(parents=True)
     (paths.models_dir() / paths.NAMED["smollm2"].file).write_bytes(gguf_header(("a", (256, 16), 12)))
     found = {model.name: model for model in find([])}
@@ -93,7 +90,7 @@ def test_a_fetched_model_is_listed_by_its_short_name(cache: Path) -> None:
     assert catalog.is_here("smollm2")
 
 
-def test_a_damaged_model_is_listed_with_what_is_wrong(cache: Path, tmp_path: Path) -> None:
+def test_a_damaged_model_is_listed_with_what_is_wrong(cache, tmp_path):
     damaged = copy_bundled(tmp_path / "a")
     (damaged / "model.safetensors").write_bytes(b"no")
     (copy_bundled(tmp_path / "b") / "config.json").write_text("[")
@@ -113,7 +110,7 @@ def test_a_damaged_model_is_listed_with_what_is_wrong(cache: Path, tmp_path: Pat
     assert not [problem for problem, facts in zip(problems, expected, strict=True) if lacks(problem, *facts)]
 
 
-def test_a_quantized_checkpoint_says_so(cache: Path, tmp_path: Path) -> None:
+def test_a_quantized_checkpoint_says_so(cache, tmp_path):
     folder = copy_bundled(tmp_path / "a")
     for config, dtype in (
         ({}, "float32"),
@@ -128,7 +125,7 @@ def test_a_quantized_checkpoint_says_so(cache: Path, tmp_path: Path) -> None:
         assert (found.weights.quantization, found.weights.dtype) == ("gptq", dtype)
 
 
-def test_what_was_typed(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_typed(cache, tmp_path, monkeypatch):
     copy_bundled(tmp_path / "model")
     monkeypatch.setenv("HOME", str(tmp_path))
     found = catalog.at(Path("~/model"))
@@ -163,9 +160,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE)
-def test_whatever_one_model_leads_to_stands_in_its_row(
-    cache: Path, tmp_path: Path, change: Callable[[Path], None]
-) -> None:
+def test_whatever_one_model_leads_to_stands_in_its_row(cache, tmp_path, change):
     change(copy_bundled(tmp_path / "all" / "hostile"))
     copy_bundled(tmp_path / "all" / "whole")
     began = time.process_time()
@@ -175,7 +170,7 @@ def test_whatever_one_model_leads_to_stands_in_its_row(
     assert hostile.problem
 
 
-def test_files_are_known_by_their_first_bytes(cache: Path, tmp_path: Path) -> None:
+def test_files_are_known_by_their_first_bytes(cache, tmp_path):
     content = gguf_header(("a", (256, 16), 12))
     (tmp_path / "all").mkdir()
     for name in ("x.GGUF", "sha256-0123", "notes"):
@@ -185,7 +180,7 @@ def test_files_are_known_by_their_first_bytes(cache: Path, tmp_path: Path) -> No
     assert catalog.at(tmp_path / "all" / "notes") is None
 
 
-def test_other_programs_models(cache: Path, tmp_path: Path) -> None:
+def test_other_programs_models(cache, tmp_path):
     home, content = tmp_path / "home", gguf_header(("a", (256, 16), 12))
     for place in ("models/q.gguf", ".lmstudio/models/org/repo/q.gguf", ".cache/llama.cpp/q.gguf"):
         (home / place).parent.mkdir(parents=True)
@@ -253,7 +248,7 @@ GiB = 2**30
         ("float32", Room("cuda", 4 * GiB), (32, None)),
     ],
 )
-def test_whether_it_fits(dtype: str, room: Room, expected: tuple[int, str | None]) -> None:
+def test_whether_it_fits(dtype, room, expected):
     found = fit(FoundModel("m", "folder", linears(8 * GiB)), dtype, room)
     assert (found.needed / GiB, found.quantize) == expected
 
@@ -270,7 +265,7 @@ def test_whether_it_fits(dtype: str, room: Room, expected: tuple[int, str | None
         ("gguf", "Q4_K", 2**23, "bfloat16"),
     ],
 )
-def test_the_dtype_that_is_chosen_on_a_cpu(method, stored, mlp, dtype) -> None:
+def test_the_dtype_that_is_chosen_on_a_cpu(method, stored, mlp, dtype):
     weights = linears(GiB, stored, method=method, quantization=method, mlp=mlp)
     assert dtype_of(weights, "auto", Room("cpu", 0)) == dtype
     assert dtype_of(linears(GiB), "float32", Room("cpu", 0)) == "float32"
@@ -288,19 +283,19 @@ def test_the_dtype_that_is_chosen_on_a_cpu(method, stored, mlp, dtype) -> None:
     ],
 )
 @pytest.mark.parametrize("kind", ["GGUF", "hub", "Ollama"])
-def test_whether_a_gguf_file_fits(kind, stored, bits, free, expected) -> None:
+def test_whether_a_gguf_file_fits(kind, stored, bits, free, expected):
     weights = linears(8 * GiB, stored, method="gguf", layer_bits=bits)
     found = fit(FoundModel("m", kind, weights), "auto", Room("cuda", free * GiB))
     assert (pytest.approx(found.needed / GiB, rel=0.01), found.quantize) == expected
 
 
-def test_the_room_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_room_on_a_gpu(monkeypatch):
     monkeypatch.setattr(profiles, "_torch_without_cuda", lambda: False)
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(FakeGpu(memory=8 * GiB, used=3 * GiB, capability=(8, 6))))
     assert room("auto", released=GiB) == Room("cuda", 6 * GiB, (8, 6))
 
 
-def test_what_cannot_be_read_has_no_fit() -> None:
+def test_what_cannot_be_read_has_no_fit():
     assert fit(FoundModel("m", "folder", problem="damaged"), "auto", Room("cpu", GiB)) is None
 
 
@@ -322,7 +317,7 @@ except ModelError as error:
 
 
 @pytest.fixture
-def hub(tmp_path: Path) -> Iterator[FakeHub]:
+def hub(tmp_path):
     repository = tmp_path / "repository"
     repository.mkdir()
     (repository / "config.json").write_text("{}")
@@ -342,7 +337,7 @@ def fetched(hub: FakeHub, cache: Path, name: str = "org/model") -> str:
         return process.communicate(timeout=600)[0].splitlines()[-1]
 
 
-def test_a_download_that_was_cut_off_goes_on(hub: FakeHub, tmp_path: Path) -> None:
+def test_a_download_that_was_cut_off_goes_on(hub, tmp_path):
     hub.pause = 0.01
     with fetching(hub, tmp_path / "cache") as process:
         assert process.stdout
@@ -360,7 +355,7 @@ def test_a_download_that_was_cut_off_goes_on(hub: FakeHub, tmp_path: Path) -> No
     assert len(hub.ranges) == 2, "what is there is not downloaded again"
 
 
-def test_a_typing_error_a_gate_and_no_network_are_told_apart(hub: FakeHub, tmp_path: Path) -> None:
+def test_a_typing_error_a_gate_and_no_network_are_told_apart(hub, tmp_path):
     assert "no model org/modle" in fetched(hub, tmp_path, "org/modle")
     hub.gated = True
     assert "org/model is gated" in fetched(hub, tmp_path)
@@ -368,12 +363,10 @@ def test_a_typing_error_a_gate_and_no_network_are_told_apart(hub: FakeHub, tmp_p
     assert not lacks(fetched(hub, tmp_path), "org/model", "cannot be reached")
 
 
-def test_when_a_download_has_ended_no_bar_of_the_library_speaks_of_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_when_a_download_has_ended_no_bar_of_the_library_speaks_of_it(monkeypatch, tmp_path):
     bars: list[Any] = []
 
-    def snapshot(*_: object, tqdm_class: type, **__: object) -> str:
+    def snapshot(*_, tqdm_class, **__):
         bars.append(tqdm_class(unit="B", total=2))
         return str(tmp_path)
 
@@ -390,7 +383,7 @@ def test_when_a_download_has_ended_no_bar_of_the_library_speaks_of_it(
 # ---- The words about a download and about reading weights
 
 
-def test_speed_and_time_left_are_of_the_last_seconds() -> None:
+def test_speed_and_time_left_are_of_the_last_seconds():
     now, said = iter([0.0, 0.5, 2.0, 3.0, 4.0]), []
     progress = ByteProgress(said.append, "Downloading", lambda: next(now))
     for done in (100, 150, 200, 250, 400):
@@ -410,7 +403,7 @@ def test_speed_and_time_left_are_of_the_last_seconds() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
-def test_a_download_whose_application_is_gone_ends_before_it_looks_for_anything() -> None:
+def test_a_download_whose_application_is_gone_ends_before_it_looks_for_anything():
     no_parent = str(os.getpid() - 1)
     command = [sys.executable, "-X", "importtime", "-m", "kvchat.models.download", no_parent, "bundled"]
     result = subprocess.run(command, capture_output=True, env=environ(), timeout=PATIENCE_S, check=True)
@@ -420,7 +413,7 @@ def test_a_download_whose_application_is_gone_ends_before_it_looks_for_anything(
     assert "kvchat.models.checkpoint" not in imported
 
 
-def test_the_application_starts_a_download_that_ends_with_it() -> None:
+def test_the_application_starts_a_download_that_ends_with_it():
     assert DOWNLOAD[-2:] == ("kvchat.models.download", str(os.getpid()))
     command = [*DOWNLOAD, "bundled"]
     said = subprocess.run(command, capture_output=True, env=environ(), timeout=PATIENCE_S, check=True).stdout

@@ -1,7 +1,5 @@
 """Loops are compiled once, by processes of their own, while torch does their work."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess

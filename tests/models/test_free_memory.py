@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -162,8 +160,7 @@ def test_what_is_clearly_faster_is_taken_and_told(monkeypatch, exact, half, chos
 
 
 @pytest.mark.parametrize(
-    "small",
-    [config(1024, 384), config(0, 4096), config(14336, 4096, torch.float32), config(14336, 4096, None)],
+    "small", [config(1024, 384), config(0, 4096), config(14336, 4096, torch.float32), config(14336, 4096, None)]
 )
 def test_small_models_and_others_are_not_measured(monkeypatch, small):
     monkeypatch.setattr(description, "milliseconds", None)

@@ -1,9 +1,6 @@
 """Whatever the beginning of a GGUF file says, it is read, or refused at once."""
 
-from __future__ import annotations
-
 import struct
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -53,14 +50,14 @@ LIES = {
 
 
 @pytest.mark.parametrize("content", LIES.values(), ids=LIES)
-def test_what_lies_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_what_lies_is_refused(tmp_path, content):
     assert content != HEADER
     (tmp_path / "x.gguf").write_bytes(content)
     with pytest.raises(ValueError, match=r"\w"):
         gguf_file.read(tmp_path / "x.gguf")
 
 
-def test_values_and_tensors(tmp_path: Path) -> None:
+def test_values_and_tensors(tmp_path):
     (tmp_path / "x").write_bytes(HEADER)
     found = gguf_file.read(tmp_path / "x")
     assert found.values == {
@@ -85,17 +82,17 @@ def test_values_and_tensors(tmp_path: Path) -> None:
         ([number("llama.pooling_type", 3)], "embedding"),
     ],
 )
-def test_what_is_no_language_model_is_named(tmp_path: Path, values: list[bytes], says: str) -> None:
+def test_what_is_no_language_model_is_named(tmp_path, values, says):
     (tmp_path / "x.gguf").write_bytes(gguf_header(("a", (4,), 0), values=values))
     assert says in gguf_file.read(tmp_path / "x.gguf").no_model
 
 
-def test_a_vocabulary_alone_is_no_model(tmp_path: Path) -> None:
+def test_a_vocabulary_alone_is_no_model(tmp_path):
     (tmp_path / "x.gguf").write_bytes(gguf_header())
     assert "no weights" in gguf_file.read(tmp_path / "x.gguf").no_model
 
 
-def test_the_parts_of_a_split_model_are_read_as_one(tmp_path: Path) -> None:
+def test_the_parts_of_a_split_model_are_read_as_one(tmp_path):
     count = [number("split.count", 2), number("split.tensors.count", 3)]
     first, second = (tmp_path / f"m-0000{part}-of-00002.gguf" for part in (1, 2))
     first.write_bytes(gguf_header(("a", (4,), 0), values=count))
@@ -108,7 +105,7 @@ def test_the_parts_of_a_split_model_are_read_as_one(tmp_path: Path) -> None:
         assert found.paths == (first, second)
 
 
-def test_whatever_is_in_a_header_reading_ends(tmp_path: Path) -> None:
+def test_whatever_is_in_a_header_reading_ends(tmp_path):
     path = tmp_path / "x.gguf"
     taken = []
 
@@ -119,7 +116,7 @@ def test_whatever_is_in_a_header_reading_ends(tmp_path: Path) -> None:
             st.tuples(st.integers(0, len(HEADER) - 8), st.sampled_from(EXTREMES), st.sampled_from("IQ")), max_size=3
         )
     )
-    def mutate(changes: list[tuple[int, int, str]]) -> None:
+    def mutate(changes):
         content = bytearray(HEADER)
         for at, value, form in changes:
             struct.pack_into(f"<{form}", content, at, value % 256 ** struct.calcsize(form))
@@ -136,7 +133,7 @@ def test_whatever_is_in_a_header_reading_ends(tmp_path: Path) -> None:
     assert () in taken
 
 
-def test_types_are_those_of_the_package() -> None:
+def test_types_are_those_of_the_package():
     gguf = pytest.importorskip("gguf")
     sizes = {kind: gguf.GGML_QUANT_SIZES[kind] for kind in gguf.GGMLQuantizationType}
     assert {int(kind): (kind.name, *size) for kind, size in sizes.items()} == gguf_file.TYPES

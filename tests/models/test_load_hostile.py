@@ -1,7 +1,5 @@
 """Damaged and hostile models: a refusal that says why within seconds, and no other error."""
 
-from __future__ import annotations
-
 import shutil
 import struct
 import time
@@ -86,7 +84,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_model_is_refused_in_seconds(folder, damage) -> None:
+def test_a_damaged_model_is_refused_in_seconds(folder, damage):
     damage(folder)
     began = time.process_time()
     with pytest.raises(KvchatError) as caught:
@@ -96,7 +94,7 @@ def test_a_damaged_model_is_refused_in_seconds(folder, damage) -> None:
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "/dev/zero"])
-def test_a_name_that_is_no_path_is_refused(name: str) -> None:
+def test_a_name_that_is_no_path_is_refused(name):
     with pytest.raises(ModelError) as caught:
         load_model(Load(name, "cpu"), lambda stage: None)
     assert len(str(caught.value)) < 12_000
@@ -116,7 +114,7 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
-def test_a_hostile_template_is_refused_in_seconds(model, template: str) -> None:
+def test_a_hostile_template_is_refused_in_seconds(model, template):
     tokenizer, before = model.tokenizer, model.tokenizer.chat_template
     began = time.process_time()
     tokenizer.chat_template = template

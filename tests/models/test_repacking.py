@@ -1,7 +1,5 @@
 """Weights of GGUF files that stay small; other checkpoints are in ``test_quantization_unpacked``."""
 
-from __future__ import annotations
-
 import importlib.util
 from dataclasses import replace
 from functools import cache
@@ -20,7 +18,7 @@ from kvchat.models import repacking
 from kvchat.models.checkpoint import ModelLocation
 from kvchat.models.description import describe
 from kvchat.models.fuse.modules import sample_logits
-from kvchat.models.load import LoadedModel, load_model
+from kvchat.models.load import load_model
 from kvchat.models.probe import relative_error, selftest
 from kvchat.models.quantize.rows import body
 from kvchat.protocol.messages import Load
@@ -40,7 +38,7 @@ def file_of(model, tmp_path_factory):
     """The bundled model as a GGUF file of a type."""
     folder, there = tmp_path_factory.mktemp("gguf"), {}
 
-    def made(kind: str):
+    def made(kind):
         if kind not in there:
             there[kind] = folder / f"{kind}.gguf"
             write_model(there[kind], model, kind)
@@ -54,7 +52,7 @@ def read(file_of):
     """The model of such a file, and the stages of loading it; a file is read once as each says."""
 
     @cache
-    def loaded(kind: str, quantize: str = "auto") -> tuple[LoadedModel, list[str]]:
+    def loaded(kind, quantize="auto"):
         stages: list[str] = []
         return load_model(Load(str(file_of(kind)), "cpu", quantize=quantize), stages.append), stages
 

@@ -1,7 +1,5 @@
 """The self-test must refuse every way of attending wrongly, each on a model where it matters."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json

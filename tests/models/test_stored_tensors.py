@@ -1,9 +1,5 @@
 """How a configuration says that a checkpoint is quantized, and what of that loading unpacks."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 from support import stored_weights, tiny_models, tiny_multimodal
 from support.progress import silent
@@ -31,7 +27,7 @@ from kvchat.protocol.messages import Load
         ({"quant_method": "torchao", "quant_type": "int8"}, "torchao"),
     ],
 )
-def test_the_kind_of_a_quantized_checkpoint(config: dict[str, Any], kind: str) -> None:
+def test_the_kind_of_a_quantized_checkpoint(config, kind):
     assert stored_tensors.kind_of(config) == kind
 
 
@@ -47,9 +43,7 @@ def test_the_kind_of_a_quantized_checkpoint(config: dict[str, Any], kind: str) -
         ("gptq", (9, 0), False),
     ],
 )
-def test_what_nothing_multiplies_as_it_is_stored(
-    monkeypatch: pytest.MonkeyPatch, method: str, capability: tuple[int, int] | None, unpacked: bool
-) -> None:
+def test_what_nothing_multiplies_as_it_is_stored(monkeypatch, method, capability, unpacked):
     monkeypatch.setattr(stored_tensors, "find_spec", lambda name: None)
     assert is_unpacked(method, capability) == unpacked
 

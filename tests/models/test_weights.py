@@ -1,10 +1,7 @@
 """Bytes of weights once they are loaded, by the names, shapes and dtypes in the headers of their files."""
 
-from __future__ import annotations
-
 import os
 import struct
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,7 +48,7 @@ def of(*tensors: tuple[Any, ...], **config: Any) -> Weights:
         ("mtp.layers.0.mlp.up_proj.weight", False, False),
     ],
 )
-def test_what_is_loaded(name: str, of_text: bool, of_multimodal: bool) -> None:
+def test_what_is_loaded(name, of_text, of_multimodal):
     assert (is_loaded(name, False), is_loaded(name, True)) == (of_text, of_multimodal)
 
 
@@ -77,7 +74,7 @@ def test_what_is_loaded(name: str, of_text: bool, of_multimodal: bool) -> None:
         ("output.weight", (8, 4), HEAD),
     ],
 )
-def test_the_kinds_of_tensors(name: str, shape: tuple[int, ...], kind: str) -> None:
+def test_the_kinds_of_tensors(name, shape, kind):
     assert {part.kind for part in of((name, "BF16", shape)).parts} == {kind}
 
 
@@ -92,12 +89,12 @@ def test_the_kinds_of_tensors(name: str, shape: tuple[int, ...], kind: str) -> N
     ],
     ids=["fp8", "compressed-tensors", "torchao", "gptq", "a bias"],
 )
-def test_what_is_packed(stored: list[tuple[Any, ...]], expected: tuple[int, int, int]) -> None:
+def test_what_is_packed(stored, expected):
     parts = of(*stored, quantization_config={"quant_method": "x"}).parts
     assert [part for part in parts if part.packed] == [Part(LINEAR, *expected)]
 
 
-def test_a_packed_stack_of_experts_is_several_matrices() -> None:
+def test_a_packed_stack_of_experts_is_several_matrices():
     stack = ("a.experts.up_blocks", "U8", (2, 32, 2, 16), 2048), ("a.experts.up_scales", "U8", (2, 32, 2), 128)
     assert of(*stack, quantization_config={"quant_method": "mxfp4"}).parts == {Part(EXPERT, 32, 64, 1088): 2}
 
@@ -111,7 +108,7 @@ def test_a_packed_stack_of_experts_is_several_matrices() -> None:
         ([], 8),
     ],
 )
-def test_the_bits_of_packed_weights(groups: object, columns: int) -> None:
+def test_the_bits_of_packed_weights(groups, columns):
     section = {"quant_method": "compressed-tensors", "config_groups": groups}
     (part,) = of(("q.weight_packed", "I32", (8, 1), 32), quantization_config=section).parts
     assert (part.rows, part.columns) == (8, columns)
@@ -128,17 +125,17 @@ def test_the_bits_of_packed_weights(groups: object, columns: int) -> None:
         (Place("cuda", (7, 5)), "bfloat16", [], [14, 4 + 5, 4 + 5 * 0.5625]),
     ],
 )  # fmt: skip
-def test_linears_are_packed_and_on_a_cpu_the_head_in_8_bits(place, dtype, head, expected) -> None:
+def test_linears_are_packed_and_on_a_cpu_the_head_in_8_bits(place, dtype, head, expected):
     found = of(*LAYERS, TABLE, *head).by_quantization(dtype, place)
     assert list(found) == list(weights.CHOICES[place.device][: len(expected)])
     assert [nbytes / SIZE for nbytes in found.values()] == pytest.approx(expected, rel=0.002)
 
 
-def test_a_head_that_the_configuration_ties_is_not_loaded() -> None:
+def test_a_head_that_the_configuration_ties_is_not_loaded():
     assert of(*LAYERS, TABLE, OWN_HEAD, tie_word_embeddings=True).parts == of(*LAYERS, TABLE).parts
 
 
-def test_a_token_reads_one_row_of_the_embeddings_and_of_experts_nothing_is_known() -> None:
+def test_a_token_reads_one_row_of_the_embeddings_and_of_experts_nothing_is_known():
     untied, tied = of(*LAYERS, TABLE, OWN_HEAD), of(*LAYERS, TABLE)
     for quantize in ("none", "int8", "int4"):
         read = untied.loaded_bytes(quantize, "float32", CPU) - 8 * SIZE
@@ -152,13 +149,13 @@ FP8 = [("a.q.weight", "F8_E4M3", (ROWS, COLUMNS), SIZE), ("a.q.weight_scale_inv"
 FP8_CONFIG = {"quant_method": "fp8"}
 
 
-def test_what_is_multiplied_as_it_is_stored_takes_what_it_does_in_the_files() -> None:
+def test_what_is_multiplied_as_it_is_stored_takes_what_it_does_in_the_files():
     found = of(*FP8, TABLE, quantization_config=FP8_CONFIG)
     assert found.by_quantization("bfloat16", Place("cuda", (8, 9))) == {"fp8": 5 * SIZE + 4 * ROWS}
     assert found.by_default("bfloat16", Place("cuda", (8, 9))) == "none"
 
 
-def test_what_loading_unpacks_is_packed_again_but_not_experts_on_a_gpu() -> None:
+def test_what_loading_unpacks_is_packed_again_but_not_experts_on_a_gpu():
     found = of(*FP8, TABLE, quantization_config=FP8_CONFIG)
     assert list(found.by_quantization("bfloat16", GPU)) == ["none", "int8", "int4"]
     assert found.loaded_bytes("none", "bfloat16", GPU) == 6 * SIZE
@@ -169,7 +166,7 @@ def test_what_loading_unpacks_is_packed_again_but_not_experts_on_a_gpu() -> None
     assert (mixture.unpackable_share("int8", GPU), mixture.unpackable_share("int8", CPU)) == (1, 0)
 
 
-def test_int8_of_torchao_stays_so_and_on_a_cpu_its_head_has_8_bits_too() -> None:
+def test_int8_of_torchao_stays_so_and_on_a_cpu_its_head_has_8_bits_too():
     section = {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig"}}}
     stored = ("a.q._weight_qdata", "I8", (ROWS, COLUMNS), SIZE)
     found = of(stored, OWN_HEAD, quantization_config=section)
@@ -179,7 +176,7 @@ def test_int8_of_torchao_stays_so_and_on_a_cpu_its_head_has_8_bits_too() -> None
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe", "gpt_oss", "dbrx", "gpt2", "qwen3_next", "gemma3n"])
-def test_they_are_the_tensors_of_the_model(name: str, tmp_path: Path) -> None:
+def test_they_are_the_tensors_of_the_model(name, tmp_path):
     model = tiny_models.fresh(name, torch.bfloat16)
     model.save_pretrained(tmp_path)
     found = catalog.at(tmp_path).weights
@@ -188,7 +185,7 @@ def test_they_are_the_tensors_of_the_model(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["gemma3", "qwen3_vl", "qwen3_5", "ernie4_5_vl_moe"])
-def test_of_a_multimodal_model_they_are_those_of_its_text(name: str, tmp_path: Path) -> None:
+def test_of_a_multimodal_model_they_are_those_of_its_text(name, tmp_path):
     model = tiny_multimodal.fresh(name)
     model.save_pretrained(tmp_path)
     shapes = without_memory(*find(model.config), torch.float32)
@@ -199,14 +196,12 @@ def test_of_a_multimodal_model_they_are_those_of_its_text(name: str, tmp_path: P
 # ---- headers
 
 
-def test_the_bundled_model() -> None:
+def test_the_bundled_model():
     found = catalog.at(bundled_model_dir()).weights
     assert (found.loaded_bytes("none", "bfloat16", CPU), found.dtype) == (2 * 17_308_032, "bfloat16")
 
 
-def test_a_gguf_file_is_of_the_type_of_most_of_its_elements_and_its_bits_are_those_of_its_layers(
-    tmp_path: Path,
-) -> None:
+def test_a_gguf_file_is_of_the_type_of_most_of_its_elements_and_its_bits_are_those_of_its_layers(tmp_path):
     path = tmp_path / "x.gguf"
     layers = ("blk.0.ffn_up.weight", (256, 32), 12), ("blk.0.attn_v.weight", (256, 32), 14)
     norms = ("output_norm", (64,), 0), ("blk.0.attn_norm.weight", (256,), 0)
@@ -219,7 +214,7 @@ def test_a_gguf_file_is_of_the_type_of_most_of_its_elements_and_its_bits_are_tho
 
 
 @pytest.mark.parametrize("read", [gguf_file.read_model, stored_tensors.tensors, stored_tensors.read_json])
-def test_a_file_that_the_system_does_not_give_is_not_to_be_downloaded_again(tmp_path: Path, read) -> None:
+def test_a_file_that_the_system_does_not_give_is_not_to_be_downloaded_again(tmp_path, read):
     with pytest.raises(ModelError, match="permissions"):
         read(tmp_path)
 
@@ -229,7 +224,7 @@ def test_a_file_that_the_system_does_not_give_is_not_to_be_downloaded_again(tmp_
     [b"", b"GGUF", b"GGML" + bytes(20), gguf_header()[:40], gguf_header(("a", (4,), 0))[:-20]],
     ids=["empty", "magic only", "another magic", "cut", "cut tensor"],
 )
-def test_damaged_gguf_files(tmp_path: Path, content: bytes) -> None:
+def test_damaged_gguf_files(tmp_path, content):
     (tmp_path / "x.gguf").write_bytes(content)
     with pytest.raises(ModelError, match="damaged"):
         gguf_file.read_model(tmp_path / "x.gguf")
@@ -240,13 +235,13 @@ def test_damaged_gguf_files(tmp_path: Path, content: bytes) -> None:
     [b"", b"version https://git-lfs.github.com/spec/v1", struct.pack("<Q", 2) + b"[]", struct.pack("<Q", 2) + b"{}"],
     ids=["empty", "a pointer to another file", "a list", "no tensors"],
 )
-def test_damaged_safetensors_files(tmp_path: Path, content: bytes) -> None:
+def test_damaged_safetensors_files(tmp_path, content):
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(ModelError, match="damaged"):
         read_headers(tmp_path, "x")
 
 
-def test_a_truncated_safetensors_file(tmp_path: Path) -> None:
+def test_a_truncated_safetensors_file(tmp_path):
     tiny_models.fresh("llama").save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     os.truncate(file, file.stat().st_size - 100)

@@ -1,7 +1,5 @@
 """A model's weights are moved one behind the other, and are what they were."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import subprocess
@@ -174,7 +172,7 @@ MARGIN = 64 * 2**20  # tokenizer, modules, numba's library and loops, buffers of
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """A model of 122 MiB in bfloat16, 244 in float32."""
     folder = tmp_path_factory.mktemp("model")
     sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4, "head_dim": 128}
@@ -185,7 +183,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow("a process imports torch and loads four models")
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not tell")
-def test_weights_are_packed_one_after_the_other(folder: Path) -> None:
+def test_weights_are_packed_one_after_the_other(folder):
     ran = subprocess.run([sys.executable, "-c", LOADS, str(folder)], capture_output=True, text=True, timeout=600)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.count("\n") == 2

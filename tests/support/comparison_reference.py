@@ -350,8 +350,7 @@ class H2OReference(ComparisonReference):
     def _kept(self, layer: int, head: int, tokens: list[int], last: int) -> list[int]:
         sums, near = self.sums[layer, head], last + 1 - self.recent
         ranked = sorted(
-            (token for token in tokens if token < near and token not in self.pinned),
-            key=lambda token: -sums[token],
+            (token for token in tokens if token < near and token not in self.pinned), key=lambda token: -sums[token]
         )
         always = [token for token in tokens if token >= near or token in self.pinned]
         return ranked[: self.heavy] + always

@@ -12,13 +12,7 @@ from support.freeze_reference import FreezeReference
 from support.integrity import check_integrity
 from support.kv_steps import decode_step, forward, prefill
 from support.mode_rows import ROWS
-from support.reference import (
-    FreeKVReference,
-    FullReference,
-    SpeculativeReference,
-    StreamingReference,
-    SyncReference,
-)
+from support.reference import FreeKVReference, FullReference, SpeculativeReference, StreamingReference, SyncReference
 from support.toy_model import Toy
 from torch import Tensor
 

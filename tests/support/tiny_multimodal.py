@@ -106,10 +106,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen2_audio": ("Qwen2AudioConfig", {**TEXT, "head_dim": None, "model_type": "qwen2"}, {}),
 }
 # Configurations of their other parts
-OTHERS = {
-    "deepseek_vl_hybrid": {"high_res_vision_config": SAM_TOWER},
-    "qwen2_audio": {"audio_config": HEARING_TOWER},
-}
+OTHERS = {"deepseek_vl_hybrid": {"high_res_vision_config": SAM_TOWER}, "qwen2_audio": {"audio_config": HEARING_TOWER}}
 
 
 def config(name: str) -> Any:

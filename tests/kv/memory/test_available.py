@@ -1,7 +1,5 @@
 """Free host memory, read from trees that look like /proc and /sys/fs/cgroup."""
 
-from __future__ import annotations
-
 import resource
 from pathlib import Path
 
@@ -22,7 +20,7 @@ def tree(root: Path, files: dict[str, str]) -> Path:
 
 
 @pytest.fixture
-def proc(tmp_path: Path) -> Path:
+def proc(tmp_path):
     meminfo = f"MemTotal: 9999999 kB\nMemFree: 1 kB\nMemAvailable:    {8192 * 1024} kB\nHugePages_Total: 0\n"
     return tree(tmp_path / "proc", {"meminfo": meminfo})
 

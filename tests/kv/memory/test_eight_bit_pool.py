@@ -1,7 +1,5 @@
 """Where pages lie, what memory they take, and that memory that runs out changes nothing."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """The host pool: growth in place, pinning segment by segment, and what happens where either is refused."""
 
-from __future__ import annotations
-
 import mmap
 import weakref
 from itertools import pairwise
@@ -307,7 +305,7 @@ def test_gathering_and_scattering_are_the_views():
 
 
 @pytest.fixture
-def cuda() -> torch.device:
+def cuda():
     return torch.device("cuda", 0)
 
 

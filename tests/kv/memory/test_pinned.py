@@ -1,7 +1,5 @@
 """Pinned memory: registered segment by segment, unregistered in time, and what the CUDA runtime answers."""
 
-from __future__ import annotations
-
 import mmap
 import subprocess
 import sys
@@ -131,7 +129,7 @@ def test_the_cuda_runtimes_answers(monkeypatch):
 
 
 @pytest.fixture
-def cuda() -> torch.device:
+def cuda():
     return torch.device("cuda", 0)
 
 

@@ -1,7 +1,5 @@
 """The two orders of a layer's K/V: rows and blocks are where the view by pages has them."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest
@@ -17,7 +15,7 @@ from support.toy_model import toy
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.device_slots import EMPTY, DeviceSlots, Layout
 from kvchat.kv.memory.eight_bit_pool import FreeList
-from kvchat.kv.memory.host_pool import ByPage, QuantizedByPage, layout_of
+from kvchat.kv.memory.host_pool import QuantizedByPage, layout_of
 
 PAGES, HEADS, PAGE, D = 6, 3, 8, 16
 
@@ -27,7 +25,7 @@ def geometry(unified: bool, d: int = D) -> Geometry:
 
 
 @pytest.fixture(params=[False, True], ids=["by page", "by head"])
-def arranged(request) -> tuple[ByPage, torch.Tensor, int]:
+def arranged(request):
     """A layout, a table whose elements all differ, and the tokens there is room for."""
     found = layout_of(geometry(request.param))
     nbytes = found.reserved_bytes(PAGES * PAGE)

@@ -1,7 +1,5 @@
 """Pinned messages: every mode attends to its own set and to them, each token once, held against dense attention."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.kv_run import Run

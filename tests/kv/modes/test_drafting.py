@@ -1,7 +1,5 @@
 """Prompt lookup: what is drafted, and when."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 
 import pytest

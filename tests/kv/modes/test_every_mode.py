@@ -1,7 +1,5 @@
 """Every mode against the independent reference: the sets and, under them, dense attention (E2, E3)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 

@@ -1,7 +1,5 @@
 """FreeKV: tau's two ends, counters, what moves, what is refused. The sets themselves: test_every_mode.py."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.kv_run import Run

@@ -1,7 +1,5 @@
 """Freeze mode on a kv: its slots and memory, its budget and floor, what queries name, turns, truncation, switches."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

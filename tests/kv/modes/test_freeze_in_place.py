@@ -1,7 +1,5 @@
 """In unified memory freeze reads what its table names where it is stored: the same tokens, and nothing moves."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.freeze_run import EARLY, FreezeRun, ruled
@@ -29,7 +27,7 @@ def test_the_same_tokens_are_read_as_in_slots(params, windowed, compiled, monkey
     assert here.kv.state.slots[0].layout.in_place > slots.kv.state.slots[0].layout.in_place
     fewest = 300
 
-    def go_on(steps: int) -> None:
+    def go_on(steps):
         nonlocal fewest
         for _ in range(steps):
             for run in (here, slots):

@@ -1,7 +1,5 @@
 """Freeze's timers against the paper's numbers and a simulation in plain Python, written from the definition."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from dataclasses import replace
 
@@ -186,7 +184,7 @@ def test_an_answer_that_is_asked_for_again_reads_what_it_read(params, fails_at):
     run.step(40)
     drawn = run.random.get_state()
 
-    def answered(new: int) -> set[int]:
+    def answered(new):
         """What the 20th token of an answer reads; of the prompt of 290 tokens the last ``new`` are read now."""
         run.random.set_state(drawn)
         run.prefill(new)
@@ -223,7 +221,7 @@ def forget(run: FreezeRun, tokens: int, fails_at: int) -> None:
 
 
 @pytest.mark.parametrize("prompt", [0, 20])
-def test_a_conversation_of_no_tokens_has_no_prompt_whose_timers_come_back(prompt: int) -> None:
+def test_a_conversation_of_no_tokens_has_no_prompt_whose_timers_come_back(prompt):
     timers = Timers(FreezeParameters(), torch.device("cpu"))
     timers.begin_answer(prompt, is_new=bool(prompt))
     timers.truncate(0)

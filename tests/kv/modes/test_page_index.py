@@ -1,7 +1,5 @@
 """Indexes of pages: made of a prefill's keys, read back by a page at most, forgotten where it fails."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 
 import pytest

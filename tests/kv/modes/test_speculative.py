@@ -1,7 +1,5 @@
 """speculative: how a budget is shared out, whose query chooses, the compiled loops, what is refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """streaming against the paper: the table of vectors, the saw-tooth of real steps, the sinks' geometry (E4)."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -185,7 +183,7 @@ CONTEXT, CHUNK = 100, 30
 
 
 @pytest.fixture
-def moving() -> MovingBase:
+def moving():
     return MovingBase(CONTEXT, (None,), CHUNK)
 
 

@@ -1,7 +1,5 @@
 """Sync: schedule and what moves; its sets and outputs are in the tables of ``tests/kv``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -144,10 +142,7 @@ def test_without_offload_the_sets_are_the_same_and_nothing_moves():
     assert runs[1].kv.state.transfer.totals.moved == 0
     assert runs[1].kv.device_bytes > 1.5 * runs[0].kv.device_bytes
     assert runs[1].kv.mode.report().stats["of full's memory"] == "100%"
-    assert ["100% of full" in "".join(run.kv.mode.report().badges) for run in runs] == [
-        False,
-        True,
-    ]
+    assert ["100% of full" in "".join(run.kv.mode.report().badges) for run in runs] == [False, True]
 
 
 @pytest.mark.parametrize(("stored", "warns"), [(600, False), (1400, True), (3000, False)])

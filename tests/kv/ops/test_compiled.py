@@ -1,7 +1,5 @@
 """The compiled loops are there, and go on where their cache cannot be kept."""
 
-from __future__ import annotations
-
 import sys
 
 import numba

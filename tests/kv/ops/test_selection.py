@@ -1,7 +1,5 @@
 """What is selected: bounds, the best pages, and slots of which those that are wanted again stay."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.eight_bit_run import EightBitRun
@@ -20,7 +18,7 @@ HEADS, GROUP, D, PAGE = 3, 2, 16, 8
 
 
 @pytest.fixture
-def draw() -> torch.Generator:
+def draw():
     return torch.Generator().manual_seed(3)
 
 

@@ -1,9 +1,5 @@
 """The compiled loops over blocks of weights give the numbers of the gguf package and of torch, to the last bit."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -31,7 +27,7 @@ def blocks_of(name: str, count: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", sorted(gguf.LOOPED))
-def test_blocks_are_unpacked_as_by_the_package(tmp_path: Path, name: str) -> None:
+def test_blocks_are_unpacked_as_by_the_package(tmp_path, name):
     blocks = blocks_of(name, 20_000)
     elements = gguf_file.TYPES[NUMBER_OF[name]][1]
     (tmp_path / "x").write_bytes(bytes(32) + blocks.tobytes())
@@ -41,7 +37,7 @@ def test_blocks_are_unpacked_as_by_the_package(tmp_path: Path, name: str) -> Non
     assert np.array_equal(gguf.values(tensor).numpy(), expected.reshape(100, -1))
 
 
-def test_a_type_without_a_loop_is_unpacked_too(tmp_path: Path) -> None:
+def test_a_type_without_a_loop_is_unpacked_too(tmp_path):
     blocks = blocks_of("Q2_K", 64)
     blocks[:, 80:84] = 0  # scales: else some are NaN
     (tmp_path / "x").write_bytes(blocks.tobytes())
@@ -51,7 +47,7 @@ def test_a_type_without_a_loop_is_unpacked_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("of_4_bits", [True, False])
 @pytest.mark.parametrize("shape", [(16, 32), (1536, 576), (2048, 2048)])
-def test_levels_of_4_bits_are_those_of_torch(shape: tuple[int, int], of_4_bits: bool) -> None:
+def test_levels_of_4_bits_are_those_of_torch(shape, of_4_bits):
     torch.manual_seed(0)
     steps = torch.randint(0, 16, shape) * torch.rand(shape[0], 1) - 0.3  # some in fewer levels, some in none
     weight = torch.where(torch.rand(shape[0], 1) < 0.5, steps, torch.randn(shape))

@@ -1,7 +1,5 @@
 """Weights of 4 bits on a CPU: products against those of the weights they stand for."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

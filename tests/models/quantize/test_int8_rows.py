@@ -1,7 +1,5 @@
 """Weights of 8 bits on a CPU: products against those of the weights they stand for."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

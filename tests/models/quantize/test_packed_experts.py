@@ -1,7 +1,5 @@
 """Experts of 8 and 4 bits: outputs against transformers' own loop over the weights that they stand for."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support import tiny_models

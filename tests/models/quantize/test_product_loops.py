@@ -1,7 +1,5 @@
 """The product of packed weights with one token, against float64; with what a layer does before and after it."""
 
-from __future__ import annotations
-
 import numba
 import numpy as np
 import pytest

@@ -164,8 +164,7 @@ def test_4_bits_on_a_gpu():
 # ---- int8 and int4 by torchao -----------------------------------------------------------------------
 
 needs_torchao = pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("torchao", "accelerate")),
-    reason="torchao is not installed",
+    any(importlib.util.find_spec(name) is None for name in ("torchao", "accelerate")), reason="torchao is not installed"
 )
 
 
@@ -182,10 +181,7 @@ def test_without_torchao_the_command_is_named_for_a_gpu(nothing_installed, quant
 
 @pytest.mark.parametrize(
     ("dtype", "capability", "refusal"),
-    [
-        (torch.float16, (9, 0), r"bfloat16.* float16"),
-        (torch.bfloat16, (7, 5), r"8\.0.*7\.5.*int8 or nf4"),
-    ],
+    [(torch.float16, (9, 0), r"bfloat16.* float16"), (torch.bfloat16, (7, 5), r"8\.0.*7\.5.*int8 or nf4")],
 )
 def test_int4_that_a_gpu_cannot_multiply_is_refused(monkeypatch, dtype, capability, refusal):
     monkeypatch.setattr(libraries, "absent", lambda name: [])
