@@ -46,41 +46,26 @@ def test_what_is_written_anew_after_a_truncation_is_what_is_read(row, to):
 # ---- failures
 
 
-def fail_in_step(run: Run) -> None:
-    with decode_step(run.kv), forward(run.kv):
-        for i in range(2):
-            run.kv.attention(i, *run.toy.qkv(i, [900], 140), run.toy.specs[i])
-        out_of_memory()
-
-
-def fail_in_prefill(run: Run) -> None:
-    with prefill(run.kv, 2):
-        run.kv.attention(0, *run.toy.qkv(0, [900, 901], 120), run.toy.specs[0])
-        out_of_memory()
+def fail_in_step(run):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run.kv, "forward_end", out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            run.step_alone()
 
 
 @pytest.mark.parametrize("row", CORE)
 def test_a_step_that_fails_stores_nothing_and_the_next_one_is_right(row):
-    mode, params = ROWS[row]
-    run = Run(toy(PLAIN, page=8), mode, **params)
+    run = Run.of_row(row, toy(PLAIN, page=8))
     run.prefill(120)
     run.step(20)
     before = stored_rows(run.kv)
-    with pytest.raises(torch.OutOfMemoryError):
-        fail_in_step(run)
+    fail_in_step(run)
     assert run.kv.total == 140
     assert all(torch.equal(a, b) for a, b in zip(stored_rows(run.kv), before, strict=True))
-    if mode != "streaming":  # what was kept before the step is kept after it, and nothing else
+    if run.kv.mode.name != "streaming":  # what was kept before the step is kept after it, and nothing else
         run.reference.enter(140)
     run.step(20)
     run.check()
-
-
-def step_alone(run: Run) -> None:
-    """A step without the reference, which knows nothing of what an aborted one left in scores and queries."""
-    with decode_step(run.kv), forward(run.kv):
-        for i in range(2):
-            run.kv.attention(i, *run.toy.qkv(i, [900], run.kv.total), run.toy.specs[i])
 
 
 CHANGES = {"move_shared": TorchOps, "move_pages": CpuOps, "move_tokens": TorchOps, "end_step": StepTimer}
@@ -103,12 +88,12 @@ def test_steps_cut_short_where_slots_change_leave_no_false_slot(row, name, when,
         before = stored_rows(run.kv)
         with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
             patch.setattr(owner, name, cut)
-            step_alone(run)
+            run.step_alone()
         assert int(run.kv.state.position) == run.kv.total
         check_integrity(run.kv.state)
         for now, then in zip(stored_rows(run.kv), before, strict=True):
             assert torch.equal(now[:, :, : then.shape[2]], then)
-        step_alone(run)
+        run.step_alone()
         check_integrity(run.kv.state)
 
 
@@ -120,8 +105,7 @@ def test_slots_that_cannot_be_filled_again_now_are_before_the_next_step(row, mon
     before = [(slots.table >= 0).sum() for slots in run.kv.state.slots]
     with monkeypatch.context() as patch:
         patch.setattr(TorchOps, "move_picked", out_of_memory)
-        with pytest.raises(torch.OutOfMemoryError):
-            fail_in_step(run)
+        fail_in_step(run)
     with decode_step(run.kv):
         held = [(slots.table >= 0).sum() for slots in run.kv.state.slots]
         with forward(run.kv):
@@ -132,10 +116,11 @@ def test_slots_that_cannot_be_filled_again_now_are_before_the_next_step(row, mon
 
 
 def test_a_prefill_that_fails_stores_nothing():
-    run = Run(toy(PLAIN, page=8), "streaming", **ROWS["streaming"][1])
+    run = Run.of_row("streaming", toy(PLAIN, page=8))
     run.prefill(120)
-    with pytest.raises(torch.OutOfMemoryError):
-        fail_in_prefill(run)
+    with suppress(torch.OutOfMemoryError), prefill(run.kv, 2):
+        run.kv.attention(0, *run.toy.qkv(0, [900, 901], 120), run.toy.specs[0])
+        out_of_memory()
     run.kv.refill()
     run.reference.enter(120)
     run.step(20)
@@ -144,8 +129,7 @@ def test_a_prefill_that_fails_stores_nothing():
 
 @pytest.mark.parametrize("mode", ["full", "speculative"])
 def test_slots_that_cannot_grow_now_grow_later(mode, monkeypatch):
-    params = ROWS[mode][1]
-    run = Run(toy(PLAIN, page=8), mode, **params)
+    run = Run.of_row(mode, toy(PLAIN, page=8))
     run.prefill(100)
     while run.kv.total < run.kv.state.capacity:
         run.step()
@@ -186,16 +170,6 @@ def test_turns_are_one_prefill_of_the_transcript():
         torch.testing.assert_close(a, b, atol=2e-6, rtol=0)
 
 
-@pytest.mark.parametrize("row", CORE)
-def test_the_next_turns_prefill_is_exact_in_every_mode(row):
-    """Run checks every prefill against everything stored; here the turns alternate often."""
-    run = Run.of_row(row, toy(PLAIN, page=8))
-    for turn in range(6):
-        run.prefill(1 + 14 * turn % 40, chunk=16)
-        run.step(5)
-    run.check()
-
-
 def test_a_step_in_an_empty_store():
     run = Run(toy(PLAIN), "full")
     run.step(3)
@@ -223,21 +197,19 @@ def test_a_pool_that_cannot_be_pinned_any_more_is_read_by_other_ops(monkeypatch)
 
 
 def test_a_truncation_that_fails_reads_everything_again_afterwards(monkeypatch):
-    run = Run(toy(PLAIN, page=8), "streaming", **ROWS["streaming"][1])
+    run = Run.of_row("streaming", toy(PLAIN, page=8))
     run.prefill(200)
     run.step(20)
     with monkeypatch.context() as patch:
         patch.setattr(Transfer, "load_table", out_of_memory)
         with pytest.raises(torch.OutOfMemoryError):
             run.kv.truncate(40)
-    other = Run(toy(PLAIN, page=8), "streaming", **ROWS["streaming"][1])
+    other = Run.of_row("streaming", toy(PLAIN, page=8))
     other.prefill(200)
     other.step(20)
     other.truncate(40)
     for each in (run, other):
-        with decode_step(each.kv), forward(each.kv):
-            for layer in range(each.toy.geometry.layers):
-                each.kv.attention(layer, *each.toy.qkv(layer, [900], 40), each.toy.specs[layer])
+        each.step_alone()
     assert torch.equal(attended(run.kv.state, 0), attended(other.kv.state, 0))
     check_integrity(run.kv.state)
 
@@ -260,8 +232,8 @@ def test_what_was_put_back_is_what_was_stored(row):
     run.prefill(300)
     run.step(5)
     kv, start = run.kv, 117  # inside a page
-    stored = [torch.stack(kv.state.host.dense(layer, kv.total)).clone() for layer in range(kv.state.geometry.layers)]
-    query, pinned = kv.state.query.clone(), kv.state.control.clone()
+    stored = stored_rows(kv)
+    query, control = kv.state.query.clone(), kv.state.control.clone()
     checkpoint = take_checkpoint(kv.state, start)
     kv.truncate(start)
     for layer in kv.state.host.layers:
@@ -269,10 +241,9 @@ def test_what_was_put_back_is_what_was_stored(row):
     kv.restore(checkpoint)
     kv.switch(run.mode(mode, **params))
     assert kv.total == 305
-    for layer, before in enumerate(stored):
-        assert torch.equal(torch.stack(kv.state.host.dense(layer, kv.total)), before)
+    assert all(map(torch.equal, stored_rows(kv), stored))
     assert torch.equal(kv.state.query, query)
-    assert torch.equal(kv.state.control, pinned)
+    assert torch.equal(kv.state.control, control)
     check_integrity(kv.state)
 
 

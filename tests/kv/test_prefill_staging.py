@@ -1,20 +1,15 @@
 """A prefill through buffers on the device: the same as on the host, in order, and with what the plan foretells."""
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from kvchat.kv import prefill as prefill_module
 from kvchat.kv.geometry import Geometry
 from kvchat.kv.memory.eight_bit_pool import EightBitPool
 from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.prefill import DirectPrefill, StagedPrefill, prefill_over
-from kvchat.kv.transfer import SideStream
 
 CPU = torch.device("cpu")
 
@@ -145,77 +140,7 @@ def test_the_plan_foretells_the_buffers(stored, new):
     assert made.all.nbytes + made.earlier.nbytes + made.new.nbytes == prefill_module.staging_bytes(g, stored, new)
 
 
-# ---- order: what runs aside and what runs on the main stream may meet only across a join
-
-
-class Races(TorchDispatchMode):
-    """Notes operations of the main stream on memory that something aside may be using, unless both only read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-        self.inside = False
-        self.side_stream: dict[int, bool] = {}
-        self.copies_aside = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if not func.is_view:
-            names = [argument.name for argument in func._schema.arguments]
-            for argument, given_ in zip(func._schema.arguments, args, strict=False):
-                writes = argument.alias_info is not None and argument.alias_info.is_write
-                for tensor in (x for x in tree_leaves(given_) if isinstance(x, torch.Tensor)):
-                    self._touch(func, tensor.untyped_storage().data_ptr(), writes, names)
-        return func(*args, **(kwargs or {}))
-
-    def _touch(self, func, storage, writes, names):
-        if self.inside:
-            self.copies_aside += writes
-            self.side_stream[storage] = self.side_stream.get(storage, False) or writes
-        elif storage in self.side_stream and (writes or self.side_stream[storage]):
-            self.found.append(str(func))
-
-
-@contextmanager
-def watched(monkeypatch):
-    races = Races()
-
-    class Watched(SideStream):
-        @contextmanager
-        def __call__(self, *inputs):
-            races.inside = True
-            yield
-            races.inside = False
-
-        def join(self):
-            races.side_stream.clear()
-
-    monkeypatch.setattr(prefill_module, "SideStream", Watched)
-    with races:
-        yield races
-
-
-def test_nothing_meets_across_the_streams_without_a_join(monkeypatch):
-    g = geometry()
-    host = HostPool(g, CPU)
-    with watched(monkeypatch) as races:
-        for seed, tokens in enumerate((20, 13)):
-            run(StagedPrefill, host, new_kv(g, tokens, seed))
-            contents(host)
-    assert races.found == []
-    # Of each layer: what is new there goes out, what was earlier comes in.
-    assert races.copies_aside >= 4 * g.layers
-
-
-def test_a_missing_join_would_be_found(monkeypatch):
-    g = geometry()
-    host = HostPool(g, CPU)
-    with watched(monkeypatch) as races:
-        monkeypatch.setattr(prefill_module.SideStream, "join", lambda self: None)
-        run(StagedPrefill, host, new_kv(g, 20, 0))
-    assert races.found
-
-
-# ---- on a GPU
+# ---- on a GPU; the fake one sees what two streams do to one memory without a join
 
 
 @pytest.mark.cuda

@@ -99,6 +99,12 @@ class Run:
             outputs = self._step(self._new_ids(1))
         return outputs
 
+    def step_alone(self) -> None:
+        """A step that the reference does not follow: after a failure it knows nothing of scores and queries."""
+        with decode_step(self.kv), forward(self.kv):
+            for layer, spec in enumerate(self.toy.specs):
+                self.kv.attention(layer, *self.toy.qkv(layer, [900], self.kv.total), spec)
+
     def switch(self, mode: str, **params: Any) -> int:
         moved = self.kv.switch(self.mode(mode, **params))
         self._refer()

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from support.kv_run import Run
-from support.kv_steps import decode_step, forward
 from support.memory import stored_rows
 from support.mode_rows import COMPARED, MIXED, ROWS
 from support.toy_model import toy
@@ -154,9 +153,7 @@ def test_queries_are_put_back_with_what_is_stored():
     kv.restore(checkpoint)
     assert kv.state.prompt.span == span
     assert torch.equal(kv.state.prompt.rows, rows)
-    with decode_step(kv), forward(kv):
-        for layer in range(2):
-            kv.attention(layer, *run.toy.qkv(layer, [900], 120), run.toy.specs[layer])
+    run.step_alone()
     assert kv.state.prompt.span == span, "a decoded token asks nothing"
 
 
