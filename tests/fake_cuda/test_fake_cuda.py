@@ -194,11 +194,10 @@ def test_a_conversation_gives_back_all_it_took():
     assert (gpu.allocated, gpu.pinned) == before
 
 
-@pytest.mark.parametrize("tau", [-2.0, 0.7, 2.0])
-def test_what_a_step_wants_is_counted_once_where_pages_are_chosen_ahead(tau):
+def test_what_a_step_wants_is_counted_once_where_pages_are_chosen_ahead():
     """A correction replaces what was counted already: the hit rate was taken over twice as much (audit, 3)."""
     model = llama(torch.float32)
-    one = runner_of(model, "speculative", budget=128, sink=8, window=32, tau=tau)
+    one = runner_of(model, "speculative", budget=128, sink=8, window=32, tau=0.7)
     prefilled(one, token_ids(300))
     slots, transfer = one.kv.state.slots[-1], one.kv.state.transfer
     one.step(1)
@@ -310,14 +309,15 @@ def test_recall_is_timed_by_events_in_graphs_too(row, monkeypatch):
 def test_memory_that_the_device_sees_elsewhere_keeps_kernels_and_graphs(row, monkeypatch):
     """As in WSL2; each time the pool grows its address is another one, and a graph of before is not replayed."""
     monkeypatch.setattr(gpu, "elsewhere", True)
+    monkeypatch.setitem(GROWTH_HEADROOM, "cuda", 32)  # it grows soon
     model = llama(torch.bfloat16)
     one, eager = ModelRunner(model, mode_of(model, row)), ModelRunner(model, mode_of(model, row))
     eager.graphs = GraphRunner(eager.kv, None)
     host = one.kv.state.host
     for each in (one, eager):
-        prefilled(each, token_ids(host.capacity - 3))
+        prefilled(each, token_ids(host.capacity - 2))
     addresses = set()
-    for token in token_ids(7, seed=1):
+    for token in token_ids(5, seed=1):
         assert torch.equal(one.step(token), eager.step(token))
         addresses.add(host.rows(0).data_ptr())
     assert len(addresses) == 2, "it grew"

@@ -1,4 +1,4 @@
-"""Run the tests marked cuda on the fake CUDA device (tests/support/fake_cuda), each part in a process of its own."""
+"""Run the tests marked cuda on the fake CUDA device (tests/support/fake_cuda), in a process of its own."""
 
 import os
 import subprocess
@@ -21,35 +21,22 @@ LONG = (
     "change_no_bit and dtype0 or 8_bit and speculative or switches and (reuse or freeze-paper) or pinned or is_resident"
     " or guess or staged or the_cpu or first_layer"
 )
-# As few as keep two workers busy to the end: each loads torch and transformers, and holds the kernels to the reference.
-PARTS = {
-    "fake device, two of them, host pool, prefill, sampling, faults, a fixed change rate": [
-        "tests/bench/test_fixed_change_rate.py",
-        "--deselect=tests/bench/test_fixed_change_rate.py::test_on_a_gpu_exactly_the_fixed_share_of_tokens_moves[0.0]",
-        "tests/fake_cuda/test_fake_cuda.py",
-        "tests/kv/memory/test_host_pool.py",
-        "tests/kv/memory/test_pinned.py",
-        "tests/kv/test_prefill_staging.py",
-        "tests/engine/test_sampler.py",
-        "tests/engine/test_session_faults.py",
-        "tests/engine/test_auto.py",
-        "tests/engine/test_gpus.py",
-    ],
-    "graphs, 8-bit pages, switches, pinned messages, tokens read over the link": [
-        "tests/engine/test_cuda.py",
-        "-k",
-        LONG if WHOLE else SHORT,
-    ],
-}
+# One process: it loads torch and transformers, and holds the kernels to the reference.
+FILES = [
+    *("bench/test_fixed_change_rate", "fake_cuda/test_fake_cuda", "kv/memory/test_host_pool", "kv/memory/test_pinned"),
+    *("kv/test_prefill_staging", "engine/test_sampler", "engine/test_session_faults", "engine/test_auto"),
+    *("engine/test_gpus", "engine/test_cuda"),
+]
+SELECTED = f"not test_cuda and not (fixed_share_of_tokens and 0.0) or test_cuda and ({LONG if WHOLE else SHORT})"
 
 
 @pytest.mark.slow("all that is marked cuda runs on the fake device")
-@pytest.mark.parametrize("part", PARTS)
-def test_on_the_fake_cuda_device(part):
+def test_on_the_fake_cuda_device():
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("there is a GPU: pytest -m cuda")
     pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "--fake-cuda", "-m", "cuda", *PARTS[part]]
+    options = ["-n", "0", "-q", "--fake-cuda", "-m", "cuda", "-k", SELECTED]
+    command = [sys.executable, "-m", "pytest", *options, *(f"tests/{file}.py" for file in FILES)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment["KVCHAT_TEST_FAULTS"] = str(PLACES)
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3600)

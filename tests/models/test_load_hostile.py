@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from support import tiny_models
 from support.model_folders import edit_json
 
+from kvchat.engine import template as templates
 from kvchat.engine.prompt import PromptEncoder, Stored
 from kvchat.errors import KvchatError, ModelError, UsageError
 from kvchat.models.load import load_model
@@ -114,13 +115,10 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
-def test_a_hostile_template_is_refused_in_seconds(model, template):
-    tokenizer, before = model.tokenizer, model.tokenizer.chat_template
+def test_a_hostile_template_is_refused_in_time(model, monkeypatch, template):
+    monkeypatch.setattr(templates, "SECONDS", 0.3)
+    monkeypatch.setattr(model.tokenizer, "chat_template", template)
     began = time.process_time()
-    tokenizer.chat_template = template
-    try:
-        with pytest.raises(UsageError, match=r"template (refuses|was stopped)"):
-            PromptEncoder(tokenizer).encode([Turn("user", "Hello")], Stored())
-    finally:
-        tokenizer.chat_template = before
+    with pytest.raises(UsageError, match=r"template (refuses|was stopped)"):
+        PromptEncoder(model.tokenizer).encode([Turn("user", "Hello")], Stored())
     assert time.process_time() - began < 30

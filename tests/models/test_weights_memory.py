@@ -22,29 +22,6 @@ from kvchat.models.reading import PIECE, defragment
 from kvchat.protocol.messages import Load
 from kvchat.units import size
 
-STATUS = Path("/proc/self/status")
-
-
-# Prints by how many bytes the process grows at most.
-FREEING = """
-import sys, torch
-from kvchat.models import reading
-
-def taken():
-    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("RssAnon:"))
-
-torch.ones(31 * 2**20, dtype=torch.uint8)  # once this is freed, glibc keeps what is smaller
-small, grown = [], []
-with reading.mmap_large_allocations():
-    before = taken()
-    for size in range(8, 16):
-        large = torch.ones(size * 2**20, dtype=torch.uint8)
-        small.append(torch.ones(2**10))
-        del large
-        grown.append(taken() - before)
-sys.stdout.write(str(max(grown)))
-"""
-
 
 def model(dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
@@ -122,34 +99,35 @@ def test_tied_weights_stay_tied():
     assert tied[1].weight is tied[0].weight
 
 
-def test_tensors_freed_meanwhile_are_the_systems_again():
-    """Each is larger than the room of the one before, which a small tensor closes.
-
-    In a process of its own: glibc fills the holes that other tests left first, whatever it is told.
-    """
-    if not STATUS.exists():
-        pytest.skip("the system does not tell")
-    child = subprocess.run([sys.executable, "-c", FREEING], capture_output=True, text=True, check=True, timeout=600)
-    assert int(child.stdout) < 16 * 2**20  # of 92; else 28 to 91
-
-
 # ---- Memory of the process while a model is loaded and packed, and what of it is left afterwards
 
 
-# Anonymous memory only: the pages of a file that is read are the system's. What loading anything takes, as modules and
-# the first products do, is taken before by loading the bundled model.
-LOADS = """
-import gc, sys, threading, time
-from pathlib import Path
+# The first line is by how many bytes the process grows where large tensors are freed meanwhile: each is larger than the
+# room of the one before, which a small tensor closes. Before anything else is imported, whose holes glibc would fill.
+# The others tell of a model that is loaded and packed. Anonymous memory only: the pages of a file that is read are the
+# system's. What loading anything takes, as modules and the first products do, the bundled model has taken before.
+PROGRAM = """
+import gc, sys, threading, time, torch
+from kvchat.models import reading
+
+def taken():
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("RssAnon:"))
+
+torch.ones(31 * 2**20, dtype=torch.uint8)  # once this is freed, glibc keeps what is smaller
+small, grown = [], []
+with reading.mmap_large_allocations():
+    before = taken()
+    for size in range(8, 16):
+        large = torch.ones(size * 2**20, dtype=torch.uint8)
+        small.append(torch.ones(2**10))
+        del large
+        grown.append(taken() - before)
+print(max(grown))
+
 from kvchat.models.load import load_model
-from kvchat.models.reading import malloc_trim
 from kvchat.protocol.messages import Load
 
 loaded = []
-
-def taken():
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 
 def watch():
     while not loaded:
@@ -160,7 +138,7 @@ for quantize, dtype in (("int8", "bfloat16"), ("int4", "float32")):
     load_model(Load("bundled", "cpu", dtype, quantize=quantize), lambda stage: None)
     loaded.clear()
     gc.collect()
-    malloc_trim()
+    reading.malloc_trim()
     before, peaks = taken(), []
     watching = threading.Thread(target=watch)
     watching.start()
@@ -171,23 +149,19 @@ for quantize, dtype in (("int8", "bfloat16"), ("int4", "float32")):
 MARGIN = 64 * 2**20  # tokenizer, modules, numba's library and loops, buffers of oneDNN, the self-test's results
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A model of 122 MiB in bfloat16, 244 in float32."""
-    folder = tmp_path_factory.mktemp("model")
-    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4, "head_dim": 128}
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
-    tiny_multimodal.save(tiny_models.fresh("llama", torch.bfloat16, vocab_size=8192, **sizes, **heads), folder)
-    return folder
-
-
 @pytest.mark.slow("a process imports torch and loads four models")
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not tell")
-def test_weights_are_packed_one_after_the_other(folder):
-    ran = subprocess.run([sys.executable, "-c", LOADS, str(folder)], capture_output=True, text=True, timeout=600)
+def test_what_is_freed_is_the_systems_again_and_weights_are_packed_one_after_the_other(tmp_path):
+    """A model of 122 MiB in bfloat16, 244 in float32."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4, "head_dim": 128}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    tiny_multimodal.save(tiny_models.fresh("llama", torch.bfloat16, vocab_size=8192, **sizes, **heads), tmp_path)
+    ran = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, timeout=600)
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.count("\n") == 2
-    for line in ran.stdout.splitlines():
+    grown, *measured = ran.stdout.splitlines()
+    assert int(grown) < 16 * 2**20  # of 92; else 28 to 91
+    assert len(measured) == 2
+    for line in measured:
         peak, left, weights = map(int, line.split())
         # A piece of weights is there twice while it is laid out; the allocator may keep as much again meanwhile.
         assert peak < weights + 2 * PIECE + MARGIN

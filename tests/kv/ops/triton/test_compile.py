@@ -5,12 +5,10 @@ import os
 import re
 import subprocess
 import sys
-from itertools import product
 from pathlib import Path
 
 import pytest
 from support.grids import WHOLE
-from support.random_kv import DTYPES, WIDTHS
 
 import kvchat
 from kvchat.kv.ops import triton
@@ -48,12 +46,6 @@ OF_WIDTH = (
 def least_shared(capability):
     """Bytes that a program gets on every GPU of the generation."""
     return (64 if capability < 80 else 99) * 1024
-
-
-def test_every_generation_compiles_both_dtypes_and_every_width_in_the_long_form():
-    cells, dtypes = CELLS + OTHER_CELLS, [str(dtype).removeprefix("torch.") for dtype in DTYPES]
-    assert {cell[:2] for cell in cells} == set(product((75, 80, 86, 89, 90, 100, 120), dtypes))
-    assert {cell[1:] for cell in cells} == set(product(dtypes, WIDTHS))
 
 
 @pytest.mark.slow("Triton compiles every kernel")
