@@ -170,12 +170,6 @@ def test_only_whole_ones_are_asked_for(monkeypatch):
         assert all(address % HUGE_PAGE == 0 for address, _ in asked)
 
 
-def test_what_lies_there_stays():
-    memory = torch.arange(HUGE_PAGE, dtype=torch.int32)
-    pinned.use_huge_pages(memory)
-    assert torch.equal(memory, torch.arange(HUGE_PAGE, dtype=torch.int32))
-
-
 def test_where_there_is_no_such_call_nothing_happens(monkeypatch):
     monkeypatch.setattr(pinned, "_libc", lambda: None)
     pinned.use_huge_pages(torch.zeros(2 * HUGE_PAGE, dtype=torch.uint8))

@@ -3,8 +3,7 @@
 import pytest
 import torch
 from support.kv_run import Run
-from support.memory import stored_rows
-from support.mode_rows import COMPARED, MIXED, ROWS
+from support.mode_rows import COMPARED, ROWS
 from support.toy_model import toy
 
 from kvchat.config.modes import mode_names, parse, registered
@@ -40,37 +39,6 @@ def test_the_window_of_heads_that_retrieve_nothing_grows_with_the_prompt():
 
 
 @pytest.mark.parametrize("row", COMPARED)
-def test_entered_in_the_middle_of_an_answer_and_left_again_no_stored_byte_changes(row):
-    mode, params = ROWS[row]
-    run = Run(toy(("plain", "plain"), page=8, group=1), "full")
-    run.prefill(130)
-    run.step(20)
-    before = stored_rows(run.kv)
-    run.switch(mode, **params)
-    assert all(torch.equal(a, b) for a, b in zip(stored_rows(run.kv), before, strict=True))
-    run.step(10)
-    run.switch("full")
-    run.step(2)
-    run.switch(mode, **params)
-    run.step(10)
-    run.check()
-
-
-@pytest.mark.parametrize("row", COMPARED)
-def test_with_room_for_everything_they_are_full_mode(row):
-    mode, params = ROWS[row]
-    roomy, full = Run(toy(MIXED, page=8), mode, **params | {"budget": 1000}), Run(toy(MIXED, page=8), "full")
-    if mode == "razor":
-        roomy.switch(mode, share=1.0)
-    for run in (roomy, full):
-        run.prefill(130, chunk=64)
-    for _ in range(10):
-        for one, other in zip(roomy.step(), full.step(), strict=True):
-            torch.testing.assert_close(one, other, atol=2e-6, rtol=0)
-        assert roomy.kv.step.exact
-
-
-@pytest.mark.parametrize("row", COMPARED)
 def test_a_step_is_exact_as_long_as_nothing_is_dropped(row):
     run = Run.of_row(row, toy(("plain", "plain", "plain"), page=8, kv_heads=1))
     run.prefill(20)
@@ -81,16 +49,6 @@ def test_a_step_is_exact_as_long_as_nothing_is_dropped(row):
     assert not any(exact and not all_read for exact, all_read in told)
     if ROWS[row][0] not in ASKING[:3]:  # those keep whatever is decoded
         assert not told[-1][0]
-
-
-@pytest.mark.parametrize("row", COMPARED)
-def test_memory_is_what_was_predicted(row):
-    mode, params = ROWS[row]
-    run = Run(toy(("plain", "plain", "plain"), page=8), mode, **params)
-    run.prefill(300)
-    run.step(3)
-    predicted = run.kv.mode.plan(run.kv.state.capacity).device_bytes(run.toy.geometry)
-    assert run.kv.device_bytes == predicted
 
 
 def test_they_are_a_group_of_their_own():

@@ -141,23 +141,6 @@ def test_every_mode_is_dense_attention_over_rounded_pages(row, unified):
     assert all(run.kv.state.host.quantized[:-1])
 
 
-@pytest.mark.parametrize("row", ["full", "streaming", "speculative", "sync", "freeze-budget"])
-def test_pinned_messages_are_read_from_pages_of_both_kinds(row):
-    mode, params = ROWS[row]
-    run = EightBitRun(toy(("plain", "plain"), page=8, unified=True), mode, quantizes=False, **params)
-    run.prefill(60)
-    run.set(True)
-    run.prefill(90)
-    run.pin([*range(30, 35), *range(60, 85)])
-    run.step(25)
-    run.check()
-    run.pin([*range(60, 64)])
-    run.prefill(20)
-    run.step(9)
-    run.check()
-    assert all(bool(attended(run.kv.state, layer)[:, 60:64].all()) for layer in range(2))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("row", ["full", "full-resident", "speculative"])
 def test_half_precision_windows_caps_and_learned_sinks(row, dtype):
@@ -168,7 +151,7 @@ def test_half_precision_windows_caps_and_learned_sinks(row, dtype):
 
 
 @pytest.mark.parametrize("row", ["full", "streaming", "freeze", "sync", "speculative"])
-def test_pages_of_both_kinds_are_one_conversation_through_every_switch(row):
+def test_pages_of_both_kinds_are_one_conversation_through_every_switch_pinned_messages_too(row):
     run = EightBitRun(toy(("plain", "plain"), page=8, unified=True), "full", quantizes=False)
     mode, params = ROWS[row]
     run.prefill(70)
@@ -176,6 +159,7 @@ def test_pages_of_both_kinds_are_one_conversation_through_every_switch(row):
     run.step(21)
     run.switch(mode, **params)
     run.prefill(20)
+    run.pin([*range(30, 35), *range(60, 85)])
     run.step(5)
     run.set(False)
     run.step(20)
@@ -183,6 +167,10 @@ def test_pages_of_both_kinds_are_one_conversation_through_every_switch(row):
     quantized = run.kv.state.host.quantized
     assert quantized[:14] == [False] * 8 + [True] * 6
     assert quantized[-2:] == [False] * 2
+    run.pin([*range(60, 64)])
+    run.prefill(20)
+    run.step(4)
+    assert all(bool(attended(run.kv.state, layer)[:, 60:64].all()) for layer in range(2))
     run.switch("full")
     run.step(9)
     run.check()

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from kvchat.models.fuse.modules import MergedLinear, Norm, Operations, Output, merge
+from kvchat.models.fuse.modules import MergedLinear, Norm, Operations, Output
 
 NORM = Norm(torch.linspace(0.5, 1.5, 16), 1e-5)
 
@@ -35,16 +34,6 @@ def no_gradients():
         yield
 
 
-@pytest.mark.parametrize("norm", [None, NORM])
-@pytest.mark.parametrize("with_residual", [False, True])
-def test_a_projection_with_norm_and_residual(norm, with_residual):
-    x, weight, bias, residual = random(1, 3, 16), random(8, 16), random(8), random(1, 3, 8)
-    normed = x if norm is None else norm.weight * x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt()
-    expected = normed @ weight.T + bias + (residual if with_residual else 0)
-    measured = Operations(None).project(x, weight, bias, norm, residual if with_residual else None)
-    torch.testing.assert_close(measured, expected, atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_a_norm_in_float16_with_weights_in_float32(tokens):
     """transformers keeps some models' norms in float32; and 60,000 times a weight is more than float16 holds."""
@@ -54,37 +43,9 @@ def test_a_norm_in_float16_with_weights_in_float32(tokens):
     torch.testing.assert_close(normed, torch.full_like(x, 2.0))
 
 
-def test_gate_and_up():
-    x, gate, up = random(1, 2, 16), random(24, 16), random(24, 16) + 1
-    normed = Operations(None).normed(x, NORM)
-    expected = F.silu(normed @ gate.T) * (normed @ up.T)
-    torch.testing.assert_close(Operations(None).gated(x, torch.cat([gate, up]), NORM), expected)
-
-
-def test_the_rotation_follows_new_angles():
-    """The signed sine is kept while the same tensor arrives, and only then."""
-    operations, query, key = Operations(None), random(1, 4, 3, 8), random(1, 2, 3, 8)
-    for step in range(2):
-        angle = random(1, 3, 4) + step
-        cos, sin = (torch.cat([part, part], -1) for part in (angle.cos(), angle.sin()))
-        for x, rotated in zip((query, key), operations.rotate(query, key, cos, sin), strict=True):
-            low, high = x.chunk(2, -1)
-            expected = torch.cat([low * angle.cos() - high * angle.sin(), high * angle.cos() + low * angle.sin()], -1)
-            torch.testing.assert_close(rotated, expected)
-
-
 def test_angles_in_float32_leave_heads_in_their_own_dtype():
     heads, cos, sin = random(1, 6, 3, 8).bfloat16(), random(1, 3, 8), random(1, 3, 8)
     assert {part.dtype for part in Operations(None).rotate(heads[:, :4], heads[:, 4:], cos, sin)} == {torch.bfloat16}
-
-
-@pytest.mark.parametrize("tokens", [1, 3])
-def test_queries_and_keys_rotate_together_as_alone(tokens):
-    heads, cos, sin = random(1, 6, tokens, 8), random(1, tokens, 8), random(1, tokens, 8)
-    alone = Operations(None).rotate(heads[:, :4], heads[:, 4:], cos, sin)
-    together = Operations(None).rotate_together(heads.clone(), 4, cos, sin)
-    for one, other in zip(alone, together, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
 def test_kernels_get_single_tokens_only():
@@ -97,16 +58,6 @@ def test_kernels_get_single_tokens_only():
     operations.gated(random(1, 2, 16), weight, NORM)
     operations.project(random(1, 32)[:, ::2], weight)  # not contiguous
     assert kernels.calls == ["project", "gated"]
-
-
-def test_merged_parameters_are_views():
-    parameters = [nn.Parameter(random(2, 4)), nn.Parameter(random(3, 4))]
-    before = [parameter.clone() for parameter in parameters]
-    merged = merge(parameters)
-    assert torch.equal(merged, torch.cat(before))
-    merged[2:].zero_()
-    assert torch.equal(parameters[0], before[0])
-    assert not parameters[1].any()
 
 
 def test_a_merged_linear_computes_once_and_keeps_nothing():

@@ -17,22 +17,11 @@ from kvchat.models.fuse import kernels
 CELLS = [(80, "float16", 80)]
 # A minute or more each. Compute capability 7.5 has no bfloat16, but a checkpoint's own dtype is taken there too.
 OTHER_CELLS = [
-    (75, "float16", 128),
-    (75, "bfloat16", 64),
-    (75, "float16", 256),
-    (80, "bfloat16", 128),
-    (86, "bfloat16", 64),
-    (86, "float16", 96),
-    (89, "bfloat16", 80),
-    (89, "float16", 256),
-    (90, "float16", 64),
-    (90, "bfloat16", 128),
-    (100, "bfloat16", 256),
-    (100, "float16", 64),
-    (120, "bfloat16", 96),
-    (120, "float16", 128),
+    *[(75, "float16", 128), (75, "bfloat16", 64), (75, "float16", 256), (80, "bfloat16", 128), (86, "bfloat16", 64)],
+    *[(86, "float16", 96), (89, "bfloat16", 80), (89, "float16", 256), (90, "float16", 64), (90, "bfloat16", 128)],
+    *[(100, "bfloat16", 256), (100, "float16", 64), (120, "bfloat16", 96), (120, "float16", 128)],
 ]
-OF_WIDTH = (
+OF_WIDTH = [
     "_attend_part",
     "_move_pages",
     "_move_tokens",
@@ -40,7 +29,7 @@ OF_WIDTH = (
     "_page_scores",
     "_token_scores",
     "_unread_parts",
-)
+]
 
 
 def least_shared(capability):
