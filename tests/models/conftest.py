@@ -1,17 +1,15 @@
 """A complete folder of a tiny model, and a machine without network."""
 
-import shutil
 import socket
 from contextlib import nullcontext
 
 import pytest
 import torch
-from support import tiny_models
+from support import tiny_models, tiny_multimodal
 
 from kvchat import libraries
 from kvchat.models import description
 from kvchat.models.load import load_model
-from kvchat.paths import bundled_model_dir
 from kvchat.protocol.messages import Load
 
 
@@ -23,19 +21,14 @@ def model():
 @pytest.fixture
 def folder(tmp_path):
     """A complete model folder: a tiny Llama in two shards, with the bundled tokenizer."""
-    path = tmp_path / "model"
-    tiny_models.model("llama").save_pretrained(path, max_shard_size="300KB")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(bundled_model_dir() / name, path)
-    return path
+    tiny_multimodal.save(tiny_models.model("llama"), tmp_path / "model", max_shard_size="300KB")
+    return tmp_path / "model"
 
 
 @pytest.fixture
 def llama_folder(tmp_path):
     """A tiny Llama in one file, with the bundled tokenizer."""
-    tiny_models.model("llama").save_pretrained(tmp_path)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(bundled_model_dir() / name, tmp_path)
+    tiny_multimodal.save(tiny_models.model("llama"), tmp_path)
     return tmp_path
 
 

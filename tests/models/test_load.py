@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from huggingface_hub import errors
-from support import tiny_models
+from support import tiny_models, tiny_multimodal
 from support.memory_faults import HostMemoryError
 from support.model_folders import edit_json
 from support.progress import silent
@@ -21,13 +21,8 @@ from kvchat.models.hub import ByteProgress
 from kvchat.models.load import load_model
 from kvchat.models.quantize import int8_rows
 from kvchat.models.quantize.rows import ThreadBudget
-from kvchat.paths import INDEX, bundled_model_dir
+from kvchat.paths import INDEX
 from kvchat.protocol.messages import TEMPERATURE, Load, Sampling
-
-
-def revision(folder):
-    return checkpoint.complete(checkpoint.locate(str(folder), silent), silent).revision
-
 
 # ---- what is loaded --------------------------------------------------------------------------------
 
@@ -42,11 +37,8 @@ def test_the_bundled_model(no_network, capfd):
     assert loaded.notes == ()
     assert not loaded.model.training
     # Compiling is said the first time on a machine, and the bytes read at most once a second.
-    said = [
-        stage
-        for stage in stages
-        if not stage.startswith(("Compiling", "Loading the weights ▰", "Loading the weights ▱"))
-    ]
+    now_and_then = "Compiling", "Loading the weights ▰", "Loading the weights ▱"
+    said = [stage for stage in stages if not stage.startswith(now_and_then)]
     assert said == ["Loading the tokenizer", "Loading the weights", "Preparing the model"]
     assert capfd.readouterr() == ("", "")
 
@@ -131,6 +123,9 @@ def test_the_temperature_is_the_one_of_the_models_makers(folder, said, expected)
 
 
 def test_the_revision_follows_the_files(folder):
+    def revision(folder):
+        return checkpoint.complete(checkpoint.locate(str(folder), silent), silent).revision
+
     before = revision(folder)
     assert revision(folder) == before
     weights = sorted(folder.glob("*.safetensors"))[-1]
@@ -141,9 +136,7 @@ def test_the_revision_follows_the_files(folder):
 
 
 def test_notes_name_what_a_person_should_know(tmp_path):
-    tiny_models.model("deepseek_v3").save_pretrained(tmp_path)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(bundled_model_dir() / name, tmp_path)
+    tiny_multimodal.save(tiny_models.model("deepseek_v3"), tmp_path)
     edit_json(tmp_path / "tokenizer_config.json", chat_template=None)
     loaded = load_model(Load(str(tmp_path), "cpu"), silent)
     assert (loaded.d_k, loaded.d_v) == (24, 16)
@@ -152,9 +145,7 @@ def test_notes_name_what_a_person_should_know(tmp_path):
 
 
 def test_absolute_positions_are_noted(tmp_path):
-    tiny_models.model("gpt2").save_pretrained(tmp_path)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(bundled_model_dir() / name, tmp_path)
+    tiny_multimodal.save(tiny_models.model("gpt2"), tmp_path)
     loaded = load_model(Load(str(tmp_path), "cpu"), silent)
     streaming, tokenizer = loaded.notes
     assert "streaming" in streaming

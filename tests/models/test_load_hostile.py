@@ -1,6 +1,5 @@
 """Damaged and hostile models: a refusal that says why within seconds, and no other error."""
 
-import shutil
 import struct
 import time
 
@@ -9,26 +8,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from support import tiny_models
 from support.model_folders import edit_json
+from support.progress import silent
 
 from kvchat.engine import template as templates
 from kvchat.engine.prompt import PromptEncoder, Stored
 from kvchat.errors import KvchatError, ModelError, UsageError
 from kvchat.models.load import load_model
 from kvchat.models.probe import _chunks
-from kvchat.paths import INDEX, bundled_model_dir
+from kvchat.paths import INDEX
 from kvchat.protocol.messages import Load, Turn
 
 WEIGHTS, CONFIG, EMBEDDING = "model.safetensors", "config.json", "model.embed_tokens.weight"
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """A complete model folder: a tiny Llama with the bundled tokenizer."""
-    path = tmp_path / "model"
-    tiny_models.model("llama").save_pretrained(path)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(bundled_model_dir() / name, path)
-    return path
 
 
 def edit_tensor(folder, name: str, change) -> None:
@@ -85,11 +75,11 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_model_is_refused_in_seconds(folder, damage):
-    damage(folder)
+def test_a_damaged_model_is_refused_in_seconds(llama_folder, damage):
+    damage(llama_folder)
     began = time.process_time()
     with pytest.raises(KvchatError) as caught:
-        load_model(Load(str(folder), "cpu"), lambda stage: None)
+        load_model(Load(str(llama_folder), "cpu"), silent)
     assert time.process_time() - began < 10
     assert len(str(caught.value)) < 1000
 
@@ -97,7 +87,7 @@ def test_a_damaged_model_is_refused_in_seconds(folder, damage):
 @pytest.mark.parametrize("name", ["x" * 5000, "/dev/zero"])
 def test_a_name_that_is_no_path_is_refused(name):
     with pytest.raises(ModelError) as caught:
-        load_model(Load(name, "cpu"), lambda stage: None)
+        load_model(Load(name, "cpu"), silent)
     assert len(str(caught.value)) < 12_000
 
 

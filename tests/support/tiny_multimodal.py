@@ -126,8 +126,8 @@ def fresh(name: str) -> Any:
     return built.eval()
 
 
-def save(model: Any, folder: Path) -> None:
-    """Write a checkpoint with the bundled tokenizer."""
-    model.save_pretrained(folder)
+def save(model: Any, folder: Path, **options: Any) -> None:
+    """Write a checkpoint with the bundled tokenizer, by ``options`` of transformers."""
+    model.save_pretrained(folder, **options)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(bundled_model_dir() / name, folder)

@@ -1,7 +1,6 @@
 """Weights in 8 and 4 bits, and checkpoints that come quantized; the real ones where the libraries are installed."""
 
 import importlib.util
-import shutil
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from kvchat.models.probe import relative_error, selftest
 from kvchat.models.quantize import quantization
 from kvchat.models.quantize.int4_rows import Int4Rows
 from kvchat.models.quantize.rows import ROWS
-from kvchat.paths import bundled_model_dir
 from kvchat.protocol.messages import Load
 
 needs_bitsandbytes = pytest.mark.skipif(
@@ -125,9 +123,7 @@ def test_quantized_projections_are_not_merged(four_bits):
 
 @needs_bitsandbytes
 def test_a_checkpoint_stored_in_4_bits(four_bits, tmp_path):
-    four_bits.model.save_pretrained(tmp_path)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(bundled_model_dir() / name, tmp_path)
+    tiny_multimodal.save(four_bits.model, tmp_path)
     again = load_model(Load(str(tmp_path), "cpu"), silent)
     assert planned(tmp_path) == pytest.approx(again.weight_bytes, rel=0.02)
     assert listed(tmp_path) == pytest.approx(again.weight_bytes, rel=0.02)
