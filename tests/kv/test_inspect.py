@@ -95,19 +95,6 @@ def test_it_is_dense_attention_in_float64_over_what_was_read(row, unified, monke
             assert (covered[reads_all] - 1).abs().max() < WITHIN if reads_all.any() else covered.max() < 1
 
 
-def test_full_covers_everything_and_streaming_its_window():
-    run = Run.of_row("full", toy(MIXED, kv_heads=4, page=8))
-    run.prefill(150)
-    run.step()
-    assert all(torch.allclose(inspect.covered(run.kv.state, layer), torch.ones(4)) for layer in range(len(MIXED)))
-    run.switch("streaming", budget=64, sink=4)
-    run.step()
-    shares = expected(run, 0)
-    assert inspect.covered(run.kv.state, 0).max() < 0.9
-    assert inspect.covered(run.kv.state, 1).min() > 1 - WITHIN, "a window of 24 is within the budget"
-    assert torch.allclose(inspect.of_tokens(run.kv.state, 0).double(), shares, atol=WITHIN)
-
-
 @pytest.mark.parametrize("read", [0, 1, 2, 5, 8, 12])
 def test_the_best_tokens_and_pages_are_those_of_a_search(read):
     shares = torch.rand((2, 10), generator=torch.Generator().manual_seed(read)).softmax(-1)

@@ -221,10 +221,3 @@ def test_zeros_stay_zeros_and_rounding_twice_changes_nothing():
     blocks = quantize(torch.randn(1, 2, g.page, g.d, generator=torch.Generator().manual_seed(1)), g)
     once = dequantize(blocks, g)
     assert torch.equal(dequantize(quantize(once, g), g), once)
-
-
-def test_bytes_are_half_of_bfloat16_and_the_scales():
-    g = geometry(torch.bfloat16)
-    exact = 2 * g.page * g.d * g.dtype.itemsize
-    assert eight_bit_pages.block_bytes(g) == exact // 2 + 2 * (g.d + g.page)
-    assert eight_bit_pages.page_bytes(g) == g.kv_heads * eight_bit_pages.block_bytes(g)

@@ -110,13 +110,6 @@ def test_reported_bytes_are_the_memory_taken_whatever_is_reserved():
     assert sum(map(resident, pool._regions)) == pool.nbytes
 
 
-def test_layers_are_as_long_as_there_is_memory():
-    pool = pool_of(10_000)
-    pool.reserve(500)
-    assert all(layer.shape[0] * 8 == pool.capacity for layer in pool.layers)
-    assert 500 <= pool.capacity < 700
-
-
 def test_memory_that_is_not_there_is_refused_before_it_is_taken(monkeypatch):
     pool = pool_of(100_000)
     written = filled(pool, 1000)

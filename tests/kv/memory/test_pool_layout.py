@@ -33,26 +33,18 @@ def arranged(request):
     return found, table, table.shape[0] * PAGE
 
 
-def test_a_row_is_a_tokens_k_or_v_of_a_head(arranged):
+def test_a_row_is_a_tokens_and_a_block_a_pages_k_or_v_of_a_head(arranged):
     found, table, reserved = arranged
     rows = found.rows(table)
+    assert rows.data_ptr() == table.data_ptr(), "a view"
     for token, head in product((0, 7, 8, PAGES * PAGE - 1), range(HEADS)):
         row = int(found.row_index(torch.tensor(token), torch.tensor(head), reserved))
         for at, kind in ((row, 0), (row + found.value_rows(reserved), 1)):
             assert torch.equal(rows[at], table[token // PAGE, head, kind, token % PAGE])
-
-
-def test_a_block_is_a_pages_k_or_v_of_a_head(arranged):
-    found, table, reserved = arranged
-    blocks = found.rows(table).reshape(-1, PAGE, D)
+    blocks = rows.reshape(-1, PAGE, D)
     of_page, of_head, of_values = found.block_strides(reserved)
     for page, head, kind in product((0, 1, PAGES - 1), range(HEADS), (0, 1)):
         assert torch.equal(blocks[page * of_page + head * of_head + kind * of_values], table[page, head, kind])
-
-
-def test_rows_and_blocks_are_views(arranged):
-    found, table, _ = arranged
-    assert found.rows(table).data_ptr() == table.data_ptr()
 
 
 @pytest.mark.parametrize("unified", [False, True])

@@ -20,19 +20,11 @@ def run_of(tau: float, steps: int = 60, **kwargs) -> Run:
     return run
 
 
-def test_above_one_every_head_is_corrected_at_every_step():
-    run = run_of(2.0, steps=30)
-    assert run.kv.state.transfer.totals.corrections == run.reference.corrections == 30 * 2 * 2
-
-
-def test_below_minus_one_none_is():
-    assert run_of(-2.0).kv.state.transfer.totals.corrections == 0
-
-
-def test_between_some_heads_are_and_the_counter_says_which():
-    run = run_of(0.7, steps=60)
+@pytest.mark.parametrize(("tau", "least", "most"), [(2.0, 1, 1), (-2.0, 0, 0), (0.7, 0.01, 0.99)])
+def test_corrected_heads_are_counted(tau, least, most):
+    run = run_of(tau, steps=30)
     assert run.kv.state.transfer.totals.corrections == run.reference.corrections
-    assert 0 < run.reference.corrections < 60 * 2 * 2
+    assert least <= run.reference.corrections / (30 * 2 * 2) <= most
 
 
 @pytest.mark.parametrize(
@@ -121,20 +113,6 @@ def test_only_the_difference_moves(tau):
         new = sum(len(b - a) for a, b in zip(before, after, strict=True))
         assert transfer.totals.moved - moved == new * slots.geometry.page
     assert 0 < transfer.totals.moved < transfer.totals.wanted
-
-
-def test_a_step_of_reuse_reads_what_the_step_before_chose():
-    """Two runs differ in their last query only: the last step's sets are the same, the next one's are not."""
-    sets = []
-    for other in (0, 500):
-        run = run_of(-2.0, steps=20)
-        run.fresh += other
-        run.step()
-        last = attended(run.kv.state, 1)
-        run.step()
-        sets.append((last, attended(run.kv.state, 1)))
-    assert torch.equal(sets[0][0], sets[1][0])
-    assert not torch.equal(sets[0][1], sets[1][1])
 
 
 def test_nothing_moves_while_every_page_is_chosen():

@@ -54,18 +54,6 @@ def test_slots_change_less_often_where_each_change_costs_a_graph(headroom, most)
     assert sum(one != other for one, other in pairwise(sizes)) <= most
 
 
-def test_the_budget_holds_at_every_step():
-    run = FreezeRun(tau=0.0, budget=90)
-    run.prefill(300)
-    for _ in range(60):
-        run.step()
-        assert int(attended(run.kv.state, 0).sum(1).max()) <= 90
-    run.prefill(100)
-    run.step(5)
-    assert int(attended(run.kv.state, 0).sum(1).max()) <= 90
-    run.check()
-
-
 def test_growth_never_fails_a_step_when_everything_returns():
     run = at_once(score="always")
     run.prefill(500)
@@ -214,14 +202,6 @@ def test_what_follows_a_token_that_is_copied_is_read_from_the_next_step_on(monke
 # ---- conversations
 
 
-def test_a_floor_above_all_tokens_reads_everything():
-    run = at_once(floor=4096)
-    run.prefill(100)
-    run.step(50)
-    assert run.active() == set(range(150))
-    assert run.kv.step.exact
-
-
 def test_a_new_turn_leaves_frozen_what_its_last_query_does_not_name():
     run = at_once()
     run.prefill(200)
@@ -230,34 +210,6 @@ def test_a_new_turn_leaves_frozen_what_its_last_query_does_not_name():
     assert len(frozen) > 100
     run.prefill(30)
     assert set(range(270)) - run.active() == frozen
-    run.check()
-
-
-def test_truncation_and_switches_leave_a_sound_store():
-    run = at_once()
-    run.prefill(150)
-    run.step(30)
-    run.truncate(140)
-    run.check()
-    run.step(20)
-    run.check()
-    run.switch("full")
-    run.step(3)
-    with ruled(**AT_ONCE):
-        run.switch("freeze", **EVERYTHING)
-    assert run.active() == set(range(163))
-    run.step(20)
-    run.check()
-
-
-def test_an_aborted_step_changes_nothing():
-    run = at_once()
-    run.prefill(100)
-    run.step(20)
-    before = run.active()
-    with pytest.raises(ValueError, match="boom"), torch.inference_mode(), decode_step(run.kv), forward(run.kv):
-        raise ValueError("boom")
-    assert run.active() >= before
     run.check()
 
 
@@ -326,16 +278,3 @@ def test_pages_are_named_as_the_reference_names_them(windowed, position, monkeyp
     monkeypatch.setattr(freeze, "freeze_loops", lambda: None)
     assert torch.equal(hot, mode._hot_pages(torch.tensor(position)))
     assert bool(hot.any()) == (position >= 0)
-
-
-# ---- Freeze's relevance scores against products computed a second time; shares of attention are in the references
-
-
-def test_products_can_be_the_score():
-    run = FreezeRun(profile="paper", score="raw", tau=1.0, k=0.5)
-    run.prefill(60)
-    run.step()
-    scores = run.kv.mode.timers.score[:61]
-    expected = torch.stack([(run.query[i] @ run.keys[i].transpose(1, 2)).abs().mean((0, 1)) for i in range(LAYERS)])
-    assert torch.allclose(scores, expected.mean(0), atol=1e-5)
-    assert run.active() == {j for j in range(61) if scores[j] >= 1.0 or j > 60 - 32}

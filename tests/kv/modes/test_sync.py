@@ -28,92 +28,41 @@ def mode_of(kv_heads: int = 4, *, calibrated: bool = True, **params: Any) -> Any
     return build(parse("sync", params), geometry, traits)
 
 
+def full_bytes(mode: Any, tokens: int) -> int:
+    """Bytes on the device of full mode in its place."""
+    full = build(parse("full", {}), mode.geometry, mode.traits)
+    return full.plan(tokens).device_bytes(full.geometry)
+
+
 CPU = torch.device("cpu")
 SMALL = {"budget": 80, "m": 5}
-
-
-def moved_in_a_step(run: Run) -> int:
-    before = run.kv.state.transfer.totals.moved
-    run.step()
-    return run.kv.state.transfer.totals.moved - before
 
 
 # ---- nobody to follow
 
 
-@pytest.mark.parametrize("params", [{"clusters": 4}, {"clusters": 9}, {"calibrated": False}])
+@pytest.mark.parametrize("params", [{"clusters": 4}, {"clusters": 9}, {"kv_heads": 1}, {"calibrated": False}])
 def test_with_nobody_to_follow_it_is_full_and_says_so(params):
     mode = mode_of(**params)
     kv = KVManager(mode.geometry, CPU, mode)
-    assert kv.device_bytes == build(parse("full", {}), mode.geometry, mode.traits).plan(128).device_bytes(
-        build(parse("full", {}), mode.geometry, mode.traits).geometry
-    )
+    assert kv.device_bytes == full_bytes(mode, 128)
     assert "as full" in mode.report().stats["representative heads"]
     assert mode.needs_calibration == (params == {"calibrated": False})
     assert mode.prepare_step().exact
-
-
-def test_one_head_is_full():
-    mode = mode_of(1)
-    KVManager(mode.geometry, CPU, mode)
-    assert mode.report().stats["representative heads"].startswith("all 1")
 
 
 # ---- the schedule
 
 
 def test_tokens_move_at_every_m_th_step_only():
-    run = Run(toy(("plain",) * 3, **FOUR), "sync", **SMALL)
+    run, moved = Run(toy(("plain",) * 3, **FOUR), "sync", **SMALL), []
     run.prefill(200)
-    moved = [moved_in_a_step(run) for _ in range(25)]
+    for _ in range(25):
+        before = run.kv.state.transfer.totals.moved
+        run.step()
+        moved.append(run.kv.state.transfer.totals.moved - before)
     assert [t for t, n in enumerate(moved, 1) if n] == [5, 10, 15, 20, 25]
     assert run.kv.mode.report().stats["anticipation steps"] == 5
-
-
-def test_a_turn_begins_the_count_anew():
-    run = Run(toy(("plain",) * 3, **FOUR), "sync", **SMALL)
-    run.prefill(200)
-    run.step(3)
-    run.prefill(20)
-    assert [bool(moved_in_a_step(run)) for _ in range(5)] == [False] * 4 + [True]
-
-
-def test_what_is_chosen_at_a_step_is_read_at_the_next():
-    run = Run(toy(("plain",) * 3, **FOUR), "sync", **SMALL)
-    run.prefill(200)
-    (leader,) = run.kv.mode.roles[0].representatives
-    follower = run.kv.mode.roles[0].followers[0]
-    sets = []
-    for _ in range(12):
-        run.step()
-        sets.append(frozenset(attended(run.kv.state, 0)[follower, :180].nonzero().flatten().tolist()))
-        assert bool(attended(run.kv.state, 0)[leader].all())
-    assert len(set(sets[:5])) == len(set(sets[5:10])) == len(set(sets[10:])) == 1
-    assert len({sets[4], sets[5], sets[10]}) == 3
-
-
-def test_followers_of_a_cluster_read_the_same_tokens_and_static_ones_stay():
-    run = Run(toy(("plain",) * 3, **FOUR), "sync", **SMALL, clusters=2, rho=0.5)
-    run.prefill(200)
-    static = run.kv.mode.held[:, :, : run.kv.mode.static].clone()
-    for _ in range(11):
-        run.step()
-    assert torch.equal(run.kv.mode.held[:, :, : run.kv.mode.static], static)
-    for layer, of_layer in enumerate(run.kv.mode.roles):
-        seen = attended(run.kv.state, layer)
-        assert len(of_layer.followers) == 2
-        for head, group in zip(of_layer.followers, of_layer.follows, strict=True):
-            expected = run.kv.mode.held[layer, group]
-            assert bool(seen[head][expected[expected >= 0]].all())
-
-
-def test_no_token_is_out_of_reach_between_the_ring_and_the_next_choice():
-    run = Run(toy(("plain",) * 2, **FOUR), "sync", budget=1000, m=6)
-    run.prefill(60)
-    for _ in range(80):
-        run.step()
-        assert bool(attended(run.kv.state, 1).all())
-        assert run.kv.step.exact
 
 
 def test_overlap_is_counted_from_one_anticipation_to_the_next():
@@ -199,13 +148,8 @@ def test_a_share_below_the_representatives_is_refused_with_the_floor(mem, heads,
 @pytest.mark.parametrize("tokens", [2_000, 20_000])
 def test_mem_is_the_share_of_fulls_bytes_that_are_allocated(mem, tokens):
     mode = mode_of(mem=mem)
-    full = (
-        build(parse("full", {}), mode.geometry, mode.traits)
-        .plan(tokens)
-        .device_bytes(build(parse("full", {}), mode.geometry, mode.traits).geometry)
-    )
     # Rows of K and V; tables, which full has one of and sync one a head, come to 2 % at this head size.
-    assert mem - 0.05 < mode.plan(tokens).device_bytes(mode.geometry) / full < mem + 0.02
+    assert mem - 0.05 < mode.plan(tokens).device_bytes(mode.geometry) / full_bytes(mode, tokens) < mem + 0.02
 
 
 def test_k_follows_from_the_budget_or_is_at_least_64():
@@ -269,37 +213,25 @@ def test_a_small_budget_shortens_the_recent_tokens_that_were_not_asked_for():
 # ---- Clusters of KV heads and who represents them
 
 
-def of_one_layer(similarity, retrieval) -> Calibration:
-    return Calibration("r", "a text", 2, (similarity,), (retrieval,))
-
-
 # Heads 0, 3 and 5 are alike, and 1, 2 and 4; 3 and 2 lie in the middle of theirs.
 PAIRS = {(0, 3): 0.9, (3, 5): 0.9, (0, 5): 0.8, (1, 2): 0.85, (2, 4): 0.85, (1, 4): 0.7}
 SIMILARITY = tuple(tuple(1.0 if a == b else PAIRS.get((min(a, b), max(a, b)), 0.1) for b in range(6)) for a in range(6))
 RETRIEVAL = (0.1, 0.0, 0.2, 0.0, 0.6, 0.3)
 
 
-def test_the_best_retriever_of_each_cluster_represents_it():
-    (layer,) = roles(of_one_layer(SIMILARITY, RETRIEVAL), 2, "retrieval")
-    assert layer.representatives == (5, 4)
-    assert dict(zip(layer.followers, layer.follows, strict=True)) == {0: 0, 1: 1, 2: 1, 3: 0}
-
-
-def test_the_papers_rule_takes_the_head_in_the_middle():
-    (layer,) = roles(of_one_layer(SIMILARITY, RETRIEVAL), 2, "centroid")
-    assert layer.representatives == (3, 2)
-
-
-def test_one_cluster_has_one_representative_for_all():
-    (layer,) = roles(of_one_layer(SIMILARITY, RETRIEVAL), 1, "retrieval")
-    assert layer.representatives == (4,)
-    assert layer.follows == (0,) * 5
-
-
-def test_as_many_clusters_as_heads_leave_no_follower():
-    (layer,) = roles(of_one_layer(SIMILARITY, RETRIEVAL), 6, "retrieval")
-    assert sorted(layer.representatives) == list(range(6))
-    assert layer.followers == ()
+@pytest.mark.parametrize(
+    ("clusters", "rule", "representatives", "follows"),
+    [
+        (2, "retrieval", (5, 4), {0: 0, 1: 1, 2: 1, 3: 0}),  # the best retriever of each
+        (2, "centroid", (3, 2), {0: 0, 1: 1, 4: 1, 5: 0}),  # the paper's: the head in the middle
+        (1, "retrieval", (4,), dict.fromkeys((0, 1, 2, 3, 5), 0)),
+    ],
+)
+def test_who_represents_a_cluster_and_who_follows_it(clusters, rule, representatives, follows):
+    measured = Calibration("r", "a text", 2, (SIMILARITY,), (RETRIEVAL,))
+    (layer,) = roles(measured, clusters, rule)
+    assert layer.representatives == representatives
+    assert dict(zip(layer.followers, layer.follows, strict=True)) == follows
 
 
 @pytest.mark.parametrize("seed", range(5))
