@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import shutil
-import struct
 import subprocess
 import sys
 import time
@@ -135,33 +134,16 @@ def test_what_was_typed(cache, tmp_path, monkeypatch):
         assert catalog.at(Path(nothing)) is None
 
 
-def with_index(folder: Path, index: str) -> None:
-    (folder / paths.INDEX).write_text(index)
-
-
-def with_config(folder: Path, **values: Any) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | values))
-
-
-def with_header(folder: Path, header: str) -> None:
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header.encode() + bytes(64))
-
-
-HOSTILE = {
-    "a name of 300 characters": lambda at: with_index(at, json.dumps({"weight_map": {"a": "x" * 300}})),
-    "a name with a null": lambda at: with_index(at, json.dumps({"weight_map": {"a": "x\0"}})),
-    "a deep index": lambda at: with_index(at, "[" * 100_000),
-    "a list of files": lambda at: with_index(at, json.dumps({"weight_map": ["a"]})),
-    "a kind that is a list": lambda at: with_config(at, model_type=["llama"]),
-    "a kind that is an object": lambda at: with_config(at, model_type={"a": 1}),
-    "a deep header": lambda at: with_header(at, '{"a":' * 50_000),
-}
-
-
-@pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE)
-def test_whatever_one_model_leads_to_stands_in_its_row(cache, tmp_path, change):
-    change(copy_bundled(tmp_path / "all" / "hostile"))
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        (paths.INDEX, json.dumps({"weight_map": {"a": "x\0"}})),
+        (paths.INDEX, "[" * 100_000),
+        ("config.json", json.dumps({"model_type": ["llama"]})),
+    ],
+)
+def test_whatever_one_model_leads_to_stands_in_its_row(cache, tmp_path, file, content):
+    (copy_bundled(tmp_path / "all" / "hostile") / file).write_text(content)
     copy_bundled(tmp_path / "all" / "whole")
     began = time.process_time()
     hostile, whole = find([tmp_path / "all"])[1:]
