@@ -194,10 +194,11 @@ def test_a_conversation_gives_back_all_it_took():
     assert (gpu.allocated, gpu.pinned) == before
 
 
-def test_what_a_step_wants_is_counted_once_where_pages_are_chosen_ahead():
+@pytest.mark.parametrize("tau", [0.7, 2.0])
+def test_what_a_step_wants_is_counted_once_where_pages_are_chosen_ahead(tau):
     """A correction replaces what was counted already: the hit rate was taken over twice as much (audit, 3)."""
     model = llama(torch.float32)
-    one = runner_of(model, "speculative", budget=128, sink=8, window=32, tau=0.7)
+    one = runner_of(model, "speculative", budget=128, sink=8, window=32, tau=tau)
     prefilled(one, token_ids(300))
     slots, transfer = one.kv.state.slots[-1], one.kv.state.transfer
     one.step(1)

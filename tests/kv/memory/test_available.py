@@ -76,11 +76,6 @@ def test_a_margin_is_left():
     assert available.usable(1000) == 940
 
 
-def test_a_plan_reads_the_same(monkeypatch):
-    monkeypatch.setattr(available, "host_free", lambda: 12345)
-    assert available.free_bytes(torch.device("cpu")) == 12345
-
-
 def test_an_address_space_too_small_for_torch_is_refused_with_both_sizes():
     with pytest.raises(DoesNotFitError, match=r"ulimit -v.* 500 MiB .* 1\.2 GiB") as refused:
         available.check_address_space(500 * MiB)

@@ -166,26 +166,6 @@ def test_a_head_attends_to_what_it_chose_however_many_threads_share_the_work(thr
         assert table[:, : wanted.shape[1]].tolist() == wanted.tolist()
 
 
-def test_a_page_moves_only_where_another_one_lies():
-    source = np.arange(12).reshape(6, 2)  # K of three pages, then V
-    target = np.full((2, 1, 3, 2), 99)
-    placed, resident, counters = np.array([[2, 0, EMPTY]]), np.array([[2, 1, 1]]), np.zeros(2, np.int64)
-    pages.move_pages(source, target, 1, 3, 3, np.array([0]), placed, resident, 32, counters)
-    assert counters.tolist() == [32, 64]
-    assert target[:, 0].tolist() == [[[99, 99], [0, 1], [99, 99]], [[99, 99], [6, 7], [99, 99]]]
-
-
-def test_rows_move_only_where_they_changed():
-    source = np.arange(12, dtype=np.uint8).reshape(6, 2)  # K of three tokens, then V
-    target = np.full((8, 2), 99, np.uint8)
-    rows, to, changed = np.array([[2, 0, 1]]), np.array([[1, 2, 3]]), np.array([[False, True, False]])
-    pages.move_rows(source, target, rows, 3, to, 4, changed)
-    assert target.reshape(2, 4, 2).tolist() == [
-        [[99, 99], [99, 99], [0, 1], [99, 99]],
-        [[99, 99], [99, 99], [6, 7], [99, 99]],
-    ]
-
-
 def test_where_openmp_is_missing_or_another_one_loops_have_one_thread(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(sys, "platform", "darwin")

@@ -7,14 +7,12 @@ from support.kv_steps import as_on_a_gpu
 from support.mode_rows import CORE, MIXED, ROWS
 from support.toy_model import toy
 
-from kvchat.kv.attention import AttentionSpec, attend, products
 from kvchat.kv.inspect import attended
 from kvchat.kv.memory.device_slots import EMPTY
 from kvchat.kv.memory.host_pool import HostPool
 from kvchat.kv.ops import key_codes, selection
-from kvchat.kv.ops.selection import Candidates
 
-HEADS, GROUP, D, PAGE = 3, 2, 16, 8
+HEADS = 3
 
 
 @pytest.fixture
@@ -30,31 +28,6 @@ def distinct(draw: torch.Generator, rows: int, k: int, of: int, share: float = 0
 
 def wanted_of(row: torch.Tensor) -> set[int]:
     return set(row.tolist()) - {EMPTY}
-
-
-def test_no_key_of_a_page_scores_above_its_bound(draw):
-    keys, query = torch.randn(HEADS, 37, D, generator=draw), torch.randn(HEADS * GROUP, D, generator=draw)
-    scores = selection.page_scores(query, selection.page_bounds(keys, 5, PAGE), 0.25)
-    exact = torch.einsum("hgd,hnd->hgn", query.view(HEADS, GROUP, D), keys) * 0.25
-    padded = torch.nn.functional.pad(exact, (0, 3), value=-1e9).view(HEADS, GROUP, 5, PAGE)
-    assert (padded.amax(-1) <= scores + 1e-5).all()
-    one_key = selection.page_scores(query, selection.page_bounds(keys[:, :1], 1, PAGE), 0.25)
-    assert torch.allclose(one_key[..., 0], exact[..., 0], atol=1e-5)
-
-
-def test_the_best_candidates_are_chosen_and_no_others(draw):
-    scores = torch.randn(HEADS, GROUP, 12, generator=draw) * 3
-    scores[..., :2] = 100  # the best are no candidates
-    scores[0, :, 5] = -1e4  # its weight underflows
-    masked = Candidates.between(2, torch.tensor(8), 12).masked
-    weights = scores[..., 2:9].softmax(-1).mean(1)
-    for k in (3, 7, 10):
-        chosen = selection.top_pages(scores, masked, k)
-        assert chosen.shape == (HEADS, k)
-        for head in range(HEADS):
-            best = (weights[head].argsort(descending=True)[:k] + 2).tolist()
-            assert wanted_of(chosen[head]) == set(best)
-            assert (chosen[head] == EMPTY).sum() == max(0, k - 7)
 
 
 def test_a_wanted_page_that_is_resident_keeps_its_slot_and_each_has_one(draw):
@@ -79,38 +52,6 @@ def test_tokens_take_empty_slots_best_first_and_the_last_wait(draw):
             kept = torch.isin(held, torch.tensor(stays))
             assert torch.equal(now[kept], held[kept])
             assert (now[(held >= 0) & ~kept] == EMPTY).all(), "attention may be reading what left"
-
-
-def test_heads_are_corrected_by_the_mean_cosine_of_their_group():
-    before = torch.ones(2 * GROUP, D)
-    query = before.clone()
-    query[0] = -1  # the other of its group stays: the mean is 0
-    flagged = [selection.needs_correction(query, before, 2, tau).tolist() for tau in (-0.5, 0.5, 1.1)]
-    assert flagged == [[False, False], [True, False], [True, True]]
-    taken = selection.chosen_by(torch.tensor([True, False]), query, 2 * before)
-    assert torch.equal(taken, torch.cat((query[:GROUP], 2 * before[GROUP:])))
-
-
-def test_what_tokens_would_add_that_are_not_read_is_right_for_equal_tokens_of_a_page():
-    """Attention to what is read and to the others' mean values is then attention to everything."""
-    heads, group, d, pages = 2, 3, 8, 4
-    keys, values = (torch.randn(heads, pages, 1, d).expand(-1, -1, 32, -1).reshape(heads, -1, d) for _ in range(2))
-    query = torch.randn(heads, group, d)
-    index = key_codes.encode(keys.to(torch.bfloat16), 32, 2)
-    keys = key_codes.decode(index, d, 32, 2, torch.bfloat16)
-    scores, read = query @ keys.transpose(1, 2), torch.arange(5, 40)
-    unread = torch.ones(heads, pages * 32, dtype=torch.bool).index_fill(1, read, False)
-    none = torch.zeros(heads, group, pages)
-    means = values[:, ::32]
-    exact = attend(query, products(keys, values), None, AttentionSpec(1.0))[0]
-    for sinks in (None, torch.randn(heads, group)):
-        exact = attend(query, products(keys, values), None, AttentionSpec(1.0), sinks)[0]
-        added = selection.of_unread(scores, unread, none, means)
-        found = attend(query, products(keys[:, read], values[:, read]), None, AttentionSpec(1.0), sinks, added)[0]
-        assert torch.allclose(found, exact, atol=1e-5)
-    nothing = selection.of_unread(scores, torch.zeros_like(unread), none, means)
-    some = attend(query, products(keys, values), None, AttentionSpec(1.0), None, nothing)[0]
-    assert torch.allclose(some, attend(query, products(keys, values), None, AttentionSpec(1.0))[0], atol=1e-6)
 
 
 def test_codes_make_the_mass_of_a_page_too_high_by_about_the_excess():

@@ -16,7 +16,6 @@ from kvchat.kv.inspect import attended
 from kvchat.kv.manager import KVManager
 from kvchat.kv.modes import build
 from kvchat.kv.ops.triton_ops import TritonOps
-from kvchat.kv.transfer import SideStream
 
 CPU = torch.device("cpu")
 # Beside the first row of each mode, what uses other kernels: the host pool is read over the link, no page is
@@ -72,9 +71,9 @@ WIDE = {
 
 
 class Gpu:
-    """A kv on the GPU that decodes the tokens of a ``Toy``; its recall may run on the model's stream, too."""
+    """A kv on the GPU that decodes the tokens of a ``Toy``."""
 
-    def __init__(self, made, mode, one_stream=False):
+    def __init__(self, made, mode):
         self.made, g = made, made.geometry
         self.device = torch.device("cuda")
         rotation = dataclasses.replace(made.rotations[0], inv_freq=made.rotations[0].inv_freq.to(self.device))
@@ -85,8 +84,6 @@ class Gpu:
         ]
         self.kv = KVManager(g, self.device, build(parse(mode, WIDE[mode]), g, traits))
         assert self.kv.state.ops.name == "triton"
-        if one_stream:
-            self.kv.state.transfer.side_streams = (SideStream(torch.device("cpu")),) * 2
         self.total = 0
 
     def qkv(self, layer, ids):
@@ -133,22 +130,3 @@ def test_a_long_answer_on_the_gpu(mode, dtype):
         if step % 40 == 0 and mode != "streaming":  # which rotates its sinks
             check_outputs(gpu, outputs)
     check_integrity(gpu.kv.state)
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("mode", ["speculative", "sync"])
-def test_a_stream_beside_the_models_changes_no_bit(mode):
-    made = wide(torch.bfloat16)
-    both = [Gpu(made, mode, one_stream=alone) for alone in (False, True)]
-    for gpu in both:
-        gpu.prefill(PROMPT)
-    for step in range(STEPS):
-        forked, alone = (gpu.step() for gpu in both)
-        assert torch.equal(forked, alone), f"step {step}"
-    one, other = (gpu.kv.state for gpu in both)
-    assert one.transfer.totals == other.transfer.totals
-    assert one.transfer.totals.moved > 0
-    for mine, theirs in zip(one.slots, other.slots, strict=True):
-        assert torch.equal(mine.table, theirs.table)
-        assert torch.equal(mine.pages, theirs.pages)
-        assert torch.equal(mine.kv, theirs.kv)
