@@ -133,11 +133,9 @@ def greedy(runner: ModelRunner, logits: torch.Tensor, n: int = NEW) -> list[int]
     return tokens
 
 
-@pytest.mark.parametrize(
-    ("name", "mode"), [*((name, "full") for name in tiny_models.HYBRID), *thinned(tiny_models.HYBRID, [*MODES][1:])]
-)
-def test_greedy_tokens_are_those_of_transformers(name, mode):
-    runner = runner_of_mode(name, mode)
+@pytest.mark.parametrize("name", tiny_models.HYBRID)
+def test_greedy_tokens_are_those_of_transformers(name):
+    runner = runner_of_mode(name, "full")
     assert greedy(runner, prefilled(runner, PROMPT)) == generated(name)
 
 
@@ -145,7 +143,7 @@ def test_greedy_tokens_are_those_of_transformers(name, mode):
 def test_a_question_asked_again_is_answered_again(name, mode):
     """Regenerate, an answer cut off and gone on with, an edited question, and one that follows what was truncated."""
     runner = runner_of_mode(name, mode)
-    greedy(runner, prefilled(runner, PROMPT))
+    assert greedy(runner, prefilled(runner, PROMPT)) == generated(name)
     runner.truncate(len(PROMPT) - 1)
     answer = greedy(runner, prefilled(runner, PROMPT[-1:]))
     assert answer == generated(name)

@@ -111,15 +111,10 @@ def test_weights_are_taken_in_and_tested_on_free_cores(folder, monkeypatch):
         torch.set_num_threads(before)
 
 
-def test_every_end_token_counts(folder):
-    edit_json(folder / "generation_config.json", eos_token_id=[7, 8])
-    assert load_model(Load(str(folder), "cpu"), silent).eos_ids == {7, 8, 2, 4}
-
-
-@pytest.mark.parametrize(("said", "expected"), [(0.3, 0.3), (None, TEMPERATURE), (1e9, TEMPERATURE), (0, TEMPERATURE)])
-def test_the_temperature_is_the_one_of_the_models_makers(folder, said, expected):
-    edit_json(folder / "generation_config.json", temperature=said, do_sample=True)
-    assert load_model(Load(str(folder), "cpu"), silent).advised.temperature == expected
+def test_every_end_token_and_the_makers_temperature_count(folder):
+    edit_json(folder / "generation_config.json", eos_token_id=[7, 8], temperature=0.3, do_sample=True)
+    loaded = load_model(Load(str(folder), "cpu"), silent)
+    assert (loaded.eos_ids, loaded.advised.temperature) == ({7, 8, 2, 4}, 0.3)
 
 
 def test_the_revision_follows_the_files(folder):
@@ -341,6 +336,7 @@ def test_memory_of_the_host_that_runs_out_on_the_way(folder, monkeypatch, where,
     [
         ({}, Sampling(temperature=TEMPERATURE), []),
         ({"temperature": 0.3}, Sampling(temperature=0.3), []),
+        ({"temperature": None}, Sampling(temperature=TEMPERATURE), []),
         ({"temperature": 1.9, "top_k": 1}, Sampling(temperature=1.9, top_k=1), ["temperature 1.9", "top_k 1"]),
         ({"top_p": 0.95, "min_p": 0.0}, Sampling(temperature=TEMPERATURE, top_p=0.95), ["top_p 0.95"]),
         ({"repetition_penalty": 1.1}, Sampling(temperature=TEMPERATURE, repetition_penalty=1.1), ["1.1"]),
