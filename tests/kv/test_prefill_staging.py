@@ -1,4 +1,4 @@
-"""A prefill through buffers on the device: the same as on the host, in order, and with what the plan foretells."""
+"""A prefill through buffers on the device: the same as on the host, and with what the plan foretells."""
 
 import pytest
 import torch

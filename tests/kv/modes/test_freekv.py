@@ -1,4 +1,4 @@
-"""FreeKV: tau's two ends, counters, what moves, what is refused. The sets themselves: test_every_mode.py."""
+"""FreeKV: corrections, pinned pages, what moves, what is refused. The sets themselves: test_every_mode.py."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Freeze mode on a kv: its slots and memory, its budget and floor, what queries name, turns, truncation, switches."""
+"""Freeze mode on a kv: its slots and memory, what queries name, turns, any conversation."""
 
 from itertools import pairwise
 

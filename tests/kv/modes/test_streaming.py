@@ -1,4 +1,4 @@
-"""streaming against the paper: the table of vectors, the saw-tooth of real steps, the sinks' geometry (E4)."""
+"""streaming against the paper: its table of vectors, sinks far from the start and in half precision, what is refused."""
 
 import pytest
 import torch

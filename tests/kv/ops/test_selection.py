@@ -1,4 +1,4 @@
-"""What is selected: bounds, the best pages, and slots of which those that are wanted again stay."""
+"""Slots of which those that are wanted again stay, and every mode over 8-bit pages."""
 
 import pytest
 import torch

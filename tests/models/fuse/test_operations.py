@@ -1,4 +1,4 @@
-"""The operations of fused modules against the modules they replace."""
+"""What operations of fused modules do beside their sums, which ``test_swap`` compares in whole models."""
 
 import pytest
 import torch
