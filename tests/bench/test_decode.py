@@ -80,16 +80,18 @@ def test_the_floor_is_the_weights_of_a_token_at_the_measured_rate(tiny_shape):
     assert decode.floor_ms(tiny_shape, Measured()) is None
 
 
+def rounds_take(monkeypatch, ms):
+    """A round takes what ``ms`` says of its change rate, and moves 2 MB."""
+
+    def measure(self, tokens):
+        self.figures = {"moved_bytes": 2e6, "corrections": 0}
+        return Timing(ms[self.change_rate], 0.0)
+
+    monkeypatch.setattr(ModeRun, "measure", measure)
+
+
 def test_recall_is_hidden_as_far_as_the_link_needs_more_than_what_shows(tiny_shape, monkeypatch):
-    times = {None: 10.0, 0.0: 9.0, 0.5: 9.25}
-    monkeypatch.setattr(
-        ModeRun,
-        "measure",
-        lambda self, tokens: (
-            setattr(self, "figures", {"moved_bytes": 2e6, "corrections": 0}),
-            Timing(times[self.change_rate], 0.0),
-        )[1],
-    )
+    rounds_take(monkeypatch, {None: 10.0, 0.0: 9.0, 0.5: 9.25})
     rows = decode.run(settings(modes=("speculative",), baselines=(), change_rates=("natural", "0.5")))["rows"]
     natural, still, half = rows
     assert (half["recall_ms"], half["exposed_ms"], half["hidden_ms"]) == (1.0, 0.25, 0.75)
@@ -100,11 +102,7 @@ def test_recall_is_hidden_as_far_as_the_link_needs_more_than_what_shows(tiny_sha
 def test_the_bound_of_full_with_resident_is_the_link(tiny_shape, monkeypatch):
     monkeypatch.setattr(decode, "_without_spilled", lambda settings, model, report: settings)
     monkeypatch.setattr(decode, "measure", lambda device, dtype: Measured(read=10.0, to_device=4.0))
-    monkeypatch.setattr(
-        ModeRun,
-        "measure",
-        lambda self, tokens: (setattr(self, "figures", {"moved_bytes": 2e6, "corrections": 0}), Timing(3.0, 0.0))[1],
-    )
+    rounds_take(monkeypatch, {None: 3.0})
     full, spilled = decode.run(settings(modes=("full", "full:resident=256"), baselines=()))["rows"]
     assert "link_ms" not in full
     assert spilled["link_ms"] == 0.5

@@ -21,6 +21,11 @@ class Clock:
         return self.now
 
 
+@pytest.fixture
+def clock():
+    return Clock()
+
+
 def answer(lookup, clock, tokens, rows_take, guess=None):
     """Go on with ``tokens``, where a forward of n rows takes ``rows_take(n)``; the number of forwards."""
     forwards, at = 0, 0
@@ -37,18 +42,17 @@ def answer(lookup, clock, tokens, rows_take, guess=None):
     return forwards
 
 
-def following(ids, clock=None):
-    lookup = Lookup(clock or Clock())
-    lookup.begin(ids)
-    return lookup
+def following(ids, clock=None, kind=Lookup):
+    drafter = kind(clock or Clock())
+    drafter.begin(ids)
+    return drafter
 
 
 def free(_rows):
     return STEP
 
 
-def test_a_quotation_is_drafted_in_far_fewer_forwards():
-    clock = Clock()
+def test_a_quotation_is_drafted_in_far_fewer_forwards(clock):
     lookup = following([*QUOTED, 1, 2], clock)
     forwards = answer(lookup, clock, [5, 6, *QUOTED], free)
     assert forwards < 12
@@ -56,8 +60,7 @@ def test_a_quotation_is_drafted_in_far_fewer_forwards():
     assert lookup.accepted / lookup.drafted > 0.8
 
 
-def test_nothing_is_drafted_where_rows_take_as_long_as_steps():
-    clock = Clock()
+def test_nothing_is_drafted_where_rows_take_as_long_as_steps(clock):
     lookup = following([*QUOTED, 1, 2], clock)
     for _ in range(20):  # the first is a trial
         answer(lookup, clock, QUOTED, lambda rows: rows * STEP)
@@ -67,8 +70,7 @@ def test_nothing_is_drafted_where_rows_take_as_long_as_steps():
     assert lookup.rounds - before <= len(LENGTHS)
 
 
-def test_matches_that_do_not_go_on_are_no_longer_drafted():
-    clock = Clock()
+def test_matches_that_do_not_go_on_are_no_longer_drafted(clock):
     text = [token for i in range(400) for token in (1, 2, 3, 1000 + i)]
     lookup = following([1, 2, 3, 4], clock)
     answer(lookup, clock, text[:400], lambda rows: STEP * (1 + 0.1 * rows))
@@ -77,22 +79,19 @@ def test_matches_that_do_not_go_on_are_no_longer_drafted():
     assert lookup.rounds == before
 
 
-def test_the_last_occurrence_counts():
-    clock = Clock()
+def test_the_last_occurrence_counts(clock):
     lookup = following([1, 2, 3, *QUOTED, 1, 2, 3, *reversed(QUOTED), 9, 9], clock)
     answer(lookup, clock, [1, 2, 3, *reversed(QUOTED)], free)
     assert lookup.accepted == lookup.drafted > 0
 
 
-def test_what_repeats_itself_goes_on_beyond_the_present():
-    clock = Clock()
+def test_what_repeats_itself_goes_on_beyond_the_present(clock):
     lookup = following([7, 8, 9, 7, 8, 9], clock)
     answer(lookup, clock, [7, 8, 9] * 30, free)
     assert lookup.accepted / lookup.drafted > 0.9
 
 
-def test_no_draft_ends_an_answer_or_is_longer_than_what_is_left():
-    clock = Clock()
+def test_no_draft_ends_an_answer_or_is_longer_than_what_is_left(clock):
     lookup = following([*QUOTED[:20], END, 5, *QUOTED[:20], END, 5], clock)
     seen = []
     for token in QUOTED[:20]:
@@ -145,20 +144,16 @@ def many(one):
         (0.05, lambda token: False, 400),
     ],
 )
-def test_a_window_drafts_as_long_as_it_pays(seconds, right, forwards):
-    clock = Clock()
-    window = Window(clock)
-    window.begin(list(range(-RECENT, 1)))
+def test_a_window_drafts_as_long_as_it_pays(clock, seconds, right, forwards):
+    window = following(list(range(-RECENT, 1)), clock, Window)
     took = answer(window, clock, list(range(1, 401)), lambda rows: 1 + 0.05 * rows, guessing(clock, right, seconds))
     assert took <= forwards
     if forwards == 400:
         assert window.drafted < 150  # trials
 
 
-def test_a_window_drafts_nothing_beyond_the_end():
-    clock = Clock()
-    window = Window(clock)
-    window.begin(list(range(RECENT + 1)))
+def test_a_window_drafts_nothing_beyond_the_end(clock):
+    window = following(list(range(RECENT + 1)), clock, Window)
     for token in range(END - 9, END):
         drafts = window.draft(token, 5, {END}, guessing(clock, lambda _: True, 0.01))
         assert len(drafts) <= 5
@@ -166,11 +161,10 @@ def test_a_window_drafts_nothing_beyond_the_end():
         clock.now += 1
 
 
-def test_a_first_step_that_was_slow_does_not_make_drafts_pay():
+def test_a_first_step_that_was_slow_does_not_make_drafts_pay(clock):
     """Steps warm up, are captured on a GPU, or wait for loops that are compiled meanwhile."""
-    clock, steps = Clock(), []
-    window = Window(clock)
-    window.begin(list(range(RECENT + 1)))
+    steps = []
+    window = following(list(range(RECENT + 1)), clock, Window)
 
     def guess(_token):
         clock.now += STEP
@@ -184,18 +178,15 @@ def test_a_first_step_that_was_slow_does_not_make_drafts_pay():
     assert clock.now < 1.2 * 1000 * STEP
 
 
-def test_a_window_that_would_read_everything_drafts_nothing():
-    clock = Clock()
-    window = Window(clock)
-    window.begin([1, 2, 3])
+def test_a_window_that_would_read_everything_drafts_nothing(clock):
+    window = following([1, 2, 3], clock, Window)
     answer(window, clock, list(range(1, RECENT - 5)), free, guessing(clock, lambda _: True, 0.01))
     assert window.rounds == 0
 
 
-def test_auto_looks_up_what_repeats_and_guesses_the_rest():
-    clock, guessed = Clock(), []
-    auto = Auto(clock)
-    auto.begin([*range(1000, 1000 + RECENT), *QUOTED, 1, 2])
+def test_auto_looks_up_what_repeats_and_guesses_the_rest(clock):
+    guessed = []
+    auto = following([*range(1000, 1000 + RECENT), *QUOTED, 1, 2], clock, Auto)
 
     def guess(token):
         guessed.append(token)
@@ -214,10 +205,9 @@ def test_auto_looks_up_what_repeats_and_guesses_the_rest():
     assert auto.drafted - auto.accepted < 30
 
 
-def test_auto_is_off_where_both_lose_and_comes_back():
-    clock, share = Clock(), [0.0]
-    auto = Auto(clock)
-    auto.begin(list(range(-RECENT, 1)))
+def test_auto_is_off_where_both_lose_and_comes_back(clock):
+    share = [0.0]
+    auto = following(list(range(-RECENT, 1)), clock, Auto)
 
     def guess(token):
         clock.now += 0.1
@@ -233,10 +223,8 @@ def test_auto_is_off_where_both_lose_and_comes_back():
     assert clock.now - before < 0.6 * 2000 + TRIALS[1]
 
 
-def test_what_was_looked_up_says_nothing_about_the_window():
-    clock = Clock()
-    auto = Auto(clock)
-    auto.begin([*range(1000, 1000 + RECENT), *QUOTED, 1, 2])
+def test_what_was_looked_up_says_nothing_about_the_window(clock):
+    auto = following([*range(1000, 1000 + RECENT), *QUOTED, 1, 2], clock, Auto)
     share = auto._share
     answer(auto, clock, [5, 6, *QUOTED[:25], *range(300, 330)], free, many(lambda _: END))
     assert auto.rounds > 0

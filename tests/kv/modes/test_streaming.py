@@ -1,4 +1,4 @@
-"""streaming against the paper: its table of vectors, sinks far from the start and in half precision, what is refused."""
+"""streaming against the paper: its table of vectors, sinks far from the start and in half precision, refusals."""
 
 import pytest
 import torch
