@@ -24,8 +24,9 @@ from kvchat.kv.modes import build
 from kvchat.models.load import load_model
 from kvchat.protocol.messages import Load
 
-MODES = ("full", "streaming:budget=512")
-SHORT = Peers(MODES, contexts=(64, 0), peers=("xllamacpp", "transformers"), steps=3, rounds=2)
+SHORT = Peers(
+    ("full", "streaming:budget=512"), contexts=(64, 0), peers=("xllamacpp", "transformers"), steps=3, rounds=2
+)
 STEP_S = {"llama.cpp": 0.02, "kvchat full": 0.01, "kvchat streaming:budget=512": 0.005}
 
 

@@ -190,15 +190,13 @@ def test_another_error_stays_what_it_is(session, error):
 # ---- The plan of a prefill: its bytes, the largest chunk that fits, refusals
 
 
-CPU = torch.device("cpu")
-
 GEOMETRY_8B = Geometry(32, 32, 8, 128, 128, torch.bfloat16)
 
 
 def planned(free: int, stored: int = 0, new: int = 20_000, token_bytes: int = 100_000) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(available, "free_bytes", lambda device: free)
-        return prefill.prefill_chunk(GEOMETRY_8B, stored, new, token_bytes, [CPU])
+        return prefill.prefill_chunk(GEOMETRY_8B, stored, new, token_bytes, [torch.device("cpu")])
 
 
 def test_bytes_of_a_prefill_of_an_8b_model():

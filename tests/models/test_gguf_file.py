@@ -29,11 +29,10 @@ def lying(place: bytes, value: int, before: bytes) -> bytes:
 
 SCORES, TOKENS = struct.pack("<II", 9, 6), struct.pack("<II", 9, 8)
 TWO = struct.pack("<Q", 2)
-VERSION = b"GGUF" + struct.pack("<I", 3)
 LIES = {
     "a list of 2**60 numbers": lying(SCORES, 2**60, TWO),
     "a list of 2**60 texts": lying(TOKENS, 2**60, TWO),
-    "2**60 tensors": lying(VERSION, 2**60, TWO),
+    "2**60 tensors": lying(b"GGUF" + struct.pack("<I", 3), 2**60, TWO),
     "a text of 2**64 - 1": HEADER.replace(struct.pack("<Q", 20), struct.pack("<Q", 2**64 - 1)),
     "2**32 - 1 dimensions": HEADER.replace(b"blk.0" + struct.pack("<I", 2), b"blk.0" + struct.pack("<I", 2**32 - 1)),
     "a tensor larger than the file": HEADER.replace(struct.pack("<IQ", 2, 64), struct.pack("<IQ", 2, 2**50)),

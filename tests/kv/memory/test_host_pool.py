@@ -193,8 +193,6 @@ def test_where_address_space_is_short_only_what_is_needed_is_reserved(monkeypatc
 
 # ---- pinning
 
-GROWTHS = st.lists(st.integers(1, 700), min_size=1, max_size=12)
-
 
 @settings(max_examples=40)
 @given(
@@ -206,7 +204,7 @@ GROWTHS = st.lists(st.integers(1, 700), min_size=1, max_size=12)
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     context=st.sampled_from([0, 500, 6000]),
     step=st.sampled_from([0, 2**16, 2**28]),
-    growths=GROWTHS,
+    growths=st.lists(st.integers(1, 700), min_size=1, max_size=12),
 )
 def test_segments_are_disjoint_whole_pages_that_cover_what_is_used(
     layers, kv_heads, d, d_v, page, dtype, context, step, growths

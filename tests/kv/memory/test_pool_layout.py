@@ -72,10 +72,9 @@ def test_8_bit_pages_lie_one_after_another():
 PLAIN = ("plain", "plain")
 
 
-SIZES = [{}, {"d_k": 32, "d_v": 8}, {"dtype": torch.bfloat16, "kv_heads": 4}]
-
-
-@pytest.mark.parametrize(("row", "kwargs"), thinned(ROWS, SIZES))
+@pytest.mark.parametrize(
+    ("row", "kwargs"), thinned(ROWS, [{}, {"d_k": 32, "d_v": 8}, {"dtype": torch.bfloat16, "kv_heads": 4}])
+)
 def test_bytes_reported_are_bytes_allocated_and_bytes_foretold(row, kwargs):
     run = Run.of_row(row, toy(PLAIN, page=8, **kwargs))
     run.prefill(300)
@@ -109,7 +108,6 @@ def test_device_bytes_stay_flat_once_the_budget_is_full(row):
 # ---- Device slots: what lies where, what a new token releases, and what growing keeps
 
 
-CPU = torch.device("cpu")
 GEOMETRY = Geometry(3, 8, 4, 16, 8, torch.float32, page=8)
 LAYOUTS = {
     "shared": Layout(0, 3, sink=3, window=12),
@@ -121,7 +119,7 @@ LAYOUTS = {
 
 
 def slots_of(layout: Layout) -> DeviceSlots:
-    return DeviceSlots(layout, GEOMETRY, CPU)
+    return DeviceSlots(layout, GEOMETRY, torch.device("cpu"))
 
 
 def write(slots: DeviceSlots, position: int) -> None:

@@ -34,7 +34,6 @@ def full_bytes(mode: Any, tokens: int) -> int:
     return full.plan(tokens).device_bytes(full.geometry)
 
 
-CPU = torch.device("cpu")
 SMALL = {"budget": 80, "m": 5}
 
 
@@ -44,7 +43,7 @@ SMALL = {"budget": 80, "m": 5}
 @pytest.mark.parametrize("params", [{"clusters": 4}, {"clusters": 9}, {"kv_heads": 1}, {"calibrated": False}])
 def test_with_nobody_to_follow_it_is_full_and_says_so(params):
     mode = mode_of(**params)
-    kv = KVManager(mode.geometry, CPU, mode)
+    kv = KVManager(mode.geometry, torch.device("cpu"), mode)
     assert kv.device_bytes == full_bytes(mode, 128)
     assert "as full" in mode.report().stats["representative heads"]
     assert mode.needs_calibration == (params == {"calibrated": False})

@@ -17,14 +17,13 @@ from kvchat.kv.manager import KVManager
 from kvchat.kv.modes import build
 from kvchat.kv.ops.triton_ops import TritonOps
 
-CPU = torch.device("cpu")
 # Beside the first row of each mode, what uses other kernels: the host pool is read over the link, no page is
 # speculated, a table for each layer.
 CASES = [*FIRST.values(), "full-resident", "freekv-sync", "freeze-budget"]
 
 
 def with_kernels(run):
-    ops = TritonOps(run.kv.state.geometry, run.kv.state.host, CPU)
+    ops = TritonOps(run.kv.state.geometry, run.kv.state.host, torch.device("cpu"))
     ops.ctas, ops.programs = 2, 4
     run.kv.state.ops = run.kv.state.transfer.ops = ops
     return run
@@ -59,8 +58,6 @@ def test_a_switch_in_the_middle_with_softcaps_and_bfloat16():
 
 # ---- on a GPU
 
-STEPS = 400
-PROMPT = 1500
 WIDE = {
     "full": {},
     "streaming": {"budget": 256, "sink": 4, "R": 8, "sigma": 6, "delta": 5},
@@ -124,8 +121,8 @@ def check_outputs(gpu, outputs):
 @pytest.mark.parametrize("mode", WIDE)
 def test_a_long_answer_on_the_gpu(mode, dtype):
     gpu = Gpu(wide(dtype), mode)
-    gpu.prefill(PROMPT)
-    for step in range(STEPS):
+    gpu.prefill(1500)
+    for step in range(400):
         outputs = gpu.step()
         if step % 40 == 0 and mode != "streaming":  # which rotates its sinks
             check_outputs(gpu, outputs)

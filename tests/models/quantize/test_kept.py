@@ -106,30 +106,21 @@ def test_other_code_and_another_processor_pack_again(file, packed, monkeypatch):
         assert packed
 
 
-def damage_bit(content):
-    content[len(content) // 2] ^= 4
-
-
-def damage_header(content):
-    content[:64] = bytes(64)
-
-
-def cut(content):
-    del content[-100:]
-
-
-def empty(content):
-    content.clear()
-
-
-@pytest.mark.parametrize("damage", [damage_bit, damage_header, cut, empty])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda it: it[:9999] + bytes([it[9999] ^ 4]) + it[10_000:],
+        lambda it: bytes(64) + it[64:],
+        lambda it: it[:-100],
+        lambda it: b"",
+    ],
+    ids=["a bit", "the header", "the end", "everything"],
+)
 def test_a_damaged_file_is_replaced_and_told(file, packed, damage):
     first = load(file)
     (kept_file,) = kept.kept_files()
-    content = bytearray(kept_file.read_bytes())
-    whole = bytes(content)
-    damage(content)
-    kept_file.write_bytes(content)
+    whole = kept_file.read_bytes()
+    kept_file.write_bytes(damage(whole))
     packed.clear()
     second = load(file)
     assert packed
@@ -212,7 +203,9 @@ def test_two_processes_keep_the_same_at_once_and_one_that_ends_at_once_leaves_no
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as other:
         fingerprint = load(file).fingerprint
         assert other.communicate() == (f"{fingerprint}\n", "")
-    assert [each.suffix for each in paths.packed_dir().iterdir()] == [kept.SUFFIX]
-    packed.clear()
-    assert load(file).fingerprint == fingerprint
+    assert {each.suffix for each in paths.packed_dir().iterdir()} <= {kept.SUFFIX}  # it may have removed this one's
+    for _ in range(2):
+        packed.clear()
+        assert load(file).fingerprint == fingerprint
     assert not packed
+    assert [each.suffix for each in paths.packed_dir().iterdir()] == [kept.SUFFIX]

@@ -24,7 +24,6 @@ needs_bitsandbytes = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("bitsandbytes", "accelerate")),
     reason="bitsandbytes is not installed",
 )
-CPU = torch.device("cpu")
 QUANTIZED = {
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "dataset": "c4"},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 128},
@@ -222,7 +221,7 @@ def test_a_checkpoint_that_torchao_packed_stays_packed(llama_folder, kind, name,
             load_model(Load(str(llama_folder), "cpu", "float32"), silent)
 
 
-# ---- int8 and int4 on a CPU -------------------------------------------------------------------------
+# ---- int8 and int4 on a torch.device("cpu") -------------------------------------------------------------------------
 
 
 def test_the_bundled_model_in_8_bits(int8, model, capfd):

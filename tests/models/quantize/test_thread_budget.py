@@ -11,9 +11,6 @@ from kvchat.engine.runner import ModelRunner, geometry_of, traits_of
 from kvchat.kv.modes import build
 from kvchat.models.quantize.rows import PAUSE_S, SAMPLE_S, ThreadBudget
 
-CPU = torch.device("cpu")
-TICKS = os.sysconf("SC_CLK_TCK")
-
 
 class Machine:
     """A machine of some cores, told of what ran on them."""
@@ -25,7 +22,7 @@ class Machine:
 
     def write(self):
         busy = self.now * self.cores - self.idle
-        each = [round(1000 + TICKS * share / self.cores) for share in (busy, self.idle)]
+        each = [round(1000 + os.sysconf("SC_CLK_TCK") * share / self.cores) for share in (busy, self.idle)]
         lines = (f"cpu{n} {each[0]} 0 0 {each[1]} 0 0 0 0 0 0" for n in range(self.cores))
         self.stat.write_text("\n".join(lines))
 
@@ -37,7 +34,7 @@ class Machine:
         self.write()
 
     def thread_budget(self, **options):
-        return ThreadBudget(CPU, lambda: self.now, lambda: self.own, self.stat, **options)
+        return ThreadBudget(torch.device("cpu"), lambda: self.now, lambda: self.own, self.stat, **options)
 
 
 @pytest.fixture
