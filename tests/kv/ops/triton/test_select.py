@@ -103,16 +103,6 @@ def test_equal_weights_and_weights_of_zero(data):
     check_choice(scores, candidates, resident, None, ops.choose(scores, candidates, resident))
 
 
-def test_the_same_sets_as_stock_torch_operations(device):
-    expected, measured = ops_of("many", device)
-    scores = noise(5, device, torch.float32, 8, 1, 120)
-    candidates = Candidates.between(2, torch.tensor(110, device=device), 120)
-    resident = torch.full((8, 16), EMPTY, device=device)
-    for ops in (expected, measured):
-        chosen = ops.choose(scores, candidates, resident)
-        assert torch.equal(chosen.sort(1).values, expected.choose(scores, candidates, resident).sort(1).values)
-
-
 def test_what_one_program_cannot_choose_is_left_to_torch(device, monkeypatch):
     _, ops = ops_of("one", device)
     calls = []
