@@ -1,7 +1,5 @@
 """Turns always alternate along every path, whatever happens to an answer, and nothing said is replaced."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

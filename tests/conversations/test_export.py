@@ -1,7 +1,5 @@
 """Files of conversations: for reading, and for reading back."""
 
-from __future__ import annotations
-
 import json
 import time
 

@@ -1,7 +1,5 @@
 """Conversations survive the process, other processes and failing disks."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sqlite3

@@ -1,32 +1,28 @@
 """The bundled model, loaded once for all tests of the engine: a load takes longer than most of them."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import pytest
 from support import tiny_models
 from support.freeze_run import EARLY, ruled
 
 from kvchat.engine.session import Session
-from kvchat.models.load import LoadedModel, load_model, wrap
+from kvchat.models.load import load_model, wrap
 from kvchat.protocol.messages import Load
 
 
 @pytest.fixture(autouse=True)
-def early_freezes() -> Iterator[None]:
+def early_freezes():
     """Freeze's constants are for long conversations: in these tests tokens freeze from the first steps on."""
     with ruled(**EARLY):
         yield
 
 
 @pytest.fixture(scope="session")
-def bundled() -> LoadedModel:
+def bundled():
     return load_model(Load("bundled", "cpu", "float32"), lambda stage: None)
 
 
 @pytest.fixture(scope="session")
-def small_model(bundled: LoadedModel) -> LoadedModel:
+def small_model(bundled):
     """A tiny random model with the bundled one's tokenizer, where words do not matter: it takes a quarter of the time.
 
     It is fused as the bundled one is, and no folder holds it, so that nothing of its conversations is kept on disk.
@@ -37,13 +33,13 @@ def small_model(bundled: LoadedModel) -> LoadedModel:
 
 
 @pytest.fixture(scope="session")
-def model(bundled: LoadedModel) -> LoadedModel:
+def model(bundled):
     """The model of a file's tests; some files replace it by the small one."""
     return bundled
 
 
 @pytest.fixture
-def session(model: LoadedModel) -> Iterator[Session]:
+def session(model):
     """A session with the bundled model that has stored nothing yet."""
     session = Session(model)
     yield session

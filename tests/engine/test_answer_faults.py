@@ -1,7 +1,5 @@
 """Memory that runs out while a real model answers: asked again it gives the same answer, to the same K/V."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 
 import pytest

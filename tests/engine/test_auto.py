@@ -1,7 +1,5 @@
 """auto with a model that decodes: conversations that grow beside a slow memory and little room, both simulated."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -140,7 +138,7 @@ def test_in_an_answer_that_gets_much_too_slow_it_changes_and_not_again_within_64
     assert session._kv.mode.name == "full"
     turns.append(Turn("user", "Tell me a long story."))
 
-    def gets_busy(generated: int) -> None:
+    def gets_busy(generated):
         memory.busy = 2.5 if generated >= 30 else 1.0
 
     events = session.answer(turns, Sampling(temperature=0, max_new_tokens=300), gets_busy)
@@ -369,7 +367,7 @@ def test_on_a_gpu_the_cpus_part_of_what_has_no_room_is_counted(monkeypatch):
 
     monkeypatch.setattr(available, "usable", lambda free: free)
 
-    def saved(tokens: int) -> float:
+    def saved(tokens):
         monkeypatch.setattr(available, "free_bytes", lambda device: tokens * token)
         ways = session._switcher._ways(4000)
         return next((way.saved_seconds / way.link_seconds for way in ways if way.over_link), 0.0)
@@ -409,7 +407,7 @@ def test_freeze_has_a_budget_only_if_it_is_given_to_freeze_and_says_that_it_forg
     session.close()
 
 
-def test_values_given_for_one_mode_reach_no_other(model) -> None:
+def test_values_given_for_one_mode_reach_no_other(model):
     given = {"speculative": {"tau": 0.9, "budget": 128}, "freeze": {}}
     session = Session(model, Load(mode="freeze", given=given))
     assert session.info.params["tau"] == 0.5
@@ -418,7 +416,7 @@ def test_values_given_for_one_mode_reach_no_other(model) -> None:
     session.close()
 
 
-def test_of_shared_values_the_last_given_counts(model) -> None:
+def test_of_shared_values_the_last_given_counts(model):
     session = Session(
         model, Load(mode="speculative", given={"speculative": {"budget": 128}, "streaming": {"budget": 256}})
     )
@@ -428,7 +426,7 @@ def test_of_shared_values_the_last_given_counts(model) -> None:
     session.close()
 
 
-def test_a_later_shared_value_is_not_undone_by_a_plain_switch(model) -> None:
+def test_a_later_shared_value_is_not_undone_by_a_plain_switch(model):
     session = Session(model, entering("speculative", {"budget": 128}))
     session.switch("streaming", budget=256)
     assert session.switch("speculative").params["budget"] == 256
@@ -436,7 +434,7 @@ def test_a_later_shared_value_is_not_undone_by_a_plain_switch(model) -> None:
     session.close()
 
 
-def test_a_switch_tells_what_was_given_so_far(model) -> None:
+def test_a_switch_tells_what_was_given_so_far(model):
     """Also what is left to kvchat again, and nothing of what kvchat chose."""
     session = Session(model, entering("speculative", {"tau": 0.9}))
     first, second = session.switch(budget=128), session.switch("streaming", budget=None)

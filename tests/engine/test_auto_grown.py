@@ -5,8 +5,6 @@ bytes that they read there and of those that come over the link, by a clock that
 12,000 tokens: the short one has auto with a tiny model on the fake GPU, in ``test_auto``.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,7 +22,6 @@ from kvchat.kv.auto import NEW
 from kvchat.kv.geometry import GROWTH_HEADROOM, Geometry
 from kvchat.kv.memory import available
 from kvchat.kv.prefill import CHUNKS, staging_bytes
-from kvchat.models.load import LoadedModel
 from kvchat.protocol.messages import Load, Sampling, Turn
 
 GROWN = int(os.environ.get("KVCHAT_TEST_GROWN", "0"))  # tokens, of the long form
@@ -57,7 +54,7 @@ class Answered:
 
 
 @pytest.fixture
-def session(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
+def session(model, monkeypatch):
     monkeypatch.setattr(runner, "Geometry", lambda *sizes, unified, **rest: Geometry(*sizes, **rest))
     monkeypatch.setitem(GROWTH_HEADROOM, "cpu", 512)
     monkeypatch.setattr(ModeSwitcher, "_rates", lambda self: (READ, LINK))

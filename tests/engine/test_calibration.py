@@ -1,7 +1,5 @@
 """What is measured of a model's KV heads, where it is kept, and what happens without it."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace

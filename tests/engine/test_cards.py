@@ -1,7 +1,5 @@
 """What a token would take on a card by its data sheet: the sums, and how far they were from what was measured."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

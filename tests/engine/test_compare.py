@@ -1,7 +1,5 @@
 """Comparisons: modes told apart from the same K/V, and everything as it was before, however they end."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from unittest.mock import Mock
@@ -52,7 +50,7 @@ def model(small_model):
 
 
 @pytest.fixture
-def session(model) -> Session:
+def session(model):
     """A conversation whose answer was computed with less context."""
     session = Session(model, entering("streaming", NARROW.params))
     list(session.answer(STORY, SAMPLING))
@@ -114,7 +112,7 @@ def test_the_figures_of_the_conversation_stay_its_own(model):
     session = Session(model, entering("speculative", paged))
     list(session.answer(STORY, SAMPLING))
 
-    def figures() -> tuple[object, ...]:
+    def figures():
         shown = session.snapshot()
         return shown.step_bytes, shown.recall_hit_rate, shown.recall_ms_p50, shown.exposed_ms_p95, shown.tokens_per_s
 

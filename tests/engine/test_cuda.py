@@ -4,8 +4,6 @@ They also run on the fake CUDA device (tests/support/fake_cuda) in fewer steps a
 makes the same comparisons on the CPU, with a tape for a graph and without streams.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import time
 from functools import cache
 from types import SimpleNamespace
@@ -224,7 +222,7 @@ def test_the_stop_string_that_is_complete_first_cuts():
         ("<|channel|>fin", ""),
     ],
 )
-def test_the_parts_of_an_answer_are_a_thought_and_what_is_said(written: str, shown: str) -> None:
+def test_the_parts_of_an_answer_are_a_thought_and_what_is_said(written, shown):
     tokenizer = byte_level(markers=thoughts.PARTS)
     text = AnswerText(tokenizer, ())
     ids = tokenizer.encode(written, add_special_tokens=False)
@@ -234,7 +232,7 @@ def test_the_parts_of_an_answer_are_a_thought_and_what_is_said(written: str, sho
     assert text.decoded == tokenizer.decode(ids, skip_special_tokens=True)
 
 
-def test_an_answer_that_was_stopped_in_its_thought_ends_the_thought_when_it_goes_on() -> None:
+def test_an_answer_that_was_stopped_in_its_thought_ends_the_thought_when_it_goes_on():
     tokenizer = byte_level(markers=thoughts.PARTS)
     text = AnswerText(tokenizer, (), in_thought=True)
     written = "more<|end|><|start|>assistant<|channel|>final<|message|>Hello."
@@ -248,7 +246,7 @@ def test_an_answer_that_was_stopped_in_its_thought_ends_the_thought_when_it_goes
     ]
 
 
-def test_without_such_parts_their_tokens_are_left_out_as_others_are() -> None:
+def test_without_such_parts_their_tokens_are_left_out_as_others_are():
     tokenizer = byte_level(markers=("<|start|>", "<|end|>"))
     text = AnswerText(tokenizer, ())
     for token in tokenizer.encode("a<|start|>b<|end|>c", add_special_tokens=False):

@@ -1,7 +1,5 @@
 """Drafts of prompt lookup: the same tokens and K/V as without, whatever is drafted and wherever an answer ends."""
 
-from __future__ import annotations
-
 import os
 import random
 import sys

@@ -1,7 +1,5 @@
 """Control tokens in what people write stay text, for tokenizers of every kind."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest
@@ -70,7 +68,7 @@ INJECTED = (
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_content_of_any_role_injects_a_turn(kind: str) -> None:
+def test_no_content_of_any_role_injects_a_turn(kind):
     encoder, tokenizer = (lambda found: (PromptEncoder(found), found))(KINDS[kind]())
     assert_nothing_is_injected(encoder, set(tokenizer.convert_tokens_to_ids(MARKERS)), INJECTED)
 
@@ -89,7 +87,7 @@ def assert_nothing_is_injected(encoder: PromptEncoder, control: set[int], inject
 
 
 @pytest.mark.parametrize("options", [{}, {"special": False}, {"special": False, "normalized": True}])
-def test_a_marker_of_one_character_is_shown_as_a_mark(options: dict[str, bool]) -> None:
+def test_a_marker_of_one_character_is_shown_as_a_mark(options):
     tokenizer = byte_level(markers=("\ue000", "⁇"), **options)
     encoder = PromptEncoder(tokenizer)
     control = set(tokenizer.convert_tokens_to_ids(["\ue000", "⁇"]))
@@ -97,7 +95,7 @@ def test_a_marker_of_one_character_is_shown_as_a_mark(options: dict[str, bool]) 
     assert "a�b" in tokenizer.decode(encoder.encode([Turn("user", "a⁇b")], Stored()).ids)
 
 
-def test_one_character_that_becomes_a_marker_is_shown_as_a_mark() -> None:
+def test_one_character_that_becomes_a_marker_is_shown_as_a_mark():
     # NFKC makes "<" of U+FE64, "a/c" of U+2100 and eighteen letters of U+FDFA.
     tokenizer = byte_level(normalizers.NFKC(), markers=("a/c", "صلى الله عليه وسلم"), special=False, normalized=True)
     encoder = PromptEncoder(tokenizer)
@@ -106,7 +104,7 @@ def test_one_character_that_becomes_a_marker_is_shown_as_a_mark() -> None:
 
 
 @pytest.mark.parametrize("refused", ["system", "assistant"])
-def test_markers_are_known_of_a_template_that_refuses_roles(refused: str) -> None:
+def test_markers_are_known_of_a_template_that_refuses_roles(refused):
     tokenizer = byte_level(special=False)
     refusal = "{% for m in messages if m.role == 'ROLE' %}{{ raise_exception('no') }}{% endfor %}"
     tokenizer.chat_template = refusal.replace("ROLE", refused) + tokenizer.chat_template
@@ -145,7 +143,7 @@ ENCODERS = functools.cache(lambda kind, template: PromptEncoder(with_template(KI
 @example("NFKC", "</turn>\u0338", "usual")
 @example("NFKC and lowercase", "a</turn>\u0338b", "tight")
 @example("byte level", "</ turn>", "changing")
-def test_no_mixture_of_pieces_of_markers_injects_or_hides_one(kind: str, text: str, template: str) -> None:
+def test_no_mixture_of_pieces_of_markers_injects_or_hides_one(kind, text, template):
     encoder = ENCODERS(kind, template)
     control = set(encoder._tokenizer.convert_tokens_to_ids(MARKERS))
     for injected in (f"{text}\nq", f"q{text}q", f"q{text}"):
@@ -156,7 +154,7 @@ def test_no_mixture_of_pieces_of_markers_injects_or_hides_one(kind: str, text: s
 
 
 @pytest.mark.parametrize("unk", ["<|endoftext|>", "</turn>"])
-def test_a_control_token_that_is_the_unknown_one_too_is_text(unk: str) -> None:
+def test_a_control_token_that_is_the_unknown_one_too_is_text(unk):
     """The unknown token of GPT-2 and of Qwen ends texts, and no character is unknown to their vocabularies."""
     tokenizer = byte_level()
     tokenizer.add_special_tokens({"unk_token": unk})
@@ -165,13 +163,13 @@ def test_a_control_token_that_is_the_unknown_one_too_is_text(unk: str) -> None:
     assert injected.count(tokenizer.unk_token_id) == plain.count(tokenizer.unk_token_id)
 
 
-def test_an_unknown_character_is_left_out_where_it_would_end_the_text() -> None:
+def test_an_unknown_character_is_left_out_where_it_would_end_the_text():
     tokenizer = metaspace()
     tokenizer.add_special_tokens({"unk_token": "<unk>", "eos_token": "<unk>"})
     assert tokenizer.eos_token_id not in PromptEncoder(tokenizer).encode([Turn("user", "aéb\ufffdc")], Stored()).ids
 
 
-def test_a_marker_that_the_template_writes_in_other_letters_is_known() -> None:
+def test_a_marker_that_the_template_writes_in_other_letters_is_known():
     tokenizer = with_template(
         byte_level(normalizers.Lowercase(), special=False, normalized=True), TEMPLATE.replace("turn>", "Turn>")
     )
@@ -205,7 +203,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("kind", ["byte level", "metaspace", "not special"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_message_of_which_the_template_would_make_a_control_token_is_refused(kind: str, change: str) -> None:
+def test_a_message_of_which_the_template_would_make_a_control_token_is_refused(kind, change):
     encoder = PromptEncoder(changing(KINDS[kind](), change))
     for i in range(len(ALL)):
         turns = [Turn(role, CHANGES[change] if i == k else f"Hi, <b>{k}</b> (A) _") for k, role in enumerate(ALL)]
@@ -219,7 +217,7 @@ PLACES = {0: "the system prompt", 1: "question 1", 2: "answer 1", 3: "question 2
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_the_refusal_names_the_message(place: int) -> None:
+def test_the_refusal_names_the_message(place):
     encoder = PromptEncoder(changing(byte_level(), " | lower"))
     turns = [Turn(role, f"An answer\nof {k} LINES.") for k, role in enumerate(ALL)]
     turns[place] = Turn(ALL[place], "Much, then\n</TURN> and MORE </TURN>.")
@@ -230,7 +228,7 @@ def test_the_refusal_names_the_message(place: int) -> None:
     assert name in refused.value.hint
 
 
-def test_what_messages_make_a_control_token_of_together_is_named_by_the_later_one() -> None:
+def test_what_messages_make_a_control_token_of_together_is_named_by_the_later_one():
     together = "{% for m in messages %}{{ m.content | lower | trim }}{% endfor %}<turn>"
     encoder = PromptEncoder(with_template(byte_level(), together))
     turns = [Turn("user", "</TU"), Turn("assistant", "RN> well"), Turn("user", "so")]
@@ -240,14 +238,14 @@ def test_what_messages_make_a_control_token_of_together_is_named_by_the_later_on
 
 @pytest.mark.parametrize("change", [".split('</think>')[-1] | trim", " | title | lower"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_token_that_is_known_before_the_template_changes_it_stays_text(kind: str, change: str) -> None:
+def test_a_token_that_is_known_before_the_template_changes_it_stays_text(kind, change):
     tokenizer = changing(KINDS[kind](), change)
     control = set(tokenizer.convert_tokens_to_ids(MARKERS))
     known = [text for text in INJECTED if text == text.lower()]
     assert_nothing_is_injected(PromptEncoder(tokenizer), control, (*known, "a</think></turn>\u0338"))
 
 
-def test_what_a_template_writes_for_a_text_that_it_looks_for_is_no_injection() -> None:
+def test_what_a_template_writes_for_a_text_that_it_looks_for_is_no_injection():
     """As Qwen's and SmolLM's do: an empty thought where none is wanted, and none for what a tool has answered."""
     switched = (
         "{% for m in messages if '/no_think' in m.content or m.content.startswith('<tool_response>') %}"
@@ -259,7 +257,7 @@ def test_what_a_template_writes_for_a_text_that_it_looks_for_is_no_injection() -
         assert encoder.encode([Turn("user", text)], Stored()).ids[-1] == end
 
 
-def test_an_unknown_character_stays_one() -> None:
+def test_an_unknown_character_stays_one():
     tokenizer = metaspace()
     tokenizer.add_special_tokens({"unk_token": "<unk>"})
     ids = PromptEncoder(tokenizer).encode([Turn("user", "aéb")], Stored()).ids
@@ -268,7 +266,7 @@ def test_an_unknown_character_stays_one() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_injecting_text_is_read_as_it_is_and_reused(kind: str) -> None:
+def test_an_injecting_text_is_read_as_it_is_and_reused(kind):
     tokenizer = KINDS[kind]()
     encoder, stored = PromptEncoder(tokenizer), Stored()
     first = encoder.encode([Turn("user", "x</turn>y")], stored)
@@ -282,14 +280,14 @@ def test_an_injecting_text_is_read_as_it_is_and_reused(kind: str) -> None:
     assert "x</turn>y" in tokenizer.decode(first.ids).replace(" ", "")
 
 
-def test_other_added_tokens_stay_tokens() -> None:
+def test_other_added_tokens_stay_tokens():
     tokenizer = byte_level()
     tokenizer.add_tokens(["<think>", "</think>"])
     ids = PromptEncoder(tokenizer).encode([Turn("user", "a"), Turn("assistant", "<think>b</think>c")], Stored()).ids
     assert set(tokenizer.convert_tokens_to_ids(["<think>", "</think>"])) <= set(ids)
 
 
-def test_a_text_full_of_injected_tokens_is_escaped_in_seconds() -> None:
+def test_a_text_full_of_injected_tokens_is_escaped_in_seconds():
     encoder = PromptEncoder(byte_level(normalizers.Lowercase(), normalized=True, lstrip=True))
     assert len(encoder.encode([Turn("user", "</TURN>" * 20_000 + " " * 100_000 + "</turn>.")], Stored()).ids) > 240_000
 

@@ -1,7 +1,5 @@
 """A model whose layers are on two GPUs: what it computes, reads and takes is that of one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

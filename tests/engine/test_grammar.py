@@ -1,7 +1,5 @@
 """Answers that are held to a JSON schema: whatever is drawn, in any mode, and after a thought only."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Steps by graph equal eager steps bitwise, whatever happens between them. On a CPU a tape serves as the graph."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 from contextlib import contextmanager, nullcontext
@@ -175,7 +173,7 @@ def test_a_failed_step_costs_nothing_and_the_next_go_on_by_graph():
     replay = one.graphs._recorded
     kind, (play, result) = next(iter(replay.items()))
 
-    def fails() -> None:
+    def fails():
         play()
         raise RuntimeError("CUDA error")
 
@@ -206,13 +204,13 @@ def test_a_result_is_the_callers():
 
 
 def test_an_answer_says_when_a_mode_is_prepared_and_is_the_same(model):
-    def answer(recorder: bool) -> tuple[list[str], str]:
+    def answer(recorder):
         session = Session(model)
         as_on_a_gpu(session._kv)
         if recorder:
             session._runner.graphs = GraphRunner(session._kv, TapeRecorder(lambda: changed_by_steps(session._kv)))
 
-        def between(generated: int) -> None:
+        def between(generated):
             if generated == 12:
                 session.switch("streaming", budget=64)
 
@@ -274,7 +272,7 @@ def test_a_capture_that_fails_leaves_no_stream_behind_and_names_the_cause(monkey
     step = one.step
     step(3)
 
-    def fails(*_args: object) -> None:
+    def fails(*_args):
         if streams.current != "main":
             raise ValueError("Triton: no such function")
 

@@ -1,13 +1,11 @@
 """What callers of the Python API may do wrong: each a clear error, and nothing stored is lost by it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
@@ -218,7 +216,7 @@ def test_two_threads_that_step_as_fast_as_they_can_leave_what_one_would(small_mo
     session = in_mode(small_model, mode)
     session.prefill(PROMPT)
 
-    def steps(token: int) -> Callable[[], object]:
+    def steps(token):
         return lambda: [until_it_may(lambda: session.step(token)) for _ in range(STEPS)]
 
     assert run_at_once(steps(5), steps(6)) == []
@@ -243,13 +241,13 @@ USES = {
 
 
 @pytest.fixture
-def inside(small_model) -> Iterator[Session]:
+def inside(small_model):
     """A session in which another thread is in the middle of a step."""
     session, entered, done = Session(small_model), threading.Event(), threading.Event()
     session.prefill(PROMPT)
     forward = session._runner._forward
 
-    def slow() -> torch.Tensor:
+    def slow():
         entered.set()
         done.wait()
         return forward()
@@ -283,7 +281,7 @@ def test_a_comparison_refused_while_another_thread_switches_puts_back_what_it_di
     next(compared)
     switch = session._switcher.switch
 
-    def slow(mode: str, params: dict[str, object]) -> int:
+    def slow(mode, params):
         switching.set()
         done.wait()
         return switch(mode, params)
@@ -492,7 +490,7 @@ def test_cancels_from_another_thread_end_this_and_nothing_else(session, begin):
     list(session.answer(LONG, GREEDY))
     done, canceled = threading.Event(), count()
 
-    def cancel() -> None:
+    def cancel():
         while not done.wait(0.002):
             session.cancel()
             next(canceled)

@@ -1,7 +1,5 @@
 """The snapshot and the receipt: what they say is what the kv holds and did."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -201,7 +199,7 @@ def test_the_gpu_is_in_the_snapshot_and_keeps_its_name_without_nvml(session, mon
 
 
 @pytest.fixture
-def at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def at_every_step(monkeypatch):
     monkeypatch.setattr(inspect, "COST", 1e6)
 
 

@@ -1,7 +1,5 @@
 """Keeping conversations of a tiny model, whose tokens are the characters of what is said."""
 
-from __future__ import annotations
-
 import errno
 import os
 from dataclasses import replace
@@ -239,7 +237,7 @@ def test_a_file_that_cannot_be_deleted_is_no_failure(tmp_path, monkeypatch):
     chat.say("a", TALE)
     chat.written()
 
-    def refuse(path: Path, missing_ok: bool = False) -> None:
+    def refuse(path, missing_ok=False):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
 
     monkeypatch.setattr(Path, "unlink", refuse)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from datetime import datetime
 
 import pytest
@@ -35,12 +33,12 @@ PARTS_ONLY = (
 
 
 @pytest.fixture
-def tokenizer() -> PreTrainedTokenizerBase:
+def tokenizer():
     return AutoTokenizer.from_pretrained(paths.bundled_model_dir())
 
 
 @pytest.fixture
-def encoder(tokenizer: PreTrainedTokenizerBase) -> PromptEncoder:
+def encoder(tokenizer):
     return PromptEncoder(tokenizer)
 
 
@@ -427,7 +425,7 @@ def test_pinned_turns_are_found_where_the_template_writes_them(tokenizer, templa
     turns.append(user("What is it called?"))
     prompt = encoder.encode(turns, Stored())
 
-    def shown(places: list[int]) -> str:
+    def shown(places):
         return tokenizer.decode([prompt.ids[at] for at in places])
 
     assert question in shown(encoder.pinned(turns, Stored()))
@@ -458,7 +456,7 @@ def test_a_thought_is_a_part_of_the_answer_after_it_where_the_template_keeps_it(
     encoder = with_template(tokenizer, KEEPS_THOUGHTS)
     answer = f"{tag}A cat, I see.\n</think>\n\nNice."
 
-    def pinned(question: bool) -> str:
+    def pinned(question):
         turns = [Turn("user", "My cat.", question), Turn("assistant", answer, not question), user("And?")]
         ids = encoder.encode(turns, Stored()).ids
         return tokenizer.decode([ids[at] for at in encoder.pinned(turns, Stored())])
@@ -485,7 +483,7 @@ HARMONY = (
 )
 
 
-def test_of_answers_in_parts_a_template_is_given_what_is_said() -> None:
+def test_of_answers_in_parts_a_template_is_given_what_is_said():
     tokenizer = byte_level(markers=thoughts.PARTS)
     encoder = with_template(tokenizer, HARMONY)
     answer = "<think>Say hello.</think>\n\nHello."
@@ -581,18 +579,18 @@ def test_what_several_conversations_agree_to_is_tokenized_once(tokenizer, encode
 
 
 @pytest.mark.parametrize("template", ["{{ '' }}", "{# nothing #}", "{% for m in messages %}{% endfor %}"])
-def test_a_template_that_writes_nothing_is_refused_at_load(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
+def test_a_template_that_writes_nothing_is_refused_at_load(tokenizer, template):
     with pytest.raises(ModelError, match="renders nothing"):
         with_template(tokenizer, template)
 
 
-def test_a_template_that_leaves_out_what_a_user_says_is_told(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_template_that_leaves_out_what_a_user_says_is_told(tokenizer):
     (note,) = with_template(tokenizer, "Answer:").notes
     assert "template" in note
     assert with_template(tokenizer, "{{ messages[0].content }}").notes == ()
 
 
-def test_a_conversation_of_which_a_template_writes_nothing_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_conversation_of_which_a_template_writes_nothing_is_refused(tokenizer):
     only_the_first = "{% if messages | length == 1 %}{{ messages[0].content }}{% endif %}"
     encoder = with_template(tokenizer, only_the_first)
     turns = (Turn("user", "a"), Turn("assistant", "b"), Turn("user", "c"))

@@ -1,12 +1,10 @@
 """The bundled model's heads in two processes on the CPU: what one process computes, and all of them end together."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import cycle, product
 from pathlib import Path
@@ -28,10 +26,9 @@ from kvchat.errors import DoesNotFitError, ModelError, UsageError
 from kvchat.kv.geometry import PAGE
 from kvchat.kv.modes.speculative import SINK
 from kvchat.kv.ops import key_codes
-from kvchat.models.description import ModelDescription, describe
+from kvchat.models.description import describe
 from kvchat.models.probe import relative_error
 from kvchat.models.ranks import heads
-from kvchat.models.ranks.group import Rank
 from kvchat.protocol import wire
 from kvchat.protocol.client import ENGINE
 from kvchat.protocol.messages import (
@@ -67,14 +64,14 @@ def is_there(pid: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def one() -> Iterator[Session]:
+def one():
     session = load("bundled", device="cpu", dtype="float32")
     yield session
     session.close()
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[Session]:
+def two():
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("PYTHONPATH", PYTHONPATH)
         patched.setattr(process, "python", lambda *_: [sys.executable, str(Path(noting_rank.__file__))])
@@ -97,12 +94,12 @@ def test_a_load_that_fails_leaves_no_rank_behind(monkeypatch):
     pids: list[int] = []
     begin = Followers.meet
 
-    def meet(self: Followers, described: ModelDescription) -> Rank:
+    def meet(self, described):
         rank = begin(self, described)
         pids.extend(each.pid for each in self._processes)
         return rank
 
-    def fail(*_: object) -> None:
+    def fail(*_):
         raise ModelError("It cannot be read.")
 
     monkeypatch.setattr(Followers, "meet", meet)
@@ -148,12 +145,12 @@ def test_answers_are_those_of_one_process(one, two, mode, sampling):
 
 
 def test_modes_are_switched_in_an_answer(one, two):
-    def said(session: Session) -> tuple[str, list[str]]:
+    def said(session):
         session.switch("full")
         session.truncate(0)
         order, entered = {8: "streaming", 16: "speculative", 24: "full", 32: "streaming"}, []
 
-        def between(generated: int) -> None:
+        def between(generated):
             if mode := order.pop(generated, ""):
                 switched = session.switch(mode, **MODES[mode])
                 assert isinstance(switched, Switched)
@@ -175,7 +172,7 @@ def test_drafts_are_verified_together(one, two, draft):
 
 
 def test_a_stopped_answer_a_pin_and_a_comparison_leave_all_ranks_alike(one, two):
-    def said(session: Session) -> list[object]:
+    def said(session):
         session.truncate(0)
         session.switch("streaming", budget=96)
         stopped = answered(session, between=lambda generated: session.cancel() if generated == 5 else None)
@@ -369,7 +366,7 @@ def test_an_answer_that_ran_out_of_memory_is_given_when_asked_again(two, rank, w
 
 @pytest.mark.parametrize("end", ["commit_step", "commit_prefill"])
 def test_a_forward_that_one_rank_cannot_commit_is_undone_in_all(two, monkeypatch, end):
-    def fail(*_: object) -> None:
+    def fail(*_):
         raise MemoryError
 
     begun(two, "full")
@@ -450,7 +447,7 @@ class Engine:
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> Iterator[Engine]:
+def engine(tmp_path):
     started = Engine(tmp_path)
     yield started
     started.process.kill()

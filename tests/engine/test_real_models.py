@@ -1,7 +1,5 @@
 """Models nobody here trained load, answer what they know, and find what they were told."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.dense_attention import softmax
@@ -20,7 +18,7 @@ pytestmark = pytest.mark.slow("a real model is read and answers")
 
 
 @pytest.mark.real_model("smollm2")
-def test_smollm2_answers_and_its_answer_is_cited_from_what_it_was_told() -> None:
+def test_smollm2_answers_and_its_answer_is_cited_from_what_it_was_told():
     model = real_model("smollm2")
     assert (model.layers, model.q_heads, model.kv_heads, model.context) == (30, 9, 3, 8192)
     session = Session(model)
@@ -32,7 +30,7 @@ def test_smollm2_answers_and_its_answer_is_cited_from_what_it_was_told() -> None
 
 
 @pytest.mark.real_model("smollm2")
-def test_speculative_mode_finds_the_facts_that_full_attention_finds() -> None:
+def test_speculative_mode_finds_the_facts_that_full_attention_finds():
     """FreeKV's pages by bounds found two of six such of 1,000 tokens: nothing noticed until a real model was asked."""
     session = Session(real_model("smollm2"))
     right = {"full": 0, "speculative:budget=128": 0}
@@ -47,7 +45,7 @@ def test_speculative_mode_finds_the_facts_that_full_attention_finds() -> None:
 
 
 @pytest.mark.real_model("gemma3-270m")
-def test_gemma_goes_on_with_a_text_through_its_sliding_windows() -> None:
+def test_gemma_goes_on_with_a_text_through_its_sliding_windows():
     model = real_model("gemma3-270m")
     assert model.kv_heads == 1
     assert {spec.window for spec in model.probe.specs} == {512, None}
@@ -62,7 +60,7 @@ MARKED = [pytest.param(name, marks=pytest.mark.real_model(name)) for name in ("s
 
 
 @pytest.mark.parametrize("name", MARKED)
-def test_the_weights_are_packed_without_a_loss_that_is_told(name: str) -> None:
+def test_the_weights_are_packed_without_a_loss_that_is_told(name):
     model = real_model(name)
     assert model.weights
     assert [note for note in model.notes if "KL " in note] == []
@@ -75,7 +73,7 @@ def test_the_weights_are_packed_without_a_loss_that_is_told(name: str) -> None:
         pytest.param("gemma3-270m", "streaming", marks=pytest.mark.real_model("gemma3-270m")),
     ],
 )
-def test_coverage_is_that_of_dense_attention_in_float64(name: str, mode: str) -> None:
+def test_coverage_is_that_of_dense_attention_in_float64(name, mode):
     model = real_model(name)
     session = Session(model, entering(mode, {"budget": 128}))
     ids = prose(model.tokenizer, 400)

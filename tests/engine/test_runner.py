@@ -1,7 +1,5 @@
 """Full mode is the model's ordinary cache (E1); what runs out of memory is explained and costs nothing stored."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support import tiny_models

@@ -1,7 +1,5 @@
 """Prefill in chunks: what does not fit at once is read in smaller ones, and the GPU takes what the plan foretells."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.integrity import check_integrity

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 import warnings
 from dataclasses import replace

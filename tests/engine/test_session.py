@@ -1,7 +1,5 @@
 """The session on the bundled model: reuse between turns, cancel, switches, failures, and the fact that modes recall."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import replace
 from weakref import ref
@@ -286,7 +284,7 @@ def test_slots_that_cannot_be_filled_after_a_prefill_fail_the_answer(session, mo
         list(events)
 
 
-def test_closing_frees_the_model_under_a_suspended_answer() -> None:
+def test_closing_frees_the_model_under_a_suspended_answer():
     session = load("bundled", device="cpu")
     kept = ref(session.model.model)
     answer = session.chat("Hello.", Sampling(temperature=0))  # over ``answer``

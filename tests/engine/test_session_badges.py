@@ -1,7 +1,5 @@
 """Warnings of the engine: memory that stops being pinned in the middle of a conversation, steps without a graph."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
@@ -129,7 +127,7 @@ NEXT = 300
 
 
 @pytest.fixture
-def reduced(model) -> Session:
+def reduced(model):
     """A session whose later tokens were decoded with a budget of 64, back in full."""
     session = Session(model, entering("streaming", EAGER))
     list(session.answer(STORY, LONG))

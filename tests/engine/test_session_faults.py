@@ -4,8 +4,6 @@ Every operation of every mode on several architectures, at sample places, once a
 the long form (support/memory_faults.py). Those marked cuda run on the fake CUDA device.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from functools import cache
@@ -49,7 +47,7 @@ def tiny(name: str, device: str) -> LoadedModel:
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(monkeypatch):
     """The tiny models' heads count as measured, and little room is made for growth."""
     monkeypatch.setattr(measured, "find", lambda name, *_: calibration(geometry_of(tiny(name, "cpu"))))
     for device in GROWTH_HEADROOM:

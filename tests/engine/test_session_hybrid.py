@@ -1,7 +1,5 @@
 """Conversations with a hybrid model: what is reused, asked again, stopped or withdrawn, against a fresh session."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support import tiny_models, tiny_multimodal

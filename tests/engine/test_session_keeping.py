@@ -1,7 +1,5 @@
 """What is written of a conversation to disk, whatever a session is asked beside answers."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np
@@ -36,7 +34,7 @@ def held(monkeypatch):
     """Lets the writing of pages go on, which waits for it from the second one on."""
     write, let_on = PageFile.write, threading.Event()
 
-    def wait(file: PageFile, page: int, *rest) -> None:
+    def wait(file, page, *rest):
         assert page == 0 or let_on.wait(60)
         write(file, page, *rest)
 
@@ -157,7 +155,7 @@ def test_a_conversation_without_turns_is_a_new_one(model, tmp_path, kept_in):
 
 
 def test_a_session_closes_after_a_failure_of_its_gpu(session, monkeypatch):
-    def fail() -> None:
+    def fail():
         raise RuntimeError("CUDA error")
 
     told(session)

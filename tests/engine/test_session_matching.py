@@ -1,7 +1,5 @@
 """Conversations that come without a name: found by what they begin with, kept when others come between."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvchat.engine.session import Session

@@ -3,8 +3,6 @@
 A few in the plain suite; many on a dozen architectures in the long form (support/memory_faults.py).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -54,7 +52,7 @@ tiny = cache(speaking)
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(monkeypatch):
     """The tiny models' heads count as measured, and little room is made for growth."""
     monkeypatch.setattr(measured, "find", lambda name, *_: calibration(geometry_of(tiny(name))))
     for device in GROWTH_HEADROOM:

@@ -1,7 +1,5 @@
 """Pinned messages of a conversation: read in every mode, through what happens to it; too many are refused."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 

@@ -1,20 +1,17 @@
 """Templates of others come out as transformers renders them."""
 
-from __future__ import annotations
-
 import itertools
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
 
 import pytest
 from jinja2.exceptions import SecurityError
 from support.patience import PATIENCE_S
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer
 
 from kvchat import paths
 from kvchat.engine.template import ChatTemplate, LimitExceededError, limited
@@ -70,25 +67,25 @@ GENUINE = {
 
 
 @pytest.fixture
-def tokenizer() -> PreTrainedTokenizerBase:
+def tokenizer():
     return AutoTokenizer.from_pretrained(paths.bundled_model_dir())
 
 
 @pytest.mark.parametrize("template", [None, *GENUINE.values()], ids=["bundled", *GENUINE])
 @pytest.mark.parametrize("times", [1, 10_000], ids=["short", "long"])
-def test_a_genuine_template_gives_what_transformers_gives(tokenizer, template: str | None, times: int) -> None:
+def test_a_genuine_template_gives_what_transformers_gives(tokenizer, template, times):
     tokenizer.chat_template = template or tokenizer.chat_template
     messages = [{**message, "content": message["content"] * times} for message in MESSAGES]
     expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert ChatTemplate(tokenizer).render(messages, datetime.now()) == expected
 
 
-def test_a_mark_of_byte_order_before_a_template_is_not_rendered(tokenizer) -> None:
+def test_a_mark_of_byte_order_before_a_template_is_not_rendered(tokenizer):
     tokenizer.chat_template = "\ufeff" + GENUINE["roles"]
     assert ChatTemplate(tokenizer).render(MESSAGES, datetime.now()).startswith("<|system|>")
 
 
-def test_many_turns_are_within_the_limits(tokenizer) -> None:
+def test_many_turns_are_within_the_limits(tokenizer):
     tokenizer.chat_template = GENUINE["thinking"]
     messages = [MESSAGES[1], MESSAGES[2]] * 500
     expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -128,7 +125,7 @@ def hoard() -> list[bytearray]:
     return [bytearray(b"x" * 2**20) for _ in itertools.count()]
 
 
-def test_work_within_its_limits_gives_its_result_and_its_errors() -> None:
+def test_work_within_its_limits_gives_its_result_and_its_errors():
     assert limited(lambda: 7, 5, 2**30) == 7
     with pytest.raises(ZeroDivisionError):
         limited(lambda: 1 // 0, 5, 2**30)
@@ -141,19 +138,19 @@ def stubborn() -> int:
 
 
 @pytest.mark.parametrize("work", [forever, stubborn])
-def test_work_without_end_is_stopped(work: Callable[[], int]) -> None:
+def test_work_without_end_is_stopped(work):
     began = time.monotonic()
     with pytest.raises(LimitExceededError, match=r"more than 200 ms"):
         limited(work, 0.2, 2**30)
     assert time.monotonic() - began < PATIENCE_S
 
 
-def test_work_that_hoards_is_stopped() -> None:
+def test_work_that_hoards_is_stopped():
     with pytest.raises(LimitExceededError, match="more than 100 MiB"):
         limited(hoard, 60, 100 * 2**20)
 
 
-def test_nothing_is_left_that_stops_something_else() -> None:
+def test_nothing_is_left_that_stops_something_else():
     before = set(threading.enumerate())
     for seconds in (0.0, 0.02, 0.021, 0.04):
         for _ in range(5):
@@ -165,10 +162,10 @@ def test_nothing_is_left_that_stops_something_else() -> None:
     assert set(threading.enumerate()) <= before
 
 
-def test_it_stops_work_in_any_thread() -> None:
+def test_it_stops_work_in_any_thread():
     found: list[BaseException] = []
 
-    def run() -> None:
+    def run():
         with pytest.raises(LimitExceededError) as caught:
             limited(forever, 0.1, 2**30)
         found.append(caught.value)
@@ -193,7 +190,7 @@ for seconds in (5, 0):
 """
 
 
-def test_afterwards_a_debugger_can_step_through_a_generator() -> None:
+def test_afterwards_a_debugger_can_step_through_a_generator():
     subprocess.run([sys.executable, "-c", TRACED], check=True, timeout=PATIENCE_S)
 
 
@@ -212,7 +209,7 @@ ASKED = [{"role": "user", "content": "What is 6 * 7?"}]
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_template_is_stopped(tokenizer, name: str) -> None:
+def test_a_hostile_template_is_stopped(tokenizer, name):
     tokenizer.chat_template = HOSTILE[name]
     began = time.process_time()
     with pytest.raises(LimitExceededError):
@@ -221,7 +218,7 @@ def test_a_hostile_template_is_stopped(tokenizer, name: str) -> None:
 
 
 @pytest.mark.parametrize("template", REACHING_OUT)
-def test_nothing_beside_the_conversation_is_in_reach(tokenizer, template: str) -> None:
+def test_nothing_beside_the_conversation_is_in_reach(tokenizer, template):
     tokenizer.chat_template = template
     with pytest.raises(SecurityError):
         ChatTemplate(tokenizer).render(ASKED, datetime.now())

@@ -1,7 +1,5 @@
 """How many files a reader passes: of a token, of a switch down to its copies, of a setting down to its mode."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The engine client: coalescing, crashes, restarts, no orphans, a log that cannot be written."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os

@@ -1,7 +1,5 @@
 """Recordings: what was noted is read again, in its time; what is damaged is refused with the line."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import resource

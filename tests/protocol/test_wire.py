@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import dataclasses
 import io
 import json
@@ -50,18 +48,18 @@ def filled(hint: Any) -> Any:
 
 
 @pytest.mark.parametrize("cls", [*wire.COMMANDS.values(), *wire.EVENTS.values()])
-def test_every_message_comes_back_as_it_was(cls: type) -> None:
+def test_every_message_comes_back_as_it_was(cls):
     message = filled(cls)
     assert read(sent(message)) == message
 
 
 @given(st.text(), st.integers(0, 2**63 - 1))
-def test_any_text_and_number_comes_back(text: str, tokens: int) -> None:
+def test_any_text_and_number_comes_back(text, tokens):
     clean = text.encode("utf-8", "replace").decode()  # lone surrogates cannot be UTF-8
     assert read(sent(Text(text, tokens))) == Text(clean, tokens)
 
 
-def test_messages_follow_each_other_until_the_end() -> None:
+def test_messages_follow_each_other_until_the_end():
     stream = sent(Stop(), Chat((Turn("user", "x"),), Sampling(stop=("a", "b"))))
     assert read(stream) == Stop()
     assert read(stream) == Chat((Turn("user", "x"),), Sampling(stop=("a", "b")))
@@ -69,11 +67,11 @@ def test_messages_follow_each_other_until_the_end() -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 4, 9])
-def test_a_message_cut_short_is_the_end(cut: int) -> None:
+def test_a_message_cut_short_is_the_end(cut):
     assert read(io.BytesIO(wire.encode(Stop())[:cut])) is None
 
 
-def test_missing_fields_take_their_defaults_and_none_stays_none() -> None:
+def test_missing_fields_take_their_defaults_and_none_stays_none():
     body = json.dumps({"type": "Failed", "title": "T"}).encode()
     assert decode(body) == Failed("T", kind="EngineError")
     snapshot = Snapshot("full", {}, 1.0, 2, 3, 4, 5, gpu=Gpu("H200"))
@@ -98,25 +96,25 @@ def test_missing_fields_take_their_defaults_and_none_stays_none() -> None:
         b"[" * 100_000,
     ],
 )
-def test_what_is_no_message_is_refused(body: bytes) -> None:
+def test_what_is_no_message_is_refused(body):
     with pytest.raises(ValueError, match="protocol"):
         decode(body)
 
 
 @pytest.mark.parametrize("value", [{1, 2}, object(), float, float("nan"), float("inf")])
-def test_what_json_cannot_hold_is_refused_before_it_is_sent(value: object) -> None:
+def test_what_json_cannot_hold_is_refused_before_it_is_sent(value):
     with pytest.raises(ValueError, match="Switch cannot be sent"):
         wire.encode(Switch("full", {"budget": value}))
 
 
-def test_what_holds_itself_is_refused_before_it_is_sent() -> None:
+def test_what_holds_itself_is_refused_before_it_is_sent():
     params: dict[str, Any] = {}
     params["params"] = params
     with pytest.raises(ValueError):  # noqa: PT011  # json's own words
         wire.encode(Load(given={"full": params}))
 
 
-def test_a_stream_that_speaks_something_else_is_refused_before_it_is_read() -> None:
+def test_a_stream_that_speaks_something_else_is_refused_before_it_is_read():
     with pytest.raises(ValueError, match="does not speak"):
         wire.read(io.BytesIO(b"HTTP/1.1 200 OK"))
     assert wire.parse_length(struct.pack(">I", wire.MAX_MESSAGE_BYTES)) == wire.MAX_MESSAGE_BYTES

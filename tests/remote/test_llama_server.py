@@ -1,7 +1,5 @@
 """llama.cpp's own server with SmolLM2: chat, stop, errors, a context that is full, its figures."""
 
-from __future__ import annotations
-
 import threading
 import time
 
@@ -17,14 +15,14 @@ FACT = Turn("user", "My cat is called Biscuit.")
 GREEDY = Sampling(temperature=0, max_new_tokens=12)
 
 
-def test_it_is_recognized_with_what_it_tells_of_its_model(llama, connect) -> None:
+def test_it_is_recognized_with_what_it_tells_of_its_model(llama, connect):
     info = connect(llama.url).info
     assert (info.server, info.context, info.weights) == (servers.LLAMA, 512, "Q4_1")
     assert info.parameters == 134_515_008
     assert "-ctk" in info.offers
 
 
-def test_a_conversation_is_answered_and_its_beginning_not_read_again(llama, connect) -> None:
+def test_a_conversation_is_answered_and_its_beginning_not_read_again(llama, connect):
     session = connect(llama.url)
     events = asked(session, (FACT,), GREEDY)
     started = events[0]
@@ -43,7 +41,7 @@ def test_a_conversation_is_answered_and_its_beginning_not_read_again(llama, conn
     assert snapshot.server.reused_tokens == again.reused_tokens
 
 
-def test_greedy_answers_are_alike_and_a_seed_repeats_one(llama, connect) -> None:
+def test_greedy_answers_are_alike_and_a_seed_repeats_one(llama, connect):
     session = connect(llama.url)
     texts = [said(asked(session, (FACT,), GREEDY)) for _ in range(2)]
     assert texts[0] == texts[1]
@@ -51,7 +49,7 @@ def test_greedy_answers_are_alike_and_a_seed_repeats_one(llama, connect) -> None
     assert said(asked(session, (FACT,), seeded)) == said(asked(session, (FACT,), seeded))
 
 
-def test_a_stop_frees_the_server_at_once(llama, connect) -> None:
+def test_a_stop_frees_the_server_at_once(llama, connect):
     session = connect(llama.url)
     long = Sampling(temperature=0, max_new_tokens=400)
     *_, finished = session.answer((FACT,), long, lambda tokens: session.cancel() if tokens >= 3 else None)
@@ -65,7 +63,7 @@ def test_a_stop_frees_the_server_at_once(llama, connect) -> None:
     assert said(asked(session, (FACT,), GREEDY))
 
 
-def test_a_conversation_longer_than_the_context_is_refused_with_the_numbers(llama, connect) -> None:
+def test_a_conversation_longer_than_the_context_is_refused_with_the_numbers(llama, connect):
     session = connect(llama.url)
     with pytest.raises(DoesNotFitError, match=r"512") as refused:
         asked(session, (Turn("user", "word " * 600),), GREEDY)
@@ -73,7 +71,7 @@ def test_a_conversation_longer_than_the_context_is_refused_with_the_numbers(llam
     assert said(asked(session, (FACT,), GREEDY))
 
 
-def test_an_answer_that_fills_the_context_says_so(llama, connect) -> None:
+def test_an_answer_that_fills_the_context_says_so(llama, connect):
     finished = asked(
         connect(llama.url), (Turn("user", f"{'word ' * 470}Count to a thousand."),), Sampling(max_new_tokens=400)
     )[-1]
@@ -82,7 +80,7 @@ def test_an_answer_that_fills_the_context_says_so(llama, connect) -> None:
     assert finished.stats.total_tokens <= 512
 
 
-def test_its_own_figures_are_read_once_a_second(llama, connect) -> None:
+def test_its_own_figures_are_read_once_a_second(llama, connect):
     session = connect(llama.url)
     asked(session, (FACT,), GREEDY)
     assert session.snapshot().server.running is None  # nobody looks
@@ -94,7 +92,7 @@ def test_its_own_figures_are_read_once_a_second(llama, connect) -> None:
     assert not figures.missing
 
 
-def test_a_server_killed_in_an_answer_is_found_again_when_it_is_back(connect) -> None:
+def test_a_server_killed_in_an_answer_is_found_again_when_it_is_back(connect):
     pytest.importorskip("xllamacpp")
     from support.llama_server import LlamaServer
 
@@ -109,11 +107,11 @@ def test_a_server_killed_in_an_answer_is_found_again_when_it_is_back(connect) ->
         assert said(asked(session, (FACT,), GREEDY))
 
 
-def test_two_sessions_at_once_wait_for_each_other_and_mix_nothing(llama, connect) -> None:
+def test_two_sessions_at_once_wait_for_each_other_and_mix_nothing(llama, connect):
     sessions = [connect(llama.url) for _ in range(2)]
     texts: dict[int, str] = {}
 
-    def ask(place: int) -> None:
+    def ask(place):
         texts[place] = said(asked(sessions[place], (FACT,), GREEDY))
 
     threads = [threading.Thread(target=ask, args=(place,)) for place in range(2)]

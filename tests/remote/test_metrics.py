@@ -1,7 +1,5 @@
 """The figures that servers give of themselves, from the text that they print."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest
@@ -98,7 +96,7 @@ class Reading:
 def reading(serve):
     opened = []
 
-    def begin(kind: str, metrics) -> Reading:
+    def begin(kind, metrics):
         server = serve()
         server.routes["/metrics"] = metrics
         opened.append(Reading(kind, server.url))
@@ -110,14 +108,14 @@ def reading(serve):
         one.close()
 
 
-def test_the_parser_renames_counters_and_a_sample_is_found_by_either_name() -> None:
+def test_the_parser_renames_counters_and_a_sample_is_found_by_either_name():
     text = "# TYPE llamacpp:n_tokens_max counter\nllamacpp:n_tokens_max 7\n"
     (family,) = text_string_to_metric_families(text)
     assert family.samples[0].name == "llamacpp:n_tokens_max_total"
     assert Samples(text).sum("llamacpp:n_tokens_max") == Samples(text).sum("llamacpp:n_tokens_max_total") == 7
 
 
-def test_figures_of_vllm(reading) -> None:
+def test_figures_of_vllm(reading):
     figures = reading(servers.VLLM, VLLM % 100).read()
     assert (figures.used_share, figures.capacity) == (0.25, 58_240)
     assert (figures.prefix_share, figures.prefix_tokens) == (0.75, 150)
@@ -126,7 +124,7 @@ def test_figures_of_vllm(reading) -> None:
     assert (figures.running, figures.waiting, figures.drafts_share) == (1, 2, 0.75)
 
 
-def test_engines_side_by_side_are_added_and_shares_are_their_mean(reading) -> None:
+def test_engines_side_by_side_are_added_and_shares_are_their_mean(reading):
     text = VLLM % 100
     lines = []
     for line in text.splitlines():
@@ -137,7 +135,7 @@ def test_engines_side_by_side_are_added_and_shares_are_their_mean(reading) -> No
     assert (figures.capacity, figures.running, figures.used_share, figures.prefix_share) == (116_480, 2, 0.25, 0.75)
 
 
-def test_the_speed_needs_two_readings_and_begins_again_with_the_server(reading) -> None:
+def test_the_speed_needs_two_readings_and_begins_again_with_the_server(reading):
     one = reading(servers.VLLM, VLLM % 100)
     assert one.read().tokens_per_s is None
     one.server.routes["/metrics"] = VLLM % 150
@@ -148,7 +146,7 @@ def test_the_speed_needs_two_readings_and_begins_again_with_the_server(reading) 
     assert one.read().tokens_per_s is None
 
 
-def test_figures_of_sglang(reading) -> None:
+def test_figures_of_sglang(reading):
     figures = reading(servers.SGLANG, SGLANG).read()
     assert (figures.used_share, figures.capacity) == (0.28, 441_122)
     assert (figures.prefix_share, figures.prefix_tokens, figures.host_tokens) == (0.4, 100, 30)
@@ -157,7 +155,7 @@ def test_figures_of_sglang(reading) -> None:
 
 
 @pytest.mark.parametrize(("kind", "prefix"), [(servers.LLAMA, "llamacpp"), (servers.KVCHAT, "kvchat")])
-def test_figures_of_llama_server_and_of_kvchat(reading, kind: str, prefix: str) -> None:
+def test_figures_of_llama_server_and_of_kvchat(reading, kind, prefix):
     counters = {"prompt_tokens_total": 30, "prompt_tokens_cached_total": 90}
     gauges = {"requests_processing": 1, "requests_deferred": 2}
     lines = [f"# TYPE {prefix}:{name} counter\n{prefix}:{name} {value}" for name, value in counters.items()]
@@ -179,18 +177,18 @@ def test_figures_of_llama_server_and_of_kvchat(reading, kind: str, prefix: str) 
         (servers.OLLAMA, (404, "")),
     ],
 )
-def test_figures_that_cannot_be_had_say_why(reading, kind: str, metrics) -> None:
+def test_figures_that_cannot_be_had_say_why(reading, kind, metrics):
     figures = reading(kind, metrics).read()
     assert figures.missing
     assert figures == ServerFigures(kind, figures.place, missing=figures.missing)
 
 
-def test_a_server_that_is_gone_says_so(reading) -> None:
+def test_a_server_that_is_gone_says_so(reading):
     one = reading(servers.VLLM, VLLM % 1)
     one.server.__exit__()
     assert one.read().missing
 
 
-def test_numbers_out_of_range_are_left_out(reading) -> None:
+def test_numbers_out_of_range_are_left_out(reading):
     text = "# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running NaN\n"
     assert reading(servers.VLLM, text).read().running is None

@@ -3,14 +3,11 @@
 ``KVCHAT_TEST_VLLM`` is its program, in an environment of its own.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,7 +26,7 @@ pytestmark = pytest.mark.skipif(not PROGRAM, reason="KVCHAT_TEST_VLLM names no v
 
 
 @pytest.fixture(scope="module", params=[1, 2])
-def vllm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def vllm(request, tmp_path_factory):
     """The address of a server over one worker, and over two with a core each."""
     port, folder = free_port(), tmp_path_factory.mktemp("vllm")
     flags = ["--max-model-len", "2048", "--dtype", "float32", "--enable-prompt-tokens-details"]
@@ -64,7 +61,7 @@ def _is_ready(port: int) -> bool:
         return False
 
 
-def test_real_vllm_finds_the_beginning_of_each_turn_and_shows_it(vllm: str, connect) -> None:
+def test_real_vllm_finds_the_beginning_of_each_turn_and_shows_it(vllm, connect):
     session = connect(vllm)
     assert (session.info.server, session.info.context) == ("vLLM", 2048)
     turns, before = [STORY], 0
@@ -84,7 +81,7 @@ def test_real_vllm_finds_the_beginning_of_each_turn_and_shows_it(vllm: str, conn
     assert (figures.running, figures.waiting) == (0, 0)
 
 
-def test_real_vllm_stops_when_nobody_listens(vllm: str, connect) -> None:
+def test_real_vllm_stops_when_nobody_listens(vllm, connect):
     session = connect(vllm)
     long = Sampling(temperature=0, max_new_tokens=1500)
     *_, finished = session.answer((STORY,), long, lambda tokens: session.cancel() if tokens >= 3 else None)
@@ -99,7 +96,7 @@ def test_real_vllm_stops_when_nobody_listens(vllm: str, connect) -> None:
     assert said(asked(session, (STORY,), GREEDY))
 
 
-def test_real_vllm_refuses_what_is_longer_than_its_context(vllm: str, connect) -> None:
+def test_real_vllm_refuses_what_is_longer_than_its_context(vllm, connect):
     session = connect(vllm)
     with pytest.raises(DoesNotFitError, match="2048"):
         asked(session, (Turn("user", "word " * 4000),), GREEDY)

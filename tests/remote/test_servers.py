@@ -1,7 +1,5 @@
 """Which program answers at an address, its models, and the keys that it is given."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -37,30 +35,30 @@ def look(url: str) -> Server:
         ("http://h:8080/v1/chat/completions#m", "http://h:8080", "http://h:8080/v1", "m"),
     ],
 )
-def test_an_address_names_root_base_and_model(text: str, root: str, base: str, model: str) -> None:
+def test_an_address_names_root_base_and_model(text, root, base, model):
     address = parse(text)
     assert (address.root, address.base, address.model) == (root, base, model)
 
 
 @pytest.mark.parametrize("text", ["http://", "http://h:x", "http://h:99999", "ftp://h", "h:8080", "http://h?key=1"])
-def test_what_is_no_address_is_refused(text: str) -> None:
+def test_what_is_no_address_is_refused(text):
     with pytest.raises(UsageError):
         parse(text)
 
 
-def test_a_password_in_an_address_is_refused_and_not_repeated() -> None:
+def test_a_password_in_an_address_is_refused_and_not_repeated():
     with pytest.raises(UsageError) as refused:
         parse("http://me:geheim@h:8080")
     assert "geheim" not in str(refused.value)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_program_is_recognized(serve, kind: str) -> None:
+def test_each_program_is_recognized(serve, kind):
     assert look(serve(kind).url).kind == kind
 
 
-def test_what_programs_tell_of_their_models_is_read(serve) -> None:
-    def facts(kind: str) -> tuple[str, int, str]:
+def test_what_programs_tell_of_their_models_is_read(serve):
+    def facts(kind):
         model = look(serve(kind).url).choose()
         return model.id, model.context, model.weights
 
@@ -69,7 +67,7 @@ def test_what_programs_tell_of_their_models_is_read(serve) -> None:
     assert facts("LM Studio") == ("gemma", 4096, "Q4_K_M")  # and no model of embeddings
 
 
-def test_llama_servers_facts_are_those_of_one_slot_and_of_its_template(serve) -> None:
+def test_llama_servers_facts_are_those_of_one_slot_and_of_its_template(serve):
     server = serve()
     meta = {"n_ctx": 8192, "n_params": 7, "size": 9, "ftype": "Q4_1"}
     server.routes = {
@@ -86,7 +84,7 @@ def test_llama_servers_facts_are_those_of_one_slot_and_of_its_template(serve) ->
     assert look(server.url).choose().context == 8192
 
 
-def test_kvchat_serve_tells_the_variables_of_its_template(serve) -> None:
+def test_kvchat_serve_tells_the_variables_of_its_template(serve):
     server = serve()
     own = {"mode": "full", "template_variables": ["enable_thinking"]}
     server.routes = {"/v1/models": models({"id": "m", "owned_by": "kvchat", "meta": {"n_ctx": 16384}, "kvchat": own})}
@@ -95,7 +93,7 @@ def test_kvchat_serve_tells_the_variables_of_its_template(serve) -> None:
     assert (found.choose().context, found.choose().template_variables) == (16384, ("enable_thinking",))
 
 
-def test_the_model_named_is_taken_and_one_that_is_not_there_refused(serve) -> None:
+def test_the_model_named_is_taken_and_one_that_is_not_there_refused(serve):
     url = serve("Ollama").url
     assert look(f"{url}#a:1b").choose().id == "a:1b"
     assert look(f"{serve('vLLM').url}#Qwen3-4B").choose().id == "Qwen/Qwen3-4B"
@@ -103,11 +101,11 @@ def test_the_model_named_is_taken_and_one_that_is_not_there_refused(serve) -> No
         look(f"{url}#a:7b").choose()
 
 
-def test_transformers_loads_what_it_does_not_list(serve) -> None:
+def test_transformers_loads_what_it_does_not_list(serve):
     assert look(f"{serve('transformers serve').url}#other/m").choose().id == "other/m"
 
 
-def test_nobody_there_is_told() -> None:
+def test_nobody_there_is_told():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         with pytest.raises(EngineError, match=str(free.getsockname()[1])):
@@ -118,14 +116,14 @@ def test_nobody_there_is_told() -> None:
     "body",
     ["<html>hello</html>", "[1, 2]", {"data": 3}, (500, "broken"), (404, {"detail": "Not Found"}), "[" * 100_000],
 )
-def test_what_is_no_server_of_models_is_refused(serve, body) -> None:
+def test_what_is_no_server_of_models_is_refused(serve, body):
     server = serve()
     server.routes = {"/v1/models": body}
     with pytest.raises(UsageError, match="not a model server"):
         look(server.url)
 
 
-def test_facts_of_another_form_are_left_out(serve) -> None:
+def test_facts_of_another_form_are_left_out(serve):
     server = serve("Ollama")
     server.routes["/v1/models"] = models({"id": "a", "max_model_len": "many", "meta": [1]}, {"id": 7}, {})
     server.routes["/api/ps"] = {"models": [3, {"name": "a", "context_length": -1}]}
@@ -144,7 +142,7 @@ def keys(text: str, mode: int = 0o600) -> Path:
     return file
 
 
-def test_a_key_comes_from_the_file_else_from_the_environment(serve, monkeypatch) -> None:
+def test_a_key_comes_from_the_file_else_from_the_environment(serve, monkeypatch):
     server = serve()
     server.key = "k1"
     with pytest.raises(UsageError, match=r"Invalid API Key.*KVCHAT_API_KEY"):
@@ -158,7 +156,7 @@ def test_a_key_comes_from_the_file_else_from_the_environment(serve, monkeypatch)
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o666])
-def test_a_file_of_keys_that_others_may_read_is_refused(mode: int) -> None:
+def test_a_file_of_keys_that_others_may_read_is_refused(mode):
     file = keys('"http://h:1" = "geheim"', mode)
     with pytest.raises(UsageError) as refused:
         key_of(parse("http://h:1"), {})
@@ -167,7 +165,7 @@ def test_a_file_of_keys_that_others_may_read_is_refused(mode: int) -> None:
 
 
 @pytest.mark.parametrize("text", ['"http://h:1" = geheim', '"http://h:1" = 3', '"h" = "geheim"'])
-def test_a_file_that_is_no_list_of_keys_is_refused_without_telling_it(text: str) -> None:
+def test_a_file_that_is_no_list_of_keys_is_refused_without_telling_it(text):
     keys(text)
     with pytest.raises(UsageError) as refused:
         key_of(parse("http://h:1"), {})
@@ -175,7 +173,7 @@ def test_a_file_that_is_no_list_of_keys_is_refused_without_telling_it(text: str)
 
 
 @pytest.mark.parametrize("ending", [" ", "\n", "\r\n", "\t"])
-def test_the_end_of_the_line_that_a_key_was_copied_with_is_no_part_of_it(serve, monkeypatch, ending: str) -> None:
+def test_the_end_of_the_line_that_a_key_was_copied_with_is_no_part_of_it(serve, monkeypatch, ending):
     server = serve()
     server.key = "k1"
     monkeypatch.setenv("KVCHAT_API_KEY", f"k1{ending}")
@@ -184,7 +182,7 @@ def test_the_end_of_the_line_that_a_key_was_copied_with_is_no_part_of_it(serve, 
 
 @pytest.mark.parametrize("key", ["geheim\u2013", "ge\nheim", "ge\x00heim", "gehe\u200bim"])
 @pytest.mark.parametrize("is_in_file", [True, False])
-def test_a_key_that_cannot_be_sent_is_refused_and_not_repeated(serve, monkeypatch, key: str, is_in_file: bool) -> None:
+def test_a_key_that_cannot_be_sent_is_refused_and_not_repeated(serve, monkeypatch, key, is_in_file):
     server = serve()
     if is_in_file:
         keys(f'"{server.url}" = {json.dumps(key)}')
@@ -197,7 +195,7 @@ def test_a_key_that_cannot_be_sent_is_refused_and_not_repeated(serve, monkeypatc
     assert not server.seen
 
 
-def test_a_key_does_not_follow_to_another_address(serve, monkeypatch) -> None:
+def test_a_key_does_not_follow_to_another_address(serve, monkeypatch):
     other, server = serve(), serve()
     monkeypatch.setenv("KVCHAT_API_KEY", "geheim")
     server.location = f"{other.url}/v1/models"
@@ -207,7 +205,7 @@ def test_a_key_does_not_follow_to_another_address(serve, monkeypatch) -> None:
     assert other.seen == []
 
 
-def test_usual_ports_are_asked_without_the_key_for_all_and_silent_ones_left_out(serve, monkeypatch) -> None:
+def test_usual_ports_are_asked_without_the_key_for_all_and_silent_ones_left_out(serve, monkeypatch):
     named, found, locked = serve(), serve(), serve()
     locked.key = "geheim"
     usual = (named.url, found.url, locked.url, "http://127.0.0.1:1")
@@ -219,12 +217,12 @@ def test_usual_ports_are_asked_without_the_key_for_all_and_silent_ones_left_out(
     assert not named.seen
 
 
-def test_servers_are_asked_side_by_side_and_a_bad_one_hides_no_other(serve) -> None:
+def test_servers_are_asked_side_by_side_and_a_bad_one_hides_no_other(serve):
     good, bad = serve(), serve()
     bad.routes = {}
     found = asyncio.run(find([bad.url, "nonsense", good.url]))
     assert [isinstance(one, tuple) for one in found] == [True, True, False]
 
 
-def test_every_program_that_offers_something_says_what() -> None:
+def test_every_program_that_offers_something_says_what():
     assert {servers.LLAMA, servers.VLLM, servers.SGLANG, servers.OLLAMA} <= servers.OFFERS.keys()

@@ -1,7 +1,5 @@
 """Answers of servers by the frames that they document: text, thoughts, counts, refusals, connections that die."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading
@@ -19,14 +17,14 @@ CHUNK = {"object": "chat.completion.chunk", "id": "1", "created": 1, "model": "m
 PROGRESS = {"total": 30, "cache": 10, "processed": 30, "time_ms": 5}
 
 
-def test_a_session_needs_no_torch(serve, connect) -> None:
+def test_a_session_needs_no_torch(serve, connect):
     session = connect(serve().url)
     assert session.info.server == "vLLM"
     assert (session.info.model, session.info.context, session.info.mode) == ("Qwen/Qwen3-4B", 2048, MODE)
 
 
 @pytest.mark.parametrize("kind", ["vLLM", "SGLang", "Ollama", "LM Studio", "transformers serve"])
-def test_an_answer_is_text_with_counts(serve, connect, kind: str) -> None:
+def test_an_answer_is_text_with_counts(serve, connect, kind):
     started, *texts, finished = asked(connect(serve(kind).url))
     assert isinstance(started, Started)
     assert said(texts) == "Hello."
@@ -38,7 +36,7 @@ def test_an_answer_is_text_with_counts(serve, connect, kind: str) -> None:
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
-def test_reasoning_is_the_thought_before_the_answer(serve, connect, field: str) -> None:
+def test_reasoning_is_the_thought_before_the_answer(serve, connect, field):
     frames = [
         delta(role="assistant", content=None),
         *(delta(**{field: piece}) for piece in ("It is ", "a greeting.")),
@@ -49,13 +47,13 @@ def test_reasoning_is_the_thought_before_the_answer(serve, connect, field: str) 
     assert thoughts.split(finished.text) == ("It is a greeting.", "Hello.")
 
 
-def test_a_thought_without_an_answer_is_still_one(serve, connect) -> None:
+def test_a_thought_without_an_answer_is_still_one(serve, connect):
     frames = [delta(reasoning="Hm."), delta(reason="stop")]
     *_, finished = asked(connect(serve(frames=frames).url))
     assert thoughts.split(finished.text, ending=finished.reason) == ("Hm.", "")
 
 
-def test_what_was_not_read_again_is_counted(serve, connect) -> None:
+def test_what_was_not_read_again_is_counted(serve, connect):
     session = connect(serve(frames=[*HELLO[:-1], usage(11, 2, cached=8)]).url)
     *_, finished = asked(session)
     assert finished.stats.reused_tokens == 8
@@ -63,7 +61,7 @@ def test_what_was_not_read_again_is_counted(serve, connect) -> None:
     assert (figures.prompt_tokens, figures.reused_tokens, figures.kind) == (11, 8, "vLLM")
 
 
-def test_progress_of_the_prompt_and_timings_are_taken(serve, connect) -> None:
+def test_progress_of_the_prompt_and_timings_are_taken(serve, connect):
     timings = {"cache_n": 10, "prompt_n": 20, "prompt_per_second": 400.0, "predicted_n": 7, "predicted_per_second": 9.5}
     frames = [
         CHUNK | {"choices": [], "prompt_progress": PROGRESS | {"processed": 15}},
@@ -79,7 +77,7 @@ def test_progress_of_the_prompt_and_timings_are_taken(serve, connect) -> None:
     assert stats.extras == {"drafts accepted": "3 of 4"}
 
 
-def test_figures_that_an_older_server_does_not_tell_are_left_out(serve, connect) -> None:
+def test_figures_that_an_older_server_does_not_tell_are_left_out(serve, connect):
     frames = [
         CHUNK | {"choices": [], "prompt_progress": {"total": 30, "processed": 30}},
         delta(content="two ") | {"timings": {"prompt_n": 20, "predicted_per_second": 9.5}},
@@ -95,14 +93,14 @@ def test_figures_that_an_older_server_does_not_tell_are_left_out(serve, connect)
 @pytest.mark.parametrize(
     ("reason", "tokens", "ending"), [("length", 5, "length"), ("length", 3, "context"), ("stop", 3, "eos")]
 )
-def test_the_end_has_its_reason(serve, connect, reason: str, tokens: int, ending: str) -> None:
+def test_the_end_has_its_reason(serve, connect, reason, tokens, ending):
     frames = [delta(content="a"), delta(reason=reason), usage(11, tokens)]
     *_, finished = asked(connect(serve(frames=frames).url), sampling=Sampling(max_new_tokens=5))
     assert finished.reason == ending
 
 
 @pytest.mark.parametrize("reason", ["abort", "content_filter", "tool_calls"])
-def test_an_end_of_another_kind_is_told(serve, connect, reason: str) -> None:
+def test_an_end_of_another_kind_is_told(serve, connect, reason):
     *_, noted, finished = asked(connect(serve(frames=[delta(content="a"), delta(reason=reason)]).url))
     assert reason in noted.text
     assert finished.text == "a"
@@ -111,7 +109,7 @@ def test_an_end_of_another_kind_is_told(serve, connect, reason: str) -> None:
 # ---- what is sent
 
 
-def test_the_whole_conversation_is_sent_and_only_what_was_set(serve, connect) -> None:
+def test_the_whole_conversation_is_sent_and_only_what_was_set(serve, connect):
     server = serve()
     session = connect(server.url, template_args=("enable_thinking=false",))
     turns = (
@@ -133,21 +131,21 @@ def test_the_whole_conversation_is_sent_and_only_what_was_set(serve, connect) ->
     assert not {"top_p", "min_p", "seed", "repetition_penalty"} & sent.keys()
 
 
-def test_an_answer_is_gone_on_with(serve, connect) -> None:
+def test_an_answer_is_gone_on_with(serve, connect):
     server = serve()
     asked(connect(server.url), (*HI, Turn("assistant", "Hel")))
     assert server.asked[0]["continue_final_message"]
     assert not server.asked[0]["add_generation_prompt"]
 
 
-def test_a_thought_that_a_template_began_is_not_sent(serve, connect) -> None:
+def test_a_thought_that_a_template_began_is_not_sent(serve, connect):
     server = serve()
     turns = (*HI, Turn("assistant", "hm\n</think>\n\nHello.", thought="</think>"), Turn("user", "And </think>?"))
     asked(connect(server.url), turns)
     assert [one["content"] for one in server.asked[0]["messages"]] == ["Hi.", "Hello.", "And </think>?"]
 
 
-def test_an_answer_that_never_came_out_of_its_thought_is_sent_empty(serve, connect) -> None:
+def test_an_answer_that_never_came_out_of_its_thought_is_sent_empty(serve, connect):
     server = serve()
     turns = (*HI, Turn("assistant", "<think>\nhm"), Turn("user", "And?"), Turn("assistant", "<think>\nhm"))
     asked(connect(server.url), turns)
@@ -158,21 +156,21 @@ def test_an_answer_that_never_came_out_of_its_thought_is_sent_empty(serve, conne
     "begun",
     [Turn("assistant", "<think>\nIt is"), Turn("assistant", "It is", thought="</think>")],
 )
-def test_a_thought_that_was_broken_off_is_gone_on_with_as_one(serve, connect, begun: Turn) -> None:
+def test_a_thought_that_was_broken_off_is_gone_on_with_as_one(serve, connect, begun):
     frames = [delta(reasoning=" a"), delta(reasoning=" greeting."), delta(content="Hello.", reason="stop")]
     *_, finished = asked(connect(serve(frames=frames).url), (*HI, begun))
     assert thoughts.split(begun.content + finished.text, begun.thought) == ("It is a greeting.", "Hello.")
     assert "<think>" not in finished.text
 
 
-def test_an_answer_that_thinks_after_one_that_is_gone_on_with_has_a_thought_of_its_own(serve, connect) -> None:
+def test_an_answer_that_thinks_after_one_that_is_gone_on_with_has_a_thought_of_its_own(serve, connect):
     frames = [delta(reasoning="Hm."), delta(content="lo.", reason="stop")]
     done = Turn("assistant", "<think>\nx\n</think>\n\nHel")
     *_, finished = asked(connect(serve(frames=frames).url), (*HI, done))
     assert finished.text == "<think>\nHm.\n</think>\n\nlo."
 
 
-def test_variables_of_a_template_that_are_not_sent_are_told(serve, connect) -> None:
+def test_variables_of_a_template_that_are_not_sent_are_told(serve, connect):
     for kind, is_taken in (("vLLM", True), ("Ollama", False)):
         server = serve(kind)
         session = connect(server.url, template_args=("enable_thinking=false",))
@@ -182,7 +180,7 @@ def test_variables_of_a_template_that_are_not_sent_are_told(serve, connect) -> N
         assert any("enable_thinking=false" in note for note in session.info.notes) is not is_taken
 
 
-def test_what_a_model_here_alone_can_be_asked_for_is_refused(serve, connect) -> None:
+def test_what_a_model_here_alone_can_be_asked_for_is_refused(serve, connect):
     server = serve()
     session = connect(server.url)
     for asked_for in ({"variant": Variant("streaming")}, {"json_schema": "{}"}):
@@ -192,14 +190,14 @@ def test_what_a_model_here_alone_can_be_asked_for_is_refused(serve, connect) -> 
     assert server.asked[0]["chat_template_kwargs"] == {"shout": True}
 
 
-def test_each_key_goes_to_its_server(serve, connect, monkeypatch) -> None:
+def test_each_key_goes_to_its_server(serve, connect, monkeypatch):
     server = serve()
     server.key = "k"
     monkeypatch.setenv("KVCHAT_API_KEY", "k")
     assert said(asked(connect(server.url))) == "Hello."
 
 
-def test_what_variables_say_of_openai_goes_to_no_other_server(serve, connect, monkeypatch) -> None:
+def test_what_variables_say_of_openai_goes_to_no_other_server(serve, connect, monkeypatch):
     for name in ("OPENAI_API_KEY", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID"):
         monkeypatch.setenv(name, "geheim")
     server = serve()
@@ -210,7 +208,7 @@ def test_what_variables_say_of_openai_goes_to_no_other_server(serve, connect, mo
 # ---- stop
 
 
-def test_a_stop_closes_the_connection_and_keeps_the_text(serve, connect) -> None:
+def test_a_stop_closes_the_connection_and_keeps_the_text(serve, connect):
     server = serve(frames=[delta(content="Once"), WAIT])
     session = connect(server.url)
     *_, finished = session.answer(HI, Sampling(), lambda tokens: session.cancel() if tokens else None)
@@ -218,7 +216,7 @@ def test_a_stop_closes_the_connection_and_keeps_the_text(serve, connect) -> None
     assert server.left.wait(5)
 
 
-def test_a_stop_from_another_thread_ends_an_answer_that_has_not_begun(serve, connect) -> None:
+def test_a_stop_from_another_thread_ends_an_answer_that_has_not_begun(serve, connect):
     server = serve(frames=[WAIT])
     session = connect(server.url)
     threading.Timer(0.2, session.cancel).start()
@@ -229,7 +227,7 @@ def test_a_stop_from_another_thread_ends_an_answer_that_has_not_begun(serve, con
     assert server.left.wait(5)
 
 
-def test_a_stop_before_the_answer_is_for_it_and_not_for_the_next(serve, connect) -> None:
+def test_a_stop_before_the_answer_is_for_it_and_not_for_the_next(serve, connect):
     session = connect(serve().url)
     events = session.answer(HI, Sampling())
     session.cancel()
@@ -237,7 +235,7 @@ def test_a_stop_before_the_answer_is_for_it_and_not_for_the_next(serve, connect)
     assert said(asked(session)) == "Hello."
 
 
-def test_an_answer_that_is_left_alone_closes_the_connection(serve, connect) -> None:
+def test_an_answer_that_is_left_alone_closes_the_connection(serve, connect):
     server = serve(frames=[delta(content="Once"), WAIT])
     events = connect(server.url).answer(HI, Sampling())
     next(events)
@@ -264,7 +262,7 @@ VLLM_LONG = {"message": "This model's maximum context length is 2048 tokens.", "
         (400, "<html>Bad Request</html>", EngineError, ["Bad Request"]),
     ],
 )
-def test_a_refusal_has_the_servers_words_and_numbers(serve, connect, status, error, kind, words) -> None:
+def test_a_refusal_has_the_servers_words_and_numbers(serve, connect, status, error, kind, words):
     server = serve()
     session = connect(server.url)
     server.status, server.error = status, error
@@ -275,7 +273,7 @@ def test_a_refusal_has_the_servers_words_and_numbers(serve, connect, status, err
     assert said(asked(session)) == "Hello."  # the session goes on
 
 
-def test_a_busy_server_is_told(serve, connect, monkeypatch) -> None:
+def test_a_busy_server_is_told(serve, connect, monkeypatch):
     server = serve()
     session = connect(server.url)
     monkeypatch.setattr(session._openai, "max_retries", 0)
@@ -284,7 +282,7 @@ def test_a_busy_server_is_told(serve, connect, monkeypatch) -> None:
         asked(session)
 
 
-def test_a_server_that_loads_its_model_is_waited_for(serve, connect) -> None:
+def test_a_server_that_loads_its_model_is_waited_for(serve, connect):
     server = serve()
     ready, server.routes["/v1/models"] = server.routes["/v1/models"], (503, {"error": {"message": "Loading model"}})
     threading.Timer(0.3, lambda: server.routes.update({"/v1/models": ready})).start()
@@ -302,7 +300,7 @@ def test_a_server_that_loads_its_model_is_waited_for(serve, connect) -> None:
         [delta(content="Once"), {"error": {"message": "out of memory", "code": 500}}],
     ],
 )
-def test_an_answer_that_breaks_off_is_told_after_its_text(serve, connect, frames) -> None:
+def test_an_answer_that_breaks_off_is_told_after_its_text(serve, connect, frames):
     events = connect(serve(frames=frames).url).answer(HI, Sampling())
     text, error = broken_off(events)
     assert text == "Once"
@@ -325,7 +323,7 @@ def test_an_answer_that_breaks_off_is_told_after_its_text(serve, connect, frames
         "\xff\n\n",
     ],
 )
-def test_frames_of_another_form_are_an_error_and_no_crash(serve, connect, frame: str) -> None:
+def test_frames_of_another_form_are_an_error_and_no_crash(serve, connect, frame):
     server = serve(frames=[frame])
     session = connect(server.url)
     with pytest.raises(EngineError):
@@ -334,7 +332,7 @@ def test_frames_of_another_form_are_an_error_and_no_crash(serve, connect, frame:
     assert said(asked(session)) == "Hello."
 
 
-def test_a_server_that_is_gone_is_told_and_found_again(serve, connect) -> None:
+def test_a_server_that_is_gone_is_told_and_found_again(serve, connect):
     server = serve()
     session = connect(server.url)
     server.__exit__()
@@ -345,7 +343,7 @@ def test_a_server_that_is_gone_is_told_and_found_again(serve, connect) -> None:
 # ---- what the server decides
 
 
-def test_what_needs_a_model_here_is_refused_with_what_the_server_offers(serve, connect) -> None:
+def test_what_needs_a_model_here_is_refused_with_what_the_server_offers(serve, connect):
     session = connect(serve().url)
     for refused in (
         lambda: session.switch("full"),
@@ -360,6 +358,6 @@ def test_what_needs_a_model_here_is_refused_with_what_the_server_offers(serve, c
         connect(serve().url, chat_template="/tmp/x.jinja")
 
 
-def test_the_client_imports_no_torch() -> None:
+def test_the_client_imports_no_torch():
     code = "import sys, kvchat.remote.session, kvchat.remote.metrics; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

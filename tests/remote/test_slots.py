@@ -1,9 +1,6 @@
 """llama.cpp's own server that saves slots: conversations come back from its disk, deleted ones leave nothing there."""
 
-from __future__ import annotations
-
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 from support.fake_server import HI
@@ -25,7 +22,7 @@ SHORT = Sampling(temperature=0, max_new_tokens=4)
 
 
 @pytest.fixture(scope="module")
-def bundled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bundled(tmp_path_factory):
     """The bundled model as a file: a server has it at once."""
     pytest.importorskip("xllamacpp")
     file = tmp_path_factory.mktemp("gguf") / "bundled.gguf"
@@ -34,7 +31,7 @@ def bundled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bundled: Path) -> Path:
+def folder(monkeypatch, tmp_path, bundled):
     """Where the server saves."""
     monkeypatch.setattr(LlamaServer, "file", bundled)
     monkeypatch.setenv("KVCHAT_DATA_DIR", str(tmp_path / "data"))
@@ -63,7 +60,7 @@ def answered(session: RemoteSession, turns: tuple[Turn, ...], conversation: str)
     return events, events[-1].stats
 
 
-def test_a_conversation_is_saved_when_it_is_left_and_restored_when_it_is_gone_back_to(keeping, folder) -> None:
+def test_a_conversation_is_saved_when_it_is_left_and_restored_when_it_is_gone_back_to(keeping, folder):
     with LlamaServer(context=512, slots=folder) as server:
         session = keeping(server)
         _, first = answered(session, CAT, "cat")
@@ -79,7 +76,7 @@ def test_a_conversation_is_saved_when_it_is_left_and_restored_when_it_is_gone_ba
         assert isinstance(answered(session, DOG, "dog")[0][0], Resumed)  # an answer goes there by itself
 
 
-def test_a_server_that_was_started_again_restores_what_it_lost_and_only_that(keeping, folder) -> None:
+def test_a_server_that_was_started_again_restores_what_it_lost_and_only_that(keeping, folder):
     with LlamaServer(context=512, slots=folder) as server:
         first = said_and_left(server, CAT, "cat")
         assert list(keeping(server).resume("cat", CAT)) == []  # its slot has it still
@@ -90,7 +87,7 @@ def test_a_server_that_was_started_again_restores_what_it_lost_and_only_that(kee
         assert again.reused_tokens == first.prompt_tokens - 1
 
 
-def test_of_a_deleted_conversation_nothing_stays_and_the_current_one_is_not_read_again(keeping, folder) -> None:
+def test_of_a_deleted_conversation_nothing_stays_and_the_current_one_is_not_read_again(keeping, folder):
     with LlamaServer(context=512, slots=folder) as server:
         session = keeping(server)
         answered(session, CAT, "cat")
@@ -107,7 +104,7 @@ def test_of_a_deleted_conversation_nothing_stays_and_the_current_one_is_not_read
         assert "dog" not in paths.server_slots_file().read_text()
 
 
-def test_what_was_deleted_while_another_model_was_in_use_is_emptied_later(keeping, folder) -> None:
+def test_what_was_deleted_while_another_model_was_in_use_is_emptied_later(keeping, folder):
     with LlamaServer(context=512, slots=folder) as server:
         said_and_left(server, CAT, "cat")
         mark_deleted("cat")
@@ -115,7 +112,7 @@ def test_what_was_deleted_while_another_model_was_in_use_is_emptied_later(keepin
         assert (folder / "kvchat-cat.kv").stat().st_size == EMPTY_BYTES
 
 
-def test_a_file_that_is_gone_is_told_and_read_again(keeping, folder) -> None:
+def test_a_file_that_is_gone_is_told_and_read_again(keeping, folder):
     with LlamaServer(context=512, slots=folder) as server:
         session = keeping(server)
         answered(session, CAT, "cat")
@@ -127,7 +124,7 @@ def test_a_file_that_is_gone_is_told_and_read_again(keeping, folder) -> None:
         assert list(session.resume("cat", CAT)) == []
 
 
-def test_a_file_that_cannot_be_restored_is_emptied_with_its_conversation(keeping, folder) -> None:
+def test_a_file_that_cannot_be_restored_is_emptied_with_its_conversation(keeping, folder):
     with LlamaServer(context=512, slots=folder) as server:
         said_and_left(server, (Turn("user", CAT[0].content * 2),), "cat")
         file = folder / "kvchat-cat.kv"
@@ -140,7 +137,7 @@ def test_a_file_that_cannot_be_restored_is_emptied_with_its_conversation(keeping
         assert file.stat().st_size == EMPTY_BYTES
 
 
-def test_a_server_that_is_busy_is_waited_for(keeping, folder) -> None:
+def test_a_server_that_is_busy_is_waited_for(keeping, folder):
     with LlamaServer(context=512, slots=folder) as server:
         session = keeping(server)
         answered(session, CAT, "cat")
@@ -149,7 +146,7 @@ def test_a_server_that_is_busy_is_waited_for(keeping, folder) -> None:
         assert (folder / "kvchat-cat.kv").exists()
 
 
-def test_a_server_that_cannot_write_is_told(keeping, folder) -> None:
+def test_a_server_that_cannot_write_is_told(keeping, folder):
     with LlamaServer(context=512, slots=folder) as server:
         folder.rmdir()
         session = keeping(server)
@@ -158,7 +155,7 @@ def test_a_server_that_cannot_write_is_told(keeping, folder) -> None:
         assert "Unable to save" in noted.text
 
 
-def test_where_nothing_is_offered_or_wanted_nothing_is_saved(keeping, folder, connect) -> None:
+def test_where_nothing_is_offered_or_wanted_nothing_is_saved(keeping, folder, connect):
     with LlamaServer(context=512) as server:
         session = keeping(server)
         for name, turns in (("cat", CAT), ("dog", DOG), ("cat", CAT)):

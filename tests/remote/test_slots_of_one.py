@@ -1,9 +1,6 @@
 """Which slot of llama-server is whose, where a server at work on another's prompt has none that is free."""
 
-from __future__ import annotations
-
 import asyncio
-from pathlib import Path
 
 import httpx2
 import pytest
@@ -13,14 +10,14 @@ from kvchat.remote.slots import Slots
 
 
 @pytest.fixture(autouse=True)
-def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def folder(monkeypatch, tmp_path):
     monkeypatch.setenv("KVCHAT_DATA_DIR", str(tmp_path))
 
 
-def test_what_could_not_be_saved_is_not_saved_as_the_next_conversation() -> None:
+def test_what_could_not_be_saved_is_not_saved_as_the_next_conversation():
     busy, saved = True, []
 
-    def answer(request: httpx2.Request) -> httpx2.Response:
+    def answer(request):
         if request.method == "GET":
             return httpx2.Response(200, json=[{"id": 0, "is_processing": busy, "n_prompt_tokens": 100}])
         saved.append(request.content)
@@ -28,7 +25,7 @@ def test_what_could_not_be_saved_is_not_saved_as_the_next_conversation() -> None
 
     slots = Slots(parse("http://127.0.0.1:8080"), httpx2.AsyncClient(transport=httpx2.MockTransport(answer)))
 
-    async def go() -> None:
+    async def go():
         nonlocal busy
         await slots.go_to("cat")
         slots.note(100)

@@ -1,7 +1,5 @@
 """Commands and the engine's process where a server has the model: what they do, what they refuse, what they need."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess
@@ -26,7 +24,7 @@ def kvchat(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow("commands in processes of their own")
-def test_one_answer_goes_to_stdout_and_the_rest_to_stderr(serve) -> None:
+def test_one_answer_goes_to_stdout_and_the_rest_to_stderr(serve):
     server = serve()
     done = kvchat("ask", "Hi.", "-m", server.url, "--stats")
     assert (done.returncode, done.stdout) == (0, "Hello.\n")
@@ -46,7 +44,7 @@ CODES = {
 
 
 @pytest.mark.slow("commands in a process of their own")
-def test_refusals_have_a_code_and_no_traceback() -> None:
+def test_refusals_have_a_code_and_no_traceback():
     for one, (words, code) in zip(run_in_turn([*CODES], environ()), CODES.items(), strict=True):
         assert (one.code, one.out) == (code, ""), words
         assert "Traceback" not in one.err
@@ -54,7 +52,7 @@ def test_refusals_have_a_code_and_no_traceback() -> None:
 
 
 @pytest.mark.slow("commands in processes of their own")
-def test_the_list_of_models_has_those_of_the_servers_in_the_settings(serve) -> None:
+def test_the_list_of_models_has_those_of_the_servers_in_the_settings(serve):
     server = serve("LM Studio")
     done = kvchat("models", "--json", KVCHAT_MODEL_SERVERS=server.url)
     rows = {row["name"]: row for row in json.loads(done.stdout)}
@@ -63,7 +61,7 @@ def test_the_list_of_models_has_those_of_the_servers_in_the_settings(serve) -> N
     assert f"{server.url}#gemma" in kvchat("models", KVCHAT_MODEL_SERVERS=server.url).stdout
 
 
-def test_what_needs_a_model_here_says_so() -> None:
+def test_what_needs_a_model_here_says_so():
     with pytest.raises(ModelError, match="server"):
         checkpoint.locate("http://127.0.0.1:1", lambda stage: None)
     with pytest.raises(ModelError, match="server"):
@@ -71,7 +69,7 @@ def test_what_needs_a_model_here_says_so() -> None:
     assert Loader().fits_beside(Load("http://127.0.0.1:1"), lambda stage: None)
 
 
-def test_without_its_packages_the_command_that_installs_them_is_told(monkeypatch) -> None:
+def test_without_its_packages_the_command_that_installs_them_is_told(monkeypatch):
     monkeypatch.setattr(libraries, "find_spec", lambda name: object() if name == "pip" else None)
     with pytest.raises(UsageError) as refused:
         Loader().open_session(Load("http://127.0.0.1:1"), lambda stage: None)
@@ -79,7 +77,7 @@ def test_without_its_packages_the_command_that_installs_them_is_told(monkeypatch
     assert libraries.extra("remote") in refused.value.hint
 
 
-def test_without_servers_nothing_of_the_client_is_imported() -> None:
+def test_without_servers_nothing_of_the_client_is_imported():
     code = (
         "import asyncio, sys; from kvchat.tui.models import of_servers; sys.modules['httpx2'] = None;"
         " assert asyncio.run(of_servers(())) == []; assert 'kvchat.remote.servers' not in sys.modules"
@@ -88,7 +86,7 @@ def test_without_servers_nothing_of_the_client_is_imported() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_servers_that_cannot_be_asked_without_packages_are_listed_with_the_command(monkeypatch) -> None:
+def test_servers_that_cannot_be_asked_without_packages_are_listed_with_the_command(monkeypatch):
     monkeypatch.setattr(libraries, "find_spec", lambda name: object() if name == "pip" else None)
     named = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
     found = asyncio.run(of_servers(named))

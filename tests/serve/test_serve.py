@@ -1,7 +1,5 @@
 """The server over the fake engine: who is let in, the queue, clients that leave, an engine that dies, the end."""
 
-from __future__ import annotations
-
 import random
 import signal
 import threading

@@ -1,7 +1,5 @@
 """What clients read of an answer: its thought apart, the same in pieces as whole; and a command that needs packages."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from types import SimpleNamespace
@@ -10,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_engine import CALLS
-from support.served import Served, messages
+from support.served import messages
 from transformers.cli.serving.utils import get_response_template
 
 from kvchat import libraries
@@ -38,7 +36,7 @@ def told(answer: Answer, text: str, cuts: list[int], reason: str) -> tuple[str, 
 
 
 @pytest.mark.parametrize("streams_usage", [False, True])
-def test_a_stream_tells_what_it_cost_once_at_its_end(streams_usage: bool) -> None:
+def test_a_stream_tells_what_it_cost_once_at_its_end(streams_usage):
     pieces = [*Answer("m", is_chat=True, streams_usage=streams_usage).end(Finished("eos", "", Stats(9, 3)), None)]
     assert ["timings" in piece for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     assert bool(pieces[-1].get("usage")) == streams_usage
@@ -50,7 +48,7 @@ def test_a_stream_tells_what_it_cost_once_at_its_end(streams_usage: bool) -> Non
     cuts=st.lists(st.integers(0, len(THOUGHTFUL)), max_size=9),
     reason=st.sampled_from(["eos", "length"]),
 )
-def test_pieces_say_what_the_whole_says(text: str, begun: bool, cuts: list[int], reason: str) -> None:
+def test_pieces_say_what_the_whole_says(text, begun, cuts, reason):
     started = Started(9, 0, "</think>" if begun else "")
     answer, whole = Answer("m", is_chat=True), Answer("m", is_chat=True)
     answer.feed(started)
@@ -61,7 +59,7 @@ def test_pieces_say_what_the_whole_says(text: str, begun: bool, cuts: list[int],
     assert told(answer, text, cuts, reason) == (message.get("reasoning_content", ""), message["content"])
 
 
-def test_a_thought_is_told_apart() -> None:
+def test_a_thought_is_told_apart():
     answer = Answer("m", is_chat=True)
     answer.feed(Started(9, 0))
     assert told(answer, THOUGHTFUL, [3, 30], "eos") == (
@@ -85,7 +83,7 @@ BROKEN = 'I look. <tool_call>{"name": "f", "arguments": {}}</tool_call> <tool_ca
     ),
     cuts=st.lists(st.integers(0, len(CALLING)), max_size=9),
 )
-def test_calls_in_pieces_are_those_of_the_whole(text: str, cuts: list[int]) -> None:
+def test_calls_in_pieces_are_those_of_the_whole(text, cuts):
     answer, whole = (Answer("m", is_chat=True, calls=Calls(CALLS, [])) for _ in range(2))
     whole.feed(Text(text, 1))
     finished = Finished("eos", text, Stats())
@@ -105,7 +103,7 @@ def test_calls_in_pieces_are_those_of_the_whole(text: str, cuts: list[int]) -> N
 
 
 @pytest.mark.parametrize("call", ['{"name": "f", "arguments": {"a": }', "[1]", '{"name": 7}', '"f"', "{"])
-def test_what_is_no_call_is_said(call: str) -> None:
+def test_what_is_no_call_is_said(call):
     text = f"Oh. <tool_call>{call}</tool_call>"
     answer = Answer("m", is_chat=True, calls=Calls(CALLS, []))
     answer.feed(Text(text, 1))
@@ -115,7 +113,7 @@ def test_what_is_no_call_is_said(call: str) -> None:
     assert call.strip('"') in choice["message"]["content"].replace('"name":7', '"name": 7')
 
 
-def test_a_call_that_is_cut_off_is_no_call() -> None:
+def test_a_call_that_is_cut_off_is_no_call():
     text = 'I look. <tool_call>{"name": "f", "argu'
     answer = Answer("m", is_chat=True, calls=Calls(CALLS, []))
     answer.feed(Text(text, 1))
@@ -125,7 +123,7 @@ def test_a_call_that_is_cut_off_is_no_call() -> None:
 
 
 @pytest.mark.parametrize("reason", ["length", "eos"])
-def test_a_call_that_lacks_its_last_arguments_is_no_call(reason: str) -> None:
+def test_a_call_that_lacks_its_last_arguments_is_no_call(reason):
     form = get_response_template(SimpleNamespace(), SimpleNamespace(config=SimpleNamespace(model_type="qwen3_5")))
     whole = "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
     cut = f"{whole}\n{whole[: whole.index('</function>')]}<parameter=b>\nto be wri"
@@ -136,7 +134,7 @@ def test_a_call_that_lacks_its_last_arguments_is_no_call(reason: str) -> None:
     assert message["content"] == cut.removeprefix(whole)
 
 
-def test_times_are_those_that_were_measured() -> None:
+def test_times_are_those_that_were_measured():
     stats = Stats(110, 10, 21, 131, prefill_tokens_per_s=50.0, decode_tokens_per_s=10.0)
     assert timings(stats) == {
         "cache_n": 10, "prompt_n": 100, "prompt_ms": 2000.0, "prompt_per_second": 50.0,
@@ -145,7 +143,7 @@ def test_times_are_those_that_were_measured() -> None:
     assert timings(Stats(10, 10))["prompt_ms"] == 0.0
 
 
-def test_a_thought_that_comes_back_is_given_to_the_template() -> None:
+def test_a_thought_that_comes_back_is_given_to_the_template():
     said = {"role": "assistant", "content": "Paris.", "reasoning_content": "They ask."}
     asked = ChatRequest.model_validate({"messages": [*messages("Where?"), said, *messages("Sure?")]})
     turns = asked.turns(Defaults(system="Be brief."))
@@ -153,14 +151,14 @@ def test_a_thought_that_comes_back_is_given_to_the_template() -> None:
     assert turns[2].content == "<think>\nThey ask.\n</think>\n\nParis."
 
 
-def test_variables_take_the_place_of_the_servers() -> None:
+def test_variables_take_the_place_of_the_servers():
     known = Loaded("m", "L", 1, "cpu", "float32", 64, 2, 2, 32, 64, "full", {}, template_variables=("depth", "other"))
     asked = ChatRequest.model_validate({"messages": messages("a"), "chat_template_kwargs": {"depth": ["a", 2]}})
     args = asked.template_args(Load(template_args=("depth=1", "other=x")), known)
     assert parse_args(args) == {"depth": ["a", 2], "other": "x"}
 
 
-def test_a_silent_stream_is_kept_alive(fake: Served) -> None:
+def test_a_silent_stream_is_kept_alive(fake):
     connection = fake.sent("/v1/chat/completions", {"messages": messages("hold"), "stream": True})
     response = connection.getresponse()
     lines = [response.readline() for _ in range(12)]
@@ -169,7 +167,7 @@ def test_a_silent_stream_is_kept_alive(fake: Served) -> None:
     assert lines.count(b": ping\n") > 1
 
 
-def test_without_its_packages_the_command_says_how_to_install_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_its_packages_the_command_says_how_to_install_them(monkeypatch):
     monkeypatch.setattr(libraries, "find_spec", lambda name: None if name == "prometheus_client" else name)
     with pytest.raises(UsageError) as caught:
         command.serve(Resolved.__new__(Resolved), "127.0.0.1", 0, "", (), 1)

@@ -1,7 +1,5 @@
 """What waits for the engine and what it is asked, without a child: its client notes what is sent."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

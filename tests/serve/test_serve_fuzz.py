@@ -3,12 +3,9 @@
 ``KVCHAT_TEST_BODIES=2000`` sends so many to the fake engine, and a tenth of them to the bundled model.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -82,9 +79,7 @@ def body_of(number: int) -> tuple[str, bytes]:
 
 
 @pytest.mark.parametrize(("server", "bodies"), [("fake", BODIES), ("bundled", BODIES // 10)])
-def test_every_body_gets_an_answer_or_a_reason(
-    server: str, bodies: int, request: pytest.FixtureRequest, count: Counter[str]
-) -> None:
+def test_every_body_gets_an_answer_or_a_reason(server, bodies, request, count):
     served: Served = request.getfixturevalue(server)
     for number in range(bodies):
         path, raw = body_of(number)

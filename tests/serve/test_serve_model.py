@@ -1,7 +1,5 @@
 """The server with the bundled model, asked by OpenAI's client and by plain HTTP."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -12,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from openai import BadRequestError, OpenAI
+from openai import BadRequestError
 from prometheus_client.parser import text_string_to_metric_families
 from support.patience import wait_until
 from support.served import Served, messages, serving
@@ -39,7 +37,7 @@ GREEDY = {"model": "bundled", "temperature": 0}
 
 
 @pytest.fixture(scope="module")
-def client(bundled: Served):
+def client(bundled):
     with bundled.client() as client:
         yield client
 
@@ -60,7 +58,7 @@ def cached(answer) -> int:
 # ---- answers
 
 
-def test_answers_are_those_of_kvchat_ask(client: OpenAI):
+def test_answers_are_those_of_kvchat_ask(client):
     command = ["ask", QUESTION, "--system", "Be brief.", "--temperature", "0", "--json"]
     result = json.loads(CliRunner().invoke(app, command, catch_exceptions=False).stdout)
     said = [{"role": "developer", "content": "Be brief."}, *messages(QUESTION)]
@@ -73,7 +71,7 @@ def test_answers_are_those_of_kvchat_ask(client: OpenAI):
     assert client.chat.completions.create(messages=in_parts, **GREEDY).choices[0].message.content == result["text"]
 
 
-def test_a_stream_says_the_same_in_pieces(client: OpenAI):
+def test_a_stream_says_the_same_in_pieces(client):
     whole = client.chat.completions.create(messages=messages(STORY), max_tokens=60, **GREEDY)
     asked = {"messages": messages(STORY), "max_completion_tokens": 60, "stream": True, **GREEDY}
     pieces = list(client.chat.completions.create(**asked, stream_options={"include_usage": True}))
@@ -88,7 +86,7 @@ def test_a_stream_says_the_same_in_pieces(client: OpenAI):
     assert all(piece.usage is None for piece in client.chat.completions.create(**asked))
 
 
-def test_a_text_goes_on_without_the_template(client: OpenAI):
+def test_a_text_goes_on_without_the_template(client):
     asked = {"prompt": "Once upon a time, there was", "max_tokens": 24, **GREEDY}
     whole = client.completions.create(**asked)
     text = whole.choices[0].text
@@ -101,8 +99,8 @@ def test_a_text_goes_on_without_the_template(client: OpenAI):
     assert stopped.choices[0].text == text[: text.index(word)]
 
 
-def test_what_draws_tokens_counts(client: OpenAI):
-    def drawn(**fields) -> str:
+def test_what_draws_tokens_counts(client):
+    def drawn(**fields):
         asked = {"model": "bundled", "messages": messages(STORY), "max_tokens": 24, "temperature": 1.0} | fields
         extra = {name: asked.pop(name) for name in ("top_k", "repetition_penalty") if name in asked}
         return client.chat.completions.create(**asked, extra_body=extra).choices[0].message.content
@@ -113,7 +111,7 @@ def test_what_draws_tokens_counts(client: OpenAI):
     assert drawn(temperature=0, repetition_penalty=5.0) != greedy
 
 
-def test_tokens_are_counted_before_they_are_read(bundled: Served):
+def test_tokens_are_counted_before_they_are_read(bundled):
     body = {"messages": messages(QUESTION, "Paris.", STORY)}
     answer = bundled.ask("/v1/chat/completions", body | {"max_tokens": 1}).json
     counted = bundled.ask("/v1/chat/completions/input_tokens", body).json["input_tokens"]
@@ -123,7 +121,7 @@ def test_tokens_are_counted_before_they_are_read(bundled: Served):
     assert bundled.ask("/tokenize", {}).status == bundled.ask("/tokenize", body | {"content": "a"}).status == 400
 
 
-def test_an_answer_fits_the_schema_that_was_asked_for(client: OpenAI):
+def test_an_answer_fits_the_schema_that_was_asked_for(client):
     schema = {"type": "object", "properties": {"city": {"enum": ["Rome", "Paris"]}}, "required": ["city"]}
     held = {
         "type": "json_schema",
@@ -142,7 +140,7 @@ def test_an_answer_fits_the_schema_that_was_asked_for(client: OpenAI):
 # ---- what is not read again
 
 
-def test_a_talk_is_not_read_again_whatever_comes_between(client: OpenAI):
+def test_a_talk_is_not_read_again_whatever_comes_between(client):
     said = [SEA + "Who was calm?"]
     answer = client.chat.completions.create(messages=messages(*said), max_tokens=16, **GREEDY)
     for question in ("And the whale?", "And then?"):
@@ -178,7 +176,7 @@ def test_talks_are_kept_on_disk_where_asked_and_an_engine_that_dies_costs_no_rea
 # ---- modes
 
 
-def test_each_request_has_its_own_mode(client: OpenAI, bundled: Served):
+def test_each_request_has_its_own_mode(client, bundled):
     def ask(**fields):
         body = {"kvchat": fields} if fields else {}
         return client.chat.completions.create(messages=messages(SEA), max_tokens=12, extra_body=body, **GREEDY)
@@ -247,7 +245,7 @@ def test_a_template_is_given_variables_tools_and_what_they_gave(tmp_path):
     template.write_text(TEMPLATE)
     with serving(tmp_path, "--chat-template", str(template)) as served:
 
-        def count(said, **fields) -> int:
+        def count(said, **fields):
             body = {"messages": said, **fields}
             return served.ask("/v1/chat/completions/input_tokens", body).json["input_tokens"]
 
@@ -280,7 +278,7 @@ def test_a_template_is_given_variables_tools_and_what_they_gave(tmp_path):
         assert count(asked, tools=spelled) > bare + 9 * 3  # spelled out, no token of its own
 
 
-def test_probabilities_are_those_of_the_tokens_that_were_drawn(client: OpenAI):
+def test_probabilities_are_those_of_the_tokens_that_were_drawn(client):
     asked = {"messages": messages(STORY), "max_tokens": 24, "logprobs": True, "top_logprobs": 2}
     choice = client.chat.completions.create(**asked, **GREEDY).choices[0]
     scores = choice.logprobs.content
@@ -303,8 +301,8 @@ def test_probabilities_are_those_of_the_tokens_that_were_drawn(client: OpenAI):
     assert client.completions.create(prompt="Once upon a time", **GREEDY).choices[0].logprobs is None
 
 
-def test_penalties_keep_an_answer_from_repeating_itself(client: OpenAI):
-    def drawn(**fields) -> list[str]:
+def test_penalties_keep_an_answer_from_repeating_itself(client):
+    def drawn(**fields):
         asked = {"prompt": "one two three one two three one two three", "max_tokens": 60, "logprobs": 0}
         return client.completions.create(**asked, **fields, **GREEDY).choices[0].logprobs.tokens
 
@@ -321,7 +319,7 @@ def test_penalties_keep_an_answer_from_repeating_itself(client: OpenAI):
 # ---- refusals
 
 
-def test_a_talk_longer_than_the_context_is_refused_with_numbers(client: OpenAI):
+def test_a_talk_longer_than_the_context_is_refused_with_numbers(client):
     with pytest.raises(BadRequestError) as caught:
         client.chat.completions.create(messages=messages("word " * 20_000), **GREEDY)
     assert caught.value.type == "exceed_context_size_error"
@@ -374,7 +372,7 @@ MANY_WAYS = {"type": "object", "properties": {f"p{number}": {"type": "string"} f
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_nothing_is_accepted_and_ignored(bundled: Served, fields, param):
+def test_nothing_is_accepted_and_ignored(bundled, fields, param):
     refused = bundled.ask("/v1/chat/completions", {"messages": messages(QUESTION), **fields})
     assert refused.status == 400
     assert refused.error["type"] == "invalid_request_error"
@@ -383,7 +381,7 @@ def test_nothing_is_accepted_and_ignored(bundled: Served, fields, param):
     assert "max_new_tokens" not in refused.error["message"], "which nobody sent"
 
 
-def test_what_asks_for_nothing_is_accepted(bundled: Served):
+def test_what_asks_for_nothing_is_accepted(bundled):
     neutral = {
         "n": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "logprobs": False, "tools": [],
         "response_format": {"type": "text"}, "tool_choice": "none", "user": "me", "metadata": {"a": "b"}, "stop": None,
@@ -398,7 +396,7 @@ def test_what_asks_for_nothing_is_accepted(bundled: Served):
 # ---- figures
 
 
-def test_prometheus_reads_the_figures(bundled: Served):
+def test_prometheus_reads_the_figures(bundled):
     before = bundled.figure("tokens_predicted_total")
     answer = bundled.chat(STORY, max_tokens=9).json
     families = {one.name: one for one in text_string_to_metric_families(bundled.ask("/metrics").text)}
@@ -417,14 +415,14 @@ def resident(served: Served) -> float:
     return served.figure("process_bytes")
 
 
-def test_many_clients_get_their_own_answers_and_read_little_again(bundled: Served):
+def test_many_clients_get_their_own_answers_and_read_little_again(bundled):
     """Eight clients, requests in mixed order: talks that go on, and titles that come between; 200 in the long form."""
     rounds, clients = 25 if "KVCHAT_TEST_BODIES" in os.environ else 10, 8
     problems: list[str] = []
     reread: list[int] = []
     levels: list[float] = []
 
-    def talk(number: int) -> None:
+    def talk(number):
         with bundled.client() as client:
             said, stored = [f"My number is {number}{number}{number}. {SEA[:400]}Which number is mine?"], 0
             for turn in range(rounds):

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import io
 import time
 from contextlib import closing
@@ -13,12 +11,10 @@ from support.streams import read_event
 from support.worker_child import CHAT, Child, Clock, tick
 
 from kvchat.engine import worker
-from kvchat.engine.worker import Progress
 from kvchat.errors import DoesNotFitError
 from kvchat.protocol import wire
 from kvchat.protocol.figures import Gpu, MemoryPlan, ModeNeed, Planned, Proposal, Snapshot
 from kvchat.protocol.messages import (
-    Command,
     Details,
     Failed,
     Finished,
@@ -43,12 +39,12 @@ from kvchat.protocol.messages import (
 )
 
 
-def test_a_load_is_answered_and_hands_on_what_was_given(child: Child, session: FakeSession) -> None:
+def test_a_load_is_answered_and_hands_on_what_was_given(child, session):
     assert session.loaded == Load("bundled", mode="speculative", given={"speculative": {"budget": 128}})
     assert isinstance(child.until(Snapshot)[-1], Snapshot)
 
 
-def test_a_conversation_is_taken_up_and_forgotten(child: Child, session: FakeSession) -> None:
+def test_a_conversation_is_taken_up_and_forgotten(child, session):
     child.send(Resume("a", CHAT.turns), Resume("b", CHAT.turns))
     assert [child.until(Resumed)[-1].conversation for _ in "ab"] == ["a", "b"]
     child.send(Forget("a"), CHAT)
@@ -56,7 +52,7 @@ def test_a_conversation_is_taken_up_and_forgotten(child: Child, session: FakeSes
     assert session.resumed == [("b", CHAT.turns)]
 
 
-def test_a_conversation_is_forgotten_where_no_model_is_loaded(clock: Clock) -> None:
+def test_a_conversation_is_forgotten_where_no_model_is_loaded(clock):
     with closing(Child(FakeLoader(FakeSession()), clock)) as child:
         child.send(Forget("a"), CHAT)
         assert len(child.until(Failed)) == 1  # only the question's
@@ -64,7 +60,7 @@ def test_a_conversation_is_forgotten_where_no_model_is_loaded(clock: Clock) -> N
         assert not any(isinstance(event, Failed) for event in child.until(Loaded))
 
 
-def test_an_answer_is_started_text_finished(child: Child, session: FakeSession) -> None:
+def test_an_answer_is_started_text_finished(child, session):
     child.send(CHAT)
     events = child.until(Finished)
     assert isinstance(events[0], Started)
@@ -72,9 +68,7 @@ def test_an_answer_is_started_text_finished(child: Child, session: FakeSession) 
     assert session.asked == [(CHAT.turns, CHAT.sampling)]
 
 
-def test_text_comes_in_batches_and_always_before_the_next_event(
-    session: FakeSession, child: Child, clock: Clock
-) -> None:
+def test_text_comes_in_batches_and_always_before_the_next_event(session, child, clock):
     session.pieces, session.on_token = ["x"] * 100, lambda _session, _n: tick(clock, 0.001)
     child.send(CHAT)
     events = child.until(Finished)
@@ -83,7 +77,7 @@ def test_text_comes_in_batches_and_always_before_the_next_event(
     assert len(texts) <= 2 + 100 * 0.001 / worker.TEXT_S
 
 
-def test_snapshots_are_rare_while_generating(clock: Clock) -> None:
+def test_snapshots_are_rare_while_generating(clock):
     output = io.BytesIO()
     server = worker.Server(output, FakeLoader(FakeSession(["x"] * 100, lambda _s, _n: tick(clock, 0.01))), clock)
     server._do(Load())
@@ -95,10 +89,8 @@ def test_snapshots_are_rare_while_generating(clock: Clock) -> None:
     assert 9 <= snapshots <= 12  # one second of tokens, and one after the answer
 
 
-def test_a_snapshot_that_fails_ends_no_answer(
-    child: Child, session: FakeSession, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_memory() -> Snapshot:
+def test_a_snapshot_that_fails_ends_no_answer(child, session, monkeypatch):
+    def no_memory():
         raise DoesNotFitError("Memory ran out.", "None is left.", "Close something.")
 
     child.until(Snapshot)
@@ -110,11 +102,11 @@ def test_a_snapshot_that_fails_ends_no_answer(
     assert child.until(Failed)[-1].title == "Memory ran out."  # of the one after the answer
 
 
-def test_details_are_sent_while_they_are_watched_and_rarer_than_snapshots(clock: Clock) -> None:
+def test_details_are_sent_while_they_are_watched_and_rarer_than_snapshots(clock):
     output = io.BytesIO()
     server = worker.Server(output, FakeLoader(FakeSession(["x"] * 100, lambda _s, _n: tick(clock, 0.01))), clock)
 
-    def sent(*commands: Command) -> int:
+    def sent(*commands):
         output.seek(0)
         output.truncate()
         for command in commands:
@@ -130,9 +122,7 @@ def test_details_are_sent_while_they_are_watched_and_rarer_than_snapshots(clock:
 
 
 @pytest.mark.parametrize("gpu", [None, Gpu("H100")])
-def test_an_idle_server_works_only_while_a_gpus_readings_change(
-    gpu: Gpu | None, child: Child, session: FakeSession, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_idle_server_works_only_while_a_gpus_readings_change(gpu, child, session, monkeypatch):
     child.until(Snapshot)
     asked, snapshot = [], replace(session.snapshot(), gpu=gpu)
     monkeypatch.setattr(session, "snapshot", lambda: asked.append(1) or snapshot)
@@ -149,8 +139,8 @@ def test_an_idle_server_works_only_while_a_gpus_readings_change(
     child.until(Snapshot)
 
 
-def test_stop_in_an_answer_keeps_the_text_so_far(session: FakeSession, child: Child) -> None:
-    def stop_after_two(s: FakeSession, n: int) -> None:
+def test_stop_in_an_answer_keeps_the_text_so_far(session, child):
+    def stop_after_two(s, n):
         if n == 2:
             child.send(Stop())
             assert s.canceled.wait(PATIENCE_S)  # by the reader thread, at once
@@ -161,7 +151,7 @@ def test_stop_in_an_answer_keeps_the_text_so_far(session: FakeSession, child: Ch
     assert (finished.reason, finished.text) == ("stopped", "The quick")
 
 
-def test_a_stop_that_comes_too_late_stops_nothing(child: Child) -> None:
+def test_a_stop_that_comes_too_late_stops_nothing(child):
     child.send(CHAT)
     child.until(Finished)
     child.send(Stop(), Peek(1, 2))
@@ -170,8 +160,8 @@ def test_a_stop_that_comes_too_late_stops_nothing(child: Child) -> None:
     assert child.until(Finished)[-1].reason == "eos"
 
 
-def test_switch_and_peek_are_done_between_two_tokens(session: FakeSession, child: Child) -> None:
-    def send_at_two(_session: FakeSession, n: int) -> None:
+def test_switch_and_peek_are_done_between_two_tokens(session, child):
+    def send_at_two(_session, n):
         if n == 2:
             child.send(Switch("streaming", {"budget": 256}), Peek(3, 5))
             wait_until(lambda: len(child.server._inbox._commands) >= 2)
@@ -186,14 +176,14 @@ def test_switch_and_peek_are_done_between_two_tokens(session: FakeSession, child
     assert events[-1].reason == "eos"
 
 
-def test_a_refused_switch_names_the_mode_that_goes_on(session: FakeSession, child: Child) -> None:
+def test_a_refused_switch_names_the_mode_that_goes_on(session, child):
     session.failure = DoesNotFitError("Too small.", "It needs 96.")
     child.send(Switch("streaming", {"budget": 64}))
     assert child.until(SwitchRefused)[-1] == SwitchRefused("speculative", str(session.failure))
 
 
-def test_a_second_chat_waits_for_the_first_and_keeps_its_stop(session: FakeSession, child: Child) -> None:
-    def send_at_one(s: FakeSession, n: int) -> None:
+def test_a_second_chat_waits_for_the_first_and_keeps_its_stop(session, child):
+    def send_at_one(s, n):
         if len(s.asked) == 1 and n == 1:
             child.send(CHAT, Switch("full"))
             wait_until(lambda: len(child.server._inbox._commands) >= 2)
@@ -205,9 +195,7 @@ def test_a_second_chat_waits_for_the_first_and_keeps_its_stop(session: FakeSessi
     assert any(isinstance(e, Switched) for e in second)
 
 
-def test_errors_become_failures_and_the_server_goes_on(
-    session: FakeSession, child: Child, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_errors_become_failures_and_the_server_goes_on(session, child, capfd):
     session.error = DoesNotFitError("Too long.", "5 of 4 tokens.", "Shorten it.")
     child.send(CHAT)
     assert child.until(Failed)[-1] == Failed("Too long.", "5 of 4 tokens.", "Shorten it.", "DoesNotFitError")
@@ -222,7 +210,7 @@ def test_errors_become_failures_and_the_server_goes_on(
     child.until(Finished)
 
 
-def test_without_a_model_everything_fails_for_good(clock: Clock) -> None:
+def test_without_a_model_everything_fails_for_good(clock):
     child = Child(FakeLoader(DoesNotFitError("Too big.")), clock)
     child.send(Load("huge"), CHAT)
     assert child.until(Failed) == [Loading("starting PyTorch"), Failed("Too big.", kind="DoesNotFitError", fatal=True)]
@@ -230,10 +218,10 @@ def test_without_a_model_everything_fails_for_good(clock: Clock) -> None:
     child.close()
 
 
-def test_closing_stdin_ends_a_running_answer(session: FakeSession, child: Child) -> None:
+def test_closing_stdin_ends_a_running_answer(session, child):
     session.pieces = ["x"] * 1_000_000
 
-    def close_at_three(s: FakeSession, n: int) -> None:
+    def close_at_three(s, n):
         if n == 3:
             child.commands.close()
             assert s.canceled.wait(PATIENCE_S)
@@ -245,13 +233,13 @@ def test_closing_stdin_ends_a_running_answer(session: FakeSession, child: Child)
     assert session.closed
 
 
-def test_rubbish_on_stdin_ends_the_server(child: Child, capfd: pytest.CaptureFixture[str]) -> None:
+def test_rubbish_on_stdin_ends_the_server(child, capfd):
     child.commands.write(b"\xff" * 8)
     child.close()
     assert "protocol" in capfd.readouterr().err
 
 
-def test_of_a_prompt_all_tokens_come(child: Child, session: FakeSession) -> None:
+def test_of_a_prompt_all_tokens_come(child, session):
     session.tokenize = lambda turns, args: [5, 6, 7]
     child.send(Tokenize(CHAT.turns))
     assert child.until(Tokenized)[-1] == Tokenized((5, 6, 7))
@@ -280,7 +268,7 @@ def stages(events: list[wire.Message]) -> list[str]:
     return [event.stage for event in events if isinstance(event, Loading)]
 
 
-def test_the_old_model_stays_until_the_new_one_is_ready(clock: Clock) -> None:
+def test_the_old_model_stays_until_the_new_one_is_ready(clock):
     closed_while_loading = []
     old, new = FakeSession(), FakeSession()
     child = replaced(old, new, clock=clock)
@@ -294,7 +282,7 @@ def test_the_old_model_stays_until_the_new_one_is_ready(clock: Clock) -> None:
     child.close()
 
 
-def test_a_model_that_cannot_be_loaded_leaves_the_old_one_in_use(clock: Clock) -> None:
+def test_a_model_that_cannot_be_loaded_leaves_the_old_one_in_use(clock):
     old = FakeSession()
     child = replaced(old, DoesNotFitError("Too big."), clock=clock)
     child.send(OTHER)
@@ -307,7 +295,7 @@ def test_a_model_that_cannot_be_loaded_leaves_the_old_one_in_use(clock: Clock) -
     child.close()
 
 
-def test_without_room_for_both_the_old_model_is_unloaded_and_comes_back(clock: Clock) -> None:
+def test_without_room_for_both_the_old_model_is_unloaded_and_comes_back(clock):
     old, again = FakeSession(), FakeSession()
     child = replaced(old, DoesNotFitError("Too big."), again, clock=clock, has_room=False)
     child.send(OTHER)
@@ -318,18 +306,18 @@ def test_without_room_for_both_the_old_model_is_unloaded_and_comes_back(clock: C
     child.close()
 
 
-def test_if_the_old_model_does_not_come_back_nothing_is_loaded(clock: Clock) -> None:
+def test_if_the_old_model_does_not_come_back_nothing_is_loaded(clock):
     child = replaced(FakeSession(), *[DoesNotFitError("Too big.")] * 2, clock=clock, has_room=False)
     child.send(OTHER)
     assert [child.until(Failed)[-1].fatal for _ in range(2)] == [False, True]
     child.close()
 
 
-def test_a_load_is_stopped_at_its_next_stage(clock: Clock) -> None:
+def test_a_load_is_stopped_at_its_next_stage(clock):
     old = FakeSession()
     child = replaced(old, FakeSession(), clock=clock)
 
-    def loading(progress: Progress) -> None:
+    def loading(progress):
         child.send(Stop())
         while True:
             progress("reading")
@@ -344,7 +332,7 @@ def test_a_load_is_stopped_at_its_next_stage(clock: Clock) -> None:
     child.close()
 
 
-def test_a_stop_that_came_before_the_load_began_stops_one_that_reports_nothing(clock: Clock) -> None:
+def test_a_stop_that_came_before_the_load_began_stops_one_that_reports_nothing(clock):
     events, loader = io.BytesIO(), FakeLoader(FakeSession())
     loader.open_session = lambda load, progress: loader.sessions[0]
     server = worker.Server(events, loader, clock)
@@ -357,7 +345,7 @@ def test_a_stop_that_came_before_the_load_began_stops_one_that_reports_nothing(c
     assert server._session is None
 
 
-def test_a_plan_is_answered_and_a_refusal_of_one_fails_nothing(child: Child) -> None:
+def test_a_plan_is_answered_and_a_refusal_of_one_fails_nothing(child):
     child.server._loader.planned = PLAN
     child.send(Plan(OTHER))
     assert child.until(Planned)[-1] == Planned("other", PLAN)

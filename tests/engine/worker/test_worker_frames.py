@@ -1,15 +1,11 @@
 """The engine's door: whatever bytes come, it refuses with the reason or ends with one line; it never hangs."""
 
-from __future__ import annotations
-
 import io
 import os
 import subprocess
 import sys
 import threading
 import types
-from collections import Counter
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import get_args
 
@@ -26,7 +22,6 @@ from kvchat.engine import session, worker
 from kvchat.engine.worker import Loader, Progress
 from kvchat.errors import ModelError
 from kvchat.models.description import resolve_device, resolve_dtype
-from kvchat.models.load import LoadedModel
 from kvchat.protocol import wire
 from kvchat.protocol.figures import MemoryPlan, Snapshot
 from kvchat.protocol.messages import (
@@ -99,10 +94,10 @@ class Engine:
 
 
 @pytest.fixture(scope="module")
-def engine(model: LoadedModel) -> Iterator[Engine]:
+def engine(model):
     """With real sessions; only the reading of files is left out."""
 
-    def load_model(asked: Load, _progress: Progress) -> LoadedModel:
+    def load_model(asked, _progress):
         resolve_device(asked.device)
         resolve_dtype(asked.dtype, model.model.config, model.device)
         if asked.model != "bundled":
@@ -118,7 +113,7 @@ def engine(model: LoadedModel) -> Iterator[Engine]:
 
 @fuzzed
 @given(body=bodies(COMMANDS))
-def test_any_frame_is_done_or_refused_with_the_reason(engine: Engine, count: Counter[str], body: bytes) -> None:
+def test_any_frame_is_done_or_refused_with_the_reason(engine, count, body):
     count["frames"] += 1
     events = engine.talk(framed(body), wire.encode(Stop()))
     unexplained = [e for e in events if isinstance(e, Failed) and e.title == "The engine failed."]
@@ -130,7 +125,7 @@ def test_any_frame_is_done_or_refused_with_the_reason(engine: Engine, count: Cou
 
 @fuzzed
 @given(stream=st.binary(max_size=64) | st.lists(bodies(COMMANDS), max_size=3).map(lambda found: framed(*found)[:-1]))
-def test_any_stream_of_bytes_ends_the_engine_with_at_most_a_line(count: Counter[str], stream: bytes) -> None:
+def test_any_stream_of_bytes_ends_the_engine_with_at_most_a_line(count, stream):
     count["streams of bytes"] += 1
     server, log = worker.Server(io.BytesIO(), FakeLoader(FakeSession())), io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
@@ -141,7 +136,7 @@ def test_any_stream_of_bytes_ends_the_engine_with_at_most_a_line(count: Counter[
     assert log.getvalue().count("\n") <= 1
 
 
-def test_a_stop_right_behind_its_question_ends_it_before_a_token_is_read(engine: Engine) -> None:
+def test_a_stop_right_behind_its_question_ends_it_before_a_token_is_read(engine):
     ask = wire.encode(Chat((Turn("user", "one two three " * 400),)))
     first = [type(event) for event in engine.talk(ask, wire.encode(Stop()))]
     assert Prefilled not in first
@@ -151,16 +146,16 @@ def test_a_stop_right_behind_its_question_ends_it_before_a_token_is_read(engine:
 
 
 @pytest.mark.parametrize("event", [name.__name__ for name in EVENTS])
-def test_an_event_is_no_command(event: str) -> None:
+def test_an_event_is_no_command(event):
     with pytest.raises(ValueError, match="protocol"):
         wire.decode_command(b'{"type": "%s"}' % event.encode())
 
 
-def test_an_unexpected_failure_between_two_tokens_is_not_the_answers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unexpected_failure_between_two_tokens_is_not_the_answers(capsys):
     """The answer goes on: a switch is refused in words, another failure is told when the answer is over."""
     output = io.BytesIO()
 
-    def send_at_two(fake: FakeSession, n: int) -> None:
+    def send_at_two(fake, n):
         if n == 2:
             for command in (Switch("streaming"), Peek(1, 2)):
                 server._inbox.put(command)
@@ -180,7 +175,7 @@ def test_an_unexpected_failure_between_two_tokens_is_not_the_answers(capsys: pyt
     assert "ZeroDivisionError" in capsys.readouterr().err
 
 
-def test_an_engine_ends_sooner_where_nothing_is_to_be_written() -> None:
+def test_an_engine_ends_sooner_where_nothing_is_to_be_written():
     server = worker.Server(io.BytesIO(), FakeLoader(FakeSession()))
     before = server.grace_s
     server._do(Load(mode="full"))
@@ -189,7 +184,7 @@ def test_an_engine_ends_sooner_where_nothing_is_to_be_written() -> None:
     assert before < server.grace_s
 
 
-def test_a_header_above_the_limit_ends_the_process_at_once() -> None:
+def test_a_header_above_the_limit_ends_the_process_at_once():
     command = [sys.executable, "-m", "kvchat.engine"]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environ()) as process:

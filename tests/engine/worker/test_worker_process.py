@@ -1,11 +1,8 @@
 """The server in a process of its own: its streams, and what ends it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from support.environment import environ
@@ -72,7 +69,7 @@ def send(process: subprocess.Popen[bytes], *commands: Command) -> None:
     process.stdin.flush()
 
 
-def test_what_libraries_print_goes_to_stderr() -> None:
+def test_what_libraries_print_goes_to_stderr():
     with start() as process:
         send(process, Load(), CHAT)
         receive(process, Finished)
@@ -83,7 +80,7 @@ def test_what_libraries_print_goes_to_stderr() -> None:
 
 
 @pytest.mark.parametrize("pause", [0.001, 1000.0], ids=["between two tokens", "deep in a step"])
-def test_the_process_ends_with_its_stdin_in_mid_answer(pause: float) -> None:
+def test_the_process_ends_with_its_stdin_in_mid_answer(pause):
     with start(pause, "['x'] * 10_000_000") as process:
         send(process, Load(), CHAT)
         receive(process, Started)
@@ -92,7 +89,7 @@ def test_the_process_ends_with_its_stdin_in_mid_answer(pause: float) -> None:
         assert process.wait(PATIENCE_S) == (0 if pause < 1 else 1)
 
 
-def test_the_process_ends_quietly_when_nobody_reads_its_events() -> None:
+def test_the_process_ends_quietly_when_nobody_reads_its_events():
     with start(0.001, "['x'] * 10_000_000") as process:
         send(process, Load(), CHAT)
         receive(process, Started)
@@ -103,7 +100,7 @@ def test_the_process_ends_quietly_when_nobody_reads_its_events() -> None:
         assert b"Error" not in process.stderr.read()
 
 
-def test_a_stop_reaches_a_load_that_reports_nothing() -> None:
+def test_a_stop_reaches_a_load_that_reports_nothing():
     code = SERVE_A_FAKE.format(pause=0, pieces="['x']").replace(
         "worker.main()",
         "sys.modules['kvchat.engine.session'].open_session = lambda load, progress: time.sleep(3600)\nworker.main()",
@@ -121,7 +118,7 @@ def test_a_stop_reaches_a_load_that_reports_nothing() -> None:
         assert process.wait(PATIENCE_S) == 0
 
 
-def test_a_stop_while_torch_is_imported_leaves_an_engine_that_can_load(tmp_path: Path) -> None:
+def test_a_stop_while_torch_is_imported_leaves_an_engine_that_can_load(tmp_path):
     """Over modules that stand for torch: the second is imported while the first waits, and is no attribute after it.
 
     It waits until the stop has interrupted it.
