@@ -44,6 +44,7 @@ USER = (Turn("user", PROBE),)
 TOLD = Turn("system", f"{PROBE}-told")
 PROBED = (2, 12)  # questions, after which another is asked; templates may leave out what comes before the last few
 EXCERPT = 24  # characters before and after a place
+OTHER_TEMPLATE = "Choose another model, or use another template: --chat-template FILE."
 LONGEST_TAG = 80  # with the white space behind it
 LONGEST_BETWEEN = 512  # characters that a template writes between an answer and the next question
 _SPLIT_AT = re.compile(r"""split\(\s*['"](</[^'"\s<>]{1,40}>|\[/[^'"\s\[\]]{1,40}\])['"]""")
@@ -467,14 +468,12 @@ class PromptEncoder:
         except UsageError as error:
             if not self._folds_system:  # it wants a system prompt
                 return ()
-            why, hint = error.detail, "Choose another model, or use another template: --chat-template FILE."
-            raise ModelError("The model's chat template refuses every conversation.", why, hint) from error
-        if not self._tokenize(text, anchored=False):
             raise ModelError(
-                "The model's chat template renders nothing.",
-                "Questions come out empty, so the model has nothing to answer.",
-                "Choose another model.",
-            )
+                "The model's chat template refuses every conversation.", error.detail, OTHER_TEMPLATE
+            ) from error
+        if not self._tokenize(text, anchored=False):
+            why = "Questions come out empty, so the model has nothing to answer."
+            raise ModelError("The model's chat template renders nothing.", why, OTHER_TEMPLATE)
         return ("The model's chat template drops user messages: answers do not depend on the questions.",)
 
     # ---- ids ------------------------------------------------------------------------------------
