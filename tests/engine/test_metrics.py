@@ -9,7 +9,6 @@ import torch
 from support.fake_nvml import FakeGpu, FakeNvml, GiB
 from support.loads import entering
 from support.memory_faults import MemoryRunsOut
-from support.tiny_runner import loaded
 
 from kvchat.config.modes import mode_names
 from kvchat.engine import metrics
@@ -25,6 +24,7 @@ from kvchat.protocol.messages import RECALL_EDGES_MS, Finished, Prefilled, Recal
 
 STREAMING = {"budget": 128, "sink": 32, "R": 1, "sigma": 0, "delta": 0}
 # Of pages, which come and go on a CPU too.
+FOX = (Turn("user", "Once upon a time there was a little fox. " * 40),)
 SPECULATIVE = {"budget": 192, "sink": 32, "window": 64, "unit": "page", "index": "bounds"}
 
 
@@ -49,6 +49,9 @@ def mean_attended(session: Session) -> float:
     ("mode", "params"), [("full", {}), ("streaming", STREAMING), ("speculative", SPECULATIVE | {"first_full": False})]
 )
 def test_active_is_the_mean_of_attended_and_the_digits_add_up_to_it(session, mode, params):
+    empty = session.snapshot()
+    assert (empty.total, empty.ribbon, empty.attended, empty.active) == (0, "", "", 0)
+    assert (empty.tokens_per_s, empty.recall_hit_rate) == (None, None)
     filled(session, 500, mode, **params)
     for token in range(12):
         session.step(token)
@@ -59,13 +62,6 @@ def test_active_is_the_mean_of_attended_and_the_digits_add_up_to_it(session, mod
     low = sum(int(digit) * 3.2 for digit in snapshot.attended)
     assert low <= snapshot.active <= low + 16 * 3.2
     assert set(snapshot.ribbon) <= set(RIBBON)
-
-
-def test_an_empty_store_has_a_snapshot(session):
-    snapshot = session.snapshot()
-    assert (snapshot.total, snapshot.ribbon, snapshot.attended, snapshot.active) == (0, "", "", 0)
-    assert snapshot.tokens_per_s is None
-    assert snapshot.recall_hit_rate is None
 
 
 def test_fetching_is_shown_of_the_current_mode_only(session):
@@ -116,9 +112,7 @@ def test_what_is_done_beside_the_conversation_is_not_in_its_totals(session):
 
 
 def test_the_receipt_counts_what_happened(bundled):
-    session = Session(bundled)
-    session.switch("speculative", **SPECULATIVE)
-    session.prefill([(7 * i) % 4000 + 10 for i in range(400)])
+    session = filled(Session(bundled), 400, "speculative", **SPECULATIVE)
     session.truncate(0)
     turns = (Turn("user", "Tell me a short story. " * 60),)
     events = list(session.answer(turns, Sampling(temperature=0, max_new_tokens=12)))
@@ -172,8 +166,7 @@ def test_the_rate_of_recall_is_its_bytes_over_its_time_in_the_steps_that_were_ti
 
 
 def test_recalled_bytes_are_the_blocks_that_moved(bundled):
-    session = Session(bundled)
-    filled(session, 640, "speculative", **SPECULATIVE, tau=-2)
+    session = filled(Session(bundled), 640, "speculative", **SPECULATIVE, tau=-2)
     before, moved = session.snapshot().recalled_bytes, 0
     slots = session._kv.state.slots[-1]
     for token in range(15):
@@ -204,8 +197,7 @@ def at_every_step(monkeypatch):
 
 
 def asked(session: Session, tokens: int = 20) -> Finished:
-    story = "Once upon a time there was a little fox. " * 40
-    *_, finished = session.answer((Turn("user", story),), Sampling(temperature=0, max_new_tokens=tokens))
+    *_, finished = session.answer(FOX, Sampling(temperature=0, max_new_tokens=tokens))
     return finished
 
 
@@ -221,21 +213,17 @@ def test_an_answer_says_what_of_the_attention_was_covered(model, at_every_step):
     assert session.snapshot().coverage is None, "it was of another mode"
     stats = asked(session).stats
     assert (stats.coverage, stats.lowest_coverage, session.snapshot().coverage) == (None, None, None)
-    session.close()
-
-
-def test_what_an_earlier_conversation_covered_is_forgotten(model, at_every_step):
-    session = Session(model, entering("streaming", {"budget": 64}))
+    session.switch("streaming")
     asked(session)
     *_, finished = session.answer((Turn("user", "Hi"),), Sampling(temperature=0, max_new_tokens=4))
     assert finished.stats.reused_tokens > 0, "prompts begin alike"
-    assert (finished.stats.lowest_coverage, session.snapshot().coverage) == (None, None)
+    assert (finished.stats.lowest_coverage, session.snapshot().coverage) == (None, None), "it was of another talk"
     session.close()
 
 
 def test_what_a_prompt_reads_is_told_apart_until_the_first_token(model):
     session = Session(model, entering("streaming", {"budget": 64}))
-    events = session.answer((Turn("user", "Once upon a time there was a little fox. " * 40),), Sampling())
+    events = session.answer(FOX, Sampling())
     told = [session.snapshot().is_prompt for event in events if isinstance(event, Prefilled | Text)]
     assert told[0]
     assert not told[-1]
@@ -356,15 +344,12 @@ def test_cells_grow_with_the_conversation_and_stay_within_the_limit(session, mon
 # ---- What each layer and KV head reads and holds is what attention read, and recall falls into the bins of its time
 
 
-PARAMS = {"streaming": {"budget": 128, "sink": 32}, "speculative": {"budget": 192, "sink": 32, "window": 64}}
-
-
-def test_what_is_counted_is_what_attention_read_in_every_mode(model):
-    session = Session(model)
-    session.prefill([(7 * i) % 4000 + 10 for i in range(400)])
+def test_what_is_counted_is_what_attention_read_in_every_mode(session):
+    filled(session, 400)
     assert {tokens for heads in session.details().read for tokens in heads} == {400}, "a prefill reads everything"
+    budgeted = {"streaming": STREAMING, "speculative": SPECULATIVE}
     for mode in mode_names():
-        session.switch(mode, **PARAMS.get(mode, {}))
+        session.switch(mode, **budgeted.get(mode, {}))
         for token in range(4):
             session.step(token)
         shown = session.details()
@@ -373,9 +358,8 @@ def test_what_is_counted_is_what_attention_read_in_every_mode(model):
         assert shown.total == session.total
         if mode == "full":
             assert not any(map(any, shown.held)), "full mode reads what is stored where it lies on a CPU"
-        if mode in PARAMS:
+        if mode in budgeted:
             assert all(0 < tokens < shown.total for tokens in shown.held[-1])
-    session.close()
 
 
 def test_recall_falls_into_the_bins_of_its_time():
@@ -400,31 +384,17 @@ def test_pcie_traffic_is_measured_beside_the_work(monkeypatch):
 # ---- Looking at a session where memory is short: kvchat's own error, and the session goes on
 
 
-LOOKS = {
-    "snapshot": lambda session: session.snapshot(),
-    "details": lambda session: session.details(),
-    "attended": lambda session: session.attended(0),
-    "prices": lambda session: session.prices(),
-}
+def test_a_look_without_memory_is_explained(session, monkeypatch):
+    def no_memory(*_):
+        raise RuntimeError("std::bad_alloc")
 
-
-def no_memory(*_):
-    raise RuntimeError("std::bad_alloc")
-
-
-@pytest.mark.parametrize("look", LOOKS)
-def test_a_look_without_memory_is_explained(monkeypatch, look):
-    session = Session(loaded("llama", num_hidden_layers=2))
     session.prefill([1, 2, 3])
-    with monkeypatch.context() as short:
-        for part, name in (
-            (session._metrics, "snapshot"),
-            (session._metrics, "details"),
-            (session._switcher, "prices"),
-        ):
-            short.setattr(part, name, no_memory)
-        short.setattr(session_module, "attended", no_memory)
-        with pytest.raises(OutOfMemoryError, match="stored"):
-            LOOKS[look](session)
-    LOOKS[look](session)
-    session.close()
+    metrics, switcher = session._metrics, session._switcher
+    places = (metrics, "snapshot"), (metrics, "details"), (switcher, "prices"), (session_module, "attended")
+    looks = session.snapshot, session.details, session.prices, lambda: session.attended(0)
+    for (owner, name), look in zip(places, looks, strict=True):
+        with monkeypatch.context() as short:
+            short.setattr(owner, name, no_memory)
+            with pytest.raises(OutOfMemoryError, match="stored"):
+                look()
+        look()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from kvchat.protocol.messages import Finished, Recovered, Sampling, Started, Tex
 
 TURNS = (Turn("user", "Tell me about the sea. " * 40),)
 RANDOM = Sampling(temperature=1.0, seed=1, max_new_tokens=180)
-EAGER = {"tau": 5.0}
+EAGER, RECOVERS = {"tau": 5.0}, {"recovery": True}
 
 
 class Scripted(Session):
@@ -89,10 +88,10 @@ def test_a_full_reset_reads_everything_for_a_while(small_model):
 
 def test_the_regeneration_takes_another_way(small_model):
     """Tokens before the withdrawn ones stay, and the seed determines all of it."""
-    sampling = Sampling(temperature=1.0, seed=3, max_new_tokens=110)
-    first = Scripted(small_model, entering("full", {"recovery": True})).script(range(50, 400))
-    second = Scripted(small_model, entering("full", {"recovery": True})).script(range(50, 400))
-    plain = Scripted(small_model, entering("full", {})).script(range(50, 400))
+    sampling = replace(RANDOM, seed=3, max_new_tokens=110)
+    first, second, plain = (
+        Scripted(small_model, entering("full", params)).script(range(50, 400)) for params in (RECOVERS, RECOVERS, {})
+    )
     assert levels(run(first, sampling)[0]) == levels(run(second, sampling)[0]) == ["RR"]
     run(plain, sampling)
     assert first.token_ids == second.token_ids
@@ -101,41 +100,28 @@ def test_the_regeneration_takes_another_way(small_model):
 
 
 def test_off_by_a_setting_and_where_nothing_would_change(small_model):
-    unsure, drawn = spikes(40, 50), replace(RANDOM, max_new_tokens=60)
-    assert levels(run(Scripted(small_model, entering("freeze", {"recovery": False})).script(unsure), drawn)[0]) == []
-    assert levels(run(Scripted(small_model, entering("streaming", {})).script(unsure), drawn)[0]) == []
-    greedy = replace(drawn, temperature=0)
-    assert levels(run(Scripted(small_model, entering("full", {"recovery": True})).script(unsure), greedy)[0]) == []
+    for mode, params, temperature in (("freeze", {"recovery": False}, 1), ("streaming", {}, 1), ("full", RECOVERS, 0)):
+        session = Scripted(small_model, entering(mode, params)).script(spikes(40, 50))
+        assert levels(run(session, replace(RANDOM, temperature=temperature, max_new_tokens=60))[0]) == []
 
 
 def test_a_finished_answer_is_not_taken_back(small_model):
     """The regeneration is due with the last token."""
-    session = Scripted(small_model, entering("full", {"recovery": True})).script(spikes(40))
-    assert levels(run(session, Sampling(temperature=1.0, seed=1, max_new_tokens=42))[0]) == []
-    session = Scripted(small_model, entering("full", {"recovery": True})).script(spikes(40))
-    assert levels(run(session, Sampling(temperature=1.0, seed=1, max_new_tokens=43))[0]) == ["RR"]
+    for tokens, taken in ((42, []), (43, ["RR"])):
+        session = Scripted(small_model, entering("full", RECOVERS)).script(spikes(40))
+        assert levels(run(session, replace(RANDOM, max_new_tokens=tokens))[0]) == taken
 
 
 def test_speculative_widens_its_budget_for_a_while(small_model):
-    session = Scripted(small_model, entering("speculative", {"budget": 128, "recovery": True})).script(spikes(40, 60))
+    session = Scripted(small_model, entering("speculative", RECOVERS | {"budget": 128})).script(spikes(40, 60))
     budgets = {}
-
-    def between(generated):
-        budgets[generated] = session.info.params["budget"]
-
-    list(session.answer(TURNS, RANDOM, between))
-    assert [budgets[n] for n in (42, 43, 62, 63, 120)] == [128, 256, 256, 512, 512]
-    assert budgets[150] == 128
+    list(session.answer(TURNS, RANDOM, lambda generated: budgets.update({generated: session.info.params["budget"]})))
+    assert [budgets[n] for n in (42, 43, 62, 63, 120, 150)] == [128, 256, 256, 512, 512, 128]
 
 
 def test_a_mode_entered_meanwhile_stays(small_model):
-    session = Scripted(small_model, entering("speculative", {"budget": 128, "recovery": True})).script(spikes(40))
-
-    def between(generated):
-        if generated == 60:
-            session.switch("streaming")
-
-    list(session.answer(TURNS, RANDOM, between))
+    session = Scripted(small_model, entering("speculative", RECOVERS | {"budget": 128})).script(spikes(40))
+    list(session.answer(TURNS, RANDOM, lambda generated: generated == 60 and session.switch("streaming")))
     assert session.info.mode == "streaming"
 
 
@@ -159,8 +145,8 @@ def test_rewinding_puts_the_sampler_back():
 
 
 def test_the_conversation_kept_inside_has_no_withdrawn_text(small_model):
-    session = Scripted(small_model, entering("full", {"recovery": True})).script(spikes(40))
-    text = "".join(session.chat("Hello.", Sampling(temperature=1.0, seed=1, max_new_tokens=80)))
+    session = Scripted(small_model, entering("full", RECOVERS)).script(spikes(40))
+    text = "".join(session.chat("Hello.", replace(RANDOM, max_new_tokens=80)))
     assert text == small_model.tokenizer.decode(session.token_ids)
 
 
@@ -174,32 +160,17 @@ def fed(signals: Signals, n: int, entropy: float = 2.0, log_prob: float = -2.0, 
     return [signals.add(start + i, entropy + s, log_prob + s) for i, s in enumerate(sign)]
 
 
-@pytest.fixture
-def calm():
-    signals = Signals()
-    assert fed(signals, 100) == [None] * 100
-    return signals
-
-
-def test_two_spikes_of_entropy_in_four_tokens_trigger(calm):
-    assert calm.add(1000, 4.0, -2.0) is None
-    assert fed(calm, 2) == [None, None]
-    trigger = calm.add(1001, 4.5, -2.0)
-    assert trigger is not None
-    assert trigger.signal == "entropy"
-    assert trigger.value > 3
-
-
-def test_spikes_four_tokens_apart_do_not(calm):
-    assert calm.add(1000, 4.0, -2.0) is None
-    assert fed(calm, 3) == [None] * 3
-    assert calm.add(1001, 4.5, -2.0) is None
-
-
-def test_a_spike_below_one_nat_is_none():
-    signals = Signals()
-    fed(signals, 100, entropy=0.1, spread=0.01)
-    assert [signals.add(1000 + i, 0.99, -2.0) for i in range(4)] == [None] * 4
+def test_two_spikes_of_entropy_in_four_tokens_trigger():
+    for between in (2, 3):
+        signals = Signals()
+        assert fed(signals, 100) == [None] * 100
+        assert signals.add(1000, 4.0, -2.0) is None
+        assert fed(signals, between) == [None] * between
+        trigger = signals.add(1001, 4.5, -2.0)
+        assert (trigger is None) == (between == 3)
+        assert trigger is None or (trigger.signal == "entropy" and trigger.value > 3)
+    fed(below := Signals(), 100, entropy=0.1, spread=0.01)
+    assert [below.add(1000 + i, 0.99, -2.0) for i in range(4)] == [None] * 4, "less than one nat is no spike"
 
 
 def test_nothing_is_compared_before_the_32nd_token():
@@ -248,52 +219,46 @@ def test_withdrawn_tokens_are_forgotten():
     assert signals == undisturbed or set(signals._grams.values()) == {0, 1}
 
 
-def actions(triggered: set[int], n: int, levels=LEVELS) -> dict[int, str]:
-    ladder = Ladder(levels)
-    taken = {i: ladder.token(i in triggered) for i in range(1, n + 1)}
-    return {i: level for i, level in taken.items() if level}
+ALWAYS = range(1, 200)
+BEGUN = {1: "SR", 18: "WR", 35: "FR", 52: "RR"}
 
 
-def test_the_ladder_is_climbed_while_triggers_go_on():
-    begun = {1: "SR", 18: "WR", 35: "FR", 52: "RR"}
-    assert actions(set(range(1, 200)), 116) == begun, "nothing is frozen for 64 tokens: no other FR"
-    assert actions(set(range(1, 200)), 199) == begun | {117: "SR", 134: "WR", 151: "FR", 180: "RR"}
-
-
-def test_a_trigger_in_the_cool_down_is_ignored():
-    assert actions({10, 11, 26}, 40) == {10: "SR"}
-    assert actions({10, 27}, 40) == {10: "SR", 27: "WR"}
-
-
-def test_escalation_ends_after_32_tokens_and_calm_comes_after_64():
-    assert actions({10, 42}, 100) == {10: "SR", 42: "WR"}
-    assert actions({10, 43}, 100) == {10: "SR", 43: "SR"}
-    assert actions({10, 30, 94}, 100) == {10: "SR", 30: "WR", 94: "WR"}
-    assert actions({10, 30, 95}, 100) == {10: "SR", 30: "WR", 95: "SR"}
-
-
-def test_a_rewalk_is_not_repeated_within_128_tokens():
-    taken = actions(set(range(1, 400)), 400)
-    rewalks = [i for i, level in taken.items() if level == "RR"]
-    assert len(rewalks) >= 3
-    assert all(b - a >= 128 for a, b in pairwise(rewalks))
+@pytest.mark.parametrize(
+    ("triggered", "taken"),
+    [
+        (ALWAYS, BEGUN | {117: "SR", 134: "WR", 151: "FR", 180: "RR"}),  # nothing is frozen for 64 tokens: no other FR
+        ({10, 11, 26}, {10: "SR"}),  # what comes in the cool-down is ignored
+        ({10, 27}, {10: "SR", 27: "WR"}),
+        ({10, 42}, {10: "SR", 42: "WR"}),
+        ({10, 43}, {10: "SR", 43: "SR"}),  # escalation ends after 32 tokens
+        ({10, 30, 94}, {10: "SR", 30: "WR", 94: "WR"}),
+        ({10, 30, 95}, {10: "SR", 30: "WR", 95: "SR"}),  # calm comes after 64
+    ],
+    ids=str,
+)
+def test_the_ladder_is_climbed_while_triggers_go_on(triggered, taken):
+    assert climbed(triggered) == taken
 
 
 def test_a_mode_without_the_lower_levels_begins_higher():
-    assert actions({1, 20, 40}, 50, ("WR", "FR", "RR")) == {1: "WR", 20: "FR", 40: "RR"}
-    assert actions(set(range(1, 200)), 150, ("RR",)) == {1: "RR", 129: "RR"}
-    assert actions({1}, 5, ()) == {}
+    assert climbed({1, 20, 40}, ("WR", "FR", "RR")) == {1: "WR", 20: "FR", 40: "RR"}
+    assert climbed(ALWAYS, ("RR",)) == {1: "RR", 129: "RR"}
+    assert climbed({1}, ()) == {}
+
+
+def climbed(triggered, levels=LEVELS):
+    """The levels that are taken in 199 tokens, by the token."""
+    ladder = Ladder(levels)
+    return {i: level for i in ALWAYS if (level := ladder.token(i in triggered))}
 
 
 def test_the_level_is_shown_until_all_is_calm():
     ladder = Ladder()
     assert ladder.level == ""
     ladder.token(True)
-    shown = []
     for _ in range(65):
-        shown.append(ladder.level)
+        assert ladder.level == "SR"
         ladder.token(False)
-    assert set(shown) == {"SR"}
     assert ladder.level == ""
 
 
