@@ -93,32 +93,30 @@ def assert_same_kv(one, other, within=1e-5):
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
-def test_an_answer_is_the_one_without_drafts(model, drafted, sampling):
+def test_an_answer_is_the_one_without_drafts_token_by_token_in_few_forwards(model, drafted, sampling):
     with_drafts, without = opened(model), opened(model, "off")
     its = answered(without, sampling)
     drafted(without.token_ids)
-    mine = answered(with_drafts, sampling)
+    forwards, step = [], with_drafts._runner.step
+    with_drafts._runner.step = lambda token: forwards.append(token) or step(token)
+    *events, mine = with_drafts.answer(TURNS, sampling)
+    assert all(event.tokens in (0, 1) for event in events if isinstance(event, Text))
     assert with_drafts.token_ids == without.token_ids
     assert (mine.text, mine.reason) == (its.text, its.reason)
-    assert len(without.token_ids) > 50
-    assert 0 < with_drafts._kv.mode.drafter.accepted < with_drafts._kv.mode.drafter.drafted
-    assert_same_kv(with_drafts, without)
-    again = (*TURNS, Turn("assistant", mine.text), Turn("user", "And then?"))
-    assert answered(with_drafts, sampling, turns=again).text == answered(without, sampling, turns=again).text
-
-
-def test_what_is_drafted_right_takes_few_forwards(model, drafted, plain):
-    session = opened(model)
-    drafted(plain()[0].token_ids)
-    forwards, step = [], session._runner.step
-    session._runner.step = lambda token: forwards.append(token) or step(token)
-    finished, drafter = answered(session), session._kv.mode.drafter
-    tokens = len(session.token_ids) - (finished.reason == "eos")
+    drafter, tokens = with_drafts._kv.mode.drafter, len(without.token_ids) - (its.reason == "eos")
+    assert tokens > 50
+    assert 0 < drafter.accepted < drafter.drafted
     assert len(forwards) + drafter.rounds + drafter.accepted == tokens
     assert len(forwards) + drafter.rounds < 0.6 * tokens
-    assert finished.stats.generated_tokens == len(session.token_ids)
-    assert finished.stats.extras == drafter.figures()
-    assert finished.stats.read_share == pytest.approx(1)
+    assert mine.stats.generated_tokens == len(without.token_ids)
+    assert mine.stats.extras == drafter.figures()
+    assert mine.stats.read_share == pytest.approx(1)
+    assert_same_kv(with_drafts, without)
+    prompts = [each._kv.state.prompt for each in (with_drafts, without)]
+    assert prompts[0].span == prompts[1].span, "drafts are no part of it"
+    assert torch.equal(prompts[0].rows, prompts[1].rows)
+    again = (*TURNS, Turn("assistant", mine.text), Turn("user", "And then?"))
+    assert answered(with_drafts, sampling, turns=again).text == answered(without, sampling, turns=again).text
 
 
 def test_a_stop_string_inside_a_round_forgets_what_follows_it(model, drafted, plain):
@@ -132,14 +130,11 @@ def test_a_stop_string_inside_a_round_forgets_what_follows_it(model, drafted, pl
     assert_same_kv(with_drafts, without)
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 3, 5, 9])
-def test_an_answer_is_as_long_as_asked_for(small_model, drafted, tokens):
+def test_an_answer_is_as_long_as_asked_for_and_ends_with_the_context(small_model, drafted):
     session = opened(small_model)
-    answered(session, Sampling(temperature=0, max_new_tokens=tokens))
-    assert len(session.token_ids) == tokens
-
-
-def test_an_answer_ends_with_the_context(small_model, drafted):
+    for tokens in (1, 2, 3, 5, 9):
+        answered(session, Sampling(temperature=0, max_new_tokens=tokens))
+        assert len(session.token_ids) == tokens
     turns, model = (Turn("user", "One two three four. " * 100),), replace(small_model, context=600)
     session = opened(model)
     assert answered(session, Sampling(temperature=0, max_new_tokens=10_000), turns=turns).reason == "context"
@@ -171,26 +166,16 @@ def test_after_a_round_the_last_queries_are_those_of_the_last_token(model, draft
     without, whole = plain()
     drafted(without.token_ids)
     sampling = Sampling(temperature=0, max_new_tokens=60, stop=(whole.text[60:66],) if stops else ())
-    queries: list[dict[int, torch.Tensor]] = []
-    for draft in ("off", "lookup"):
-        session, seen = opened(model, draft), {}
-        queries.append(seen)
-        answered(
-            session, sampling, lambda generated, s=session, q=seen: q.update({generated: s._kv.state.query.clone()})
-        )
-        seen[-1] = session._kv.state.query.clone()
+
+    def queries(session):
+        seen = {}
+        answered(session, sampling, lambda generated: seen.update({generated: session._kv.state.query.clone()}))
+        return seen | {-1: session._kv.state.query.clone()}
+
+    session, expected = opened(model), queries(opened(model, "off"))
+    for generated, query in queries(session).items():
+        assert (query - expected[generated]).abs().max() < 1e-3
     assert session._kv.mode.drafter.accepted < session._kv.mode.drafter.drafted
-    for generated, its in queries[1].items():
-        assert (its - queries[0][generated]).abs().max() < 1e-3
-
-
-def test_drafts_are_not_taken_for_the_prompt(model, drafted, plain):
-    (without, _), session = plain(), opened(model)
-    drafted(without.token_ids)
-    answered(session)
-    its, mine = (each._kv.state.prompt for each in (without, session))
-    assert mine.span == its.span
-    assert torch.equal(mine.rows, its.rows)
 
 
 def test_pages_in_8_bits_are_rounded_once(model, drafted):
@@ -237,12 +222,6 @@ def test_a_round_that_fails_turns_drafts_off_and_the_answer_goes_on(
     assert session._kv.mode.drafts_failed
     assert session._kv.mode.drafter.rounds in (2, 3)
     assert_same_kv(session, without)
-
-
-def test_a_mode_that_recovers_draws_token_by_token(model, drafted):
-    session = Session(model, entering("full", {"draft": "lookup", "recovery": True}))
-    answered(session)
-    assert session._kv.mode.drafter.rounds == 0
 
 
 @pytest.mark.parametrize(("sampling", "host_dtype"), [(GREEDY, "int8"), (DRAWN, "model")], ids=["greedy", "drawn"])
@@ -293,18 +272,17 @@ def test_in_auto_too_drafts_begin_again_where_they_are_asked_for_again(small_mod
 
 
 def test_a_guess_is_forgotten_where_memory_stays_short(model, guessing, plain):
-    session, (without, expected), fault = opened(model, "window"), plain(), MemoryRunsOut(1, short=True)
+    session, (without, expected) = opened(model, "window"), plain()
     step, calls = session._runner._step, []
-
-    def run_out(token, control=False):
-        calls.append(token)
-        if len(calls) == 9:
-            fault.__enter__()
-        return step(token, control)
-
-    session._runner._step = run_out
     with ExitStack() as stack:
-        stack.callback(fault.__exit__, None, None, None)
+
+        def run_out(token, control=False):
+            calls.append(token)
+            if len(calls) == 9:
+                stack.enter_context(MemoryRunsOut(1, short=True))
+            return step(token, control)
+
+        session._runner._step = run_out
         with pytest.raises(DoesNotFitError):
             answered(session)
     assert session.total == len(session._loop.stored.ids)
@@ -448,24 +426,21 @@ def test_tokens_after_drafts_are_distributed_as_drawn_ones(bundled, prompt, sett
     assert statistic < freedom + 4 * (2 * freedom) ** 0.5
 
 
-def test_text_comes_token_by_token(model, drafted):
-    texts = [event for event in opened(model).answer(TURNS, GREEDY) if isinstance(event, Text)]
-    assert all(text.tokens in (0, 1) for text in texts)
-
-
-def test_a_comparison_decodes_token_by_token_and_refuses_drafts(model, drafted):
+def test_a_comparison_and_a_mode_that_recovers_decode_token_by_token(model, drafted):
     session = opened(model)
     *_, compared = session.compare(TURNS, [Variant("full")], GREEDY)
     assert not compared.runs[0].params.keys() & {"draft", "recovery"}
+    assert session._kv.mode.drafter.rounds == 0
+    session.switch("full", recovery=True)
+    answered(session)
     assert session._kv.mode.drafter.rounds == 0
     for params in ({"draft": "window"}, {"recovery": True}):
         with pytest.raises(UsageError, match=next(iter(params))):
             list(session.compare(TURNS, [Variant("full"), Variant("full", params)], GREEDY))
 
 
-LONG = float(
-    os.environ.get("KVCHAT_TEST_DRAFTS", "0")
-)  # prompts, of 500 tokens each; in the short form one, of no real model
+# Prompts, of 500 tokens each; in the short form one, of no real model.
+LONG = float(os.environ.get("KVCHAT_TEST_DRAFTS", "0"))
 UNPACKED = Load(str(FILES.get("smollm2")), "cpu", dtype="float32", quantize="none")
 SUBJECTS = "sea fox king tree boat moon cat hill river house storm bread horse garden clock letter door bear road mouse"
 

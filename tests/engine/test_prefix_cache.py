@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.grids import thinned
 from support.integrity import check_integrity
-from support.kept_chat import OTHER, TALE, Chat, came_back, notes
+from support.kept_chat import OTHER, TALE, Chat, came_back, flip, notes
 from support.tiny_runner import PARAMS, Wordless, loaded, mode_of, prefilled, token_ids
 
 from kvchat.engine import prefix_cache
@@ -38,24 +38,16 @@ def test_a_conversation_gone_back_to_comes_from_memory_bit_by_bit(tmp_path):
 
 
 def test_the_least_recently_used_is_dropped_beyond_the_limit(tmp_path):
-    chat = Chat(tmp_path, saved=0)
-    chat.say("a", TALE)
-    chat.cache._keeping = replace(chat.keeping, parked_bytes=int(2.5 * chat.runner.kv.state.geometry.token_bytes * 320))
-    for name, text in (("b", "2" + TALE), ("c", "3" + TALE), ("d", "4" + TALE)):
-        chat.say(name, text)
-    assert chat.cache.parked_bytes <= chat.cache._keeping.parked_bytes
-    assert list(chat.cache._parked) == ["b", "c"]
-
-
-def test_with_room_for_one_the_one_that_comes_next_is_there(tmp_path):
-    chat = Chat(tmp_path, saved=0)
-    chat.cache._keeping = replace(chat.keeping, parked_bytes=int(1.5 * chat.runner.kv.state.geometry.token_bytes * 320))
-    chat.say("one", TALE)
-    for conversation, text in (("two", OTHER), ("one", TALE), ("two", OTHER)):
-        events = chat.say(conversation, text)
+    """With room for one the one that comes next is there."""
+    for room, said, parked in ((2.5, "1234", ["2", "3"]), (1.5, "1212", ["1"])):
+        chat = Chat(tmp_path, saved=0)
+        most = int(room * chat.runner.kv.state.geometry.token_bytes * 320)
+        chat.cache._keeping = replace(chat.keeping, parked_bytes=most)
+        for name in said:
+            events = chat.say(name, name + TALE)
+        assert chat.cache.parked_bytes <= most
+        assert list(chat.cache._parked) == parked
     assert came_back(events)[1] == "memory"
-    assert list(chat.cache._parked) == ["one"]
-    assert chat.cache.parked_bytes <= chat.cache._keeping.parked_bytes
 
 
 @pytest.mark.parametrize("lacks", ["room", "memory"])
@@ -141,22 +133,15 @@ def test_tokens_computed_with_less_context_keep_their_marks(tmp_path):
         ({"fingerprint": "1"}, "another training"),
         ({"tokenizer": Wordless(vocabulary={"a": 1})}, "another tokenizer"),
         ({"tokenizer": Wordless("x")}, "another chat"),
+        ({"name": "other"}, ""),  # the application says which model goes on
     ],
 )
 def test_kv_of_something_else_are_refused_in_a_line_and_replaced(tmp_path, changes, reason):
     chat = Chat(tmp_path)
     chat.say("a", TALE)
     chat = chat.restarted(tmp_path, model=replace(chat.runner.model, **changes))
-    (note,) = notes(chat.say("a", TALE))
-    assert reason in note
-    assert came_back(chat.restarted(tmp_path).say("a", TALE))
-
-
-def test_kv_of_another_model_are_replaced_without_a_word(tmp_path):
-    chat = Chat(tmp_path)
-    chat.say("a", TALE)
-    chat = chat.restarted(tmp_path, model=replace(chat.runner.model, name="other"))
-    assert notes(chat.say("a", TALE)) == [], "the application says which model goes on"
+    told = notes(chat.say("a", TALE))
+    assert [reason in note for note in told] == [True] * bool(reason)
     assert came_back(chat.restarted(tmp_path).say("a", TALE))
 
 
@@ -171,27 +156,24 @@ def test_a_folder_in_place_of_the_file_is_passed_over(tmp_path):
     assert "directory" in note
 
 
-def after_damage(tmp_path, records, at):
-    """What is told of a conversation whose file has another byte ``at`` after so many records."""
+@pytest.mark.parametrize(("records", "at", "left"), [(0, 4, 0), (3, -1, 64)])
+def test_a_damaged_page_is_told_and_leaves_what_is_before_it_without_pins_behind_that(tmp_path, records, at, left):
     chat = Chat(tmp_path)
     chat.say("a", TALE)
+    chat.cache.interrupt()
+    with torch.inference_mode():
+        chat.runner.kv.state.control[200:210] = True
+    chat.stored.saved = 0
+    chat.cache.save()
     chat.written()
     path = tmp_path / "kv" / "a.kv"
-    data = bytearray(path.read_bytes())
-    data[HEADER_BYTES + records * chat.cache._file(path).record_bytes(False) + at] ^= 1
-    path.write_bytes(data)
-    return chat.restarted(tmp_path).say("a", TALE)
-
-
-def test_a_damaged_first_page_is_told(tmp_path):
-    (note,) = notes(after_damage(tmp_path, 0, 4))
-    assert "damaged" in note
-
-
-def test_a_damaged_page_gives_back_what_is_before_it(tmp_path):
-    events = after_damage(tmp_path, 3, -1)
-    assert "damaged" in notes(events)[0]
-    assert came_back(events) == (64, "disk")
+    flip(path, HEADER_BYTES + records * chat.cache._file(path).record_bytes(False) + at)
+    chat = chat.restarted(tmp_path)
+    events = list(chat.cache.resume("a", (Turn("user", TALE),)))
+    assert ["damaged" in note for note in notes(events)] == [True]
+    assert not left or came_back(events) == (left, "disk")
+    assert chat.runner.kv.total == left
+    assert not chat.runner.kv.state.control.any()
 
 
 def test_a_full_disk_is_told_once(tmp_path, monkeypatch):
@@ -282,25 +264,6 @@ def test_two_applications_with_one_conversation_do_not_mix_its_branches(tmp_path
         assert again.stored.ids == [ord(c) for c in f"<{TALE}"][:there]
 
 
-def test_a_damaged_page_leaves_no_pinned_positions_behind(tmp_path):
-    chat = Chat(tmp_path)
-    chat.say("a", TALE)
-    chat.cache.interrupt()
-    with torch.inference_mode():
-        chat.runner.kv.state.control[200:210] = True
-    chat.stored.saved = 0
-    chat.cache.save()
-    chat.written()
-    path = tmp_path / "kv" / "a.kv"
-    data = bytearray(path.read_bytes())
-    data[4096 + 3 * chat.cache._file(path).record_bytes(False) - 1] ^= 1
-    path.write_bytes(data)
-    chat = chat.restarted(tmp_path)
-    list(chat.cache.resume("a", (Turn("user", TALE),)))
-    assert chat.runner.kv.total == 64
-    assert not chat.runner.kv.state.control.any()
-
-
 def stepped(runner: ModelRunner, more: list[int]) -> list[torch.Tensor]:
     return [prefilled(runner, more), *(runner.step(token) for token in token_ids(6, seed=3))]
 
@@ -348,12 +311,10 @@ def test_the_least_recently_used_files_give_way(tmp_path):
     assert [path.stem for path in folder.latest_first()] == ["oldest", "new"]
 
 
-def test_a_conversation_larger_than_the_limit_is_kept_up_to_it(tmp_path):
-    folder = SavedFolder(tmp_path / "absent", limit=100)
-    assert folder.make_room(folder.path("mine"), 500) == 100
-
-
-def test_none_gives_way_to_one_that_would_not_fit_alone(tmp_path):
+def test_none_gives_way_to_one_that_would_not_fit_alone_which_is_kept_up_to_the_limit(tmp_path):
+    absent = SavedFolder(tmp_path / "absent", limit=100)
+    assert absent.make_room(absent.path("mine"), 500) == 100
+    assert absent.path("../../x").parent == tmp_path / "absent", "an imported id names no place outside"
     folder = SavedFolder(tmp_path, limit=100)
     for name in ("one", "other"):
         folder.path(name).write_bytes(b"x" * 30)
@@ -361,10 +322,6 @@ def test_none_gives_way_to_one_that_would_not_fit_alone(tmp_path):
     assert len(folder.latest_first()) == 2
     assert folder.make_room(folder.path("mine"), 100) == 100
     assert folder.latest_first() == []
-
-
-def test_an_imported_id_names_no_place_outside(tmp_path):
-    assert SavedFolder(tmp_path, 1).path("../../x").parent == tmp_path
 
 
 # ---- The text that stored ids stand for
@@ -411,8 +368,10 @@ def assert_alike(chat: Chat, later: Chat) -> None:
         assert torch.equal(*(one.runner.step(token) for one in (chat, later)))
 
 
-def stored(chat: Chat, layer: int) -> torch.Tensor:
-    return torch.stack(chat.runner.kv.state.host.dense(layer, SAID))
+def stored(chat: Chat) -> list[torch.Tensor]:
+    """Keys and values of each layer."""
+    state = chat.runner.kv.state
+    return [torch.stack(state.host.dense(layer, SAID)) for layer in range(state.geometry.layers)]
 
 
 def opened(chat: Chat, later: Chat) -> list:
@@ -454,22 +413,15 @@ def test_another_conversation_takes_rounded_tokens_only_while_they_are_wanted(tm
         assert chat.runner.kv.total == taken
 
 
-@pytest.mark.parametrize("row", PARAMS)
-def test_logits_are_those_of_a_session_that_entered_its_mode_anew(tmp_path, row):
+@pytest.mark.parametrize(("name", "row"), [*(("llama", row) for row in PARAMS), (HYBRID, "full")])
+def test_logits_are_those_of_a_session_that_entered_its_mode_anew(tmp_path, name, row):
     """Also in sync mode, whose slots hold exactly what the host pool has quantized since."""
-    chat, later = pair(tmp_path, "llama", row)
+    chat, later = pair(tmp_path, name, row)
     assert came_back(opened(chat, later)) == (SAID + 9, "disk")
-    for layer in range(chat.runner.kv.state.geometry.layers):
-        assert torch.equal(stored(chat, layer), stored(later, layer))
+    assert all(map(torch.equal, stored(chat), stored(later)))
     if PARAMS[row][0] != "full":
         with torch.inference_mode():
             chat.runner.kv.switch(mode_of(chat.runner.model, row))
-    assert_alike(chat, later)
-
-
-def test_a_hybrid_goes_on_as_in_a_session_never_closed(tmp_path):
-    chat, later = pair(tmp_path, HYBRID)
-    assert came_back(opened(chat, later)) == (SAID + 9, "disk")
     assert_alike(chat, later)
 
 
@@ -479,7 +431,6 @@ def test_what_a_hybrid_reads_again_is_exact_where_a_session_never_closed_has_it_
         one.say("a", TALE[:-1] + "?" + OTHER)
     page = chat.runner.kv.state.geometry.page
     whole = (SAID - TAIL) // page * page  # the next one gets full again, with other scales
-    for layer in range(chat.runner.kv.state.geometry.layers):
-        quantized, exact = stored(chat, layer), stored(later, layer)
+    for quantized, exact in zip(stored(chat), stored(later), strict=True):
         assert torch.equal(quantized[:, :, :whole], exact[:, :, :whole])
         assert 0 < (quantized - exact).abs().max() < 0.01 * quantized.abs().max()

@@ -53,7 +53,7 @@ DRAWN = Sampling(temperature=0.9, seed=5, max_new_tokens=40)
 ASKED = Load("bundled", "cpu", "float32", gpus=2, split="heads")
 MODES = {"full": {}, "streaming": {"budget": 96}, "speculative": {"budget": 128}}
 PROMPT, STEPS = 400, 24
-TOKENS, COST = 200, 8  # of a step, in steps of a tiny model
+TOKENS, COST = 150, 8  # of a step, in steps of a tiny model
 IDS = torch.randint(10, 500, (TOKENS + 40,), generator=torch.Generator().manual_seed(0)).tolist()
 
 

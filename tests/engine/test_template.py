@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import datetime
 
@@ -14,6 +15,7 @@ from support.patience import PATIENCE_S
 from transformers import AutoTokenizer
 
 from kvchat import paths
+from kvchat.engine import template
 from kvchat.engine.template import ChatTemplate, LimitExceededError, limited
 from kvchat.errors import UsageError
 from kvchat.protocol.messages import parse_args
@@ -71,24 +73,14 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(paths.bundled_model_dir())
 
 
-@pytest.mark.parametrize("template", [None, *GENUINE.values()], ids=["bundled", *GENUINE])
-@pytest.mark.parametrize("times", [1, 10_000], ids=["short", "long"])
-def test_a_genuine_template_gives_what_transformers_gives(tokenizer, template, times):
-    tokenizer.chat_template = template or tokenizer.chat_template
-    messages = [{**message, "content": message["content"] * times} for message in MESSAGES]
-    expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert ChatTemplate(tokenizer).render(messages, datetime.now()) == expected
-
-
-def test_a_mark_of_byte_order_before_a_template_is_not_rendered(tokenizer):
-    tokenizer.chat_template = "\ufeff" + GENUINE["roles"]
-    assert ChatTemplate(tokenizer).render(MESSAGES, datetime.now()).startswith("<|system|>")
-
-
-def test_many_turns_are_within_the_limits(tokenizer):
-    tokenizer.chat_template = GENUINE["thinking"]
-    messages = [MESSAGES[1], MESSAGES[2]] * 500
-    expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+@pytest.mark.parametrize("genuine", [None, *GENUINE.values()], ids=["bundled", *GENUINE])
+def test_a_genuine_template_gives_what_transformers_gives(tokenizer, genuine):
+    tokenizer.chat_template = genuine or tokenizer.chat_template
+    long = [{**message, "content": message["content"] * 10_000} for message in MESSAGES]
+    for messages in (MESSAGES, long, MESSAGES[1:3] * (500 if genuine == GENUINE["thinking"] else 1)):
+        expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert ChatTemplate(tokenizer).render(messages, datetime.now()) == expected
+    tokenizer.chat_template = f"\ufeff{tokenizer.chat_template}"  # a mark of byte order is not rendered
     assert ChatTemplate(tokenizer).render(messages, datetime.now()) == expected
 
 
@@ -137,17 +129,14 @@ def stubborn() -> int:
             forever()
 
 
-@pytest.mark.parametrize("work", [forever, stubborn])
-def test_work_without_end_is_stopped(work):
+def test_work_without_end_or_that_hoards_is_stopped_in_any_thread():
     began = time.monotonic()
-    with pytest.raises(LimitExceededError, match=r"more than 200 ms"):
-        limited(work, 0.2, 2**30)
+    for work, seconds, told in ((forever, 0.2, "200 ms"), (stubborn, 0.2, "200 ms"), (hoard, 60, "100 MiB")):
+        with pytest.raises(LimitExceededError, match=f"more than {told}"):
+            limited(work, seconds, 100 * 2**20)
+        with ThreadPoolExecutor(1) as pool:
+            assert isinstance(pool.submit(limited, work, seconds, 100 * 2**20).exception(), LimitExceededError)
     assert time.monotonic() - began < PATIENCE_S
-
-
-def test_work_that_hoards_is_stopped():
-    with pytest.raises(LimitExceededError, match="more than 100 MiB"):
-        limited(hoard, 60, 100 * 2**20)
 
 
 def test_nothing_is_left_that_stops_something_else():
@@ -160,20 +149,6 @@ def test_nothing_is_left_that_stops_something_else():
                 continue
     assert sum(range(10**6)) == 499999500000
     assert set(threading.enumerate()) <= before
-
-
-def test_it_stops_work_in_any_thread():
-    found: list[BaseException] = []
-
-    def run():
-        with pytest.raises(LimitExceededError) as caught:
-            limited(forever, 0.1, 2**30)
-        found.append(caught.value)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join(PATIENCE_S)
-    assert found
 
 
 TRACED = """
@@ -209,7 +184,8 @@ ASKED = [{"role": "user", "content": "What is 6 * 7?"}]
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_template_is_stopped(tokenizer, name):
+def test_a_hostile_template_is_stopped(tokenizer, name, monkeypatch):
+    monkeypatch.setattr(template, "SECONDS", 0.3)
     tokenizer.chat_template = HOSTILE[name]
     began = time.process_time()
     with pytest.raises(LimitExceededError):
@@ -217,8 +193,8 @@ def test_a_hostile_template_is_stopped(tokenizer, name):
     assert time.process_time() - began < 10
 
 
-@pytest.mark.parametrize("template", REACHING_OUT)
-def test_nothing_beside_the_conversation_is_in_reach(tokenizer, template):
-    tokenizer.chat_template = template
+@pytest.mark.parametrize("reaches", REACHING_OUT)
+def test_nothing_beside_the_conversation_is_in_reach(tokenizer, reaches):
+    tokenizer.chat_template = reaches
     with pytest.raises(SecurityError):
         ChatTemplate(tokenizer).render(ASKED, datetime.now())

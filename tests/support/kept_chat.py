@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 from support.tiny_runner import loaded, mode_of, prefilled, token_ids
@@ -74,6 +75,13 @@ class Chat:
         self.written()  # on a busy machine it takes longer than ``close`` waits
         self.cache.close()
         return Chat(tmp_path, **{"model": self.runner.model, **changes})
+
+
+def flip(path: Path, at: int) -> None:
+    """Damage a byte of a file."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
 
 
 def came_back(events) -> tuple[int, str]:
