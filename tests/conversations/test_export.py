@@ -21,6 +21,11 @@ def conversation():
     return made
 
 
+def back(conversation):
+    """A conversation from its file."""
+    return export.from_json(export.to_json(conversation).encode("utf-8-sig"), "x.json")
+
+
 def test_markdown_is_the_path(conversation):
     text = export.to_markdown(conversation)
     assert text.startswith("# What is *this*?")
@@ -39,7 +44,7 @@ def test_markdown_says_which_model_in_which_mode_and_when(conversation):
     text = export.to_markdown(conversation)
     assert f"{day} {minute} · SmolLM2, int4 · speculative mode, budget 128*" in text
     assert f"{at} · SmolLM2, int4 · 9 tok" in text
-    read = export.from_json(export.to_json(conversation).encode("utf-8-sig"), "x.json")
+    read = back(conversation)
     assert (read.mode, read.params) == ("speculative", {"budget": 128, "sink": None})
     assert read.leaf.model == "SmolLM2, int4"
 
@@ -75,7 +80,7 @@ def test_a_file_that_is_not_named_is_named_by_the_title(tmp_path, monkeypatch, t
 
 
 def test_json_is_read_back_as_another_conversation(conversation):
-    read = export.from_json(export.to_json(conversation).encode(), "x.json")
+    read = back(conversation)
     assert (read.title, read.system, read.created) == (conversation.title, "be <brief>", conversation.created)
     assert read.turns == conversation.turns
     assert [m.text for m in read.messages.values()] == [m.text for m in conversation.messages.values()]
@@ -87,7 +92,7 @@ def test_json_keeps_what_answers_cost(conversation):
     stats = Stats(3, 1, 5, 8, read_share=0.5, switches=({"at": 4, "mode": "sync"},), extras={"pages": 2})
     conversation.ask("and?")
     conversation.answer("so", "eos", "5 tok", stats)
-    read = export.from_json(export.to_json(conversation).encode(), "x.json")
+    read = back(conversation)
     assert read.stats == [stats]
     assert [message.stats for message in read.path] == [None, None, None, stats]
 
@@ -96,21 +101,22 @@ def test_the_lines_of_switches_stand_in_every_format(conversation):
     conversation.ask("and?")
     conversation.answer("one two three", "eos", switch_lines=(ModeChange(3, "full -> sync", 40, "sync"),))
     assert "## Model\n\none ┃ two three\n\n┃ full -> sync\n" in export.to_markdown(conversation)
-    read = export.from_json(export.to_json(conversation).encode(), "x.json")
+    read = back(conversation)
     assert read.leaf.switch_lines == conversation.leaf.switch_lines
     older = broken(lambda file, messages: [message.pop("switch_lines") for message in messages], conversation)
     assert export.from_json(older, "x.json").leaf.marked_text == "one two three"
 
 
-@pytest.mark.parametrize("stats", ["x", {"prompt_tokens": -1}, {"switches": 3}])
-def test_damaged_figures_of_a_file_are_left_out(conversation, stats):
-    data = broken(lambda file, messages: messages[1].update(stats=stats), conversation)
-    assert export.from_json(data, "x.json").stats == []
-
-
-def test_a_file_of_another_version_is_read(conversation):
-    unknown = broken(lambda file, messages: messages[1].update(stats={"total_tokens": 8, "joy": 3}), conversation)
-    assert export.from_json(unknown, "x.json").stats == [Stats(total_tokens=8)]
+def test_figures_of_another_version_and_damaged_ones_are_left_out(conversation):
+    known = {"total_tokens": 8, "joy": 3}
+    for stats, kept in (
+        (known, [Stats(total_tokens=8)]),
+        ("x", []),
+        ({"prompt_tokens": -1}, []),
+        ({"switches": 3}, []),
+    ):
+        data = broken(lambda file, messages, stats=stats: messages[1].update(stats=stats), conversation)
+        assert export.from_json(data, "x.json").stats == kept
     older = broken(lambda file, messages: [message.pop("stats") for message in messages], conversation)
     assert export.from_json(older, "x.json").stats == []
 
@@ -143,18 +149,13 @@ def test_what_is_no_conversation_is_refused(conversation, change, reason):
         export.from_json(broken(change, conversation), "x.json")
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\xff\xfe"])
-def test_what_is_no_json_is_refused(data):
-    with pytest.raises(UsageError, match="not a kvchat conversation"):
-        export.from_json(data, "x.json")
-
-
-def test_many_wrong_messages_cost_no_more_than_one():
-    began = time.process_time()
+def test_what_is_no_json_is_refused_and_many_wrong_messages_cost_no_more_than_one():
+    for data in (b"", b"{", b"[]", b"\xff\xfe"):
+        with pytest.raises(UsageError, match="not a kvchat conversation"):
+            export.from_json(data, "x.json")
+    began, head = time.process_time(), b'{"title": "", "system": null, "created": 1, "leaf": null, "messages": ['
     with pytest.raises(UsageError, match=r"messages\.0"):
-        export.from_json(
-            b'{"title": "", "system": null, "created": 1, "leaf": null, "messages": [' + b"1," * 500_000 + b"1]}", "x"
-        )
+        export.from_json(head + b"1," * 500_000 + b"1]}", "x")
     assert time.process_time() - began < 3
 
 

@@ -59,13 +59,18 @@ def test_text_is_merged_and_only_the_latest_numbers_kept():
     assert coalesce([]) == []
 
 
-async def test_it_loads_and_answers(client):
+async def test_it_loads_and_answers_with_a_log_of_its_owners_and_ends(client, monkeypatch):
+    monkeypatch.setattr(client_module, "GRACE_S", PATIENCE_S)
     await client.start()
+    assert (client.log_file.stat().st_mode & 0o777, client.log_file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
     client.send(Load())
     loaded = await received(client, Loaded)
     assert loaded.model == "kvchat-pocket"
     client.send(Chat((Turn("user", "hello"),), Sampling()))
     assert (await received(client, Text)).text.startswith("Section")
+    process = client._process
+    await client.close()
+    assert process.returncode == 0, "it ends by itself when its stdin closes"
 
 
 async def test_what_the_engine_reports_is_cleaned_except_the_answer(tmp_path, monkeypatch):
@@ -79,11 +84,6 @@ async def test_what_the_engine_reports_is_cleaned_except_the_answer(tmp_path, mo
     client.send(Chat((Turn("user", "crash"),), Sampling()))
     assert "␛]52" in "".join((await received(client, Crashed)).log)
     await client.close()
-
-
-async def test_the_log_is_its_owners(client):
-    await client.start()
-    assert (client.log_file.stat().st_mode & 0o777, client.log_file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
 
 
 async def test_a_crash_tells_exit_code_and_last_lines_of_this_run(client):
@@ -186,14 +186,6 @@ async def test_closing_leaves_no_orphan_even_when_the_child_ignores_it(tmp_path,
     assert gone(pid)
 
 
-async def test_the_child_ends_by_itself_when_stdin_closes(client, monkeypatch):
-    monkeypatch.setattr(client_module, "GRACE_S", PATIENCE_S)
-    await client.start()
-    process = client._process
-    await client.close()
-    assert process.returncode == 0
-
-
 async def test_something_else_on_stdout_is_a_crash_that_says_so(tmp_path):
     babble = "import time; print('hello, I am no engine', flush=True); time.sleep(3600)"
     client = EngineClient((sys.executable, "-c", babble), tmp_path / "log")
@@ -213,17 +205,13 @@ async def test_a_log_that_cannot_be_written_is_told_and_not_needed(log):
     await client.close()
 
 
-async def test_a_limit_of_open_files_is_told_as_such(tmp_path, monkeypatch):
+async def test_a_command_that_cannot_start_is_told_also_by_a_limit_of_open_files(tmp_path, monkeypatch):
+    with pytest.raises(EngineError, match="cannot start"):
+        await EngineClient(("/nonexistent/engine",), tmp_path / "log").start()
+
     async def start(*command, **streams):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
     with pytest.raises(EngineError, match=f"{os.strerror(errno.EMFILE)}.*limit of open files"):
         await EngineClient(FAKE_ENGINE, tmp_path / "log").start()
-
-
-async def test_a_command_that_does_not_exist(tmp_path):
-    client = EngineClient(("/nonexistent/engine",), tmp_path / "log")
-    with pytest.raises(EngineError, match="cannot start"):
-        await client.start()
-    await client.close()

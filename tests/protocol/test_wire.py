@@ -64,11 +64,8 @@ def test_messages_follow_each_other_until_the_end():
     assert read(stream) == Stop()
     assert read(stream) == Chat((Turn("user", "x"),), Sampling(stop=("a", "b")))
     assert read(stream) is None
-
-
-@pytest.mark.parametrize("cut", [1, 4, 9])
-def test_a_message_cut_short_is_the_end(cut):
-    assert read(io.BytesIO(wire.encode(Stop())[:cut])) is None
+    for cut in (1, 4, 9):
+        assert read(io.BytesIO(wire.encode(Stop())[:cut])) is None
 
 
 def test_missing_fields_take_their_defaults_and_none_stays_none():
@@ -101,13 +98,10 @@ def test_what_is_no_message_is_refused(body):
         decode(body)
 
 
-@pytest.mark.parametrize("value", [{1, 2}, object(), float, float("nan"), float("inf")])
-def test_what_json_cannot_hold_is_refused_before_it_is_sent(value):
-    with pytest.raises(ValueError, match="Switch cannot be sent"):
-        wire.encode(Switch("full", {"budget": value}))
-
-
-def test_what_holds_itself_is_refused_before_it_is_sent():
+def test_what_json_cannot_hold_is_refused_before_it_is_sent():
+    for value in ({1, 2}, object(), float, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="Switch cannot be sent"):
+            wire.encode(Switch("full", {"budget": value}))
     params: dict[str, Any] = {}
     params["params"] = params
     with pytest.raises(ValueError):  # noqa: PT011  # json's own words

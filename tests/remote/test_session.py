@@ -18,6 +18,8 @@ PROGRESS = {"total": 30, "cache": 10, "processed": 30, "time_ms": 5}
 
 
 def test_a_session_needs_no_torch(serve, connect):
+    code = "import sys, kvchat.remote.session, kvchat.remote.metrics; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
     session = connect(serve().url)
     assert session.info.server == "vLLM"
     assert (session.info.model, session.info.context, session.info.mode) == ("Qwen/Qwen3-4B", 2048, MODE)
@@ -36,7 +38,7 @@ def test_an_answer_is_text_with_counts(serve, connect, kind):
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
-def test_reasoning_is_the_thought_before_the_answer(serve, connect, field):
+def test_reasoning_is_the_thought_before_the_answer_also_without_one(serve, connect, field):
     frames = [
         delta(role="assistant", content=None),
         *(delta(**{field: piece}) for piece in ("It is ", "a greeting.")),
@@ -45,11 +47,7 @@ def test_reasoning_is_the_thought_before_the_answer(serve, connect, field):
     ]
     *_, finished = asked(connect(serve(frames=frames).url))
     assert thoughts.split(finished.text) == ("It is a greeting.", "Hello.")
-
-
-def test_a_thought_without_an_answer_is_still_one(serve, connect):
-    frames = [delta(reasoning="Hm."), delta(reason="stop")]
-    *_, finished = asked(connect(serve(frames=frames).url))
+    *_, finished = asked(connect(serve(frames=[delta(**{field: "Hm."}), delta(reason="stop")]).url))
     assert thoughts.split(finished.text, ending=finished.reason) == ("Hm.", "")
 
 
@@ -131,25 +129,16 @@ def test_the_whole_conversation_is_sent_and_only_what_was_set(serve, connect):
     assert not {"top_p", "min_p", "seed", "repetition_penalty"} & sent.keys()
 
 
-def test_an_answer_is_gone_on_with(serve, connect):
+def test_an_answer_is_gone_on_with_and_thoughts_before_it_are_not_sent(serve, connect):
     server = serve()
-    asked(connect(server.url), (*HI, Turn("assistant", "Hel")))
-    assert server.asked[0]["continue_final_message"]
-    assert not server.asked[0]["add_generation_prompt"]
-
-
-def test_a_thought_that_a_template_began_is_not_sent(serve, connect):
-    server = serve()
-    turns = (*HI, Turn("assistant", "hm\n</think>\n\nHello.", thought="</think>"), Turn("user", "And </think>?"))
-    asked(connect(server.url), turns)
-    assert [one["content"] for one in server.asked[0]["messages"]] == ["Hi.", "Hello.", "And </think>?"]
-
-
-def test_an_answer_that_never_came_out_of_its_thought_is_sent_empty(serve, connect):
-    server = serve()
-    turns = (*HI, Turn("assistant", "<think>\nhm"), Turn("user", "And?"), Turn("assistant", "<think>\nhm"))
-    asked(connect(server.url), turns)
-    assert [one["content"] for one in server.asked[0]["messages"]] == ["Hi.", "", "And?", "<think>\nhm"]
+    done = Turn("assistant", "hm\n</think>\n\nHello.", thought="</think>")
+    begun = [Turn("assistant", "<think>\nhm") for _ in range(2)]
+    asked(connect(server.url), (*HI, done, Turn("user", "And </think>?"), begun[0], Turn("user", "And?"), begun[1]))
+    (sent,) = server.asked
+    assert sent["continue_final_message"]
+    assert not sent["add_generation_prompt"]
+    said = [one["content"] for one in sent["messages"]]
+    assert said == ["Hi.", "Hello.", "And </think>?", "", "And?", "<think>\nhm"], "one in its thought is empty"
 
 
 @pytest.mark.parametrize(
@@ -260,26 +249,19 @@ VLLM_LONG = {"message": "This model's maximum context length is 2048 tokens.", "
         (404, {"error": {"message": 'model "x" not found'}}, ModelError, ['model "x" not found']),
         (422, {"detail": "no such role"}, EngineError, ["no such role"]),
         (400, "<html>Bad Request</html>", EngineError, ["Bad Request"]),
+        (503, {"error": {"message": "Loading model", "type": "unavailable_error"}}, EngineError, ["Loading model"]),
     ],
 )
-def test_a_refusal_has_the_servers_words_and_numbers(serve, connect, status, error, kind, words):
+def test_a_refusal_has_the_servers_words_and_numbers(serve, connect, monkeypatch, status, error, kind, words):
     server = serve()
     session = connect(server.url)
+    monkeypatch.setattr(session._openai, "max_retries", 0)
     server.status, server.error = status, error
     with pytest.raises(kind) as refused:
         asked(session)
     assert all(word in str(refused.value) for word in words), str(refused.value)
     server.status = 200
     assert said(asked(session)) == "Hello."  # the session goes on
-
-
-def test_a_busy_server_is_told(serve, connect, monkeypatch):
-    server = serve()
-    session = connect(server.url)
-    monkeypatch.setattr(session._openai, "max_retries", 0)
-    server.status, server.error = 503, {"error": {"message": "Loading model", "type": "unavailable_error"}}
-    with pytest.raises(EngineError, match="Loading model"):
-        asked(session)
 
 
 def test_a_server_that_loads_its_model_is_waited_for(serve, connect):
@@ -356,8 +338,3 @@ def test_what_needs_a_model_here_is_refused_with_what_the_server_offers(serve, c
             refused()
     with pytest.raises(UsageError, match="template"):
         connect(serve().url, chat_template="/tmp/x.jinja")
-
-
-def test_the_client_imports_no_torch():
-    code = "import sys, kvchat.remote.session, kvchat.remote.metrics; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
