@@ -56,10 +56,12 @@ def split(text: str, end: str = "", ending: str | None = None) -> tuple[str, str
     itself and has a tag of ``TAGS`` at its beginning, but no end of it, is no thought.
     """
     begun = text.lstrip()
-    tag = begun_with(begun, (end.replace("/", "", 1),) if end else ())
+    own = (end.replace("/", "", 1),) if end else ()
+    tag = begun_with(begun, own)
+    if begun and not tag and ending is None and any(one.lower().startswith(begun.lower()) for one in (*own, *TAGS)):
+        return "", ""  # it may become one, which a model repeats now and then behind that of the prompt
     if not (tag or end):
-        may_become_one = ending is None and any(one.startswith(begun.lower()) for one in TAGS)
-        return "", "" if begun and may_become_one else text
+        return "", text
     thought, found, said = begun.removeprefix(tag).partition(end_of(tag) if tag else end)
     if not (found or end) and ending == "eos":
         return "", text

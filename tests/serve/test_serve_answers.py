@@ -5,7 +5,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support.fake_engine import CALLS
 from support.served import messages
@@ -23,16 +23,26 @@ from kvchat.serve.requests import ChatRequest, Defaults
 THOUGHTFUL = "<think>\nThey ask, so </ I answer.\n</think>\n\nParis, </think> of course."
 
 
-def told(answer: Answer, text: str, cuts: list[int], reason: str) -> tuple[str, str]:
-    """The thought and what is said, from pieces that end at ``cuts``."""
-    places = [0, *sorted(cuts), len(text)]
+def streamed(answer: Answer, text: str, cuts: list[int], reason: str) -> list[dict]:
+    """The choices of a stream's pieces, fed by texts that end at ``cuts``."""
     pieces = [*answer.begin()]
-    for begin, end in itertools.pairwise(places):
+    for begin, end in itertools.pairwise([0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]):
         answer.feed(Text(text[begin:end], 1))
         pieces += answer.more()
     pieces += answer.end(Finished(reason, text, Stats()), None)
-    deltas = [piece["choices"][0]["delta"] for piece in pieces]
-    return tuple("".join(delta.get(name, "") for delta in deltas) for name in ("reasoning_content", "content"))
+    return [piece["choices"][0] for piece in pieces]
+
+
+def told(choices: list[dict]) -> tuple[str, str]:
+    """The thought and what is said."""
+    names = "reasoning_content", "content"
+    return tuple("".join(choice["delta"].get(name, "") for choice in choices) for name in names)
+
+
+def whole(answer: Answer, text: str, reason: str = "eos") -> dict:
+    """The choice of an answer that is not streamed."""
+    answer.feed(Text(text, 1))
+    return answer.whole(Finished(reason, text, Stats()), None)["choices"][0]
 
 
 @pytest.mark.parametrize("streams_usage", [False, True])
@@ -48,24 +58,16 @@ def test_a_stream_tells_what_it_cost_once_at_its_end(streams_usage):
     cuts=st.lists(st.integers(0, len(THOUGHTFUL)), max_size=9),
     reason=st.sampled_from(["eos", "length"]),
 )
+@example(text=THOUGHTFUL, begun=True, cuts=[2], reason="eos")
 def test_pieces_say_what_the_whole_says(text, begun, cuts, reason):
-    started = Started(9, 0, "</think>" if begun else "")
-    answer, whole = Answer("m", is_chat=True), Answer("m", is_chat=True)
-    answer.feed(started)
-    whole.feed(started)
-    whole.feed(Text(text, 1))
-    message = whole.whole(Finished(reason, text, Stats()), None)["choices"][0]["message"]
-    cuts = [min(cut, len(text)) for cut in cuts]
-    assert told(answer, text, cuts, reason) == (message.get("reasoning_content", ""), message["content"])
-
-
-def test_a_thought_is_told_apart():
-    answer = Answer("m", is_chat=True)
-    answer.feed(Started(9, 0))
-    assert told(answer, THOUGHTFUL, [3, 30], "eos") == (
-        "They ask, so </ I answer.",
-        "Paris, </think> of course.",
-    )
+    answers = Answer("m", is_chat=True), Answer("m", is_chat=True)
+    for answer in answers:
+        answer.feed(Started(9, 0, "</think>" if begun else ""))
+    message = whole(answers[0], text, reason)["message"]
+    told_apart = message.get("reasoning_content", ""), message["content"]
+    assert told(streamed(answers[1], text, cuts, reason)) == told_apart
+    if text == THOUGHTFUL and not begun:
+        assert told_apart == ("They ask, so </ I answer.", "Paris, </think> of course.")
 
 
 CALLING = (
@@ -84,54 +86,42 @@ BROKEN = 'I look. <tool_call>{"name": "f", "arguments": {}}</tool_call> <tool_ca
     cuts=st.lists(st.integers(0, len(CALLING)), max_size=9),
 )
 def test_calls_in_pieces_are_those_of_the_whole(text, cuts):
-    answer, whole = (Answer("m", is_chat=True, calls=Calls(CALLS, [])) for _ in range(2))
-    whole.feed(Text(text, 1))
-    finished = Finished("eos", text, Stats())
-    message = whole.whole(finished, None)["choices"][0]["message"]
-    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    pieces = []
-    for begin, end in itertools.pairwise(places):
-        answer.feed(Text(text[begin:end], 1))
-        pieces += answer.more()
-    pieces += answer.end(finished, None)
-    deltas = [piece["choices"][0]["delta"] for piece in pieces]
-    calls = [call["function"] for delta in deltas for call in delta.get("tool_calls", ())]
+    message = whole(calling(), text)["message"]
+    choices = streamed(calling(), text, cuts, "eos")
+    calls = [call["function"] for choice in choices for call in choice["delta"].get("tool_calls", ())]
     assert calls == [call["function"] for call in message.get("tool_calls", ())]
     assert len(calls) == (2 if CALLING in text else text == BROKEN)
-    assert "".join(delta.get("content", "") for delta in deltas) == (message["content"] or "")
-    assert pieces[-1]["choices"][0]["finish_reason"] == ("tool_calls" if calls else "stop")
+    assert told(choices)[1] == (message["content"] or "")
+    assert choices[-1]["finish_reason"] == ("tool_calls" if calls else "stop")
 
 
-@pytest.mark.parametrize("call", ['{"name": "f", "arguments": {"a": }', "[1]", '{"name": 7}', '"f"', "{"])
-def test_what_is_no_call_is_said(call):
-    text = f"Oh. <tool_call>{call}</tool_call>"
-    answer = Answer("m", is_chat=True, calls=Calls(CALLS, []))
-    answer.feed(Text(text, 1))
-    choice = answer.whole(Finished("eos", text, Stats()), None)["choices"][0]
-    assert choice["finish_reason"] == "stop"
-    assert "tool_calls" not in choice["message"]
-    assert call.strip('"') in choice["message"]["content"].replace('"name":7', '"name": 7')
+def calling(form: str = CALLS) -> Answer:
+    return Answer("m", is_chat=True, calls=Calls(form, []))
 
 
-def test_a_call_that_is_cut_off_is_no_call():
-    text = 'I look. <tool_call>{"name": "f", "argu'
-    answer = Answer("m", is_chat=True, calls=Calls(CALLS, []))
-    answer.feed(Text(text, 1))
-    choice = answer.whole(Finished("length", text, Stats()), None)["choices"][0]
-    assert (choice["finish_reason"], "tool_calls" in choice["message"]) == ("length", False)
-    assert '{"name": "f", "argu' in choice["message"]["content"]
+@pytest.mark.parametrize(
+    ("call", "reason", "ending"),
+    [
+        *((f"{call}</tool_call>", "eos", "stop") for call in ('{"name": "f", "arguments": {"a": }', "[1]", '"f"', "{")),
+        ('{"name": 7}</tool_call>', "eos", "stop"),
+        ('{"name": "f", "argu', "length", "length"),  # cut off
+    ],
+)
+def test_what_is_no_call_is_said(call, reason, ending):
+    choice = whole(calling(), f"Oh. <tool_call>{call}", reason)
+    assert (choice["finish_reason"], "tool_calls" in choice["message"]) == (ending, False)
+    said = choice["message"]["content"].replace('"name":7', '"name": 7')
+    assert call.removesuffix("</tool_call>").strip('"') in said
 
 
 @pytest.mark.parametrize("reason", ["length", "eos"])
 def test_a_call_that_lacks_its_last_arguments_is_no_call(reason):
     form = get_response_template(SimpleNamespace(), SimpleNamespace(config=SimpleNamespace(model_type="qwen3_5")))
-    whole = "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
-    cut = f"{whole}\n{whole[: whole.index('</function>')]}<parameter=b>\nto be wri"
-    answer = Answer("m", is_chat=True, calls=Calls(json.dumps(form), []))
-    answer.feed(Text(cut, 1))
-    message = answer.whole(Finished(reason, cut, Stats()), None)["choices"][0]["message"]
+    call = "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
+    cut = f"{call}\n{call[: call.index('</function>')]}<parameter=b>\nto be wri"
+    message = whole(calling(json.dumps(form)), cut, reason)["message"]
     assert [call["function"]["arguments"] for call in message["tool_calls"]] == ['{"a": "1"}']
-    assert message["content"] == cut.removeprefix(whole)
+    assert message["content"] == cut.removeprefix(call)
 
 
 def test_times_are_those_that_were_measured():
