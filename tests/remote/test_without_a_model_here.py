@@ -17,21 +17,16 @@ from kvchat.protocol.messages import Load, Plan
 from kvchat.tui.models import of_servers
 
 
-def kvchat(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """A command in a process of its own."""
-    command = [sys.executable, "-m", "kvchat", *words]
-    return subprocess.run(command, capture_output=True, text=True, env=environ() | variables, stdin=subprocess.DEVNULL)
-
-
-@pytest.mark.slow("commands in processes of their own")
+@pytest.mark.slow("commands in a process of their own")
 def test_one_answer_goes_to_stdout_and_the_rest_to_stderr(serve):
     server = serve()
-    done = kvchat("ask", "Hi.", "-m", server.url, "--stats")
-    assert (done.returncode, done.stdout) == (0, "Hello.\n")
-    assert "vLLM" in done.stderr
-    assert "prompt_tokens" in done.stderr
+    ask = ("ask", "Hi.", "-m", server.url)
+    done, as_json = run_in_turn([(*ask, "--stats"), (*ask, "--json")], environ())
+    assert (done.code, done.out) == (0, "Hello.\n")
+    assert "vLLM" in done.err
+    assert "prompt_tokens" in done.err
     assert server.asked[0]["messages"] == [{"role": "user", "content": "Hi."}]
-    told = json.loads(kvchat("ask", "Hi.", "-m", server.url, "--json").stdout)
+    told = json.loads(as_json.out)
     assert (told["text"], told["model"], told["mode"]) == ("Hello.", "Qwen/Qwen3-4B", "server")
 
 
@@ -51,14 +46,14 @@ def test_refusals_have_a_code_and_no_traceback():
         assert "geheim" not in one.err
 
 
-@pytest.mark.slow("commands in processes of their own")
+@pytest.mark.slow("commands in a process of their own")
 def test_the_list_of_models_has_those_of_the_servers_in_the_settings(serve):
     server = serve("LM Studio")
-    done = kvchat("models", "--json", KVCHAT_MODEL_SERVERS=server.url)
-    rows = {row["name"]: row for row in json.loads(done.stdout)}
-    assert rows[f"{server.url}#gemma"]["kind"] == "LM Studio"
-    assert rows[f"{server.url}#gemma"]["type"] == "Q4_K_M · context 4,096 · loaded"
-    assert f"{server.url}#gemma" in kvchat("models", KVCHAT_MODEL_SERVERS=server.url).stdout
+    as_json, table = run_in_turn([("models", "--json"), ("models",)], environ(KVCHAT_MODEL_SERVERS=server.url))
+    name = f"{server.url}#gemma"
+    row = {row["name"]: row for row in json.loads(as_json.out)}[name]
+    assert (row["kind"], row["type"]) == ("LM Studio", "Q4_K_M · context 4,096 · loaded")
+    assert name in table.out
 
 
 def test_what_needs_a_model_here_says_so():

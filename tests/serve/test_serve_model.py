@@ -13,7 +13,7 @@ import pytest
 from openai import BadRequestError
 from prometheus_client.parser import text_string_to_metric_families
 from support.patience import wait_until
-from support.served import Served, messages, serving
+from support.served import messages, serving
 from typer.testing import CliRunner
 
 from kvchat.cli.main import app
@@ -123,10 +123,8 @@ def test_tokens_are_counted_before_they_are_read(bundled):
 
 def test_an_answer_fits_the_schema_that_was_asked_for(client):
     schema = {"type": "object", "properties": {"city": {"enum": ["Rome", "Paris"]}}, "required": ["city"]}
-    held = {
-        "type": "json_schema",
-        "json_schema": {"name": "place", "schema": {**schema, "additionalProperties": False}},
-    }
+    place = {"name": "place", "schema": {**schema, "additionalProperties": False}}
+    held = {"type": "json_schema", "json_schema": place}
     asked = {"messages": messages(QUESTION), "max_tokens": 100, **GREEDY}
     answer = client.chat.completions.create(**asked, response_format=held)
     assert json.loads(answer.choices[0].message.content)["city"] in ("Rome", "Paris")
@@ -183,11 +181,8 @@ def test_each_request_has_its_own_mode(client, bundled):
 
     full = ask()
     narrow = ask(mode="streaming", budget=128, params={"sink": 8})
-    assert (narrow.kvchat["mode"], narrow.kvchat["params"]["budget"], narrow.kvchat["params"]["sink"]) == (
-        "streaming",
-        128,
-        8,
-    )
+    params = narrow.kvchat["params"]
+    assert (narrow.kvchat["mode"], params["budget"], params["sink"]) == ("streaming", 128, 8)
     assert narrow.kvchat["read"] < narrow.kvchat["stored"] / 2
     assert 0 < narrow.kvchat["coverage"] < 1
     assert narrow.kvchat["reduced"] > 0
@@ -209,29 +204,6 @@ def test_each_request_has_its_own_mode(client, bundled):
         assert refused.error["message"]
 
 
-def test_the_server_has_a_mode_and_limits_of_its_own(tmp_path):
-    flags = ("--mode", "streaming", "--budget", "256", "--max-new-tokens", "5", "--temperature", "0", "--system", SEA)
-    with serving(tmp_path, *flags) as served:
-        answer = served.ask("/v1/chat/completions", {"messages": messages(STORY)}).json
-        assert (answer["kvchat"]["mode"], answer["kvchat"]["params"]["budget"]) == ("streaming", 256)
-        assert (answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]) == (5, "length")
-        assert answer["usage"]["prompt_tokens"] > 300
-        own = [{"role": "system", "content": "Be brief."}, *messages(STORY)]
-        said = served.ask("/v1/chat/completions", {"messages": own}).json
-        assert said["usage"]["prompt_tokens"] < 100
-        for path, asked in (
-            ("/v1/chat/completions", {"messages": messages(STORY)}),
-            ("/v1/completions", {"prompt": STORY}),
-        ):
-            endless = served.ask(path, {**asked, "max_tokens": -1, "stop": list("aeiou")}).json
-            assert endless["choices"][0]["finish_reason"] == "stop"
-        full = served.chat(STORY, kvchat={"mode": "full"}, max_tokens=7).json
-        assert (full["kvchat"]["mode"], full["usage"]["completion_tokens"]) == ("full", 7)
-    assert not (tmp_path / "served").exists(), "nothing is kept unless --keep asks for it"
-
-
-# ---- tools and probabilities
-
 TEMPLATE = (
     "{% if shout %}LOUD {% endif %}{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
     "{% if tools %}Write <tool_call>{}</tool_call>.\n{% endif %}"
@@ -240,42 +212,62 @@ TEMPLATE = (
 )
 
 
-def test_a_template_is_given_variables_tools_and_what_they_gave(tmp_path):
-    template = tmp_path / "template.jinja"
-    template.write_text(TEMPLATE)
-    with serving(tmp_path, "--chat-template", str(template)) as served:
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    """A server with settings and a template of its own."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "template.jinja").write_text(TEMPLATE)
+    flags = ("--mode", "streaming", "--budget", "256", "--max-new-tokens", "5", "--temperature", "0", "--system", SEA)
+    with serving(folder, *flags, "--chat-template", str(folder / "template.jinja")) as served:
+        yield served
+    assert not (folder / "served").exists(), "nothing is kept unless --keep asks for it"
 
-        def count(said, **fields):
-            body = {"messages": said, **fields}
-            return served.ask("/v1/chat/completions/input_tokens", body).json["input_tokens"]
 
-        asked = messages("What is the weather in Paris?")
-        bare, with_tools = count(asked), count(asked, tools=TOOLS)
-        assert count(asked, chat_template_kwargs={"shout": True}) > bare
-        assert count(asked, chat_template_kwargs={"shout": False}) == bare
-        refused = served.chat(QUESTION, chat_template_kwargs={"whisper": True})
-        assert (refused.status, refused.error["param"]) == (400, "whisper")
-        assert "shout" in refused.error["message"]
-        assert served.chat(QUESTION, reasoning_effort="low").status == 400
-        assert with_tools > bare + 40
-        assert count(asked, tools=TOOLS, tool_choice="none") == count(asked, tools=[]) == bare
-        called = {
-            "id": "1",
-            "type": "function",
-            "function": {"name": "weather", "arguments": '{"city": "Paris"}'},
-        }
-        talk = [*asked, {"role": "assistant", "content": None, "tool_calls": [called]}]
-        talk.append({"role": "tool", "tool_call_id": "1", "content": "Sunny."})
-        assert count(talk, tools=TOOLS) > with_tools + 20
-        first = served.ask(
-            "/v1/chat/completions", {"messages": asked, "tools": TOOLS, "max_tokens": 1, "temperature": 0}
-        ).json
-        assert first["choices"][0]["finish_reason"] == "length"
-        answer = served.ask("/v1/chat/completions", {"messages": talk, "tools": TOOLS, "max_tokens": 4}).json
-        assert answer["choices"][0]["message"]["content"]
-        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= with_tools - 1
-        spelled = [{"type": "function", "function": {"name": "weather", "description": "<|im_end|>" * 9}}]
-        assert count(asked, tools=spelled) > bare + 9 * 3  # spelled out, no token of its own
+def test_the_server_has_a_mode_and_limits_of_its_own(own):
+    answer = own.ask("/v1/chat/completions", {"messages": messages(STORY)}).json
+    assert (answer["kvchat"]["mode"], answer["kvchat"]["params"]["budget"]) == ("streaming", 256)
+    assert (answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]) == (5, "length")
+    assert answer["usage"]["prompt_tokens"] > 300
+    brief = [{"role": "system", "content": "Be brief."}, *messages(STORY)]
+    said = own.ask("/v1/chat/completions", {"messages": brief}).json
+    assert said["usage"]["prompt_tokens"] < 100
+    for path, asked in (("chat/completions", {"messages": messages(STORY)}), ("completions", {"prompt": STORY})):
+        endless = own.ask(f"/v1/{path}", {**asked, "max_tokens": -1, "stop": list("aeiou")}).json
+        assert endless["choices"][0]["finish_reason"] == "stop"
+    full = own.chat(STORY, kvchat={"mode": "full"}, max_tokens=7).json
+    assert (full["kvchat"]["mode"], full["usage"]["completion_tokens"]) == ("full", 7)
+
+
+# ---- tools and probabilities
+
+
+def test_a_template_is_given_variables_tools_and_what_they_gave(own):
+    def count(said, **fields):
+        body = {"messages": said, **fields}
+        return own.ask("/v1/chat/completions/input_tokens", body).json["input_tokens"]
+
+    asked = messages("What is the weather in Paris?")
+    bare, with_tools = count(asked), count(asked, tools=TOOLS)
+    assert count(asked, chat_template_kwargs={"shout": True}) > bare
+    assert count(asked, chat_template_kwargs={"shout": False}) == bare
+    refused = own.chat(QUESTION, chat_template_kwargs={"whisper": True})
+    assert (refused.status, refused.error["param"]) == (400, "whisper")
+    assert "shout" in refused.error["message"]
+    assert own.chat(QUESTION, reasoning_effort="low").status == 400
+    assert with_tools > bare + 40
+    assert count(asked, tools=TOOLS, tool_choice="none") == count(asked, tools=[]) == bare
+    function = {"name": "weather", "arguments": '{"city": "Paris"}'}
+    called = {"id": "1", "type": "function", "function": function}
+    talk = [*asked, {"role": "assistant", "content": None, "tool_calls": [called]}]
+    talk.append({"role": "tool", "tool_call_id": "1", "content": "Sunny."})
+    assert count(talk, tools=TOOLS) > with_tools + 20
+    first = own.ask("/v1/chat/completions", {"messages": asked, "tools": TOOLS, "max_tokens": 1}).json
+    assert first["choices"][0]["finish_reason"] == "length"
+    answer = own.ask("/v1/chat/completions", {"messages": talk, "tools": TOOLS, "max_tokens": 4}).json
+    assert answer["choices"][0]["message"]["content"]
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= with_tools - 1
+    spelled = [{"type": "function", "function": {"name": "weather", "description": "<|im_end|>" * 9}}]
+    assert count(asked, tools=spelled) > bare + 9 * 3  # spelled out, no token of its own
 
 
 def test_probabilities_are_those_of_the_tokens_that_were_drawn(client):
@@ -303,7 +295,7 @@ def test_probabilities_are_those_of_the_tokens_that_were_drawn(client):
 
 def test_penalties_keep_an_answer_from_repeating_itself(client):
     def drawn(**fields):
-        asked = {"prompt": "one two three one two three one two three", "max_tokens": 60, "logprobs": 0}
+        asked = {"prompt": "one two three one two three one two three", "max_tokens": 40, "logprobs": 0}
         return client.completions.create(**asked, **fields, **GREEDY).choices[0].logprobs.tokens
 
     free = drawn()
@@ -411,13 +403,9 @@ def test_prometheus_reads_the_figures(bundled):
 # ---- many at once
 
 
-def resident(served: Served) -> float:
-    return served.figure("process_bytes")
-
-
 def test_many_clients_get_their_own_answers_and_read_little_again(bundled):
     """Eight clients, requests in mixed order: talks that go on, and titles that come between; 200 in the long form."""
-    rounds, clients = 25 if "KVCHAT_TEST_BODIES" in os.environ else 10, 8
+    rounds, clients = 25 if "KVCHAT_TEST_BODIES" in os.environ else 5, 8
     problems: list[str] = []
     reread: list[int] = []
     levels: list[float] = []
@@ -438,7 +426,7 @@ def test_many_clients_get_their_own_answers_and_read_little_again(bundled):
                 if alone != text:
                     problems.append(f"{number}: {text!r} is not {alone!r}")
                 said += [text, f"And {number}{turn}?"]
-                levels.append(resident(bundled))
+                levels.append(bundled.figure("process_bytes"))
 
     told: dict[tuple[str, ...], str] = {}
     threads = [threading.Thread(target=talk, args=(number,)) for number in range(clients)]
