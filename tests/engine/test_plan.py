@@ -46,6 +46,16 @@ def planned(model, context=TOKENS, **params):
     return memory_plan(Load(str(model), "cpu", "float32", mode_params=params), context, silent)
 
 
+def card(monkeypatch, capability):
+    """Plan for a GPU that is described as the CPU is."""
+
+    def described(name, device, dtype, progress, gpus=1):
+        return replace(describe(name, "cpu", dtype, progress), device=torch.device("cuda"))
+
+    monkeypatch.setattr(plan, "describe", described)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+
+
 @pytest.fixture
 def folder(tmp_path, request):
     name = request.param
@@ -172,11 +182,7 @@ def test_what_full_reads_over_the_link_is_counted():
 
 
 def test_on_a_small_card_full_takes_what_is_left_and_reads_the_rest_over_the_link(monkeypatch):
-    def card(name, device, dtype, progress, gpus=1):
-        return replace(describe(name, "cpu", dtype, progress), device=torch.device("cuda"))
-
-    monkeypatch.setattr(plan, "describe", card)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    card(monkeypatch, (8, 6))
     free = 10 * 2**30
 
     def made(**asked):
@@ -331,10 +337,6 @@ READS = "reading more than {} tokens per head and token"
 CHOOSES = "reading everything for every token: speculative chooses what to read"
 
 
-def planned_in(model):
-    return memory_plan(Load(str(model), "cpu", "float32"), TOKENS, silent)
-
-
 def proposed(made, free):
     chosen = propose(replace(made, host_free=free, device_free=free))
     return chosen and (chosen.quantize, chosen.mode)
@@ -343,19 +345,11 @@ def proposed(made, free):
 @pytest.fixture
 def small():
     """A plan whose parts on the device are known to the byte."""
-    return replace(
-        planned_in("bundled"),
-        weights={"none": 1600, "int8": 800, "nf4": 500},
-        modes={
-            "full": ModeNeed(1000, {}),
-            "speculative": ModeNeed(300, {"budget": 1024}),
-            "streaming": ModeNeed(100, {}),
-        },
-        workspace=50,
-        host_pool=1000,
-        host_free=9999,
-        device="cuda:0",
-    )
+    weights = {"none": 1600, "int8": 800, "nf4": 500}
+    modes = {"speculative": ModeNeed(300, {"budget": 1024}), "streaming": ModeNeed(100, {})}
+    sizes = {"workspace": 50, "host_pool": 1000, "host_free": 9999}
+    full = ModeNeed(1000, {})
+    return replace(planned("bundled"), weights=weights, modes={"full": full, **modes}, device="cuda:0", **sizes)
 
 
 HALF = ModeNeed(200, {"budget": 512})
@@ -407,9 +401,7 @@ def test_who_chose_to_read_over_the_link_is_told_of_it(small):
 
 
 def test_a_proposal_that_needs_a_package_says_how_to_install_it(monkeypatch):
-    made = replace(
-        planned_in("bundled"), weights={"none": 1600, "nf4": 500}, host_pool=100, workspace=0, device="cuda:0"
-    )
+    made = replace(planned("bundled"), weights={"none": 1600, "nf4": 500}, host_pool=100, workspace=0, device="cuda:0")
     made = replace(made, modes={**made.modes, "full": ModeNeed(1000, {})}, device_free=1700, host_free=9999)
     assert propose(made).mode == "full"
     for absent, wanted in ((["bitsandbytes"], libraries.extra("bnb")), ([], "")):
@@ -420,7 +412,7 @@ def test_a_proposal_that_needs_a_package_says_how_to_install_it(monkeypatch):
 
 
 def test_on_a_cpu_everything_shares_the_memory():
-    made = planned_in("bundled")
+    made = planned("bundled")
     needed = made.weights["none"] + made.modes["full"].device_bytes + made.workspace + made.host_pool
     assert proposed(made, int(needed / 0.93)) == ("none", "full")
     assert proposed(made, needed) != ("none", "full")
@@ -432,12 +424,7 @@ def on_a_card(monkeypatch, tmp_path):
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(kvchat.__file__).parent / "models/bundled" / file, tmp_path)
-
-    def card(name, device, dtype, progress, gpus=1):
-        return replace(describe(name, "cpu", dtype, progress), device=torch.device("cuda"))
-
-    monkeypatch.setattr(plan, "describe", card)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))  # which has no int4
+    card(monkeypatch, (7, 5))  # which has no int4
     monkeypatch.setattr(available, "host_free", lambda: 28 * GIB)
 
     def made(billions, gib, context, **asked):

@@ -22,11 +22,9 @@ SMALL = {"streaming": {"budget": 64}, "speculative": {"budget": 64, "sink": 0, "
 
 def story(tokens: int, seed: int = 0) -> str:
     """About so many tokens of text."""
-    text, words = sentences(seed), 0
-    parts = []
-    while words < tokens * 0.78:
+    text, parts = sentences(seed), []
+    while sum(part.count(" ") + 1 for part in parts) < tokens * 0.78:
         parts.append(next(text))
-        words += parts[-1].count(" ") + 1
     return " ".join(parts)
 
 
@@ -199,6 +197,10 @@ def test_prefill_step_truncate_and_attended(session):
     assert seen.shape == (4, 81)
     assert seen[0].nonzero().flatten().tolist() == [0, 1, 2, 3, *range(20, 81)]
     session.truncate(30)
+    for tokens in (-1, 31, 10**9):
+        with pytest.raises(UsageError, match=r"30 tokens .* 0 to 30"):
+            session.truncate(tokens)
+    session.truncate(30)
     assert session.total == 30
     with pytest.raises(UsageError, match="nothing to prefill"):
         session.prefill([])
@@ -251,28 +253,6 @@ def test_a_fact_at_2500_tokens_is_recalled_by_full_and_speculative_and_not_by_st
     assert recalled == {"full": True, "speculative": True, "streaming": False}
 
 
-def test_a_truncation_beyond_what_is_stored_is_refused(session):
-    session.prefill([5, 6, 7, 8])
-    for tokens in (-1, 5, 10**9):
-        with pytest.raises(UsageError, match=r"4 tokens .* 0 to 4"):
-            session.truncate(tokens)
-    assert session.total == 4
-    session.truncate(4)
-    assert session.total == 4
-
-
-def test_a_closed_session_keeps_no_memory_whatever_the_collector_does():
-    session = load("bundled", device="cpu")
-    session.prefill([5, 6, 7])
-    gc.disable()
-    try:
-        kept = [ref(it) for it in (session.model.model, session._kv.state.host, session._kv.state.slots[0])]
-        session.close()
-        assert [it() for it in kept] == [None] * 3
-    finally:
-        gc.enable()
-
-
 def test_slots_that_cannot_be_filled_after_a_prefill_fail_the_answer(session, monkeypatch):
     def refuse(cached=None):
         raise DoesNotFitError("No room for the slots.")
@@ -284,14 +264,20 @@ def test_slots_that_cannot_be_filled_after_a_prefill_fail_the_answer(session, mo
         list(events)
 
 
-def test_closing_frees_the_model_under_a_suspended_answer():
+def test_a_closed_session_keeps_no_memory_whatever_the_collector_does_nor_a_model_under_a_suspended_answer():
     session = load("bundled", device="cpu")
-    kept = ref(session.model.model)
     answer = session.chat("Hello.", Sampling(temperature=0))  # over ``answer``
     while not session.token_ids:
         next(answer)
-    session.close()
-    assert kept() is None
+    gc.disable()
+    try:
+        kept = [ref(it) for it in (session.model.model, session._kv.state.host, session._kv.state.slots[0])]
+        session.close()
+        assert kept[0]() is None
+        answer.close()
+        assert [it() for it in kept] == [None] * 3
+    finally:
+        gc.enable()
     session.cancel()
     assert session.token_ids
 

@@ -41,15 +41,12 @@ def test_a_conversation_goes_on_when_memory_can_no_longer_be_pinned(model, monke
     assert calm.snapshot().badges == ()
 
 
-def test_a_step_that_cannot_be_captured_has_a_badge(model):
-    session = Session(model)
-    session._runner.graphs.refusal = "RuntimeError: not permitted"
-    assert session.snapshot().badges == ("no CUDA graph: RuntimeError: not permitted",)
-
-
-def test_a_gpu_without_kernels_has_a_badge(model):
+def test_a_step_that_cannot_be_captured_and_a_gpu_without_kernels_have_a_badge(model):
     session = Session(model)
     assert session.snapshot().badges == ()
+    session._runner.graphs.refusal = "RuntimeError: not permitted"
+    assert session.snapshot().badges == ("no CUDA graph: RuntimeError: not permitted",)
+    session._runner.graphs.refusal = ""
     state = session._kv.state
     refusal = triton_refusal(state.geometry, torch.device("cuda"))
     state.ops = TorchOps(state.geometry, state.host, state.device, refusal)
@@ -142,28 +139,21 @@ def logits_after(session: Session, token: int = NEXT) -> torch.Tensor:
     return logits
 
 
-def test_a_rebuilt_session_is_a_fresh_full_one(model, reduced):
+def test_a_rebuilt_session_is_a_fresh_full_one_of_the_same_text(model, reduced):
     fresh = Session(model)
     fresh.prefill(list(reduced._loop.stored.ids))
     exact = logits_after(fresh)
     assert (logits_after(reduced) - exact).abs().max() > 1e-2
-    total = reduced.total
+    total, text = reduced.total, reduced.text(0, reduced.total)
     *progress, last = reduced.rebuild()
     assert all(isinstance(event, Prefilled) for event in progress)
     assert isinstance(last, Rebuilt)
     assert (reduced.total, reduced.snapshot().reduced_tokens, last.reduced_tokens) == (total, 0, 0)
     assert 0 < last.tokens < total, "tokens before the first reduced one are not computed again"
     assert (logits_after(reduced) - exact).abs().max() < 1e-3
-
-
-def test_a_rebuilt_conversation_is_still_reused(reduced):
-    text = reduced.text(0, reduced.total)
-    stored = reduced.total
-    list(reduced.rebuild())
-    assert reduced.text(0, reduced.total) == text
-    answer = text.rsplit("<|assistant|>", 1)[1]
-    events = list(reduced.answer((*STORY, Turn("assistant", answer), Turn("user", "Thank you.")), LONG))
-    assert events[0].reused_tokens >= stored
+    assert reduced.text(0, total) == text
+    turns = (*STORY, Turn("assistant", text.rsplit("<|assistant|>", 1)[1]), Turn("user", "Thank you."))
+    assert next(reduced.answer(turns, LONG)).reused_tokens >= total, "it is still reused"
 
 
 def test_a_stopped_rebuild_keeps_what_was_read(reduced):

@@ -12,7 +12,8 @@ from kvchat.errors import TooMuchPinnedError, UsageError
 from kvchat.protocol.messages import Keeping, Sampling, Turn
 
 GREEDY = Sampling(temperature=0, max_new_tokens=6)
-FILLER = "The river runs by the old mill and nobody knows where the boats have gone. " * 12
+LINE = "The river runs by the old mill and nobody knows where the boats have gone. "
+FILLER = LINE * 12
 TOLD = (
     Turn("user", "Remember this: my cat is called Biscuit.", pinned=True),
     Turn("assistant", "I see."),
@@ -114,9 +115,6 @@ def test_a_pinned_system_prompt_of_less_than_half_a_cell_is_marked_in_the_ribbon
     session.close()
 
 
-LINE = "The river runs by the old mill and nobody knows where the boats have gone. "
-
-
 @pytest.mark.parametrize(
     ("system", "pinned", "numbers"),
     [(28, 0, "the system prompt 4.."), (13, 13, "the system prompt 2.. and the pinned messages 2..")],
@@ -175,9 +173,8 @@ def stored_beyond(session: Session, context: int) -> torch.Tensor:
 
 def test_more_than_half_of_the_context_cannot_be_pinned(model):
     session = Session(replace(model, context=500))
-    turns = (Turn("user", FILLER, pinned=True), *TOLD[1:2], *TOLD[4:])
     with pytest.raises(UsageError, match=r"250"):
-        finished(session, (Turn("user", FILLER * 2, pinned=True), *turns[1:]))
+        finished(session, (Turn("user", FILLER * 2, pinned=True), *TOLD[1:2], *TOLD[4:]))
     session.close()
 
 

@@ -39,11 +39,6 @@ from kvchat.protocol.messages import (
 )
 
 
-def test_a_load_is_answered_and_hands_on_what_was_given(child, session):
-    assert session.loaded == Load("bundled", mode="speculative", given={"speculative": {"budget": 128}})
-    assert isinstance(child.until(Snapshot)[-1], Snapshot)
-
-
 def test_a_conversation_is_taken_up_and_forgotten(child, session):
     child.send(Resume("a", CHAT.turns), Resume("b", CHAT.turns))
     assert [child.until(Resumed)[-1].conversation for _ in "ab"] == ["a", "b"]
@@ -60,7 +55,9 @@ def test_a_conversation_is_forgotten_where_no_model_is_loaded(clock):
         assert not any(isinstance(event, Failed) for event in child.until(Loaded))
 
 
-def test_an_answer_is_started_text_finished(child, session):
+def test_a_load_hands_on_what_was_given_and_an_answer_is_started_text_finished(child, session):
+    assert session.loaded == Load("bundled", mode="speculative", given={"speculative": {"budget": 128}})
+    assert isinstance(child.until(Snapshot)[-1], Snapshot)
     child.send(CHAT)
     events = child.until(Finished)
     assert isinstance(events[0], Started)
@@ -77,18 +74,6 @@ def test_text_comes_in_batches_and_always_before_the_next_event(session, child, 
     assert len(texts) <= 2 + 100 * 0.001 / worker.TEXT_S
 
 
-def test_snapshots_are_rare_while_generating(clock):
-    output = io.BytesIO()
-    server = worker.Server(output, FakeLoader(FakeSession(["x"] * 100, lambda _s, _n: tick(clock, 0.01))), clock)
-    server._do(Load())
-    output.seek(0)
-    output.truncate()
-    server._do(CHAT)
-    output.seek(0)
-    snapshots = sum(isinstance(e, Snapshot) for e in iter(lambda: read_event(output), None))
-    assert 9 <= snapshots <= 12  # one second of tokens, and one after the answer
-
-
 def test_a_snapshot_that_fails_ends_no_answer(child, session, monkeypatch):
     def no_memory():
         raise DoesNotFitError("Memory ran out.", "None is left.", "Close something.")
@@ -102,23 +87,24 @@ def test_a_snapshot_that_fails_ends_no_answer(child, session, monkeypatch):
     assert child.until(Failed)[-1].title == "Memory ran out."  # of the one after the answer
 
 
-def test_details_are_sent_while_they_are_watched_and_rarer_than_snapshots(clock):
+def test_snapshots_are_rare_while_generating_and_details_rarer_and_only_where_they_are_watched(clock):
     output = io.BytesIO()
     server = worker.Server(output, FakeLoader(FakeSession(["x"] * 100, lambda _s, _n: tick(clock, 0.01))), clock)
 
-    def sent(*commands):
+    def sent(*commands, kind=Details):
         output.seek(0)
         output.truncate()
         for command in commands:
             server._do(command)
         output.seek(0)
-        return sum(isinstance(event, Details) for event in iter(lambda: read_event(output), None))
+        return sum(isinstance(event, kind) for event in iter(lambda: read_event(output), None))
 
     assert sent(Watch(True)) == 0, "there is no model"
     assert sent(Load()) == 1
     assert 2 <= sent(CHAT) <= 4  # a second of tokens, and one after the answer
     assert sent(Watch(True)) == 1
     assert sent(Watch(False), CHAT) == 0
+    assert 9 <= sent(CHAT, kind=Snapshot) <= 12  # one second of tokens, and one after the answer
 
 
 @pytest.mark.parametrize("gpu", [None, Gpu("H100")])

@@ -50,10 +50,14 @@ worker._interrupt = lambda: (interrupt(), interrupted.set())
 """
 
 
-def start(pause: float = 0.0, pieces: str = "['x'] * 5") -> subprocess.Popen[bytes]:
-    code = SERVE_A_FAKE.format(pause=pause, pieces=pieces)
+def start(
+    pause: float = 0.0, pieces: str = "['x'] * 5", before: str = "", path: tuple[str, ...] = ()
+) -> subprocess.Popen[bytes]:
+    """The process, which runs some code ``before`` it serves and imports from ``path`` too."""
+    code = SERVE_A_FAKE.format(pause=pause, pieces=pieces).replace("worker.main()", f"{before}\nworker.main()")
+    env = environ(PYTHONPATH=os.pathsep.join((environ()["PYTHONPATH"], *path)))
     pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe, env=environ())
+    return subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe, env=env)
 
 
 def receive(process: subprocess.Popen[bytes], kind: type | tuple[type, ...]) -> Event:
@@ -101,13 +105,8 @@ def test_the_process_ends_quietly_when_nobody_reads_its_events():
 
 
 def test_a_stop_reaches_a_load_that_reports_nothing():
-    code = SERVE_A_FAKE.format(pause=0, pieces="['x']").replace(
-        "worker.main()",
-        "sys.modules['kvchat.engine.session'].open_session = lambda load, progress: time.sleep(3600)\nworker.main()",
-    )
-    pipe = subprocess.PIPE
-    process = subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe, env=environ())
-    with process:
+    waits = "sys.modules['kvchat.engine.session'].open_session = lambda load, progress: time.sleep(3600)"
+    with start(before=waits) as process:
         send(process, FIRST)
         receive(process, Loading)
         send(process, Stop())
@@ -130,12 +129,8 @@ def test_a_stop_while_torch_is_imported_leaves_an_engine_that_can_load(tmp_path)
     (package / "__init__.py").write_text(f"import __main__, slow.part; {waits}; slow.part")
     (package / "part.py").write_text("")
     load = "lambda load, progress: (__import__('slow').part, progress('imported'), session.open(load, progress))[-1]"
-    code = SERVE_A_FAKE.format(pause=0, pieces="['x']").replace(
-        "worker.main()", f"sys.modules['kvchat.engine.session'].open_session = {load}\n{NOTES_INTERRUPTS}worker.main()"
-    )
-    environment = environ(PYTHONPATH=os.pathsep.join((environ()["PYTHONPATH"], str(tmp_path))))
-    pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, env=environment) as process:
+    before = f"sys.modules['kvchat.engine.session'].open_session = {load}\n{NOTES_INTERRUPTS}"
+    with start(before=before, path=(str(tmp_path),)) as process:
         send(process, FIRST)
         wait_until(begun.exists)
         send(process, Stop())
