@@ -33,7 +33,6 @@ REGENERATE_TOKENS = 16  # tokens that RR withdraws
 BASELINE, WARM_UP = 64, 32
 SIGMAS = 3.0
 MIN_DEVIATION = 0.5
-MIN_ENTROPY = 1.0  # nat
 SPIKES, SPIKE_SPAN = 2, 4
 LOG_PROB_SPAN = 8
 NGRAM, REPEATS = 12, 3
@@ -129,7 +128,7 @@ class Signals:
     def add(self, token: int, entropy: float, log_prob: float) -> Trigger | None:
         """A token was drawn from a distribution of ``entropy`` nats, in which its logarithmic probability was this."""
         z = _deviations(entropy, self.entropies)
-        self._spikes.append(z > SIGMAS and entropy > MIN_ENTROPY)
+        self._spikes.append(z > SIGMAS)
         self.entropies.append(entropy)
         self.log_probs.append(log_prob)
         self.tokens.append(token)

@@ -136,11 +136,7 @@ def test_conversations_are_switched_cut_parked_and_saved_as_on_one(tmp_path):
         keeping = Keeping(2**20, 2**20, str(tmp_path / str(number)))
         session = Session(speaking(places), Load(keeping=keeping))
         greedy, told = Sampling(temperature=0, max_new_tokens=3), []
-        for conversation, question, mode in [
-            ("a", ONE, "full"),
-            ("b", TWO, "streaming"),
-            ("a", ONE, "freeze"),
-        ]:
+        for conversation, question, mode in [("a", ONE, "full"), ("b", TWO, "streaming"), ("a", ONE, "freeze")]:
             session.switch(mode)
             told += list(session.answer((Turn("user", question),), greedy, None, conversation))
         session.truncate(session.total - 2)

@@ -170,7 +170,9 @@ def test_two_spikes_of_entropy_in_four_tokens_trigger():
         assert (trigger is None) == (between == 3)
         assert trigger is None or (trigger.signal == "entropy" and trigger.value > 3)
     fed(below := Signals(), 100, entropy=0.1, spread=0.01)
-    assert [below.add(1000 + i, 0.99, -2.0) for i in range(4)] == [None] * 4, "less than one nat is no spike"
+    assert [below.add(1000 + i, 0.99, -2.0) for i in range(4)] == [None] * 4, (
+        "so little is no spike, however certain the text was"
+    )
 
 
 def test_nothing_is_compared_before_the_32nd_token():

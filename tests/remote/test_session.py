@@ -141,10 +141,7 @@ def test_an_answer_is_gone_on_with_and_thoughts_before_it_are_not_sent(serve, co
     assert said == ["Hi.", "Hello.", "And </think>?", "", "And?", "<think>\nhm"], "one in its thought is empty"
 
 
-@pytest.mark.parametrize(
-    "begun",
-    [Turn("assistant", "<think>\nIt is"), Turn("assistant", "It is", thought="</think>")],
-)
+@pytest.mark.parametrize("begun", [Turn("assistant", "<think>\nIt is"), Turn("assistant", "It is", thought="</think>")])
 def test_a_thought_that_was_broken_off_is_gone_on_with_as_one(serve, connect, begun):
     frames = [delta(reasoning=" a"), delta(reasoning=" greeting."), delta(content="Hello.", reason="stop")]
     *_, finished = asked(connect(serve(frames=frames).url), (*HI, begun))

@@ -8,18 +8,7 @@ from kvchat.cli import serve as command
 from kvchat.cli.profile import load_settings
 from kvchat.kv.memory import available
 from kvchat.protocol.figures import Stats
-from kvchat.protocol.messages import (
-    Chat,
-    Failed,
-    Finished,
-    Keeping,
-    Load,
-    Loaded,
-    Peeked,
-    Started,
-    Stop,
-    Turn,
-)
+from kvchat.protocol.messages import Chat, Failed, Finished, Keeping, Load, Loaded, Peeked, Started, Stop, Turn
 from kvchat.serve import server
 from kvchat.serve.engine import Again, Ended, Engine, Job, parked
 from kvchat.serve.refusals import Refusal

@@ -4,10 +4,7 @@ import pytest
 from support.fake_session import FakeLoader, FakeSession
 from support.worker_child import Child, Clock, tick
 
-from kvchat.protocol.messages import (
-    Load,
-    Loaded,
-)
+from kvchat.protocol.messages import Load, Loaded
 
 
 @pytest.fixture

@@ -11,17 +11,7 @@ from support.streams import read_event
 from support.worker_child import CHAT
 
 from kvchat.protocol import wire
-from kvchat.protocol.messages import (
-    Command,
-    Event,
-    Failed,
-    Finished,
-    Load,
-    Loaded,
-    Loading,
-    Started,
-    Stop,
-)
+from kvchat.protocol.messages import Command, Event, Failed, Finished, Load, Loaded, Loading, Started, Stop
 
 FIRST = Load("first")
 
