@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -154,10 +155,10 @@ def test_a_comparison_that_ends_early_leaves_all_as_it_was(session, end, monkeyp
 
 
 def fails_after(steps: int, step):
+    left = iter(range(steps))
+
     def fail(token):
-        nonlocal steps
-        steps -= 1
-        if steps < 0:
+        if next(left, None) is None:
             raise DoesNotFitError("There is no memory.")
         return step(token)
 
@@ -274,26 +275,19 @@ def test_one_text_says_the_fact_once_in_its_first_half(model):
         assert turn.content.endswith("?")
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 30, 300])
-def test_a_passage_ends_with_the_sentence_that_makes_it_long_enough(model, tokens):
-    text, sentence, whole = sentences(7), sentences(7), ""
-    while len(model.tokenizer.encode(whole)) < tokens:
-        whole = f"{whole} {next(sentence)}".strip()
-    assert synthetic_text.passage(text, tokens, model.tokenizer) == whole
-    assert next(text) == next(sentence), "no sentence more is taken"
+def test_a_passage_ends_with_the_sentence_that_makes_it_long_enough(model):
+    for tokens in (0, 1, 30, 300):
+        text, sentence, whole = sentences(7), sentences(7), ""
+        while len(model.tokenizer.encode(whole)) < tokens:
+            whole = f"{whole} {next(sentence)}".strip()
+        assert synthetic_text.passage(text, tokens, model.tokenizer) == whole
+        assert next(text) == next(sentence), "no sentence more is taken"
 
 
 def test_a_long_passage_is_counted_a_few_times_only(model):
-    class Counting:
-        counted = 0
-
-        def encode(self, text):
-            self.counted += 1
-            return model.tokenizer.encode(text)
-
-    counting = Counting()
-    synthetic_text.passage(sentences(0), 20_000, counting)
-    assert counting.counted < 100
+    encode = Mock(side_effect=model.tokenizer.encode)
+    synthetic_text.passage(sentences(0), 20_000, SimpleNamespace(encode=encode))
+    assert encode.call_count < 100
 
 
 def test_a_text_longer_than_the_context_is_refused(model):

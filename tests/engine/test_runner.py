@@ -1,5 +1,7 @@
 """Full mode is the model's ordinary cache (E1); what runs out of memory is explained and costs nothing stored."""
 
+from itertools import count
+
 import pytest
 import torch
 from support import tiny_models
@@ -26,6 +28,18 @@ PROMPTS = [
 ]
 
 
+def failing(monkeypatch, kv, fails):
+    """Memory runs out in the layers of a forward for which this is true."""
+    attention = kv.attention
+
+    def attend(layer, *args):
+        if fails(layer):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+        return attention(layer, *args)
+
+    monkeypatch.setattr(kv, "attention", attend)
+
+
 def greedy(one: ModelRunner, ids: list[int], n: int) -> list[int]:
     logits, generated = prefilled(one, ids), []
     for _ in range(n):
@@ -40,15 +54,8 @@ def generate(model, prompts: list[list[int]], n: int, attention: str) -> list[li
     model.set_attn_implementation(attention)
     try:
         ids = torch.tensor(prompts)
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=n,
-            min_new_tokens=n,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
+        ends = {"max_new_tokens": n, "min_new_tokens": n, "eos_token_id": None, "pad_token_id": 0}
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **ends)
         return out[:, ids.shape[1] :].tolist()
     finally:
         model.set_attn_implementation(before)
@@ -125,15 +132,8 @@ def test_memory_that_runs_out_in_a_step_is_explained_and_the_next_step_is_right(
     for each in (one, undisturbed):
         prefilled(each, ids)
         each.step(7)
-    attention = one.kv.attention
-
-    def fails(layer, *args):
-        if layer == 2:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
-        return attention(layer, *args)
-
     with monkeypatch.context() as patch:
-        patch.setattr(one.kv, "attention", fails)
+        failing(patch, one.kv, lambda layer: layer == 2)
         with pytest.raises(DoesNotFitError, match=f"{mode} mode.*201 stored"):
             one.step(11)
     assert one.kv.total == 201
@@ -145,17 +145,9 @@ def test_memory_that_runs_out_in_a_step_is_explained_and_the_next_step_is_right(
 def test_memory_that_runs_out_in_a_prefill_keeps_the_chunks_before(monkeypatch):
     model, ids = loaded("llama"), token_ids(90)
     one, undisturbed = runner_of(model, "streaming", budget=64), runner_of(model, "streaming", budget=64)
-    one.chunk = 30
-    attention, calls = one.kv.attention, []
-
-    def fails(layer, *args):
-        calls.append(layer)
-        if len(calls) == 6:
-            raise torch.OutOfMemoryError("no memory")
-        return attention(layer, *args)
-
+    one.chunk, calls = 30, count(1)
     with monkeypatch.context() as patch:
-        patch.setattr(one.kv, "attention", fails)
+        failing(patch, one.kv, lambda layer: next(calls) == 6)
         with pytest.raises(DoesNotFitError, match="reading the prompt"):
             prefilled(one, ids)
     assert one.kv.total == 30
@@ -197,16 +189,15 @@ def test_a_prefill_may_be_abandoned_between_two_chunks():
     torch.testing.assert_close(prefilled(one, ids[30:]), prefilled(once, ids))
 
 
-@pytest.mark.parametrize("token", [-1, tiny_models.VOCAB])
-def test_a_token_the_model_does_not_have_is_refused_and_nothing_is_stored(token):
+def test_a_token_the_model_does_not_have_is_refused_and_nothing_is_stored():
     model, ids = loaded("llama"), token_ids(90)
     one, undisturbed = runner_of(model, "streaming", budget=64), runner_of(model, "streaming", budget=64)
     for each in (one, undisturbed):
         prefilled(each, ids)
-    with pytest.raises(UsageError, match=f"no token {token}"):
-        one.step(token)
-    with pytest.raises(UsageError, match=f"no token {token}"):
-        prefilled(one, [5, token])
+    for token in (-1, tiny_models.VOCAB):
+        for use in (one.step, lambda token: prefilled(one, [5, token])):
+            with pytest.raises(UsageError, match=f"no token {token}"):
+                use(token)
     assert one.kv.total == 90
     torch.testing.assert_close(one.step(5), undisturbed.step(5))
 

@@ -89,20 +89,14 @@ def test_a_pinned_system_prompt_is_read_as_soon_as_its_conversation_is_taken_up(
     assert pinned > 60
     finished(session, (Turn("system", "Be brief."), Turn("user", "Hello")), "two")
     assert session._kv.mode.pinned < pinned
-    list(session.resume("one", told))
-    assert_system_is_read(session, pinned)
-    session.close()
     again = Session(bundled, entering("streaming", params, keeping=keeping))
-    list(again.resume("one", told))
-    assert_system_is_read(again, pinned)
-    again.close()
-
-
-def assert_system_is_read(session: Session, pinned: int) -> None:
-    assert session._kv.mode.pinned == pinned
-    assert "P" in session.snapshot().ribbon
-    session.step(5)
-    assert bool(session.attended(0)[:, :pinned].all())
+    for each in (session, again):
+        list(each.resume("one", told))
+        assert each._kv.mode.pinned == pinned
+        assert "P" in each.snapshot().ribbon
+        each.step(5)
+        assert bool(each.attended(0)[:, :pinned].all())
+        each.close()
 
 
 def test_a_pinned_system_prompt_of_less_than_half_a_cell_is_marked_in_the_ribbon(model):

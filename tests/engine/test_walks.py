@@ -1,7 +1,7 @@
 """How many files a reader passes: of a token, of a switch down to its copies, of a setting down to its mode."""
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from functools import cache
@@ -53,12 +53,12 @@ def files_on_the_way(frame: FrameType | None) -> tuple[str, ...]:
 
 
 @contextmanager
-def files_entered() -> Iterator[set[str]]:
-    """The files of kvchat of which a function is called or goes on inside the block."""
+def files_entered(counts: Callable[[FrameType], bool] = lambda frame: True) -> Iterator[set[str]]:
+    """The files of kvchat of which a function that ``counts`` is called or goes on inside the block."""
     found = set()
 
     def look(frame, event, _argument):
-        if event == "call" and (file := file_of(frame.f_code.co_filename)):
+        if event == "call" and (file := file_of(frame.f_code.co_filename)) and counts(frame):
             found.add(file)
 
     sys.setprofile(look)
@@ -120,26 +120,9 @@ def holds(thing: object) -> bool:
     return thing == float(SETTING) if isinstance(thing, float) else False
 
 
-@contextmanager
-def files_given_the_setting() -> Iterator[set[str]]:
-    """The files of kvchat of which a function is called with the setting."""
-    found = set()
-
-    def look(frame, event, _argument):
-        file = file_of(frame.f_code.co_filename)
-        if event == "call" and file and any(map(holds, frame.f_locals.values())):
-            found.add(file)
-
-    sys.setprofile(look)
-    try:
-        yield found
-    finally:
-        sys.setprofile(None)
-
-
 def test_a_setting_passes_few_files_down_to_its_mode(small_model, monkeypatch):
     monkeypatch.setattr(sessions, "load_model", lambda *args, **kwargs: small_model)
-    with files_given_the_setting() as files:
+    with files_entered(lambda frame: any(map(holds, frame.f_locals.values()))) as files:
         settings = profile.load_settings(options.flags({"mode": "speculative", "param": [f"tau={SETTING}"]})).settings
         load = wire.decode_command(wire.encode(chat.load_of(settings))[4:])
         session = Loader().open_session(load, lambda stage: None)

@@ -1,9 +1,11 @@
 """The figures that servers give of themselves, from the text that they print."""
 
 import asyncio
+import re
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from support.fake_server import FakeServer
 
 from kvchat.protocol.figures import ServerFigures
 from kvchat.remote import servers
@@ -67,22 +69,14 @@ sglang:spec_accept_rate{model_name="m",tp_rank="0"} 0.7
 """
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Reading:
-    """A reader with a client and an event loop of its own."""
+    """A reader of a server's figures, with a client, an event loop and a clock of its own."""
 
-    def __init__(self, kind: str, url: str) -> None:
-        self.clock = Clock()
-        self.loop = asyncio.new_event_loop()
-        address = parse(url)
+    def __init__(self, kind: str, server: FakeServer) -> None:
+        self.server, self.now, self.loop = server, 100.0, asyncio.new_event_loop()
+        address = parse(server.url)
         self.http = servers.client(address)
-        self.reader = MetricsReader(kind, address, self.http, self.clock)
+        self.reader = MetricsReader(kind, address, self.http, lambda: self.now)
 
     def read(self) -> ServerFigures:
         return self.loop.run_until_complete(self.reader.read())
@@ -99,8 +93,7 @@ def reading(serve):
     def begin(kind, metrics):
         server = serve()
         server.routes["/metrics"] = metrics
-        opened.append(Reading(kind, server.url))
-        opened[-1].server = server
+        opened.append(Reading(kind, server))
         return opened[-1]
 
     yield begin
@@ -125,13 +118,8 @@ def test_figures_of_vllm(reading):
 
 
 def test_engines_side_by_side_are_added_and_shares_are_their_mean(reading):
-    text = VLLM % 100
-    lines = []
-    for line in text.splitlines():
-        lines.append(line)
-        if line[0] != "#":
-            lines.append(line.replace('engine="0"', 'engine="1"'))
-    figures = reading(servers.VLLM, "\n".join(lines) + "\n").read()
+    text = re.sub('(?m)^(vllm.*)engine="0"(.*)$', r'\g<0>\n\1engine="1"\2', VLLM % 100)
+    figures = reading(servers.VLLM, text).read()
     assert (figures.capacity, figures.running, figures.used_share, figures.prefix_share) == (116_480, 2, 0.25, 0.75)
 
 
@@ -139,10 +127,10 @@ def test_the_speed_needs_two_readings_and_begins_again_with_the_server(reading):
     one = reading(servers.VLLM, VLLM % 100)
     assert one.read().tokens_per_s is None
     one.server.routes["/metrics"] = VLLM % 150
-    one.clock.now += 2
+    one.now += 2
     assert one.read().tokens_per_s == 25
     one.server.routes["/metrics"] = VLLM % 3
-    one.clock.now += 1
+    one.now += 1
     assert one.read().tokens_per_s is None
 
 

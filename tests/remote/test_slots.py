@@ -48,6 +48,13 @@ def keeping(connect):
     return lambda server: connect(server.url, keeping=KEEPING)
 
 
+@pytest.fixture
+def session(keeping, folder):
+    """A session at a server that saves slots."""
+    with LlamaServer(context=512, slots=folder) as server:
+        yield keeping(server)
+
+
 def said_and_left(server: LlamaServer, turns: tuple[Turn, ...], conversation: str) -> Stats:
     """The cost of an answer in a session that ends after it."""
     with closing(open_session(Load(model=server.url, keeping=KEEPING))) as session:
@@ -60,20 +67,18 @@ def answered(session: RemoteSession, turns: tuple[Turn, ...], conversation: str)
     return events, events[-1].stats
 
 
-def test_a_conversation_is_saved_when_it_is_left_and_restored_when_it_is_gone_back_to(keeping, folder):
-    with LlamaServer(context=512, slots=folder) as server:
-        session = keeping(server)
-        _, first = answered(session, CAT, "cat")
-        assert not list(folder.iterdir())
-        answered(session, DOG, "dog")
-        assert [file.name for file in folder.iterdir()] == ["kvchat-cat.kv"]
-        (resumed,) = session.resume("cat", CAT)
-        assert isinstance(resumed, Resumed)
-        assert (resumed.conversation, resumed.tokens) == ("cat", first.total_tokens - 1)
-        assert list(session.resume("cat", CAT)) == []
-        _, again = answered(session, CAT, "cat")
-        assert again.reused_tokens == first.prompt_tokens - 1
-        assert isinstance(answered(session, DOG, "dog")[0][0], Resumed)  # an answer goes there by itself
+def test_a_conversation_is_saved_when_it_is_left_and_restored_when_it_is_gone_back_to(session, folder):
+    _, first = answered(session, CAT, "cat")
+    assert not list(folder.iterdir())
+    answered(session, DOG, "dog")
+    assert [file.name for file in folder.iterdir()] == ["kvchat-cat.kv"]
+    (resumed,) = session.resume("cat", CAT)
+    assert isinstance(resumed, Resumed)
+    assert (resumed.conversation, resumed.tokens) == ("cat", first.total_tokens - 1)
+    assert list(session.resume("cat", CAT)) == []
+    _, again = answered(session, CAT, "cat")
+    assert again.reused_tokens == first.prompt_tokens - 1
+    assert isinstance(answered(session, DOG, "dog")[0][0], Resumed)  # an answer goes there by itself
 
 
 def test_a_server_that_was_started_again_restores_what_it_lost_and_only_that(keeping, folder):
@@ -87,21 +92,19 @@ def test_a_server_that_was_started_again_restores_what_it_lost_and_only_that(kee
         assert again.reused_tokens == first.prompt_tokens - 1
 
 
-def test_of_a_deleted_conversation_nothing_stays_and_the_current_one_is_not_read_again(keeping, folder):
-    with LlamaServer(context=512, slots=folder) as server:
-        session = keeping(server)
-        answered(session, CAT, "cat")
-        _, first = answered(session, DOG, "dog")
-        assert (folder / "kvchat-cat.kv").stat().st_size > 2**20
-        mark_deleted("cat")
-        session.forget("cat")
-        assert (folder / "kvchat-cat.kv").stat().st_size == EMPTY_BYTES
-        assert answered(session, DOG, "dog")[1].reused_tokens == first.prompt_tokens - 1
-        mark_deleted("dog")
-        session.forget("dog")
-        assert {file.stat().st_size for file in folder.iterdir()} == {EMPTY_BYTES}
-        assert answered(session, DOG, "")[1].reused_tokens < first.prompt_tokens // 2  # nor in the slot
-        assert "dog" not in paths.server_slots_file().read_text()
+def test_of_a_deleted_conversation_nothing_stays_and_the_current_one_is_not_read_again(session, folder):
+    answered(session, CAT, "cat")
+    _, first = answered(session, DOG, "dog")
+    assert (folder / "kvchat-cat.kv").stat().st_size > 2**20
+    mark_deleted("cat")
+    session.forget("cat")
+    assert (folder / "kvchat-cat.kv").stat().st_size == EMPTY_BYTES
+    assert answered(session, DOG, "dog")[1].reused_tokens == first.prompt_tokens - 1
+    mark_deleted("dog")
+    session.forget("dog")
+    assert {file.stat().st_size for file in folder.iterdir()} == {EMPTY_BYTES}
+    assert answered(session, DOG, "")[1].reused_tokens < first.prompt_tokens // 2  # nor in the slot
+    assert "dog" not in paths.server_slots_file().read_text()
 
 
 def test_what_was_deleted_while_another_model_was_in_use_is_emptied_later(keeping, folder):
@@ -112,16 +115,14 @@ def test_what_was_deleted_while_another_model_was_in_use_is_emptied_later(keepin
         assert (folder / "kvchat-cat.kv").stat().st_size == EMPTY_BYTES
 
 
-def test_a_file_that_is_gone_is_told_and_read_again(keeping, folder):
-    with LlamaServer(context=512, slots=folder) as server:
-        session = keeping(server)
-        answered(session, CAT, "cat")
-        answered(session, DOG, "dog")
-        (folder / "kvchat-cat.kv").unlink()
-        (noted,) = session.resume("cat", CAT)
-        assert isinstance(noted, Noted)
-        assert list(session.resume("dog", DOG))
-        assert list(session.resume("cat", CAT)) == []
+def test_a_file_that_is_gone_is_told_and_read_again(session, folder):
+    answered(session, CAT, "cat")
+    answered(session, DOG, "dog")
+    (folder / "kvchat-cat.kv").unlink()
+    (noted,) = session.resume("cat", CAT)
+    assert isinstance(noted, Noted)
+    assert list(session.resume("dog", DOG))
+    assert list(session.resume("cat", CAT)) == []
 
 
 def test_a_file_that_cannot_be_restored_is_emptied_with_its_conversation(keeping, folder):
