@@ -337,11 +337,6 @@ READS = "reading more than {} tokens per head and token"
 CHOOSES = "reading everything for every token: speculative chooses what to read"
 
 
-def proposed(made, free):
-    chosen = propose(replace(made, host_free=free, device_free=free))
-    return chosen and (chosen.quantize, chosen.mode)
-
-
 @pytest.fixture
 def small():
     """A plan whose parts on the device are known to the byte."""
@@ -414,8 +409,9 @@ def test_a_proposal_that_needs_a_package_says_how_to_install_it(monkeypatch):
 def test_on_a_cpu_everything_shares_the_memory():
     made = planned("bundled")
     needed = made.weights["none"] + made.modes["full"].device_bytes + made.workspace + made.host_pool
-    assert proposed(made, int(needed / 0.93)) == ("none", "full")
-    assert proposed(made, needed) != ("none", "full")
+    for free, fits in ((int(needed / 0.93), True), (needed, False)):
+        chosen = propose(replace(made, host_free=free, device_free=free))
+        assert ((chosen.quantize, chosen.mode) == ("none", "full")) is fits
 
 
 @pytest.fixture

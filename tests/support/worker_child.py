@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import select
 import threading
+from collections.abc import Callable
 
 from support.fake_session import FakeLoader
 from support.patience import PATIENCE_S
 from support.streams import read_event
 
 from kvchat.engine import worker
+from kvchat.engine.worker import Loader
 from kvchat.protocol import wire
 from kvchat.protocol.figures import Snapshot
 from kvchat.protocol.messages import (
@@ -35,7 +37,7 @@ class Clock:
 class Child:
     """A server in a thread, spoken to through pipes."""
 
-    def __init__(self, loader: FakeLoader, clock: Clock) -> None:
+    def __init__(self, loader: FakeLoader | Loader, clock: Callable[[], float]) -> None:
         stdin, self._stdin = os.pipe()
         self._stdout, stdout = os.pipe()
         self.commands, self.events = os.fdopen(self._stdin, "wb"), os.fdopen(self._stdout, "rb", buffering=0)

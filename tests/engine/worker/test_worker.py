@@ -1,6 +1,6 @@
 import io
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 
 import pytest
@@ -8,7 +8,7 @@ from support.fake_session import PIECES, FakeLoader, FakeSession
 from support.message import lacks
 from support.patience import PATIENCE_S, wait_until
 from support.streams import read_event
-from support.worker_child import CHAT, Child, Clock, tick
+from support.worker_child import CHAT, Child, tick
 
 from kvchat.engine import worker
 from kvchat.errors import DoesNotFitError
@@ -242,22 +242,28 @@ PLAN = MemoryPlan(
 FIRST, OTHER = Load("first"), Load("other", mode="streaming")
 
 
-def replaced(*sessions: FakeSession | BaseException, clock: Clock, has_room: bool = True) -> Child:
-    """A child with the first of the sessions loaded, and the others to come."""
-    child = Child(FakeLoader(*sessions, has_room=has_room), clock)
-    child.send(FIRST)
-    child.until(Loaded)
-    return child
+@pytest.fixture
+def replaced(clock):
+    """Begin a child with the first of some sessions loaded, and the others to come."""
+    with ExitStack() as children:
+
+        def begin(*sessions, has_room=True):
+            child = children.enter_context(closing(Child(FakeLoader(*sessions, has_room=has_room), clock)))
+            child.send(FIRST)
+            child.until(Loaded)
+            return child
+
+        yield begin
 
 
 def stages(events: list[wire.Message]) -> list[str]:
     return [event.stage for event in events if isinstance(event, Loading)]
 
 
-def test_the_old_model_stays_until_the_new_one_is_ready(clock):
+def test_the_old_model_stays_until_the_new_one_is_ready(replaced):
     closed_while_loading = []
     old, new = FakeSession(), FakeSession()
-    child = replaced(old, new, clock=clock)
+    child = replaced(old, new)
     child.server._loader.while_loading = lambda progress: closed_while_loading.append(old.closed)
     child.send(OTHER)
     assert child.until(Loaded)[-1].mode == "streaming"
@@ -265,12 +271,11 @@ def test_the_old_model_stays_until_the_new_one_is_ready(clock):
     child.send(CHAT)
     child.until(Finished)
     assert (len(old.asked), len(new.asked)) == (0, 1)
-    child.close()
 
 
-def test_a_model_that_cannot_be_loaded_leaves_the_old_one_in_use(clock):
+def test_a_model_that_cannot_be_loaded_leaves_the_old_one_in_use(replaced):
     old = FakeSession()
-    child = replaced(old, DoesNotFitError("Too big."), clock=clock)
+    child = replaced(old, DoesNotFitError("Too big."))
     child.send(OTHER)
     assert child.until(Failed)[-1] == Failed("Too big.", kind="DoesNotFitError", fatal=False)
     assert child.until(Loaded)[-1] == old.info
@@ -278,30 +283,27 @@ def test_a_model_that_cannot_be_loaded_leaves_the_old_one_in_use(clock):
     child.until(Finished)
     assert old.asked
     assert not old.closed
-    child.close()
 
 
-def test_without_room_for_both_the_old_model_is_unloaded_and_comes_back(clock):
+def test_without_room_for_both_the_old_model_is_unloaded_and_comes_back(replaced):
     old, again = FakeSession(), FakeSession()
-    child = replaced(old, DoesNotFitError("Too big."), again, clock=clock, has_room=False)
+    child = replaced(old, DoesNotFitError("Too big."), again, has_room=False)
     child.send(OTHER)
     assert stages(child.until(Failed))[-1].startswith("unloading fake")
     assert old.closed
     assert stages(child.until(Loaded)) == ["loading first again"]
     assert again.loaded == FIRST
-    child.close()
 
 
-def test_if_the_old_model_does_not_come_back_nothing_is_loaded(clock):
-    child = replaced(FakeSession(), *[DoesNotFitError("Too big.")] * 2, clock=clock, has_room=False)
+def test_if_the_old_model_does_not_come_back_nothing_is_loaded(replaced):
+    child = replaced(FakeSession(), *[DoesNotFitError("Too big.")] * 2, has_room=False)
     child.send(OTHER)
     assert [child.until(Failed)[-1].fatal for _ in range(2)] == [False, True]
-    child.close()
 
 
-def test_a_load_is_stopped_at_its_next_stage(clock):
+def test_a_load_is_stopped_at_its_next_stage(replaced):
     old = FakeSession()
-    child = replaced(old, FakeSession(), clock=clock)
+    child = replaced(old, FakeSession())
 
     def loading(progress):
         child.send(Stop())
@@ -315,7 +317,6 @@ def test_a_load_is_stopped_at_its_next_stage(clock):
     assert "other" in stopped.title
     assert not stopped.fatal
     assert child.until(Loaded)[-1] == old.info
-    child.close()
 
 
 def test_a_stop_that_came_before_the_load_began_stops_one_that_reports_nothing(clock):

@@ -1,12 +1,10 @@
 """The engine's door: whatever bytes come, it refuses with the reason or ends with one line; it never hangs."""
 
 import io
-import os
 import subprocess
 import sys
-import threading
+import time
 import types
-from contextlib import suppress
 from typing import get_args
 
 import pytest
@@ -17,6 +15,7 @@ from support.fake_session import FakeLoader, FakeSession
 from support.frames import bodies, framed, fuzzed
 from support.patience import PATIENCE_S
 from support.streams import read_event
+from support.worker_child import Child
 
 from kvchat.engine import session, worker
 from kvchat.engine.worker import Loader, Progress
@@ -54,43 +53,22 @@ class FuzzedLoader(Loader):
         raise ModelError("There is no such model.")
 
 
-class Engine:
-    """A server on pipes in a thread; ``talk`` sends frames and returns what comes until they are done."""
+class Engine(Child):
+    """A server in a thread; ``talk`` sends frames and returns what comes until they are done."""
 
-    def __init__(self, loader: Loader) -> None:
-        commands, self._commands = os.pipe()
-        self._events, events = os.pipe()
-        self._ends = os.fdopen(commands, "rb"), os.fdopen(events, "wb")
-        self.server = worker.Server(self._ends[1], loader)
-        self.events = os.fdopen(self._events, "rb")
-        self._threads = [
-            threading.Thread(target=self.server.read, args=(self._ends[0],)),
-            threading.Thread(target=self.server.run),
-        ]
-        for thread in self._threads:
-            thread.start()
-        self._asked = 0
+    asked = 0
 
     def talk(self, *frames: bytes) -> list[Event]:
-        self._asked += 1
-        ping = f"ping {self._asked}"
+        self.asked += 1
+        ping = f"ping {self.asked}"
         load = () if self.server._session else (wire.encode(Load()),)
-        os.write(self._commands, b"".join((*load, *frames, framed(ping.encode()))))
+        self.commands.write(b"".join((*load, *frames, framed(ping.encode()))))
+        self.commands.flush()
         events: list[Event] = []
         while not (isinstance(event := read_event(self.events), Failed) and ping in event.detail):
             assert event is not None
             events.append(event)
         return events
-
-    def close(self) -> None:
-        os.close(self._commands)
-        self.events.close()  # the engine may be waiting to write more than the pipe holds
-        for thread in self._threads:
-            thread.join(PATIENCE_S)
-            assert not thread.is_alive()
-        self._ends[0].close()
-        with suppress(BrokenPipeError):
-            self._ends[1].close()
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +84,7 @@ def engine(model):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "load_model", load_model)
-        engine = Engine(FuzzedLoader())
+        engine = Engine(FuzzedLoader(), time.monotonic)
         yield engine
         engine.close()
 
