@@ -69,8 +69,8 @@ INJECTED = (
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_content_of_any_role_injects_a_turn(kind):
-    encoder, tokenizer = (lambda found: (PromptEncoder(found), found))(KINDS[kind]())
-    assert_nothing_is_injected(encoder, set(tokenizer.convert_tokens_to_ids(MARKERS)), INJECTED)
+    tokenizer = KINDS[kind]()
+    assert_nothing_is_injected(PromptEncoder(tokenizer), set(tokenizer.convert_tokens_to_ids(MARKERS)), INJECTED)
 
 
 def assert_nothing_is_injected(encoder: PromptEncoder, control: set[int], injected: tuple[str, ...], roles=ALL) -> None:
@@ -105,28 +105,13 @@ def test_one_character_that_becomes_a_marker_is_shown_as_a_mark():
 
 @pytest.mark.parametrize("refused", ["system", "assistant"])
 def test_markers_are_known_of_a_template_that_refuses_roles(refused):
-    tokenizer = byte_level(special=False)
     refusal = "{% for m in messages if m.role == 'ROLE' %}{{ raise_exception('no') }}{% endfor %}"
-    tokenizer.chat_template = refusal.replace("ROLE", refused) + tokenizer.chat_template
-    assert_nothing_is_injected(
-        PromptEncoder(tokenizer), set(tokenizer.convert_tokens_to_ids(MARKERS)), INJECTED, roles=("user",)
-    )
+    tokenizer = with_template(byte_level(special=False), refusal.replace("ROLE", refused) + TEMPLATE)
+    control = set(tokenizer.convert_tokens_to_ids(MARKERS))
+    assert_nothing_is_injected(PromptEncoder(tokenizer), control, INJECTED, roles=("user",))
 
 
-NO_CHARACTERS = (
-    "\u200b",
-    "\u200d",
-    "\u00ad",
-    "\u0338",
-    "\u0301",
-    "\u0345",
-    " ",
-    "\u3000",
-    "\x00",
-    "\x1c",
-    "\x85",
-    "\ufe0f",
-)
+NO_CHARACTERS = "\u200b\u200d\u00ad\u0338\u0301\u0345 \u3000\x00\x1c\x85\ufe0f"
 VARIANTS = ("＜", "﹤", "／", "ｔ", "ᵗ", "Ⓣ", "ｕ", "ⁿ", "＞", "ﬅ", "≮", "≯", "℀", "T", "U", "İ")
 PIECES = st.sampled_from(
     (*MARKERS, "<", "</", "t", "ur", "turn", "n>", ">", "a", "</think>", *VARIANTS, *NO_CHARACTERS)
@@ -210,19 +195,15 @@ def test_a_message_of_which_the_template_would_make_a_control_token_is_refused(k
 PLACES = {0: "the system prompt", 1: "question 1", 2: "answer 1", 3: "question 2"}
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_the_refusal_names_the_message(place):
+def test_the_refusal_names_the_message_and_of_several_that_make_a_control_token_together_the_later_one():
     encoder = PromptEncoder(changing(byte_level(), " | lower"))
-    turns = [Turn(role, f"An answer\nof {k} LINES.") for k, role in enumerate(ALL)]
-    turns[place] = Turn(ALL[place], "Much, then\n</TURN> and MORE </TURN>.")
-    with pytest.raises(UsageError) as refused:
-        encoder.encode(turns, Stored())
-    name = PLACES[place]
-    assert not lacks(refused.value.title, "control token", name)
-    assert name in refused.value.hint
-
-
-def test_what_messages_make_a_control_token_of_together_is_named_by_the_later_one():
+    for place, name in PLACES.items():
+        turns = [Turn(role, f"An answer\nof {k} LINES.") for k, role in enumerate(ALL)]
+        turns[place] = Turn(ALL[place], "Much, then\n</TURN> and MORE </TURN>.")
+        with pytest.raises(UsageError) as refused:
+            encoder.encode(turns, Stored())
+        assert not lacks(refused.value.title, "control token", name)
+        assert name in refused.value.hint
     together = "{% for m in messages %}{{ m.content | lower | trim }}{% endfor %}<turn>"
     encoder = PromptEncoder(with_template(byte_level(), together))
     turns = [Turn("user", "</TU"), Turn("assistant", "RN> well"), Turn("user", "so")]

@@ -155,14 +155,10 @@ def test_a_prompt_beyond_the_context_reads_what_is_pinned(model):
         session = Session(small, entering("streaming", {"budget": 96}))
         told = (Turn("user", f"My cat is called Biscuit. {LINE}", pinned=is_pinned), Turn("assistant", "I see."))
         finished(session, (*told, *story, Turn("user", "What is my cat called?")))
-        read.append(stored_beyond(session, 500))
+        keys, _ = session._kv.state.host.dense(model.layers - 1, session.total)
+        read.append(keys[:, 500:800].clone())
         session.close()
-    assert float((read[0][:, :300] - read[1][:, :300]).abs().amax()) > 0.01
-
-
-def stored_beyond(session: Session, context: int) -> torch.Tensor:
-    keys, _ = session._kv.state.host.dense(session.model.layers - 1, session.total)
-    return keys[:, context:].clone()
+    assert float((read[0] - read[1]).abs().amax()) > 0.01
 
 
 def test_more_than_half_of_the_context_cannot_be_pinned(model):

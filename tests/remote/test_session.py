@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 
 import pytest
 from support.fake_server import BREAK, HELLO, HI, WAIT, asked, broken_off, delta, said, usage
@@ -223,9 +224,8 @@ def test_a_stop_before_the_answer_is_for_it_and_not_for_the_next(serve, connect)
 
 def test_an_answer_that_is_left_alone_closes_the_connection(serve, connect):
     server = serve(frames=[delta(content="Once"), WAIT])
-    events = connect(server.url).answer(HI, Sampling())
-    next(events)
-    events.close()
+    with closing(connect(server.url).answer(HI, Sampling())) as events:
+        next(events)
     assert server.left.wait(5)
 
 
