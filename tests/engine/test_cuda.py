@@ -57,6 +57,16 @@ def eager(runner: ModelRunner) -> ModelRunner:
     return runner
 
 
+def pair(
+    model: LoadedModel, row: str, params: dict | None = None, tokens: int = 150
+) -> tuple[ModelRunner, ModelRunner]:
+    """Two runners after the same prompt; the second launches every step operation by operation."""
+    one, other = (ModelRunner(model, mode_of(model, row, params)) for _ in range(2))
+    for each in (one, eager(other)):
+        prefilled(each, token_ids(tokens))
+    return one, other
+
+
 def late(runner: ModelRunner) -> ModelRunner:
     """Delay every recall by up to some milliseconds."""
     ops, dice = runner.kv.state.ops, random.Random(0)
@@ -76,11 +86,7 @@ def delayed(operation, dice: random.Random):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("row", [*PARAMS, "quest", "raas", "h2o"])  # of those for comparison one of each way
 def test_graphs_and_streams_change_no_bit(row, dtype):
-    model = llama(dtype)
-    one = ModelRunner(model, mode_of(model, row))
-    other = eager(ModelRunner(model, mode_of(model, row)))
-    for each in (one, other):
-        prefilled(each, token_ids(150))
+    one, other = pair(llama(dtype), row)
     same_steps(one, other, later_ids(300))
     assert one.kv.state.ops.name == ("torch" if dtype is torch.float32 else "triton")
     assert not one.graphs.refusal
@@ -90,10 +96,7 @@ def test_graphs_and_streams_change_no_bit(row, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1", "lfm2", "granite_hybrid"])
 def test_graphs_change_no_bit_of_a_hybrid(name, dtype):
-    model = loaded(name, "cuda", dtype)
-    one, other = ModelRunner(model, mode_of(model, "streaming")), eager(ModelRunner(model, mode_of(model, "streaming")))
-    for each in (one, other):
-        prefilled(each, token_ids(100))
+    one, other = pair(loaded(name, "cuda", dtype), "streaming", tokens=100)
     same_steps(one, other, later_ids(300))
     for each in (one, other):
         each.truncate(90)
@@ -102,12 +105,8 @@ def test_graphs_change_no_bit_of_a_hybrid(name, dtype):
     assert not one.graphs.prepares
 
 
-@pytest.mark.parametrize(("row", "dtype"), [("speculative", DTYPES[0])], ids=["dtype0"])
-def test_looks_at_coverage_change_no_bit_and_see_the_dense_attention_over_the_host_pool(row, dtype):
-    model = llama(dtype)
-    one, other = (ModelRunner(model, mode_of(model, row)) for _ in range(2))
-    for each in (one, other):
-        prefilled(each, token_ids(200))
+def test_looks_at_coverage_change_no_bit_and_see_the_dense_attention_over_the_host_pool():
+    one, other = pair(llama(torch.bfloat16), "speculative", tokens=200)
     watch = inspect.CoverageWatch(one.kv.state, itertools.count().__next__)  # a look is as long as COST pays for
     for token in later_ids(60, seed=3):
         same_steps(one, other, [token])
@@ -302,16 +301,9 @@ def test_what_the_cpu_cannot_attend_to_comes_over_the_link(way):
 def test_what_a_failed_capture_staged_is_not_read(monkeypatch):
     monkeypatch.setattr(full, "STAGED_SHARE", 1.0)
     model = loaded("llama", "cuda", torch.bfloat16, num_hidden_layers=2)
-    one, other = (ModelRunner(model, mode_of(model, "full-resident")) for _ in range(2))
-    eager(other)
+    one, other = pair(model, "full-resident", tokens=128)
     record = one.graphs._recorder
-
-    def fails(run):
-        record(lambda: run().item())
-
-    one.graphs._recorder = fails
-    for each in (one, other):
-        prefilled(each, token_ids(128))
+    one.graphs._recorder = lambda run: record(lambda: run().item())
     for token in token_ids(2):
         with torch.inference_mode():
             one.kv.state.slots[0].staging.fill_(torch.nan)
@@ -346,10 +338,9 @@ def test_a_guess_reads_nothing_that_spills_and_is_forgotten(dtype, cpu):
     check_integrity(one.kv.state)
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:1], ids=str)
-def test_guesses_wait_for_none_of_their_tokens(dtype):
+def test_guesses_wait_for_none_of_their_tokens():
     """Between the drafts nothing is read back; all are read at once."""
-    model, ids = llama(dtype), token_ids(150)
+    model, ids = llama(torch.bfloat16), token_ids(150)
     parameters = FullParameters(resident=64, draft="window")
     runner = ModelRunner(model, build(parameters, geometry_of(model), traits_of(model)))
     prefilled(runner, ids[:149])
@@ -393,10 +384,8 @@ def test_graphs_over_8_bit_pages_change_no_bit(row):
 @pytest.mark.parametrize("row", ["streaming", "speculative", "sync"])
 def test_pinned_messages_are_read_and_their_graphs_change_no_bit(row):
     model, pins = llama(torch.bfloat16), [*range(40, 47), *range(70, 90)]
-    one = ModelRunner(model, mode_of(model, row))
-    other = eager(ModelRunner(model, mode_of(model, row)))
+    one, other = pair(model, row)
     for each in (one, other):
-        prefilled(each, token_ids(150))
         each.pin(pins)
     same_steps(one, other, later_ids(150))
     assert not one.graphs.refusal
@@ -406,12 +395,8 @@ def test_pinned_messages_are_read_and_their_graphs_change_no_bit(row):
 
 @pytest.mark.parametrize("row", ["speculative", "speculative-reuse", "sync", "freeze"])
 def test_what_comes_late_is_waited_for(row):
-    model = llama(torch.bfloat16)
-    one = late(ModelRunner(model, mode_of(model, row)))
-    other = eager(ModelRunner(model, mode_of(model, row)))
-    for each in (one, other):
-        prefilled(each, token_ids(150))
-    same_steps(one, other, later_ids(120))
+    one, other = pair(llama(torch.bfloat16), row)
+    same_steps(late(one), other, later_ids(120))
 
 
 def test_a_first_layer_not_read_in_full_chooses_at_each_step_with_its_own_query(monkeypatch):
@@ -420,10 +405,8 @@ def test_a_first_layer_not_read_in_full_chooses_at_each_step_with_its_own_query(
     monkeypatch.setattr(attention_hook, "CLOSE", -1.0)
     assert attention_hook.install(model.model) == frozenset(range(1, model.layers))
     params = {"budget": 8 + k + 32, "sink": 8, "window": 32, "query": "ahead", "first_full": False}
-    one = late(ModelRunner(model, mode_of(model, "speculative", params)))
-    other = eager(ModelRunner(model, mode_of(model, "speculative", params)))
-    for each in (one, other):
-        prefilled(each, token_ids(150))
+    one, other = pair(model, "speculative", params)
+    late(one)
     before, turned = None, 0
     for token in later_ids(240):
         same_steps(one, other, [token])
@@ -468,10 +451,7 @@ def test_layers_choose_ahead_on_two_streams_whose_kernels_go_first(monkeypatch):
 @pytest.mark.parametrize("row", PARAMS)
 def test_switches_between_steps_by_graph(row):
     model = llama(torch.bfloat16)
-    one = ModelRunner(model, mode_of(model, "full"))
-    other = eager(ModelRunner(model, mode_of(model, "full")))
-    for each in (one, other):
-        prefilled(each, token_ids(150))
+    one, other = pair(model, "full")
     for mode in (row, "full", row, "streaming"):
         with torch.inference_mode():
             for each in (one, other):
