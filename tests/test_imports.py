@@ -4,8 +4,6 @@ A room is a sub-package, or a file that stands directly in a package.
 Every import statement counts, also one inside a function and one for type checkers only.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess
@@ -29,16 +27,7 @@ RESTRICTED = HEAVY | {"textual", "rich", "pynvml", "pydantic"}
 
 # package -> what it may import: packages or single modules of kvchat, and libraries that others may not.
 # The package itself (``kvchat``) is the lazy door to ``kvchat.load``.
-LEAVES = {
-    "errors",
-    "files",
-    "foreign_text",
-    "libraries",
-    "paths",
-    "process",
-    "thoughts",
-    "units",
-}
+LEAVES = {"errors", "files", "foreign_text", "libraries", "paths", "process", "thoughts", "units"}
 BELOW_ENGINE = LEAVES | {"nvml", "protocol", "config", "kv"}
 MAY = {
     "errors": set(),
@@ -155,31 +144,31 @@ def circles(graph: dict[str, frozenset[str]]) -> list[set[str]]:
     return [set(names) for names in sorted(found, key=sorted) if names]
 
 
-def test_imports_go_down_only() -> None:
+def test_imports_go_down_only():
     assert not {name for name in modules() if name.split(".")[0] not in MAY}, "in no package of the table"
     wrong = {name: [target for target in graph()[name] if not is_allowed(name, target)] for name in modules()}
     assert not {name: targets for name, targets in wrong.items() if targets}
 
 
-def test_no_files_import_each_other_in_a_circle() -> None:
+def test_no_files_import_each_other_in_a_circle():
     found = circles(graph())
     assert not found, "\n".join(" <-> ".join(sorted(names)) for names in found)
 
 
 @pytest.mark.parametrize("folder", ["", *(name for name, path in modules().items() if path.name == "__init__.py")])
-def test_no_rooms_import_each_other_in_a_circle(folder: str) -> None:
+def test_no_rooms_import_each_other_in_a_circle(folder):
     found = circles(rooms(graph(), folder))
     assert not found, "\n".join(" <-> ".join(sorted(names)) for names in found)
 
 
-def test_no_file_is_too_long() -> None:
+def test_no_file_is_too_long():
     files = [*FILES, *Path(__file__).parent.rglob("*.py")]
     assert len(files) > 500
     lines = {path: len(path.read_text("utf-8").splitlines()) for path in files}
     assert not {path: number for path, number in lines.items() if number > MAX_LINES}
 
 
-def test_no_package_has_too_many_files() -> None:
+def test_no_package_has_too_many_files():
     files = Counter(path.parent.relative_to(PACKAGE).as_posix() for path in FILES if path.name != "__init__.py")
     assert not {room: number for room, number in files.items() if number > MAX_FILES}
 
@@ -188,7 +177,7 @@ def test_no_package_has_too_many_files() -> None:
 NAMING_MODES = re.compile(r"config/modes\.py|bench/.*|cli/bench.*|protocol/messages\.py")
 
 
-def test_only_the_registry_knows_modes_by_their_names() -> None:
+def test_only_the_registry_knows_modes_by_their_names():
     built_in = {cls.name for cls in modes.BUILT_IN}
     named = {
         path.relative_to(PACKAGE).as_posix()
@@ -211,17 +200,17 @@ def borrowed(tree: ast.AST) -> Iterator[str]:
                         yield f"{node.name}.{name}"
 
 
-def test_a_class_stands_whole_in_one_file() -> None:
+def test_a_class_stands_whole_in_one_file():
     found = {name: list(borrowed(ast.parse(path.read_text("utf-8")))) for name, path in modules().items()}
     assert not {name: names for name, names in found.items() if names}
 
 
-def test_the_part_of_a_class_would_be_seen() -> None:
+def test_the_part_of_a_class_would_be_seen():
     assert list(borrowed(ast.parse("class Tokens:\n    _kv: KVManager\n    size: int = 0"))) == ["Tokens._kv"]
     assert not list(borrowed(ast.parse("@dataclass\nclass Plain:\n    _x: int")))
 
 
-def test_every_kind_of_import_is_seen() -> None:
+def test_every_kind_of_import_is_seen():
     text = """
 import torch.nn as nn
 from kvchat import paths
@@ -238,7 +227,7 @@ def f():
     assert sorted(targets(ast.parse(text))) == expected
 
 
-def test_every_circle_and_every_arrow_that_runs_up_would_be_seen() -> None:
+def test_every_circle_and_every_arrow_that_runs_up_would_be_seen():
     nothing: frozenset[str] = frozenset()
     tree = {"a": frozenset({"b"}), "b": frozenset({"c", "torch"}), "c": frozenset({"a"}), "d": frozenset({"a"})}
     assert circles({**tree, "e": nothing}) == [{"a", "b", "c"}]
@@ -271,7 +260,7 @@ LIGHTER = {
 
 
 @pytest.mark.parametrize("never", [LIGHT, LIGHTER], ids=["commands and engines", "servers and the application"])
-def test_starting_loads_nothing_heavy(never: dict[str, set[str]]) -> None:
+def test_starting_loads_nothing_heavy(never):
     code = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(name)\n"
     code += "    print(*{name.split('.')[0] for name in sys.modules})"
     command = [sys.executable, "-c", code, *never]

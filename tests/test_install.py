@@ -1,7 +1,5 @@
 """The commands that hints name install packages where this kvchat is installed."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.util
@@ -26,14 +24,14 @@ from kvchat.libraries import BITSANDBYTES_LOG, TRANSFORMERS, import_bitsandbytes
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
 
-def test_the_packages_are_those_of_pyproject() -> None:
+def test_the_packages_are_those_of_pyproject():
     extras = tomllib.loads(PYPROJECT.read_text())["project"]["optional-dependencies"]
     assert {name: list(packages) for name, packages in libraries.EXTRAS.items()} == {
         name: extras[name] for name in libraries.EXTRAS
     }
 
 
-def test_the_command_is_that_of_this_python(tmp_path: Path) -> None:
+def test_the_command_is_that_of_this_python(tmp_path):
     """It runs: pip finds what is installed already, and asks no index. Paths below its folder it cuts."""
     ran = subprocess.run(
         libraries.command("pip"), shell=True, capture_output=True, text=True, check=False, cwd=tmp_path
@@ -43,7 +41,7 @@ def test_the_command_is_that_of_this_python(tmp_path: Path) -> None:
     assert sys.prefix in ran.stdout
 
 
-def test_pipx_and_uv_are_asked_where_they_installed_kvchat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pipx_and_uv_are_asked_where_they_installed_kvchat(tmp_path, monkeypatch):
     monkeypatch.setattr(libraries.sys, "prefix", str(tmp_path / "kvchat"))
     monkeypatch.setattr(libraries.sys, "executable", "/a b/python")
     monkeypatch.setattr(libraries.shutil, "which", lambda name: f"/bin/{name}")
@@ -57,7 +55,7 @@ def test_pipx_and_uv_are_asked_where_they_installed_kvchat(tmp_path: Path, monke
     assert libraries.command("a>=1", "b") == "pipx inject kvchat 'a>=1' b"
 
 
-def test_a_systems_own_python_is_told_that_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_systems_own_python_is_told_that_it_may(tmp_path, monkeypatch):
     monkeypatch.setattr(libraries.sys, "base_prefix", sys.prefix)
     monkeypatch.setattr(libraries.sysconfig, "get_path", lambda name: str(tmp_path))
     assert "--break-system-packages" not in libraries.command("a")
@@ -68,9 +66,7 @@ def test_a_systems_own_python_is_told_that_it_may(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("quantize", "device"), [("nf4", "cpu"), ("nf4", "auto"), ("int8", "cuda"), ("int4", "cuda:1")]
 )
-def test_a_missing_package_is_told_before_torch_is_imported(
-    monkeypatch: pytest.MonkeyPatch, quantize: str, device: str
-) -> None:
+def test_a_missing_package_is_told_before_torch_is_imported(monkeypatch, quantize, device):
     monkeypatch.setattr(libraries, "find_spec", lambda name: None if name == "accelerate" else object())
     with pytest.raises(UsageError, match=r"accelerate.* install .*accelerate"):
         libraries.check(quantize, device)
@@ -103,7 +99,7 @@ def imported() -> set[str]:
     return {name.partition(".")[0] for name in names} - {*sys.stdlib_module_names, "kvchat"}
 
 
-def test_what_is_imported_is_declared() -> None:
+def test_what_is_imported_is_declared():
     # Where the name of a package is not that of its distribution; one that is not installed here is its own.
     distributions = {"llama_cpp": ["llama-cpp-python"], **packages_distributions()}
     known = {name: {canonicalize_name(one) for one in distributions.get(name, [name])} for name in imported()}
@@ -112,14 +108,14 @@ def test_what_is_imported_is_declared() -> None:
 
 
 @pytest.mark.parametrize("requirement", REQUIREMENTS, ids=str)
-def test_a_bug_fix_release_may_come(requirement: Requirement) -> None:
+def test_a_bug_fix_release_may_come(requirement):
     bounds = {one.operator: one.version for one in requirement.specifier}
     assert not bounds.keys() & {"==", "===", "<=", "~="}
     assert bounds.get("<", "").count(".") < 2, "an upper bound names a minor release"
 
 
 @pytest.mark.parametrize("name", ["torch", "transformers"])
-def test_what_was_tested_is_let_in_with_its_bug_fixes_and_the_next_minor_release_is_not(name: str) -> None:
+def test_what_was_tested_is_let_in_with_its_bug_fixes_and_the_next_minor_release_is_not(name):
     (asked,) = (one for one in REQUIREMENTS if one.name == name)
     major, minor, *_ = Version(version(name)).release
     assert asked.specifier.contains(f"{major}.{minor}.99")
@@ -128,14 +124,14 @@ def test_what_was_tested_is_let_in_with_its_bug_fixes_and_the_next_minor_release
 
 
 @pytest.mark.parametrize("build", ["", "+cpu", "+cu126", "+cu130", "+rocm7.1"])
-def test_any_build_of_torch_serves(build: str) -> None:
+def test_any_build_of_torch_serves(build):
     """A person with a GPU has installed the build for it; pip must not want another."""
     (torch,) = (one for one in REQUIREMENTS if one.name == "torch")
     assert torch.specifier.contains(f"{Version(version('torch')).public}{build}")
     assert torch.url is torch.marker is None
 
 
-def test_no_extra_names_a_torch_of_its_own() -> None:
+def test_no_extra_names_a_torch_of_its_own():
     """It could take the place of a CUDA build that is installed."""
     everyone = {"torch", "torchvision", "torchaudio"}
     extras = [Requirement(text) for texts in PROJECT["optional-dependencies"].values() for text in texts]
@@ -175,7 +171,7 @@ def test_bitsandbytes_finds_no_kernels_and_what_was_there_is_there_again(monkeyp
     if there:
         monkeypatch.setitem(sys.modules, "kernels", there)
 
-    def load(name: str) -> str:
+    def load(name):
         with pytest.raises(ImportError):
             importlib.import_module("kernels")
         logging.getLogger(BITSANDBYTES_LOG).warning("cannot load a kernel")
@@ -188,7 +184,7 @@ def test_bitsandbytes_finds_no_kernels_and_what_was_there_is_there_again(monkeyp
 
 
 def test_a_bitsandbytes_that_fails_leaves_all_as_it_was():
-    def load(name: str) -> None:
+    def load(name):
         raise ImportError(name)
 
     with pytest.raises(ImportError, match="bitsandbytes"):

@@ -1,7 +1,5 @@
 """Readings of NVML, with a fake pynvml: what is there, what is missing, and which GPU is read."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import subprocess
@@ -22,8 +20,8 @@ Install = Callable[..., None]
 
 
 @pytest.fixture
-def pynvml(monkeypatch: pytest.MonkeyPatch) -> Install:
-    def install(*gpus: FakeGpu, missing: tuple[str, ...] = (), driver: str | None = "570.1") -> None:
+def pynvml(monkeypatch):
+    def install(*gpus, missing=(), driver="570.1"):
         monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(*gpus, missing=missing, driver=driver))
 
     return install
@@ -137,7 +135,7 @@ def test_all_gpus_are_there_whether_visible_or_not(pynvml, monkeypatch):
 
 
 @pytest.mark.cuda
-def test_a_real_gpu() -> None:
+def test_a_real_gpu():
     import torch
 
     properties = torch.cuda.get_device_properties(0)
@@ -148,7 +146,7 @@ def test_a_real_gpu() -> None:
     assert info.link_max.width is not None
 
 
-def test_the_users_folders_come_from_platformdirs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_users_folders_come_from_platformdirs(monkeypatch, tmp_path):
     monkeypatch.delenv("KVCHAT_CONFIG")
     monkeypatch.delenv("KVCHAT_DATA_DIR")
     for name in ("CONFIG", "DATA", "STATE"):
@@ -161,7 +159,7 @@ def test_the_users_folders_come_from_platformdirs(monkeypatch: pytest.MonkeyPatc
     assert paths.models_dir() == tmp_path / "CACHE/kvchat/models"
 
 
-def test_the_environment_moves_settings_and_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_environment_moves_settings_and_state(monkeypatch, tmp_path):
     monkeypatch.setenv("KVCHAT_CONFIG", str(tmp_path / "mine.toml"))
     monkeypatch.setenv("KVCHAT_DATA_DIR", "~/there")
     assert paths.config_file() == tmp_path / "mine.toml"
@@ -169,19 +167,17 @@ def test_the_environment_moves_settings_and_state(monkeypatch: pytest.MonkeyPatc
     assert paths.data_dir() == paths.state_dir() == Path.home() / "there"
 
 
-def test_the_bundled_model_and_themes_are_there() -> None:
+def test_the_bundled_model_and_themes_are_there():
     assert (paths.bundled_model_dir() / "model.safetensors").is_file()
     assert paths.bundled_themes_dir().is_dir()
 
 
-def test_asking_for_a_path_creates_nothing(tmp_path: Path) -> None:
+def test_asking_for_a_path_creates_nothing(tmp_path):
     paths.log_file(), paths.history_file(), paths.data_dir(), paths.config_file()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_named_model_lies_in_the_cache_or_in_a_package_that_is_not_imported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_named_model_lies_in_the_cache_or_in_a_package_that_is_not_imported(tmp_path, monkeypatch):
     named = paths.NAMED["smollm2"]
     assert paths.named_model("smollm2") is None
     assert paths.named_model("nothing") is None

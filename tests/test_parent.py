@@ -1,11 +1,8 @@
-from __future__ import annotations
-
 import ctypes
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -44,7 +41,7 @@ def state(pid: int) -> str:
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
 @pytest.mark.parametrize("stopped", [False, True])
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
-def test_the_child_ends_with_its_parent(stopped: bool, ending: signal.Signals) -> None:
+def test_the_child_ends_with_its_parent(stopped, ending):
     with subprocess.Popen([sys.executable, "-c", START], stdout=subprocess.PIPE, env=environ()) as process:
         assert process.stdout
         child = int(process.stdout.readline())
@@ -70,14 +67,14 @@ else:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
-def test_the_child_ends_with_a_parent_that_ended_before_it_was_tied_to_it() -> None:
+def test_the_child_ends_with_a_parent_that_ended_before_it_was_tied_to_it():
     command = [sys.executable, "-c", TOO_LATE]
     assert subprocess.run(command, capture_output=True, env=environ(), timeout=PATIENCE_S, check=True).stdout == b""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
 @pytest.mark.parametrize("load", [b"", wire.encode(Load())])
-def test_an_engine_whose_application_is_gone_ends_before_it_imports_anything(load: bytes) -> None:
+def test_an_engine_whose_application_is_gone_ends_before_it_imports_anything(load):
     """Killed within 0.2 s of the engine's start, the application was outlived by 1.0 to 1.3 s; a load took 2 s more."""
     no_parent, pipe = os.getpid() - 1, subprocess.PIPE
     command = [sys.executable, "-X", "importtime", "-m", "kvchat.engine", str(no_parent)]
@@ -94,11 +91,11 @@ def test_an_engine_whose_application_is_gone_ends_before_it_imports_anything(loa
     assert not imported & {"kvchat.engine.worker", "pydantic", "torch"}
 
 
-def test_the_application_starts_an_engine_that_ends_with_it() -> None:
+def test_the_application_starts_an_engine_that_ends_with_it():
     assert ENGINE[-2:] == ("kvchat.engine", str(os.getpid()))
 
 
-def test_other_systems_do_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_systems_do_without(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(ctypes, "CDLL", None)
     process_module.die_with_parent()
@@ -140,17 +137,17 @@ def policy_of(entry: str, **chosen: str) -> list[str]:
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_threads_sleep_after_a_short_wait(entry: str) -> None:
+def test_threads_sleep_after_a_short_wait(entry):
     assert policy_of(entry) == ["PASSIVE", str(process.SPINS), "False"]
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_the_users_choice_stays(entry: str) -> None:
+def test_the_users_choice_stays(entry):
     assert policy_of(entry, OMP_WAIT_POLICY="ACTIVE") == ["ACTIVE", "None", "False"]
     assert policy_of(entry, GOMP_SPINCOUNT="1000") == ["None", "1000", "False"]
 
 
-def test_another_program_gets_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_program_gets_the_environment_as_it_was(monkeypatch):
     before = {"PATH": "/bin"}
     monkeypatch.setattr(os, "environ", dict(before))
     process.spin_briefly()
@@ -192,14 +189,8 @@ def machine(folder: Path, siblings: list[str]) -> Path:
     ],
 )
 def test_a_thread_for_each_core_and_no_more_than_the_container_grants(
-    quota: str,
-    usable: Iterable[int],
-    siblings: list[str],
-    chosen: dict[str, str],
-    expected: str | None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    quota, usable, siblings, chosen, expected, tmp_path, monkeypatch
+):
     (tmp_path / "cpu.max").write_text(f"{quota}\n")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(usable))
     monkeypatch.setattr(os, "environ", dict(chosen))
@@ -207,7 +198,7 @@ def test_a_thread_for_each_core_and_no_more_than_the_container_grants(
     assert os.environ.get("OMP_NUM_THREADS") == expected
 
 
-def test_a_system_that_tells_nothing_is_left_to_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_that_tells_nothing_is_left_to_torch(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "environ", {})
     monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
     process.use_physical_cores(tmp_path, tmp_path / "absent")
@@ -220,7 +211,7 @@ def test_a_system_that_tells_nothing_is_left_to_torch(tmp_path: Path, monkeypatc
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
-def test_only_usable_processors_count_and_a_guests_time_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_usable_processors_count_and_a_guests_time_once(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 10})
     lines = [
         "cpu  9999 9999 9999 9999 9999 9999 9999 9999 9999 9999",
@@ -235,14 +226,14 @@ def test_only_usable_processors_count_and_a_guests_time_once(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("text", [None, "", "cpu 1 2 3 4 5 6 7 8"])
-def test_a_system_that_does_not_tell_is_none(tmp_path: Path, text: str | None) -> None:
+def test_a_system_that_does_not_tell_is_none(tmp_path, text):
     stat = tmp_path / "stat"
     if text is not None:
         stat.write_text(text)
     assert process.processor_time(stat) is None
 
 
-def test_time_goes_on_here() -> None:
+def test_time_goes_on_here():
     found = process.processor_time()
     if found is None:
         pytest.skip("the system does not tell")

@@ -1,7 +1,5 @@
 """A mode of another package, installed as people install it, in every place where modes show up."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -32,7 +30,7 @@ PROMPT = "Tell me a story about a boat. " * 20
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(tmp_path_factory):
     """A folder with the sample package in it, built by its own build system."""
     source, folder = tmp_path_factory.mktemp("source") / "plugin", tmp_path_factory.mktemp("installed")
     shutil.copytree(SOURCE, source, ignore=shutil.ignore_patterns("__pycache__"))
@@ -56,7 +54,7 @@ def in_turn(installed: Path, *commands: list[str], **environ: str) -> list[Outco
 
 
 @pytest.fixture(scope="module")
-def answers(installed: Path) -> list[Outcome]:
+def answers(installed):
     """Answers in the mode, in full mode, and in full mode with a switch to the mode."""
     asked = ["ask", PROMPT, "--json", *GREEDY]
     strided = ["--mode", "strided", "--param", "window=32", "--param", "budget=64"]
@@ -69,7 +67,7 @@ def settings(text: str) -> None:
     paths.config_file().write_text(text)
 
 
-def test_it_is_listed_behind_the_built_in_modes(installed: Path) -> None:
+def test_it_is_listed_behind_the_built_in_modes(installed):
     result = kvchat(installed, "modes", "--json")
     assert (result.returncode, result.stderr) == (0, "")
     listed = {mode["name"]: mode for mode in json.loads(result.stdout)}
@@ -78,7 +76,7 @@ def test_it_is_listed_behind_the_built_in_modes(installed: Path) -> None:
     assert window in listed["strided"]["params"]
 
 
-def test_listing_modes_does_not_import_its_implementation(installed: Path) -> None:
+def test_listing_modes_does_not_import_its_implementation(installed):
     code = (
         "import sys\nfrom kvchat.cli import main\nprint(sorted(m for m in sys.modules if m.startswith('kvchat_str')))"
     )
@@ -90,7 +88,7 @@ def test_listing_modes_does_not_import_its_implementation(installed: Path) -> No
     assert result.stdout == "['kvchat_strided', 'kvchat_strided.parameters']\n"
 
 
-def test_it_answers(answers: list[Outcome]) -> None:
+def test_it_answers(answers):
     result = answers[0]
     assert (result.code, result.err) == (0, "")
     answer = json.loads(result.out)
@@ -100,15 +98,13 @@ def test_it_answers(answers: list[Outcome]) -> None:
     assert 32 < stats["active_tokens"] <= 64 < stats["prompt_tokens"]
 
 
-def test_entered_in_the_middle_of_an_answer_with_all_tokens_in_reach_it_goes_on_as_full_does(
-    answers: list[Outcome],
-) -> None:
+def test_entered_in_the_middle_of_an_answer_with_all_tokens_in_reach_it_goes_on_as_full_does(answers):
     full, entered = (json.loads(answer.out) for answer in answers[1:])
     assert [(s["at"], s["mode"]) for s in entered["stats"]["switches"]] == [(4, "strided")]
     assert full["token_ids"] == entered["token_ids"]
 
 
-def test_a_chat_switches_to_it_and_changes_its_parameters(installed: Path) -> None:
+def test_a_chat_switches_to_it_and_changes_its_parameters(installed):
     typed = "/mode strided window=64\n/set stride=4\n/set\n/set stride=0\n/mode\n/quit\n"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(installed), str(ROOT)))}
     command = [sys.executable, "-m", "kvchat", "chat", "--plain"]
@@ -134,7 +130,7 @@ class StridedReference(FullReference):
         return read.expand(self.run.toy.geometry.kv_heads, -1).clone()
 
 
-def test_it_reads_what_it_says_by_dense_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_reads_what_it_says_by_dense_attention(monkeypatch):
     """Also with pinned messages, after a way back and after a switch: no stored byte changes."""
     monkeypatch.syspath_prepend(SOURCE)
     from kvchat_strided.parameters import StridedParameters
@@ -158,7 +154,7 @@ def test_it_reads_what_it_says_by_dense_attention(monkeypatch: pytest.MonkeyPatc
     run.check()
 
 
-def test_the_developers_readme_shows_it() -> None:
+def test_the_developers_readme_shows_it():
     section = (ROOT / "kvchat" / "README.md").read_text().split("## Adding a mode")[1]
     files = [path.read_text() for path in (SOURCE / "pyproject.toml", *(SOURCE / "kvchat_strided").glob("*.py"))]
     blocks = re.findall(r"```\w+\n(.*?)```", section, re.DOTALL)
@@ -166,7 +162,7 @@ def test_the_developers_readme_shows_it() -> None:
     assert [any(block in text for text in files) for block in blocks] == [True] * 3
 
 
-def test_it_has_its_section_of_the_settings(installed: Path) -> None:
+def test_it_has_its_section_of_the_settings(installed):
     settings('[kv]\nmode = "strided"\n[kv.strided]\nbudget = 64\nwindow = 48\n')
     commands = [["config", "show"], ["config", "schema"]]
     show, schema_of = in_turn(installed, *commands, KVCHAT_KV_STRIDED_STRIDE="3")
@@ -181,7 +177,7 @@ def test_it_has_its_section_of_the_settings(installed: Path) -> None:
     assert "[kv.strided]" in template.read_text()
 
 
-def test_wrong_parameters_are_refused(installed: Path) -> None:
+def test_wrong_parameters_are_refused(installed):
     result = kvchat(installed, "ask", "Hello", "--mode", "strided", "--param", "stride=0")
     assert (result.returncode, result.stdout) == (2, "")
     assert not lacks(result.stderr, '--param stride: "0"', "1")
@@ -192,7 +188,7 @@ def test_wrong_parameters_are_refused(installed: Path) -> None:
     assert result.returncode == 2
 
 
-def test_a_broken_package_is_named_and_stops_nothing_but_its_own_mode(installed: Path, tmp_path: Path) -> None:
+def test_a_broken_package_is_named_and_stops_nothing_but_its_own_mode(installed, tmp_path):
     folder = tmp_path / "site"
     shutil.copytree(installed, folder)
     (folder / "broken-1.2.dist-info").mkdir(parents=True)
@@ -210,7 +206,7 @@ def test_a_broken_package_is_named_and_stops_nothing_but_its_own_mode(installed:
 @pytest.mark.parametrize(
     ("there", "reason"), [("nothing_like_it:Mode", "ModuleNotFoundError"), ("json:dumps", "subclass of Mode")]
 )
-def test_an_implementation_that_is_none_is_named(there: str, reason: str) -> None:
+def test_an_implementation_that_is_none_is_named(there, reason):
     class Parameters(FullParameters):
         implementation: ClassVar[str] = there
 

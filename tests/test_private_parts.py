@@ -1,7 +1,5 @@
 """Private parts of other libraries stand in the list of kvchat/README.md, and nothing else does."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The READMEs say what is so: their commands, links, modes, numbers and the transcript."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Numbers for people."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvchat import units

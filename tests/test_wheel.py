@@ -1,7 +1,5 @@
 """What is built is complete, holds nothing else, and works where it is installed."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -31,20 +29,20 @@ def run(*args: str, **kwargs: object) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     run("-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT))
     return next(folder.glob("*.whl"))
 
 
 @pytest.fixture(scope="module")
-def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(wheel, tmp_path_factory):
     folder = tmp_path_factory.mktemp("installed")
     run("-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(folder), str(wheel))
     return folder
 
 
-def test_the_wheel_is_complete_and_holds_nothing_else(wheel: Path) -> None:
+def test_the_wheel_is_complete_and_holds_nothing_else(wheel):
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     kept = {p.relative_to(ROOT).as_posix() for p in (ROOT / "kvchat").rglob("*") if p.is_file()}
     kept = {name for name in kept if "__pycache__" not in name and not name.startswith(BESIDE_THE_SOURCE)}
@@ -60,7 +58,7 @@ def test_the_wheel_is_complete_and_holds_nothing_else(wheel: Path) -> None:
     } <= names
 
 
-def test_license_and_entry_point_are_in_the_wheel(wheel: Path) -> None:
+def test_license_and_entry_point_are_in_the_wheel(wheel):
     with zipfile.ZipFile(wheel) as archive:
         info = {Path(name).name: archive.read(name).decode() for name in archive.namelist() if ".dist-info/" in name}
     assert "MIT License" in info["LICENSE"]
@@ -68,7 +66,7 @@ def test_license_and_entry_point_are_in_the_wheel(wheel: Path) -> None:
     assert "License-Expression: MIT" in info["METADATA"]
 
 
-def test_the_installed_package_works_elsewhere(installed: Path, tmp_path: Path) -> None:
+def test_the_installed_package_works_elsewhere(installed, tmp_path):
     env = {**os.environ, "PYTHONPATH": str(installed)}
     listed = json.loads(run("-m", "kvchat", "modes", "--json", cwd=tmp_path, env=env))
     assert "full" in [mode["name"] for mode in listed]
@@ -84,7 +82,7 @@ def test_the_installed_package_works_elsewhere(installed: Path, tmp_path: Path) 
     assert len(json.loads(found[2].replace("'", '"'))) == len(list(paths.bundled_themes_dir().glob("*.toml")))
 
 
-def test_the_installed_package_answers(installed: Path, tmp_path: Path) -> None:
+def test_the_installed_package_answers(installed, tmp_path):
     env = {**os.environ, "PYTHONPATH": str(installed)}
     # In float16, for which there are no loops: for another copy of kvchat they would be compiled once more.
     command = ["-m", "kvchat", "ask", "Hello", "--max-new-tokens", "3", "--dtype", "float16"]

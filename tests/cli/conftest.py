@@ -1,12 +1,10 @@
 """Commands run in this process: a process of its own takes seconds to import torch and transformers."""
 
-from __future__ import annotations
-
 import io
 import sys
 
 import pytest
-from support.command_line import Outcome, Run, Terminal
+from support.command_line import Outcome, Terminal
 from support.fake_session import FakeSession
 
 import kvchat
@@ -15,10 +13,10 @@ from kvchat.models import checkpoint
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+def run(monkeypatch, capfd):
     """Run a command with these arguments; ``stdin`` None is a keyboard on which nothing is typed."""
 
-    def run(*args: str, stdin: bytes | None = None) -> Outcome:
+    def run(*args, stdin=None):
         stream = io.TextIOWrapper(io.BytesIO(stdin)) if stdin is not None else Terminal(io.BytesIO())
         monkeypatch.setattr(sys, "stdin", stream)
         monkeypatch.setattr(sys, "argv", ["kvchat", *args])
@@ -30,7 +28,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> R
 
 
 @pytest.fixture
-def session(monkeypatch: pytest.MonkeyPatch) -> FakeSession:
+def session(monkeypatch):
     session = FakeSession()
     monkeypatch.setitem(vars(kvchat), "open_session", session.open)
     monkeypatch.setattr(checkpoint, "locate", lambda name, progress: None)

@@ -1,7 +1,5 @@
 """kvchat ask: its output, options, switches, refusals and interrupts, with a fake session."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -13,10 +11,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
-from support.command_line import Run
 from support.environment import environ
 from support.fake_session import PIECES, FakeSession
 from support.message import lacks
@@ -38,14 +34,14 @@ def prompt(session: FakeSession) -> str:
     return session.asked[-1][0][-1].content
 
 
-def test_ask_prints_the_text_and_nothing_else(run: Run, session: FakeSession) -> None:
+def test_ask_prints_the_text_and_nothing_else(run, session):
     assert run("ask", "hello") == (0, ANSWER + "\n", "")
     assert session.asked == [((Turn("user", "hello"),), Sampling())]
     assert session.loaded == Load()
     assert session.closed
 
 
-def test_ask_hands_on_every_setting_of_the_model(run: Run, session: FakeSession) -> None:
+def test_ask_hands_on_every_setting_of_the_model(run, session):
     settings = paths.config_file()
     settings.parent.mkdir(parents=True)
     settings.write_text("[model]\nfast = false\n")
@@ -53,18 +49,16 @@ def test_ask_hands_on_every_setting_of_the_model(run: Run, session: FakeSession)
     assert session.loaded == Load(quantize="int8", fast=False)
 
 
-def test_what_there_is_to_know_of_the_model_is_said_on_stderr(run: Run, session: FakeSession) -> None:
+def test_what_there_is_to_know_of_the_model_is_said_on_stderr(run, session):
     session.notes = ("No template.",)
     assert run("ask", "hello") == (0, ANSWER + "\n", "kvchat: No template.\n")
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
-def test_it_ends_when_the_loops_are_compiled_or_with_ctrl_c(
-    interrupted: bool, run: Run, session: FakeSession, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_ends_when_the_loops_are_compiled_or_with_ctrl_c(interrupted, run, session, monkeypatch):
     closed = []
 
-    def finish(progress: object) -> None:
+    def finish(progress):
         closed.append(session.closed)
         if interrupted:
             raise KeyboardInterrupt
@@ -74,7 +68,7 @@ def test_it_ends_when_the_loops_are_compiled_or_with_ctrl_c(
     assert closed == [True]
 
 
-def test_a_full_disk_under_stdout_is_said_in_one_line() -> None:
+def test_a_full_disk_under_stdout_is_said_in_one_line():
     command = [sys.executable, "-m", "kvchat", "modes"]
     with open("/dev/full", "w") as full:
         outcome = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=600)
@@ -83,7 +77,7 @@ def test_a_full_disk_under_stdout_is_said_in_one_line() -> None:
     assert outcome.stderr.count("\n") == 1
 
 
-def test_flags_reach_the_session(run: Run, session: FakeSession) -> None:
+def test_flags_reach_the_session(run, session):
     flags = shlex.split(
         "ask hello -m there --device cpu --dtype bfloat16 --mode speculative --budget 512 --param tau=0.5"
         " --system Short. --max-new-tokens 9 --temperature 0 --top-k 3 --top-p 0.5 --min-p 0.1"
@@ -101,14 +95,14 @@ def test_flags_reach_the_session(run: Run, session: FakeSession) -> None:
     assert sampling == Sampling(0, 3, 0.5, 0.1, 1.1, seed=0, stop=("a", "b"), max_new_tokens=9)
 
 
-def test_text_comes_as_it_is_generated(run: Run, session: FakeSession, capfd: pytest.CaptureFixture[str]) -> None:
+def test_text_comes_as_it_is_generated(run, session, capfd):
     seen = []
     session.on_token = lambda _session, _n: seen.append(capfd.readouterr().out)
     run("ask", "hello")
     assert tuple(seen) == ("", *PIECES[:-1])
 
 
-def test_json_is_one_object_with_the_promised_keys(run: Run, session: FakeSession) -> None:
+def test_json_is_one_object_with_the_promised_keys(run, session):
     result = json.loads(run("ask", "hello", "--json", "--mode", "streaming").out)
     stats = result.pop("stats")
     assert result == {
@@ -126,7 +120,7 @@ def test_json_is_one_object_with_the_promised_keys(run: Run, session: FakeSessio
     assert (stats["prompt_tokens"], stats["generated_tokens"], stats["switches"]) == (7, 5, [])
 
 
-def test_stats_go_to_stderr(run: Run, session: FakeSession) -> None:
+def test_stats_go_to_stderr(run, session):
     outcome = run("ask", "hello", "--stats")
     assert outcome.out == ANSWER + "\n"
     rows = dict(line.rsplit(maxsplit=1) for line in outcome.err.splitlines())
@@ -134,7 +128,7 @@ def test_stats_go_to_stderr(run: Run, session: FakeSession) -> None:
     assert (rows["generated_tokens"], rows["ttft_s"], rows["switches"]) == ("5", "-", "0")
 
 
-def test_piped_text_is_the_prompt_or_stands_before_it_as_a_file(run: Run, session: FakeSession) -> None:
+def test_piped_text_is_the_prompt_or_stands_before_it_as_a_file(run, session):
     run("ask", stdin="grüß\n".encode())
     assert prompt(session) == "grüß"
     run("ask", "Sum up:", stdin=b"a\nb\n")
@@ -143,7 +137,7 @@ def test_piped_text_is_the_prompt_or_stands_before_it_as_a_file(run: Run, sessio
     assert prompt(session) == "Sum up:"
 
 
-def test_files_come_before_the_prompt_with_their_names(run: Run, session: FakeSession, tmp_path: Path) -> None:
+def test_files_come_before_the_prompt_with_their_names(run, session, tmp_path):
     one, two = tmp_path / "one.txt", tmp_path / "two.txt"
     one.write_text("1\n")
     two.write_text("2\n")
@@ -152,7 +146,7 @@ def test_files_come_before_the_prompt_with_their_names(run: Run, session: FakeSe
 
 
 @pytest.mark.parametrize("stdin", [None, b"", b" \n"])
-def test_an_empty_prompt_is_refused_before_anything_is_loaded(run: Run, session: FakeSession, stdin: bytes) -> None:
+def test_an_empty_prompt_is_refused_before_anything_is_loaded(run, session, stdin):
     outcome = run("ask", stdin=stdin)
     assert (outcome.code, outcome.out) == (2, "")
     assert "prompt" in outcome.err
@@ -160,7 +154,7 @@ def test_an_empty_prompt_is_refused_before_anything_is_loaded(run: Run, session:
     assert session.loaded is None
 
 
-def test_bytes_that_are_not_utf8_are_refused_by_place(run: Run, session: FakeSession, tmp_path: Path) -> None:
+def test_bytes_that_are_not_utf8_are_refused_by_place(run, session, tmp_path):
     file = tmp_path / "latin1.txt"
     file.write_bytes(b"gr\xfc\xdf")
     assert not lacks(run("ask", stdin=b"ab\xff").err, "stdin", "Byte 2", "0xff")
@@ -195,33 +189,31 @@ def test_bytes_that_are_not_utf8_are_refused_by_place(run: Run, session: FakeSes
         (["--switch-at", "3:streaming,tau=1"], ("streaming", '"tau"')),
     ],
 )
-def test_wrong_flags_are_refused_before_anything_is_loaded(
-    run: Run, session: FakeSession, args: list[str], facts: tuple[str, ...]
-) -> None:
+def test_wrong_flags_are_refused_before_anything_is_loaded(run, session, args, facts):
     outcome = run("ask", "hello", *args)
     assert (outcome.code, outcome.out, session.loaded) == (2, "", None)
     assert not lacks(outcome.err, *facts)
 
 
-def test_unknown_options_and_wrong_numbers_are_usage_errors(run: Run) -> None:
+def test_unknown_options_and_wrong_numbers_are_usage_errors(run):
     assert run("ask", "hello", "--nonsense").code == 2
     assert run("bench", "decode", "--steps", "x").code == 2
 
 
-def test_the_beginning_of_a_mode_stands_for_it_as_in_the_chat(run: Run, session: FakeSession) -> None:
+def test_the_beginning_of_a_mode_stands_for_it_as_in_the_chat(run, session):
     outcome = run("ask", "hello", "--mode", "spec", "--budget", "512", "--switch-at", "2:STREAM", "--json")
     assert session.loaded
     assert (session.loaded.mode, session.loaded.mode_params["speculative"]) == ("speculative", {"budget": 512})
     assert json.loads(outcome.out)["stats"]["switches"] == [{"after": 2, "mode": "streaming"}]
 
 
-def test_what_kvchat_chooses_by_itself_can_be_left_to_it_in_words(run: Run, session: FakeSession) -> None:
+def test_what_kvchat_chooses_by_itself_can_be_left_to_it_in_words(run, session):
     args = ("--mode", "full", "--param", "full.resident=auto", "--switch-at", "1:full,resident=auto")
     assert run("ask", "hello", *args).err == ""
     assert run("ask", "hello", "--mode", "streaming", "--budget", "auto").err == ""
 
 
-def test_a_parameter_without_effect_is_said(run: Run, session: FakeSession) -> None:
+def test_a_parameter_without_effect_is_said(run, session):
     outcome = run("ask", "hello", "--budget", "512")
     assert not lacks(outcome.err, "--budget", "full", "speculative, streaming, sync", "--param resident=")
     assert outcome.code == 0
@@ -233,7 +225,7 @@ def test_a_parameter_without_effect_is_said(run: Run, session: FakeSession) -> N
 @pytest.mark.parametrize(
     "flags", ["--mode freeze --budget 512", "--mode freeze --param budget=512", "--switch-at 1:freeze,budget=512"]
 )
-def test_whoever_gives_freeze_a_budget_is_told_what_it_costs(run: Run, session: FakeSession, flags: str) -> None:
+def test_whoever_gives_freeze_a_budget_is_told_what_it_costs(run, session, flags):
     outcome = run("ask", "hello", *flags.split())
     assert outcome.code == 0
     assert outcome.err == f"kvchat: freeze: {registered()['freeze'].own['budget']}.\n"
@@ -242,7 +234,7 @@ def test_whoever_gives_freeze_a_budget_is_told_what_it_costs(run: Run, session: 
     assert run("ask", "hello", "--mode", "freeze", "--param", "budget=auto").err == ""
 
 
-def test_switches_happen_after_the_tokens_named(run: Run, session: FakeSession) -> None:
+def test_switches_happen_after_the_tokens_named(run, session):
     flags = [
         "--switch-at",
         "4:full",
@@ -260,19 +252,19 @@ def test_switches_happen_after_the_tokens_named(run: Run, session: FakeSession) 
     assert session.loaded.mode_params["speculative"] == {"sink": 4}
 
 
-def test_a_refused_switch_is_said_and_the_answer_goes_on(run: Run, session: FakeSession) -> None:
+def test_a_refused_switch_is_said_and_the_answer_goes_on(run, session):
     session.failure = DoesNotFitError("Too small.", "It needs 96.")
     expected = (3, ANSWER + "\n", f"kvchat: {session.failure}\n")
     assert run("ask", "hello", "--switch-at", "2:streaming,budget=64") == expected
 
 
-def test_a_switch_that_never_came_is_said(run: Run, session: FakeSession) -> None:
+def test_a_switch_that_never_came_is_said(run, session):
     outcome = run("ask", "hello", "--switch-at", "99:streaming")
     assert (outcome.code, outcome.out) == (0, ANSWER + "\n")
     assert not lacks(outcome.err, "streaming", "99 tokens")
 
 
-def test_what_does_not_fit_exits_with_3(run: Run, session: FakeSession) -> None:
+def test_what_does_not_fit_exits_with_3(run, session):
     session.error = DoesNotFitError("Too long.", "9 tokens, the context 8.", "Shorten it.")
     outcome = run("ask", "hello")
     assert outcome.code == 3
@@ -281,7 +273,7 @@ def test_what_does_not_fit_exits_with_3(run: Run, session: FakeSession) -> None:
     assert run("ask", "hello").code == 1
 
 
-def test_an_unexpected_error_names_the_log_that_has_the_traceback(run: Run, session: FakeSession) -> None:
+def test_an_unexpected_error_names_the_log_that_has_the_traceback(run, session):
     session.error = ZeroDivisionError("one\ntwo")
     outcome = run("ask", "hello")
     assert outcome.code == 1
@@ -291,7 +283,7 @@ def test_an_unexpected_error_names_the_log_that_has_the_traceback(run: Run, sess
     assert "Traceback" in log.read_text()
 
 
-def test_without_a_log_the_traceback_is_shown(run: Run, session: FakeSession) -> None:
+def test_without_a_log_the_traceback_is_shown(run, session):
     session.error = ZeroDivisionError("one")
     paths.data_dir().write_text("a file where the folder should be")
     outcome = run("ask", "hello")
@@ -300,8 +292,8 @@ def test_without_a_log_the_traceback_is_shown(run: Run, session: FakeSession) ->
     assert str(paths.data_dir()) in outcome.err
 
 
-def test_interrupting_keeps_the_text_and_exits_with_130(run: Run, session: FakeSession) -> None:
-    def interrupt(_session: FakeSession, n: int) -> None:
+def test_interrupting_keeps_the_text_and_exits_with_130(run, session):
+    def interrupt(_session, n):
         if n == 2:
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -312,12 +304,10 @@ def test_interrupting_keeps_the_text_and_exits_with_130(run: Run, session: FakeS
     assert signal.getsignal(signal.SIGINT) == handler
 
 
-def test_an_interrupt_before_the_answer_begins_is_not_lost(
-    run: Run, session: FakeSession, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_before_the_answer_begins_is_not_lost(run, session, monkeypatch):
     answer = session.answer
 
-    def encode_for_long(*args: Any) -> Any:
+    def encode_for_long(*args):
         os.kill(os.getpid(), signal.SIGINT)
         return answer(*args)
 
@@ -325,7 +315,7 @@ def test_an_interrupt_before_the_answer_begins_is_not_lost(
     assert run("ask", "hello") == (130, "\n", "")
 
 
-def test_a_second_interrupt_does_not_wait(run: Run, session: FakeSession) -> None:
+def test_a_second_interrupt_does_not_wait(run, session):
     session.on_token = lambda _session, n: [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)] if n == 2 else None
     outcome = run("ask", "hello")
     assert (outcome.code, outcome.out) == (130, "The quick")
@@ -349,7 +339,7 @@ def process(*args: str, **kwargs: object) -> Iterator[subprocess.Popen[bytes]]:
         yield child
 
 
-def test_a_closed_pipe_ends_it_quietly() -> None:
+def test_a_closed_pipe_ends_it_quietly():
     with process("-c", ASK_A_FAKE) as child:
         assert child.stdin
         assert child.stdout
@@ -364,7 +354,7 @@ def test_a_closed_pipe_ends_it_quietly() -> None:
 # ---- What a command asks: read from files, pipes and stdin, never without an end
 
 
-def test_a_pipe_is_read_and_one_that_does_not_end_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipe_is_read_and_one_that_does_not_end_refused(tmp_path, monkeypatch):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     threading.Thread(target=pipe.write_text, args=("from a pipe",), daemon=True).start()
@@ -377,12 +367,12 @@ def test_a_pipe_is_read_and_one_that_does_not_end_refused(tmp_path: Path, monkey
     endless.join()
 
 
-def test_a_path_that_the_system_refuses_is_told(tmp_path: Path) -> None:
+def test_a_path_that_the_system_refuses_is_told(tmp_path):
     with pytest.raises(UsageError, match="too long"):
         compose("", [tmp_path / ("x" * 300)], b"")
 
 
-def test_stdin_without_an_end_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stdin_without_an_end_is_refused(run, monkeypatch):
     monkeypatch.setattr(chat, "MAX_BYTES", 100)
     outcome = run("ask", stdin=b"x" * 101)
     assert (outcome.code, outcome.out) == (3, "")
@@ -398,7 +388,7 @@ def _write_until_closed(pipe: Path) -> None:
             return
 
 
-def test_lines_of_windows_end_as_models_know_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_of_windows_end_as_models_know_it(tmp_path, monkeypatch):
     file = tmp_path / "a.txt"
     file.write_bytes(b"one\r\ntwo\r\n")
     monkeypatch.setattr(chat, "piped", lambda: b"three\r\nfour\r\n")
@@ -415,7 +405,7 @@ GREEDY = ("--temperature", "0")
 
 
 @pytest.mark.slow("the bundled model is loaded")
-def test_a_question_is_answered_and_nothing_else_is_printed(run: Run) -> None:
+def test_a_question_is_answered_and_nothing_else_is_printed(run):
     plain = run("ask", "What is the capital of France?", *GREEDY)
     assert (plain.code, plain.err) == (0, "")
     as_json = run("ask", "--json", *GREEDY, stdin=b"What is the capital of France?\n")
@@ -427,7 +417,7 @@ def test_a_question_is_answered_and_nothing_else_is_printed(run: Run) -> None:
 
 
 @pytest.mark.slow("the bundled model is loaded")
-def test_the_same_seed_gives_the_same_text_and_switches_are_counted(run: Run) -> None:
+def test_the_same_seed_gives_the_same_text_and_switches_are_counted(run):
     flags = ("Tell me a story.", "--json", "--seed", "3", "--max-new-tokens", "24")
     switches = ("--switch-at", "8:speculative,budget=128", "--switch-at", "16:streaming")
     one, two = (json.loads(run("ask", *flags, *switches).out) for _ in range(2))
@@ -445,7 +435,7 @@ def test_the_same_seed_gives_the_same_text_and_switches_are_counted(run: Run) ->
     ],
     ids=["no such model", "budget below sinks and window", "1 MB paste"],
 )
-def test_what_cannot_be_done_is_said_in_one_line(run: Run, args: list[str], stdin: bytes, code: int, said: str) -> None:
+def test_what_cannot_be_done_is_said_in_one_line(run, args, stdin, code, said):
     result = run("ask", *args, stdin=stdin)
     assert (result.code, result.out) == (code, "")
     assert result.err.startswith("kvchat: ")

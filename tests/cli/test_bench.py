@@ -1,7 +1,5 @@
 """Every option of a measurement's command arrives where it is read."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import fields, replace
 from types import ModuleType

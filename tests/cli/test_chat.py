@@ -1,12 +1,8 @@
 """The start of the application: what it takes from the terminal's surroundings."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from support.command_line import Run
 
 from kvchat import files, paths
 from kvchat.cli import chat
@@ -18,13 +14,8 @@ from kvchat.tui.plain import chat as plain
 from kvchat.tui.state import AppConfig
 
 
-@pytest.mark.parametrize(
-    ("chosen", "theme"),
-    [("kvchat-light", "kvchat-light"), ("", "kvchat-ansi")],
-)
-def test_the_terminals_theme_counts_where_the_settings_name_none(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, chosen: str, theme: str
-) -> None:
+@pytest.mark.parametrize(("chosen", "theme"), [("kvchat-light", "kvchat-light"), ("", "kvchat-ansi")])
+def test_the_terminals_theme_counts_where_the_settings_name_none(monkeypatch, tmp_path, chosen, theme):
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setattr(chat, "prefers_lines", lambda: False)
     monkeypatch.setattr(app, "run", lambda config: started.append(config) or 0)
@@ -50,14 +41,7 @@ def test_the_terminals_theme_counts_where_the_settings_name_none(
         ([], True, {"ACCESSIBLE": "0"}, False),
     ],
 )
-def test_lines_are_chosen_where_no_screen_can_be_drawn(
-    run: Run,
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: list[str],
-    terminal: bool,
-    variables: dict[str, str],
-    is_plain: bool,
-) -> None:
+def test_lines_are_chosen_where_no_screen_can_be_drawn(run, monkeypatch, arguments, terminal, variables, is_plain):
     monkeypatch.setattr(app, "run", lambda _config: 7)
     monkeypatch.setattr(plain, "run", lambda _config: 8)
     monkeypatch.setattr(chat, "_is_terminal", lambda _stream: terminal)
@@ -67,7 +51,7 @@ def test_lines_are_chosen_where_no_screen_can_be_drawn(
     assert run(*arguments).code == (8 if is_plain else 7)
 
 
-def test_the_application_gets_the_settings(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_application_gets_the_settings(run, monkeypatch):
     started: list[AppConfig] = []
     monkeypatch.setattr(app, "run", lambda config: started.append(config) or 7)
     monkeypatch.setattr(chat, "_is_terminal", lambda _stream: True)
@@ -83,9 +67,9 @@ def test_the_application_gets_the_settings(run: Run, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("encoding", "can"), [("utf-8", True), ("ascii", False), ("latin-1", False), ("no", False)])
-def test_a_screen_is_drawn_where_its_signs_can_be_written(encoding: str, can: bool) -> None:
+def test_a_screen_is_drawn_where_its_signs_can_be_written(encoding, can):
     class Stream:
-        def __init__(self) -> None:
+        def __init__(self):
             self.encoding = encoding
 
     assert chat._draws(Stream()) is can
@@ -95,8 +79,8 @@ def test_a_screen_is_drawn_where_its_signs_can_be_written(encoding: str, can: bo
     ("prompt", "piped"), [("Sum up", "File stdin:\n```\na\nb\n```"), ("", ""), ("/stats", ""), (" ", "")]
 )
 def test_what_is_piped_in_is_for_the_question_of_the_command_line_and_else_questions_by_lines(
-    monkeypatch: pytest.MonkeyPatch, prompt: str, piped: str
-) -> None:
+    monkeypatch, prompt, piped
+):
     monkeypatch.setattr(chat, "piped", lambda: b"a\nb\n")
     monkeypatch.setattr(chat, "start", lambda config, plain: started.append(config) or 0)
     started: list[AppConfig] = []

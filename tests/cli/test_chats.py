@@ -1,7 +1,5 @@
 """Conversations without a screen."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

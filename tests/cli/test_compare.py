@@ -1,7 +1,5 @@
 """``kvchat compare``: what is asked of the session, what is printed and written, and what is refused before a load."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
@@ -26,7 +24,7 @@ def session(monkeypatch):
 
 @pytest.fixture
 def compare(monkeypatch, capfd):
-    def run(*args: str) -> tuple[int, str, str]:
+    def run(*args):
         monkeypatch.setattr(sys, "stdin", None)
         monkeypatch.setattr(sys, "argv", ["kvchat", "compare", *args])
         with pytest.raises(SystemExit) as caught:
@@ -42,10 +40,7 @@ def test_the_answers_their_table_and_the_files_have_the_same_numbers(compare, se
     code, printed, _ = compare(*line, str(out))
     result = json.loads(printed)
     assert code == 0
-    assert result["variants"] == [
-        {"mode": "streaming", "params": {"budget": 256}},
-        {"mode": "sync", "params": {}},
-    ]
+    assert result["variants"] == [{"mode": "streaming", "params": {"budget": 256}}, {"mode": "sync", "params": {}}]
     assert (result["question"], result["sampling"]["seed"], result["sampling"]["max_new_tokens"]) == ("hello", 7, 5)
     assert [run["pieces"] for run in result["runs"]] == [list(PIECES)] * 2
     assert "".join(PIECES) in out.read_text()

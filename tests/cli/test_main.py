@@ -1,13 +1,8 @@
-from __future__ import annotations
-
 import errno
 import json
 import os
-from pathlib import Path
 
 import pytest
-from support.command_line import Run
-from support.fake_session import FakeSession
 from support.hostile import forbidden_in, hostile
 from support.message import lacks
 
@@ -19,39 +14,39 @@ from kvchat.tui import actions, app
 from kvchat.tui.state import AppConfig
 
 
-def test_options_before_a_command_are_its_own(run: Run, session: FakeSession) -> None:
+def test_options_before_a_command_are_its_own(run, session):
     assert run("-m", "ask", "--mode", "streaming", "ask", "hello").code == 0
     assert (session.loaded.model, session.loaded.mode) == ("ask", "streaming")
     assert "-c" in run("-c", "ask", "hello").err
 
 
 @pytest.mark.parametrize("command", [[], ["bench"], ["chats"], ["profile"], ["config"]])
-def test_what_a_command_does_fits_its_line_of_the_list(run: Run, command: list[str]) -> None:
+def test_what_a_command_does_fits_its_line_of_the_list(run, command):
     listed = run(*command, "--help").out.partition("Commands:")[2]
     assert listed
     assert "..." not in listed
 
 
-def test_version_and_help(run: Run) -> None:
+def test_version_and_help(run):
     assert run("--version") == (0, f"kvchat {paths.with_commit(kvchat.__version__)}\n", "")
     assert "ask" in run("-h").out
 
 
-def test_locate_creates_nothing(run: Run, tmp_path: Path) -> None:
+def test_locate_creates_nothing(run, tmp_path):
     out = run("locate").out
     assert str(paths.config_file()) in out
     assert "(not there yet)" in out
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_leaves_no_settings_file_behind(run: Run, full_disk: None) -> None:
+def test_a_full_disk_leaves_no_settings_file_behind(run, full_disk):
     outcome = run("config", "init")
     assert outcome.code == 2
     assert not lacks(outcome.err, str(paths.config_file()), os.strerror(errno.ENOSPC))
     assert not list(paths.config_dir().iterdir())
 
 
-def test_config_init_show_validate_schema(run: Run) -> None:
+def test_config_init_show_validate_schema(run):
     assert run("config", "validate").code == 0
     assert run("config", "init").out == f"{paths.config_file()}\n"
     assert run("config", "init").code == 2
@@ -61,7 +56,7 @@ def test_config_init_show_validate_schema(run: Run) -> None:
     assert "kv" in json.loads(run("config", "schema").out)["properties"]
 
 
-def test_a_wrong_config_is_refused_with_its_line(run: Run, session: FakeSession, tmp_path: Path) -> None:
+def test_a_wrong_config_is_refused_with_its_line(run, session, tmp_path):
     other = tmp_path / "other.toml"
     other.write_text("[kv]\nmod = 1\n")
     assert run("config", "validate", str(other)).err.startswith("kvchat: other.toml:2: kv.mod: ")
@@ -88,7 +83,7 @@ def test_a_wrong_config_is_refused_with_its_line(run: Run, session: FakeSession,
 # ---- The settings without a screen: shown and checked
 
 
-def test_all_that_is_wrong_is_said_at_once(run: Run) -> None:
+def test_all_that_is_wrong_is_said_at_once(run):
     text = "[zork]\na = 1\n[kv]\nmode = 'spec'\n[ui]\ntheme = 'kvchat-drak'\n[keys]\nmode.nxt = 'f8'\n"
     files.write(paths.config_file(), text.encode())
     outcome = run("config", "validate")
@@ -104,13 +99,13 @@ def test_all_that_is_wrong_is_said_at_once(run: Run) -> None:
         assert words in outcome.err
 
 
-def test_what_another_check_refuses_is_said_once(run: Run) -> None:
+def test_what_another_check_refuses_is_said_once(run):
     files.write(paths.config_file(), b"[ui]\ntheme = 1\n[keys]\nquit = 2\n")
     outcome = run("config", "validate")
     assert outcome.err.count("config.toml") == 4, "two places with two paths"
 
 
-def test_variables_without_effect_are_told_with_the_settings(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_without_effect_are_told_with_the_settings(run, monkeypatch):
     monkeypatch.setenv("KVCHAT_FOO", "1")
     outcome = run("config", "show")
     assert outcome.code == 0
@@ -120,7 +115,7 @@ def test_variables_without_effect_are_told_with_the_settings(run: Run, monkeypat
 # ---- kvchat keys
 
 
-def test_keys_lists_the_actions_with_the_keys_of_the_settings(run: Run) -> None:
+def test_keys_lists_the_actions_with_the_keys_of_the_settings(run):
     files.write(paths.config_file(), b'[keys]\nmode.next = "f12"\nexport = "f11"\n')
     listed = {row["id"]: row for row in json.loads(run("keys", "--json").out)}
     assert set(listed) == set(actions.BY_ID)
@@ -133,7 +128,7 @@ def test_keys_lists_the_actions_with_the_keys_of_the_settings(run: Run) -> None:
 # ---- kvchat modes
 
 
-def test_modes_lists_all_with_parameters_and_defaults(run: Run) -> None:
+def test_modes_lists_all_with_parameters_and_defaults(run):
     listed = {mode["name"]: mode for mode in json.loads(run("modes", "--json").out)}
     assert list(listed) == list(choosable())
     defaults = {param["name"]: param["default"] for param in listed["speculative"]["params"]}
@@ -147,7 +142,7 @@ def test_modes_lists_all_with_parameters_and_defaults(run: Run) -> None:
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[AppConfig]:
+def started(monkeypatch):
     started: list[AppConfig] = []
     monkeypatch.setattr(app, "run", lambda config: started.append(config) or 0)
     monkeypatch.setattr(chat, "prefers_lines", lambda: False)
@@ -168,9 +163,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[AppConfig]:
         ([], ""),
     ],
 )
-def test_a_question_in_place_of_a_command_opens_the_chat(
-    run: Run, started: list[AppConfig], arguments: list[str], asked: str
-) -> None:
+def test_a_question_in_place_of_a_command_opens_the_chat(run, started, arguments, asked):
     assert run(*arguments) == (0, "", "")
     assert started[0].prompt == asked
     assert started[0].load.model == ("there" if "-m" in arguments else "bundled")
@@ -183,27 +176,19 @@ def test_a_question_in_place_of_a_command_opens_the_chat(
         *(("run smollm2", "-m MODEL"), ("list", "models")),
     ],
 )
-def test_a_slip_in_a_command_is_no_question(run: Run, started: list[AppConfig], word: str, meant: str) -> None:
+def test_a_slip_in_a_command_is_no_question(run, started, word, meant):
     outcome = run(*word.split())
     assert outcome.code == 2
     assert not lacks(outcome.err, f'"{word.split()[0]}"', f" {meant}?", f'kvchat chat "{word}"')
     assert not started
 
 
-def test_bytes_that_are_not_utf8_are_refused(run: Run, started: list[AppConfig]) -> None:
+def test_bytes_that_are_not_utf8_are_refused(run, started):
     assert not lacks(run("Sch\udcf6n ist das").err, "UTF-8", "Byte 3", "0xf6")
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "--mode TYPED",
-        "chat --mode TYPED",
-        "ask --seed TYPED",
-        "ask hello --mode TYPED",
-    ],
-)
-def test_what_was_typed_is_harmless_in_every_refusal(run: Run, line: str) -> None:
+@pytest.mark.parametrize("line", ["--mode TYPED", "chat --mode TYPED", "ask --seed TYPED", "ask hello --mode TYPED"])
+def test_what_was_typed_is_harmless_in_every_refusal(run, line):
     typed = hostile("typed").replace("\x00", "")  # no argument of a program holds NUL
     outcome = run(*(word.replace("TYPED", typed) for word in line.split()))
     assert outcome.code == 2

@@ -1,7 +1,5 @@
 """The program where something is missing: a locale, a terminal, a home, memory; and that it needs no network."""
 
-from __future__ import annotations
-
 import os
 import resource
 import subprocess
@@ -32,7 +30,7 @@ sys.addaudithook(watch)
 
 
 @pytest.fixture
-def tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def tried(tmp_path, monkeypatch):
     """The file of what processes of this test try to reach; made where one of them starts."""
     (tmp_path / "sitecustomize.py").write_text(WATCH)
     monkeypatch.setenv("TRIED", str(tmp_path / "tried"))
@@ -65,26 +63,26 @@ def run(
     )
 
 
-def test_an_ascii_locale_gets_question_marks() -> None:
+def test_an_ascii_locale_gets_question_marks():
     result = run("modes", **PLAIN)
     assert result.returncode == 0, result.stderr
     assert result.stdout.isascii()
 
 
-def test_an_answer_needs_no_locale_no_home_no_terminal_and_no_connection(tried: Path) -> None:
+def test_an_answer_needs_no_locale_no_home_no_terminal_and_no_connection(tried):
     result = run("ask", "Hello!", "--max-new-tokens", "4", **PLAIN, HOME="/proc/1/no", KVCHAT_DATA_DIR="/proc/1/no")
     assert (result.returncode, result.stderr) == (0, b"")
     assert result.stdout.strip()
     assert not tried.exists()
 
 
-def test_what_connects_is_noted(tried: Path) -> None:
+def test_what_connects_is_noted(tried):
     command = [sys.executable, "-c", "import socket; socket.getaddrinfo('localhost', 1)"]
     subprocess.run(command, env=environ(), check=True)
     assert tried.read_text().startswith("socket.getaddrinfo")
 
 
-def test_the_chat_without_a_terminal_is_lines_also_in_an_ascii_locale_and_connects_to_nothing(tried: Path) -> None:
+def test_the_chat_without_a_terminal_is_lines_also_in_an_ascii_locale_and_connects_to_nothing(tried):
     result = run("chat", given=b"Hello!\n/mode sync\n", **PLAIN)
     assert (result.returncode, result.stderr) == (0, b"")
     assert result.stdout.isascii()
@@ -96,14 +94,14 @@ def test_the_chat_without_a_terminal_is_lines_also_in_an_ascii_locale_and_connec
 
 
 @pytest.mark.parametrize("mebibytes", [100, 700])
-def test_too_little_memory_is_said_in_a_line(mebibytes: int) -> None:
+def test_too_little_memory_is_said_in_a_line(mebibytes):
     result = run("ask", "Hello!", limit=mebibytes * 2**20)
     assert (result.returncode, result.stdout) == (3, b"")
     assert b"memory" in result.stderr
     assert result.stderr.count(b"\n") == 1
 
 
-def test_too_little_memory_for_the_engine_is_said_in_the_chat() -> None:
+def test_too_little_memory_for_the_engine_is_said_in_the_chat():
     result = run("chat", "--plain", given=b"Hello!\n", limit=400 * 2**20)
     assert b"memory" in result.stderr
     assert b"restarted" not in result.stderr
@@ -118,9 +116,7 @@ def test_too_little_memory_for_the_engine_is_said_in_the_chat() -> None:
     ],
     ids=lambda given: " ".join(given) if isinstance(given, list) else None,
 )
-def test_where_no_file_can_be_written_one_line_says_so(
-    command: list[str], code: int, said: str, tmp_path: Path
-) -> None:
+def test_where_no_file_can_be_written_one_line_says_so(command, code, said, tmp_path):
     result = run(*command, file_limit=0, folder=tmp_path)
     told = result.stderr.decode()
     assert (result.returncode, told.count("\n")) == (code, 1), told
@@ -128,7 +124,7 @@ def test_where_no_file_can_be_written_one_line_says_so(
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size]
 
 
-def test_the_chat_goes_on_where_no_file_can_be_written(tmp_path: Path) -> None:
+def test_the_chat_goes_on_where_no_file_can_be_written(tmp_path):
     result = run("chat", "--plain", given=b"Hello!\n/export told.md\n", file_limit=0, folder=tmp_path)
     told = result.stderr.decode()
     assert b"model: " in result.stdout

@@ -1,12 +1,9 @@
 """The models on this machine as lines and as JSON."""
 
-from __future__ import annotations
-
 import json
 import re
 
 import pytest
-from support.command_line import Run
 from support.weights import linears
 
 from kvchat import paths
@@ -24,12 +21,12 @@ FOUND = [
 
 
 @pytest.fixture(autouse=True)
-def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def machine(monkeypatch):
     monkeypatch.setattr(catalog, "find", lambda folders: FOUND)
     monkeypatch.setattr(models, "room", lambda device: Room("cpu", 8 * GiB))
 
 
-def test_each_model_has_its_size_its_type_and_whether_it_fits(run: Run) -> None:
+def test_each_model_has_its_size_its_type_and_whether_it_fits(run):
     outcome = run("models")
     bundled, large, huge, broken = outcome.out.splitlines()
     assert re.match(r"bundled +bundled +32\.0 MiB +bfloat16 +fits.*64\.0 MiB$", bundled)
@@ -39,7 +36,7 @@ def test_each_model_has_its_size_its_type_and_whether_it_fits(run: Run) -> None:
     assert "8.0 GiB" in outcome.err
 
 
-def test_a_program_reads_them_in_bytes(run: Run) -> None:
+def test_a_program_reads_them_in_bytes(run):
     listed = json.loads(run("models", "--json").out)
     assert [row["quantize"] for row in listed] == ["none", "int8", None, None]
     assert listed[0] == {
@@ -54,7 +51,7 @@ def test_a_program_reads_them_in_bytes(run: Run) -> None:
     assert listed[3]["problem"] == "Unreadable."
 
 
-def test_packed_weights_are_counted_and_cleared(run: Run) -> None:
+def test_packed_weights_are_counted_and_cleared(run):
     assert "packed" not in run("models").err
     paths.packed_dir().mkdir(parents=True)
     for name in ("a.safetensors", "b.safetensors.7.unfinished"):
@@ -67,11 +64,11 @@ def test_packed_weights_are_counted_and_cleared(run: Run) -> None:
 
 @pytest.mark.parametrize("command", ["plan", "calibrate", "serve"])
 @pytest.mark.parametrize("option", [[], ["-m"]])
-def test_a_model_is_named_with_or_without_the_option(run: Run, command: str, option: list[str]) -> None:
+def test_a_model_is_named_with_or_without_the_option(run, command, option):
     outcome = run(command, *option, "./nothing")
     assert (outcome.code, '"./nothing"' in outcome.err) == (2, True)
 
 
-def test_a_slip_in_a_models_name_is_not_looked_for_on_the_hub(run: Run) -> None:
+def test_a_slip_in_a_models_name_is_not_looked_for_on_the_hub(run):
     outcome = run("ask", "hello", "-m", "smolm2")
     assert (outcome.code, 'Did you mean "smollm2"?' in outcome.err) == (2, True)

@@ -1,7 +1,5 @@
 """What the commands write: raw to a pipe, without control characters to a terminal."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -18,14 +16,7 @@ from support.pty_run import PtyRun
 
 from kvchat.cli import options
 from kvchat.cli.main import app
-from kvchat.cli.options import (
-    complete_device,
-    complete_mode,
-    complete_model,
-    complete_param,
-    complete_theme,
-    one_of,
-)
+from kvchat.cli.options import complete_device, complete_mode, complete_model, complete_param, complete_theme, one_of
 from kvchat.cli.output import progress
 from kvchat.config import modes, sources
 from kvchat.config.modes import SHARED, BudgetParameters, FullParameters, ModeParameters, choosable
@@ -63,7 +54,7 @@ def in_a_terminal(command: list[str], **streams: int) -> Iterator[PtyRun]:
         run.close()
 
 
-def test_ask_on_a_terminal_writes_no_control_character() -> None:
+def test_ask_on_a_terminal_writes_no_control_character():
     with in_a_terminal([sys.executable, "-c", ASK]) as run:
         assert run.finish() == 3  # the refused switch
     assert not forbidden_in(run.written)
@@ -73,7 +64,7 @@ def test_ask_on_a_terminal_writes_no_control_character() -> None:
         assert name in shown
 
 
-def test_ask_writes_the_very_bytes_to_a_file_and_stays_clean_on_the_terminal(tmp_path: Path) -> None:
+def test_ask_writes_the_very_bytes_to_a_file_and_stays_clean_on_the_terminal(tmp_path):
     answer = tmp_path / "answer"
     with answer.open("wb") as file, in_a_terminal([sys.executable, "-c", ASK], stdout=file.fileno()) as run:
         run.finish()
@@ -91,7 +82,7 @@ def test_ask_writes_the_very_bytes_to_a_file_and_stays_clean_on_the_terminal(tmp
     ],
     ids=["model", "file", "settings"],
 )
-def test_names_in_errors_are_harmless(arguments: list[str]) -> None:
+def test_names_in_errors_are_harmless(arguments):
     arguments = [argument.replace("\x00", "") for argument in arguments]  # no argument of a program holds NUL
     with in_a_terminal([sys.executable, "-m", "kvchat", *arguments]) as run:
         assert run.finish() == 2
@@ -100,7 +91,7 @@ def test_names_in_errors_are_harmless(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["config", "show"], ["config", "init"], ["locate"]], ids=" ".join)
-def test_values_and_paths_from_outside_are_harmless(arguments: list[str], tmp_path: Path) -> None:
+def test_values_and_paths_from_outside_are_harmless(arguments, tmp_path):
     folder = tmp_path / hostile("folder").replace("\x00", "").replace("/", "")
     folder.mkdir()
     settings = folder / "config.toml"
@@ -116,7 +107,7 @@ def test_values_and_paths_from_outside_are_harmless(arguments: list[str], tmp_pa
     assert "hacked" in run.written.decode()
 
 
-def test_a_wrong_model_is_refused_before_torch_is_imported() -> None:
+def test_a_wrong_model_is_refused_before_torch_is_imported():
     command = [sys.executable, "-X", "importtime", "-m", "kvchat", "ask", "hi", "-m", "./no-such-model"]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert result.returncode == 2
@@ -125,7 +116,7 @@ def test_a_wrong_model_is_refused_before_torch_is_imported() -> None:
     assert " torch" not in result.stderr
 
 
-def test_a_stage_stays_in_its_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_stays_in_its_line(capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "40")
     progress("reading " * 20)
@@ -171,7 +162,7 @@ COMMANDS = typer.main.get_command(app).commands
 
 
 @pytest.mark.parametrize("command", ["chat", "ask", "plan", "compare"])
-def test_an_option_of_a_setting_says_what_the_schema_says(command: str) -> None:
+def test_an_option_of_a_setting_says_what_the_schema_says(command):
     settings = [option for option in COMMANDS[command].params if option.name in options.KEYS]
     assert len(settings) >= 3
     for option in settings:
@@ -184,25 +175,25 @@ def test_an_option_of_a_setting_says_what_the_schema_says(command: str) -> None:
 @pytest.mark.parametrize(
     ("name", "section"), [("budget", BudgetParameters), ("draft", FullParameters), ("pin_system", ModeParameters)]
 )
-def test_an_option_of_every_mode_says_what_the_parameter_says(name: str, section: type[ModeParameters]) -> None:
+def test_an_option_of_every_mode_says_what_the_parameter_says(name, section):
     option = next(option for option in COMMANDS["ask"].params if option.name == name)
     assert name in SHARED
     assert option.help == section.model_fields[name].description
 
 
-def test_the_words_of_an_option_come_from_the_schema() -> None:
+def test_the_words_of_an_option_come_from_the_schema():
     quantize = next(option for option in COMMANDS["ask"].params if option.name == "quantize")
     assert quantize.metavar == "auto|none|int8|int4|nf4"
     offered = quantize.shell_complete(click.Context(COMMANDS["ask"]), "int")
     assert [item.value for item in offered] == ["int8", "int4"]
 
 
-def test_every_setting_may_have_an_option() -> None:
+def test_every_setting_may_have_an_option():
     keys = {key for key, _ in sources.leaves() if len(key) == 2}
     assert {key for keys in options.KEYS.values() for key in keys} == keys
 
 
-def test_the_modes_are_asked_once_whether_they_accept_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_modes_are_asked_once_whether_they_accept_a_value(monkeypatch):
     parse, parsed = modes.parse, []
     monkeypatch.setattr(modes, "parse", lambda mode, params: parsed.append(mode) or parse(mode, params))
     options.flags({"budget": 512, "mode": "streaming"})

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import pytest
@@ -11,7 +9,7 @@ from kvchat.errors import UsageError
 
 
 @pytest.mark.parametrize("mode", modes.mode_names())
-def test_every_mode_has_defaults(mode: str) -> None:
+def test_every_mode_has_defaults(mode):
     parsed = modes.parse(mode, {})
     assert isinstance(parsed, registered()[mode])
     assert not parsed.model_fields_set
@@ -34,7 +32,7 @@ def test_every_mode_has_defaults(mode: str) -> None:
         ("freeze", {"recovery": "often"}, ("freeze: recovery = 'often'", "true", "false")),
     ],
 )
-def test_what_cannot_be_is_refused(mode: str, params: dict[str, object], facts: tuple[str, ...]) -> None:
+def test_what_cannot_be_is_refused(mode, params, facts):
     with pytest.raises(UsageError) as caught:
         modes.parse(mode, params)
     assert not lacks(caught.value, *facts)
@@ -74,7 +72,7 @@ def test_a_published_value_is_left_out_where_another_parameter_says_the_same(mod
     assert modes.parse(mode, paper).model_dump() == paper
 
 
-def test_only_the_budget_means_the_same_in_every_mode() -> None:
+def test_only_the_budget_means_the_same_in_every_mode():
     """A window of 2,044 tokens given to streaming made speculative impossible (audit, 10)."""
     given: dict[str, modes.Params] = {}
     modes.remember(given, "streaming", {"window": 2044, "sink": 4})
@@ -83,7 +81,7 @@ def test_only_the_budget_means_the_same_in_every_mode() -> None:
     assert modes.overrides_for(given, "streaming") == ({"budget": 512}, {"window": 2044, "sink": 4})
 
 
-def test_a_budget_given_elsewhere_does_not_cap_freeze() -> None:
+def test_a_budget_given_elsewhere_does_not_cap_freeze():
     """Freeze forgets what does not fit a budget: 0 of 18 facts, where it recalls them without one."""
     given: dict[str, modes.Params] = {"freeze": {"pin_system": True}}
     modes.remember(given, "speculative", {"budget": 512})
@@ -97,13 +95,13 @@ def test_a_budget_given_elsewhere_does_not_cap_freeze() -> None:
     assert set(registered()["freeze"].own) == {"budget"}, "and it says what that costs"
 
 
-def test_texts_become_numbers() -> None:
+def test_texts_become_numbers():
     assert modes.parse("speculative", {"budget": "512", "tau": "0.5", "first_full": "false"}) == (
         SpeculativeParameters(budget=512, tau=0.5, first_full=False)
     )
 
 
-def test_what_is_left_to_kvchat_is_auto_in_words() -> None:
+def test_what_is_left_to_kvchat_is_auto_in_words():
     assert modes.parse("full", {"resident": "auto"}) == modes.parse("full", {})
     for mode in modes.mode_names():
         if "budget" in modes.registered()[mode].model_fields:
@@ -114,7 +112,7 @@ def test_what_is_left_to_kvchat_is_auto_in_words() -> None:
         modes.parse("freeze", {"tau": "auto"})
 
 
-def test_a_switch_keeps_what_was_chosen_and_the_new_mode_has() -> None:
+def test_a_switch_keeps_what_was_chosen_and_the_new_mode_has():
     given = {"speculative": {"budget": 512, "tau": 0.5}, "streaming": {"R": 8}}
     settings = {"streaming": {"R": 2, "delta": 3}}
     assert modes.effective_params("streaming", settings, given) == StreamingParameters(budget=512, R=8, delta=3)
@@ -126,17 +124,17 @@ def test_a_switch_keeps_what_was_chosen_and_the_new_mode_has() -> None:
         modes.effective_params("ful", settings, given)
 
 
-def test_no_unknown_setting_of_a_mode_is_passed_over() -> None:
+def test_no_unknown_setting_of_a_mode_is_passed_over():
     """It was left out in silence, as a budget given in another mode is."""
     with pytest.raises(UsageError, match='no parameter "sinks"'):
         modes.effective_params("streaming", {"streaming": {"sinks": 4}}, {})
 
 
-def test_speculatives_tau_for_never_is_no_obstacle_to_freeze() -> None:
+def test_speculatives_tau_for_never_is_no_obstacle_to_freeze():
     assert modes.effective_params("freeze", {}, {"freeze": {"tau": -2.0}}).model_dump()["tau"] == -2.0
 
 
-def test_f6_passes_by_what_is_for_comparison() -> None:
+def test_f6_passes_by_what_is_for_comparison():
     offered, compared = (([cls.name for cls in group]) for group in modes.grouped().values())
     assert offered == [modes.AUTO, *modes.mode_names()]
     assert set(compared) == set(registered()) - set(offered)
@@ -145,7 +143,7 @@ def test_f6_passes_by_what_is_for_comparison() -> None:
     assert {modes.beside(mode, step) for mode in compared for step in (1, -1)} == {visited[0]}
 
 
-def test_every_parameter_is_described() -> None:
+def test_every_parameter_is_described():
     assert all(parameters.title for parameters in registered().values())
     assert all(field.description for parameters in registered().values() for field in parameters.model_fields.values())
 
@@ -197,7 +195,7 @@ def registry(monkeypatch: pytest.MonkeyPatch, *loaded: Any) -> tuple[dict[str, A
     return modes._registry.__wrapped__()
 
 
-def test_a_mode_of_another_package_comes_behind_the_built_in_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mode_of_another_package_comes_behind_the_built_in_ones(monkeypatch):
     classes, problems = registry(monkeypatch, Extra)
     assert list(classes) == [*(cls.name for cls in modes.BUILT_IN), "extra"]
     assert problems == ()
@@ -219,15 +217,13 @@ def test_a_mode_of_another_package_comes_behind_the_built_in_ones(monkeypatch: p
     ],
     ids=str,
 )
-def test_a_mode_that_cannot_be_used_is_left_out_and_named(
-    monkeypatch: pytest.MonkeyPatch, loaded: Any, reason: str
-) -> None:
+def test_a_mode_that_cannot_be_used_is_left_out_and_named(monkeypatch, loaded, reason):
     classes, (problem,) = registry(monkeypatch, loaded, Extra)
     assert list(classes) == [*(cls.name for cls in modes.BUILT_IN), "extra"]
     assert not lacks(problem, '"point"', reason)
 
 
-def test_of_two_modes_of_one_name_the_first_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_two_modes_of_one_name_the_first_stays(monkeypatch):
     other = extra(title="another")
     classes, (problem,) = registry(monkeypatch, Extra, other)
     assert classes["extra"] is Extra

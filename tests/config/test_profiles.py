@@ -1,14 +1,11 @@
 """GPU profiles: which one is in force, what it sets and where it says so; with a fake pynvml."""
 
-from __future__ import annotations
-
 import errno
 import os
-from pathlib import Path
 
 import pytest
 import tomli
-from support.gpu_profiles import RTX, Install, active, gpu, own, resolved, shown
+from support.gpu_profiles import RTX, active, gpu, own, resolved, shown
 from support.message import lacks
 from typer.testing import CliRunner
 
@@ -27,7 +24,7 @@ SIZES = (4, 6, 8, 12, 16, 24, 48, 80)
 # ---- what there is ---------------------------------------------------------------------------------
 
 
-def test_every_reading_may_be_missing(nvml: Install) -> None:
+def test_every_reading_may_be_missing(nvml):
     nvml(RTX, missing=("nvmlDeviceGetName", "nvmlDeviceGetMemoryInfo"))
     assert active("auto") == ()
     own("by-name.toml", '[match]\nname = "rtx 4060*"\n[sampling]\nseed = 1\n')
@@ -36,10 +33,10 @@ def test_every_reading_may_be_missing(nvml: Install) -> None:
     assert shown("sampling.seed").endswith("(matched: name)")
 
 
-def test_the_gpu_is_the_one_that_is_visible(nvml: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_is_the_one_that_is_visible(nvml, monkeypatch):
     nvml(RTX, gpu("H100", 79.6))
 
-    def name(device: str) -> str | None:
+    def name(device):
         found = profiles.read_gpu(device)
         return found and found.name
 
@@ -49,7 +46,7 @@ def test_the_gpu_is_the_one_that_is_visible(nvml: Install, monkeypatch: pytest.M
     assert [name(device) for device in ("auto", "cuda:1", "cpu")] == ["H100", RTX.name, None]
 
 
-def test_a_torch_without_cuda_uses_no_gpu(nvml: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_without_cuda_uses_no_gpu(nvml, monkeypatch):
     nvml(RTX)
     monkeypatch.undo()
     monkeypatch.setattr(profiles, "version", lambda package: "2.13.0+cpu")
@@ -57,7 +54,7 @@ def test_a_torch_without_cuda_uses_no_gpu(nvml: Install, monkeypatch: pytest.Mon
 
 
 @pytest.mark.cuda
-def test_a_real_gpu_is_read() -> None:
+def test_a_real_gpu_is_read():
     import torch
 
     found = profiles.read_gpu()
@@ -88,7 +85,7 @@ def test_a_real_gpu_is_read() -> None:
         (139.8, "80gb"),
     ],
 )
-def test_the_bundled_profile_goes_by_memory(nvml: Install, memory: float, name: str) -> None:
+def test_the_bundled_profile_goes_by_memory(nvml, memory, name):
     nvml(gpu("Some GPU", memory))
     origins = set(resolved().origins.values())
     assert origins
@@ -96,7 +93,7 @@ def test_the_bundled_profile_goes_by_memory(nvml: Install, memory: float, name: 
 
 
 @pytest.mark.parametrize("memory", [2.0, 4.99, 5.99])
-def test_the_smallest_gpus_have_a_bound_in_every_mode_that_leaves_full(nvml: Install, memory: float) -> None:
+def test_the_smallest_gpus_have_a_bound_in_every_mode_that_leaves_full(nvml, memory):
     """After a prompt freeze held as much as full, and below 5 GiB nothing matched (audit, 11)."""
     nvml(gpu("Some GPU", memory))
     kv = resolved().settings.kv
@@ -106,7 +103,7 @@ def test_the_smallest_gpus_have_a_bound_in_every_mode_that_leaves_full(nvml: Ins
 
 
 @pytest.mark.parametrize("memory", [1.0, 5.0, 7.0, 10.0, 14.0, 20.0])
-def test_freeze_is_bounded_wherever_full_does_not_fit(nvml: Install, memory: float) -> None:
+def test_freeze_is_bounded_wherever_full_does_not_fit(nvml, memory):
     nvml(gpu("Some GPU", memory))
     kv = resolved().settings.kv
     assert kv.mode != "full"
@@ -115,7 +112,7 @@ def test_freeze_is_bounded_wherever_full_does_not_fit(nvml: Install, memory: flo
     assert kv.freeze.budget * of_an_8b_model <= memory * 2**30 / 4
 
 
-def test_without_a_gpu_the_defaults_hold(nvml: Install) -> None:
+def test_without_a_gpu_the_defaults_hold(nvml):
     assert resolved().origins == {}
     nvml(RTX)
     assert resolved().settings.kv.mode == "speculative"
@@ -123,7 +120,7 @@ def test_without_a_gpu_the_defaults_hold(nvml: Install) -> None:
     assert sources.load(cpu, {}, active).settings.kv.mode == "full"
 
 
-def test_bundled_profiles_are_good_and_claim_no_measurement() -> None:
+def test_bundled_profiles_are_good_and_claim_no_measurement():
     files = sorted(paths.bundled_profiles_dir().glob("*.toml"))
     assert {f.stem for f in files} == {f"{size}gb" for size in SIZES}
     for file in files:
@@ -150,20 +147,20 @@ def test_bundled_profiles_are_good_and_claim_no_measurement() -> None:
         ("", True),
     ],
 )
-def test_every_key_of_match_must_hold(nvml: Install, match: str, holds: bool) -> None:
+def test_every_key_of_match_must_hold(nvml, match, holds):
     nvml(RTX)
     own("mine.toml", f"[match]\n{match}\n[sampling]\nseed = 7\n")
     assert (resolved().settings.sampling.seed == 7) == holds
 
 
-def test_a_machine_without_a_gpu_is_named_cpu(nvml: Install) -> None:
+def test_a_machine_without_a_gpu_is_named_cpu(nvml):
     own("any.toml", "[sampling]\nseed = 7\n")
     assert resolved().settings.sampling.seed is None, "without a name any GPU is meant"
     own("mine.toml", '[match]\nname = "cpu"\n[sampling]\nseed = 8\n')
     assert shown("sampling.seed") == "sampling.seed = 8   # profiles/mine.toml:4 (matched: name)"
 
 
-def test_a_name_wins_over_memory_and_the_order_of_sources_holds(nvml: Install) -> None:
+def test_a_name_wins_over_memory_and_the_order_of_sources_holds(nvml):
     nvml(gpu("NVIDIA GeForce RTX 3060 Laptop GPU", 5.99))
     own("a.toml", "[match]\nmemory = [5, 7]\n[sampling]\ntop_k = 1\nseed = 5\n")
     own("b.toml", '[match]\nname = "RTX 3060*"\n[sampling]\ntop_k = 2\nmin_p = 0.5\n[kv.speculative]\nbudget = 512\n')
@@ -179,7 +176,7 @@ def test_a_name_wins_over_memory_and_the_order_of_sources_holds(nvml: Install) -
     assert in_variable.origins["sampling", "top_k"] == "KVCHAT_SAMPLING_TOP_K"
 
 
-def test_of_equals_the_first_by_name_is_used(nvml: Install) -> None:
+def test_of_equals_the_first_by_name_is_used(nvml):
     nvml(RTX)
     own("b.toml", "[match]\nmemory = [7, 9]\n[sampling]\nseed = 2\ntop_k = 2\n")
     own("a.toml", "[match]\nmemory = [6, 9]\n[sampling]\nseed = 1\n")
@@ -199,7 +196,7 @@ def test_of_equals_the_first_by_name_is_used(nvml: Install) -> None:
         ("[kv", "profiles/bad.toml:1: "),
     ],
 )
-def test_a_wrong_profile_is_refused_with_its_line(nvml: Install, text: str, message: str) -> None:
+def test_a_wrong_profile_is_refused_with_its_line(nvml, text, message):
     file = own("bad.toml", text)
     with pytest.raises(UsageError) as caught:
         profiles.read_file(file, None)
@@ -211,7 +208,7 @@ WRONG = '[kv]\nmode = "frezee"\n'
 TOLD = 'profiles/bad.toml:2: kv.mode: "frezee"'
 
 
-def test_one_answer_to_a_wrong_profile(nvml: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_answer_to_a_wrong_profile(nvml, monkeypatch):
     """It is left out, and everybody says so in the same words; who was asked whether it is right says no."""
     nvml(RTX)
     own("bad.toml", WRONG)
@@ -236,7 +233,7 @@ def test_one_answer_to_a_wrong_profile(nvml: Install, monkeypatch: pytest.Monkey
     assert (refused.exit_code, str(refused).startswith(TOLD)) == (2, True)
 
 
-def test_a_profile_is_validated_as_one(nvml: Install, tmp_path: Path) -> None:
+def test_a_profile_is_validated_as_one(nvml, tmp_path):
     nvml(RTX)
     elsewhere = tmp_path / "mine.toml"
     elsewhere.write_text('[match]\nname = "RTX 40*"\n')
@@ -253,7 +250,7 @@ def run(*words: str) -> list[str]:
     return ran.stdout.splitlines()
 
 
-def test_the_commands_say_which_profiles_there_are_and_what_they_set(nvml: Install) -> None:
+def test_the_commands_say_which_profiles_there_are_and_what_they_set(nvml):
     nvml(RTX)
     own("mine.toml", "[match]\n[sampling]\nseed = 3\n")
     marked = [line.split()[1] for line in run("profile", "list") if line.startswith("●")]
@@ -264,10 +261,10 @@ def test_the_commands_say_which_profiles_there_are_and_what_they_set(nvml: Insta
     assert "sampling.seed = 3   # profiles/mine.toml:3 (matched: any GPU)" in shown
 
 
-def test_a_device_that_is_none_is_refused(nvml: Install) -> None:
+def test_a_device_that_is_none_is_refused(nvml):
     listed = ("profile", "list")
 
-    def refusal(name: str) -> str:
+    def refusal(name):
         return str(CliRunner().invoke(main.app, [*listed, "--device", name]).exception)
 
     for name in ("xyz", "cuda:", "cuda:x", "cpu:0"):
@@ -282,7 +279,7 @@ def test_a_device_that_is_none_is_refused(nvml: Install) -> None:
 # ---- Profiles that are refused: all of them at once, those that match nothing, and speeds that no device has
 
 
-def test_all_wrong_profiles_are_told_at_once() -> None:
+def test_all_wrong_profiles_are_told_at_once():
     """Only the first was (audit, 12)."""
     own("a.toml", '[kv]\nmode = "frezee"\n')
     own("b.toml", "[measured]\nread = -1\n")
@@ -293,7 +290,7 @@ def test_all_wrong_profiles_are_told_at_once() -> None:
     assert ran.stdout.splitlines()[-1] == f"{good}: valid"
 
 
-def test_a_range_of_memory_that_can_match_nothing_is_refused() -> None:
+def test_a_range_of_memory_that_can_match_nothing_is_refused():
     """It was called good (audit, 12)."""
     file = own("bad.toml", "[match]\nmemory = [10, 5]\n")
     with pytest.raises(UsageError, match=r"profiles/bad\.toml:2: match\.memory: \[10, 5\]"):
@@ -301,7 +298,7 @@ def test_a_range_of_memory_that_can_match_nothing_is_refused() -> None:
 
 
 @pytest.mark.parametrize("text", ["[kv", '[kv]\nmode = "frezee"\n'])
-def test_a_wrong_profile_is_shown_with_a_caret(nvml: Install, text: str) -> None:
+def test_a_wrong_profile_is_shown_with_a_caret(nvml, text):
     nvml(RTX)
     own("bad.toml", text)
     (told,) = profiles.find("auto").problems
@@ -311,7 +308,7 @@ def test_a_wrong_profile_is_shown_with_a_caret(nvml: Install, text: str) -> None
 # ---- Measured rates, saved in a profile of this GPU
 
 
-def test_what_was_measured_is_found_again_on_this_gpu_only(nvml: Install) -> None:
+def test_what_was_measured_is_found_again_on_this_gpu_only(nvml):
     nvml(RTX)
     measured = Measured(read=250.0, to_device=11.5, gather=11.0, kvchat="0.1.0")
     file = profiles.save(measured)
@@ -332,11 +329,11 @@ def test_what_was_measured_is_found_again_on_this_gpu_only(nvml: Install) -> Non
         (Measured(read=3000.0, to_host=50.0), None),
     ],
 )
-def test_the_link_is_as_fast_as_recall_or_a_copy(measured: Measured, rate: float | None) -> None:
+def test_the_link_is_as_fast_as_recall_or_a_copy(measured, rate):
     assert measured.link_bytes_per_s == rate
 
 
-def test_saving_again_keeps_settings_and_comments(nvml: Install) -> None:
+def test_saving_again_keeps_settings_and_comments(nvml):
     nvml(RTX)
     file = profiles.save(Measured(read=1.0, to_host=3.0))
     file.write_text(file.read_text() + "\n[kv]  # mine\nmode = 'streaming'\n")
@@ -347,7 +344,7 @@ def test_saving_again_keeps_settings_and_comments(nvml: Install) -> None:
     assert 'kv.mode = "streaming"   # profiles/rtx-4060-8gb.toml:' in shown("kv.mode")
 
 
-def test_saving_takes_no_setting_away(nvml: Install) -> None:
+def test_saving_takes_no_setting_away(nvml):
     """The saved profile has more keys than most that a person writes, and was the only one in force (audit, 12)."""
     own("mine.toml", '[match]\nname = "cpu"\n[kv]\nmode = "streaming"\n[kv.streaming]\nbudget = 300\n')
     before = resolved()
@@ -357,7 +354,7 @@ def test_saving_takes_no_setting_away(nvml: Install) -> None:
     assert not profiles.find("auto").problems
 
 
-def test_the_commands_say_which_profile_was_measured(nvml: Install) -> None:
+def test_the_commands_say_which_profile_was_measured(nvml):
     own("mine.toml", '[match]\nname = "cpu"\n[kv]\nmode = "streaming"\n')
     profiles.save(Measured(read=9.0, kvchat="0.1.0"))
     measured = "measured.read = 9.0   # profiles/cpu.toml:5 (matched: name)"
@@ -367,7 +364,7 @@ def test_the_commands_say_which_profile_was_measured(nvml: Install) -> None:
     assert 'kv.mode = "streaming"   # profiles/mine.toml:4 (matched: name)' in config
 
 
-def test_the_figures_are_those_of_one_profile(nvml: Install) -> None:
+def test_the_figures_are_those_of_one_profile(nvml):
     """Rates of two measurements do not belong together."""
     own("mine.toml", '[match]\nname = "cpu"\n[measured]\nread = 5.0\nto_host = 3.0\n[sampling]\nseed = 3\n')
     profiles.save(Measured(read=9.0))
@@ -375,14 +372,14 @@ def test_the_figures_are_those_of_one_profile(nvml: Install) -> None:
     assert resolved().settings.sampling.seed == 3
 
 
-def test_a_machine_without_gpu_is_saved_as_such(nvml: Install) -> None:
+def test_a_machine_without_gpu_is_saved_as_such(nvml):
     assert profiles.save(Measured(read=9.0)).name == "cpu.toml"
     assert profiles.find("auto").measured.read == 9.0
     nvml(RTX)
     assert profiles.find("auto").measured.read is None
 
 
-def test_a_full_disk_leaves_the_old_profile(nvml: Install, request: pytest.FixtureRequest) -> None:
+def test_a_full_disk_leaves_the_old_profile(nvml, request):
     file = profiles.save(Measured(read=9.0))
     request.getfixturevalue("full_disk")
     with pytest.raises(UsageError, match=rf"cpu\.toml.*{os.strerror(errno.ENOSPC)}"):
@@ -391,7 +388,7 @@ def test_a_full_disk_leaves_the_old_profile(nvml: Install, request: pytest.Fixtu
     assert [path.name for path in file.parent.iterdir()] == [file.name]
 
 
-def test_a_profile_that_is_no_toml_is_named(nvml: Install) -> None:
+def test_a_profile_that_is_no_toml_is_named(nvml):
     own("cpu.toml", "[kv")
     with pytest.raises(UsageError, match=r"cpu\.toml"):
         profiles.save(Measured(read=9.0))

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import ast
 import dataclasses
 import inspect
@@ -30,7 +28,7 @@ from kvchat.tui.prompt.arguments import change
 
 
 @pytest.fixture
-def config() -> Path:
+def config():
     path = paths.config_file()
     path.parent.mkdir(parents=True)
     return path
@@ -44,7 +42,7 @@ def refusal(config: Path, text: str) -> str:
     return str(caught.value)
 
 
-def test_each_source_is_checked_once(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_source_is_checked_once(config, monkeypatch):
     config.write_text('[model]\ndevice = "cpu"\n')
     check, checked, asked = sources.check, [], []
     monkeypatch.setattr(sources, "check", lambda source: checked.append(source) or check(source))
@@ -54,13 +52,13 @@ def test_each_source_is_checked_once(config: Path, monkeypatch: pytest.MonkeyPat
     assert (len(checked), asked, resolved.settings.sampling.top_k) == (3, ["cuda:1"], 3)
 
 
-def test_without_any_source_everything_is_a_default() -> None:
+def test_without_any_source_everything_is_a_default():
     resolved = sources.load(environ={})
     assert resolved.settings.sampling.sampling() == Sampling()
     assert resolved.origins == {}
 
 
-def test_flags_beat_environment_beats_file_and_each_key_knows_its_origin(config: Path) -> None:
+def test_flags_beat_environment_beats_file_and_each_key_knows_its_origin(config):
     config.write_text('[kv]\nmode = "streaming"\n[sampling]\ntop_k = 1\nseed = 1\n')
     environ = {"KVCHAT_SAMPLING_TOP_K": "2", "KVCHAT_KV_MODE": "speculative"}
     flags = sources.flag_source({"--mode": ([("kv", "mode")], "full"), "--seed": ([("sampling", "seed")], None)})
@@ -78,14 +76,14 @@ def test_flags_beat_environment_beats_file_and_each_key_knows_its_origin(config:
     assert "# kv.streaming.budget is unset   # default" in lines
 
 
-def test_only_parameters_somebody_set_are_handed_on(config: Path) -> None:
+def test_only_parameters_somebody_set_are_handed_on(config):
     config.write_text("[kv.streaming]\nsigma = 64\n")
     kv = sources.load(environ={"KVCHAT_KV_STREAMING_R": "8"}).settings.kv
     assert kv.params("streaming") == {"sigma": 64, "R": 8}
     assert kv.params("speculative") == kv.params("full") == {}
 
 
-def test_a_wrong_word_is_shown_with_line_caret_and_the_nearest_word(config: Path) -> None:
+def test_a_wrong_word_is_shown_with_line_caret_and_the_nearest_word(config):
     told, place = refusal(config, '# first\n[kv]\n  mode = "frezee"\n').split("\n", 1)
     assert told.startswith('config.toml:3: kv.mode: "frezee"')
     assert not lacks(told, "full, freeze, streaming, sync, speculative", '"freeze"')
@@ -117,7 +115,7 @@ def test_a_wrong_word_is_shown_with_line_caret_and_the_nearest_word(config: Path
         ('[model]\ndevice = "gpu"', ('config.toml:2: model.device: "gpu"', "auto, cpu, cuda", "cuda:N")),
     ],
 )
-def test_bad_files_are_refused_by_line(config: Path, text: str, facts: tuple[str, ...]) -> None:
+def test_bad_files_are_refused_by_line(config, text, facts):
     told = refusal(config, text)
     assert told.startswith(facts[0])
     assert not lacks(told, *facts)
@@ -136,30 +134,30 @@ def test_bad_files_are_refused_by_line(config: Path, text: str, facts: tuple[str
         ("zork.a = 1", "config.toml:1: zork: ", "  zork.a = 1\n           ^"),
     ],
 )
-def test_an_unknown_table_is_shown_where_its_name_stands(config: Path, text: str, start: str, shown: str) -> None:
+def test_an_unknown_table_is_shown_where_its_name_stands(config, text, start, shown):
     told, place = refusal(config, text).split("\n", 1)
     assert told.startswith(start)
     assert place == f"  {config}\n{shown}"
 
 
-def test_a_source_that_is_wrong_hides_no_other(config: Path) -> None:
+def test_a_source_that_is_wrong_hides_no_other(config):
     config.write_text("[kv]\nmode = 'frezee'\n")
     flags = sources.flag_source({"--seed": ([("sampling", "seed")], -1)})
     with pytest.raises(UsageError, match=r"(?s)config\.toml:2.*KVCHAT_SAMPLING_TOP_K: .*--seed: -1"):
         sources.load(flags, {"KVCHAT_SAMPLING_TOP_K": "many"})
 
 
-def test_a_wrong_value_is_refused_even_where_a_flag_overrides_it(config: Path) -> None:
+def test_a_wrong_value_is_refused_even_where_a_flag_overrides_it(config):
     config.write_text("[sampling]\nseed = -1\n")
     with pytest.raises(UsageError, match=r"config\.toml:2"):
         sources.load(sources.flag_source({"--seed": ([("sampling", "seed")], 1)}), {})
 
 
-def test_below_what_is_no_folder_there_is_no_file() -> None:
+def test_below_what_is_no_folder_there_is_no_file():
     assert sources.file_source(Path("/dev/null/.config/kvchat/config.toml")) == sources.SettingsSource()
 
 
-def test_unreadable_files_are_refused(config: Path) -> None:
+def test_unreadable_files_are_refused(config):
     config.write_bytes(b"[kv]\n\xff")
     with pytest.raises(UsageError, match=r"config.toml.*UTF-8.*Byte 5.*0xff"):
         sources.load(environ={})
@@ -184,12 +182,12 @@ def test_unreadable_files_are_refused(config: Path) -> None:
         ("\n  [kv.streaming]   # mine\n\tR = 8 # = 9\n", ("kv", "streaming", "R"), 3),
     ],
 )
-def test_each_value_has_the_line_on_which_it_begins(config: Path, text: str, key: sources.Key, line: int) -> None:
+def test_each_value_has_the_line_on_which_it_begins(config, text, key, line):
     config.write_text(text)
     assert sources.file_source(config).origins[key] == f"config.toml:{line}"
 
 
-def test_variables_that_look_like_settings_must_be_some() -> None:
+def test_variables_that_look_like_settings_must_be_some():
     with pytest.raises(UsageError, match=r'KVCHAT_KV_MOD: .*"KVCHAT_KV_MODE"'):
         sources.load(environ={"KVCHAT_KV_MOD": "full"})
     with pytest.raises(UsageError, match=r'^KVCHAT_SAMPLING_TOP_K: "many"'):
@@ -197,7 +195,7 @@ def test_variables_that_look_like_settings_must_be_some() -> None:
     assert sources.load(environ={"KVCHAT_KV_MODE": "", "KVCHAT_OTHER": "x"}).origins == {}
 
 
-def test_variables_without_effect_are_told_with_the_nearest_name() -> None:
+def test_variables_without_effect_are_told_with_the_nearest_name():
     (told,) = sources.unknown_variables(
         {"KVCHAT_DATADIR": "x", "KVCHAT_CONFIG": "y", "KVCHAT_KV_MODE": "", "HOME": "/"}
     )
@@ -205,14 +203,14 @@ def test_variables_without_effect_are_told_with_the_nearest_name() -> None:
     assert sources.unknown_variables({"KVCHAT_KV_MOD": "full"}) == [], "it is refused"
 
 
-def test_what_a_flag_sets_in_several_places_is_refused_once() -> None:
+def test_what_a_flag_sets_in_several_places_is_refused_once():
     flags = {"--budget": ([("kv", "streaming", "budget"), ("kv", "speculative", "budget")], 3)}
     with pytest.raises(UsageError) as caught:
         sources.load(sources.flag_source(flags), {})
     assert str(caught.value).count("--budget: 3") == 1
 
 
-def test_the_template_sets_nothing_describes_everything_and_shows_the_defaults(config: Path) -> None:
+def test_the_template_sets_nothing_describes_everything_and_shows_the_defaults(config):
     text = sources.template()
     assert schema.Settings.model_validate(tomli.loads(text)) == schema.Settings()
     set_lines = [line.removeprefix("# ") if " = " in line else line for line in text.splitlines()]
@@ -383,7 +381,7 @@ def by_the_engine(name: str, text: str) -> Sampling:
 
 @pytest.mark.parametrize("judge", [in_file, in_environment, by_command, by_the_engine])
 @pytest.mark.parametrize(("name", "text", "allowed"), CASES)
-def test_settings_command_and_engine_judge_a_value_alike(name: str, text: str, allowed: bool, judge: Any) -> None:
+def test_settings_command_and_engine_judge_a_value_alike(name, text, allowed, judge):
     if text == "None" and judge is in_file:
         pytest.skip("TOML has no null")
     if allowed:
@@ -394,7 +392,7 @@ def test_settings_command_and_engine_judge_a_value_alike(name: str, text: str, a
 
 
 @pytest.mark.parametrize("stop", ["", ("a", ""), ("a", 1)])
-def test_an_empty_stop_string_is_refused_everywhere(stop: Any) -> None:
+def test_an_empty_stop_string_is_refused_everywhere(stop):
     with pytest.raises(UsageError, match="stop"):
         Sampler(Sampling(stop=stop), 8, "cpu")
     flags = {"--stop": ([("sampling", "stop")], stop)}
@@ -402,17 +400,17 @@ def test_an_empty_stop_string_is_refused_everywhere(stop: Any) -> None:
         sources.load(sources.flag_source(flags), {})
 
 
-def test_one_stop_string_stands_for_a_list_of_one() -> None:
+def test_one_stop_string_stands_for_a_list_of_one():
     assert SamplingSettings(stop="ab").sampling() == checked_sampling(Sampling(stop="ab")) == Sampling(stop=("ab",))
 
 
-def test_the_bounds_are_in_one_place() -> None:
+def test_the_bounds_are_in_one_place():
     assert {field.name for field in dataclasses.fields(Sampling)} == set(SamplingSettings.model_fields)
     assert set(REFUSED) | {"stop"} == set(ALLOWED) | {"stop"} == set(SamplingSettings.model_fields)
     assert SamplingSettings().sampling() == Sampling()
 
 
-def test_a_refusal_names_parameter_value_and_range() -> None:
+def test_a_refusal_names_parameter_value_and_range():
     with pytest.raises(UsageError) as caught:
         checked_sampling(Sampling(), min_p="1")
     assert not lacks(caught.value.title, "min_p", "'1'")
@@ -420,14 +418,14 @@ def test_a_refusal_names_parameter_value_and_range() -> None:
     assert "0.0" in caught.value.hint
 
 
-def test_every_mode_with_parameters_has_its_table() -> None:
+def test_every_mode_with_parameters_has_its_table():
     fields = schema.KvSection.model_fields
     assert {AUTO, *registered()} == set(schema.KvSection.model_json_schema()["properties"]["mode"]["enum"])
     for name, cls in registered().items():
         assert (name in fields) == bool(cls.model_fields)
 
 
-def test_the_settings_of_a_model_the_engine_and_python_begin_alike() -> None:
+def test_the_settings_of_a_model_the_engine_and_python_begin_alike():
     asked, parameters = Load(), inspect.signature(kvchat.load).parameters
     assert ModelSettings().of_load().items() <= vars(asked).items()
     shared = vars(asked).keys() & parameters.keys() - {"mode_params"}
@@ -435,7 +433,7 @@ def test_the_settings_of_a_model_the_engine_and_python_begin_alike() -> None:
     assert {name: parameters[name].default for name in shared} == {name: vars(asked)[name] for name in shared}
 
 
-def test_options_of_a_model_may_be_text_and_leave_the_others_as_they_are() -> None:
+def test_options_of_a_model_may_be_text_and_leave_the_others_as_they_are():
     assert schema.checked_model("there", {"fast": "false"}) == {"model": "there", "fast": False}
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 from support import quick_engine, quick_stylesheets
@@ -32,13 +31,13 @@ Running = Callable[..., AbstractAsyncContextManager[tuple[KvchatApp, Pilot[None]
 
 
 @pytest.fixture(scope="session")
-def engine_command() -> Iterator[tuple[str, ...]]:
+def engine_command():
     with quick_engine.started() as command:
         yield command
 
 
 @pytest.fixture
-def config(tmp_path: Path, engine_command: tuple[str, ...]) -> AppConfig:
+def config(tmp_path, engine_command):
     return AppConfig(
         log_file=tmp_path / "state" / "kvchat.log",
         history_file=tmp_path / "state" / "history",
@@ -81,20 +80,20 @@ class Chat:
 
 
 @pytest.fixture
-def chat_of() -> Callable[[AppConfig], Chat]:
+def chat_of():
     """A chat with other settings; the test closes it."""
     return Chat.of
 
 
 @pytest.fixture
-async def chat(config: AppConfig) -> AsyncIterator[Chat]:
+async def chat(config):
     chat = Chat.of(config)
     yield chat
     await chat.controller.archive.close()
 
 
 @pytest.fixture
-def running(config: AppConfig, monkeypatch: pytest.MonkeyPatch) -> Running:
+def running(config, monkeypatch):
     """``async with running(size=...) as (app, pilot, until)``; waits for the engine unless ``ready=False``.
 
     What is told in passing stays: on a busy machine it would be gone before the test has looked. A key waits for those
@@ -104,9 +103,7 @@ def running(config: AppConfig, monkeypatch: pytest.MonkeyPatch) -> Running:
     monkeypatch.setattr(Notification, "time_left", PATIENCE_S)
 
     @asynccontextmanager
-    async def run(
-        config: AppConfig = config, size: tuple[int, int] = (120, 40), ready: bool = True
-    ) -> AsyncIterator[tuple[KvchatApp, Pilot[None], Until]]:
+    async def run(config=config, size=(120, 40), ready=True):
         app = KvchatApp(config)
         async with app.run_test(size=size) as pilot:
             await wait_for(lambda: app.chat.query(Prompt) and prompt(app).has_focus)

@@ -1,9 +1,6 @@
 """The one table of actions: complete, unambiguous, and shown with the keys in force."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from support.app_driver import CHARACTERS, finished, press, prompt, texts, toasts, typed
@@ -14,15 +11,7 @@ from kvchat.conversations.attachments import fenced
 from kvchat.conversations.conversation import Conversation
 from kvchat.errors import UsageError
 from kvchat.protocol.messages import Sampling
-from kvchat.tui.actions import (
-    ACTIONS,
-    ALIASES,
-    BY_ID,
-    COMMANDS,
-    find_command,
-    is_command,
-    parse_command,
-)
+from kvchat.tui.actions import ACTIONS, ALIASES, BY_ID, COMMANDS, find_command, is_command, parse_command
 from kvchat.tui.app import REACHED, choices
 from kvchat.tui.prompt.arguments import Surroundings
 from kvchat.tui.state import ChatState, Phase
@@ -52,12 +41,7 @@ def test_every_action_has_a_description_and_a_way_to_reach_it():
 
 @pytest.mark.parametrize(
     ("name", "facts"),
-    [
-        ("compair", ("/compair", "/compare")),
-        ("zzz", ("/zzz", "/help")),
-        ("", ("/",)),
-        ("re", ('"re"', "ambiguous")),
-    ],
+    [("compair", ("/compair", "/compare")), ("zzz", ("/zzz", "/help")), ("", ("/",)), ("re", ('"re"', "ambiguous"))],
 )
 def test_an_unknown_command_names_the_nearest_few(name, facts):
     with pytest.raises(UsageError) as refused:
@@ -144,7 +128,7 @@ async def test_what_is_refused_is_a_toast(running):
 THEME = 'name = "[bold]odd[/] name"\nprimary = "#ffffff"\n'
 
 
-async def test_markup_in_a_name_from_outside_is_text(running, config, tmp_path: Path):
+async def test_markup_in_a_name_from_outside_is_text(running, config, tmp_path):
     (tmp_path / "odd.toml").write_text(THEME)
     async with running(replace(config, theme_dirs=(tmp_path,)), ready=False) as (app, _pilot, until):
         assert "[bold]odd[/] name" in app.themes, app._theme_problems

@@ -1,7 +1,5 @@
 """The application: settings, keys, themes, and an engine that loads, crashes and ends."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -37,7 +35,7 @@ PRINTING = "import kvchat.tui.app; from textual import constants; print(constant
 
 
 @pytest.mark.parametrize(("chosen", "frames"), [({}, "120"), ({"TEXTUAL_FPS": "30"}, "30")])
-def test_a_key_need_not_wait_for_a_slow_frame_unless_somebody_chose_it(chosen: dict[str, str], frames: str) -> None:
+def test_a_key_need_not_wait_for_a_slow_frame_unless_somebody_chose_it(chosen, frames):
     environment = {name: value for name, value in os.environ.items() if name != "TEXTUAL_FPS"} | chosen
     command = [sys.executable, "-c", PRINTING]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
@@ -56,7 +54,7 @@ print(math.prod(gc.get_threshold()))
 """
 
 
-def test_garbage_of_minutes_is_never_collected_at_once() -> None:
+def test_garbage_of_minutes_is_never_collected_at_once():
     """An answer leaves about 75,000 objects a second, and a collection takes some microseconds for each."""
     command = [sys.executable, "-c", COLLECTING]
     result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
@@ -80,7 +78,7 @@ async def test_ctrl_c_stops_then_quits_when_pressed_twice(running, monkeypatch):
 async def test_a_handler_whose_widgets_vanish_while_the_application_closes_is_no_failure(running):
     async with running() as (app, _pilot, until):
 
-        async def ask_late() -> None:
+        async def ask_late():
             app.exit()
             await app.chat.query_one(ModeBar).remove()
             app.chat.show_state(app.controller.state)
@@ -210,7 +208,7 @@ def pyperclip(monkeypatch):
     """Pretend that pyperclip is there; the list holds what was copied, an exception put into it is raised."""
     module, copied = ModuleType("pyperclip"), []
 
-    def copy(text: str) -> None:
+    def copy(text):
         if copied and isinstance(copied[-1], Exception):
             raise copied[-1]
         copied.append(text)

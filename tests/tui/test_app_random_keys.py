@@ -4,11 +4,8 @@
 Only in this long form, as in ``.ci/long``: what comes of a key depends on the moment, so a run may find a new fault.
 """
 
-from __future__ import annotations
-
 import os
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -30,7 +27,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_random_keys_end_nothing(tmp_path: Path, program: str, count: Counter[str]) -> None:
+def test_random_keys_end_nothing(tmp_path, program, count):
     folder = tmp_path / "working folder"
     folder.mkdir()
     environment = environ(HOME=str(tmp_path), XDG_STATE_HOME=str(tmp_path / "state"), XDG_CACHE_HOME=str(tmp_path))

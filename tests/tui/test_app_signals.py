@@ -3,8 +3,6 @@
 ``KVCHAT_TEST_SIGNALS=100`` sends so many at random moments; ``.ci/long`` does.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import shlex
@@ -12,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,23 +64,21 @@ def started_in(folder: Path, unheard: tuple[signal.Signals, ...] = ()) -> Iterat
 
 
 @pytest.fixture
-def started(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[PtyRun]:
+def started(tmp_path, request):
     """The application; a test may name signals that it does not hear."""
     with started_in(tmp_path, getattr(request, "param", ())) as run:
         yield run
 
 
 @pytest.fixture
-def application(started: PtyRun):
+def application(started):
     started.until(start_app.READY)
     return started
 
 
 # The handler is the same for all in ENDING; each of the others is one of test_a_signal_at_any_moment in the long form.
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
-def test_a_signal_restores_the_terminal_and_ends_the_engine(
-    application: PtyRun, number: signal.Signals, count: Counter[str]
-) -> None:
+def test_a_signal_restores_the_terminal_and_ends_the_engine(application, number, count):
     (engine,) = children(application.process.pid)
     application.process.send_signal(number)
     count["signals"] += 1
@@ -92,7 +87,7 @@ def test_a_signal_restores_the_terminal_and_ends_the_engine(
     wait_until(lambda: not is_alive(engine))
 
 
-def test_a_signal_sent_again_and_again_restores_the_terminal(application: PtyRun, count: Counter[str]) -> None:
+def test_a_signal_sent_again_and_again_restores_the_terminal(application, count):
     while application.process.poll() is None:
         application.process.send_signal(signal.SIGINT)
         count["signals"] += 1
@@ -101,14 +96,14 @@ def test_a_signal_sent_again_and_again_restores_the_terminal(application: PtyRun
     assert not kept(application.written)
 
 
-def test_a_signal_as_soon_as_the_terminal_is_taken_gives_it_back(started: PtyRun) -> None:
+def test_a_signal_as_soon_as_the_terminal_is_taken_gives_it_back(started):
     started.until("\x1b[?1049h")
     started.process.send_signal(signal.SIGTERM)
     assert started.finish() == 128 + signal.SIGTERM
     assert not kept(started.written)
 
 
-def test_a_signal_at_any_moment_leaves_neither_the_terminal_nor_an_engine(tmp_path: Path, count: Counter[str]) -> None:
+def test_a_signal_at_any_moment_leaves_neither_the_terminal_nor_an_engine(tmp_path, count):
     for turn in range(SIGNALS):
         dice = random.Random(turn)
         number = dice.choice(ENDING)
@@ -128,13 +123,8 @@ def test_a_signal_at_any_moment_leaves_neither_the_terminal_nor_an_engine(tmp_pa
         wait_until(lambda engines=engines: not any(map(is_alive, engines)))
 
 
-@pytest.mark.parametrize(
-    "started",
-    [(), (signal.SIGHUP, signal.SIGTERM)],
-    indirect=True,
-    ids=["told", "hears nothing"],
-)
-def test_a_terminal_that_vanishes_ends_application_and_engine(application: PtyRun, tmp_path: Path) -> None:
+@pytest.mark.parametrize("started", [(), (signal.SIGHUP, signal.SIGTERM)], indirect=True, ids=["told", "hears nothing"])
+def test_a_terminal_that_vanishes_ends_application_and_engine(application, tmp_path):
     """As a dropped SSH connection does; what the engine said until a second before is on disk."""
     (engine,) = children(application.process.pid)
     application.type(b"slow\r")
@@ -156,7 +146,7 @@ def test_a_terminal_that_vanishes_ends_application_and_engine(application: PtyRu
     assert lost.seconds <= 2 * CHECKPOINT_S + BUSY_S, lost
 
 
-def test_a_signal_while_the_editor_has_the_terminal_ends_both(tmp_path: Path) -> None:
+def test_a_signal_while_the_editor_has_the_terminal_ends_both(tmp_path):
     editor = "import sys, time; print('editing', flush=True); time.sleep(3600)"
     command = f"{shlex.quote(sys.executable)} -c {shlex.quote(editor)}"
     run = PtyRun(start_app.command(tmp_path), environ(TERM="xterm-256color", VISUAL=command, TMPDIR=str(tmp_path)))

@@ -3,8 +3,6 @@
 No engine runs: its events are handled one after the other, so that nothing depends on a moment.
 """
 
-from __future__ import annotations
-
 import asyncio
 import difflib
 import time
@@ -131,10 +129,7 @@ def still(config, monkeypatch, request):
     return config, request.config.getoption("--update-snapshots")
 
 
-FOUND = [
-    FoundModel("bundled", "bundled", linears(2**24)),
-    FoundModel("org/large", "hub", linears(2**34)),
-]
+FOUND = [FoundModel("bundled", "bundled", linears(2**24)), FoundModel("org/large", "hub", linears(2**34))]
 
 
 SIZES = ((80, 24), (120, 40), (200, 60))
@@ -145,7 +140,7 @@ async def test_the_screens_are_as_they_were(still, size):
     config, update = still
     app, different = KvchatApp(replace(config, load=Load("Qwen/Qwen3-4B"))), []
 
-    async def see(name: str) -> None:
+    async def see(name):
         file = SNAPSHOTS / f"{name}-{size[0]}x{size[1]}.txt"
         patience_s = SETTLED_S if any(different) else PATIENCE_S  # it fails already
         different.append(await difference(app, file, update, patience_s))
@@ -185,13 +180,7 @@ async def test_the_screens_are_as_they_were(still, size):
     assert not any(different), "\n\n".join(filter(None, different))
 
 
-OVERLAYS = {
-    "f1": "help",
-    "f2": "settings",
-    "ctrl+o": "models",
-    "f9": "conversations",
-    "shift+f7": "details",
-}
+OVERLAYS = {"f1": "help", "f2": "settings", "ctrl+o": "models", "f9": "conversations", "shift+f7": "details"}
 
 
 async def found_conversations(text: str) -> list[Summary]:

@@ -1,7 +1,5 @@
 """The conversations on disk: saved as they are said, and never lost to a disk that fails."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

@@ -1,11 +1,8 @@
 """The application's door: whatever bytes an engine writes, they are events or end the engine with the reason."""
 
-from __future__ import annotations
-
 import asyncio
 import struct
 import sys
-from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import get_args
@@ -51,7 +48,7 @@ async def reports_of(output: bytes) -> tuple[list[Report], bool]:
 
 @fuzzed
 @given(body=bodies(EVENTS) | bodies(get_args(Command)))
-def test_any_frame_is_an_event_or_ends_the_engine_with_the_reason(count: Counter[str], body: bytes) -> None:
+def test_any_frame_is_an_event_or_ends_the_engine_with_the_reason(count, body):
     count["frames"] += 1
     reports, killed = asyncio.run(reports_of(framed(body)))
     assert isinstance(reports[-1], Crashed)
@@ -66,20 +63,20 @@ def test_any_frame_is_an_event_or_ends_the_engine_with_the_reason(count: Counter
 
 @fuzzed
 @given(stream=st.binary(max_size=64) | st.lists(bodies(EVENTS), max_size=3).map(lambda found: framed(*found)[:-1]))
-def test_any_stream_of_bytes_comes_to_an_end(count: Counter[str], stream: bytes) -> None:
+def test_any_stream_of_bytes_comes_to_an_end(count, stream):
     count["streams of bytes"] += 1
     reports, _ = asyncio.run(reports_of(stream))
     assert isinstance(reports[-1], Crashed)
 
 
 @pytest.mark.slow("hundreds of events are drawn")
-async def test_any_event_is_drawn(running, count) -> None:
+async def test_any_event_is_drawn(running, count):
     """No event of the right types, however absurd its values, ends the application or stops its ears."""
     found = []
 
     @fuzzed
     @given(body=bodies(EVENTS))
-    def collect(body: bytes) -> None:
+    def collect(body):
         with suppress(ValueError):
             found.append(wire.decode_event(body))
 
@@ -95,7 +92,7 @@ async def test_any_event_is_drawn(running, count) -> None:
         await until(lambda: app.client._put(Loading("the end")) or app.controller.state.stage == "the end")
 
 
-async def test_an_engine_that_babbles_without_end_is_ended(tmp_path) -> None:
+async def test_an_engine_that_babbles_without_end_is_ended(tmp_path):
     babble = f"import sys\nwhile True: sys.stdout.buffer.write({framed(b'[]')!r} * 10_000)"
     client = EngineClient((sys.executable, "-c", babble), tmp_path / "log")
     await client.start()
@@ -105,7 +102,7 @@ async def test_an_engine_that_babbles_without_end_is_ended(tmp_path) -> None:
     await client.close()
 
 
-async def test_a_header_above_the_limit_is_refused_at_once() -> None:
+async def test_a_header_above_the_limit_is_refused_at_once():
     reports, killed = await reports_of(struct.pack(">I", wire.MAX_MESSAGE_BYTES + 1))
     assert killed
     assert "protocol" in reports[-1].log[0]

@@ -1,7 +1,5 @@
 """Comparisons without a screen: what is asked of the engine, and what becomes of its events."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 

@@ -1,7 +1,5 @@
 """What the user asks for, without a screen: commands to the engine, changes of the state, refusals."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest
@@ -10,7 +8,7 @@ from kvchat.config import presets
 from kvchat.config.modes import mode_names
 from kvchat.errors import EngineError, UsageError
 from kvchat.protocol import messages
-from kvchat.protocol.client import Crashed, Report
+from kvchat.protocol.client import Crashed
 from kvchat.protocol.figures import Snapshot, Stats
 from kvchat.protocol.messages import (
     Chat,
@@ -171,10 +169,10 @@ async def test_what_came_of_an_engine_that_is_being_ended_does_not_make_the_chat
     chat.client.ended.clear()
     batches = [[Recovered("RR", "entropy", 3.4, 40), Rebuilt(12, 0.25)]]
 
-    async def receive() -> list[Report]:
+    async def receive():
         return batches.pop() if batches else await asyncio.Future()
 
-    async def handle(report: Report) -> None:
+    async def handle(report):
         if isinstance(report, Recovered):
             await chat.controller.restart()
         else:
@@ -307,10 +305,7 @@ async def test_a_preset_of_auto_keeps_what_was_asked_for_in_its_modes(chat):
     chat.controller.save_preset("wide")
     await chat.controller.handle(Switched("full", "full", {}, 0, 0, 0.1))
     chat.controller.use_preset(presets.find("wide"))
-    assert chat.client.sent == [
-        Switch("auto", {"tokens_per_s": 5}),
-        Switch("auto", {"speculative": {"window": 64}}),
-    ]
+    assert chat.client.sent == [Switch("auto", {"tokens_per_s": 5}), Switch("auto", {"speculative": {"window": 64}})]
 
 
 async def test_in_auto_set_changes_a_parameter_of_auto_or_of_the_mode(chat):

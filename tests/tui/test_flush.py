@@ -1,7 +1,5 @@
 """What may be parsed while an answer grows."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -9,15 +9,7 @@ from support.patience import PATIENCE_S
 
 from kvchat.errors import UsageError
 from kvchat.protocol.figures import Stats
-from kvchat.protocol.messages import (
-    Finished,
-    Forget,
-    Resumed,
-    Stop,
-    Switch,
-    Switched,
-    Text,
-)
+from kvchat.protocol.messages import Finished, Forget, Resumed, Stop, Switch, Switched, Text
 from kvchat.tui import controller
 from kvchat.tui.state import Phase
 

@@ -1,13 +1,9 @@
 """Keys that come together act as if each had come by itself, whatever has the focus meanwhile."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Awaitable, Callable
 
 from support.app_driver import finished, opened, press, prompt
 from textual import events
-from textual.message_pump import MessagePump
 from textual.screen import ModalScreen
 from textual.widgets import Input
 
@@ -60,12 +56,12 @@ async def test_a_paste_waits_for_the_keys_before_it(running):
 async def test_what_follows_a_key_waits_until_the_application_is_done_with_it(running, monkeypatch):
     done, handle = app_module._done, KvchatApp.on_event
 
-    async def done_late(pump: MessagePump, work: Callable[[], Awaitable[None]] | None = None) -> None:
+    async def done_late(pump, work=None):
         await done(pump, work)
         if not isinstance(pump, KvchatApp):
             await asyncio.sleep(0.01)
 
-    async def handle_late(app: KvchatApp, event: events.Event) -> None:
+    async def handle_late(app, event):
         if isinstance(event, events.Key) and event.is_forwarded:
             await asyncio.sleep(0.1)
         await handle(app, event)

@@ -1,7 +1,5 @@
 """How much of an answer becomes widgets: bounded whatever is in it, and the same while it grows."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """Another model: chosen, loaded in place of the one in use, refused, stopped, downloaded, planned for."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Rows of numbers: complete, honest about what is missing, and explained."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from kvchat.config.modes import registered

@@ -1,7 +1,5 @@
 """The pace of a recording."""
 
-from __future__ import annotations
-
 import io
 import os
 import threading

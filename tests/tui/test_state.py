@@ -1,7 +1,5 @@
 """Values given at run time, receipts and sums."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The application in a real terminal: tmux, a fake engine, real keys, real signals."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil
@@ -73,7 +71,7 @@ class Terminal:
 
 
 @pytest.fixture
-def terminal(tmp_path: Path) -> Iterator[Terminal]:
+def terminal(tmp_path):
     terminal = Terminal(tmp_path / "tmux", start_app.command(tmp_path))
     yield terminal
     subprocess.run(["tmux", "-S", str(terminal.socket), "kill-server"], check=False, capture_output=True)
@@ -97,7 +95,7 @@ def alive(pid: int) -> bool:
     return True
 
 
-def test_a_session_from_the_first_key_to_the_last(terminal: Terminal, tmp_path: Path) -> None:
+def test_a_session_from_the_first_key_to_the_last(terminal, tmp_path):
     terminal.sees("● ready")
     terminal.type("hello there", "Enter")
     terminal.until(lambda screen: "That is all there is to it." in screen and "first token 0.41 s · full" in screen)
@@ -136,7 +134,7 @@ def test_a_session_from_the_first_key_to_the_last(terminal: Terminal, tmp_path: 
     assert not any(alive(pid) for pid in first + second)
 
 
-def test_a_large_paste_does_not_hang(terminal: Terminal) -> None:
+def test_a_large_paste_does_not_hang(terminal):
     terminal.sees("● ready")
     terminal.paste(b"fifteen letters\n" * 312_500)
     terminal.sees("[pasted 4.8 MiB, 312,501 lines]")
@@ -147,7 +145,7 @@ def test_a_large_paste_does_not_hang(terminal: Terminal) -> None:
 # ---- what comes in ---------------------------------------------------------------------------------
 
 
-def test_bytes_that_are_not_utf8_are_shown_and_end_nothing(terminal: Terminal) -> None:
+def test_bytes_that_are_not_utf8_are_shown_and_end_nothing(terminal):
     terminal.sees("● ready")
     terminal.key("-H", "9b")
     terminal.type("typed")
@@ -161,7 +159,7 @@ def test_bytes_that_are_not_utf8_are_shown_and_end_nothing(terminal: Terminal) -
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 1000])
-def test_a_paste_is_decoded_the_same_in_pieces_of_any_size(size: int) -> None:
+def test_a_paste_is_decoded_the_same_in_pieces_of_any_size(size):
     sent = b"a\x1b[A\x1b[200~one\x1b[2J\x1b[201~b\xff\x1b\x1b[200~\x1b\xc3\xbc\x1b[20\x1b[201~\x1b[C"
     decoder = InputDecoder()
     text = "".join(decoder.decode(sent[i : i + size]) for i in range(0, len(sent), size))
@@ -185,7 +183,7 @@ def test_a_paste_is_decoded_the_same_in_pieces_of_any_size(size: int) -> None:
         (b"one\r\x1b[Atwo", False),
     ],
 )
-def test_lines_that_come_in_one_read_are_a_paste(sent: bytes, is_paste: bool) -> None:
+def test_lines_that_come_in_one_read_are_a_paste(sent, is_paste):
     text = sent.decode()
     assert InputDecoder().decode(sent) == (f"\x1b[200~{text}\x1b[201~" if is_paste else text)
 
@@ -214,7 +212,7 @@ def test_what_comes_right_behind_lines_pasted_without_marks_belongs_to_them_but_
         (b"\x1b[A\x1bOP\x1b[<0;1;2M\x1b]0;x\x1b\\", "\x1b[A\x1bOP\x1b[<0;1;2M\x1b]0;x\x1b\\"),
     ],
 )
-def test_esc_before_a_text_is_the_key_and_before_one_letter_alt(sent: bytes, read: str) -> None:
+def test_esc_before_a_text_is_the_key_and_before_one_letter_alt(sent, read):
     assert InputDecoder().decode(sent) == read
 
 
@@ -272,7 +270,7 @@ def over_hostile_engine(tmp_path: Path, **more: str) -> Iterator[PtyRun]:
     assert not forbidden_in(run.written)
 
 
-def test_no_sequence_of_any_event_reaches_the_terminal(tmp_path: Path) -> None:
+def test_no_sequence_of_any_event_reaches_the_terminal(tmp_path):
     assert OF_EVENTS >= NOT_DRAWN
     with over_hostile_engine(tmp_path) as run:
         for keys, name in STEPS.items():
@@ -283,7 +281,7 @@ def test_no_sequence_of_any_event_reaches_the_terminal(tmp_path: Path) -> None:
     assert "[bold]markup[/]" in run.written.decode()
 
 
-def test_no_sequence_of_a_servers_model_reaches_the_terminal(tmp_path: Path) -> None:
+def test_no_sequence_of_a_servers_model_reaches_the_terminal(tmp_path):
     with over_hostile_engine(tmp_path, SERVED="1") as run:
         run.type(b"\x1b[18~")  # F7: all figures
         run.until("«ServerFigures.kind»")
@@ -293,7 +291,7 @@ def test_no_sequence_of_a_servers_model_reaches_the_terminal(tmp_path: Path) -> 
 
 
 @pytest.fixture
-def in_pty(tmp_path: Path) -> Iterator[PtyRun]:
+def in_pty(tmp_path):
     """The application, ready, in a terminal whose bytes are ours."""
     run = PtyRun(start_app.command(tmp_path), environ(TERM="xterm-256color"))
     run.until(start_app.READY)
@@ -301,9 +299,7 @@ def in_pty(tmp_path: Path) -> Iterator[PtyRun]:
     run.close()
 
 
-def test_what_is_typed_ahead_of_enter_and_read_with_it_belongs_to_the_next_prompt(
-    in_pty: PtyRun, tmp_path: Path
-) -> None:
+def test_what_is_typed_ahead_of_enter_and_read_with_it_belongs_to_the_next_prompt(in_pty, tmp_path):
     in_pty.type(b"Hello\r")
     time.sleep(0.05)  # else the two are a paste
     in_pty.type(b"world")
@@ -315,7 +311,7 @@ def test_what_is_typed_ahead_of_enter_and_read_with_it_belongs_to_the_next_promp
     assert (tmp_path / "history").read_text().splitlines()[-2:] == ['"Hello"', '"world"']
 
 
-def test_escape_pressed_right_after_enter_gives_the_question_back(in_pty: PtyRun) -> None:
+def test_escape_pressed_right_after_enter_gives_the_question_back(in_pty):
     in_pty.type(b"slow\r\x1b")
     in_pty.until("stopped")
     in_pty.type(b"\x11")

@@ -1,7 +1,5 @@
 """Timers that come, on a busy machine too."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -23,7 +21,7 @@ def stands_still(monkeypatch):
     """A machine that does nothing else for a while whenever a timer asks what time it is."""
     lost = 0.0
 
-    def later() -> float:
+    def later():
         nonlocal lost
         lost += STILL_S
         return time.monotonic() + lost
@@ -42,7 +40,7 @@ async def test_what_is_drawn_with_rests_is_drawn_again(running, stands_still):
     async with running() as (app, _pilot, until):
         drawn = []
 
-        async def draw() -> None:
+        async def draw():
             drawn.append(len(drawn))
 
         paced = Paced(app.chat, draw)
@@ -82,13 +80,13 @@ class FakePump:
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Any]:
-    def made(layout_s: float) -> tuple[FakePump, Paced, list[float]]:
+def run(monkeypatch):
+    def made(layout_s):
         pump: Any = FakePump(layout_s)
         monkeypatch.setattr(base, "thread_time", lambda: pump.computed)
         drawn: list[float] = []
 
-        async def draw() -> None:
+        async def draw():
             drawn.append(pump.now)
             pump.computed += pump.layout_s
 

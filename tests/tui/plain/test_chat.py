@@ -1,7 +1,5 @@
 """The chat by lines, over a fake engine: what a pipe or a person sends and what is printed."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import os
@@ -491,7 +489,7 @@ async def test_a_line_without_end_is_refused_and_lets_others_run(monkeypatch):
     monkeypatch.setattr(view, "LONGEST", 2**21)
     turns = 0
 
-    async def count() -> None:
+    async def count():
         nonlocal turns
         while True:
             turns += 1

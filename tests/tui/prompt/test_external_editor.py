@@ -1,7 +1,5 @@
 """The user's editor: what it leaves is the text; one that fails changes nothing and leaves no file."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shlex
@@ -28,7 +26,7 @@ def folder(tmp_path, monkeypatch):
 def editor(monkeypatch):
     """Make the given program the editor; ``path`` in it is the file."""
 
-    def use(program: str, variable: str = "EDITOR") -> None:
+    def use(program, variable="EDITOR"):
         code = f"import os, pathlib, sys; path = pathlib.Path(sys.argv[1]); {program}"
         monkeypatch.setenv(variable, f"{shlex.quote(sys.executable)} -c {shlex.quote(code)}")
 

@@ -1,7 +1,5 @@
 """``@file``: which words are files, what is sent of them, and what is offered while one is typed."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvchat.conversations.attachments import fenced

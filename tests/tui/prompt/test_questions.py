@@ -1,7 +1,5 @@
 """The question that is sent of a prompt's text."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -82,11 +80,7 @@ def test_files_and_folders_with_their_sizes(tmp_path):
     (tmp_path / "a.txt").write_text("abc")
     (tmp_path / "broken").symlink_to(tmp_path / "nowhere")
     found = {entry.name: entry for entry in mentions.read(f"{tmp_path}/")}
-    assert found == {
-        "sub": Entry("sub", is_folder=True),
-        "a.txt": Entry("a.txt", size=3),
-        "broken": Entry("broken"),
-    }
+    assert found == {"sub": Entry("sub", is_folder=True), "a.txt": Entry("a.txt", size=3), "broken": Entry("broken")}
     assert mentions.read(f"{tmp_path}/nowhere/") == ()
 
 
@@ -97,7 +91,7 @@ def test_what_lies_below_the_present_folder_comes_behind_it_and_ends(tmp_path, m
         (tmp_path / name).write_text("")
     (tmp_path / "loop").symlink_to(tmp_path)
 
-    def names(folder: str) -> list[str]:
+    def names(folder):
         return [entry.name for entry in mentions.read(folder)]
 
     assert sorted(names("")[:5]) == [".git", "a", "loop", "node_modules", "top.py"]
@@ -114,7 +108,7 @@ def test_what_lies_below_the_present_folder_comes_behind_it_and_ends(tmp_path, m
 async def test_a_folder_that_does_not_answer_blocks_nobody_and_is_read_once_at_a_time():
     may_answer, asked, changes = threading.Event(), [], []
 
-    def slow(folder: str) -> tuple[Entry, ...]:
+    def slow(folder):
         asked.append(folder)
         may_answer.wait(60)
         return (Entry("late.txt"),)
@@ -132,7 +126,7 @@ async def test_what_is_read_again_is_told_only_where_it_has_changed(monkeypatch)
     lies, asked, changes = [(Entry("a"),)], [], []
     reader = FolderReader(lambda: changes.append(1), lambda folder: asked.append(folder) or lies[0])
 
-    async def look() -> None:
+    async def look():
         reader.entries("x/")
         await wait_for(lambda: not reader._reading)
 

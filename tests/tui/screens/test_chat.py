@@ -1,7 +1,5 @@
 """The chat screen, driven by keys over the fake engine."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

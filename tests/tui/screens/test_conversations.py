@@ -1,7 +1,5 @@
 """The list of conversations, driven by keys."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

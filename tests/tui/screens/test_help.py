@@ -1,7 +1,5 @@
 """Help lists every key, command and mode."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from support.app_driver import drawn, finished, opened, press, typed

@@ -1,7 +1,5 @@
 """The picker of models, driven by keys."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A large answer is whole on the screen, in few widgets, few of them new between two layouts."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest
@@ -43,7 +41,7 @@ def paused(monkeypatch):
     seen: list = [None]
     genuine = answer_body.pause
 
-    async def pause() -> None:
+    async def pause():
         seen.append(len(seen[0].query("MarkdownPart *")))
         await genuine()
 
@@ -95,7 +93,7 @@ async def test_a_list_in_two_parts_has_no_gap_and_the_plain_middle_is_between_ma
         kinds = [type(part).__name__ for part in answer.query_one("AnswerBody").children]
         assert kinds == ["MarkdownPart", "MarkdownPart", "PlainText", "MarkdownPart"]
 
-        def rows() -> list[int]:
+        def rows():
             return [bullet.region.y for bullet in answer.query(ItemText)]
 
         await wait_for(lambda: len(rows()) == 25 and all(below - above == 1 for above, below in pairwise(rows())))
@@ -108,7 +106,7 @@ async def test_an_answer_that_goes_while_it_is_drawn_ends_nothing(monkeypatch, g
         answer = await app.query_one(Transcript).add(Answer())
         body = answer.query_one(answer_body.AnswerBody)
 
-        async def pause() -> None:
+        async def pause():
             await (answer.remove() if gone_with == "the answer" else body.remove_children())
 
         # Nothing is fed: the answer's own task would wait to draw it, and its removal for that task.

@@ -1,7 +1,5 @@
 """A conversation of many messages: few widgets, the same messages."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """The column of conversations: what is listed and marked, and what a click asks for."""
 
-from __future__ import annotations
-
 import pytest
 from textual.app import App
 from textual.pilot import Pilot

@@ -1,7 +1,5 @@
 """The panel columns, filled and fitting."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -184,7 +182,7 @@ async def test_the_panels_tell_the_reasons(running, monkeypatch):
     async with running(size=(120, 40)) as (app, _pilot, until):
         badges = app.chat.query_one(Badges)
 
-        def shown() -> str:
+        def shown():
             return " ".join("".join(strip.text for strip in badges.render_lines(badges.size.region)).split())
 
         await until(lambda: badges.size.height > 2 and "out of memory (2)" in shown() and shown().count(GLYPH) == 2)

@@ -1,7 +1,5 @@
 """A long plain text: one widget of as many rows as it needs, all of it shown, and to be selected."""
 
-from __future__ import annotations
-
 import pytest
 from rich.cells import cell_len
 from support.app_driver import wait_for

@@ -1,7 +1,5 @@
 """Pastes: literal when small, folded when large, whole when sent."""
 
-from __future__ import annotations
-
 import time
 
 from support.app_driver import finished, press, prompt
@@ -142,7 +140,7 @@ async def test_what_is_typed_ahead_of_enter_belongs_to_the_next_prompt(running):
 
 
 async def test_a_refused_text_comes_back_before_what_was_typed_since(running, monkeypatch):
-    async def refuse(text: str) -> None:
+    async def refuse(text):
         raise UsageError("Not now.")
 
     async with running() as (app, _pilot, until):
@@ -186,7 +184,7 @@ async def test_a_prompt_that_waits_paints_nothing(running, monkeypatch):
         await until(lambda: prompt.has_focus)
         painted, looked = [], 0
 
-        def is_calm() -> bool:
+        def is_calm():
             """Whether nothing was painted for twice as long as a cursor takes to blink."""
             nonlocal looked
             if painted or not looked:

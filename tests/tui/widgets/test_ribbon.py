@@ -1,7 +1,5 @@
 """Mapping the stored context to columns."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 
@@ -55,13 +53,7 @@ def test_shares_of_groups_are_means(digits, width, shares):
 
 @pytest.mark.parametrize(
     ("cells", "width", "shown"),
-    [
-        ("SDDW", 10, "SDDW"),
-        ("SHHHHHHDHHHW", 3, "SHW"),
-        ("HHHR" * 2, 2, "RR"),
-        ("HHD" * 3, 3, "HHH"),
-        ("", 5, ""),
-    ],
+    [("SDDW", 10, "SDDW"), ("SHHHHHHDHHHW", 3, "SHW"), ("HHHR" * 2, 2, "RR"), ("HHD" * 3, 3, "HHH"), ("", 5, "")],
 )
 def test_squeezing_keeps_the_majority_and_what_is_rare(cells, width, shown):
     assert squeeze(cells, width) == shown
@@ -214,17 +206,17 @@ async def test_messages_are_marked_where_they_stand_without_a_layout(running):
         question, answer = app.chat.query(Question).last(), answers(app)[-1]
         await until(lambda: question.message and answer.message)
 
-        def beside_the_messages() -> list[str]:
+        def beside_the_messages():
             rows, top = [" "] * gutter.size.height, transcript.region.y
             for glyph, message in (("×", question), ("█", answer)):
                 for y in range(max(message.region.y - top, 0), min(message.region.bottom - top, len(rows))):
                     rows[y] = glyph
             return rows
 
-        def shown() -> list[str]:
+        def shown():
             return [gutter.render_line(y).text for y in range(gutter.size.height)]
 
-        def is_marked() -> bool:
+        def is_marked():
             gutter.show({question.message: Mark("X", 0.0), answer.message: Mark("D", 1.0)}.get)
             return {"█", " "} <= set(shown()) and shown() == beside_the_messages()
 

@@ -1,7 +1,5 @@
 """The hill of stored tokens and the part of it that is read."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest
@@ -13,18 +11,7 @@ from kvchat.protocol.figures import Gpu
 from kvchat.protocol.messages import RECALL_EDGES_MS, Details, RecallBin, Sampling
 from kvchat.tui.state import POINTS, ChatState, GpuHistory, Moment
 from kvchat.tui.themes import RIBBON_DEFAULTS
-from kvchat.tui.widgets.charts import (
-    EXPOSED,
-    HIDDEN,
-    NONE,
-    HeadMap,
-    arranged,
-    bar,
-    glyph,
-    label,
-    occupied,
-    rows,
-)
+from kvchat.tui.widgets.charts import EXPOSED, HIDDEN, NONE, HeadMap, arranged, bar, glyph, label, occupied, rows
 from kvchat.tui.widgets.panels import MARK, MAX_POINTS, STORED, Point, Timeline, by_tokens, column
 from kvchat.units import BARS, UNREAD, bars
 

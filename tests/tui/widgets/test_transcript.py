@@ -1,7 +1,5 @@
 """How many answers stay alive, and the chip for new lines."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 
@@ -62,7 +60,7 @@ async def test_old_answers_are_collapsed_and_come_back_when_read(running, monkey
         transcript.scroll_home(animate=False)
         heights = set()  # also while it comes back: nothing below it may move
 
-        def revived() -> bool:
+        def revived():
             heights.add(first.size.height)
             return first.styles.height.is_auto and any(fence.region.height for fence in first.query("MarkdownFence"))
 
