@@ -79,6 +79,17 @@ def typed(app: KvchatApp, text: str) -> None:
     press(app, "enter")
 
 
+async def ask(app: KvchatApp, *questions: str, mode: str = "") -> None:
+    """Enter the mode if one is named, then send each question and wait for its answer."""
+    if mode:
+        typed(app, f"/mode {mode}")
+        await wait_for(lambda: app.controller.state.mode == mode)
+    for question in questions:
+        count = len(app.controller.state.conversation.stats) + 1
+        typed(app, question)
+        await wait_for(lambda count=count: finished(app, count))
+
+
 async def wait_for(condition: Callable[[], object]) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not condition():

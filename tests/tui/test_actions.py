@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from support.app_driver import CHARACTERS, finished, press, prompt, texts, toasts, typed
+from support.app_driver import CHARACTERS, ask, finished, focus, press, prompt, texts, toasts, typed
 from support.message import lacks
 from textual.command import CommandInput, CommandList
 
@@ -41,11 +41,16 @@ def test_every_action_has_a_description_and_a_way_to_reach_it():
 
 @pytest.mark.parametrize(
     ("name", "facts"),
-    [("compair", ("/compair", "/compare")), ("zzz", ("/zzz", "/help")), ("", ("/",)), ("re", ('"re"', "ambiguous"))],
+    [
+        ("compair", ("/compair", "/compare")),
+        ("zzz", ("/zzz", "/help")),
+        ("", ("/",)),
+        ("re", ('"re"', "ambiguous: rebuild, regen,")),
+    ],
 )
 def test_an_unknown_command_names_the_nearest_few(name, facts):
     with pytest.raises(UsageError) as refused:
-        find_command(name)
+        parse_command(f"/{name}")
     assert not lacks(refused.value, *facts)
     assert len(str(refused.value)) < 160
 
@@ -103,23 +108,9 @@ def test_a_command_that_takes_no_argument_refuses_one(line):
         parse_command(line)
 
 
-def test_a_beginning_of_several_names_them():
-    with pytest.raises(UsageError, match=r'"re".*rebuild, regen, restart, restore'):
-        parse_command("/re")
-
-
 def test_aliases_hide_no_command():
     assert not set(ALIASES) & set(COMMANDS)
     assert len(ALIASES) == sum(len(action.aliases) for action in ACTIONS)
-
-
-async def test_what_is_refused_is_a_toast(running):
-    async with running() as (app, _pilot, until):
-        press(app, "f5")
-        await until(lambda: "There is no question yet" in toasts(app))
-        typed(app, "/undo")
-        await until(lambda: toasts(app).count("There is no question yet") == 2)
-        assert not app.chat.query("Problem")
 
 
 # ---- The palette's choices; driving it is tested in tests/tui/screens
@@ -149,15 +140,18 @@ def test_all_that_can_be_done_in_the_chat_is_in_the_palette():
     assert {"branch previous", "page up", "page down", "ribbon first", "message previous"} <= titles
 
 
-async def test_what_has_only_a_key_acts_from_the_palette(running):
+async def test_a_refusal_is_a_toast_and_what_has_only_a_key_acts_from_the_palette_or_by_command(running):
     async with running() as (app, _pilot, until):
-        for place in (1, 2):
-            typed(app, "hello")
-            await until(lambda place=place: finished(app, place))
+        press(app, "f5")
+        await until(lambda: "There is no question yet" in toasts(app))
+        typed(app, "/undo")
+        await until(lambda: toasts(app).count("There is no question yet") == 2)
+        assert not app.chat.query("Problem")
+        await ask(app, "hello", "hello")
         acts = {choice.title: choice.callback for choice in choices(app.chat, app.keys, ())}
-        transcript = app.chat.query_one(Transcript)
+        transcript, conversation = app.chat.query_one(Transcript), app.controller.state.conversation
         acts["message previous"]()
-        await until(lambda: transcript.has_focus and transcript.chosen == app.controller.state.conversation.leaf.id)
+        await until(lambda: transcript.has_focus and transcript.chosen == conversation.leaf.id)
         acts["branch previous"]()
         await until(lambda: "only one branch" in toasts(app))
         acts["ribbon first"]()
@@ -169,16 +163,10 @@ async def test_what_has_only_a_key_acts_from_the_palette(running):
         await until(lambda: transcript.scroll_y == transcript.max_scroll_y)
         acts["replay faster"]()
         await until(lambda: "replay" in toasts(app).lower() or "recording" in toasts(app).lower())
-
-
-async def test_branches_are_stepped_through_by_command(running):
-    async with running() as (app, _pilot, until):
-        typed(app, "hello")
-        await until(lambda: finished(app))
         press(app, "f5")
-        await until(lambda: finished(app, 2))
-        conversation = app.controller.state.conversation
+        await until(lambda: finished(app, 3))
         second = conversation.leaf.id
+        await focus(prompt(app))
         typed(app, "/branch previous")
         await until(lambda: conversation.leaf.id != second)
         typed(app, "/branch")
@@ -278,7 +266,7 @@ def keys(text: str) -> list[str]:
     return [NAMES.get(character, character) for character in text]
 
 
-async def test_a_command_is_completed_by_tab_and_arrows_and_sent_by_enter(running):
+async def test_a_command_is_completed_by_tab_and_arrows_and_sent_by_enter_and_escape_closes_the_list_first(running):
     async with running(size=(80, 24)) as (app, _pilot, until):
         suggestions = app.chat.query_one(SuggestionList)
         press(app, *keys("/mo"), "tab", *keys("s"), "down", "down", "tab")
@@ -289,13 +277,8 @@ async def test_a_command_is_completed_by_tab_and_arrows_and_sent_by_enter(runnin
         # A recalled command is complete: Up goes on to earlier ones.
         await until(lambda: prompt(app).text == "/mode sync" and not suggestions.display)
         assert prompt(app).has_focus
-
-
-async def test_escape_closes_the_list_and_only_that(running):
-    async with running() as (app, _pilot, until):
         typed(app, "hold")
         await until(lambda: app.controller.state.phase is Phase.ANSWERING)
-        suggestions = app.chat.query_one(SuggestionList)
         press(app, "slash")
         await until(lambda: suggestions.display)
         press(app, "escape")

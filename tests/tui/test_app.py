@@ -9,7 +9,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 import pytest
-from support.app_driver import drawn, finished, opened, press, prompt, toasts, typed
+from support.app_driver import ask, drawn, finished, opened, press, prompt, toasts, typed
 from support.hostile import MARKUP, forbidden_in, hostile
 from support.message import lacks
 from support.patience import PATIENCE_S
@@ -27,43 +27,38 @@ from kvchat.tui.screens.help import HelpScreen
 from kvchat.tui.screens.settings import SettingsScreen
 from kvchat.tui.state import Phase
 from kvchat.tui.terminal import REMOTE, TERMINALS_TAKE, copy_to_system, describe, has_system
-from kvchat.tui.widgets.bars import ModeBar, StatusBar
+from kvchat.tui.widgets.bars import KeyHints, ModeBar, StatusBar
 from kvchat.tui.widgets.messages import Problem
 from kvchat.tui.widgets.transcript import Transcript
 
-PRINTING = "import kvchat.tui.app; from textual import constants; print(constants.MAX_FPS)"
-
-
-@pytest.mark.parametrize(("chosen", "frames"), [({}, "120"), ({"TEXTUAL_FPS": "30"}, "30")])
-def test_a_key_need_not_wait_for_a_slow_frame_unless_somebody_chose_it(chosen, frames):
-    environment = {name: value for name, value in os.environ.items() if name != "TEXTUAL_FPS"} | chosen
-    command = [sys.executable, "-c", PRINTING]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
-    assert result.stdout.strip() == frames
-
-
-COLLECTING = """
+PRINTING = """
 import gc, math
 from unittest.mock import Mock
 from kvchat.process import postpone_full_collections
 from kvchat.tui import app
+from textual import constants
 postpone_full_collections()
 app.KvchatApp = Mock()
 app.run(None)
-print(math.prod(gc.get_threshold()))
+print(constants.MAX_FPS, math.prod(gc.get_threshold()))
 """
 
 
-def test_garbage_of_minutes_is_never_collected_at_once():
+@pytest.mark.parametrize(("chosen", "frames"), [({}, 120), ({"TEXTUAL_FPS": "30"}, 30)])
+def test_a_key_waits_neither_for_a_slow_frame_unless_somebody_chose_it_nor_for_garbage_of_minutes(chosen, frames):
     """An answer leaves about 75,000 objects a second, and a collection takes some microseconds for each."""
-    command = [sys.executable, "-c", COLLECTING]
-    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert int(result.stdout) <= 10 * 75_000
+    environment = {name: value for name, value in os.environ.items() if name != "TEXTUAL_FPS"} | chosen
+    command = [sys.executable, "-c", PRINTING]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
+    shown, collected_after = map(int, result.stdout.split())
+    assert shown == frames
+    assert collected_after <= 10 * 75_000
 
 
-async def test_ctrl_c_stops_then_quits_when_pressed_twice(running, monkeypatch):
+async def test_ctrl_c_stops_then_quits_when_pressed_twice_and_no_engine_survives(running, monkeypatch):
     monkeypatch.setattr(chat, "QUIT_WINDOW_S", PATIENCE_S)
     async with running() as (app, _pilot, until):
+        process = app.client._process
         typed(app, "hold")
         await until(lambda: app.controller.state.phase is Phase.ANSWERING)
         press(app, "ctrl+c")
@@ -73,6 +68,7 @@ async def test_ctrl_c_stops_then_quits_when_pressed_twice(running, monkeypatch):
         assert app.is_running
         press(app, "ctrl+c")
         await until(lambda: app._exit)
+    assert process.returncode is not None
 
 
 async def test_a_handler_whose_widgets_vanish_while_the_application_closes_is_no_failure(running):
@@ -114,8 +110,11 @@ def listed(app) -> list[str]:
     return [str(choice.prompt).split("  ")[0] for choice in lines.first().options] if lines else []
 
 
-async def test_help_and_palette(running):
+async def test_help_and_one_palette_at_a_time(running):
     async with running() as (app, _pilot, until):
+        await until(lambda: "F6 mode" in app.chat.query_one(KeyHints).render().plain)
+        assert "F10" not in app.chat.query_one(KeyHints).render().plain, "nothing of a replay"
+        assert "recording" not in app.chat.query_one(ModeBar).render().plain
         press(app, "f1")
         await until(lambda: opened(app, HelpScreen))
         press(app, "escape")
@@ -126,28 +125,18 @@ async def test_help_and_palette(running):
         app.screen.query_one(CommandInput).value = "mode streaming"
         await until(lambda: listed(app)[:1] == ["mode streaming"])
         press(app, "enter")
-        await until(lambda: app.controller.state.mode == "streaming")
-
-
-async def test_a_palette_below_another_screen_stays_the_only_one(running):
-    async with running() as (app, _pilot, until):
-        app.action_command_palette()
-        await until(lambda: isinstance(app.screen, Palette))
-        app.action_settings()
-        await until(lambda: isinstance(app.screen, SettingsScreen))
-        app.action_command_palette()
-        assert [type(screen) for screen in app.screen_stack[-2:]] == [Palette, SettingsScreen]
-
-
-async def test_a_palette_opens_while_another_is_still_closing(running):
-    async with running() as (app, _pilot, until):
+        await until(lambda: app.controller.state.mode == "streaming" and app.screen is app.chat)
         app.action_command_palette()
         await until(lambda: opened(app, Palette))
         closing = app.screen
         closing.dismiss()
-        app.action_command_palette()
+        app.action_command_palette()  # while the other is still closing
         assert closing.is_attached
         await until(lambda: opened(app, Palette) and not closing.is_attached)
+        app.action_settings()
+        await until(lambda: isinstance(app.screen, SettingsScreen))
+        app.action_command_palette()
+        assert [type(screen) for screen in app.screen_stack[-2:]] == [Palette, SettingsScreen]
 
 
 async def test_loading_stages_are_visible(running, monkeypatch):
@@ -169,29 +158,16 @@ async def test_where_memory_ran_out_a_click_does_what_is_offered(running):
         await until(lambda: app.controller.state.phase is Phase.DOWN)
         assert app.client.pid is None
         prompt(app).load_text("")
-        typed(app, "hello")
-        await until(lambda: finished(app))
+        await ask(app, "hello")
 
 
-async def test_no_engine_survives_quitting(running):
-    async with running() as (app, _pilot, until):
-        process = app.client._process
-        press(app, "ctrl+q")
-        await until(lambda: app._exit)
-    assert process.returncode is not None
-
-
-async def test_a_widget_that_draws_foreign_text_as_it_is_sends_no_control_character(running):
-    async with running() as (app, _pilot, until):
-        text = f" {MARKUP}{hostile('raw')}"  # the gutter covers the first column
-        await app.chat.query_one(Transcript).add(Static(text, markup=False))
-        await until(lambda: f"{MARKUP}«raw»" in drawn(app))
-        assert not forbidden_in(drawn(app).encode())
-
-
-async def test_control_characters_and_markup_of_a_toast_are_text(running, config):
+async def test_control_characters_and_markup_of_a_widget_or_a_toast_are_text(running, config):
     problem = hostile("settings")
     async with running(replace(config, problems=(problem,), keys={problem: "f9"})) as (app, _pilot, until):
+        # One that draws it as it is; the gutter covers the first column.
+        await app.chat.query_one(Transcript).add(Static(f" {MARKUP}{hostile('raw')}", markup=False))
+        await until(lambda: f"{MARKUP}«raw»" in drawn(app))
+        assert not forbidden_in(drawn(app).encode())
         app.chat.toast(problem, title=problem)
         await until(lambda: len(app._notifications) == 3)
         shown = [f"{toast.title}\n{toast.message}" for toast in app._notifications]
@@ -220,13 +196,15 @@ def pyperclip(monkeypatch):
     return copied
 
 
-async def test_the_systems_clipboard_is_used_where_it_is_the_persons(pyperclip):
+async def test_the_systems_clipboard_is_used_where_it_is_the_persons(pyperclip, monkeypatch):
     assert has_system({})
     assert not has_system({"SSH_CONNECTION": "10.0.0.1 5 10.0.0.2 22"})
     assert await copy_to_system("hé") == ""
     assert pyperclip == ["hé"]
     pyperclip.append(RuntimeError("\nNo program.\nInstall one."))
     assert await copy_to_system("x") == "No program"
+    monkeypatch.setattr(terminal, "find_spec", lambda name: None)
+    assert not has_system({}), "without the library there is only the terminal's"
 
 
 async def test_a_clipboard_that_does_not_answer_is_given_up(pyperclip, monkeypatch):
@@ -246,8 +224,7 @@ def test_what_became_of_a_text_is_said():
 
 async def test_a_refusal_is_a_toast_and_a_file_takes_its_place(running, pyperclip, tmp_path):
     async with running() as (app, _pilot, until):
-        typed(app, "hello")
-        await until(lambda: finished(app))
+        await ask(app, "hello")
         typed(app, "/copy")
         await until(lambda: "Copied" in toasts(app))
         assert pyperclip == [app.clipboard]
@@ -260,11 +237,6 @@ async def test_a_refusal_is_a_toast_and_a_file_takes_its_place(running, pypercli
         assert (tmp_path / "interest.py").read_text() == app.clipboard
 
 
-def test_without_the_library_there_is_only_the_terminals(monkeypatch):
-    monkeypatch.setattr(terminal, "find_spec", lambda name: None)
-    assert not has_system({})
-
-
 # ---- Lists of lines to choose from
 
 
@@ -273,7 +245,7 @@ async def test_a_terminal_without_a_column_for_a_list_ends_nothing(running):
         for key in ("f2", "f9", "ctrl+o", "ctrl+p", "/"):
             press(app, key)
             await until(lambda: any(shown.display for shown in app.screen.query(OptionList)))
-            for width in (5, 3, 1):
+            for width in (5, 1):
                 await pilot.resize_terminal(width, 24)
                 await pilot.pause()
             assert app._exception is None
@@ -282,5 +254,4 @@ async def test_a_terminal_without_a_column_for_a_list_ends_nothing(running):
                 app.screen.dismiss()
             await until(lambda: app.screen is app.chat)
             prompt(app).load_text("")
-        typed(app, "hello")
-        await until(lambda: finished(app))
+        await ask(app, "hello")

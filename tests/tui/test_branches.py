@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from support.app_driver import finished, focus, typed
+from support.app_driver import ask, focus
 from support.keeping import keep
 
 from kvchat.conversations.store import ConversationStore
@@ -329,8 +329,7 @@ async def test_pins_are_kept_with_the_conversation(talk, tmp_path):
 
 async def test_a_pinned_message_is_marked_where_it_stands(running):
     async with running() as (app, pilot, until):
-        typed(app, "hello there")
-        await until(lambda: finished(app))
+        await ask(app, "hello there")
         transcript = app.chat.query_one(Transcript)
         await focus(transcript)
         await pilot.press("up", "up")

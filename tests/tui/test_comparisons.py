@@ -5,7 +5,7 @@ import io
 
 import pytest
 from rich.console import Console
-from support.app_driver import drawn, finished, opened, press, typed
+from support.app_driver import ask, drawn, finished, opened, press, typed
 from support.message import lacks
 from textual.containers import VerticalScroll
 from textual.widgets import Static
@@ -160,16 +160,13 @@ def test_each_mode_is_followed_by_its_parameters():
         Variant("speculative", {"first_full": False}),
         Variant("full"),
     ]
+    assert [one.mode for one in parse_variants(["spec", "budget=256", "ful"])] == ["speculative", "full"]
 
 
 @pytest.mark.parametrize("line", ["budget=256", "full " * (MAX_VARIANTS + 1)])
 def test_what_makes_no_sense_is_refused(line):
     with pytest.raises(UsageError):
         parse_variants(line.split())
-
-
-def test_the_beginning_of_a_mode_stands_for_it():
-    assert [one.mode for one in parse_variants(["spec", "budget=256", "ful"])] == ["speculative", "full"]
 
 
 def test_at_least_two_different_variants():
@@ -220,8 +217,7 @@ def shown(app, selector: str) -> str:
 async def test_f8_shows_both_answers_and_w_writes_them(running, size, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     async with running(size=size) as (app, _pilot, until):
-        typed(app, "hello")
-        await until(lambda: finished(app))
+        await ask(app, "hello")
         press(app, "f8")
         await until(lambda: opened(app, CompareScreen) and "differs from token 3" in shown(app, "#verdict"))
         said = f"All said {MARK}by full here.\nAll said {MARK}by speculative here."
@@ -289,24 +285,16 @@ async def test_every_mode_has_a_row_and_esc_closes(running, size):
         await until(lambda: app.screen is app.chat)
 
 
-async def test_a_needle_over_a_comparison_has_a_screen_of_its_own(running):
+async def test_a_needle_has_a_screen_of_its_own_over_a_comparison_and_below_another(running):
     async with running() as (app, _pilot, until):
-        typed(app, "hello")
-        await until(lambda: finished(app))
+        await ask(app, "hello")
         press(app, "f8")
         await until(lambda: opened(app, CompareScreen) and app.screen.shown.is_over)
-        await app.chat.run_command("/needle 512")
-        await until(lambda: isinstance(app.screen, NeedleScreen) and app.screen.shown.is_over)
-        assert [type(screen) for screen in app.screen_stack[-2:]] == [CompareScreen, NeedleScreen]
-
-
-async def test_a_needle_below_another_screen_is_shown_on(running):
-    async with running() as (app, _pilot, until):
         await app.chat.run_command("/needle 512")
         app.action_settings()
         needle = app.controller.comparisons.running
         await until(lambda: opened(app, SettingsScreen) and needle.is_over)
-        assert [type(screen) for screen in app.screen_stack[-2:]] == [NeedleScreen, SettingsScreen]
+        assert [type(screen) for screen in app.screen_stack[-3:]] == [CompareScreen, NeedleScreen, SettingsScreen]
 
 
 def text(app, selector: str) -> str:

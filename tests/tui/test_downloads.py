@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-from support.app_driver import drawn, finished, press, toasts, typed
+from support.app_driver import ask, drawn, press, toasts, typed
 from support.fake_hub import FakeHub
 
 import kvchat
@@ -29,8 +29,7 @@ async def test_it_tells_how_far_it_is_is_stopped_and_gone_on_with(running, hub):
         press(app, "ctrl+o", *"org/model", "enter")
         await until(lambda: app.screen is app.chat and "↓" in drawn(app))
         await until(lambda: " of 33.0 MiB · " in drawn(app) and "iB/s · " in drawn(app) and " s left" in drawn(app))
-        typed(app, "hello")
-        await until(lambda: finished(app))
+        await ask(app, "hello")
         press(app, "escape")
         await until(lambda: "The download was stopped; /model org/model resumes it." in toasts(app))
         hub.pause = 0.0

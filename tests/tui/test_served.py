@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from support.app_driver import answers, drawn, finished, opened, press, receipts, toasts, typed
+from support.app_driver import answers, ask, drawn, finished, opened, press, receipts, toasts, typed
 from support.fake_server import BREAK, HELLO, WAIT, FakeServer, delta
 from textual.widgets import OptionList
 
@@ -157,8 +157,7 @@ async def test_a_stop_keeps_the_text_and_the_queue_goes_on(running, served, serv
         assert receipts(app)[0].endswith("stopped")
         assert server.left.wait(5)
         server.frames = HELLO
-        typed(app, "Hi.")
-        await until(lambda: finished(app, 2))
+        await ask(app, "Hi.")
         assert [one["content"] for one in server.asked[-1]["messages"]] == ["A story.", "Once upon", "Hi."]
 
 
@@ -184,8 +183,7 @@ async def test_figures_are_asked_for_only_while_they_are_shown(running, served, 
         press(app, "f7")  # none
         await until(lambda: not app.chat.query_one(KvColumn).display and not app.controller.details._watching)
         seen = server.seen.count("/metrics")
-        typed(app, "Hi.")
-        await until(lambda: finished(app))
+        await ask(app, "Hi.")
         assert server.seen.count("/metrics") <= seen + 1  # one may have been on its way
 
 
@@ -195,8 +193,7 @@ async def test_a_key_is_in_no_export_log_or_recording_and_a_small_screen_asks_fo
     monkeypatch.setenv("KVCHAT_API_KEY", "geheim")
     server.key = "geheim"
     async with running(served, size=(80, 24)) as (app, _, until):
-        typed(app, "Hi.")
-        await until(lambda: finished(app))
+        await ask(app, "Hi.")
         typed(app, f"/export {tmp_path / 'chat.json'}")
         await until((tmp_path / "chat.json").exists)
     assert "/metrics" not in server.seen

@@ -4,7 +4,7 @@ import re
 import time
 
 import pytest
-from support.app_driver import finished, notes, press, prompt, texts, toasts, typed
+from support.app_driver import ask, notes, press, prompt, texts, toasts, typed
 
 from kvchat.config.modes import registered
 from kvchat.errors import UsageError
@@ -117,8 +117,7 @@ async def test_system_stats_theme_copy_panels(running):
     async with running() as (app, _pilot, until):
         typed(app, "/system be brief")
         await until(lambda: app.controller.state.conversation.system == "be brief")
-        typed(app, "hello")
-        await until(lambda: finished(app))
+        await ask(app, "hello")
         assert app.controller.state.conversation.command(app.controller.state.sampling).turns[0] == Turn(
             "system", "be brief"
         )

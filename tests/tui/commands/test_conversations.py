@@ -4,7 +4,7 @@ import threading
 from dataclasses import replace
 
 import pytest
-from support.app_driver import answers, finished, notes, press, texts, toasts, typed
+from support.app_driver import answers, ask, notes, press, texts, toasts, typed
 from support.keeping import keep
 from support.patience import PATIENCE_S
 
@@ -34,14 +34,12 @@ async def test_a_damaged_conversation_is_told_and_the_application_goes_on(runnin
     store.close()
     async with running(replace(config, resume=True)) as (app, _pilot, until):
         await until(lambda: "malformed" in toasts(app))
-        typed(app, "hello")
-        await until(lambda: finished(app))
+        await ask(app, "hello")
 
 
 async def test_a_conversation_survives_the_application(running, config):
     async with running(config) as (app, _pilot, until):
-        typed(app, "hello there")
-        await until(lambda: finished(app))
+        await ask(app, "hello there")
         said = app.controller.state.conversation.turns
     async with running(config) as (app, _pilot, until):
         await until(lambda: app.chat.query(Welcome))
@@ -53,8 +51,7 @@ async def test_a_conversation_survives_the_application(running, config):
         await until(lambda: [answer.collapsed for answer in answers(app)] == [False])
     async with running(replace(config, resume=True)) as (app, _pilot, until):
         await until(lambda: questions(app) == ["❯ hello there"])
-        typed(app, "and more")
-        await until(lambda: finished(app, 2))
+        await ask(app, "and more")
         assert len(app.controller.state.conversation.turns) == 4
 
 
@@ -90,8 +87,7 @@ async def test_titles_copies_and_deleting(running, config):
     async with running(config) as (app, _pilot, until):
         typed(app, "/delete")
         await until(lambda: "nothing to delete" in toasts(app))
-        typed(app, "hello")
-        await until(lambda: finished(app))
+        await ask(app, "hello")
         typed(app, "/title A greeting")
         await until(lambda: "Title: A greeting" in notes(app))
         first = app.controller.state.conversation
@@ -110,8 +106,7 @@ async def test_titles_copies_and_deleting(running, config):
 
 async def test_a_server_is_to_empty_the_file_of_what_is_deleted_without_a_model(running, config):
     async with running(config) as (app, _pilot, until):
-        typed(app, "hello")
-        await until(lambda: finished(app))
+        await ask(app, "hello")
         slot_files.note("http://127.0.0.1:8080", id := app.controller.state.conversation.id, 90)
         typed(app, "/unload")
         await until(lambda: app.controller.state.phase is Phase.DOWN)
@@ -125,8 +120,7 @@ async def test_export_and_import(running, config, tmp_path, monkeypatch):
     async with running(config) as (app, _pilot, until):
         typed(app, f"/export {tmp_path}/empty.md")
         await until(lambda: "nothing to export" in toasts(app))
-        typed(app, "hello")
-        await until(lambda: finished(app))
+        await ask(app, "hello")
         typed(app, "/export")
         await until((tmp_path / "hello.md").exists)
         await until(lambda: str(tmp_path / "hello.md") in toasts(app))

@@ -3,7 +3,7 @@
 import re
 from dataclasses import replace
 
-from support.app_driver import answers, finished, focus, notes, press, prompt, receipts, texts, toasts, typed
+from support.app_driver import answers, ask, finished, focus, notes, press, prompt, receipts, texts, toasts, typed
 from textual.widgets import Markdown, Static
 
 from kvchat.tui.state import Phase
@@ -17,11 +17,18 @@ from kvchat.tui.widgets.transcript import Transcript
 from kvchat.tui.widgets.welcome import Welcome
 
 
-async def test_a_question_is_answered_as_markdown_with_a_receipt(running):
+async def test_a_question_is_answered_as_markdown_with_a_receipt_until_the_model_is_unloaded(running):
     async with running() as (app, _pilot, until):
         await until(lambda: app.chat.query(Welcome))
-        typed(app, "hello there")
-        await until(lambda: finished(app))
+        press(app, "space", "enter")
+        await until(lambda: "nothing to send" in toasts(app))
+        assert not app.chat.query(Question)
+        prompt(app).load_text("copy me")
+        prompt(app).select_all()
+        press(app, "ctrl+c")
+        await until(lambda: app.clipboard == "copy me")
+        assert prompt(app).text == "copy me"
+        await ask(app, "hello there")
         answer = answers(app)[0]
         assert "| 2     |    30.23 |" in answer.query_one(Markdown).source
         await until(lambda: answer.query("MarkdownFence") and answer.query("MarkdownTable"))
@@ -30,6 +37,10 @@ async def test_a_question_is_answered_as_markdown_with_a_receipt(running):
         assert texts(app.chat.query(Question)) == ["❯ hello there"]
         assert not app.chat.query(Welcome)
         assert [turn.role for turn in app.controller.state.conversation.turns] == ["user", "assistant"]
+        typed(app, "/unload")
+        await until(lambda: app.controller.state.phase is Phase.DOWN and app.controller.state.snapshot is None)
+        assert app.chat.query_one(StatusBar).render().plain == ""
+        assert dict(app.chat.query_one("#memory-rows", Rowed).rows)["weights"] == "–"
 
 
 async def test_the_question_of_the_command_line_is_sent_once_the_model_is_ready(running, config):
@@ -46,26 +57,9 @@ async def test_the_question_of_the_command_line_is_sent_once_the_model_is_ready(
         assert prompt(app).text == "@./none.txt", "what cannot be sent stays to be corrected"
 
 
-async def test_an_empty_prompt_is_refused_with_a_message(running):
-    async with running() as (app, _pilot, until):
-        press(app, "space", "enter")
-        await until(lambda: "nothing to send" in toasts(app))
-        assert not app.chat.query(Question)
-
-
-async def test_ctrl_c_copies_a_selection(running):
-    async with running() as (app, _pilot, until):
-        prompt(app).load_text("copy me")
-        prompt(app).select_all()
-        press(app, "ctrl+c")
-        await until(lambda: app.clipboard == "copy me")
-        assert prompt(app).text == "copy me"
-
-
 async def test_withdrawn_text_is_struck_and_no_part_of_the_answer(running):
     async with running() as (app, _pilot, until):
-        typed(app, "waver")
-        await until(lambda: finished(app))
+        await ask(app, "waver")
         await until(lambda: "withdrawn" in "".join(notes(app)))
         assert any("40 tok: entropy 3.4" in note for note in notes(app))
         struck = next(note.content for note in app.chat.query(Note) if "withdrawn" in str(note.content))
@@ -132,10 +126,7 @@ async def test_f6_switches_in_the_middle_of_an_answer(running):
 async def test_a_new_conversation_begins_with_no_figure_of_the_last(running):
     async with running(size=(200, 60)) as (app, _pilot, until):
         chat, state = app.chat, app.controller.state
-        typed(app, "/mode speculative")
-        await until(lambda: state.mode == "speculative")
-        typed(app, "hello")
-        await until(lambda: finished(app))
+        await ask(app, "hello", mode="speculative")
         await until(lambda: "tok/s" in chat.query_one(StatusBar).render().plain)
         press(app, "ctrl+n")
         await until(lambda: chat.query(Welcome) and not chat.query_one(StatusBar).snapshot.total)
@@ -153,22 +144,9 @@ async def test_a_new_conversation_begins_with_no_figure_of_the_last(running):
         assert chat.query_one(StatusBar).render().plain.split() == ["context", "0", "%"]
 
 
-async def test_without_a_model_there_are_no_figures(running):
-    async with running() as (app, _pilot, until):
-        chat = app.chat
-        typed(app, "hello")
-        await until(lambda: finished(app))
-        typed(app, "/unload")
-        await until(lambda: app.controller.state.phase is Phase.DOWN)
-        await until(lambda: app.controller.state.snapshot is None)
-        assert chat.query_one(StatusBar).render().plain == ""
-        assert dict(chat.query_one("#memory-rows", Rowed).rows)["weights"] == "–"
-
-
 async def test_prompts_wait_are_taken_back_and_not_sent_by_a_stop(running):
     async with running(ready=False) as (app, _pilot, until):
-        typed(app, "hello")
-        await until(lambda: finished(app))
+        await ask(app, "hello")
         typed(app, "hold")
         await until(lambda: app.controller.state.phase is Phase.ANSWERING)
         queue = app.controller.answers.queue
@@ -193,8 +171,7 @@ async def test_prompts_wait_are_taken_back_and_not_sent_by_a_stop(running):
 async def test_layouts_by_size_and_nothing_lost_by_resizing(running):
     async with running(size=(200, 60)) as (app, pilot, until):
         app.chat.add_class("figures-all")
-        typed(app, "hello")
-        await until(lambda: finished(app))
+        await ask(app, "hello")
         prompt(app).load_text("draft")
         shown = {(200, 60): (True, True), (120, 40): (True, False), (80, 24): (False, False), (40, 12): (False, False)}
         for size, (kv, detail) in shown.items():
@@ -216,8 +193,7 @@ async def test_layouts_by_size_and_nothing_lost_by_resizing(running):
 
 async def test_keys_act_on_a_chosen_message_and_typing_goes_to_the_prompt(running):
     async with running() as (app, _pilot, until):
-        typed(app, "hello")
-        await until(lambda: finished(app))
+        await ask(app, "hello")
         transcript = app.chat.query_one(Transcript)
         await focus(transcript)
         press(app, "y")

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from support.app_driver import drawn, finished, press, typed
+from support.app_driver import ask, drawn, press
 from support.fake_view import FakeClient, FakeView
 from textual.widgets import Static
 
@@ -25,10 +25,7 @@ async def test_the_screen_is_fed_while_it_is_open_and_says_what_is_under_the_cur
     monkeypatch.setenv("FAKE_GPU", "1")
     async with running(size=(80, 24)) as (app, _pilot, until):
         watches = watched(app, monkeypatch)
-        typed(app, "/mode speculative")
-        await until(lambda: app.controller.state.mode == "speculative")
-        typed(app, "hello")
-        await until(lambda: finished(app))
+        await ask(app, "hello", mode="speculative")
         press(app, "shift+f7")
         await until(lambda: isinstance(app.screen, DetailsScreen) and app.screen.query("#explanation"))
         said = app.screen.query_one("#explanation", Static)
@@ -45,8 +42,7 @@ async def test_the_screen_is_fed_while_it_is_open_and_says_what_is_under_the_cur
 
 async def test_the_last_events_stand_there_where_there_is_no_column_for_them(running):
     async with running(size=(80, 24)) as (app, pilot, until):
-        typed(app, "hello")
-        await until(lambda: finished(app))
+        await ask(app, "hello")
         press(app, "shift+f7")
         await until(lambda: isinstance(app.screen, DetailsScreen) and app.screen.query(EventLog))
         log = app.screen.query_one(EventLog)
@@ -57,6 +53,9 @@ async def test_the_last_events_stand_there_where_there_is_no_column_for_them(run
         await until(lambda: "newest first" in str(said.content))
         app.chat.log_event("a later one")
         await until(lambda: "a later one" in str(log.content))
+        await app.screen.query_one("VerticalScroll").remove_children()  # as before they are composed
+        app.chat.log_event("an event")
+        assert app.screen.query("#explanation")
         press(app, "escape")
         await until(lambda: app.screen is app.chat)
         await pilot.resize_terminal(200, 60)
@@ -67,21 +66,10 @@ async def test_the_last_events_stand_there_where_there_is_no_column_for_them(run
         assert not app.screen.query(EventLog)
 
 
-async def test_figures_may_come_before_its_parts_are_composed(running):
-    async with running(size=(80, 24)) as (app, _pilot, until):
-        press(app, "shift+f7")
-        await until(lambda: isinstance(app.screen, DetailsScreen) and app.screen.query(EventLog))
-        screen = app.screen
-        await screen.query_one("VerticalScroll").remove_children()
-        app.chat.log_event("an event")
-        assert screen.query("#explanation")
-
-
 async def test_the_column_asks_while_it_is_shown_and_says_where_there_is_no_gpu(running, monkeypatch):
     async with running(size=(120, 40)) as (app, pilot, until):
         watches = watched(app, monkeypatch)
-        typed(app, "hello")
-        await until(lambda: finished(app))
+        await ask(app, "hello")
         assert watches() == []
         await pilot.resize_terminal(200, 60)
         app.chat.add_class("figures-all")
@@ -131,9 +119,8 @@ async def test_a_recording_has_details_that_no_screen_shows(config, tmp_path):
 
 async def test_details_are_in_the_file_of_a_recorded_chat(running, config, tmp_path):
     recorder = Recorder(tmp_path / "one.jsonl", "1")
-    async with running(replace(config, recorder=recorder), size=(80, 24)) as (app, _pilot, until):
-        typed(app, "hello")
-        await until(lambda: finished(app))
+    async with running(replace(config, recorder=recorder), size=(80, 24)) as (app, _pilot, _until):
+        await ask(app, "hello")
     recorded = [entry.event for entry in read(tmp_path / "one.jsonl") if isinstance(entry.event, Details)]
     assert recorded[-1].read[0] == (59,) * 4
 

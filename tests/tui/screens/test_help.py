@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from support.app_driver import drawn, finished, opened, press, typed
+from support.app_driver import ask, drawn, opened, press
 from textual.command import CommandInput, CommandList
 from textual.widgets import Input
 
@@ -40,13 +40,6 @@ def test_every_key_is_listed_as_it_is_in_force():
     assert len(listed) == sum(bool(action.keys) for action in ACTIONS)
 
 
-async def test_help_is_shown_in_the_terminals_own_colors(running, config):
-    """Their names are Textual's, which Rich does not know."""
-    async with running(replace(config, theme=ANSI), ready=False) as (app, _pilot, until):
-        press(app, "f1")
-        await until(lambda: opened(app, HelpScreen) and "Ctrl+J" in drawn(app))
-
-
 def test_what_is_typed_leaves_the_rows_that_contain_each_word():
     rows = [("/export FILE", "write the conversation"), ("Ctrl+J", "newline")]
     assert matching("", "Commands", rows) == matching(" ", "Commands", rows) == rows
@@ -61,10 +54,11 @@ def test_a_parameter_is_found_below_its_mode_and_by_its_name():
     assert matching("freeze budget", "KV modes", rows) == rows[3:]
 
 
-async def test_a_filter_without_a_match_says_so(running):
-    async with running(ready=False) as (app, _pilot, until):
+async def test_help_is_shown_in_the_terminals_own_colors_and_a_filter_without_a_match_says_so(running, config):
+    """Their names are Textual's, which Rich does not know."""
+    async with running(replace(config, theme=ANSI), ready=False) as (app, _pilot, until):
         press(app, "f1")
-        await until(lambda: opened(app, HelpScreen))
+        await until(lambda: opened(app, HelpScreen) and "Ctrl+J" in drawn(app))
         nothing, field = app.screen.query_one("#no-match"), app.screen.query_one(Input)
         for typed, is_said in (("export", False), ("no such words", True), (" ", False)):
             field.value = typed
@@ -77,42 +71,26 @@ async def test_a_filter_without_a_match_says_so(running):
 SCREENS = ("f1", "f2", "f9", "ctrl+o", "shift+f7", "ctrl+p")
 
 
-async def test_a_screen_that_closes_twice_does_not_take_the_chat_with_it(running):
-    async with running() as (app, _pilot, until):
+async def test_a_screen_closes_once_and_neither_the_chat_nor_one_above_it_with_it(running):
+    async with running() as (app, pilot, until):
         for key in SCREENS:
             press(app, key)
             await until(lambda: app.screen is not app.chat and app.screen.focused)
-            closing = app.screen
+            below = app.screen
+            if key != "f2":
+                app.action_settings()
+                await until(lambda: opened(app, SettingsScreen))
+                for _ in range(2):
+                    below.dismiss()
+                assert app.screen_stack[-2:] == [below, app.screen]
+                assert isinstance(app.screen, SettingsScreen)
+                app.screen.dismiss()
             for _ in range(3):
-                closing.dismiss()
-            await until(lambda closing=closing: app.screen is app.chat and not closing.is_attached)
-        typed(app, "hello")
-        await until(lambda: finished(app))
-
-
-async def test_a_screen_below_another_closes_neither(running):
-    async with running() as (app, _pilot, until):
-        for below in (key for key in SCREENS if key != "f2"):
-            press(app, below)
-            await until(lambda: app.screen is not app.chat and app.screen.focused)
-            screen = app.screen
-            app.action_settings()
-            await until(lambda: opened(app, SettingsScreen))
-            for _ in range(2):
-                screen.dismiss()
-            assert app.screen_stack[-2:] == [screen, app.screen]
-            assert isinstance(app.screen, SettingsScreen)
-            app.screen.dismiss()
-            screen.dismiss()
-            await until(lambda screen=screen: app.screen is app.chat and not screen.is_attached)
-
-
-async def test_keys_pressed_in_turn_open_one_screen_of_a_kind(running):
-    async with running() as (app, pilot, until):
-        for _ in range(4):
-            for key in SCREENS:
-                press(app, key)
-                await pilot.pause()
+                below.dismiss()
+            await until(lambda below=below: app.screen is app.chat and not below.is_attached)
+        for key in SCREENS * 2:
+            press(app, key)
+            await pilot.pause()
         await until(app._keys_in_turn._task.done)
         kinds = [type(screen) for screen in app.screen_stack]
         assert len(kinds) == len(set(kinds)) > 3
@@ -120,16 +98,11 @@ async def test_keys_pressed_in_turn_open_one_screen_of_a_kind(running):
             screen = app.screen
             screen.dismiss()
             await until(lambda screen=screen: not screen.is_attached)
-
-
-async def test_what_a_closed_palette_still_looks_for_and_finds_ends_nothing(running):
-    async with running() as (app, _pilot, until):
         app.action_command_palette()
         await until(lambda: opened(app, Palette) and app.screen.query(CommandInput))
         closing, commands = app.screen, app.screen.query_one(CommandList)
         closing.dismiss()
         await until(lambda: not closing.is_attached)
-        closing._refresh_command_list(commands, [], True)
+        closing._refresh_command_list(commands, [], True)  # what it still looked for and finds
         await closing._gather_commands("mode").wait()
-        typed(app, "hello")
-        await until(lambda: finished(app))
+        await ask(app, "hello")

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import pytest
-from support.app_driver import drawn, finished, press, prompt, texts, typed, wait_for
+from support.app_driver import ask, drawn, finished, press, prompt, texts, typed, wait_for
 
 from kvchat.conversations.conversation import Message
 from kvchat.paths import BUNDLED
@@ -180,15 +180,13 @@ async def test_it_is_seen_whole_and_gone_after_the_first_question(running, size)
         await until(lambda: finished(app))
         assert app.controller.state.conversation.turns[0].content == EXAMPLES[True][0]
         assert not app.chat.query(Welcome)
-        typed(app, "2")
-        await until(lambda: finished(app, 2))
+        await ask(app, "2")
         assert app.controller.state.conversation.turns[2].content == "2"
 
 
 async def test_a_number_or_a_click_asks(running):
     async with running() as (app, pilot, until):
-        typed(app, "3")
-        await until(lambda: finished(app))
+        await ask(app, "3")
         assert app.controller.state.conversation.turns[0].content == EXAMPLES[True][2]
         assert not prompt(app).text
         await app.controller.new()

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from support.app_driver import finished, press, prompt, texts, typed
+from support.app_driver import ask, press, prompt, texts, typed
 from textual.widgets import Static
 
 from kvchat.config.modes import registered
@@ -22,8 +22,7 @@ async def test_four_plain_figures_stand_on_the_first_screen_and_the_others_come_
             return [row for block in app.chat.query(Rowed) if block.size for row in block.rows]
 
         await until(lambda: len(shown()) == 4 and plain.rows[0] == ("reads", "nothing yet"))
-        typed(app, "hello there")
-        await until(lambda: finished(app))
+        await ask(app, "hello there")
         total = app.controller.state.snapshot.total
         await until(lambda: dict(plain.rows)["reads"] == f"{total} of {total} · 100 %")
         column.focus()
@@ -38,8 +37,7 @@ async def test_four_plain_figures_stand_on_the_first_screen_and_the_others_come_
 
 async def test_the_next_modes_price_is_shown_before_f6(running):
     async with running() as (app, _pilot, until):
-        typed(app, "hello there")
-        await until(lambda: finished(app))
+        await ask(app, "hello there")
         rows = app.chat.query_one("#mode-rows", Rowed)
         await until(lambda: dict(rows.rows).get("to switch") == "moves 3.0 MiB · 4 ms")
         typed(app, "/mode")
@@ -48,12 +46,9 @@ async def test_the_next_modes_price_is_shown_before_f6(running):
 
 async def test_panels_and_status_show_the_snapshot(running, monkeypatch):
     monkeypatch.setenv("FAKE_GPU", "1")
-    async with running(size=(200, 60)) as (app, _pilot, until):
+    async with running(size=(200, 60)) as (app, _pilot, _until):
         app.chat.add_class(ALL)
-        typed(app, "/mode speculative")
-        await until(lambda: app.controller.state.mode == "speculative")
-        typed(app, "hello")
-        await until(lambda: finished(app))
+        await ask(app, "hello", mode="speculative")
         memory = dict(app.chat.query_one("#memory-rows", Rowed).rows)
         assert memory["GPU"] == "NVIDIA H200"
         assert memory["load"] == "45 % · 61 °C"
@@ -77,10 +72,7 @@ async def test_the_modes_own_numbers_are_shown_once_and_everything_fits(running,
     monkeypatch.setenv("FAKE_GPU", "1")
     async with running(size=(120, 40)) as (app, pilot, until):
         app.chat.add_class(ALL)
-        typed(app, "/mode speculative")
-        await until(lambda: app.controller.state.mode == "speculative")
-        typed(app, "hello")
-        await until(lambda: finished(app))
+        await ask(app, "hello", mode="speculative")
         column, own = app.chat.query_one(KvColumn), app.chat.query_one("#own-rows", Rowed)
         snapshot = replace(
             app.controller.state.snapshot,
@@ -107,10 +99,7 @@ async def test_a_panel_with_the_focus_says_what_the_chosen_row_means(running, mo
     monkeypatch.setenv("FAKE_GPU", "1")
     async with running(size=size) as (app, _pilot, until):
         app.chat.add_class(ALL)
-        typed(app, "/mode speculative")
-        await until(lambda: app.controller.state.mode == "speculative")
-        typed(app, "hello")
-        await until(lambda: finished(app))
+        await ask(app, "hello", mode="speculative")
         column = app.chat.query_one(KvColumn)
         meaning = column.query_one("#meaning", Static)
         assert not meaning.display
@@ -139,8 +128,7 @@ LAST = {(120, 40): "K/V in RAM: ", (200, 60): "heads corrected: "}
 async def test_a_row_under_the_mouse_explains_itself(running):
     async with running() as (app, pilot, until):
         app.chat.add_class(ALL)
-        typed(app, "hello")
-        await until(lambda: finished(app))
+        await ask(app, "hello")
         rows = app.chat.query_one("#context-rows", Rowed)
         await pilot.hover(rows, offset=(3, 1))
         await until(lambda: str(rows.tooltip).startswith("reads: stored tokens"))

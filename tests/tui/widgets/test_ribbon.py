@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.app_driver import answers, finished, opened, press, prompt, toasts, typed
+from support.app_driver import answers, ask, finished, opened, press, prompt, toasts, typed
 from textual.widgets import Static
 
 from kvchat.conversations.conversation import Conversation
@@ -85,8 +85,7 @@ def test_a_token_lies_in_the_part_that_shows_it():
 
 async def test_the_first_token_fills_the_whole_width(running):
     async with running() as (app, _pilot, until):
-        typed(app, "hello")
-        await until(lambda: finished(app))
+        await ask(app, "hello")
         ribbon = app.chat.query_one(Ribbon)
         await until(lambda: ribbon.render_line(0).text.startswith(" KV ███"))
         assert ribbon.render_line(0).text.count("█") > 100
@@ -107,10 +106,7 @@ def test_a_click_finds_the_part_it_shows(cells, width):
 
 async def test_enter_and_a_click_choose_the_message_of_the_part(running):
     async with running() as (app, pilot, until):
-        typed(app, "hello there")
-        await until(lambda: finished(app))
-        typed(app, "and now")
-        await until(lambda: finished(app, 2))
+        await ask(app, "hello there", "and now")
         ribbon, transcript = app.chat.query_one(Ribbon), app.chat.query_one(Transcript)
         path = app.controller.state.conversation.path
         await until(lambda: ribbon.snapshot.total == path[3].stats.total_tokens)
@@ -134,10 +130,7 @@ async def test_a_focused_ribbon_has_a_legend_of_what_it_shows(running, monkeypat
     monkeypatch.setenv("FAKE_GPU", "1")
     monkeypatch.setenv("FAKE_REPEAT", "100")
     async with running(size=size) as (app, _pilot, until):
-        typed(app, "/mode streaming")
-        await until(lambda: app.controller.state.mode == "streaming")
-        typed(app, "alpha beta")
-        await until(lambda: finished(app))
+        await ask(app, "alpha beta", mode="streaming")
         ribbon = app.chat.query_one(Ribbon)
         ribbon.focus()
         await until(lambda: ribbon.size.height == 3)
@@ -148,8 +141,7 @@ async def test_a_focused_ribbon_has_a_legend_of_what_it_shows(running, monkeypat
 async def test_without_a_gpu_no_word_names_a_device(running, monkeypatch):
     monkeypatch.setenv("FAKE_REPEAT", "100")
     async with running(size=(200, 60)) as (app, _pilot, until):
-        typed(app, "alpha beta")
-        await until(lambda: finished(app))
+        await ask(app, "alpha beta")
         ribbon = app.chat.query_one(Ribbon)
         ribbon.focus()
         await until(lambda: "ready to read, read by all heads" in ribbon.render_line(1).text)
@@ -167,8 +159,7 @@ async def test_the_ribbon_shows_the_text_under_its_cursor(running, monkeypatch):
     monkeypatch.setenv("FAKE_GPU", "1")
     monkeypatch.setenv("FAKE_REPEAT", "100")
     async with running() as (app, _pilot, until):
-        typed(app, "alpha beta")
-        await until(lambda: finished(app))
+        await ask(app, "alpha beta")
         ribbon = app.chat.query_one(Ribbon)
         ribbon.focus()
         await until(lambda: ribbon.page_text.startswith("alpha beta alpha"))
@@ -200,8 +191,7 @@ def test_the_glyph_tells_the_share_without_color(letter, share, glyph):
 
 async def test_messages_are_marked_where_they_stand_without_a_layout(running):
     async with running(size=(80, 20)) as (app, _pilot, until):  # the answer does not fit
-        typed(app, "hello")
-        await until(lambda: finished(app))
+        await ask(app, "hello")
         gutter, transcript = app.chat.query_one(Gutter), app.chat.query_one(Transcript)
         question, answer = app.chat.query(Question).last(), answers(app)[-1]
         await until(lambda: question.message and answer.message)
@@ -235,8 +225,7 @@ async def test_messages_are_marked_where_they_stand_without_a_layout(running):
 
 async def test_another_size_leaves_no_holes_while_no_snapshot_comes(running):
     async with running(size=(80, 20)) as (app, pilot, until):
-        typed(app, "hello")
-        await until(lambda: finished(app))
+        await ask(app, "hello")
         gutter, answer = app.chat.query_one(Gutter), answers(app)[-1]
         await until(lambda: answer.message)
         gutter.show({answer.message: Mark("D", 1.0)}.get)

@@ -3,7 +3,7 @@
 import asyncio
 from dataclasses import replace
 
-from support.app_driver import answers, finished, press, texts, typed
+from support.app_driver import answers, ask, finished, press, texts, typed
 from textual.widgets import Markdown, Static
 
 from kvchat.conversations.conversation import Message, ModeChange
@@ -30,8 +30,7 @@ def test_answers_stay_up_to_a_weight_but_two_at_least():
 
 async def test_new_lines_below_while_the_reader_is_elsewhere(running):
     async with running(size=(80, 24)) as (app, _pilot, until):
-        typed(app, "hello")
-        await until(lambda: finished(app))
+        await ask(app, "hello")
         typed(app, "slow")
         await until(lambda: app.controller.state.phase is Phase.ANSWERING)
         press(app, "pageup")
@@ -74,8 +73,7 @@ async def test_old_answers_are_collapsed_and_come_back_when_read(running, monkey
 
 async def test_an_answer_that_no_layout_has_seen_is_not_collapsed(running):
     async with running(size=(80, 24)) as (app, _pilot, until):
-        typed(app, "hello")
-        await until(lambda: finished(app))
+        await ask(app, "hello")
         first = answers(app)[0]
         first.display = False
         await until(lambda: not first.size.height)
