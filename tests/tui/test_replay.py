@@ -7,7 +7,7 @@ import time
 from dataclasses import replace as changed
 
 import pytest
-from support.app_driver import answers, press, prompt, toasts, typed
+from support.app_driver import press, prompt, toasts, typed
 from support.fake_view import FakeClient, FakeView
 from support.streams import read_event
 
@@ -41,7 +41,6 @@ from kvchat.replay.engine import Player
 from kvchat.tui.replay import SLOWEST, Replay
 from kvchat.tui.state import Phase
 from kvchat.tui.widgets.bars import KeyHints, ModeBar
-from kvchat.tui.widgets.composer import Prompt
 
 
 @pytest.fixture
@@ -62,81 +61,56 @@ def test_speed_and_pause(replay):
             replay.set_speed(wrong)
 
 
-def test_an_engine_started_again_gets_the_pace(replay):
-    replay.begin()
-    assert replay.client.sent == []
-    replay.set_speed(4)
-    replay.begin()
-    assert replay.client.sent == [Pace(4), Pace(4)]
-
-
-def test_speeds_are_true_until_the_pace_is_changed(replay):
+def test_speeds_are_true_until_the_pace_is_changed_which_an_engine_started_again_gets(replay):
     replay.begin()
     assert replay.is_real_time
+    assert replay.client.sent == []
     replay.pause()
     replay.pause()
     assert not replay.is_real_time
     replay.begin()
     assert replay.is_real_time
+    replay.set_speed(4)
+    replay.begin()
+    assert replay.client.sent[-2:] == [Pace(4), Pace(4)]
 
 
-def test_only_a_recording_refuses_questions(replay):
+def test_only_a_recording_refuses_questions_and_can_be_paused(replay):
     with pytest.raises(UsageError, match=r"recording.*`kvchat`"):
         replay.refuse_question()
-    Replay("", FakeClient(), FakeView()).refuse_question()
-
-
-def test_without_a_recording_there_is_nothing_to_pause():
+    chat = Replay("", FakeClient(), FakeView())
+    chat.refuse_question()
     with pytest.raises(UsageError, match="replayed"):
-        Replay("", FakeClient(), FakeView()).pause()
+        chat.pause()
 
 
-async def test_a_replay_says_that_it_is_one_and_takes_no_question(running, config):
+async def test_a_replay_says_that_it_is_one_takes_no_question_and_plays_to_its_end(running, config):
     config = changed(config, engine_command=(*ENGINE, str(bundled_recording())), replay="demo.jsonl.gz")
     async with running(config, size=(80, 24), ready=False) as (app, _pilot, until):
-        chat = app.chat
+        chat, replay = app.chat, app.controller.replay
         await until(lambda: "▶ recording  smollm2" in chat.query_one(ModeBar).render().plain)
         await until(lambda: " F10 pause  ^↑ faster  ^↓ slower " in chat.query_one(KeyHints).render().plain)
         press(app, "f10")
-        await until(lambda: app.controller.replay.is_paused)
+        await until(lambda: replay.is_paused)
         press(app, "enter")
         await until(lambda: "This is a recording: there is no model to answer" in toasts(app))
         app.clear_notifications()
         typed(app, "hello there")
         await until(lambda: "This is a recording: there is no model to answer" in toasts(app))
         assert (len(app.controller.answers.queue), prompt(app).text) == (0, "hello there")
-
-
-async def test_a_question_sent_while_the_recording_asks_its_own_comes_back(running, config):
-    config = changed(config, engine_command=(*ENGINE, str(bundled_recording())), replay="demo.jsonl.gz")
-    async with running(config, ready=False) as (app, _pilot, until):
-        await until(lambda: app.controller.state.phase is Phase.READY)
-        prompt(app).insert("mine")
-        prompt(app).action_send()
-        await app.controller.answers.ask("theirs")
-        await until(lambda: prompt(app).text == "mine")
-        assert app.chat.query_one(Prompt).prompts.older("") is None
-
-
-async def test_a_chat_with_a_model_has_no_sign_of_a_replay(running):
-    async with running() as (app, _pilot, until):
-        await until(lambda: "F6 mode" in app.chat.query_one(KeyHints).render().plain)
-        assert "F10" not in app.chat.query_one(KeyHints).render().plain
-        assert "recording" not in app.chat.query_one(ModeBar).render().plain
-
-
-async def test_the_demonstration_plays_in_the_application(running, config):
-    config = changed(config, engine_command=(*ENGINE, str(bundled_recording())), replay="demo.jsonl.gz")
-    async with running(config, ready=False) as (app, _pilot, until):
-        app.controller.replay.set_speed(64)
-        await until(lambda: len(app.controller.state.conversation.stats) == 8)
+        prompt(app).clear()
+        replay.set_speed(64)
         conversation = app.controller.state.conversation
+        await until(lambda: len(conversation.stats) == 8 and app.controller.state.phase is Phase.READY)
         forgotten, recalled = (message.text for message in conversation.path[-5:-1:2])
         assert "7419" not in forgotten
         assert "7419" in recalled
         assert app.controller.state.mode == "full"
-        press(app, "f10")
-        await until(lambda: app.controller.replay.is_paused and answers(app))
+        prompt(app).insert("mine")
+        prompt(app).action_send()
+        await app.controller.answers.ask("theirs")  # as the recording asks its own
+        await until(lambda: prompt(app).text == "mine")
+        assert prompt(app).prompts.older("") is None
 
 
 # ---- The replaying engine: events in their order and time, a pace that changes, refusals, and an end with its parent

@@ -51,17 +51,32 @@ def test_the_newest_have_widgets_of_their_own():
     assert ([message.id for message, _ in first.said], len(second.said), len(newest)) == (["q0"], LENGTH, NEWEST)
 
 
-async def test_chapters_are_unfolded_where_they_are_read(running):
+async def test_chapters_are_unfolded_where_they_are_read_and_gone_to(running):
     async with running(size=(80, 24)) as (app, _pilot, until):
         transcript = await opened(app)
         first, *_ = chapters(transcript)
         assert first.folded
         assert len(ids(transcript)) <= NEWEST + 2 * LENGTH
+        assert await transcript.go_to("q20")
+        other = next(chapter for chapter in chapters(transcript) if not chapter.has("q20"))
+        transcript.on_chapter_grew(Chapter.Grew(other, 0))  # meanwhile
+        await until(lambda: transcript.chosen == "q20" and "q20." in drawn(app))
+        assert not await transcript.go_to("elsewhere")
+        transcript.choose(None)
+        app.chat.show_footer(said()[0][0], "pinned")
         transcript.scroll_home(animate=False)
         await until(lambda: "❯ q0." in drawn(app) and ids(transcript)[:2] == ["q0", "a1"])
-        await until(lambda: transcript.query_children(Chapter).last().folded)
+        await until(lambda: "pinned" in drawn(app) and transcript.query_children(Chapter).last().folded)
         press(app, "ctrl+end")
         await until(lambda: f"a{MANY - 1}." in drawn(app) and first.folded)
+        assert await transcript.go_to(f"q{MANY - 2}")
+        transcript.choose(None)
+        await transcript.settle()
+        assert transcript.chosen is None, "it is not left for a message gone to before"
+        await app.chat.show_messages([(Message(id="other", parent=None, role="user", text="another"), "")], "a21")
+        await until(lambda: {"another", "a21."} <= set(drawn(app).split()))
+        await until(lambda: ids(transcript)[-2:] == ["a21", "other"])
+        assert texts(app.chat.query(Question))[-1].startswith("❯ another")
 
 
 async def test_what_is_read_keeps_its_place_when_a_chapter_above_changes_its_height(running):
@@ -76,30 +91,13 @@ async def test_what_is_read_keeps_its_place_when_a_chapter_above_changes_its_hei
         await until(lambda: read.virtual_region.y - transcript.scroll_y == place)
 
 
-async def test_a_message_of_a_folded_chapter_can_be_gone_to(running):
-    async with running(size=(80, 24)) as (app, _pilot, until):
-        transcript = await opened(app)
-        assert await transcript.go_to("q20")
-        await until(lambda: transcript.chosen == "q20" and "q20." in drawn(app))
-        assert not await transcript.go_to("elsewhere")
-
-
 async def test_all_words_of_a_chosen_question_can_be_read(running):
-    async with running(size=(80, 24)) as (app, pilot, until):
-        transcript = await opened(app, [*said(), (Message(id="q", parent=None, role="user", text="xyz " * 60), "")])
+    async with running(size=(80, 24), ready=False) as (app, pilot, until):
+        await app.chat.show_messages([(Message(id="q", parent=None, role="user", text="xyz " * 60), "")], None)
         await until(lambda: drawn(app).count("xyz") == 60)
-        transcript.choose(transcript.query(Question).last())
+        app.chat.query_one(Transcript).choose(app.chat.query_one(Question))
         await pilot.pause()
         assert drawn(app).count("xyz") == 60
-
-
-async def test_a_message_gone_to_is_found_though_another_chapter_grows_meanwhile(running):
-    async with running(size=(80, 24)) as (app, _pilot, until):
-        transcript = await opened(app)
-        assert await transcript.go_to("q20")
-        other = next(chapter for chapter in chapters(transcript) if not chapter.has("q20"))
-        transcript.on_chapter_grew(Chapter.Grew(other, 0))
-        await until(lambda: transcript.chosen == "q20" and "q20." in drawn(app))
 
 
 async def test_a_message_gone_to_is_found_though_its_chapter_tells_late_how_it_grew(running, monkeypatch):
@@ -124,32 +122,6 @@ async def test_a_message_gone_to_is_found_though_its_chapter_tells_late_how_it_g
             transcript.on_chapter_grew(Chapter.Grew(told.chapter, 60))  # further than the screen is high
         await until(lambda: len(settled) > count and settled[-1] is None)
         await until(lambda: transcript.chosen == "q20" and "q20." in drawn(app))
-
-
-async def test_what_is_chosen_since_is_not_left_for_a_message_gone_to(running):
-    async with running(size=(80, 24)) as (app, _pilot, _until):
-        transcript = await opened(app)
-        assert await transcript.go_to(f"q{MANY - 2}")
-        transcript.choose(None)
-        await transcript.settle()
-        assert transcript.chosen is None
-
-
-async def test_a_branch_can_begin_in_a_folded_chapter(running):
-    async with running(size=(80, 24)) as (app, _pilot, until):
-        transcript = await opened(app)
-        await app.chat.show_messages([(Message(id="other", parent=None, role="user", text="another"), "")], "a21")
-        await until(lambda: {"another", "a21."} <= set(drawn(app).split()))
-        await until(lambda: ids(transcript)[-2:] == ["a21", "other"])
-        assert texts(app.chat.query(Question))[-1].startswith("❯ another")
-
-
-async def test_a_footer_of_a_folded_chapter_is_kept(running):
-    async with running(size=(80, 24)) as (app, _pilot, until):
-        transcript = await opened(app)
-        app.chat.show_footer(said()[0][0], "pinned")
-        transcript.scroll_home(animate=False)
-        await until(lambda: "pinned" in drawn(app))
 
 
 # ---- The first screen: questions to begin with, by key and by mouse, at every size
@@ -184,8 +156,13 @@ async def test_it_is_seen_whole_and_gone_after_the_first_question(running, size)
         assert app.controller.state.conversation.turns[2].content == "2"
 
 
-async def test_a_number_or_a_click_asks(running):
+async def test_a_number_or_a_click_asks_and_the_needle_leads_back_to_the_first_screen(running):
     async with running() as (app, pilot, until):
+        typed(app, "4")
+        await until(lambda: isinstance(app.screen, NeedleScreen) and app.screen.shown.is_over)
+        press(app, "escape")
+        await until(lambda: app.screen is app.chat)
+        assert app.chat.query(Welcome)
         await ask(app, "3")
         assert app.controller.state.conversation.turns[0].content == EXAMPLES[True][2]
         assert not prompt(app).text
@@ -201,12 +178,3 @@ async def test_a_number_or_a_click_asks(running):
         await pilot.click(Welcome, offset=(8, row))
         await until(lambda: finished(app))
         assert app.controller.state.conversation.turns[0].content == EXAMPLES[True][1]
-
-
-async def test_the_needle_is_one_key_away_and_leads_back_to_the_first_screen(running):
-    async with running(size=(80, 24)) as (app, _pilot, until):
-        typed(app, "4")
-        await until(lambda: isinstance(app.screen, NeedleScreen) and app.screen.shown.is_over)
-        press(app, "escape")
-        await until(lambda: app.screen is app.chat)
-        assert app.chat.query(Welcome)

@@ -14,8 +14,10 @@ from kvchat.tui.widgets.panels import EVENT_LENGTH, KvColumn, Rowed, Timeline
 ALL = "figures-all"
 
 
-async def test_four_plain_figures_stand_on_the_first_screen_and_the_others_come_by_a_key(running):
-    async with running() as (app, _pilot, until):
+async def test_four_plain_figures_stand_on_the_first_screen_and_the_others_come_by_a_key(
+    running,
+):
+    async with running() as (app, pilot, until):
         column, plain = app.chat.query_one(KvColumn), app.chat.query_one("#plain-rows", Rowed)
 
         def shown():
@@ -29,24 +31,23 @@ async def test_four_plain_figures_stand_on_the_first_screen_and_the_others_come_
         await until(lambda: str(column.query_one("#meaning", Static).content).startswith("reads: "))
         press(app, "f7")
         await until(lambda: len(shown()) > 8 and not plain.size)
+        mode, rows = app.chat.query_one("#mode-rows", Rowed), app.chat.query_one("#context-rows", Rowed)
+        await until(lambda: dict(mode.rows).get("to switch") == "moves 3.0 MiB · 4 ms")
+        await pilot.hover(rows, offset=(3, 1))
+        await until(lambda: str(rows.tooltip).startswith("reads: stored tokens"))
+        await pilot.hover(rows, offset=(3, 0))
+        await until(lambda: rows.tooltip is None)
         press(app, "f7")
         await until(lambda: not column.display)
         press(app, "f7")
         await until(lambda: column.display and len(shown()) == 4)
-
-
-async def test_the_next_modes_price_is_shown_before_f6(running):
-    async with running() as (app, _pilot, until):
-        await ask(app, "hello there")
-        rows = app.chat.query_one("#mode-rows", Rowed)
-        await until(lambda: dict(rows.rows).get("to switch") == "moves 3.0 MiB · 4 ms")
         typed(app, "/mode")
         await until(lambda: any("(3.0 MiB · 4 ms)" in text for text in texts(app.chat.query(Note))))
 
 
-async def test_panels_and_status_show_the_snapshot(running, monkeypatch):
+async def test_panels_and_status_show_the_snapshot_and_the_modes_own_numbers_once(running, monkeypatch):
     monkeypatch.setenv("FAKE_GPU", "1")
-    async with running(size=(200, 60)) as (app, _pilot, _until):
+    async with running(size=(200, 60)) as (app, pilot, until):
         app.chat.add_class(ALL)
         await ask(app, "hello", mode="speculative")
         memory = dict(app.chat.query_one("#memory-rows", Rowed).rows)
@@ -66,23 +67,13 @@ async def test_panels_and_status_show_the_snapshot(running, monkeypatch):
         bar._speed = None
         bar.snapshot = replace(app.controller.state.snapshot, tokens_per_s=None)
         assert bar.render().plain.startswith(" reads ")
-
-
-async def test_the_modes_own_numbers_are_shown_once_and_everything_fits(running, monkeypatch):
-    monkeypatch.setenv("FAKE_GPU", "1")
-    async with running(size=(120, 40)) as (app, pilot, until):
-        app.chat.add_class(ALL)
-        await ask(app, "hello", mode="speculative")
+        await pilot.resize_terminal(120, 40)
         column, own = app.chat.query_one(KvColumn), app.chat.query_one("#own-rows", Rowed)
-        snapshot = replace(
-            app.controller.state.snapshot,
-            mode="freeze",
-            params=registered()["freeze"]().model_dump(),
-            reduced_tokens=120,
-            corrections=0,
-            extras={"frozen now": 557, "mean timer": 1.4, "thaws a step": 12.5, "recovery": "calm"},
-        )
-        column.show(snapshot)
+        await until(lambda: own.display)
+        params = registered()["freeze"]().model_dump()
+        extras = {"frozen now": 557, "mean timer": 1.4, "thaws a step": 12.5, "recovery": "calm"}
+        shown = app.controller.state.snapshot
+        column.show(replace(shown, mode="freeze", params=params, reduced_tokens=120, corrections=0, extras=extras))
         assert dict(own.rows) == {"frozen now": "557", "mean timer": "1.4", "thaws a step": "12.5"}
         await until(lambda: own.size.height == 3 and app.chat.query_one(Timeline).size.height >= 2)
         await until(lambda: column.size.height and column.max_scroll_y == 0)
@@ -90,8 +81,6 @@ async def test_the_modes_own_numbers_are_shown_once_and_everything_fits(running,
         await until(lambda: not column.display)
         press(app, "f7", "f7")
         await until(lambda: column.display and own.region.height == 3 and own.region.bottom <= column.region.bottom)
-        await pilot.resize_terminal(200, 60)
-        await until(lambda: not own.display and app.chat.query_one("#extra-rows", Rowed).display)
 
 
 @pytest.mark.parametrize("size", [(120, 40), (200, 60)])
@@ -125,17 +114,6 @@ async def test_a_panel_with_the_focus_says_what_the_chosen_row_means(running, mo
 LAST = {(120, 40): "K/V in RAM: ", (200, 60): "heads corrected: "}
 
 
-async def test_a_row_under_the_mouse_explains_itself(running):
-    async with running() as (app, pilot, until):
-        app.chat.add_class(ALL)
-        await ask(app, "hello")
-        rows = app.chat.query_one("#context-rows", Rowed)
-        await pilot.hover(rows, offset=(3, 1))
-        await until(lambda: str(rows.tooltip).startswith("reads: stored tokens"))
-        await pilot.hover(rows, offset=(3, 0))
-        await until(lambda: rows.tooltip is None)
-
-
 # ---- Badges: always in the status bar, by glyph and words; with their reasons in the panels
 
 
@@ -152,43 +130,33 @@ def test_without_room_they_are_counted_and_never_colored_only():
     assert [span.style for span in both.spans] == [STYLE]
 
 
-@pytest.mark.parametrize(("width", "words"), [(40, f"{GLYPH} 2"), (80, "memory · no CUDA graph")])
-async def test_the_status_bar_shows_them_at_every_width_while_it_answers(running, monkeypatch, width, words):
+async def test_the_panels_tell_the_reasons_and_the_status_bar_shows_them_at_every_width(running, monkeypatch):
     monkeypatch.setenv("FAKE_BADGES", f"{PAGEABLE}|{EAGER}")
-    async with running(size=(width, 24)) as (app, _pilot, until):
-        bar = app.chat.query_one(StatusBar)
-        await until(lambda: words in bar.render().plain)
-        typed(app, "slow")
-        await until(lambda: "tok/s" in bar.render().plain and bar.size.width == width)
-        assert words in bar.render().plain
-        assert bar.render().plain.rstrip().endswith("%")
-        assert bar.render().cell_length <= width
-
-
-async def test_the_panels_tell_the_reasons(running, monkeypatch):
-    monkeypatch.setenv("FAKE_BADGES", f"{PAGEABLE}|{EAGER}")
-    async with running(size=(120, 40)) as (app, _pilot, until):
-        badges = app.chat.query_one(Badges)
+    async with running(size=(120, 40)) as (app, pilot, until):
+        bar, badges = app.chat.query_one(StatusBar), app.chat.query_one(Badges)
 
         def shown():
             return " ".join("".join(strip.text for strip in badges.render_lines(badges.size.region)).split())
 
         await until(lambda: badges.size.height > 2 and "out of memory (2)" in shown() and shown().count(GLYPH) == 2)
-
-
-async def test_without_badges_nothing_is_there(running):
-    async with running(size=(120, 40)) as (app, _pilot, until):
-        bar = app.chat.query_one(StatusBar)
-        await until(lambda: bar.snapshot and bar.render().plain.strip())
-        assert not app.chat.query_one(Badges).display
-        assert GLYPH not in bar.render().plain
+        typed(app, "slow")
+        for width, words in ((80, "memory · no CUDA graph"), (40, f"{GLYPH} 2")):
+            await pilot.resize_terminal(width, 24)
+            await until(lambda width=width: "tok/s" in bar.render().plain and bar.size.width == width)
+            assert words in bar.render().plain
+            assert bar.render().plain.rstrip().endswith("%")
+            assert bar.render().cell_length <= width
 
 
 # ---- The log of events in the details' column
 
 
-async def test_an_event_of_any_length_is_a_line_of_the_log(running):
+async def test_an_event_of_any_length_is_a_line_of_the_log_and_without_badges_there_are_none(running):
     async with running(size=(200, 60)) as (app, _pilot, until):
+        bar = app.chat.query_one(StatusBar)
+        await until(lambda: bar.snapshot and bar.render().plain.strip())
+        assert not app.chat.query_one(Badges).display
+        assert GLYPH not in bar.render().plain
         log = app.chat.query_one("#events", Static)
         app.chat.log_event("x" * 10**6)
         app.chat.log_event("the next")

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.app_driver import answers, ask, finished, opened, press, prompt, toasts, typed
+from support.app_driver import answers, ask, opened, press, prompt, toasts
 from textual.widgets import Static
 
 from kvchat.conversations.conversation import Conversation
@@ -73,6 +73,7 @@ def test_parts_cover_all_tokens_without_gap_or_overlap(cells, width, cell_tokens
     assert ranges[0][0] == 0
     assert ranges[-1][1] == total
     assert all(before[1] == after[0] for before, after in itertools.pairwise(ranges))
+    assert tokens_of(0, 32, 0, 80, 0) == (0, 0), "nothing is stored"
 
 
 def test_a_token_lies_in_the_part_that_shows_it():
@@ -81,18 +82,6 @@ def test_a_token_lies_in_the_part_that_shows_it():
             part = part_of(position, 32, cells, width)
             start, end = tokens_of(part, 32, cells, width, cells * 32)
             assert start - 32 <= position < end + 32
-
-
-async def test_the_first_token_fills_the_whole_width(running):
-    async with running() as (app, _pilot, until):
-        await ask(app, "hello")
-        ribbon = app.chat.query_one(Ribbon)
-        await until(lambda: ribbon.render_line(0).text.startswith(" KV ███"))
-        assert ribbon.render_line(0).text.count("█") > 100
-
-
-def test_nothing_stored_has_no_tokens():
-    assert tokens_of(0, 32, 0, 80, 0) == (0, 0)
 
 
 @given(cells=st.integers(1, 300), width=st.integers(1, 200))
@@ -108,6 +97,8 @@ async def test_enter_and_a_click_choose_the_message_of_the_part(running):
     async with running() as (app, pilot, until):
         await ask(app, "hello there", "and now")
         ribbon, transcript = app.chat.query_one(Ribbon), app.chat.query_one(Transcript)
+        await until(lambda: ribbon.render_line(0).text.startswith(" KV ███"))
+        assert ribbon.render_line(0).text.count("█") > 100, "few tokens fill the whole width"
         path = app.controller.state.conversation.path
         await until(lambda: ribbon.snapshot.total == path[3].stats.total_tokens)
         ribbon.focus()
@@ -117,12 +108,8 @@ async def test_enter_and_a_click_choose_the_message_of_the_part(running):
         await pilot.click(Ribbon, offset=(100, 0))
         await until(lambda: transcript.chosen == path[3].id and transcript.has_focus)
         assert not ribbon.has_focus
-
-
-async def test_a_token_of_no_message_is_told(running):
-    async with running() as (app, _pilot, until):
-        app.chat.post_message(Ribbon.Picked(7))
-        await until(lambda: "Token 7 is in no message shown" in toasts(app))
+        app.chat.post_message(Ribbon.Picked(7000))
+        await until(lambda: "Token 7,000 is in no message shown" in toasts(app))
 
 
 @pytest.mark.parametrize("size", [(44, 14), (80, 24)])
@@ -189,8 +176,8 @@ def test_the_glyph_tells_the_share_without_color(letter, share, glyph):
     assert shade(Mark(letter, share)) == glyph
 
 
-async def test_messages_are_marked_where_they_stand_without_a_layout(running):
-    async with running(size=(80, 20)) as (app, _pilot, until):  # the answer does not fit
+async def test_messages_are_marked_where_they_stand_without_a_layout_and_at_every_size(running):
+    async with running(size=(80, 20)) as (app, pilot, until):  # the answer does not fit
         await ask(app, "hello")
         gutter, transcript = app.chat.query_one(Gutter), app.chat.query_one(Transcript)
         question, answer = app.chat.query(Question).last(), answers(app)[-1]
@@ -218,32 +205,18 @@ async def test_messages_are_marked_where_they_stand_without_a_layout(running):
         gutter.show({answer.message: Mark("D", 0.1)}.get)
         assert transcript.virtual_size == size
         assert gutter._rows != drawn
-        snapshot = app.controller.state.snapshot
-        app.chat.show_snapshot(replace(snapshot, total=0, ribbon="", attended=""))
-        assert not any(gutter._rows)
-
-
-async def test_another_size_leaves_no_holes_while_no_snapshot_comes(running):
-    async with running(size=(80, 20)) as (app, pilot, until):
-        await ask(app, "hello")
-        gutter, answer = app.chat.query_one(Gutter), answers(app)[-1]
-        await until(lambda: answer.message)
         gutter.show({answer.message: Mark("D", 1.0)}.get)
-        for size in ((80, 40), (60, 24), (120, 50)):
+        for size in ((80, 40), (60, 24), (120, 40)):  # no snapshot comes, yet there are no holes
             await pilot.resize_terminal(*size)
-            top = app.chat.query_one(Transcript).region.y
+            top = transcript.region.y
 
             def rows(top=top):
                 return range(max(answer.region.y - top, 0), min(answer.region.bottom - top, gutter.size.height))
 
             await until(lambda rows=rows: rows() and {gutter.render_line(y).text for y in rows()} == {"█"})
-
-
-async def test_a_conversation_of_which_nothing_is_stored_has_no_figure_of_the_last(running):
-    async with running(size=(120, 40)) as (app, _pilot, until):
-        typed(app, "hello")
-        await until(lambda: finished(app) and app.chat.query_one(Timeline).points)
+        await until(lambda: app.chat.query_one(Timeline).points)
         app.chat.show_snapshot(replace(app.controller.state.snapshot, total=0, ribbon="", attended=""))
+        assert not any(gutter._rows)
         assert app.chat.query_one(Timeline).points == []
 
 
