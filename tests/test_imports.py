@@ -105,8 +105,18 @@ def targets(tree: ast.AST) -> Iterator[str]:
 
 
 @cache
+def facts() -> dict[str, tuple[frozenset[str], set[object], list[str]]]:
+    """What each module imports, the constants in it, and what its classes borrow; each is parsed once."""
+    found = {}
+    for name, path in modules().items():
+        tree = ast.parse(path.read_text("utf-8"))
+        constants = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+        found[name] = frozenset(targets(tree)), constants, list(borrowed(tree))
+    return found
+
+
 def graph() -> dict[str, frozenset[str]]:
-    return {name: frozenset(targets(ast.parse(path.read_text("utf-8")))) for name, path in modules().items()}
+    return {name: imports for name, (imports, _, _) in facts().items()}
 
 
 def allowed(name: str) -> set[str]:
@@ -146,7 +156,7 @@ def circles(graph: dict[str, frozenset[str]]) -> list[set[str]]:
 
 def test_imports_go_down_only():
     assert not {name for name in modules() if name.split(".")[0] not in MAY}, "in no package of the table"
-    wrong = {name: [target for target in graph()[name] if not is_allowed(name, target)] for name in modules()}
+    wrong = {name: [one for one in found if not is_allowed(name, one)] for name, found in graph().items()}
     assert not {name: targets for name, targets in wrong.items() if targets}
 
 
@@ -179,12 +189,8 @@ NAMING_MODES = re.compile(r"config/modes\.py|bench/.*|cli/bench.*|protocol/messa
 
 def test_only_the_registry_knows_modes_by_their_names():
     built_in = {cls.name for cls in modes.BUILT_IN}
-    named = {
-        path.relative_to(PACKAGE).as_posix()
-        for path in FILES
-        for node in ast.walk(ast.parse(path.read_text("utf-8")))
-        if isinstance(node, ast.Constant) and node.value in built_in
-    }
+    naming = [modules()[name] for name, (_, constants, _) in facts().items() if constants & built_in]
+    named = {path.relative_to(PACKAGE).as_posix() for path in naming}
     assert "config/modes.py" in named
     assert not sorted(name for name in named if not NAMING_MODES.fullmatch(name))
 
@@ -201,8 +207,7 @@ def borrowed(tree: ast.AST) -> Iterator[str]:
 
 
 def test_a_class_stands_whole_in_one_file():
-    found = {name: list(borrowed(ast.parse(path.read_text("utf-8")))) for name, path in modules().items()}
-    assert not {name: names for name, names in found.items() if names}
+    assert not {name: names for name, (_, _, names) in facts().items() if names}
 
 
 def test_the_part_of_a_class_would_be_seen():
@@ -246,6 +251,7 @@ def test_every_circle_and_every_arrow_that_runs_up_would_be_seen():
 # In one process, in this order: whatever one of them imports is there for those behind it.
 LIGHT = {
     "kvchat": HEAVY | {"textual", "pydantic"},
+    "kvchat.nvml": {"torch", "pynvml"},
     "kvchat.cli.main": HEAVY | {"textual", "tomlkit"},
     "kvchat.engine.worker": HEAVY | {"textual"},
     "kvchat.replay.engine": HEAVY | {"textual"},

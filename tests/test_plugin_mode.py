@@ -39,12 +39,10 @@ def installed(tmp_path_factory):
     return folder
 
 
-def kvchat(installed: Path, *args: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(installed), str(ROOT))), "TERM": "dumb", **environ}
-    command = [sys.executable, "-m", "kvchat", *args]
-    return subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=600, env=env, check=False
-    )
+def in_process(installed: Path, *args: str, typed: str = "") -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(installed), str(ROOT))), "TERM": "dumb"}
+    command = [sys.executable, *args]
+    return subprocess.run(command, input=typed, capture_output=True, text=True, timeout=600, env=env, check=False)
 
 
 def in_turn(installed: Path, *commands: list[str], **environ: str) -> list[Outcome]:
@@ -67,25 +65,25 @@ def settings(text: str) -> None:
     paths.config_file().write_text(text)
 
 
-def test_it_is_listed_behind_the_built_in_modes(installed):
-    result = kvchat(installed, "modes", "--json")
-    assert (result.returncode, result.stderr) == (0, "")
+LISTING = """
+import sys
+from kvchat.cli.main import main
+sys.argv[1:] = ["modes", "--json"]
+try:
+    main()
+finally:
+    assert "torch" not in sys.modules
+    print(sorted(name for name in sys.modules if name.startswith("kvchat_str")), file=sys.stderr)
+"""
+
+
+def test_it_is_listed_behind_the_built_in_modes_and_its_implementation_is_not_imported(installed):
+    result = in_process(installed, "-c", LISTING)
+    assert (result.returncode, result.stderr) == (0, "['kvchat_strided', 'kvchat_strided.parameters']\n")
     listed = {mode["name"]: mode for mode in json.loads(result.stdout)}
     assert list(listed) == [AUTO, *(cls.name for cls in BUILT_IN), "strided"]
     window = {"name": "window", "default": 128, "doc": "most recent tokens, always attended"}
     assert window in listed["strided"]["params"]
-
-
-def test_listing_modes_does_not_import_its_implementation(installed):
-    code = (
-        "import sys\nfrom kvchat.cli import main\nprint(sorted(m for m in sys.modules if m.startswith('kvchat_str')))"
-    )
-    code += "\nassert 'torch' not in sys.modules"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(installed), str(ROOT)))}
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=600, env=env, check=True
-    )
-    assert result.stdout == "['kvchat_strided', 'kvchat_strided.parameters']\n"
 
 
 def test_it_answers(answers):
@@ -106,9 +104,7 @@ def test_entered_in_the_middle_of_an_answer_with_all_tokens_in_reach_it_goes_on_
 
 def test_a_chat_switches_to_it_and_changes_its_parameters(installed):
     typed = "/mode strided window=64\n/set stride=4\n/set\n/set stride=0\n/mode\n/quit\n"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(installed), str(ROOT)))}
-    command = [sys.executable, "-m", "kvchat", "chat", "--plain"]
-    chat = subprocess.run(command, input=typed, capture_output=True, text=True, timeout=600, env=env, check=False)
+    chat = in_process(installed, "-m", "kvchat", "chat", "--plain", typed=typed)
     assert "[full to strided, budget 512]" in chat.stdout
     assert [line.split()[:2] for line in chat.stdout.splitlines() if line.startswith(("window", "stride"))] == [
         ["window", "64"],
@@ -172,35 +168,39 @@ def test_it_has_its_section_of_the_settings(installed):
     assert "kv.strided.stride = 3   # KVCHAT_KV_STRIDED_STRIDE" in shown
     schema = json.loads(schema_of.out)
     assert schema["$defs"]["StridedParameters"]["properties"]["window"]["minimum"] == 32
-    template = installed / "new.toml"
-    assert kvchat(installed, "config", "init", KVCHAT_CONFIG=str(template)).returncode == 0
-    assert "[kv.strided]" in template.read_text()
 
 
-def test_wrong_parameters_are_refused(installed):
-    result = kvchat(installed, "ask", "Hello", "--mode", "strided", "--param", "stride=0")
-    assert (result.returncode, result.stdout) == (2, "")
-    assert not lacks(result.stderr, '--param stride: "0"', "1")
-    settings("[kv.strided]\nstrde = 1\n")
-    result = kvchat(installed, "config", "validate")
-    assert not lacks(result.stderr, "config.toml:2: kv.strided.strde: ", '"stride"')
-    assert result.stderr.endswith("\n  strde = 1\n          ^\n")
-    assert result.returncode == 2
+def test_wrong_parameters_are_refused_and_the_template_has_its_own(installed, tmp_path):
+    wrong = tmp_path / "wrong.toml"
+    wrong.write_text("[kv.strided]\nstrde = 1\n")
+    asked = ["ask", "Hello", "--mode", "strided", "--param", "stride=0"]
+    refused, validated, begun = in_turn(installed, asked, ["config", "validate", str(wrong)], ["config", "init"])
+    assert (refused.code, refused.out, validated.code, begun.code) == (2, "", 2, 0)
+    assert not lacks(refused.err, '--param stride: "0"', "1")
+    assert not lacks(validated.err, "wrong.toml:2: kv.strided.strde: ", '"stride"')
+    assert validated.err.endswith("\n  strde = 1\n          ^\n")
+    assert "[kv.strided]" in paths.config_file().read_text()
+
+
+LOOKED_AT = """
+from kvchat.doctor.installation import kv_modes
+check = kv_modes()
+assert (check.state, "broken 1.2" in check.found) == ("warning", True), check
+"""
 
 
 def test_a_broken_package_is_named_and_stops_nothing_but_its_own_mode(installed, tmp_path):
     folder = tmp_path / "site"
+    path = os.pathsep.join((str(folder), str(ROOT)))
     shutil.copytree(installed, folder)
     (folder / "broken-1.2.dist-info").mkdir(parents=True)
     (folder / "broken-1.2.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.2\n")
     (folder / "broken-1.2.dist-info" / "entry_points.txt").write_text("[kvchat.modes]\nworse = broken:Parameters\n")
     (folder / "broken.py").write_text("raise RuntimeError('It is\\nbroken')")
-    listed, looked = in_turn(folder, ["modes"], ["doctor", "--json"])
+    (listed,) = run_in_turn([["modes"]], {**os.environ, "PYTHONPATH": path}, before=LOOKED_AT)
     assert listed.code == 0
     assert listed.out.startswith("auto ")
     assert not lacks(listed.err, '"worse" of broken 1.2', "It is")
-    checks = {check["name"]: check for check in json.loads(looked.out)["checks"]}
-    assert (checks["modes"]["state"], "broken 1.2" in checks["modes"]["found"]) == ("warning", True)
 
 
 @pytest.mark.parametrize(

@@ -68,8 +68,6 @@ def test_license_and_entry_point_are_in_the_wheel(wheel):
 
 def test_the_installed_package_works_elsewhere(installed, tmp_path):
     env = {**os.environ, "PYTHONPATH": str(installed)}
-    listed = json.loads(run("-m", "kvchat", "modes", "--json", cwd=tmp_path, env=env))
-    assert "full" in [mode["name"] for mode in listed]
     found = run(
         "-c",
         "from kvchat import paths; print(paths.bundled_model_dir()); print(paths.bundled_themes_dir());"

@@ -187,7 +187,13 @@ def test_bytes_that_are_not_utf8_are_refused(run, started):
     assert not lacks(run("Sch\udcf6n ist das").err, "UTF-8", "Byte 3", "0xf6")
 
 
-@pytest.mark.parametrize("line", ["--mode TYPED", "chat --mode TYPED", "ask --seed TYPED", "ask hello --mode TYPED"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("--mode TYPED", "chat --mode TYPED", "ask --seed TYPED", "ask hello --mode TYPED"),
+        *("ask hello -m ./TYPED", "ask -f TYPED", "config validate TYPED"),
+    ],
+)
 def test_what_was_typed_is_harmless_in_every_refusal(run, line):
     typed = hostile("typed").replace("\x00", "")  # no argument of a program holds NUL
     outcome = run(*(word.replace("TYPED", typed) for word in line.split()))

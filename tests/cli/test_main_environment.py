@@ -63,12 +63,6 @@ def run(
     )
 
 
-def test_an_ascii_locale_gets_question_marks():
-    result = run("modes", **PLAIN)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.isascii()
-
-
 def test_an_answer_needs_no_locale_no_home_no_terminal_and_no_connection(tried):
     result = run("ask", "Hello!", "--max-new-tokens", "4", **PLAIN, HOME="/proc/1/no", KVCHAT_DATA_DIR="/proc/1/no")
     assert (result.returncode, result.stderr) == (0, b"")
