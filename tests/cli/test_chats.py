@@ -13,12 +13,6 @@ from kvchat.errors import UsageError
 from kvchat.remote import slot_files
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("KVCHAT_DATA_DIR", str(tmp_path / "data"))
-    return tmp_path
-
-
 def keep(question: str, id: str = "") -> Conversation:
     conversation = Conversation(id=id)
     conversation.ask(question)
@@ -50,10 +44,10 @@ def test_listing_and_searching():
     assert [chat["id"] for chat in json.loads(run("list", "--json"))] == [dog.id, cat.id]
 
 
-def test_export_and_import(folder):
+def test_export_and_import(tmp_path):
     kept = keep("What is a cat?")
     assert "## You\n\nWhat is a cat?" in run("export", kept.id[:8])
-    file = folder / "chat.json"
+    file = tmp_path / "chat.json"
     assert run("export", kept.id, str(file)).strip() == str(file)
     run("delete", kept.id)
     imported = run("import", str(file)).strip()
@@ -61,10 +55,10 @@ def test_export_and_import(folder):
     with pytest.raises(UsageError, match="exists"):
         run("export", imported, str(file))
     with pytest.raises(UsageError, match="has no known file ending"):
-        run("export", imported, str(folder / "chat.pdf"))
-    (folder / "empty.json").write_text(json.dumps({**json.loads(file.read_text()), "messages": [], "leaf": None}))
+        run("export", imported, str(tmp_path / "chat.pdf"))
+    (tmp_path / "empty.json").write_text(json.dumps({**json.loads(file.read_text()), "messages": [], "leaf": None}))
     with pytest.raises(UsageError, match="has no messages"):
-        run("import", str(folder / "empty.json"))
+        run("import", str(tmp_path / "empty.json"))
 
 
 def test_a_server_is_to_empty_the_file_of_a_deleted_conversation():

@@ -2,36 +2,17 @@
 
 import json
 import re
-import sys
 
 import pytest
-from support.fake_session import PIECES, FakeSession
+from support.fake_session import PIECES
 
-import kvchat
-from kvchat.cli import main
-from kvchat.models import checkpoint
 from kvchat.protocol.figures import Run
 from kvchat.protocol.messages import Compared, Comparing, Variant
 
 
 @pytest.fixture
-def session(monkeypatch):
-    session = FakeSession()
-    monkeypatch.setitem(vars(kvchat), "open_session", session.open)
-    monkeypatch.setattr(checkpoint, "locate", lambda name, progress: None)
-    return session
-
-
-@pytest.fixture
-def compare(monkeypatch, capfd):
-    def run(*args):
-        monkeypatch.setattr(sys, "stdin", None)
-        monkeypatch.setattr(sys, "argv", ["kvchat", "compare", *args])
-        with pytest.raises(SystemExit) as caught:
-            main.main()
-        return int(caught.value.code or 0), *capfd.readouterr()
-
-    return run
+def compare(run):
+    return lambda *args: run("compare", *args)
 
 
 def test_the_answers_their_table_and_the_files_have_the_same_numbers(compare, session, tmp_path):

@@ -66,50 +66,32 @@ def test_a_real_gpu_is_read():
 # ---- which profile ---------------------------------------------------------------------------------
 
 
+def test_the_bundled_profile_goes_by_memory(nvml):
+    names = {0.5: "4gb", 0.9: "4gb", 2.0: "4gb", 4.99: "4gb", 5.99: "6gb", 7.996: "8gb", 9.99: "8gb", 11.99: "12gb"}
+    names |= {15.99: "16gb", 23.99: "24gb", 31.8: "24gb", 47.5: "48gb", 79.6: "80gb", 139.8: "80gb"}
+    for memory, name in names.items():
+        nvml(gpu("Some GPU", memory))
+        origins = set(resolved().origins.values())
+        assert origins
+        assert all(o.startswith(f"profiles/{name}.toml:") and o.endswith("(matched: memory)") for o in origins), memory
+
+
 @pytest.mark.parametrize(
-    ("memory", "name"),
+    ("sizes", "bounded"),
     [
-        (0.5, "4gb"),
-        (0.9, "4gb"),
-        (2.0, "4gb"),
-        (4.99, "4gb"),
-        (5.99, "6gb"),
-        (7.996, "8gb"),
-        (9.99, "8gb"),
-        (11.99, "12gb"),
-        (15.99, "16gb"),
-        (23.99, "24gb"),
-        (31.8, "24gb"),
-        (47.5, "48gb"),
-        (79.6, "80gb"),
-        (139.8, "80gb"),
+        ((1.0, 2.0, 4.99, 5.0, 5.99), ("speculative", "freeze", "streaming")),
+        ((7.0, 10.0, 14.0, 20.0), ("freeze",)),
     ],
 )
-def test_the_bundled_profile_goes_by_memory(nvml, memory, name):
-    nvml(gpu("Some GPU", memory))
-    origins = set(resolved().origins.values())
-    assert origins
-    assert all(o.startswith(f"profiles/{name}.toml:") and o.endswith("(matched: memory)") for o in origins)
-
-
-@pytest.mark.parametrize("memory", [2.0, 4.99, 5.99])
-def test_the_smallest_gpus_have_a_bound_in_every_mode_that_leaves_full(nvml, memory):
+def test_wherever_full_does_not_fit_other_modes_are_bounded(nvml, sizes, bounded):
     """After a prompt freeze held as much as full, and below 5 GiB nothing matched (audit, 11)."""
-    nvml(gpu("Some GPU", memory))
-    kv = resolved().settings.kv
-    assert kv.mode == "speculative"
-    budgets = {mode: getattr(kv, mode).budget for mode in ("speculative", "streaming", "freeze")}
-    assert all(budgets.values()), budgets
-
-
-@pytest.mark.parametrize("memory", [1.0, 5.0, 7.0, 10.0, 14.0, 20.0])
-def test_freeze_is_bounded_wherever_full_does_not_fit(nvml, memory):
-    nvml(gpu("Some GPU", memory))
-    kv = resolved().settings.kv
-    assert kv.mode != "full"
-    assert kv.freeze.budget
     of_an_8b_model = 128 * 1024  # bytes a token: 32 layers, 8 KV heads of 128, 16 bits
-    assert kv.freeze.budget * of_an_8b_model <= memory * 2**30 / 4
+    for memory in sizes:
+        nvml(gpu("Some GPU", memory))
+        kv = resolved().settings.kv
+        assert kv.mode == "speculative"
+        assert all(getattr(kv, mode).budget for mode in bounded), memory
+        assert kv.freeze.budget * of_an_8b_model <= memory * 2**30 / 4
 
 
 def test_without_a_gpu_the_defaults_hold(nvml):

@@ -263,7 +263,7 @@ def path(tmp_path):
 
 
 @pytest.mark.parametrize("start", STARTS)
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(st.permutations(list(CHANGES)), st.integers(0, len(CHANGES)))
 def test_what_is_saved_is_read_back_and_can_be_taken_out(tmp_path_factory, start, order, taken_out):
     path = tmp_path_factory.mktemp("config") / "config.toml"
@@ -349,12 +349,6 @@ ALLOWED = {
     "seed": ("0", "9223372036854775807"),
     "max_new_tokens": ("1", "1000000"),
 }
-CASES = [
-    (name, text, allowed)
-    for table, allowed in ((REFUSED, False), (ALLOWED, True))
-    for name, texts in table.items()
-    for text in texts
-]
 
 
 def value_of(text: str) -> Any:
@@ -380,15 +374,15 @@ def by_the_engine(name: str, text: str) -> Sampling:
 
 
 @pytest.mark.parametrize("judge", [in_file, in_environment, by_command, by_the_engine])
-@pytest.mark.parametrize(("name", "text", "allowed"), CASES)
-def test_settings_command_and_engine_judge_a_value_alike(name, text, allowed, judge):
-    if text == "None" and judge is in_file:
-        pytest.skip("TOML has no null")
-    if allowed:
-        assert getattr(judge(name, text), name) == value_of(text)
-    else:
-        with pytest.raises(UsageError, match=f"(?i){name}.*number"):
-            judge(name, text)
+def test_settings_command_and_engine_judge_a_value_alike(judge):
+    for name, texts in ALLOWED.items():
+        for text in texts:
+            assert getattr(judge(name, text), name) == value_of(text), (name, text)
+    for name, texts in REFUSED.items():
+        for text in texts:
+            if text != "None" or judge is not in_file:  # TOML has no null
+                with pytest.raises(UsageError, match=f"(?i){name}.*number"):
+                    judge(name, text)
 
 
 @pytest.mark.parametrize("stop", ["", ("a", ""), ("a", 1)])

@@ -139,23 +139,8 @@ class FakeEngine:
             while self.commands.get() is not None:
                 pass
             sys.exit(0)
-        send(
-            Loaded(
-                "kvchat-pocket",
-                "llama",
-                43_000_000,
-                "cpu",
-                "float32",
-                16384,
-                8,
-                4,
-                32,
-                16384,
-                self.mode,
-                self.params,
-                calls=CALLS,
-            )
-        )
+        described = "kvchat-pocket", "llama", 43_000_000, "cpu", "float32", 16384, 8, 4, 32, 16384
+        send(Loaded(*described, self.mode, self.params, calls=CALLS))
         send(self.snapshot())
 
     def chat(self, command: Chat) -> None:

@@ -108,10 +108,7 @@ class FakeSession:
             self.token_ids.append(100 + n)
             yield Text(piece, 1)
         stats = Stats(
-            prompt_tokens=7,
-            generated_tokens=len(self.token_ids),
-            switches=tuple(self.switches),
-            extras=self.extras,
+            prompt_tokens=7, generated_tokens=len(self.token_ids), switches=tuple(self.switches), extras=self.extras
         )
         text = "".join(self.pieces[: len(self.token_ids)])
         yield Finished("stopped" if self.canceled.is_set() else "eos", text, stats)

@@ -148,14 +148,16 @@ async def test_what_was_piped_in_stands_before_the_question_of_the_command_line_
 
 
 async def test_refusals_go_to_stderr_and_into_the_exit_code(config):
-    code, session = await piped(config, "/mode nothing\n/panels\n/mode sync budget=64\nfail\n//x\n")
+    code, session = await piped(config, "/details\n/mode nothing\n/panels\n/mode sync budget=64\nfail\n//x\n")
     assert code == 1
+    assert session.errors.getvalue().startswith("Error: "), "there are no details before the first answer"
     assert not lacks(session.errors.getvalue(), '"nothing"', "panels", "/details", "stays full")
     assert "you: //x\nmodel: Section 3" in session.said
 
 
 async def test_every_command_is_listed_or_refused_in_words(config):
-    _, session = await piped(config, "/help\n/settings\n/settings\n")
+    _, session = await piped(config, "/help\n/settings\n/settings\n/thinking\n/thinking\n")
+    assert re.search("no longer printed.*\n.*printed", session.said)
     assert re.search(r"^/mode NAME key=value\.\.\.: ", session.said, re.MULTILINE)
     assert re.search(r"sampling\.temperature = auto.*0\.7", session.said)
     listed = set(re.findall(r"^/(\w+)", session.said, re.MULTILINE))
@@ -191,12 +193,6 @@ async def test_a_download_is_waited_for(config):
     code = """import time; time.sleep(0.5); print('{"error": ["org/gone is gated.", "", ""]}')"""
     _, session = await piped(replace(config, download_command=(sys.executable, "-c", code)), "/model org/gone\n")
     assert "org/gone is gated." in session.errors.getvalue()
-
-
-async def test_there_are_no_details_before_the_first_answer(config):
-    code, session = await piped(config, "/details\n")
-    assert code == 1
-    assert session.errors.getvalue().startswith("Error: ")
 
 
 async def test_a_new_conversation_is_named_as_one_and_an_edited_first_question_not(config):
@@ -236,11 +232,6 @@ async def test_keys_are_the_editors_while_it_has_the_terminal(config, monkeypatc
     assert not running.done()
     os.kill(os.getpid(), signal.SIGTERM)
     assert await running == 128 + signal.SIGTERM
-
-
-async def test_thoughts_are_left_out_and_printed_again(config):
-    _, session = await piped(config, "/thinking\n/thinking\n")
-    assert re.search("no longer printed.*\n.*printed", session.said)
 
 
 async def test_without_a_model_a_pipe_is_told_once_why(config, monkeypatch):
