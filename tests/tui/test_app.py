@@ -242,7 +242,7 @@ async def test_a_refusal_is_a_toast_and_a_file_takes_its_place(running, pypercli
 
 async def test_a_terminal_without_a_column_for_a_list_ends_nothing(running):
     async with running() as (app, pilot, until):
-        for key in ("f2", "f9", "ctrl+o", "ctrl+p", "/"):
+        for key in ("f9", "/"):  # in a dialog and in the chat
             press(app, key)
             await until(lambda: any(shown.display for shown in app.screen.query(OptionList)))
             for width in (5, 1):

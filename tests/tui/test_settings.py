@@ -278,16 +278,6 @@ async def test_a_value_is_found_refused_changed_and_kept(running, config, size):
     assert file_source(config.config_file).values == {("sampling", "temperature"): 0.25}
 
 
-async def test_while_a_value_is_written_its_setting_stays_chosen(running):
-    async with running() as (app, _pilot, until):
-        press(app, "f2")
-        await until(lambda: opened(app, SettingsScreen) and "model.name" in text_of(app, "#about"))
-        await edit(app, until, "value")
-        press(app, "down", "pagedown", "q")
-        await until(lambda: app.screen.query_one("#value", Input).value.endswith("q"))
-        assert "model.name" in text_of(app, "#about")
-
-
 async def test_a_choice_is_made_by_mouse_and_taken_back_by_a_key(running):
     async with running() as (app, pilot, until):
         await find(app, until, "ui.theme")
@@ -299,6 +289,14 @@ async def test_a_choice_is_made_by_mouse_and_taken_back_by_a_key(running):
         await until(lambda: app.theme == "kvchat-light")
         press(app, "ctrl+d")
         await until(lambda: app.theme == "kvchat-dark")
+        press(app, "escape", "escape")
+        await until(lambda: app.screen is app.chat)
+        press(app, "f2")
+        await until(lambda: opened(app, SettingsScreen) and "model.name" in text_of(app, "#about"))
+        await edit(app, until, "value")
+        press(app, "down", "pagedown", "q")
+        await until(lambda: app.screen.query_one("#value", Input).value.endswith("q"))
+        assert "model.name" in text_of(app, "#about"), "while a value is written its setting stays chosen"
 
 
 async def test_a_mode_is_chosen_by_keys_and_shown_when_the_engine_has_switched(running):

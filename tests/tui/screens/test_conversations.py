@@ -37,9 +37,8 @@ def shown(app):
     return opened(app, ConversationsScreen) and app.screen.query(OptionList)
 
 
-@pytest.mark.parametrize("size", [(80, 24), (200, 60)])
-async def test_a_conversation_is_searched_for_and_opened(running, config, size):
-    async with running(config, size=size) as (app, _pilot, until):
+async def test_a_conversation_is_searched_for_and_opened(running, config):
+    async with running(config, size=(80, 24)) as (app, _pilot, until):
         await until(lambda: app.controller.archive._store)
         press(app, "f9")
         await until(lambda: shown(app) and len(listed(app)) == 2)
@@ -49,6 +48,9 @@ async def test_a_conversation_is_searched_for_and_opened(running, config, size):
         press(app, "enter")
         await until(lambda: app.screen is app.chat)
         await until(lambda: texts(app.chat.query(Question)) == ["❯ My cat is called Biscuit."])
+        await app.chat.run_command("/chats rex")
+        await until(lambda: shown(app) and len(listed(app)) == 1)
+        assert app.screen.query_one(Input).value == "rex"
 
 
 @pytest.mark.parametrize(("width", "is_shown"), [(200, True), (160, False)])
@@ -102,14 +104,6 @@ async def test_keys_pressed_at_once_act_in_their_order(running, config, keys):
         await until(lambda: app.screen is app.chat)
         kept = await app.controller.archive.search("")
         assert [summary.title.split()[1] for summary in kept] == KEYS[keys]
-
-
-async def test_the_text_of_the_command_is_searched_for(running, config):
-    async with running(config) as (app, _pilot, until):
-        await until(lambda: app.controller.archive._store)
-        await app.chat.run_command("/chats rex")
-        await until(lambda: shown(app) and len(listed(app)) == 1)
-        assert app.screen.query_one(Input).value == "rex"
 
 
 def test_a_line_tells_title_age_size_and_the_words_found():

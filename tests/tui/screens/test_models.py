@@ -34,9 +34,12 @@ def shown(app):
     return opened(app, ModelsScreen) and app.screen.query(OptionList) and len(listed(app)) == 2
 
 
-@pytest.mark.parametrize("size", [(80, 24), (200, 60)])
-async def test_a_model_is_searched_for_and_loaded(running, machine, size):
-    async with running(size=size) as (app, _pilot, until):
+async def test_a_model_is_searched_for_and_loaded_and_one_is_planned(running, machine):
+    async with running(size=(80, 24)) as (app, _pilot, until):
+        await app.chat.run_command("/model")
+        await until(lambda: shown(app))
+        press(app, "escape")
+        await until(lambda: app.screen is app.chat)
         press(app, "ctrl+o")
         await until(lambda: shown(app))
         assert listed(app)[0].startswith("● bundled ")
@@ -52,6 +55,12 @@ async def test_a_model_is_searched_for_and_loaded(running, machine, size):
             "64.0",
             "MiB",
         ]
+        asked = []
+        app.controller.models.plan = lambda name, context: asked.append(name)
+        press(app, "down", "ctrl+l")  # the key before is still in the queue
+        await until(lambda: asked == ["org/other"] and app.screen is app.chat)
+        press(app, "ctrl+o")
+        await until(lambda: shown(app))
         press(app, *"other", "enter", "down")
         await until(lambda: app.controller.models.in_use.model == "org/other" and app.screen is app.chat)
 
@@ -68,20 +77,6 @@ async def test_enter_before_the_models_are_found_loads_what_is_typed(running, ma
         await until(lambda: app.screen is app.chat and not picker.is_attached)
         seeking.set()
         await until(lambda: app.controller.models.in_use.model == "org/other")
-
-
-async def test_escape_and_a_plan(running, machine):
-    async with running() as (app, _pilot, until):
-        await app.chat.run_command("/model")
-        await until(lambda: shown(app))
-        press(app, "escape")
-        await until(lambda: app.screen is app.chat)
-        asked = []
-        app.controller.models.plan = lambda name, context: asked.append(name)
-        press(app, "ctrl+o")
-        await until(lambda: shown(app))
-        press(app, "down", "ctrl+l")  # the key before is still in the queue
-        await until(lambda: asked == ["org/other"] and app.screen is app.chat)
 
 
 def test_what_is_typed_may_be_a_model_of_its_own(tmp_path):
