@@ -21,11 +21,12 @@ from kvchat import libraries
 from kvchat.errors import UsageError
 from kvchat.libraries import BITSANDBYTES_LOG, TRANSFORMERS, import_bitsandbytes, prepare_transformers
 
-PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
 def test_the_packages_are_those_of_pyproject():
-    extras = tomllib.loads(PYPROJECT.read_text())["project"]["optional-dependencies"]
+    extras = PROJECT["optional-dependencies"]
     assert {name: list(packages) for name, packages in libraries.EXTRAS.items()} == {
         name: extras[name] for name in libraries.EXTRAS
     }
@@ -77,8 +78,6 @@ def test_a_missing_package_is_told_before_torch_is_imported(monkeypatch, quantiz
 # ---- What ``pyproject.toml`` asks for: every package that is imported, in bounds that let bug-fix releases in
 
 
-ROOT = Path(__file__).parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 REQUIREMENTS = [
     Requirement(text)
     for texts in (PROJECT["dependencies"], *PROJECT["optional-dependencies"].values())

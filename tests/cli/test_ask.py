@@ -8,8 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -332,18 +330,9 @@ main()
 """
 
 
-@contextmanager
-def process(*args: str, **kwargs: object) -> Iterator[subprocess.Popen[bytes]]:
-    pipe, env = subprocess.PIPE, environ(TERM="dumb")
-    with subprocess.Popen([sys.executable, *args], stdin=pipe, stdout=pipe, stderr=pipe, env=env) as child:
-        yield child
-
-
 def test_a_closed_pipe_ends_it_quietly():
-    with process("-c", ASK_A_FAKE) as child:
-        assert child.stdin
-        assert child.stdout
-        assert child.stderr
+    pipe, command = subprocess.PIPE, [sys.executable, "-c", ASK_A_FAKE]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environ(TERM="dumb")) as child:
         child.stdin.close()
         assert child.stdout.readline() == b"line\n"
         child.stdout.close()

@@ -15,10 +15,10 @@ from kvchat.cli.main import app
 from kvchat.errors import UsageError
 
 
-def asked(monkeypatch: pytest.MonkeyPatch, line: str, owner: ModuleType, name: str = "run") -> tuple[Any, ModelChoice]:
-    """The settings and the model that the command ``line`` gives to ``owner.name``."""
+def asked(monkeypatch: pytest.MonkeyPatch, line: str, measurement: ModuleType) -> tuple[Any, ModelChoice]:
+    """The settings and the model that the command ``line`` gives to a measurement."""
     given: list[Any] = []
-    monkeypatch.setattr(owner, name, lambda *args: given.extend(args) or {"rows": []})
+    monkeypatch.setattr(measurement, "run", lambda *args: given.extend(args) or {"rows": []})
     ran = CliRunner().invoke(app, ["bench", *line.split(), "--json"], catch_exceptions=False)
     assert ran.exit_code == 0, ran.output
     settings, choice, _ = given
@@ -27,62 +27,45 @@ def asked(monkeypatch: pytest.MonkeyPatch, line: str, owner: ModuleType, name: s
 
 MODEL = "-m there --device cpu --dtype float16 --quantize int8"
 CHOICE = ModelChoice("there", "cpu", "float16", "int8")
+# The measurement, its options, and the settings that come of them.
 COMMANDS = [
     (
+        agreement,
         "agreement --mode full --context 300 --tokens 7 --passages 2 --host-dtype int8",
-        (agreement, "run"),
         {"modes": ("full",), "context": 300, "tokens": 7, "passages": 2},
     ),
     (
+        recall,
         "recall --mode full --task all --length 99 --depth 0.3 --cases 5 --keys 6 --inside 8 --seed 7",
-        (recall, "run"),
-        {
-            "modes": ("full",),
-            "tasks": ("all",),
-            "lengths": (99,),
-            "depths": (0.3,),
-            "cases": 5,
-            "keys": 6,
-            "inside": 8,
-            "seed": 7,
-        },
+        {"modes": ("full",), "tasks": ("all",), "lengths": (99,), "depths": (0.3,), "cases": 5, "keys": 6}
+        | {"inside": 8, "seed": 7},
     ),
     (
+        decode,
         "decode --mode full --context 99 --budget 88 --change-rate 0.5 --steps 3 --rounds 2"
         " --baselines dynamic,static --shape tiny --prefill --load 4",
-        (decode, "run"),
-        {
-            "modes": ("full",),
-            "contexts": (99,),
-            "budget": 88,
-            "change_rates": ("0.5",),
-            "steps": 3,
-            "rounds": 2,
-            "baselines": ("dynamic", "static"),
-            "shape": "tiny",
-            "prefill": True,
-            "load": 4,
-        },
+        {"modes": ("full",), "contexts": (99,), "budget": 88, "change_rates": ("0.5",), "steps": 3, "rounds": 2}
+        | {"baselines": ("dynamic", "static"), "shape": "tiny", "prefill": True, "load": 4},
     ),
     (
+        prefill,
         "prefill --length 99 --turn 8 --mode full --rounds 2 --shape tiny",
-        (prefill, "run"),
         {"lengths": (99,), "turn": 8, "mode": "full", "rounds": 2, "shape": "tiny"},
     ),
 ]
-NAMES = [line.split()[0] for line, _, _ in COMMANDS]
+NAMES = [line.split()[0] for _, line, _ in COMMANDS]
 
 
-@pytest.mark.parametrize(("line", "measurement", "settings"), COMMANDS, ids=NAMES)
-def test_every_option_arrives(monkeypatch, line, measurement, settings):
-    given, choice = asked(monkeypatch, f"{line} {MODEL}", *measurement)
+@pytest.mark.parametrize(("measurement", "line", "settings"), COMMANDS, ids=NAMES)
+def test_every_option_arrives(monkeypatch, measurement, line, settings):
+    given, choice = asked(monkeypatch, f"{line} {MODEL}", measurement)
     assert {name: getattr(given, name) for name in settings} == settings
     assert choice == replace(CHOICE, host_dtype="int8" if "--host-dtype" in line else "model")
 
 
-@pytest.mark.parametrize(("line", "measurement"), [command[:2] for command in COMMANDS], ids=NAMES)
-def test_without_options_the_settings_are_the_measurements_own(monkeypatch, line, measurement):
-    given, choice = asked(monkeypatch, line.split()[0], *measurement)
+@pytest.mark.parametrize(("measurement", "line"), [command[:2] for command in COMMANDS], ids=NAMES)
+def test_without_options_the_settings_are_the_measurements_own(monkeypatch, measurement, line):
+    given, choice = asked(monkeypatch, line.split()[0], measurement)
     own = {field.name: field.default for field in fields(given) if field.name != "modes"}
     assert {name: getattr(given, name) for name in own} == own
     assert choice == ModelChoice()

@@ -12,7 +12,7 @@ from textual import events
 from textual.app import App
 from textual.screen import Screen
 from textual.widget import Widget
-from textual.widgets import Static
+from textual.widgets import OptionList, Static
 
 from kvchat.tui.app import KvchatApp
 from kvchat.tui.state import Phase
@@ -43,6 +43,12 @@ def prompt(app: KvchatApp) -> Prompt:
 
 def answers(app: KvchatApp) -> list[Answer]:
     return [message for message, _ in app.chat.query_one(Transcript).places() if isinstance(message, Answer)]
+
+
+def choices(app: KvchatApp) -> list[str]:
+    """The lines of the list on the screen."""
+    listed = app.screen.query_one(OptionList)
+    return [str(listed.get_option_at_index(index).prompt) for index in range(listed.option_count)]
 
 
 def receipts(app: KvchatApp) -> list[str]:

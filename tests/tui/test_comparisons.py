@@ -275,9 +275,9 @@ def test_markup_and_control_characters_are_text():
 async def test_every_mode_has_a_row_and_esc_closes(running):
     async with running(size=(50, 20)) as (app, _pilot, until):
         typed(app, "/needle 512")
-        await until(lambda: isinstance(app.screen, NeedleScreen) and "found it" in text(app, "#verdict"))
-        assert not lacks(text(app, "#verdict"), "full found", "50 %", "streaming, sync, speculative did not")
-        assert "BY F" in text(app, "#question")
+        await until(lambda: isinstance(app.screen, NeedleScreen) and "found it" in shown(app, "#verdict"))
+        assert not lacks(shown(app, "#verdict"), "full found", "50 %", "streaming, sync, speculative did not")
+        assert "BY F" in shown(app, "#question")
         await until(lambda: all(f"{mode} " in drawn(app) for mode in modes.mode_names()) and "50 %" in drawn(app))
         assert not app.controller.state.conversation.messages
         press(app, "escape")
@@ -294,10 +294,6 @@ async def test_a_needle_has_a_screen_of_its_own_over_a_comparison_and_below_anot
         needle = app.controller.comparisons.running
         await until(lambda: opened(app, SettingsScreen) and needle.is_over)
         assert [type(screen) for screen in app.screen_stack[-3:]] == [CompareScreen, NeedleScreen, SettingsScreen]
-
-
-def text(app, selector: str) -> str:
-    return "".join(str(static.content) for static in app.screen.query(selector).results(Static))
 
 
 def comparison(answers: dict[str, str]) -> RunningComparison:

@@ -3,9 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from support.app_driver import answers, ask, drawn, finished, opened, press, receipts, toasts, typed
+from support.app_driver import answers, ask, choices, drawn, finished, opened, press, receipts, toasts, typed
 from support.fake_server import BREAK, HELLO, WAIT, FakeServer, delta
-from textual.widgets import OptionList
 
 from kvchat.errors import UsageError
 from kvchat.protocol import wire
@@ -207,9 +206,8 @@ async def test_the_picker_lists_the_models_of_servers(running, config, server, m
     listed = replace(config, servers=(server.url, "http://127.0.0.1:1"))
     async with running(listed) as (app, _, until):
         press(app, "ctrl+o")
-        await until(lambda: opened(app, ModelsScreen) and app.screen.query_one(OptionList).option_count == 2)
-        options = app.screen.query_one(OptionList)
-        rows = [str(options.get_option_at_index(index).prompt) for index in range(2)]
+        await until(lambda: opened(app, ModelsScreen) and len(choices(app)) == 2)
+        rows = choices(app)
         assert "Qwen/Qwen3-4B" in rows[0]
         assert "vLLM" in rows[0]
         assert "✖" in rows[1]
@@ -224,8 +222,8 @@ async def test_servers_on_usual_ports_are_listed_when_asked(running, config, ser
     monkeypatch.setattr(servers, "USUAL", (server.url, "http://127.0.0.1:1"))
     async with running(config) as (app, _, until):
         typed(app, "/servers")
-        await until(lambda: opened(app, ModelsScreen) and app.screen.query_one(OptionList).option_count == 1)
-        assert "Qwen/Qwen3-4B" in str(app.screen.query_one(OptionList).get_option_at_index(0).prompt)
+        await until(lambda: opened(app, ModelsScreen) and len(choices(app)) == 1)
+        assert "Qwen/Qwen3-4B" in choices(app)[0]
 
 
 async def test_a_wrong_address_is_told_and_the_chat_stays(running, config):

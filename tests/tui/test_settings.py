@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from support.app_driver import drawn, opened, press, toasts
-from textual.widgets import Input, OptionList, Static
+from support.app_driver import choices, drawn, opened, press, toasts
+from textual.widgets import Input, Static
 
 from kvchat.config import sources
 from kvchat.config.modes import registered
@@ -227,20 +227,15 @@ def text_of(app, selector):
     return str(app.screen.query_one(selector, Static).content)
 
 
-def rows(app):
-    options = app.screen.query_one("#list", OptionList)
-    return [str(options.get_option_at_index(index).prompt) for index in range(options.option_count)]
-
-
 def focused(app):
     return app.screen.focused.id if app.screen.focused else None
 
 
 async def find(app, until, words):
     press(app, "f2")
-    await until(lambda: opened(app, SettingsScreen) and len(rows(app)) > 2)
+    await until(lambda: opened(app, SettingsScreen) and len(choices(app)) > 2)
     app.screen.query_one("#find", Input).value = words
-    await until(lambda: len(rows(app)) == 2)
+    await until(lambda: len(choices(app)) == 2)
 
 
 async def retype(app, until, text):
@@ -272,7 +267,7 @@ async def test_a_value_is_found_refused_changed_and_kept(running, config, size):
             await until(lambda widget=widget: widget.region and app.screen.region.contains_region(widget.region))
         await retype(app, until, "0.25")
         await until(lambda: app.controller.state.sampling.temperature == 0.25)
-        await until(lambda: any("● temperature" in row and "0.25" in row for row in rows(app)))
+        await until(lambda: any("● temperature" in row and "0.25" in row for row in choices(app)))
         press(app, "ctrl+s", "f2")
         await until(lambda: app.screen is app.chat)
     assert file_source(config.config_file).values == {("sampling", "temperature"): 0.25}
@@ -306,7 +301,7 @@ async def test_a_mode_is_chosen_by_keys_and_shown_when_the_engine_has_switched(r
         await edit(app, until, "choices")
         press(app, "down", "enter")
         await until(lambda: app.controller.state.mode == "freeze" and focused(app) == "find")
-        await until(lambda: "freeze" in rows(app)[1])
+        await until(lambda: "freeze" in choices(app)[1])
         await edit(app, until, "choices")
         press(app, "escape", "escape")
         await until(lambda: app.screen is app.chat and "last until kvchat is closed" in toasts(app))
@@ -317,8 +312,8 @@ async def test_a_file_without_saving_and_foreign_text_are_harmless(running, conf
     foreign = Resolved(settings, {("model", "name"): "\x9bm.toml:1"})
     async with running(replace(config, config_file=None, resolved=foreign)) as (app, _pilot, until):
         await find(app, until, "model.name")
-        await until(lambda: "[b]evil[/b]" in rows(app)[1] and "evil" in text_of(app, "#about"))
-        shown = "".join(rows(app)) + text_of(app, "#about")
+        await until(lambda: "[b]evil[/b]" in choices(app)[1] and "evil" in text_of(app, "#about"))
+        shown = "".join(choices(app)) + text_of(app, "#about")
         assert visible(shown.replace("\n", "")) == shown.replace("\n", "")
         await edit(app, until, "value")
         press(app, "x", "enter")

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from support.app_driver import opened, press, texts
+from support.app_driver import choices, opened, press, texts
 from support.keeping import keep
 from textual.widgets import Input, OptionList
 
@@ -28,11 +28,6 @@ def config(config, tmp_path):
     return replace(config, database=path)
 
 
-def listed(app):
-    options = app.screen.query_one(OptionList)
-    return [str(options.get_option_at_index(index).prompt) for index in range(options.option_count)]
-
-
 def shown(app):
     return opened(app, ConversationsScreen) and app.screen.query(OptionList)
 
@@ -41,15 +36,15 @@ async def test_a_conversation_is_searched_for_and_opened(running, config):
     async with running(config, size=(80, 24)) as (app, _pilot, until):
         await until(lambda: app.controller.archive._store)
         press(app, "f9")
-        await until(lambda: shown(app) and len(listed(app)) == 2)
-        assert listed(app)[0].startswith("My dog is called Rex.   just now · 2 messages")
+        await until(lambda: shown(app) and len(choices(app)) == 2)
+        assert choices(app)[0].startswith("My dog is called Rex.   just now · 2 messages")
         press(app, *"bisc")
-        await until(lambda: len(listed(app)) == 1 and "called Biscuit.\n" in f"{listed(app)[0]}\n")
+        await until(lambda: len(choices(app)) == 1 and "called Biscuit.\n" in f"{choices(app)[0]}\n")
         press(app, "enter")
         await until(lambda: app.screen is app.chat)
         await until(lambda: texts(app.chat.query(Question)) == ["❯ My cat is called Biscuit."])
         await app.chat.run_command("/chats rex")
-        await until(lambda: shown(app) and len(listed(app)) == 1)
+        await until(lambda: shown(app) and len(choices(app)) == 1)
         assert app.screen.query_one(Input).value == "rex"
 
 
@@ -72,10 +67,10 @@ async def test_one_is_renamed_in_the_list(running, config):
     async with running(config) as (app, _pilot, until):
         await until(lambda: app.controller.archive._store)
         press(app, "f9")
-        await until(lambda: shown(app) and len(listed(app)) == 2)
+        await until(lambda: shown(app) and len(choices(app)) == 2)
         await until(lambda: "^R rename" in app.screen.query_one(KeyHints).render().plain)
         press(app, "down", "ctrl+r", "end", "!", "enter", "ctrl+r", "x", "escape")
-        await until(lambda: [row.partition("   ")[0] for row in listed(app)] == [REX, "My cat is called Biscuit.!"])
+        await until(lambda: [row.partition("   ")[0] for row in choices(app)] == [REX, "My cat is called Biscuit.!"])
         await until(lambda: "⏎ open" in app.screen.query_one(KeyHints).render().plain)
         assert app.screen.highlighted.title == "My cat is called Biscuit.!"
         press(app, "ctrl+r", "ctrl+u", "enter", "enter")
@@ -99,7 +94,7 @@ async def test_keys_pressed_at_once_act_in_their_order(running, config, keys):
     async with running(config) as (app, _pilot, until):
         await until(lambda: app.controller.archive._store)
         press(app, "f9")
-        await until(lambda: shown(app) and len(listed(app)) == 2)
+        await until(lambda: shown(app) and len(choices(app)) == 2)
         press(app, *keys.split(), "escape")
         await until(lambda: app.screen is app.chat)
         kept = await app.controller.archive.search("")

@@ -4,7 +4,7 @@ import threading
 from dataclasses import replace
 
 import pytest
-from support.app_driver import opened, press
+from support.app_driver import choices, opened, press
 from support.patience import PATIENCE_S
 from support.weights import linears
 from textual.widgets import OptionList
@@ -25,13 +25,8 @@ def machine(monkeypatch):
     monkeypatch.setattr(choosing, "room", lambda device, released: Room("cpu", 8 * GiB))
 
 
-def listed(app):
-    options = app.screen.query_one(OptionList)
-    return [str(options.get_option_at_index(index).prompt) for index in range(options.option_count)]
-
-
 def shown(app):
-    return opened(app, ModelsScreen) and app.screen.query(OptionList) and len(listed(app)) == 2
+    return opened(app, ModelsScreen) and app.screen.query(OptionList) and len(choices(app)) == 2
 
 
 async def test_a_model_is_searched_for_and_loaded_and_one_is_planned(running, machine):
@@ -42,8 +37,8 @@ async def test_a_model_is_searched_for_and_loaded_and_one_is_planned(running, ma
         await until(lambda: app.screen is app.chat)
         press(app, "ctrl+o")
         await until(lambda: shown(app))
-        assert listed(app)[0].startswith("● bundled ")
-        row = " ".join(listed(app)[1].split())
+        assert choices(app)[0].startswith("● bundled ")
+        row = " ".join(choices(app)[1].split())
         assert row == "org/other hub 32.0 MiB bfloat16 ✓ fits, takes 64.0 MiB"
         asked = []
         app.controller.models.plan = lambda name, context: asked.append(name)
