@@ -97,8 +97,8 @@ def test_a_file_that_changed_is_packed_again(file, packed, change):
 
 def test_other_code_and_another_processor_pack_again(file, packed, monkeypatch):
     monkeypatch.setattr(compile_ahead, "begin", lambda dtype, first=(): None)  # for the other processor, once more
-    load(file)
     for where, name, value in ((loading, "_code", []), (torch.backends.cpu, "get_cpu_capability", "AVX9")):
+        load(file)
         packed.clear()
         with monkeypatch.context() as patch:
             patch.setattr(where, name, lambda value=value: value)
