@@ -229,12 +229,12 @@ BEGUN = {1: "SR", 18: "WR", 35: "FR", 52: "RR"}
     ("triggered", "taken"),
     [
         (ALWAYS, BEGUN | {117: "SR", 134: "WR", 151: "FR", 180: "RR"}),  # nothing is frozen for 64 tokens: no other FR
-        ({10, 11, 26}, {10: "SR"}),  # what comes in the cool-down is ignored
-        ({10, 27}, {10: "SR", 27: "WR"}),
-        ({10, 42}, {10: "SR", 42: "WR"}),
-        ({10, 43}, {10: "SR", 43: "SR"}),  # escalation ends after 32 tokens
-        ({10, 30, 94}, {10: "SR", 30: "WR", 94: "WR"}),
-        ({10, 30, 95}, {10: "SR", 30: "WR", 95: "SR"}),  # calm comes after 64
+        ([10, 11, 26], {10: "SR"}),  # what comes in the cool-down is ignored
+        ([10, 27], {10: "SR", 27: "WR"}),
+        ([10, 42], {10: "SR", 42: "WR"}),
+        ([10, 43], {10: "SR", 43: "SR"}),  # escalation ends after 32 tokens
+        ([10, 30, 94], {10: "SR", 30: "WR", 94: "WR"}),
+        ([10, 30, 95], {10: "SR", 30: "WR", 95: "SR"}),  # calm comes after 64
     ],
     ids=str,
 )

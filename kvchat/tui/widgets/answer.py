@@ -164,9 +164,9 @@ class Answer(Vertical):
         The height is let go only once the blocks stand: a layout between would show the answer empty and move all
         below it. An answer that no layout has seen yet has no height to remember and stays as it is.
         """
-        if collapsed == self.collapsed or not self.finished or (collapsed and not self.size.height):
-            return False
         async with self._drawing:
+            if collapsed == self.collapsed or not self.finished or (collapsed and not self.size.height):
+                return False
             if collapsed:
                 self.styles.height = self.size.height
             self.collapsed = collapsed
