@@ -91,7 +91,7 @@ async def test_withdrawn_text_is_struck(asked):
     await asked.controller.handle(Text("good bad", 2))
     await asked.controller.handle(Withdrawn(4, 1))
     assert asked.view.answers[0].text == "good"
-    assert asked.view.notes == ["withdrawn: bad"]
+    assert asked.view.notes == ["withdrawn by recovery: bad"]
 
 
 async def test_a_switch_counts_the_tokens_after_it_until_the_next_one(asked):

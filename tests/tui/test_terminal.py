@@ -225,7 +225,7 @@ NOT_DRAWN = {
     "Loaded.auto",  # Snapshot.auto is
     *("Loaded.calls", "Score.token", "Score.top", "Turn.more", "MemoryPlan.elsewhere.of", "Snapshot.other_gpus.of"),
     *("Loaded.template_variables", "Started.tags", "Started.thought"),
-    "Snapshot.extras.key",  # below the end of this screen
+    *("Snapshot.extras.key", "Recovered.signal"),  # below the end of this screen
     *("MemoryPlan.by_default", "MemoryPlan.floor_ms.of", "Proposal.quantize", "StoredNeed.mode", "Run.reason"),
     *(f"{cls}.params.{of}" for cls in ("Loaded", "ModeNeed", "Run", "Snapshot", "Switched") for of in ("key", "value")),
     *(f"Stats.{name}.{of}" for name in ("extras", "switches") for of in ("key", "value")),

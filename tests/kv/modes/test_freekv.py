@@ -164,3 +164,17 @@ def test_the_share_of_corrected_heads_and_their_mean_cosine_are_reported():
     stats = run.kv.mode.report().stats
     assert stats["heads corrected"] == f"{run.reference.corrections / (40 * 2 * 2):.0%}"
     assert stats["mean C"] == pytest.approx(float(torch.stack(cosines).mean()), abs=2e-3)
+
+
+def test_a_step_of_reuse_reads_what_the_step_before_chose():
+    """Two runs differ in their last query only: the last step's sets are the same, the next one's are not."""
+    sets = []
+    for other in (0, 500):
+        run = run_of(-2.0, steps=20)
+        run.fresh += other
+        run.step()
+        last = attended(run.kv.state, 1)
+        run.step()
+        sets.append((last, attended(run.kv.state, 1)))
+    assert torch.equal(sets[0][0], sets[1][0])
+    assert not torch.equal(sets[0][1], sets[1][1])

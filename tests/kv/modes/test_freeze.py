@@ -278,3 +278,25 @@ def test_pages_are_named_as_the_reference_names_them(windowed, position, monkeyp
     monkeypatch.setattr(freeze, "freeze_loops", lambda: None)
     assert torch.equal(hot, mode._hot_pages(torch.tensor(position)))
     assert bool(hot.any()) == (position >= 0)
+
+
+def test_products_can_be_the_score():
+    run = FreezeRun(profile="paper", score="raw", tau=1.0, k=0.5)
+    run.prefill(60)
+    run.step()
+    scores = run.kv.mode.timers.score[:61]
+    expected = torch.stack([(run.query[i] @ run.keys[i].transpose(1, 2)).abs().mean((0, 1)) for i in range(LAYERS)])
+    assert torch.allclose(scores, expected.mean(0), atol=1e-5)
+    assert run.active() == {j for j in range(61) if scores[j] >= 1.0 or j > 60 - 32}
+
+
+def test_the_budget_holds_at_every_step():
+    run = FreezeRun(tau=0.0, budget=90)
+    run.prefill(300)
+    for _ in range(60):
+        run.step()
+        assert int(attended(run.kv.state, 0).sum(1).max()) <= 90
+    run.prefill(100)
+    run.step(5)
+    assert int(attended(run.kv.state, 0).sum(1).max()) <= 90
+    run.check()

@@ -43,6 +43,13 @@ def test_the_papers_tables_and_curve(prompt):
     assert active[269 - prompt] == 119
 
 
+def test_the_papers_curve_at_a_thousand_steps():
+    run = FreezeRun(profile="paper")
+    run.prefill(14)
+    run.step(1000)
+    assert len(run.active()) == 250
+
+
 def test_the_papers_algorithm_holds_after_a_long_prompt():
     """Its tokens all freeze and return in the same steps: none may wait for room (audit, 17)."""
     active = list(simulated(1500, 60))

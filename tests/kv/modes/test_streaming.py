@@ -1,5 +1,7 @@
 """streaming against the paper: its table of vectors, sinks far from the start and in half precision, refusals."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from support.kv_run import Run
@@ -8,6 +10,7 @@ from support.toy_model import toy
 
 from kvchat.config.modes import parse
 from kvchat.errors import DoesNotFitError, UsageError
+from kvchat.kv.inspect import attended
 from kvchat.kv.manager import KVManager
 from kvchat.kv.modes import build, streaming
 from kvchat.kv.modes.base import ContextPolicy, ModelTraits
@@ -34,6 +37,57 @@ VECTORS = [
 @pytest.mark.parametrize(("length", "r", "sigma", "delta", "expected"), VECTORS)
 def test_the_papers_vectors(length, r, sigma, delta, expected):
     assert pruned_length(length, C, r, sigma, delta) == expected
+
+
+def lengths_of(run: Run, steps: int) -> list[int]:
+    """Tokens that each of the next steps reads, the new one included."""
+    lengths = []
+    for _ in range(steps):
+        run.step()
+        lengths.append(int(attended(run.kv.state, 0)[0].sum()))
+    return lengths
+
+
+@pytest.mark.parametrize(
+    ("params", "peak", "valley"),
+    [
+        ({"R": 16, "sigma": 32, "delta": 8}, 80, 73),  # staged: from C + R down by 8
+        ({"R": 16, "sigma": 4, "delta": 8}, 80, 69),  # sigma wins: down to C + 4
+        ({"R": 16, "sigma": 32, "delta": 0}, 80, 65),  # hard: down to C
+        ({"R": 16, "sigma": 32, "delta": 16}, 80, 65),  # delta >= R: no slack
+        ({"R": 1, "sigma": 0, "delta": 0}, 65, 65),  # plain StreamingLLM
+        ({"R": 4, "sigma": 10, "delta": 1}, 68, 68),  # every step drops one from C + R
+    ],
+)
+def test_the_saw_tooth_of_real_steps(params, peak, valley):
+    run = Run(toy(("plain",), kv_heads=1, group=1, page=8), "streaming", budget=64, sink=4, **params)
+    run.prefill(60)
+    first = lengths_of(run, 100)
+    assert first[: peak - 60] == list(range(61, peak + 1))
+    steady = lengths_of(run, 60)
+    assert (max(steady), min(steady)) == (peak, valley)
+    assert {b - a for a, b in pairwise(steady)} <= {1, valley - peak}
+
+
+def test_a_long_chunk_is_pruned_at_once():
+    run = Run(toy(("plain",), kv_heads=1, group=1), "streaming", budget=64, sink=4, R=16, sigma=8, delta=4)
+    run.prefill(500)
+    assert run.kv.mode.num_cached() == 64 + 8
+    assert lengths_of(run, 10)[:9] == [*range(73, 81), 73]
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_sinks_lie_directly_before_the_first_kept_token(interleaved):
+    made = toy(("plain", "unrotated"), kv_heads=2, group=1, interleaved=interleaved)
+    run = Run(made, "streaming", budget=64, sink=4, R=8, sigma=4, delta=2)
+    run.prefill(300)
+    run.step(150)
+    first = min(run.reference.kept[4:])
+    (slots,) = run.kv.state.slots
+    # The content of the sinks, rotated in float64 to where the compacted cache has them.
+    expected = made.qkv(0, [0, 1, 2, 3], first - 4)[1]
+    torch.testing.assert_close(slots.keys(0)[:, :4], expected, atol=5e-6, rtol=0)
+    assert torch.equal(slots.keys(1)[:, :4], run.keys[1][:, :4])
 
 
 def test_only_a_step_that_drops_turns_what_is_kept(monkeypatch):

@@ -263,3 +263,17 @@ def test_a_quarter_of_the_heads_represents(heads, clusters):
 def test_one_head_represents_in_qwen_as_in_the_paper():
     """Qwen2.5-14B has 8 KV heads (audit, 7)."""
     assert default_clusters(8, "qwen2") == default_clusters(2, "qwen2") == 1
+
+
+def test_what_is_chosen_at_a_step_is_read_at_the_next():
+    run = Run(toy(("plain",) * 3, **FOUR), "sync", **SMALL)
+    run.prefill(200)
+    (leader,) = run.kv.mode.roles[0].representatives
+    follower = run.kv.mode.roles[0].followers[0]
+    sets = []
+    for _ in range(12):
+        run.step()
+        sets.append(frozenset(attended(run.kv.state, 0)[follower, :180].nonzero().flatten().tolist()))
+        assert bool(attended(run.kv.state, 0)[leader].all())
+    assert len(set(sets[:5])) == len(set(sets[5:10])) == len(set(sets[10:])) == 1
+    assert len({sets[4], sets[5], sets[10]}) == 3

@@ -247,7 +247,7 @@ async def test_without_a_model_a_pipe_is_told_once_why(config, monkeypatch):
 async def test_words_taken_back_and_a_crash_are_told(config):
     code, session = await piped(config, "waver\ncrash\nhello\n")
     assert code == 1
-    assert "withdrawn: " in session.said
+    assert "withdrawn by recovery: " in session.said
     assert "exit code 3" in session.errors.getvalue()
     assert session.said.count("model: ") >= 2
 
