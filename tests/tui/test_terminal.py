@@ -223,6 +223,7 @@ NOT_DRAWN = {
     *("Loaded.architecture", "Loaded.dtype", "Loaded.fast", "Price.mode", "Price.refusal"),
     "Loaded.model",  # its last part is
     "Loaded.auto",  # Snapshot.auto is
+    "Text.text",  # another text ends the answer at once; ``OF_TEXTS`` come as such
     *("Loaded.calls", "Score.token", "Score.top", "Turn.more", "MemoryPlan.elsewhere.of", "Snapshot.other_gpus.of"),
     *("Loaded.template_variables", "Started.tags", "Started.thought"),
     *("Snapshot.extras.key", "Recovered.signal"),  # below the end of this screen
