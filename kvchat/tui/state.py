@@ -36,7 +36,6 @@ Footed = tuple[Message, str]
 PINNED = "◆ pinned"
 ENDINGS = {"stopped": "stopped", "length": "token limit, /continue", "context": "context full", "stop": "stop string"}
 REUSED = "not read again"
-RECOVERED = "recovered"
 CORRECTED = "share of heads' choices replaced before attention because the query had turned"
 RECEIPT = {
     "read": "share of stored tokens that a token attended to, on average over the answer, and how many were stored",
@@ -46,7 +45,7 @@ RECEIPT = {
     "mean C": "cosine between a head's query and its previous one, on average over the answer: 1 is no change",
     "fetched in": "time to fetch for one token: the median and the 95th percentile",
     "waited": "the part of that time the model waited: the median and the 95th percentile",
-    RECOVERED: "how often the text looked like going wrong and tokens that were not read were brought back",
+    "recovered": "how often the text looked like going wrong and tokens that were not read were brought back",
 }
 """What the words of a receipt mean, but for those that the status bar has too."""
 SUMS = {
@@ -288,7 +287,7 @@ class ChatState:
             if s.exposed_ms_p95 != s.recall_ms_p95:  # without a GPU nothing is hidden
                 parts.append(f"waited {percentiles(s.exposed_ms_p50, s.exposed_ms_p95)}")
         if s.recoveries:
-            parts.append(f"{RECOVERED} {count(s.recoveries)}×")
+            parts.append(f"recovered {count(s.recoveries)}×")
         if finished.reason in ENDINGS:
             parts.append(ENDINGS[finished.reason])
         return " · ".join(parts)

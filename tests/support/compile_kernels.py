@@ -7,7 +7,6 @@ Fails if a conversation that grows a little compiles a kernel again.
 """
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -35,7 +34,6 @@ from kvchat.models.fuse import kernels
 CPU = torch.device("cpu")
 HEADS, GROUP, LAYERS = 8, 4, 2
 TOKENS, LATER = 28_000, 29_000
-BITS = (2, 4) if "KVCHAT_TEST_GRIDS" in os.environ else (2,)  # of the codes of keys: both in the long form
 
 
 def compile_instead_of_launching(capability):
@@ -100,7 +98,7 @@ def launch_everything(dtype, d, tokens):
     ops.choose(torch.zeros(HEADS, GROUP, 8000), candidates, torch.zeros(HEADS, 128, dtype=torch.int64))
     means = ValueMeans(g, CPU)
     means.reserve(tokens)
-    for bits in BITS:
+    for bits in (2, 4):
         codes = KeyCodes(g, CPU, bits=bits)
         codes.reserve(tokens)
         ops.encode_keys(torch.zeros((HEADS, tokens - tokens % 5, d), dtype=dtype), bits)

@@ -1,4 +1,4 @@
-"""FreeKV: corrections, pinned pages, what moves, what is refused. The sets themselves: test_every_mode.py."""
+"""FreeKV: corrections, reuse, pinned pages, what moves, what is refused. The sets themselves: test_every_mode.py."""
 
 import pytest
 import torch

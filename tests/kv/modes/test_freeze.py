@@ -1,4 +1,4 @@
-"""Freeze mode on a kv: its slots and memory, what queries name, turns, any conversation."""
+"""Freeze mode on a kv: its budget, slots and memory, what queries name, turns, any conversation."""
 
 from itertools import pairwise
 

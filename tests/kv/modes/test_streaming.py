@@ -1,4 +1,4 @@
-"""streaming against the paper: its table of vectors, sinks far from the start and in half precision, refusals."""
+"""streaming against the paper: its vectors and saw tooth, sinks far from the start and in half precision, refusals."""
 
 from itertools import pairwise
 
@@ -76,18 +76,20 @@ def test_a_long_chunk_is_pruned_at_once():
     assert lengths_of(run, 10)[:9] == [*range(73, 81), 73]
 
 
+def sinks(run):
+    """The first layer's keys of the 4 sinks, and in float64 where the compacted cache has them."""
+    (slots,) = run.kv.state.slots
+    return slots.keys(0)[:, :4], run.toy.qkv(0, [0, 1, 2, 3], min(run.reference.kept[4:]) - 4)[1]
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_sinks_lie_directly_before_the_first_kept_token(interleaved):
     made = toy(("plain", "unrotated"), kv_heads=2, group=1, interleaved=interleaved)
     run = Run(made, "streaming", budget=64, sink=4, R=8, sigma=4, delta=2)
     run.prefill(300)
     run.step(150)
-    first = min(run.reference.kept[4:])
-    (slots,) = run.kv.state.slots
-    # The content of the sinks, rotated in float64 to where the compacted cache has them.
-    expected = made.qkv(0, [0, 1, 2, 3], first - 4)[1]
-    torch.testing.assert_close(slots.keys(0)[:, :4], expected, atol=5e-6, rtol=0)
-    assert torch.equal(slots.keys(1)[:, :4], run.keys[1][:, :4])
+    torch.testing.assert_close(*sinks(run), atol=5e-6, rtol=0)
+    assert torch.equal(run.kv.state.slots[0].keys(1)[:, :4], run.keys[1][:, :4])
 
 
 def test_only_a_step_that_drops_turns_what_is_kept(monkeypatch):
@@ -117,10 +119,8 @@ def test_bfloat16_sinks_are_rounded_once_however_many_prunes_there_were():
     run = Run(made, "streaming", budget=64, sink=4, R=1, sigma=0, delta=0)
     run.prefill(80)
     run.step(120)
-    first = min(run.reference.kept[4:])
-    (slots,) = run.kv.state.slots
-    exact = made.qkv(0, [0, 1, 2, 3], first - 4)[1]
-    assert float((slots.keys(0)[:, :4] - exact).abs().max()) < 0.05
+    kept, exact = sinks(run)
+    assert float((kept - exact).abs().max()) < 0.05
 
 
 def test_no_jump_at_position_20000(monkeypatch):

@@ -1,4 +1,4 @@
-"""Sync: schedule and what moves; its sets and outputs are in the tables of ``tests/kv``."""
+"""Sync: schedule, what moves and what is read next; its sets and outputs are in the tables of ``tests/kv``."""
 
 from typing import Any
 

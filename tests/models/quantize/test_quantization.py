@@ -221,7 +221,7 @@ def test_a_checkpoint_that_torchao_packed_stays_packed(llama_folder, kind, name,
             load_model(Load(str(llama_folder), "cpu", "float32"), silent)
 
 
-# ---- int8 and int4 on a torch.device("cpu") -------------------------------------------------------------------------
+# ---- int8 and int4 on a CPU ------------------------------------------------------------------------
 
 
 def test_the_bundled_model_in_8_bits(int8, model, capfd):
