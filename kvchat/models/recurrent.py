@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
+from packaging.version import Version
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -54,6 +55,13 @@ class Snapshot(NamedTuple):
         return cls(tokens, {(int(at), kind, int(number)): tensor for at, kind, number, tensor in named})
 
 
+def cache_argument() -> str:
+    """The argument of a model's forward that is transformers' cache."""
+    import transformers
+
+    return "cache" if Version(transformers.__version__) >= Version("5.24") else "past_key_values"
+
+
 class RecurrentState:
     """The state of one conversation with a model of transformers' ``config``.
 
@@ -73,7 +81,7 @@ class RecurrentState:
         self._layers = [layer for layer in layers if hasattr(layer, "recurrent_states")]
         self.exists = self._cache is not None
         self.arguments: dict[str, Any] = (
-            {"past_key_values": self._cache, "use_cache": True} if self.exists else {"use_cache": False}
+            {cache_argument(): self._cache, "use_cache": True} if self.exists else {"use_cache": False}
         )
 
     @property

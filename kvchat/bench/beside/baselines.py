@@ -30,6 +30,7 @@ from kvchat.errors import UsageError
 from kvchat.kv.state import KVState
 from kvchat.models import attention_hook
 from kvchat.models.load import LoadedModel
+from kvchat.models.recurrent import cache_argument
 
 Make = Callable[[LoadedModel, KVState, Sequence[int], int], Variant]
 PACKAGES = ("xllamacpp", "gguf")
@@ -111,9 +112,8 @@ class Baseline:
         self.position.add_(1)
 
     def _forward(self) -> Tensor:
-        output = self.model.model(
-            self.ids, position_ids=self.position, past_key_values=self.cache, use_cache=True, logits_to_keep=1
-        )
+        cached = {cache_argument(): self.cache, "use_cache": True}
+        output = self.model.model(self.ids, position_ids=self.position, logits_to_keep=1, **cached)
         logits: Tensor = output.logits
         return logits
 

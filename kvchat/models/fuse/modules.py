@@ -141,8 +141,9 @@ def _fuse_modules(model: Any, operations: Operations, swaps: Swaps) -> None:
         for index, projection in enumerate(projections(module)):
             swaps.replace(projection, partial(product.part, index=index), MERGED)
     for module in model.modules():
-        if rotates_halves(type(module).forward):
-            swaps.replace(module, _rebound(type(module).forward, operations).__get__(module), ROPE)
+        forward = inspect.unwrap(type(module).forward)  # transformers 5.24 wraps it to rename an argument
+        if rotates_halves(forward):
+            swaps.replace(module, _rebound(forward, operations).__get__(module), ROPE)
     for layer in layers:
         attention = fused_attention(layer.self_attn, merged[layer.self_attn], operations, model.dtype, norms)
         _fuse_layer(layer, norms, merged[layer.self_attn], attention, operations, swaps)
@@ -434,8 +435,8 @@ class FusedAttention:
 
     def suits(self, hidden: Tensor, arguments: dict[str, Any]) -> bool:
         """True if the fused forward computes this call: no mask, no cache of transformers, angles of its size."""
-        if arguments.get("attention_mask") is not None or arguments.get("past_key_values") is not None:
-            return False
+        if any(arguments.get(name) is not None for name in ("attention_mask", "past_key_values", "cache")):
+            return False  # the cache has its own name since transformers 5.24
         angles = arguments.get("position_embeddings")
         return angles is not None and angles[0].shape == (1, hidden.shape[1], self._size)
 

@@ -106,6 +106,7 @@ def test_masks_caches_and_other_angles_go_the_modules_own_way():
     for changed in (
         {"attention_mask": hidden},
         {"past_key_values": object()},
+        {"cache": object()},
         {"position_embeddings": None},
         {"position_embeddings": (angles[..., :2], angles[..., :2])},
     ):
