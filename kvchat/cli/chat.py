@@ -89,10 +89,13 @@ def start(config: AppConfig, plain: bool) -> int:
 
 
 def prefers_lines() -> bool:
-    """True if there is no terminal to draw on, it can only print ASCII or lines, or ``ACCESSIBLE`` asks for lines."""
+    """True if there is no terminal to draw on, it can only print ASCII or lines, or ``ACCESSIBLE`` asks for lines.
+
+    Textual draws on stderr: in a file or in /dev/null the whole screen would be there.
+    """
     if os.environ.get("TERM") == "dumb" or os.environ.get("ACCESSIBLE", "") not in ("", "0"):
         return True
-    return not (_is_terminal(sys.stdin) and _is_terminal(sys.stdout) and _draws(sys.stdout))
+    return not (all(map(_is_terminal, (sys.stdin, sys.stdout, sys.stderr))) and _draws(sys.stdout))
 
 
 def load_of(chosen: Settings) -> Load:

@@ -1,5 +1,6 @@
 """The start of the application: what it takes from the terminal's surroundings."""
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -49,6 +50,14 @@ def test_lines_are_chosen_where_no_screen_can_be_drawn(run, monkeypatch, argumen
     for name, value in {"TERM": "xterm", **variables}.items():
         monkeypatch.setenv(name, value)
     assert run(*arguments).code == (8 if is_plain else 7)
+
+
+@pytest.mark.parametrize("redirected", ["stdin", "stdout", "stderr"])
+def test_lines_are_chosen_where_a_stream_is_no_terminal(monkeypatch, redirected):
+    monkeypatch.setattr(chat, "_is_terminal", lambda stream: stream is not getattr(sys, redirected))
+    monkeypatch.delenv("ACCESSIBLE", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert chat.prefers_lines()
 
 
 def test_the_application_gets_the_settings(run, monkeypatch):
