@@ -295,7 +295,7 @@ async def test_a_file_is_taken_by_enter_sent_whole_and_shown_folded(running, tmp
         await until(lambda: finished(app))
         question = app.controller.state.conversation.turns[0].content
         assert question == fenced("notes.txt", "one\ntwo\n") + "\n\nsum notes.txt "
-        assert texts(app.chat.query(Question)) == ["❯ [notes.txt · 8 B]\n  sum notes.txt "]
+        assert texts(app.chat.query(Question)) == ["[notes.txt · 8 B]\nsum notes.txt "]
         press(app, "up")
         await until(lambda: prompt(app).text == "sum @notes.txt ")
         prompt(app).load_text("")

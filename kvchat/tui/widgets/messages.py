@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich.segment import Segment
 from textual.content import Content
+from textual.geometry import Region
+from textual.strip import Strip
 from textual.style import Style
 from textual.widgets import Static
 
@@ -25,7 +28,7 @@ class Question(Static):
     """A question of the user; files in it are folded, a very long one shows its beginning and its size."""
 
     DEFAULT_CSS = """
-    Question { margin: 1 1 0 1; color: $accent; text-style: bold; }
+    Question { margin: 1 1 0 1; padding: 0 0 0 2; color: $accent; text-style: bold; }
     Question.queued { color: $text-muted; text-style: italic; }
     """
 
@@ -38,6 +41,13 @@ class Question(Static):
 
     def on_mount(self) -> None:
         self.update(self._content())
+
+    def render_lines(self, crop: Region) -> list[Strip]:
+        """The sign of a question stands beside its first line: all of its lines begin below each other."""
+        lines = super().render_lines(crop)
+        if lines and not crop.y:
+            lines[0] = Strip.join([Strip([Segment("❯ ", self.rich_style)]), lines[0].crop(2)])
+        return lines
 
     def send(self, message: Message, footer: str) -> None:
         self.queued = False
@@ -54,9 +64,8 @@ class Question(Static):
         whole = folded(self.text)
         begun = "\n".join(whole[:SHOWN_CHARACTERS].split("\n", SHOWN_LINES)[:SHOWN_LINES])
         length = "" if begun == whole else f" … ({size(len(whole.encode('utf-8', 'replace')))})"
-        body = visible(begun + length).replace("\n", "\n  ")
         return Content.assemble(
-            f"❯ {body}{'  (queued)' if self.queued else ''}",
+            f"{visible(begun + length)}{'  (queued)' if self.queued else ''}",
             (f"  {self._footer}" if self._footer else "", "dim not bold"),
         )
 

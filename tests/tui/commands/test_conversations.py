@@ -45,12 +45,12 @@ async def test_a_conversation_survives_the_application(running, config):
         await until(lambda: app.chat.query(Welcome))
         await until(lambda: "continues “hello there”" in str(app.chat.query_one(Welcome).content))
         press(app, "ctrl+r")
-        await until(lambda: questions(app) == ["❯ hello there"] and answers(app))
+        await until(lambda: questions(app) == ["hello there"] and answers(app))
         assert app.controller.state.conversation.turns == said
         assert answers(app)[0].receipt.startswith("58 tok")
         await until(lambda: [answer.collapsed for answer in answers(app)] == [False])
     async with running(replace(config, resume=True)) as (app, _pilot, until):
-        await until(lambda: questions(app) == ["❯ hello there"])
+        await until(lambda: questions(app) == ["hello there"])
         await ask(app, "and more")
         assert len(app.controller.state.conversation.turns) == 4
 
@@ -94,12 +94,12 @@ async def test_titles_copies_and_deleting(running, config):
         typed(app, "/fork")
         await until(lambda: app.controller.state.conversation is not first)
         assert app.controller.state.conversation.turns == first.turns
-        await until(lambda: questions(app) == ["❯ hello"])
+        await until(lambda: questions(app) == ["hello"])
         typed(app, "/delete")
         await until(lambda: app.chat.query(Welcome))
         await until(lambda: "“A greeting” was deleted" in toasts(app))
         typed(app, "/restore")
-        await until(lambda: questions(app) == ["❯ hello"])
+        await until(lambda: questions(app) == ["hello"])
         typed(app, "/restore")
         await until(lambda: "Nothing was deleted" in toasts(app))
 

@@ -34,7 +34,7 @@ async def test_a_question_is_answered_as_markdown_with_a_receipt_until_the_model
         await until(lambda: answer.query("MarkdownFence") and answer.query("MarkdownTable"))
         assert answer.receipt.startswith("58 tok · ")
         assert "first token 0.41 s · full · read 100 % of 60" in answer.receipt
-        assert texts(app.chat.query(Question)) == ["❯ hello there"]
+        assert texts(app.chat.query(Question)) == ["hello there"]
         assert not app.chat.query(Welcome)
         assert [turn.role for turn in app.controller.state.conversation.turns] == ["user", "assistant"]
         typed(app, "/unload")
@@ -76,12 +76,12 @@ async def test_what_is_typed_while_the_model_is_loaded_waits_and_is_done_in_its_
             await app.chat.on_prompt_sent(Prompt.Sent(line))
         press(app, "f6")
         waiting = ["/mode streaming budget=256", "hello", "/set temperature 0.25", "/mode frezee", "/next"]
-        await until(lambda: texts(app.chat.query(Question)) == [f"❯ {line}  (queued)" for line in waiting])
+        await until(lambda: texts(app.chat.query(Question)) == [f"{line}  (queued)" for line in waiting])
         await until(lambda: prompt(app).border_subtitle == "5 queued, ↑ takes the last one back")
         assert not toasts(app)
         await app.controller.answers.ready()
         await until(lambda: finished(app) and app.controller.state.mode == "sync")
-        assert texts(app.chat.query(Question)) == ["❯ hello"]
+        assert texts(app.chat.query(Question)) == ["hello"]
         assert " · streaming · " in receipts(app)[0]
         assert app.controller.state.sampling.temperature == 0.25
         assert '"frezee"' in toasts(app)
@@ -153,7 +153,7 @@ async def test_prompts_wait_are_taken_back_and_not_sent_by_a_stop(running):
         await until(lambda: len(queue) == 1)
         typed(app, "third")
         await until(lambda: len(queue) == 2)
-        await until(lambda: texts(app.chat.query(Question))[-2:] == ["❯ next  (queued)", "❯ third  (queued)"])
+        await until(lambda: texts(app.chat.query(Question))[-2:] == ["next  (queued)", "third  (queued)"])
         press(app, "up")
         await until(lambda: prompt(app).text == "third" and len(app.chat.query(Question)) == 3)
         prompt(app).insert(" at last")

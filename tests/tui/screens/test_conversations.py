@@ -42,7 +42,7 @@ async def test_a_conversation_is_searched_for_and_opened(running, config):
         await until(lambda: len(choices(app)) == 1 and "called Biscuit.\n" in f"{choices(app)[0]}\n")
         press(app, "enter")
         await until(lambda: app.screen is app.chat)
-        await until(lambda: texts(app.chat.query(Question)) == ["❯ My cat is called Biscuit."])
+        await until(lambda: texts(app.chat.query(Question)) == ["My cat is called Biscuit."])
         await app.chat.run_command("/chats rex")
         await until(lambda: shown(app) and len(choices(app)) == 1)
         assert app.screen.query_one(Input).value == "rex"
@@ -57,7 +57,7 @@ async def test_a_click_in_the_column_of_a_large_screen_opens_one(running, config
         assert bool(column.display) == is_shown
         if is_shown:
             await pilot.click(column, offset=(3, 2))
-            await until(lambda: texts(app.chat.query(Question)) == ["❯ My cat is called Biscuit."])
+            await until(lambda: texts(app.chat.query(Question)) == ["My cat is called Biscuit."])
             await until(lambda: column.highlighted == 1)
             press(app, "f7", "f7")  # all figures, then none
             await until(lambda: not column.display)

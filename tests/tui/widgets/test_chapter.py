@@ -76,7 +76,7 @@ async def test_chapters_are_unfolded_where_they_are_read_and_gone_to(running):
         await app.chat.show_messages([(Message(id="other", parent=None, role="user", text="another"), "")], "a21")
         await until(lambda: {"another", "a21."} <= set(drawn(app).split()))
         await until(lambda: ids(transcript)[-2:] == ["a21", "other"])
-        assert texts(app.chat.query(Question))[-1].startswith("❯ another")
+        assert texts(app.chat.query(Question))[-1].startswith("another")
 
 
 async def test_what_is_read_keeps_its_place_when_a_chapter_above_changes_its_height(running):
@@ -95,6 +95,9 @@ async def test_all_words_of_a_chosen_question_can_be_read(running):
     async with running(size=(80, 24), ready=False) as (app, pilot, until):
         await app.chat.show_messages([(Message(id="q", parent=None, role="user", text="xyz " * 60), "")], None)
         await until(lambda: drawn(app).count("xyz") == 60)
+        first, *wrapped = [line for line in drawn(app).splitlines() if "xyz" in line]
+        assert "❯ xyz" in first
+        assert {line.find("xyz") for line in wrapped} == {first.find("xyz")}, "they begin below the first word"
         app.chat.query_one(Transcript).choose(app.chat.query_one(Question))
         await pilot.pause()
         assert drawn(app).count("xyz") == 60
