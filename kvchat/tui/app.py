@@ -220,6 +220,7 @@ class KvchatApp(App[None]):
         self.controller = self.chat.controller
         self.settings = SettingsEditor(config, self.controller, self)
         self._keys_in_turn = KeysInTurn(self, super().on_event)
+        self._is_loss_told = False
 
     def set_timer(self, *arguments: Any, **options: Any) -> Timer:
         """Call back once, late where it must be: without it Textual would never again see a new size."""
@@ -323,6 +324,16 @@ class KvchatApp(App[None]):
         self.keys.clear()
         self.keys.update({id: key.lower() for id, key in keys.items()})
         self.set_keymap(self.keys)
+
+    async def action_quit(self) -> None:
+        """Leave; where something that was said would be lost, the second time."""
+        problem = None if self._is_loss_told else self.controller.archive.problem
+        if problem is None:
+            self.exit()
+            return
+        self._is_loss_told = True
+        text = f"{problem} /export FILE writes this conversation elsewhere; /quit again leaves without it."
+        self.notify(text, title="Not saved", severity="error", timeout=20)
 
     def action_command_palette(self) -> None:
         """Show the palette, unless one is open already, perhaps below another screen."""

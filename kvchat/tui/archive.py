@@ -39,8 +39,14 @@ class Archive:
         self._store: ConversationStore | None = None
         self._unsaved: list[Conversation] = []
         self._saving = asyncio.Lock()
-        self._is_problem_shown = self._is_closed = False
+        self._is_closed = False
+        self._problem: StoreError | None = None  # of the last save
         self._locked: StoreError | None = None
+
+    @property
+    def problem(self) -> StoreError | None:
+        """Why something that was said is not on disk; None where it is, or is to stay in memory."""
+        return (self._problem or self._locked) if any(one.changes() for one in self._unsaved) else None
 
     async def open(self) -> bool:
         """Open the database; False where it cannot be used, which is shown: the conversations are kept in memory."""
@@ -102,7 +108,7 @@ class Archive:
                 conversation.mark_saved(changes)
                 self.writes += 1
             self._unsaved.remove(conversation)
-            self._is_problem_shown = False
+            self._problem = None
 
     async def search(self, text: str) -> list[Summary]:
         """The conversations that say ``text``; for an empty text all, the one written to last first."""
@@ -160,10 +166,10 @@ class Archive:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
     def _show_problem(self, error: StoreError) -> None:
-        if not self._is_problem_shown:
-            self._is_problem_shown = True
+        if self._problem is None:
             text = f"{error} The conversation stays in memory; kvchat keeps trying to save it."
             self._view.toast(text, title="Not saved", severity="error", timeout=20)
+        self._problem = error
 
 
 @dataclass(eq=False)

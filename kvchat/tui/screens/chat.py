@@ -249,7 +249,7 @@ class ChatScreen(Screen[None]):
             prompt.focus()
             prompt.insert(event.character)
 
-    def action_interrupt(self) -> None:
+    async def action_interrupt(self) -> None:
         """Copy the selection, else stop the answer, else quit when pressed twice."""
         selected = self.query_one(Prompt).selected_text or self.get_selected_text()
         if selected:
@@ -257,7 +257,7 @@ class ChatScreen(Screen[None]):
         elif self.controller.state.phase.busy:
             self.controller.stop()
         elif monotonic() - self._quit_armed < QUIT_WINDOW_S:
-            self.app.exit()
+            await self.app.action_quit()
         else:
             self._quit_armed = monotonic()
             self.toast(f"Press {self._key('interrupt')} again to quit.", timeout=QUIT_WINDOW_S)

@@ -9,7 +9,7 @@ from support.keeping import keep
 from support.patience import PATIENCE_S
 
 from kvchat.conversations.conversation import Conversation, Message
-from kvchat.conversations.store import ConversationStore
+from kvchat.conversations.store import ConversationStore, StoreError
 from kvchat.remote import slot_files
 from kvchat.tui.state import Phase
 from kvchat.tui.widgets.messages import Question
@@ -81,6 +81,21 @@ async def test_what_was_said_is_on_disk_although_the_disk_was_busy_when_the_appl
     assert [message.text for message in read.path] == [turn.content for turn in controller.state.conversation.turns]
     assert len(read.path) == 1 + ("question" not in said)
     store.close()
+
+
+async def test_what_the_disk_refused_is_lost_only_where_one_quits_twice(running, config, monkeypatch):
+    def full(*_arguments):
+        raise StoreError("The disk is full.")
+
+    async with running(config) as (app, _pilot, until):
+        monkeypatch.setattr(ConversationStore, "save", full)
+        await ask(app, "hello")
+        await until(lambda: "disk is full" in toasts(app))
+        press(app, "ctrl+q")
+        await until(lambda: "/export" in toasts(app))
+        assert not app._exit
+        press(app, "ctrl+q")
+        await until(lambda: app._exit)
 
 
 async def test_titles_copies_and_deleting(running, config):
