@@ -87,7 +87,7 @@ def test_commands_are_split_from_their_arguments():
 
 @pytest.mark.parametrize(
     ("typed", "id"),
-    [("mo", "mode"), ("bu", "budget"), ("exit", "quit"), ("ex", "export"), ("cle", "new"), ("?", "help")],
+    [("mo", "mode"), ("bu", "budget"), ("exit", "quit"), ("ex", "export"), ("sea", "conversations"), ("?", "help")],
 )
 def test_the_beginning_of_a_name_or_an_alias_will_do(typed, id):
     argument = "x" if BY_ID[id].usage else ""

@@ -71,7 +71,8 @@ class Composer(Vertical):
 
     def show_queue(self, waiting: int, is_held: bool) -> None:
         self._prompt.has_queue = waiting > 0
-        words = f"{waiting} held: {self._key('prompt.send')} sends them" if is_held else f"{waiting} queued"
+        sends = f"{self._key('prompt.send')} sends {'it' if waiting == 1 else 'them'}"
+        words = f"{waiting} held: {sends}" if is_held else f"{waiting} queued"
         self._queued = f"{words}, ↑ takes the last one back" if waiting else ""
         self._show_subtitle()
 
