@@ -64,9 +64,10 @@ def check_keys(rebound: Mapping[str, str]) -> None:
 
 
 def describe_key(key: str) -> str:
-    """Name a key for people: ``shift+f6`` -> ``Shift+F6``."""
+    """Name a key for people: ``shift+f6`` -> ``Shift+F6``; a letter alone as it is, its capital is another key."""
     *modifiers, last = key.split("+")
-    return "+".join([*(modifier.capitalize() for modifier in modifiers), NAMES.get(last, last.capitalize())])
+    name = NAMES.get(last, key if len(key) == 1 else last.capitalize())
+    return "+".join([*(modifier.capitalize() for modifier in modifiers), name])
 
 
 def hint_key(key: str) -> str:

@@ -142,7 +142,7 @@ async def test_keys_of_widgets_can_be_rebound(running, config):
         assert app.controller.state.conversation.turns[0].content == "a\nb"
         ribbon = app.chat.query_one(Ribbon)
         ribbon.focus()
-        await until(lambda: " L later " in app.chat.query_one(KeyHints).render().plain)
+        await until(lambda: " l later " in app.chat.query_one(KeyHints).render().plain)
         press(app, "l")
         await until(lambda: ribbon.cursor == 1)
         assert not prompt(app).text
@@ -178,7 +178,7 @@ async def test_keys_of_other_screens_can_be_rebound_and_are_hinted(running, conf
         await until(lambda: opened(app, SettingsScreen) and " ⏎ change  F12 default " in hints(app))
         assert hints(app).endswith("^G leave ")
         press(app, "ctrl+g", "shift+f7")
-        await until(lambda: opened(app, DetailsScreen) and "←/L/↑/↓ layer and head  X close" in hints(app))
+        await until(lambda: opened(app, DetailsScreen) and "←/l/↑/↓ layer and head  x close" in hints(app))
         press(app, "x", "f1")
         await until(lambda: opened(app, HelpScreen) and hints(app) == " F11 close ")
         press(app, "f11")
@@ -207,6 +207,7 @@ def test_a_screens_key_may_be_one_of_another_screen():
         ("escape", "Esc", "esc"),
         ("enter", "Enter", "⏎"),
         ("ctrl+pageup", "Ctrl+PgUp", "^PgUp"),
+        ("w", "w", "w"),  # W is another key
     ],
 )
 def test_names(key, name, hint):

@@ -202,7 +202,7 @@ async def test_keys_act_on_a_chosen_message_and_typing_goes_to_the_prompt(runnin
         press(app, "up")
         await until(lambda: app.chat.chosen and app.chat.chosen == answers(app)[0].message)
         hints = app.chat.query_one(KeyHints)
-        await until(lambda: " Y copy " in hints.render().plain and " [ branch " in hints.render().plain)
+        await until(lambda: " y copy " in hints.render().plain and " [ branch " in hints.render().plain)
         press(app, "y")
         await until(lambda: app.clipboard.startswith("Section 3"))
         press(app, "c")
