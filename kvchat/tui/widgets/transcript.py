@@ -406,7 +406,7 @@ class Gutter(Widget):
         top, mark_of = round(self._transcript.scroll_y), self._mark_of
         for message, place in self._transcript.places() if mark_of else ():
             first, end = max(place.y - top, 0), min(place.bottom - top, len(rows))
-            if first < end and mark_of:
+            if first < end and mark_of and not message.has_class("queued"):
                 rows[first:end] = [mark_of(message.message)] * (end - first)
         if rows != self._rows:
             self._rows = rows

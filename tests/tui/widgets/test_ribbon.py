@@ -182,6 +182,9 @@ async def test_messages_are_marked_where_they_stand_without_a_layout_and_at_ever
         gutter, transcript = app.chat.query_one(Gutter), app.chat.query_one(Transcript)
         question, answer = app.chat.query(Question).last(), answers(app)[-1]
         await until(lambda: question.message and answer.message)
+        await app.chat.add_question(
+            "next", queued=True
+        )  # it is not stored, and has no id yet, as an answer in progress
 
         def beside_the_messages():
             rows, top = [" "] * gutter.size.height, transcript.region.y
@@ -194,7 +197,8 @@ async def test_messages_are_marked_where_they_stand_without_a_layout_and_at_ever
             return [gutter.render_line(y).text for y in range(gutter.size.height)]
 
         def is_marked():
-            gutter.show({question.message: Mark("X", 0.0), answer.message: Mark("D", 1.0)}.get)
+            read = Mark("D", 1.0)
+            gutter.show({question.message: Mark("X", 0.0), answer.message: read, UNFINISHED: read}.get)
             return {"█", " "} <= set(shown()) and shown() == beside_the_messages()
 
         await until(is_marked)
