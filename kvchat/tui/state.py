@@ -224,10 +224,12 @@ class ChatState:
         self.mode, self.params, self.auto = mode, params, auto
         self.wanted = self.asked
 
-    def exchange(self, conversation: Conversation) -> None:
-        """Go over to another conversation, of which nothing is stored yet."""
-        self.conversation, self.edited, self.is_stored = conversation, None, False
-        self.details = None
+    def exchange(self, conversation: Conversation, goes_on: bool) -> None:
+        """Go over to another conversation; what is stored is of it only if it ``goes_on`` with the one before it."""
+        self.conversation, self.edited = conversation, None
+        if goes_on:
+            return
+        self.is_stored, self.details = False, None
         if self.snapshot is not None:
             self.snapshot = without_conversation(self.snapshot)
 
@@ -314,6 +316,7 @@ def without_conversation(snapshot: Snapshot) -> Snapshot:
         snapshot, active=0.0, total=0, ribbon="", attended="", reduced_tokens=0, extras={}, tokens_per_s=None,
         ttft_s=None, step_bytes=0.0, recall_hit_rate=None, recall_bytes_per_s=None, recall_ms_p50=None,
         recall_ms_p95=None, exposed_ms_p50=None, exposed_ms_p95=None,
+        coverage=None, badges=(),
     )  # fmt: skip
 
 

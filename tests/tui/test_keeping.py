@@ -8,7 +8,7 @@ from support.message import lacks
 from support.patience import PATIENCE_S
 
 from kvchat.errors import UsageError
-from kvchat.protocol.figures import Stats
+from kvchat.protocol.figures import Snapshot, Stats
 from kvchat.protocol.messages import Finished, Forget, Resumed, Stop, Switch, Switched, Text
 from kvchat.tui import controller
 from kvchat.tui.state import Phase
@@ -92,6 +92,23 @@ async def test_going_to_a_conversation_takes_up_what_the_engine_keeps_of_it(chat
     assert not lacks(chat.view.notes[-1], "30,112 tokens", "memory", "400 ms")
     await chat.controller.delete(first.id, first.title)
     assert Forget(first.id) in chat.client.sent
+
+
+async def test_figures_stay_where_the_conversation_goes_on_and_are_gone_in_another(chat):
+    await chat.controller.archive.open()
+    await chat.load()
+    await chat.ask("hello")
+    await chat.controller.handle(DONE)
+    current = chat.controller.state
+    stored = Snapshot("streaming", {}, 5.0, 9, 100, 0, 0, coverage=0.8, badges=("low coverage: 80 %",))
+    await chat.controller.handle(stored)
+    await chat.controller.open(current.conversation.id)
+    assert chat.view.snapshots[-1] == current.snapshot == stored
+    await chat.controller.fork()
+    await chat.controller.handle(replace(stored, total=8))
+    assert current.snapshot == replace(stored, total=8)
+    await chat.controller.new()
+    assert (current.snapshot.total, current.snapshot.coverage, current.snapshot.badges) == (0, None, ())
 
 
 SPECULATIVE = Switched("full", "speculative", {"budget": 128}, 0, 0, 0.0, given={"speculative": {"budget": 128}})
