@@ -128,7 +128,12 @@ def _bullets(items: list[MarkdownListItem]) -> list[str]:
 
 
 class CodeBlock(MarkdownFence):
-    """Textual's own guesses a language that is not named: it imports all 250 that there are, which takes 0.2 s."""
+    """Textual's own guesses a language that is not named: it imports all 250 that there are, which takes 0.2 s.
+
+    It also cuts long lines off, without a sign; here they wrap.
+    """
+
+    DEFAULT_CSS = "CodeBlock > Label { width: 1fr; }"
 
     @classmethod
     def highlight(cls, code: str, language: str, ansi: bool = False, dark: bool = False) -> Content:

@@ -2,7 +2,7 @@
 
 import pytest
 from rich.cells import cell_len
-from support.app_driver import wait_for
+from support.app_driver import drawn, wait_for
 from textual import highlight
 from textual.app import App, ComposeResult
 from textual.geometry import Offset, Size
@@ -112,6 +112,13 @@ async def test_the_language_of_code_is_not_guessed(monkeypatch, text):
 
 def test_a_language_that_is_named_is_highlighted():
     assert len(CodeBlock.highlight("x = 1", "python").spans) > len(CodeBlock.highlight("x = 1", "").spans)
+
+
+async def test_all_of_a_long_line_of_code_can_be_read():
+    app, words = Page(), [f"word{n}" for n in range(30)]
+    async with app.run_test(size=(24, 40)) as _:
+        await app.query_one(MarkdownPart).show(f"```\n{' '.join(words)}\n```\n", is_closed=True, is_final=True)
+        await wait_for(lambda: all(word in drawn(app) for word in words))
 
 
 # ---- Lists of Markdown: one widget an item, each row behind its bullet
