@@ -132,11 +132,11 @@ class Transcript(VerticalScroll):
         self.anchor()
 
     async def add(self, widget: W, before: Widget | None = None) -> W:
-        """Mount ``before`` another, else at the end, but before questions that still wait, unless it is one of them."""
+        """Mount ``before`` another, else at the end, but before what is to come, unless it is a question that waits."""
         is_waiting = isinstance(widget, Question) and widget.queued
-        waiting = next((one for one in self.query(Question) if one.queued), None) if not is_waiting else None
+        to_come = next(filter(_is_to_come, self.children), None) if not is_waiting else None
         with self.app.batch_update():
-            await self.mount(widget, before=before or waiting)
+            await self.mount(widget, before=before or to_come)
         if isinstance(widget, Question):
             self.jump_to_end()
         self.call_after_refresh(self.settle)
@@ -249,6 +249,13 @@ class Transcript(VerticalScroll):
             if getattr(child, "message", None) == message:
                 return index + 1
         return 0
+
+
+def _is_to_come(widget: Widget) -> bool:
+    """True of a queued question, and of an answer until its first word: what is told before that stands above it."""
+    if isinstance(widget, Question):
+        return widget.queued
+    return isinstance(widget, Answer) and not (widget.finished or widget.text)
 
 
 def recent(answers: Sequence[Answer]) -> int:

@@ -3,7 +3,7 @@
 import asyncio
 from dataclasses import replace
 
-from support.app_driver import answers, ask, finished, press, texts, typed
+from support.app_driver import answers, ask, finished, notes, press, texts, typed
 from textual.widgets import Markdown, Static
 
 from kvchat.conversations.conversation import Message, ModeChange
@@ -43,6 +43,22 @@ async def test_new_lines_below_while_the_reader_is_elsewhere(running):
         assert transcript.scroll_y == place
         press(app, "ctrl+end")
         await until(lambda: not chip.display)
+
+
+async def test_what_is_told_before_an_answers_first_word_stands_above_it(running):
+    async with running(ready=False) as (app, _pilot, until):
+        await app.chat.show_messages([], None)
+        await app.chat.add_question("asked", queued=False)
+        answer = await app.chat.add_answer()
+        queued = await app.chat.add_question("next", queued=True)
+        shown = app.chat.query_one(Transcript).children
+        app.chat.add_note("restored")
+        await until(lambda: "restored" in notes(app))
+        assert list(shown)[-2:] == [answer, queued]
+        answer.feed("A word.")
+        app.chat.add_note("withdrawn")
+        await until(lambda: "withdrawn" in notes(app))
+        assert [shown.index(answer), shown.index(queued)] == [len(shown) - 3, len(shown) - 1]
 
 
 async def test_old_answers_are_collapsed_and_come_back_when_read(running, monkeypatch):
