@@ -461,7 +461,7 @@ def grouped() -> dict[str, list[type[ModeParameters]]]:
     return {"": offered, "for comparison": compared}
 
 
-def beside(mode: str, step: int = 1) -> str:
+def next_mode(mode: str, step: int = 1) -> str:
     """The mode that F6 enters ``step`` modes after ``mode``; from one that it does not visit the first."""
     names = mode_names()
     return names[(names.index(mode) + step) % len(names)] if mode in names else names[0]

@@ -123,8 +123,8 @@ def card_costs(load: Load, name: str, contexts: Sequence[int], progress: Progres
             )
         free = available.usable(int(card.memory * 2**30)) - weights - described.activations(CHUNK)
         to_device = REACHED * card.link * 1e9
-        beside = max(0.0, REACHED * card.ram * 1e9 - to_device)
-        machine = Machine(REACHED * card.read * 1e9, to_device, read, free, HOST_FREE, beside=beside)
+        cpu = max(0.0, REACHED * card.ram * 1e9 - to_device)
+        machine = Machine(REACHED * card.read * 1e9, to_device, read, free, HOST_FREE, cpu=cpu)
         computed = computed_ms(load, machine, seen, contexts)
         if any(ms is not None for mode in MODES for ms in computed[mode].values()):
             floor = 1000 * read / machine.read

@@ -195,7 +195,7 @@ class Comparison:
         switcher.narrow()
         checkpoint, stored = self._runner.kv.checkpoint(start), copy.deepcopy(loop.stored)
         parameters, system_tokens = switcher.parameters, switcher.system_tokens
-        with self._metrics.beside():
+        with self._metrics.excluded():
             try:
                 yield
             finally:

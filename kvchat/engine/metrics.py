@@ -146,7 +146,7 @@ class MetricsCollector:
         self._step_bytes = 0.0
         self._hit_rate: float | None = None
         self._recall_rate: float | None = None
-        self._beside_bytes = self._beside_corrections = 0
+        self._excluded_bytes = self._excluded_corrections = 0
         self._ribbon = Ribbon(kv)
         self._pcie = PcieReading(self._gpu_readers[self._home][0] if self._gpu_readers else None)
         self._coverage, self._covered_in = CoverageWatch(kv.state), kv.mode
@@ -161,7 +161,7 @@ class MetricsCollector:
         return self.answer
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
+    def excluded(self) -> Iterator[None]:
         """Keep what is done inside out of the conversation's figures."""
         timer = self._kv.state.transfer.timer
         kept, steps = (self.answer, self._step_bytes, self._hit_rate, self._recall_rate), list(timer.steps)
@@ -174,8 +174,8 @@ class MetricsCollector:
             self.answer, self._step_bytes, self._hit_rate, self._recall_rate = kept
             self._coverage, self._covered_in = coverage, self._kv.mode  # entered again
             self._last = Counts.of(self._kv)
-            self._beside_bytes += self._last.moved_bytes - before.moved_bytes
-            self._beside_corrections += self._last.corrections - before.corrections
+            self._excluded_bytes += self._last.moved_bytes - before.moved_bytes
+            self._excluded_corrections += self._last.corrections - before.corrections
             timer.steps.clear()
             timer.steps.extend(steps)
 
@@ -272,10 +272,10 @@ class MetricsCollector:
             tokens_per_s=self.answer.present_rate() if self.answer else None,
             ttft_s=self.answer.ttft_s if self.answer else None,
             step_bytes=self._step_bytes,
-            recalled_bytes=now.moved_bytes - self._beside_bytes,
+            recalled_bytes=now.moved_bytes - self._excluded_bytes,
             recall_hit_rate=self._hit_rate,
             recall_bytes_per_s=self._recall_rate,
-            corrections=now.corrections - self._beside_corrections,
+            corrections=now.corrections - self._excluded_corrections,
             coverage=self._watch().share,
             **self._recall_times(),
             reduced_tokens=reduced_tokens,

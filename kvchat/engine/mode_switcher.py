@@ -209,8 +209,8 @@ class ModeSwitcher:
             TooMuchPinnedError: they leave the model too little of its context for the rest.
         """
         system = system_tokens if chosen.pin_system else 0
-        beside = sum(position >= system for position in messages)
-        refuse_too_much(self._model.name, self._model.context, beside, system)
+        pinned = sum(position >= system for position in messages)
+        refuse_too_much(self._model.name, self._model.context, pinned, system)
 
     # ---- auto
 
@@ -288,8 +288,8 @@ class ModeSwitcher:
         device, host = map(available.usable, free)
         # Measured only where it may come to that: a prompt takes a part of what is free.
         may_spill = state.ops.reads_staged and tokens * state.geometry.token_bytes > device // 2
-        beside = known.beside if may_spill and (known := host_attention.measured(state.host)) else 0.0
-        machine = Machine(*self._rates(), model.weight_bytes - table, device, host, self._new, beside)
+        cpu = known.cpu if may_spill and (known := host_attention.measured(state.host)) else 0.0
+        machine = Machine(*self._rates(), model.weight_bytes - table, device, host, self._new, cpu)
         page = state.geometry.page
         rounded = page * sum(state.host.quantized[: state.total // page])
         exact, quantizes = state.total - rounded, self.auto.quantizes

@@ -94,7 +94,7 @@ def attend(
     bias: Tensor | None,
     spec: AttentionSpec,
     sinks: Tensor | None = None,
-    beside: Tensor | None = None,
+    other_part: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One token's attention over slots, or over what is stored.
 
@@ -104,21 +104,21 @@ def attend(
         bias: ``[H or 1, 1, n]``, 0 where the token may be read, else -inf; None where all may.
         spec: scaling and soft cap of the layer.
         sinks: learned sink logits ``[H, G]``, where the layer has them.
-        beside: attention to other tokens, ``[H, G, d_v + 1]`` with the logarithm of its sum of exponentials, if any.
+        other_part: attention to other tokens, if any: ``[H, G, d_v + 1]``, the log of its sum of exponentials last.
 
     Returns:
         ``[H, G, d_v]`` and the weights ``[H, G, n]`` in float32.
     """
     scores = capped(products.scores(query * spec.scaling), spec)
     scores = scores if bias is None else scores.add_(bias)
-    if beside is None:
+    if other_part is None:
         weights = softmax(scores, sinks)
         return products.sums(weights), weights
-    others = beside[..., -1]
+    others = other_part[..., -1]
     unseen = others if sinks is None else torch.logaddexp(others, sinks.float())
     weights = softmax(scores, unseen)
     attended, share = products.sums(weights), (1 - weights.sum(-1)) * (others - unseen).exp()
-    return (attended.float() + share.unsqueeze(-1) * beside[..., :-1]).to(attended.dtype), weights
+    return (attended.float() + share.unsqueeze(-1) * other_part[..., :-1]).to(attended.dtype), weights
 
 
 class Partial:

@@ -57,7 +57,7 @@ class Machine:
 
     ``device_free`` and ``host_free`` are the bytes that K/V may take, with those that they take now. ``new``, by mode,
     is the share of what it chooses that comes over the link at a step. The CPU attends to exact K/V in RAM at the rate
-    ``beside`` while the link is busy; 0 where it does not.
+    ``cpu`` while the link is busy; 0 where it does not.
     """
 
     read: float
@@ -66,7 +66,7 @@ class Machine:
     device_free: int
     host_free: int
     new: Mapping[str, float] = field(default_factory=lambda: NEW)
-    beside: float = 0.0
+    cpu: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -252,13 +252,13 @@ class _Costs:
     def _saved_on_cpu(self, given: float | None, nbytes: float, link_s: float) -> float:
         """Seconds that the CPU saves of ``link_s``, by rates or with the share ``given`` of the ``nbytes`` in RAM."""
         m, layers = self.machine, self.geometry.layers
-        if not (m.beside and m.link):
+        if not (m.cpu and m.link):
             return 0.0
         exposed = link_s * m.link
-        on_cpu = exposed * rates.share_on_cpu(exposed, m.link, m.beside, layers) if given is None else given * nbytes
+        on_cpu = exposed * rates.share_on_cpu(exposed, m.link, m.cpu, layers) if given is None else given * nbytes
         if not on_cpu:
             return 0.0
-        return link_s - max(max(0.0, exposed - on_cpu) / m.link, on_cpu / m.beside) - rates.TURN_S * layers
+        return link_s - max(max(0.0, exposed - on_cpu) / m.link, on_cpu / m.cpu) - rates.TURN_S * layers
 
     def _share(self, quantizes: bool) -> float:
         """Bytes of the host pool's K/V for each that they have exactly."""

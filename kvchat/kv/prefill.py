@@ -51,8 +51,8 @@ def prefill_chunk(geometry: Geometry, stored: int, new: int, token_bytes: int, d
     Raises:
         DoesNotFitError: not even the fewest fit.
     """
-    free, *beside = (available.usable(available.free_bytes(device)) for device in devices)
-    most = min(beside, default=free) // 2
+    free, *others = (available.usable(available.free_bytes(device)) for device in devices)
+    most = min(others, default=free) // 2
 
     def needed(chunk: int) -> int:
         last = min(chunk, new)
@@ -105,8 +105,8 @@ class DirectPrefill:
             host.append(layer, self._start, key, value)
             keys, values = host.dense(layer, self._start + key.shape[1])
             return keys[:, self._first :], values[:, self._first :]
-        page, beside = divmod(self._first, host.geometry.page)
-        keys, values = (part[:, beside:] for part in host.dense(layer, self._start, page))
+        page, offset = divmod(self._first, host.geometry.page)
+        keys, values = (part[:, offset:] for part in host.dense(layer, self._start, page))
         host.append(layer, self._start, key, value)
         return torch.cat((keys, key), 1), torch.cat((values, value), 1)
 

@@ -212,9 +212,9 @@ class Transfer:
         Both are int64, -1 is an empty slot. ``again`` says that they replace others which were wanted for the same
         step.
         """
-        beside = self._entered
-        with self.timer.copying(beside > 0):
-            self.ops.move_pages(slots, layer, placed, resident, self._moved_and_wanted[-1 if again else beside])
+        row = self._entered
+        with self.timer.copying(row > 0):
+            self.ops.move_pages(slots, layer, placed, resident, self._moved_and_wanted[-1 if again else row])
             resident.copy_(placed)
 
     def load_tokens(self, slots: DeviceSlots, layer: int, first: int, placed: Tensor, resident: Tensor) -> None:
@@ -222,9 +222,9 @@ class Transfer:
 
         That, a part of the table or of a list, is updated; -1 in either is an empty slot.
         """
-        beside = self._entered
-        with self.timer.copying(beside > 0):
-            self.ops.move_tokens(slots, layer, first, placed, resident, self._moved_and_wanted[beside])
+        row = self._entered
+        with self.timer.copying(row > 0):
+            self.ops.move_tokens(slots, layer, first, placed, resident, self._moved_and_wanted[row])
 
     def load_table(self, slots: DeviceSlots, wanted: Tensor) -> None:
         """Make the table of all layers of ``slots`` equal ``wanted`` (its shape, int32), copying what is missing.
@@ -304,7 +304,7 @@ class Transfer:
         wanted = sum(row[1] for row in rows[:-1])
         return Totals(moved, wanted, corrections, self._bytes(moved, quantized))
 
-    def beside(self, layer: int = 0) -> SideStream:
+    def side_stream(self, layer: int = 0) -> SideStream:
         """The stream of what is chosen for a layer while others run; that of the next layer is the other one."""
         return self.side_streams[layer % 2]
 

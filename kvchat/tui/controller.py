@@ -225,7 +225,7 @@ class ChatController:
     def switch_by(self, step: int) -> None:
         """Switch ``step`` modes onward from the one last asked for."""
         wanted = self.state.wanted
-        self.switch(modes.beside(self.state.mode if wanted in ("", modes.AUTO) else wanted, step))
+        self.switch(modes.next_mode(self.state.mode if wanted in ("", modes.AUTO) else wanted, step))
 
     def set_parameter(self, name: str, value: int | float | bool | str) -> None:
         """Change a parameter of the current mode, or of auto, which chooses anew."""

@@ -5,7 +5,7 @@ What was not read has no row.
 
 from __future__ import annotations
 
-from kvchat.config.modes import REFERENCE, beside, registered
+from kvchat.config.modes import REFERENCE, next_mode, registered
 from kvchat.protocol.figures import RIBBON, Gpu, Params, ServerFigures, Snapshot
 from kvchat.tui.state import describe_price, percentiles
 from kvchat.units import count, figure, percent, size
@@ -192,7 +192,7 @@ def mode_rows(s: Snapshot) -> Rows:
     """Rows for the mode's budget, its parameters, and the cost of switching to the next mode."""
     budget = s.params.get("budget")
     limit = [("budget", f"{count(budget)} tokens a head")] if isinstance(budget, int) else []
-    rows, after = [*limit, ("parameters", "in /settings")], beside(s.mode)
+    rows, after = [*limit, ("parameters", "in /settings")], next_mode(s.mode)
     if (price := next((price for price in s.prices if price.mode == after), None)) is None:
         return rows
     moving = describe_price(price) if price.moved_bytes or price.refusal else "nothing"

@@ -139,8 +139,8 @@ def test_f6_passes_by_what_is_for_comparison():
     assert offered == [modes.AUTO, *modes.mode_names()]
     assert set(compared) == set(registered()) - set(offered)
     visited = modes.mode_names()
-    assert [modes.beside(mode) for mode in visited] == [*visited[1:], visited[0]]
-    assert {modes.beside(mode, step) for mode in compared for step in (1, -1)} == {visited[0]}
+    assert [modes.next_mode(mode) for mode in visited] == [*visited[1:], visited[0]]
+    assert {modes.next_mode(mode, step) for mode in compared for step in (1, -1)} == {visited[0]}
 
 
 def test_every_parameter_is_described():

@@ -84,9 +84,7 @@ def test_drafts_over_a_link_gain_what_the_formula_says(link, weights_s, gains):
 def test_with_and_without_the_cpu_a_token_over_a_link_has_a_row_each():
     load, tokens = Load("an 8B", given={"full": {"resident": 2048}}), 32_768
     laptop = Machine(256e9, 13e9, 5 * 2**30, 2**40, cards.HOST_FREE)
-    alone, both = (
-        cards.computed_ms(load, replace(laptop, beside=beside), llama_8b(), [tokens]) for beside in (0.0, 31e9)
-    )
+    alone, both = (cards.computed_ms(load, replace(laptop, cpu=cpu), llama_8b(), [tokens]) for cpu in (0.0, 31e9))
     name = "full from RAM"
     assert f"{name}{cards.ON_LINK}" not in alone
     assert both[f"{name}{cards.ON_LINK}"] == alone[name]

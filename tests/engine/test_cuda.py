@@ -267,7 +267,7 @@ def test_by_default_measured_rates_and_what_launches_cost_decide_what_the_cpu_at
     with torch.inference_mode():
         found = host_attention.measured(one.kv.state.host)
     assert found.link > 0
-    assert 1e6 < found.beside < 1e12
+    assert 1e6 < found.cpu < 1e12
     one.step(5)
     (slots,) = one.kv.state.slots
     assert not slots.on_cpu

@@ -99,11 +99,11 @@ def test_what_is_done_beside_the_conversation_is_not_in_its_totals(session):
     filled(session, 640, "speculative", **SPECULATIVE | {"tau": 2.0})
     session.step(5)
     before = session.snapshot()
-    with session._metrics.beside():
+    with session._metrics.excluded():
         for token in range(6):
             session.step(100 * token)
-    beside = session.snapshot()
-    assert (beside.recalled_bytes, beside.corrections) == (before.recalled_bytes, before.corrections)
+    during = session.snapshot()
+    assert (during.recalled_bytes, during.corrections) == (before.recalled_bytes, before.corrections)
     for token in range(6):
         session.step(90 * token)
     after = session.snapshot()

@@ -79,12 +79,12 @@ MACHINES = [
 ]
 
 
-def possible(shape, machine, tokens, calibration=None, new=auto.NEW, beside=0.0, given=None, **stored) -> list[Way]:
+def possible(shape, machine, tokens, calibration=None, new=auto.NEW, cpu_rate=0.0, given=None, **stored) -> list[Way]:
     """The ways on a machine; ``given`` are a person's parameters by mode."""
     layers, q_heads, kv_heads, d, dtype, context, weights = SHAPES[shape]
     read, link, device, host = machine
     geometry = Geometry(layers, q_heads, kv_heads, d, d, dtype, headroom=2048 if link else 128, unified=not link)
-    measured = Machine(read * 1e9, link * 1e9, weights, device * GIB, host * GIB, new, beside)
+    measured = Machine(read * 1e9, link * 1e9, weights, device * GIB, host * GIB, new, cpu_rate)
     traits = ModelTraits(context, (None,) * layers, calibration=calibration)
     merged = partial(modes.effective_params, settings={}, given=given or {})
     return ways(measured, geometry, traits, Conversation(tokens, **stored), lambda mode, add: merged(mode, changes=add))
@@ -136,8 +136,8 @@ def test_pages_that_are_stored_already_stay_what_they_are():
 
 
 def test_the_cpu_attends_to_a_part_of_what_only_ram_has():
-    def over_link(beside, cpu=None):
-        found = possible("8B", (256, 13, 2, 64), 32_000, beside=beside, given={"full": {"cpu": cpu}})
+    def over_link(cpu_rate, cpu=None):
+        found = possible("8B", (256, 13, 2, 64), 32_000, cpu_rate=cpu_rate, given={"full": {"cpu": cpu}})
         return next(way for way in found if way.label == "full from RAM")
 
     alone, together = over_link(0), over_link(30e9)

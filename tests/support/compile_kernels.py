@@ -90,7 +90,7 @@ def launch_everything(dtype, d, tokens):
             ops.move_shared(slots, many, many, many > 0)
     for spec, beside in ((plain, None), (odd, None), (plain, lambda: torch.zeros(HEADS, GROUP, d + 1))):
         slots = DeviceSlots(resident, g, CPU)
-        slots.on_cpu, slots.beside = range(tokens - 5000, tokens), beside
+        slots.on_cpu, slots.other_part = range(tokens - 5000, tokens), beside
         ops.attend(slots, int(tokens == LATER), query, spec, False)
     candidates = Candidates.between(1, position, bounds.pages)
     for flags in (None, flagged):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from support.message import lacks
 
-from kvchat.config.modes import beside, choosable
+from kvchat.config.modes import choosable, next_mode
 from kvchat.conversations.conversation import Conversation
 from kvchat.errors import UsageError
 from kvchat.protocol import messages
@@ -273,7 +273,7 @@ async def test_what_auto_chooses_is_shown_and_told_once(chat):
 async def test_f6_counts_from_what_auto_chose_and_ends_it(chat):
     await chat.load(mode="speculative", params={}, auto="auto: speculative 512, 90 ms a token")
     chat.controller.switch_by(1)
-    assert chat.client.sent[-1].mode == beside("speculative")
+    assert chat.client.sent[-1].mode == next_mode("speculative")
     await chat.controller.handle(Switched("speculative", "full", {}, 10, 0, 0.0))
     assert (chat.controller.state.asked, chat.controller.state.conversation.mode) == ("full", "full")
     chat.controller.switch("auto", {"tokens_per_s": 20})

@@ -84,7 +84,7 @@ class DeviceSlots:
     ``current_slot [1]`` (int64) is the slot of the token being decoded. The window's slots begin at ``ring``.
     ``read_pairs`` counts what was read: (token, KV head, layer) triples, summed over steps. Where ``recent_only`` is
     not 0 attention does not read what spills, and without slots only the sinks and so many recent tokens: the step's
-    token is a guess. The tokens ``on_cpu``, the last that spill, the GPU does not read in a layer where ``beside``
+    token is a guess. The tokens ``on_cpu``, the last that spill, the GPU does not read in a layer where ``other_part``
     gives what the CPU attends to there, as ``HostAttention.answer``. ``staging [staged, kv_heads, 2, p, d]`` is laid
     out as in the host pool; once ``arrived`` was called its first ``staged`` pages are those of layer
     ``staged_layer``. ``stored`` is by layer how a CPU's operations see ``kv``.
@@ -118,7 +118,7 @@ class DeviceSlots:
         self.staging = self._room_to_stage()
         self.staged, self.staged_layer = 0, -1
         self.on_cpu = range(0)
-        self.beside: Callable[[], Tensor] | None = None
+        self.other_part: Callable[[], Tensor] | None = None
         self.arrived: Callable[[], None] = lambda: None
         self._masks: dict[tuple[int, int | None], tuple[Tensor, Tensor]] = {}
         self._unmasked: dict[int | None, Tensor] = {}

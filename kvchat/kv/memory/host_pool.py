@@ -228,12 +228,12 @@ class HostPool:
         """Pages of memory in use, from the first on."""
         return self.geometry.pages(self.total)
 
-    def _affordable(self, least: int, wanted: int, beside: int = 0) -> int:
-        """Bytes a layer for ``wanted`` tokens, for ``least`` if memory is short; ``beside`` more bytes are needed."""
+    def _affordable(self, least: int, wanted: int, extra: int = 0) -> int:
+        """Bytes a layer for ``wanted`` tokens, for ``least`` if memory is short; ``extra`` bytes are needed besides."""
         free, taken = available.usable(available.host_free()), self._committed
         for tokens in (wanted, least):
             size = self._layout.nbytes(tokens)
-            if size * self.geometry.layers - taken + beside <= free:
+            if size * self.geometry.layers - taken + extra <= free:
                 return size
         raise self._does_not_fit(
             least, f"{units.size(taken, 2)} of it are held and {units.size(free, 2)} more are free."
@@ -289,7 +289,7 @@ class HostPool:
         Where rows are counted by head all layers move at once, because they share the count.
         """
         unified = self.geometry.unified
-        size = self._affordable(least, wanted, beside=self._committed if unified else self._regions[0].committed)
+        size = self._affordable(least, wanted, extra=self._committed if unified else self._regions[0].committed)
         used = self._used
         self.synchronize()
         tokens = self._layout.tokens(size)

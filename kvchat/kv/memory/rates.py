@@ -61,12 +61,12 @@ def seconds_beside_link(run: Callable[[], None], device: torch.device, size: int
     return min(timed() for _ in range(RUNS))
 
 
-def share_on_cpu(nbytes: float, link: float, beside: float, layers: int) -> float:
+def share_on_cpu(nbytes: float, link: float, cpu: float, layers: int) -> float:
     """The share of ``nbytes`` of K/V that the CPU attends to while the rest comes over the link, by rates in bytes/s.
 
     Both then take as long. 0 where that saves less than a turn of the CPU in each of the ``layers`` costs.
     """
-    share = beside / (link + beside)
+    share = cpu / (link + cpu)
     return share if share * nbytes / link > TURN_S * layers else 0.0
 
 

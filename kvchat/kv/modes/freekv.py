@@ -121,7 +121,7 @@ class FreeKV(IndexedMode):
     def attention_end(self, layer: int, query: Tensor, weights: list[Weights], spec: AttentionSpec) -> None:
         # With tau > 1 every head is corrected at every step: what is speculated would never be read.
         if layer >= self.first and self.k and self.tau <= 1 and not self.state.ops.reads_back:
-            with self.state.transfer.beside()(query if self._score is None else self._score):
+            with self.state.transfer.side_stream()(query if self._score is None else self._score):
                 scores = self._scores(layer, query) if self._score is None else self._score
                 self._recall(layer, self.choose(layer, scores, self._next))
 

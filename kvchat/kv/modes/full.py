@@ -118,10 +118,10 @@ class Full(Mode):
 
     def attention_begin(self, layer: int, query: Tensor, key: Tensor) -> bool:
         slots, spec, attention = self.state.slots[0], self.state.specs[layer], self._host_attention
-        slots.beside = None
+        slots.other_part = None
         if slots.on_cpu and attention and spec.window is None:
             attention.ask(query)
-            slots.beside = partial(attention.answer, layer, slots, spec)
+            slots.other_part = partial(attention.answer, layer, slots, spec)
         return False
 
     def attention_end(self, layer: int, query: Tensor, weights: list[Weights], spec: AttentionSpec) -> None:

@@ -143,7 +143,7 @@ class Speculative(IndexedMode):
         if self.state.ops.reads_back:
             self._estimates[layer] = query
             return
-        with self.state.transfer.beside(layer)(query):
+        with self.state.transfer.side_stream(layer)(query):
             self._choose(layer, query)
         self._begun.add(layer)
 
@@ -151,11 +151,11 @@ class Speculative(IndexedMode):
         if layer < self.first:
             return False
         if layer in self._begun:
-            self.state.transfer.join(self.state.transfer.beside(layer))
+            self.state.transfer.join(self.state.transfer.side_stream(layer))
         else:
             self._choose(layer, self._chosen_with(layer, query))
-        beside = self._unread.get(layer)
-        self.slots.beside = None if beside is None else lambda: beside
+        unread = self._unread.get(layer)
+        self.slots.other_part = None if unread is None else lambda: unread
         return False
 
     def choose(self, layer: int, query: Tensor, hidden: Tensor, held: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -222,10 +222,10 @@ class Speculative(IndexedMode):
         # A window that became known since the step began hides only what attention does not see either.
         hidden = self._hidden.get(state.specs[layer].window, self._hidden[None])
         held = self.slots.table_of(layer)[:, : min(self.k, self.slots.offset)]
-        chosen, beside = self.choose(layer, query, hidden, held)
+        chosen, unread = self.choose(layer, query, hidden, held)
         state.transfer.load_tokens(self.slots, layer, 0, chosen, held)
-        if beside is not None:
-            self._unread[layer] = beside
+        if unread is not None:
+            self._unread[layer] = unread
 
     def _asked(self, layer: int, query: Tensor) -> Asked:
         return Asked(query, self.index.of(layer), self.bits, self.state.scaling(layer), self._means(layer))
@@ -252,5 +252,5 @@ class Speculative(IndexedMode):
         known = position - position % self.geometry.page
         places = Places(known, seen, first, last, position + self._stepping)
         asked = self._asked(layer, query), places, self.k, self.pin_mask, self._stepping
-        if (beside := state.ops.list_tokens(self.slots, layer, *asked)) is not None:
-            self._unread[layer] = beside
+        if (unread := state.ops.list_tokens(self.slots, layer, *asked)) is not None:
+            self._unread[layer] = unread

@@ -227,7 +227,7 @@ class Sync(Mode):
         # This layer's attention of this step is done: what changes now acts from the next step on.
         if weights:
             best = weights[0].best()
-            with self.state.transfer.beside(layer)(best):
+            with self.state.transfer.side_stream(layer)(best):
                 self._anticipate(layer, best)
 
     def _anticipate(self, layer: int, best: Tensor) -> None:

@@ -186,8 +186,8 @@ class CpuOps(TorchOps):
             return found.to(query.dtype)
         if named == end - first:
             return self._attend_all(layer, grouped, first, spec, sinks)
-        beside = slots.beside() if slots.beside else None
-        return self._attend_some(layer, grouped, slots.table_of(layer)[:, :named], spec, sinks, beside)
+        other_part = slots.other_part() if slots.other_part else None
+        return self._attend_some(layer, grouped, slots.table_of(layer)[:, :named], spec, sinks, other_part)
 
     def _attend_all(self, layer: int, query: Tensor, first: int, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
         """Attention of ``query [H, G, d_k]`` over the stored tokens from ``first`` on."""
@@ -203,12 +203,12 @@ class CpuOps(TorchOps):
         table: Tensor,
         spec: AttentionSpec,
         sinks: Tensor | None,
-        beside: Tensor | None = None,
+        other_part: Tensor | None = None,
     ) -> Tensor:
-        """Attention of ``query [H, G, d_k]`` over the tokens in ``table [H, n]``; ``beside`` as in ``attend``."""
-        found = self._attended(query, self._in_pool(layer), table, spec, sinks) if beside is None else None
+        """Attention of ``query [H, G, d_k]`` over the tokens in ``table [H, n]``; ``other_part`` as in ``attend``."""
+        found = self._attended(query, self._in_pool(layer), table, spec, sinks) if other_part is None else None
         if found is None:
-            return attend(query, self._products_of_some(layer, table), None, spec, sinks, beside)[0]
+            return attend(query, self._products_of_some(layer, table), None, spec, sinks, other_part)[0]
         return found
 
     def _attend_in_place(
@@ -294,10 +294,10 @@ class CpuOps(TorchOps):
         if in_step and self.attends_as_it_chooses:
             self._choosing[layer] = partial(loop, 1)
             return None
-        beside = torch.empty((g.kv_heads, g.group, joined.shape[2] + 1))
-        unattended = scaling, 0.0, NO_SINKS, *NOTHING, *NOTHING, table.numpy(), beside.numpy()
+        unread = torch.empty((g.kv_heads, g.group, joined.shape[2] + 1))
+        unattended = scaling, 0.0, NO_SINKS, *NOTHING, *NOTHING, table.numpy(), unread.numpy()
         slots.named[layer - slots.layout.first] = loop(0, grouped, *unattended)
-        return None if means is None else beside
+        return None if means is None else unread
 
     def open_pages(self, slots: DeviceSlots, layers: slice, first: int, last: Tensor) -> None:
         if not (loops := compiled_loops()):

@@ -29,10 +29,10 @@ READ_BYTES = 2**28  # of K/V by which the CPU is measured: more than its caches 
 
 
 class Rates(NamedTuple):
-    """Bytes/s of the ``link``, and of the K/V that the CPU attends to ``beside`` a link that copies."""
+    """Bytes/s of the ``link``, and of the K/V that the ``cpu`` attends to while the link copies."""
 
     link: float
-    beside: float
+    cpu: float
 
 
 class HostAttention:

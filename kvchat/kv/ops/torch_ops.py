@@ -37,7 +37,7 @@ class TorchOps:
     """A step's operations on the host pool and slots.
 
     ``reads_back`` is true where nothing runs beside the model, so that reading a tensor's values costs no wait;
-    ``reads_staged`` where attention reads what spills from ``DeviceSlots.staging``, and joins what is ``beside``.
+    ``reads_staged`` where attention reads what spills from ``DeviceSlots.staging``, and joins ``other_part``.
     """
 
     name = "torch"
@@ -106,7 +106,7 @@ class TorchOps:
                 slots, layer, Partial(grouped, self.geometry.d_v, spec, sinks), bias, spec
             ), None
         held = self.products(slots.keys(layer), slots.values(layer))
-        attended, weights = attend(grouped, held, bias, spec, sinks, slots.beside() if slots.beside else None)
+        attended, weights = attend(grouped, held, bias, spec, sinks, slots.other_part() if slots.other_part else None)
         return attended, Weights(weights) if needs_weights else None
 
     def products(self, keys: Tensor, values: Tensor) -> Products:
@@ -228,9 +228,9 @@ class TorchOps:
         is_pinned[: len(pinned)] = pinned[: len(is_pinned)]
         hidden, masked = (tokens < seen) | (tokens >= known), (tokens < first) | (tokens > last)
         best = heaviest(scores, hidden, masked | is_pinned[: len(tokens)], k)
-        beside = torch.arange(seen, end)
-        beside = beside[(beside < first) | (beside > last) | is_pinned[seen:end]]
-        named = torch.cat((best, beside.expand(len(best), -1)), 1).sort(1).values
+        always = torch.arange(seen, end)
+        always = always[(always < first) | (always > last) | is_pinned[seen:end]]
+        named = torch.cat((best, always.expand(len(best), -1)), 1).sort(1).values
         table = slots.table_of(layer)
         table[:, : named.shape[1]] = named
         table[:, named.shape[1] :] = EMPTY

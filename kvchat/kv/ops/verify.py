@@ -128,15 +128,15 @@ class _Step:
             by = self.query, index, bits, self.spec.scaling
             scores = self.ops.token_scores(*by)
             means = self.values[:, : PAGES * g.page].view(g.kv_heads, PAGES, g.page, -1).mean(2)
-            placed, beside = self.ops.choose_tokens(Asked(*by, means), hidden, masked, resident)
-            assert beside is not None
+            placed, unread = self.ops.choose_tokens(Asked(*by, means), hidden, masked, resident)
+            assert unread is not None
             resident.copy_(placed)
             chosen = torch.zeros((g.kv_heads, len(tokens) + 1), dtype=torch.bool, device=self.device)
             chosen = chosen.scatter_(1, resident.long().remainder(len(tokens) + 1), True)[:, :-1]
             weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).mean(1) * chosen
             found[f"{bits}-bit keys"] = key_codes.decode(index, g.d_k, g.page, bits, g.dtype)
             found |= {f"{bits}-bit scores": scores, f"{bits}-bit weights": weights.sort().values}
-            found |= {f"{bits}-bit choice": (chosen & ~masked).sum(1), f"{bits}-bit rest": beside}
+            found |= {f"{bits}-bit choice": (chosen & ~masked).sum(1), f"{bits}-bit rest": unread}
         return found
 
     def attend(self) -> dict[str, Tensor]:
@@ -147,7 +147,7 @@ class _Step:
         spilling = DeviceSlots(Layout(0, 1, 0, self.g.page, spills=True), self.g, self.device)
         # Joined with a part that weighs nothing.
         nothing = torch.full((self.g.kv_heads, self.g.group, self.g.d_v + 1), -1e4, device=self.device)
-        spilling.on_cpu, spilling.beside = range(PAGES * self.g.page, PAGES * self.g.page), lambda: nothing
+        spilling.on_cpu, spilling.other_part = range(PAGES * self.g.page, PAGES * self.g.page), lambda: nothing
         spilled, _ = self.ops.attend(spilling, 0, self.query, self.spec, False)
         best = weights.best().sort().values
         return {"attend": attended, "weights": best, "shares": shares.sum(), "spilled": spilled}

@@ -136,8 +136,8 @@ def test_a_head_attends_to_what_it_chose_however_many_threads_share_the_work(thr
     masked |= torch.arange(known) > last
     masked[: len(pinned)] |= pinned
     best = heaviest(scores, torch.zeros_like(masked), masked, k)
-    beside = torch.tensor([*range(first), 400, *range(last + 1, n)])
-    wanted = torch.cat((best, beside.expand(heads, -1)), 1).sort(1).values.to(torch.int32)
+    always = torch.tensor([*range(first), 400, *range(last + 1, n)])
+    wanted = torch.cat((best, always.expand(heads, -1)), 1).sort(1).values.to(torch.int32)
     table, result = np.zeros((heads, wanted.shape[1] + 50), np.int32), np.empty((heads, group, d), np.float32)
     stored = (keys.reshape(-1).numpy(), n * d, d, values.reshape(-1).numpy(), n * d, d)
     of_heads = [x.reshape(heads, group, d).numpy() for x in (asking, query)]

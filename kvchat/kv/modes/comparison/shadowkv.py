@@ -92,7 +92,7 @@ class ShadowKV(PageChoice):
         grouped = query.view(len(landmarks), -1, query.shape[-1]) * self.state.scaling(layer)
         logits = torch.bmm(grouped, landmarks.transpose(1, 2)).float()
         is_outlier = are_among(self.outlying[layer - self.first], self.index.pages) & ~masked
-        beside = logits.masked_fill((masked | is_outlier).unsqueeze(1), -torch.inf)
+        others = logits.masked_fill((masked | is_outlier).unsqueeze(1), -torch.inf)
         # A softmax over nothing is no number.
-        shares = beside.softmax(-1).nan_to_num(0).amax(1)
+        shares = others.softmax(-1).nan_to_num(0).amax(1)
         return shares.masked_fill(is_outlier, torch.inf).masked_fill(masked, -torch.inf)

@@ -214,23 +214,23 @@ def _join(
     sums,
     extremes,
     sinks,
-    beside,
+    other_part,
     heads,
     attended,
     spread,
     parts,
     SINKS: tl.constexpr,
-    BESIDE: tl.constexpr,
+    OTHER_PART: tl.constexpr,
     PICKED: tl.constexpr,
     GROUP: tl.constexpr,
     D_V: tl.constexpr,
     COLS_V: tl.constexpr,
     PARTS: tl.constexpr,
-    IS_BESIDE: tl.constexpr,
+    IS_PART: tl.constexpr,
 ):
     """The parts of one query head as one; ``spread`` is the logarithm (base 2) of its sum of exponentials.
 
-    What ``is beside`` another attention has the natural one in ``attended``, behind its sums.
+    Where it ``is_part`` of a larger attention the natural logarithm follows its sums in ``attended``.
     """
     row = tl.program_id(0)
     col = tl.arange(0, COLS_V)
@@ -241,8 +241,8 @@ def _join(
         highest = tl.load(sinks + head * GROUP + row % GROUP).to(tl.float32) * LOG2E
         total += 1.0
     joined = tl.zeros((COLS_V,), tl.float32)
-    if BESIDE:
-        begun = beside + row * (D_V + 1)
+    if OTHER_PART:
+        begun = other_part + row * (D_V + 1)
         summed = tl.load(begun + D_V) * LOG2E
         most = tl.maximum(highest, summed)
         joined = tl.load(begun + col, mask=col < D_V, other=0.0) * tl.exp2(summed - most)
@@ -263,9 +263,9 @@ def _join(
         highest = higher
     total = tl.where(total > 0, total, 1.0)
     result = (joined / total).to(attended.dtype.element_ty)
-    begun = attended + row.to(tl.int64) * (D_V + IS_BESIDE)
+    begun = attended + row.to(tl.int64) * (D_V + IS_PART)
     tl.store(begun + col, result, mask=col < D_V)
-    if IS_BESIDE:
+    if IS_PART:
         tl.store(begun + D_V, tl.where(highest > LOWEST, (highest + tl.log2(total)) / LOG2E, LOWEST))
     else:
         tl.store(spread + row, highest + tl.log2(total))
@@ -295,7 +295,7 @@ def attend(
     spills = slots.layout.spills and not slots.recent_only
     staged = slots.staged if spills and slots.staged_layer == layer else 0
     parts = first + most * (spills + (staged > 0))
-    beside = slots.beside
+    other_part = slots.other_part
     rows = width, g.group
     sums = torch.empty((*rows, parts, g.d_v), dtype=torch.float32, device=query.device)
     extremes = sums.new_empty((*rows, parts, 2))
@@ -315,7 +315,7 @@ def attend(
     if spills:
         tokens = _tokens_of_a_tile(min(tile, EIGHT_BIT_TILE) if host.item else tile, cols_k, cols_v)
         waits_from, layout = staged * g.page, slots.layout
-        ranges = [(host, max(layout.sink, waits_from), slots.on_cpu.start if beside else NO_LIMIT)]
+        ranges = [(host, max(layout.sink, waits_from), slots.on_cpu.start if other_part else NO_LIMIT)]
         if staged:
             rows_staged = slots.staging.view(-1, g.d)
             ranges.append((HostTensors(rows_staged, rows_staged, rows_staged, rows_staged, 0), layout.sink, waits_from))
@@ -330,14 +330,14 @@ def attend(
                 num_warps=4, num_stages=1 if source.item else 2,
             )  # fmt: skip
     sinks = spread if spec.sinks is None else spec.sinks
-    on_cpu = beside() if beside else spread
-    of_heads = spec.sinks is not None, beside is not None, picked, g.group, g.d_v, cols_v, PARTS, False
+    on_cpu = other_part() if other_part else spread
+    of_heads = spec.sinks is not None, other_part is not None, picked, g.group, g.d_v, cols_v, PARTS, False
     _join[(width * g.group,)](sums, extremes, sinks, on_cpu, heads, attended, spread, parts, *of_heads, num_warps=4)
     return attended, TritonWeights(logits, spread) if needs_weights else None
 
 
 def join(sums: Tensor, extremes: Tensor) -> Tensor:
-    """What ``DeviceSlots.beside`` gives, of parts: ``sums [H, G, part, d_v]`` and ``extremes [H, G, part, 2]``.
+    """What ``DeviceSlots.other_part`` gives, of parts: ``sums [H, G, part, d_v]`` and ``extremes [H, G, part, 2]``.
 
     Of these the first are base 2, and ``LOWEST`` where a part is empty, the second sums of exponentials.
     """

@@ -99,7 +99,7 @@ def test_what_left_the_slots_is_read_from_the_host_pool(shape, kind, dtype, devi
         if len(slots.heads_of(1)) == g.kv_heads:
             before, slots.on_cpu = slots.read_pairs.clone(), range(max(0, end - 10), end)
             stage(slots, side.ops.host, 1, slots.on_cpu.start // g.page)
-            slots.beside = lambda of=(slots, side.ops.host, query, spec): attended_on_cpu(*of)
+            slots.other_part = lambda of=(slots, side.ops.host, query, spec): attended_on_cpu(*of)
             assert_near(side.ops.attend(slots, 1, query.to(slots.kv.dtype), spec, False)[0], expected, dtype)
             assert int(slots.read_pairs - before) == read - len(slots.on_cpu) * g.kv_heads
 

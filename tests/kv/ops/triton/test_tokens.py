@@ -57,10 +57,10 @@ def test_scores_and_choices(heads, group, d, bits, dtype, page, n, k, sight, dev
         assert_near(kernels.token_scores(query, index, page, bits, d**-0.5), exact, torch.float32)
         means = noise(9, device, dtype, heads, index.shape[1], d // 2 + group)
         by = query, index, bits, d**-0.5, hidden, masked, resident
-        placed, beside = kernels.choose_tokens(*by, means, page)
+        placed, unread = kernels.choose_tokens(*by, means, page)
         assert placed.dtype == torch.int64
         check(exact, hidden, masked, resident, placed)
-        check_unread(exact, hidden | masked, placed, key_codes.excess(query, index, page, bits, d**-0.5), means, beside)
+        check_unread(exact, hidden | masked, placed, key_codes.excess(query, index, page, bits, d**-0.5), means, unread)
         assert kernels.choose_tokens(*by, None, page)[1] is None
         resident.copy_(placed)
         query = (query + 0.4 * noise(2 + step, device, dtype, heads * group, d)).to(dtype)
@@ -81,15 +81,15 @@ def check(scores, hidden, masked, resident, placed):
         assert all(now == token for token, now in zip(before, after, strict=True) if token in chosen)
 
 
-def check_unread(scores, masked, placed, excess, means, beside):
+def check_unread(scores, masked, placed, excess, means, measured):
     """What the tokens that might be chosen and were not would add: next to nothing where all were."""
     unread = ~(masked | are_among(placed, len(masked)))
-    assert beside.dtype == torch.float32
-    assert beside.isfinite().all()
+    assert measured.dtype == torch.float32
+    assert measured.isfinite().all()
     some = unread.any(1)
-    assert (beside[~some][..., -1] == NOTHING).all()
+    assert (measured[~some][..., -1] == NOTHING).all()
     expected = of_unread(scores, unread, excess, means)
-    assert_near(*(x.where(some[:, None, None], 0) for x in (beside, expected)), torch.float32)
+    assert_near(*(x.where(some[:, None, None], 0) for x in (measured, expected)), torch.float32)
 
 
 @settings(max_examples=8)
@@ -131,10 +131,10 @@ def test_more_than_one_program_can_choose_among_come_together(k, device, monkeyp
     nothing = torch.zeros(n, dtype=torch.bool, device=device)
     resident = torch.full((2, k), EMPTY, dtype=torch.int32, device=device)
     means = noise(2, device, torch.float16, 2, n // page, 24)
-    placed, beside = kernels.choose_tokens(query, index, 2, 0.25, nothing, nothing, resident, means, page)
+    placed, unread = kernels.choose_tokens(query, index, 2, 0.25, nothing, nothing, resident, means, page)
     scores, excess = (of(query, index, page, 2, 0.25) for of in (key_codes.token_scores, key_codes.excess))
     check(scores, nothing, nothing, resident, placed)
-    check_unread(scores, nothing, placed, excess, means, beside)
+    check_unread(scores, nothing, placed, excess, means, unread)
 
 
 def test_where_nothing_may_be_chosen_all_slots_empty(device):
@@ -144,7 +144,7 @@ def test_where_nothing_may_be_chosen_all_slots_empty(device):
     query = noise(1, device, torch.float16, 2, 32)
     for masks in ((hidden, ~hidden), (~hidden, hidden)):
         means = torch.ones((1, 3, 8), device=device)
-        placed, beside = kernels.choose_tokens(query, index, 4, 0.2, *masks, resident, means, 32)
+        placed, unread = kernels.choose_tokens(query, index, 4, 0.2, *masks, resident, means, 32)
         assert placed.tolist() == [[EMPTY] * 3]
-        assert (beside[..., -1] == NOTHING).all()
-        assert beside.isfinite().all()
+        assert (unread[..., -1] == NOTHING).all()
+        assert unread.isfinite().all()
